@@ -1,0 +1,1 @@
+"""Lossless speculative decoding with draft trees (TreeFlash) in pure JAX."""

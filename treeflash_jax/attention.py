@@ -1,0 +1,94 @@
+"""Attention of new rows over a cached prefix and over each other, under one softmax.
+
+Every new row sees all committed rows and, among the new rows, those its mask names: ancestors in a draft tree, earlier
+rows in a prefill chunk, everything in a drafter's block, itself alone in a one-token step. No [new, context] mask exists.
+
+Shape suffixes: b batch, t new rows (queries), u new rows (keys), s cache slots, h query heads, k key/value heads,
+g = h / k, e head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from treeflash_jax.cache import LayerKV
+
+
+def tree_attention(
+    q_bthe: jax.Array,
+    k_buke: jax.Array,
+    v_buke: jax.Array,
+    mask_btu: jax.Array,
+    prefix: LayerKV | None = None,
+    length_b: jax.Array | None = None,
+    *,
+    positions_bt: jax.Array | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    implementation: str = "xla",
+) -> jax.Array:
+    """softmax(q [K_prefix; K_new]^T * scale) [V_prefix; V_new], prefix rows limited to the first `length_b`.
+
+    Args:
+      q_bthe: queries of the new rows.
+      k_buke: keys of the new rows.
+      v_buke: values of the new rows.
+      mask_btu: True where new row t sees new row u. Every row must see itself.
+      prefix: committed keys and values; cache slot s holds absolute position s. None: no prefix.
+      length_b: committed rows per sequence.
+      positions_bt: absolute positions of the new rows; needed with a window only.
+      window: rows further back than this many positions are invisible (sliding-window layers).
+      scale: of the logits; 1 / sqrt(e) if None.
+      implementation: a name in IMPLEMENTATIONS.
+
+    Returns:
+      [b, t, h, e] in the dtype of the queries; softmax in float32 at least.
+
+    Raises:
+      ValueError: an implementation nobody registered.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"got attention implementation {implementation!r}, expected one of {sorted(IMPLEMENTATIONS)}")
+    scale = q_bthe.shape[-1] ** -0.5 if scale is None else scale
+    if window is not None:
+        gap_btu = positions_bt[:, :, None] - positions_bt[:, None, :]
+        mask_btu = mask_btu & (gap_btu < window)
+    attend = IMPLEMENTATIONS[implementation]
+    return attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale)
+
+
+def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale):
+    batch, rows, heads, head_dim = q_bthe.shape
+    kv_heads = k_buke.shape[2]
+    wide = jnp.promote_types(q_bthe.dtype, jnp.float32)
+    q_btkge = q_bthe.reshape(batch, rows, kv_heads, heads // kv_heads, head_dim)
+
+    own_bkgtu = jnp.einsum("btkge,buke->bkgtu", q_btkge, k_buke, preferred_element_type=wide) * scale
+    own_bkgtu = jnp.where(mask_btu[:, None, None], own_bkgtu, -jnp.inf)
+    peak_bkgt1 = jnp.max(own_bkgtu, axis=-1, keepdims=True)
+    if prefix is not None:
+        slots = jnp.arange(prefix.keys_bkse.shape[2])
+        seen_bts = jnp.broadcast_to((slots < length_b[:, None])[:, None], (batch, rows, slots.size))
+        if window is not None:
+            seen_bts &= positions_bt[:, :, None] - slots < window
+        past_bkgts = jnp.einsum("btkge,bkse->bkgts", q_btkge, prefix.keys_bkse, preferred_element_type=wide) * scale
+        past_bkgts = jnp.where(seen_bts[:, None, None], past_bkgts, -jnp.inf)
+        peak_bkgt1 = jnp.maximum(peak_bkgt1, jnp.max(past_bkgts, axis=-1, keepdims=True))
+
+    own_bkgtu = jnp.exp(own_bkgtu - peak_bkgt1)
+    total_bkgt = jnp.sum(own_bkgtu, axis=-1)
+    mixed_bkgte = jnp.einsum("bkgtu,buke->bkgte", own_bkgtu.astype(v_buke.dtype), v_buke, preferred_element_type=wide)
+    if prefix is not None:
+        past_bkgts = jnp.exp(past_bkgts - peak_bkgt1)
+        total_bkgt += jnp.sum(past_bkgts, axis=-1)
+        mixed_bkgte += jnp.einsum(
+            "bkgts,bkse->bkgte", past_bkgts.astype(v_buke.dtype), prefix.values_bkse, preferred_element_type=wide
+        )
+    mixed_bkgte /= total_bkgt[..., None]
+    return jnp.moveaxis(mixed_bkgte, 3, 1).reshape(batch, rows, heads, head_dim).astype(q_bthe.dtype)
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {"xla": _xla}

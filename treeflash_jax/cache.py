@@ -1,0 +1,103 @@
+"""Key/value caches: committed rows only, slot s holding absolute position s.
+
+New rows live outside the cache until they are committed, so a verification pass reads the cache and never writes it.
+Each layer owns its arrays: nothing is stacked, so no pass copies a slice. This file and attention.py alone look inside.
+
+Shape suffixes: b batch, t new rows, p committed rows, k key/value heads, s slots, e head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from treeflash_jax import mesh as meshes
+from treeflash_jax.config import ModelConfig
+
+# Heads before slots: a head's rows are contiguous, which is what both attention products read.
+AXES: meshes.Axes = ("batch", "kv_heads", None, None)
+
+
+@struct.dataclass
+class LayerKV:
+    """Keys (after QK-norm and rotation) and values of one layer."""
+
+    keys_bkse: jax.Array
+    values_bkse: jax.Array
+
+
+@struct.dataclass
+class KVCache:
+    """Committed keys and values of a stack of layers.
+
+    Attributes:
+      groups: per run of identical layers, its layers in order.
+      length_b: committed rows of each sequence; slots beyond hold garbage.
+    """
+
+    groups: tuple[tuple[LayerKV, ...], ...]
+    length_b: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        return self.groups[0][0].keys_bkse.shape[2]
+
+
+NewRows = tuple[tuple[tuple[jax.Array, jax.Array], ...], ...]
+
+
+def allocate(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> KVCache:
+    """An empty cache of `capacity` slots for `batch` sequences."""
+    shape = (batch, config.num_kv_heads, capacity, config.head_dim)
+
+    def zeros() -> jax.Array:
+        return meshes.constrain(jnp.zeros(shape, dtype), AXES)
+
+    groups = tuple(tuple(LayerKV(zeros(), zeros()) for _ in range(size)) for size in config.groups)
+    return KVCache(groups=groups, length_b=jnp.zeros(batch, jnp.int32))
+
+
+def append(cache: KVCache, rows: NewRows, count_b: jax.Array, path_bp: jax.Array | None = None) -> KVCache:
+    """Commits the first `count_b` of the new rows, or of the rows that `path_bp` names, in that order.
+
+    All rows are written at `length_b` in one fixed-width store; those past `count_b` are garbage that the next commit
+    overwrites. The caller keeps `length_b + width <= capacity`.
+
+    Args:
+      cache: where to.
+      rows: per group and layer, keys and values of the new rows [b, t, k, e].
+      count_b: rows to keep per sequence; 0 leaves a sequence as it was.
+      path_bp: which of the t new rows, in order of position; all of them if None.
+    """
+
+    def store(slots_bkse: jax.Array, rows_btke: jax.Array) -> jax.Array:
+        if path_bp is not None:
+            rows_btke = jnp.take_along_axis(rows_btke, path_bp[:, :, None, None], axis=1)
+        rows_bkpe = jnp.swapaxes(rows_btke, 1, 2).astype(slots_bkse.dtype)
+        if slots_bkse.shape[0] == 1:  # a plain slice store; the batched form lowers to a scatter
+            return lax.dynamic_update_slice(slots_bkse, rows_bkpe, (0, 0, cache.length_b[0], 0))
+        write = jax.vmap(lambda slots_kse, rows_kpe, at: lax.dynamic_update_slice(slots_kse, rows_kpe, (0, at, 0)))
+        return meshes.constrain(write(slots_bkse, rows_bkpe, cache.length_b), AXES)
+
+    groups = tuple(
+        tuple(
+            LayerKV(store(layer.keys_bkse, keys), store(layer.values_bkse, values))
+            for layer, (keys, values) in zip(group, new, strict=True)
+        )
+        for group, new in zip(cache.groups, rows, strict=True)
+    )
+    return KVCache(groups=groups, length_b=cache.length_b + count_b.astype(jnp.int32))
+
+
+def grow(cache: KVCache, capacity: int) -> KVCache:
+    """The same rows in a cache of `capacity` slots."""
+
+    def pad(slots_bkse: jax.Array) -> jax.Array:
+        extra = capacity - slots_bkse.shape[2]
+        return meshes.constrain(jnp.pad(slots_bkse, ((0, 0), (0, 0), (0, extra), (0, 0))), AXES)
+
+    return cache.replace(groups=jax.tree.map(pad, cache.groups))

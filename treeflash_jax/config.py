@@ -1,0 +1,297 @@
+"""Settings of verifiers and drafters: frozen dataclasses, read from a Hugging Face `config.json`.
+
+Every key of a config file is used, known to be inert at inference, or refused: a value that would change the numbers
+and is not implemented must never be ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+HeadName = Literal["marginal", "mlp", "linear"]
+
+# Published names of the correction in `treeflash_config.ar_approximation`; "linear" is the paper's ablation.
+HEAD_OF_FILE: dict[str | None, HeadName] = {None: "marginal", "swiglu": "mlp", "linear": "linear"}
+FILE_OF_HEAD: dict[str, str | None] = {head: name for name, head in HEAD_OF_FILE.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding; the `llama3` kind stretches low frequencies by `factor`."""
+
+    theta: float = 10_000.0
+    kind: Literal["default", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes and numerics of a stack of decoder layers (Qwen3 dense, Llama, or the layers of a DFlash drafter).
+
+    Example:
+      >>> config = ModelConfig.from_hf(json.loads(Path("Qwen3-4B/config.json").read_text()))
+      >>> config.num_layers
+      36
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope: Rope = Rope()
+    max_positions: int = 2048
+    tie_embeddings: bool = False
+    qk_norm: bool = True
+    model_type: str = "qwen3"
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Sizes of the runs of identical layers. All layers are alike in the models supported today: one run."""
+        return (self.num_layers,)
+
+    @staticmethod
+    def from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+        """Reads a verifier's config.
+
+        Raises:
+          ValueError: an architecture, key or value that is not implemented, or a missing size.
+        """
+        if "dflash_config" in raw:
+            raise ValueError(f"{where}: got a drafter's config (it has dflash_config), expected a verifier's")
+        _refuse_unknown(raw, _MODEL_KEYS | _INERT_KEYS, where)
+        return _model_config(raw, where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """A DFlash block drafter and the head on top of it.
+
+    Attributes:
+      layers: sizes of the drafter's own decoder layers.
+      block_size: drafted block, anchor included; draft depths run 1 .. block_size - 1.
+      mask_token_id: the token that fills the block's open slots.
+      target_layer_ids: 0-based verifier layers whose output (residual stream) the drafter reads, in file order.
+      num_target_layers: layers of the verifier this drafter was trained for.
+      head: how a drafted token depends on the one before it.
+      num_nodes: default budget of verified rows, root included (`treeflash_config.candidate_tokens`).
+      drafter_temperature: default temperature of the draft distribution.
+    """
+
+    layers: ModelConfig
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    head: HeadName = "marginal"
+    num_nodes: int = 16
+    drafter_temperature: float = 1.0
+
+    @property
+    def num_depths(self) -> int:
+        return self.block_size - 1
+
+    @staticmethod
+    def from_hf(raw: Mapping[str, Any], where: str = "config.json") -> DrafterConfig:
+        """Reads a drafter's config in either published dialect (DFlash, TreeFlash).
+
+        Raises:
+          ValueError: not a drafter's config, or a key or value that is not implemented.
+        """
+        if "dflash_config" not in raw:
+            raise ValueError(f"{where}: got no dflash_config, expected a DFlash or TreeFlash drafter's config")
+        _refuse_unknown(raw, _MODEL_KEYS | _INERT_KEYS | _DRAFTER_KEYS, where)
+        dflash = raw["dflash_config"]
+        treeflash = raw.get("treeflash_config") or {}
+        _refuse_unknown(dflash, {"mask_token_id", "target_layer_ids", "block_size"}, f"{where}: dflash_config")
+        _refuse_unknown(
+            treeflash,
+            {"candidate_tokens", "ar_approximation", "drafter_temperature"},
+            f"{where}: treeflash_config",
+        )
+        layers = _model_config(raw, where)
+        num_target_layers = _positive(raw, "num_target_layers", where)
+        block_size = _positive({**dflash, **raw}, "block_size", where)
+        if block_size < 2:
+            raise ValueError(f"{where}: got block_size {block_size}, expected at least 2")
+        if "mask_token_id" not in dflash:
+            raise ValueError(f"{where}: dflash_config has no mask_token_id")
+        head = treeflash.get("ar_approximation")
+        if head not in HEAD_OF_FILE:
+            raise ValueError(f"{where}: got ar_approximation {head!r}, expected one of {list(HEAD_OF_FILE)}")
+        ids = dflash.get("target_layer_ids") or default_target_layers(num_target_layers, layers.num_layers)
+        return DrafterConfig(
+            layers=layers,
+            block_size=block_size,
+            mask_token_id=int(dflash["mask_token_id"]),
+            target_layer_ids=tuple(int(i) for i in ids),
+            num_target_layers=num_target_layers,
+            head=HEAD_OF_FILE[head],
+            num_nodes=int(treeflash.get("candidate_tokens", 16)),
+            drafter_temperature=float(treeflash.get("drafter_temperature", 1.0)),
+        )
+
+    def check_fits(self, verifier: ModelConfig) -> None:
+        """Raises ValueError where this drafter was made for another verifier."""
+
+        def expect(what: str, got: Any, expected: Any) -> None:
+            if got != expected:
+                raise ValueError(
+                    f"drafter does not fit the verifier: {what} is {got} in the drafter and {expected} in the verifier; "
+                    "load the drafter that was trained for this verifier"
+                )
+
+        expect("hidden size", self.layers.hidden_size, verifier.hidden_size)
+        expect("number of verifier layers", self.num_target_layers, verifier.num_layers)
+        expect("vocabulary size", self.layers.vocab_size, verifier.vocab_size)
+        outside = [i for i in self.target_layer_ids if not 0 <= i < verifier.num_layers]
+        if outside:
+            raise ValueError(
+                f"drafter does not fit the verifier: it reads verifier layers {outside}, "
+                f"but the verifier has layers 0 to {verifier.num_layers - 1}"
+            )
+        if not 0 <= self.mask_token_id < verifier.vocab_size:
+            raise ValueError(
+                f"drafter does not fit the verifier: mask id {self.mask_token_id} lies outside "
+                f"the verifier's vocabulary of {verifier.vocab_size}"
+            )
+
+
+def default_target_layers(num_target_layers: int, num_features: int) -> tuple[int, ...]:
+    """Verifier layers a drafter reads where its config names none. Source: DFlash (arXiv 2602.06036) section 4."""
+    if num_features == 1:
+        return (num_target_layers // 2,)
+    step = (num_target_layers - 4) / (num_features - 1)
+    return tuple(round(1 + i * step) for i in range(num_features))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ValueError (one line) where the file is missing or is not a JSON object."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} not found; expected a Hugging Face model folder") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: got a JSON {type(raw).__name__}, expected an object")
+    return raw
+
+
+_MODEL_KEYS = frozenset(
+    """model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
+    head_dim rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings tie_word_embeddings
+    eos_token_id hidden_act attention_bias mlp_bias use_sliding_window layer_types pretraining_tp
+    partial_rotary_factor""".split()
+)
+_DRAFTER_KEYS = frozenset("dflash_config treeflash_config block_size num_target_layers auto_map".split())
+# No influence on the numbers of a forward pass (training, bookkeeping, generation defaults that are read elsewhere).
+# `sliding_window` and `max_window_layers` act only through `use_sliding_window` and `layer_types`, which are checked.
+_INERT_KEYS = frozenset(
+    """architectures attention_dropout bos_token_id pad_token_id sep_token_id decoder_start_token_id cls_token_id
+    dtype torch_dtype initializer_range max_window_layers sliding_window transformers_version use_cache _name_or_path
+    _attn_implementation _attn_implementation_autoset return_dict output_hidden_states output_attentions torchscript
+    chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type task_specific_params tokenizer_class
+    prefix finetuning_task is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder use_bfloat16
+    name_or_path unsloth_version unsloth_fixed""".split()
+)
+
+
+def _refuse_unknown(raw: Mapping[str, Any], known: frozenset[str] | set[str], where: str) -> None:
+    unknown = sorted(set(raw) - set(known))
+    if unknown:
+        raise ValueError(f"{where}: unknown key {unknown[0]!r} might change the numbers; expected {sorted(known)[:6]} ...")
+
+
+def _positive(raw: Mapping[str, Any], key: str, where: str) -> int:
+    value = raw.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{where}: got {key} = {value!r}, expected a positive integer")
+    return value
+
+
+def _model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
+    model_type = raw.get("model_type")
+    if model_type not in ("qwen3", "llama"):
+        raise ValueError(f"{where}: got model_type {model_type!r}, expected 'qwen3' (dense) or 'llama'")
+
+    def only(key: str, *accepted: Any) -> None:
+        if raw.get(key, accepted[0]) not in accepted:
+            raise ValueError(f"{where}: {key} = {raw[key]!r} is not implemented, expected {accepted[0]!r}")
+
+    only("hidden_act", "silu", "swish")
+    only("attention_bias", False, None)
+    only("mlp_bias", False, None)
+    only("use_sliding_window", False, None)
+    only("pretraining_tp", 1, None)
+    only("partial_rotary_factor", 1.0, None)
+    if set(raw.get("layer_types") or ()) - {"full_attention"}:
+        kinds = sorted(set(raw["layer_types"]))
+        raise ValueError(f"{where}: layer_types {kinds} are not implemented, expected only 'full_attention'")
+
+    hidden_size = _positive(raw, "hidden_size", where)
+    num_heads = _positive(raw, "num_attention_heads", where)
+    num_kv_heads = num_heads if raw.get("num_key_value_heads") is None else _positive(raw, "num_key_value_heads", where)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{where}: got {num_heads} heads over {num_kv_heads} key/value heads, expected a multiple")
+    head_dim = raw.get("head_dim") or (128 if model_type == "qwen3" else hidden_size // num_heads)
+    eos = raw.get("eos_token_id")
+    return ModelConfig(
+        vocab_size=_positive(raw, "vocab_size", where),
+        hidden_size=hidden_size,
+        intermediate_size=_positive(raw, "intermediate_size", where),
+        num_layers=_positive(raw, "num_hidden_layers", where),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=int(head_dim),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=_rope(raw, where),
+        max_positions=_positive(raw, "max_position_embeddings", where),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qk_norm=model_type == "qwen3",
+        model_type=model_type,
+        eos_token_ids=token_ids(eos),
+    )
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """One id, a list of ids or nothing, as Hugging Face files spell stop ids."""
+    if value is None:
+        return ()
+    return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
+
+
+def _rope(raw: Mapping[str, Any], where: str) -> Rope:
+    """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before)."""
+    settings = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    theta = float(settings.pop("rope_theta", raw.get("rope_theta") or 10_000.0))
+    kind = settings.pop("rope_type", settings.get("type", "default"))
+    settings.pop("type", None)
+    if settings.pop("partial_rotary_factor", 1.0) not in (1.0, None):
+        raise ValueError(f"{where}: partial_rotary_factor is not implemented, expected 1.0")
+    if kind == "default":
+        return Rope(theta=theta)
+    if kind != "llama3":
+        raise ValueError(f"{where}: got rope type {kind!r}, expected 'default' or 'llama3'")
+    try:
+        return Rope(
+            theta=theta,
+            kind="llama3",
+            factor=float(settings["factor"]),
+            low_freq_factor=float(settings["low_freq_factor"]),
+            high_freq_factor=float(settings["high_freq_factor"]),
+            original_max_positions=int(settings["original_max_position_embeddings"]),
+        )
+    except KeyError as error:
+        raise ValueError(f"{where}: llama3 rope settings lack {error}") from None

@@ -1,0 +1,127 @@
+"""The pieces of a decoder layer, shared by verifier and drafter.
+
+Shape suffixes: b batch, t tokens, d model, h query heads, k key/value heads, e head dim, f ffn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treeflash_jax.config import ModelConfig, Rope
+from treeflash_jax.params import Spec
+
+Params = dict[str, Any]
+Attend = Callable[[Params, jax.Array], tuple[jax.Array, Any]]
+
+
+def layer_specs(config: ModelConfig) -> Params:
+    """Weights of one decoder layer. Linear maps are stored [in, out], heads apart."""
+    d, h, k, e, f = (
+        config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
+    )  # fmt: skip
+    specs = {
+        "attention_norm": Spec((d,), (None,), "ones"),
+        "q": Spec((d, h, e), (None, "heads", None)),
+        "k": Spec((d, k, e), (None, "kv_heads", None)),
+        "v": Spec((d, k, e), (None, "kv_heads", None)),
+        "o": Spec((h, e, d), ("heads", None, None)),
+        "mlp_norm": Spec((d,), (None,), "ones"),
+        "gate": Spec((d, f), (None, "ffn")),
+        "up": Spec((d, f), (None, "ffn")),
+        "down": Spec((f, d), ("ffn", None)),
+    }
+    if config.qk_norm:
+        specs |= {"q_norm": Spec((e,), (None,), "ones"), "k_norm": Spec((e,), (None,), "ones")}
+    return specs
+
+
+def linear(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """An einsum of activations with a weight: the one door through which layer weights enter the maths."""
+    return jnp.einsum(equation, x, weight)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * scale over the last axis; the mean square is taken in float32 at least."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+    """Radians per position of each rotated pair, [e / 2].
+
+    Source: RoFormer (arXiv 2104.09864); for `llama3`, the Llama 3.1 model card: wavelengths beyond the original context
+    are slowed by `factor`, short ones kept, those between blended.
+    """
+    frequencies = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.kind == "default":
+        return frequencies
+    wavelengths = 2 * np.pi / frequencies
+    blend = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    kept = np.clip(blend, 0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / rope.factor)
+
+
+def rotary_table(rope: Rope, head_dim: int, positions_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of every position, [b, t, 1, e / 2], computed once for all layers."""
+    dtype = jnp.promote_types(jnp.float32, jax.dtypes.canonicalize_dtype(jnp.float64))
+    frequencies = jnp.asarray(rope_frequencies(rope, head_dim), dtype)
+    angles = positions_bt[:, :, None, None].astype(dtype) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates the two halves of each head against each other by the position's angle."""
+    cos, sin = table
+    first, second = jnp.split(x_bthe.astype(jnp.promote_types(x_bthe.dtype, jnp.float32)), 2, axis=-1)
+    cos, sin = cos.astype(first.dtype), sin.astype(first.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_bthe.dtype)
+
+
+def queries(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -> jax.Array:
+    """Rotated queries [b, t, h, e]; QK-norm comes before the rotation."""
+    q_bthe = linear("btd,dhe->bthe", x_btd, params["q"])
+    if config.qk_norm:
+        q_bthe = rms_norm(q_bthe, params["q_norm"], config.rms_norm_eps)
+    return rotate(q_bthe, table)
+
+
+def keys_values(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -> tuple[jax.Array, jax.Array]:
+    """Rotated keys and values, each [b, t, k, e]: what a cache holds."""
+    k_btke = linear("btd,dke->btke", x_btd, params["k"])
+    if config.qk_norm:
+        k_btke = rms_norm(k_btke, params["k_norm"], config.rms_norm_eps)
+    return rotate(k_btke, table), linear("btd,dke->btke", x_btd, params["v"])
+
+
+def swiglu(params: Params, x_btd: jax.Array) -> jax.Array:
+    """down(silu(gate x) * up x)."""
+    gate_btf = linear("btd,df->btf", x_btd, params["gate"])
+    up_btf = linear("btd,df->btf", x_btd, params["up"])
+    return linear("btf,fd->btd", jax.nn.silu(gate_btf) * up_btf, params["down"])
+
+
+def decoder_layer(params: Params, x_btd: jax.Array, attend: Attend, eps: float) -> tuple[jax.Array, Any]:
+    """One pre-norm layer: x + attention(norm x), then x + swiglu(norm x).
+
+    Args:
+      params: weights of `layer_specs`.
+      x_btd: residual stream.
+      attend: maps the layer's weights and the normed input to attention output [b, t, h, e] and anything to hand back
+        (new keys and values). Verifier and drafter differ here only.
+      eps: of both norms.
+
+    Returns:
+      The new residual stream and what `attend` handed back.
+    """
+    mixed_bthe, extra = attend(params, rms_norm(x_btd, params["attention_norm"], eps))
+    x_btd = x_btd + linear("bthe,hed->btd", mixed_bthe, params["o"])
+    return x_btd + swiglu(params, rms_norm(x_btd, params["mlp_norm"], eps)), extra

@@ -1,0 +1,50 @@
+"""One `Spec` per weight: shape, logical axes, initialiser. Abstract trees, shardings and fresh weights derive from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from treeflash_jax import mesh as meshes
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A weight's shape, the logical axis of each dimension, and how a fresh one is drawn."""
+
+    shape: tuple[int, ...]
+    axes: meshes.Axes
+    init: Literal["normal", "ones", "zeros"] = "normal"
+
+
+def is_spec(x: Any) -> bool:
+    return isinstance(x, Spec)
+
+
+def shardings(specs: Any, mesh) -> Any:
+    return jax.tree.map(lambda spec: meshes.sharding(spec.axes, spec.shape, mesh), specs, is_leaf=is_spec)
+
+
+def abstract(specs: Any, dtype: Any, mesh=None) -> Any:
+    """`jax.ShapeDtypeStruct` of every weight, placed on `mesh` where one is given."""
+
+    def leaf(spec: Spec) -> jax.ShapeDtypeStruct:
+        place = None if mesh is None else meshes.sharding(spec.axes, spec.shape, mesh)
+        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=place)
+
+    return jax.tree.map(leaf, specs, is_leaf=is_spec)
+
+
+def initialize(specs: Any, key: jax.Array, dtype: Any = jnp.float32, scale: float = 0.02) -> Any:
+    """Fresh weights: normal of standard deviation `scale`, ones, or zeros. A weight's key depends on its place only."""
+    leaves, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
+
+    def leaf(index: int, spec: Spec) -> jax.Array:
+        if spec.init == "normal":
+            return (scale * jax.random.normal(jax.random.fold_in(key, index), spec.shape)).astype(dtype)
+        return jnp.full(spec.shape, float(spec.init == "ones"), dtype)
+
+    return jax.tree.unflatten(treedef, [leaf(i, spec) for i, spec in enumerate(leaves)])

@@ -1,0 +1,178 @@
+"""Everything over the vocabulary: embedding, logits, and every reduction of a row of logits.
+
+With an ambient mesh whose model axis divides the vocabulary, tables and logits stay sharded: a shard finds its own
+candidates and only those travel. Automatic partitioning would gather full logits for `top_k` and `argmax`, so these go
+through `shard_map`; sums and maxima partition well by themselves.
+
+Shape suffixes: v vocabulary, d model, c candidates; `...` is any leading axes, batch first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from treeflash_jax import mesh as meshes
+
+AXIS = meshes.RULES["vocab"]
+
+
+def embed(table_vd: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows of the embedding table, [..., d]."""
+    mesh = _vocab_mesh(table_vd.shape[0])
+    if mesh is None:
+        return table_vd[ids]
+
+    def local(shard_vd: jax.Array, ids: jax.Array) -> jax.Array:
+        local_ids = ids - lax.axis_index(AXIS) * shard_vd.shape[0]
+        mine = (local_ids >= 0) & (local_ids < shard_vd.shape[0])
+        rows = shard_vd[jnp.where(mine, local_ids, 0)]
+        return lax.psum(jnp.where(mine[..., None], rows, 0), AXIS)
+
+    batch = _batch_spec(mesh, ids.shape)
+    return _manual(local, mesh, (PartitionSpec(AXIS), batch), batch)(table_vd, ids)
+
+
+def unembed(table_vd: jax.Array, hidden: jax.Array) -> jax.Array:
+    """hidden . table^T: logits [..., v], sharded over the vocabulary where the table is."""
+    logits = jnp.einsum("...d,vd->...v", hidden, table_vd)
+    return meshes.constrain(logits, ("batch",) + (None,) * (logits.ndim - 2) + ("vocab",))
+
+
+def top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k largest entries of each row and their ids, largest first, lower id first among equals."""
+    mesh = _vocab_mesh(scores.shape[-1])
+    if mesh is None:
+        return lax.top_k(scores, k)
+
+    def local(shard: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, ids = lax.top_k(shard, min(k, shard.shape[-1]))
+        ids += lax.axis_index(AXIS) * shard.shape[-1]
+        values = lax.all_gather(values, AXIS, axis=values.ndim - 1, tiled=True)
+        ids = lax.all_gather(ids, AXIS, axis=ids.ndim - 1, tiled=True)
+        values, at = lax.top_k(values, k)
+        return values, jnp.take_along_axis(ids, at, axis=-1)
+
+    rows = _batch_spec(mesh, scores.shape[:-1])
+    return _manual(local, mesh, (PartitionSpec(*rows, AXIS),), (rows, rows))(scores)
+
+
+def argmax(scores: jax.Array) -> jax.Array:
+    """The id of each row's largest entry, the lowest among equals."""
+    return top_k(scores, 1)[1][..., 0] if _vocab_mesh(scores.shape[-1]) else jnp.argmax(scores, axis=-1)
+
+
+def take(logits: jax.Array, ids: jax.Array) -> jax.Array:
+    """Entries `ids` [..., c] of each row."""
+    mesh = _vocab_mesh(logits.shape[-1])
+    if mesh is None:
+        return jnp.take_along_axis(logits, ids, axis=-1)
+
+    def local(shard: jax.Array, ids: jax.Array) -> jax.Array:
+        local_ids = ids - lax.axis_index(AXIS) * shard.shape[-1]
+        mine = (local_ids >= 0) & (local_ids < shard.shape[-1])
+        values = jnp.take_along_axis(shard, jnp.where(mine, local_ids, 0), axis=-1)
+        return lax.psum(jnp.where(mine, values, 0), AXIS)
+
+    rows = _batch_spec(mesh, logits.shape[:-1])
+    return _manual(local, mesh, (PartitionSpec(*rows, AXIS), rows), rows)(logits, ids)
+
+
+def log_sum_exp(logits: jax.Array) -> jax.Array:
+    """log sum exp of each row, in float32 at least."""
+    return jax.nn.logsumexp(_wide(logits), axis=-1)
+
+
+def top_log_probs(logits: jax.Array, k: int, temperature: jax.Array | float) -> tuple[jax.Array, jax.Array]:
+    """The k likeliest tokens of softmax(logits / temperature) and their log-probabilities.
+
+    Normalised over the whole vocabulary, so that the k entries sum to less than one.
+    """
+    values, ids = top_k(logits, k)
+    scaled = _wide(logits) / temperature
+    return ids, _wide(values) / temperature - log_sum_exp(scaled)[..., None]
+
+
+def gumbel(keys: jax.Array, size: int, dtype) -> jax.Array:
+    """Standard Gumbel noise [..., v], one independent row per key."""
+    draw = lambda key: jax.random.gumbel(key, (size,), dtype)  # noqa: E731
+    for _ in range(keys.ndim):
+        draw = jax.vmap(draw)
+    noise = draw(keys)
+    return meshes.constrain(noise, ("batch",) + (None,) * (noise.ndim - 2) + ("vocab",))
+
+
+def filter_threshold(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """The smallest logit that survives top-k, then top-p, per row. A token is kept iff float32(logit) >= threshold.
+
+    Ties are kept, and so is the token that crosses p. Both cuts are found by bisection over the ordered bit patterns of
+    float32: exact, without sorting the vocabulary, and with sums only, so a sharded vocabulary never moves.
+
+    Args:
+      logits: already divided by the temperature, [..., v].
+      top_k: tokens to keep, broadcastable to the rows; 0 keeps all.
+      top_p: probability mass to keep, broadcastable to the rows; 1 keeps all.
+
+    Returns:
+      Thresholds [...], float32; -inf where nothing is cut.
+    """
+    logits = logits.astype(jnp.float32)
+    order = _ordered(logits)
+    kth = _bisect(lambda cut: jnp.sum(order >= cut[..., None], axis=-1) >= top_k, logits.shape[:-1])
+    kth = jnp.where(top_k > 0, kth, _ordered(jnp.float32(-jnp.inf)))
+    kept = order >= kth[..., None]
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    mass = jnp.where(kept, jnp.exp(_wide(logits - peak)), 0)
+    wanted = top_p * jnp.sum(mass, axis=-1)
+    crossing = _bisect(
+        lambda cut: jnp.sum(jnp.where(order >= cut[..., None], mass, 0), axis=-1) >= wanted, logits.shape[:-1]
+    )
+    cut = jnp.where(top_p < 1, jnp.maximum(kth, crossing), kth)
+    return _unordered(cut)
+
+
+def _bisect(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    """The largest int32 for which `holds` (true below, false above) is true, per row."""
+
+    def halve(_, bounds):
+        low, high = bounds  # holds(low) is true, holds(high) is false
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        true = holds(middle)
+        return jnp.where(true, middle, low), jnp.where(true, high, middle)
+
+    low = jnp.full(shape, _ordered(jnp.float32(-jnp.inf)))
+    high = jnp.full(shape, _ordered(jnp.float32(jnp.inf)) + 1)
+    return lax.fori_loop(0, 32, halve, (low, high))[0]
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """int32 keys in the order of the float32 values."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, jnp.int32(-(2**31)) - bits, bits)
+
+
+def _unordered(key: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(jnp.where(key < 0, jnp.int32(-(2**31)) - key, key), jnp.float32)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _vocab_mesh(size: int):
+    """The ambient mesh where its model axis splits a vocabulary of this size; None otherwise."""
+    mesh = meshes.current()
+    ways = 1 if mesh is None else dict(mesh.shape).get(AXIS, 1)
+    return mesh if ways > 1 and size % ways == 0 else None
+
+
+def _batch_spec(mesh, shape: tuple[int, ...]) -> PartitionSpec:
+    return meshes.partition(("batch",) + (None,) * (len(shape) - 1), shape, mesh)
+
+
+def _manual(local: Callable, mesh, in_specs, out_specs) -> Callable:
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
