@@ -1,0 +1,103 @@
+"""What every acceptance rule reads and writes.
+
+Shape suffixes: b batch, n tree nodes, v vocabulary, p rows of an accepted path (deepest tree + root), x asked tokens.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from treeflash_jax import vocab
+
+
+@struct.dataclass
+class TargetRows:
+    """The verifier's law after every node: softmax(logits / temperature), cut by top-k and top-p.
+
+    Attributes:
+      logits_bnv: compute dtype, possibly sharded over the vocabulary.
+      temperature_b: 0 is greedy.
+      threshold_bn: tokens with float32(logit / temperature) below it have probability zero.
+      log_normaliser_bn: log-sum-exp of what is kept.
+    """
+
+    logits_bnv: jax.Array
+    temperature_b: jax.Array
+    threshold_bn: jax.Array
+    log_normaliser_bn: jax.Array
+
+    def gather(self, ids_bnx: jax.Array) -> jax.Array:
+        """Log-probabilities of tokens [b, n, x]; -inf for tokens that are cut. Greedy: 0 for the argmax, -inf else."""
+        scaled_bnx = _scaled(vocab.take(self.logits_bnv, ids_bnx), self.temperature_b)
+        kept_bnx = scaled_bnx.astype(jnp.float32) >= self.threshold_bn[..., None]
+        log_p_bnx = jnp.where(kept_bnx, scaled_bnx - self.log_normaliser_bn[..., None], -jnp.inf)
+        best_bn = vocab.argmax(self.logits_bnv)
+        greedy_bnx = jnp.where(ids_bnx == best_bn[..., None], 0.0, -jnp.inf)
+        return jnp.where((self.temperature_b > 0)[:, None, None], log_p_bnx, greedy_bnx)
+
+    def sample(self, gumbel_bnv: jax.Array) -> jax.Array:
+        """argmax(kept logits + temperature * gumbel) at every node, [b, n]: an exact sample; the argmax at 0."""
+        scaled_bnv = _scaled(self.logits_bnv, self.temperature_b)
+        kept_bnv = scaled_bnv.astype(jnp.float32) >= self.threshold_bn[..., None]
+        temperature_b11 = self.temperature_b[:, None, None].astype(scaled_bnv.dtype)
+        noisy_bnv = self.logits_bnv.astype(scaled_bnv.dtype) + temperature_b11 * gumbel_bnv
+        return vocab.argmax(jnp.where(kept_bnv, noisy_bnv, -jnp.inf))
+
+
+@struct.dataclass
+class Noise:
+    """Randomness of one round.
+
+    Attributes:
+      gumbel_bpv: Gumbel noise of the token picked at position start + 1 + p, the same for every node of depth p.
+    """
+
+    gumbel_bpv: jax.Array
+
+
+@struct.dataclass
+class Acceptance:
+    """What is committed.
+
+    Attributes:
+      path_bp: accepted nodes, root first; entries from `length_b` on are 0.
+      length_b: accepted nodes, root included: the tokens this round commits, bonus included.
+      bonus_b: the token after the last accepted node; the next anchor.
+    """
+
+    path_bp: jax.Array
+    length_b: jax.Array
+    bonus_b: jax.Array
+
+
+def target_rows(
+    logits_bnv: jax.Array, temperature_b: jax.Array, top_k_b: jax.Array, top_p_b: jax.Array
+) -> TargetRows:
+    """The verifier's law at every node, filters applied in the order temperature, top-k, top-p.
+
+    Args:
+      logits_bnv: verifier logits.
+      temperature_b: 0 is greedy (filters then have no effect).
+      top_k_b: tokens kept; 0 keeps all.
+      top_p_b: mass kept; 1 keeps all.
+    """
+    scaled_bnv = _scaled(logits_bnv, temperature_b)
+    cuts_b = (temperature_b > 0) & ((top_k_b > 0) | (top_p_b < 1))
+    threshold_bn = lax.cond(
+        jnp.any(cuts_b),
+        lambda: jnp.where(
+            cuts_b[:, None], vocab.filter_threshold(scaled_bnv, top_k_b[:, None], top_p_b[:, None]), -jnp.inf
+        ),
+        lambda: jnp.full(logits_bnv.shape[:2], -jnp.inf, jnp.float32),
+    )
+    kept_bnv = jnp.where(scaled_bnv.astype(jnp.float32) >= threshold_bn[..., None], scaled_bnv, -jnp.inf)
+    return TargetRows(logits_bnv, temperature_b, threshold_bn, vocab.log_sum_exp(kept_bnv))
+
+
+def _scaled(logits_bnx: jax.Array, temperature_b: jax.Array) -> jax.Array:
+    """logits / temperature in float32 at least; greedy rows stay as they are."""
+    wide = jnp.promote_types(logits_bnx.dtype, jnp.float32)
+    return logits_bnx.astype(wide) / jnp.where(temperature_b > 0, temperature_b, 1.0)[:, None, None].astype(wide)

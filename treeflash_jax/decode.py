@@ -1,0 +1,355 @@
+"""One round of tree decoding, and the loops around it, as pure functions of a donated state.
+
+A round: draft a block, build a tree, verify it in one pass, accept, commit. `decode` runs rounds inside one program until
+every row is done (or a few at a time, for streaming); `prefill` runs the prompts in fixed chunks, so one program serves all
+prompt lengths. Plain one-token decoding is the same round with a tree of one node and no drafter.
+
+Shape suffixes: b batch, n tree nodes, p rows of an accepted path, s token slots, t chunk tokens, d model, v vocabulary,
+x stop ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from treeflash_jax import acceptance as rules
+from treeflash_jax import cache as caches
+from treeflash_jax import drafter as dflash
+from treeflash_jax import mesh as meshes
+from treeflash_jax import tree as trees
+from treeflash_jax import verifier, vocab
+from treeflash_jax.config import DrafterConfig, HeadName, ModelConfig
+from treeflash_jax.heads import HEADS, DraftSettings, Unembed
+
+Method = Literal["tree", "walk", "chain", "ar"]
+BUILDER_OF_METHOD = {"tree": "best-first", "walk": "walk", "chain": "chain"}
+
+# Random streams of a row's key. Never shared: a tree that looked at verify noise would not be lossless.
+VERIFY_STREAM = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodePlan:
+    """Everything that shapes the compiled program; two equal plans share it.
+
+    Attributes:
+      verifier: sizes of the verifier.
+      drafter: sizes of the drafter; None with method "ar".
+      method: "tree" (best first), "walk" (greedy chain), "chain" (the published rank-0 chain) or "ar" (one token a round).
+      head: which head expands the block.
+      num_nodes: verified rows a round, root included.
+      draft: candidates M and children K.
+      rule: acceptance rule.
+      attention: attention implementation.
+      prefill_chunk: prompt tokens per prefill pass.
+      log_probs: whether to keep the verifier's log-probability of every emitted token.
+    """
+
+    verifier: ModelConfig
+    drafter: DrafterConfig | None = None
+    method: Method = "tree"
+    head: HeadName = "marginal"
+    num_nodes: int = 16
+    draft: DraftSettings = DraftSettings()
+    rule: str = "sample-and-match"
+    attention: str = "xla"
+    prefill_chunk: int = 128
+    log_probs: bool = False
+
+    @property
+    def drafts(self) -> bool:
+        return self.method != "ar"
+
+    @property
+    def path_rows(self) -> int:
+        """Rows of the longest path a round can accept, root included."""
+        return 1 + min(self.drafter.num_depths, self.num_nodes - 1) if self.drafts else 1
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.drafter.target_layer_ids if self.drafts else ()
+
+
+@struct.dataclass
+class Weights:
+    """Parameters of verifier, drafter and head; the latter two are empty for plain decoding."""
+
+    verifier: Any
+    drafter: Any = None
+    head: Any = None
+
+
+@struct.dataclass
+class Sampling:
+    """What each row wants; traced, so changing it never recompiles.
+
+    Attributes:
+      key_b: one key per row, fold_in(seed, prompt index): batch composition never changes an answer.
+      temperature_b: 0 is greedy.
+      top_k_b: 0 keeps all.
+      top_p_b: 1 keeps all.
+      limit_b: prompt length + max_new_tokens.
+      stop_ids_bx: ids that end a row; -1 pads.
+      drafter_temperature: of the drafted distribution, a scalar > 0.
+    """
+
+    key_b: jax.Array
+    temperature_b: jax.Array
+    top_k_b: jax.Array
+    top_p_b: jax.Array
+    limit_b: jax.Array
+    stop_ids_bx: jax.Array
+    drafter_temperature: jax.Array
+
+
+@struct.dataclass
+class DecodeState:
+    """The loop carry. The last token of a row is its anchor: emitted, but not yet seen by the verifier.
+
+    Attributes:
+      tokens_bs: prompt and generated ids.
+      end_b: how many of them are real. The caches hold `end_b - 1` rows.
+      done_b: rows that need no more tokens.
+      cache: the verifier's.
+      drafter: the drafter's state; None for plain decoding.
+      rounds_b: rounds each row took part in.
+      accepted_bs: tokens committed per round, bonus included, before any cut at a stop id or limit.
+      log_probs_bs: the verifier's log-probability (temperature 1, no filters) of each token; None unless planned.
+      sampling: per-row settings.
+    """
+
+    tokens_bs: jax.Array
+    end_b: jax.Array
+    done_b: jax.Array
+    cache: caches.KVCache
+    drafter: Any
+    rounds_b: jax.Array
+    accepted_bs: jax.Array
+    log_probs_bs: jax.Array | None
+    sampling: Sampling
+
+    @property
+    def capacity(self) -> int:
+        return self.tokens_bs.shape[1]
+
+
+@partial(jax.jit, static_argnames=("plan",))
+def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, sampling: Sampling, plan: DecodePlan):
+    """Reads the prompts and emits each row's first token.
+
+    Args:
+      weights: parameters.
+      tokens_bs: prompts, right-padded to the cache capacity, a multiple of the chunk.
+      length_b: prompt lengths, at least 1.
+      sampling: per-row settings.
+      plan: static.
+
+    Returns:
+      The DecodeState after the first token.
+    """
+    batch, capacity = tokens_bs.shape
+    chunk = min(plan.prefill_chunk, capacity)
+    dtype = weights.verifier["embed"].dtype
+    cache = caches.allocate(plan.verifier, batch, capacity, dtype)
+    drafter = dflash.init(plan.drafter, batch, capacity, dtype) if plan.drafts else None
+    mask_btt = verifier.causal_mask(batch, chunk)
+
+    def step(carry):
+        index, cache, drafter, last_bd = carry
+        offset = index * chunk
+        tokens_bt = lax.dynamic_slice_in_dim(tokens_bs, offset, chunk, axis=1)
+        count_b = jnp.clip(length_b - offset, 0, chunk)
+        positions_bt = cache.length_b[:, None] + jnp.arange(chunk)
+        out = verifier.forward(
+            weights.verifier, plan.verifier, tokens_bt, positions_bt, mask_btt, cache,
+            taps=plan.taps, attention=plan.attention,
+        )  # fmt: skip
+        if plan.drafts:
+            drafter = dflash.extend(weights.drafter, plan.drafter, drafter, out.features_btj, count_b)
+        row_b = jnp.maximum(count_b - 1, 0)
+        ends_bd = jnp.take_along_axis(out.hidden_btd, row_b[:, None, None], axis=1)[:, 0]
+        last_bd = jnp.where((count_b > 0)[:, None], ends_bd, last_bd)
+        return index + 1, caches.append(cache, out.rows, count_b), drafter, last_bd
+
+    last_bd = jnp.zeros((batch, plan.verifier.hidden_size), dtype)
+    chunks = (jnp.max(length_b) + chunk - 1) // chunk
+    carry = (jnp.zeros_like(chunks), cache, drafter, last_bd)
+    _, cache, drafter, last_bd = lax.while_loop(lambda carry: carry[0] < chunks, step, carry)
+
+    state = DecodeState(
+        tokens_bs=tokens_bs,
+        end_b=length_b,
+        done_b=jnp.zeros(batch, bool),
+        cache=cache,
+        drafter=drafter,
+        rounds_b=jnp.zeros(batch, jnp.int32),
+        accepted_bs=jnp.zeros((batch, capacity), jnp.int32),
+        log_probs_bs=jnp.zeros((batch, capacity), jnp.float32) if plan.log_probs else None,
+        sampling=sampling,
+    )
+    logits_bnv = verifier.logits(weights.verifier, last_bd[:, None])
+    picks_bp = _target_rows(logits_bnv, sampling).sample(_noise(state, 1, logits_bnv))
+    log_probs_bp = _token_log_probs(logits_bnv, picks_bp) if plan.log_probs else None
+    return _emit(state, picks_bp, jnp.ones_like(length_b), log_probs_bp)[0]
+
+
+@partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
+def decode(weights: Weights, state: DecodeState, max_rounds: jax.Array, plan: DecodePlan) -> DecodeState:
+    """Runs rounds until every row is done, `max_rounds` have run, or the next round might not fit the caches.
+
+    The state is donated. Nothing leaves the device in between.
+    """
+
+    def goes_on(carry):
+        state, count = carry
+        return ~jnp.all(state.done_b) & (count < max_rounds) & fits(state, plan)
+
+    def step(carry):
+        state, count = carry
+        return decode_round(weights, state, plan), count + 1
+
+    return lax.while_loop(goes_on, step, (state, jnp.zeros_like(max_rounds)))[0]
+
+
+def fits(state: DecodeState, plan: DecodePlan) -> jax.Array:
+    """Whether one more round stays inside the buffers."""
+    return jnp.max(state.end_b) + plan.path_rows <= state.capacity
+
+
+@partial(jax.jit, static_argnames=("capacity",))
+def grow(state: DecodeState, capacity: int) -> DecodeState:
+    """The same state with room for `capacity` positions."""
+
+    def pad(x_bs: jax.Array) -> jax.Array:
+        return jnp.pad(x_bs, ((0, 0), (0, capacity - x_bs.shape[1])))
+
+    return state.replace(
+        tokens_bs=pad(state.tokens_bs),
+        accepted_bs=pad(state.accepted_bs),
+        log_probs_bs=None if state.log_probs_bs is None else pad(state.log_probs_bs),
+        cache=caches.grow(state.cache, capacity),
+        drafter=None if state.drafter is None else dflash.grow(state.drafter, capacity),
+    )
+
+
+def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
+    """Draft, verify, accept, commit: at least one token for every row that is not done."""
+    start_b = state.cache.length_b
+    anchor_b = jnp.take_along_axis(state.tokens_bs, start_b[:, None], axis=1)[:, 0]
+    tree = draft_tree(weights, state, anchor_b, plan)
+
+    with jax.named_scope("verify"):
+        out = verifier.forward(
+            weights.verifier,
+            plan.verifier,
+            tree.tokens_bn,
+            start_b[:, None] + tree.depth_bn,
+            trees.ancestor_mask(tree.parent_bn, plan.path_rows - 1),
+            state.cache,
+            taps=plan.taps,
+            attention=plan.attention,
+        )
+        logits_bnv = verifier.logits(weights.verifier, out.hidden_btd)
+
+    with jax.named_scope("accept"):
+        noise = rules.Noise(gumbel_bpv=_noise(state, plan.path_rows, logits_bnv))
+        rows = _target_rows(logits_bnv, state.sampling)
+        taken = rules.RULES[plan.rule].walk(tree, None, rows, noise)
+        drafted_bp = trees.pick(tree.tokens_bn, taken.path_bp)
+        is_bonus_bp = jnp.arange(plan.path_rows) == taken.length_b[:, None] - 1
+        emitted_bp = jnp.where(is_bonus_bp, taken.bonus_b[:, None], jnp.roll(drafted_bp, -1, axis=1))
+
+    with jax.named_scope("commit"):
+        log_probs_bp = (
+            _token_log_probs(trees.pick(logits_bnv, taken.path_bp), emitted_bp) if plan.log_probs else None
+        )
+        round_bs = jnp.arange(state.capacity) == state.rounds_b[:, None]
+        state = state.replace(
+            accepted_bs=jnp.where(round_bs & ~state.done_b[:, None], taken.length_b[:, None], state.accepted_bs),
+            rounds_b=state.rounds_b + ~state.done_b,
+        )
+        state, kept_b = _emit(state, emitted_bp, taken.length_b, log_probs_bp)
+        drafter = state.drafter
+        if plan.drafts:
+            features_bpj = trees.pick(out.features_btj, taken.path_bp)
+            drafter = dflash.extend(weights.drafter, plan.drafter, drafter, features_bpj, kept_b)
+        cache = caches.append(state.cache, out.rows, kept_b, taken.path_bp)
+        return state.replace(cache=cache, drafter=drafter)
+
+
+def draft_tree(weights: Weights, state: DecodeState, anchor_b: jax.Array, plan: DecodePlan) -> trees.DraftTree:
+    """The tree of one round, drafted from the anchors."""
+    if not plan.drafts:
+        return trees.root_only(anchor_b)
+    tables = weights.verifier
+    with jax.named_scope("draft"):
+        hidden_bqd = dflash.block(
+            weights.drafter, plan.drafter, state.drafter, tables["embed"], anchor_b, attention=plan.attention
+        )
+        unembed = Unembed(
+            embed_vd=tables["embed"],
+            unembed_vd=tables.get("unembed", tables["embed"]),
+            norm=weights.drafter["norm"],
+            eps=plan.drafter.layers.rms_norm_eps,
+        )
+        expander = HEADS[plan.head].expand(
+            weights.head, unembed, hidden_bqd, anchor_b, plan.draft, state.sampling.drafter_temperature
+        )
+    with jax.named_scope("tree"):
+        return trees.BUILDERS[BUILDER_OF_METHOD[plan.method]](expander, anchor_b, plan.num_nodes)
+
+
+def _target_rows(logits_bnv: jax.Array, sampling: Sampling) -> rules.TargetRows:
+    return rules.target_rows(logits_bnv, sampling.temperature_b, sampling.top_k_b, sampling.top_p_b)
+
+
+def _noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.Array:
+    """Gumbel noise [b, depths, v] of the next positions; zeros, for free, where every row is greedy."""
+    size = logits_bnv.shape[-1]
+    dtype = jnp.promote_types(logits_bnv.dtype, jnp.float32)
+    stream_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, VERIFY_STREAM)
+    positions_bp = state.end_b[:, None] + jnp.arange(depths)
+    keys_bp = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(stream_b, positions_bp)
+    return lax.cond(
+        jnp.any(state.sampling.temperature_b > 0),
+        lambda: vocab.gumbel(keys_bp, size, dtype),
+        lambda: meshes.constrain(jnp.zeros((*keys_bp.shape, size), dtype), ("batch", None, "vocab")),
+    )
+
+
+def _token_log_probs(logits_bpv: jax.Array, tokens_bp: jax.Array) -> jax.Array:
+    chosen_bp = vocab.take(logits_bpv, tokens_bp[..., None])[..., 0]
+    return (chosen_bp - vocab.log_sum_exp(logits_bpv)).astype(jnp.float32)
+
+
+def _emit(
+    state: DecodeState, tokens_bp: jax.Array, count_b: jax.Array, log_probs_bp: jax.Array | None
+) -> tuple[DecodeState, jax.Array]:
+    """Appends up to `count_b` tokens, cut after the first stop id and at the limit. Returns how many were kept."""
+    sampling = state.sampling
+    offered_bp = jnp.arange(tokens_bp.shape[1]) < count_b[:, None]
+    stops_bp = jnp.any(tokens_bp[..., None] == sampling.stop_ids_bx[:, None], axis=-1) & offered_bp
+    stopped_b = jnp.any(stops_bp, axis=1)
+    kept_b = jnp.where(stopped_b, jnp.argmax(stops_bp, axis=1) + 1, count_b)
+    room_b = sampling.limit_b - state.end_b
+    kept_b = jnp.where(state.done_b, 0, jnp.minimum(kept_b, room_b)).astype(jnp.int32)
+    stopped_b &= jnp.argmax(stops_bp, axis=1) < kept_b
+
+    # Written past the end in full width: what lies beyond `kept_b` is garbage that later rounds overwrite.
+    write = jax.vmap(lambda row_s, new_p, at: lax.dynamic_update_slice(row_s, new_p, (at,)))
+    log_probs_bs = None if log_probs_bp is None else write(state.log_probs_bs, log_probs_bp, state.end_b)
+    end_b = state.end_b + kept_b
+    state = state.replace(
+        tokens_bs=write(state.tokens_bs, tokens_bp.astype(state.tokens_bs.dtype), state.end_b),
+        end_b=end_b,
+        done_b=state.done_b | stopped_b | (end_b >= sampling.limit_b),
+        log_probs_bs=log_probs_bs,
+    )
+    return state, kept_b

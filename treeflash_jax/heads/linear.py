@@ -1,0 +1,48 @@
+"""The paper's ablation of the TreeFlash head: one linear map in place of the SwiGLU.
+
+    h+ = h + W [RMSNorm(e); RMSNorm_final(h)]
+
+Shape suffixes: b batch, q block slots, r rows (slot, previous token), d model.
+
+Source: TreeFlash (arXiv 2606.03819), ablations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from treeflash_jax.config import DrafterConfig
+from treeflash_jax.heads.mlp import NORM_EPS
+from treeflash_jax.heads.table import DraftSettings, Unembed, first_order_table
+from treeflash_jax.layers import linear, rms_norm
+from treeflash_jax.params import Spec
+from treeflash_jax.tree import TransitionTable
+
+
+def specs(config: DrafterConfig) -> dict[str, Any]:
+    d = config.layers.hidden_size
+    return {
+        "norm": Spec((d,), (None,), "ones"),
+        "token": Spec((d, d), (None, None), "zeros"),
+        "hidden": Spec((d, d), (None, None), "zeros"),
+    }
+
+
+def expand(
+    params: dict[str, Any],
+    unembed: Unembed,
+    hidden_bqd: jax.Array,
+    anchor_b: jax.Array,
+    settings: DraftSettings,
+    temperature: jax.Array,
+) -> TransitionTable:
+    """Transition table [b, i, m, c]; arguments as for the MLP head."""
+
+    def correct(embedding_brd, slot_r, hidden_bqd, normed_bqd):
+        by_slot_bqd = hidden_bqd + linear("bqd,de->bqe", normed_bqd, params["hidden"])
+        normed_brd = rms_norm(embedding_brd, params["norm"], NORM_EPS)
+        return by_slot_bqd[:, slot_r] + linear("brd,de->bre", normed_brd, params["token"])
+
+    return first_order_table(correct, unembed, hidden_bqd, anchor_b, settings, temperature)

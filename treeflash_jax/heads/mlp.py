@@ -1,0 +1,75 @@
+"""The TreeFlash head: a SwiGLU of (previous token's embedding, hidden state) added to the hidden state.
+
+    h+ = h + W_d (silu(g) * u),   (u, g) = W_ug [RMSNorm(e); RMSNorm_final(h)] + b
+
+W_ug is kept as its token and hidden halves: the hidden half is computed once a slot, not once a (slot, previous token).
+With W_d = 0 (how training starts) the head is the marginal one.
+
+Shape suffixes: b batch, q block slots, r rows (slot, previous token), d model, f ffn, x = (u, g).
+
+Source: TreeFlash (arXiv 2606.03819), AR approximation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from treeflash_jax.config import DrafterConfig
+from treeflash_jax.heads.table import DraftSettings, Unembed, first_order_table
+from treeflash_jax.layers import linear, rms_norm
+from treeflash_jax.params import Spec
+from treeflash_jax.tree import TransitionTable
+
+NORM_EPS = 1e-6  # fixed in the published code, whatever the config says
+
+
+def specs(config: DrafterConfig) -> dict[str, Any]:
+    d, f = config.layers.hidden_size, config.layers.intermediate_size
+    return {
+        "norm": Spec((d,), (None,), "ones"),
+        "token_ug": Spec((d, 2, f), (None, None, "ffn")),
+        "hidden_ug": Spec((d, 2, f), (None, None, "ffn")),
+        "bias": Spec((2, f), (None, "ffn"), "zeros"),
+        "down": Spec((f, d), ("ffn", None), "zeros"),
+    }
+
+
+def correction(params: dict[str, Any], embedding: jax.Array, hidden_ug: jax.Array) -> jax.Array:
+    """W_d (silu(g) * u), to be added to the un-normed hidden state.
+
+    Args:
+      params: weights of `specs`.
+      embedding: the previous token's, [b, r, d].
+      hidden_ug: `linear("brd,dxf->brxf", RMSNorm_final(h), params["hidden_ug"])`, [b, r, 2, f].
+    """
+    token_ug = linear("brd,dxf->brxf", rms_norm(embedding, params["norm"], NORM_EPS), params["token_ug"])
+    ug = token_ug + hidden_ug + params["bias"].astype(token_ug.dtype)
+    return linear("brf,fd->brd", jax.nn.silu(ug[:, :, 1]) * ug[:, :, 0], params["down"])
+
+
+def expand(
+    params: dict[str, Any],
+    unembed: Unembed,
+    hidden_bqd: jax.Array,
+    anchor_b: jax.Array,
+    settings: DraftSettings,
+    temperature: jax.Array,
+) -> TransitionTable:
+    """Transition table [b, i, m, c] of q'(token | previous token).
+
+    Args:
+      params: weights of `specs`.
+      unembed: verifier tables and the drafter's final norm.
+      hidden_bqd: the drafter's block before its final norm.
+      anchor_b: last committed tokens.
+      settings: M and K.
+      temperature: of the drafted distribution, a traced scalar > 0.
+    """
+
+    def correct(embedding_brd, slot_r, hidden_bqd, normed_bqd):
+        hidden_ug_bqxf = linear("bqd,dxf->bqxf", normed_bqd, params["hidden_ug"])
+        return hidden_bqd[:, slot_r] + correction(params, embedding_brd, hidden_ug_bqxf[:, slot_r])
+
+    return first_order_table(correct, unembed, hidden_bqd, anchor_b, settings, temperature)

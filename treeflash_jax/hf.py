@@ -1,0 +1,363 @@
+"""Hugging Face folders: weights read slice by slice into their shardings, and written back under the published names.
+
+This file alone knows tensor names. An `Entry` says where a weight lies on disk; specs, entries and parameters are trees of
+one shape. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from treeflash_jax import drafter as dflash
+from treeflash_jax import mesh as meshes
+from treeflash_jax import verifier
+from treeflash_jax.config import FILE_OF_HEAD, DrafterConfig, ModelConfig, read_json, token_ids
+from treeflash_jax.heads import HEADS
+from treeflash_jax.params import Spec, is_spec
+
+Dialect = Literal["dflash", "treeflash"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a weight lies: tensor `name`, whose axes are the weight's in `order`, the first `rows` of them flattened.
+
+    Attributes:
+      name: in the safetensors file, without a dialect's prefix.
+      order: the weight's axes in disk order.
+      rows: how many of these make the tensor's rows; all of them make a vector.
+      part: (index, count) where the weight is one of `count` equal column blocks.
+    """
+
+    name: str
+    order: tuple[int, ...] = (0,)
+    rows: int = 1
+    part: tuple[int, int] = (0, 1)
+
+    def view(self, spec: Spec) -> tuple[int, ...]:
+        return tuple(spec.shape[axis] for axis in self.order)
+
+    def disk_shape(self, spec: Spec) -> tuple[int, ...]:
+        view = self.view(spec)
+        columns = math.prod(view[self.rows :]) * self.part[1]
+        return (math.prod(view[: self.rows]), columns) if self.rows < len(view) else (math.prod(view),)
+
+
+_LINEAR = {"order": (1, 0), "rows": 1}  # [in, out] here, [out, in] on disk
+_TO_HEADS = {"order": (1, 2, 0), "rows": 2}  # [in, heads, head_dim] here, [heads head_dim, in] on disk
+
+_LAYER = {
+    "attention_norm": Entry("input_layernorm.weight"),
+    "q": Entry("self_attn.q_proj.weight", **_TO_HEADS),
+    "k": Entry("self_attn.k_proj.weight", **_TO_HEADS),
+    "v": Entry("self_attn.v_proj.weight", **_TO_HEADS),
+    "o": Entry("self_attn.o_proj.weight", order=(2, 0, 1), rows=1),
+    "q_norm": Entry("self_attn.q_norm.weight"),
+    "k_norm": Entry("self_attn.k_norm.weight"),
+    "mlp_norm": Entry("post_attention_layernorm.weight"),
+    "gate": Entry("mlp.gate_proj.weight", **_LINEAR),
+    "up": Entry("mlp.up_proj.weight", **_LINEAR),
+    "down": Entry("mlp.down_proj.weight", **_LINEAR),
+}
+_HEAD = {
+    "marginal": {},
+    "mlp": {
+        "norm": Entry("ar_approximation.norm.weight"),
+        "token_ug": Entry("ar_approximation.ug.weight", order=(1, 2, 0), rows=2, part=(0, 2)),
+        "hidden_ug": Entry("ar_approximation.ug.weight", order=(1, 2, 0), rows=2, part=(1, 2)),
+        "bias": Entry("ar_approximation.ug.bias", order=(0, 1), rows=2),
+        "down": Entry("ar_approximation.d.weight", **_LINEAR),
+    },
+    "linear": {
+        "norm": Entry("ar_approximation.norm.weight"),
+        "token": Entry("ar_approximation.linear.weight", order=(1, 0), rows=1, part=(0, 2)),
+        "hidden": Entry("ar_approximation.linear.weight", order=(1, 0), rows=1, part=(1, 2)),
+    },
+}
+
+
+def load_verifier(folder: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tuple[ModelConfig, dict[str, Any]]:
+    """Reads a Qwen3 (dense) or Llama folder: config.json and model.safetensors, whole or in parts.
+
+    Args:
+      folder: with config.json.
+      dtype: of the parameters; bfloat16 files load bit for bit into bfloat16.
+      mesh: where they go; each device's host reads its own slices only. None: the default device.
+
+    Raises:
+      ValueError: anything missing, unknown, damaged, mis-shaped or not implemented.
+    """
+    folder = Path(folder)
+    config = ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
+    specs = verifier.specs(config)
+    spare = ("lm_head.weight",) if config.tie_embeddings else ()
+    return config, _load(folder, specs, _verifier_entries(specs), dtype, mesh, spare)
+
+
+def load_drafter(
+    folder: str | Path, *, dtype: Any = jnp.float32, mesh=None
+) -> tuple[DrafterConfig, dict[str, Any], dict[str, Any]]:
+    """Reads a drafter folder in either dialect: its config, backbone weights and head weights ({} without a head).
+
+    Raises:
+      ValueError: as `load_verifier`.
+    """
+    folder = Path(folder)
+    config = DrafterConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
+    specs = {"backbone": dflash.specs(config), "head": HEADS[config.head].specs(config)}
+    with _Tensors(folder) as tensors:
+        prefix = "model." if any(name.startswith("model.") for name in tensors.files) else ""
+    params = _load(folder, specs, _drafter_entries(specs, config, prefix), dtype, mesh)
+    return config, params["backbone"], params["head"]
+
+
+def stop_ids(folder: str | Path, config: ModelConfig) -> tuple[int, ...]:
+    """Ids that end an answer: config.json's and generation_config.json's, united."""
+    path = Path(folder) / "generation_config.json"
+    ids = token_ids(read_json(path).get("eos_token_id")) if path.exists() else ()
+    return tuple(sorted({*config.eos_token_ids, *ids}))
+
+
+def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any], dtype: Any = jnp.bfloat16) -> None:
+    """Writes config.json and model.safetensors as transformers would."""
+    specs = verifier.specs(config)
+    architecture = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[config.model_type]
+    raw = {"architectures": [architecture], **_layers_to_hf(config), "dtype": jnp.dtype(dtype).name}
+    _save(Path(folder), raw, specs, _verifier_entries(specs), params, dtype)
+
+
+def save_drafter(
+    folder: str | Path,
+    config: DrafterConfig,
+    backbone: dict[str, Any],
+    head: dict[str, Any] | None = None,
+    *,
+    dialect: Dialect = "treeflash",
+    dtype: Any = jnp.bfloat16,
+) -> None:
+    """Writes a drafter that the published PyTorch code loads.
+
+    Args:
+      folder: created if missing.
+      config: of the drafter.
+      backbone: weights of `drafter.specs`.
+      head: weights of the head; {} or None without one.
+      dialect: "treeflash" (`model.` prefix, head weights) or "dflash" (no prefix, no head).
+      dtype: on disk.
+
+    Raises:
+      ValueError: a head in the dialect that has none.
+    """
+    if dialect == "dflash" and config.head != "marginal":
+        raise ValueError(f"got a {config.head} head, expected none: the DFlash dialect stores no head")
+    specs = {"backbone": dflash.specs(config), "head": HEADS[config.head].specs(config)}
+    prefix = "model." if dialect == "treeflash" else ""
+    raw = {
+        "architectures": ["TreeFlashDraftModel" if dialect == "treeflash" else "DFlashDraftModel"],
+        **_layers_to_hf(config.layers),
+        "block_size": config.block_size,
+        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)},
+        "num_target_layers": config.num_target_layers,
+        "layer_types": ["full_attention"] * config.layers.num_layers,
+        "dtype": jnp.dtype(dtype).name,
+    }
+    if dialect == "treeflash":
+        raw["treeflash_config"] = {
+            "candidate_tokens": config.num_nodes,
+            "ar_approximation": FILE_OF_HEAD[config.head],
+            "drafter_temperature": config.drafter_temperature,
+        }
+    params = {"backbone": backbone, "head": head or {}}
+    _save(Path(folder), raw, specs, _drafter_entries(specs, config, prefix), params, dtype)
+
+
+def _layer_entries(specs: dict[str, Spec], prefix: str) -> dict[str, Entry]:
+    return {key: _renamed(_LAYER[key], prefix) for key in specs}
+
+
+def _renamed(entry: Entry, prefix: str) -> Entry:
+    return Entry(prefix + entry.name, entry.order, entry.rows, entry.part)
+
+
+def _group_entries(groups: list[list[dict[str, Spec]]], prefix: str) -> list[list[dict[str, Entry]]]:
+    index = iter(range(sum(map(len, groups))))
+    return [[_layer_entries(layer, f"{prefix}layers.{next(index)}.") for layer in group] for group in groups]
+
+
+def _verifier_entries(specs: dict[str, Any]) -> dict[str, Any]:
+    entries = {
+        "embed": Entry("model.embed_tokens.weight", order=(0, 1)),
+        "groups": _group_entries(specs["groups"], "model."),
+        "norm": Entry("model.norm.weight"),
+    }
+    return entries | ({"unembed": Entry("lm_head.weight", order=(0, 1))} if "unembed" in specs else {})
+
+
+def _drafter_entries(specs: dict[str, Any], config: DrafterConfig, prefix: str) -> dict[str, Any]:
+    backbone = {
+        "fc": Entry(prefix + "fc.weight", **_LINEAR),
+        "hidden_norm": Entry(prefix + "hidden_norm.weight"),
+        "groups": _group_entries(specs["backbone"]["groups"], prefix),
+        "norm": Entry(prefix + "norm.weight"),
+    }
+    return {"backbone": backbone, "head": dict(_HEAD[config.head])}
+
+
+class _Tensors:
+    """The tensors of a folder, by name, over one file or the parts of an index."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.stack = ExitStack()
+        self.files: dict[str, Any] = {}
+
+    def __enter__(self) -> _Tensors:
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            listed = read_json(index).get("weight_map")
+            if not isinstance(listed, dict):
+                raise ValueError(f"{index}: got no weight_map, expected a map of tensor names to files")
+            files = sorted(set(listed.values()))
+        else:
+            listed, files = None, ["model.safetensors"]
+        for name in files:
+            handle = self._open(self.folder / name)
+            self.files |= {tensor: (handle, name) for tensor in handle.keys()}
+        for tensor, name in (listed or {}).items():
+            if self.files.get(tensor, (None, None))[1] != name:
+                raise ValueError(f"{self.folder / name}: no tensor {tensor}, which {index.name} says it holds")
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.stack.close()
+
+    def _open(self, path: Path) -> Any:
+        if not path.exists():
+            raise ValueError(f"{path} not found; expected a folder with all its safetensors files")
+        try:
+            return self.stack.enter_context(safe_open(path, framework="np"))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is damaged or is no safetensors file ({error}); download it again") from None
+
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def _load(folder: Path, specs: Any, entries: Any, dtype: Any, mesh, spare: tuple[str, ...] = ()) -> Any:
+    with _Tensors(folder) as tensors:
+        wanted = {entry.name: entry.disk_shape(spec) for spec, entry in _pairs(specs, entries)}
+        missing = sorted(set(wanted) - set(tensors.files))
+        if missing:
+            raise ValueError(f"{folder}: {len(missing)} tensors missing, the first is {missing[0]}")
+        unknown = sorted(n for n in set(tensors.files) - set(wanted) - set(spare) if not n.endswith("rotary_emb.inv_freq"))
+        if unknown:
+            raise ValueError(f"{folder}: {len(unknown)} unknown tensors, the first is {unknown[0]}")
+        for name, shape in wanted.items():
+            found = tensors.files[name][0].get_slice(name)
+            if tuple(found.get_shape()) != shape:
+                raise ValueError(f"{folder}: tensor {name} has shape {list(found.get_shape())}, expected {list(shape)}")
+            if found.get_dtype() not in _FLOATS:
+                raise ValueError(f"{folder}: tensor {name} has type {found.get_dtype()}, expected one of {_FLOATS}")
+
+        def leaf(spec: Spec, entry: Entry) -> jax.Array:
+            source = tensors.files[entry.name][0].get_slice(entry.name)
+
+            def read(index: tuple[slice, ...]) -> np.ndarray:
+                return _read(source, spec, entry, index).astype(dtype)
+
+            if mesh is None:
+                return jnp.asarray(read((slice(None),) * len(spec.shape)))
+            place = meshes.sharding(spec.axes, spec.shape, mesh)
+            return jax.make_array_from_callback(spec.shape, place, read)
+
+        return jax.tree.map(leaf, specs, entries, is_leaf=is_spec)
+
+
+def _read(source: Any, spec: Spec, entry: Entry, index: tuple[slice, ...]) -> np.ndarray:
+    """One slice of a weight, reading only the tensor rows it needs."""
+    view = entry.view(spec)
+    spans = [slice(*index[axis].indices(spec.shape[axis])[:2]) for axis in entry.order]
+    inner = view[entry.rows :]
+    width = math.prod(inner)
+    first = entry.part[0] * width
+    blocks = []
+    for rows in _row_ranges(view[: entry.rows], spans[: entry.rows]):
+        block = source[rows.start : rows.stop, first : first + width] if inner else source[rows.start : rows.stop]
+        blocks.append(block.reshape(-1, *inner)[(slice(None), *spans[entry.rows :])])
+    rows_shape = [span.stop - span.start for span in spans[: entry.rows]]
+    joined = np.concatenate(blocks).reshape(*rows_shape, *blocks[0].shape[1:])
+    return joined.transpose(np.argsort(entry.order))
+
+
+def _row_ranges(view: tuple[int, ...], spans: list[slice]) -> Iterator[slice]:
+    """Contiguous ranges of the flattened row axes that cover `spans`."""
+    below = math.prod(view[1:])
+    if all(span == slice(0, size) for span, size in zip(spans[1:], view[1:], strict=True)):
+        yield slice(spans[0].start * below, spans[0].stop * below)
+        return
+    for i in range(spans[0].start, spans[0].stop):
+        for rows in _row_ranges(view[1:], spans[1:]):
+            yield slice(i * below + rows.start, i * below + rows.stop)
+
+
+def _pairs(specs: Any, entries: Any) -> Iterator[tuple[Spec, Entry]]:
+    flat_entries = jax.tree.leaves(entries, is_leaf=lambda x: isinstance(x, Entry))
+    return zip(jax.tree.leaves(specs, is_leaf=is_spec), flat_entries, strict=True)
+
+
+def _layers_to_hf(config: ModelConfig) -> dict[str, Any]:
+    rope = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
+    if config.rope.kind == "llama3":
+        extra = asdict(config.rope)
+        rope |= {key: extra[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        rope["original_max_position_embeddings"] = config.rope.original_max_positions
+    eos = list(config.eos_token_ids)
+    return {
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope.theta,
+        "rope_parameters": rope,
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": config.tie_embeddings,
+        "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
+    }
+
+
+def _save(folder: Path, raw: dict[str, Any], specs: Any, entries: Any, params: Any, dtype: Any) -> None:
+    parts: dict[str, list[tuple[int, np.ndarray]]] = {}
+    leaves = jax.tree.leaves(params)
+    for (spec, entry), leaf in zip(_pairs(specs, entries), leaves, strict=True):
+        if leaf.shape != spec.shape:
+            raise ValueError(f"{entry.name}: got shape {leaf.shape}, expected {spec.shape}")
+        rows, *columns = entry.disk_shape(spec)
+        width = [columns[0] // entry.part[1]] if columns else []
+        block = np.asarray(leaf).astype(dtype).transpose(entry.order).reshape(rows, *width)
+        parts.setdefault(entry.name, []).append((entry.part[0], block))
+    tensors = {
+        name: np.ascontiguousarray(np.concatenate([block for _, block in sorted(blocks, key=lambda b: b[0])], axis=-1))
+        for name, blocks in parts.items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

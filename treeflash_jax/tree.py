@@ -1,0 +1,245 @@
+"""Draft trees: fixed-budget sets of continuations of the anchor, and the builders that choose them.
+
+A builder reads a drafter only through an `Expander`; a first-order head hands it a `TransitionTable`. A new builder is one
+function and one line in BUILDERS.
+
+Shape suffixes: b batch, n tree nodes (root included), i draft depth, m previous-token rows, c children kept per row,
+w lanes of the frontier (n - 1), x = i w ledger entries, depth-major.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+
+class Expander(Protocol):
+    """What a tree builder may ask of a drafter; `state` is any pytree with leading axes [b, w]."""
+
+    @property
+    def num_depths(self) -> int: ...
+
+    def start(self, width: int) -> Any:
+        """The state of the anchor, in every lane."""
+
+    def children(self, depth: jax.Array, state_bw: Any) -> tuple[jax.Array, jax.Array]:
+        """Tokens and log-probabilities [b, w, c], likeliest first; -inf where there is no child."""
+
+    def follow(self, depth: jax.Array, state_bw: Any, child_bw: jax.Array) -> Any:
+        """The state below the chosen child of each lane."""
+
+
+@struct.dataclass
+class TransitionTable:
+    """Next-token laws of a first-order drafter, one row per (depth, previous token). Depth 0 has one meaningful row.
+
+    Attributes:
+      tokens_bimc: verifier token ids, most probable first.
+      log_probs_bimc: log-probabilities, normalised over the whole vocabulary; -inf where a row has fewer children.
+      next_row_bimc: the row that continues after this child at the next depth; -1 ends the branch.
+    """
+
+    tokens_bimc: jax.Array
+    log_probs_bimc: jax.Array
+    next_row_bimc: jax.Array
+
+    @property
+    def num_depths(self) -> int:
+        return self.tokens_bimc.shape[1]
+
+    def start(self, width: int) -> jax.Array:
+        return jnp.zeros((self.tokens_bimc.shape[0], width), jnp.int32)
+
+    def children(self, depth: jax.Array, row_bw: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tokens_bwc = _rows(self.tokens_bimc, depth, row_bw)
+        log_probs_bwc = _rows(self.log_probs_bimc, depth, row_bw)
+        return tokens_bwc, jnp.where((row_bw >= 0)[..., None], log_probs_bwc, -jnp.inf)
+
+    def follow(self, depth: jax.Array, row_bw: jax.Array, child_bw: jax.Array) -> jax.Array:
+        next_row_bwc = _rows(self.next_row_bimc, depth, row_bw)
+        return jnp.take_along_axis(next_row_bwc, child_bw[..., None], axis=2)[..., 0]
+
+
+@struct.dataclass
+class DraftTree:
+    """A prefix-closed set of continuations of the anchor. Node 0 is the anchor; parents precede children.
+
+    Attributes:
+      tokens_bn: token ids; 0 in padding.
+      parent_bn: index of the parent; 0 for the root and for padding.
+      depth_bn: 0 for the root and for padding.
+      log_prob_bn: of the path from the anchor, float32; -inf in padding.
+      valid_bn: False in padding, which never matches anything.
+    """
+
+    tokens_bn: jax.Array
+    parent_bn: jax.Array
+    depth_bn: jax.Array
+    log_prob_bn: jax.Array
+    valid_bn: jax.Array
+
+
+@struct.dataclass
+class Proposal:
+    """The law sampled nodes were drawn from; builders of deterministic trees have none.
+
+    Attributes:
+      rank_bn: draw order among siblings.
+      kind_bn: 0 deterministic, 1 drawn without replacement, 2 with replacement.
+      support_bnc: token ids the children of a node were drawn from.
+      log_q_bnc: their log-probabilities under the (truncated, renormalised) proposal.
+      draws_bx: the node each draw landed on: i.i.d. duplicates share a node but are tested with multiplicity.
+    """
+
+    rank_bn: jax.Array
+    kind_bn: jax.Array
+    support_bnc: jax.Array
+    log_q_bnc: jax.Array
+    draws_bx: jax.Array
+
+
+Builder = Callable[[Expander, jax.Array, int], DraftTree]
+
+
+def best_first(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
+    """Keeps the `num_nodes - 1` most probable continuations of the anchor.
+
+    A path scores the sum of its log-probabilities, so no node outscores its parent: the best nodes overall are closed under
+    taking parents, and those of one depth have parents among the best of the depth before. One `top_k` per depth and one
+    stable sort over all depths therefore replace the heap of best-first search, with static shapes and no host step.
+
+    Args:
+      expander: the drafter's view of one round.
+      anchor_b: last committed token of each sequence.
+      num_nodes: budget of verified rows, root included; static, at least 1.
+
+    Returns:
+      A tree in order of decreasing probability. Where fewer continuations exist, the tail is padding (`valid_bn` False).
+
+    Source: DDTree (arXiv 2604.12989) section 4 for the objective; TreeFlash (arXiv 2606.03819) for conditional rows.
+    """
+    width = num_nodes - 1
+    if width == 0:
+        return root_only(anchor_b)
+    batch = anchor_b.shape[0]
+    lanes = jnp.arange(width)
+
+    def grow(frontier, depth):
+        score_bw, state_bw = frontier
+        tokens_bwc, log_probs_bwc = expander.children(depth, state_bw)
+        grown_bwc = score_bw[..., None] + log_probs_bwc
+        score_bw, index_bw = lax.top_k(grown_bwc.reshape(batch, -1), width)
+        parent_bw, child_bw = jnp.divmod(index_bw, tokens_bwc.shape[2])
+        token_bw = jnp.take_along_axis(tokens_bwc.reshape(batch, -1), index_bw, axis=1)
+        parent_state_bw = jax.tree.map(lambda x_bw: pick(x_bw, parent_bw), state_bw)
+        frontier = score_bw, expander.follow(depth, parent_state_bw, child_bw)
+        return frontier, (score_bw, parent_bw, token_bw)
+
+    only_the_anchor_bw = jnp.broadcast_to(jnp.where(lanes == 0, 0.0, -jnp.inf), (batch, width))
+    dtype = jax.eval_shape(expander.children, jnp.int32(0), expander.start(width))[1].dtype
+    frontier = only_the_anchor_bw.astype(dtype), expander.start(width)
+    _, grown = lax.scan(grow, frontier, jnp.arange(expander.num_depths))
+    score_bx, parent_bx, token_bx = (jnp.moveaxis(x_ibw, 0, 1).reshape(batch, -1) for x_ibw in grown)
+
+    # The ledger is depth-major and the sort stable, so a parent is taken before a child that ties it. `top_k` does not
+    # promise that on every backend.
+    order_bx = jnp.broadcast_to(jnp.arange(score_bx.shape[1]), score_bx.shape)
+    cost_bx, order_bx = lax.sort((-score_bx, order_bx), num_keys=1, is_stable=True)
+    log_prob_bw, kept_bw = -cost_bx[:, :width], order_bx[:, :width]
+    depth_bw = kept_bw // width
+    node_bx = jax.vmap(lambda kept_w: jnp.zeros_like(parent_bx[0]).at[kept_w].set(lanes + 1))(kept_bw)
+    above_bw = (depth_bw - 1) * width + pick(parent_bx, kept_bw)
+    parent_bw = jnp.where(depth_bw == 0, 0, pick(node_bx, jnp.maximum(above_bw, 0)))
+    return _below_root(anchor_b, pick(token_bx, kept_bw), parent_bw, depth_bw + 1, log_prob_bw)
+
+
+def chain(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
+    """A greedy walk: the likeliest child of the token just drafted, until its branch ends."""
+    return _chain(expander, anchor_b, num_nodes, expander.follow)
+
+
+def rank_0_chain(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
+    """The published chain: at each depth the likeliest child of that depth's first row, whatever was drafted before.
+
+    For a marginal table (one row a depth) this is DFlash's chain and equal to `chain`.
+
+    Source: TreeFlash (arXiv 2606.03819), released code; DFlash (arXiv 2602.06036).
+    """
+    return _chain(expander, anchor_b, num_nodes, lambda depth, state, child: state)
+
+
+def root_only(anchor_b: jax.Array) -> DraftTree:
+    """The tree of plain one-token decoding."""
+    zero_b1 = jnp.zeros_like(anchor_b)[:, None]
+    return DraftTree(
+        tokens_bn=anchor_b[:, None],
+        parent_bn=zero_b1,
+        depth_bn=zero_b1,
+        log_prob_bn=zero_b1.astype(jnp.float32),
+        valid_bn=zero_b1 == 0,
+    )
+
+
+BUILDERS: dict[str, Builder] = {"best-first": best_first, "walk": chain, "chain": rank_0_chain}
+
+
+def ancestor_mask(parent_bn: jax.Array, max_depth: int) -> jax.Array:
+    """True at [b, i, j] where node j is node i or one of its ancestors. Bool [b, n, n]."""
+    nodes = parent_bn.shape[1]
+    mask_bnn = jnp.broadcast_to(jnp.eye(nodes, dtype=bool), (*parent_bn.shape, nodes))
+    at_bn = parent_bn
+    for _ in range(max_depth):
+        mask_bnn |= jax.nn.one_hot(at_bn, nodes, dtype=bool)
+        at_bn = pick(parent_bn, at_bn)
+    return mask_bnn
+
+
+def pick(x_bx: jax.Array, index_by: jax.Array) -> jax.Array:
+    """x[b, index[b, y], ...]: gathers along the second axis, per sequence."""
+    return jax.vmap(lambda x_x, index_y: x_x[index_y])(x_bx, index_by)
+
+
+def _chain(expander: Expander, anchor_b: jax.Array, num_nodes: int, follow: Callable) -> DraftTree:
+    length = min(num_nodes - 1, expander.num_depths)
+    if length == 0:
+        return root_only(anchor_b)
+    best_b1 = jnp.zeros_like(anchor_b)[:, None]
+
+    def step(carry, depth):
+        score_b1, state_b1 = carry
+        tokens_b1c, log_probs_b1c = expander.children(depth, state_b1)
+        score_b1 += log_probs_b1c[..., 0]
+        return (score_b1, follow(depth, state_b1, best_b1)), (tokens_b1c[:, 0, 0], score_b1[:, 0])
+
+    state_b1 = expander.start(1)
+    dtype = jax.eval_shape(expander.children, jnp.int32(0), state_b1)[1].dtype
+    _, (tokens_wb, score_wb) = lax.scan(step, (jnp.zeros(best_b1.shape, dtype), state_b1), jnp.arange(length))
+    index_bw = jnp.broadcast_to(jnp.arange(length), (anchor_b.shape[0], length))
+    return _below_root(anchor_b, tokens_wb.T, index_bw, index_bw + 1, score_wb.T)
+
+
+def _below_root(anchor_b, tokens_bw, parent_bw, depth_bw, log_prob_bw) -> DraftTree:
+    """The anchor followed by the nodes; nodes of probability zero become padding."""
+    valid_bw = jnp.isfinite(log_prob_bw)
+
+    def with_root(root_b, nodes_bw, padding):
+        return jnp.concatenate([root_b[:, None], jnp.where(valid_bw, nodes_bw, padding).astype(root_b.dtype)], axis=1)
+
+    zero_b = jnp.zeros_like(anchor_b)
+    return DraftTree(
+        tokens_bn=with_root(anchor_b, tokens_bw, 0),
+        parent_bn=with_root(zero_b, parent_bw, 0),
+        depth_bn=with_root(zero_b, depth_bw, 0),
+        log_prob_bn=with_root(zero_b.astype(log_prob_bw.dtype), log_prob_bw, -jnp.inf),
+        valid_bn=with_root(zero_b == 0, valid_bw, False),
+    )
+
+
+def _rows(table_bimc: jax.Array, depth: jax.Array, row_bw: jax.Array) -> jax.Array:
+    """Rows `row_bw` of the table at one depth, [b, w, c]; a negative row reads row 0."""
+    return pick(table_bimc[:, depth], jnp.maximum(row_bw, 0))
