@@ -72,6 +72,12 @@ class DecodePlan:
         """Rows of the longest path a round can accept, root included."""
         return 1 + min(self.drafter.num_depths, self.num_nodes - 1) if self.drafts else 1
 
+    def for_prefill(self) -> DecodePlan:
+        """The plan that all plans with the same prefill share."""
+        names = ("verifier", "drafter", "attention", "prefill_chunk", "log_probs")
+        shared = {name: getattr(self, name) for name in names}
+        return DecodePlan(method="tree" if self.drafts else "ar", **shared)
+
     @property
     def taps(self) -> tuple[int, ...]:
         return self.drafter.target_layer_ids if self.drafts else ()
@@ -267,9 +273,7 @@ def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Deco
         emitted_bp = jnp.where(is_bonus_bp, taken.bonus_b[:, None], jnp.roll(drafted_bp, -1, axis=1))
 
     with jax.named_scope("commit"):
-        log_probs_bp = (
-            _token_log_probs(trees.pick(logits_bnv, taken.path_bp), emitted_bp) if plan.log_probs else None
-        )
+        log_probs_bp = _token_log_probs(trees.pick(logits_bnv, taken.path_bp), emitted_bp) if plan.log_probs else None
         round_bs = jnp.arange(state.capacity) == state.rounds_b[:, None]
         state = state.replace(
             accepted_bs=jnp.where(round_bs & ~state.done_b[:, None], taken.length_b[:, None], state.accepted_bs),

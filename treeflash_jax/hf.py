@@ -102,7 +102,7 @@ def load_verifier(folder: str | Path, *, dtype: Any = jnp.float32, mesh=None) ->
     folder = Path(folder)
     config = ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
     specs = verifier.specs(config)
-    spare = ("lm_head.weight",) if config.tie_embeddings else ()
+    spare = ("lm_head.weight",) if config.tie_embeddings else ()  # some files repeat the tied table
     return config, _load(folder, specs, _verifier_entries(specs), dtype, mesh, spare)
 
 

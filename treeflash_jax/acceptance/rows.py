@@ -73,9 +73,7 @@ class Acceptance:
     bonus_b: jax.Array
 
 
-def target_rows(
-    logits_bnv: jax.Array, temperature_b: jax.Array, top_k_b: jax.Array, top_p_b: jax.Array
-) -> TargetRows:
+def target_rows(logits_bnv: jax.Array, temperature_b: jax.Array, top_k_b: jax.Array, top_p_b: jax.Array) -> TargetRows:
     """The verifier's law at every node, filters applied in the order temperature, top-k, top-p.
 
     Args:

@@ -1,0 +1,48 @@
+"""Text in and out: a thin layer over the Hugging Face tokenizer of a model folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Chat = Sequence[dict[str, str]]
+
+
+class Tokenizer:
+    """Encodes prompts and chats, decodes answers.
+
+    Example:
+      >>> tokenizer = Tokenizer.load("Qwen3-4B")
+      >>> tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+    """
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+
+    @staticmethod
+    def load(folder: str | Path) -> Tokenizer | None:
+        """The tokenizer of a model folder, or None where it has none."""
+        folder = Path(folder)
+        if not (folder / "tokenizer.json").exists():
+            return None
+        from transformers import PreTrainedTokenizerFast  # slow to import, and ids need no tokenizer
+
+        return Tokenizer(PreTrainedTokenizerFast.from_pretrained(folder))
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return () if self.inner.eos_token_id is None else (int(self.inner.eos_token_id),)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.inner(text)["input_ids"])
+
+    def encode_chat(self, messages: Chat) -> list[int]:
+        """A chat up to the point where the assistant speaks; thinking switched off where the template knows it."""
+        encoded = self.inner.apply_chat_template(
+            list(messages), add_generation_prompt=True, enable_thinking=False, tokenize=True, return_dict=True
+        )
+        return list(encoded["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.inner.decode(list(ids), skip_special_tokens=True)
