@@ -79,8 +79,8 @@ def append(cache: KVCache, rows: NewRows, count_b: jax.Array, path_bp: jax.Array
             rows_btke = jnp.take_along_axis(rows_btke, path_bp[:, :, None, None], axis=1)
         rows_bkpe = jnp.swapaxes(rows_btke, 1, 2).astype(slots_bkse.dtype)
         if slots_bkse.shape[0] == 1:  # a plain slice store; the batched form lowers to a scatter
-            return lax.dynamic_update_slice(slots_bkse, rows_bkpe, (0, 0, cache.length_b[0], 0))
-        write = jax.vmap(lambda slots_kse, rows_kpe, at: lax.dynamic_update_slice(slots_kse, rows_kpe, (0, at, 0)))
+            return lax.dynamic_update_slice_in_dim(slots_bkse, rows_bkpe, cache.length_b[0], axis=2)
+        write = jax.vmap(lambda slots_kse, rows_kpe, at: lax.dynamic_update_slice_in_dim(slots_kse, rows_kpe, at, axis=1))
         return meshes.constrain(write(slots_bkse, rows_bkpe, cache.length_b), AXES)
 
     groups = tuple(

@@ -25,6 +25,7 @@ from treeflash_jax.tokenizer import Chat, Tokenizer
 
 Prompt = str | Sequence[int] | Chat
 PREFILL_CHUNK = 128
+ROOM_AHEAD = 1024  # new tokens a cache is made for at first; longer answers grow it
 STOP_SLOTS = 8  # stop ids per row are padded to a multiple of this, so that changing them rarely recompiles
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
 # Named so that asking for them is an answer, not a silent difference.
@@ -211,7 +212,6 @@ class TreeFlash:
 
     def plan(self, config: GenerateConfig) -> DecodePlan:
         """The compiled program's shape for these settings."""
-        head = config.head or (self.drafter.head if self.drafter and self.weights.head else "marginal")
         if config.method == "ar":
             return DecodePlan(
                 verifier=self.verifier,
@@ -225,7 +225,7 @@ class TreeFlash:
             verifier=self.verifier,
             drafter=self.drafter,
             method=config.method,
-            head=head,
+            head=config.head or self.drafter.head,
             num_nodes=nodes if config.method == "tree" else min(config.nodes or nodes, self.drafter.block_size),
             draft=DraftSettings(candidates=config.candidates, children=config.children),
             log_probs=config.log_probs,
@@ -317,7 +317,7 @@ class TreeFlash:
         """
         clock = _Clock()
         longest = max(row.length for row in rows)
-        capacity = capacity_bucket(longest + min(config.max_new_tokens, 1024) + plan.path_rows + 1)
+        capacity = capacity_bucket(longest + min(config.max_new_tokens, ROOM_AHEAD) + plan.path_rows + 1)
         inputs = self._inputs(rows, size, capacity, config)
         state = self._call(core.prefill, (self.weights, *inputs), clock, plan=plan.for_prefill())
         limit = jnp.int32(rounds if rounds is not None else np.iinfo(np.int32).max)
@@ -419,7 +419,6 @@ def load(
     *,
     verifier: str | Path | None = None,
     drafter: str | Path | None = None,
-    head: HeadName | None = None,
     mesh=None,
     dtype: Any = None,
 ) -> TreeFlash:
@@ -429,7 +428,6 @@ def load(
       name: "tiny", the pair that ships with the package; or give folders.
       verifier: Hugging Face folder of a Qwen3 (dense) or Llama model.
       drafter: folder of a DFlash or TreeFlash drafter; None for plain decoding.
-      head: ignored weights of a head are not read where "marginal".
       mesh: a (data, model) mesh of `make_mesh`; None: one device.
       dtype: of weights, caches and activations; float32 on a CPU, bfloat16 elsewhere if None.
 

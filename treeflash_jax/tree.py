@@ -127,7 +127,7 @@ def best_first(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> Draft
     if width == 0:
         return root_only(anchor_b)
     batch = anchor_b.shape[0]
-    lanes = jnp.arange(width)
+    lanes = jnp.arange(width, dtype=jnp.int32)
 
     def grow(frontier, depth):
         score_bw, state_bw = frontier
@@ -143,12 +143,12 @@ def best_first(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> Draft
     only_the_anchor_bw = jnp.broadcast_to(jnp.where(lanes == 0, 0.0, -jnp.inf), (batch, width))
     dtype = jax.eval_shape(expander.children, jnp.int32(0), expander.start(width))[1].dtype
     frontier = only_the_anchor_bw.astype(dtype), expander.start(width)
-    _, grown = lax.scan(grow, frontier, jnp.arange(expander.num_depths))
+    _, grown = lax.scan(grow, frontier, jnp.arange(expander.num_depths, dtype=jnp.int32))
     score_bx, parent_bx, token_bx = (jnp.moveaxis(x_ibw, 0, 1).reshape(batch, -1) for x_ibw in grown)
 
     # The ledger is depth-major and the sort stable, so a parent is taken before a child that ties it. `top_k` does not
     # promise that on every backend.
-    order_bx = jnp.broadcast_to(jnp.arange(score_bx.shape[1]), score_bx.shape)
+    order_bx = jnp.broadcast_to(jnp.arange(score_bx.shape[1], dtype=jnp.int32), score_bx.shape)
     cost_bx, order_bx = lax.sort((-score_bx, order_bx), num_keys=1, is_stable=True)
     log_prob_bw, kept_bw = -cost_bx[:, :width], order_bx[:, :width]
     depth_bw = kept_bw // width

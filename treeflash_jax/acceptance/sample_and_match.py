@@ -55,7 +55,7 @@ def follow_picks(tree: DraftTree, picks_bn: jax.Array, depths: int) -> Acceptanc
     on_path_bn = jnp.take_along_axis(above_bnn, last_b[:, None, None], axis=1)[:, 0]
     at_depth_bpn = on_path_bn[:, None] & (tree.depth_bn[:, None] == jnp.arange(depths)[:, None])
     return Acceptance(
-        path_bp=jnp.argmax(at_depth_bpn, axis=-1),
+        path_bp=jnp.argmax(at_depth_bpn, axis=-1).astype(jnp.int32),
         length_b=jnp.take_along_axis(tree.depth_bn, last_b[:, None], axis=1)[:, 0] + 1,
         bonus_b=jnp.take_along_axis(picks_bn, last_b[:, None], axis=1)[:, 0],
     )

@@ -1,0 +1,22 @@
+"""The library's promise, in float64: see lossless_float64.py for the cases."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_drafted_output_is_one_token_output_in_float64():
+    script = Path(__file__).parent / "lossless_float64.py"
+    run = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, timeout=1800
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    counts = json.loads(run.stdout.splitlines()[-1])
+    assert counts["cases"] >= 300
+    assert counts["stops_inside_a_path"] >= 20
+    assert counts["cut_at_the_limit"] >= 20
+    assert counts["programs"] <= 18
