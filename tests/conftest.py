@@ -1,4 +1,4 @@
-"""Shared fixtures: 8 fake CPU devices, highest matmul precision, strict ranks, tiny random pairs.
+"""Shared fixtures: 8 fake CPU devices, highest matmul precision, a trained pair and a random one.
 
 Settings must be in place before JAX starts its backend, hence the module-level configuration.
 """
@@ -6,6 +6,7 @@ Settings must be in place before JAX starts its backend, hence the module-level 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -18,10 +19,55 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 import pytest  # noqa: E402
 
+from treeflash_jax import drafter as dflash  # noqa: E402
+from treeflash_jax import load, params, verifier  # noqa: E402
+from treeflash_jax.config import DrafterConfig, ModelConfig  # noqa: E402
+from treeflash_jax.decode import Weights  # noqa: E402
+from treeflash_jax.generate import TreeFlash  # noqa: E402
+from treeflash_jax.heads import HEADS  # noqa: E402
+
 DATA = Path(__file__).parent / "data"
 CONFORMANCE = ("a_treeflash", "b_trained", "c_dflash")
+RANDOM_MODEL = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=1024,
+)
+RANDOM_DRAFTER = DrafterConfig(
+    layers=replace(RANDOM_MODEL, num_layers=1),
+    block_size=4,
+    mask_token_id=63,
+    target_layer_ids=(0, 2),
+    num_target_layers=3,
+    head="mlp",
+)
 
 
 @pytest.fixture(scope="session")
 def data() -> Path:
     return DATA
+
+
+@pytest.fixture(scope="session")
+def trained() -> TreeFlash:
+    """The trained pair of the conformance data: accepts paths of many lengths. Its compiled programs are shared."""
+    pair = DATA / "conformance" / "b_trained"
+    return load(verifier=pair / "verifier", drafter=pair / "drafter")
+
+
+def random_pair(mesh=None) -> TreeFlash:
+    """A pair of random weights whose sizes a model axis of 2 divides, placed on `mesh`."""
+    specs = (
+        verifier.specs(RANDOM_MODEL),
+        dflash.specs(RANDOM_DRAFTER),
+        HEADS["mlp"].specs(RANDOM_DRAFTER) | {"down": params.Spec((64, 32), ("ffn", None))},
+    )
+    trees = [params.initialize(spec, jax.random.key(i), scale=0.3) for i, spec in enumerate(specs)]
+    if mesh is not None:
+        trees = [jax.device_put(tree, params.shardings(spec, mesh)) for tree, spec in zip(trees, specs, strict=True)]
+    return TreeFlash(RANDOM_MODEL, Weights(*trees), drafter=RANDOM_DRAFTER, mesh=mesh)

@@ -55,10 +55,10 @@ def allocate(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> KVCa
     shape = (batch, config.num_kv_heads, capacity, config.head_dim)
 
     def zeros() -> jax.Array:
-        return meshes.constrain(jnp.zeros(shape, dtype), AXES)
+        return jnp.zeros(shape, dtype)
 
     groups = tuple(tuple(LayerKV(zeros(), zeros()) for _ in range(size)) for size in config.groups)
-    return KVCache(groups=groups, length_b=jnp.zeros(batch, jnp.int32))
+    return pin(KVCache(groups=groups, length_b=jnp.zeros(batch, jnp.int32)))
 
 
 def append(cache: KVCache, rows: NewRows, count_b: jax.Array, path_bp: jax.Array | None = None) -> KVCache:
@@ -77,11 +77,11 @@ def append(cache: KVCache, rows: NewRows, count_b: jax.Array, path_bp: jax.Array
     def store(slots_bkse: jax.Array, rows_btke: jax.Array) -> jax.Array:
         if path_bp is not None:
             rows_btke = jnp.take_along_axis(rows_btke, path_bp[:, :, None, None], axis=1)
-        rows_bkpe = jnp.swapaxes(rows_btke, 1, 2).astype(slots_bkse.dtype)
+        rows_bkpe = meshes.constrain(jnp.swapaxes(rows_btke, 1, 2).astype(slots_bkse.dtype), AXES)
         if slots_bkse.shape[0] == 1:  # a plain slice store; the batched form lowers to a scatter
             return lax.dynamic_update_slice_in_dim(slots_bkse, rows_bkpe, cache.length_b[0], axis=2)
         write = jax.vmap(lambda slots_kse, rows_kpe, at: lax.dynamic_update_slice_in_dim(slots_kse, rows_kpe, at, axis=1))
-        return meshes.constrain(write(slots_bkse, rows_bkpe, cache.length_b), AXES)
+        return write(slots_bkse, rows_bkpe, cache.length_b)
 
     groups = tuple(
         tuple(
@@ -90,7 +90,15 @@ def append(cache: KVCache, rows: NewRows, count_b: jax.Array, path_bp: jax.Array
         )
         for group, new in zip(cache.groups, rows, strict=True)
     )
-    return KVCache(groups=groups, length_b=cache.length_b + count_b.astype(jnp.int32))
+    return pin(KVCache(groups=groups, length_b=cache.length_b + count_b.astype(jnp.int32)))
+
+
+def pin(cache: KVCache) -> KVCache:
+    """Constrains a cache to its layout on the ambient mesh, so that loops carry it in that layout and no other."""
+    return KVCache(
+        groups=jax.tree.map(lambda slots_bkse: meshes.constrain(slots_bkse, AXES), cache.groups),
+        length_b=meshes.constrain(cache.length_b, ("batch",)),
+    )
 
 
 def grow(cache: KVCache, capacity: int) -> KVCache:
@@ -98,6 +106,6 @@ def grow(cache: KVCache, capacity: int) -> KVCache:
 
     def pad(slots_bkse: jax.Array) -> jax.Array:
         extra = capacity - slots_bkse.shape[2]
-        return meshes.constrain(jnp.pad(slots_bkse, ((0, 0), (0, 0), (0, extra), (0, 0))), AXES)
+        return jnp.pad(slots_bkse, ((0, 0), (0, 0), (0, extra), (0, 0)))
 
-    return cache.replace(groups=jax.tree.map(pad, cache.groups))
+    return pin(cache.replace(groups=jax.tree.map(pad, cache.groups)))

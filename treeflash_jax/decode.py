@@ -169,6 +169,7 @@ def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, samplin
 
     def step(carry):
         index, cache, drafter, last_bd = carry
+        cache, drafter = caches.pin(cache), dflash.pin(drafter) if plan.drafts else None
         offset = index * chunk
         tokens_bt = lax.dynamic_slice_in_dim(tokens_bs, offset, chunk, axis=1)
         count_b = jnp.clip(length_b - offset, 0, chunk)
@@ -203,7 +204,7 @@ def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, samplin
     logits_bnv = verifier.logits(weights.verifier, last_bd[:, None])
     picks_bp = _target_rows(logits_bnv, sampling).sample(_noise(state, 1, logits_bnv))
     log_probs_bp = _token_log_probs(logits_bnv, picks_bp) if plan.log_probs else None
-    return _emit(state, picks_bp, jnp.ones_like(length_b), log_probs_bp)[0]
+    return _pin(_emit(state, picks_bp, jnp.ones_like(length_b), log_probs_bp)[0])
 
 
 @partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
@@ -219,9 +220,9 @@ def decode(weights: Weights, state: DecodeState, max_rounds: jax.Array, plan: De
 
     def step(carry):
         state, count = carry
-        return decode_round(weights, state, plan), count + 1
+        return _pin(decode_round(weights, _pin(state), plan)), count + 1
 
-    return lax.while_loop(goes_on, step, (state, jnp.zeros_like(max_rounds)))[0]
+    return lax.while_loop(goes_on, step, (_pin(state), jnp.zeros_like(max_rounds)))[0]
 
 
 def fits(state: DecodeState, plan: DecodePlan) -> jax.Array:
@@ -236,13 +237,14 @@ def grow(state: DecodeState, capacity: int) -> DecodeState:
     def pad(x_bs: jax.Array) -> jax.Array:
         return jnp.pad(x_bs, ((0, 0), (0, capacity - x_bs.shape[1])))
 
-    return state.replace(
+    grown = state.replace(
         tokens_bs=pad(state.tokens_bs),
         accepted_bs=pad(state.accepted_bs),
         log_probs_bs=None if state.log_probs_bs is None else pad(state.log_probs_bs),
         cache=caches.grow(state.cache, capacity),
         drafter=None if state.drafter is None else dflash.grow(state.drafter, capacity),
     )
+    return _pin(grown)
 
 
 def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
@@ -307,7 +309,18 @@ def draft_tree(weights: Weights, state: DecodeState, anchor_b: jax.Array, plan: 
             weights.head, unembed, hidden_bqd, anchor_b, plan.draft, state.sampling.drafter_temperature
         )
     with jax.named_scope("tree"):
-        return trees.BUILDERS[BUILDER_OF_METHOD[plan.method]](expander, anchor_b, plan.num_nodes)
+        build = partial(trees.BUILDERS[BUILDER_OF_METHOD[plan.method]], num_nodes=plan.num_nodes)
+        return meshes.by_rows(build, expander, anchor_b)
+
+
+def _pin(state: DecodeState) -> DecodeState:
+    """Constrains the whole state to its layout on the ambient mesh: what a program returns is what the next one takes."""
+    if meshes.current() is None:
+        return state
+    rows = state.replace(cache=None, drafter=None)
+    rows = jax.tree.map(lambda x: meshes.constrain(x, (("batch",) + (None,) * (x.ndim - 1))[: x.ndim]), rows)
+    drafter = None if state.drafter is None else dflash.pin(state.drafter)
+    return rows.replace(cache=caches.pin(state.cache), drafter=drafter)
 
 
 def _target_rows(logits_bnv: jax.Array, sampling: Sampling) -> rules.TargetRows:

@@ -51,6 +51,11 @@ def grow(state: DrafterState, capacity: int) -> DrafterState:
     return state.replace(context=caches.grow(state.context, capacity))
 
 
+def pin(state: DrafterState) -> DrafterState:
+    """Constrains the state to its layout on the ambient mesh."""
+    return DrafterState(context=caches.pin(state.context))
+
+
 def fuse(params: dict[str, Any], config: DrafterConfig, features_btj: jax.Array) -> jax.Array:
     """RMSNorm(fc(features)): the context input of every layer, [b, t, d]."""
     fused_btd = layers.linear("btj,jd->btd", features_btj, params["fc"])

@@ -7,7 +7,8 @@ size the mesh axis does not divide is replicated, so any model runs on any mesh.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -61,3 +62,16 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     """Pins the layout of `x` on the ambient mesh."""
     mesh = current()
     return x if mesh is None else jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
+
+
+def by_rows(function: Callable[..., Any], *arrays: Any) -> Any:
+    """`function` of pytrees whose leaves all start with the batch axis, run on each device's own rows.
+
+    For small per-row work that automatic partitioning would gather over the batch (`top_k` of a frontier).
+    """
+    mesh = current()
+    batch = jax.tree.leaves(arrays)[0].shape[0]
+    if mesh is None or partition(("batch",), (batch,), mesh) == PartitionSpec(None):
+        return function(*arrays)
+    rows = PartitionSpec(RULES["batch"])
+    return jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)(*arrays)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ class Tokenizer:
         folder = Path(folder)
         if not (folder / "tokenizer.json").exists():
             return None
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is missing; nothing here needs it
         from transformers import PreTrainedTokenizerFast  # slow to import, and ids need no tokenizer
 
         return Tokenizer(PreTrainedTokenizerFast.from_pretrained(folder))

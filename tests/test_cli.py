@@ -1,0 +1,89 @@
+"""The command line as a user types it: results, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import DATA
+
+from treeflash_jax.cli import main
+
+PAIR = DATA / "conformance" / "b_trained"
+MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter")]
+OTHER = ["--verifier", str(PAIR / "verifier"), "--drafter", str(DATA / "conformance" / "c_dflash" / "drafter")]
+
+
+@pytest.mark.parametrize("method", ["tree", "chain", "ar"])
+def test_generate_gives_the_published_ids(capsys, method):
+    expected = np.load(PAIR / "expected.npz")
+    prompt = expected["prompt"][0]
+    arguments = ["generate", *MODEL, "--prompt-ids", " ".join(map(str, prompt)), "--method", method, "--json"]
+    arguments += "--max-new-tokens 96 --candidates 8 --children 8 --stop-ids 2 --dtype float32".split()
+    assert main(arguments + (["--nodes", "16"] if method == "tree" else [])) == 0
+    record = json.loads(capsys.readouterr().out)
+    key = {"tree": "generate", "chain": "chain", "ar": "vanilla"}[method]
+    assert [*prompt, *record["ids"]] == expected[f"{key}_ids"].reshape(-1).tolist()
+    if method != "ar":
+        assert record["accept_lengths"] == expected[f"{key}_accept"].tolist()
+        assert record["tau"] == pytest.approx(expected[f"{key}_accept"].mean())
+    assert record["tokens_per_second"] > 0 and record["compile_seconds"] > 0
+
+
+def test_the_shipped_pair_answers_in_text_one_object_a_prompt():
+    command = [sys.executable, "-m", "treeflash_jax", "generate", "--chat", "What is 2 + 3?", "--chat", "Count to four."]
+    command += ["--max-new-tokens", "12", "--candidates", "4", "--children", "4", "--nodes", "8", "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-2000:]
+    records = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(records) == 2
+    for record in records:
+        assert isinstance(record["text"], str) and 0 < len(record["ids"]) <= 12
+        assert record["tau"] == pytest.approx(np.mean(record["accept_lengths"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*MODEL], "no prompt"),
+        ([*MODEL, "--prompt-ids", ""], "empty prompt"),
+        ([*MODEL, "--prompt-ids", "3 x"], "'3 x'"),
+        ([*MODEL, "--prompt-ids", "3 999"], "id 999"),
+        ([*MODEL, "--prompt", "hello"], "no tokenizer"),
+        ([*MODEL, "--prompt-ids", "3", "--nodes", "0"], "nodes 0"),
+        ([*MODEL, "--prompt-ids", "3", "--temperature", "-1"], "temperature -1"),
+        ([*MODEL, "--prompt-ids", "3", "--max-new-tokens", "2048"], "context"),
+        ([*MODEL, "--prompt-ids", "3", "--candidates", "132"], "candidates 132"),
+        ([*MODEL, "--prompt-ids", "3", "--stop-ids", "x"], "--stop-ids"),
+        ([*MODEL, "--prompt-ids", "3", "--repetition-penalty", "1.1"], "--repetition-penalty is not supported"),
+        ([*MODEL, "--prompt-ids", "3", "--num-beams", "4"], "--num-beams is not supported"),
+        ([*MODEL, "--prompt-ids", "3", "--grammar", "x"], "--grammar is not supported"),
+        ([*OTHER, "--prompt-ids", "3"], "drafter does not fit the verifier: hidden size"),
+        ([*MODEL[:2], "--prompt-ids", "3"], "no drafter is loaded"),
+        ([*MODEL[2:], "--prompt-ids", "3"], "no verifier"),
+        (["--verifier", "nowhere", "--prompt-ids", "3"], "nowhere"),
+    ],
+)
+def test_mistakes_end_with_one_line(capsys, arguments, words):
+    assert main(["generate", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1 and words in captured.err
+
+
+def test_unknown_options_end_with_one_line(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", "--tree-size", "4"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_demo_shows_four_systems_with_one_output(capsys):
+    assert main(["demo", "--max-new-tokens", "16", "--nodes", "8", "--repeats", "1"]) == 0
+    printed = capsys.readouterr().out
+    for system in ("one token at a time", "chain (DFlash)", "marginal tree (DDTree)", "TreeFlash tree"):
+        assert system in printed
+    assert printed.count("yes") == 4

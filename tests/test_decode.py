@@ -1,0 +1,151 @@
+"""The decode round and its loops: streaming, growing caches, statistics, no transfers, donation, no recompilation."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import random_pair
+
+from treeflash_jax import decode as core
+from treeflash_jax import generate, verifier
+from treeflash_jax.generate import Result, capacity_bucket
+
+TREE = {"nodes": 16, "candidates": 8, "children": 8}
+PROMPT = [3, 4, 5, 17, 29]
+
+
+@pytest.fixture(scope="module")
+def greedy(trained) -> Result:
+    return trained.generate(PROMPT, max_new_tokens=60, **TREE)[0]
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_streaming_gives_the_same_answer(trained, greedy, rounds):
+    *chunks, result = trained.stream(PROMPT, max_new_tokens=60, rounds_per_dispatch=rounds, **TREE)
+    assert result.ids == greedy.ids
+    assert result.accept_lengths == greedy.accept_lengths
+    assert [i for chunk in chunks for i in chunk.ids] == greedy.ids
+    assert len(chunks) == 1 + -(-len(greedy.accept_lengths) // rounds)
+
+
+def test_drafting_pays_and_statistics_add_up(greedy):
+    assert greedy.tau > 3
+    assert len(greedy.accept_lengths) < len(greedy.ids) / 3
+    assert 1 + sum(greedy.accept_lengths) >= len(greedy.ids) == 60
+    assert greedy.finished == "length"
+
+
+def test_a_growing_cache_changes_nothing(trained, monkeypatch):
+    settings = {"max_new_tokens": 300, "temperature": 0.7, "stop_ids": [], **TREE}
+    roomy = trained.generate(PROMPT, **settings)[0]
+    monkeypatch.setattr(generate, "ROOM_AHEAD", 8)
+    before = len(trained.programs)
+    grown = trained.generate(PROMPT, **settings)[0]
+    assert any(key[0] is core.grow for key in list(trained.programs)[before:])
+    assert grown.ids == roomy.ids and len(grown.ids) == 300
+    assert grown.accept_lengths == roomy.accept_lengths
+
+
+def test_log_probs_are_the_verifiers(trained, greedy):
+    settings = {"max_new_tokens": 30, "log_probs": True, "temperature": 0.9, "top_p": 0.8}
+    tree = trained.generate(PROMPT, **settings, **TREE)[0]
+    ids = jnp.asarray([PROMPT + tree.ids])
+    size = ids.shape[1]
+    out = verifier.forward(
+        trained.weights.verifier, trained.verifier, ids, jnp.arange(size)[None], verifier.causal_mask(1, size)
+    )
+    rows = jax.nn.log_softmax(verifier.logits(trained.weights.verifier, out.hidden_btd)[0])
+    expected = rows[jnp.arange(len(PROMPT) - 1, size - 1), ids[0, len(PROMPT) :]]
+    np.testing.assert_allclose(tree.log_probs, expected, atol=1e-4)
+    assert greedy.log_probs is None
+
+
+def test_nothing_recompiles_when_only_values_change(trained):
+    def run(prompts, **settings):
+        return trained.generate(prompts, batch_size=4, **TREE, **settings)
+
+    run([PROMPT] * 4, max_new_tokens=20)
+    before = len(trained.programs)
+    sizes = [function._cache_size() for function in (core.prefill, core.decode)]
+    run([PROMPT[:1], PROMPT, PROMPT * 8], max_new_tokens=33)
+    run([PROMPT] * 2, max_new_tokens=7, temperature=[0.0, 1.3], top_k=[0, 5], top_p=[0.3, 1.0], seed=[1, 2])
+    run([PROMPT], stop_ids=[9, 11], drafter_temperature=0.3)
+    run([PROMPT], stop_ids=[])
+    assert len(trained.programs) == before
+    assert [function._cache_size() for function in (core.prefill, core.decode)] == sizes
+
+
+def test_a_round_stays_on_the_device_and_donates_its_state():
+    model = random_pair()
+    settings = generate.GenerateConfig(max_new_tokens=20, nodes=8, candidates=4, children=4)
+    plan = model.plan(settings)
+    rows = model._rows([[1, 2, 3], [4, 5]], settings)
+    inputs = model._inputs(rows, 2, 256, settings)
+    state = core.prefill(model.weights, *inputs, plan=plan.for_prefill())
+    rounds = jax.device_put(jnp.int32(3))
+    compiled = core.decode.lower(model.weights, state, rounds, plan=plan).compile()
+    text = compiled.as_text()
+    for host in ("callback", "infeed", "outfeed", "send(", "recv("):
+        assert host not in text
+    caches = jax.tree.leaves((state.cache.groups, state.drafter.context.groups))
+    with jax.transfer_guard("disallow"):
+        after = compiled(model.weights, state, rounds)
+    assert all(array.is_deleted() for array in caches)
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(array.nbytes for array in jax.tree.leaves(after.cache.groups))
+    assert np.asarray(after.rounds_b).tolist() == [3, 3]
+
+
+def test_a_drafter_of_another_model_is_pointed_out():
+    model = random_pair()
+    with pytest.warns(UserWarning, match="tau is 1"):
+        model.generate([[1, 2, 3]], max_new_tokens=70, nodes=2, candidates=4, children=4)
+
+
+def test_capacity_ladder():
+    assert [capacity_bucket(n) for n in (1, 256, 257, 384, 385, 513, 1025)] == [256, 256, 384, 384, 512, 768, 1536]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens 0"),
+        ({"nodes": 0}, "nodes 0"),
+        ({"candidates": 0}, "candidates 0"),
+        ({"candidates": 132}, "candidates 132"),
+        ({"children": 0}, "children 0"),
+        ({"children": 132}, "children 132"),
+        ({"temperature": -0.1}, "temperature -0.1"),
+        ({"temperature": [0.0, 1.0]}, "2 values of temperature for 1 prompts"),
+        ({"top_k": -1}, "top_k -1"),
+        ({"top_p": 0.0}, "top_p 0.0"),
+        ({"top_p": 1.5}, "top_p 1.5"),
+        ({"seed": -1}, "seed -1"),
+        ({"stop_ids": [131]}, "stop id 131"),
+        ({"drafter_temperature": 0.0}, "drafter_temperature 0.0"),
+        ({"method": "heap"}, "method 'heap'"),
+        ({"head": "linear"}, "head 'linear'"),
+        ({"batch_size": 0}, "batch_size 0"),
+        ({"max_new_tokens": 2044}, "5 prompt tokens + 2044 new tokens"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty is not supported"),
+        ({"num_beams": 4}, "num_beams is not supported"),
+        ({"grammar": "x"}, "grammar is not supported"),
+        ({"tree_size": 4}, "unknown setting 'tree_size'"),
+    ],
+)
+def test_bad_settings_are_refused_before_any_compute(trained, settings, words):
+    before = len(trained.programs)
+    with pytest.raises(ValueError, match=words.replace("+", r"\+")) as error:
+        trained.generate(PROMPT, **settings)
+    assert "\n" not in str(error.value)
+    assert len(trained.programs) == before
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [([], "no prompts"), ([[]], "empty prompt"), ([[131]], "id 131"), ([[-1]], "id -1"), ("text", "no tokenizer")],
+)
+def test_bad_prompts_are_refused(trained, prompts, words):
+    with pytest.raises(ValueError, match=words):
+        trained.generate(prompts)
