@@ -22,7 +22,7 @@ def test_generate_gives_the_published_ids(capsys, method):
     expected = np.load(PAIR / "expected.npz")
     prompt = expected["prompt"][0]
     arguments = ["generate", *MODEL, "--prompt-ids", " ".join(map(str, prompt)), "--method", method, "--json"]
-    arguments += "--max-new-tokens 96 --candidates 8 --children 8 --stop-ids 2 --dtype float32".split()
+    arguments += "--max-new-tokens 96 --candidates 8 --children 8 --stop-ids 2 --dtype float32 --log-probs".split()
     assert main(arguments + (["--nodes", "16"] if method == "tree" else [])) == 0
     record = json.loads(capsys.readouterr().out)
     key = {"tree": "generate", "chain": "chain", "ar": "vanilla"}[method]
@@ -30,6 +30,7 @@ def test_generate_gives_the_published_ids(capsys, method):
     if method != "ar":
         assert record["accept_lengths"] == expected[f"{key}_accept"].tolist()
         assert record["tau"] == pytest.approx(expected[f"{key}_accept"].mean())
+    assert len(record["log_probs"]) == len(record["ids"]) and max(record["log_probs"]) <= 0
     assert record["tokens_per_second"] > 0 and record["compile_seconds"] > 0
 
 
@@ -58,6 +59,8 @@ def test_the_shipped_pair_answers_in_text_one_object_a_prompt():
         ([*MODEL, "--prompt-ids", "3", "--max-new-tokens", "2048"], "context"),
         ([*MODEL, "--prompt-ids", "3", "--candidates", "132"], "candidates 132"),
         ([*MODEL, "--prompt-ids", "3", "--stop-ids", "x"], "--stop-ids"),
+        ([*MODEL, "--prompt-ids", "3", "--mesh", "4"], "--mesh '4'"),
+        ([*MODEL, "--prompt-ids", "3", "--mesh", "9x9"], "mesh of 9 x 9"),
         ([*MODEL, "--prompt-ids", "3", "--repetition-penalty", "1.1"], "--repetition-penalty is not supported"),
         ([*MODEL, "--prompt-ids", "3", "--num-beams", "4"], "--num-beams is not supported"),
         ([*MODEL, "--prompt-ids", "3", "--grammar", "x"], "--grammar is not supported"),

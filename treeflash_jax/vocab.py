@@ -1,8 +1,8 @@
 """Everything over the vocabulary: embedding, logits, and every reduction of a row of logits.
 
 With an ambient mesh whose model axis divides the vocabulary, tables and logits stay sharded: a shard finds its own
-candidates and only those travel. Automatic partitioning would gather full logits for `top_k` and `argmax`, so these go
-through `shard_map`; sums and maxima partition well by themselves.
+candidates and only those travel. Automatic partitioning would gather full logits for `top_k`, so that goes through
+`shard_map`; sums and maxima partition well by themselves.
 
 Shape suffixes: v vocabulary, d model, c candidates; `...` is any leading axes, batch first.
 """
@@ -68,8 +68,13 @@ def _local_top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def argmax(scores: jax.Array) -> jax.Array:
-    """The id of each row's largest entry, the lowest among equals."""
-    return top_k(scores, 1)[1][..., 0] if _vocab_mesh(scores.shape[-1]) else jnp.argmax(scores, axis=-1)
+    """The id of each row's largest entry, the lowest among equals.
+
+    Two plain reductions: they vectorise on a CPU (8 x `jnp.argmax`) and partition over a sharded vocabulary by themselves.
+    """
+    ids = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    is_peak = scores == jnp.max(scores, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(is_peak, ids, scores.shape[-1]), axis=-1)
 
 
 def take(logits: jax.Array, ids: jax.Array) -> jax.Array:
