@@ -71,3 +71,9 @@ def random_pair(mesh=None) -> TreeFlash:
     if mesh is not None:
         trees = [jax.device_put(tree, params.shardings(spec, mesh)) for tree, spec in zip(trees, specs, strict=True)]
     return TreeFlash(RANDOM_MODEL, Weights(*trees), drafter=RANDOM_DRAFTER, mesh=mesh)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> TreeFlash:
+    """The pair that ships with the package."""
+    return load("tiny")

@@ -10,7 +10,9 @@ from conftest import random_pair
 
 from treeflash_jax import decode as core
 from treeflash_jax import generate, verifier
-from treeflash_jax.generate import Result, capacity_bucket
+from treeflash_jax.generate import capacity_bucket
+from treeflash_jax.options import GenerateConfig, rows_of
+from treeflash_jax.result import Result
 
 TREE = {"nodes": 16, "candidates": 8, "children": 8}
 PROMPT = [3, 4, 5, 17, 29]
@@ -79,9 +81,9 @@ def test_nothing_recompiles_when_only_values_change(trained):
 
 def test_a_round_stays_on_the_device_and_donates_its_state():
     model = random_pair()
-    settings = generate.GenerateConfig(max_new_tokens=20, nodes=8, candidates=4, children=4)
+    settings = GenerateConfig(max_new_tokens=20, nodes=8, candidates=4, children=4)
     plan = model.plan(settings)
-    rows = model._rows([[1, 2, 3], [4, 5]], settings)
+    rows = rows_of([[1, 2, 3], [4, 5]], settings, model.verifier)
     inputs = model._inputs(rows, 2, 256, settings)
     state = core.prefill(model.weights, *inputs, plan=plan.for_prefill())
     rounds = jax.device_put(jnp.int32(3))
@@ -93,7 +95,9 @@ def test_a_round_stays_on_the_device_and_donates_its_state():
     with jax.transfer_guard("disallow"):
         after = compiled(model.weights, state, rounds)
     assert all(array.is_deleted() for array in caches)
-    assert compiled.memory_analysis().alias_size_in_bytes >= sum(array.nbytes for array in jax.tree.leaves(after.cache.groups))
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(
+        array.nbytes for array in jax.tree.leaves(after.cache.groups)
+    )
     assert np.asarray(after.rounds_b).tolist() == [3, 3]
 
 

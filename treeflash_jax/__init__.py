@@ -6,9 +6,11 @@ Example:
   >>> result = model.generate("What is 3 + 4?", max_new_tokens=32)[0]
 """
 
-from treeflash_jax.generate import Chunk, GenerateConfig, Result, TreeFlash, load
+from treeflash_jax.generate import TreeFlash, load
 from treeflash_jax.mesh import make_mesh
+from treeflash_jax.options import GenerateConfig
+from treeflash_jax.result import Chunk, DrawnTree, Result
 
 __version__ = "0.1.0"
 
-__all__ = ["Chunk", "GenerateConfig", "Result", "TreeFlash", "load", "make_mesh"]
+__all__ = ["Chunk", "DrawnTree", "GenerateConfig", "Result", "TreeFlash", "load", "make_mesh"]

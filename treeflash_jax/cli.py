@@ -85,7 +85,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
         jax.config.update("jax_enable_x64", True)
     import treeflash_jax as tf
-    from treeflash_jax.generate import REFUSED
+    from treeflash_jax.options import REFUSED
 
     for name, reason in REFUSED.items():
         if getattr(arguments, name) is not None:

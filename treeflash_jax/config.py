@@ -112,34 +112,28 @@ class DrafterConfig:
         if "dflash_config" not in raw:
             raise ValueError(f"{where}: got no dflash_config, expected a DFlash or TreeFlash drafter's config")
         _refuse_unknown(raw, _MODEL_KEYS | _INERT_KEYS | _DRAFTER_KEYS, where)
-        dflash = raw["dflash_config"]
-        treeflash = raw.get("treeflash_config") or {}
-        _refuse_unknown(dflash, {"mask_token_id", "target_layer_ids", "block_size"}, f"{where}: dflash_config")
-        _refuse_unknown(
-            treeflash,
-            {"candidate_tokens", "ar_approximation", "drafter_temperature"},
-            f"{where}: treeflash_config",
-        )
+        dflash = _object(raw, "dflash_config", where)
+        treeflash = _object(raw, "treeflash_config", where)
+        dflash_at, treeflash_at = f"{where}: dflash_config", f"{where}: treeflash_config"
+        _refuse_unknown(dflash, {"mask_token_id", "target_layer_ids", "block_size"}, dflash_at)
+        _refuse_unknown(treeflash, {"candidate_tokens", "ar_approximation", "drafter_temperature"}, treeflash_at)
         layers = _model_config(raw, where)
-        num_target_layers = _positive(raw, "num_target_layers", where)
-        block_size = _positive({**dflash, **raw}, "block_size", where)
-        if block_size < 2:
-            raise ValueError(f"{where}: got block_size {block_size}, expected at least 2")
-        if "mask_token_id" not in dflash:
-            raise ValueError(f"{where}: dflash_config has no mask_token_id")
+        num_target_layers = _int(raw, "num_target_layers", where)
         head = treeflash.get("ar_approximation")
-        if head not in HEAD_OF_FILE:
-            raise ValueError(f"{where}: got ar_approximation {head!r}, expected one of {list(HEAD_OF_FILE)}")
-        ids = dflash.get("target_layer_ids") or default_target_layers(num_target_layers, layers.num_layers)
+        if not isinstance(head, str | None) or head not in HEAD_OF_FILE:
+            raise ValueError(f"{treeflash_at}: got ar_approximation {head!r}, expected one of {list(HEAD_OF_FILE)}")
+        ids = dflash.get("target_layer_ids")
+        if ids is None:
+            ids = default_target_layers(num_target_layers, layers.num_layers)
         return DrafterConfig(
             layers=layers,
-            block_size=block_size,
-            mask_token_id=int(dflash["mask_token_id"]),
-            target_layer_ids=tuple(int(i) for i in ids),
+            block_size=_int({**dflash, **raw}, "block_size", where, least=2),
+            mask_token_id=_int(dflash, "mask_token_id", dflash_at, least=0),
+            target_layer_ids=_ids(ids, "target_layer_ids", dflash_at),
             num_target_layers=num_target_layers,
             head=HEAD_OF_FILE[head],
-            num_nodes=int(treeflash.get("candidate_tokens", 16)),
-            drafter_temperature=float(treeflash.get("drafter_temperature", 1.0)),
+            num_nodes=_int(treeflash, "candidate_tokens", treeflash_at, default=16),
+            drafter_temperature=_float(treeflash, "drafter_temperature", treeflash_at, default=1.0),
         )
 
     def check_fits(self, verifier: ModelConfig) -> None:
@@ -214,11 +208,41 @@ def _refuse_unknown(raw: Mapping[str, Any], known: frozenset[str] | set[str], wh
         raise ValueError(f"{where}: unknown key {unknown[0]!r} might change the numbers; expected {sorted(known)[:6]} ...")
 
 
-def _positive(raw: Mapping[str, Any], key: str, where: str) -> int:
-    value = raw.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{where}: got {key} = {value!r}, expected a positive integer")
+def _int(raw: Mapping[str, Any], key: str, where: str, *, least: int = 1, default: int | None = None) -> int:
+    value = raw.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{where}: got {key} = {value!r}, expected a whole number of at least {least}")
     return value
+
+
+def _float(raw: Mapping[str, Any], key: str, where: str, *, default: float | None = None) -> float:
+    value = raw.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ValueError(f"{where}: got {key} = {value!r}, expected a number above 0")
+    return float(value)
+
+
+def _bool(raw: Mapping[str, Any], key: str, where: str) -> bool:
+    value = raw.get(key, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{where}: got {key} = {value!r}, expected true or false")
+    return value
+
+
+def _object(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+    value = raw.get(key)
+    if value is None and key != "dflash_config":
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: got {key} = {value!r}, expected an object")
+    return value
+
+
+def _ids(value: Any, key: str, where: str) -> tuple[int, ...]:
+    ids = value if isinstance(value, list | tuple) else [value]
+    if not ids or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise ValueError(f"{where}: got {key} = {value!r}, expected ids (whole numbers from 0)")
+    return tuple(ids)
 
 
 def _model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
@@ -240,58 +264,70 @@ def _model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         kinds = sorted(set(raw["layer_types"]))
         raise ValueError(f"{where}: layer_types {kinds} are not implemented, expected only 'full_attention'")
 
-    hidden_size = _positive(raw, "hidden_size", where)
-    num_heads = _positive(raw, "num_attention_heads", where)
-    num_kv_heads = num_heads if raw.get("num_key_value_heads") is None else _positive(raw, "num_key_value_heads", where)
+    hidden_size = _int(raw, "hidden_size", where)
+    num_layers = _int(raw, "num_hidden_layers", where)
+    num_heads = _int(raw, "num_attention_heads", where)
+    num_kv_heads = num_heads if raw.get("num_key_value_heads") is None else _int(raw, "num_key_value_heads", where)
     if num_heads % num_kv_heads:
         raise ValueError(f"{where}: got {num_heads} heads over {num_kv_heads} key/value heads, expected a multiple")
-    head_dim = raw.get("head_dim") or (128 if model_type == "qwen3" else hidden_size // num_heads)
-    eos = raw.get("eos_token_id")
+    if raw.get("layer_types") is not None and len(raw["layer_types"]) != num_layers:
+        raise ValueError(f"{where}: got {len(raw['layer_types'])} layer_types for {num_layers} layers")
     return ModelConfig(
-        vocab_size=_positive(raw, "vocab_size", where),
+        vocab_size=_int(raw, "vocab_size", where),
         hidden_size=hidden_size,
-        intermediate_size=_positive(raw, "intermediate_size", where),
-        num_layers=_positive(raw, "num_hidden_layers", where),
+        intermediate_size=_int(raw, "intermediate_size", where),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=int(head_dim),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        head_dim=_head_dim(raw, model_type, hidden_size, num_heads, where),
+        rms_norm_eps=_float(raw, "rms_norm_eps", where, default=1e-6),
         rope=_rope(raw, where),
-        max_positions=_positive(raw, "max_position_embeddings", where),
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        max_positions=_int(raw, "max_position_embeddings", where),
+        tie_embeddings=_bool(raw, "tie_word_embeddings", where),
         qk_norm=model_type == "qwen3",
         model_type=model_type,
-        eos_token_ids=token_ids(eos),
+        eos_token_ids=token_ids(raw.get("eos_token_id"), where),
     )
 
 
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+def _head_dim(raw: Mapping[str, Any], model_type: str, hidden_size: int, num_heads: int, where: str) -> int:
+    """Explicit, or what the architecture defaults to."""
+    if raw.get("head_dim") is None and model_type == "llama" and hidden_size % num_heads:
+        raise ValueError(f"{where}: got hidden_size {hidden_size} over {num_heads} heads, expected a multiple")
+    default = 128 if model_type == "qwen3" else hidden_size // num_heads
+    head_dim = default if raw.get("head_dim") is None else _int(raw, "head_dim", where)
+    if head_dim % 2:
+        raise ValueError(f"{where}: got head_dim {head_dim}, expected an even number (its halves are rotated)")
+    return head_dim
+
+
+def token_ids(value: int | list[int] | None, where: str) -> tuple[int, ...]:
     """One id, a list of ids or nothing, as Hugging Face files spell stop ids."""
-    if value is None:
-        return ()
-    return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
+    return () if value is None or value == [] else _ids(value, "eos_token_id", where)
 
 
 def _rope(raw: Mapping[str, Any], where: str) -> Rope:
     """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before)."""
-    settings = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = float(settings.pop("rope_theta", raw.get("rope_theta") or 10_000.0))
-    kind = settings.pop("rope_type", settings.get("type", "default"))
-    settings.pop("type", None)
-    if settings.pop("partial_rotary_factor", 1.0) not in (1.0, None):
-        raise ValueError(f"{where}: partial_rotary_factor is not implemented, expected 1.0")
+    settings = _object(raw, "rope_scaling", where) | _object(raw, "rope_parameters", where)
+    if settings.get("partial_rotary_factor") == 1.0:
+        del settings["partial_rotary_factor"]
+    thetas = {_float(source, "rope_theta", where) for source in (raw, settings) if source.get("rope_theta") is not None}
+    if len(thetas) > 1:
+        raise ValueError(f"{where}: got rope_theta both {' and '.join(map(str, sorted(thetas)))}, expected one")
+    theta = thetas.pop() if thetas else 10_000.0
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"{where}: got rope type {kind!r}, expected 'default' or 'llama3'")
+    scaling = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    known = {"rope_type", "type", "rope_theta"} | (scaling if kind == "llama3" else set())
+    _refuse_unknown(settings, known, f"{where}: rope settings of type {kind!r}")
     if kind == "default":
         return Rope(theta=theta)
-    if kind != "llama3":
-        raise ValueError(f"{where}: got rope type {kind!r}, expected 'default' or 'llama3'")
-    try:
-        return Rope(
-            theta=theta,
-            kind="llama3",
-            factor=float(settings["factor"]),
-            low_freq_factor=float(settings["low_freq_factor"]),
-            high_freq_factor=float(settings["high_freq_factor"]),
-            original_max_positions=int(settings["original_max_position_embeddings"]),
-        )
-    except KeyError as error:
-        raise ValueError(f"{where}: llama3 rope settings lack {error}") from None
+    return Rope(
+        theta=theta,
+        kind="llama3",
+        factor=_float(settings, "factor", where),
+        low_freq_factor=_float(settings, "low_freq_factor", where),
+        high_freq_factor=_float(settings, "high_freq_factor", where),
+        original_max_positions=_int(settings, "original_max_position_embeddings", where),
+    )

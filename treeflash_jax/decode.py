@@ -225,6 +225,12 @@ def decode(weights: Weights, state: DecodeState, max_rounds: jax.Array, plan: De
     return lax.while_loop(goes_on, step, (_pin(state), jnp.zeros_like(max_rounds)))[0]
 
 
+@partial(jax.jit, static_argnames=("plan",))
+def draft(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.DraftTree:
+    """The tree the next round would verify."""
+    return draft_tree(weights, state, _anchor(state), plan)
+
+
 def fits(state: DecodeState, plan: DecodePlan) -> jax.Array:
     """Whether one more round stays inside the buffers."""
     return jnp.max(state.end_b) + plan.path_rows <= state.capacity
@@ -250,8 +256,7 @@ def grow(state: DecodeState, capacity: int) -> DecodeState:
 def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
     """Draft, verify, accept, commit: at least one token for every row that is not done."""
     start_b = state.cache.length_b
-    anchor_b = jnp.take_along_axis(state.tokens_bs, start_b[:, None], axis=1)[:, 0]
-    tree = draft_tree(weights, state, anchor_b, plan)
+    tree = draft_tree(weights, state, _anchor(state), plan)
 
     with jax.named_scope("verify"):
         out = verifier.forward(
@@ -311,6 +316,10 @@ def draft_tree(weights: Weights, state: DecodeState, anchor_b: jax.Array, plan: 
     with jax.named_scope("tree"):
         build = partial(trees.BUILDERS[BUILDER_OF_METHOD[plan.method]], num_nodes=plan.num_nodes)
         return meshes.by_rows(build, expander, anchor_b)
+
+
+def _anchor(state: DecodeState) -> jax.Array:
+    return jnp.take_along_axis(state.tokens_bs, state.cache.length_b[:, None], axis=1)[:, 0]
 
 
 def _pin(state: DecodeState) -> DecodeState:

@@ -1,12 +1,13 @@
-"""Generation as users meet it: prompts in, texts and statistics out; batching, streaming, checks before any compute."""
+"""Generation as users meet it: prompts in, texts and statistics out; batching, streaming, loading."""
 
 from __future__ import annotations
 
 import time
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,104 +19,19 @@ import numpy as np
 from treeflash_jax import decode as core
 from treeflash_jax import hf
 from treeflash_jax import mesh as meshes
-from treeflash_jax.config import DrafterConfig, HeadName, ModelConfig
-from treeflash_jax.decode import DecodePlan, DecodeState, Method, Sampling, Weights
+from treeflash_jax.config import DrafterConfig, ModelConfig
+from treeflash_jax.decode import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.heads import DraftSettings
+from treeflash_jax.options import GenerateConfig, Row, resolve, rows_of
+from treeflash_jax.result import Chunk, DrawnTree, Result
 from treeflash_jax.tokenizer import Chat, Tokenizer
 
 Prompt = str | Sequence[int] | Chat
-PREFILL_CHUNK = 128
 ROOM_AHEAD = 1024  # new tokens a cache is made for at first; longer answers grow it
 STOP_SLOTS = 8  # stop ids per row are padded to a multiple of this, so that changing them rarely recompiles
+ROUNDS_PER_DISPATCH = 256  # how long a Ctrl-C may wait
+ROUNDS_PER_STOP_CHECK = 8  # stop strings are looked for on the host
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
-# Named so that asking for them is an answer, not a silent difference.
-REFUSED = {
-    "repetition_penalty": "penalties change the verifier's distribution with every token",
-    "presence_penalty": "penalties change the verifier's distribution with every token",
-    "frequency_penalty": "penalties change the verifier's distribution with every token",
-    "num_beams": "beam search does not sample from the verifier",
-    "grammar": "constrained decoding needs a mask per tree node",
-    "min_p": "only temperature, top-k and top-p are implemented",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
-    """Settings of one call.
-
-    Attributes:
-      max_new_tokens: at most so many generated tokens, the stop token included.
-      method: "tree", "walk" (greedy chain), "chain" (the published rank-0 chain), "ar" (one token at a time).
-      nodes: verified rows a round, root included; the drafter's default if None.
-      candidates: previous tokens per depth (M).
-      children: children kept per transition row (K).
-      head: "mlp", "linear" or "marginal"; the drafter's own if None.
-      temperature: of the verifier; 0 is greedy. One value, or one per prompt.
-      top_k: keep the k likeliest tokens; 0 keeps all.
-      top_p: keep the likeliest tokens of this mass; 1 keeps all.
-      drafter_temperature: sharpens or flattens the draft, never the output; the drafter's default if None.
-      seed: one value, or one per prompt. Row i draws from fold_in(seed, i).
-      stop_ids: ids that end an answer; None: the model's own.
-      batch_size: rows decoded together; None: all prompts, 8 at most.
-      log_probs: keep the verifier's log-probability of every token.
-    """
-
-    max_new_tokens: int = 128
-    method: Method = "tree"
-    nodes: int | None = None
-    candidates: int = 16
-    children: int = 16
-    head: HeadName | None = None
-    temperature: float | Sequence[float] = 0.0
-    top_k: int | Sequence[int] = 0
-    top_p: float | Sequence[float] = 1.0
-    drafter_temperature: float | None = None
-    seed: int | Sequence[int] = 0
-    stop_ids: Sequence[int] | None = None
-    batch_size: int | None = None
-    log_probs: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """One answer.
-
-    Attributes:
-      prompt_ids: what was read.
-      ids: generated ids, the stop token included.
-      text: decoded without special tokens; None where there is no tokenizer.
-      accept_lengths: tokens committed per round, bonus included. The token that prefill yields is in no entry, and the last
-        round counts in full even where the answer was cut.
-      finished: "stop" (a stop id) or "length".
-      seconds: decoding time of the batch this row was in, compilation excluded, prefill included.
-      compile_seconds: spent compiling for this call.
-      tokens_per_second: generated tokens of the batch over `seconds`.
-      log_probs: of every generated token under the verifier (temperature 1, no filters), if asked for.
-    """
-
-    prompt_ids: list[int]
-    ids: list[int]
-    text: str | None
-    accept_lengths: list[int]
-    finished: str
-    seconds: float
-    compile_seconds: float
-    tokens_per_second: float
-    log_probs: list[float] | None = None
-
-    @property
-    def tau(self) -> float:
-        """Block efficiency: mean tokens committed per round, bonus included; 1 where there was no round."""
-        return sum(self.accept_lengths) / len(self.accept_lengths) if self.accept_lengths else 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """New tokens of one row while streaming: `ids` since the last chunk, `text` where it is already certain."""
-
-    ids: list[int]
-    text: str
-    rounds: int
 
 
 class TreeFlash:
@@ -146,8 +62,10 @@ class TreeFlash:
         self.mesh = mesh
         self.programs: dict[Any, Callable] = {}
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], config: GenerateConfig | None = None, **settings: Any):
-        """Answers every prompt.
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], config: GenerateConfig | None = None, **settings: Any
+    ) -> list[Result]:
+        """Answers every prompt. Ctrl-C returns what there is so far, marked "interrupted".
 
         Args:
           prompts: strings, lists of ids, or chats (lists of {"role", "content"}); a list of them, or one.
@@ -155,20 +73,23 @@ class TreeFlash:
           **settings: fields of GenerateConfig.
 
         Returns:
-          A list of Result in the order of the prompts.
+          One Result per prompt and sample, in the order of the prompts.
 
         Raises:
           ValueError: settings or prompts that cannot be served, before any compute.
         """
-        config = self._config(config, settings)
-        ids = [self.encode(prompt) for prompt in _as_list(prompts)]
-        rows = self._rows(ids, config)
-        plan = self.plan(config)
-        size = config.batch_size or min(8, len(ids))
+        config = resolve(config, settings, self.verifier, self.drafter)
+        rows = rows_of([self.encode(prompt) for prompt in _as_list(prompts)], config, self.verifier)
+        size = config.batch_size or min(8, len(rows))
+        rounds = ROUNDS_PER_STOP_CHECK if config.stop else ROUNDS_PER_DISPATCH
         results: list[Result] = []
-        for at in range(0, len(ids), size):
-            results += self._generate_batch(rows[at : at + size], size, plan, config)
-        _warn_if_wiring_looks_wrong(results, plan)
+        for at in range(0, len(rows), size):
+            batch = rows[at : at + size]
+            *_, (state, clock, interrupted) = self._run(batch, size, config, rounds)
+            results += self._results(state, batch, config, clock, interrupted)
+            if interrupted:
+                break
+        _warn_if_wiring_looks_wrong(results, self.plan(config))
         return results
 
     def stream(
@@ -177,22 +98,25 @@ class TreeFlash:
         """Yields Chunks of one answer as rounds finish, then its Result.
 
         The same tokens as `generate` gives, whatever `rounds_per_dispatch`.
+
+        Raises:
+          ValueError: as `generate`, when the first chunk is asked for.
         """
-        config = self._config(config, settings)
-        row = self._rows([self.encode(prompt)], config)
+        config = resolve(config, settings, self.verifier, self.drafter)
         if rounds_per_dispatch < 1:
             raise ValueError(f"got rounds_per_dispatch {rounds_per_dispatch}, expected at least 1")
-        plan = self.plan(config)
-        sent, shown = row[0].length, ""
-        for state, clock in self._run(row, 1, plan, config, rounds_per_dispatch):  # noqa: B007 (the last clock is used)
-            end, rounds, done = (np.asarray(x)[0] for x in (state.end_b, state.rounds_b, state.done_b))
-            ids = np.asarray(state.tokens_bs)[0, row[0].length : end].tolist()
-            text = self._decode(ids) or ""
-            if not done:  # the last bytes may be half a character, or change with the next token
-                text = text[: max(len(shown), len(text) - 1)] if text.endswith("\ufffd") else text
-            yield Chunk(ids=ids[sent - row[0].length :], text=text[len(shown) :], rounds=int(rounds))
-            sent, shown = end, text
-        yield self._results(state, row, config, clock)[0]
+        if config.samples != 1:
+            raise ValueError(f"got samples {config.samples}, expected 1: a stream is one answer")
+        rows = rows_of([self.encode(prompt)], config, self.verifier)
+        sent, shown = 0, ""
+        for state, clock, interrupted in self._run(rows, 1, config, rounds_per_dispatch):
+            [result] = self._results(state, rows, config, clock, interrupted)
+            text = result.text or ""
+            if not bool(np.asarray(state.done_b)[0]):
+                text = text[: len(text) - _uncertain(text, config.stop)]
+            yield Chunk(ids=result.ids[sent:], text=text[len(shown) :], rounds=len(result.accept_lengths))
+            sent, shown = len(result.ids), text
+        yield result
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids of a prompt. Strings and chats need a tokenizer; strings are taken as they are, chats through the template.
@@ -218,7 +142,6 @@ class TreeFlash:
                 method="ar",
                 num_nodes=1,
                 log_probs=config.log_probs,
-                prefill_chunk=PREFILL_CHUNK,
             )
         nodes = config.nodes or self.drafter.num_nodes
         return DecodePlan(
@@ -229,111 +152,51 @@ class TreeFlash:
             num_nodes=nodes if config.method == "tree" else min(config.nodes or nodes, self.drafter.block_size),
             draft=DraftSettings(candidates=config.candidates, children=config.children),
             log_probs=config.log_probs,
-            prefill_chunk=PREFILL_CHUNK,
         )
 
-    def _config(self, config: GenerateConfig | None, settings: dict[str, Any]) -> GenerateConfig:
-        for name in settings:
-            if name in REFUSED:
-                raise ValueError(f"{name} is not supported: {REFUSED[name]}")
-            if name not in GenerateConfig.__dataclass_fields__:
-                raise ValueError(
-                    f"got unknown setting {name!r}, expected one of {list(GenerateConfig.__dataclass_fields__)}"
-                )
-        config = replace(config or GenerateConfig(), **settings)
-        vocabulary = self.verifier.vocab_size
-
-        def expect(ok: bool, what: str, got: Any, expected: str) -> None:
-            if not ok:
-                raise ValueError(f"got {what} {got}, expected {expected}")
-
-        expect(config.max_new_tokens >= 1, "max_new_tokens", config.max_new_tokens, "at least 1")
-        methods = ("ar", *core.BUILDER_OF_METHOD)
-        expect(config.method in methods, "method", repr(config.method), f"one of {methods}")
-        if config.method != "ar":
-            expect(self.drafter is not None, "method", repr(config.method), "'ar', since no drafter is loaded")
-            expect(config.nodes is None or config.nodes >= 1, "nodes", config.nodes, "at least 1 (the root counts)")
-            for name in ("candidates", "children"):
-                value = getattr(config, name)
-                expect(1 <= value <= vocabulary, name, value, f"1 to {vocabulary} (the vocabulary)")
-            own = self.drafter.head
-            expect(
-                config.head in (None, "marginal", own),
-                "head",
-                repr(config.head),
-                f"'marginal' or {own!r}, the drafter's",
-            )
-            t = config.drafter_temperature
-            expect(t is None or t > 0, "drafter_temperature", t, "above 0")
-        expect(config.batch_size is None or config.batch_size >= 1, "batch_size", config.batch_size, "at least 1")
-        for value in _values(config.temperature):
-            expect(value >= 0 and np.isfinite(value), "temperature", value, "0 (greedy) or more")
-        for value in _values(config.top_k):
-            expect(value >= 0, "top_k", value, "0 (all tokens) or more")
-        for value in _values(config.top_p):
-            expect(0 < value <= 1, "top_p", value, "above 0 and at most 1")
-        for value in _values(config.seed):
-            expect(0 <= value < 2**32, "seed", value, "0 to 2**32 - 1")
-        for value in config.stop_ids or ():
-            expect(0 <= value < vocabulary, "stop id", value, f"0 to {vocabulary - 1}")
-        return config
-
-    def _rows(self, prompts: list[list[int]], config: GenerateConfig) -> list[_Row]:
-        if not prompts:
-            raise ValueError("got no prompts, expected at least one")
-        vocabulary, context = self.verifier.vocab_size, self.verifier.max_positions
-
-        def each(values: Any, name: str) -> list[Any]:
-            if not isinstance(values, Sequence | np.ndarray):
-                return [values] * len(prompts)
-            if len(values) != len(prompts):
-                raise ValueError(f"got {len(values)} values of {name} for {len(prompts)} prompts, expected one per prompt")
-            return list(values)
-
-        settings = zip(*(each(getattr(config, n), n) for n in ("temperature", "top_k", "top_p", "seed")), strict=True)
-        rows = []
-        for index, (ids, (temperature, top_k, top_p, seed)) in enumerate(zip(prompts, settings, strict=True)):
-            outside = [i for i in ids if not 0 <= i < vocabulary]
-            if outside:
-                raise ValueError(f"prompt {index}: got id {outside[0]}, expected 0 to {vocabulary - 1}")
-            if len(ids) + config.max_new_tokens > context:
-                raise ValueError(
-                    f"prompt {index}: got {len(ids)} prompt tokens + {config.max_new_tokens} new tokens, "
-                    f"expected at most {context} together (the verifier's context)"
-                )
-            rows.append(_Row(index, ids, temperature, top_k, top_p, seed))
-        return rows
-
-    def _generate_batch(self, rows: list[_Row], size: int, plan: DecodePlan, config: GenerateConfig) -> list[Result]:
-        *_, (state, clock) = self._run(rows, size, plan, config, None)
-        return self._results(state, rows, config, clock)
-
     def _run(
-        self, rows: list[_Row], size: int, plan: DecodePlan, config: GenerateConfig, rounds: int | None
-    ) -> Iterator[tuple[DecodeState, _Clock]]:
-        """Prefill, then dispatches of `rounds` rounds (all of them if None); yields the state after each dispatch.
+        self, rows: list[Row], size: int, config: GenerateConfig, rounds: int
+    ) -> Iterator[tuple[DecodeState, _Clock, bool]]:
+        """Prefill, then dispatches of `rounds` rounds; yields (state, clock, interrupted) after each, prefill included.
 
         The state is donated to the next dispatch: read it before asking for more.
         """
-        longest = max(row.length for row in rows)
-        capacity = capacity_bucket(longest + min(config.max_new_tokens, ROOM_AHEAD) + plan.path_rows + 1)
+        plan = self.plan(config)
+        capacity = capacity_bucket(
+            max(row.length for row in rows) + min(config.max_new_tokens, ROOM_AHEAD) + plan.path_rows + 1
+        )
         inputs = self._inputs(rows, size, capacity, config)
         clock = _Clock()
         state = self._call(core.prefill, (self.weights, *inputs), clock, plan=plan.for_prefill())
-        limit = jnp.int32(rounds if rounds is not None else np.iinfo(np.int32).max)
-        while True:
-            done = bool(np.all(np.asarray(state.done_b)))
-            if done or rounds is not None:
-                clock.stop()
-                yield state, clock
-                clock.start()
-            if done:
-                return
-            if int(np.max(np.asarray(state.end_b))) + plan.path_rows > state.capacity:
-                state = self._call(core.grow, (state,), clock, capacity=capacity_bucket(2 * state.capacity))
-            state = self._call(core.decode, (self.weights, state, limit), clock, plan=plan)
+        limit = jnp.int32(rounds)
+        try:
+            while True:
+                done = bool(np.all(np.asarray(state.done_b)))
+                with clock.paused():
+                    if config.stop and not done:
+                        state, done = self._stop_at_strings(state, rows, config)
+                    yield state, clock, False
+                if done:
+                    return
+                if int(np.max(np.asarray(state.end_b))) + plan.path_rows > state.capacity:
+                    state = self._call(core.grow, (state,), clock, capacity=capacity_bucket(2 * state.capacity))
+                state = self._call(core.decode, (self.weights, state, limit), clock, plan=plan)
+        except KeyboardInterrupt:
+            if state.end_b.is_deleted():  # the interrupt fell between a donation and its result
+                raise
+            clock.stop()
+            yield state, clock, True
 
-    def _inputs(self, rows: list[_Row], size: int, capacity: int, config: GenerateConfig):
+    def _stop_at_strings(self, state: DecodeState, rows: list[Row], config: GenerateConfig) -> tuple[DecodeState, bool]:
+        """Marks rows whose text holds a stop string as done."""
+        tokens_bs, end_b, done_b = (np.asarray(x) for x in (state.tokens_bs, state.end_b, state.done_b))
+        done_b = done_b.copy()
+        for i, row in enumerate(rows):
+            text = self._decode(tokens_bs[i, row.length : end_b[i]].tolist()) or ""
+            done_b[i] |= any(stop in text for stop in config.stop)
+        return state.replace(done_b=self._place(jnp.asarray(done_b))), bool(done_b.all())
+
+    def _inputs(self, rows: list[Row], size: int, capacity: int, config: GenerateConfig):
         """Padded arrays of a batch. Padding rows have a one-token prompt and are done after it."""
         if self.mesh is not None:
             ways = dict(self.mesh.shape)["data"]
@@ -385,30 +248,81 @@ class TreeFlash:
                     self.programs[key] = function.lower(*args, **static).compile()
             return self.programs[key](*args)
 
-    def _results(self, state: DecodeState, rows: list[_Row], config: GenerateConfig, clock: _Clock) -> list[Result]:
-        tokens_bs, end_b, rounds_b, accepted_bs = (
-            np.asarray(x) for x in (state.tokens_bs, state.end_b, state.rounds_b, state.accepted_bs)
+    def _results(
+        self, state: DecodeState, rows: list[Row], config: GenerateConfig, clock: _Clock, interrupted: bool
+    ) -> list[Result]:
+        tokens_bs, end_b, done_b, rounds_b, accepted_bs = (
+            np.asarray(x) for x in (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
         )
         log_probs_bs = None if state.log_probs_bs is None else np.asarray(state.log_probs_bs)
-        stops = set(self.stop_ids if config.stop_ids is None else config.stop_ids)
+        stop_ids = set(self.stop_ids if config.stop_ids is None else config.stop_ids)
         new_tokens = sum(int(end_b[i]) - row.length for i, row in enumerate(rows))
         results = []
         for i, row in enumerate(rows):
             ids = tokens_bs[i, row.length : end_b[i]].tolist()
+            accepted = accepted_bs[i, : rounds_b[i]].tolist()
+            finished = "stop" if ids[-1] in stop_ids else "length"
+            if interrupted and not done_b[i]:
+                finished = "interrupted"
+            text = self._decode(ids)
+            cuts = [text.index(stop) for stop in config.stop if text and stop in text]
+            if cuts:
+                ids, text, finished = ids[: self._tokens_until(ids, config.stop)], text[: min(cuts)], "stop"
+                while accepted and 1 + sum(accepted[:-1]) >= len(ids):
+                    accepted.pop()
             results.append(
                 Result(
                     prompt_ids=row.ids,
                     ids=ids,
-                    text=self._decode(ids),
-                    accept_lengths=accepted_bs[i, : rounds_b[i]].tolist(),
-                    finished="stop" if ids[-1] in stops else "length",
+                    text=text,
+                    accept_lengths=accepted,
+                    finished=finished,
                     seconds=clock.seconds,
                     compile_seconds=clock.compile_seconds,
                     tokens_per_second=new_tokens / max(clock.seconds, 1e-9),
-                    log_probs=None if log_probs_bs is None else log_probs_bs[i, row.length : end_b[i]].tolist(),
+                    log_probs=None if log_probs_bs is None else log_probs_bs[i, row.length :][: len(ids)].tolist(),
+                    draft_again=partial(self._drawn_tree, row, config, ids, accepted) if config.method != "ar" else None,
                 )
             )
         return results
+
+    def _tokens_until(self, ids: list[int], stops: Sequence[str]) -> int:
+        """The fewest tokens whose text holds a stop string."""
+        return bisect_left(range(len(ids)), True, key=lambda n: any(stop in self._decode(ids[:n]) for stop in stops))
+
+    def _drawn_tree(
+        self, row: Row, config: GenerateConfig, ids: list[int], accepted: list[int], round_index: int
+    ) -> DrawnTree:
+        """The tree of one round, from a fresh prefill of everything committed before it."""
+        start = 1 + sum(accepted[:round_index])
+        *before, anchor = row.ids + ids[:start]
+        plan, clock = self.plan(config), _Clock()
+        prefix = Row(row.index, before, row.temperature, row.top_k, row.top_p, row.seed)
+        inputs = self._inputs([prefix], 1, capacity_bucket(len(before) + plan.path_rows + 1), config)
+        state = self._call(core.prefill, (self.weights, *inputs), clock, plan=plan.for_prefill())
+        state = state.replace(tokens_bs=state.tokens_bs.at[0, len(before)].set(anchor))
+        tree = self._call(core.draft, (self.weights, state), clock, plan=plan)
+        tokens, parents, log_probs, valid = (
+            np.asarray(x)[0] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn, tree.valid_bn)
+        )
+        count = int(valid.sum())
+        on_path = {0}
+        following = ids[start : start + accepted[round_index] - 1]
+        at = 0
+        for token in following:
+            [at] = [n for n in range(1, count) if parents[n] == at and tokens[n] == token] or [-1]
+            on_path.add(at)
+        bonus = ids[start + len(following)] if start + len(following) < len(ids) else None
+        return DrawnTree(
+            labels=[self._label(int(token)) for token in tokens[:count]],
+            parents=parents[:count].tolist(),
+            probabilities=np.exp(log_probs[:count]).tolist(),
+            accepted=[node in on_path for node in range(count)],
+            bonus="the cut" if bonus is None else f"bonus {self._label(bonus)}",
+        )
+
+    def _label(self, token: int) -> str:
+        return str(token) if self.tokenizer is None else repr(self.tokenizer.inner.decode([token]))
 
     def _decode(self, ids: list[int]) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode(ids)
@@ -471,20 +385,6 @@ def capacity_bucket(positions: int) -> int:
     return size
 
 
-@dataclass(frozen=True)
-class _Row:
-    index: int
-    ids: list[int]
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-
-    @property
-    def length(self) -> int:
-        return len(self.ids)
-
-
 class _Clock:
     """Decoding seconds, with compilation counted apart."""
 
@@ -498,19 +398,20 @@ class _Clock:
     def stop(self) -> None:
         self.seconds += time.perf_counter() - self._since
 
-    def compiling(self):
-        clock = self
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.stop()
+        try:
+            yield
+        finally:
+            self.start()
 
-        class Pause:
-            def __enter__(self):
-                clock.stop()
-                self.since = time.perf_counter()
-
-            def __exit__(self, *_):
-                clock.compile_seconds += time.perf_counter() - self.since
-                clock.start()
-
-        return Pause()
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        with self.paused():
+            since = time.perf_counter()
+            yield
+            self.compile_seconds += time.perf_counter() - since
 
 
 @jax.jit
@@ -528,8 +429,14 @@ def _as_list(prompts: Any) -> list[Any]:
     return prompts
 
 
-def _values(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, Sequence | np.ndarray) else [value]
+def _uncertain(text: str, stops: Sequence[str]) -> int:
+    """Characters at the end of a growing text that may still change: half a character, or the start of a stop string."""
+    held = len(text) - len(text.rstrip("\ufffd"))
+    for stop in stops:
+        for size in range(1, len(stop)):
+            if text.endswith(stop[:size]):
+                held = max(held, size)
+    return held
 
 
 def _warn_if_wiring_looks_wrong(results: list[Result], plan: DecodePlan) -> None:

@@ -126,7 +126,7 @@ def load_drafter(
 def stop_ids(folder: str | Path, config: ModelConfig) -> tuple[int, ...]:
     """Ids that end an answer: config.json's and generation_config.json's, united."""
     path = Path(folder) / "generation_config.json"
-    ids = token_ids(read_json(path).get("eos_token_id")) if path.exists() else ()
+    ids = token_ids(read_json(path).get("eos_token_id"), str(path)) if path.exists() else ()
     return tuple(sorted({*config.eos_token_ids, *ids}))
 
 
@@ -224,6 +224,14 @@ class _Tensors:
         self.files: dict[str, Any] = {}
 
     def __enter__(self) -> _Tensors:
+        try:
+            self._open_all()
+        except ValueError:
+            self.stack.close()
+            raise
+        return self
+
+    def _open_all(self) -> None:
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
             listed = read_json(index).get("weight_map")
@@ -238,7 +246,6 @@ class _Tensors:
         for tensor, name in (listed or {}).items():
             if self.files.get(tensor, (None, None))[1] != name:
                 raise ValueError(f"{self.folder / name}: no tensor {tensor}, which {index.name} says it holds")
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.stack.close()

@@ -47,4 +47,4 @@ class Tokenizer:
         return list(encoded["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.inner.decode(list(ids), skip_special_tokens=True)
+        return self.inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -105,7 +105,8 @@ def top_log_probs(logits: jax.Array, k: int, temperature: jax.Array | float) -> 
     """
     values, ids = top_k(logits, k)
     scaled = _wide(logits) / temperature
-    return ids, _wide(values) / temperature - log_sum_exp(scaled)[..., None]
+    log_probs = _wide(values) / temperature - log_sum_exp(scaled)[..., None]
+    return ids, jnp.minimum(log_probs, 0)  # trees rely on no child outscoring its parent, not even by a rounding
 
 
 def gumbel(keys: jax.Array, size: int, dtype) -> jax.Array:
@@ -142,6 +143,7 @@ def filter_threshold(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> j
     crossing = _bisect(
         lambda cut: jnp.sum(jnp.where(order >= cut[..., None], mass, 0), axis=-1) >= wanted, logits.shape[:-1]
     )
+    crossing = jnp.minimum(crossing, _ordered(peak[..., 0]))  # p below the smallest float keeps the likeliest token
     cut = jnp.where(top_p < 1, jnp.maximum(kth, crossing), kth)
     return _unordered(cut)
 

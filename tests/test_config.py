@@ -1,0 +1,217 @@
+"""Configs: published files read right, and everything that might change the numbers is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from treeflash_jax.config import DrafterConfig, ModelConfig, Rope, default_target_layers, read_json
+
+QWEN3_4B = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560, "initializer_range": 0.02,
+    "intermediate_size": 9728, "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+    "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+LLAMA_31_8B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05, "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.42.3",
+    "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+TREEFLASH_4B = {
+    **QWEN3_4B, "architectures": ["TreeFlashDraftModel"], "num_hidden_layers": 5, "tie_word_embeddings": False,
+    "block_size": 16, "num_target_layers": 36, "layer_types": ["full_attention"] * 5,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "treeflash_config": {"candidate_tokens": 64, "ar_approximation": "swiglu"},
+}  # fmt: skip
+
+
+def without(raw: dict, *keys: str) -> dict:
+    return {key: value for key, value in raw.items() if key not in keys}
+
+
+def test_qwen3_4b():
+    assert ModelConfig.from_hf(QWEN3_4B) == ModelConfig(
+        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_layers=36, num_heads=32, num_kv_heads=8,
+        head_dim=128, rms_norm_eps=1e-6, rope=Rope(theta=1e6), max_positions=40960, tie_embeddings=True, qk_norm=True,
+        model_type="qwen3", eos_token_ids=(151645,),
+    )  # fmt: skip
+
+
+def test_llama_31_8b():
+    rope = Rope(
+        theta=5e5, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
+    )
+    assert ModelConfig.from_hf(LLAMA_31_8B) == ModelConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8,
+        head_dim=128, rms_norm_eps=1e-5, rope=rope, max_positions=131072, tie_embeddings=False, qk_norm=False,
+        model_type="llama", eos_token_ids=(128001, 128008, 128009),
+    )  # fmt: skip
+
+
+def test_treeflash_drafter():
+    config = DrafterConfig.from_hf(TREEFLASH_4B)
+    assert config == DrafterConfig(
+        layers=replace(ModelConfig.from_hf(QWEN3_4B), num_layers=5, tie_embeddings=False), block_size=16,
+        mask_token_id=151669, target_layer_ids=(1, 9, 17, 25, 33), num_target_layers=36, head="mlp", num_nodes=64,
+    )  # fmt: skip
+    assert config.num_depths == 15
+    config.check_fits(ModelConfig.from_hf(QWEN3_4B))
+
+
+def test_dflash_drafter_and_heads():
+    plain = DrafterConfig.from_hf(without(TREEFLASH_4B, "treeflash_config"))
+    assert (plain.head, plain.num_nodes, plain.drafter_temperature) == ("marginal", 16, 1.0)
+    for name, head in ((None, "marginal"), ("swiglu", "mlp"), ("linear", "linear")):
+        raw = {**TREEFLASH_4B, "treeflash_config": {"ar_approximation": name, "drafter_temperature": 0.5}}
+        assert (DrafterConfig.from_hf(raw).head, DrafterConfig.from_hf(raw).drafter_temperature) == (head, 0.5)
+    inner = {**TREEFLASH_4B["dflash_config"], "block_size": 10}
+    assert DrafterConfig.from_hf({**without(TREEFLASH_4B, "block_size"), "dflash_config": inner}).block_size == 10
+
+
+def test_default_target_layers():
+    """The published ids of Qwen3-4B (36 layers) and Qwen3-Coder-30B (48 layers), and the one-feature rule."""
+    assert default_target_layers(36, 5) == (1, 9, 17, 25, 33)
+    assert default_target_layers(48, 5) == (1, 12, 23, 34, 45)
+    assert default_target_layers(36, 1) == (18,)
+    unnamed = {**TREEFLASH_4B, "dflash_config": {"mask_token_id": 151669}}
+    assert DrafterConfig.from_hf(unnamed).target_layer_ids == (1, 9, 17, 25, 33)
+
+
+@pytest.mark.parametrize("raw", [QWEN3_4B, LLAMA_31_8B], ids=["default", "llama3"])
+def test_both_rope_spellings(raw):
+    old = {"rope_type": "default", **(raw["rope_scaling"] or {})}
+    new = {**without(raw, "rope_theta", "rope_scaling"), "rope_parameters": {**old, "rope_theta": raw["rope_theta"]}}
+    oldest = {**raw, "rope_scaling": {**without(old, "rope_type"), "type": old["rope_type"]}}
+    assert ModelConfig.from_hf(new) == ModelConfig.from_hf(oldest) == ModelConfig.from_hf(raw)
+
+
+def test_missing_defaults_are_those_of_the_architectures():
+    assert ModelConfig.from_hf(without(LLAMA_31_8B, "num_key_value_heads")).num_kv_heads == 32
+    assert ModelConfig.from_hf(without(QWEN3_4B, "head_dim")).head_dim == 128
+    assert ModelConfig.from_hf({**LLAMA_31_8B, "hidden_size": 2048}).head_dim == 64
+    assert ModelConfig.from_hf(without(QWEN3_4B, "eos_token_id")).eos_token_ids == ()
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+BAD_MODELS = {
+    "unknown key": ({"residual_multiplier": 0.22}, ("residual_multiplier",)),
+    "quantised": ({"quantization_config": {"bits": 4}}, ("quantization_config",)),
+    "gelu": ({"hidden_act": "gelu"}, ("hidden_act", "gelu")),
+    "attention bias": ({"attention_bias": True}, ("attention_bias", "True")),
+    "mlp bias": ({"mlp_bias": True}, ("mlp_bias", "True")),
+    "window": ({"use_sliding_window": True}, ("use_sliding_window", "True")),
+    "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, ("sliding_attention",)),
+    "partial rotation": ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5")),
+    "partial rotation inside": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ("partial_rotary_factor",)),
+    "yarn": ({"rope_scaling": YARN}, ("yarn",)),
+    "yarn, new spelling": ({"rope_parameters": YARN}, ("yarn",)),
+    "half a llama3": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ("low_freq_factor",)),
+    "mixture of experts": ({"model_type": "qwen3_moe"}, ("qwen3_moe",)),
+    "attention factor": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "attention_factor": 2.0}},
+        ("attention_factor",),
+    ),
+    "rope of several layer kinds": ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ("full_attention",)),
+    "two rope bases": ({"rope_parameters": {"rope_theta": 5e5}}, ("rope_theta", "500000", "1000000")),
+    "rope as text": ({"rope_scaling": "yarn"}, ("rope_scaling", "yarn")),
+    "eps as null": ({"rms_norm_eps": None}, ("rms_norm_eps", "None")),
+    "eps as text": ({"rms_norm_eps": "x"}, ("rms_norm_eps", "x")),
+    "negative head": ({"head_dim": -1}, ("head_dim", "-1")),
+    "odd head": ({"head_dim": 5}, ("head_dim", "5")),
+    "fractional head": ({"head_dim": 80.5}, ("head_dim", "80.5")),
+    "tied as text": ({"tie_word_embeddings": "false"}, ("tie_word_embeddings", "false")),
+    "stop ids as lists": ({"eos_token_id": [[1]]}, ("eos_token_id", "[[1]]")),
+    "too few layer types": ({"layer_types": ["full_attention"]}, ("layer_types", "36")),
+    "no model type": ({"model_type": None}, ("model_type", "None")),
+    "no size": ({"hidden_size": None}, ("hidden_size", "None")),
+    "zero size": ({"num_hidden_layers": 0}, ("num_hidden_layers", "0")),
+    "size as text": ({"vocab_size": "151936"}, ("vocab_size", "'151936'")),
+    "fractional groups": ({"num_key_value_heads": 5}, ("32", "5")),
+    "a drafter": ({"dflash_config": {"mask_token_id": 0}}, ("drafter", "dflash_config")),
+}
+BAD_DRAFTERS = {
+    "unknown key": ({"medusa_heads": 4}, ("medusa_heads",)),
+    "unknown inside dflash_config": ({"dflash_config": {"mask_token_id": 1, "causal": True}}, ("dflash_config", "causal")),
+    "unknown inside treeflash_config": ({"treeflash_config": {"beam": 3}}, ("treeflash_config", "beam")),
+    "unknown head": ({"treeflash_config": {"ar_approximation": "gru"}}, ("ar_approximation", "gru")),
+    "head as list": ({"treeflash_config": {"ar_approximation": ["swiglu"]}}, ("ar_approximation", "swiglu")),
+    "no budget": ({"treeflash_config": {"candidate_tokens": 0}}, ("candidate_tokens", "0")),
+    "cold draft": ({"treeflash_config": {"drafter_temperature": 0}}, ("drafter_temperature", "0")),
+    "null dflash_config": ({"dflash_config": None}, ("dflash_config", "None")),
+    "layers as text": ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": ["a"]}}, ("target_layer_ids", "a")),
+    "null mask": ({"dflash_config": {"mask_token_id": None}}, ("mask_token_id", "None")),
+    "no mask": ({"dflash_config": {"target_layer_ids": [1]}}, ("mask_token_id",)),
+    "block of one": ({"block_size": 1}, ("block_size", "1")),
+    "no block size": ({"block_size": None}, ("block_size", "None")),
+    "no layer count": ({"num_target_layers": None}, ("num_target_layers", "None")),
+    "sliding layers": ({"layer_types": ["sliding_attention"] * 5}, ("sliding_attention",)),
+}
+MISFITS = {
+    "hidden size": ({"hidden_size": 4096}, ("hidden size", "2560", "4096")),
+    "vocabulary": ({"vocab_size": 151937}, ("vocabulary", "151936", "151937")),
+    "layers": ({"num_hidden_layers": 34}, ("layers", "36", "34")),
+}
+
+
+def assert_refused(call, words: tuple[str, ...]) -> None:
+    """One line, with the file's name and what was got."""
+    with pytest.raises(ValueError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("change, words", BAD_MODELS.values(), ids=BAD_MODELS)
+def test_bad_verifier_configs(change, words):
+    assert_refused(lambda: ModelConfig.from_hf({**QWEN3_4B, **change}, "there/config.json"), ("there/config.json", *words))
+
+
+@pytest.mark.parametrize("change, words", BAD_DRAFTERS.values(), ids=BAD_DRAFTERS)
+def test_bad_drafter_configs(change, words):
+    assert_refused(
+        lambda: DrafterConfig.from_hf({**TREEFLASH_4B, **change}, "there/config.json"), ("there/config.json", *words)
+    )
+
+
+def test_a_verifier_is_no_drafter():
+    assert_refused(lambda: DrafterConfig.from_hf(QWEN3_4B, "there/config.json"), ("there/config.json", "dflash_config"))
+
+
+@pytest.mark.parametrize("change, words", MISFITS.values(), ids=MISFITS)
+def test_a_drafter_for_another_verifier(change, words):
+    drafter, verifier = DrafterConfig.from_hf(TREEFLASH_4B), ModelConfig.from_hf({**QWEN3_4B, **change})
+    assert_refused(lambda: drafter.check_fits(verifier), ("does not fit", *words))
+
+
+def test_tapped_layers_and_mask_lie_inside_the_verifier():
+    verifier, drafter = ModelConfig.from_hf(QWEN3_4B), DrafterConfig.from_hf(TREEFLASH_4B)
+    taps, mask = replace(drafter, target_layer_ids=(1, 36)), replace(drafter, mask_token_id=151936)
+    assert_refused(lambda: taps.check_fits(verifier), ("does not fit", "[36]", "0 to 35"))
+    assert_refused(lambda: mask.check_fits(verifier), ("does not fit", "mask id 151936"))
+
+
+@pytest.mark.parametrize("text, words", [("{", ("not valid JSON",)), ("[1]", ("list",)), (None, ("not found",))])
+def test_unreadable_json(tmp_path, text, words):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    assert_refused(lambda: read_json(path), (str(path), *words))
+
+
+def test_readable_json(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    assert read_json(tmp_path / "config.json") == QWEN3_4B

@@ -1,0 +1,173 @@
+"""What a caller may ask for, checked before any compute: settings of a call, and the rows they become."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from treeflash_jax.config import DrafterConfig, HeadName, ModelConfig
+from treeflash_jax.decode import BUILDER_OF_METHOD, Method
+
+GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
+# Named so that asking for them is an answer, not a silent difference.
+REFUSED = {
+    "repetition_penalty": "penalties change the verifier's distribution with every token",
+    "presence_penalty": "penalties change the verifier's distribution with every token",
+    "frequency_penalty": "penalties change the verifier's distribution with every token",
+    "num_beams": "beam search does not sample from the verifier",
+    "grammar": "constrained decoding needs a mask per tree node",
+    "min_p": "only temperature, top-k and top-p are implemented",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """Settings of one call.
+
+    Example:
+      >>> model.generate(prompts, GenerateConfig(temperature=0.7, top_p=0.9), max_new_tokens=256)
+
+    Attributes:
+      max_new_tokens: at most so many generated tokens, the stop token included.
+      method: "tree", "walk" (greedy chain), "chain" (the published rank-0 chain), "ar" (one token at a time).
+      nodes: verified rows a round, root included; the drafter's default if None.
+      candidates: previous tokens per depth (M).
+      children: children kept per transition row (K).
+      head: "mlp", "linear" or "marginal"; the drafter's own if None.
+      temperature: of the verifier; 0 is greedy. One value, or one per prompt.
+      top_k: keep the k likeliest tokens; 0 keeps all. One value, or one per prompt.
+      top_p: keep the likeliest tokens of this mass; 1 keeps all. One value, or one per prompt.
+      drafter_temperature: sharpens or flattens the draft, never the output; the drafter's default if None.
+      seed: one value, or one per prompt. Prompt i draws from fold_in(seed, i).
+      samples: answers per prompt; sample j is what seed + j gives.
+      stop_ids: ids that end an answer; None: the model's own.
+      stop: strings that end an answer; the text ends before them.
+      batch_size: rows decoded together; None: all, 8 at most.
+      log_probs: keep the verifier's log-probability of every token.
+    """
+
+    max_new_tokens: int = 128
+    method: Method = "tree"
+    nodes: int | None = None
+    candidates: int = 16
+    children: int = 16
+    head: HeadName | None = None
+    temperature: float | Sequence[float] = 0.0
+    top_k: int | Sequence[int] = 0
+    top_p: float | Sequence[float] = 1.0
+    drafter_temperature: float | None = None
+    seed: int | Sequence[int] = 0
+    samples: int = 1
+    stop_ids: Sequence[int] | None = None
+    stop: Sequence[str] = ()
+    batch_size: int | None = None
+    log_probs: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer to be made: a prompt and its own sampling settings."""
+
+    index: int
+    ids: list[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+
+def resolve(
+    config: GenerateConfig | None, settings: dict[str, Any], verifier: ModelConfig, drafter: DrafterConfig | None
+) -> GenerateConfig:
+    """`config` with single settings replaced, checked against the loaded pair.
+
+    Raises:
+      ValueError: a setting that is unknown, refused by name, or out of range.
+    """
+    known = [field.name for field in fields(GenerateConfig)]
+    for name in settings:
+        if name in REFUSED:
+            raise ValueError(f"{name} is not supported: {REFUSED[name]}")
+        if name not in known:
+            raise ValueError(f"got unknown setting {name!r}, expected one of {', '.join(known)}")
+    config = replace(config or GenerateConfig(), **settings)
+    if isinstance(config.stop, str):
+        config = replace(config, stop=(config.stop,))
+    vocabulary = verifier.vocab_size
+
+    def expect(ok: bool, what: str, got: Any, expected: str) -> None:
+        if not ok:
+            raise ValueError(f"got {what} {got}, expected {expected}")
+
+    expect(config.max_new_tokens >= 1, "max_new_tokens", config.max_new_tokens, "at least 1")
+    methods = ("ar", *BUILDER_OF_METHOD)
+    expect(config.method in methods, "method", repr(config.method), f"one of {methods}")
+    if config.method != "ar":
+        expect(drafter is not None, "method", repr(config.method), "'ar', since no drafter is loaded")
+        expect(config.nodes is None or config.nodes >= 1, "nodes", config.nodes, "at least 1 (the root counts)")
+        for name in ("candidates", "children"):
+            value = getattr(config, name)
+            expect(1 <= value <= vocabulary, name, value, f"1 to {vocabulary} (the vocabulary)")
+        heads = ("marginal", drafter.head)
+        expect(config.head in (None, *heads), "head", repr(config.head), f"one of {heads}, what this drafter has")
+        t = config.drafter_temperature
+        expect(t is None or t > 0, "drafter_temperature", t, "above 0")
+    expect(config.samples >= 1, "samples", config.samples, "at least 1")
+    expect(config.batch_size is None or config.batch_size >= 1, "batch_size", config.batch_size, "at least 1")
+    for value in values(config.temperature):
+        expect(value >= 0 and np.isfinite(value), "temperature", value, "0 (greedy) or more")
+    for value in values(config.top_k):
+        expect(value >= 0, "top_k", value, "0 (all tokens) or more")
+    for value in values(config.top_p):
+        expect(0 < value <= 1, "top_p", value, "above 0 and at most 1")
+    for value in values(config.seed):
+        expect(0 <= value < 2**32, "seed", value, "0 to 2**32 - 1")
+    for value in config.stop_ids or ():
+        expect(0 <= value < vocabulary, "stop id", value, f"0 to {vocabulary - 1}")
+    expect(all(config.stop), "stop", list(config.stop), "strings that are not empty")
+    return config
+
+
+def rows_of(prompts: list[list[int]], config: GenerateConfig, verifier: ModelConfig) -> list[Row]:
+    """One row per prompt and sample, prompt by prompt.
+
+    Raises:
+      ValueError: no prompts, ids outside the vocabulary, more tokens than the context holds, lists of the wrong length.
+    """
+    if not prompts:
+        raise ValueError("got no prompts, expected at least one")
+    vocabulary, context = verifier.vocab_size, verifier.max_positions
+
+    def each(value: Any, name: str) -> list[Any]:
+        if not isinstance(value, Sequence | np.ndarray):
+            return [value] * len(prompts)
+        if len(value) != len(prompts):
+            raise ValueError(f"got {len(value)} values of {name} for {len(prompts)} prompts, expected one per prompt")
+        return list(value)
+
+    settings = zip(*(each(getattr(config, n), n) for n in ("temperature", "top_k", "top_p", "seed")), strict=True)
+    rows = []
+    for index, (ids, (temperature, top_k, top_p, seed)) in enumerate(zip(prompts, settings, strict=True)):
+        outside = [i for i in ids if not 0 <= i < vocabulary]
+        if outside:
+            raise ValueError(f"prompt {index}: got id {outside[0]}, expected 0 to {vocabulary - 1}")
+        if len(ids) + config.max_new_tokens > context:
+            raise ValueError(
+                f"prompt {index}: got {len(ids)} prompt tokens + {config.max_new_tokens} new tokens, "
+                f"expected at most {context} together (the verifier's context)"
+            )
+        temperature = temperature if temperature >= GREEDY_BELOW else 0.0
+        for sample in range(config.samples):
+            rows.append(Row(index, ids, temperature, top_k, top_p, (seed + sample) % 2**32))
+    return rows
+
+
+def values(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, Sequence | np.ndarray) else [value]

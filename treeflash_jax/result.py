@@ -1,0 +1,96 @@
+"""What generation hands back: answers with their statistics, pieces of a stream, pictures of draft trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One answer.
+
+    Attributes:
+      prompt_ids: what was read.
+      ids: generated ids, the stop token included.
+      text: decoded without special tokens, up to a stop string; None where there is no tokenizer.
+      accept_lengths: tokens committed per round, bonus included. The token that prefill yields is in no entry, and the
+        last round counts in full even where the answer was cut.
+      finished: "stop" (a stop id or string), "length", or "interrupted" (Ctrl-C).
+      seconds: decoding time of the batch this row was in, compilation excluded, prefill included.
+      compile_seconds: spent compiling for this batch.
+      tokens_per_second: generated tokens of the batch over `seconds`.
+      log_probs: of every generated token under the verifier (temperature 1, no filters), if asked for.
+    """
+
+    prompt_ids: list[int]
+    ids: list[int]
+    text: str | None
+    accept_lengths: list[int]
+    finished: str
+    seconds: float
+    compile_seconds: float
+    tokens_per_second: float
+    log_probs: list[float] | None = None
+    draft_again: Callable[[int], DrawnTree] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def tau(self) -> float:
+        """Block efficiency: mean tokens committed per round, bonus included; 1 where there was no round."""
+        return sum(self.accept_lengths) / len(self.accept_lengths) if self.accept_lengths else 1.0
+
+    def tree(self, round_index: int) -> DrawnTree:
+        """The draft tree of one round, drafted again from the same prefix; `print` draws it.
+
+        Raises:
+          ValueError: a round this answer did not have.
+        """
+        if not 0 <= round_index < len(self.accept_lengths) or self.draft_again is None:
+            raise ValueError(f"got round {round_index}, expected 0 to {len(self.accept_lengths) - 1}")
+        return self.draft_again(round_index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """New tokens of one row while streaming: `ids` since the last chunk, `text` where it is already certain."""
+
+    ids: list[int]
+    text: str
+    rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnTree:
+    """A draft tree as text.
+
+    Attributes:
+      labels: one per node, the anchor first.
+      parents: index of each node's parent; 0 for the anchor.
+      probabilities: of each path from the anchor, as drafted.
+      accepted: whether the verifier kept the node.
+      bonus: label of the token the verifier added.
+    """
+
+    labels: Sequence[str]
+    parents: Sequence[int]
+    probabilities: Sequence[float]
+    accepted: Sequence[bool]
+    bonus: str
+
+    def __str__(self) -> str:
+        children: dict[int, list[int]] = {}
+        for node in range(1, len(self.labels)):
+            children.setdefault(self.parents[node], []).append(node)
+        lines = [f"{self.labels[0]}   (anchor; {len(self.labels)} rows, accepted nodes marked ●, then {self.bonus})"]
+
+        def draw(node: int, indent: str) -> None:
+            below = children.get(node, [])
+            for i, child in enumerate(below):
+                last = i == len(below) - 1
+                mark = "●" if self.accepted[child] else " "
+                branch = "└─" if last else "├─"
+                lines.append(f"{indent}{branch}{mark} {self.labels[child]}  {self.probabilities[child]:.2f}")
+                draw(child, indent + ("   " if last else "│  "))
+
+        draw(0, "")
+        return "\n".join(lines)
