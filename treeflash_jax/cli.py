@@ -1,4 +1,4 @@
-"""The command line: `treeflash generate`, `treeflash demo`. `python -m treeflash_jax` is the same."""
+"""The command line. `python -m treeflash_jax` is the same as `treeflash`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,50 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="treeflash", description=__doc__)
+    parser = _Parser(prog="treeflash", description="Lossless speculative decoding with draft trees.")
     commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
-    _add_generate(commands.add_parser("generate", help="answer prompts", description="Answers prompts."))
+
+    generate = commands.add_parser("generate", help="answer prompts", description="Answers prompts.")
+    _add_model(generate)
+    _add_prompts(generate)
+    _add_drafting(generate)
+    output = _add_output(generate)
+    output.add_argument("--samples", type=int, default=1, help="answers per prompt (default: %(default)s)")
+    output.add_argument("--batch-size", type=int, help="answers decoded together")
+    output.add_argument("--log-probs", action="store_true", help="the verifier's log-probability of every token (--json)")
+    output.add_argument("--json", action="store_true", help="one JSON object per answer")
+    generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser("chat", help="talk to a model", description="A conversation, streamed as it is drafted.")
+    _add_model(chat)
+    _add_drafting(chat)
+    _add_output(chat)
+    chat.set_defaults(run=_chat)
+
+    check = commands.add_parser(
+        "check",
+        help="compare drafted with one-token output",
+        description="Decodes prompts with and without drafting. Exit status 1 where outputs differ beyond a near-tie.",
+    )
+    _add_model(check)
+    _add_prompts(check)
+    _add_drafting(check)
+    _add_output(check)
+    check.add_argument(
+        "--near-tie", type=float, default=1e-4, help="logit gap that excuses a difference (default: %(default)s)"
+    )
+    check.add_argument("--json", action="store_true", help="one JSON object per prompt")
+    check.set_defaults(run=_check)
+
+    convert = commands.add_parser(
+        "convert", help="write a drafter in the other file dialect", description="Rewrites a drafter's files, bit for bit."
+    )
+    convert.add_argument("source", help="drafter folder in either dialect")
+    convert.add_argument("target", help="new folder")
+    convert.add_argument("--to", choices=("dflash", "treeflash"), required=True, help="dialect to write")
+    convert.add_argument("--drop-head", action="store_true", help="leave a trained head behind (DFlash files hold none)")
+    convert.set_defaults(run=_convert)
+
     demo = commands.add_parser(
         "demo",
         help="watch the shipped pair draft text, offline",
@@ -40,72 +81,97 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--max-new-tokens", type=int, default=96, help="per prompt (default: %(default)s)")
     demo.add_argument("--nodes", type=int, default=16, help="verified rows a round, root included (default: %(default)s)")
-    demo.add_argument("--repeats", type=int, default=3, help="timed runs of each system (default: %(default)s)")
+    demo.add_argument(
+        "--candidates", type=int, default=4, metavar="M", help="previous tokens per depth (default: %(default)s)"
+    )
+    demo.add_argument("--repeats", type=int, default=5, help="timed runs of each system (default: %(default)s)")
     demo.set_defaults(run=_demo)
     return parser
 
 
-def _add_generate(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_argument_group("model (the shipped pair where none is given)")
-    model.add_argument("--verifier", help="Hugging Face folder of a Qwen3 or Llama model")
-    model.add_argument("--drafter", help="folder of a DFlash or TreeFlash drafter")
-    model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="of weights, caches and activations")
-    model.add_argument("--mesh", metavar="DxM", help="shard over D x M devices: rows over D, weights and vocabulary over M")
-    prompts = parser.add_argument_group("prompts (repeat an option for several)")
-    prompts.add_argument("--prompt", action="append", default=[], help="text, taken as it is")
-    prompts.add_argument("--chat", action="append", default=[], help="a user's message, put through the chat template")
-    prompts.add_argument("--prompt-ids", action="append", default=[], metavar="IDS", help='token ids, like "3 4 5"')
-    draft = parser.add_argument_group("drafting: never changes the output, only the speed")
-    draft.add_argument(
-        "--method", choices=METHODS, default="tree", help="chain: the published rank-0 chain; ar: no drafting"
-    )
-    draft.add_argument("--head", choices=HEADS, help="default: the drafter's own")
-    draft.add_argument("--nodes", type=int, help="verified rows a round, root included")
-    draft.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
-    draft.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
-    draft.add_argument("--drafter-temperature", type=float, help="of the drafted distribution")
-    output = parser.add_argument_group("output")
-    output.add_argument("--max-new-tokens", type=int, default=128)
-    output.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    output.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens (default)")
-    output.add_argument("--top-p", type=float, default=1.0, help="1 keeps all tokens (default)")
-    output.add_argument("--seed", type=int, default=0)
-    output.add_argument("--stop-ids", metavar="IDS", help='ids that end an answer, like "2 7"; default: the model\'s own')
-    output.add_argument("--batch-size", type=int, help="prompts decoded together")
-    output.add_argument("--log-probs", action="store_true", help="the verifier's log-probability of every token (--json)")
-    output.add_argument("--json", action="store_true", help="one JSON object per prompt")
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model (the shipped pair where none is given)")
+    group.add_argument("--verifier", help="folder or Hub id of a Qwen3 or Llama model")
+    group.add_argument("--drafter", help="folder or Hub id of a DFlash or TreeFlash drafter")
+    group.add_argument("--revision", help="of the verifier on the Hub")
+    group.add_argument("--drafter-revision", help="of the drafter on the Hub")
+    group.add_argument("--local-files-only", action="store_true", help="never ask the Hub")
+    group.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="of weights, caches and activations")
+    group.add_argument("--mesh", metavar="DxM", help="shard over D x M devices: rows over D, weights and vocabulary over M")
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompts (repeat an option for several)")
+    group.add_argument("--prompt", action="append", default=[], help="text, taken as it is")
+    group.add_argument("--chat", action="append", default=[], help="a user's message, put through the chat template")
+    group.add_argument("--prompt-ids", action="append", default=[], metavar="IDS", help='token ids, like "3 4 5"')
+
+
+def _add_drafting(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("drafting: never changes the output, only the speed")
+    group.add_argument("--method", choices=METHODS, default="tree", help="chain: the published one; ar: no drafting")
+    group.add_argument("--head", choices=HEADS, help="default: the drafter's own")
+    group.add_argument("--nodes", type=int, help="verified rows a round, root included")
+    group.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
+    group.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    group.add_argument("--drafter-temperature", type=float, help="of the drafted distribution")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> Any:
+    group = parser.add_argument_group("output")
+    group.add_argument("--max-new-tokens", type=int, default=128)
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    group.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens (default)")
+    group.add_argument("--top-p", type=float, default=1.0, help="1 keeps all tokens (default)")
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--stop-ids", metavar="IDS", help='ids that end an answer, like "2 7"; default: the model\'s own')
+    group.add_argument("--stop", action="append", default=[], help="text that ends an answer; may be repeated")
     for name in ("repetition-penalty", "presence-penalty", "frequency-penalty", "num-beams", "grammar", "min-p"):
         parser.add_argument(f"--{name}", dest=name.replace("-", "_"), help=argparse.SUPPRESS)
-    parser.set_defaults(run=_generate)
+    return group
 
 
-def _generate(arguments: argparse.Namespace) -> int:
+def _load(arguments: argparse.Namespace) -> Any:
+    """The pair that the options name."""
     if arguments.dtype == "float64":
         import jax
 
         jax.config.update("jax_enable_x64", True)
     import treeflash_jax as tf
-    from treeflash_jax.options import REFUSED
+
+    own_pair = arguments.verifier is None and arguments.drafter is None
+    names = ("verifier", "drafter", "revision", "drafter_revision", "local_files_only")
+    paths = {} if own_pair else {name: getattr(arguments, name) for name in names}
+    return tf.load("tiny" if own_pair else None, **paths, dtype=arguments.dtype, mesh=_mesh(arguments.mesh))
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fields of GenerateConfig that the options give."""
+    from dataclasses import fields
+
+    from treeflash_jax.options import REFUSED, GenerateConfig
 
     for name, reason in REFUSED.items():
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is not supported: {reason}")
+    given = {
+        field.name: getattr(arguments, field.name) for field in fields(GenerateConfig) if hasattr(arguments, field.name)
+    }
+    return given | {"stop_ids": None if arguments.stop_ids is None else _ids(arguments.stop_ids, "--stop-ids")}
+
+
+def _prompts(arguments: argparse.Namespace) -> list[Any]:
     prompts: list[Any] = list(arguments.prompt)
     prompts += [[{"role": "user", "content": message}] for message in arguments.chat]
     prompts += [_ids(text, "--prompt-ids") for text in arguments.prompt_ids]
     if not prompts:
         raise ValueError("got no prompt, expected --prompt, --chat or --prompt-ids")
+    return prompts
 
-    own_pair = arguments.verifier is None and arguments.drafter is None
-    paths = {} if own_pair else {"verifier": arguments.verifier, "drafter": arguments.drafter}
-    model = tf.load("tiny" if own_pair else None, **paths, dtype=arguments.dtype, mesh=_mesh(arguments.mesh))
-    names = (
-        "max_new_tokens method nodes candidates children head temperature top_k top_p drafter_temperature seed batch_size "
-        "log_probs"
-    ).split()
-    settings = {name: getattr(arguments, name) for name in names}
-    stop_ids = None if arguments.stop_ids is None else _ids(arguments.stop_ids, "--stop-ids")
-    for result in model.generate(prompts, stop_ids=stop_ids, **settings):
+
+def _generate(arguments: argparse.Namespace) -> int:
+    settings, prompts = _settings(arguments), _prompts(arguments)
+    for result in _load(arguments).generate(prompts, **settings):
         if arguments.json:
             print(json.dumps(_record(result)))
             continue
@@ -115,6 +181,51 @@ def _generate(arguments: argparse.Namespace) -> int:
             f"{result.tokens_per_second:.0f} tokens/s, compiled in {result.compile_seconds:.1f} s]",
             file=sys.stderr,
         )
+    return 0
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from treeflash_jax.chat import converse
+
+    settings = _settings(arguments)
+    converse(_load(arguments), Console(highlight=False), **settings)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from treeflash_jax.check import check
+
+    settings, prompts = _settings(arguments), _prompts(arguments)
+    excused = True
+    for index, case in enumerate(check(_load(arguments), prompts, **settings)):
+        apart = case.divergence
+        excused &= apart is None or apart.gap <= arguments.near_tie
+        if arguments.json:
+            record = {"identical": apart is None, "tokens": len(case.plain.ids), "tau": case.drafted.tau}
+            print(json.dumps(record | {"divergence": asdict(apart) if apart else None}))
+        elif apart is None:
+            print(f"prompt {index}: identical, {len(case.plain.ids)} tokens, tau {case.drafted.tau:.2f}")
+        else:
+            print(
+                f"prompt {index}: differs from token {apart.index} on (drafted {apart.drafted}, one by one {apart.plain}); "
+                f"the verifier's two best logits are {apart.gap:.2g} apart there"
+            )
+    return 0 if excused else 1
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from treeflash_jax import hf
+
+    if Path(arguments.target).exists():
+        raise ValueError(f"{arguments.target} exists; give a new folder")
+    hf.convert_drafter(arguments.source, arguments.target, arguments.to, drop_head=arguments.drop_head)
+    print(f"wrote {arguments.target}")
     return 0
 
 
@@ -152,5 +263,6 @@ def _ids(text: str, option: str) -> list[int]:
 def _demo(arguments: argparse.Namespace) -> int:
     from treeflash_jax.demo import run
 
-    run(max_new_tokens=arguments.max_new_tokens, nodes=arguments.nodes, repeats=arguments.repeats)
+    names = ("max_new_tokens", "nodes", "candidates", "repeats")
+    run(**{name: getattr(arguments, name) for name in names})
     return 0

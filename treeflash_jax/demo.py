@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 import treeflash_jax as tf
@@ -21,10 +22,11 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "marginal tree (DDTree)": {"method": "tree", "head": "marginal"},
     "TreeFlash tree": {"method": "tree"},
 }
+PLAIN, OURS = "one token at a time", "TreeFlash tree"
 
 
-def run(*, max_new_tokens: int, nodes: int, repeats: int) -> None:
-    """Prints the answers, then a table: tau, tokens per second, and whether the output is the one-token output.
+def run(*, max_new_tokens: int, nodes: int, candidates: int, repeats: int) -> None:
+    """Prints the answers, one draft tree, and a table: tau, tokens per second, and whether the output is the same.
 
     Speeds are medians over `repeats` interleaved runs of every system at batch 1, greedy, compilation excluded.
     """
@@ -34,37 +36,51 @@ def run(*, max_new_tokens: int, nodes: int, repeats: int) -> None:
     model = tf.load("tiny")
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
 
-    def answer(name: str, chat: Any) -> tf.Result:
-        settings = SYSTEMS[name]
-        sizes = {"nodes": nodes} if settings["method"] == "tree" else {}
-        return model.generate([chat], max_new_tokens=max_new_tokens, **sizes, **settings)[0]
+    def settings(name: str) -> dict[str, Any]:
+        sizes = {"nodes": nodes, "candidates": candidates} if SYSTEMS[name]["method"] == "tree" else {}
+        return {"max_new_tokens": max_new_tokens, **sizes, **SYSTEMS[name]}
 
-    with console.status("compiling"):
-        answers = {name: [answer(name, chat) for chat in chats] for name in SYSTEMS}
-    for question, result in zip(QUESTIONS, answers["TreeFlash tree"], strict=True):
+    answers: dict[str, list[tf.Result]] = {}
+    with Progress(console=console, transient=True) as progress:
+        for name in progress.track(SYSTEMS, description="compiling, and answering in four ways"):
+            answers[name] = [model.generate([chat], **settings(name))[0] for chat in chats]
+
+    for question, chat in zip(QUESTIONS, chats, strict=True):
         console.print(f"[bold]{question}[/bold]")
-        console.print(f"{result.text}\n", markup=False)
+        for piece in model.stream(chat, **settings(OURS)):
+            if isinstance(piece, tf.Chunk):
+                console.print(piece.text, end="", markup=False, soft_wrap=True)
+        console.print("\n")
 
     speeds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
-    with console.status("measuring"):
-        for _ in range(repeats):
+    with Progress(console=console, transient=True) as progress:
+        for _ in progress.track(range(repeats), description="measuring"):
             for name in SYSTEMS:
-                runs = [answer(name, chat) for chat in chats]
+                runs = [model.generate([chat], **settings(name))[0] for chat in chats]
                 speeds[name].append(sum(len(r.ids) for r in runs) / sum(r.seconds for r in runs))
 
-    plain, *_ = SYSTEMS
-    table = Table(title=f"greedy, batch 1, {nodes} verified rows per tree")
-    for column in ("drafted by", "tau", "tokens/s", "speedup", "output identical"):
-        table.add_column(column, justify="left" if column == "drafted by" else "right")
+    result = max(answers[OURS], key=lambda result: max(result.accept_lengths, default=0))
+    if result.accept_lengths:
+        longest = max(range(len(result.accept_lengths)), key=result.accept_lengths.__getitem__)
+        console.print(f"round {longest + 1} of one of these answers:")
+        console.print(str(result.tree(longest)) + "\n", markup=False)
+    console.print(_table(answers, speeds, nodes, candidates))
+    console.print(
+        f"greedy, batch 1, float32, drafter temperature {model.drafter.drafter_temperature:g}; tau: tokens committed per "
+        "round. A CPU is for trying, not for speed: drafting pays where verifying many rows costs little more than one."
+    )
+
+
+def _table(answers: dict[str, list[tf.Result]], speeds: dict[str, list[float]], nodes: int, candidates: int) -> Table:
+    table = Table(title=f"{nodes} verified rows per tree, M = {candidates}")
+    table.add_column("drafted by")
+    for column in ("tau", "tokens/s", "speedup", "output identical"):
+        table.add_column(column, justify="right")
     for name, results in answers.items():
         rounds = [length for result in results for length in result.accept_lengths]
+        tau = sum(rounds) / max(len(rounds), 1)
         speed = statistics.median(speeds[name])
-        same = all(mine.ids == theirs.ids for mine, theirs in zip(results, answers[plain], strict=True))
-        tau = sum(rounds) / len(rounds)
-        speedup = speed / statistics.median(speeds[plain])
+        same = all(mine.ids == theirs.ids for mine, theirs in zip(results, answers[PLAIN], strict=True))
+        speedup = speed / statistics.median(speeds[PLAIN])
         table.add_row(name, f"{tau:.2f}", f"{speed:.0f}", f"{speedup:.2f} x", "yes" if same else "no")
-    console.print(table)
-    console.print(
-        f"drafter temperature {model.drafter.drafter_temperature:g}; tau: tokens committed per round. "
-        "A CPU is for trying: trees pay where verifying many rows costs little more than one, on GPUs and TPUs."
-    )
+    return table

@@ -6,7 +6,7 @@ import time
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -242,7 +242,7 @@ class TreeFlash:
         leaves, structure = jax.tree.flatten(args)
         shapes = tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         key = (function, tuple(static.items()), structure, shapes)
-        with jax.set_mesh(self.mesh) if self.mesh is not None else nullcontext():
+        with meshes.ambient(self.mesh):
             if key not in self.programs:
                 with clock.compiling():
                     self.programs[key] = function.lower(*args, **static).compile()
@@ -335,34 +335,42 @@ def load(
     drafter: str | Path | None = None,
     mesh=None,
     dtype: Any = None,
+    revision: str | None = None,
+    drafter_revision: str | None = None,
+    local_files_only: bool = False,
 ) -> TreeFlash:
-    """Loads a verifier and, if given, its drafter.
+    """Loads a verifier and, if given, its drafter. No code from a model repository is ever run.
+
+    Example:
+      >>> model = load("tiny")
+      >>> model = load(verifier="Qwen/Qwen3-4B", drafter="peerrh/treeflash-qwen3-4b")
 
     Args:
-      name: "tiny", the pair that ships with the package; or give folders.
-      verifier: Hugging Face folder of a Qwen3 (dense) or Llama model.
-      drafter: folder of a DFlash or TreeFlash drafter; None for plain decoding.
+      name: "tiny", the pair that ships with the package; or give the two below.
+      verifier: folder or Hub id of a Qwen3 (dense) or Llama model.
+      drafter: folder or Hub id of a DFlash or TreeFlash drafter; None for plain decoding.
       mesh: a (data, model) mesh of `make_mesh`; None: one device.
       dtype: of weights, caches and activations; float32 on a CPU, bfloat16 elsewhere if None.
+      revision: of the verifier on the Hub.
+      drafter_revision: of the drafter on the Hub.
+      local_files_only: take Hub ids from the local cache only.
 
     Raises:
-      ValueError: missing, damaged or mismatched files, one line each.
+      ValueError: missing, damaged or mismatched files, or no way to the Hub: one line each.
     """
     if name is not None:
         if name != "tiny" or verifier is not None or drafter is not None:
-            raise ValueError(f"got name {name!r}, expected 'tiny' alone, or verifier= and drafter= folders")
+            raise ValueError(f"got name {name!r}, expected 'tiny' alone, or verifier= and drafter=")
         assets = resources.files("treeflash_jax") / "assets" / "tiny"
-        verifier, drafter = Path(str(assets / "verifier")), Path(str(assets / "drafter"))
+        verifier, drafter = str(assets / "verifier"), str(assets / "drafter")
     if verifier is None:
-        raise ValueError("got no verifier, expected 'tiny' or verifier=<folder>")
+        raise ValueError("got no verifier, expected 'tiny' or verifier=<folder or Hub id>")
     dtype = dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-    drafter_config = None
-    drafter_params = head_params = None
-    if drafter is not None:  # the cheap checks first: no weight is read for a pair that does not fit
-        drafter_json = Path(drafter) / "config.json"
-        drafter_config = DrafterConfig.from_hf(hf.read_json(drafter_json), str(drafter_json))
-        verifier_json = Path(verifier) / "config.json"
-        drafter_config.check_fits(ModelConfig.from_hf(hf.read_json(verifier_json), str(verifier_json)))
+    verifier = hf.locate(verifier, revision, local_files_only)
+    drafter_config = drafter_params = head_params = None
+    if drafter is not None:
+        drafter = hf.locate(drafter, drafter_revision, local_files_only)
+        hf.read_drafter_config(drafter).check_fits(hf.read_verifier_config(verifier))  # before any weight is read
         drafter_config, drafter_params, head_params = hf.load_drafter(drafter, dtype=dtype, mesh=mesh)
     config, verifier_params = hf.load_verifier(verifier, dtype=dtype, mesh=mesh)
     return TreeFlash(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,6 +89,42 @@ _HEAD = {
 }
 
 
+def locate(name: str | Path, revision: str | None = None, local_files_only: bool = False) -> Path:
+    """The folder of a model: `name` itself where it is one, else the Hub's files of that id, downloaded where needed.
+
+    Raises:
+      ValueError: neither a folder nor reachable on the Hub.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+        raise ValueError(f"{name} not found; expected a Hugging Face model folder or a Hub id like Qwen/Qwen3-4B")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        files = ["*.json", "*.safetensors", "*.jinja"]
+        return Path(
+            snapshot_download(str(name), revision=revision, allow_patterns=files, local_files_only=local_files_only)
+        )
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        cause = type(error).__name__
+        raise ValueError(
+            f"{name} is no folder here and could not be had from the Hub ({cause}); "
+            "give a local folder with config.json and model.safetensors instead"
+        ) from None
+
+
+def read_verifier_config(folder: str | Path) -> ModelConfig:
+    path = Path(folder) / "config.json"
+    return ModelConfig.from_hf(read_json(path), str(path))
+
+
+def read_drafter_config(folder: str | Path) -> DrafterConfig:
+    path = Path(folder) / "config.json"
+    return DrafterConfig.from_hf(read_json(path), str(path))
+
+
 def load_verifier(folder: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tuple[ModelConfig, dict[str, Any]]:
     """Reads a Qwen3 (dense) or Llama folder: config.json and model.safetensors, whole or in parts.
 
@@ -100,7 +137,7 @@ def load_verifier(folder: str | Path, *, dtype: Any = jnp.float32, mesh=None) ->
       ValueError: anything missing, unknown, damaged, mis-shaped or not implemented.
     """
     folder = Path(folder)
-    config = ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
+    config = read_verifier_config(folder)
     specs = verifier.specs(config)
     spare = ("lm_head.weight",) if config.tie_embeddings else ()  # some files repeat the tied table
     return config, _load(folder, specs, _verifier_entries(specs), dtype, mesh, spare)
@@ -115,7 +152,7 @@ def load_drafter(
       ValueError: as `load_verifier`.
     """
     folder = Path(folder)
-    config = DrafterConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
+    config = read_drafter_config(folder)
     specs = {"backbone": dflash.specs(config), "head": HEADS[config.head].specs(config)}
     with _Tensors(folder) as tensors:
         prefix = "model." if any(name.startswith("model.") for name in tensors.files) else ""
@@ -181,6 +218,27 @@ def save_drafter(
         }
     params = {"backbone": backbone, "head": head or {}}
     _save(Path(folder), raw, specs, _drafter_entries(specs, config, prefix), params, dtype)
+
+
+def convert_drafter(source: str | Path, target: str | Path, dialect: Dialect, *, drop_head: bool = False) -> None:
+    """Writes a drafter's files in another dialect, bit for bit.
+
+    Raises:
+      ValueError: a head that the dialect cannot hold, unless it is to be dropped.
+    """
+    with _Tensors(Path(source)) as tensors:
+        kinds = {handle.get_slice(name).get_dtype() for name, (handle, _) in tensors.files.items()}
+    if len(kinds) > 1:
+        raise ValueError(f"{source}: got tensors of types {sorted(kinds)}, expected one")
+    dtype = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}.get(kinds.pop(), jnp.float32)
+    config, backbone, head = load_drafter(source, dtype=dtype)
+    if drop_head:
+        config, head = replace(config, head="marginal"), {}
+    elif dialect == "dflash" and config.head != "marginal":
+        raise ValueError(
+            f"got a drafter with a {config.head} head, which DFlash files cannot hold; drop it with --drop-head"
+        )
+    save_drafter(target, config, backbone, head, dialect=dialect, dtype=dtype)
 
 
 def _layer_entries(specs: dict[str, Spec], prefix: str) -> dict[str, Entry]:

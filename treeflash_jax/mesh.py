@@ -8,6 +8,7 @@ size the mesh axis does not divide is replicated, so any model runs on any mesh.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -50,6 +51,11 @@ def partition(axes: Axes, shape: Sequence[int], mesh) -> PartitionSpec:
 
 def sharding(axes: Axes, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, partition(axes, shape, mesh))
+
+
+def ambient(mesh: Mesh | None):
+    """A context in which `mesh` is the ambient one; None changes nothing."""
+    return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def current():

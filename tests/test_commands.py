@@ -1,0 +1,98 @@
+"""`check`, `chat` and `convert`, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from conftest import DATA, random_pair
+from safetensors import safe_open
+
+from treeflash_jax import cli
+from treeflash_jax.check import check
+from treeflash_jax.cli import main
+
+PAIR = DATA / "conformance" / "b_trained"
+MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter"), "--candidates", "8", "--children", "8"]
+
+
+def tensors(folder) -> dict[str, np.ndarray]:
+    with safe_open(folder / "model.safetensors", framework="np") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
+def test_check_reports_identical_output(capsys):
+    arguments = ["check", *MODEL, "--nodes", "16", "--prompt-ids", "3 4 5", "--prompt-ids", "9 8", "--json"]
+    assert main([*arguments, "--temperature", "0.8", "--max-new-tokens", "30"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["identical"] for record in records] == [True, True]
+    assert records[0]["divergence"] is None and records[0]["tokens"] == 30 and records[0]["tau"] > 1
+
+
+@pytest.mark.filterwarnings("ignore:tau is")
+def test_check_finds_the_first_difference_and_its_gap(monkeypatch):
+    model = random_pair()
+    [honest] = check(model, [[1, 2, 3]], max_new_tokens=12, nodes=8, candidates=4, children=4)
+    assert honest.divergence is None
+    generate = model.generate
+
+    def tampered(prompts, **settings):
+        results = generate(prompts, **settings)
+        if settings.get("method") != "ar":
+            results[0].ids[5] = (results[0].ids[5] + 1) % 64
+        return results
+
+    monkeypatch.setattr(model, "generate", tampered)
+    [case] = check(model, [[1, 2, 3]], max_new_tokens=12, nodes=8, candidates=4, children=4)
+    assert case.divergence.index == 5
+    assert case.divergence.drafted != case.divergence.plain == honest.plain.ids[5]
+    assert case.divergence.gap > 0
+
+
+def test_convert_there_and_back_gives_the_same_bits(tmp_path, capsys):
+    source = DATA / "conformance" / "c_dflash" / "drafter"
+    assert main(["convert", str(source), str(tmp_path / "a"), "--to", "treeflash"]) == 0
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "dflash"]) == 0
+    there, back, original = tensors(tmp_path / "a"), tensors(tmp_path / "b"), tensors(source)
+    assert set(there) == {f"model.{name}" for name in original} and set(back) == set(original)
+    for name, array in original.items():
+        assert back[name].dtype == array.dtype
+        np.testing.assert_array_equal(back[name], array)
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
+    assert main(["convert", str(source), str(tmp_path / "a"), "--to", "dflash"]) == 2
+    assert "exists" in capsys.readouterr().err
+
+
+def test_a_head_is_dropped_only_on_request(tmp_path, capsys):
+    source = PAIR / "drafter"
+    assert main(["convert", str(source), str(tmp_path / "a"), "--to", "dflash"]) == 2
+    assert "--drop-head" in capsys.readouterr().err and not (tmp_path / "a").exists()
+    assert main(["convert", str(source), str(tmp_path / "a"), "--to", "dflash", "--drop-head"]) == 0
+    kept = tensors(tmp_path / "a")
+    assert set(kept) == {name.removeprefix("model.") for name in tensors(source) if name.startswith("model.")}
+
+
+def test_chat_streams_turns_and_survives_mistakes(capsys, monkeypatch):
+    lines = iter(["/tree", "Sam has 2 cats and 3 dogs. How many pets?", "/tree", "x " * 4000, "/reset", "/what", "/exit"])
+    monkeypatch.setattr("rich.console.Console.input", lambda self, prompt="": next(lines))
+    arguments = ["chat", "--max-new-tokens", "24", "--nodes", "8", "--candidates", "4", "--children", "4"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "no draft tree yet" in printed and "tau" in printed and "(anchor; " in printed
+    assert "context" in printed and printed.count("/reset forgets") == 2
+
+
+def test_chat_ends_with_its_input(capsys, monkeypatch):
+    def closed(self, prompt=""):
+        raise EOFError
+
+    monkeypatch.setattr("rich.console.Console.input", closed)
+    assert main(["chat"]) == 0
+
+
+def test_every_command_has_help(capsys):
+    for command in ("generate", "chat", "check", "convert", "demo"):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([command, "--help"])
+        assert stop.value.code == 0 and command in capsys.readouterr().out

@@ -1,0 +1,90 @@
+"""Losslessness, checked on the user's own prompts: drafted against one-token decoding with the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treeflash_jax import mesh as meshes
+from treeflash_jax import verifier as model_code
+from treeflash_jax.generate import Prompt, TreeFlash
+from treeflash_jax.result import Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Where two outputs part.
+
+    Attributes:
+      index: of the first generated token that differs.
+      drafted: the token of the drafted output, None where it had ended.
+      plain: the token of the one-token output, None where it had ended.
+      gap: difference of the verifier's two largest logits there, after one pass over the common prefix. A gap of the
+        order of the dtype's rounding is a near-tie that a wide and a narrow matrix product may decide differently.
+    """
+
+    index: int
+    drafted: int | None
+    plain: int | None
+    gap: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One prompt, decoded twice."""
+
+    drafted: Result
+    plain: Result
+    divergence: Divergence | None
+
+
+def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[Check]:
+    """Decodes every prompt with and without drafting and compares.
+
+    Args:
+      model: with a drafter.
+      prompts: as `TreeFlash.generate` takes them.
+      **settings: of the drafted run; the plain one takes those that shape the output.
+    """
+    drafted = model.generate(prompts, **settings)
+    plain = model.generate(prompts, **settings | {"method": "ar"})
+    return [
+        Check(drafted=mine, plain=theirs, divergence=_divergence(model, mine, theirs))
+        for mine, theirs in zip(drafted, plain, strict=True)
+    ]
+
+
+def _divergence(model: TreeFlash, drafted: Result, plain: Result) -> Divergence | None:
+    if drafted.ids == plain.ids:
+        return None
+    common = zip(drafted.ids, plain.ids, strict=False)
+    index = next((i for i, (a, b) in enumerate(common) if a != b), min(len(drafted.ids), len(plain.ids)))
+
+    def token(ids: list[int]) -> int | None:
+        return ids[index] if index < len(ids) else None
+
+    prefix = plain.prompt_ids + plain.ids[:index]
+    return Divergence(index=index, drafted=token(drafted.ids), plain=token(plain.ids), gap=_top_gap(model, prefix))
+
+
+def _top_gap(model: TreeFlash, ids: list[int]) -> float:
+    size = 1 << (len(ids) - 1).bit_length()  # few shapes, few compilations
+    padded = np.zeros((1, size), np.int32)
+    padded[0, : len(ids)] = ids
+    with meshes.ambient(model.mesh):
+        logits_v = np.asarray(_logits_at(model.weights.verifier, jnp.asarray(padded), len(ids) - 1, model.verifier))
+    second, first = np.sort(logits_v.astype(np.float64))[-2:]
+    return float(first - second)
+
+
+@partial(jax.jit, static_argnames="config")
+def _logits_at(weights: Any, tokens_1t: jax.Array, index: jax.Array, config: Any) -> jax.Array:
+    size = tokens_1t.shape[1]
+    out = model_code.forward(weights, config, tokens_1t, jnp.arange(size)[None], model_code.causal_mask(1, size))
+    return model_code.logits(weights, out.hidden_btd[:, index])[0]
