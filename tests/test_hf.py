@@ -15,7 +15,7 @@ from conftest import CONFORMANCE, DATA
 from safetensors.numpy import load_file, save_file
 
 import treeflash_jax as tf
-from treeflash_jax import drafter, hf, verifier
+from treeflash_jax import drafter, hf, storage, verifier
 from treeflash_jax import mesh as meshes
 from treeflash_jax.config import DrafterConfig, ModelConfig, Rope
 from treeflash_jax.heads import HEADS
@@ -194,7 +194,7 @@ def test_any_slice_of_a_weight_can_be_read():
     disk = np.concatenate([np.zeros((18, 4), int), weight_dhe.transpose(1, 2, 0).reshape(18, 4)], axis=1)
     entry = hf.Entry("either half", order=(1, 2, 0), rows=2, part=(1, 2))
     for index in (np.s_[:, :, :], np.s_[1:3, 1:2, 2:5], np.s_[0:2, 2:3, :], np.s_[:, 1:3, 3:6]):
-        got = hf._read(disk, Spec((4, 3, 6), (None, "heads", "ffn")), entry, index)
+        got = storage._read(disk, Spec((4, 3, 6), (None, "heads", "ffn")), entry, index)
         np.testing.assert_array_equal(got, weight_dhe[index])
 
 
@@ -280,7 +280,7 @@ DAMAGE = {
     ),
     "no config": (lambda f: (f / "config.json").unlink(), ("config.json", "not found")),
     "invalid config": (lambda f: (f / "config.json").write_text("{'a': 1}"), ("config.json", "JSON")),
-    "no folder": (shutil.rmtree, ("config.json", "not found")),
+    "no folder": (shutil.rmtree, ("not found", "folder")),
 }  # fmt: skip
 
 

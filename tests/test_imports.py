@@ -21,7 +21,7 @@ LAYERS = (
     {"layers", "vocab", "attention", "cache", "tree", "builders", "kernels"},
     {"verifier", "drafter", "heads", "acceptance"},
     {"decode"},
-    {"hf", "tokenizer", "options", "result", "generate"},
+    {"storage", "hf", "tokenizer", "options", "result", "generate"},
     {"bench", "check", "chat", "cli", "demo", "__init__", "__main__"},
 )
 HEAVY = ("torch", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx")

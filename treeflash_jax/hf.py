@@ -1,60 +1,26 @@
-"""Hugging Face folders: weights read slice by slice into their shardings, and written back under the published names.
+"""Hugging Face folders: configs and weights of verifiers and drafters, both ways, under the published names.
 
-This file alone knows tensor names. An `Entry` says where a weight lies on disk; specs, entries and parameters are trees of
-one shape. Nothing here needs torch.
+This file alone knows tensor names: it says where each weight lies (`storage.Entry`), storage.py moves the bytes.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from treeflash_jax import drafter as dflash
-from treeflash_jax import mesh as meshes
-from treeflash_jax import verifier
+from treeflash_jax import storage, verifier
 from treeflash_jax.config import FILE_OF_HEAD, DrafterConfig, ModelConfig, read_json, token_ids
 from treeflash_jax.heads import HEADS
-from treeflash_jax.params import Spec, is_spec
+from treeflash_jax.params import Spec
+from treeflash_jax.storage import Entry
 
 Dialect = Literal["dflash", "treeflash"]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where a weight lies: tensor `name`, whose axes are the weight's in `order`, the first `rows` of them flattened.
-
-    Attributes:
-      name: in the safetensors file, without a dialect's prefix.
-      order: the weight's axes in disk order.
-      rows: how many of these make the tensor's rows; all of them make a vector.
-      part: (index, count) where the weight is one of `count` equal column blocks.
-    """
-
-    name: str
-    order: tuple[int, ...] = (0,)
-    rows: int = 1
-    part: tuple[int, int] = (0, 1)
-
-    def view(self, spec: Spec) -> tuple[int, ...]:
-        return tuple(spec.shape[axis] for axis in self.order)
-
-    def disk_shape(self, spec: Spec) -> tuple[int, ...]:
-        view = self.view(spec)
-        columns = math.prod(view[self.rows :]) * self.part[1]
-        return (math.prod(view[: self.rows]), columns) if self.rows < len(view) else (math.prod(view),)
-
 
 _LINEAR = {"order": (1, 0), "rows": 1}  # [in, out] here, [out, in] on disk
 _TO_HEADS = {"order": (1, 2, 0), "rows": 2}  # [in, heads, head_dim] here, [heads head_dim, in] on disk
@@ -140,7 +106,7 @@ def load_verifier(folder: str | Path, *, dtype: Any = jnp.float32, mesh=None) ->
     config = read_verifier_config(folder)
     specs = verifier.specs(config)
     spare = ("lm_head.weight",) if config.tie_embeddings else ()  # some files repeat the tied table
-    return config, _load(folder, specs, _verifier_entries(specs), dtype, mesh, spare)
+    return config, storage.load(folder, specs, _verifier_entries(specs), dtype, mesh, spare)
 
 
 def load_drafter(
@@ -154,9 +120,9 @@ def load_drafter(
     folder = Path(folder)
     config = read_drafter_config(folder)
     specs = {"backbone": dflash.specs(config), "head": HEADS[config.head].specs(config)}
-    with _Tensors(folder) as tensors:
+    with storage.Tensors(folder) as tensors:
         prefix = "model." if any(name.startswith("model.") for name in tensors.files) else ""
-    params = _load(folder, specs, _drafter_entries(specs, config, prefix), dtype, mesh)
+    params = storage.load(folder, specs, _drafter_entries(specs, config, prefix), dtype, mesh)
     return config, params["backbone"], params["head"]
 
 
@@ -226,7 +192,7 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: Dialect, *,
     Raises:
       ValueError: a head that the dialect cannot hold, unless it is to be dropped.
     """
-    with _Tensors(Path(source)) as tensors:
+    with storage.Tensors(Path(source)) as tensors:
         kinds = {handle.get_slice(name).get_dtype() for name, (handle, _) in tensors.files.items()}
     if len(kinds) > 1:
         raise ValueError(f"{source}: got tensors of types {sorted(kinds)}, expected one")
@@ -273,115 +239,6 @@ def _drafter_entries(specs: dict[str, Any], config: DrafterConfig, prefix: str) 
     return {"backbone": backbone, "head": dict(_HEAD[config.head])}
 
 
-class _Tensors:
-    """The tensors of a folder, by name, over one file or the parts of an index."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.stack = ExitStack()
-        self.files: dict[str, Any] = {}
-
-    def __enter__(self) -> _Tensors:
-        try:
-            self._open_all()
-        except ValueError:
-            self.stack.close()
-            raise
-        return self
-
-    def _open_all(self) -> None:
-        index = self.folder / "model.safetensors.index.json"
-        if index.exists():
-            listed = read_json(index).get("weight_map")
-            if not isinstance(listed, dict):
-                raise ValueError(f"{index}: got no weight_map, expected a map of tensor names to files")
-            files = sorted(set(listed.values()))
-        else:
-            listed, files = None, ["model.safetensors"]
-        for name in files:
-            handle = self._open(self.folder / name)
-            self.files |= {tensor: (handle, name) for tensor in handle.keys()}
-        for tensor, name in (listed or {}).items():
-            if self.files.get(tensor, (None, None))[1] != name:
-                raise ValueError(f"{self.folder / name}: no tensor {tensor}, which {index.name} says it holds")
-
-    def __exit__(self, *_: Any) -> None:
-        self.stack.close()
-
-    def _open(self, path: Path) -> Any:
-        if not path.exists():
-            raise ValueError(f"{path} not found; expected a folder with all its safetensors files")
-        try:
-            return self.stack.enter_context(safe_open(path, framework="np"))
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is damaged or is no safetensors file ({error}); download it again") from None
-
-
-_FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-def _load(folder: Path, specs: Any, entries: Any, dtype: Any, mesh, spare: tuple[str, ...] = ()) -> Any:
-    with _Tensors(folder) as tensors:
-        wanted = {entry.name: entry.disk_shape(spec) for spec, entry in _pairs(specs, entries)}
-        missing = sorted(set(wanted) - set(tensors.files))
-        if missing:
-            raise ValueError(f"{folder}: {len(missing)} tensors missing, the first is {missing[0]}")
-        unknown = sorted(n for n in set(tensors.files) - set(wanted) - set(spare) if not n.endswith("rotary_emb.inv_freq"))
-        if unknown:
-            raise ValueError(f"{folder}: {len(unknown)} unknown tensors, the first is {unknown[0]}")
-        for name, shape in wanted.items():
-            found = tensors.files[name][0].get_slice(name)
-            if tuple(found.get_shape()) != shape:
-                raise ValueError(f"{folder}: tensor {name} has shape {list(found.get_shape())}, expected {list(shape)}")
-            if found.get_dtype() not in _FLOATS:
-                raise ValueError(f"{folder}: tensor {name} has type {found.get_dtype()}, expected one of {_FLOATS}")
-
-        def leaf(spec: Spec, entry: Entry) -> jax.Array:
-            source = tensors.files[entry.name][0].get_slice(entry.name)
-
-            def read(index: tuple[slice, ...]) -> np.ndarray:
-                return _read(source, spec, entry, index).astype(dtype)
-
-            if mesh is None:
-                return jnp.asarray(read((slice(None),) * len(spec.shape)))
-            place = meshes.sharding(spec.axes, spec.shape, mesh)
-            return jax.make_array_from_callback(spec.shape, place, read)
-
-        return jax.tree.map(leaf, specs, entries, is_leaf=is_spec)
-
-
-def _read(source: Any, spec: Spec, entry: Entry, index: tuple[slice, ...]) -> np.ndarray:
-    """One slice of a weight, reading only the tensor rows it needs."""
-    view = entry.view(spec)
-    spans = [slice(*index[axis].indices(spec.shape[axis])[:2]) for axis in entry.order]
-    inner = view[entry.rows :]
-    width = math.prod(inner)
-    first = entry.part[0] * width
-    blocks = []
-    for rows in _row_ranges(view[: entry.rows], spans[: entry.rows]):
-        block = source[rows.start : rows.stop, first : first + width] if inner else source[rows.start : rows.stop]
-        blocks.append(block.reshape(-1, *inner)[(slice(None), *spans[entry.rows :])])
-    rows_shape = [span.stop - span.start for span in spans[: entry.rows]]
-    joined = np.concatenate(blocks).reshape(*rows_shape, *blocks[0].shape[1:])
-    return joined.transpose(np.argsort(entry.order))
-
-
-def _row_ranges(view: tuple[int, ...], spans: list[slice]) -> Iterator[slice]:
-    """Contiguous ranges of the flattened row axes that cover `spans`."""
-    below = math.prod(view[1:])
-    if all(span == slice(0, size) for span, size in zip(spans[1:], view[1:], strict=True)):
-        yield slice(spans[0].start * below, spans[0].stop * below)
-        return
-    for i in range(spans[0].start, spans[0].stop):
-        for rows in _row_ranges(view[1:], spans[1:]):
-            yield slice(i * below + rows.start, i * below + rows.stop)
-
-
-def _pairs(specs: Any, entries: Any) -> Iterator[tuple[Spec, Entry]]:
-    flat_entries = jax.tree.leaves(entries, is_leaf=lambda x: isinstance(x, Entry))
-    return zip(jax.tree.leaves(specs, is_leaf=is_spec), flat_entries, strict=True)
-
-
 def _layers_to_hf(config: ModelConfig) -> dict[str, Any]:
     rope = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
     if config.rope.kind == "llama3":
@@ -410,19 +267,6 @@ def _layers_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _save(folder: Path, raw: dict[str, Any], specs: Any, entries: Any, params: Any, dtype: Any) -> None:
-    parts: dict[str, list[tuple[int, np.ndarray]]] = {}
-    leaves = jax.tree.leaves(params)
-    for (spec, entry), leaf in zip(_pairs(specs, entries), leaves, strict=True):
-        if leaf.shape != spec.shape:
-            raise ValueError(f"{entry.name}: got shape {leaf.shape}, expected {spec.shape}")
-        rows, *columns = entry.disk_shape(spec)
-        width = [columns[0] // entry.part[1]] if columns else []
-        block = np.asarray(leaf).astype(dtype).transpose(entry.order).reshape(rows, *width)
-        parts.setdefault(entry.name, []).append((entry.part[0], block))
-    tensors = {
-        name: np.ascontiguousarray(np.concatenate([block for _, block in sorted(blocks, key=lambda b: b[0])], axis=-1))
-        for name, blocks in parts.items()
-    }
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    storage.save(folder / "model.safetensors", specs, entries, params, dtype)
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,192 @@
+"""Safetensors folders: trees of weights read slice by slice into their shardings, and written back.
+
+An `Entry` says where a weight lies on disk; specs, entries and weights are trees of one shape. No names are known here, and
+nothing needs torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from treeflash_jax import mesh as meshes
+from treeflash_jax.config import read_json
+from treeflash_jax.params import Spec, is_spec
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a weight lies: tensor `name`, whose axes are the weight's in `order`, the first `rows` of them flattened.
+
+    Attributes:
+      name: in the safetensors file, without a dialect's prefix.
+      order: the weight's axes in disk order.
+      rows: how many of these make the tensor's rows; all of them make a vector.
+      part: (index, count) where the weight is one of `count` equal column blocks.
+    """
+
+    name: str
+    order: tuple[int, ...] = (0,)
+    rows: int = 1
+    part: tuple[int, int] = (0, 1)
+
+    def view(self, spec: Spec) -> tuple[int, ...]:
+        return tuple(spec.shape[axis] for axis in self.order)
+
+    def disk_shape(self, spec: Spec) -> tuple[int, ...]:
+        view = self.view(spec)
+        columns = math.prod(view[self.rows :]) * self.part[1]
+        return (math.prod(view[: self.rows]), columns) if self.rows < len(view) else (math.prod(view),)
+
+
+class Tensors:
+    """The tensors of a folder, by name, over one file or the parts of an index."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.stack = ExitStack()
+        self.files: dict[str, Any] = {}
+
+    def __enter__(self) -> Tensors:
+        try:
+            self._open_all()
+        except ValueError:
+            self.stack.close()
+            raise
+        return self
+
+    def _open_all(self) -> None:
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            listed = read_json(index).get("weight_map")
+            if not isinstance(listed, dict):
+                raise ValueError(f"{index}: got no weight_map, expected a map of tensor names to files")
+            files = sorted(set(listed.values()))
+        else:
+            listed, files = None, ["model.safetensors"]
+        for name in files:
+            handle = self._open(self.folder / name)
+            self.files |= {tensor: (handle, name) for tensor in handle.keys()}
+        for tensor, name in (listed or {}).items():
+            if self.files.get(tensor, (None, None))[1] != name:
+                raise ValueError(f"{self.folder / name}: no tensor {tensor}, which {index.name} says it holds")
+
+    def __exit__(self, *_: Any) -> None:
+        self.stack.close()
+
+    def _open(self, path: Path) -> Any:
+        if not path.exists():
+            raise ValueError(f"{path} not found; expected a folder with all its safetensors files")
+        try:
+            return self.stack.enter_context(safe_open(path, framework="np"))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is damaged or is no safetensors file ({error}); download it again") from None
+
+
+def load(folder: Path, specs: Any, entries: Any, dtype: Any, mesh, spare: tuple[str, ...] = ()) -> Any:
+    """Reads a tree of weights, each device's host its own slices only.
+
+    Args:
+      folder: with model.safetensors, or its parts and their index.
+      specs: tree of Spec.
+      entries: tree of Entry.
+      dtype: of the weights; bfloat16 files load bit for bit into bfloat16.
+      mesh: where they go; None: the default device.
+      spare: names that may be in the files though no weight wants them.
+
+    Raises:
+      ValueError: files missing or damaged; tensors missing, unknown, or of the wrong shape or type.
+    """
+    with Tensors(folder) as tensors:
+        wanted = {entry.name: entry.disk_shape(spec) for spec, entry in _pairs(specs, entries)}
+        missing = sorted(set(wanted) - set(tensors.files))
+        if missing:
+            raise ValueError(f"{folder}: {len(missing)} tensors missing, the first is {missing[0]}")
+        unknown = sorted(n for n in set(tensors.files) - set(wanted) - set(spare) if not n.endswith("rotary_emb.inv_freq"))
+        if unknown:
+            raise ValueError(f"{folder}: {len(unknown)} unknown tensors, the first is {unknown[0]}")
+        for name, shape in wanted.items():
+            found = tensors.files[name][0].get_slice(name)
+            if tuple(found.get_shape()) != shape:
+                raise ValueError(f"{folder}: tensor {name} has shape {list(found.get_shape())}, expected {list(shape)}")
+            if found.get_dtype() not in _FLOATS:
+                raise ValueError(f"{folder}: tensor {name} has type {found.get_dtype()}, expected one of {_FLOATS}")
+
+        def leaf(spec: Spec, entry: Entry) -> jax.Array:
+            source = tensors.files[entry.name][0].get_slice(entry.name)
+
+            def read(index: tuple[slice, ...]) -> np.ndarray:
+                return _read(source, spec, entry, index).astype(dtype)
+
+            if mesh is None:
+                return jnp.asarray(read((slice(None),) * len(spec.shape)))
+            place = meshes.sharding(spec.axes, spec.shape, mesh)
+            return jax.make_array_from_callback(spec.shape, place, read)
+
+        return jax.tree.map(leaf, specs, entries, is_leaf=is_spec)
+
+
+def _read(source: Any, spec: Spec, entry: Entry, index: tuple[slice, ...]) -> np.ndarray:
+    """One slice of a weight, reading only the tensor rows it needs."""
+    view = entry.view(spec)
+    spans = [slice(*index[axis].indices(spec.shape[axis])[:2]) for axis in entry.order]
+    inner = view[entry.rows :]
+    width = math.prod(inner)
+    first = entry.part[0] * width
+    blocks = []
+    for rows in _row_ranges(view[: entry.rows], spans[: entry.rows]):
+        block = source[rows.start : rows.stop, first : first + width] if inner else source[rows.start : rows.stop]
+        blocks.append(block.reshape(-1, *inner)[(slice(None), *spans[entry.rows :])])
+    rows_shape = [span.stop - span.start for span in spans[: entry.rows]]
+    joined = np.concatenate(blocks).reshape(*rows_shape, *blocks[0].shape[1:])
+    return joined.transpose(np.argsort(entry.order))
+
+
+def _row_ranges(view: tuple[int, ...], spans: list[slice]) -> Iterator[slice]:
+    """Contiguous ranges of the flattened row axes that cover `spans`."""
+    below = math.prod(view[1:])
+    if all(span == slice(0, size) for span, size in zip(spans[1:], view[1:], strict=True)):
+        yield slice(spans[0].start * below, spans[0].stop * below)
+        return
+    for i in range(spans[0].start, spans[0].stop):
+        for rows in _row_ranges(view[1:], spans[1:]):
+            yield slice(i * below + rows.start, i * below + rows.stop)
+
+
+def _pairs(specs: Any, entries: Any) -> Iterator[tuple[Spec, Entry]]:
+    flat_entries = jax.tree.leaves(entries, is_leaf=lambda x: isinstance(x, Entry))
+    return zip(jax.tree.leaves(specs, is_leaf=is_spec), flat_entries, strict=True)
+
+
+def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any) -> None:
+    """Writes a tree of weights to one safetensors file, converted to `dtype`.
+
+    Raises:
+      ValueError: a weight whose shape is not its spec's.
+    """
+    parts: dict[str, list[tuple[int, np.ndarray]]] = {}
+    leaves = jax.tree.leaves(params)
+    for (spec, entry), leaf in zip(_pairs(specs, entries), leaves, strict=True):
+        if leaf.shape != spec.shape:
+            raise ValueError(f"{entry.name}: got shape {leaf.shape}, expected {spec.shape}")
+        rows, *columns = entry.disk_shape(spec)
+        width = [columns[0] // entry.part[1]] if columns else []
+        block = np.asarray(leaf).astype(dtype).transpose(entry.order).reshape(rows, *width)
+        parts.setdefault(entry.name, []).append((entry.part[0], block))
+    tensors = {
+        name: np.ascontiguousarray(np.concatenate([block for _, block in sorted(blocks, key=lambda b: b[0])], axis=-1))
+        for name, blocks in parts.items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
