@@ -16,12 +16,12 @@ PACKAGE = Path(treeflash_jax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # A module imports its own layer and those before it. A directory stands for all its files; `__init__` is the package.
 LAYERS = (
-    {"config"},
+    {"config", "clock"},
     {"mesh", "params"},
     {"layers", "vocab", "attention", "cache", "tree", "builders", "kernels"},
     {"verifier", "drafter", "heads", "acceptance"},
     {"decode"},
-    {"storage", "hf", "tokenizer", "options", "result", "generate"},
+    {"storage", "hf", "tokenizer", "options", "draw", "result", "generate"},
     {"bench", "check", "chat", "cli", "demo", "__init__", "__main__"},
 )
 HEAVY = ("torch", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx")

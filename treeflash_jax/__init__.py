@@ -6,10 +6,11 @@ Example:
   >>> result = model.generate("What is 3 + 4?", max_new_tokens=32)[0]
 """
 
+from treeflash_jax.draw import DrawnTree
 from treeflash_jax.generate import TreeFlash, load
 from treeflash_jax.mesh import make_mesh
 from treeflash_jax.options import GenerateConfig
-from treeflash_jax.result import Chunk, DrawnTree, Result
+from treeflash_jax.result import Chunk, Result
 
 __version__ = "0.1.0"
 

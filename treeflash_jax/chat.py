@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from treeflash_jax.generate import TreeFlash
-from treeflash_jax.result import Chunk
+from treeflash_jax.result import Chunk, Result
 
 HELP = "/reset forgets the conversation, /tree draws the round that accepted most, /exit leaves"
 
@@ -47,21 +47,29 @@ def converse(model: TreeFlash, console: Console, **settings: Any) -> None:
         elif said:
             messages.append({"role": "user", "content": said})
             try:
-                last = _turn(model, console, messages, settings)
-                messages.append({"role": "assistant", "content": last.text})
+                text, last = _turn(model, console, messages, settings)
+                messages.append({"role": "assistant", "content": text})
             except ValueError as error:
                 console.print(f"error: {error}", markup=False)
                 messages.pop()
 
 
-def _turn(model: TreeFlash, console: Console, messages: list[dict[str, str]], settings: dict[str, Any]) -> Any:
-    """Streams one answer and prints its statistics."""
-    for piece in model.stream(messages, **settings):
-        if isinstance(piece, Chunk):
-            console.print(piece.text, end="", markup=False, soft_wrap=True)
+def _turn(
+    model: TreeFlash, console: Console, messages: list[dict[str, str]], settings: dict[str, Any]
+) -> tuple[str, Result | None]:
+    """Streams one answer and prints its statistics. Ctrl-C ends it early: its text so far, and no Result."""
+    text = ""
+    try:
+        for piece in model.stream(messages, **settings):
+            if isinstance(piece, Chunk):
+                console.print(piece.text, end="", markup=False, soft_wrap=True)
+                text += piece.text
+    except KeyboardInterrupt:
+        console.print("\n[dim]interrupted[/dim]")
+        return text, None
     rounds = len(piece.accept_lengths)
     console.print(
-        f"\n[dim]{len(piece.ids)} tokens, {rounds} rounds, tau {piece.tau:.2f}, {piece.tokens_per_second:.0f} tokens/s"
-        f"{', interrupted' if piece.finished == 'interrupted' else ''}[/dim]"
+        f"\n[dim]{len(piece.ids)} tokens, {rounds} rounds, tau {piece.tau:.2f}, "
+        f"{piece.tokens_per_second:.0f} tokens/s, {piece.finished}[/dim]"
     )
-    return piece
+    return text, piece

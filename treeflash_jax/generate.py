@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -19,11 +18,13 @@ import numpy as np
 from treeflash_jax import decode as core
 from treeflash_jax import hf
 from treeflash_jax import mesh as meshes
+from treeflash_jax.clock import Clock
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decode import DecodePlan, DecodeState, Sampling, Weights
+from treeflash_jax.draw import DrawnTree, drawn_tree
 from treeflash_jax.heads import DraftSettings
 from treeflash_jax.options import GenerateConfig, Row, resolve, rows_of
-from treeflash_jax.result import Chunk, DrawnTree, Result
+from treeflash_jax.result import Chunk, Result
 from treeflash_jax.tokenizer import Chat, Tokenizer
 
 Prompt = str | Sequence[int] | Chat
@@ -156,7 +157,7 @@ class TreeFlash:
 
     def _run(
         self, rows: list[Row], size: int, config: GenerateConfig, rounds: int
-    ) -> Iterator[tuple[DecodeState, _Clock, bool]]:
+    ) -> Iterator[tuple[DecodeState, Clock, bool]]:
         """Prefill, then dispatches of `rounds` rounds; yields (state, clock, interrupted) after each, prefill included.
 
         The state is donated to the next dispatch: read it before asking for more.
@@ -166,7 +167,7 @@ class TreeFlash:
             max(row.length for row in rows) + min(config.max_new_tokens, ROOM_AHEAD) + plan.path_rows + 1
         )
         inputs = self._inputs(rows, size, capacity, config)
-        clock = _Clock()
+        clock = Clock()
         state = self._call(core.prefill, (self.weights, *inputs), clock, plan=plan.for_prefill())
         limit = jnp.int32(rounds)
         try:
@@ -237,7 +238,7 @@ class TreeFlash:
 
         return jax.tree.map(put, batch)
 
-    def _call(self, function: Any, args: tuple[Any, ...], clock: _Clock, **static: Any) -> Any:
+    def _call(self, function: Any, args: tuple[Any, ...], clock: Clock, **static: Any) -> Any:
         """Runs a compiled program, compiling it first (off the clock) where these shapes are new."""
         leaves, structure = jax.tree.flatten(args)
         shapes = tuple((x.shape, x.dtype, x.sharding) for x in leaves)
@@ -249,7 +250,7 @@ class TreeFlash:
             return self.programs[key](*args)
 
     def _results(
-        self, state: DecodeState, rows: list[Row], config: GenerateConfig, clock: _Clock, interrupted: bool
+        self, state: DecodeState, rows: list[Row], config: GenerateConfig, clock: Clock, interrupted: bool
     ) -> list[Result]:
         tokens_bs, end_b, done_b, rounds_b, accepted_bs = (
             np.asarray(x) for x in (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
@@ -296,33 +297,14 @@ class TreeFlash:
         """The tree of one round, from a fresh prefill of everything committed before it."""
         start = 1 + sum(accepted[:round_index])
         *before, anchor = row.ids + ids[:start]
-        plan, clock = self.plan(config), _Clock()
-        prefix = Row(row.index, before, row.temperature, row.top_k, row.top_p, row.seed)
+        plan, clock = self.plan(config), Clock()
+        prefix = replace(row, ids=before)
         inputs = self._inputs([prefix], 1, capacity_bucket(len(before) + plan.path_rows + 1), config)
         state = self._call(core.prefill, (self.weights, *inputs), clock, plan=plan.for_prefill())
         state = state.replace(tokens_bs=state.tokens_bs.at[0, len(before)].set(anchor))
         tree = self._call(core.draft, (self.weights, state), clock, plan=plan)
-        tokens, parents, log_probs, valid = (
-            np.asarray(x)[0] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn, tree.valid_bn)
-        )
-        count = int(valid.sum())
-        on_path = {0}
-        following = ids[start : start + accepted[round_index] - 1]
-        at = 0
-        for token in following:
-            [at] = [n for n in range(1, count) if parents[n] == at and tokens[n] == token] or [-1]
-            on_path.add(at)
-        bonus = ids[start + len(following)] if start + len(following) < len(ids) else None
-        return DrawnTree(
-            labels=[self._label(int(token)) for token in tokens[:count]],
-            parents=parents[:count].tolist(),
-            probabilities=np.exp(log_probs[:count]).tolist(),
-            accepted=[node in on_path for node in range(count)],
-            bonus="the cut" if bonus is None else f"bonus {self._label(bonus)}",
-        )
-
-    def _label(self, token: int) -> str:
-        return str(token) if self.tokenizer is None else repr(self.tokenizer.inner.decode([token]))
+        label = str if self.tokenizer is None else lambda token: repr(self.tokenizer.inner.decode([token]))
+        return drawn_tree(tree, ids[start:], accepted[round_index], label)
 
     def _decode(self, ids: list[int]) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode(ids)
@@ -391,35 +373,6 @@ def capacity_bucket(positions: int) -> int:
             return size * 3 // 2
         size *= 2
     return size
-
-
-class _Clock:
-    """Decoding seconds, with compilation counted apart."""
-
-    def __init__(self):
-        self.seconds = self.compile_seconds = 0.0
-        self.start()
-
-    def start(self) -> None:
-        self._since = time.perf_counter()
-
-    def stop(self) -> None:
-        self.seconds += time.perf_counter() - self._since
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        self.stop()
-        try:
-            yield
-        finally:
-            self.start()
-
-    @contextmanager
-    def compiling(self) -> Iterator[None]:
-        with self.paused():
-            since = time.perf_counter()
-            yield
-            self.compile_seconds += time.perf_counter() - since
 
 
 @jax.jit

@@ -1,9 +1,11 @@
-"""What generation hands back: answers with their statistics, pieces of a stream, pictures of draft trees."""
+"""What generation hands back: answers with their statistics, pieces of a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from treeflash_jax.draw import DrawnTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,40 +59,3 @@ class Chunk:
     ids: list[int]
     text: str
     rounds: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrawnTree:
-    """A draft tree as text.
-
-    Attributes:
-      labels: one per node, the anchor first.
-      parents: index of each node's parent; 0 for the anchor.
-      probabilities: of each path from the anchor, as drafted.
-      accepted: whether the verifier kept the node.
-      bonus: label of the token the verifier added.
-    """
-
-    labels: Sequence[str]
-    parents: Sequence[int]
-    probabilities: Sequence[float]
-    accepted: Sequence[bool]
-    bonus: str
-
-    def __str__(self) -> str:
-        children: dict[int, list[int]] = {}
-        for node in range(1, len(self.labels)):
-            children.setdefault(self.parents[node], []).append(node)
-        lines = [f"{self.labels[0]}   (anchor; {len(self.labels)} rows, accepted nodes marked ●, then {self.bonus})"]
-
-        def draw(node: int, indent: str) -> None:
-            below = children.get(node, [])
-            for i, child in enumerate(below):
-                last = i == len(below) - 1
-                mark = "●" if self.accepted[child] else " "
-                branch = "└─" if last else "├─"
-                lines.append(f"{indent}{branch}{mark} {self.labels[child]}  {self.probabilities[child]:.2f}")
-                draw(child, indent + ("   " if last else "│  "))
-
-        draw(0, "")
-        return "\n".join(lines)
