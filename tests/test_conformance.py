@@ -55,7 +55,7 @@ def run_stages(weights, prompt_bt, config, fit, head, draft, nodes):
     unembed = Unembed(
         tables["embed"], tables.get("unembed", tables["embed"]), weights.drafter["norm"], fit.layers.rms_norm_eps
     )
-    table = HEADS[head].expand(weights.head, unembed, hidden_bqd, anchor_b, draft, jnp.float32(1.0))
+    table = HEADS[head].expand(weights.head, unembed, hidden_bqd, anchor_b, draft, jnp.ones(1))
     grown = tree.best_first(table, anchor_b, nodes)
     return {
         "verifier_logits": logits_btv,

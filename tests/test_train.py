@@ -73,7 +73,7 @@ def test_training_head_equals_inference():
     anchor_b = jnp.array([7, 9])
     norm = jnp.ones(16)
     unembed = Unembed(embed_vd, embed_vd, norm, CONFIG.layers.rms_norm_eps)
-    table = mlp.expand(weights, unembed, hidden_bqd, anchor_b, DraftSettings(candidates=4, children=6), jnp.float32(1))
+    table = mlp.expand(weights, unembed, hidden_bqd, anchor_b, DraftSettings(candidates=4, children=6), jnp.ones(1))
     _, candidates = vocab.top_k(unembed.logits(hidden_bqd[:, 1:-1]), 4)
     for m in range(4):
         previous_bq = jnp.concatenate([anchor_b[:, None], candidates[:, :, m]], axis=1)

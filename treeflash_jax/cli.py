@@ -7,6 +7,8 @@ import json
 import sys
 from typing import Any, NoReturn
 
+from treeflash_jax.bench import report, run
+
 METHODS = ("tree", "walk", "chain", "ar")
 HEADS = ("mlp", "linear", "marginal")
 
@@ -73,6 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--to", choices=("dflash", "treeflash"), required=True, help="dialect to write")
     convert.add_argument("--drop-head", action="store_true", help="leave a trained head behind (DFlash files hold none)")
     convert.set_defaults(run=_convert)
+
+    bench = commands.add_parser("bench", help="measure systems side by side, and report")
+    suites = bench.add_subparsers(required=True, metavar="suite", parser_class=_Parser)
+    run.add_arguments(suites.add_parser("run", help="systems side by side on the same prompts"))
+    report.add_arguments(suites.add_parser("report", help="the tables of a results file"))
 
     demo = commands.add_parser(
         "demo",

@@ -103,7 +103,7 @@ class Sampling:
       top_p_b: 1 keeps all.
       limit_b: prompt length + max_new_tokens.
       stop_ids_bx: ids that end a row; -1 pads.
-      drafter_temperature: of the drafted distribution, a scalar > 0.
+      drafter_temperature_b: of the drafted distribution, > 0.
     """
 
     key_b: jax.Array
@@ -112,7 +112,7 @@ class Sampling:
     top_p_b: jax.Array
     limit_b: jax.Array
     stop_ids_bx: jax.Array
-    drafter_temperature: jax.Array
+    drafter_temperature_b: jax.Array
 
 
 @struct.dataclass
@@ -311,7 +311,7 @@ def draft_tree(weights: Weights, state: DecodeState, anchor_b: jax.Array, plan: 
             eps=plan.drafter.layers.rms_norm_eps,
         )
         expander = HEADS[plan.head].expand(
-            weights.head, unembed, hidden_bqd, anchor_b, plan.draft, state.sampling.drafter_temperature
+            weights.head, unembed, hidden_bqd, anchor_b, plan.draft, state.sampling.drafter_temperature_b
         )
     with jax.named_scope("tree"):
         build = partial(trees.BUILDERS[BUILDER_OF_METHOD[plan.method]], num_nodes=plan.num_nodes)

@@ -23,7 +23,7 @@ from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decode import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.draw import DrawnTree, drawn_tree
 from treeflash_jax.heads import DraftSettings
-from treeflash_jax.options import GenerateConfig, Row, resolve, rows_of
+from treeflash_jax.options import GenerateConfig, Row, draft_temperature, resolve, rows_of
 from treeflash_jax.result import Chunk, Result
 from treeflash_jax.tokenizer import Chat, Tokenizer
 
@@ -209,8 +209,7 @@ class TreeFlash:
         stops = sorted(set(self.stop_ids if config.stop_ids is None else config.stop_ids))
         stop_ids_x = np.full(max(1, -(-len(stops) // STOP_SLOTS)) * STOP_SLOTS, -1, np.int32)
         stop_ids_x[: len(stops)] = stops
-        default_t = self.drafter.drafter_temperature if self.drafter else 1.0
-        drafter_t = config.drafter_temperature if config.drafter_temperature is not None else default_t
+        sharpness = [draft_temperature(config, self.drafter, row.temperature) for row in rows] + [1.0] * spare
         dtype = jnp.promote_types(self.weights.verifier["embed"].dtype, jnp.float32)
         length_b = np.array([row.length for row in rows] + [1] * spare, np.int32)
         new_b = np.array([config.max_new_tokens] * len(rows) + [1] * spare, np.int32)
@@ -223,7 +222,7 @@ class TreeFlash:
             top_p_b=jnp.asarray([row.top_p for row in rows] + [1.0] * spare, dtype),
             limit_b=jnp.asarray(length_b + new_b),
             stop_ids_bx=jnp.asarray(np.broadcast_to(stop_ids_x, (size, stop_ids_x.size))),
-            drafter_temperature=jnp.asarray(drafter_t, dtype),
+            drafter_temperature_b=jnp.asarray(sharpness, dtype),
         )
         return self._place((jnp.asarray(tokens_bs), jnp.asarray(length_b), sampling))
 

@@ -40,7 +40,8 @@ class GenerateConfig:
       temperature: of the verifier; 0 is greedy. One value, or one per prompt.
       top_k: keep the k likeliest tokens; 0 keeps all. One value, or one per prompt.
       top_p: keep the likeliest tokens of this mass; 1 keeps all. One value, or one per prompt.
-      drafter_temperature: sharpens or flattens the draft, never the output; the drafter's default if None.
+      drafter_temperature: sharpens or flattens the draft, never the output. None: the drafter's default, or the row's
+        temperature where that is higher (up to 1): a draft is best about as sharp as what it has to match.
       seed: one value, or one per prompt. Prompt i draws from fold_in(seed, i).
       samples: answers per prompt; sample j is what seed + j gives.
       stop_ids: ids that end an answer; None: the model's own.
@@ -133,6 +134,13 @@ def resolve(
         expect(0 <= value < vocabulary, "stop id", value, f"0 to {vocabulary - 1}")
     expect(all(config.stop), "stop", list(config.stop), "strings that are not empty")
     return config
+
+
+def draft_temperature(config: GenerateConfig, drafter: DrafterConfig | None, temperature: float) -> float:
+    """At what temperature a row's draft is made: as asked for, else by the rule of GenerateConfig."""
+    if config.drafter_temperature is not None or drafter is None:
+        return config.drafter_temperature or 1.0
+    return max(drafter.drafter_temperature, min(temperature, 1.0))
 
 
 def rows_of(prompts: list[list[int]], config: GenerateConfig, verifier: ModelConfig) -> list[Row]:

@@ -36,7 +36,7 @@ def expand(
     hidden_bqd: jax.Array,
     anchor_b: jax.Array,
     settings: DraftSettings,
-    temperature: jax.Array,
+    temperature_b: jax.Array,
 ) -> TransitionTable:
     """Transition table [b, i, m, c]; arguments as for the MLP head."""
 
@@ -45,4 +45,4 @@ def expand(
         normed_brd = rms_norm(embedding_brd, params["norm"], NORM_EPS)
         return by_slot_bqd[:, slot_r] + linear("brd,de->bre", normed_brd, params["token"])
 
-    return first_order_table(correct, unembed, hidden_bqd, anchor_b, settings, temperature)
+    return first_order_table(correct, unembed, hidden_bqd, anchor_b, settings, temperature_b)

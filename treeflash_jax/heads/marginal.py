@@ -24,7 +24,7 @@ def expand(
     hidden_bqd: jax.Array,
     anchor_b: jax.Array,
     settings: DraftSettings,
-    temperature: jax.Array,
+    temperature_b: jax.Array,
 ) -> TransitionTable:
     """Transition table [b, i, 1, c] of the block's marginals."""
-    return marginal_table(unembed, hidden_bqd, settings, temperature)
+    return marginal_table(unembed, hidden_bqd, settings, temperature_b)

@@ -55,7 +55,7 @@ def expand(
     hidden_bqd: jax.Array,
     anchor_b: jax.Array,
     settings: DraftSettings,
-    temperature: jax.Array,
+    temperature_b: jax.Array,
 ) -> TransitionTable:
     """Transition table [b, i, m, c] of q'(token | previous token).
 
@@ -65,11 +65,11 @@ def expand(
       hidden_bqd: the drafter's block before its final norm.
       anchor_b: last committed tokens.
       settings: M and K.
-      temperature: of the drafted distribution, a traced scalar > 0.
+      temperature_b: of the drafted distribution, > 0.
     """
 
     def correct(embedding_brd, slot_r, hidden_bqd, normed_bqd):
         hidden_ug_bqxf = linear("bqd,dxf->bqxf", normed_bqd, params["hidden_ug"])
         return hidden_bqd[:, slot_r] + correction(params, embedding_brd, hidden_ug_bqxf[:, slot_r])
 
-    return first_order_table(correct, unembed, hidden_bqd, anchor_b, settings, temperature)
+    return first_order_table(correct, unembed, hidden_bqd, anchor_b, settings, temperature_b)

@@ -49,10 +49,12 @@ Correct = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def marginal_table(
-    unembed: Unembed, hidden_bqd: jax.Array, settings: DraftSettings, temperature: jax.Array
+    unembed: Unembed, hidden_bqd: jax.Array, settings: DraftSettings, temperature_b: jax.Array
 ) -> TransitionTable:
     """One row per depth, whatever the previous token: the marginals of the block. Source: DDTree (arXiv 2604.12989)."""
-    tokens_bic, log_probs_bic = vocab.top_log_probs(unembed.logits(hidden_bqd[:, 1:]), settings.children, temperature)
+    tokens_bic, log_probs_bic = vocab.top_log_probs(
+        unembed.logits(hidden_bqd[:, 1:]), settings.children, temperature_b[:, None, None]
+    )
     next_row_bic = jnp.zeros_like(tokens_bic).at[:, -1].set(-1)
     return TransitionTable(tokens_bic[:, :, None], log_probs_bic[:, :, None], next_row_bic[:, :, None])
 
@@ -63,7 +65,7 @@ def first_order_table(
     hidden_bqd: jax.Array,
     anchor_b: jax.Array,
     settings: DraftSettings,
-    temperature: jax.Array,
+    temperature_b: jax.Array,
 ) -> TransitionTable:
     """Rows (depth i, previous token m) from one batched pass of `correct` over all of them.
 
@@ -82,7 +84,9 @@ def first_order_table(
     previous_br = jnp.concatenate([anchor_b[:, None], candidates_bim.reshape(batch, -1)], axis=1)
     slot_r = jnp.concatenate([jnp.ones(1, jnp.int32), jnp.repeat(jnp.arange(2, size), m)])
     corrected_brd = correct(vocab.embed(unembed.embed_vd, previous_br), slot_r, hidden_bqd, normed_bqd)
-    tokens_brc, log_probs_brc = vocab.top_log_probs(unembed.logits(corrected_brd), settings.children, temperature)
+    tokens_brc, log_probs_brc = vocab.top_log_probs(
+        unembed.logits(corrected_brd), settings.children, temperature_b[:, None, None]
+    )
 
     def table(rows_brc: jax.Array) -> jax.Array:
         """[b, r, c] -> [b, i, m, c]; the one row of depth 0 fills its m."""

@@ -1,0 +1,169 @@
+"""`bench report`: statistics of records made by hand, with known answers, and files it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from treeflash_jax.bench import report, run
+
+
+def made(prompt, system, lengths, seconds, *, tokens=None, temperature=0.0, seed=0, ids=((1, 2),)):
+    """A record made by hand; `lengths` by turn."""
+    base, _, nodes = system.partition("-")
+    flat = [length for turn in lengths for length in turn]
+    own = dict.fromkeys(report.OWN) | {"method": "ar" if base == "ar" else "tree", "nodes": int(nodes) if nodes else None}
+    settings = dict.fromkeys(report.SHARED, 1) | own | {"temperature": temperature, "seed": seed}
+    return {
+        "schema": report.SCHEMA,
+        "prompt_id": prompt,
+        "prompt_hash": "0",
+        "system": system,
+        "settings": settings,
+        "rounds": len(flat),
+        "committed": sum(flat),
+        "accept_lengths": lengths,
+        "accepted_by_depth": [sum(x > d for x in flat) for d in range(1, max(flat, default=1))],
+        "ids": ids,
+        "tokens": sum(flat) if tokens is None else tokens,
+        "seconds": seconds,
+        "compile_seconds": 0.0,
+        "finished": ["stop"],
+        "thinking": False,
+        "versions": {"jax": "1"},
+        "hardware": {"backend": "cpu", "device": "cpu", "devices": 1, "cores": 2},
+    }
+
+
+def row_of(records, system, temperature=0.0, **settings):
+    rows = report.summarise(records, **settings)["rows"]
+    return next(row for row in rows if row["system"] == system and row["temperature"] == temperature)
+
+
+def test_tau_pooled_and_per_response_and_depths():
+    records = [made("a", "treeflash-8", [[4, 4, 4], [1]], 2.0, tokens=12), made("b", "treeflash-8", [[]], 1.0, tokens=1)]
+    row = row_of(records, "treeflash-8")
+    assert row["tau"] == 13 / 4
+    assert row["tau_per_response"] == (4 + 1) / 2  # the response without a round is left out
+    assert (row["responses"], row["prompts"], row["rounds"]) == (3, 2, 4)
+    assert row["acceptance_by_depth"] == [3 / 4, 3 / 4, 3 / 4]
+    assert row["tokens_per_second"] == 13 / 3
+    assert row["speedup"] is None and row["tau_ratio"] is None and row["against"] is None
+    assert row_of(records[1:], "treeflash-8")["tau"] is None
+
+
+def test_speedup_pairs_prompts_seeds_and_temperatures():
+    records = [
+        made("a", "ar", [[1] * 10], 10.0),
+        made("a", "ar", [[1] * 10], 5.0, seed=1),
+        made("a", "ar", [[1] * 10], 1.0, temperature=1.0),
+        made("b", "ar", [[1] * 10], 99.0),  # no partner
+        made("a", "treeflash-8", [[5, 5]], 2.0),
+        made("a", "treeflash-8", [[5, 5]], 3.0, seed=1, ids=[[9]]),
+        made("a", "treeflash-8", [[5, 5]], 4.0, seed=2),  # no partner
+        made("a", "treeflash-8", [[5, 5]], 2.0, temperature=1.0),
+    ]
+    row = row_of(records, "treeflash-8")
+    assert row["speedup"] == {"value": (20 / 5) / (20 / 15), "low": None, "high": None, "answers": 2}
+    assert row["identical"] == 1
+    assert row_of(records, "treeflash-8", 1.0)["speedup"]["value"] == 0.5
+
+
+def test_bootstrap_draws_whole_prompts_of_both_systems():
+    """Two prompts of ratios 2 and 4: a quarter of the draws holds one of them twice, so the interval ends there."""
+    records = []
+    for prompt, mine in (("a", 2), ("b", 4)):
+        for seed in (0, 1):
+            records.append(made(prompt, "marginal-8", [[1, 1]], 1.0, seed=seed))
+            records.append(made(prompt, "treeflash-8", [[mine, mine]], 1.0, seed=seed))
+    ratio = row_of(records, "treeflash-8", resamples=500)["tau_ratio"]
+    assert (ratio["value"], ratio["low"], ratio["high"], ratio["answers"]) == (3.0, 2.0, 4.0, 4)
+
+
+def test_pairing_cancels_what_prompts_share():
+    """Prompts of very different tau, but the same ratio everywhere: no uncertainty is left."""
+    records = []
+    for i, length in enumerate((1, 2, 8)):
+        records.append(made(str(i), "marginal-8", [[length] * 4], 1.0))
+        records.append(made(str(i), "treeflash-8", [[2 * length] * 4], 1.0))
+    ratio = row_of(records, "treeflash-8")["tau_ratio"]
+    assert np.allclose([ratio["value"], ratio["low"], ratio["high"]], 2.0)
+
+
+def test_tau_is_compared_with_as_many_rows_or_a_named_system():
+    records = [made("a", name, [[i + 1] * 2], 1.0) for i, name in enumerate(("marginal-8", "marginal-64", "treeflash-64"))]
+    assert row_of(records, "treeflash-64")["against"] == "marginal-64"
+    assert row_of(records, "treeflash-64")["tau_ratio"]["value"] == 3 / 2
+    assert row_of(records, "treeflash-64", against="marginal-8")["tau_ratio"]["value"] == 3
+    assert row_of(records, "marginal-64")["tau_ratio"] is None
+    with pytest.raises(ValueError, match="unknown system 'eagle'"):
+        report.summarise(records, against="eagle")
+
+
+def test_report_derives_table_and_json_from_the_file(tmp_path, capsys):
+    records = [
+        made("a", "ar", [[1, 1]], 1.0),
+        made("a", "marginal-8", [[2]], 1.0),
+        made("a", "treeflash-8", [[3]], 1.0),
+        made("b", "ar", [[1] * 6], 2.0),
+        made("b", "marginal-8", [[3, 3]], 1.0),
+        made("b", "treeflash-8", [[6]], 1.0),
+    ]
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert report.main([str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(report.summarise(records)))
+    assert report.main([str(path), "--against", "ar"]) == 0
+    printed = capsys.readouterr().out
+    [line] = [line for line in printed.splitlines() if "treeflash-8" in line and "/ ar" in line]
+    assert [cell.strip() for cell in line.strip("│").split("│")] == [
+        *("0", "treeflash-8", "2", "4.50", "4.50", "4", "1.69 [1.50, 2.00]", "4.50 [3.00, 6.00] / ar", "2 of 2")
+    ]
+    assert "share of rounds" in printed and "jax 1" in printed
+
+
+def changed(**changes):
+    return made("b", "ar", [[1]], 1.0) | changes
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (json.dumps(changed(schema=2)), "results.jsonl:2: got schema 2, expected 1"),
+        ('{"schema": 1', "results.jsonl:2: got malformed JSON"),
+        ("[]", "results.jsonl:2: got list"),
+        ('{"schema": 1, "rounds": 1}', "results.jsonl:2: got a record without prompt_id"),
+        (json.dumps(changed(settings={})), "results.jsonl:2: got a record without settings.verifier"),
+        (json.dumps(changed(prompt_id="a")), "results.jsonl:2: got a second answer to ('a', 'ar', 0.0, 0)"),
+        (json.dumps(changed(versions={"jax": "2"})), "results.jsonl:2: got jax '2', but '1' in earlier lines"),
+        (json.dumps(changed(hardware={"backend": "gpu"})), "results.jsonl:2: got backend 'gpu', but 'cpu'"),
+    ],
+)
+def test_bad_results_are_named_by_file_and_line_and_kept(tmp_path, capsys, line, words):
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps(made("a", "ar", [[1]], 1.0)) + "\n" + line + "\n")
+    before = path.read_bytes()
+    for command in (lambda: report.main([str(path)]), lambda: run.main(["--out", str(path)])):
+        assert command() == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.count("\n") == 1 and words in captured.err
+    assert path.read_bytes() == before
+
+
+def test_report_of_nothing_or_half_a_line(tmp_path, capsys):
+    path = tmp_path / "results.jsonl"
+    assert report.main([str(path)]) == 2
+    path.write_text("")
+    assert report.main([str(path)]) == 2
+    assert capsys.readouterr().err.splitlines()[1].endswith("results.jsonl: got no records, expected at least one")
+    path.write_text(json.dumps(made("a", "ar", [[1]], 1.0)) + '\n{"schema": 1, "pro')
+    with pytest.warns(UserWarning, match=r"results.jsonl:2: the last line is cut off"):
+        assert report.main([str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["responses"] == 1
+
+
+def test_no_resamples_are_refused():
+    with pytest.raises(ValueError, match="resamples 0"):
+        report.summarise([made("a", "ar", [[1]], 1.0)], resamples=0)

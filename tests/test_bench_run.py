@@ -1,0 +1,306 @@
+"""`bench run`: what is measured, how a run is resumed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from copy import deepcopy
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+import treeflash_jax as tf
+from treeflash_jax.bench import prompts as prompt_files
+from treeflash_jax.bench import report, run
+from treeflash_jax.bench.run import parse_systems
+from treeflash_jax.generate import load
+
+FIRST, SECOND = "How many legs do 3 cows have?", "And 5 hens?"
+PROMPTS = [{"id": "cows", "turns": [FIRST, SECOND], "reference": "12"}, {"id": 7, "turns": ["Name a colour."]}]
+SMALL = "--systems ar marginal treeflash --nodes 8 --candidates 4 --children 4 --max-new-tokens 8".split()
+SYSTEMS = ["ar", "marginal-8", "treeflash-8"]
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    return write_lines(tmp_path / "prompts.jsonl", PROMPTS)
+
+
+@pytest.fixture
+def fake(tiny, monkeypatch):
+    """Answers made up at once, of two rounds with 3 and 1 tokens; `calls` holds what was asked for."""
+    calls = []
+
+    def generate(_, inputs, config, *, seed):
+        calls.append(SimpleNamespace(inputs=deepcopy(inputs), config=config, seed=seed))
+        slow = fake.compiles(len(calls))
+        return [
+            tf.Result(
+                prompt_ids=[1],
+                ids=[5, 6, 7, 8],
+                text=f"answer {len(calls)}",
+                accept_lengths=[3, 1],
+                finished=fake.finished,
+                seconds=1000.0 if slow else float(len(inputs)),
+                compile_seconds=9.0 if slow else 0.0,
+                tokens_per_second=4.0,
+            )
+            for _ in inputs
+        ]
+
+    fake = SimpleNamespace(calls=calls, compiles=lambda call: False, finished="stop", model=tiny)
+    monkeypatch.setattr(tf.TreeFlash, "generate", generate)
+    monkeypatch.setattr(run.tf, "load", lambda *_, **__: tiny)
+    return fake
+
+
+def bench(prompts, out, *more):
+    return run.main(["--prompts", str(prompts), "--out", str(out), *SMALL, *more])
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_records_what_generate_gives(tiny, prompts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run.tf, "load", lambda *_, **__: tiny)
+    out = tmp_path / "out.jsonl"
+    assert bench(prompts, out, "--temperature", "0", "1") == 0
+    records = read(out)
+    keys = [(p, s, t, 0) for p in ("cows", "7") for t in (0.0, 1.0) for s in SYSTEMS]
+    assert sorted(report.key_of(record) for record in records) == sorted(keys)
+    assert [r["system"] for r in records] == 2 * SYSTEMS + 2 * (SYSTEMS[1:] + SYSTEMS[:1])  # interleaved, rotating
+
+    chat = [{"role": "user", "content": FIRST}]
+    settings = {"max_new_tokens": 8, "nodes": 8, "candidates": 4, "children": 4}
+    answer = tiny.generate([chat], **settings)[0]
+    chat += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": SECOND}]
+    again = tiny.generate([chat], **settings)[0]
+    record = next(r for r in records if report.key_of(r) == ("cows", "treeflash-8", 0.0, 0))
+    assert record["ids"] == [answer.ids, again.ids] and record["tokens"] == len(answer.ids) + len(again.ids)
+    assert record["accept_lengths"] == [answer.accept_lengths, again.accept_lengths]
+    lengths = answer.accept_lengths + again.accept_lengths
+    assert record["rounds"] == len(lengths) and record["committed"] == sum(lengths)
+    assert record["finished"] == [answer.finished, again.finished] and record["thinking"] is False
+    drafts = {"nodes": 8, "candidates": 4, "children": 4, "head": "mlp", "method": "tree"}
+    drafts |= {"drafter_temperature": tiny.drafter.drafter_temperature, "drafter_temperature_rule": "max(it, min(T, 1))"}
+    others = {"temperature": 0.0, "seed": 0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 8, "format": "chat"}
+    model = {"dtype": "float32", "batch_size": 1, "verifier": "tiny", "drafter": "tiny"}
+    assert record["settings"] == drafts | others | model
+    assert record["hardware"]["backend"] == "cpu" and record["hardware"]["cores"] >= 1
+    assert set(record["versions"]) == {"jax", "treeflash_jax", "python"}
+    plain = next(r for r in records if r["system"] == "ar")
+    assert plain["settings"]["head"] is plain["settings"]["nodes"] is None and set(plain["accept_lengths"][0]) == {1}
+
+    for record in records:
+        assert record["seconds"] > 0
+        same = [r["ids"] for r in records if r["prompt_id"] == record["prompt_id"]]
+        assert [ids for ids in same if ids == record["ids"]] == 3 * [record["ids"]], "the systems of one temperature agree"
+    assert len(capsys.readouterr().out.splitlines()) > len(SYSTEMS)
+
+
+def test_the_shipped_pair_is_loaded_by_default_and_folders_by_name(fake, prompts, tmp_path, monkeypatch):
+    loads = []
+    monkeypatch.setattr(run.tf, "load", lambda name, **paths: loads.append((name, paths)) or load(name, **paths))
+    assets = prompt_files.BUNDLED.parents[1] / "assets" / "tiny"
+    folders = [str(assets / "verifier"), str(assets / "drafter")]
+    assert bench(prompts, tmp_path / "a.jsonl") == 0
+    assert bench(prompts, tmp_path / "b.jsonl", "--pair", *folders, "--dtype", "bfloat16") == 0
+    assert loads[0] == ("tiny", {"verifier": None, "drafter": None, "dtype": None})
+    assert loads[1] == (None, {"verifier": folders[0], "drafter": folders[1], "dtype": "bfloat16"})
+    for record in read(tmp_path / "b.jsonl"):
+        assert [record["settings"][name] for name in ("verifier", "drafter", "dtype")] == [*folders, "bfloat16"]
+
+
+def test_first_calls_and_calls_that_compile_are_made_again(fake, prompts, tmp_path):
+    """Conversations of 2 turns and 1: calls 1 to 4 are the first of ar and its repetition, 5 to 8 the tree's."""
+    fake.compiles = lambda call: call in (1, 9)  # the first turn of all, and the tree's call for the second prompt
+    out = tmp_path / "out.jsonl"
+    assert bench(prompts, out, "--systems", "ar", "treeflash") == 0
+    assert [call.config.method for call in fake.calls] == 4 * ["ar"] + 4 * ["tree"] + 2 * ["tree"] + ["ar"]
+    assert [r["seconds"] for r in read(out)] == [2.0, 2.0, 1.0, 1.0]
+    assert [r["compile_seconds"] for r in read(out)] == [9.0, 0.0, 9.0, 0.0]
+
+
+def test_each_prompt_has_its_own_noise_which_all_systems_share(fake, prompts, tmp_path):
+    assert bench(prompts, tmp_path / "out.jsonl", "--seed", "0", "1") == 0
+    seeds = {}
+    for call in fake.calls:
+        seeds.setdefault((call.inputs[0][0]["content"], call.config.seed), set()).update(call.seed)
+    assert all(len(values) == 1 for values in seeds.values())
+    assert len(set.union(*seeds.values())) == 4
+
+
+def test_a_batch_shares_its_seconds(fake, tmp_path):
+    prompts = write_lines(tmp_path / "prompts.jsonl", [*PROMPTS, {"id": "c", "turns": ["Why?"]}])
+    out = tmp_path / "out.jsonl"
+    assert bench(prompts, out, "--systems", "ar", "--batch-size", "2") == 0
+    assert [len(call.inputs) for call in fake.calls] == [2, 1, 2, 1, 1]  # two turns, again after warm-up, the last prompt
+    assert [(r["prompt_id"], r["seconds"]) for r in read(out)] == [("cows", 2.0), ("7", 1.0), ("c", 1.0)]
+    out.write_text(
+        out.read_text().splitlines(keepends=True)[1]
+    )  # "7" is known: its batch is measured again for "cows" alone
+    assert bench(prompts, out, "--systems", "ar", "--batch-size", "2") == 0
+    assert [r["prompt_id"] for r in read(out)] == ["7", "cows", "c"]
+
+
+def test_depths_count_accepted_draft_tokens(fake, prompts, tmp_path):
+    assert bench(prompts, tmp_path / "out.jsonl", "--systems", "treeflash") == 0
+    assert [r["accepted_by_depth"] for r in read(tmp_path / "out.jsonl")] == [[2, 2], [1, 1]]
+
+
+def test_the_chain_drafts_the_whole_block(fake, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr(fake.model, "drafter", replace(fake.model.drafter, num_nodes=4))
+    assert bench(prompts, tmp_path / "out.jsonl", "--systems", "chain", "--nodes", "4") == 0
+    [settings] = {
+        (r["settings"]["method"], r["settings"]["nodes"], r["settings"]["head"]) for r in read(tmp_path / "out.jsonl")
+    }
+    assert settings == ("chain", fake.model.drafter.block_size, "marginal")
+
+
+def test_a_stopped_run_continues_where_it_was(fake, prompts, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert bench(prompts, out) == 0
+    whole = out.read_bytes().splitlines(keepends=True)
+    kept = b"".join(whole[:4])
+    out.write_bytes(kept + whole[4][:40])
+    fake.calls.clear()
+    with pytest.warns(UserWarning, match=r"out.jsonl:5: the last line is cut off"):
+        assert bench(prompts, out) == 0
+    assert out.read_bytes().startswith(kept)
+    assert sorted(map(report.key_of, read(out))) == sorted(report.key_of(json.loads(line)) for line in whole)
+    assert {call.config.method for call in fake.calls} == {"ar", "tree"} and len(fake.calls) == 4  # 2 answers, 2 warm-ups
+
+    out.write_bytes(out.read_bytes()[:-1])  # a whole record without its newline is kept
+    fake.calls.clear()
+    assert bench(prompts, out) == 0
+    assert fake.calls == [] and len(read(out)) == 6
+    assert bench(prompts, out, "--systems", "treeflash-4", "--seed", "1") == 0  # another system and seed join the file
+    assert len(read(out)) == 8
+
+
+def test_an_interrupted_answer_is_not_recorded(fake, prompts, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert bench(prompts, out, "--systems", "ar") == 0
+    before = out.read_bytes()
+    fake.finished = "interrupted"
+    with pytest.raises(KeyboardInterrupt):
+        bench(prompts, out)
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--max-new-tokens", "9"], "got max_new_tokens 9, but 8 in the file"),
+        (["--format", "math"], "got format 'math', but 'chat'"),
+        (["--candidates", "5"], "got candidates 5, but 4"),
+        (["--systems", "medusa"], "unknown system 'medusa'"),
+        (["--systems", "ar-16"], "unknown system 'ar-16'"),
+        (["--systems", "treeflash-big"], "unknown system 'treeflash-big'"),
+        (["--systems", "treeflash-0"], "nodes 0"),
+        (["--nodes", "-1"], "nodes -1"),
+        (["--temperature", "0", "-1"], "temperature -1"),
+        (["--seed", "-1"], "seed -1"),
+        (["--batch-size", "0"], "batch_size 0"),
+        (["--limit", "0"], "limit 0"),
+        (["--max-new-tokens", "1500"], "prompt 'cows': got 30"),
+        (["--out", "nowhere/out.jsonl"], "cannot write nowhere/out.jsonl: No such file"),
+        (["--out", "."], "cannot write .: Is a directory"),
+        (["--prompts", "nowhere.jsonl"], "cannot read nowhere.jsonl: No such file"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_keep_the_results(fake, prompts, tmp_path, capsys, more, words):
+    out = tmp_path / "out.jsonl"
+    assert bench(prompts, out) == 0
+    before = out.read_bytes()
+    fake.calls.clear()
+    capsys.readouterr()
+    if "1500" in more:  # a length that only a fresh file gets to see
+        out = tmp_path / "fresh.jsonl"
+    assert bench(prompts, out, *more) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and words in captured.err
+    assert fake.calls == [] and (tmp_path / "out.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "prompts.jsonl: got no prompts"),
+        ("\n\n", "prompts.jsonl: got no prompts"),
+        ('{"id": "a", "turns": ["x"]}\n{"id": "b", "turns"', "prompts.jsonl:2: got malformed JSON"),
+        ('["x"]\n', "prompts.jsonl:1: got list"),
+        ('{"turns": ["x"]}\n', "prompts.jsonl:1: got id None"),
+        ('{"id": "a", "turns": ["x"]}\n\n{"id": "a", "turns": ["y"]}\n', "prompts.jsonl:3: got id 'a'"),
+        ('{"id": "a", "turns": []}\n', "prompts.jsonl:1: got turns []"),
+        ('{"id": "a", "turns": "x"}\n', "prompts.jsonl:1: got turns 'x'"),
+        ('{"id": "a", "turns": ["x", 3]}\n', "prompts.jsonl:1: got turns ['x', 3]"),
+    ],
+)
+def test_bad_prompts_are_named_by_file_and_line(tmp_path, text, words):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        prompt_files.read_prompts(path)
+    assert words in str(error.value)
+
+
+def test_another_text_or_format_for_a_known_prompt_is_refused(fake, prompts, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    assert bench(prompts, out) == 0
+    write_lines(prompts, [PROMPTS[0], {"id": 7, "turns": ["Name a colour!"]}])
+    assert bench(prompts, out) == 2
+    assert "another text for prompt '7'" in capsys.readouterr().err
+    assert bench(prompts, tmp_path / "raw.jsonl", "--format", "raw") == 2
+    assert "prompt 'cows': got 2 turns, expected 1" in capsys.readouterr().err
+
+
+def test_a_pair_without_a_head_has_no_treeflash(tiny):
+    systems = {name: tf.GenerateConfig(**fields) for name, fields in parse_systems(["treeflash"], [4]).items()}
+    headless = tf.TreeFlash(tiny.verifier, tiny.weights, drafter=replace(tiny.drafter, head="marginal"))
+    with pytest.raises(ValueError, match="'treeflash-4', expected 'marginal' trees alone"):
+        run.check(headless, run.Bench(systems=systems, prompts=[]), [], "out.jsonl")
+    plain = tf.TreeFlash(tiny.verifier, tiny.weights)
+    with pytest.raises(ValueError, match="no drafter is loaded"):
+        run.check(plain, run.Bench(systems=systems, prompts=[]), [], "out.jsonl")
+
+
+def test_systems_by_name():
+    systems = parse_systems(["ar", "chain", "marginal", "treeflash-64", "treeflash"], [4, 16])
+    assert list(systems) == "ar chain marginal-4 marginal-16 treeflash-64 treeflash-4 treeflash-16".split()
+    assert systems["marginal-16"] == {"method": "tree", "head": "marginal", "nodes": 16}
+    assert systems["treeflash-64"] == {"method": "tree", "nodes": 64}
+    sharper = parse_systems(["marginal@0.7", "chain@0.5", "treeflash-4@2"], [8])
+    assert list(sharper) == "marginal-8@0.7 chain@0.5 treeflash-4@2".split()
+    assert [fields["drafter_temperature"] for fields in sharper.values()] == [0.7, 0.5, 2.0]
+
+
+def test_published_formats_and_draw(fake):
+    assert (
+        prompt_files.format_turn("1 + {turn}?", "chat") == prompt_files.format_turn("1 + {turn}?", "raw") == "1 + {turn}?"
+    )
+    boxed = "Q\nPlease reason step by step, and put your final answer within \\boxed{}."
+    assert prompt_files.format_turn("Q", "math") == boxed
+    assert prompt_files.format_turn("def f():", "humaneval").endswith("passes the tests:\n```python\ndef f():\n```")
+    every = prompt_files.read_prompts(prompt_files.BUNDLED)
+    assert [p.id for p in prompt_files.draw(every, 5)] == [
+        every[i].id for i in sorted(random.Random(42).sample(range(len(every)), 5))
+    ]
+    assert prompt_files.draw(every, None) == prompt_files.draw(every, 99) == every
+    for format, expected in (("raw", "Q"), ("math", [{"role": "user", "content": boxed}])):
+        run.converse(fake.model, [prompt_files.BenchPrompt(id="a", turns=("Q",))], tf.GenerateConfig(), format)
+        assert fake.calls[-1].inputs == [expected]
+
+
+def test_the_bundled_prompts_fit_the_shipped_pair(tiny):
+    prompts = prompt_files.read_prompts(prompt_files.BUNDLED)
+    assert len(prompts) == 16 and any(len(prompt.turns) == 2 for prompt in prompts)
+    bench = run.Bench(systems={"ar": tf.GenerateConfig(method="ar", max_new_tokens=512)}, prompts=prompts)
+    run.check(tiny, bench, [], "out.jsonl")

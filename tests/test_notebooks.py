@@ -1,0 +1,109 @@
+"""Notebooks run top to bottom, and their saved outputs are whole and say nothing about the machine that made them.
+
+`python tests/test_notebooks.py` runs them in place and saves the outputs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+from ipykernel.kernelspec import write_kernel_spec
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|tmp|home|Users)\b")
+LARGEST = 300_000
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
+    """Runs a notebook in `folder`, on a kernel of this interpreter that imports this clone.
+
+    Raises:
+      nbclient.exceptions.CellExecutionError: the first cell that fails.
+    """
+    write_kernel_spec(folder / "kernels" / "this-interpreter")
+    os.environ["JUPYTER_PATH"] = str(folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm, where ipywidgets is not installed
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook,
+        kernel_name="this-interpreter",
+        timeout=300,
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(folder)}},
+    )
+    return client.execute()
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@each_notebook
+def test_runs_top_to_bottom(path, tmp_path, monkeypatch):
+    for name in ("JUPYTER_PATH", "PYTHONPATH", "PYTHONWARNINGS"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # put back after the test
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # compiling is most of the time
+    notebook = execute(Path(shutil.copy(path, tmp_path)), tmp_path)
+    for cell in code_cells(notebook):
+        assert not [output for output in cell.outputs if output.output_type == "error"], cell.source
+
+
+@each_notebook
+def test_is_saved_with_the_outputs_of_one_run(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert (notebook.nbformat, notebook.nbformat_minor) == (4, 5)
+    assert notebook.metadata.kernelspec.name == "python3"
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
+    assert path.stat().st_size < LARGEST
+
+
+@each_notebook
+def test_names_no_path_of_a_machine(path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        texts = [cell.source]
+        for output in cell.get("outputs", []):
+            data = {kind: value for kind, value in output.get("data", {}).items() if not kind.startswith("image/")}
+            texts += [json.dumps(data), output.get("text", "")]
+        for text in texts:
+            assert not MACHINE_PATH.search(text), text
+
+
+def save(path: Path, folder: Path) -> None:
+    """Runs a notebook and saves it with its outputs and nothing that changes between runs of the same code."""
+    notebook = execute(path, folder)
+    notebook.metadata = METADATA
+    for cell in notebook.cells:
+        cell.metadata = {}
+    nbformat.validate(notebook)
+    nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    for path in NOTEBOOKS:
+        with tempfile.TemporaryDirectory() as folder:
+            save(path, Path(folder))

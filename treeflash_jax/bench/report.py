@@ -1,0 +1,308 @@
+"""The summary of a benchmark, derived from its JSONL alone: `treeflash bench report FILE`.
+
+    python -m treeflash_jax.bench.report results.jsonl [--against marginal] [--json]
+
+Estimators. tau pooled: all committed tokens over all rounds. tau per response: the mean of every response's own tau (a turn
+is a response; those without a round are left out). tokens/s: all tokens over all seconds, prefill included. speedup:
+tokens/s over that of the one-token system, and tau ratio: pooled tau over that of a named system, both over the answers
+that the two have in common at one temperature: same prompt, same seed, same run. Intervals are 95 % percentile bootstraps
+over prompts; both systems, and all seeds of a prompt, are drawn together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+Record = dict[str, Any]
+Answers = dict[tuple[str, int], Record]  # one system's records at one temperature, by (prompt, seed)
+
+SCHEMA = 1
+KEYS = (
+    "prompt_id prompt_hash system settings rounds committed accept_lengths accepted_by_depth ids tokens seconds "
+    "compile_seconds finished thinking versions hardware"
+).split()
+# Settings that all records of a file share; the others are a system's own. Temperature and seed tell records apart.
+SHARED = "verifier drafter dtype format max_new_tokens batch_size top_k top_p".split()
+OWN = "method head nodes candidates children drafter_temperature drafter_temperature_rule".split()
+RESAMPLES = 2000
+WIDTH = 140  # of tables that do not go to a terminal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("results", metavar="FILE", help="JSONL of `treeflash bench run`")
+    parser.add_argument(
+        "--against", metavar="SYSTEM", help="tau ratios over this system; marginal: of as many rows (default)"
+    )
+    parser.add_argument("--resamples", type=int, default=RESAMPLES, help="of the bootstrap (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the summary of one results file.
+
+    Raises:
+      ValueError: a file that cannot be read, is empty, malformed, of another schema version or of several runs.
+    """
+    records, _ = read_records(arguments.results)
+    summary = summarise(records, against=arguments.against, resamples=arguments.resamples, source=arguments.results)
+    if arguments.json:
+        print(json.dumps(summary, indent=2))
+    else:
+        show(summary)
+    return 0
+
+
+def read_jsonl(path: str | Path, *, unfinished_tail: bool = False) -> tuple[list[tuple[int, Record]], int]:
+    """Objects of a JSONL file with their line numbers, and how many bytes of the file they take.
+
+    Args:
+      path: the file; blank lines are skipped.
+      unfinished_tail: a last line cut off in the middle is left out with a warning.
+
+    Raises:
+      ValueError: a file that cannot be read, or a line that is no JSON object.
+    """
+    try:
+        lines = Path(path).read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    objects, size = [], 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            if unfinished_tail and number == len(lines) and not line.endswith(b"\n"):
+                warnings.warn(f"{path}:{number}: the last line is cut off and left out", stacklevel=2)
+                break
+            raise ValueError(f"{path}:{number}: got malformed JSON ({error}), expected one object a line") from None
+        if line.strip():
+            if not isinstance(value, dict):
+                raise ValueError(f"{path}:{number}: got {type(value).__name__}, expected a JSON object")
+            objects.append((number, value))
+        size += len(line)
+    return objects, size
+
+
+def read_records(path: str | Path) -> tuple[list[Record], int]:
+    """Records of one run, and how many bytes of the file they take. A last line that was cut off is left out.
+
+    Raises:
+      ValueError: malformed lines, another schema version, missing keys, an answer given twice, records of several runs.
+    """
+    objects, size = read_jsonl(path, unfinished_tail=True)
+    seen: set[tuple[str, str, float, int]] = set()
+    firsts: dict[str, Record] = {}
+    for number, record in objects:
+        at = f"{path}:{number}"
+        if record.get("schema") != SCHEMA:
+            raise ValueError(f"{at}: got schema {record.get('schema')!r}, expected {SCHEMA}; write to another file")
+        settings = record.get("settings", {})
+        missing = [key for key in KEYS if key not in record]
+        missing += [f"settings.{key}" for key in (*SHARED, *OWN, "temperature", "seed") if key not in settings]
+        if missing:
+            raise ValueError(f"{at}: got a record without {', '.join(missing)}")
+        if key_of(record) in seen:
+            raise ValueError(f"{at}: got a second answer to {key_of(record)}, expected one")
+        seen.add(key_of(record))
+        firsts.setdefault(record["system"], record)
+        for first in (next(iter(firsts.values())), firsts[record["system"]]):
+            if change := difference(record, first):
+                raise ValueError(f"{at}: {change} in earlier lines; results of several runs cannot be compared")
+    return [record for _, record in objects], size
+
+
+def key_of(record: Record) -> tuple[str, str, float, int]:
+    """(prompt, system, temperature, seed): what tells the records of a file apart."""
+    settings = record["settings"]
+    return record["prompt_id"], record["system"], settings["temperature"], settings["seed"]
+
+
+def difference(record: Record, other: Record) -> str | None:
+    """The first thing that keeps two records from belonging to one run, in words; None where they do."""
+    names = SHARED + (OWN if record["system"] == other["system"] else [])
+    for part in ("settings", "versions", "hardware"):
+        ours, theirs = record[part], other[part]
+        for name in names if part == "settings" else sorted({*ours, *theirs}):
+            if ours.get(name) != theirs.get(name):
+                return f"got {name} {ours.get(name)!r}, but {theirs.get(name)!r}"
+    return None
+
+
+def summarise(
+    records: Sequence[Record], *, against: str | None = None, resamples: int = RESAMPLES, source: str = "the results"
+) -> dict[str, Any]:
+    """Everything the tables show.
+
+    Args:
+      records: of one run.
+      against: the system that tau ratios divide by; a tree without rows ("marginal", the default) means as many rows.
+      resamples: of the bootstrap.
+      source: named in errors.
+
+    Returns:
+      {"settings", "versions", "hardware", "rows"}: a row per temperature and system. Ratios are {"value", "low", "high",
+      "answers"} or None where the other system is missing.
+
+    Raises:
+      ValueError: no records, or an unknown system.
+    """
+    if not records:
+        raise ValueError(f"{source}: got no records, expected at least one")
+    if resamples < 1:
+        raise ValueError(f"got resamples {resamples}, expected at least 1")
+    names = sorted({record["system"] for record in records})
+    if against is not None and not any(against in (name, name.partition("-")[0]) for name in names):
+        raise ValueError(f"got unknown system {against!r}, expected one of {', '.join(names)}")
+    groups: dict[float, dict[str, Answers]] = {}
+    for record in records:
+        prompt, system, temperature, seed = key_of(record)
+        groups.setdefault(temperature, {}).setdefault(system, {})[prompt, seed] = record
+    rows = []
+    for temperature, systems in sorted(groups.items()):
+        for name in systems:
+            row = {"temperature": temperature, "system": name}
+            rows.append(row | _row(name, systems, against or "marginal", resamples))
+    first = records[0]
+    shared = {name: first["settings"][name] for name in SHARED}
+    return {"settings": shared, "versions": first["versions"], "hardware": first["hardware"], "rows": rows}
+
+
+def _row(name: str, systems: dict[str, Answers], against: str, resamples: int) -> dict[str, Any]:
+    mine = systems[name]
+    records = list(mine.values())
+    total = {what: sum(record[what] for record in records) for what in ("tokens", "seconds", "rounds", "committed")}
+    responses = [lengths for record in records for lengths in record["accept_lengths"]]
+    taus = [sum(lengths) / len(lengths) for lengths in responses if lengths]
+    depths = [sum(counts) for counts in zip_longest(*(r["accepted_by_depth"] for r in records), fillvalue=0)]
+    plain = next((other for other in systems.values() if _settings(other)["method"] == "ar"), {})
+    beside = next((a for a in (against, f"{against}-{_settings(mine)['nodes']}") if a in systems and a != name), None)
+    return {
+        "nodes": _settings(mine)["nodes"],
+        "prompts": len({prompt for prompt, _ in mine}),
+        "responses": len(responses),
+        **total,
+        "tau": total["committed"] / total["rounds"] if total["rounds"] else None,
+        "tau_per_response": sum(taus) / len(taus) if taus else None,
+        "acceptance_by_depth": [count / total["rounds"] for count in depths],
+        "tokens_per_second": total["tokens"] / max(total["seconds"], 1e-9),
+        "speedup": paired_ratio(mine, plain, "tokens", "seconds", resamples),
+        "identical": sum(mine[key]["ids"] == plain[key]["ids"] for key in mine.keys() & plain.keys()),
+        "against": beside,
+        "tau_ratio": paired_ratio(mine, systems.get(beside, {}), "committed", "rounds", resamples),
+    }
+
+
+def _settings(answers: Answers) -> dict[str, Any]:
+    return next(iter(answers.values()))["settings"]
+
+
+def paired_ratio(mine: Answers, theirs: Answers, top: str, bottom: str, resamples: int) -> dict[str, Any] | None:
+    """(sum of top / sum of bottom) of one system over the same of another, with its paired bootstrap interval.
+
+    Args:
+      mine, theirs: records by (prompt, seed); only keys of both count.
+      top, bottom: names of the two summed quantities.
+      resamples: draws of as many prompts, with replacement.
+
+    Returns:
+      {"value", "low", "high", "answers"}; None without a common answer or where a sum is zero. One prompt has no interval.
+    """
+    common = sorted(mine.keys() & theirs.keys())
+    prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompt for prompt, _ in common))}
+    sums_xp = np.zeros((4, len(prompts)))
+    for key in common:
+        ours, other = mine[key], theirs[key]
+        sums_xp[:, prompts[key[0]]] += (ours[top], ours[bottom], other[top], other[bottom])
+    if not sums_xp.sum(axis=1).all():
+        return None
+    ratio = {"value": float(_ratio(sums_xp.sum(axis=1))), "low": None, "high": None, "answers": len(common)}
+    if len(prompts) > 1:
+        share_p = np.full(len(prompts), 1 / len(prompts))
+        draws_rp = np.random.default_rng(0).multinomial(len(prompts), share_p, size=resamples)
+        with np.errstate(invalid="ignore"):  # a draw of nothing but prompts without rounds has no ratio
+            ratios_r = _ratio(sums_xp @ draws_rp.T)
+        ratio["low"], ratio["high"] = (float(x) for x in np.nanpercentile(ratios_r, (2.5, 97.5)))
+    return ratio
+
+
+def _ratio(sums: np.ndarray) -> np.ndarray:
+    return (sums[0] / sums[1]) / (sums[2] / sums[3])
+
+
+def show(summary: dict[str, Any]) -> None:
+    """Prints the summary as tables."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    settings, hardware, versions = summary["settings"], summary["hardware"], summary["versions"]
+    table = Table(title=f"{settings['verifier']}, {settings['format']} prompts, batch {settings['batch_size']}")
+    columns = ("T", "system", "responses", "tau", "per response", "tokens/s", "speedup", "tau ratio", "identical")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "system" else "right")
+    for row in summary["rows"]:
+        ratio = row["tau_ratio"]
+        table.add_row(
+            f"{row['temperature']:g}",
+            row["system"],
+            str(row["responses"]),
+            _number(row["tau"]),
+            _number(row["tau_per_response"]),
+            f"{row['tokens_per_second']:.0f}",
+            _interval(row["speedup"]),
+            f"{_interval(ratio)} / {row['against']}" if ratio else "-",
+            f"{row['identical']} of {row['speedup']['answers']}" if row["speedup"] else "-",
+        )
+    console.print(table)
+    depth = max(len(row["acceptance_by_depth"]) for row in summary["rows"])
+    if depth:
+        table = Table(title="share of rounds that accept at least so many draft tokens")
+        for column in ("T", "system", *map(str, range(1, depth + 1))):
+            table.add_column(column, justify="left" if column == "system" else "right")
+        for row in summary["rows"]:
+            if row["acceptance_by_depth"]:
+                shares = row["acceptance_by_depth"] + [0.0] * (depth - len(row["acceptance_by_depth"]))
+                table.add_row(f"{row['temperature']:g}", row["system"], *(f"{share:.2f}" for share in shares))
+        console.print(table)
+    console.print(
+        f"{hardware['device']} ({hardware['backend']}, {hardware['cores']} cores), {settings['dtype']}, "
+        f"at most {settings['max_new_tokens']} new tokens, top-k {settings['top_k']}, top-p {settings['top_p']:g}; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + ". tau: tokens committed per round, bonus included; brackets: 95 % paired bootstrap over prompts; "
+        "identical: answers equal to one-token decoding."
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _interval(ratio: dict[str, Any] | None) -> str:
+    if ratio is None:
+        return "-"
+    interval = "" if ratio["low"] is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+    return f"{ratio['value']:.2f}{interval}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    try:
+        return run(arguments)
+    except ValueError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

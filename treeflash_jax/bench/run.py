@@ -1,0 +1,350 @@
+"""Systems side by side on the same prompts, one JSON line per answered prompt: `treeflash bench run --out results.jsonl`.
+
+    python -m treeflash_jax.bench.run --pair VERIFIER DRAFTER --prompts gsm8k.jsonl --format math --limit 64 \\
+        --systems ar chain marginal treeflash --nodes 16 64 --temperature 0 1 --seed 0 1 --out results.jsonl
+
+Later turns of a prompt see the model's own answers. For every prompt, temperature and seed all systems take turns, in an
+order that rotates from prompt to prompt. The first call of a system, and any call that had to compile, is warm-up: it is
+made again and only the second counts. Every prompt draws from its own seed, made of the given one and its id, so prompts
+are independent and all systems face the same noise.
+
+The same command again continues a run that was stopped: what the file holds is not measured again. A file of other
+settings, versions or hardware is refused and left as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+
+import treeflash_jax as tf
+from treeflash_jax.bench import report
+from treeflash_jax.bench.prompts import BUNDLED, FORMATS, BenchPrompt, draw, empty_chat, format_turn, read_prompts
+from treeflash_jax.bench.report import SCHEMA, Record
+from treeflash_jax.options import resolve
+
+# Fields of GenerateConfig. Trees are measured once for every number of --nodes, or at their own: "treeflash-32"; all but
+# "ar" at their own drafter temperature where they name one: "marginal-16@0.7".
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "ar": {"method": "ar"},
+    "chain": {"method": "chain", "head": "marginal"},
+    "marginal": {"method": "tree", "head": "marginal"},
+    "treeflash": {"method": "tree"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What is measured.
+
+    Attributes:
+      systems: settings of every system by name; one temperature and seed each, replaced while measuring.
+      prompts: in the order of measurement.
+      format: a key of FORMATS.
+      temperatures, seeds: every combination is measured.
+      pair: names of verifier and drafter, for the record.
+    """
+
+    systems: dict[str, tf.GenerateConfig]
+    prompts: list[BenchPrompt]
+    format: str = "chat"
+    temperatures: Sequence[float] = (0.0,)
+    seeds: Sequence[int] = (0,)
+    pair: tuple[str, str] = ("tiny", "tiny")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model")
+    model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="folders; default: the shipped pair")
+    model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="of weights, caches and activations")
+    prompts = parser.add_argument_group("prompts")
+    prompts.add_argument("--prompts", default=BUNDLED, metavar="FILE", help="JSONL; default: the bundled set")
+    prompts.add_argument("--format", choices=FORMATS, default="chat", help="published prompt format (default: %(default)s)")
+    prompts.add_argument("--limit", type=int, metavar="N", help="so many, drawn as in the published benchmarks")
+    systems = parser.add_argument_group("systems")
+    systems.add_argument("--systems", nargs="+", default=list(SYSTEMS), metavar="NAME", help="of " + ", ".join(SYSTEMS))
+    systems.add_argument(
+        "--nodes", nargs="+", type=int, default=[16], metavar="N", help="verified rows of trees, root included"
+    )
+    systems.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
+    systems.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    systems.add_argument("--drafter-temperature", type=float, metavar="T", help="default: the drafter's own")
+    output = parser.add_argument_group("sampling and output")
+    output.add_argument("--temperature", nargs="+", type=float, default=[0.0], metavar="T", help="one or more; 0 is greedy")
+    output.add_argument("--seed", nargs="+", type=int, default=[0], metavar="S", help="one or more")
+    output.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens (default)")
+    output.add_argument("--top-p", type=float, default=1.0, help="1 keeps all tokens (default)")
+    output.add_argument("--max-new-tokens", type=int, default=128, help="per turn (default: %(default)s)")
+    output.add_argument("--batch-size", type=int, default=1, help="prompts decoded together (default: %(default)s)")
+    output.add_argument("--out", required=True, metavar="FILE", help="JSONL that results are appended to")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures what the output file lacks, then prints the summary of all it holds.
+
+    Raises:
+      ValueError: bad prompts, systems, settings or output; nothing that was measured before is lost.
+    """
+    systems = parse_systems(arguments.systems, arguments.nodes)
+    prompts = draw(read_prompts(arguments.prompts), arguments.limit)
+    with open_results(arguments.out) as output:
+        earlier, _ = report.read_records(arguments.out)
+        if arguments.dtype == "float64":
+            jax.config.update("jax_enable_x64", True)
+        verifier, drafter = arguments.pair or (None, None)
+        name = None if arguments.pair else "tiny"
+        model = tf.load(name, verifier=verifier, drafter=drafter, dtype=arguments.dtype)
+        names = "candidates children drafter_temperature top_k top_p max_new_tokens batch_size".split()
+        shared = {name: getattr(arguments, name) for name in names}
+        whole_block = {"nodes": model.drafter.block_size}
+        bench = Bench(
+            systems={
+                name: tf.GenerateConfig(**(shared | fields | (whole_block if fields["method"] == "chain" else {})))
+                for name, fields in systems.items()
+            },
+            prompts=prompts,
+            format=arguments.format,
+            temperatures=list(dict.fromkeys(arguments.temperature)),
+            seeds=list(dict.fromkeys(arguments.seed)),
+            pair=tuple(arguments.pair or ("tiny", "tiny")),
+        )
+        check(model, bench, earlier, arguments.out)
+        measure(model, bench, earlier, output)
+    report.show(report.summarise(report.read_records(arguments.out)[0]))
+    return 0
+
+
+def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Fields of GenerateConfig by system name: "ar", "chain", and "marginal-16", "treeflash-64" for trees of so many rows.
+
+    Raises:
+      ValueError: an unknown system, or fewer rows than one.
+    """
+    systems: dict[str, dict[str, Any]] = {}
+    for name in names:
+        sized, at, sharpness = name.partition("@")
+        base, dash, rows = sized.partition("-")
+        fields = SYSTEMS.get(base)
+        is_known = fields is not None and (not dash or (fields["method"] == "tree" and rows.isdecimal()))
+        if not is_known or (at and (base == "ar" or not _is_positive(sharpness))):
+            raise ValueError(
+                f"got unknown system {name!r}, expected one of {', '.join(SYSTEMS)}, or a tree like treeflash-32, "
+                "or one with its own drafter temperature like treeflash-32@0.7"
+            )
+        if at:
+            fields = fields | {"drafter_temperature": float(sharpness)}
+        if fields["method"] != "tree":
+            systems[base + at + sharpness] = fields
+            continue
+        for count in [int(rows)] if rows else nodes:
+            if count < 1:
+                raise ValueError(f"got nodes {count}, expected at least 1 (the root counts)")
+            systems[f"{base}-{count}{at}{sharpness}"] = fields | {"nodes": count}
+    return systems
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return 0 < float(text) < float("inf")
+    except ValueError:
+        return False
+
+
+def open_results(path: str | Path) -> BinaryIO:
+    """The results file, open for appending. A last line that was cut off is removed; all before it stays.
+
+    Raises:
+      ValueError: a path that cannot be written, or a file that holds anything but records of one run.
+    """
+    try:
+        file = open(path, "a+b")
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from None
+    try:
+        _, size = report.read_records(path)
+    except ValueError:
+        file.close()
+        raise
+    file.truncate(size)
+    file.seek(max(size - 1, 0))
+    if file.read(1) not in (b"", b"\n"):
+        file.write(b"\n")
+        file.flush()
+    return file
+
+
+def check(model: tf.TreeFlash, bench: Bench, earlier: Sequence[Record], path: str | Path) -> None:
+    """Refuses, before any compute, what could not be measured or does not belong to the earlier records of the file.
+
+    Raises:
+      ValueError: settings that the pair cannot serve, prompts that are too long, other settings or texts than before.
+    """
+    for name, config in bench.systems.items():
+        resolve(config, {"temperature": bench.temperatures, "seed": bench.seeds}, model.verifier, model.drafter)
+        if config.method == "tree" and config.head is None and model.drafter.head == "marginal":
+            raise ValueError(f"got system {name!r}, expected 'marginal' trees alone: this drafter has no head")
+        ours = {"system": name, "settings": settings_of(model, bench, config), **environment(model)}
+        for record in earlier:
+            if change := report.difference(ours, record):
+                raise ValueError(f"{path}: {change} in the file; write to another file")
+    hashes = {record["prompt_id"]: record["prompt_hash"] for record in earlier}
+    new_tokens = max(config.max_new_tokens for config in bench.systems.values())
+    for prompt in bench.prompts:
+        if hashes.get(prompt.id, prompt.hash) != prompt.hash:
+            raise ValueError(f"{path}: got another text for prompt {prompt.id!r} than in the file; write to another file")
+        if bench.format == "raw" and len(prompt.turns) > 1:
+            raise ValueError(f"prompt {prompt.id!r}: got {len(prompt.turns)} turns, expected 1 with the format raw")
+        length = len(model.encode(empty_chat(prompt, bench.format))) + len(prompt.turns) * new_tokens
+        if length > model.verifier.max_positions:
+            raise ValueError(
+                f"prompt {prompt.id!r}: got {length} tokens, {new_tokens} new ones a turn included, "
+                f"expected at most {model.verifier.max_positions} (the verifier's context)"
+            )
+
+
+def measure(model: tf.TreeFlash, bench: Bench, earlier: Sequence[Record], output: BinaryIO) -> None:
+    """Appends a record for every prompt, temperature, seed and system that `earlier` lacks, each as soon as it is known."""
+    done = {report.key_of(record) for record in earlier}
+    warm: set[str] = set()
+    names = list(bench.systems)
+    size = bench.systems[names[0]].batch_size
+    batches = [bench.prompts[at : at + size] for at in range(0, len(bench.prompts), size)]
+    rounds = [(t, seed) for t in bench.temperatures for seed in bench.seeds]
+    for number, batch in enumerate(batches):
+        turn = number % len(names)
+        for temperature, seed in rounds:
+            for name in names[turn:] + names[:turn]:
+                missing = [p for p in batch if (p.id, name, temperature, seed) not in done]
+                if not missing:
+                    continue
+                config = replace(bench.systems[name], temperature=temperature, seed=seed)
+                answers = converse(model, batch, config, bench.format)
+                compiled = max(sum(result.compile_seconds for result in results) for results in answers)
+                if name not in warm or compiled:
+                    answers = converse(model, batch, config, bench.format)
+                    warm.add(name)
+                for prompt, results in zip(batch, answers, strict=True):
+                    if prompt in missing:
+                        record = record_of(model, bench, name, config, prompt, results)
+                        output.write(json.dumps(record | {"compile_seconds": compiled}).encode() + b"\n")
+                        output.flush()
+                print(f"{number + 1}/{len(batches)} {name} at T {temperature:g}, seed {seed}", file=sys.stderr)
+
+
+def converse(
+    model: tf.TreeFlash, prompts: Sequence[BenchPrompt], config: tf.GenerateConfig, format: str
+) -> list[list[tf.Result]]:
+    """Answers all turns of a batch of prompts, one call a turn; own answers are fed back.
+
+    Returns:
+      Per prompt, a Result per turn. Seconds are the row's share: those of the call over its rows.
+
+    Raises:
+      KeyboardInterrupt: Ctrl-C while decoding; half an answer is no measurement.
+    """
+    chats: list[list[dict[str, str]]] = [[] for _ in prompts]
+    answers: list[list[tf.Result]] = [[] for _ in prompts]
+    seeds = [zlib.crc32(f"{config.seed} {prompt.id}".encode()) for prompt in prompts]
+    for turn in range(max(len(prompt.turns) for prompt in prompts)):
+        rows = [i for i, prompt in enumerate(prompts) if turn < len(prompt.turns)]
+        for i in rows:
+            chats[i].append({"role": "user", "content": format_turn(prompts[i].turns[turn], format)})
+        inputs = [chats[i][0]["content"] if format == "raw" else chats[i] for i in rows]
+        for i, result in zip(rows, model.generate(inputs, config, seed=[seeds[i] for i in rows]), strict=True):
+            if result.finished == "interrupted":
+                raise KeyboardInterrupt
+            answers[i].append(replace(result, seconds=result.seconds / len(rows)))
+            chats[i].append({"role": "assistant", "content": result.text})
+    return answers
+
+
+def record_of(
+    model: tf.TreeFlash,
+    bench: Bench,
+    name: str,
+    config: tf.GenerateConfig,
+    prompt: BenchPrompt,
+    results: Sequence[tf.Result],
+) -> Record:
+    """One line of the results: what was asked, under which settings, what came out. Lists of lists are by turn.
+
+    `committed` and `accept_lengths` count the last round in full; `tokens` is what was kept, the prefill's token included.
+    `accepted_by_depth[i]` counts the rounds that accepted more than i draft tokens.
+    """
+    lengths = [length for result in results for length in result.accept_lengths]
+    return {
+        "schema": SCHEMA,
+        "prompt_id": prompt.id,
+        "prompt_hash": prompt.hash,
+        "system": name,
+        "settings": settings_of(model, bench, config),
+        "rounds": len(lengths),
+        "committed": sum(lengths),
+        "accept_lengths": [result.accept_lengths for result in results],
+        "accepted_by_depth": [sum(length > depth for length in lengths) for depth in range(1, max(lengths, default=1))],
+        "ids": [result.ids for result in results],
+        "tokens": sum(len(result.ids) for result in results),
+        "seconds": sum(result.seconds for result in results),
+        "finished": [result.finished for result in results],
+        "thinking": False,  # chat templates are asked for no thinking
+        **environment(model),
+    }
+
+
+def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) -> dict[str, Any]:
+    """The settings of a system as they take effect; those of drafting are None where nothing is drafted."""
+    plan = model.plan(config)
+    fixed = config.drafter_temperature
+    sharpness = fixed or model.drafter.drafter_temperature
+    names = "method max_new_tokens batch_size temperature top_k top_p seed".split()
+    return {name: getattr(config, name) for name in names} | {
+        "verifier": bench.pair[0],
+        "drafter": bench.pair[1],
+        "dtype": str(model.weights.verifier["embed"].dtype),
+        "format": bench.format,
+        "nodes": plan.num_nodes if plan.drafts else None,
+        "head": plan.head if plan.drafts else None,
+        "candidates": config.candidates if plan.drafts else None,
+        "children": config.children if plan.drafts else None,
+        "drafter_temperature": sharpness if plan.drafts else None,
+        "drafter_temperature_rule": ("fixed" if fixed else "max(it, min(T, 1))") if plan.drafts else None,
+    }
+
+
+def environment(model: tf.TreeFlash) -> dict[str, dict[str, Any]]:
+    """Versions and hardware: records that differ here are never put side by side."""
+    return {
+        "versions": {"jax": jax.__version__, "treeflash_jax": tf.__version__, "python": platform.python_version()},
+        "hardware": {
+            "backend": jax.default_backend(),
+            "device": jax.devices()[0].device_kind,
+            "devices": 1 if model.mesh is None else model.mesh.size,
+            "cores": os.cpu_count(),
+        },
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    try:
+        return run(arguments)
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
