@@ -14,7 +14,10 @@ def made(prompt, system, lengths, seconds, *, tokens=None, temperature=0.0, seed
     """A record made by hand; `lengths` by turn."""
     base, _, nodes = system.partition("-")
     flat = [length for turn in lengths for length in turn]
-    own = dict.fromkeys(report.OWN) | {"method": "ar" if base == "ar" else "tree", "nodes": int(nodes) if nodes else None}
+    own = dict.fromkeys(report.OWN) | {
+        "method": "ar" if base == "ar" else "tree",
+        "nodes": int(nodes.partition("@")[0]) if nodes else None,
+    }
     settings = dict.fromkeys(report.SHARED, 1) | own | {"temperature": temperature, "seed": seed}
     return {
         "schema": report.SCHEMA,
@@ -100,6 +103,8 @@ def test_tau_is_compared_with_as_many_rows_or_a_named_system():
     assert row_of(records, "marginal-64")["tau_ratio"] is None
     with pytest.raises(ValueError, match="unknown system 'eagle'"):
         report.summarise(records, against="eagle")
+    sharper = [made("a", name, [[i + 1] * 2], 1.0) for i, name in enumerate(("marginal-64@0.7", "treeflash-64"))]
+    assert row_of(sharper, "treeflash-64")["against"] == "marginal-64@0.7"
 
 
 def test_report_derives_table_and_json_from_the_file(tmp_path, capsys):

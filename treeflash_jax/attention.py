@@ -4,7 +4,7 @@ Every new row sees all committed rows and, among the new rows, those its mask na
 rows in a prefill chunk, everything in a drafter's block, itself alone in a one-token step. No [new, context] mask exists.
 
 Shape suffixes: b batch, t new rows (queries), u new rows (keys), s cache slots, h query heads, k key/value heads,
-g = h / k, e head dim.
+g = h / k, r = g t, x either kind of key, e head dim.
 """
 
 from __future__ import annotations
@@ -64,30 +64,39 @@ def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, windo
     batch, rows, heads, head_dim = q_bthe.shape
     kv_heads = k_buke.shape[2]
     wide = jnp.promote_types(q_bthe.dtype, jnp.float32)
-    q_btkge = q_bthe.reshape(batch, rows, kv_heads, heads // kv_heads, head_dim)
+    # Query heads of one key/value head are stacked as rows, r = g t: plain batched products, and nothing as large as the
+    # logits is ever transposed.
+    q_bkgte = jnp.moveaxis(q_bthe.reshape(batch, rows, kv_heads, -1, head_dim), 1, 3)
+    q_bkre = q_bkgte.reshape(batch, kv_heads, -1, head_dim)
+    k_bkue, v_bkue = jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)
 
-    own_bkgtu = jnp.einsum("btkge,buke->bkgtu", q_btkge, k_buke, preferred_element_type=wide) * scale
-    own_bkgtu = jnp.where(mask_btu[:, None, None], own_bkgtu, -jnp.inf)
-    peak_bkgt1 = jnp.max(own_bkgtu, axis=-1, keepdims=True)
+    def logits(keys_bkxe: jax.Array, seen_btx: jax.Array) -> jax.Array:
+        logits_bkrx = jnp.einsum("bkre,bkxe->bkrx", q_bkre, keys_bkxe, preferred_element_type=wide) * scale
+        logits_bkgtx = logits_bkrx.reshape(*q_bkgte.shape[:4], -1)
+        return jnp.where(seen_btx[:, None, None], logits_bkgtx, -jnp.inf).reshape(logits_bkrx.shape)
+
+    def mix(weights_bkrx: jax.Array, values_bkxe: jax.Array) -> jax.Array:
+        weights_bkrx = weights_bkrx.astype(values_bkxe.dtype)
+        return jnp.einsum("bkrx,bkxe->bkre", weights_bkrx, values_bkxe, preferred_element_type=wide)
+
+    own_bkru = logits(k_bkue, mask_btu)
+    peak_bkr1 = jnp.max(own_bkru, axis=-1, keepdims=True)
     if prefix is not None:
         slots = jnp.arange(prefix.keys_bkse.shape[2])
         seen_bts = jnp.broadcast_to((slots < length_b[:, None])[:, None], (batch, rows, slots.size))
         if window is not None:
             seen_bts &= positions_bt[:, :, None] - slots < window
-        past_bkgts = jnp.einsum("btkge,bkse->bkgts", q_btkge, prefix.keys_bkse, preferred_element_type=wide) * scale
-        past_bkgts = jnp.where(seen_bts[:, None, None], past_bkgts, -jnp.inf)
-        peak_bkgt1 = jnp.maximum(peak_bkgt1, jnp.max(past_bkgts, axis=-1, keepdims=True))
+        past_bkrs = logits(prefix.keys_bkse, seen_bts)
+        peak_bkr1 = jnp.maximum(peak_bkr1, jnp.max(past_bkrs, axis=-1, keepdims=True))
 
-    own_bkgtu = jnp.exp(own_bkgtu - peak_bkgt1)
-    total_bkgt = jnp.sum(own_bkgtu, axis=-1)
-    mixed_bkgte = jnp.einsum("bkgtu,buke->bkgte", own_bkgtu.astype(v_buke.dtype), v_buke, preferred_element_type=wide)
+    own_bkru = jnp.exp(own_bkru - peak_bkr1)
+    total_bkr = jnp.sum(own_bkru, axis=-1)
+    mixed_bkre = mix(own_bkru, v_bkue)
     if prefix is not None:
-        past_bkgts = jnp.exp(past_bkgts - peak_bkgt1)
-        total_bkgt += jnp.sum(past_bkgts, axis=-1)
-        mixed_bkgte += jnp.einsum(
-            "bkgts,bkse->bkgte", past_bkgts.astype(v_buke.dtype), prefix.values_bkse, preferred_element_type=wide
-        )
-    mixed_bkgte /= total_bkgt[..., None]
+        past_bkrs = jnp.exp(past_bkrs - peak_bkr1)
+        total_bkr += jnp.sum(past_bkrs, axis=-1)
+        mixed_bkre += mix(past_bkrs, prefix.values_bkse)
+    mixed_bkgte = (mixed_bkre / total_bkr[..., None]).reshape(q_bkgte.shape)
     return jnp.moveaxis(mixed_bkgte, 3, 1).reshape(batch, rows, heads, head_dim).astype(q_bthe.dtype)
 
 

@@ -28,6 +28,7 @@ from treeflash_jax.result import Chunk, Result
 from treeflash_jax.tokenizer import Chat, Tokenizer
 
 Prompt = str | Sequence[int] | Chat
+PREFILL_CHUNK = {"cpu": 32}  # on accelerators DecodePlan's default; a CPU pays for every padded row
 ROOM_AHEAD = 1024  # new tokens a cache is made for at first; longer answers grow it
 STOP_SLOTS = 8  # stop ids per row are padded to a multiple of this, so that changing them rarely recompiles
 ROUNDS_PER_DISPATCH = 256  # how long a Ctrl-C may wait
@@ -137,22 +138,19 @@ class TreeFlash:
 
     def plan(self, config: GenerateConfig) -> DecodePlan:
         """The compiled program's shape for these settings."""
+        shared: dict[str, Any] = {"verifier": self.verifier, "log_probs": config.log_probs}
+        if jax.default_backend() in PREFILL_CHUNK:
+            shared["prefill_chunk"] = PREFILL_CHUNK[jax.default_backend()]
         if config.method == "ar":
-            return DecodePlan(
-                verifier=self.verifier,
-                method="ar",
-                num_nodes=1,
-                log_probs=config.log_probs,
-            )
+            return DecodePlan(method="ar", num_nodes=1, **shared)
         nodes = config.nodes or self.drafter.num_nodes
         return DecodePlan(
-            verifier=self.verifier,
             drafter=self.drafter,
             method=config.method,
             head=config.head or self.drafter.head,
-            num_nodes=nodes if config.method == "tree" else min(config.nodes or nodes, self.drafter.block_size),
+            num_nodes=nodes if config.method == "tree" else min(nodes, self.drafter.block_size),
             draft=DraftSettings(candidates=config.candidates, children=config.children),
-            log_probs=config.log_probs,
+            **shared,
         )
 
     def _run(

@@ -102,6 +102,15 @@ def keys_values(params: Params, config: ModelConfig, x_btd: jax.Array, table: An
     return rotate(k_btke, table), linear("btd,dke->btke", x_btd, params["v"])
 
 
+def merge_heads(params: Params, mixed_bthe: jax.Array) -> jax.Array:
+    """Attention output back to the residual stream, [b, t, d].
+
+    Heads are flattened first: contracted as two axes, XLA's CPU backend would transpose the weight in every pass.
+    """
+    x_btz = mixed_bthe.reshape(*mixed_bthe.shape[:2], -1)
+    return linear("btz,zd->btd", x_btz, params["o"].reshape(x_btz.shape[-1], -1))
+
+
 def swiglu(params: Params, x_btd: jax.Array) -> jax.Array:
     """down(silu(gate x) * up x)."""
     gate_btf = linear("btd,df->btf", x_btd, params["gate"])
@@ -123,5 +132,5 @@ def decoder_layer(params: Params, x_btd: jax.Array, attend: Attend, eps: float) 
       The new residual stream and what `attend` handed back.
     """
     mixed_bthe, extra = attend(params, rms_norm(x_btd, params["attention_norm"], eps))
-    x_btd = x_btd + linear("bthe,hed->btd", mixed_bthe, params["o"])
+    x_btd = x_btd + merge_heads(params, mixed_bthe)
     return x_btd + swiglu(params, rms_norm(x_btd, params["mlp_norm"], eps)), extra

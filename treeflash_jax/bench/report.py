@@ -163,7 +163,7 @@ def summarise(
     if resamples < 1:
         raise ValueError(f"got resamples {resamples}, expected at least 1")
     names = sorted({record["system"] for record in records})
-    if against is not None and not any(against in (name, name.partition("-")[0]) for name in names):
+    if against is not None and not any(against in (name, name.partition("@")[0], name.partition("-")[0]) for name in names):
         raise ValueError(f"got unknown system {against!r}, expected one of {', '.join(names)}")
     groups: dict[float, dict[str, Answers]] = {}
     for record in records:
@@ -187,7 +187,8 @@ def _row(name: str, systems: dict[str, Answers], against: str, resamples: int) -
     taus = [sum(lengths) / len(lengths) for lengths in responses if lengths]
     depths = [sum(counts) for counts in zip_longest(*(r["accepted_by_depth"] for r in records), fillvalue=0)]
     plain = next((other for other in systems.values() if _settings(other)["method"] == "ar"), {})
-    beside = next((a for a in (against, f"{against}-{_settings(mine)['nodes']}") if a in systems and a != name), None)
+    wanted = (against, f"{against}-{_settings(mine)['nodes']}")
+    beside = next((other for other in systems if {other, other.partition("@")[0]} & {*wanted} and other != name), None)
     return {
         "nodes": _settings(mine)["nodes"],
         "prompts": len({prompt for prompt, _ in mine}),
