@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -45,3 +46,25 @@ def test_named_files_exist():
     for row in re.findall(r"^\| (`[a-z_]+[./].*?) \|", README, flags=re.MULTILINE):
         for name in re.findall(r"`([a-z_/]+(?:\.py|/))`", row):
             assert (ROOT / "treeflash_jax" / name).exists() or (ROOT / name).exists(), name
+
+
+def test_measured_numbers_are_those_of_the_results():
+    results = json.loads((ROOT / "notebooks" / "results" / "tau_gsm8k.json").read_text())
+    rows = re.findall(r"^\| (chain|marginal tree|TreeFlash tree).*?(\d+) rows \| (.*) \|$", README, flags=re.MULTILINE)
+    assert len(rows) == 5
+    base = {"chain": "chain", "marginal tree": "marginal-{}", "TreeFlash tree": "treeflash-{}"}
+    for name, nodes, cells in rows:
+        system, printed = base[name].format(nodes), [cell.strip() for cell in cells.split("|")]
+        for run, (tau, ratio) in zip(("greedy", "sampled"), (printed[:2], printed[2:]), strict=True):
+            [row] = [row for row in results[run]["rows"] if row["system"].partition("@")[0] == system]
+            assert tau == f"{row['tau']:.2f}"
+            if ratio:
+                found = row["tau_ratio"]
+                assert ratio == f"{found['value']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+                assert row["against"].partition("@")[0] == f"marginal-{nodes}" and row["prompts"] == 64
+    for command in results["command"]:
+        assert command.split(" --out")[0].replace(" --temperature 0 ", " ") in README
+    speed = json.loads((ROOT / "notebooks" / "results" / "speed_b_trained.json").read_text())
+    for run in (speed["tree"], speed["one_token"]):
+        ours, theirs = run["tokens_per_second"], run["other_tokens_per_second"]
+        assert re.search(rf"\b{ours:.0f}\b[^(]*\b{theirs:.0f}\b[^(]*\({run['ratio']:.1f} x\)", " ".join(README.split()))
