@@ -17,13 +17,30 @@ MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter"
 OTHER = ["--verifier", str(PAIR / "verifier"), "--drafter", str(DATA / "conformance" / "c_dflash" / "drafter")]
 
 
-@pytest.mark.parametrize("method", ["tree", "chain", "ar"])
-def test_generate_gives_the_published_ids(capsys, method):
-    expected = np.load(PAIR / "expected.npz")
+CASES = [("a_treeflash", "tree"), ("b_trained", "tree"), ("b_trained", "chain"), ("b_trained", "ar"), ("c_dflash", "tree")]
+
+
+@pytest.mark.parametrize(("folder", "method"), CASES)
+def test_generate_gives_the_published_ids(capsys, folder, method):
+    pair = DATA / "conformance" / folder
+    expected, settings = np.load(pair / "expected.npz"), json.loads((pair / "settings.json").read_text())
     prompt = expected["prompt"][0]
-    arguments = ["generate", *MODEL, "--prompt-ids", " ".join(map(str, prompt)), "--method", method, "--json"]
-    arguments += "--max-new-tokens 96 --candidates 8 --children 8 --stop-ids 2 --dtype float32 --log-probs".split()
-    assert main(arguments + (["--nodes", "16"] if method == "tree" else [])) == 0
+    arguments = ["generate", "--verifier", str(pair / "verifier"), "--drafter", str(pair / "drafter")]
+    arguments += [
+        "--prompt-ids",
+        " ".join(map(str, prompt)),
+        "--method",
+        method,
+        "--json",
+        "--log-probs",
+        "--stop-ids",
+        "2",
+    ]
+    sizes = {"max-new-tokens": "max_new_tokens", "candidates": "top_m", "children": "top_k", "nodes": "tree_size"}
+    for option, key in sizes.items():
+        if option != "nodes" or method == "tree":
+            arguments += [f"--{option}", str(settings[key])]
+    assert main(arguments) == 0
     record = json.loads(capsys.readouterr().out)
     key = {"tree": "generate", "chain": "chain", "ar": "vanilla"}[method]
     assert [*prompt, *record["ids"]] == expected[f"{key}_ids"].reshape(-1).tolist()
