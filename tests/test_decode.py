@@ -107,6 +107,13 @@ def test_a_drafter_of_another_model_is_pointed_out():
         model.generate([[1, 2, 3]], max_new_tokens=70, nodes=2, candidates=4, children=4)
 
 
+def test_a_chain_is_a_whole_block_unless_asked_otherwise(trained):
+    sizes = {(method, nodes): trained.plan(GenerateConfig(method=method, nodes=nodes)).num_nodes
+             for method in ("chain", "walk", "tree") for nodes in (None, 4, 99)}  # fmt: skip
+    assert sizes["chain", None] == sizes["walk", None] == sizes["chain", 99] == trained.drafter.block_size == 8
+    assert sizes["chain", 4] == 4 and sizes["tree", None] == 16 and sizes["tree", 99] == 99
+
+
 def test_capacity_ladder():
     assert [capacity_bucket(n) for n in (1, 256, 257, 384, 385, 513, 1025)] == [256, 256, 384, 384, 512, 768, 1536]
 
@@ -131,6 +138,9 @@ def test_capacity_ladder():
         ({"method": "heap"}, "method 'heap'"),
         ({"head": "linear"}, "head 'linear'"),
         ({"batch_size": 0}, "batch_size 0"),
+        ({"samples": 0}, "samples 0"),
+        ({"stop": "\n"}, "stop strings, but the verifier's folder has no tokenizer"),
+        ({"stop": [""]}, "strings that are not empty"),
         ({"max_new_tokens": 2044}, "5 prompt tokens + 2044 new tokens"),
         ({"repetition_penalty": 1.1}, "repetition_penalty is not supported"),
         ({"num_beams": 4}, "num_beams is not supported"),

@@ -80,7 +80,7 @@ class TreeFlash:
         Raises:
           ValueError: settings or prompts that cannot be served, before any compute.
         """
-        config = resolve(config, settings, self.verifier, self.drafter)
+        config = self._config(config, settings)
         rows = rows_of([self.encode(prompt) for prompt in _as_list(prompts)], config, self.verifier)
         size = config.batch_size or min(8, len(rows))
         rounds = ROUNDS_PER_STOP_CHECK if config.stop else ROUNDS_PER_DISPATCH
@@ -104,7 +104,7 @@ class TreeFlash:
         Raises:
           ValueError: as `generate`, when the first chunk is asked for.
         """
-        config = resolve(config, settings, self.verifier, self.drafter)
+        config = self._config(config, settings)
         if rounds_per_dispatch < 1:
             raise ValueError(f"got rounds_per_dispatch {rounds_per_dispatch}, expected at least 1")
         if config.samples != 1:
@@ -143,15 +143,21 @@ class TreeFlash:
             shared["prefill_chunk"] = PREFILL_CHUNK[jax.default_backend()]
         if config.method == "ar":
             return DecodePlan(method="ar", num_nodes=1, **shared)
-        nodes = config.nodes or self.drafter.num_nodes
+        is_tree, block = config.method == "tree", self.drafter.block_size
         return DecodePlan(
             drafter=self.drafter,
             method=config.method,
             head=config.head or self.drafter.head,
-            num_nodes=nodes if config.method == "tree" else min(nodes, self.drafter.block_size),
+            num_nodes=(config.nodes or self.drafter.num_nodes) if is_tree else min(config.nodes or block, block),
             draft=DraftSettings(candidates=config.candidates, children=config.children),
             **shared,
         )
+
+    def _config(self, config: GenerateConfig | None, settings: dict[str, Any]) -> GenerateConfig:
+        config = resolve(config, settings, self.verifier, self.drafter)
+        if config.stop and self.tokenizer is None:
+            raise ValueError("got stop strings, but the verifier's folder has no tokenizer.json; give stop_ids instead")
+        return config
 
     def _run(
         self, rows: list[Row], size: int, config: GenerateConfig, rounds: int

@@ -33,7 +33,7 @@ class GenerateConfig:
     Attributes:
       max_new_tokens: at most so many generated tokens, the stop token included.
       method: "tree", "walk" (greedy chain), "chain" (the published rank-0 chain), "ar" (one token at a time).
-      nodes: verified rows a round, root included; the drafter's default if None.
+      nodes: verified rows a round, root included; if None, the drafter's default for a tree, the whole block for a chain.
       candidates: previous tokens per depth (M).
       children: children kept per transition row (K).
       head: "mlp", "linear" or "marginal"; the drafter's own if None.

@@ -107,12 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
         model = tf.load(name, verifier=verifier, drafter=drafter, dtype=arguments.dtype)
         names = "candidates children drafter_temperature top_k top_p max_new_tokens batch_size".split()
         shared = {name: getattr(arguments, name) for name in names}
-        whole_block = {"nodes": model.drafter.block_size}
         bench = Bench(
-            systems={
-                name: tf.GenerateConfig(**(shared | fields | (whole_block if fields["method"] == "chain" else {})))
-                for name, fields in systems.items()
-            },
+            systems={name: tf.GenerateConfig(**(shared | fields)) for name, fields in systems.items()},
             prompts=prompts,
             format=arguments.format,
             temperatures=list(dict.fromkeys(arguments.temperature)),
