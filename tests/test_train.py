@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train import blocks, checkpoint, data, head
+from train import blocks, checkpoint, data, evaluate, head
 from treeflash_jax import drafter, verifier, vocab
 from treeflash_jax import params as parameters
 from treeflash_jax.config import DrafterConfig, ModelConfig
@@ -123,3 +123,14 @@ def test_checkpoint_round_trip(tmp_path):
     assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), tree, checkpoint.load(tmp_path / "x.npz", tree)))
     with pytest.raises(ValueError, match="one side only"):
         checkpoint.load(tmp_path / "x.npz", {"a": tree["a"]})
+
+
+def test_rounds_are_seen_where_their_16_gram_was_trained_on():
+    known = evaluate.grams([(list(range(100)), list(range(100, 110)))])
+    assert tuple(range(94, 110)) in known and tuple(range(85, 101)) in known and tuple(range(84, 100)) not in known
+    new = list(range(200, 230))
+    answers = [list(range(94, 110)) + new, new]  # the round anchored at token 7 of the first continues a known text
+    records = [{"system": "treeflash-16", "ids": answers, "accept_lengths": [[7, 3, 4], [7, 8]]}]
+    assert evaluate.by_seen(records, known) == {
+        "treeflash-16": {"seen": {"tau": 3.0, "rounds": 1}, "unseen": {"tau": 6.0, "rounds": 2}}
+    }

@@ -208,11 +208,7 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: Dialect, *,
 
 
 def _layer_entries(specs: dict[str, Spec], prefix: str) -> dict[str, Entry]:
-    return {key: _renamed(_LAYER[key], prefix) for key in specs}
-
-
-def _renamed(entry: Entry, prefix: str) -> Entry:
-    return Entry(prefix + entry.name, entry.order, entry.rows, entry.part)
+    return {key: replace(_LAYER[key], name=prefix + _LAYER[key].name) for key in specs}
 
 
 def _group_entries(groups: list[list[dict[str, Spec]]], prefix: str) -> list[list[dict[str, Entry]]]:
