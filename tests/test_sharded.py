@@ -64,7 +64,21 @@ def test_weights_and_caches_are_sharded(sharded):
 
 def test_no_round_gathers_logits_or_caches(sharded, expected):
     sharded.generate(PROMPTS, **TREE, **SETTINGS)
-    text = "".join(compiled.as_text() for compiled in programs(sharded, core.decode))
+    assert_small_gathers(sharded)
+
+
+def test_heads_that_the_mesh_does_not_divide_are_replicated_not_gathered(expected):
+    model = random_pair(make_mesh(2, 4))  # two key/value heads over four devices
+    before = len(model.programs)
+    [*_, result] = model.stream(PROMPTS[0], **TREE, max_new_tokens=24, rounds_per_dispatch=2)
+    assert result.ids == expected[0]
+    assert len(model.programs) == before + 2, "prefill and decode: a program hands on the layout that the next one takes"
+    assert_small_gathers(model)
+
+
+def assert_small_gathers(model) -> None:
+    """Candidates of the vocabulary's shards travel in a round, but no row of logits and no cache."""
+    text = "".join(compiled.as_text() for compiled in programs(model, core.decode))
     gathered = re.findall(r"= \(?\w+\[([\d,]*)\][^=]* all-gather", text)
     assert gathered, "top-k over a sharded vocabulary gathers its candidates"
     for shape in gathered:
@@ -74,8 +88,11 @@ def test_no_round_gathers_logits_or_caches(sharded, expected):
 
 
 def test_streaming_on_a_mesh_compiles_once(sharded):
-    list(sharded.stream(PROMPTS[0], **TREE, max_new_tokens=24, rounds_per_dispatch=2))
     before = len(sharded.programs)
-    chunks = list(sharded.stream(PROMPTS[1], **TREE, max_new_tokens=20, rounds_per_dispatch=3))
+    settings = TREE | {"nodes": 7}
+    list(sharded.stream(PROMPTS[0], **settings, max_new_tokens=24, rounds_per_dispatch=2))
+    assert len(sharded.programs) <= before + 2
+    before = len(sharded.programs)
+    chunks = list(sharded.stream(PROMPTS[1], **settings, max_new_tokens=20, rounds_per_dispatch=3))
     assert len(chunks) > 3
     assert len(sharded.programs) == before
