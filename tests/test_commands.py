@@ -12,6 +12,7 @@ from safetensors import safe_open
 from treeflash_jax import cli
 from treeflash_jax.check import check
 from treeflash_jax.cli import main
+from treeflash_jax.generate import TreeFlash
 
 PAIR = DATA / "conformance" / "b_trained"
 MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter"), "--candidates", "8", "--children", "8"]
@@ -81,6 +82,17 @@ def test_chat_streams_turns_and_survives_mistakes(capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "no draft tree yet" in printed and "tau" in printed and "(anchor; " in printed
     assert "context" in printed and printed.count("/reset forgets") == 2
+
+
+def test_chat_remembers_the_conversation(capsys, monkeypatch):
+    heard = []
+    stream = TreeFlash.stream
+    monkeypatch.setattr(TreeFlash, "stream", lambda self, chat, **s: heard.append(list(chat)) or stream(self, chat, **s))
+    lines = iter(["Sam has 2 cats.", "How many?", "/reset", "Hello.", "/exit"])
+    monkeypatch.setattr("rich.console.Console.input", lambda self, prompt="": next(lines))
+    assert main(["chat", "--max-new-tokens", "8", "--nodes", "8", "--candidates", "4", "--children", "4"]) == 0
+    assert [[message["role"] for message in chat] for chat in heard] == [["user"], ["user", "assistant", "user"], ["user"]]
+    assert heard[1][1]["content"] and heard[1][1]["content"].strip() in capsys.readouterr().out
 
 
 def test_chat_ends_with_its_input(capsys, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from conftest import random_pair
 from treeflash_jax import decode as core
 from treeflash_jax import generate, verifier
 from treeflash_jax.generate import capacity_bucket
-from treeflash_jax.options import GenerateConfig, rows_of
+from treeflash_jax.options import GenerateConfig, draft_temperature, rows_of
 from treeflash_jax.result import Result
 
 TREE = {"nodes": 16, "candidates": 8, "children": 8}
@@ -112,6 +114,20 @@ def test_a_chain_is_a_whole_block_unless_asked_otherwise(trained):
              for method in ("chain", "walk", "tree") for nodes in (None, 4, 99)}  # fmt: skip
     assert sizes["chain", None] == sizes["walk", None] == sizes["chain", 99] == trained.drafter.block_size == 8
     assert sizes["chain", 4] == 4 and sizes["tree", None] == 16 and sizes["tree", 99] == 99
+
+
+def test_a_draft_is_about_as_sharp_as_what_it_has_to_match(trained):
+    sharp = replace(trained.drafter, drafter_temperature=0.5)
+    asked = [draft_temperature(GenerateConfig(), sharp, t) for t in (0.0, 0.3, 0.7, 1.0, 1.3)]
+    assert asked == [0.5, 0.5, 0.7, 1.0, 1.0]
+    assert draft_temperature(GenerateConfig(drafter_temperature=0.2), sharp, 1.0) == 0.2
+    assert draft_temperature(GenerateConfig(), trained.drafter, 0.0) == 1.0, "published drafters draft at 1"
+
+
+def test_tiny_temperatures_are_greedy(trained, greedy):
+    assert trained.generate(PROMPT, max_new_tokens=60, temperature=1e-30, **TREE)[0].ids == greedy.ids
+    rows = rows_of([PROMPT, PROMPT], GenerateConfig(temperature=[1e-6, 1e-4]), trained.verifier)
+    assert [row.temperature for row in rows] == [0.0, 1e-4]
 
 
 def test_capacity_ladder():
