@@ -100,4 +100,21 @@ def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, windo
     return jnp.moveaxis(mixed_bkgte, 3, 1).reshape(batch, rows, heads, head_dim).astype(q_bthe.dtype)
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {"xla": _xla}
+def _chunked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale):
+    """`_xla` over 256 queries at a time, formed again in a backward pass: long rows, as in training, in bounded memory."""
+    rows, size = q_bthe.shape[1], 256
+    if rows <= size or rows % size or positions_bt is not None:
+        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale)
+
+    @jax.checkpoint
+    def attend(chunk):
+        q_bche, mask_bcu = chunk
+        return _xla(q_bche, k_buke, v_buke, mask_bcu, prefix, length_b, None, window, scale)
+
+    def split(x):
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+    return jnp.moveaxis(jax.lax.map(attend, (split(q_bthe), split(mask_btu))), 0, 1).reshape(q_bthe.shape)
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {"xla": _xla, "chunked": _chunked}

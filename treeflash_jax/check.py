@@ -14,6 +14,7 @@ import numpy as np
 from treeflash_jax import mesh as meshes
 from treeflash_jax import verifier as model_code
 from treeflash_jax.generate import Prompt, TreeFlash
+from treeflash_jax.options import drafting, resolve, values
 from treeflash_jax.result import Result
 
 
@@ -51,7 +52,14 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[
       model: with a drafter.
       prompts: as `TreeFlash.generate` takes them.
       **settings: of the drafted run; the plain one takes those that shape the output.
+
+    Raises:
+      ValueError: an acceptance rule whose answers are samples of their own, at a temperature above 0.
     """
+    config = resolve(None, settings, model.verifier, model.drafter)
+    if config.method != "ar" and drafting(config)[1] != "sample-and-match" and max(values(config.temperature)) > 0:
+        rule = drafting(config)[1]
+        raise ValueError(f"got acceptance {rule!r} at temperature above 0, expected 'sample-and-match' to compare answers")
     drafted = model.generate(prompts, **settings)
     plain = model.generate(prompts, **settings | {"method": "ar"})
     return [

@@ -7,8 +7,11 @@ import json
 import sys
 from typing import Any, NoReturn
 
-from treeflash_jax.bench import report, run
+from treeflash_jax.acceptance import RULES
+from treeflash_jax.bench import report, rules, run
+from treeflash_jax.builders import SAMPLED
 
+BUILDERS = ("best-first", *SAMPLED)
 METHODS = ("tree", "walk", "chain", "ar")
 HEADS = ("mlp", "linear", "marginal")
 
@@ -80,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     suites = bench.add_subparsers(required=True, metavar="suite", parser_class=_Parser)
     run.add_arguments(suites.add_parser("run", help="systems side by side on the same prompts"))
     report.add_arguments(suites.add_parser("report", help="the tables of a results file"))
+    rules.add_arguments(suites.add_parser("rules", help="every lossless pair of builder and acceptance rule"))
 
     demo = commands.add_parser(
         "demo",
@@ -115,13 +119,18 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_drafting(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("drafting: never changes the output, only the speed")
+    group = parser.add_argument_group(
+        "drafting: never changes the distribution of the output, only the speed (nor, with sample-and-match, the output)"
+    )
     group.add_argument("--method", choices=METHODS, default="tree", help="chain: the published one; ar: no drafting")
     group.add_argument("--head", choices=HEADS, help="default: the drafter's own")
     group.add_argument("--nodes", type=int, help="verified rows a round, root included")
     group.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
     group.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
     group.add_argument("--drafter-temperature", type=float, help="of the drafted distribution")
+    group.add_argument("--builder", choices=BUILDERS, help="how a tree is built; default: best-first, nothing is drawn")
+    group.add_argument("--acceptance", choices=RULES, help="default: sample-and-match, block or traversal, by the builder")
+    run.add_shape(group)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> Any:

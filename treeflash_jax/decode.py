@@ -20,19 +20,21 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax import acceptance as rules
+from treeflash_jax import builders, verifier, vocab
 from treeflash_jax import cache as caches
 from treeflash_jax import drafter as dflash
 from treeflash_jax import mesh as meshes
 from treeflash_jax import tree as trees
-from treeflash_jax import verifier, vocab
+from treeflash_jax.builders import TreeShape
 from treeflash_jax.config import DrafterConfig, HeadName, ModelConfig
 from treeflash_jax.heads import HEADS, DraftSettings, Unembed
 
 Method = Literal["tree", "walk", "chain", "ar"]
 BUILDER_OF_METHOD = {"tree": "best-first", "walk": "walk", "chain": "chain"}
 
-# Random streams of a row's key. Never shared: a tree that looked at verify noise would not be lossless.
-VERIFY_STREAM = 0
+# Random streams of a row's key. Never shared: a tree that looked at verify noise would not be lossless. Verify noise
+# belongs to positions of the text; draws and coins to the round, that is to the position of its root.
+VERIFY_STREAM, DRAFT_STREAM, COINS_STREAM = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +44,17 @@ class DecodePlan:
     Attributes:
       verifier: sizes of the verifier.
       drafter: sizes of the drafter; None with method "ar".
-      method: "tree" (best first), "walk" (greedy chain), "chain" (the published rank-0 chain) or "ar" (one token a round).
+      method: "tree" (any builder), "walk" (greedy chain), "chain" (the published rank-0 chain) or "ar" (one token a round).
       head: which head expands the block.
       num_nodes: verified rows a round, root included.
       draft: candidates M and children K.
-      rule: acceptance rule.
+      builder: of a tree: "best-first", or one that draws nodes at random.
+      shape: sizes of a tree whose nodes are drawn.
+      rule: acceptance rule, lossless for the builder's law.
       attention: attention implementation.
       prefill_chunk: prompt tokens per prefill pass.
       log_probs: whether to keep the verifier's log-probability of every emitted token.
+      expected_lengths: whether to keep what every round was expected to commit.
     """
 
     verifier: ModelConfig
@@ -58,10 +63,13 @@ class DecodePlan:
     head: HeadName = "marginal"
     num_nodes: int = 16
     draft: DraftSettings = DraftSettings()
+    builder: str = "best-first"
+    shape: TreeShape = TreeShape()
     rule: str = "sample-and-match"
     attention: str = "xla"
     prefill_chunk: int = 128
     log_probs: bool = False
+    expected_lengths: bool = False
 
     @property
     def drafts(self) -> bool:
@@ -74,7 +82,7 @@ class DecodePlan:
 
     def for_prefill(self) -> DecodePlan:
         """The plan that all plans with the same prefill share."""
-        names = ("verifier", "drafter", "attention", "prefill_chunk", "log_probs")
+        names = ("verifier", "drafter", "attention", "prefill_chunk", "log_probs", "expected_lengths")
         shared = {name: getattr(self, name) for name in names}
         return DecodePlan(method="tree" if self.drafts else "ar", **shared)
 
@@ -128,6 +136,7 @@ class DecodeState:
       rounds_b: rounds each row took part in.
       accepted_bs: tokens committed per round, bonus included, before any cut at a stop id or limit.
       log_probs_bs: the verifier's log-probability (temperature 1, no filters) of each token; None unless planned.
+      expected_bs: tokens each round was expected to commit, given its tree; None unless planned.
       sampling: per-row settings.
     """
 
@@ -139,6 +148,7 @@ class DecodeState:
     rounds_b: jax.Array
     accepted_bs: jax.Array
     log_probs_bs: jax.Array | None
+    expected_bs: jax.Array | None
     sampling: Sampling
 
     @property
@@ -199,6 +209,7 @@ def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, samplin
         rounds_b=jnp.zeros(batch, jnp.int32),
         accepted_bs=jnp.zeros((batch, capacity), jnp.int32),
         log_probs_bs=jnp.zeros((batch, capacity), jnp.float32) if plan.log_probs else None,
+        expected_bs=jnp.zeros((batch, capacity), jnp.float32) if plan.expected_lengths else None,
         sampling=sampling,
     )
     logits_bnv = verifier.logits(weights.verifier, last_bd[:, None])
@@ -228,7 +239,7 @@ def decode(weights: Weights, state: DecodeState, max_rounds: jax.Array, plan: De
 @partial(jax.jit, static_argnames=("plan",))
 def draft(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.DraftTree:
     """The tree the next round would verify."""
-    return draft_tree(weights, state, _anchor(state), plan)
+    return draft_tree(weights, state, _anchor(state), plan)[0]
 
 
 def fits(state: DecodeState, plan: DecodePlan) -> jax.Array:
@@ -247,6 +258,7 @@ def grow(state: DecodeState, capacity: int) -> DecodeState:
         tokens_bs=pad(state.tokens_bs),
         accepted_bs=pad(state.accepted_bs),
         log_probs_bs=None if state.log_probs_bs is None else pad(state.log_probs_bs),
+        expected_bs=None if state.expected_bs is None else pad(state.expected_bs),
         cache=caches.grow(state.cache, capacity),
         drafter=None if state.drafter is None else dflash.grow(state.drafter, capacity),
     )
@@ -256,7 +268,7 @@ def grow(state: DecodeState, capacity: int) -> DecodeState:
 def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
     """Draft, verify, accept, commit: at least one token for every row that is not done."""
     start_b = state.cache.length_b
-    tree = draft_tree(weights, state, _anchor(state), plan)
+    tree, proposal = draft_tree(weights, state, _anchor(state), plan)
 
     with jax.named_scope("verify"):
         out = verifier.forward(
@@ -272,9 +284,10 @@ def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Deco
         logits_bnv = verifier.logits(weights.verifier, out.hidden_btd)
 
     with jax.named_scope("accept"):
-        noise = rules.Noise(gumbel_bpv=_noise(state, plan.path_rows, logits_bnv))
+        coins_bx, bonus_bv = _coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
+        noise = rules.Noise(_noise(state, plan.path_rows, logits_bnv), coins_bx, bonus_bv)
         rows = _target_rows(logits_bnv, state.sampling)
-        taken = rules.RULES[plan.rule].walk(tree, None, rows, noise)
+        taken = rules.RULES[plan.rule].walk(tree, proposal, rows, noise)
         drafted_bp = trees.pick(tree.tokens_bn, taken.path_bp)
         is_bonus_bp = jnp.arange(plan.path_rows) == taken.length_b[:, None] - 1
         emitted_bp = jnp.where(is_bonus_bp, taken.bonus_b[:, None], jnp.roll(drafted_bp, -1, axis=1))
@@ -282,7 +295,12 @@ def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Deco
     with jax.named_scope("commit"):
         log_probs_bp = _token_log_probs(trees.pick(logits_bnv, taken.path_bp), emitted_bp) if plan.log_probs else None
         round_bs = jnp.arange(state.capacity) == state.rounds_b[:, None]
+        expected_bs = state.expected_bs
+        if plan.expected_lengths:
+            expected_b1 = jnp.sum(rules.RULES[plan.rule].weights(tree, proposal, rows), axis=1, keepdims=True)
+            expected_bs = jnp.where(round_bs & ~state.done_b[:, None], expected_b1.astype(expected_bs.dtype), expected_bs)
         state = state.replace(
+            expected_bs=expected_bs,
             accepted_bs=jnp.where(round_bs & ~state.done_b[:, None], taken.length_b[:, None], state.accepted_bs),
             rounds_b=state.rounds_b + ~state.done_b,
         )
@@ -295,10 +313,12 @@ def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Deco
         return state.replace(cache=cache, drafter=drafter)
 
 
-def draft_tree(weights: Weights, state: DecodeState, anchor_b: jax.Array, plan: DecodePlan) -> trees.DraftTree:
-    """The tree of one round, drafted from the anchors."""
+def draft_tree(
+    weights: Weights, state: DecodeState, anchor_b: jax.Array, plan: DecodePlan
+) -> tuple[trees.DraftTree, trees.Proposal | None]:
+    """The tree of one round, drafted from the anchors, and the law its nodes were drawn from, if they were."""
     if not plan.drafts:
-        return trees.root_only(anchor_b)
+        return trees.root_only(anchor_b), None
     tables = weights.verifier
     with jax.named_scope("draft"):
         hidden_bqd = dflash.block(
@@ -314,8 +334,16 @@ def draft_tree(weights: Weights, state: DecodeState, anchor_b: jax.Array, plan: 
             weights.head, unembed, hidden_bqd, anchor_b, plan.draft, state.sampling.drafter_temperature_b
         )
     with jax.named_scope("tree"):
-        build = partial(trees.BUILDERS[BUILDER_OF_METHOD[plan.method]], num_nodes=plan.num_nodes)
-        return meshes.by_rows(build, expander, anchor_b)
+        name = plan.builder if plan.method == "tree" else BUILDER_OF_METHOD[plan.method]
+        if name not in builders.SAMPLED:
+            build = partial(trees.BUILDERS[name], num_nodes=plan.num_nodes)
+            return meshes.by_rows(build, expander, anchor_b), None
+
+        def build(expander, anchor_b, key_b):
+            noise_bnc = builders.draw_noise(key_b, expander, plan.num_nodes)
+            return builders.SAMPLED[name](expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc)
+
+        return meshes.by_rows(build, expander, anchor_b, _round_keys(state, DRAFT_STREAM))
 
 
 def _anchor(state: DecodeState) -> jax.Array:
@@ -348,6 +376,20 @@ def _noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.Array:
         lambda: vocab.gumbel(keys_bp, size, dtype),
         lambda: meshes.constrain(jnp.zeros((*keys_bp.shape, size), dtype), ("batch", None, "vocab")),
     )
+
+
+def _coins(state: DecodeState, draws: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Uniforms [b, x] for the tests of a round, and Gumbel noise [b, v] for the token after the last accepted node."""
+    dtype = jnp.promote_types(logits_bnv.dtype, jnp.float32)
+    key_b2 = jax.vmap(jax.random.split)(_round_keys(state, COINS_STREAM))
+    coins_bx = jax.vmap(lambda key: jax.random.uniform(key, (draws,), dtype))(key_b2[:, 0])
+    return coins_bx, vocab.gumbel(key_b2[:, 1], logits_bnv.shape[-1], dtype)
+
+
+def _round_keys(state: DecodeState, stream: int) -> jax.Array:
+    """One key per row for this round: fold_in(fold_in(key, stream), position of the root)."""
+    stream_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, stream)
+    return jax.vmap(jax.random.fold_in)(stream_b, state.cache.length_b)
 
 
 def _token_log_probs(logits_bpv: jax.Array, tokens_bp: jax.Array) -> jax.Array:

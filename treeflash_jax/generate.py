@@ -14,16 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from treeflash_jax import decode as core
 from treeflash_jax import hf
 from treeflash_jax import mesh as meshes
+from treeflash_jax.builders import SAMPLED, TreeShape
 from treeflash_jax.clock import Clock
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decode import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.draw import DrawnTree, drawn_tree
 from treeflash_jax.heads import DraftSettings
-from treeflash_jax.options import GenerateConfig, Row, draft_temperature, resolve, rows_of
+from treeflash_jax.options import GenerateConfig, Row, draft_temperature, drafting, resolve, rows_of
 from treeflash_jax.result import Chunk, Result
 from treeflash_jax.tokenizer import Chat, Tokenizer
 
@@ -65,13 +67,20 @@ class TreeFlash:
         self.programs: dict[Any, Callable] = {}
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], config: GenerateConfig | None = None, **settings: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        config: GenerateConfig | None = None,
+        *,
+        indices: Sequence[int] | None = None,
+        **settings: Any,
     ) -> list[Result]:
         """Answers every prompt. Ctrl-C returns what there is so far, marked "interrupted".
 
         Args:
           prompts: strings, lists of ids, or chats (lists of {"role", "content"}); a list of them, or one.
           config: settings; keyword arguments override single ones.
+          indices: one per prompt, drawn from in place of its position here: so prompts of a larger set keep their answers
+            however the set is cut into calls.
           **settings: fields of GenerateConfig.
 
         Returns:
@@ -81,7 +90,12 @@ class TreeFlash:
           ValueError: settings or prompts that cannot be served, before any compute.
         """
         config = self._config(config, settings)
-        rows = rows_of([self.encode(prompt) for prompt in _as_list(prompts)], config, self.verifier)
+        prompts = _as_list(prompts)
+        rows = rows_of([self.encode(prompt) for prompt in prompts], config, self.verifier)
+        if indices is not None:
+            if len(indices) != len(prompts):
+                raise ValueError(f"got {len(indices)} indices for {len(prompts)} prompts, expected one per prompt")
+            rows = [replace(row, index=indices[row.index]) for row in rows]
         size = config.batch_size or min(8, len(rows))
         rounds = ROUNDS_PER_STOP_CHECK if config.stop else ROUNDS_PER_DISPATCH
         results: list[Result] = []
@@ -114,7 +128,7 @@ class TreeFlash:
         for state, clock, interrupted in self._run(rows, 1, config, rounds_per_dispatch):
             [result] = self._results(state, rows, config, clock, interrupted)
             text = result.text or ""
-            if not bool(np.asarray(state.done_b)[0]):
+            if not bool(_to_host(state.done_b)[0]):
                 text = text[: len(text) - _uncertain(text, config.stop)]
             yield Chunk(ids=result.ids[sent:], text=text[len(shown) :], rounds=len(result.accept_lengths))
             sent, shown = len(result.ids), text
@@ -139,17 +153,22 @@ class TreeFlash:
     def plan(self, config: GenerateConfig) -> DecodePlan:
         """The compiled program's shape for these settings."""
         shared: dict[str, Any] = {"verifier": self.verifier, "log_probs": config.log_probs}
+        shared["expected_lengths"] = config.expected_lengths
         if jax.default_backend() in PREFILL_CHUNK:
             shared["prefill_chunk"] = PREFILL_CHUNK[jax.default_backend()]
         if config.method == "ar":
             return DecodePlan(method="ar", num_nodes=1, **shared)
         is_tree, block = config.method == "tree", self.drafter.block_size
+        builder, rule, shape = drafting(config)
         return DecodePlan(
             drafter=self.drafter,
             method=config.method,
             head=config.head or self.drafter.head,
             num_nodes=(config.nodes or self.drafter.num_nodes) if is_tree else min(config.nodes or block, block),
             draft=DraftSettings(candidates=config.candidates, children=config.children),
+            builder=builder,
+            shape=shape if builder in SAMPLED else TreeShape(),
+            rule=rule,
             **shared,
         )
 
@@ -176,14 +195,14 @@ class TreeFlash:
         limit = jnp.int32(rounds)
         try:
             while True:
-                done = bool(np.all(np.asarray(state.done_b)))
+                done = bool(np.all(_to_host(state.done_b)))
                 with clock.paused():
                     if config.stop and not done:
                         state, done = self._stop_at_strings(state, rows, config)
                     yield state, clock, False
                 if done:
                     return
-                if int(np.max(np.asarray(state.end_b))) + plan.path_rows > state.capacity:
+                if int(np.max(_to_host(state.end_b))) + plan.path_rows > state.capacity:
                     state = self._call(core.grow, (state,), clock, capacity=capacity_bucket(2 * state.capacity))
                 state = self._call(core.decode, (self.weights, state, limit), clock, plan=plan)
         except KeyboardInterrupt:
@@ -194,7 +213,7 @@ class TreeFlash:
 
     def _stop_at_strings(self, state: DecodeState, rows: list[Row], config: GenerateConfig) -> tuple[DecodeState, bool]:
         """Marks rows whose text holds a stop string as done."""
-        tokens_bs, end_b, done_b = (np.asarray(x) for x in (state.tokens_bs, state.end_b, state.done_b))
+        tokens_bs, end_b, done_b = (_to_host(x) for x in (state.tokens_bs, state.end_b, state.done_b))
         done_b = done_b.copy()
         for i, row in enumerate(rows):
             text = self._decode(tokens_bs[i, row.length : end_b[i]].tolist()) or ""
@@ -236,6 +255,8 @@ class TreeFlash:
             return batch
 
         def put(x: jax.Array) -> jax.Array:
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # cannot be put on the devices of other processes
+                return jax.random.wrap_key_data(put(jax.random.key_data(x)))
             axes = ("batch",) + (None,) * (x.ndim - 1) if x.ndim else ()
             return jax.device_put(x, meshes.sharding(axes, x.shape, self.mesh))
 
@@ -256,9 +277,11 @@ class TreeFlash:
         self, state: DecodeState, rows: list[Row], config: GenerateConfig, clock: Clock, interrupted: bool
     ) -> list[Result]:
         tokens_bs, end_b, done_b, rounds_b, accepted_bs = (
-            np.asarray(x) for x in (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
+            _to_host(x) for x in (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
         )
-        log_probs_bs = None if state.log_probs_bs is None else np.asarray(state.log_probs_bs)
+        log_probs_bs, expected_bs = (
+            None if x_bs is None else _to_host(x_bs) for x_bs in (state.log_probs_bs, state.expected_bs)
+        )
         stop_ids = set(self.stop_ids if config.stop_ids is None else config.stop_ids)
         new_tokens = sum(int(end_b[i]) - row.length for i, row in enumerate(rows))
         results = []
@@ -285,6 +308,7 @@ class TreeFlash:
                     compile_seconds=clock.compile_seconds,
                     tokens_per_second=new_tokens / max(clock.seconds, 1e-9),
                     log_probs=None if log_probs_bs is None else log_probs_bs[i, row.length :][: len(ids)].tolist(),
+                    expected_lengths=None if expected_bs is None else expected_bs[i, : len(accepted)].tolist(),
                     draft_again=partial(self._drawn_tree, row, config, ids, accepted) if config.method != "ar" else None,
                 )
             )
@@ -346,8 +370,7 @@ def load(
     if name is not None:
         if name != "tiny" or verifier is not None or drafter is not None:
             raise ValueError(f"got name {name!r}, expected 'tiny' alone, or verifier= and drafter=")
-        assets = resources.files("treeflash_jax") / "assets" / "tiny"
-        verifier, drafter = str(assets / "verifier"), str(assets / "drafter")
+        verifier, drafter = shipped("verifier"), shipped("drafter")
     if verifier is None:
         raise ValueError("got no verifier, expected 'tiny' or verifier=<folder or Hub id>")
     dtype = dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
@@ -368,6 +391,11 @@ def load(
     )
 
 
+def shipped(part: str) -> str:
+    """Folder of the shipped pair's "verifier" or "drafter"."""
+    return str(resources.files("treeflash_jax") / "assets" / "tiny" / part)
+
+
 def capacity_bucket(positions: int) -> int:
     """The smallest cache capacity of the ladder 256, 384, 512, 768, 1024, 1536, ... that holds `positions`."""
     size = 256
@@ -376,6 +404,11 @@ def capacity_bucket(positions: int) -> int:
             return size * 3 // 2
         size *= 2
     return size
+
+
+def _to_host(x: jax.Array) -> np.ndarray:
+    """A NumPy copy, whole on every process."""
+    return np.asarray(x) if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
 
 
 @jax.jit

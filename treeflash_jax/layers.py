@@ -26,14 +26,14 @@ def layer_specs(config: ModelConfig) -> Params:
     )  # fmt: skip
     specs = {
         "attention_norm": Spec((d,), (None,), "ones"),
-        "q": Spec((d, h, e), (None, "heads", None)),
-        "k": Spec((d, k, e), (None, "kv_heads", None)),
-        "v": Spec((d, k, e), (None, "kv_heads", None)),
-        "o": Spec((h, e, d), ("heads", None, None)),
+        "q": Spec((d, h, e), ("embed", "heads", None)),
+        "k": Spec((d, k, e), ("embed", "kv_heads", None)),
+        "v": Spec((d, k, e), ("embed", "kv_heads", None)),
+        "o": Spec((h, e, d), ("heads", None, "embed")),
         "mlp_norm": Spec((d,), (None,), "ones"),
-        "gate": Spec((d, f), (None, "ffn")),
-        "up": Spec((d, f), (None, "ffn")),
-        "down": Spec((f, d), ("ffn", None)),
+        "gate": Spec((d, f), ("embed", "ffn")),
+        "up": Spec((d, f), ("embed", "ffn")),
+        "down": Spec((f, d), ("ffn", "embed")),
     }
     if config.qk_norm:
         specs |= {"q_norm": Spec((e,), (None,), "ones"), "k_norm": Spec((e,), (None,), "ones")}

@@ -7,6 +7,7 @@ size the mesh axis does not divide is replicated, so any model runs on any mesh.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -14,37 +15,50 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-RULES: dict[str, str | None] = {
-    "batch": "data",
-    "heads": "model",
-    "kv_heads": "model",
-    "ffn": "model",
-    "vocab": "model",
+RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "heads": ("model",),
+    "kv_heads": ("model",),
+    "ffn": ("model",),
+    "vocab": ("model",),
+    "embed": ("fsdp",),  # the model width of weights; activations never carry it
 }
 
 Axes = tuple[str | None, ...]
 
 
-def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A (data, model) mesh: batch rows over `data`; heads, feed-forward and vocabulary over `model`.
+def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None, *, fsdp: int = 1) -> Mesh:
+    """A (data, model) mesh, or (data, fsdp, model) for training.
+
+    Batch rows lie over `data` and `fsdp`; heads, feed-forward and vocabulary over `model`; stored weights over `fsdp` too.
 
     Raises:
-      ValueError: the product is not the number of devices used.
+      ValueError: the product is more than the number of devices.
     """
     available = list(devices if devices is not None else jax.devices())
-    if data < 1 or model < 1 or data * model > len(available):
-        raise ValueError(f"got a mesh of {data} x {model}, expected a product of at most {len(available)} devices")
-    kinds = (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh((data, model), ("data", "model"), axis_types=kinds, devices=available[: data * model])
+    sizes = {"data": data, "fsdp": fsdp, "model": model}
+    count = data * fsdp * model
+    if min(sizes.values()) < 1 or count > len(available):
+        shown = f"{data} x {model}" if fsdp == 1 else f"{data} x {fsdp} x {model}"
+        raise ValueError(f"got a mesh of {shown}, expected a product of at most {len(available)} devices")
+    if fsdp == 1:
+        del sizes["fsdp"]
+    kinds = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=available[:count])
 
 
 def partition(axes: Axes, shape: Sequence[int], mesh) -> PartitionSpec:
-    """The PartitionSpec of an array with these logical axes; indivisible axes are replicated."""
-    sizes = dict(mesh.shape)
+    """The PartitionSpec of an array with these logical axes; indivisible axes are replicated.
 
-    def mesh_axis(axis: str | None, size: int) -> str | None:
-        name = RULES.get(axis) if axis is not None else None
-        return name if name in sizes and size % sizes[name] == 0 else None
+    Inside `jax.shard_map` arrays are already local along its axes, so those are left out.
+    """
+    sizes = {name: size for name, size in mesh.shape.items() if name not in manual_axes(mesh)}
+
+    def mesh_axis(axis: str | None, size: int) -> str | tuple[str, ...] | None:
+        names = tuple(name for name in RULES.get(axis, ()) if name in sizes)
+        if not names or size % math.prod(sizes[name] for name in names):
+            return None
+        return names if len(names) > 1 else names[0]
 
     return PartitionSpec(*(mesh_axis(axis, size) for axis, size in zip(axes, shape, strict=True)))
 
@@ -64,6 +78,11 @@ def current():
     return None if mesh.empty else mesh
 
 
+def manual_axes(mesh) -> frozenset[str]:
+    """Axes of the ambient mesh that an enclosing `jax.shard_map` has taken over."""
+    return frozenset(getattr(mesh, "manual_axes", ()))
+
+
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     """Pins the layout of `x` on the ambient mesh."""
     mesh = current()
@@ -77,7 +96,7 @@ def by_rows(function: Callable[..., Any], *arrays: Any) -> Any:
     """
     mesh = current()
     batch = jax.tree.leaves(arrays)[0].shape[0]
-    if mesh is None or partition(("batch",), (batch,), mesh) == PartitionSpec(None):
+    rows = PartitionSpec(None) if mesh is None else partition(("batch",), (batch,), mesh)
+    if rows == PartitionSpec(None):
         return function(*arrays)
-    rows = PartitionSpec(RULES["batch"])
     return jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)(*arrays)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from treeflash_jax.acceptance import RULES, check_lawful
+from treeflash_jax.builders import SAMPLED, TreeShape, law_of
 from treeflash_jax.config import DrafterConfig, HeadName, ModelConfig
 from treeflash_jax.decode import BUILDER_OF_METHOD, Method
 
@@ -37,6 +39,15 @@ class GenerateConfig:
       candidates: previous tokens per depth (M).
       children: children kept per transition row (K).
       head: "mlp", "linear" or "marginal"; the drafter's own if None.
+      builder: of a tree: "best-first" (None), or one whose nodes are drawn at random: "paths", "delayed",
+        "without-replacement", "hybrid".
+      acceptance: what is kept of a tree; None: "sample-and-match" for best-first trees, "block" for one sampled path,
+        "traversal" for other sampled trees. All keep the verifier's distribution; sample-and-match even gives the answer
+        of one-token decoding with the same seed.
+      branches: sampled paths, or sampled children per node at most.
+      trunk: nodes before the branches ("delayed").
+      skeleton: share of the nodes that are not sampled ("hybrid").
+      leaves: also draw tokens that end their branch ("paths", "delayed", "without-replacement", "hybrid").
       temperature: of the verifier; 0 is greedy. One value, or one per prompt.
       top_k: keep the k likeliest tokens; 0 keeps all. One value, or one per prompt.
       top_p: keep the likeliest tokens of this mass; 1 keeps all. One value, or one per prompt.
@@ -48,6 +59,7 @@ class GenerateConfig:
       stop: strings that end an answer; the text ends before them.
       batch_size: rows decoded together; None: all, 8 at most.
       log_probs: keep the verifier's log-probability of every token.
+      expected_lengths: keep what every round was expected to commit, its coins averaged out.
     """
 
     max_new_tokens: int = 128
@@ -56,6 +68,12 @@ class GenerateConfig:
     candidates: int = 16
     children: int = 16
     head: HeadName | None = None
+    builder: str | None = None
+    acceptance: str | None = None
+    branches: int = TreeShape.branches
+    trunk: int = TreeShape.trunk
+    skeleton: float = TreeShape.skeleton
+    leaves: bool = TreeShape.leaves
     temperature: float | Sequence[float] = 0.0
     top_k: int | Sequence[int] = 0
     top_p: float | Sequence[float] = 1.0
@@ -66,6 +84,7 @@ class GenerateConfig:
     stop: Sequence[str] = ()
     batch_size: int | None = None
     log_probs: bool = False
+    expected_lengths: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +137,15 @@ def resolve(
             expect(1 <= value <= vocabulary, name, value, f"1 to {vocabulary} (the vocabulary)")
         heads = ("marginal", drafter.head)
         expect(config.head in (None, *heads), "head", repr(config.head), f"one of {heads}, what this drafter has")
+        known_builders = ("best-first", *SAMPLED) if config.method == "tree" else (BUILDER_OF_METHOD[config.method],)
+        builder, rule, shape = drafting(config)
+        expect(builder in known_builders, "builder", repr(builder), f"one of {known_builders} (method {config.method!r})")
+        expect(rule in RULES, "acceptance", repr(rule), f"one of {tuple(RULES)}")
+        expect(shape.branches >= 1, "branches", shape.branches, "at least 1")
+        expect(shape.trunk >= 0, "trunk", shape.trunk, "0 or more")
+        expect(0 <= shape.skeleton <= 1, "skeleton", shape.skeleton, "0 to 1, a share of the nodes")
+        expect(builder not in SAMPLED or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
+        check_lawful(rule, law_of(builder, shape))
         t = config.drafter_temperature
         expect(t is None or t > 0, "drafter_temperature", t, "above 0")
     expect(config.samples >= 1, "samples", config.samples, "at least 1")
@@ -134,6 +162,14 @@ def resolve(
         expect(0 <= value < vocabulary, "stop id", value, f"0 to {vocabulary - 1}")
     expect(all(config.stop), "stop", list(config.stop), "strings that are not empty")
     return config
+
+
+def drafting(config: GenerateConfig) -> tuple[str, str, TreeShape]:
+    """Builder, acceptance rule and sizes of the sampled part, defaults filled in."""
+    builder = config.builder or BUILDER_OF_METHOD[config.method]
+    shape = TreeShape(branches=config.branches, trunk=config.trunk, skeleton=config.skeleton, leaves=config.leaves)
+    usual = {"deterministic": "sample-and-match", "one path": "block"}.get(law_of(builder, shape), "traversal")
+    return builder, config.acceptance or usual, shape
 
 
 def draft_temperature(config: GenerateConfig, drafter: DrafterConfig | None, temperature: float) -> float:

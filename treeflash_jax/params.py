@@ -20,6 +20,11 @@ class Spec:
     init: Literal["normal", "ones", "zeros"] = "normal"
 
 
+def count(tree: Any) -> int:
+    """How many numbers a tree of weights holds."""
+    return sum(x.size for x in jax.tree.leaves(tree))
+
+
 def is_spec(x: Any) -> bool:
     return isinstance(x, Spec)
 

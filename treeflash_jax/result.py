@@ -23,6 +23,7 @@ class Result:
       compile_seconds: spent compiling for this batch.
       tokens_per_second: generated tokens of the batch over `seconds`.
       log_probs: of every generated token under the verifier (temperature 1, no filters), if asked for.
+      expected_lengths: tokens every round was expected to commit, given its tree, if asked for.
     """
 
     prompt_ids: list[int]
@@ -34,6 +35,7 @@ class Result:
     compile_seconds: float
     tokens_per_second: float
     log_probs: list[float] | None = None
+    expected_lengths: list[float] | None = None
     draft_again: Callable[[int], DrawnTree] | None = field(default=None, repr=False, compare=False)
 
     @property

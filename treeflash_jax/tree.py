@@ -1,10 +1,10 @@
-"""Draft trees: fixed-budget sets of continuations of the anchor, and the builders that choose them.
+"""Draft trees: fixed-budget sets of continuations of the anchor, and the deterministic builders that choose them.
 
-A builder reads a drafter only through an `Expander`; a first-order head hands it a `TransitionTable`. A new builder is one
-function and one line in BUILDERS.
+A builder reads a drafter only through an `Expander`; a first-order head hands it a `TransitionTable`. Builders that draw
+nodes at random are in builders/.
 
 Shape suffixes: b batch, n tree nodes (root included), i draft depth, m previous-token rows, c children kept per row,
-w lanes of the frontier (n - 1), x = i w ledger entries, depth-major.
+w lanes of the frontier (n - 1), x ledger entries (i w of them, depth-major) or draws.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ class Expander(Protocol):
 
     def follow(self, depth: jax.Array, state_bw: Any, child_bw: jax.Array) -> Any:
         """The state below the chosen child of each lane."""
+
+    def continues(self, depth: jax.Array, state_bw: Any) -> jax.Array:
+        """Whether a child has children of its own to offer, [b, w, c]."""
 
 
 @struct.dataclass
@@ -64,6 +67,9 @@ class TransitionTable:
         next_row_bwc = _rows(self.next_row_bimc, depth, row_bw)
         return jnp.take_along_axis(next_row_bwc, child_bw[..., None], axis=2)[..., 0]
 
+    def continues(self, depth: jax.Array, row_bw: jax.Array) -> jax.Array:
+        return _rows(self.next_row_bimc, depth, row_bw) >= 0
+
 
 @struct.dataclass
 class DraftTree:
@@ -84,23 +90,34 @@ class DraftTree:
     valid_bn: jax.Array
 
 
+# How a node came into the tree.
+DETERMINISTIC, WITHOUT_REPLACEMENT, WITH_REPLACEMENT = 0, 1, 2
+
+
 @struct.dataclass
 class Proposal:
-    """The law sampled nodes were drawn from; builders of deterministic trees have none.
+    """The law that sampled nodes were drawn from; builders of deterministic trees have none.
+
+    The children of a node are tested in the order of their draws. The first sampled child has the law `log_q`; a later one
+    has it again (with replacement) or restricted to what is left and renormalised (without). Deterministic children have
+    probability 0 under it: they are the law's other part, known before anything was drawn.
 
     Attributes:
-      rank_bn: draw order among siblings.
-      kind_bn: 0 deterministic, 1 drawn without replacement, 2 with replacement.
-      support_bnc: token ids the children of a node were drawn from.
-      log_q_bnc: their log-probabilities under the (truncated, renormalised) proposal.
-      draws_bx: the node each draw landed on: i.i.d. duplicates share a node but are tested with multiplicity.
+      support_bnc: distinct token ids that the children of a node come from.
+      log_q_bnc: their log-probabilities; -inf where a token could not be drawn, everywhere where a node has no draws.
+      node_bx: the node each draw landed on, in the order of the tests; i.i.d. duplicates share a node but are tested with
+        multiplicity. 0 (the root) where there was no draw.
+      slot_bx: where the support of the parent holds the drawn token.
+      kind_bx: DETERMINISTIC, WITHOUT_REPLACEMENT or WITH_REPLACEMENT.
+      depths: the deepest level a node can have; static.
     """
 
-    rank_bn: jax.Array
-    kind_bn: jax.Array
     support_bnc: jax.Array
     log_q_bnc: jax.Array
-    draws_bx: jax.Array
+    node_bx: jax.Array
+    slot_bx: jax.Array
+    kind_bx: jax.Array
+    depths: int = struct.field(pytree_node=False)
 
 
 Builder = Callable[[Expander, jax.Array, int], DraftTree]
@@ -123,9 +140,15 @@ def best_first(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> Draft
 
     Source: DDTree (arXiv 2604.12989) section 4 for the objective; TreeFlash (arXiv 2606.03819) for conditional rows.
     """
+    return best_first_search(expander, anchor_b, num_nodes)[0]
+
+
+def best_first_search(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> tuple[DraftTree, jax.Array, jax.Array]:
+    """The tree of `best_first`; for every node also its place among the parent's children, and whether it has children."""
     width = num_nodes - 1
-    if width == 0:
-        return root_only(anchor_b)
+    if width == 0 or expander.num_depths == 0:
+        tree = root_only(anchor_b)
+        return tree, jnp.zeros_like(tree.tokens_bn), jnp.full(tree.tokens_bn.shape, expander.num_depths > 0)
     batch = anchor_b.shape[0]
     lanes = jnp.arange(width, dtype=jnp.int32)
 
@@ -136,15 +159,16 @@ def best_first(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> Draft
         score_bw, index_bw = lax.top_k(grown_bwc.reshape(batch, -1), width)
         parent_bw, child_bw = jnp.divmod(index_bw, tokens_bwc.shape[2])
         token_bw = jnp.take_along_axis(tokens_bwc.reshape(batch, -1), index_bw, axis=1)
+        open_bw = jnp.take_along_axis(expander.continues(depth, state_bw).reshape(batch, -1), index_bw, axis=1)
         parent_state_bw = jax.tree.map(lambda x_bw: pick(x_bw, parent_bw), state_bw)
         frontier = score_bw, expander.follow(depth, parent_state_bw, child_bw)
-        return frontier, (score_bw, parent_bw, token_bw)
+        return frontier, (score_bw, parent_bw, token_bw, child_bw, open_bw)
 
     only_the_anchor_bw = jnp.broadcast_to(jnp.where(lanes == 0, 0.0, -jnp.inf), (batch, width))
     dtype = jax.eval_shape(expander.children, jnp.int32(0), expander.start(width))[1].dtype
     frontier = only_the_anchor_bw.astype(dtype), expander.start(width)
     _, grown = lax.scan(grow, frontier, jnp.arange(expander.num_depths, dtype=jnp.int32))
-    score_bx, parent_bx, token_bx = (jnp.moveaxis(x_ibw, 0, 1).reshape(batch, -1) for x_ibw in grown)
+    score_bx, parent_bx, token_bx, child_bx, open_bx = (jnp.moveaxis(x_ibw, 0, 1).reshape(batch, -1) for x_ibw in grown)
 
     # The ledger is depth-major and the sort stable, so a parent is taken before a child that ties it. `top_k` does not
     # promise that on every backend.
@@ -155,7 +179,10 @@ def best_first(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> Draft
     node_bx = jax.vmap(lambda kept_w: jnp.zeros_like(parent_bx[0]).at[kept_w].set(lanes + 1))(kept_bw)
     above_bw = (depth_bw - 1) * width + pick(parent_bx, kept_bw)
     parent_bw = jnp.where(depth_bw == 0, 0, pick(node_bx, jnp.maximum(above_bw, 0)))
-    return _below_root(anchor_b, pick(token_bx, kept_bw), parent_bw, depth_bw + 1, log_prob_bw)
+    tree = _below_root(anchor_b, pick(token_bx, kept_bw), parent_bw, depth_bw + 1, log_prob_bw)
+    below_root = ((0, 0), (1, 0))
+    open_bn = jnp.pad(pick(open_bx, kept_bw), below_root, constant_values=True)
+    return tree, jnp.pad(pick(child_bx, kept_bw), below_root), open_bn & tree.valid_bn
 
 
 def chain(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:

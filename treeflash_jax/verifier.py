@@ -39,7 +39,7 @@ class Output:
 
 def specs(config: ModelConfig) -> dict[str, Any]:
     """Every weight of the model. Tied models have no `unembed`: `vocab.unembed` reads `embed`."""
-    table = Spec((config.vocab_size, config.hidden_size), ("vocab", None))
+    table = Spec((config.vocab_size, config.hidden_size), ("vocab", "embed"))
     tree = {
         "embed": table,
         "groups": [[layers.layer_specs(config) for _ in range(size)] for size in config.groups],

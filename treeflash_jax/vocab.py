@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from treeflash_jax import mesh as meshes
 
-AXIS = meshes.RULES["vocab"]
+(AXIS,) = meshes.RULES["vocab"]
 
 
 def embed(table_vd: jax.Array, ids: jax.Array) -> jax.Array:
@@ -91,6 +91,22 @@ def take(logits: jax.Array, ids: jax.Array) -> jax.Array:
 
     rows = _batch_spec(mesh, logits.shape[:-1])
     return _manual(local, mesh, (PartitionSpec(*rows, AXIS), rows), rows)(logits, ids)
+
+
+def put(rows: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
+    """Rows [b, v] with entries `ids` [b, c] replaced; ids of a row are distinct."""
+    mesh = _vocab_mesh(rows.shape[-1])
+
+    def local(shard: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
+        at = ids if mesh is None else ids - lax.axis_index(AXIS) * shard.shape[-1]
+        at = jnp.where((at >= 0) & (at < shard.shape[-1]), at, shard.shape[-1])
+        return jax.vmap(lambda row, at, values: row.at[at].set(values, mode="drop"))(shard, at, values)
+
+    if mesh is None:
+        return local(rows, ids, values)
+    batch = _batch_spec(mesh, rows.shape[:-1])
+    few = PartitionSpec(*batch, None)
+    return _manual(local, mesh, (PartitionSpec(*batch, AXIS), few, few), PartitionSpec(*batch, AXIS))(rows, ids, values)
 
 
 def log_sum_exp(logits: jax.Array) -> jax.Array:
@@ -188,4 +204,5 @@ def _batch_spec(mesh, shape: tuple[int, ...]) -> PartitionSpec:
 
 
 def _manual(local: Callable, mesh, in_specs, out_specs) -> Callable:
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    names = set(mesh.axis_names) - meshes.manual_axes(mesh)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False)

@@ -1,6 +1,7 @@
 """What every acceptance rule reads and writes.
 
-Shape suffixes: b batch, n tree nodes, v vocabulary, p rows of an accepted path (deepest tree + root), x asked tokens.
+Shape suffixes: b batch, n tree nodes, v vocabulary, p rows of an accepted path (deepest tree + root), c tokens of a node's
+support, x asked tokens or draws (n - 1).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax import vocab
+from treeflash_jax.tree import DraftTree, ancestor_mask, pick
 
 
 @struct.dataclass
@@ -46,16 +48,35 @@ class TargetRows:
         noisy_bnv = self.logits_bnv.astype(scaled_bnv.dtype) + temperature_b11 * gumbel_bnv
         return vocab.argmax(jnp.where(kept_bnv, noisy_bnv, -jnp.inf))
 
+    def residual(self, node_b: jax.Array, support_bc: jax.Array, residual_bc: jax.Array) -> jax.Array:
+        """log of one node's law with its probabilities on the support replaced; unnormalised, [b, v].
+
+        Where nothing is left the law itself: a walk ends there by a rounding only.
+        """
+        at_b1 = node_b[:, None]
+        scaled_bv = _scaled(pick(self.logits_bnv, at_b1), self.temperature_b)[:, 0]
+        kept_bv = scaled_bv.astype(jnp.float32) >= pick(self.threshold_bn, at_b1)
+        log_p_bv = jnp.where(kept_bv, scaled_bv - pick(self.log_normaliser_bn, at_b1), -jnp.inf)
+        ids_bv = lax.broadcasted_iota(jnp.int32, log_p_bv.shape, 1)
+        greedy_bv = jnp.where(ids_bv == vocab.argmax(scaled_bv)[:, None], 0.0, -jnp.inf)
+        log_p_bv = jnp.where((self.temperature_b > 0)[:, None], log_p_bv, greedy_bv)
+        left_bv = vocab.put(log_p_bv, support_bc, jnp.log(residual_bc).astype(log_p_bv.dtype))
+        return jnp.where(jnp.max(left_bv, axis=-1, keepdims=True) > -jnp.inf, left_bv, log_p_bv)
+
 
 @struct.dataclass
 class Noise:
-    """Randomness of one round.
+    """Randomness of one round. A rule reads either the first field or the other two.
 
     Attributes:
       gumbel_bpv: Gumbel noise of the token picked at position start + 1 + p, the same for every node of depth p.
+      coins_bx: uniforms in [0, 1), fresh every round: one per draw, or one per node below the root.
+      bonus_bv: Gumbel noise of the token after the last accepted node.
     """
 
     gumbel_bpv: jax.Array
+    coins_bx: jax.Array
+    bonus_bv: jax.Array
 
 
 @struct.dataclass
@@ -71,6 +92,31 @@ class Acceptance:
     path_bp: jax.Array
     length_b: jax.Array
     bonus_b: jax.Array
+
+
+def follow(tree: DraftTree, matches_bn: jax.Array, depths: int) -> jax.Array:
+    """The deepest node that matches along with all its ancestors, [b]; at most one child of a node may match.
+
+    Args:
+      tree: the verified tree.
+      matches_bn: whether the walk, at a node's parent, goes to the node.
+      depths: rows of a path, root included; static, at least the tree's depth + 1.
+    """
+    matches_bn = matches_bn.at[:, 0].set(True)
+    reached_bn = jnp.all(matches_bn[:, None] | ~ancestor_mask(tree.parent_bn, depths - 1), axis=-1)
+    return jnp.argmax(jnp.where(reached_bn, tree.depth_bn + 1, 0), axis=-1)
+
+
+def accept(tree: DraftTree, last_b: jax.Array, bonus_b: jax.Array, depths: int) -> Acceptance:
+    """The path from the root to `last_b`, with the token that follows it; `depths` as in `follow`."""
+    above_bnn = ancestor_mask(tree.parent_bn, depths - 1)
+    on_path_bn = jnp.take_along_axis(above_bnn, last_b[:, None, None], axis=1)[:, 0]
+    at_depth_bpn = on_path_bn[:, None] & (tree.depth_bn[:, None] == jnp.arange(depths)[:, None])
+    return Acceptance(
+        path_bp=jnp.argmax(at_depth_bpn, axis=-1).astype(jnp.int32),
+        length_b=jnp.take_along_axis(tree.depth_bn, last_b[:, None], axis=1)[:, 0] + 1,
+        bonus_b=bonus_b,
+    )
 
 
 def target_rows(logits_bnv: jax.Array, temperature_b: jax.Array, top_k_b: jax.Array, top_p_b: jax.Array) -> TargetRows:

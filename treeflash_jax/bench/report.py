@@ -35,6 +35,7 @@ KEYS = (
 # Settings that all records of a file share; the others are a system's own. Temperature and seed tell records apart.
 SHARED = "verifier drafter dtype format max_new_tokens batch_size top_k top_p".split()
 OWN = "method head nodes candidates children drafter_temperature drafter_temperature_rule".split()
+SAMPLED = "builder acceptance branches trunk skeleton leaves".split()  # own too; absent from older files
 RESAMPLES = 2000
 WIDTH = 140  # of tables that do not go to a terminal
 
@@ -131,7 +132,7 @@ def key_of(record: Record) -> tuple[str, str, float, int]:
 
 def difference(record: Record, other: Record) -> str | None:
     """The first thing that keeps two records from belonging to one run, in words; None where they do."""
-    names = SHARED + (OWN if record["system"] == other["system"] else [])
+    names = SHARED + (OWN + SAMPLED if record["system"] == other["system"] else [])
     for part in ("settings", "versions", "hardware"):
         ours, theirs = record[part], other[part]
         for name in names if part == "settings" else sorted({*ours, *theirs}):

@@ -21,26 +21,32 @@ import platform
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import jax
 
 import treeflash_jax as tf
+from treeflash_jax.acceptance import RULES
 from treeflash_jax.bench import report
 from treeflash_jax.bench.prompts import BUNDLED, FORMATS, BenchPrompt, draw, empty_chat, format_turn, read_prompts
 from treeflash_jax.bench.report import SCHEMA, Record
-from treeflash_jax.options import resolve
+from treeflash_jax.builders import SAMPLED, TreeShape
+from treeflash_jax.options import drafting, resolve
 
-# Fields of GenerateConfig. Trees are measured once for every number of --nodes, or at their own: "treeflash-32"; all but
-# "ar" at their own drafter temperature where they name one: "marginal-16@0.7".
+# Fields of GenerateConfig. Trees are measured once for every number of --nodes, or at their own: "treeflash-32"; with their
+# own builder and acceptance rule where they name them: "treeflash-32+hybrid", "treeflash+paths+traversal"; all but "ar" at
+# their own drafter temperature: "marginal-16@0.7".
 SYSTEMS: dict[str, dict[str, Any]] = {
     "ar": {"method": "ar"},
     "chain": {"method": "chain", "head": "marginal"},
     "marginal": {"method": "tree", "head": "marginal"},
     "treeflash": {"method": "tree"},
 }
+
+
+SHAPE = list(asdict(TreeShape()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +69,8 @@ class Bench:
     pair: tuple[str, str] = ("tiny", "tiny")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_and_prompts(parser: argparse.ArgumentParser) -> None:
+    """Options that all suites of a pair share."""
     model = parser.add_argument_group("model")
     model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="folders; default: the shipped pair")
     model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="of weights, caches and activations")
@@ -71,6 +78,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument("--prompts", default=BUNDLED, metavar="FILE", help="JSONL; default: the bundled set")
     prompts.add_argument("--format", choices=FORMATS, default="chat", help="published prompt format (default: %(default)s)")
     prompts.add_argument("--limit", type=int, metavar="N", help="so many, drawn as in the published benchmarks")
+
+
+def add_shape(group: Any) -> None:
+    """Sizes of trees whose nodes are drawn at random."""
+    group.add_argument("--branches", type=int, default=TreeShape.branches, help="sampled paths, or children per node")
+    group.add_argument("--trunk", type=int, default=TreeShape.trunk, help="nodes before the branches (delayed)")
+    group.add_argument("--skeleton", type=float, default=TreeShape.skeleton, help="share of nodes not sampled (hybrid)")
+    group.add_argument("--leaves", action="store_true", help="also draw tokens that end their branch")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_and_prompts(parser)
     systems = parser.add_argument_group("systems")
     systems.add_argument("--systems", nargs="+", default=list(SYSTEMS), metavar="NAME", help="of " + ", ".join(SYSTEMS))
     systems.add_argument(
@@ -79,6 +98,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     systems.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
     systems.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
     systems.add_argument("--drafter-temperature", type=float, metavar="T", help="default: the drafter's own")
+    systems.add_argument("--builder", choices=("best-first", *SAMPLED), help="of trees that name none")
+    systems.add_argument("--acceptance", choices=RULES, help="of trees that name none; default: the builder's own")
+    add_shape(systems)
     output = parser.add_argument_group("sampling and output")
     output.add_argument("--temperature", nargs="+", type=float, default=[0.0], metavar="T", help="one or more; 0 is greedy")
     output.add_argument("--seed", nargs="+", type=int, default=[0], metavar="S", help="one or more")
@@ -106,9 +128,14 @@ def run(arguments: argparse.Namespace) -> int:
         name = None if arguments.pair else "tiny"
         model = tf.load(name, verifier=verifier, drafter=drafter, dtype=arguments.dtype)
         names = "candidates children drafter_temperature top_k top_p max_new_tokens batch_size".split()
+        names += "branches trunk skeleton leaves".split()
         shared = {name: getattr(arguments, name) for name in names}
+        trees = {name: getattr(arguments, name) for name in ("builder", "acceptance")}
         bench = Bench(
-            systems={name: tf.GenerateConfig(**(shared | fields)) for name, fields in systems.items()},
+            systems={
+                name: tf.GenerateConfig(**shared | (trees if _has_free_tree(fields) else {}) | fields)
+                for name, fields in systems.items()
+            },
             prompts=prompts,
             format=arguments.format,
             temperatures=list(dict.fromkeys(arguments.temperature)),
@@ -124,20 +151,28 @@ def run(arguments: argparse.Namespace) -> int:
 def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[str, Any]]:
     """Fields of GenerateConfig by system name: "ar", "chain", and "marginal-16", "treeflash-64" for trees of so many rows.
 
+    "treeflash-64+hybrid+traversal@0.7" adds a builder, an acceptance rule and a drafter temperature.
+
     Raises:
       ValueError: an unknown system, or fewer rows than one.
     """
     systems: dict[str, dict[str, Any]] = {}
     for name in names:
-        sized, at, sharpness = name.partition("@")
+        whole, at, sharpness = name.partition("@")
+        sized, plus, sampled = whole.partition("+")
         base, dash, rows = sized.partition("-")
+        builder, _, rule = sampled.partition("+")
         fields = SYSTEMS.get(base)
-        is_known = fields is not None and (not dash or (fields["method"] == "tree" and rows.isdecimal()))
+        is_known = fields is not None and (not (dash or plus) or fields["method"] == "tree")
+        is_known &= (not dash or rows.isdecimal()) and (not plus or builder in ("best-first", *SAMPLED))
+        is_known &= rule in ("", *RULES)
         if not is_known or (at and (base == "ar" or not _is_positive(sharpness))):
             raise ValueError(
                 f"got unknown system {name!r}, expected one of {', '.join(SYSTEMS)}, or a tree like treeflash-32, "
-                "or one with its own drafter temperature like treeflash-32@0.7"
+                "or one with its own builder, rule and drafter temperature like treeflash-32+hybrid+traversal@0.7"
             )
+        if plus:
+            fields = fields | {"builder": builder, "acceptance": rule or None}
         if at:
             fields = fields | {"drafter_temperature": float(sharpness)}
         if fields["method"] != "tree":
@@ -146,8 +181,12 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
         for count in [int(rows)] if rows else nodes:
             if count < 1:
                 raise ValueError(f"got nodes {count}, expected at least 1 (the root counts)")
-            systems[f"{base}-{count}{at}{sharpness}"] = fields | {"nodes": count}
+            systems[f"{base}-{count}{plus}{sampled}{at}{sharpness}"] = fields | {"nodes": count}
     return systems
+
+
+def _has_free_tree(fields: dict[str, Any]) -> bool:
+    return fields["method"] == "tree" and "builder" not in fields
 
 
 def _is_positive(text: str) -> bool:
@@ -301,6 +340,8 @@ def record_of(
 def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) -> dict[str, Any]:
     """The settings of a system as they take effect; those of drafting are None where nothing is drafted."""
     plan = model.plan(config)
+    is_tree = plan.drafts and config.method == "tree"
+    shape = asdict(drafting(config)[2]) if is_tree and plan.builder in SAMPLED else dict.fromkeys(SHAPE)
     fixed = config.drafter_temperature
     sharpness = fixed or model.drafter.drafter_temperature
     names = "method max_new_tokens batch_size temperature top_k top_p seed".split()
@@ -313,6 +354,9 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
         "head": plan.head if plan.drafts else None,
         "candidates": config.candidates if plan.drafts else None,
         "children": config.children if plan.drafts else None,
+        "builder": plan.builder if is_tree else None,
+        "acceptance": plan.rule if is_tree else None,
+        **shape,
         "drafter_temperature": sharpness if plan.drafts else None,
         "drafter_temperature_rule": ("fixed" if fixed else "max(it, min(T, 1))") if plan.drafts else None,
     }

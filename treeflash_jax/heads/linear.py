@@ -9,6 +9,7 @@ Source: TreeFlash (arXiv 2606.03819), ablations.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,9 +26,22 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
     d = config.layers.hidden_size
     return {
         "norm": Spec((d,), (None,), "ones"),
-        "token": Spec((d, d), (None, None), "zeros"),
-        "hidden": Spec((d, d), (None, None), "zeros"),
+        "token": Spec((d, d), ("embed", None), "zeros"),
+        "hidden": Spec((d, d), ("embed", None), "zeros"),
     }
+
+
+def correct(
+    params: dict[str, Any],
+    embedding_brd: jax.Array,
+    slot_r: jax.Array | slice,
+    hidden_bqd: jax.Array,
+    normed_bqd: jax.Array,
+) -> jax.Array:
+    """h + W [RMSNorm(e); RMSNorm_final(h)] of every row, [b, r, d]; arguments as for the MLP head."""
+    by_slot_bqd = hidden_bqd + linear("bqd,de->bqe", normed_bqd, params["hidden"])
+    normed_brd = rms_norm(embedding_brd, params["norm"], NORM_EPS)
+    return by_slot_bqd[:, slot_r] + linear("brd,de->bre", normed_brd, params["token"])
 
 
 def expand(
@@ -39,10 +53,4 @@ def expand(
     temperature_b: jax.Array,
 ) -> TransitionTable:
     """Transition table [b, i, m, c]; arguments as for the MLP head."""
-
-    def correct(embedding_brd, slot_r, hidden_bqd, normed_bqd):
-        by_slot_bqd = hidden_bqd + linear("bqd,de->bqe", normed_bqd, params["hidden"])
-        normed_brd = rms_norm(embedding_brd, params["norm"], NORM_EPS)
-        return by_slot_bqd[:, slot_r] + linear("brd,de->bre", normed_brd, params["token"])
-
-    return first_order_table(correct, unembed, hidden_bqd, anchor_b, settings, temperature_b)
+    return first_order_table(partial(correct, params), unembed, hidden_bqd, anchor_b, settings, temperature_b)

@@ -12,6 +12,7 @@ Source: TreeFlash (arXiv 2606.03819), AR approximation.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,24 +30,33 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
     d, f = config.layers.hidden_size, config.layers.intermediate_size
     return {
         "norm": Spec((d,), (None,), "ones"),
-        "token_ug": Spec((d, 2, f), (None, None, "ffn")),
-        "hidden_ug": Spec((d, 2, f), (None, None, "ffn")),
+        "token_ug": Spec((d, 2, f), ("embed", None, "ffn")),
+        "hidden_ug": Spec((d, 2, f), ("embed", None, "ffn")),
         "bias": Spec((2, f), (None, "ffn"), "zeros"),
-        "down": Spec((f, d), ("ffn", None), "zeros"),
+        "down": Spec((f, d), ("ffn", "embed"), "zeros"),
     }
 
 
-def correction(params: dict[str, Any], embedding: jax.Array, hidden_ug: jax.Array) -> jax.Array:
-    """W_d (silu(g) * u), to be added to the un-normed hidden state.
+def correct(
+    params: dict[str, Any],
+    embedding_brd: jax.Array,
+    slot_r: jax.Array | slice,
+    hidden_bqd: jax.Array,
+    normed_bqd: jax.Array,
+) -> jax.Array:
+    """h + W_d (silu(g) * u) of every row, [b, r, d].
 
     Args:
       params: weights of `specs`.
-      embedding: the previous token's, [b, r, d].
-      hidden_ug: `linear("brd,dxf->brxf", RMSNorm_final(h), params["hidden_ug"])`, [b, r, 2, f].
+      embedding_brd: of the previous tokens.
+      slot_r: which slot each row corrects; `slice(None)` where rows and slots are the same.
+      hidden_bqd: un-normed hidden states of the slots.
+      normed_bqd: after the drafter's final norm.
     """
-    token_ug = linear("brd,dxf->brxf", rms_norm(embedding, params["norm"], NORM_EPS), params["token_ug"])
+    hidden_ug = linear("bqd,dxf->bqxf", normed_bqd, params["hidden_ug"])[:, slot_r]
+    token_ug = linear("brd,dxf->brxf", rms_norm(embedding_brd, params["norm"], NORM_EPS), params["token_ug"])
     ug = token_ug + hidden_ug + params["bias"].astype(token_ug.dtype)
-    return linear("brf,fd->brd", jax.nn.silu(ug[:, :, 1]) * ug[:, :, 0], params["down"])
+    return hidden_bqd[:, slot_r] + linear("brf,fd->brd", jax.nn.silu(ug[:, :, 1]) * ug[:, :, 0], params["down"])
 
 
 def expand(
@@ -67,9 +77,4 @@ def expand(
       settings: M and K.
       temperature_b: of the drafted distribution, > 0.
     """
-
-    def correct(embedding_brd, slot_r, hidden_bqd, normed_bqd):
-        hidden_ug_bqxf = linear("bqd,dxf->bqxf", normed_bqd, params["hidden_ug"])
-        return hidden_bqd[:, slot_r] + correction(params, embedding_brd, hidden_ug_bqxf[:, slot_r])
-
-    return first_order_table(correct, unembed, hidden_bqd, anchor_b, settings, temperature_b)
+    return first_order_table(partial(correct, params), unembed, hidden_bqd, anchor_b, settings, temperature_b)

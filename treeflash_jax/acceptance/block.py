@@ -1,0 +1,109 @@
+"""Block verification of one path: the last node whose test accepts is kept, although tests before it may have failed.
+
+w_0 = 1, w_i = min(1, w_{i-1} p(x_i) / q(x_i)), S_i = sum [w_i p - q]+ after node i, h_i = S_i / (S_i + 1 - w_i); at the end
+of the path q = 0 and h = w. Kept: the last i with coin < h_i (the root is always kept); then emit from [w_i p - q]+.
+P(node i is passed) = w_i on average over the drafts: the best that any rule can do on one path.
+
+Shape suffixes: b batch, p places of a path (root included), c tokens of a node's support.
+
+Source: block verification (arXiv 2403.10444).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from treeflash_jax.acceptance.draws import Draws, draws_of, expect, finish
+from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows
+from treeflash_jax.tree import DraftTree, Proposal
+
+LAWS = ("one path",)
+NEEDS = "one sampled path"
+
+
+@struct.dataclass
+class Path:
+    """A drafted path with the law it was drawn from.
+
+    Attributes:
+      node_bp: nodes, root first; 0 past the end.
+      exists_bp: False past the end.
+      ratio_bp: p / q of the token of each place; 1 at the root.
+      p_bpc: the verifier's probabilities on the support of each place.
+      q_bpc: the proposal's; 0 at the end of the path.
+      outside_bp: the verifier's mass off the support.
+    """
+
+    node_bp: jax.Array
+    exists_bp: jax.Array
+    ratio_bp: jax.Array
+    p_bpc: jax.Array
+    q_bpc: jax.Array
+    outside_bp: jax.Array
+
+
+def weights(tree: DraftTree, proposal: Proposal, rows: TargetRows) -> jax.Array:
+    """P(a node at or below this one is kept), given the path, [b, n]."""
+
+    def chances(tree, proposal, p_bnc):
+        return passed(_whole(tree, draws_of(tree, proposal, p_bnc)))
+
+    return expect(chances, tree, proposal, rows)
+
+
+def walk(tree: DraftTree, proposal: Proposal, rows: TargetRows, noise: Noise) -> Acceptance:
+    """Keeps the path up to the last place whose coin is below h."""
+    return finish(_stop, tree, proposal, rows, noise)
+
+
+def tests(path: Path) -> tuple[jax.Array, jax.Array]:
+    """w and h of every place, [b, p]; h is 1 at the root and 0 past the end."""
+    log_ratio_bp = jnp.log(path.ratio_bp)
+
+    def chain(first, second):  # places compose as x -> min(bound, x + step)
+        return first[0] + second[0], jnp.minimum(second[1], first[1] + second[0])
+
+    weight_bp = jnp.exp(lax.associative_scan(chain, (log_ratio_bp, jnp.minimum(log_ratio_bp, 0)), axis=1)[1])
+    left_bp = jnp.sum(jnp.maximum(weight_bp[..., None] * path.p_bpc - path.q_bpc, 0), axis=-1)
+    left_bp += weight_bp * path.outside_bp
+    lost_bp = 1 - weight_bp
+    keep_bp = jnp.where(lost_bp > 0, left_bp / jnp.where(lost_bp > 0, left_bp + lost_bp, 1), 1)
+    return weight_bp, jnp.where(path.exists_bp, keep_bp, 0)
+
+
+def passed(path: Path) -> jax.Array:
+    """P(the kept part of the path reaches each place), given the path, [b, p]."""
+    missed_bp = jnp.flip(jnp.cumprod(jnp.flip(1 - tests(path)[1], axis=1), axis=1), axis=1)
+    return jnp.where(path.exists_bp, 1 - missed_bp, 0)
+
+
+def kept(path: Path, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The last node kept, and what is left of its p on the support; place p uses coin p - 1."""
+    weight_bp, keep_bp = tests(path)
+    places = weight_bp.shape[1]
+    is_hit_bp = jnp.pad(coins_bx[:, : places - 1], ((0, 0), (1, 0))) < keep_bp
+    place_b1 = jnp.max(jnp.where(is_hit_bp, jnp.arange(places), 0), axis=1, keepdims=True)
+    weight_b1, last_b1 = (jnp.take_along_axis(x_bp, place_b1, axis=1) for x_bp in (weight_bp, path.node_bp))
+    p_bc, q_bc = (jnp.take_along_axis(x_bpc, place_b1[..., None], axis=1)[:, 0] for x_bpc in (path.p_bpc, path.q_bpc))
+    return last_b1[:, 0], jnp.maximum(p_bc - q_bc / weight_b1, 0)
+
+
+def _stop(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return kept(_whole(tree, draws_of(tree, proposal, p_bnc)), coins_bx)
+
+
+def _whole(tree: DraftTree, draws: Draws) -> Path:
+    """The tree as a path: node p is at depth p."""
+    q_bx = draws.here(draws.q_bnc)
+    ratio_bx = jnp.where(draws.is_draw_bx, draws.here(draws.p_bnc) / jnp.where(q_bx > 0, q_bx, 1), 0)
+    return Path(
+        node_bp=jnp.broadcast_to(jnp.arange(tree.tokens_bn.shape[1]), tree.tokens_bn.shape),
+        exists_bp=tree.valid_bn,
+        ratio_bp=jnp.pad(ratio_bx, ((0, 0), (1, 0)), constant_values=1),
+        p_bpc=draws.p_bnc,
+        q_bpc=draws.q_bnc,
+        outside_bp=draws.outside_bn,
+    )

@@ -1,0 +1,226 @@
+"""What the rules that test draws have in common: the verifier and the proposal on the support, and the tests in order.
+
+The residual left after rejecting draws of one law q is max(w p - C q, 0) with a scalar C a node, because each rejection
+subtracts the same direction again; deterministic children only take their own token out. So a node carries four scalars
+(entry weight w, C, the mass Z that is left, the part of q that is left), and everything here is [b, n, c] or smaller. What
+p holds off the support stays as it is: one number a node.
+
+Shape suffixes: b batch, n tree nodes, c tokens of a node's support, x draws (n - 1), y draws before them, v vocabulary.
+
+Source: SpecInfer (arXiv 2305.09781) for the tests; the scalar form follows from max(max(p - a q, 0) - b q, 0) =
+max(p - (a + b) q, 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from treeflash_jax import mesh as meshes
+from treeflash_jax import vocab
+from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows, accept
+from treeflash_jax.tree import DETERMINISTIC, WITHOUT_REPLACEMENT, DraftTree, Proposal, ancestor_mask, pick
+
+NEVER = 1 << 20  # rank of a test that does not happen
+
+
+@struct.dataclass
+class Draws:
+    """The draws of a tree with the laws they are tested under.
+
+    Attributes:
+      p_bnc: the verifier's probabilities on the support.
+      q_bnc: the proposal's; 0 on deterministic children and where nothing was drawn.
+      outside_bn: the verifier's mass off the support.
+      node_bx: the node a draw landed on; the root where there was no draw.
+      parent_bx: where it was drawn.
+      slot_bx: its place in the parent's support.
+      rank_bx: how many draws at the parent come before it.
+      is_draw_bx: False in padding.
+      is_first_bx: False where an earlier draw landed on the same node.
+      is_fixed_bx: deterministic: its law is one-hot.
+      is_removed_bx: drawn without replacement.
+      earlier_bxy: whether draw y is at the same parent and comes before x.
+      gone_bnc: rank of the deterministic test that takes a token out; NEVER if none does.
+    """
+
+    p_bnc: jax.Array
+    q_bnc: jax.Array
+    outside_bn: jax.Array
+    node_bx: jax.Array
+    parent_bx: jax.Array
+    slot_bx: jax.Array
+    rank_bx: jax.Array
+    is_draw_bx: jax.Array
+    is_first_bx: jax.Array
+    is_fixed_bx: jax.Array
+    is_removed_bx: jax.Array
+    earlier_bxy: jax.Array
+    gone_bnc: jax.Array
+
+    def here(self, x_bnc: jax.Array) -> jax.Array:
+        """Entries of the parents' rows at the drawn tokens, [b, x]."""
+        return jnp.take_along_axis(pick(x_bnc, self.parent_bx), self.slot_bx[..., None], axis=2)[..., 0]
+
+
+@struct.dataclass
+class Outcome:
+    """What testing every draw, all being rejected, comes to.
+
+    Attributes:
+      chance_bx: of each draw to be accepted once those before it were not.
+      weight_bn: w, the probability with which a node is entered.
+      left_bnc: what is left of w p on the support.
+      keep_bn: the probability of stopping at a node once everything below it was rejected.
+    """
+
+    chance_bx: jax.Array
+    weight_bn: jax.Array
+    left_bnc: jax.Array
+    keep_bn: jax.Array
+
+
+def draws_of(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, *, sampled_ranks: int | None = None) -> Draws:
+    """Reads a proposal; draws of rank `sampled_ranks` and above count as deterministic (all as they are if None)."""
+    node_bx, slot_bx = proposal.node_bx, proposal.slot_bx
+    parent_bx, is_draw_bx = pick(tree.parent_bn, node_bx), node_bx > 0
+    index_x = jnp.arange(node_bx.shape[1])
+    before_bxy = (index_x[:, None] > index_x) & is_draw_bx[..., None] & is_draw_bx[:, None]
+    earlier_bxy = (parent_bx[..., None] == parent_bx[:, None]) & before_bxy
+    rank_bx = jnp.sum(earlier_bxy, axis=-1)
+    is_fixed_bx = proposal.kind_bx == DETERMINISTIC
+    if sampled_ranks is not None:
+        is_fixed_bx |= rank_bx >= sampled_ranks
+    taken_at_bx = jnp.where(is_fixed_bx & is_draw_bx, rank_bx, NEVER)
+    never_nc = jnp.full(p_bnc.shape[1:], NEVER)
+    return Draws(
+        p_bnc=p_bnc,
+        q_bnc=jnp.exp(proposal.log_q_bnc).astype(p_bnc.dtype),
+        outside_bn=jnp.maximum(1 - jnp.sum(p_bnc, axis=-1), 0),
+        node_bx=node_bx,
+        parent_bx=parent_bx,
+        slot_bx=slot_bx,
+        rank_bx=rank_bx,
+        is_draw_bx=is_draw_bx,
+        is_first_bx=is_draw_bx & ~jnp.any(before_bxy & (node_bx[..., None] == node_bx[:, None]), axis=-1),
+        is_fixed_bx=is_fixed_bx,
+        is_removed_bx=proposal.kind_bx == WITHOUT_REPLACEMENT,
+        earlier_bxy=earlier_bxy,
+        gone_bnc=jax.vmap(lambda at_x, slot_x, rank_x: never_nc.at[at_x, slot_x].min(rank_x))(
+            parent_bx, slot_bx, taken_at_bx
+        ),
+    )
+
+
+def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
+    """Tests every draw in order, as if each were rejected.
+
+    A draw x at a node of weight w is accepted with probability max(w p(x) - C q(x), 0) left / (Z q(x)), a deterministic one
+    with probability w p(x) / Z; then C grows by Z / left and `left` loses q(x), or p loses x. Z is what remains of w p, and
+    1 - w.
+
+    Args:
+      draws: of the tree.
+      above_bnn: the ancestor mask, where a child is entered with its chance as weight (traversal); None: weight 1
+        everywhere, and all parents are worked on at once.
+    """
+    weighs = above_bnn is not None
+    order_bx = draws.rank_bx
+    if weighs:  # a draw waits for its parent's weight and for its earlier siblings
+        step_bn = _to_nodes(draws.rank_bx + 1, draws.is_first_bx, draws.node_bx, draws.outside_bn.astype(jnp.int32))
+        order_bx += pick(jnp.sum(jnp.where(above_bnn, step_bn[:, None], 0), axis=-1), draws.parent_bx)
+    order_bx = jnp.where(draws.is_draw_bx, order_bx, -1)
+    drawn_p_bx, drawn_q_bx, gone_at_bx = (draws.here(x) for x in (draws.p_bnc, draws.q_bnc, draws.gone_bnc))
+    one_bn = jnp.ones_like(draws.outside_bn)
+    counts_bn = jnp.zeros(one_bn.shape, jnp.int32)
+
+    def remaining(weight_bn, scale_bn, tested_bn):
+        left_bnc = jnp.maximum(weight_bn[..., None] * draws.p_bnc - scale_bn[..., None] * draws.q_bnc, 0)
+        left_bnc = jnp.where(draws.gone_bnc < tested_bn[..., None], 0, left_bnc)
+        return left_bnc, jnp.sum(left_bnc, axis=-1) + weight_bn * draws.outside_bn
+
+    def test(state):
+        turn, chance_bx, weight_bn, scale_bn, mass_bn, spare_bn, tested_bn = state
+        now_bx = order_bx == turn
+        weight_bx, scale_bx, mass_bx, spare_bx = (
+            pick(x_bn, draws.parent_bx) for x_bn in (weight_bn, scale_bn, mass_bn, spare_bn)
+        )
+        left_bx = jnp.maximum(weight_bx * drawn_p_bx - scale_bx * drawn_q_bx, 0)
+        left_bx = jnp.where(gone_at_bx < draws.rank_bx, 0, left_bx)
+        top_bx = jnp.where(draws.is_fixed_bx, left_bx, left_bx * spare_bx)
+        bottom_bx = jnp.where(draws.is_fixed_bx, mass_bx, mass_bx * drawn_q_bx)
+        accepted_bx = jnp.where(bottom_bx > 0, jnp.minimum(top_bx / jnp.where(bottom_bx > 0, bottom_bx, 1), 1), 0)
+        chance_bx = jnp.where(now_bx, accepted_bx, chance_bx)
+        if weighs:
+            is_entered_bx = now_bx & draws.is_first_bx
+            entered_bn = _to_nodes(jnp.ones_like(accepted_bx), is_entered_bx, draws.node_bx, weight_bn)
+            entry_bn = _to_nodes(accepted_bx, is_entered_bx, draws.node_bx, weight_bn)
+            weight_bn = jnp.where(entered_bn > 0, entry_bn, weight_bn)
+        sampled_bx = now_bx & ~draws.is_fixed_bx
+        growth_bx = jnp.where(spare_bx > 0, mass_bx / jnp.where(spare_bx > 0, spare_bx, 1), 0)
+        scale_bn += _to_nodes(growth_bx, sampled_bx, draws.parent_bx, scale_bn)
+        spare_bn -= _to_nodes(drawn_q_bx, sampled_bx & draws.is_removed_bx, draws.parent_bx, spare_bn)
+        touched_bn = _to_nodes(jnp.ones_like(draws.rank_bx), now_bx, draws.parent_bx, tested_bn)
+        tested_bn += touched_bn
+        rest_bn = remaining(weight_bn, scale_bn, tested_bn)[1] + (1 - weight_bn)
+        mass_bn = jnp.where(touched_bn > 0, rest_bn, mass_bn)
+        return turn + 1, chance_bx, weight_bn, scale_bn, mass_bn, spare_bn, tested_bn
+
+    start = jnp.int32(0), jnp.zeros_like(drawn_p_bx), one_bn, jnp.zeros_like(one_bn), one_bn, one_bn, counts_bn
+    last = jnp.max(order_bx, initial=-1)
+    _, chance_bx, weight_bn, scale_bn, _, _, tested_bn = lax.while_loop(lambda state: state[0] <= last, test, start)
+    left_bnc, mass_bn = remaining(weight_bn, scale_bn, tested_bn)
+    lost_bn = 1 - weight_bn  # kept apart from the mass: at weight 1 nothing may be lost to rounding
+    keep_bn = jnp.where(lost_bn > 0, mass_bn / jnp.where(lost_bn > 0, mass_bn + lost_bn, 1), 1)
+    return Outcome(chance_bx=chance_bx, weight_bn=weight_bn, left_bnc=left_bnc, keep_bn=keep_bn)
+
+
+def reach(tree: DraftTree, draws: Draws, chance_bx: jax.Array, depths: int) -> jax.Array:
+    """P(a top-down walk passes each node) [b, n]: at a node the first accepted draw decides where it goes on."""
+    missed_bx = jnp.prod(jnp.where(draws.earlier_bxy, 1 - chance_bx[:, None], 1), axis=-1)
+    moves_bn = _to_nodes(missed_bx * chance_bx, draws.is_draw_bx, draws.node_bx, draws.outside_bn).at[:, 0].set(1)
+    above_bnn = ancestor_mask(tree.parent_bn, depths)
+    return jnp.where(tree.valid_bn, jnp.prod(jnp.where(above_bnn, moves_bn[:, None], 1), axis=-1), 0)
+
+
+def first_hits(draws: Draws, chance_bx: jax.Array, coins_bx: jax.Array) -> jax.Array:
+    """Whether the walk, at a node's parent, goes to the node: its draw is the first with coin < chance. Bool [b, n]."""
+    is_hit_bx = (coins_bx < chance_bx) & draws.is_draw_bx
+    is_chosen_bx = is_hit_bx & ~jnp.any(draws.earlier_bxy & is_hit_bx[:, None], axis=-1)
+    return _to_nodes(jnp.ones_like(draws.rank_bx), is_chosen_bx, draws.node_bx, jnp.zeros(draws.outside_bn.shape, int)) > 0
+
+
+def expect(
+    chances: Callable[[DraftTree, Proposal, jax.Array], jax.Array], tree: DraftTree, proposal: Proposal, rows: TargetRows
+) -> jax.Array:
+    """`chances(tree, proposal, p on the support)`, on each device's own rows."""
+    return meshes.by_rows(chances, tree, proposal, jnp.exp(rows.gather(proposal.support_bnc)))
+
+
+def finish(
+    stop: Callable[..., tuple[jax.Array, jax.Array]], tree: DraftTree, proposal: Proposal, rows: TargetRows, noise: Noise
+) -> Acceptance:
+    """Stops where the rule says and samples the one residual row there.
+
+    Args:
+      stop: (tree, proposal, p on the support, coins) -> the last accepted node [b], what is left of its p on the support
+        [b, c] in the units of p off it.
+      tree, proposal, rows, noise: of the round.
+    """
+    p_bnc = jnp.exp(rows.gather(proposal.support_bnc))
+    last_b, left_bc = meshes.by_rows(stop, tree, proposal, p_bnc, noise.coins_bx)
+    row_bv = rows.residual(last_b, pick(proposal.support_bnc, last_b[:, None])[:, 0], left_bc)
+    bonus_b = vocab.argmax(row_bv + noise.bonus_bv)
+    return accept(tree, last_b, bonus_b, noise.gumbel_bpv.shape[1])
+
+
+def _to_nodes(value_bx: jax.Array, where_bx: jax.Array, node_bx: jax.Array, like_bn: jax.Array) -> jax.Array:
+    """Sums values by node, [b, n]."""
+    zero_n = jnp.zeros_like(like_bn[0])
+    return jax.vmap(lambda node_x, value_x: zero_n.at[node_x].add(value_x))(
+        node_bx, jnp.where(where_bx, value_bx, 0).astype(zero_n.dtype)
+    )

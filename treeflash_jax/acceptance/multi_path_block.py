@@ -1,0 +1,110 @@
+"""Greedy multi-path block verification: of K i.i.d. paths the one that p favours over q most, then block verification.
+
+Tokens are ordered by p / q at every node (ties by their place in the support), paths by their tokens; the largest of the K
+paths is taken. Chosen like that it has the law
+    q'(x | path) = [(A + y + z)^K - (A + y)^K] / [(A + f)^K - A^K],
+f = q(path), A = P(one path comes before it), y = f q(tokens before x), z = f q(x); it is verified with q' in place of q.
+Worth it where q is far from p: where they agree the order is arbitrary, and it accepts less than it would from one path.
+
+Shape suffixes: b batch, n tree nodes, c tokens of a node's support, x draws (n - 1), p places of a path.
+
+Source: greedy multi-path block verification (arXiv 2602.16961).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from treeflash_jax.acceptance import block
+from treeflash_jax.acceptance.block import Path
+from treeflash_jax.acceptance.draws import Draws, draws_of, expect, finish
+from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows
+from treeflash_jax.tree import DraftTree, Proposal, pick
+
+LAWS = ("one path", "paths")
+NEEDS = "sampled paths that are independent from the anchor on"
+LARGEST = 1e30  # of A / f
+
+
+def weights(tree: DraftTree, proposal: Proposal, rows: TargetRows) -> jax.Array:
+    """P(a node at or below this one is kept), given the tree, [b, n]; 0 off the chosen path."""
+
+    def chances(tree, proposal, p_bnc):
+        path = _chosen(draws_of(tree, proposal, p_bnc), proposal.depths)
+        passed_bp = jnp.where(path.exists_bp, block.passed(path), 0)
+        return jax.vmap(lambda node_p, passed_p: jnp.zeros(p_bnc.shape[1], p_bnc.dtype).at[node_p].max(passed_p))(
+            path.node_bp, passed_bp
+        )
+
+    return expect(chances, tree, proposal, rows)
+
+
+def walk(tree: DraftTree, proposal: Proposal, rows: TargetRows, noise: Noise) -> Acceptance:
+    """Chooses a path, then keeps it up to the last place whose coin is below h."""
+    return finish(_stop, tree, proposal, rows, noise)
+
+
+def _stop(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return block.kept(_chosen(draws_of(tree, proposal, p_bnc), proposal.depths), coins_bx)
+
+
+def _chosen(draws: Draws, depths: int) -> Path:
+    """The largest path with the law it has for being the largest."""
+    p_bnc, q_bnc = draws.p_bnc, draws.q_bnc
+    possible_bnc = q_bnc > 0
+    ratio_bnc = jnp.where(possible_bnc, p_bnc / jnp.where(possible_bnc, q_bnc, 1), jnp.inf)
+    order_bnc = jnp.argsort(ratio_bnc, axis=-1, stable=True)
+    place_bnc = jnp.argsort(order_bnc, axis=-1)
+    sorted_bnc = jnp.take_along_axis(q_bnc, order_bnc, axis=-1)
+    below_bnc = jnp.take_along_axis(jnp.cumsum(sorted_bnc, axis=-1) - sorted_bnc, place_bnc, axis=-1)
+    place_bx = draws.here(place_bnc)
+    paths_b = jnp.sum((draws.parent_bx == 0) & draws.is_draw_bx, axis=1)
+
+    def step(carry, _):
+        node_b, exists_b, before_b = carry  # before = A / f
+        here_bx = draws.is_draw_bx & (draws.parent_bx == node_b[:, None]) & exists_b[:, None]
+        best_b1 = jnp.argmax(jnp.where(here_bx, place_bx, -1), axis=1, keepdims=True)
+        slot_b1, next_b1, goes_b1 = (
+            jnp.take_along_axis(x_bx, best_b1, axis=1) for x_bx in (draws.slot_bx, draws.node_bx, here_bx)
+        )
+        p_bc, q_bc, below_bc = (pick(x_bnc, node_b[:, None])[:, 0] for x_bnc in (p_bnc, q_bnc, below_bnc))
+        skewed_bc = _skewed(q_bc, below_bc, before_b, paths_b)
+        p_b, q_b, below_b, skewed_b = (
+            jnp.take_along_axis(x_bc, slot_b1, axis=1)[:, 0] for x_bc in (p_bc, q_bc, below_bc, skewed_bc)
+        )
+        goes_b = goes_b1[:, 0]
+        ratio_b = jnp.where(goes_b, p_b / jnp.where(skewed_b > 0, skewed_b, 1), 0)
+        before_b = jnp.where(goes_b, jnp.minimum((before_b + below_b) / jnp.where(goes_b, q_b, 1), LARGEST), before_b)
+        q_here_bc = jnp.where(goes_b[:, None], skewed_bc, 0)
+        place = node_b, exists_b, p_bc, q_here_bc, pick(draws.outside_bn, node_b[:, None])[:, 0]
+        return (jnp.where(goes_b, next_b1[:, 0], 0), goes_b, before_b), (place, ratio_b)
+
+    zero_b = jnp.zeros(p_bnc.shape[:1], draws.node_bx.dtype)
+    start = zero_b, zero_b == 0, jnp.zeros(p_bnc.shape[:1], p_bnc.dtype)
+    _, ((node_pb, exists_pb, p_pbc, q_pbc, outside_pb), ratio_pb) = lax.scan(step, start, None, length=depths + 1)
+    return Path(
+        node_bp=node_pb.T,
+        exists_bp=exists_pb.T,
+        ratio_bp=jnp.concatenate([jnp.ones_like(ratio_pb[:1]), ratio_pb[:-1]]).T,
+        p_bpc=jnp.swapaxes(p_pbc, 0, 1),
+        q_bpc=jnp.swapaxes(q_pbc, 0, 1),
+        outside_bp=outside_pb.T,
+    )
+
+
+def _skewed(q_bc: jax.Array, below_bc: jax.Array, before_b: jax.Array, paths_b: jax.Array) -> jax.Array:
+    """q' as q sum over i < K of high^i low^(K - 1 - i), normalised: a sum of products of numbers in [0, 1]."""
+    high_bc = (before_b[:, None] + below_bc + q_bc) / (before_b[:, None] + 1)
+    low_bc = (before_b[:, None] + below_bc) / (before_b[:, None] + 1)
+
+    def add(turn, carry):
+        sum_bc, power_bc = carry
+        more_b1 = (turn < paths_b)[:, None]
+        return jnp.where(more_b1, high_bc * sum_bc + power_bc, sum_bc), jnp.where(more_b1, low_bc * power_bc, power_bc)
+
+    start = jnp.zeros_like(q_bc), jnp.ones_like(q_bc)
+    skewed_bc = q_bc * lax.fori_loop(0, jnp.max(paths_b, initial=0), add, start)[0]
+    mass_b1 = jnp.sum(skewed_bc, axis=-1, keepdims=True)
+    return skewed_bc / jnp.where(mass_b1 > 0, mass_b1, 1)

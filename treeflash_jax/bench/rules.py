@@ -1,0 +1,224 @@
+"""Every lossless pair of tree builder and acceptance rule on the same prompts: `treeflash bench rules --out rules.json`.
+
+    python -m treeflash_jax.bench.rules --pair VERIFIER DRAFTER --prompts gsm8k.jsonl --format math --limit 64 \\
+        --nodes 16 64 --temperature 0.6 1 --out rules.json --plot rules.png
+
+For every temperature, number of rows and head: block efficiency (tokens committed per round, bonus included), its interval,
+its ratio over the deterministic tree of as many rows, and the block efficiency expected from the rules' `weights` in the
+same rounds, which has no coin noise. Intervals are those of `bench report`: 95 % paired bootstraps over prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import treeflash_jax as tf
+from treeflash_jax.acceptance import RULES
+from treeflash_jax.bench import report, run
+from treeflash_jax.bench.prompts import BenchPrompt, draw, read_prompts
+from treeflash_jax.bench.report import RESAMPLES, paired_ratio
+from treeflash_jax.builders import SAMPLED, law_of
+from treeflash_jax.options import drafting, resolve
+
+BASELINE = "best-first", "sample-and-match"
+# Builders as they are compared; other sizes come from the options.
+KINDS: dict[str, dict[str, Any]] = {
+    "best-first": {"builder": "best-first"},
+    "one-path": {"builder": "paths", "branches": 1},
+    **{name: {"builder": name} for name in SAMPLED},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    run.add_model_and_prompts(parser)
+    trees = parser.add_argument_group("trees and rules")
+    trees.add_argument("--builders", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME", help=", ".join(KINDS))
+    trees.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), metavar="NAME", help=", ".join(RULES))
+    trees.add_argument("--heads", nargs="+", metavar="NAME", help="default: marginal and the drafter's own")
+    trees.add_argument("--nodes", nargs="+", type=int, default=[16, 64], metavar="N", help="verified rows, root included")
+    trees.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
+    trees.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    trees.add_argument("--drafter-temperature", type=float, metavar="T", help="default: the drafter's own")
+    run.add_shape(trees)
+    output = parser.add_argument_group("sampling and output")
+    output.add_argument("--temperature", nargs="+", type=float, default=[1.0], metavar="T", help="one or more")
+    output.add_argument("--seed", nargs="+", type=int, default=[0], metavar="S", help="one or more")
+    output.add_argument("--max-new-tokens", type=int, default=128, help="per turn (default: %(default)s)")
+    output.add_argument("--batch-size", type=int, default=8, help="prompts decoded together (default: %(default)s)")
+    output.add_argument("--resamples", type=int, default=RESAMPLES, help="of the bootstrap (default: %(default)s)")
+    output.add_argument("--out", required=True, metavar="FILE", help="JSON of the comparison")
+    output.add_argument("--plot", metavar="FILE", help="picture of it (needs matplotlib)")
+    parser.set_defaults(run=compare)
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Measures every lawful combination and writes the comparison.
+
+    Raises:
+      ValueError: bad prompts or settings, or an output that cannot be written.
+    """
+    prompts = draw(read_prompts(arguments.prompts), arguments.limit)
+    if arguments.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    verifier, drafter = arguments.pair or (None, None)
+    model = tf.load(None if arguments.pair else "tiny", verifier=verifier, drafter=drafter, dtype=arguments.dtype)
+    names = "candidates children drafter_temperature branches trunk skeleton leaves max_new_tokens batch_size".split()
+    shared = {name: getattr(arguments, name) for name in names}
+    heads = arguments.heads or list(dict.fromkeys(("marginal", model.drafter.head)))
+    configs = combinations(shared, arguments.builders, arguments.rules, arguments.nodes, heads)
+    for config in configs:
+        sampled = {"temperature": arguments.temperature, "seed": arguments.seed}
+        resolve(config, sampled, model.verifier, model.drafter)
+    bench = run.Bench(
+        systems={str(i): config for i, config in enumerate(configs)},
+        prompts=prompts,
+        format=arguments.format,
+        temperatures=list(dict.fromkeys(arguments.temperature)),
+        seeds=list(dict.fromkeys(arguments.seed)),
+        pair=tuple(arguments.pair or ("tiny", "tiny")),
+    )
+    run.check(model, bench, [], arguments.out)
+    with open(arguments.out, "a", encoding="utf-8"):  # refused before anything is measured
+        pass
+    answers = measure(model, bench)
+    result = {
+        "settings": shared
+        | {"verifier": bench.pair[0], "drafter": bench.pair[1], "format": bench.format}
+        | {"dtype": str(model.weights.verifier["embed"].dtype), "prompts": len(prompts), "seeds": list(bench.seeds)},
+        **run.environment(model),
+        "rows": rows_of(answers, arguments.resamples),
+    }
+    Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if arguments.plot:
+        plot(result, arguments.plot)
+    return 0
+
+
+def combinations(
+    shared: dict[str, Any], kinds: Sequence[str], rules: Sequence[str], nodes: Sequence[int], heads: Sequence[str]
+) -> list[tf.GenerateConfig]:
+    """Settings of every lossless combination; the deterministic tree is always among them."""
+    configs = []
+    for head in heads:
+        for rows in nodes:
+            for kind in dict.fromkeys((BASELINE[0], *kinds)):
+                for rule in RULES:
+                    fields = shared | KINDS[kind] | {"head": head, "nodes": rows, "acceptance": rule}
+                    config = tf.GenerateConfig(expected_lengths=True, **fields)
+                    builder, _, shape = drafting(config)
+                    lawful = law_of(builder, shape) in RULES[rule].LAWS
+                    if lawful and (rule in rules or (kind, rule) == BASELINE):
+                        configs.append(config)
+    return configs
+
+
+def measure(model: tf.TreeFlash, bench: run.Bench) -> list[tuple[tf.GenerateConfig, report.Answers]]:
+    """Answers of every system at every temperature: committed tokens, expected ones and rounds by (prompt, seed)."""
+    measured = []
+    for config in bench.systems.values():
+        for temperature in bench.temperatures:
+            answers: report.Answers = {}
+            for seed in bench.seeds:
+                asked = replace(config, temperature=temperature, seed=seed)
+                for at in range(0, len(bench.prompts), config.batch_size):
+                    batch: list[BenchPrompt] = bench.prompts[at : at + config.batch_size]
+                    for prompt, results in zip(batch, run.converse(model, batch, asked, bench.format), strict=True):
+                        answers[prompt.id, seed] = {
+                            "committed": sum(sum(result.accept_lengths) for result in results),
+                            "expected": sum(sum(result.expected_lengths) for result in results),
+                            "rounds": sum(len(result.accept_lengths) for result in results),
+                        }
+            measured.append((replace(config, temperature=temperature), answers))
+            print(f"{len(measured)}/{len(bench.systems) * len(bench.temperatures)} {_name(config)}", file=sys.stderr)
+    return measured
+
+
+def rows_of(measured: Sequence[tuple[tf.GenerateConfig, report.Answers]], resamples: int) -> list[dict[str, Any]]:
+    """One row a combination: tau and expected tau with intervals, and their ratios over the deterministic tree.
+
+    Intervals are None for one prompt.
+    """
+    plain = {_place(config): answers for config, answers in measured if _kind(config) == BASELINE}
+    rows = []
+    for config, answers in measured:
+        beside = plain[_place(config)]
+        row = {"temperature": config.temperature, "nodes": config.nodes, "head": config.head}
+        row |= dict(zip(("builder", "acceptance"), _kind(config), strict=True))
+        for top, name in (("committed", "tau"), ("expected", "expected_tau")):
+            row[name] = _over_rounds(answers, top, resamples)
+            row[f"{name}_ratio"] = paired_ratio(answers, beside, top, "rounds", resamples)
+        rows.append(row | {"rounds": sum(answer["rounds"] for answer in answers.values())})
+    return rows
+
+
+def plot(result: dict[str, Any], path: str | Path) -> None:
+    """Expected block efficiency over rows: a panel per temperature and head, a line per builder with its best rule."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = result["rows"]
+    heads, temperatures = (list(dict.fromkeys(row[key] for row in rows)) for key in ("head", "temperature"))
+    figure, axes = pyplot.subplots(
+        len(heads), len(temperatures), squeeze=False, sharey=True, figsize=(4 * len(temperatures), 3.4 * len(heads))
+    )
+    for line, head in zip(axes, heads, strict=True):
+        for axis, temperature in zip(line, temperatures, strict=True):
+            here = [row for row in rows if row["head"] == head and row["temperature"] == temperature]
+            for builder in dict.fromkeys(row["builder"] for row in here):
+                best: dict[int, dict[str, Any]] = {}
+                for row in here:
+                    if row["builder"] == builder and row["expected_tau"]:
+                        best[row["nodes"]] = max(row, best.get(row["nodes"], row), key=lambda r: r["expected_tau"]["value"])
+                points = [best[nodes] for nodes in sorted(best)]
+                label = f"{builder}, {points[-1]['acceptance']}" if points else builder
+                axis.plot([p["nodes"] for p in points], [p["expected_tau"]["value"] for p in points], "o-", label=label)
+            axis.set(title=f"{head}, T = {temperature:g}", xlabel="verified rows a round")
+            axis.legend(fontsize="x-small")
+        line[0].set_ylabel("tokens per round (expected)")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _over_rounds(answers: report.Answers, top: str, resamples: int) -> dict[str, Any] | None:
+    """Sum of `top` over rounds with its bootstrap interval: a ratio over a system of one token a round."""
+    beside = {key: {top: 1, "rounds": 1} for key in answers}
+    return paired_ratio(answers, beside, top, "rounds", resamples)
+
+
+def _kind(config: tf.GenerateConfig) -> tuple[str, str]:
+    builder, rule, shape = drafting(config)
+    return ("one-path" if law_of(builder, shape) == "one path" else builder), rule
+
+
+def _place(config: tf.GenerateConfig) -> tuple[Any, ...]:
+    return config.temperature, config.nodes, config.head
+
+
+def _name(config: tf.GenerateConfig) -> str:
+    return " ".join([*_kind(config), str(config.head), f"{config.nodes} rows"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    try:
+        return compare(arguments)
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
