@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from train import config
 from treeflash_jax import cli
 
 ROOT = Path(__file__).parent.parent
+STAGES = {"respond": "RespondConfig", "head": "HeadStage", "drafter": "DrafterStage", "export": "ExportStage"}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -33,6 +36,18 @@ def test_printed_commands_parse():
     assert commands
     for command in commands:
         assert callable(cli._parser().parse_args(shlex.split(command)).run)
+
+
+def test_printed_training_commands_are_understood():
+    commands = re.findall(r"^(?:srun )?python -m train\.(\w+) ([^#\n]*)", README, flags=re.MULTILINE)
+    assert {stage for stage, _ in commands} >= {"respond", "head", "drafter", "export"}
+    for stage, words in commands:
+        module = importlib.import_module(f"train.{stage}")
+        if stage == "compile":
+            continue  # tests/test_train_compile.py
+        kind = getattr(module, STAGES[stage])
+        files = [ROOT / word for word in words.split() if "=" not in word]
+        config.load(kind, files[0] if files else None, [word for word in words.split() if "=" in word])
 
 
 @pytest.mark.parametrize("option", sorted(set(re.findall(r"`(--[a-z-]+)", README))))

@@ -1,128 +1,372 @@
-"""The drafter that is trained is the drafter that drafts; batches are functions of the step; evaluation data stays out."""
+"""The drafter that is trained is the drafter that drafts; chunks, parts and meshes change nothing; zero is the marginal."""
+
+import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy_training
+from toy_training import DRAFTER, MODEL
 
-from train import blocks, checkpoint, data, evaluate, head
-from treeflash_jax import drafter, verifier, vocab
+from train import blocks, config, data, drafter, evaluate, head, hosts, loop, losses, objective
+from treeflash_jax import drafter as dflash
+from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
-from treeflash_jax.config import DrafterConfig, ModelConfig
-from treeflash_jax.heads import DraftSettings, Unembed, mlp
+from treeflash_jax import verifier, vocab
+from treeflash_jax.heads import HEADS, DraftSettings, Unembed
 
-SIZES = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=8)
-OWN = ModelConfig(num_layers=3, tie_embeddings=True, **SIZES)
-CONFIG = DrafterConfig(
-    layers=ModelConfig(num_layers=2, **SIZES),
-    block_size=5,
-    mask_token_id=3,
-    target_layer_ids=(0, 2),
-    num_target_layers=3,
-    head="mlp",
-)
+WITH_HEAD = dataclasses.replace(DRAFTER, head="mlp")
+OBJECTIVE = objective.ObjectiveConfig(loss="forward-kl", decay=4.0, anchors=8, chunk=8)
+
+
+def rows_of(lengths, row_tokens=32, prompt=3):
+    rng = np.random.default_rng(0)
+    members = [data.Document(rng.integers(4, 64, n).astype(np.int32), np.float32(np.arange(n) >= prompt)) for n in lengths]
+    return data.pack(members, row_tokens).take(np.arange(2))
+
+
+def random_weights(specs, seed, scale=0.3):
+    """Every weight random, also those that start at zero or one."""
+    made = jax.tree.map(lambda s: dataclasses.replace(s, init="normal"), specs, is_leaf=parameters.is_spec)
+    return parameters.initialize(made, jax.random.key(seed), scale=scale)
 
 
 @pytest.fixture(scope="module")
 def case():
-    """Random weights and two packed rows of several documents, with the blocks of the training pass."""
-    key = jax.random.key(0)
-    frozen = parameters.initialize(verifier.specs(OWN), key, scale=0.3)
-    backbone = parameters.initialize(drafter.specs(CONFIG), jax.random.fold_in(key, 1), scale=0.3)
-    rng = np.random.default_rng(0)
-    documents = [data.Document(rng.integers(4, 40, n), np.arange(n) >= 3) for n in (17, 9, 14, 11, 12)]
-    rows = data.pack(documents, 32)
-    teacher = jax.jit(blocks.teach, static_argnums=(1, 2))(frozen, OWN, CONFIG, rows)
-    chosen = blocks.sample_blocks(rows, 8, CONFIG.block_size, 4.0, key)
-    hidden = jax.jit(blocks.hidden_states, static_argnums=1)(
-        backbone, CONFIG, frozen["embed"], rows, teacher.features_bsj, chosen.anchors_bn
-    )
-    return frozen, backbone, rows, chosen, hidden
+    """Random weights and two packed rows of several documents, with their blocks."""
+    frozen = {"verifier": random_weights(verifier.specs(MODEL), 0), "backbone": random_weights(dflash.specs(DRAFTER), 1)}
+    rows = rows_of((17, 9, 14, 11, 12))
+    keys = jax.random.split(jax.random.key(0), 2)
+    chosen = blocks.sample_blocks(rows, 8, DRAFTER.block_size, 4.0, keys)
+    return frozen, rows, keys, chosen
 
 
 @jax.jit
-def drafted(frozen, backbone, document_1t, start):
+def drafted(frozen, document_1t, start):
     """What inference makes of a block that starts at `start` of one padded document."""
-    mask = verifier.causal_mask(1, 32)
-    out = verifier.forward(frozen, OWN, document_1t, jnp.arange(32)[None], mask, taps=CONFIG.target_layer_ids)
-    state = drafter.init(CONFIG, 1, 32, jnp.float32)
-    state = drafter.extend(backbone, CONFIG, state, out.features_btj, start[None])
-    return drafter.block(backbone, CONFIG, state, frozen["embed"], document_1t[:, start])
+    own, mask = frozen["verifier"], verifier.causal_mask(1, 32)
+    out = verifier.forward(own, MODEL, document_1t, jnp.arange(32)[None], mask, taps=DRAFTER.target_layer_ids)
+    state = dflash.init(DRAFTER, 1, 32, jnp.float32)
+    state = dflash.extend(frozen["backbone"], DRAFTER, state, out.features_btj, start[None])
+    return dflash.block(frozen["backbone"], DRAFTER, state, own["embed"], document_1t[:, start])
 
 
 def test_training_blocks_equal_inference(case):
-    frozen, backbone, rows, chosen, hidden = case
+    frozen, rows, _, chosen = case
+    teacher = blocks.teach(frozen["verifier"], MODEL, DRAFTER.target_layer_ids, rows)
+    context = blocks.context(frozen["backbone"], DRAFTER, rows, teacher.features_bsj)
+    hidden = blocks.hidden_states(
+        frozen["backbone"], DRAFTER, frozen["verifier"]["embed"], rows, context, chosen.anchors_bn
+    )
     checked = 0
     for r, n in np.argwhere(np.asarray(chosen.weights_bnq).sum(-1) > 0):
         anchor = int(chosen.anchors_bn[r, n])
         members = np.flatnonzero(rows.segments_rt[r] == rows.segments_rt[r, anchor])
         document, start = rows.tokens_rt[r, members], anchor - members[0]
         padded = np.pad(document, (0, 32 - len(document)))[None]
-        np.testing.assert_allclose(drafted(frozen, backbone, padded, start)[0], hidden[r, n], atol=2e-5)
+        np.testing.assert_allclose(drafted(frozen, padded, start)[0], hidden[r, n], atol=1e-5, rtol=1e-5)
         for i in np.flatnonzero(chosen.weights_bnq[r, n]):
             assert rows.tokens_rt[r, chosen.targets_bnq[r, n, i]] == document[start + i]
         checked += 1
     assert checked >= 8
 
 
-def test_training_head_equals_inference():
-    key = jax.random.key(2)
-    specs = mlp.specs(CONFIG)
-    weights = {n: jax.random.normal(jax.random.fold_in(key, i), s.shape) for i, (n, s) in enumerate(specs.items())}
-    embed_vd, hidden_bqd = jax.random.normal(key, (40, 16)), jax.random.normal(key, (2, 5, 16))
-    anchor_b = jnp.array([7, 9])
-    norm = jnp.ones(16)
-    unembed = Unembed(embed_vd, embed_vd, norm, CONFIG.layers.rms_norm_eps)
-    table = mlp.expand(weights, unembed, hidden_bqd, anchor_b, DraftSettings(candidates=4, children=6), jnp.ones(1))
+def test_block_attention_equals_brute_force():
+    """The published mask, written out: context columns strictly before the anchor in its document, and the own block."""
+    rng = np.random.default_rng(1)
+    b, n, q, s, h, k, e = 2, 3, 4, 10, 4, 2, 8
+    segments = np.repeat([[1, 1, 1, 1, 2, 2, 2, 2, 2, 0]], b, axis=0)
+    anchors = rng.integers(0, 9, (b, n))
+    arrays = [
+        rng.normal(size=shape).astype(np.float32)
+        for shape in ((b, n * q, h, e), *2 * [(b, n * q, k, e)], *2 * [(b, s, k, e)])
+    ]
+    queries, new_k, new_v, old_k, old_v = arrays
+    seen = (np.arange(s) < anchors[..., None]) & (segments[:, None] == np.take_along_axis(segments, anchors, 1)[..., None])
+    mixed = blocks.block_attention(queries, new_k, new_v, old_k, old_v, seen)
+    for r in range(b):
+        for t in range(n * q):
+            anchor = anchors[r, t // q]
+            columns = [("old", c) for c in range(s) if c < anchor and segments[r, c] == segments[r, anchor]]
+            columns += [("new", c) for c in range(n * q) if c // q == t // q]
+            for head_ in range(h):
+                keys = np.stack([(old_k if kind == "old" else new_k)[r, c, head_ // 2] for kind, c in columns])
+                values = np.stack([(old_v if kind == "old" else new_v)[r, c, head_ // 2] for kind, c in columns])
+                logits = keys @ queries[r, t, head_] * e**-0.5
+                shares = np.exp(logits - logits.max())
+                np.testing.assert_allclose(mixed[r, t, head_], shares @ values / shares.sum(), atol=1e-5)
+
+
+def test_anchors_are_answers_followed_by_answers(case):
+    _, rows, _, chosen = case
+    weights = np.asarray(chosen.weights_bnq)
+    assert np.all(weights[..., 0] == 0)
+    for r in range(2):
+        real = np.asarray(chosen.anchors_bn[r])[weights[r].sum(-1) > 0]
+        assert len(set(real)) == len(real)
+        for anchor in real:
+            assert rows.weights_rt[r, anchor] > 0 and rows.weights_rt[r, anchor + 1] > 0
+            assert rows.segments_rt[r, anchor] == rows.segments_rt[r, anchor + 1]
+    np.testing.assert_allclose(
+        weights[0, 0][weights[0, 0] > 0], np.exp(-np.arange(4) / 4.0)[: (weights[0, 0] > 0).sum()], rtol=1e-6
+    )
+
+
+def test_anchors_depend_on_the_row_alone(case):
+    _, rows, keys, chosen = case
+    alone = blocks.sample_blocks(rows.take(np.array([1])), 8, DRAFTER.block_size, 4.0, keys[1:])
+    np.testing.assert_array_equal(alone.anchors_bn[0], chosen.anchors_bn[1])
+
+
+@pytest.mark.parametrize("name", ["mlp", "linear"])
+def test_head_rows_equal_the_table_of_inference(name):
+    drafter_ = dataclasses.replace(DRAFTER, head=name)
+    weights = random_weights(HEADS[name].specs(drafter_), 2, scale=1.0)
+    embed_vd = jax.random.normal(jax.random.key(3), (64, 16))
+    hidden_bqd = jax.random.normal(jax.random.key(4), (2, 5, 16))
+    anchor_b, norm = jnp.array([7, 9]), jnp.ones(16)
+    unembed = Unembed(embed_vd, embed_vd, norm, DRAFTER.layers.rms_norm_eps)
+    settings = DraftSettings(candidates=4, children=6)
+    table = HEADS[name].expand(weights, unembed, hidden_bqd, anchor_b, settings, jnp.ones(1))
     _, candidates = vocab.top_k(unembed.logits(hidden_bqd[:, 1:-1]), 4)
     for m in range(4):
         previous_bq = jnp.concatenate([anchor_b[:, None], candidates[:, :, m]], axis=1)
-        after = head.corrected(
-            weights, {"norm": norm}, CONFIG, hidden_bqd[:, None, 1:], vocab.embed(embed_vd, previous_bq)[:, None]
+        after = HEADS[name].correct(
+            weights, vocab.embed(embed_vd, previous_bq), slice(None), hidden_bqd[:, 1:], unembed.normed(hidden_bqd[:, 1:])
         )
-        log_probs = jax.nn.log_softmax(unembed.logits(after[:, 0]))
+        log_probs = jax.nn.log_softmax(unembed.logits(after))
         expected = jnp.take_along_axis(log_probs, table.tokens_bimc[:, :, m], axis=-1)
         np.testing.assert_allclose(table.log_probs_bimc[:, :, m], expected, atol=2e-5)
 
 
-def test_anchors_are_answers_followed_by_answers(case):
-    _, _, rows, chosen, _ = case
-    for r, n in np.argwhere(np.asarray(chosen.weights_bnq).sum(-1) > 0):
-        anchor = int(chosen.anchors_bn[r, n])
-        assert rows.weights_rt[r, anchor] > 0 and rows.weights_rt[r, anchor + 1] > 0
-    assert np.all(np.asarray(chosen.weights_bnq)[..., 0] == 0)
+def plain_sums(params, frozen, rows, keys, settings, drafter_):
+    """The objective without chunks, from its definition."""
+    backbone = params.get("backbone", frozen.get("backbone"))
+    own, eps = frozen["verifier"], drafter_.layers.rms_norm_eps
+    teacher = blocks.teach(own, MODEL, drafter_.target_layer_ids, rows)
+    chosen = blocks.sample_blocks(rows, settings.anchors, drafter_.block_size, settings.decay, keys)
+    context = blocks.context(backbone, drafter_, rows, teacher.features_bsj)
+    hidden = blocks.hidden_states(backbone, drafter_, own["embed"], rows, context, chosen.anchors_bn)[:, :, 1:]
+    targets, weights = chosen.targets_bnq[:, :, 1:], chosen.weights_bnq[:, :, 1:]
+    normed = hidden / jnp.sqrt(jnp.mean(hidden**2, -1, keepdims=True) + eps) * backbone["norm"]
+    base, total = normed @ own["embed"].T, hidden
+    if "head" in params:
+        h, e = params["head"], own["embed"][blocks.at(rows.tokens_rt, targets - 1)]
+        e = e / jnp.sqrt(jnp.mean(e**2, -1, keepdims=True) + 1e-6) * h["norm"]
+        ug = (
+            jnp.einsum("bnqd,dxf->bnqxf", e, h["token_ug"])
+            + jnp.einsum("bnqd,dxf->bnqxf", normed, h["hidden_ug"])
+            + h["bias"]
+        )
+        total = hidden + (jax.nn.silu(ug[..., 1, :]) * ug[..., 0, :]) @ h["down"]
+    logits = total / jnp.sqrt(jnp.mean(total**2, -1, keepdims=True) + eps) * backbone["norm"] @ own["embed"].T
+    log_p = jax.nn.log_softmax(blocks.at(teacher.hidden_bsd, targets - 1) @ own["embed"].T)
+    labels = jax.nn.one_hot(blocks.at(rows.tokens_rt, targets), 64)
+
+    def measure(logits):
+        log_q = jax.nn.log_softmax(logits)
+        return {
+            "cross-entropy": -jnp.sum(labels * log_q, -1),
+            "forward-kl": jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1),
+            "total-variation": 0.5 * jnp.sum(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), -1),
+        }[settings.loss]
+
+    loss = measure(logits) + settings.base_weight * (measure(base) if "head" in params else 0)
+    return jnp.sum(loss * weights), jnp.sum(weights)
 
 
-def test_packing_keeps_documents_apart():
-    documents = [data.Document(np.full(n, n), np.ones(n)) for n in (5, 6, 3, 20)]
-    rows = data.pack(documents, 12)
-    assert sorted(np.unique(rows.tokens_rt)) == [0, 3, 5, 6, 20]
-    for r in range(len(rows)):
-        for segment in np.unique(rows.segments_rt[r][rows.segments_rt[r] > 0]):
-            where = rows.segments_rt[r] == segment
-            assert len(np.unique(rows.tokens_rt[r][where])) == 1
-            np.testing.assert_array_equal(rows.positions_rt[r][where], np.arange(where.sum()))
+@pytest.mark.parametrize(
+    ("loss", "base_weight", "trained"),
+    [
+        ("forward-kl", 0.0, "head"),
+        ("forward-kl", 0.2, "both"),
+        ("cross-entropy", 0.0, "backbone"),
+        ("total-variation", 0.0, "both"),
+    ],
+)
+def test_chunked_losses_and_gradients_equal_plain_ones(case, loss, base_weight, trained):
+    frozen, rows, keys, _ = case
+    drafter_ = DRAFTER if trained == "backbone" else WITH_HEAD
+    all_weights = {"backbone": frozen["backbone"], "head": random_weights(HEADS["mlp"].specs(WITH_HEAD), 5)}
+    params = all_weights if trained == "both" else {trained: all_weights[trained]}
+    settings = dataclasses.replace(OBJECTIVE, loss=loss, base_weight=base_weight, chunk=2)
+    plain = jax.jit(jax.value_and_grad(lambda p: plain_sums(p, frozen, rows, keys, settings, drafter_)[0]))
+
+    def chunked(p):
+        return objective.drafting_sums(p, frozen, rows, keys, settings=settings, verifier=MODEL, drafter=drafter_)["loss"][
+            0
+        ]
+
+    expected, got = plain(params), jax.jit(jax.value_and_grad(chunked))(params)
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
 
 
-def test_schedule_is_a_function_of_its_arguments_and_keeps_shares():
-    arguments = ({"a": 10, "b": 100}, {"a": 0.25, "b": 0.75}, 40, 4, 0)
-    order = data.schedule(*arguments)
-    np.testing.assert_array_equal(order, data.schedule(*arguments))
-    assert order.shape == (40, 4) and np.sum(order < 10) == 40
-    assert np.bincount(order[order < 10]).min() == 4  # whole passes over the small source
+def test_nothing_holds_the_logits_of_a_batch(case):
+    """[rows of the batch, vocabulary] and [anchors x block, anchors x block] appear nowhere in the gradient's program."""
+    frozen, _, _, _ = case
+    rows = rows_of((30,) * 6)
+    settings = dataclasses.replace(OBJECTIVE, anchors=24, chunk=2)
+
+    def loss(p):
+        keys = jax.random.split(jax.random.key(0), 2)
+        return objective.drafting_sums(
+            {"backbone": p}, frozen, rows, keys, settings=settings, verifier=MODEL, drafter=DRAFTER
+        )["loss"][0]
+
+    text = jax.jit(jax.grad(loss)).lower(frozen["backbone"]).as_text()
+    largest = max(
+        int(np.prod([int(x) for x in shape.split("x")[:-1]]))
+        for shape in set(__import__("re").findall(r"tensor<([0-9x]+xf32)>", text))
+    )
+    blocks_, slots = 2 * 24, 4
+    assert largest < blocks_ * slots * 64 and largest < (24 * 5) ** 2 * 2
 
 
-def test_evaluation_sets_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="gsm8k_test_dev"):
-        data.conversations(tmp_path, "gsm8k_test_dev")
+def test_a_zero_output_layer_is_exactly_the_marginal(case):
+    frozen, rows, keys, _ = case
+    started = head.fresh_head(WITH_HEAD, 0, 0.3)
+    assert not np.any(started["down"]) and np.any(started["token_ug"])
+    arguments = dict(settings=OBJECTIVE, verifier=MODEL)
+    with_head = objective.drafting_sums({"head": started}, frozen, rows, keys, drafter=WITH_HEAD, **arguments)
+    without = objective.drafting_sums({"backbone": frozen["backbone"]}, frozen, rows, keys, drafter=DRAFTER, **arguments)
+    for name, sums in without.items():
+        np.testing.assert_array_equal(with_head[name], sums)
 
 
-def test_checkpoint_round_trip(tmp_path):
-    tree = {"a": [jnp.arange(3.0), jnp.ones((2, 2))], "b": {"c": jnp.int32(4)}}
-    checkpoint.save(tmp_path / "x.npz", tree)
-    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), tree, checkpoint.load(tmp_path / "x.npz", tree)))
-    with pytest.raises(ValueError, match="one side only"):
-        checkpoint.load(tmp_path / "x.npz", {"a": tree["a"]})
+def test_estimated_tau_is_one_plus_the_expected_run(case):
+    frozen, rows, keys, chosen = case
+    sums = objective.drafting_sums(
+        {"backbone": frozen["backbone"]}, frozen, rows, keys, settings=dataclasses.replace(OBJECTIVE, loss="cross-entropy"),
+        verifier=MODEL, drafter=DRAFTER,
+    )  # fmt: skip
+    whole = (np.asarray(chosen.weights_bnq)[..., 1:] > 0).all(-1).sum()
+    assert sums["tau_estimate"][1] == whole
+    assert whole <= sums["tau_estimate"][0] <= whole * DRAFTER.block_size
+
+
+def test_losses_vanish_where_the_draft_is_the_verifier():
+    logits = jax.random.normal(jax.random.key(0), (3, 64))
+    targets = losses.Targets(jnp.zeros(3, int), losses.log_softmax(logits))
+    np.testing.assert_allclose(losses.forward_kl(logits + 2.0, targets), 0, atol=1e-6)
+    np.testing.assert_allclose(losses.total_variation(logits - 1.0, targets), 0, atol=1e-6)
+    gradient = jax.grad(lambda x: losses.forward_kl(x, targets).sum())(jnp.zeros((3, 64)))
+    np.testing.assert_allclose(gradient, 1 / 64 - jnp.exp(targets.log_probs), atol=1e-6)
+
+
+# Meshes and parts: the same training, 50 steps of it.
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return toy_training.write(tmp_path_factory.mktemp("toy"))
+
+
+def run_stage(toy, *overrides):
+    """(log lines, final weights) of a run in this process."""
+    settings = toy_training.settings(toy, *overrides)
+    head.main(settings)
+    log = [json.loads(line) for line in open(f"{settings.run}/log.jsonl")]
+    return log, settings
+
+
+def final_weights(settings):
+    from treeflash_jax import hf
+
+    return hf.load_drafter(f"{settings.run}/model")[1:]
+
+
+def assert_same_losses(one, other, tolerance):
+    names = ("loss", "overlap", "top1", "grad_norm", "held_out/loss")
+    assert [line["step"] for line in one] == [line["step"] for line in other]
+    for a, b in zip(one, other, strict=True):
+        for name in names:
+            if name in a:
+                np.testing.assert_allclose(np.float64(a[name]), np.float64(b[name]), atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def one_device(toy, tmp_path_factory):
+    return run_stage(toy, f"run={tmp_path_factory.mktemp('one')}/run", "loop.steps=50", "train_backbone=true")[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("mesh.data=2", "mesh.fsdp=2", "mesh.model=2"),
+        ("mesh.fsdp=8", "mesh.data=1", "loop.batch=8"),
+        ("loop.accumulate=4",),
+        ("loop.accumulate=2", "mesh.data=2", "mesh.model=4"),
+        ("objective.chunk=4",),
+    ],
+)
+def test_meshes_parts_and_chunks_follow_one_device(toy, one_device, tmp_path, overrides):
+    log, _ = run_stage(toy, f"run={tmp_path}/run", "loop.steps=50", "train_backbone=true", *overrides)
+    assert log[-1]["loss"] < log[0]["loss"] * 0.9
+    assert_same_losses(one_device, log, 1e-4)
+
+
+def test_state_lies_over_fsdp_and_model(toy):
+    settings = toy_training.settings(toy, "mesh.data=2", "mesh.fsdp=2", "mesh.model=2")
+    mesh = hosts.make_mesh(settings.mesh)
+    stage = drafter.make_stage(settings, MODEL, WITH_HEAD, trains=("backbone", "head"))
+    transform = loop.make_optimizer(settings.optimizer, 10)
+    abstract = jax.eval_shape(
+        lambda: loop.initial_state(
+            stage, transform, jax.tree.map(jnp.zeros_like, random_weights(stage.specs, 0)), rows_of((20, 20))
+        )
+    )
+    places = loop.state_shardings(abstract, stage.specs, mesh)
+    for tree in (places.params, places.optimizer[1][0].mu, places.optimizer[1][0].nu):
+        assert tree["backbone"]["groups"][0][0]["gate"].spec == jax.P("fsdp", "model")
+        assert tree["head"]["down"].spec == jax.P("model", "fsdp")
+    assert places.params["backbone"]["norm"].spec == jax.P(None)
+    assert meshes.partition(("batch", None), (8, 32), mesh) == jax.P(("data", "fsdp"), None)
+
+
+def test_muon_and_linear_heads_train_too(toy, tmp_path):
+    log, settings = run_stage(toy, f"run={tmp_path}/run", "head=linear", "optimizer.name=muon")
+    assert log[-1]["loss"] < log[0]["loss"]
+    _, weights = final_weights(settings)
+    assert set(weights) == {"norm", "token", "hidden"} and np.any(weights["token"])
+
+
+def test_backbone_from_scratch_learns(toy, tmp_path):
+    text = (
+        toy.read_text().replace('drafter = "', 'unused = "').replace("forward-kl", "cross-entropy")
+        + "num_layers = 1\nblock_size = 4\nmask_token_id = 3\n"
+    )
+    lines = [line for line in text.splitlines() if not line.startswith("unused")]
+    tables = [line for line in lines if line.endswith("}") or line.endswith("]")]
+    plain = [line for line in lines if line not in tables]
+    (tmp_path / "drafter.toml").write_text("\n".join(plain + tables))
+    settings = config.load(
+        drafter.DrafterStage, tmp_path / "drafter.toml", [f"run={tmp_path}/run", "evaluate.prompts=2", "evaluate.nodes=[4]",
+        "evaluate.new_tokens=8", "evaluate.candidates=2", "loop.best=held_out/tau_4", "loop.best_mode=max"],
+    )  # fmt: skip
+    drafter.main(settings)
+    log = [json.loads(line) for line in open(f"{tmp_path}/run/log.jsonl")]
+    assert log[-1]["loss"] < log[0]["loss"] and 1 <= log[-1]["held_out/tau_4"] <= 4
+    assert "overlap" not in log[-1]
+
+
+def test_flops_count_every_pass_once():
+    """A shape whose only large factor is one term at a time, against the definition."""
+    count = dict(batch=2, row_tokens=32, trains_backbone=True)
+    base = objective.drafting_flops(OBJECTIVE, MODEL, DRAFTER, **count)
+    slots = 2 * OBJECTIVE.anchors * 4
+    more_vocab = objective.drafting_flops(
+        OBJECTIVE, MODEL, dataclasses.replace(DRAFTER, layers=dataclasses.replace(DRAFTER.layers, vocab_size=65)), **count
+    )
+    assert more_vocab - base == 3 * 2 * slots * 16  # forward and input gradient of the drafter, forward of the verifier
+    frozen = objective.drafting_flops(OBJECTIVE, MODEL, DRAFTER, **(count | {"trains_backbone": False}))
+    deeper = dataclasses.replace(MODEL, num_layers=4)
+    layer = objective.layer_flops(MODEL) + 2 * 32 * 32
+    assert objective.drafting_flops(OBJECTIVE, deeper, DRAFTER, **count) - base == 64 * layer
+    assert 1 < base / frozen < 3
 
 
 def test_rounds_are_seen_where_their_16_gram_was_trained_on():

@@ -4,6 +4,8 @@ A block starts at an anchor a and holds [anchor, mask, ..., mask]. Its slots see
 positions strictly before a (the anchor's own feature does not exist yet when a round is drafted), and each other.
 Slot i is trained on the token at a + i.
 
+Blocks do not see each other, so anchors are taken a chunk at a time and no array holds [anchors x block, anchors x block].
+
 Shape suffixes: b batch, s row tokens, n anchors, q block slots, j tapped layers x model, d model, k key/value heads,
 g query heads per key/value head, e head dim.
 
@@ -18,10 +20,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from train import data
-from train.verifier import document_mask
+from train.data import Rows
 from treeflash_jax import drafter, layers, verifier, vocab
+from treeflash_jax import mesh as meshes
 from treeflash_jax.config import DrafterConfig, ModelConfig
+
+Layers = list[tuple[jax.Array, jax.Array]]
 
 
 @struct.dataclass
@@ -47,70 +51,80 @@ class Blocks:
     weights_bnq: jax.Array
 
 
-def teach(params: Any, config: ModelConfig, drafter_config: DrafterConfig, rows: data.Rows) -> Teacher:
+def document_mask(segments_bt: jax.Array) -> jax.Array:
+    """Causal inside each document, [b, t, t]."""
+    same_btu = segments_bt[:, :, None] == segments_bt[:, None, :]
+    return same_btu & jnp.tri(segments_bt.shape[1], dtype=bool)
+
+
+def teach(params: Any, config: ModelConfig, taps: tuple[int, ...], rows: Rows) -> Teacher:
     out = verifier.forward(
         params,
         config,
         rows.tokens_rt,
         rows.positions_rt,
         document_mask(rows.segments_rt),
-        taps=drafter_config.target_layer_ids,
+        taps=taps,
+        attention="chunked",
     )
     return jax.lax.stop_gradient(Teacher(out.features_btj, out.hidden_btd))
 
 
-def sample_blocks(rows: data.Rows, num_anchors: int, size: int, decay: float, key: jax.Array) -> Blocks:
-    """Random anchors without replacement, among answer tokens that an answer token follows.
+def sample_blocks(rows: Rows, num_anchors: int, size: int, decay: float, keys_b: jax.Array) -> Blocks:
+    """Random anchors without replacement, among answer tokens that an answer token of the same document follows.
 
     Args:
-      rows: packed answers; weight 1 marks what the verifier wrote.
+      rows: packed answers; a positive weight marks what the verifier wrote.
       num_anchors: per row; a row with fewer candidates has empty blocks.
       size: block size, anchor included.
-      decay: slot i weighs exp(-(i - 1) / decay).
-      key: random key.
+      decay: slot i weighs exp(-(i - 1) / decay); 0 weighs all slots alike.
+      keys_b: a random key per row, so that anchors do not depend on how rows are spread over devices.
     """
     answers_bs = rows.weights_rt > 0
-    candidates_bs = answers_bs & jnp.pad(answers_bs[:, 1:], ((0, 0), (0, 1)))
-    draw_bs = jnp.where(candidates_bs, jax.random.uniform(key, candidates_bs.shape), -1.0)
-    drawn_bn, anchors_bn = jax.lax.top_k(draw_bs, num_anchors)
+    follows_bs = answers_bs[:, 1:] & (rows.segments_rt[:, 1:] == rows.segments_rt[:, :-1])
+    candidates_bs = answers_bs & jnp.pad(follows_bs, ((0, 0), (0, 1)))
+    uniform_bs = jax.vmap(lambda key: jax.random.uniform(key, candidates_bs.shape[1:]))(keys_b)
+    drawn_bn, anchors_bn = jax.lax.top_k(jnp.where(candidates_bs, uniform_bs, -1.0), num_anchors)
     slot_q = jnp.arange(size)
     targets_bnq = anchors_bn[:, :, None] + slot_q
     inside_bnq = targets_bnq < rows.tokens_rt.shape[1]
     targets_bnq = jnp.minimum(targets_bnq, rows.tokens_rt.shape[1] - 1)
     same_bnq = at(rows.segments_rt, targets_bnq) == at(rows.segments_rt, anchors_bn)[:, :, None]
     kept_bnq = inside_bnq & same_bnq & at(answers_bs, targets_bnq) & (drawn_bn >= 0)[:, :, None] & (slot_q > 0)
-    return Blocks(anchors_bn, targets_bnq, jnp.where(kept_bnq, jnp.exp(-(slot_q - 1) / decay), 0.0))
+    share_q = jnp.exp(-(slot_q - 1) / decay) if decay > 0 else jnp.ones(size)
+    return Blocks(anchors_bn, targets_bnq, jnp.where(kept_bnq, share_q, 0.0))
+
+
+def context(params: Any, config: DrafterConfig, rows: Rows, features_bsj: jax.Array) -> Layers:
+    """Keys and values [b, s, k, e] of the fused features, layer by layer: what the drafter's cache would hold."""
+    own = config.layers
+    table = layers.rotary_table(own.rope, own.head_dim, rows.positions_rt)
+    fused_bsd = drafter.fuse(params, config, features_bsj)
+    return [layers.keys_values(weights, own, fused_bsd, table) for group in params["groups"] for weights in group]
 
 
 def hidden_states(
-    params: Any,
-    config: DrafterConfig,
-    embed_vd: jax.Array,
-    rows: data.Rows,
-    features_bsj: jax.Array,
-    anchors_bn: jax.Array,
+    params: Any, config: DrafterConfig, embed_vd: jax.Array, rows: Rows, context: Layers, anchors_bn: jax.Array
 ) -> jax.Array:
     """What `drafter.block` gives for every anchor, [b, n, q, d], before the final norm."""
     own, size = config.layers, config.block_size
     batch, count = anchors_bn.shape
-    context_table = layers.rotary_table(own.rope, own.head_dim, rows.positions_rt)
     block_positions = at(rows.positions_rt, anchors_bn)[:, :, None] + jnp.arange(size)
-    block_table = layers.rotary_table(own.rope, own.head_dim, block_positions.reshape(batch, -1))
+    table = layers.rotary_table(own.rope, own.head_dim, block_positions.reshape(batch, -1))
     before_bns = jnp.arange(rows.tokens_rt.shape[1]) < anchors_bn[:, :, None]
     same_bns = rows.segments_rt[:, None] == at(rows.segments_rt, anchors_bn)[:, :, None]
-    fused_bsd = drafter.fuse(params, config, features_bsj)
-
-    def attend(weights, x_btd):
-        q_bthe = layers.queries(weights, own, x_btd, block_table)
-        context = layers.keys_values(weights, own, fused_bsd, context_table)
-        new = layers.keys_values(weights, own, x_btd, block_table)
-        return block_attention(q_bthe, *new, *context, before_bns & same_bns), None
 
     tokens_bnq = jnp.full((batch, count, size), config.mask_token_id).at[:, :, 0].set(at(rows.tokens_rt, anchors_bn))
-    x_btd = vocab.embed(embed_vd, tokens_bnq.reshape(batch, -1))
-    for group in params["groups"]:
-        for weights in group:
-            x_btd, _ = layers.decoder_layer(weights, x_btd, attend, own.rms_norm_eps)
+    x_btd = meshes.constrain(vocab.embed(embed_vd, tokens_bnq.reshape(batch, -1)), ("batch", None, None))
+    for weights, prefix in zip((w for group in params["groups"] for w in group), context, strict=True):
+
+        def attend(weights, x_btd, prefix=prefix):
+            q_bthe = layers.queries(weights, own, x_btd, table)
+            new = layers.keys_values(weights, own, x_btd, table)
+            return block_attention(q_bthe, *new, *prefix, before_bns & same_bns), None
+
+        x_btd, _ = layers.decoder_layer(weights, x_btd, attend, own.rms_norm_eps)
+        x_btd = meshes.constrain(x_btd, ("batch", None, None))
     return x_btd.reshape(batch, count, size, -1)
 
 
@@ -125,16 +139,19 @@ def block_attention(
     """One softmax over the context rows a block sees and its own rows. t = n x q block rows, block after block."""
     batch, rows, heads, head_dim = q_bthe.shape
     count, kv_heads = seen_bns.shape[1], k_btke.shape[2]
+    wide = jnp.promote_types(q_bthe.dtype, jnp.float32)
     q_bnqkge = q_bthe.reshape(batch, count, -1, kv_heads, heads // kv_heads, head_dim) * head_dim**-0.5
     k_bnuke, v_bnuke = (x.reshape(batch, count, -1, kv_heads, head_dim) for x in (k_btke, v_btke))
-    past_bkgnqs = jnp.einsum("bnqkge,bske->bkgnqs", q_bnqkge, context_k_bske)
+    past_bkgnqs = jnp.einsum("bnqkge,bske->bkgnqs", q_bnqkge, context_k_bske, preferred_element_type=wide)
     past_bkgnqs = jnp.where(seen_bns[:, None, None, :, None], past_bkgnqs, -jnp.inf)
-    own_bkgnqu = jnp.einsum("bnqkge,bnuke->bkgnqu", q_bnqkge, k_bnuke)
-    shares = jax.nn.softmax(jnp.concatenate([past_bkgnqs, own_bkgnqu], axis=-1), axis=-1)
-    past_bkgnqs, own_bkgnqu = jnp.split(shares, [context_k_bske.shape[1]], axis=-1)
-    mixed = jnp.einsum("bkgnqs,bske->bnqkge", past_bkgnqs, context_v_bske)
-    mixed += jnp.einsum("bkgnqu,bnuke->bnqkge", own_bkgnqu, v_bnuke)
-    return mixed.reshape(batch, rows, heads, head_dim)
+    own_bkgnqu = jnp.einsum("bnqkge,bnuke->bkgnqu", q_bnqkge, k_bnuke, preferred_element_type=wide)
+    peak = jax.lax.stop_gradient(jnp.maximum(past_bkgnqs.max(-1), own_bkgnqu.max(-1)))[..., None]
+    past_bkgnqs, own_bkgnqu = jnp.exp(past_bkgnqs - peak), jnp.exp(own_bkgnqu - peak)
+    total_bnqkg = jnp.moveaxis(past_bkgnqs.sum(-1) + own_bkgnqu.sum(-1), (1, 2), (3, 4))
+    dtype = q_bthe.dtype
+    mixed = jnp.einsum("bkgnqs,bske->bnqkge", past_bkgnqs.astype(dtype), context_v_bske, preferred_element_type=wide)
+    mixed += jnp.einsum("bkgnqu,bnuke->bnqkge", own_bkgnqu.astype(dtype), v_bnuke, preferred_element_type=wide)
+    return (mixed / total_bnqkg[..., None]).astype(dtype).reshape(batch, rows, heads, head_dim)
 
 
 def at(values_bs: jax.Array, index_b: jax.Array) -> jax.Array:

@@ -1,142 +1,158 @@
-"""Trains the DFlash backbone of the shipped pair on the verifier's own answers; the verifier stays frozen.
+"""Trains a DFlash backbone from scratch on the verifier's own responses; the verifier stays frozen.
 
-    python -m train.drafter --tokenizer treeflash_jax/assets/tiny/verifier --verifier runs/verifier/verifier.npz \\
-        --responses runs/responses.jsonl --run runs/drafter
+    python -m train.drafter configs/tiny/drafter.toml run=runs/drafter verifier=tiny
 
-Cross-entropy of every slot on the answer, weighted exp(-(i - 1) / 4). Leaves weights in RUN/drafter.npz.
+Leaves a Hugging Face folder in RUN/model, which `treeflash_jax.load`, `train.head` and the published code read.
+
+Source: DFlash (arXiv 2602.06036) sections 4.2 and 5.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from tokenizers import Tokenizer
 
-from train import blocks, checkpoint, data, loop
-from train import verifier as verifier_stage
-from treeflash_jax import drafter, verifier
+from train import config, data, hosts, loop
+from train.documents import DataConfig
+from train.evaluate import EvaluateConfig, TreeTau
+from train.objective import ObjectiveConfig, drafting_flops, drafting_sums
+from train.records import Source
+from treeflash_jax import drafter as dflash
+from treeflash_jax import hf, verifier
 from treeflash_jax import params as parameters
-from treeflash_jax.config import DrafterConfig, ModelConfig
-from treeflash_jax.layers import rms_norm
-from treeflash_jax.vocab import log_sum_exp
-
-DECAY = 4.0  # for blocks of 8
-SOURCE = "responses"
+from treeflash_jax.config import DrafterConfig, ModelConfig, default_target_layers
+from treeflash_jax.generate import shipped
+from treeflash_jax.heads import HEADS
+from treeflash_jax.tokenizer import Tokenizer
 
 
-def tiny_drafter_config(own: ModelConfig, tokenizer: Tokenizer) -> DrafterConfig:
-    return DrafterConfig(
-        layers=dataclasses.replace(own, num_layers=2),
-        block_size=8,
-        mask_token_id=tokenizer.token_to_id("<|mask|>"),
-        target_layer_ids=(1, 3, 4),
-        num_target_layers=own.num_layers,
-        head="mlp",
-        drafter_temperature=0.55,  # what train.evaluate found best under a greedy verifier
+@dataclass(frozen=True, kw_only=True)
+class DrafterStage:
+    """Settings of this stage.
+
+    Attributes:
+      run: folder of checkpoints, log and result, local or gs://.
+      verifier: "tiny", a folder or a Hub id.
+      sources, data: responses of that verifier (`train.respond`), or chats.
+      num_layers, block_size, mask_token_id: of the backbone; all other sizes are the verifier's.
+      target_layer_ids: verifier layers it reads; empty takes the published rule, one per layer of the backbone.
+      drafter_temperature, num_nodes: defaults stored with the drafter.
+      init_scale: standard deviation of fresh weights.
+      compute_dtype: of activations, and of the verifier's weights.
+    """
+
+    run: str
+    verifier: str = "tiny"
+    sources: tuple[Source, ...]
+    data: DataConfig = DataConfig()
+    num_layers: int = 5
+    block_size: int = 16
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...] = ()
+    drafter_temperature: float = 1.0
+    num_nodes: int = 16
+    init_scale: float = 0.02
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    objective: ObjectiveConfig
+    evaluate: EvaluateConfig = EvaluateConfig()
+    optimizer: config.OptimizerConfig
+    loop: config.LoopConfig
+    mesh: config.MeshConfig = config.MeshConfig()
+
+
+def drafter_config(settings: DrafterStage, model: ModelConfig) -> DrafterConfig:
+    made = DrafterConfig(
+        layers=dataclasses.replace(model, num_layers=settings.num_layers),
+        block_size=settings.block_size,
+        mask_token_id=settings.mask_token_id,
+        target_layer_ids=settings.target_layer_ids or default_target_layers(model.num_layers, settings.num_layers),
+        num_target_layers=model.num_layers,
+        num_nodes=settings.num_nodes,
+        drafter_temperature=settings.drafter_temperature,
+    )
+    made.check_fits(model)
+    return made
+
+
+def make_stage(settings: Any, model: ModelConfig, drafter: DrafterConfig, *, trains: tuple[str, ...]) -> loop.Stage:
+    """The stage of a drafter: `trains` names "backbone" and/or "head"; what else it needs is frozen."""
+    specs = {"backbone": dflash.specs(drafter), "head": HEADS[drafter.head].specs(drafter)}
+    frozen = {"verifier": verifier.specs(model)} | ({} if "backbone" in trains else {"backbone": specs["backbone"]})
+    return loop.Stage(
+        specs={name: specs[name] for name in trains},
+        frozen_specs=frozen,
+        sums=partial(drafting_sums, settings=settings.objective, verifier=model, drafter=drafter),
+        compute_dtype=jnp.dtype(settings.compute_dtype),
+        flops=drafting_flops(
+            settings.objective,
+            model,
+            drafter,
+            batch=settings.loop.batch,
+            row_tokens=settings.data.row_tokens,
+            trains_backbone="backbone" in trains,
+        ),
     )
 
 
-def slot_losses(
-    params: Any, frozen: Any, config: DrafterConfig, own: ModelConfig, rows: data.Rows, num_anchors: int, key: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cross-entropy, top-1 hit and loss weight of every slot, each [b, n, q - 1]."""
-    teacher = blocks.teach(frozen, own, config, rows)
-    chosen = blocks.sample_blocks(rows, num_anchors, config.block_size, DECAY, key)
-    hidden_bnqd = blocks.hidden_states(params, config, frozen["embed"], rows, teacher.features_bsj, chosen.anchors_bn)
-    normed_bnqd = rms_norm(hidden_bnqd[:, :, 1:], params["norm"], config.layers.rms_norm_eps)
-    logits_bnqv = verifier.logits(frozen, normed_bnqd)
-    labels_bnq = blocks.at(rows.tokens_rt, chosen.targets_bnq[:, :, 1:])
-    picked_bnq = jnp.take_along_axis(logits_bnqv, labels_bnq[..., None], axis=-1)[..., 0]
-    hits_bnq = jnp.argmax(logits_bnqv, axis=-1) == labels_bnq
-    return log_sum_exp(logits_bnqv) - picked_bnq, hits_bnq, chosen.weights_bnq[:, :, 1:]
+def train(
+    settings: Any, trains: tuple[str, ...], prepare: Callable[[ModelConfig, Any], tuple[DrafterConfig, Any, Any]]
+) -> None:
+    """What both drafter stages do: open verifier and data, train, write RUN/model.
 
-
-def weighted_mean(values_bnq: jax.Array, weights_bnq: jax.Array) -> jax.Array:
-    return jnp.sum(values_bnq * weights_bnq) / jnp.maximum(jnp.sum(weights_bnq), 1e-6)
-
-
-def hit_metrics(hits_bnq: jax.Array, weights_bnq: jax.Array, name: str) -> dict[str, jax.Array]:
-    """Share of slots 1, 2 and 7 whose likeliest token is right, and the mean number right from slot 1 on."""
-    real_bnq = weights_bnq > 0
-    metrics = {f"{name}_slot_{i + 1}": weighted_mean(hits_bnq[..., i], real_bnq[..., i]) for i in (0, 1, 6)}
-    run_bn = jnp.sum(jnp.cumprod(hits_bnq & real_bnq, axis=-1), axis=-1)
-    return metrics | {f"{name}_run": weighted_mean(run_bn, jnp.all(real_bnq, axis=-1))}
-
-
-def held_out_metrics(loss_fn: Callable, rows: data.Rows, batch: int, batches: int = 4) -> Callable:
-    """`validate` of train.loop: the loss and metrics on fixed rows, anchors and keys."""
-    measure = jax.jit(loss_fn)
-
-    def validate(params: Any) -> dict[str, float]:
-        lines = []
-        for number in range(batches):
-            part = rows.take(np.arange(number * batch, (number + 1) * batch) % len(rows))
-            loss, metrics = measure(params, part, jax.random.key(number))
-            lines.append({"loss": loss, **metrics})
-        return {f"held_out/{name}": round(float(np.mean([line[name] for line in lines])), 4) for name in lines[0]}
-
-    return validate
-
-
-def add_arguments(parser: argparse.ArgumentParser, *, steps: int, learning_rate: float) -> None:
-    """What the drafter's two stages have in common."""
-    parser.add_argument("--tokenizer", type=Path, required=True, help="folder of tokenizer.json")
-    parser.add_argument("--verifier", type=Path, required=True, help="weights that train.verifier wrote")
-    parser.add_argument("--responses", type=Path, required=True, help="what train.respond wrote")
-    parser.add_argument("--run", type=Path, required=True, help="folder of the log and the checkpoint")
-    parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--batch", type=int, default=5, help="rows of 384 tokens per step")
-    parser.add_argument("--anchors", type=int, default=48, help="blocks per row")
-    parser.add_argument("--learning-rate", type=float, default=learning_rate)
-    parser.add_argument("--seed", type=int, default=0)
-
-
-def load_rows(path: Path, seed: int) -> tuple[data.Rows, data.Rows]:
-    """Packed training and held-out answers."""
-    documents = data.response_documents(path)
-    order = np.random.default_rng(seed).permutation(len(documents))
-    kept, held_out = data.split([documents[i] for i in order])
-    return data.pack(kept, verifier_stage.ROW_TOKENS), data.pack(held_out, verifier_stage.ROW_TOKENS)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, steps=800, learning_rate=8e-3)
-    args = parser.parse_args()
-
-    tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
-    own = verifier_stage.tiny_config(tokenizer)
-    config = tiny_drafter_config(own, tokenizer)
-    frozen = verifier_stage.load(args.verifier, own)
-    rows, held_out = load_rows(args.responses, args.seed)
-    order = data.schedule({SOURCE: len(rows)}, {SOURCE: 1.0}, args.steps, args.batch, args.seed)
-    params = parameters.initialize(drafter.specs(config), jax.random.key(args.seed), scale=0.04)
-    params["norm"] = frozen["norm"]  # the vocabulary matrix was trained behind this scale
-    print(f"{sum(x.size for x in jax.tree.leaves(params)):,} weights; {len(rows)} rows, {len(held_out)} held out")
-
-    def loss_fn(params: Any, batch: data.Rows, key: jax.Array):
-        losses, hits, weights = slot_losses(params, frozen, config, own, batch, args.anchors, key)
-        return weighted_mean(losses, weights), hit_metrics(hits, weights, "hit")
-
-    params = loop.fit(
-        params,
-        loss_fn,
-        loop.optimizer(args.steps, args.learning_rate),
-        lambda step: rows.take(order[step]),
-        steps=args.steps,
-        seed=args.seed,
-        folder=args.run,
-        validate=held_out_metrics(loss_fn, held_out, args.batch),
+    Args:
+      settings: of the stage.
+      trains: "backbone" and/or "head".
+      prepare: (verifier's config, verifier's final norm) -> drafter's config, initial weights of what is trained, and
+        frozen weights besides the verifier.
+    """
+    hosts.connect()
+    mesh = hosts.make_mesh(settings.mesh)
+    hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
+    folder = hf.locate(shipped("verifier") if settings.verifier == "tiny" else settings.verifier)
+    tokenizer = Tokenizer.load(folder)
+    model = hf.read_verifier_config(folder)
+    if settings.data.row_tokens > model.max_positions:
+        raise ValueError(
+            f"got data.row_tokens {settings.data.row_tokens}, expected at most {model.max_positions} (verifier)"
+        )
+    corpus = data.open_sources(settings.sources, settings.data, tokenizer, settings.loop.seed, vocab_size=model.vocab_size)
+    _, weights = hf.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
+    drafter, params, frozen = prepare(model, hosts.to_host(weights["norm"]))
+    stage = make_stage(settings, model, drafter, trains=trains)
+    params = loop.place(params, stage.specs, mesh, jnp.float32)
+    frozen = {"verifier": weights} | {
+        name: loop.place(tree, stage.frozen_specs[name], mesh, stage.compute_dtype) for name, tree in frozen.items()
+    }
+    hosts.say(
+        f"{' and '.join(trains)} of {parameters.count(params):,} weights, {corpus.num_rows} rows of "
+        f"{settings.data.row_tokens} tokens, mesh {dict(mesh.shape)}"
     )
-    checkpoint.save(args.run / "drafter.npz", verifier_stage.round_to_bf16(params))
+    measure = TreeTau(settings.evaluate, stage, model, drafter, corpus, frozen, mesh, hf.stop_ids(folder, model))
+    params = loop.fit(stage, config=settings, mesh=mesh, params=params, frozen=frozen, corpus=corpus, evaluate=measure)
+    whole = hosts.to_host({name: (params | frozen).get(name, {}) for name in ("backbone", "head")})
+    if hosts.is_first():
+        target = Path(loop.in_folder(settings.run, "model"))
+        hf.save_drafter(target, drafter, whole["backbone"], whole["head"])
+        hosts.say(f"wrote {target}")
+
+
+def main(settings: DrafterStage) -> None:
+    def prepare(model: ModelConfig, norm: Any) -> tuple[DrafterConfig, Any, Any]:
+        drafter = drafter_config(settings, model)
+        specs = dflash.specs(drafter)
+        backbone = parameters.initialize(specs, jax.random.key(settings.loop.seed), scale=settings.init_scale)
+        backbone["norm"] = jnp.asarray(norm, jnp.float32)  # the vocabulary matrix was trained behind this scale
+        return drafter, {"backbone": backbone}, {}
+
+    train(settings, ("backbone",), prepare)
 
 
 if __name__ == "__main__":
-    main()
+    config.run(main, DrafterStage, __doc__)

@@ -1,39 +1,131 @@
-"""Two questions to a trained pair, behind numbers of its model card.
+"""Block efficiency of drafters in training, and two questions to a trained pair.
 
-    python -m train.evaluate temperatures --data DIR
+    python -m train.evaluate temperatures --data train.jsonl
     python -m train.evaluate seen --responses runs/responses.jsonl --results greedy.jsonl
 
-`temperatures`: tau over drafter temperatures on training prompts, never evaluation prompts; the drafter's config stores the
-best for a greedy verifier. `seen`: tau of a `treeflash bench run` file apart for rounds whose 16-gram, 8 tokens up to the
-anchor and the 8 that follow, stands in the drafter's training answers; rounds near either end of an answer are left out.
+`TreeTau` measures real tree decoding on held-out prompts while a drafter trains. `temperatures`: tau over drafter
+temperatures on training prompts, never evaluation prompts; the drafter's config stores the best for a greedy verifier.
+`seen`: tau of a `treeflash bench run` file apart for rounds whose 16-gram, 8 tokens up to the anchor and the 8 that follow,
+stands in the drafter's training answers; rounds near either end of an answer are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
 
 import treeflash_jax as tf
-from train import data
+from train import data, loop
+from train.records import Source, read
+from treeflash_jax.config import DrafterConfig, ModelConfig
+from treeflash_jax.decode import Weights
 
 BEFORE, AFTER = 8, 8
 TEMPERATURES = (0.4, 0.55, 0.7, 0.85, 1.0, 1.2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Tree decoding of held-out prompts during training.
+
+    Attributes:
+      prompts: how many; 0 measures no tau.
+      new_tokens: per prompt.
+      nodes: budgets, root included.
+      temperature: of the verifier.
+      candidates: M and K of the tree.
+    """
+
+    prompts: int = 16
+    new_tokens: int = 64
+    nodes: tuple[int, ...] = (16, 64)
+    temperature: float = 0.0
+    candidates: int = 16
+
+
+class TreeTau:
+    """Committed tokens per round of the drafter being trained, beside those of its own marginals."""
+
+    def __init__(
+        self,
+        config: EvaluateConfig,
+        stage: loop.Stage,
+        model: ModelConfig,
+        drafter: DrafterConfig,
+        corpus: data.Corpus,
+        frozen: Any,
+        mesh: jax.sharding.Mesh,
+        stop_ids: Sequence[int],
+    ):
+        self.config, self.frozen = config, frozen
+        self.prompts = held_out_prompts(corpus, config.prompts)
+        self.model = tf.TreeFlash(
+            model, Weights(frozen["verifier"], None, None), drafter=drafter, stop_ids=stop_ids, mesh=mesh
+        )
+        self.cast = jax.jit(lambda params: loop.gather(params, stage.specs, stage.compute_dtype))
+        self.marginal: dict[str, float] | None = None
+
+    def __call__(self, params: Any) -> dict[str, float]:
+        if not self.prompts or not self.config.nodes:
+            return {}
+        trained = self.cast(params)
+        backbone = trained["backbone"] if "backbone" in trained else self.frozen["backbone"]
+        self.model.weights = Weights(self.frozen["verifier"], backbone, trained.get("head", {}))
+        found = self._tau(None, "held_out/tau")
+        if "head" in trained:
+            if self.marginal is None or "backbone" in trained:
+                self.marginal = self._tau("marginal", "held_out/tau_marginal")
+            found |= self.marginal
+        return found
+
+    def _tau(self, head: str | None, name: str) -> dict[str, float]:
+        config, found = self.config, {}
+        for nodes in config.nodes:
+            results = self.model.generate(
+                self.prompts,
+                nodes=nodes,
+                head=head,
+                candidates=config.candidates,
+                children=config.candidates,
+                temperature=config.temperature,
+                max_new_tokens=config.new_tokens,
+                batch_size=len(self.prompts),
+            )
+            found[f"{name}_{nodes}"] = mean([float(length) for r in results for length in r.accept_lengths])
+        return found
+
+
+def held_out_prompts(corpus: data.Corpus, count: int) -> list[list[int]]:
+    """The first `count` prompts of held-out documents: what stands before their first trained token."""
+    prompts: list[list[int]] = []
+    for packed in corpus.held_out.values():
+        for r in range(len(packed)):
+            rows = packed.take(np.array([r]))
+            for segment in range(1, int(rows.segments_rt.max()) + 1):
+                (where,) = np.nonzero(rows.segments_rt[0] == segment)
+                (answer,) = np.nonzero(rows.weights_rt[0][where] > 0)
+                if len(prompts) == count:
+                    return prompts
+                if len(answer) and answer[0] > 1:
+                    prompts.append(rows.tokens_rt[0][where[: answer[0]]].tolist())
+    return prompts
 
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def temperatures(folder: Path, prompts: int, seed: int) -> Iterator[dict]:
+def temperatures(model: tf.TreeFlash, path: str, prompts: int, seed: int) -> Iterator[dict]:
     """One row per verifier temperature, budget and head: tau at every drafter temperature."""
-    model = tf.load("tiny")
-    messages = data.conversations(folder, "gsm8k_train")
-    random.Random(seed).shuffle(messages)
-    chats = [conversation[:1] for conversation in messages[:prompts]]
+    chats = [record.content[:1] for record in read(Source(path=path, limit=prompts), seed)]
     for temperature in (0.0, 1.0):
         for nodes in (16, 64):
             for head in (model.drafter.head, "marginal"):
@@ -75,7 +167,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     questions = parser.add_subparsers(dest="question", required=True)
     sweep = questions.add_parser("temperatures")
-    sweep.add_argument("--data", type=Path, required=True, help="folder of training JSONL files")
+    sweep.add_argument("--data", required=True, help="JSONL file of training chats")
+    sweep.add_argument("--verifier", help="folder or Hub id; the shipped pair if not given")
+    sweep.add_argument("--drafter", help="folder or Hub id")
     sweep.add_argument("--prompts", type=int, default=32)
     sweep.add_argument("--seed", type=int, default=1)
     seen = questions.add_parser("seen")
@@ -83,7 +177,8 @@ def main() -> None:
     seen.add_argument("--results", type=Path, required=True, help="what `treeflash bench run` wrote")
     args = parser.parse_args()
     if args.question == "temperatures":
-        for row in temperatures(args.data, args.prompts, args.seed):
+        model = tf.load(verifier=args.verifier, drafter=args.drafter) if args.verifier else tf.load("tiny")
+        for row in temperatures(model, args.data, args.prompts, args.seed):
             print(json.dumps(row), flush=True)
         return
     answers = [json.loads(line) for line in args.responses.open(encoding="utf-8")]

@@ -1,81 +1,337 @@
 """The verifier answers training prompts: the text a drafter has to predict is the verifier's own, not the data set's.
 
-    python -m train.respond --data DIR --tokenizer treeflash_jax/assets/tiny/verifier \\
-        --verifier runs/verifier/verifier.npz --out runs/responses.jsonl
+    python -m train.respond configs/shipped/respond.toml out=runs/responses.jsonl sources.0.path=data/gsm8k_train.jsonl
 
-Half of the answers are greedy, a quarter each is sampled at temperatures 0.7 and 1. One JSON object a line:
-{"source", "temperature", "prompt": ids, "response": ids}.
+Writes one JSON object a line, shortest prompts first: {"index", "source", "temperature", "finished": "stop" or "length",
+"prompt": ids, "response": ids}. An answer depends on the seed and the index of its prompt, not on batches or hosts, so the
+same command goes on where it was stopped, on any number of hosts, and ends with the same file. The settings stand beside it
+(.toml); a file of other settings is never continued or overwritten.
+
+On several hosts `out` lies where all of them see it. With replicas = "host" each host serves a verifier of its own on its
+own devices, takes its share of the batches and writes a part file; the first host merges the parts at the end. With
+replicas = "all" one verifier lies over all devices, for those that do not fit a host's.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
+import os
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
+import jax
 import numpy as np
-from tokenizers import Tokenizer
+from jax.experimental import multihost_utils
 
-from train import data
-from train.verifier import load, tiny_config
-from treeflash_jax.decode import Weights
-from treeflash_jax.generate import TreeFlash
+from train import config, hosts
+from train.config import MeshConfig
+from train.records import Malformed, Source, read
+from treeflash_jax import mesh as meshes
+from treeflash_jax.generate import TreeFlash, load, shipped
+from treeflash_jax.result import Result
 
-COUNTS = {"gsm8k_train": 4900, "mbpp_train": 300, "gpteacher_codegen": 600, "gpteacher_roleplay": 400}
-TEMPERATURES = (0.0, 0.7, 0.0, 1.0)  # taken in turn
-PROMPT_TOKENS = 192  # longer prompts are left out
-
-
-def choose_prompts(folder: Path, tokenizer: Tokenizer, seed: int) -> list[tuple[str, list[int]]]:
-    """(source, prompt ids) of training documents, sorted by length so that a batch wastes little."""
-    rng = np.random.default_rng(seed)
-    chosen = []
-    for name, count in COUNTS.items():
-        kept, _ = data.split(data.conversations(folder, name))
-        for index in rng.permutation(len(kept))[:count]:
-            prompt = data.chat_prompt(tokenizer, kept[index][:1])
-            if len(prompt) <= PROMPT_TOKENS:
-                chosen.append((name, prompt))
-    return sorted(chosen, key=lambda item: len(item[1]))
+FREE = ("out", "batch", "mesh", "replicas")  # settings that may change when a run goes on: no answer depends on them
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of training JSONL files")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="folder of tokenizer.json")
-    parser.add_argument("--verifier", type=Path, required=True, help="weights that train.verifier wrote")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--batches", type=int, help="stop after this many batches (a trial run)")
-    parser.add_argument("--new-tokens", type=int, default=160)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+@dataclass(frozen=True, kw_only=True)
+class RespondConfig:
+    """Settings of this stage.
 
-    tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
-    config = tiny_config(tokenizer)
-    model = TreeFlash(config, Weights(verifier=load(args.verifier, config)), stop_ids=config.eos_token_ids)
-    prompts = choose_prompts(args.data, tokenizer, args.seed)
-    starts = range(0, len(prompts) - args.batch + 1, args.batch)[: args.batches]
-    temperatures = np.resize(TEMPERATURES, args.batch).tolist()
-    began = time.time()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("w", encoding="utf-8") as file:
-        for number, start in enumerate(starts):
-            members = prompts[start : start + args.batch]
-            results = model.generate(
-                [prompt for _, prompt in members],
-                method="ar",
-                temperature=temperatures,
-                seed=args.seed + number,
-                max_new_tokens=args.new_tokens,
-                batch_size=args.batch,
-            )
-            for (source, prompt), temperature, result in zip(members, temperatures, results, strict=True):
-                line = {"source": source, "temperature": temperature, "prompt": prompt, "response": result.ids}
-                file.write(json.dumps(line) + "\n")
-            print(f"batch {number + 1} of {len(starts)}, {time.time() - began:.0f} s", flush=True)
+    Attributes:
+      verifier: "tiny", a folder or a Hub id.
+      drafter: likewise, to answer by drafted decoding: the same answers, sooner. None decodes one token at a time.
+      sources: of prompts: chats up to their first assistant turn, whole texts, or prompts of earlier responses. Records
+        held out for validation are not asked.
+      out: the JSONL file.
+      temperatures: taken in turn by the prompts.
+      max_new_tokens: of an answer.
+      max_prompt_tokens: longer prompts are left out.
+      malformed: what a record that cannot be used does.
+      batch: answers of one replica decoded together.
+      seed: of limits and answers.
+      mesh: devices of a replica; `fsdp` stays 1.
+      replicas: one verifier per host, or one over all hosts.
+    """
+
+    verifier: str
+    drafter: str | None = None
+    sources: tuple[Source, ...]
+    out: str
+    temperatures: tuple[float, ...] = (0.0, 0.7, 0.0, 1.0)
+    max_new_tokens: int = 160
+    max_prompt_tokens: int = 192
+    malformed: Literal["error", "skip"] = "error"
+    batch: int = 128
+    seed: int = 0
+    mesh: MeshConfig = MeshConfig()
+    replicas: Literal["host", "all"] = "host"
+
+    def __post_init__(self) -> None:
+        for name in ("sources", "temperatures"):
+            if not getattr(self, name):
+                raise ValueError(f"got no {name}, expected at least one")
+        if self.batch < 1:
+            raise ValueError(f"got batch {self.batch}, expected at least 1")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids to be continued, and the name of the source they are from."""
+
+    source: str
+    ids: list[int]
+
+
+def main(settings: RespondConfig) -> None:
+    hosts.connect()
+    out = Path(settings.out).expanduser()
+    check_settings(settings, out)
+    model = load_model(settings)
+    prompts = collect_prompts(settings, model)
+    by_host = settings.replicas == "host" and jax.process_count() > 1
+    own = part_path(out, jax.process_index()) if by_host else out
+    writes = by_host or hosts.is_first()
+    if writes:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        drop_unfinished_line(own)
+    _wait("read")  # nobody may write while others look at what is there
+    done = finished(out, prompts)
+    starts = [
+        start for start in range(0, len(prompts), settings.batch) if not _batch(start, settings, prompts) <= done.keys()
+    ]
+    _agree(len(done), out)
+    if hosts.is_first():
+        config.save(settings, settings_path(out))
+    answers = respond(model, prompts, starts[jax.process_index() :: jax.process_count()] if by_host else starts, settings)
+    with own.open("a", encoding="utf-8") if writes else open(os.devnull, "w") as file:
+        for index, result in answers:
+            if index not in done:
+                file.write(line_of(index, prompts[index], settings, result))
+                file.flush()
+    _wait("merge")
+    if hosts.is_first():
+        merge(out, prompts)
+        hosts.say(f"{len(prompts):,} answers in {out}")
+
+
+def load_model(settings: RespondConfig) -> TreeFlash:
+    """The verifier, and its drafter if one is asked for, on the devices of this replica."""
+    if settings.mesh.fsdp != 1:
+        raise ValueError(f"got mesh.fsdp {settings.mesh.fsdp}, expected 1: answers are made over data and model")
+    devices = jax.local_devices() if settings.replicas == "host" else jax.devices()
+    data = settings.mesh.data or max(1, len(devices) // settings.mesh.model)
+    mesh = None
+    if data * settings.mesh.model > 1 or settings.replicas == "all" and jax.process_count() > 1:
+        mesh = meshes.make_mesh(data, settings.mesh.model, devices)
+    verifier, drafter = settings.verifier, settings.drafter
+    return load(
+        verifier=shipped("verifier") if verifier == "tiny" else verifier,
+        drafter=shipped("drafter") if drafter == "tiny" else drafter,
+        mesh=mesh,
+    )
+
+
+def collect_prompts(settings: RespondConfig, model: TreeFlash) -> list[Prompt]:
+    """Prompts of all sources, sorted by length, so that a batch wastes little.
+
+    Raises:
+      ValueError: a source that cannot be read, no prompt that is short enough, or more tokens than the context holds.
+    """
+    prompts: list[Prompt] = []
+    left_out: Counter[str] = Counter()
+
+    def malformed(error: Malformed) -> None:
+        if settings.malformed == "error":
+            raise error
+        left_out["malformed"] += 1
+
+    for source in settings.sources:
+        for record in read(source, settings.seed, malformed):
+            if source.hold_out and record.number % source.hold_out == source.hold_out - 1:
+                left_out["held out"] += 1
+                continue
+            try:
+                ids = model.encode(_question(record.content))
+            except ValueError as error:
+                malformed(Malformed(f"{record.where}: {error}"))
+                continue
+            if len(ids) > settings.max_prompt_tokens:
+                left_out["too long"] += 1
+            else:
+                prompts.append(Prompt(source.name, ids))
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
+    if not prompts:
+        raise ValueError(f"got no prompt of at most {settings.max_prompt_tokens} tokens ({reasons}), expected at least one")
+    prompts.sort(key=lambda prompt: len(prompt.ids))
+    longest, context = len(prompts[-1].ids), model.verifier.max_positions
+    if longest + settings.max_new_tokens > context:
+        raise ValueError(
+            f"got a prompt of {longest} tokens + {settings.max_new_tokens} new tokens, expected at most {context} together "
+            "(the verifier's context); lower max_prompt_tokens or max_new_tokens"
+        )
+    hosts.say(f"{len(prompts):,} prompts" + (f"; left out: {reasons}" if reasons else ""))
+    return prompts
+
+
+def respond(
+    model: TreeFlash, prompts: Sequence[Prompt], starts: Sequence[int], settings: RespondConfig
+) -> Iterator[tuple[int, Result]]:
+    """(index, answer) of the prompts in the batches that begin at `starts`."""
+    method = "ar" if settings.drafter is None else "tree"
+    began, tokens = time.perf_counter(), 0
+    for number, start in enumerate(starts, start=1):
+        indices = sorted(_batch(start, settings, prompts))
+        results = model.generate(
+            [prompts[index].ids for index in indices],
+            indices=indices,
+            method=method,
+            temperature=[_temperature(index, settings) for index in indices],
+            seed=settings.seed,
+            max_new_tokens=settings.max_new_tokens,
+            batch_size=settings.batch,
+        )
+        if any(result.finished == "interrupted" for result in results):
+            raise SystemExit("interrupted; the same command goes on from here")
+        yield from zip(indices, results, strict=True)
+        tokens += sum(len(result.ids) for result in results)
+        seconds = time.perf_counter() - began
+        left = seconds / number * (len(starts) - number)
+        hosts.say(f"batch {number} of {len(starts)}, {tokens / seconds:,.0f} tokens/s, {left:,.0f} s left")
+
+
+def line_of(index: int, prompt: Prompt, settings: RespondConfig, result: Result) -> str:
+    record = {
+        "index": index,
+        "source": prompt.source,
+        "temperature": _temperature(index, settings),
+        "finished": result.finished,
+        "prompt": prompt.ids,
+        "response": result.ids,
+    }
+    return json.dumps(record) + "\n"
+
+
+def part_path(out: Path, host: int) -> Path:
+    return out.with_name(f"{out.name}.part-{host}")
+
+
+def settings_path(out: Path) -> Path:
+    return out.with_suffix(".toml")
+
+
+def check_settings(settings: RespondConfig, out: Path) -> None:
+    """Raises ValueError where `out` holds answers of other settings."""
+    path = settings_path(out)
+    if not path.exists():
+        if out.exists():
+            raise ValueError(f"{out} exists without its settings ({path.name}), expected a new file: give another out")
+        return
+    before = config.load(RespondConfig, path)
+    for field in dataclasses.fields(settings):
+        old, new = getattr(before, field.name), getattr(settings, field.name)
+        if field.name not in FREE and old != new:
+            raise ValueError(f"{out} was begun with {field.name} = {old!r}, got {new!r}: give another out, or delete it")
+
+
+def finished(out: Path, prompts: Sequence[Prompt]) -> dict[int, tuple[Path, int]]:
+    """Where each answered prompt's line begins, in the file or a part of it; an unfinished last line does not count.
+
+    Raises:
+      ValueError: a line that answers another prompt, as where the data changed in between.
+    """
+    places: dict[int, tuple[Path, int]] = {}
+    for path in (out, *_parts(out)):
+        if not path.exists():
+            continue
+        with path.open("rb") as file:
+            start = 0
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    record = json.loads(line)
+                    index, ids = record["index"], record["prompt"]
+                except (ValueError, KeyError, TypeError):
+                    raise ValueError(f"{path}, line {number}: got no answer, expected what this stage writes") from None
+                if not 0 <= index < len(prompts) or prompts[index].ids != ids:
+                    raise ValueError(
+                        f"{path}, line {number} answers another prompt than number {index} of these sources: "
+                        "the data changed; give another out"
+                    )
+                places.setdefault(index, (path, start))
+                start += len(line)
+    return places
+
+
+def drop_unfinished_line(path: Path) -> None:
+    """Cuts a file after its last line end."""
+    if path.exists():
+        with path.open("r+b") as file:
+            file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
+
+
+def merge(out: Path, prompts: Sequence[Prompt]) -> None:
+    """One file in the order of the prompts, whoever wrote the lines."""
+    places, parts = finished(out, prompts), _parts(out)
+    if len(places) < len(prompts):
+        raise ValueError(f"{out}: {len(prompts) - len(places)} answers are missing; expected all hosts to see this folder")
+    if not parts and list(places) == list(range(len(prompts))):
+        return
+    whole = out.with_name(f"{out.name}.merging")
+    with whole.open("wb") as file:
+        for index in range(len(prompts)):
+            path, start = places[index]
+            with path.open("rb") as source:
+                source.seek(start)
+                file.write(source.readline())
+    os.replace(whole, out)
+    for part in parts:
+        part.unlink()
+
+
+def _parts(out: Path) -> list[Path]:
+    return sorted(out.parent.glob(f"{out.name}.part-*"))
+
+
+def _batch(start: int, settings: RespondConfig, prompts: Sequence[Prompt]) -> set[int]:
+    return set(range(start, min(start + settings.batch, len(prompts))))
+
+
+def _temperature(index: int, settings: RespondConfig) -> float:
+    return settings.temperatures[index % len(settings.temperatures)]
+
+
+def _question(content: Any) -> Any:
+    """What a record asks: a chat up to its first assistant turn, a text, or ids."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return content.prompt
+    turns = [message["role"] for message in content]
+    question = content[: turns.index("assistant")] if "assistant" in turns else content
+    if not question:
+        raise ValueError("got a chat that the assistant opens, expected another turn first")
+    return question
+
+
+def _agree(count: int, out: Path) -> None:
+    """Also a barrier. Hosts that see other answers would wait for each other for ever."""
+    counts = multihost_utils.process_allgather(np.int32(count)) if jax.process_count() > 1 else np.int32([count])
+    if np.any(counts != count):
+        raise ValueError(
+            f"{out}: hosts see {sorted(set(counts.tolist()))} answers, expected a folder that all of them share"
+        )
+
+
+def _wait(stage: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"respond: {stage}")
 
 
 if __name__ == "__main__":
-    main()
+    config.run(main, RespondConfig, __doc__)

@@ -1,21 +1,22 @@
 """Trains the shipped pair's tokenizer: byte-level BPE on the training sets, digits apart, a ChatML-like chat template.
 
-    python -m train.tokenizer --data DIR --out treeflash_jax/assets/tiny/verifier
+    python -m train.tokenizer configs/shipped/tokenizer.toml out=runs/tokenizer
 
 Writes tokenizer.json, tokenizer_config.json and generation_config.json, which `PreTrainedTokenizerFast.from_pretrained`
-reads.
+reads. A source that stands twice among the sources counts twice.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from train import data
+from train import config
+from train.records import Source, read
 
 PAD, START, END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 SPECIAL_TOKENS = (PAD, START, END, MASK)
@@ -25,6 +26,28 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Settings of this stage.
+
+    Attributes:
+      sources: chats, of which every message is read, and texts; nothing is held out.
+      out: folder to write.
+      vocab_size: entries, special tokens included.
+      seed: of the order that a source's limit counts in.
+    """
+
+    sources: tuple[Source, ...]
+    out: str
+    vocab_size: int = 2048
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        smallest = len(SPECIAL_TOKENS) + 256
+        if self.vocab_size < smallest:
+            raise ValueError(f"got vocab_size {self.vocab_size}, expected at least {smallest}: special tokens and bytes")
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
@@ -44,12 +67,14 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def training_texts(folder: Path) -> Iterator[str]:
-    """Question and answer text of the chat sets, GSM8K twice for its weight, and a slice of the standard library."""
-    for name in ("gsm8k_train", *data.CHAT_SETS):
-        for messages in data.conversations(folder, name):
-            yield from (message["content"] for message in messages)
-    yield from data.stdlib_texts(characters=1_000_000)
+def training_texts(sources: Sequence[Source], seed: int) -> Iterator[str]:
+    """Every message of chats, and texts as they are."""
+    for source in sources:
+        if source.format == "responses":
+            raise ValueError(f"{source.path}: got responses, which are ids already; expected chats or texts")
+        for record in read(source, seed):
+            content = record.content
+            yield from [content] if isinstance(content, str) else [message["content"] for message in content]
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
@@ -70,16 +95,12 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of training JSONL files")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--vocab-size", type=int, default=2048)
-    args = parser.parse_args()
-    tokenizer = train_bpe(training_texts(args.data), args.vocab_size)
-    save(tokenizer, args.out)
-    print(f"{tokenizer.get_vocab_size()} entries in {args.out}")
+def main(settings: TokenizerConfig) -> None:
+    out = Path(settings.out).expanduser()
+    tokenizer = train_bpe(training_texts(settings.sources, settings.seed), settings.vocab_size)
+    save(tokenizer, out)
+    print(f"{tokenizer.get_vocab_size()} entries in {out}")
 
 
 if __name__ == "__main__":
-    main()
+    config.run(main, TokenizerConfig, __doc__)

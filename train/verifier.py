@@ -1,140 +1,150 @@
-"""Trains the shipped pair's verifier: a 1.4M-parameter language model in the Qwen3 layout.
+"""Trains a small verifier in the Qwen3 layout from scratch, such as that of the shipped pair.
 
-    python -m train.verifier --data DIR --tokenizer treeflash_jax/assets/tiny/verifier --run runs/verifier
+    python -m train.verifier configs/shipped/verifier.toml run=runs/verifier
 
-Leaves weights rounded to bf16 (what is shipped, and what every later stage reads) in RUN/verifier.npz.
+Leaves a Hugging Face folder in RUN/model, tokenizer included: what every later stage reads.
 """
 
 from __future__ import annotations
 
-import argparse
+import shutil
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from tokenizers import Tokenizer
+from jax import lax
 
-from train import checkpoint, data, loop
+from train import blocks, config, data, hosts, loop, losses
+from train.documents import DataConfig
+from train.objective import Sums, layer_flops
+from train.records import Source
+from treeflash_jax import hf, verifier, vocab
 from treeflash_jax import params as parameters
-from treeflash_jax import verifier
-from treeflash_jax.config import ModelConfig
-from treeflash_jax.vocab import log_sum_exp
-
-SHARES = {
-    "gsm8k_train": 0.60,
-    "mbpp_train": 0.05,
-    "gpteacher_codegen": 0.12,
-    "gpteacher_roleplay": 0.05,
-    "stdlib": 0.15,
-}
-ROW_TOKENS = 384
+from treeflash_jax.config import ModelConfig, Rope
+from treeflash_jax.tokenizer import Tokenizer
 
 
-def tiny_config(tokenizer: Tokenizer) -> ModelConfig:
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int = 2048
+    tie_embeddings: bool = True
+    rope_theta: float = 10_000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifierStage:
+    """Settings of this stage.
+
+    Attributes:
+      run: folder of checkpoints, log and result, local or gs://.
+      tokenizer: folder of tokenizer.json (`train.tokenizer`), or any Hugging Face tokenizer folder.
+      sources, data: training text.
+      model: sizes.
+      chunk: tokens of a row whose logits exist at a time; divides the row.
+      init_scale: standard deviation of fresh weights.
+      compute_dtype: of activations.
+    """
+
+    run: str
+    tokenizer: str
+    sources: tuple[Source, ...]
+    data: DataConfig = DataConfig()
+    model: ModelSizes
+    chunk: int = 128
+    init_scale: float = 0.02
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    optimizer: config.OptimizerConfig
+    loop: config.LoopConfig
+    mesh: config.MeshConfig = config.MeshConfig()
+
+
+def model_config(sizes: ModelSizes, tokenizer: Tokenizer) -> ModelConfig:
     return ModelConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=128,
-        intermediate_size=384,
-        num_layers=6,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        max_positions=2048,
-        tie_embeddings=True,
-        eos_token_ids=(tokenizer.token_to_id("<|im_end|>"),),
+        vocab_size=len(tokenizer.inner),
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        num_layers=sizes.num_layers,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        rope=Rope(theta=sizes.rope_theta),
+        max_positions=sizes.max_positions,
+        tie_embeddings=sizes.tie_embeddings,
+        eos_token_ids=tokenizer.stop_ids,
     )
 
 
-def document_mask(segments_bt: jax.Array) -> jax.Array:
-    """Causal inside each document, [b, t, t]."""
-    same_btu = segments_bt[:, :, None] == segments_bt[:, None, :]
-    return same_btu & jnp.tri(segments_bt.shape[1], dtype=bool)
+def next_token_sums(
+    params: Any, frozen: Any, rows: data.Rows, keys_b: jax.Array, *, model: ModelConfig, chunk: int, dtype: Any
+) -> Sums:
+    """Weighted sums of -log p(token | document so far), logits of `chunk` tokens of each row at a time."""
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    mask_btu = blocks.document_mask(rows.segments_rt)
+    out = verifier.forward(params, model, rows.tokens_rt, rows.positions_rt, mask_btu, attention="chunked")
+    labels_bt, weights_bt = (jnp.roll(x, -1, axis=1) for x in (rows.tokens_rt, rows.weights_rt))
+    weights_bt = weights_bt.at[:, -1].set(0)
+
+    @jax.checkpoint
+    def part(hidden_btd: jax.Array, labels_bt: jax.Array, weights_bt: jax.Array) -> jax.Array:
+        loss_bt = losses.cross_entropy(vocab.unembed(table_vd, hidden_btd), losses.Targets(labels_bt, None))
+        return jnp.sum(weights_bt * loss_bt)
+
+    table_vd = params.get("unembed", params["embed"])
+    chunks = [
+        jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0) for x in (out.hidden_btd, labels_bt, weights_bt)
+    ]
+    total, _ = lax.scan(lambda total, parts: (total + part(*parts), None), jnp.zeros(()), tuple(chunks))
+    return {"loss": (total, jnp.sum(weights_bt))}
 
 
-def next_token_loss(params: Any, config: ModelConfig, batch: data.Rows) -> tuple[jax.Array, jax.Array]:
-    """Weighted sums over a batch: -log p(token | document so far), and the weights."""
-    out = verifier.forward(params, config, batch.tokens_rt, batch.positions_rt, document_mask(batch.segments_rt))
-    logits_btv = verifier.logits(params, out.hidden_btd[:, :-1])
-    labels_bt, weights_bt = batch.tokens_rt[:, 1:], batch.weights_rt[:, 1:]
-    picked_bt = jnp.take_along_axis(logits_btv, labels_bt[..., None], axis=-1)[..., 0]
-    return jnp.sum(weights_bt * (log_sum_exp(logits_btv) - picked_bt)), jnp.sum(weights_bt)
-
-
-Sources = dict[str, data.Rows]
-
-
-def load_sources(folder: Path, tokenizer: Tokenizer, characters: int) -> tuple[Sources, Sources]:
-    """Packed training rows and held-out rows of every source."""
-    documents = {
-        name: [data.chat_document(tokenizer, messages) for messages in data.conversations(folder, name)]
-        for name in data.CHAT_SETS
-    }
-    documents[data.STDLIB] = data.text_documents(tokenizer, data.stdlib_texts(characters), ROW_TOKENS)
-    parts = {name: data.split(members) for name, members in documents.items()}
-    train = {name: data.pack(kept, ROW_TOKENS) for name, (kept, _) in parts.items()}
-    return train, {name: data.pack(held_out, ROW_TOKENS) for name, (_, held_out) in parts.items()}
-
-
-def held_out_losses(params: Any, loss, held_out: Sources, batch: int = 8) -> dict[str, float]:
-    """Mean loss per source, on at most four batches each."""
-    losses = {}
-    for name, rows in held_out.items():
-        sums = [loss(params, rows.take(np.arange(at, at + batch) % len(rows))) for at in range(0, 4 * batch, batch)]
-        total, weight = np.sum(np.array(sums), axis=0)
-        losses[f"held_out/{name}"] = round(float(total / weight), 4)
-    return losses
-
-
-def load(path: Path, config: ModelConfig) -> Any:
-    """Weights that this script wrote."""
-    return checkpoint.load(path, parameters.abstract(verifier.specs(config), jnp.float32))
-
-
-def round_to_bf16(params: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of training JSONL files")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="folder of tokenizer.json")
-    parser.add_argument("--run", type=Path, required=True, help="folder of the log and the checkpoint")
-    parser.add_argument("--steps", type=int, default=1400)
-    parser.add_argument("--batch", type=int, default=5, help="rows of 384 tokens per step")
-    parser.add_argument("--learning-rate", type=float, default=8e-3)
-    parser.add_argument("--stdlib-characters", type=int, default=2_500_000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-
-    tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
-    config = tiny_config(tokenizer)
-    train, held_out = load_sources(args.data, tokenizer, args.stdlib_characters)
-    rows = data.Rows.concatenate(list(train.values()))
-    order = data.schedule({name: len(part) for name, part in train.items()}, SHARES, args.steps, args.batch, args.seed)
-    params = parameters.initialize(verifier.specs(config), jax.random.key(args.seed), scale=0.04)
-    print(f"{sum(x.size for x in jax.tree.leaves(params)):,} weights; rows:", {n: len(p) for n, p in train.items()})
-
-    def loss_fn(params: Any, batch: data.Rows, _key: jax.Array):
-        total, weight = next_token_loss(params, config, batch)
-        return total / weight, {}
-
-    held_out_loss = jax.jit(lambda params, batch: next_token_loss(params, config, batch))
-    params = loop.fit(
-        params,
-        loss_fn,
-        loop.optimizer(args.steps, args.learning_rate, weight_decay=0.05),
-        lambda step: rows.take(order[step]),
-        steps=args.steps,
-        seed=args.seed,
-        folder=args.run,
-        validate=lambda params: held_out_losses(params, held_out_loss, held_out),
+def make_stage(settings: VerifierStage, model: ModelConfig) -> loop.Stage:
+    row, batch = settings.data.row_tokens, settings.loop.batch
+    if row % settings.chunk:
+        raise ValueError(f"got chunk {settings.chunk}, expected a divisor of data.row_tokens {row}")
+    heads = model.num_heads * model.head_dim
+    per_token = model.num_layers * (layer_flops(model) + 2 * heads * row) + 2 * model.hidden_size * model.vocab_size
+    return loop.Stage(
+        specs=verifier.specs(model),
+        frozen_specs={},
+        sums=partial(next_token_sums, model=model, chunk=settings.chunk, dtype=jnp.dtype(settings.compute_dtype)),
+        compute_dtype=jnp.dtype(settings.compute_dtype),
+        flops=3.0 * batch * row * per_token,
     )
-    params = round_to_bf16(params)
-    checkpoint.save(args.run / "verifier.npz", params)
-    print("after rounding to bf16:", held_out_losses(params, held_out_loss, held_out))
+
+
+def main(settings: VerifierStage) -> None:
+    hosts.connect()
+    tokenizer = Tokenizer.load(settings.tokenizer)
+    if tokenizer is None:
+        raise ValueError(f"{settings.tokenizer}: got no tokenizer.json, expected the folder train.tokenizer wrote")
+    model = model_config(settings.model, tokenizer)
+    stage = make_stage(settings, model)
+    mesh = hosts.make_mesh(settings.mesh)
+    corpus = data.open_sources(settings.sources, settings.data, tokenizer, settings.loop.seed)
+    init = parameters.initialize(stage.specs, jax.random.key(settings.loop.seed), scale=settings.init_scale)
+    params = loop.place(init, stage.specs, mesh, jnp.float32)
+    hosts.say(
+        f"verifier of {parameters.count(params):,} weights, {corpus.num_rows} rows of {settings.data.row_tokens} tokens"
+    )
+    params = hosts.to_host(loop.fit(stage, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus))
+    if hosts.is_first():
+        folder = Path(loop.in_folder(settings.run, "model"))
+        hf.save_verifier(folder, model, params)
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            source = Path(settings.tokenizer) / name
+            if source.exists():
+                shutil.copyfile(source, folder / name)
+        hosts.say(f"wrote {folder}")
 
 
 if __name__ == "__main__":
-    main()
+    config.run(main, VerifierStage, __doc__)

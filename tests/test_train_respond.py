@@ -1,0 +1,285 @@
+"""Answers are functions of seed and prompt; a run that was stopped anywhere, on any number of hosts, ends with one file."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from train import config, respond
+from train.config import MeshConfig
+from train.records import Source
+from train.respond import RespondConfig
+
+ROOT = Path(__file__).parents[1]
+QUESTIONS = ["Tom has 3 apples.", "How many?", "Write a function.", "What is 12 + 30? Explain it at length.", "Hi", "Why?"]
+QUESTIONS += [f"Question {i}" for i in range(5)]
+BOTH = """
+import sys
+from train import config, respond
+for path in sys.argv[1:]:
+    respond.main(config.load(respond.RespondConfig, path))
+"""
+
+
+def write(path: Path, lines) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def chat(question: str) -> dict:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "An answer."}]}
+
+
+@pytest.fixture
+def model(tiny, monkeypatch):
+    """The shipped pair with its compiled programs; counts the batches it answers."""
+    calls = []
+    generate = tiny.generate
+
+    def counted(*args, **named):
+        calls.append(named["indices"])
+        return generate(*args, **named)
+
+    monkeypatch.setattr(tiny, "generate", counted)
+    monkeypatch.setattr(respond, "load_model", lambda settings: tiny)
+    tiny.calls = calls
+    return tiny
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory) -> Source:
+    path = write(tmp_path_factory.mktemp("questions") / "asked.jsonl", [chat(question) for question in QUESTIONS])
+    return Source(path=str(path), hold_out=0)
+
+
+@pytest.fixture
+def settings(tmp_path, questions) -> RespondConfig:
+    return RespondConfig(
+        verifier="tiny",
+        sources=(questions,),
+        out=str(tmp_path / "out" / "answers.jsonl"),
+        temperatures=(0.0, 0.7, 1.0),
+        max_new_tokens=12,
+        batch=4,
+        seed=7,
+        mesh=MeshConfig(data=1),
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, questions, tmp_path_factory) -> bytes:
+    """What an uninterrupted run writes, in batches of other sizes."""
+    out = tmp_path_factory.mktemp("whole") / "answers.jsonl"
+    named = dict(temperatures=(0.0, 0.7, 1.0), max_new_tokens=12, batch=7, seed=7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(respond, "load_model", lambda settings: tiny)
+        respond.main(RespondConfig(verifier="tiny", sources=(questions,), out=str(out), **named))
+    return out.read_bytes()
+
+
+def lines_of(content: bytes) -> list[dict]:
+    return [json.loads(line) for line in content.splitlines()]
+
+
+def test_lines_hold_what_was_asked_and_answered(tiny, whole):
+    lines = lines_of(whole)
+    prompts = [tiny.encode([{"role": "user", "content": question}]) for question in QUESTIONS]
+    assert [line["prompt"] for line in lines] == sorted(prompts, key=len)
+    for index, line in enumerate(lines):
+        assert line["index"] == index and line["source"] == "asked"
+        assert line["temperature"] == (0.0, 0.7, 1.0)[index % 3]
+        is_stopped = line["response"][-1] in tiny.stop_ids
+        assert line["finished"] == ("stop" if is_stopped else "length") and (is_stopped or len(line["response"]) == 12)
+
+
+def test_an_answer_depends_on_seed_and_index_only(tiny, whole):
+    for line in lines_of(whole):
+        named = dict(method="ar", seed=7, max_new_tokens=12, batch_size=4)
+        [alone] = tiny.generate([line["prompt"]], indices=[line["index"]], temperature=line["temperature"], **named)
+        assert alone.ids == line["response"]
+    hot = [line for line in lines_of(whole) if line["temperature"] == 1]
+    moved = tiny.generate([line["prompt"] for line in hot], indices=[99] * len(hot), temperature=1.0, **named)
+    assert [result.ids for result in moved] != [line["response"] for line in hot]
+    with pytest.raises(ValueError, match="got 1 indices for 2 prompts"):
+        tiny.generate([[1], [2]], indices=[0])
+
+
+@pytest.mark.parametrize("drafter", [None, "tiny"])
+def test_drafted_answers_are_the_same(model, settings, whole, drafter):
+    respond.main(replace(settings, drafter=drafter))
+    assert Path(settings.out).read_bytes() == whole
+    assert model.calls == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+
+
+def test_a_run_cut_at_any_byte_ends_with_the_same_file(model, settings, whole):
+    out = Path(settings.out)
+    respond.main(settings)
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    for cut in (0, 1, ends[0] - 1, ends[0], ends[3], ends[3] + 1, ends[5] + 20, ends[9], ends[10] - 1, ends[10]):
+        out.write_bytes(whole[:cut])
+        model.calls.clear()
+        respond.main(settings)
+        assert out.read_bytes() == whole, f"cut at byte {cut}"
+        lines = sum(end <= cut for end in ends)
+        assert len(model.calls) == 3 - (3 if lines == 11 else lines // 4), "only unfinished batches are answered again"
+
+
+def test_an_interrupted_batch_is_not_written(model, settings, whole, monkeypatch):
+    generate = model.generate
+
+    def interrupted(prompts, **named):
+        results = generate(prompts, **named)
+        return [replace(result, finished="interrupted") for result in results] if len(model.calls) == 2 else results
+
+    monkeypatch.setattr(model, "generate", interrupted)
+    with pytest.raises(SystemExit, match="the same command goes on"):
+        respond.main(settings)
+    assert len(lines_of(Path(settings.out).read_bytes())) == 4
+    respond.main(settings)
+    assert Path(settings.out).read_bytes() == whole
+
+
+def test_parts_of_other_hosts_are_merged(model, settings, whole):
+    """As three hosts leave them that were killed: batches dealt out, one twice, an unfinished line."""
+    out = Path(settings.out)
+    out.parent.mkdir()
+    config.save(settings, out.with_suffix(".toml"))
+    lines = whole.splitlines(keepends=True)
+    out.with_name("answers.jsonl.part-0").write_bytes(b"".join(lines[8:]) + b"".join(lines[:2]) + lines[2][:9])
+    out.with_name("answers.jsonl.part-2").write_bytes(b"".join(lines[8:10]))
+    respond.main(settings)
+    assert out.read_bytes() == whole
+    assert model.calls == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert sorted(path.name for path in out.parent.iterdir()) == ["answers.jsonl", "answers.toml"]
+
+
+def test_settings_may_change_only_where_no_answer_depends_on_them(model, settings, whole):
+    out = Path(settings.out)
+    respond.main(settings)
+    out.write_bytes(whole[:-5])
+    respond.main(replace(settings, batch=7, mesh=MeshConfig(data=2), replicas="all"))
+    assert out.read_bytes() == whole
+    for changed in ({"seed": 8}, {"temperatures": (0.0,)}, {"max_new_tokens": 13}, {"verifier": "other"}):
+        with pytest.raises(ValueError, match=f"was begun with {next(iter(changed))} = .*give another out, or delete it"):
+            respond.main(replace(settings, **changed))
+    out.with_suffix(".toml").unlink()
+    with pytest.raises(ValueError, match="exists without its settings"):
+        respond.main(settings)
+    assert out.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"index": 1, "prompt": [5]}\n', "line 2 answers another prompt than number 1 of these sources"),
+        ('{"index": 99, "prompt": [5]}\n', "line 2 answers another prompt than number 99"),
+        ('{"index": \n', "line 2: got no answer"),
+        ("[]\n", "line 2: got no answer"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_left_alone(model, settings, whole, line, message):
+    respond.main(settings)
+    content = whole.splitlines(keepends=True)[0] + line.encode()
+    Path(settings.out).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        respond.main(settings)
+    assert Path(settings.out).read_bytes() == content
+
+
+def test_prompts_of_every_kind_of_source(model, settings, tmp_path):
+    asked = [{"role": "user", "content": "Only asked"}]
+    several = [*chat("First")["messages"], *chat("Second")["messages"]]
+    chats = write(
+        tmp_path / "chats.jsonl", [{"messages": asked}, {"messages": several}, chat("word " * 300), chat("Held out")]
+    )
+    texts = write(tmp_path / "texts.jsonl", [{"text": "Once upon a time"}])
+    before = write(tmp_path / "before.jsonl", [{"prompt": [7, 8, 9], "response": [1]}])
+    sources = (
+        Source(path=str(chats), hold_out=4),
+        Source(path=str(texts), format="text"),
+        Source(path=str(before), format="responses"),
+    )
+    prompts = respond.collect_prompts(replace(settings, sources=sources), model)
+    first = [{"role": "user", "content": "First"}]
+    expected = [
+        ("before", [7, 8, 9]),
+        ("texts", model.encode("Once upon a time")),
+        ("chats", model.encode(asked)),
+        ("chats", model.encode(first)),
+    ]
+    assert [(prompt.source, prompt.ids) for prompt in prompts] == sorted(expected, key=lambda item: len(item[1]))
+
+
+def test_bad_input_is_one_line(model, settings, tmp_path, questions):
+    opened_by_assistant = {"messages": [{"role": "assistant", "content": "Hello"}]}
+    source = Source(path=str(write(tmp_path / "bad.jsonl", [opened_by_assistant])), hold_out=0)
+    cases = [
+        ({"sources": (source,)}, "bad.jsonl, line 1: got a chat that the assistant opens"),
+        ({"sources": (source,), "malformed": "skip"}, r"got no prompt of at most 192 tokens \(1 malformed\)"),
+        ({"max_prompt_tokens": 3}, r"got no prompt of at most 3 tokens \(11 too long\)"),
+        ({"max_new_tokens": 2040}, "expected at most 2048 together"),
+        ({"sources": (Source(path="gsm8k_test.jsonl"),)}, "gsm8k_test.jsonl: no such file"),
+    ]
+    for changed, message in cases:
+        with pytest.raises(ValueError, match=message):
+            respond.main(replace(settings, **changed))
+    assert not Path(settings.out).exists()
+    for changed in ({"sources": ()}, {"temperatures": ()}, {"batch": 0}):
+        with pytest.raises(ValueError, match=f"got (no )?{next(iter(changed))}"):
+            replace(settings, **changed)
+
+
+def test_models_that_cannot_be_loaded(settings, tmp_path):
+    with pytest.raises(ValueError, match="got mesh.fsdp 2, expected 1"):
+        respond.load_model(replace(settings, mesh=MeshConfig(fsdp=2)))
+    with pytest.raises(ValueError, match="expected a product of at most"):
+        respond.load_model(replace(settings, mesh=MeshConfig(data=64)))
+    with pytest.raises(ValueError):
+        respond.load_model(replace(settings, verifier=str(tmp_path / "nowhere")))
+
+
+def test_two_processes_write_the_file_of_one(settings, whole, tmp_path):
+    """Two processes of four devices: a replica each over uneven batches, then one verifier over all eight."""
+    paths = []
+    for replicas, mesh in (("host", MeshConfig()), ("all", MeshConfig(data=4, model=2))):
+        path = tmp_path / f"{replicas}.settings"
+        config.save(replace(settings, out=str(tmp_path / f"{replicas}.jsonl"), replicas=replicas, mesh=mesh), path)
+        paths.append(str(path))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environ = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "4",
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BOTH, *paths],
+            env=environ | {"JAX_PROCESS_ID": str(number)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        logs = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(logs)
+    for replicas in ("host", "all"):
+        assert (tmp_path / f"{replicas}.jsonl").read_bytes() == whole, replicas
+    assert not list(tmp_path.glob("*.part-*"))
+    assert logs[0].count("batch 2 of 2") == 1 and logs[0].count("batch 3 of 3") == 1, "a share of three batches, then all"
+    assert "answers in" in logs[0] and "answers in" not in logs[1], "one process speaks"

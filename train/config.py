@@ -1,0 +1,288 @@
+"""Settings of a stage: one frozen dataclass, read from a TOML file, changed by dotted overrides on the command line.
+
+    python -m train.head configs/tiny/head.toml run=runs/head optimizer.learning_rate=1e-3
+
+Every key must be known and every value of its type: a misspelt key is an error, never ignored. What a run resolved to is
+written beside its checkpoints (`save`), so that a run directory tells how it came to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+import sys
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Devices per mesh axis; `data` 0 takes all that are left."""
+
+    data: int = 0
+    fsdp: int = 1
+    model: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, or Muon on the layers' matrices with AdamW on the rest; warm-up, then cosine.
+
+    Attributes:
+      name: "adamw" or "muon".
+      learning_rate: peak; of Muon's matrices where `name` is "muon".
+      adam_learning_rate: peak of what Muon leaves to AdamW.
+      warmup: share of the steps.
+      final: learning rate at the end, as a share of the peak.
+      b1, b2, weight_decay: of AdamW; the decay acts on matrices only.
+      clip: global norm gradients are clipped to.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float
+    adam_learning_rate: float = 4e-3
+    warmup: float = 0.04
+    final: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.0
+    clip: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """Length of a run and what it leaves behind. A step trains on `batch` rows, in `accumulate` parts.
+
+    Attributes:
+      steps: optimiser steps; 0 derives them from `epochs`.
+      epochs: passes over the data, where `steps` is 0.
+      batch: rows of a step, over all devices.
+      accumulate: parts whose gradients are summed before an update.
+      seed: of initial weights, order of the data, and anchors.
+      log_every, save_every, evaluate_every: steps between log lines, checkpoints, and evaluations; 0 is never (save and
+        evaluate at the end still happen).
+      keep: newest checkpoints kept; the best by `best` is kept too.
+      best: metric of an evaluation, lower first unless `best_mode` is "max".
+      tensorboard: also writes TensorBoard files (needs the `tensorboard` extra).
+    """
+
+    steps: int = 0
+    epochs: float = 1.0
+    batch: int
+    accumulate: int = 1
+    seed: int = 0
+    log_every: int = 10
+    save_every: int = 200
+    evaluate_every: int = 200
+    keep: int = 2
+    best: str = "held_out/loss"
+    best_mode: Literal["min", "max"] = "min"
+    tensorboard: bool = False
+
+
+def parse(cls: type[T], doc: str | None, argv: Sequence[str] | None = None) -> T:
+    """The settings a command line asks for: `[FILE.toml] [key.sub=value ...]`.
+
+    Args:
+      cls: the stage's dataclass.
+      doc: shown by --help, before the list of settings.
+      argv: arguments; those of the process by default.
+
+    Raises:
+      SystemExit: after one line on stderr, where a file, key or value is not understood.
+    """
+    parser = argparse.ArgumentParser(
+        description=f"{doc}\nSettings:\n{describe(cls)}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("settings", nargs="*", metavar="FILE.toml | key=value", help="a TOML file, then overrides")
+    words = parser.parse_args(argv).settings
+    files = [word for word in words if "=" not in word]
+    try:
+        if len(files) > 1:
+            raise ValueError(f"got {len(files)} files ({', '.join(files)}), expected at most one TOML file")
+        return load(cls, files[0] if files else None, [word for word in words if "=" in word])
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[str] | None = None) -> None:
+    """`main(settings)`; bad input ends the process with one line on stderr."""
+    config = parse(cls, doc, argv)
+    try:
+        main(config)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def load(cls: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
+    """Settings from a TOML file and overrides (`a.b=value`; values are TOML, bare words are strings).
+
+    Raises:
+      ValueError: an unreadable file, an unknown or missing key, a value of another type.
+    """
+    raw: dict[str, Any] = {}
+    if path is not None:
+        try:
+            raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror or error}; expected a TOML file of settings") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides:
+        key, _, text = override.partition("=")
+        _assign(raw, key.strip(), _value(text.strip()))
+    return _build(cls, raw, str(path) if path is not None and not overrides else "settings", "")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested dicts of plain values, as JSON holds them."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def save(config: Any, path: Any) -> None:
+    """Writes the settings as TOML that `load` reads back to the same."""
+    path.write_text(dump(to_dict(config)))
+
+
+def dump(raw: dict[str, Any], prefix: str = "") -> str:
+    """TOML of nested dicts; None, which TOML cannot say, is left out."""
+    plain = {k: v for k, v in raw.items() if v is not None and not _is_table(v)}
+    lines = [f"{key} = {_toml(value)}" for key, value in plain.items()]
+    for key, value in raw.items():
+        if isinstance(value, dict):
+            lines += ["", f"[{prefix}{key}]", dump(value, f"{prefix}{key}.").rstrip()]
+        elif _is_table(value):
+            for item in value:
+                lines += ["", f"[[{prefix}{key}]]", dump(item, f"{prefix}{key}.").rstrip()]
+    return "\n".join(lines).strip("\n") + "\n"
+
+
+def describe(cls: type, prefix: str = "") -> str:
+    """One line a setting: dotted name, type, default."""
+    lines = []
+    for field, kind in _fields(cls):
+        table = _table(kind)
+        if table is not None:
+            lines.append(describe(table, f"{prefix}{field.name}{'[].' if _is_list(kind) else '.'}"))
+        else:
+            default = "(required)" if _required(field) else f"= {field.default!r}"
+            lines.append(f"  {prefix}{field.name}: {_name(kind)} {default}")
+    return "\n".join(lines)
+
+
+def _build(cls: type[T], raw: Any, where: str, prefix: str) -> T:
+    if not isinstance(raw, dict):
+        raise ValueError(f"{where}: got {prefix.rstrip('.')} = {raw!r}, expected a table of settings")
+    fields = {field.name: (field, kind) for field, kind in _fields(cls)}
+    for key in raw:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = (
+                f"did you mean {prefix}{near[0]}?" if near else f"expected one of {', '.join(prefix + n for n in fields)}"
+            )
+            raise ValueError(f"{where}: got unknown setting {prefix}{key}; {hint}")
+    values = {}
+    for name, (field, kind) in fields.items():
+        if name in raw:
+            values[name] = _convert(kind, raw[name], where, prefix + name)
+        elif _required(field):
+            table = _table(kind)
+            if table is None or _is_list(kind):
+                raise ValueError(f"{where}: got no {prefix}{name}, expected a value ({_name(kind)})")
+            values[name] = _build(table, {}, where, f"{prefix}{name}.")
+    return cls(**values)
+
+
+def _convert(kind: Any, value: Any, where: str, key: str) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _build(kind, value, where, f"{key}.")
+    if origin in (Union, types.UnionType):
+        inner = [argument for argument in arguments if argument is not type(None)]
+        return _convert(inner[0], value, where, key)
+    if origin is tuple:
+        if isinstance(value, list | tuple):
+            return tuple(_convert(arguments[0], item, where, key) for item in value)
+    elif origin is Literal:
+        if value in arguments:
+            return value
+    elif kind is float:
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    elif kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)  # a bare number on the command line, where a name was wanted
+    elif type(value) is kind:
+        return value
+    raise ValueError(f"{where}: got {key} = {value!r}, expected {_name(kind)}")
+
+
+def _name(kind: Any) -> str:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, arguments))
+    if origin is tuple:
+        return f"a list ({_name(arguments[0])})"
+    if origin in (Union, types.UnionType):
+        return _name(next(argument for argument in arguments if argument is not type(None)))
+    return {"str": "a string", "int": "a whole number", "float": "a number", "bool": "true or false"}.get(
+        kind.__name__, "a table"
+    )
+
+
+def _fields(cls: type) -> list[tuple[dataclasses.Field, Any]]:
+    kinds = typing.get_type_hints(cls)
+    return [(field, kinds[field.name]) for field in dataclasses.fields(cls)]
+
+
+def _required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _table(kind: Any) -> type | None:
+    """The dataclass behind a field's type, also inside a tuple; None for plain values."""
+    inner = typing.get_args(kind)[0] if _is_list(kind) else kind
+    return inner if dataclasses.is_dataclass(inner) else None
+
+
+def _is_list(kind: Any) -> bool:
+    return typing.get_origin(kind) is tuple
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
+
+
+def _assign(raw: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    for depth, name in enumerate(path):
+        raw = raw.setdefault(name, {})
+        if isinstance(raw, list):  # sources.0.path
+            index, rest = path[depth + 1] if depth + 1 < len(path) else last, [*path[depth + 2 :], last]
+            if not index.isdigit() or int(index) >= len(raw) or depth + 1 >= len(path):
+                raise ValueError(f"settings: got {key}, expected {name}.0 to {name}.{len(raw) - 1} and a setting of it")
+            return _assign(raw[int(index)], ".".join(rest), value)
+        if not isinstance(raw, dict):
+            raise ValueError(f"settings: got {key}, but {'.'.join(path[: depth + 1])} is a value, not a table")
+    raw[last] = value
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return json.dumps(value) if isinstance(value, str | bool) else repr(value)

@@ -1,0 +1,210 @@
+"""The training objective of a drafter: backbone and head, against the verifier, a chunk of anchors at a time.
+
+One verifier pass gives features and final hidden states. A scan over chunks of anchors then runs blocks, head and both
+vocabulary passes, and keeps nothing of a chunk but its hidden states: logits are formed again in the backward pass. No
+array has the vocabulary and the batch's rows as axes.
+
+Shape suffixes: b batch, s row tokens, n anchors of a chunk, q block slots, d model, v vocabulary, x chunks.
+
+Source: TreeFlash (arXiv 2606.03819); DFlash (arXiv 2602.06036) section 4; `overlap` as in the acceptance of one draft.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from train import blocks, losses
+from train.data import Rows
+from treeflash_jax import vocab
+from treeflash_jax.config import DrafterConfig, ModelConfig
+from treeflash_jax.heads import HEADS
+from treeflash_jax.layers import rms_norm
+
+# A metric is (sum, weight): sums add up over chunks, parts of a step, steps and devices; their quotient is the mean.
+Sums = dict[str, tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """What is trained, on how many blocks, against what.
+
+    Attributes:
+      loss: name in LOSSES.
+      decay: slot i weighs exp(-(i - 1) / decay); 0 weighs all alike.
+      base_weight: of the same loss on the backbone's own marginals, added where a head is trained with its backbone, so
+        that the candidates of the first stage do not drift.
+      anchors: blocks per row.
+      chunk: blocks per row worked on at a time; divides `anchors`.
+    """
+
+    loss: Literal["cross-entropy", "forward-kl", "total-variation"]
+    decay: float = 7.0
+    base_weight: float = 0.0
+    anchors: int
+    chunk: int = 16
+
+    def __post_init__(self) -> None:
+        if self.anchors < 1 or self.chunk < 1 or self.anchors % self.chunk:
+            raise ValueError(
+                f"got objective.anchors {self.anchors} and chunk {self.chunk}, expected a multiple of the chunk"
+            )
+        if self.decay < 0 or self.base_weight < 0:
+            raise ValueError(f"got decay {self.decay} and base_weight {self.base_weight}, expected 0 or more")
+
+
+def drafting_sums(
+    params: Any,
+    frozen: Any,
+    rows: Rows,
+    keys_b: jax.Array,
+    *,
+    settings: ObjectiveConfig,
+    verifier: ModelConfig,
+    drafter: DrafterConfig,
+) -> Sums:
+    """Weighted sums of the loss and of what a person watches, over the anchors drawn in these rows.
+
+    Args:
+      params: trained weights, "backbone" and/or "head", of any float dtype.
+      frozen: "verifier", and "backbone" where it is not trained, in the compute dtype.
+      rows: packed responses.
+      keys_b: one random key per row.
+      settings: static.
+      verifier: static.
+      drafter: static; its `head` names the correction.
+
+    Returns:
+      "loss"; per slot "top1" (the likeliest token is the one that followed) and, where the loss reads the verifier's
+      distribution, "overlap" (sum min(p, q)); "tau_estimate", 1 + the expected run of kept slots, each slot kept with
+      probability overlap (or 0 / 1 for top1), the tokens before it being right.
+    """
+    backbone = params["backbone"] if "backbone" in params else frozen["backbone"]
+    dtype = frozen["verifier"]["embed"].dtype
+    teacher = blocks.teach(frozen["verifier"], verifier, drafter.target_layer_ids, rows)
+    chosen = blocks.sample_blocks(rows, settings.anchors, drafter.block_size, settings.decay, keys_b)
+    context = blocks.context(_cast(backbone, dtype), drafter, rows, teacher.features_bsj)
+
+    def hidden_states(backbone: Any, context: blocks.Layers, anchors_bn: jax.Array) -> jax.Array:
+        embed_vd = frozen["verifier"]["embed"]
+        return blocks.hidden_states(_cast(backbone, dtype), drafter, embed_vd, rows, context, anchors_bn)[:, :, 1:]
+
+    def part(sums: Sums, chunk: blocks.Blocks) -> tuple[Sums, None]:
+        run = jax.checkpoint(hidden_states) if "backbone" in params else hidden_states
+        hidden_bnqd = run(backbone, context, chunk.anchors_bn)
+        score = jax.checkpoint(partial(_score, settings=settings, drafter=drafter))
+        new = score(params.get("head"), backbone["norm"], frozen["verifier"], rows, teacher, chunk, hidden_bnqd)
+        return jax.tree.map(jnp.add, sums, new), None
+
+    return lax.scan(part, _no_sums(settings, drafter), _chunks(chosen, settings.chunk))[0]
+
+
+def _score(
+    head: Any,
+    norm: jax.Array,
+    tables: Any,
+    rows: Rows,
+    teacher: blocks.Teacher,
+    chunk: blocks.Blocks,
+    hidden_bnqd: jax.Array,
+    *,
+    settings: ObjectiveConfig,
+    drafter: DrafterConfig,
+) -> Sums:
+    """The sums of one chunk of blocks, from its hidden states (anchor slot left out)."""
+    unembed_vd, eps = tables.get("unembed", tables["embed"]), drafter.layers.rms_norm_eps
+    head, norm = _cast(head, unembed_vd.dtype), norm.astype(unembed_vd.dtype)
+    targets_bnq, weights_bnq = chunk.targets_bnq[:, :, 1:], chunk.weights_bnq[:, :, 1:]
+    previous_bnq = jnp.maximum(targets_bnq - 1, 0)
+    log_p_bnqv = None
+    if settings.loss in losses.NEEDS_VERIFIER:
+        log_p_bnqv = losses.log_softmax(vocab.unembed(unembed_vd, blocks.at(teacher.hidden_bsd, previous_bnq)))
+    targets = losses.Targets(labels=blocks.at(rows.tokens_rt, targets_bnq), log_probs=log_p_bnqv)
+    measure = losses.LOSSES[settings.loss]
+
+    normed_bnqd = rms_norm(hidden_bnqd, norm, eps)
+    after_bnqd = hidden_bnqd
+    if head is not None:
+        embedding_bnqd = vocab.embed(tables["embed"], blocks.at(rows.tokens_rt, previous_bnq))
+        flat = (x.reshape(x.shape[0], -1, x.shape[-1]) for x in (embedding_bnqd, hidden_bnqd, normed_bnqd))
+        embedding_brd, hidden_brd, normed_brd = flat
+        after_brd = HEADS[drafter.head].correct(head, embedding_brd, slice(None), hidden_brd, normed_brd)
+        after_bnqd = after_brd.reshape(hidden_bnqd.shape)
+    logits_bnqv = vocab.unembed(unembed_vd, rms_norm(after_bnqd, norm, eps))
+    loss_bnq = measure(logits_bnqv, targets)
+    if head is not None and settings.base_weight > 0:
+        loss_bnq += settings.base_weight * measure(vocab.unembed(unembed_vd, normed_bnqd), targets)
+
+    real_bnq = (weights_bnq > 0).astype(jnp.float32)
+    top1_bnq = (vocab.argmax(lax.stop_gradient(logits_bnqv)) == targets.labels) * real_bnq
+    kept_bnq, total_q = top1_bnq, jnp.sum(real_bnq, axis=(0, 1))
+    sums: Sums = {
+        "loss": (jnp.sum(loss_bnq * weights_bnq), jnp.sum(weights_bnq)),
+        "top1": (jnp.sum(top1_bnq, axis=(0, 1)), total_q),
+    }
+    if log_p_bnqv is not None:
+        kept_bnq = losses.overlap(lax.stop_gradient(logits_bnqv), targets) * real_bnq
+        sums["overlap"] = (jnp.sum(kept_bnq, axis=(0, 1)), total_q)
+    whole_bn = jnp.prod(real_bnq, axis=-1)
+    run_bn = 1.0 + jnp.sum(jnp.cumprod(kept_bnq, axis=-1), axis=-1)
+    return sums | {"tau_estimate": (jnp.sum(run_bn * whole_bn), jnp.sum(whole_bn))}
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    """Weights in the compute dtype. Cast where they are read, their gradients add up in the dtype they come in."""
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def _no_sums(settings: ObjectiveConfig, drafter: DrafterConfig) -> Sums:
+    scalar, slots = jnp.zeros(()), jnp.zeros(drafter.num_depths)
+    sums: Sums = {"loss": (scalar, scalar), "top1": (slots, slots), "tau_estimate": (scalar, scalar)}
+    return sums | ({"overlap": (slots, slots)} if settings.loss in losses.NEEDS_VERIFIER else {})
+
+
+def _chunks(chosen: blocks.Blocks, size: int) -> blocks.Blocks:
+    """[b, n, ...] -> [x, b, size, ...]."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0), chosen)
+
+
+def drafting_flops(
+    settings: ObjectiveConfig,
+    verifier: ModelConfig,
+    drafter: DrafterConfig,
+    *,
+    batch: int,
+    row_tokens: int,
+    trains_backbone: bool,
+) -> float:
+    """Floating-point operations a step needs, for MFU: 2 per multiply-add, nothing recomputed counted twice.
+
+    Counted: the verifier's forward pass (causal attention at half the square), the drafter's context and blocks, the head,
+    and a vocabulary pass each for drafter and (where the loss reads it) verifier. A trained map counts three times, the
+    drafter's vocabulary pass twice (gradient of its input only), frozen maps once.
+    """
+    own, slots = drafter.layers, batch * settings.anchors * drafter.num_depths
+    tokens, block_rows = batch * row_tokens, batch * settings.anchors * drafter.block_size
+    width, heads = own.hidden_size, verifier.num_heads * verifier.head_dim
+    teacher = tokens * verifier.num_layers * (layer_flops(verifier) + 2 * heads * row_tokens)
+    cached = 4 * width * own.num_kv_heads * own.head_dim
+    context = tokens * (2 * len(drafter.target_layer_ids) * width**2 + own.num_layers * cached)
+    seen = row_tokens / 2 + drafter.block_size
+    blocks_ = block_rows * own.num_layers * (layer_flops(own) + 4 * own.num_heads * own.head_dim * seen)
+    head = slots * sum(2 * math.prod(spec.shape) for spec in HEADS[drafter.head].specs(drafter).values())
+    vocabulary = 2 * slots * width * own.vocab_size
+    trained = 3 if trains_backbone else 1
+    passes = 2 + (settings.loss in losses.NEEDS_VERIFIER)
+    if drafter.head != "marginal" and settings.base_weight > 0:
+        passes += 2
+    return float(teacher + trained * (context + blocks_) + 3 * head + passes * vocabulary)
+
+
+def layer_flops(config: ModelConfig) -> int:
+    """Of the linear maps of one decoder layer, per token."""
+    d, q, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return 2 * d * (2 * q + 2 * kv + 3 * config.intermediate_size)
