@@ -79,6 +79,24 @@ def test_measured_numbers_are_those_of_the_results():
                 assert row["against"].partition("@")[0] == f"marginal-{nodes}" and row["prompts"] == 64
     for command in results["command"]:
         assert command.split(" --out")[0].replace(" --temperature 0 ", " ") in README
+    trained = json.loads((ROOT / "notebooks" / "results" / "train_tiny_head.json").read_text())
+    last = trained["curve"][-1]
+    taus = [last[name] for name in ("held_out/tau_64", "held_out/tau_marginal_64")]
+    assert "held-out tau of {:.2f} at 64 rows, against {:.2f}".format(*taus) in README
+    seconds = sum(trained["cpu_seconds"].values())
+    assert f"({trained['ratio_64']:.2f} x;" in README and f"in {seconds} CPU seconds" in README
+    assert trained["ratio_64"] == round(taus[0] / taus[1], 3) >= 1.10 and seconds < 20 * 60
+    for step in json.loads((ROOT / "notebooks" / "results" / "tpu_train_steps.json").read_text()).values():
+        memory, flops = step["bytes_per_chip"]["total"] / 2**30, step["flops_per_chip"]
+        row = [
+            step["topology"],
+            " and ".join(step["trains"]),
+            step["batch"],
+            step["anchors"],
+            f"{memory:.1f} GiB",
+            f"{flops:.1e}",
+        ]
+        assert "| " + " | ".join(map(str, row)) + " |" in README
     speed = json.loads((ROOT / "notebooks" / "results" / "speed_b_trained.json").read_text())
     for run in (speed[key] for key in ("tree", "tree_one_thread", "one_token", "one_token_one_thread")):
         assert f"| {run['tokens_per_second']:.0f} | {run['other_tokens_per_second']:.0f} | {run['ratio']:.1f} x |" in README

@@ -87,14 +87,14 @@ def kill_until_done(toy, run, kills, rng, shortest=1.0, longest=6.0):
         log = Path(run) / "log.jsonl"
         if done < kills:
             # Half of the kills wait for the training itself, where saves happen; the others fall anywhere.
-            if rng.random() < 0.5:
+            if done == 0 or rng.random() < 0.5:
                 lines = len(log.read_text().splitlines()) if log.exists() else 0
                 deadline = time.time() + 60
                 while process.poll() is None and time.time() < deadline:
                     if log.exists() and len(log.read_text().splitlines()) > lines + 1:
                         break
                     time.sleep(0.01)
-                time.sleep(rng.uniform(0, 0.3))
+                time.sleep(rng.uniform(0, 0.1))
             else:
                 time.sleep(rng.uniform(shortest, longest))
         if done >= kills or process.poll() is not None:

@@ -75,8 +75,8 @@ class Noise:
     """
 
     gumbel_bpv: jax.Array
-    coins_bx: jax.Array
-    bonus_bv: jax.Array
+    coins_bx: jax.Array | None = None
+    bonus_bv: jax.Array | None = None
 
 
 @struct.dataclass
