@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -205,25 +207,26 @@ def test_chunked_losses_and_gradients_equal_plain_ones(case, loss, base_weight, 
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
 
 
-def test_nothing_holds_the_logits_of_a_batch(case):
-    """[rows of the batch, vocabulary] and [anchors x block, anchors x block] appear nowhere in the gradient's program."""
+def test_nothing_holds_the_logits_of_a_batch_or_all_blocks_against_all(case):
+    """Chunked, no array of the gradient reaches [rows, vocabulary] or [anchors x block]^2; in one chunk some do."""
     frozen, _, _, _ = case
     rows = rows_of((30,) * 6)
-    settings = dataclasses.replace(OBJECTIVE, anchors=24, chunk=2)
+    anchors, size = 24, DRAFTER.block_size
 
-    def loss(p):
-        keys = jax.random.split(jax.random.key(0), 2)
-        return objective.drafting_sums(
-            {"backbone": p}, frozen, rows, keys, settings=settings, verifier=MODEL, drafter=DRAFTER
-        )["loss"][0]
+    def largest(chunk):
+        settings = dataclasses.replace(OBJECTIVE, anchors=anchors, chunk=chunk)
+        arguments = dict(settings=settings, verifier=MODEL, drafter=DRAFTER)
 
-    text = jax.jit(jax.grad(loss)).lower(frozen["backbone"]).as_text()
-    largest = max(
-        int(np.prod([int(x) for x in shape.split("x")[:-1]]))
-        for shape in set(__import__("re").findall(r"tensor<([0-9x]+xf32)>", text))
-    )
-    blocks_, slots = 2 * 24, 4
-    assert largest < blocks_ * slots * 64 and largest < (24 * 5) ** 2 * 2
+        def loss(backbone):
+            keys = jax.random.split(jax.random.key(0), 2)
+            return objective.drafting_sums({"backbone": backbone}, frozen, rows, keys, **arguments)["loss"][0]
+
+        text = jax.jit(jax.grad(loss)).lower(frozen["backbone"]).as_text()
+        shapes = {tuple(map(int, dims.split("x")[:-1])) for dims in re.findall(r"tensor<([0-9x]+xf32)>", text)}
+        return max(map(math.prod, shapes))
+
+    logits, blocks_against_blocks = 2 * anchors * (size - 1) * 64, 2 * (anchors * size) ** 2
+    assert largest(2) < min(logits, blocks_against_blocks) <= logits <= largest(anchors)
 
 
 def test_a_zero_output_layer_is_exactly_the_marginal(case):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,8 +15,9 @@ import jax
 import numpy as np
 import pytest
 import toy_training
+from etils import epath
 
-from train import head
+from train import data, head, objective
 from train.checkpoint import Checkpoints, claim
 from treeflash_jax import hf
 
@@ -163,8 +165,6 @@ def test_two_processes_equal_one_and_resume_each_other(toy, tmp_path):
     assert_close(two, expected)
     # One process continues what two began, and the other way round: steps after a checkpoint are taken away.
     for run, source in ((mixed, two), (back, one)):
-        import shutil
-
         shutil.copytree(source, run)
         for path in (run / "checkpoints").glob("[0-9]*"):
             if int(path.name) == 24:
@@ -181,7 +181,7 @@ def test_other_settings_are_refused_and_nothing_is_overwritten(toy, tmp_path):
     first, second = (
         toy_training.settings(toy / "head.toml", f"run={run}", *extra) for extra in ((), ("optimizer.learning_rate=0.5",))
     )
-    claim(__import__("etils.epath").epath.Path(run), first)
+    claim(epath.Path(run), first)
     before = (run / "settings.json").read_text()
     with pytest.raises(ValueError, match=r"optimizer.learning_rate was 0.01, now 0.5.*another run="):
         Checkpoints(str(run), second, keep=1, best="", mode="min")
@@ -191,16 +191,12 @@ def test_other_settings_are_refused_and_nothing_is_overwritten(toy, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(toy, tmp_path, monkeypatch):
-    from train import objective
-
     real = objective._score
 
     def poisoned(*args, **kwargs):
         sums = real(*args, **kwargs)
         bad = jax.numpy.where(args[3].tokens_rt.sum() == POISON, jax.numpy.nan, 0.0)
         return sums | {"loss": (sums["loss"][0] + bad, sums["loss"][1])}
-
-    from train import data
 
     settings = toy_training.settings(toy / "head.toml", f"run={tmp_path}/run", "loop.save_every=2", "loop.log_every=2")
     tokenizerless = data.open_sources(settings.sources, settings.data, None, 0)
