@@ -77,6 +77,8 @@ def test_dflash_drafter_and_heads():
     for name, head in ((None, "marginal"), ("swiglu", "mlp"), ("linear", "linear")):
         raw = {**TREEFLASH_4B, "treeflash_config": {"ar_approximation": name, "drafter_temperature": 0.5}}
         assert (DrafterConfig.from_hf(raw).head, DrafterConfig.from_hf(raw).drafter_temperature) == (head, 0.5)
+    measured = {**TREEFLASH_4B, "treeflash_config": {"ar_approximation": "swiglu", "sampled_above": 0.8}}
+    assert (plain.sampled_above, DrafterConfig.from_hf(measured).sampled_above) == (None, 0.8)
     inner = {**TREEFLASH_4B["dflash_config"], "block_size": 10}
     assert DrafterConfig.from_hf({**without(TREEFLASH_4B, "block_size"), "dflash_config": inner}).block_size == 10
 
@@ -150,6 +152,7 @@ BAD_DRAFTERS = {
     "head as list": ({"treeflash_config": {"ar_approximation": ["swiglu"]}}, ("ar_approximation", "swiglu")),
     "no budget": ({"treeflash_config": {"candidate_tokens": 0}}, ("candidate_tokens", "0")),
     "cold draft": ({"treeflash_config": {"drafter_temperature": 0}}, ("drafter_temperature", "0")),
+    "crossover": ({"treeflash_config": {"sampled_above": "hot"}}, ("sampled_above", "hot")),
     "null dflash_config": ({"dflash_config": None}, ("dflash_config", "None")),
     "layers as text": ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": ["a"]}}, ("target_layer_ids", "a")),
     "null mask": ({"dflash_config": {"mask_token_id": None}}, ("mask_token_id", "None")),

@@ -33,7 +33,7 @@ MODELS = {
 }
 DRAFTER = DrafterConfig(
     layers=replace(MODEL, num_layers=2, eos_token_ids=()), block_size=4, mask_token_id=11, target_layer_ids=(0, 2),
-    num_target_layers=3, head="mlp", num_nodes=10, drafter_temperature=0.5,
+    num_target_layers=3, head="mlp", num_nodes=10, drafter_temperature=0.5, sampled_above=0.8,
 )  # fmt: skip
 LAYER = {  # of the tiny drafter above, [out, in]
     "self_attn.q_proj.weight": [24, 8],
@@ -101,7 +101,7 @@ def test_verifier_round_trip(tmp_path, name, dtype):
 def test_drafter_round_trip(tmp_path, head, dialect, dtype):
     config = replace(DRAFTER, head=head)
     if dialect == "dflash":  # has no place for these
-        config = replace(config, num_nodes=16, drafter_temperature=1.0)
+        config = replace(config, num_nodes=16, drafter_temperature=1.0, sampled_above=None)
     backbone, head_params = drafter_params(config, dtype)
     hf.save_drafter(tmp_path, config, backbone, head_params, dialect=dialect, dtype=dtype)
     loaded_config, *loaded = hf.load_drafter(tmp_path, dtype=dtype)

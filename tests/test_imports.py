@@ -21,7 +21,7 @@ LAYERS = (
     {"layers", "vocab", "attention", "cache", "tree", "builders", "kernels"},
     {"verifier", "drafter", "heads", "acceptance"},
     {"decode"},
-    {"storage", "hf", "tokenizer", "options", "draw", "result", "generate"},
+    {"footprint", "storage", "hf", "tokenizer", "options", "draw", "result", "generate"},
     {"bench", "check", "chat", "cli", "demo", "__init__", "__main__"},
 )
 HEAVY = ("torch", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx")

@@ -79,6 +79,17 @@ def test_measured_numbers_are_those_of_the_results():
                 assert row["against"].partition("@")[0] == f"marginal-{nodes}" and row["prompts"] == 64
     for command in results["command"]:
         assert command.split(" --out")[0].replace(" --temperature 0 ", " ") in README
+    sampled = json.loads((ROOT / "notebooks" / "results" / "rules_shipped.json").read_text())["rows"]
+    table = re.findall(r"^\| ([\d.]+) \| (16|64), (\d+) \| (.*) \|$", README, flags=re.MULTILINE)
+    assert len(table) == 5
+    for temperature, nodes, candidates, cells in table:
+        where = {"temperature": float(temperature), "nodes": int(nodes), "candidates": int(candidates)}
+        plain, hybrid = (
+            next(row for row in sampled if row["builder"] == name and where.items() <= row.items() and row["prompts"] == 64)
+            for name in ("best-first", "hybrid")
+        )
+        ratios = ("{value:.2f} [{low:.2f}, {high:.2f}]".format(**hybrid[key]) for key in ("tau_ratio", "expected_tau_ratio"))
+        assert cells.split(" | ") == [f"{plain['tau']['value']:.2f}", f"{hybrid['tau']['value']:.2f}", *ratios]
     trained = json.loads((ROOT / "notebooks" / "results" / "train_tiny_head.json").read_text())
     last = trained["curve"][-1]
     taus = [last[name] for name in ("held_out/tau_64", "held_out/tau_marginal_64")]

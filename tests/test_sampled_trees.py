@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import random_pair
 
-from treeflash_jax import GenerateConfig, make_mesh
+from treeflash_jax import GenerateConfig, TreeFlash, make_mesh
 from treeflash_jax import decode as core
 from treeflash_jax.bench import rules as comparison
 from treeflash_jax.bench.run import parse_systems
@@ -43,6 +44,29 @@ def test_sample_and_match_gives_the_answer_of_plain_decoding_whatever_the_tree(m
     plain = model.generate(PROMPTS, method="ar", **sampling)
     drafted = model.generate(PROMPTS, **HYBRID, acceptance="sample-and-match", **TREE | sampling)
     assert [result.ids for result in drafted] == [result.ids for result in plain]
+
+
+@pytest.mark.filterwarnings("ignore:tau is")
+def test_hot_rows_get_the_builder_measured_for_the_drafter(model):
+    """The crossover decides row by row, whatever else is in the call; a builder or rule that is asked for wins over it."""
+    sampling = {"temperature": [0.7, 1.0, 0.0, 1.2], "seed": [1, 2, 3, 4]}
+    ids = {
+        builder: [result.ids for result in model.generate(PROMPTS, builder=builder, **TREE, **sampling)]
+        for builder in (None, "best-first", "hybrid")
+    }
+    assert ids[None] == ids["best-first"]
+    assert all(ids["best-first"][i] != ids["hybrid"][i] for i in (1, 3))
+    drafter = dataclasses.replace(model.drafter, sampled_above=1.0)
+    measured = TreeFlash(model.verifier, model.weights, drafter=drafter)
+    results = measured.generate(PROMPTS, samples=2, **TREE, **sampling)
+    chosen = ["best-first", "hybrid", "best-first", "hybrid"]
+    assert [result.ids for result in results[::2]] == [ids[name][i] for i, name in enumerate(chosen)]
+    *_, streamed = measured.stream(PROMPTS[1], temperature=1.0, seed=2, **TREE)
+    alone = model.generate([PROMPTS[1]], temperature=1.0, seed=2, builder="hybrid", **TREE)[0]
+    assert streamed.ids == alone.ids == measured.generate([PROMPTS[1]], temperature=1.0, seed=2, **TREE)[0].ids
+    for asked in ({"builder": "best-first"}, {"acceptance": "sample-and-match"}):
+        assert [result.ids for result in measured.generate(PROMPTS, **asked, **TREE, **sampling)] == ids["best-first"]
+    assert not any(one.divergence for one in check(measured, PROMPTS, **TREE, **sampling))
 
 
 @pytest.mark.filterwarnings("ignore:tau is")

@@ -12,14 +12,15 @@ import pytest
 import toy_training
 from toy_training import DRAFTER, MODEL
 
-from train import blocks, config, data, drafter, evaluate, head, hosts, loop, losses, objective
+from train import blocks, config, data, drafter, evaluate, head, hosts, losses, objective, state
 from treeflash_jax import drafter as dflash
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax import verifier, vocab
 from treeflash_jax.heads import HEADS, DraftSettings, Unembed
+from treeflash_jax.tree import pick
 
-WITH_HEAD = dataclasses.replace(DRAFTER, head="mlp")
+WITH_HEAD = toy_training.with_head()
 OBJECTIVE = objective.ObjectiveConfig(loss="forward-kl", decay=4.0, anchors=8, chunk=8)
 
 
@@ -155,7 +156,7 @@ def plain_sums(params, frozen, rows, keys, settings, drafter_):
     normed = hidden / jnp.sqrt(jnp.mean(hidden**2, -1, keepdims=True) + eps) * backbone["norm"]
     base, total = normed @ own["embed"].T, hidden
     if "head" in params:
-        h, e = params["head"], own["embed"][blocks.at(rows.tokens_rt, targets - 1)]
+        h, e = params["head"], own["embed"][pick(rows.tokens_rt, targets - 1)]
         e = e / jnp.sqrt(jnp.mean(e**2, -1, keepdims=True) + 1e-6) * h["norm"]
         ug = (
             jnp.einsum("bnqd,dxf->bnqxf", e, h["token_ug"])
@@ -164,8 +165,8 @@ def plain_sums(params, frozen, rows, keys, settings, drafter_):
         )
         total = hidden + (jax.nn.silu(ug[..., 1, :]) * ug[..., 0, :]) @ h["down"]
     logits = total / jnp.sqrt(jnp.mean(total**2, -1, keepdims=True) + eps) * backbone["norm"] @ own["embed"].T
-    log_p = jax.nn.log_softmax(blocks.at(teacher.hidden_bsd, targets - 1) @ own["embed"].T)
-    labels = jax.nn.one_hot(blocks.at(rows.tokens_rt, targets), 64)
+    log_p = jax.nn.log_softmax(pick(teacher.hidden_bsd, targets - 1) @ own["embed"].T)
+    labels = jax.nn.one_hot(pick(rows.tokens_rt, targets), 64)
 
     def measure(logits):
         log_q = jax.nn.log_softmax(logits)
@@ -240,15 +241,62 @@ def test_a_zero_output_layer_is_exactly_the_marginal(case):
         np.testing.assert_array_equal(with_head[name], sums)
 
 
-def test_estimated_tau_is_one_plus_the_expected_run(case):
+@pytest.mark.parametrize("loss", ["cross-entropy", "forward-kl"])
+def test_estimated_tau_and_slots_equal_their_definitions(case, loss):
+    """1 + the expected run of kept slots over whole blocks; top-1 and overlap per slot over all that weigh."""
     frozen, rows, keys, chosen = case
-    sums = objective.drafting_sums(
-        {"backbone": frozen["backbone"]}, frozen, rows, keys, settings=dataclasses.replace(OBJECTIVE, loss="cross-entropy"),
-        verifier=MODEL, drafter=DRAFTER,
-    )  # fmt: skip
-    whole = (np.asarray(chosen.weights_bnq)[..., 1:] > 0).all(-1).sum()
-    assert sums["tau_estimate"][1] == whole
-    assert whole <= sums["tau_estimate"][0] <= whole * DRAFTER.block_size
+    settings, own = dataclasses.replace(OBJECTIVE, loss=loss, chunk=2), frozen["verifier"]
+    params = {"backbone": frozen["backbone"]}
+    sums = objective.drafting_sums(params, frozen, rows, keys, settings=settings, verifier=MODEL, drafter=DRAFTER)
+    teacher = blocks.teach(own, MODEL, DRAFTER.target_layer_ids, rows)
+    context = blocks.context(frozen["backbone"], DRAFTER, rows, teacher.features_bsj)
+    hidden = blocks.hidden_states(frozen["backbone"], DRAFTER, own["embed"], rows, context, chosen.anchors_bn)
+    norm = hidden / np.sqrt(np.mean(np.square(hidden), -1, keepdims=True) + DRAFTER.layers.rms_norm_eps)
+    q = np.asarray(jax.nn.softmax(norm * frozen["backbone"]["norm"] @ own["embed"].T))
+    p = np.asarray(jax.nn.softmax(teacher.hidden_bsd @ own["embed"].T))
+    top1, overlap, weight, runs, whole = np.zeros(4), np.zeros(4), np.zeros(4), 0.0, 0
+    for r, n in np.ndindex(*chosen.anchors_bn.shape):
+        real = np.asarray(chosen.weights_bnq[r, n, 1:]) > 0
+        kept = []
+        for i in np.flatnonzero(real):
+            target = int(chosen.targets_bnq[r, n, i + 1])
+            top1[i] += q[r, n, i + 1].argmax() == rows.tokens_rt[r, target]
+            share = np.minimum(q[r, n, i + 1], p[r, target - 1]).sum()
+            overlap[i] += share
+            weight[i] += 1
+            kept.append(share if loss == "forward-kl" else q[r, n, i + 1].argmax() == rows.tokens_rt[r, target])
+        if real.all():
+            whole += 1
+            runs += 1 + sum(np.prod(kept[: i + 1]) for i in range(len(kept)))
+    assert 0 < whole < weight[0], "blocks cut short count towards slots, not towards tau"
+    np.testing.assert_allclose(sums["tau_estimate"], (runs, whole), rtol=1e-5)
+    np.testing.assert_allclose(sums["top1"], (top1, weight))
+    if loss == "forward-kl":
+        np.testing.assert_allclose(sums["overlap"], (overlap, weight), rtol=1e-5)
+
+
+def test_blocks_end_with_the_row_and_the_document():
+    """Full rows: a block that starts q slots before an end has q slots that weigh, whatever follows."""
+    rows = rows_of((20, 12, 32), prompt=1)
+    assert (rows.segments_rt > 0).all()
+    chosen = blocks.sample_blocks(rows, 28, 5, 0.0, jax.random.split(jax.random.key(0), 2))
+    found = set()
+    for r, n in np.ndindex(2, 28):
+        anchor = int(chosen.anchors_bn[r, n])
+        end = np.flatnonzero(rows.segments_rt[r] == rows.segments_rt[r, anchor])[-1]
+        expected = [0.0] + [float(anchor + i <= end) for i in range(1, 5)]
+        assert chosen.weights_bnq[r, n].tolist() == expected
+        found.add((int(end), sum(expected)))
+    assert {(31, 1.0), (31, 4.0), (19, 1.0)} <= found
+
+
+def test_losses_of_bfloat16_are_of_float32():
+    logits = (20 * jax.random.normal(jax.random.key(0), (8, 64))).astype(jnp.bfloat16)
+    wide = logits.astype(jnp.float32)
+    targets = losses.Targets(jnp.arange(8), jax.nn.log_softmax(wide[::-1]))
+    for name, loss in losses.LOSSES.items():
+        assert loss(logits, targets).dtype == jnp.float32, name
+        np.testing.assert_allclose(loss(logits, targets), loss(wide, targets), rtol=1e-6, err_msg=name)
 
 
 def test_losses_vanish_where_the_draft_is_the_verifier():
@@ -313,16 +361,16 @@ def test_meshes_parts_and_chunks_follow_one_device(toy, one_device, tmp_path, ov
 
 
 def test_state_lies_over_fsdp_and_model(toy):
-    settings = toy_training.settings(toy, "mesh.data=2", "mesh.fsdp=2", "mesh.model=2")
+    settings = toy_training.settings(toy, "train_backbone=true", "mesh.data=2", "mesh.fsdp=2", "mesh.model=2")
     mesh = hosts.make_mesh(settings.mesh)
-    stage = drafter.make_stage(settings, MODEL, WITH_HEAD, trains=("backbone", "head"))
-    transform = loop.make_optimizer(settings.optimizer, 10)
+    stage = drafter.make_stage(settings, MODEL, WITH_HEAD)
+    transform = state.make_optimizer(settings.optimizer, 10)
     abstract = jax.eval_shape(
-        lambda: loop.initial_state(
+        lambda: state.initial_state(
             stage, transform, jax.tree.map(jnp.zeros_like, random_weights(stage.specs, 0)), rows_of((20, 20))
         )
     )
-    places = loop.state_shardings(abstract, stage.specs, mesh)
+    places = state.state_shardings(abstract, stage.specs, mesh)
     for tree in (places.params, places.optimizer[1][0].mu, places.optimizer[1][0].nu):
         assert tree["backbone"]["groups"][0][0]["gate"].spec == jax.P("fsdp", "model")
         assert tree["head"]["down"].spec == jax.P("model", "fsdp")

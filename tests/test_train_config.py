@@ -74,6 +74,45 @@ def test_what_is_not_understood_is_named(override, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "name", ["data/\U0001f600.jsonl", 'say "hi".jsonl', "C:\\new\\table", "a\x7fb\tc\nd", "é [x] = 'y' # z"]
+)
+def test_any_path_survives_being_saved(tmp_path, name):
+    settings = config.load(head.HeadStage, HEAD)
+    source = dataclasses.replace(settings.sources[0], path=name)
+    settings = dataclasses.replace(settings, run=name, sources=(source, source))
+    config.save(settings, tmp_path / "settings.toml")
+    assert config.load(head.HeadStage, tmp_path / "settings.toml") == settings
+    assert config.changes(settings, tmp_path / "settings.toml", ()) == {}
+
+
+def test_changes_name_what_differs(tmp_path):
+    saved = tmp_path / "settings.toml"
+    settings = config.load(head.HeadStage, HEAD)
+    now = config.load(head.HeadStage, HEAD, ["loop.batch=16", "sources.0.limit=3", "mesh.data=4", "run=x", "loop.keep=5"])
+    saved.write_text("init_scale = 0.5\n" + config.dump(config.to_dict(settings)).replace("init_scale = 0.04\n", ""))
+    changed = config.changes(now, saved, {"run", "mesh", "loop.keep"})
+    assert changed.pop("sources")[1][0]["limit"] == 3
+    assert changed == {"loop.batch": (4, 16), "init_scale": (0.5, 0.04)}
+    without = [line for line in saved.read_text().splitlines() if not line.startswith(("init_scale", "clip"))]
+    saved.write_text("\n".join(without))
+    assert config.changes(settings, saved, ()) == {"init_scale": (0.02, 0.04)}, "what was not written had its default"
+    config.save(config.load(drafter.DrafterStage, ROOT / "configs" / "tiny" / "drafter.toml"), saved)
+    other_stage = config.changes(settings, saved, ())
+    assert other_stage["num_layers"] == (2, None) and other_stage["drafter"] == (None, "tiny")
+    saved.write_text("run = = 3")
+    with pytest.raises(ValueError, match="settings.toml is not valid TOML"):
+        config.changes(settings, saved, ())
+
+
+def test_drafter_stages_are_told_apart():
+    for path in FILES:
+        if path.stem in ("head", "drafter"):
+            assert type(head.read_stage(path)) is STAGES[path.stem]
+    settings = head.read_stage(HEAD, ["loop.batch=2", "run=drafter = 3"])
+    assert isinstance(settings, head.HeadStage) and settings.loop.batch == 2
+
+
 def test_missing_values_and_files_are_named(tmp_path):
     with pytest.raises(ValueError, match="got no run, expected a value"):
         config.load(head.HeadStage, None)
@@ -94,3 +133,5 @@ def test_command_lines_end_with_one_line(capsys):
     for field in dataclasses.fields(config.LoopConfig):
         assert f"loop.{field.name}:" in shown
     assert "sources[].path: a string (required)" in shown and "one of 'adamw', 'muon'" in shown
+    lines = [line.split(":")[0].strip() for line in shown.partition("Settings:")[2].splitlines() if ":" in line]
+    assert lines.index("drafter") < lines.index("sources[].path"), "plain settings before tables"

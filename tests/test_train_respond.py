@@ -160,6 +160,72 @@ def test_parts_of_other_hosts_are_merged(model, settings, whole):
     assert sorted(path.name for path in out.parent.iterdir()) == ["answers.jsonl", "answers.toml"]
 
 
+def split(whole: bytes) -> tuple[bytes, bytes]:
+    """Lines of answers that ended, and of those that were cut."""
+    lines = whole.splitlines(keepends=True)
+    is_cut = [record["finished"] == "length" for record in lines_of(whole)]
+    return tuple(
+        b"".join(line for line, cut in zip(lines, is_cut, strict=True) if cut == wanted) for wanted in (False, True)
+    )
+
+
+@pytest.fixture
+def stopping(model, monkeypatch) -> bytes:
+    """Every third answer ends by itself; what a run that keeps all of them writes."""
+    generate = model.generate
+
+    def answers(prompts, **named):
+        results = generate(prompts, **named)
+        ends = [index % 3 == 1 for index in named["indices"]]
+        return [replace(result, finished="stop" if end else "length") for result, end in zip(results, ends, strict=True)]
+
+    monkeypatch.setattr(model, "generate", answers)
+
+
+def test_answers_that_were_cut_may_be_dropped(model, stopping, settings, capsys):
+    out, apart = Path(settings.out), Path(settings.out + ".cut")
+    respond.main(settings)
+    whole = out.read_bytes()
+    kept, cut = split(whole)
+    assert kept and cut and not apart.exists()
+    dropping = replace(settings, cut="drop")
+    out.unlink()
+    respond.main(dropping)
+    assert (out.read_bytes(), apart.read_bytes()) == (kept, cut)
+    numbers = kept.count(b"\n"), cut.count(b"\n")
+    assert f"{numbers[0]} answers in {out}, {numbers[1]} that were cut in {apart}\n" in capsys.readouterr().out
+    # The same command has nothing left to do; with the other setting lines move, and nothing is asked again.
+    model.calls.clear()
+    for again, expected in ((dropping, (kept, cut)), (settings, (whole, None)), (dropping, (kept, cut))):
+        respond.main(again)
+        assert (out.read_bytes(), apart.read_bytes() if apart.exists() else None) == expected
+    assert not model.calls and sorted(path.name for path in out.parent.iterdir()) == [
+        "answers.jsonl", "answers.jsonl.cut", "answers.toml"
+    ]  # fmt: skip
+
+
+def test_a_run_that_drops_goes_on_from_anywhere(model, stopping, settings):
+    out, apart = Path(settings.out), Path(settings.out + ".cut")
+    respond.main(settings)
+    whole = out.read_bytes()
+    kept, cut = split(whole)
+    states = [
+        (whole[: len(whole) // 2], None),
+        (whole, cut),
+        (kept, None),
+        (whole[:-3], cut),
+        (b"", cut),
+        (kept[:-9], cut),
+    ]
+    for there, aside in states:
+        out.write_bytes(there)
+        apart.unlink(missing_ok=True)
+        if aside is not None:
+            apart.write_bytes(aside)
+        respond.main(replace(settings, cut="drop"))
+        assert (out.read_bytes(), apart.read_bytes()) == (kept, cut)
+
+
 def test_settings_may_change_only_where_no_answer_depends_on_them(model, settings, whole):
     out = Path(settings.out)
     respond.main(settings)

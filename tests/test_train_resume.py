@@ -182,10 +182,10 @@ def test_other_settings_are_refused_and_nothing_is_overwritten(toy, tmp_path):
         toy_training.settings(toy / "head.toml", f"run={run}", *extra) for extra in ((), ("optimizer.learning_rate=0.5",))
     )
     claim(epath.Path(run), first)
-    before = (run / "settings.json").read_text()
+    before = (run / "settings.toml").read_text()
     with pytest.raises(ValueError, match=r"optimizer.learning_rate was 0.01, now 0.5.*another run="):
         Checkpoints(str(run), second, keep=1, best="", mode="min")
-    assert (run / "settings.json").read_text() == before
+    assert (run / "settings.toml").read_text() == before
     moved = toy_training.settings(toy / "head.toml", f"run={run}", "mesh.data=8", "loop.save_every=7")
     Checkpoints(str(run), moved, keep=1, best="", mode="min").inner.close()
 
@@ -207,12 +207,15 @@ def test_a_loss_that_is_not_finite_stops_the_run(toy, tmp_path, monkeypatch):
     assert max(int(path.name) for path in (tmp_path / "run" / "checkpoints").glob("[0-9]*")) == 4
 
 
-def test_best_checkpoint_is_kept_beside_the_newest(tmp_path):
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_best_checkpoint_is_kept_beside_the_newest(tmp_path, mode):
+    """Saves between evaluations have no metric and are never the best; what is restored is the newest."""
     config = toy_training.settings(toy_training.write(tmp_path / "toy"), f"run={tmp_path}/run")
-    state = {"x": jax.numpy.arange(3.0)}
-    with Checkpoints(f"{tmp_path}/run", config, keep=2, best="loss", mode="min") as saved:
-        for step, value in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5), (5, 2.6)):
-            saved.save(step, state, {"loss": value}, wait=True)
+    sign = 1.0 if mode == "min" else -1.0
+    with Checkpoints(f"{tmp_path}/run", config, keep=2, best="loss", mode=mode) as saved:
+        for step, value in ((1, 3.0), (2, 1.0), (3, None), (4, 2.5), (5, None)):
+            state = {"x": jax.numpy.arange(3.0) + step}
+            saved.save(step, state, {"other": 0.0} | ({} if value is None else {"loss": sign * value}), wait=True)
         assert saved.steps == [2, 4, 5]
         abstract = {"x": jax.ShapeDtypeStruct((3,), np.float32, sharding=state["x"].sharding)}
         np.testing.assert_array_equal(saved.restore(abstract)["x"], state["x"])

@@ -5,6 +5,7 @@ Run as a script it is one process of a training run: `python tests/toy_training.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -56,6 +57,10 @@ def write(folder: Path, documents: int = 120) -> Path:
             file.write(json.dumps({"prompt": prompt, "response": response}) + "\n")
     (folder / "head.toml").write_text(TOML.format(folder=folder))
     return folder / "head.toml"
+
+
+def with_head(kind: str = "mlp") -> DrafterConfig:
+    return dataclasses.replace(DRAFTER, head=kind)
 
 
 def settings(toml: Path, *overrides: str) -> head.HeadStage:

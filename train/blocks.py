@@ -24,6 +24,7 @@ from train.data import Rows
 from treeflash_jax import drafter, layers, verifier, vocab
 from treeflash_jax import mesh as meshes
 from treeflash_jax.config import DrafterConfig, ModelConfig
+from treeflash_jax.tree import pick
 
 Layers = list[tuple[jax.Array, jax.Array]]
 
@@ -89,8 +90,8 @@ def sample_blocks(rows: Rows, num_anchors: int, size: int, decay: float, keys_b:
     targets_bnq = anchors_bn[:, :, None] + slot_q
     inside_bnq = targets_bnq < rows.tokens_rt.shape[1]
     targets_bnq = jnp.minimum(targets_bnq, rows.tokens_rt.shape[1] - 1)
-    same_bnq = at(rows.segments_rt, targets_bnq) == at(rows.segments_rt, anchors_bn)[:, :, None]
-    kept_bnq = inside_bnq & same_bnq & at(answers_bs, targets_bnq) & (drawn_bn >= 0)[:, :, None] & (slot_q > 0)
+    same_bnq = pick(rows.segments_rt, targets_bnq) == pick(rows.segments_rt, anchors_bn)[:, :, None]
+    kept_bnq = inside_bnq & same_bnq & pick(answers_bs, targets_bnq) & (drawn_bn >= 0)[:, :, None] & (slot_q > 0)
     share_q = jnp.exp(-(slot_q - 1) / decay) if decay > 0 else jnp.ones(size)
     return Blocks(anchors_bn, targets_bnq, jnp.where(kept_bnq, share_q, 0.0))
 
@@ -109,12 +110,12 @@ def hidden_states(
     """What `drafter.block` gives for every anchor, [b, n, q, d], before the final norm."""
     own, size = config.layers, config.block_size
     batch, count = anchors_bn.shape
-    block_positions = at(rows.positions_rt, anchors_bn)[:, :, None] + jnp.arange(size)
+    block_positions = pick(rows.positions_rt, anchors_bn)[:, :, None] + jnp.arange(size)
     table = layers.rotary_table(own.rope, own.head_dim, block_positions.reshape(batch, -1))
     before_bns = jnp.arange(rows.tokens_rt.shape[1]) < anchors_bn[:, :, None]
-    same_bns = rows.segments_rt[:, None] == at(rows.segments_rt, anchors_bn)[:, :, None]
+    same_bns = rows.segments_rt[:, None] == pick(rows.segments_rt, anchors_bn)[:, :, None]
 
-    tokens_bnq = jnp.full((batch, count, size), config.mask_token_id).at[:, :, 0].set(at(rows.tokens_rt, anchors_bn))
+    tokens_bnq = jnp.full((batch, count, size), config.mask_token_id).at[:, :, 0].set(pick(rows.tokens_rt, anchors_bn))
     x_btd = meshes.constrain(vocab.embed(embed_vd, tokens_bnq.reshape(batch, -1)), ("batch", None, None))
     for weights, prefix in zip((w for group in params["groups"] for w in group), context, strict=True):
 
@@ -152,8 +153,3 @@ def block_attention(
     mixed = jnp.einsum("bkgnqs,bske->bnqkge", past_bkgnqs.astype(dtype), context_v_bske, preferred_element_type=wide)
     mixed += jnp.einsum("bkgnqu,bnuke->bnqkge", own_bkgnqu.astype(dtype), v_bnuke, preferred_element_type=wide)
     return (mixed / total_bnqkg[..., None]).astype(dtype).reshape(batch, rows, heads, head_dim)
-
-
-def at(values_bs: jax.Array, index_b: jax.Array) -> jax.Array:
-    """values[b, index[b, ...]] for rows of values [b, s] or [b, s, d]."""
-    return jax.vmap(lambda values_s, index: values_s[index])(values_bs, index_b)

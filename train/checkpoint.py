@@ -6,16 +6,14 @@ beside its checkpoints and inside each of them; a run directory refuses settings
 
 from __future__ import annotations
 
-import json
-import os
 import warnings
 from typing import Any
 
 import jax
 from etils import epath
-from orbax.checkpoint import v1 as ocp
 
 from train import config as settings
+from train import folders
 
 # What may differ between the start of a run and its continuation: it changes what is seen, not what is computed.
 FREE = frozenset(
@@ -33,7 +31,9 @@ class Checkpoints:
     """
 
     def __init__(self, run: str, config: Any, *, keep: int, best: str, mode: str):
-        self.folder = epath.Path(run if "://" in run else os.path.abspath(run))  # Orbax takes no relative paths
+        from orbax.checkpoint import v1 as ocp  # slow to import; what only compiles a step needs none
+
+        self.folder = folders.absolute(run)
         claim(self.folder, config)
         policies = ocp.training.preservation_policies
         kept = [policies.LatestN(keep)]
@@ -111,36 +111,21 @@ def claim(folder: epath.Path, config: Any) -> None:
     Raises:
       ValueError: the directory belongs to a run with other settings, or cannot be written.
     """
-    path = folder / "settings.json"
-    mine = settings.to_dict(config)
+    path = folder / "settings.toml"
     try:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
-                (folder / "settings.toml").write_text(settings.dump(mine))
-                path.write_text(json.dumps(mine, indent=1))
+                written = folder / "settings.toml.part"  # other hosts must not read half of it
+                settings.save(config, written)
+                written.replace(path)
             return
-        theirs = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        changed = settings.changes(config, path, FREE)
+    except OSError as error:
         raise ValueError(f"{path}: {_first_line(error)}; give another run=") from None
-    changed = [key for key, (a, b) in _differences(theirs, mine).items() if not _free(key) and a != b]
     if changed:
-        flat = _differences(theirs, mine)
-        shown = "; ".join(f"{key} was {flat[key][0]!r}, now {flat[key][1]!r}" for key in changed[:3])
+        shown = "; ".join(f"{key} was {then!r}, now {now!r}" for key, (then, now) in list(changed.items())[:3])
         raise ValueError(f"{folder} holds a run with other settings ({shown}); give another run= or the settings it has")
-
-
-def _differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        found = {}
-        for key in {**old, **new}:
-            found |= _differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
-        return found
-    return {} if old == new else {prefix: (old, new)}
-
-
-def _free(key: str) -> bool:
-    return key in FREE or key.split(".")[0] in FREE
 
 
 def _unwritten(folder: epath.Path, error: Exception) -> ValueError:

@@ -1,9 +1,11 @@
 """Compiles a training step for a TPU topology without a TPU, and says what it needs: bytes per chip, FLOPs, collectives.
 
     python -m train.compile --shape qwen3-4b --topology v5e:4x4 configs/qwen3-4b/head.toml mesh.fsdp=16 loop.batch=16
+    python -m train.compile --shape qwen3-4b --steps 10 configs/qwen3-4b/head.toml loop.batch=4
 
 Needs the compiler that `pip install "jax[tpu]"` brings, and nothing else: neither chips nor weights nor data. Without
---topology the step is compiled for the devices at hand. Sizes are those of --shape, whatever verifier the settings name.
+--topology the step is compiled for the devices at hand, and --steps also runs it there, on random weights and rows full of
+random tokens. Sizes are those of --shape, whatever verifier the settings name.
 """
 
 from __future__ import annotations
@@ -11,77 +13,69 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
-import os
-import re
+import statistics
 import sys
-from collections import Counter
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from train import config, hosts, loop
+from train import hosts, watch
+from train.data import Rows
 from train.drafter import DrafterStage, drafter_config, make_stage
-from train.head import HeadStage
+from train.head import HeadStage, read_stage
+from train.state import Stage, TrainState, abstract_rows, abstract_state, initial_state, make_optimizer, make_update
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.bench import shapes
+from treeflash_jax.bench.programs import collectives, topology_devices
 
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
-WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+WARM_UP = 2  # steps before the clock runs
 
 
-def topology_devices(name: str) -> list[Any]:
-    """Devices of a named TPU topology such as v5e:4x4 or v5p:2x2x2.
+def compile_step(settings: DrafterStage | HeadStage, shape: str, devices: list[Any], *, steps: int = 0) -> dict[str, Any]:
+    """What one training step of these settings needs on these devices, and takes where `steps` of them are run.
 
     Raises:
-      ValueError: no TPU compiler here, or no such topology.
+      ValueError: no such shape, a batch or mesh that does not divide, or a loss that is not finite.
     """
-    try:
-        import libtpu
-    except ImportError:
-        raise ValueError(f'topology {name} needs the TPU compiler; pip install "jax[tpu]"') from None
-    os.environ.setdefault("TPU_LIBRARY_PATH", libtpu.get_library_path())
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    from jax.experimental import topologies
-
-    try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"got topology {name!r}, expected one like v5e:4x4 or v5p:2x2x2 ({reason})") from None
-
-
-def compile_step(settings: Any, shape: str, devices: list[Any]) -> dict[str, Any]:
-    """What one training step of these settings needs on these devices; see the module for the terms."""
     model = shapes.named(shape)
     if isinstance(settings, HeadStage):
-        trains = ("backbone", "head") if settings.train_backbone else ("head",)
         drafter = dataclasses.replace(shapes.drafter_of(model), head=settings.head)
     else:
-        trains, drafter = ("backbone",), drafter_config(settings, model)
-    stage = make_stage(settings, model, drafter, trains=trains)
-    sizes = settings.mesh
-    data = sizes.data or max(1, len(devices) // (sizes.fsdp * sizes.model))
-    mesh = meshes.make_mesh(data, sizes.model, devices, fsdp=sizes.fsdp)
+        drafter = drafter_config(settings, model)
+    stage = make_stage(settings, model, drafter)
+    mesh = hosts.make_mesh(settings.mesh, devices)
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
     with meshes.ambient(mesh):
-        rows = loop.abstract_rows(settings.loop.batch, settings.data.row_tokens, mesh)
-        transform = loop.make_optimizer(settings.optimizer, 1000)
-        state = loop.abstract_state(stage, transform, rows, mesh)
+        rows = abstract_rows(settings.loop.batch, settings.data.row_tokens, mesh)
+        transform = make_optimizer(settings.optimizer, 1000)
+        state = abstract_state(stage, transform, rows, mesh)
         frozen = parameters.abstract(stage.frozen_specs, stage.compute_dtype, mesh)
         update = jax.jit(
-            loop.make_update(stage, transform, accumulate=settings.loop.accumulate, seed=0, log_every=10),
+            make_update(stage, transform, accumulate=settings.loop.accumulate, seed=0, log_every=10),
             donate_argnums=0,
-            out_shardings=jax.tree.map(lambda x: x.sharding, state),
+            out_shardings=_shardings(state),
         )
         compiled = update.lower(state, frozen, rows).compile()
+        measured = {}
+        if steps:
+            arrays = random_arrays(stage, transform, state, frozen, rows, model.vocab_size)
+            seconds = run_steps(compiled, *arrays, steps=steps)
+            peak = watch.peak_flops(mesh.size)
+            measured = {
+                "steps": steps,
+                "seconds_per_step": seconds,
+                "tokens_per_second": rows.tokens_rt.size / seconds,
+                "mfu": stage.flops / seconds / peak if peak else None,
+            }
     memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {
         "shape": shape,
-        "trains": list(trains),
+        "trains": list(settings.trains),
         "mesh": dict(mesh.shape),
         "batch": settings.loop.batch,
         "accumulate": settings.loop.accumulate,
@@ -97,58 +91,41 @@ def compile_step(settings: Any, shape: str, devices: list[Any]) -> dict[str, Any
         "flops_per_chip": stage.flops / mesh.size,
         "collectives": collectives(compiled.as_text()),
         "jax": jax.__version__,
-    }
+    } | measured
 
 
-def collectives(text: str) -> dict[str, dict[str, int]]:
-    """Collectives of a compiled program by kind: how many run in a step, and the bytes of their results on one chip.
-
-    Those inside loops count once per trip.
-    """
-    bodies: dict[str, list[str]] = {}
-    name = ""
-    for line in text.splitlines():
-        opening = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line.strip())
-        if opening and not line.startswith("  "):
-            name = opening.group(1)
-            bodies[name] = []
-        elif name:
-            bodies[name].append(line)
-    entry = re.search(r"ENTRY %?([\w.\-]+)", text)
-    counts: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-
-    def visit(name: str, trips: int) -> None:
-        for line in bodies.get(name, ()):
-            found = re.search(r"= (.+?) ([a-z\-]+)\(", line)
-            if not found:
-                continue
-            kind = found.group(2).removesuffix("-start")
-            if kind in COLLECTIVES:
-                counts[kind] += trips
-                sizes[kind] += trips * _bytes(found.group(1), found.group(2).endswith("-start"))
-            times = trips
-            if kind == "while":
-                known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-                times = trips * (int(known.group(1)) if known else 1)
-            for called in re.findall(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)", line):
-                visit(called, times)
-            for group in re.findall(r"branch_computations=\{([^}]*)\}", line):
-                for called in re.findall(r"%?([\w.\-]+)", group):
-                    visit(called, times)
-
-    if entry:
-        visit(entry.group(1), 1)
-    return {kind: {"count": counts[kind], "bytes": sizes[kind]} for kind in COLLECTIVES if counts[kind]}
+def random_arrays(
+    stage: Stage, transform: Any, state: TrainState, frozen: Any, rows: Rows, vocab_size: int
+) -> tuple[TrainState, Any, Rows]:
+    """Fresh weights, and rows that one document of random tokens fills, laid out as these shapes are."""
+    keys, shape = jax.random.split(jax.random.key(0), 3), rows.tokens_rt.shape
+    position_rt = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    full = Rows(
+        tokens_rt=jax.random.randint(keys[0], shape, 0, vocab_size, jnp.int32),
+        segments_rt=jnp.ones(shape, jnp.int32),
+        positions_rt=position_rt,
+        weights_rt=(position_rt > 0).astype(jnp.float32),
+    )
+    params = jax.device_put(parameters.initialize(stage.specs, keys[1]), _shardings(state.params))
+    held = jax.device_put(parameters.initialize(stage.frozen_specs, keys[2], stage.compute_dtype), _shardings(frozen))
+    start = jax.jit(lambda params: initial_state(stage, transform, params, rows), out_shardings=_shardings(state))
+    return start(params), held, jax.device_put(full, _shardings(rows))
 
 
-def _bytes(result: str, is_pair: bool) -> int:
-    """Bytes of a result type; an asynchronous start names operand and result, of which the larger counts."""
-    parts = [
-        WIDTHS.get(kind, 4) * math.prod(int(size) for size in dims.split(",") if size)
-        for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", result)
-    ]
-    return max(parts, default=0) if is_pair else sum(parts)
+def run_steps(compiled: Any, state: TrainState, frozen: Any, rows: Rows, *, steps: int) -> float:
+    """Median seconds of a step. Raises ValueError where loss or gradient is not finite."""
+    seconds = []
+    for _ in range(WARM_UP + steps):
+        began = time.perf_counter()
+        state = jax.block_until_ready(compiled(state, frozen, rows))
+        seconds.append(time.perf_counter() - began)
+    if int(meshes.to_host(state.bad_step)) >= 0:
+        raise ValueError(f"the loss or its gradient was not finite at step {int(state.bad_step)} of random weights")
+    return statistics.median(seconds[WARM_UP:])
+
+
+def _shardings(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -156,22 +133,31 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("settings", nargs="+", metavar="FILE.toml | key=value", help="of train.head or train.drafter")
     parser.add_argument("--shape", required=True, help=f"one of {', '.join(shapes.VERIFIERS)}")
     parser.add_argument("--topology", help="TPU topology, such as v5e:4x4")
+    parser.add_argument("--steps", type=int, default=0, help="also run so many steps on the devices at hand, and time them")
     parser.add_argument("--out", type=Path, help="JSON file; results of other programs in it are kept")
     args = parser.parse_args(argv)
     try:
         files = [word for word in args.settings if "=" not in word]
         if len(files) != 1:
             raise ValueError(f"got {len(files)} files, expected one TOML file of train.head or train.drafter")
-        kind = HeadStage if "\ndrafter" in "\n" + Path(files[0]).read_text(encoding="utf-8") else DrafterStage
-        settings = config.load(kind, files[0], [word for word in args.settings if "=" in word])
+        if args.steps < 0:
+            raise ValueError(f"got --steps {args.steps}, expected 0 (compile only) or more")
+        if args.steps and args.topology:
+            raise ValueError(
+                f"got --steps {args.steps} and --topology {args.topology}, expected one of them: it has no devices"
+            )
+        settings = read_stage(files[0], [word for word in args.settings if "=" in word])
+        if args.topology:
+            jax.config.update("jax_platforms", "cpu")  # devices at hand stay free
         devices = topology_devices(args.topology) if args.topology else jax.devices()
-        result = {"topology": args.topology or devices[0].device_kind} | compile_step(settings, args.shape, devices)
+        result = {"topology": args.topology or devices[0].device_kind}
+        result |= compile_step(settings, args.shape, devices, steps=args.steps)
         key = f"{args.shape} {'+'.join(result['trains'])} {result['topology']}"
         if args.out:
             earlier = json.loads(args.out.read_text()) if args.out.exists() else {}
             args.out.write_text(json.dumps(earlier | {key: result}, indent=1) + "\n")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:  # the last where memory runs out
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
     chip = result["bytes_per_chip"]
     print(f"{key}, mesh {result['mesh']}, {result['batch']} rows of {result['row_tokens']} tokens")
@@ -179,9 +165,12 @@ def main(argv: list[str] | None = None) -> int:
     print(f"FLOPs: {result['flops_per_step']:.3g} a step, {result['flops_per_chip']:.3g} a chip")
     for name, one in result["collectives"].items():
         print(f"{name}: {one['count']} a step, {one['bytes'] / 2**30:.2f} GiB of results on a chip")
+    if args.steps:
+        mfu = "unknown" if result["mfu"] is None else f"{result['mfu']:.1%}"
+        print(f"{result['seconds_per_step']:.4g} s a step (median of {args.steps}), MFU {mfu}, ", end="")
+        print(f"{result['tokens_per_second']:,.0f} tokens/s")
     return 0
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")
     sys.exit(main())

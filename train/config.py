@@ -13,13 +13,15 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import sys
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, TypeVar, Union
+
+from etils import epath
 
 T = TypeVar("T")
 
@@ -123,16 +125,26 @@ def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[
         sys.exit(f"error: {error}")
 
 
-def load(cls: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
+def load(cls: type[T], path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> T:
     """Settings from a TOML file and overrides (`a.b=value`; values are TOML, bare words are strings).
 
     Raises:
       ValueError: an unreadable file, an unknown or missing key, a value of another type.
     """
+    raw = read(path, overrides)
+    return _build(cls, raw, str(path) if path is not None and not overrides else "settings", "")
+
+
+def read(path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What a TOML file and overrides say, whatever the stage.
+
+    Raises:
+      ValueError: an unreadable file, or an override of what is no table.
+    """
     raw: dict[str, Any] = {}
     if path is not None:
         try:
-            raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            raw = tomllib.loads(epath.Path(path).read_bytes().decode())
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror or error}; expected a TOML file of settings") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -140,7 +152,29 @@ def load(cls: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -
     for override in overrides:
         key, _, text = override.partition("=")
         _assign(raw, key.strip(), _value(text.strip()))
-    return _build(cls, raw, str(path) if path is not None and not overrides else "settings", "")
+    return raw
+
+
+def changes(config: Any, path: str | os.PathLike, free: Collection[str]) -> dict[str, tuple[Any, Any]]:
+    """Where settings differ from those saved at `path`: {dotted name: (then, now)}, None where there is no such setting.
+
+    Args:
+      config: settings of now; what a file of older code does not name had its default.
+      path: where `save` wrote those of then.
+      free: settings and tables that may differ.
+
+    Raises:
+      ValueError: no TOML there.
+    """
+    try:
+        then = to_dict(load(type(config), path))
+    except ValueError:
+        then = read(path)  # of another stage
+    return {
+        key: pair
+        for key, pair in _differences(then, to_dict(config)).items()
+        if key not in free and key.split(".")[0] not in free
+    }
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -150,7 +184,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def save(config: Any, path: Any) -> None:
     """Writes the settings as TOML that `load` reads back to the same."""
-    path.write_text(dump(to_dict(config)))
+    path.write_bytes(dump(to_dict(config)).encode())
 
 
 def dump(raw: dict[str, Any], prefix: str = "") -> str:
@@ -167,16 +201,16 @@ def dump(raw: dict[str, Any], prefix: str = "") -> str:
 
 
 def describe(cls: type, prefix: str = "") -> str:
-    """One line a setting: dotted name, type, default."""
-    lines = []
+    """One line a setting: dotted name, type, default; tables last."""
+    plain, tables = [], []
     for field, kind in _fields(cls):
         table = _table(kind)
         if table is not None:
-            lines.append(describe(table, f"{prefix}{field.name}{'[].' if _is_list(kind) else '.'}"))
+            tables.append(describe(table, f"{prefix}{field.name}{'[].' if _is_list(kind) else '.'}"))
         else:
             default = "(required)" if _required(field) else f"= {field.default!r}"
-            lines.append(f"  {prefix}{field.name}: {_name(kind)} {default}")
-    return "\n".join(lines)
+            plain.append(f"  {prefix}{field.name}: {_name(kind)} {default}")
+    return "\n".join(plain + tables)
 
 
 def _build(cls: type[T], raw: Any, where: str, prefix: str) -> T:
@@ -285,4 +319,15 @@ def _value(text: str) -> Any:
 def _toml(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return json.dumps(value) if isinstance(value, str | bool) else repr(value)
+    if isinstance(value, str):  # TOML knows JSON's escapes but no surrogate pairs, and wants DEL escaped
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        found = {}
+        for key in {**old, **new}:
+            found |= _differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
+        return found
+    return {} if old == new else {prefix: (old, new)}

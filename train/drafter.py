@@ -13,51 +13,44 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 
-from train import config, data, hosts, loop
+from train import config, data, folders, hosts, loop
 from train.documents import DataConfig
 from train.evaluate import EvaluateConfig, TreeTau
 from train.objective import ObjectiveConfig, drafting_flops, drafting_sums
 from train.records import Source
+from train.state import Stage, place
 from treeflash_jax import drafter as dflash
 from treeflash_jax import hf, verifier
+from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.config import DrafterConfig, ModelConfig, default_target_layers
-from treeflash_jax.generate import shipped
+from treeflash_jax.generate import locate
 from treeflash_jax.heads import HEADS
 from treeflash_jax.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterStage:
-    """Settings of this stage.
+class DraftingStage:
+    """Settings that `train.drafter` and `train.head` share.
 
     Attributes:
       run: folder of checkpoints, log and result, local or gs://.
       verifier: "tiny", a folder or a Hub id.
       sources, data: responses of that verifier (`train.respond`), or chats.
-      num_layers, block_size, mask_token_id: of the backbone; all other sizes are the verifier's.
-      target_layer_ids: verifier layers it reads; empty takes the published rule, one per layer of the backbone.
-      drafter_temperature, num_nodes: defaults stored with the drafter.
       init_scale: standard deviation of fresh weights.
-      compute_dtype: of activations, and of the verifier's weights.
+      compute_dtype: of activations, and of frozen weights.
     """
 
     run: str
     verifier: str = "tiny"
     sources: tuple[Source, ...]
     data: DataConfig = DataConfig()
-    num_layers: int = 5
-    block_size: int = 16
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...] = ()
-    drafter_temperature: float = 1.0
-    num_nodes: int = 16
     init_scale: float = 0.02
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     objective: ObjectiveConfig
@@ -65,6 +58,33 @@ class DrafterStage:
     optimizer: config.OptimizerConfig
     loop: config.LoopConfig
     mesh: config.MeshConfig = config.MeshConfig()
+
+    @property
+    def trains(self) -> tuple[str, ...]:
+        """What gets new weights: "backbone" and/or "head"."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterStage(DraftingStage):
+    """Settings of this stage, besides those of DraftingStage.
+
+    Attributes:
+      num_layers, block_size, mask_token_id: of the backbone; all other sizes are the verifier's.
+      target_layer_ids: verifier layers it reads; empty takes the published rule, one per layer of the backbone.
+      drafter_temperature, num_nodes: defaults stored with the drafter.
+    """
+
+    num_layers: int = 5
+    block_size: int = 16
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...] = ()
+    drafter_temperature: float = 1.0
+    num_nodes: int = 16
+
+    @property
+    def trains(self) -> tuple[str, ...]:
+        return ("backbone",)
 
 
 def drafter_config(settings: DrafterStage, model: ModelConfig) -> DrafterConfig:
@@ -81,11 +101,12 @@ def drafter_config(settings: DrafterStage, model: ModelConfig) -> DrafterConfig:
     return made
 
 
-def make_stage(settings: Any, model: ModelConfig, drafter: DrafterConfig, *, trains: tuple[str, ...]) -> loop.Stage:
-    """The stage of a drafter: `trains` names "backbone" and/or "head"; what else it needs is frozen."""
+def make_stage(settings: DraftingStage, model: ModelConfig, drafter: DrafterConfig) -> Stage:
+    """What `settings.trains` names of a drafter is trained; what else a step needs is frozen."""
+    trains = settings.trains
     specs = {"backbone": dflash.specs(drafter), "head": HEADS[drafter.head].specs(drafter)}
     frozen = {"verifier": verifier.specs(model)} | ({} if "backbone" in trains else {"backbone": specs["backbone"]})
-    return loop.Stage(
+    return Stage(
         specs={name: specs[name] for name in trains},
         frozen_specs=frozen,
         sums=partial(drafting_sums, settings=settings.objective, verifier=model, drafter=drafter),
@@ -101,21 +122,18 @@ def make_stage(settings: Any, model: ModelConfig, drafter: DrafterConfig, *, tra
     )
 
 
-def train(
-    settings: Any, trains: tuple[str, ...], prepare: Callable[[ModelConfig, Any], tuple[DrafterConfig, Any, Any]]
-) -> None:
+def train(settings: DraftingStage, prepare: Callable[[ModelConfig, Any], tuple[DrafterConfig, Any, Any]]) -> None:
     """What both drafter stages do: open verifier and data, train, write RUN/model.
 
     Args:
       settings: of the stage.
-      trains: "backbone" and/or "head".
       prepare: (verifier's config, verifier's final norm) -> drafter's config, initial weights of what is trained, and
         frozen weights besides the verifier.
     """
     hosts.connect()
     mesh = hosts.make_mesh(settings.mesh)
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
-    folder = hf.locate(shipped("verifier") if settings.verifier == "tiny" else settings.verifier)
+    folder = locate(settings.verifier, "verifier")
     tokenizer = Tokenizer.load(folder)
     model = hf.read_verifier_config(folder)
     if settings.data.row_tokens > model.max_positions:
@@ -124,22 +142,23 @@ def train(
         )
     corpus = data.open_sources(settings.sources, settings.data, tokenizer, settings.loop.seed, vocab_size=model.vocab_size)
     _, weights = hf.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
-    drafter, params, frozen = prepare(model, hosts.to_host(weights["norm"]))
-    stage = make_stage(settings, model, drafter, trains=trains)
-    params = loop.place(params, stage.specs, mesh, jnp.float32)
+    drafter, params, frozen = prepare(model, meshes.to_host(weights["norm"]))
+    stage = make_stage(settings, model, drafter)
+    params = place(params, stage.specs, mesh, jnp.float32)
     frozen = {"verifier": weights} | {
-        name: loop.place(tree, stage.frozen_specs[name], mesh, stage.compute_dtype) for name, tree in frozen.items()
+        name: place(tree, stage.frozen_specs[name], mesh, stage.compute_dtype) for name, tree in frozen.items()
     }
     hosts.say(
-        f"{' and '.join(trains)} of {parameters.count(params):,} weights, {corpus.num_rows} rows of "
+        f"{' and '.join(settings.trains)} of {parameters.count(params):,} weights, {corpus.num_rows} rows of "
         f"{settings.data.row_tokens} tokens, mesh {dict(mesh.shape)}"
     )
     measure = TreeTau(settings.evaluate, stage, model, drafter, corpus, frozen, mesh, hf.stop_ids(folder, model))
     params = loop.fit(stage, config=settings, mesh=mesh, params=params, frozen=frozen, corpus=corpus, evaluate=measure)
-    whole = hosts.to_host({name: (params | frozen).get(name, {}) for name in ("backbone", "head")})
+    whole = meshes.to_host({name: (params | frozen).get(name, {}) for name in ("backbone", "head")})
     if hosts.is_first():
-        target = Path(loop.in_folder(settings.run, "model"))
-        hf.save_drafter(target, drafter, whole["backbone"], whole["head"])
+        target = epath.Path(settings.run) / "model"
+        with folders.filled(target) as folder:
+            hf.save_drafter(folder, drafter, whole["backbone"], whole["head"])
         hosts.say(f"wrote {target}")
 
 
@@ -151,7 +170,7 @@ def main(settings: DrafterStage) -> None:
         backbone["norm"] = jnp.asarray(norm, jnp.float32)  # the vocabulary matrix was trained behind this scale
         return drafter, {"backbone": backbone}, {}
 
-    train(settings, ("backbone",), prepare)
+    train(settings, prepare)
 
 
 if __name__ == "__main__":

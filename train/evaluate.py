@@ -23,8 +23,9 @@ import jax
 import numpy as np
 
 import treeflash_jax as tf
-from train import data, loop
+from train import data
 from train.records import Source, read
+from train.state import Stage, gather
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decode import Weights
 
@@ -57,7 +58,7 @@ class TreeTau:
     def __init__(
         self,
         config: EvaluateConfig,
-        stage: loop.Stage,
+        stage: Stage,
         model: ModelConfig,
         drafter: DrafterConfig,
         corpus: data.Corpus,
@@ -70,7 +71,7 @@ class TreeTau:
         self.model = tf.TreeFlash(
             model, Weights(frozen["verifier"], None, None), drafter=drafter, stop_ids=stop_ids, mesh=mesh
         )
-        self.cast = jax.jit(lambda params: loop.gather(params, stage.specs, stage.compute_dtype))
+        self.cast = jax.jit(lambda params: gather(params, stage.specs, stage.compute_dtype))
         self.marginal: dict[str, float] | None = None
 
     def __call__(self, params: Any) -> dict[str, float]:

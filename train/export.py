@@ -8,24 +8,22 @@ RUN/model already; this command is for its best checkpoint, for other types on d
 
 from __future__ import annotations
 
-import json
-import os
+import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from train import config, loop, watch
+from train import config, folders, watch
 from train.drafter import DrafterStage, drafter_config, make_stage
-from train.head import HeadStage, read_backbone
+from train.head import HeadStage, read_backbone, read_stage
+from train.state import Stage, abstract_rows, abstract_state, make_optimizer
 from treeflash_jax import hf
 from treeflash_jax import mesh as meshes
 from treeflash_jax.config import DrafterConfig
-from treeflash_jax.generate import shipped
+from treeflash_jax.generate import locate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +31,14 @@ class ExportStage:
     """Settings of this stage.
 
     Attributes:
-      run: folder of a `train.drafter` or `train.head` run.
-      out: folder to write.
+      run: folder of a `train.drafter` or `train.head` run, local or gs://.
+      out: folder to write, local or gs://.
       step: "last", "best" (by the run's `loop.best`), or a number.
       dialect: "treeflash", or "dflash" for a backbone alone.
       dtype: on disk.
       licence: of the weights, for the card.
+      drafter_temperature: default stored with the drafter, as `train.evaluate temperatures` found it; 0 keeps the run's.
+      sampled_above: temperature from which `treeflash bench rules` found sampled trees better; 0 stores none.
     """
 
     run: str
@@ -47,50 +47,53 @@ class ExportStage:
     dialect: Literal["treeflash", "dflash"] = "treeflash"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     licence: str = "apache-2.0"
+    drafter_temperature: float = 0.0
+    sampled_above: float = 0.0
 
 
 def main(settings: ExportStage) -> None:
     trained = read_settings(settings.run)
-    model = hf.read_verifier_config(hf.locate(shipped("verifier") if trained.verifier == "tiny" else trained.verifier))
+    model = hf.read_verifier_config(locate(trained.verifier, "verifier"))
     backbone = None
     if isinstance(trained, HeadStage):
-        drafter, backbone = read_backbone(trained)
-        trains = ("backbone", "head") if trained.train_backbone else ("head",)
+        drafter, backbone = read_backbone(trained, model)
     else:
-        drafter, trains = drafter_config(trained, model), ("backbone",)
-    stage = make_stage(trained, model, drafter, trains=trains)
-    step, params = read_params(settings, trained, stage)
-    out = Path(settings.out)
-    hf.save_drafter(
-        out,
+        drafter = drafter_config(trained, model)
+    drafter = dataclasses.replace(
         drafter,
-        params.get("backbone", backbone),
-        params.get("head"),
-        dialect=settings.dialect,
-        dtype=jnp.dtype(settings.dtype),
+        drafter_temperature=settings.drafter_temperature or drafter.drafter_temperature,
+        sampled_above=settings.sampled_above or None,
     )
-    (out / "README.md").write_text(card(settings, trained, drafter, step), encoding="utf-8")
-    print(f"wrote {out} from step {step}")
+    step, params = read_params(settings, trained, make_stage(trained, model, drafter))
+    with folders.filled(settings.out) as out:
+        hf.save_drafter(
+            out,
+            drafter,
+            params.get("backbone", backbone),
+            params.get("head"),
+            dialect=settings.dialect,
+            dtype=jnp.dtype(settings.dtype),
+        )
+        (out / "README.md").write_text(card(settings, trained, drafter, step), encoding="utf-8")
+    print(f"wrote {settings.out} from step {step}")
 
 
 def read_settings(run: str) -> DrafterStage | HeadStage:
     """What a run was started with. Raises ValueError where `run` is no run of a drafter."""
-    path = epath.Path(run) / "settings.json"
+    path = folders.absolute(run) / "settings.toml"
     if not path.exists():
-        raise ValueError(f"{run}: got no settings.json, expected the run= of train.drafter or train.head")
-    kind = HeadStage if "drafter" in json.loads(path.read_text()) else DrafterStage
-    return config.load(kind, epath.Path(run) / "settings.toml")
+        raise ValueError(f"{run}: got no settings.toml, expected the run= of train.drafter or train.head")
+    return read_stage(path)
 
 
-def read_params(settings: ExportStage, trained: DrafterStage | HeadStage, stage: loop.Stage) -> tuple[int, Any]:
+def read_params(settings: ExportStage, trained: DrafterStage | HeadStage, stage: Stage) -> tuple[int, Any]:
     """The chosen step and its weights, whole, on one device."""
     mesh = meshes.make_mesh(devices=jax.devices()[:1])
-    transform = loop.make_optimizer(trained.optimizer, 1)
-    rows = loop.abstract_rows(trained.loop.batch, trained.data.row_tokens)
-    run = settings.run if "://" in settings.run else os.path.abspath(settings.run)
-    with ocp.training.Checkpointer(epath.Path(run) / "checkpoints") as saved:
+    transform = make_optimizer(trained.optimizer, 1)
+    rows = abstract_rows(trained.loop.batch, trained.data.row_tokens)
+    with ocp.training.Checkpointer(folders.absolute(settings.run) / "checkpoints") as saved:
         step = choose_step(list(saved.checkpoints), settings.step, trained.loop)
-        return step, saved.load(step, loop.abstract_state(stage, transform, rows, mesh)).params
+        return step, saved.load(step, abstract_state(stage, transform, rows, mesh)).params
 
 
 def choose_step(found: list[Any], wanted: str, kept: config.LoopConfig) -> int:
@@ -136,6 +139,7 @@ of its verifier, never its output. Trained with treeflash_jax (DFlash, arXiv 260
 | reads verifier layers | {", ".join(map(str, drafter.target_layer_ids))} |
 | head | {drafter.head} |
 | drafter temperature | {drafter.drafter_temperature} |
+| sampled trees from temperature | {drafter.sampled_above or "never"} |
 
 ## Held out, at step {step}
 

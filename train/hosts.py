@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from train.config import MeshConfig
 from treeflash_jax import mesh as meshes
@@ -36,11 +36,15 @@ def connect() -> None:
             jax.distributed.initialize()
 
 
-def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
-    """The mesh of a run over all devices of all hosts; `data` 0 takes what `fsdp` and `model` leave."""
-    count = len(jax.devices())
-    data = config.data or max(1, count // (config.fsdp * config.model))
-    return meshes.make_mesh(data, config.model, fsdp=config.fsdp)
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """A mesh over `devices`, those of all hosts by default; `data` 0 takes what `fsdp` and `model` leave.
+
+    Raises:
+      ValueError: the product is more than the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    data = config.data or max(1, len(devices) // max(1, config.fsdp * config.model))
+    return meshes.make_mesh(data, config.model, devices, fsdp=config.fsdp)
 
 
 def is_first() -> bool:
@@ -74,10 +78,3 @@ def place_rows(rows: Any, mesh: jax.sharding.Mesh) -> Any:
         return jax.make_array_from_process_local_data(sharding, x, shape)
 
     return jax.tree.map(place, rows)
-
-
-def to_host(tree: Any) -> Any:
-    """NumPy copies of small arrays, whole on every process."""
-    if jax.process_count() == 1:
-        return jax.device_get(tree)
-    return multihost_utils.process_allgather(tree, tiled=True)

@@ -26,6 +26,7 @@ from treeflash_jax import vocab
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.heads import HEADS
 from treeflash_jax.layers import rms_norm
+from treeflash_jax.tree import pick
 
 # A metric is (sum, weight): sums add up over chunks, parts of a step, steps and devices; their quotient is the mean.
 Sums = dict[str, tuple[jax.Array, jax.Array]]
@@ -124,14 +125,14 @@ def _score(
     previous_bnq = jnp.maximum(targets_bnq - 1, 0)
     log_p_bnqv = None
     if settings.loss in losses.NEEDS_VERIFIER:
-        log_p_bnqv = losses.log_softmax(vocab.unembed(unembed_vd, blocks.at(teacher.hidden_bsd, previous_bnq)))
-    targets = losses.Targets(labels=blocks.at(rows.tokens_rt, targets_bnq), log_probs=log_p_bnqv)
+        log_p_bnqv = losses.log_softmax(vocab.unembed(unembed_vd, pick(teacher.hidden_bsd, previous_bnq)))
+    targets = losses.Targets(labels=pick(rows.tokens_rt, targets_bnq), log_probs=log_p_bnqv)
     measure = losses.LOSSES[settings.loss]
 
     normed_bnqd = rms_norm(hidden_bnqd, norm, eps)
     after_bnqd = hidden_bnqd
     if head is not None:
-        embedding_bnqd = vocab.embed(tables["embed"], blocks.at(rows.tokens_rt, previous_bnq))
+        embedding_bnqd = vocab.embed(tables["embed"], pick(rows.tokens_rt, previous_bnq))
         flat = (x.reshape(x.shape[0], -1, x.shape[-1]) for x in (embedding_bnqd, hidden_bnqd, normed_bnqd))
         embedding_brd, hidden_brd, normed_brd = flat
         after_brd = HEADS[drafter.head].correct(head, embedding_brd, slice(None), hidden_brd, normed_brd)

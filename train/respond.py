@@ -3,9 +3,10 @@
     python -m train.respond configs/shipped/respond.toml out=runs/responses.jsonl sources.0.path=data/gsm8k_train.jsonl
 
 Writes one JSON object a line, shortest prompts first: {"index", "source", "temperature", "finished": "stop" or "length",
-"prompt": ids, "response": ids}. An answer depends on the seed and the index of its prompt, not on batches or hosts, so the
-same command goes on where it was stopped, on any number of hosts, and ends with the same file. The settings stand beside it
-(.toml); a file of other settings is never continued or overwritten.
+"prompt": ids, "response": ids}; with cut = "drop" answers that reached the limit end up apart, in OUT.cut. An answer
+depends on the seed and the index of its prompt, not on batches or hosts, so the same command goes on where it was stopped,
+on any number of hosts, and ends with the same file. The settings stand beside it (.toml); a file of other settings is never
+continued or overwritten.
 
 On several hosts `out` lies where all of them see it. With replicas = "host" each host serves a verifier of its own on its
 own devices, takes its share of the batches and writes a part file; the first host merges the parts at the end. With
@@ -14,7 +15,6 @@ replicas = "all" one verifier lies over all devices, for those that do not fit a
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import time
@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -31,11 +31,10 @@ from jax.experimental import multihost_utils
 from train import config, hosts
 from train.config import MeshConfig
 from train.records import Malformed, Source, read
-from treeflash_jax import mesh as meshes
-from treeflash_jax.generate import TreeFlash, load, shipped
+from treeflash_jax.generate import TreeFlash, load, locate
 from treeflash_jax.result import Result
 
-FREE = ("out", "batch", "mesh", "replicas")  # settings that may change when a run goes on: no answer depends on them
+FREE = ("out", "batch", "mesh", "replicas", "cut")  # settings that may change when a run goes on: no answer depends on them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +49,7 @@ class RespondConfig:
       out: the JSONL file.
       temperatures: taken in turn by the prompts.
       max_new_tokens: of an answer.
+      cut: what becomes of answers that reach that limit: "keep" them in `out`, or "drop" them from it.
       max_prompt_tokens: longer prompts are left out.
       malformed: what a record that cannot be used does.
       batch: answers of one replica decoded together.
@@ -64,6 +64,7 @@ class RespondConfig:
     out: str
     temperatures: tuple[float, ...] = (0.0, 0.7, 0.0, 1.0)
     max_new_tokens: int = 160
+    cut: Literal["keep", "drop"] = "keep"
     max_prompt_tokens: int = 192
     malformed: Literal["error", "skip"] = "error"
     batch: int = 128
@@ -115,8 +116,9 @@ def main(settings: RespondConfig) -> None:
                 file.flush()
     _wait("merge")
     if hosts.is_first():
-        merge(out, prompts)
-        hosts.say(f"{len(prompts):,} answers in {out}")
+        dropped = merge(out, prompts, settings.cut)
+        apart = f", {dropped:,} that were cut in {cut_path(out)}" if dropped else ""
+        hosts.say(f"{len(prompts) - dropped:,} answers in {out}{apart}")
 
 
 def load_model(settings: RespondConfig) -> TreeFlash:
@@ -124,15 +126,12 @@ def load_model(settings: RespondConfig) -> TreeFlash:
     if settings.mesh.fsdp != 1:
         raise ValueError(f"got mesh.fsdp {settings.mesh.fsdp}, expected 1: answers are made over data and model")
     devices = jax.local_devices() if settings.replicas == "host" else jax.devices()
-    data = settings.mesh.data or max(1, len(devices) // settings.mesh.model)
-    mesh = None
-    if data * settings.mesh.model > 1 or settings.replicas == "all" and jax.process_count() > 1:
-        mesh = meshes.make_mesh(data, settings.mesh.model, devices)
-    verifier, drafter = settings.verifier, settings.drafter
+    mesh = hosts.make_mesh(settings.mesh, devices)
+    is_alone = mesh.size == 1 and (settings.replicas == "host" or jax.process_count() == 1)
     return load(
-        verifier=shipped("verifier") if verifier == "tiny" else verifier,
-        drafter=shipped("drafter") if drafter == "tiny" else drafter,
-        mesh=mesh,
+        verifier=locate(settings.verifier, "verifier"),
+        drafter=None if settings.drafter is None else locate(settings.drafter, "drafter"),
+        mesh=None if is_alone else mesh,
     )
 
 
@@ -220,6 +219,10 @@ def part_path(out: Path, host: int) -> Path:
     return out.with_name(f"{out.name}.part-{host}")
 
 
+def cut_path(out: Path) -> Path:
+    return out.with_name(f"{out.name}.cut")
+
+
 def settings_path(out: Path) -> Path:
     return out.with_suffix(".toml")
 
@@ -231,21 +234,28 @@ def check_settings(settings: RespondConfig, out: Path) -> None:
         if out.exists():
             raise ValueError(f"{out} exists without its settings ({path.name}), expected a new file: give another out")
         return
-    before = config.load(RespondConfig, path)
-    for field in dataclasses.fields(settings):
-        old, new = getattr(before, field.name), getattr(settings, field.name)
-        if field.name not in FREE and old != new:
-            raise ValueError(f"{out} was begun with {field.name} = {old!r}, got {new!r}: give another out, or delete it")
+    changed = config.changes(settings, path, FREE)
+    if changed:
+        name, (old, new) = next(iter(changed.items()))
+        raise ValueError(f"{out} was begun with {name} = {old!r}, got {new!r}: give another out, or delete it")
 
 
-def finished(out: Path, prompts: Sequence[Prompt]) -> dict[int, tuple[Path, int]]:
-    """Where each answered prompt's line begins, in the file or a part of it; an unfinished last line does not count.
+class Place(NamedTuple):
+    """Where the line of an answer begins, and whether the answer was cut."""
+
+    path: Path
+    start: int
+    is_cut: bool
+
+
+def finished(out: Path, prompts: Sequence[Prompt]) -> dict[int, Place]:
+    """The lines of answered prompts, in the file, beside it or in a part of it; an unfinished last line does not count.
 
     Raises:
       ValueError: a line that answers another prompt, as where the data changed in between.
     """
-    places: dict[int, tuple[Path, int]] = {}
-    for path in (out, *_parts(out)):
+    places: dict[int, Place] = {}
+    for path in (out, cut_path(out), *_parts(out)):
         if not path.exists():
             continue
         with path.open("rb") as file:
@@ -263,7 +273,7 @@ def finished(out: Path, prompts: Sequence[Prompt]) -> dict[int, tuple[Path, int]
                         f"{path}, line {number} answers another prompt than number {index} of these sources: "
                         "the data changed; give another out"
                     )
-                places.setdefault(index, (path, start))
+                places.setdefault(index, Place(path, start, record.get("finished") == "length"))
                 start += len(line)
     return places
 
@@ -275,23 +285,30 @@ def drop_unfinished_line(path: Path) -> None:
             file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
 
 
-def merge(out: Path, prompts: Sequence[Prompt]) -> None:
-    """One file in the order of the prompts, whoever wrote the lines."""
-    places, parts = finished(out, prompts), _parts(out)
+def merge(out: Path, prompts: Sequence[Prompt], cut: Literal["keep", "drop"]) -> int:
+    """One file in the order of the prompts, whoever wrote the lines, and one of answers left out; returns their number."""
+    places, parts, apart = finished(out, prompts), _parts(out), cut_path(out)
     if len(places) < len(prompts):
         raise ValueError(f"{out}: {len(prompts) - len(places)} answers are missing; expected all hosts to see this folder")
-    if not parts and list(places) == list(range(len(prompts))):
-        return
-    whole = out.with_name(f"{out.name}.merging")
-    with whole.open("wb") as file:
-        for index in range(len(prompts)):
-            path, start = places[index]
-            with path.open("rb") as source:
-                source.seek(start)
-                file.write(source.readline())
-    os.replace(whole, out)
-    for part in parts:
-        part.unlink()
+    shares: dict[Path, list[int]] = {apart: [], out: []}
+    for index in range(len(prompts)):
+        shares[apart if cut == "drop" and places[index].is_cut else out].append(index)
+    if parts or any(share != [i for i in places if places[i].path == path] for path, share in shares.items()):
+        # A kill in between leaves every line in one of the files at least.
+        merged = {path: path.with_name(f"{path.name}.merging") for path in shares}
+        for path, share in shares.items():
+            with merged[path].open("wb") as file:
+                for index in share:
+                    with places[index].path.open("rb") as source:
+                        source.seek(places[index].start)
+                        file.write(source.readline())
+        for path in shares if cut == "drop" else reversed(shares):
+            os.replace(merged[path], path)
+        for part in parts:
+            part.unlink()
+    if not shares[apart]:
+        apart.unlink(missing_ok=True)
+    return len(shares[apart])
 
 
 def _parts(out: Path) -> list[Path]:

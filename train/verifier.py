@@ -15,13 +15,16 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 from jax import lax
 
-from train import blocks, config, data, hosts, loop, losses
+from train import blocks, config, data, folders, hosts, loop, losses
 from train.documents import DataConfig
 from train.objective import Sums, layer_flops
 from train.records import Source
+from train.state import Stage, place
 from treeflash_jax import hf, verifier, vocab
+from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.config import ModelConfig, Rope
 from treeflash_jax.tokenizer import Tokenizer
@@ -106,13 +109,13 @@ def next_token_sums(
     return {"loss": (total, jnp.sum(weights_bt))}
 
 
-def make_stage(settings: VerifierStage, model: ModelConfig) -> loop.Stage:
+def make_stage(settings: VerifierStage, model: ModelConfig) -> Stage:
     row, batch = settings.data.row_tokens, settings.loop.batch
     if row % settings.chunk:
         raise ValueError(f"got chunk {settings.chunk}, expected a divisor of data.row_tokens {row}")
     heads = model.num_heads * model.head_dim
     per_token = model.num_layers * (layer_flops(model) + 2 * heads * row) + 2 * model.hidden_size * model.vocab_size
-    return loop.Stage(
+    return Stage(
         specs=verifier.specs(model),
         frozen_specs={},
         sums=partial(next_token_sums, model=model, chunk=settings.chunk, dtype=jnp.dtype(settings.compute_dtype)),
@@ -131,19 +134,20 @@ def main(settings: VerifierStage) -> None:
     mesh = hosts.make_mesh(settings.mesh)
     corpus = data.open_sources(settings.sources, settings.data, tokenizer, settings.loop.seed)
     init = parameters.initialize(stage.specs, jax.random.key(settings.loop.seed), scale=settings.init_scale)
-    params = loop.place(init, stage.specs, mesh, jnp.float32)
+    params = place(init, stage.specs, mesh, jnp.float32)
     hosts.say(
         f"verifier of {parameters.count(params):,} weights, {corpus.num_rows} rows of {settings.data.row_tokens} tokens"
     )
-    params = hosts.to_host(loop.fit(stage, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus))
+    params = meshes.to_host(loop.fit(stage, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus))
     if hosts.is_first():
-        folder = Path(loop.in_folder(settings.run, "model"))
-        hf.save_verifier(folder, model, params)
-        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            source = Path(settings.tokenizer) / name
-            if source.exists():
-                shutil.copyfile(source, folder / name)
-        hosts.say(f"wrote {folder}")
+        target = epath.Path(settings.run) / "model"
+        with folders.filled(target) as folder:
+            hf.save_verifier(folder, model, params)
+            for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+                source = Path(settings.tokenizer) / name
+                if source.exists():
+                    shutil.copyfile(source, folder / name)
+        hosts.say(f"wrote {target}")
 
 
 if __name__ == "__main__":

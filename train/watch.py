@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import jax
 from etils import epath
 
+from train import folders
+
 # Dense bf16 peak of one chip, FLOP/s, as its maker states it.
 PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
@@ -61,13 +63,13 @@ class Log:
 
     def __init__(self, folder: epath.Path, resumed_at: int):
         self.path = folder / "log.jsonl"
-        self.remote = "://" in str(folder)
+        self.is_remote = folders.is_remote(folder)
         self.lines = [line for line in read_log(folder) if line["step"] <= resumed_at]
         self.path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
 
     def write(self, step: int, metrics: Metrics) -> None:
         self.lines.append({"step": step, **metrics})
-        if self.remote:  # object stores cannot append
+        if self.is_remote:  # object stores cannot append
             self.path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
         else:
             with self.path.open("a") as file:

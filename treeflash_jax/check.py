@@ -60,6 +60,8 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[
     if config.method != "ar" and drafting(config)[1] != "sample-and-match" and max(values(config.temperature)) > 0:
         rule = drafting(config)[1]
         raise ValueError(f"got acceptance {rule!r} at temperature above 0, expected 'sample-and-match' to compare answers")
+    if config.method == "tree":
+        settings = settings | {"builder": drafting(config)[0]}  # answers of a sampled tree are samples of their own
     drafted = model.generate(prompts, **settings)
     plain = model.generate(prompts, **settings | {"method": "ar"})
     return [

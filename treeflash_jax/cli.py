@@ -8,7 +8,7 @@ import sys
 from typing import Any, NoReturn
 
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.bench import report, rules, run
+from treeflash_jax.bench import latency, memory, report, rules, run
 from treeflash_jax.builders import SAMPLED
 
 BUILDERS = ("best-first", *SAMPLED)
@@ -83,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     suites = bench.add_subparsers(required=True, metavar="suite", parser_class=_Parser)
     run.add_arguments(suites.add_parser("run", help="systems side by side on the same prompts"))
     report.add_arguments(suites.add_parser("report", help="the tables of a results file"))
+    latency.add_arguments(suites.add_parser("latency", help="device time of every stage of a round, beside its floor"))
     rules.add_arguments(suites.add_parser("rules", help="every lossless pair of builder and acceptance rule"))
+    memory.add_arguments(suites.add_parser("memory", help="bytes of a request on each device, before anything is loaded"))
 
     demo = commands.add_parser(
         "demo",
@@ -128,7 +130,7 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
     group.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
     group.add_argument("--drafter-temperature", type=float, help="of the drafted distribution")
-    group.add_argument("--builder", choices=BUILDERS, help="how a tree is built; default: best-first, nothing is drawn")
+    group.add_argument("--builder", choices=BUILDERS, help="how a tree is built; default: as measured for the drafter")
     group.add_argument("--acceptance", choices=RULES, help="default: sample-and-match, block or traversal, by the builder")
     run.add_shape(group)
 
@@ -263,10 +265,7 @@ def _mesh(text: str | None) -> Any:
         return None
     import treeflash_jax as tf
 
-    words = text.split("x")
-    if len(words) != 2 or not all(word.isdigit() for word in words):
-        raise ValueError(f"got --mesh {text!r}, expected two numbers like 4x2")
-    return tf.make_mesh(int(words[0]), int(words[1]))
+    return tf.make_mesh(*memory.mesh_sizes(text))
 
 
 def _ids(text: str, option: str) -> list[int]:

@@ -87,6 +87,8 @@ class DrafterConfig:
       head: how a drafted token depends on the one before it.
       num_nodes: default budget of verified rows, root included (`treeflash_config.candidate_tokens`).
       drafter_temperature: default temperature of the draft distribution.
+      sampled_above: rows of at least this temperature get a sampled tree where no builder is asked for, as measured for
+        this pair; None: no row does.
     """
 
     layers: ModelConfig
@@ -97,6 +99,7 @@ class DrafterConfig:
     head: HeadName = "marginal"
     num_nodes: int = 16
     drafter_temperature: float = 1.0
+    sampled_above: float | None = None
 
     @property
     def num_depths(self) -> int:
@@ -116,7 +119,7 @@ class DrafterConfig:
         treeflash = _object(raw, "treeflash_config", where)
         dflash_at, treeflash_at = f"{where}: dflash_config", f"{where}: treeflash_config"
         _refuse_unknown(dflash, {"mask_token_id", "target_layer_ids", "block_size"}, dflash_at)
-        _refuse_unknown(treeflash, {"candidate_tokens", "ar_approximation", "drafter_temperature"}, treeflash_at)
+        _refuse_unknown(treeflash, _TREEFLASH_KEYS, treeflash_at)
         layers = _model_config(raw, where)
         num_target_layers = _int(raw, "num_target_layers", where)
         head = treeflash.get("ar_approximation")
@@ -134,6 +137,7 @@ class DrafterConfig:
             head=HEAD_OF_FILE[head],
             num_nodes=_int(treeflash, "candidate_tokens", treeflash_at, default=16),
             drafter_temperature=_float(treeflash, "drafter_temperature", treeflash_at, default=1.0),
+            sampled_above=_float(treeflash, "sampled_above", treeflash_at) if "sampled_above" in treeflash else None,
         )
 
     def check_fits(self, verifier: ModelConfig) -> None:
@@ -189,6 +193,7 @@ _MODEL_KEYS = frozenset(
     eos_token_id hidden_act attention_bias mlp_bias use_sliding_window layer_types pretraining_tp
     partial_rotary_factor""".split()
 )
+_TREEFLASH_KEYS = frozenset("candidate_tokens ar_approximation drafter_temperature sampled_above".split())
 _DRAFTER_KEYS = frozenset("dflash_config treeflash_config block_size num_target_layers auto_map".split())
 # No influence on the numbers of a forward pass (training, bookkeeping, generation defaults that are read elsewhere).
 # `sliding_window` and `max_window_layers` act only through `use_sliding_window` and `layer_types`, which are checked.

@@ -156,6 +156,40 @@ class DecodeState:
         return self.tokens_bs.shape[1]
 
 
+@struct.dataclass
+class Verified:
+    """What one verifier pass over a tree leaves to the rest of the round.
+
+    Attributes:
+      logits_bnv: of all nodes, in the compute dtype, possibly sharded over the vocabulary.
+      features_btj: tapped features of all nodes; None without a drafter.
+      rows: keys and values of all nodes, for `cache.append`.
+    """
+
+    logits_bnv: jax.Array
+    features_btj: jax.Array | None
+    rows: caches.NewRows
+
+
+@struct.dataclass
+class Accepted:
+    """What a round commits, before any cut at a stop id or limit.
+
+    Attributes:
+      path_bp: accepted nodes, root first.
+      length_b: how many of them, and of the tokens, are real.
+      tokens_bp: the token emitted after each of them, the bonus last.
+      log_probs_bp: the verifier's log-probabilities of these tokens; None unless planned.
+      expected_b: tokens the round was expected to commit, given its tree; None unless planned.
+    """
+
+    path_bp: jax.Array
+    length_b: jax.Array
+    tokens_bp: jax.Array
+    log_probs_bp: jax.Array | None
+    expected_b: jax.Array | None
+
+
 @partial(jax.jit, static_argnames=("plan",))
 def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, sampling: Sampling, plan: DecodePlan):
     """Reads the prompts and emits each row's first token.
@@ -215,7 +249,7 @@ def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, samplin
     logits_bnv = verifier.logits(weights.verifier, last_bd[:, None])
     picks_bp = _target_rows(logits_bnv, sampling).sample(_noise(state, 1, logits_bnv))
     log_probs_bp = _token_log_probs(logits_bnv, picks_bp) if plan.log_probs else None
-    return _pin(_emit(state, picks_bp, jnp.ones_like(length_b), log_probs_bp)[0])
+    return pin(_emit(state, picks_bp, jnp.ones_like(length_b), log_probs_bp)[0])
 
 
 @partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
@@ -231,15 +265,15 @@ def decode(weights: Weights, state: DecodeState, max_rounds: jax.Array, plan: De
 
     def step(carry):
         state, count = carry
-        return _pin(decode_round(weights, _pin(state), plan)), count + 1
+        return pin(decode_round(weights, pin(state), plan)), count + 1
 
-    return lax.while_loop(goes_on, step, (_pin(state), jnp.zeros_like(max_rounds)))[0]
+    return lax.while_loop(goes_on, step, (pin(state), jnp.zeros_like(max_rounds)))[0]
 
 
 @partial(jax.jit, static_argnames=("plan",))
 def draft(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.DraftTree:
     """The tree the next round would verify."""
-    return draft_tree(weights, state, _anchor(state), plan)[0]
+    return draft_tree(weights, state, plan)[0]
 
 
 def fits(state: DecodeState, plan: DecodePlan) -> jax.Array:
@@ -262,78 +296,57 @@ def grow(state: DecodeState, capacity: int) -> DecodeState:
         cache=caches.grow(state.cache, capacity),
         drafter=None if state.drafter is None else dflash.grow(state.drafter, capacity),
     )
-    return _pin(grown)
+    return pin(grown)
 
 
 def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
     """Draft, verify, accept, commit: at least one token for every row that is not done."""
-    start_b = state.cache.length_b
-    tree, proposal = draft_tree(weights, state, _anchor(state), plan)
-
-    with jax.named_scope("verify"):
-        out = verifier.forward(
-            weights.verifier,
-            plan.verifier,
-            tree.tokens_bn,
-            start_b[:, None] + tree.depth_bn,
-            trees.ancestor_mask(tree.parent_bn, plan.path_rows - 1),
-            state.cache,
-            taps=plan.taps,
-            attention=plan.attention,
-        )
-        logits_bnv = verifier.logits(weights.verifier, out.hidden_btd)
-
-    with jax.named_scope("accept"):
-        coins_bx, bonus_bv = _coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
-        noise = rules.Noise(_noise(state, plan.path_rows, logits_bnv), coins_bx, bonus_bv)
-        rows = _target_rows(logits_bnv, state.sampling)
-        taken = rules.RULES[plan.rule].walk(tree, proposal, rows, noise)
-        drafted_bp = trees.pick(tree.tokens_bn, taken.path_bp)
-        is_bonus_bp = jnp.arange(plan.path_rows) == taken.length_b[:, None] - 1
-        emitted_bp = jnp.where(is_bonus_bp, taken.bonus_b[:, None], jnp.roll(drafted_bp, -1, axis=1))
-
-    with jax.named_scope("commit"):
-        log_probs_bp = _token_log_probs(trees.pick(logits_bnv, taken.path_bp), emitted_bp) if plan.log_probs else None
-        round_bs = jnp.arange(state.capacity) == state.rounds_b[:, None]
-        expected_bs = state.expected_bs
-        if plan.expected_lengths:
-            expected_b1 = jnp.sum(rules.RULES[plan.rule].weights(tree, proposal, rows), axis=1, keepdims=True)
-            expected_bs = jnp.where(round_bs & ~state.done_b[:, None], expected_b1.astype(expected_bs.dtype), expected_bs)
-        state = state.replace(
-            expected_bs=expected_bs,
-            accepted_bs=jnp.where(round_bs & ~state.done_b[:, None], taken.length_b[:, None], state.accepted_bs),
-            rounds_b=state.rounds_b + ~state.done_b,
-        )
-        state, kept_b = _emit(state, emitted_bp, taken.length_b, log_probs_bp)
-        drafter = state.drafter
-        if plan.drafts:
-            features_bpj = trees.pick(out.features_btj, taken.path_bp)
-            drafter = dflash.extend(weights.drafter, plan.drafter, drafter, features_bpj, kept_b)
-        cache = caches.append(state.cache, out.rows, kept_b, taken.path_bp)
-        return state.replace(cache=cache, drafter=drafter)
+    tree, proposal = draft_tree(weights, state, plan)
+    verified = verify_tree(weights, state, tree, plan)
+    accepted = accept_path(state, tree, proposal, verified.logits_bnv, plan)
+    return commit_path(weights, state, verified, accepted, plan)
 
 
-def draft_tree(
-    weights: Weights, state: DecodeState, anchor_b: jax.Array, plan: DecodePlan
-) -> tuple[trees.DraftTree, trees.Proposal | None]:
+def draft_tree(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[trees.DraftTree, trees.Proposal | None]:
     """The tree of one round, drafted from the anchors, and the law its nodes were drawn from, if they were."""
     if not plan.drafts:
-        return trees.root_only(anchor_b), None
-    tables = weights.verifier
+        return trees.root_only(_anchor(state)), None
+    return build_tree(state, expand_block(weights, state, draft_block(weights, state, plan), plan), plan)
+
+
+# The stages of a round, in order. Each is a pure function of its own, so that it can be compiled and timed by itself.
+
+
+def draft_block(weights: Weights, state: DecodeState, plan: DecodePlan) -> jax.Array:
+    """The drafter's block after each anchor, [b, q, d], before its final norm."""
     with jax.named_scope("draft"):
-        hidden_bqd = dflash.block(
-            weights.drafter, plan.drafter, state.drafter, tables["embed"], anchor_b, attention=plan.attention
+        embed_vd = weights.verifier["embed"]
+        return dflash.block(
+            weights.drafter, plan.drafter, state.drafter, embed_vd, _anchor(state), attention=plan.attention
         )
+
+
+def expand_block(weights: Weights, state: DecodeState, hidden_bqd: jax.Array, plan: DecodePlan) -> trees.Expander:
+    """The second stage: next-token laws at every depth, given the token before."""
+    tables = weights.verifier
+    with jax.named_scope("expand"):
         unembed = Unembed(
             embed_vd=tables["embed"],
             unembed_vd=tables.get("unembed", tables["embed"]),
             norm=weights.drafter["norm"],
             eps=plan.drafter.layers.rms_norm_eps,
         )
-        expander = HEADS[plan.head].expand(
-            weights.head, unembed, hidden_bqd, anchor_b, plan.draft, state.sampling.drafter_temperature_b
+        return HEADS[plan.head].expand(
+            weights.head, unembed, hidden_bqd, _anchor(state), plan.draft, state.sampling.drafter_temperature_b
         )
+
+
+def build_tree(
+    state: DecodeState, expander: trees.Expander, plan: DecodePlan
+) -> tuple[trees.DraftTree, trees.Proposal | None]:
+    """The tree below each anchor, and the law its nodes were drawn from, if they were."""
     with jax.named_scope("tree"):
+        anchor_b = _anchor(state)
         name = plan.builder if plan.method == "tree" else BUILDER_OF_METHOD[plan.method]
         if name not in builders.SAMPLED:
             build = partial(trees.BUILDERS[name], num_nodes=plan.num_nodes)
@@ -346,11 +359,75 @@ def draft_tree(
         return meshes.by_rows(build, expander, anchor_b, _round_keys(state, DRAFT_STREAM))
 
 
+def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, plan: DecodePlan) -> Verified:
+    """One pass of the verifier over all nodes; the caches are read, not written."""
+    with jax.named_scope("verify"):
+        out = verifier.forward(
+            weights.verifier,
+            plan.verifier,
+            tree.tokens_bn,
+            state.cache.length_b[:, None] + tree.depth_bn,
+            trees.ancestor_mask(tree.parent_bn, plan.path_rows - 1),
+            state.cache,
+            taps=plan.taps,
+            attention=plan.attention,
+        )
+        return Verified(verifier.logits(weights.verifier, out.hidden_btd), out.features_btj, out.rows)
+
+
+def accept_path(
+    state: DecodeState,
+    tree: trees.DraftTree,
+    proposal: trees.Proposal | None,
+    logits_bnv: jax.Array,
+    plan: DecodePlan,
+) -> Accepted:
+    """The path that the plan's rule keeps, and the tokens it emits."""
+    with jax.named_scope("accept"):
+        coins_bx, bonus_bv = _coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
+        noise = rules.Noise(_noise(state, plan.path_rows, logits_bnv), coins_bx, bonus_bv)
+        rows = _target_rows(logits_bnv, state.sampling)
+        taken = rules.RULES[plan.rule].walk(tree, proposal, rows, noise)
+        drafted_bp = trees.pick(tree.tokens_bn, taken.path_bp)
+        is_bonus_bp = jnp.arange(plan.path_rows) == taken.length_b[:, None] - 1
+        emitted_bp = jnp.where(is_bonus_bp, taken.bonus_b[:, None], jnp.roll(drafted_bp, -1, axis=1))
+        log_probs_bp = expected_b = None
+        if plan.log_probs:
+            log_probs_bp = _token_log_probs(trees.pick(logits_bnv, taken.path_bp), emitted_bp)
+        if plan.expected_lengths:
+            expected_b = jnp.sum(rules.RULES[plan.rule].weights(tree, proposal, rows), axis=1)
+        return Accepted(taken.path_bp, taken.length_b, emitted_bp, log_probs_bp, expected_b)
+
+
+def commit_path(
+    weights: Weights, state: DecodeState, verified: Verified, accepted: Accepted, plan: DecodePlan
+) -> DecodeState:
+    """The state after the round: tokens, statistics, and the rows of the accepted path in both caches."""
+    with jax.named_scope("commit"):
+        is_round_bs = (jnp.arange(state.capacity) == state.rounds_b[:, None]) & ~state.done_b[:, None]
+
+        def note(x_bs: jax.Array, value_b: jax.Array) -> jax.Array:
+            return jnp.where(is_round_bs, value_b.astype(x_bs.dtype)[:, None], x_bs)
+
+        state = state.replace(
+            expected_bs=note(state.expected_bs, accepted.expected_b) if plan.expected_lengths else state.expected_bs,
+            accepted_bs=note(state.accepted_bs, accepted.length_b),
+            rounds_b=state.rounds_b + ~state.done_b,
+        )
+        state, kept_b = _emit(state, accepted.tokens_bp, accepted.length_b, accepted.log_probs_bp)
+        drafter = state.drafter
+        if plan.drafts:
+            features_bpj = trees.pick(verified.features_btj, accepted.path_bp)
+            drafter = dflash.extend(weights.drafter, plan.drafter, drafter, features_bpj, kept_b)
+        cache = caches.append(state.cache, verified.rows, kept_b, accepted.path_bp)
+        return state.replace(cache=cache, drafter=drafter)
+
+
 def _anchor(state: DecodeState) -> jax.Array:
     return jnp.take_along_axis(state.tokens_bs, state.cache.length_b[:, None], axis=1)[:, 0]
 
 
-def _pin(state: DecodeState) -> DecodeState:
+def pin(state: DecodeState) -> DecodeState:
     """Constrains the whole state to its layout on the ambient mesh: what a program returns is what the next one takes."""
     if meshes.current() is None:
         return state

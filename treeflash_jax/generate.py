@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from treeflash_jax import decode as core
 from treeflash_jax import hf
@@ -24,8 +23,9 @@ from treeflash_jax.clock import Clock
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decode import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.draw import DrawnTree, drawn_tree
+from treeflash_jax.footprint import check_memory, footprint, memory_limit
 from treeflash_jax.heads import DraftSettings
-from treeflash_jax.options import GenerateConfig, Row, draft_temperature, drafting, resolve, rows_of
+from treeflash_jax.options import GenerateConfig, Row, draft_temperature, drafting, resolve, rows_of, with_builder
 from treeflash_jax.result import Chunk, Result
 from treeflash_jax.tokenizer import Chat, Tokenizer
 
@@ -97,16 +97,23 @@ class TreeFlash:
                 raise ValueError(f"got {len(indices)} indices for {len(prompts)} prompts, expected one per prompt")
             rows = [replace(row, index=indices[row.index]) for row in rows]
         size = config.batch_size or min(8, len(rows))
+        self._check_memory(rows, size, config)
         rounds = ROUNDS_PER_STOP_CHECK if config.stop else ROUNDS_PER_DISPATCH
-        results: list[Result] = []
-        for at in range(0, len(rows), size):
-            batch = rows[at : at + size]
-            *_, (state, clock, interrupted) = self._run(batch, size, config, rounds)
-            results += self._results(state, batch, config, clock, interrupted)
-            if interrupted:
-                break
-        _warn_if_wiring_looks_wrong(results, self.plan(config))
-        return results
+        builders: dict[str | None, list[int]] = {}  # decoded apart, so that no answer depends on the others' temperatures
+        for i, row in enumerate(rows):
+            builders.setdefault(with_builder(config, self.drafter, row.temperature).builder, []).append(i)
+        results: dict[int, Result] = {}
+        for builder, members in builders.items():
+            own = replace(config, builder=builder)
+            for at in range(0, len(members), size):
+                batch = [rows[i] for i in members[at : at + size]]
+                *_, (state, clock, interrupted) = self._run(batch, size, own, rounds)
+                results |= zip(members[at:], self._results(state, batch, own, clock, interrupted), strict=False)
+                if interrupted:
+                    return [results[i] for i in sorted(results)]
+                del state  # its caches make room for those of the next batch
+        _warn_if_wiring_looks_wrong(list(results.values()), self.plan(config))
+        return [results[i] for i in range(len(rows))]
 
     def stream(
         self, prompt: Prompt, config: GenerateConfig | None = None, *, rounds_per_dispatch: int = 4, **settings: Any
@@ -124,11 +131,13 @@ class TreeFlash:
         if config.samples != 1:
             raise ValueError(f"got samples {config.samples}, expected 1: a stream is one answer")
         rows = rows_of([self.encode(prompt)], config, self.verifier)
+        self._check_memory(rows, 1, config)
+        config = with_builder(config, self.drafter, rows[0].temperature)
         sent, shown = 0, ""
         for state, clock, interrupted in self._run(rows, 1, config, rounds_per_dispatch):
             [result] = self._results(state, rows, config, clock, interrupted)
             text = result.text or ""
-            if not bool(_to_host(state.done_b)[0]):
+            if not bool(meshes.to_host(state.done_b)[0]):
                 text = text[: len(text) - _uncertain(text, config.stop)]
             yield Chunk(ids=result.ids[sent:], text=text[len(shown) :], rounds=len(result.accept_lengths))
             sent, shown = len(result.ids), text
@@ -178,6 +187,24 @@ class TreeFlash:
             raise ValueError("got stop strings, but the verifier's folder has no tokenizer.json; give stop_ids instead")
         return config
 
+    def _check_memory(self, rows: list[Row], size: int, config: GenerateConfig) -> None:
+        """Refuses a request whose caches, at the length it asks for, do not fit beside the weights."""
+        needs = footprint(
+            self.verifier,
+            self.drafter,
+            dtype=self.weights.verifier["embed"].dtype,
+            mesh=self.mesh,
+            batch=self._padded(size),
+            capacity=capacity_bucket(max(row.length for row in rows) + config.max_new_tokens),
+            drafts=config.method != "ar",
+        )
+        check_memory(needs, memory_limit(self.mesh), self.mesh)
+
+    def _padded(self, size: int) -> int:
+        """Rows of a batch: a multiple of the mesh's data axis."""
+        ways = 1 if self.mesh is None else dict(self.mesh.shape)["data"]
+        return -(-size // ways) * ways
+
     def _run(
         self, rows: list[Row], size: int, config: GenerateConfig, rounds: int
     ) -> Iterator[tuple[DecodeState, Clock, bool]]:
@@ -195,14 +222,14 @@ class TreeFlash:
         limit = jnp.int32(rounds)
         try:
             while True:
-                done = bool(np.all(_to_host(state.done_b)))
+                done = bool(np.all(meshes.to_host(state.done_b)))
                 with clock.paused():
                     if config.stop and not done:
                         state, done = self._stop_at_strings(state, rows, config)
                     yield state, clock, False
                 if done:
                     return
-                if int(np.max(_to_host(state.end_b))) + plan.path_rows > state.capacity:
+                if int(np.max(meshes.to_host(state.end_b))) + plan.path_rows > state.capacity:
                     state = self._call(core.grow, (state,), clock, capacity=capacity_bucket(2 * state.capacity))
                 state = self._call(core.decode, (self.weights, state, limit), clock, plan=plan)
         except KeyboardInterrupt:
@@ -213,7 +240,7 @@ class TreeFlash:
 
     def _stop_at_strings(self, state: DecodeState, rows: list[Row], config: GenerateConfig) -> tuple[DecodeState, bool]:
         """Marks rows whose text holds a stop string as done."""
-        tokens_bs, end_b, done_b = (_to_host(x) for x in (state.tokens_bs, state.end_b, state.done_b))
+        tokens_bs, end_b, done_b = meshes.to_host((state.tokens_bs, state.end_b, state.done_b))
         done_b = done_b.copy()
         for i, row in enumerate(rows):
             text = self._decode(tokens_bs[i, row.length : end_b[i]].tolist()) or ""
@@ -222,9 +249,7 @@ class TreeFlash:
 
     def _inputs(self, rows: list[Row], size: int, capacity: int, config: GenerateConfig):
         """Padded arrays of a batch. Padding rows have a one-token prompt and are done after it."""
-        if self.mesh is not None:
-            ways = dict(self.mesh.shape)["data"]
-            size = -(-size // ways) * ways
+        size = self._padded(size)
         spare = size - len(rows)
         tokens_bs = np.zeros((size, capacity), np.int32)
         for i, row in enumerate(rows):
@@ -276,12 +301,10 @@ class TreeFlash:
     def _results(
         self, state: DecodeState, rows: list[Row], config: GenerateConfig, clock: Clock, interrupted: bool
     ) -> list[Result]:
-        tokens_bs, end_b, done_b, rounds_b, accepted_bs = (
-            _to_host(x) for x in (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
+        tokens_bs, end_b, done_b, rounds_b, accepted_bs = meshes.to_host(
+            (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
         )
-        log_probs_bs, expected_bs = (
-            None if x_bs is None else _to_host(x_bs) for x_bs in (state.log_probs_bs, state.expected_bs)
-        )
+        log_probs_bs, expected_bs = meshes.to_host((state.log_probs_bs, state.expected_bs))
         stop_ids = set(self.stop_ids if config.stop_ids is None else config.stop_ids)
         new_tokens = sum(int(end_b[i]) - row.length for i, row in enumerate(rows))
         results = []
@@ -365,7 +388,8 @@ def load(
       local_files_only: take Hub ids from the local cache only.
 
     Raises:
-      ValueError: missing, damaged or mismatched files, or no way to the Hub: one line each.
+      ValueError: missing, damaged or mismatched files, no way to the Hub, or weights that a device cannot hold (before they
+        are read): one line each.
     """
     if name is not None:
         if name != "tiny" or verifier is not None or drafter is not None:
@@ -375,10 +399,14 @@ def load(
         raise ValueError("got no verifier, expected 'tiny' or verifier=<folder or Hub id>")
     dtype = dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     verifier = hf.locate(verifier, revision, local_files_only)
+    config = hf.read_verifier_config(verifier)
     drafter_config = drafter_params = head_params = None
     if drafter is not None:
         drafter = hf.locate(drafter, drafter_revision, local_files_only)
-        hf.read_drafter_config(drafter).check_fits(hf.read_verifier_config(verifier))  # before any weight is read
+        drafter_config = hf.read_drafter_config(drafter)
+        drafter_config.check_fits(config)
+    check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh), memory_limit(mesh), mesh)
+    if drafter is not None:  # from here on weights are read
         drafter_config, drafter_params, head_params = hf.load_drafter(drafter, dtype=dtype, mesh=mesh)
     config, verifier_params = hf.load_verifier(verifier, dtype=dtype, mesh=mesh)
     return TreeFlash(
@@ -396,6 +424,11 @@ def shipped(part: str) -> str:
     return str(resources.files("treeflash_jax") / "assets" / "tiny" / part)
 
 
+def locate(name: str, part: str) -> Path:
+    """Folder of a model: the shipped pair's `part` for "tiny", else as `hf.locate`."""
+    return hf.locate(shipped(part) if name == "tiny" else name)
+
+
 def capacity_bucket(positions: int) -> int:
     """The smallest cache capacity of the ladder 256, 384, 512, 768, 1024, 1536, ... that holds `positions`."""
     size = 256
@@ -404,11 +437,6 @@ def capacity_bucket(positions: int) -> int:
             return size * 3 // 2
         size *= 2
     return size
-
-
-def _to_host(x: jax.Array) -> np.ndarray:
-    """A NumPy copy, whole on every process."""
-    return np.asarray(x) if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
 
 
 @jax.jit

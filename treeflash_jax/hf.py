@@ -181,7 +181,7 @@ def save_drafter(
             "candidate_tokens": config.num_nodes,
             "ar_approximation": FILE_OF_HEAD[config.head],
             "drafter_temperature": config.drafter_temperature,
-        }
+        } | ({} if config.sampled_above is None else {"sampled_above": config.sampled_above})
     params = {"backbone": backbone, "head": head or {}}
     _save(Path(folder), raw, specs, _drafter_entries(specs, config, prefix), params, dtype)
 

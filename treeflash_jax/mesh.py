@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 RULES: dict[str, tuple[str, ...]] = {
@@ -87,6 +88,16 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     """Pins the layout of `x` on the ambient mesh."""
     mesh = current()
     return x if mesh is None else jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
+
+
+def to_host(tree: Any) -> Any:
+    """NumPy copies of the arrays of a tree, whole on every process."""
+
+    def whole(x: Any) -> Any:
+        is_here = getattr(x, "is_fully_addressable", True)
+        return x if is_here else multihost_utils.process_allgather(x, tiled=True)
+
+    return jax.device_get(jax.tree.map(whole, tree))
 
 
 def by_rows(function: Callable[..., Any], *arrays: Any) -> Any:

@@ -39,8 +39,9 @@ class GenerateConfig:
       candidates: previous tokens per depth (M).
       children: children kept per transition row (K).
       head: "mlp", "linear" or "marginal"; the drafter's own if None.
-      builder: of a tree: "best-first" (None), or one whose nodes are drawn at random: "paths", "delayed",
-        "without-replacement", "hybrid".
+      builder: of a tree: "best-first", or one whose nodes are drawn at random: "paths", "delayed",
+        "without-replacement", "hybrid". None: "best-first", but "hybrid" for rows at whose temperature that was measured to
+        be better for this drafter (`DrafterConfig.sampled_above`), unless `acceptance` is given.
       acceptance: what is kept of a tree; None: "sample-and-match" for best-first trees, "block" for one sampled path,
         "traversal" for other sampled trees. All keep the verifier's distribution; sample-and-match even gives the answer
         of one-token decoding with the same seed.
@@ -170,6 +171,15 @@ def drafting(config: GenerateConfig) -> tuple[str, str, TreeShape]:
     shape = TreeShape(branches=config.branches, trunk=config.trunk, skeleton=config.skeleton, leaves=config.leaves)
     usual = {"deterministic": "sample-and-match", "one path": "block"}.get(law_of(builder, shape), "traversal")
     return builder, config.acceptance or usual, shape
+
+
+def with_builder(config: GenerateConfig, drafter: DrafterConfig | None, temperature: float) -> GenerateConfig:
+    """The settings of a row of this temperature: with a sampled tree where none was asked for and one is better."""
+    crossover = None if drafter is None else drafter.sampled_above
+    is_free = config.method == "tree" and config.builder is None and config.acceptance is None and config.nodes != 1
+    if is_free and crossover is not None and temperature >= crossover and config.head in (None, drafter.head):
+        return replace(config, builder="hybrid")
+    return config
 
 
 def draft_temperature(config: GenerateConfig, drafter: DrafterConfig | None, temperature: float) -> float:

@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
         names = "candidates children drafter_temperature top_k top_p max_new_tokens batch_size".split()
         names += "branches trunk skeleton leaves".split()
         shared = {name: getattr(arguments, name) for name in names}
-        trees = {name: getattr(arguments, name) for name in ("builder", "acceptance")}
+        trees = {"builder": arguments.builder or "best-first", "acceptance": arguments.acceptance}
         bench = Bench(
             systems={
                 name: tf.GenerateConfig(**shared | (trees if _has_free_tree(fields) else {}) | fields)

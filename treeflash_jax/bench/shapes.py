@@ -1,4 +1,4 @@
-"""Sizes of known models by name, so that programs can be timed or compiled without a single weight.
+"""Sizes of known models by name, so that programs can be timed or compiled without a single weight file.
 
 Sources: the models' config.json files; DFlash (arXiv 2602.06036) for the drafters.
 """
@@ -6,8 +6,22 @@ Sources: the models' config.json files; DFlash (arXiv 2602.06036) for the drafte
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from treeflash_jax.config import DrafterConfig, ModelConfig, Rope, default_target_layers
+import jax
+import jax.numpy as jnp
+
+from treeflash_jax import drafter as dflash
+from treeflash_jax import hf, verifier
+from treeflash_jax import mesh as meshes
+from treeflash_jax.config import DrafterConfig, ModelConfig, Rope, default_target_layers, read_json
+from treeflash_jax.decode import Weights
+from treeflash_jax.generate import TreeFlash, shipped
+from treeflash_jax.heads import HEADS
+from treeflash_jax.params import Spec, is_spec
 
 _QWEN3 = dict(
     vocab_size=151_936, num_kv_heads=8, head_dim=128, rope=Rope(theta=1e6), max_positions=40_960, eos_token_ids=(151_645,)
@@ -34,11 +48,15 @@ VERIFIERS: dict[str, ModelConfig] = {
         qk_norm=False,
         model_type="llama",
     ),
+    "tiny": hf.read_verifier_config(shipped("verifier")),
 }
 
 
 def drafter_of(verifier: ModelConfig, *, num_layers: int = 5, block_size: int = 16) -> DrafterConfig:
-    """A TreeFlash drafter in the published sizes: the verifier's own widths, five layers, blocks of 16."""
+    """The shipped drafter for the shipped verifier; else a TreeFlash drafter in the published sizes: the verifier's own
+    widths, five layers, blocks of 16."""
+    if verifier == VERIFIERS["tiny"]:
+        return hf.read_drafter_config(shipped("drafter"))
     return DrafterConfig(
         layers=dataclasses.replace(verifier, num_layers=num_layers),
         block_size=block_size,
@@ -50,7 +68,56 @@ def drafter_of(verifier: ModelConfig, *, num_layers: int = 5, block_size: int = 
 
 
 def named(name: str) -> ModelConfig:
-    """Raises ValueError for a name nobody knows."""
-    if name not in VERIFIERS:
-        raise ValueError(f"got shape {name!r}, expected one of {', '.join(VERIFIERS)}")
-    return VERIFIERS[name]
+    """The sizes of a verifier by name, or those of a config.json or its folder.
+
+    Raises:
+      ValueError: a name nobody knows, or a config that is not implemented.
+    """
+    if name in VERIFIERS:
+        return VERIFIERS[name]
+    if not Path(name).exists():
+        raise ValueError(f"got shape {name!r}, expected one of {', '.join(VERIFIERS)}, or a config.json or its folder")
+    return ModelConfig.from_hf(*_config_file(name))
+
+
+def named_drafter(path: str) -> DrafterConfig:
+    """The sizes of a drafter from its config.json or folder.
+
+    Raises:
+      ValueError: nothing there, or a config that is not implemented.
+    """
+    return DrafterConfig.from_hf(*_config_file(path))
+
+
+def _config_file(name: str) -> tuple[dict[str, Any], str]:
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    return read_json(path), str(path)
+
+
+def random_pair(model: ModelConfig, drafter: DrafterConfig, dtype: Any, mesh: Any = None) -> TreeFlash:
+    """A pair of random weights, each drawn on the devices in its own dtype and shard.
+
+    No matrix is zero: zeros multiply faster than numbers do. Where a fresh head starts from zero, weights are small, so
+    that its trees fill up as those of a trained head would.
+    """
+    specs = verifier.specs(model), dflash.specs(drafter), HEADS[drafter.head].specs(drafter)
+    leaves, structure = jax.tree.flatten(Weights(*specs), is_leaf=is_spec)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    weights = [_draw(key, spec, dtype, mesh) for key, spec in zip(keys, leaves, strict=True)]
+    return TreeFlash(model, jax.tree.unflatten(structure, weights), drafter=drafter, mesh=mesh)
+
+
+def _draw(key: jax.Array, spec: Spec, dtype: Any, mesh: Any) -> jax.Array:
+    place = None if mesh is None else meshes.sharding(spec.axes, spec.shape, mesh)
+    center, scale = {"normal": (0.0, 0.02), "ones": (1.0, 0.02), "zeros": (0.0, 1e-3)}[spec.init]
+    return _normal(spec.shape, jnp.dtype(dtype), place)(key, center, scale)
+
+
+@cache
+def _normal(shape: tuple[int, ...], dtype: Any, place: Any) -> Callable[..., jax.Array]:
+    """One small program per kind of weight: a single one for all of them takes minutes to compile."""
+
+    def draw(key: jax.Array, center: float, scale: float) -> jax.Array:
+        return center + scale * jax.random.normal(key, shape, dtype)
+
+    return jax.jit(draw, out_shardings=place)

@@ -1,0 +1,258 @@
+"""Device time of every stage of a round, beside its floor: `treeflash bench latency --shape qwen3-4b --nodes 16 64`.
+
+    treeflash bench latency --shape qwen3-4b --batch 1 8 --context 1024 4096 --nodes 16 64 256 --out latency.json
+
+Stages are timed as stages.py says and their floors counted as floors.py says; every combination of batch, context and nodes
+is measured, those of one batch and context together. Milliseconds are medians, with quartiles; prefill is per token of the
+prompts, all rows counted. The file is written after every batch and context; results of other settings in it are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import treeflash_jax as tf
+from treeflash_jax import drafter as dflash
+from treeflash_jax import hf, params, verifier
+from treeflash_jax.acceptance import RULES
+from treeflash_jax.bench import run as side_by_side
+from treeflash_jax.bench import shapes, timings
+from treeflash_jax.bench.floors import measure_ceilings
+from treeflash_jax.bench.memory import mesh_sizes
+from treeflash_jax.bench.stages import Bench, slots_for
+from treeflash_jax.builders import SAMPLED
+from treeflash_jax.config import DrafterConfig, ModelConfig
+from treeflash_jax.decode import BUILDER_OF_METHOD, DecodePlan, Weights
+from treeflash_jax.heads import HEADS
+from treeflash_jax.options import GenerateConfig, resolve
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Sizes of a verifier and its drafter, and how to get their weights.
+
+    Attributes:
+      name: for the record; never a path.
+      weights: "random" or "real".
+      load: `dtype`, `mesh` -> the pair with its weights in place.
+    """
+
+    name: str
+    weights: str
+    verifier: ModelConfig
+    drafter: DrafterConfig
+    load: Callable[..., tf.TreeFlash]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model")
+    model.add_argument("--shape", help=f"one of {', '.join(shapes.VERIFIERS)}, or a verifier's config.json (default: tiny)")
+    model.add_argument("--drafter-shape", metavar="FILE", help="a drafter's config.json; default: the published sizes")
+    model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="folders or Hub ids, with their weights")
+    model.add_argument("--random", action="store_true", help="random weights where there are real ones (tiny, --pair)")
+    model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16, float32 on a CPU")
+    model.add_argument("--mesh", metavar="DxM", help="shard over D x M devices: rows over D, weights and vocabulary over M")
+    sizes = parser.add_argument_group("sizes (lists are measured in all combinations)")
+    sizes.add_argument("--batch", nargs="+", type=int, default=[1], metavar="B", help="rows decoded together")
+    sizes.add_argument("--context", nargs="+", type=int, default=[256], metavar="S", help="tokens read (default: 256)")
+    sizes.add_argument("--nodes", nargs="+", type=int, metavar="N", help="verified rows a round, root included")
+    sizes.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
+    sizes.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    sizes.add_argument("--method", choices=tuple(BUILDER_OF_METHOD), default="tree", help="default: %(default)s")
+    sizes.add_argument("--head", choices=HEADS, help="default: the drafter's own; any with random weights")
+    sizes.add_argument("--builder", choices=("best-first", *SAMPLED), help="default: best-first")
+    sizes.add_argument("--acceptance", choices=RULES, help="default: by the builder")
+    sizes.add_argument("--temperature", type=float, default=0.0, help="of the verifier (default: %(default)s)")
+    output = parser.add_argument_group("measurement and output")
+    output.add_argument("--repeats", type=int, default=9, help="samples of a stage (default: %(default)s)")
+    output.add_argument("--out", metavar="FILE", help="JSON; results of other settings in it are kept")
+    output.add_argument("--plot", metavar="FILE", help="round / step against nodes (needs matplotlib)")
+    output.add_argument("--profile", metavar="DIR", help="profiler traces of a few rounds, a folder per batch and context")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures every combination, and prints, writes and draws what was asked for.
+
+    Raises:
+      ValueError: shapes, sizes or outputs that cannot be, before anything is measured; devices with too little memory.
+    """
+    for name in ("batch", "context", "repeats"):
+        given = getattr(arguments, name)
+        if (least := min(given if isinstance(given, list) else [given])) < 1:
+            raise ValueError(f"got --{name} {least}, expected at least 1")
+    if arguments.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    mesh = None if arguments.mesh is None else tf.make_mesh(*mesh_sizes(arguments.mesh))
+    pair = find_pair(arguments)
+    plans = plans_of(pair, arguments)
+    _check_sizes(pair, plans, arguments, mesh)
+    results = timings.read_results(arguments.out) if arguments.out else []
+    _check_outputs(arguments)
+
+    dtype = jnp.dtype(arguments.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+    ceilings = measure_ceilings(dtype)
+    model = pair.load(dtype=dtype, mesh=mesh)
+    for batch, context in product(dict.fromkeys(arguments.batch), dict.fromkeys(arguments.context)):
+        bench = Bench(model, plans, batch=batch, context=context, temperature=arguments.temperature)
+        rows = bench.measure(ceilings, arguments.repeats)
+        settings = settings_of(pair, plans, dtype, mesh, batch, context, arguments.temperature)
+        result = timings.result_of(settings, side_by_side.environment(model), ceilings, rows, bench.compile_seconds)
+        print("\n".join(timings.lines(result)), flush=True)
+        results = timings.merge(results, result)
+        if arguments.out:
+            text = json.dumps({"schema": timings.SCHEMA, "results": results}, indent=1)
+            Path(arguments.out).write_text(text + "\n", encoding="utf-8")
+        if arguments.profile:
+            bench.trace(str(Path(arguments.profile) / f"batch-{batch}-context-{context}"))
+        del bench
+    if arguments.plot:
+        timings.plot([other for other in results if timings.of_one_sweep(other, result)], arguments.plot)
+    return 0
+
+
+def find_pair(arguments: argparse.Namespace) -> Pair:
+    """The sizes that were asked for; no weight is read.
+
+    Raises:
+      ValueError: an unknown shape, files that are missing or not implemented, or a drafter that does not fit.
+    """
+    if arguments.pair:
+        if arguments.shape or arguments.drafter_shape:
+            raise ValueError("got --pair and a shape, expected one of them")
+        folders = [hf.locate(name) for name in arguments.pair]
+        name, is_real = " + ".join(_last_word(name) for name in arguments.pair), True
+        model, drafter = hf.read_verifier_config(folders[0]), hf.read_drafter_config(folders[1])
+        load = partial(tf.load, verifier=folders[0], drafter=folders[1])
+    else:
+        shape, own = arguments.shape or "tiny", arguments.drafter_shape
+        name, is_real = shape if shape in shapes.VERIFIERS else _last_word(shape), shape == "tiny" and own is None
+        model = shapes.named(shape)
+        drafter = shapes.drafter_of(model) if own is None else shapes.named_drafter(own)
+        load = partial(tf.load, "tiny")
+    drafter.check_fits(model)
+    if is_real and not arguments.random:
+        return Pair(name, "real", model, drafter, load)
+    drafter = replace(drafter, head=arguments.head or drafter.head)
+    return Pair(name, "random", model, drafter, partial(shapes.random_pair, model, drafter))
+
+
+def plans_of(pair: Pair, arguments: argparse.Namespace) -> list[DecodePlan]:
+    """What `generate` would run, for every number of nodes in increasing order.
+
+    Raises:
+      ValueError: settings that the pair cannot serve.
+    """
+    fields = {name: getattr(arguments, name) for name in "method candidates children head builder acceptance".split()}
+    planner = tf.TreeFlash(pair.verifier, Weights(None), drafter=pair.drafter)
+    plans = {}
+    for nodes in arguments.nodes or [None]:
+        config = resolve(
+            GenerateConfig(temperature=arguments.temperature), fields | {"nodes": nodes}, pair.verifier, pair.drafter
+        )
+        plan = planner.plan(config)
+        if nodes not in (None, plan.num_nodes):
+            raise ValueError(
+                f"got --nodes {nodes}, expected at most {plan.num_nodes} with --method {plan.method} (the drafter's block)"
+            )
+        plans[plan.num_nodes] = plan
+    return [plans[nodes] for nodes in sorted(plans)]
+
+
+def settings_of(
+    pair: Pair, plans: Sequence[DecodePlan], dtype: Any, mesh: Any, batch: int, context: int, temperature: float
+) -> dict[str, Any]:
+    plan = plans[0]
+    return {
+        "shape": pair.name,
+        "weights": pair.weights,
+        "verifier_parameters": _count(verifier.specs(plan.verifier)),
+        "drafter_parameters": _count((dflash.specs(plan.drafter), HEADS[plan.head].specs(plan.drafter))),
+        "block_size": plan.drafter.block_size,
+        "dtype": dtype.name,
+        "mesh": None if mesh is None else dict(mesh.shape),
+        "batch": batch,
+        "context": context,
+        "slots": slots_for(context, plans)[1],
+        "nodes": [plan.num_nodes for plan in plans],
+        "candidates": plan.draft.candidates,
+        "children": plan.draft.children,
+        "method": plan.method,
+        "head": plan.head,
+        "builder": plan.builder,
+        "acceptance": plan.rule,
+        "temperature": temperature,
+        "attention": plan.attention,
+        "prefill_chunk": plan.prefill_chunk,
+    }
+
+
+def _check_sizes(pair: Pair, plans: Sequence[DecodePlan], arguments: argparse.Namespace, mesh: Any) -> None:
+    ways = 1 if mesh is None else dict(mesh.shape)["data"]
+    for batch in arguments.batch:
+        if batch % ways:
+            raise ValueError(f"got --batch {batch} on a mesh with a data axis of {ways}, expected a multiple of it")
+    for context in arguments.context:
+        positions, _ = slots_for(context, plans)
+        if positions > pair.verifier.max_positions:
+            raise ValueError(
+                f"got --context {context}, expected at most {pair.verifier.max_positions - positions + context}: "
+                f"the verifier's context is {pair.verifier.max_positions}, and timed rounds need room"
+            )
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Refuses what could not be written in the end. The files are there from now on, if empty."""
+    if arguments.plot:
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+        except ImportError:
+            raise ValueError('--plot needs matplotlib; pip install "treeflash-jax[plots]"') from None
+        known = sorted(FigureCanvasAgg.get_supported_filetypes())
+        if Path(arguments.plot).suffix[1:] not in known:
+            raise ValueError(f"got --plot {arguments.plot}, expected a file ending in one of {', '.join(known)}")
+    try:
+        for path in filter(None, (arguments.out, arguments.plot)):
+            with open(path, "a", encoding="utf-8"):
+                pass
+        if arguments.profile:
+            path = arguments.profile
+            Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _count(specs: Any) -> int:
+    return params.count(params.abstract(specs, jnp.float32))
+
+
+def _last_word(path: str) -> str:
+    """What a path or Hub id is called: a record names no place on a machine."""
+    path = Path(path).absolute() if Path(path).exists() else Path(path)
+    return path.parent.name if path.name == "config.json" else path.stem if path.is_file() else path.name
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    try:
+        return run(arguments)
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

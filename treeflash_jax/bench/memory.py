@@ -1,0 +1,266 @@
+"""What a request needs on each device, before anything is loaded: `treeflash bench memory --shape qwen3-8b --mesh 1x4`.
+
+    treeflash bench memory --shape qwen3-8b --topology v5e:4x4 --mesh 2x8 --batch 8 --context 4096 --nodes 64
+
+Weights and caches are sums of sizes. Temporaries (activations, and weights that the compiler lays out anew) and the
+collectives of a round are read from the programs themselves, which are compiled from shapes alone: for the devices at hand,
+or for a TPU topology without a TPU (that needs the compiler that `pip install "jax[tpu]"` brings). Exit status 1 where a
+device is too small.
+
+Shape suffixes: b batch, s token slots, x stop ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from treeflash_jax import decode as core
+from treeflash_jax import drafter as dflash
+from treeflash_jax import mesh as meshes
+from treeflash_jax import params as parameters
+from treeflash_jax import verifier
+from treeflash_jax.acceptance import RULES
+from treeflash_jax.bench import programs, run, shapes
+from treeflash_jax.bench.programs import Collective
+from treeflash_jax.builders import SAMPLED
+from treeflash_jax.config import DrafterConfig, ModelConfig, read_json
+from treeflash_jax.decode import DecodePlan, Sampling, Weights
+from treeflash_jax.footprint import TPU_MEMORY, Footprint, footprint, in_units, memory_limit
+from treeflash_jax.generate import STOP_SLOTS, TreeFlash, capacity_bucket
+from treeflash_jax.heads import HEADS
+from treeflash_jax.options import resolve
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model")
+    shape = f"one of {', '.join(shapes.VERIFIERS)}, or a verifier's config.json or its folder"
+    model.add_argument("--shape", required=True, help=shape)
+    model.add_argument("--drafter-shape", metavar="FILE", help="a drafter's config.json; default: the published sizes")
+    request = parser.add_argument_group("request")
+    request.add_argument("--batch", type=int, default=1, help="rows decoded together (default: %(default)s)")
+    request.add_argument("--context", type=int, default=4096, help="positions of a row's caches (default: %(default)s)")
+    request.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: %(default)s")
+    request.add_argument("--method", choices=("tree", "walk", "chain", "ar"), default="tree")
+    request.add_argument("--nodes", type=int, help="verified rows a round, root included; default: the drafter's own")
+    request.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
+    request.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    request.add_argument("--head", choices=HEADS, help="default: the drafter's own")
+    request.add_argument("--builder", choices=("best-first", *SAMPLED), help="default: best-first")
+    request.add_argument("--acceptance", choices=RULES, help="default: by the builder")
+    run.add_shape(request)
+    devices = parser.add_argument_group("devices")
+    devices.add_argument(
+        "--mesh", metavar="DxM", help="rows over D, weights and vocabulary over M; default: 1 x all devices"
+    )
+    devices.add_argument("--topology", help="TPU topology, such as v5e:4x4; default: the devices at hand")
+    devices.add_argument("--no-compile", action="store_true", help="weights and caches only, on a mesh of any size")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON; results of other requests in it are kept")
+    parser.set_defaults(run=report)
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Prints what the request needs; returns 1 where a device cannot hold it.
+
+    Raises:
+      ValueError: an unknown shape, folder, topology or setting, or a mesh larger than the devices.
+    """
+    mesh, limit, kind = _devices(arguments)
+    model, drafter, name = _pair(arguments)
+    names = "method nodes candidates children head builder acceptance branches trunk skeleton leaves".split()
+    config = resolve(None, {name: getattr(arguments, name) for name in names}, model, drafter)
+    if min(arguments.batch, arguments.context) < 1:
+        raise ValueError(f"got batch {arguments.batch} and context {arguments.context}, expected at least 1 of each")
+    plan = TreeFlash(model, Weights(None), drafter=drafter).plan(config)
+    capacity = capacity_bucket(arguments.context)
+    if "cpu" not in kind:
+        plan = replace(plan, prefill_chunk=DecodePlan.prefill_chunk)
+
+    dtype, batch = jnp.dtype(arguments.dtype), arguments.batch
+    sizes = dict(mesh.shape)
+    if batch % sizes["data"]:
+        raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
+    out = arguments.out
+    if out and not out.parent.is_dir():
+        raise ValueError(f"got --out {out}, expected a file in a folder that exists")
+    earlier = read_json(out) if out and out.exists() else {}
+    needs = footprint(model, plan.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity)
+    result = {
+        "shape": name,
+        "topology": kind,
+        "mesh": sizes,
+        "batch": batch,
+        "context": capacity,
+        "dtype": dtype.name,
+        "method": plan.method,
+        "head": plan.head,
+        "nodes": plan.num_nodes,
+        "candidates": plan.draft.candidates,
+        "children": plan.draft.children,
+        "builder": plan.builder,
+        "acceptance": plan.rule,
+        "bytes_per_device": asdict(needs),
+        "bytes_limit": limit,
+    }
+    if not arguments.no_compile and (limit is None or needs.total <= limit):
+        result = _compiled(result, plan, mesh, dtype, needs)
+    memory = result["bytes_per_device"]
+    memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
+    result["fits"] = None if limit is None else memory["total"] <= limit
+    key = f"{name} {kind} {sizes['data']}x{sizes['model']} batch {batch}"
+    if out:
+        out.write_text(json.dumps(earlier | {key: result}, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(lines(key, result)))
+    return int(result["fits"] is False)
+
+
+def compile_programs(plan: DecodePlan, mesh: Any, batch: int, capacity: int, dtype: Any) -> tuple[Any, Any]:
+    """The shipped prefill and decode programs of a plan, compiled for the mesh's devices from shapes alone.
+
+    Raises:
+      ValueError: the compiler finds no room for them.
+    """
+
+    def rows(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        axes = ("batch",) + (None,) * (len(shape) - 1)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=meshes.sharding(axes, shape, mesh))
+
+    weights = Weights(parameters.abstract(verifier.specs(plan.verifier), dtype, mesh))
+    if plan.drafts:
+        weights = weights.replace(
+            drafter=parameters.abstract(dflash.specs(plan.drafter), dtype, mesh),
+            head=parameters.abstract(HEADS[plan.head].specs(plan.drafter), dtype, mesh),
+        )
+    wide = jnp.promote_types(dtype, jnp.float32)
+    sampling = Sampling(
+        key_b=rows((batch,), jax.eval_shape(lambda: jax.random.key(0)).dtype),
+        temperature_b=rows((batch,), wide),
+        top_k_b=rows((batch,), jnp.int32),
+        top_p_b=rows((batch,), wide),
+        limit_b=rows((batch,), jnp.int32),
+        stop_ids_bx=rows((batch, STOP_SLOTS), jnp.int32),
+        drafter_temperature_b=rows((batch,), wide),
+    )
+    prompts = weights, rows((batch, capacity), jnp.int32), rows((batch,), jnp.int32), sampling
+    try:
+        with meshes.ambient(mesh):
+            lowered = core.prefill.lower(*prompts, plan=plan.for_prefill())
+            prefill = lowered.compile()
+            state = jax.tree.map(
+                lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+                lowered.out_info,
+                prefill.output_shardings,
+            )
+            decode = core.decode.lower(weights, state, jax.ShapeDtypeStruct((), jnp.int32), plan=plan).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ValueError(
+            f"weights and caches fit, but the compiler finds no room for the rest: {str(error).splitlines()[0]}"
+        ) from None
+    return prefill, decode
+
+
+def lines(key: str, result: dict[str, Any]) -> list[str]:
+    """A result as people read it."""
+    memory, limit = result["bytes_per_device"], result["bytes_limit"]
+    names = {"verifier_cache": "verifier's cache", "drafter_cache": "drafter's cache", "rest": "state and padding"}
+    names |= {"programs": "compiled programs", "round": "temporary in a round", "prefill": "temporary in a prefill"}
+    text = [f"{key}: caches of {result['context']} positions, {result['nodes']} nodes, {result['dtype']}; on each device"]
+    text += [f"  {names.get(part, part):24}{in_units(size):>12}" for part, size in memory.items() if part != "resident"]
+    if limit is not None:
+        text.append(f"  of {in_units(limit)}: {'fits' if result['fits'] else 'does not fit'}")
+    if "collectives" not in result:
+        return [*text, "weights and caches only: nothing was compiled"]
+    for name, found in (("a round", "collectives"), ("its branches (top-k, top-p)", "collectives_in_branches")):
+        shown = ", ".join(f"{one['count']} {kind} ({in_units(one['bytes'])})" for kind, one in result[found].items())
+        text.append(f"collectives of {name}: {shown or 'none'}")
+    text.append(
+        f"largest all-gather: {in_units(result['largest_all_gather_bytes'])}; collectives with a whole row of logits: "
+        f"{result['logits_moved']}, with a layer's cache: {result['caches_moved']}"
+    )
+    return text
+
+
+def _compiled(result: dict[str, Any], plan: DecodePlan, mesh: Any, dtype: Any, needs: Footprint) -> dict[str, Any]:
+    """`result` with what the compiled programs add to it."""
+    batch, capacity = result["batch"], result["context"]
+    prefill, decode = compile_programs(plan, mesh, batch, capacity, dtype)
+    ahead, round_ = prefill.memory_analysis(), decode.memory_analysis()
+    held = round_.argument_size_in_bytes + round_.output_size_in_bytes - round_.alias_size_in_bytes
+    resident = max(held, needs.total)
+    code = ahead.generated_code_size_in_bytes + round_.generated_code_size_in_bytes
+    memory = asdict(needs) | {"rest": resident - needs.total, "programs": code, "resident": resident + code}
+    memory |= {"round": round_.temp_size_in_bytes, "prefill": ahead.temp_size_in_bytes}
+    per_round = [one for one in programs.find_collectives(decode.as_text()) if one.in_loop]
+    found = per_round + programs.find_collectives(prefill.as_text())
+    rows, config = batch // dict(mesh.shape)["data"], plan.verifier
+    gathers = [one.bytes for one in found if one.kind == "all-gather"]
+    return result | {
+        "bytes_per_device": memory,
+        "collectives": programs.totals(one for one in per_round if not one.in_branch),
+        "collectives_in_branches": programs.totals(one for one in per_round if one.in_branch),
+        "largest_all_gather_bytes": max(gathers, default=0),
+        "logits_moved": _count_moved(found, rows, config.vocab_size),
+        "caches_moved": _count_moved(found, rows * config.num_kv_heads, capacity * config.head_dim),
+        "jax": jax.__version__,
+    }
+
+
+def _count_moved(found: Sequence[Collective], rows: int, size: int) -> int:
+    """Collectives whose result holds `rows` or more whole rows of `size` numbers, in whatever layout."""
+    moved = [shape for one in found for shape in one.shapes]
+    return sum(math.prod(shape) >= rows * size and math.prod(shape) % size == 0 for shape in moved)
+
+
+def _pair(arguments: argparse.Namespace) -> tuple[ModelConfig, DrafterConfig, str]:
+    """Sizes of verifier and drafter, and what they are called: a record names no place on a machine."""
+    model, own = shapes.named(arguments.shape), arguments.drafter_shape
+    drafter = shapes.drafter_of(model) if own is None else shapes.named_drafter(own)
+    drafter.check_fits(model)
+    path = Path(arguments.shape).absolute()
+    return model, drafter, path.parent.name if path.name == "config.json" else path.name
+
+
+def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, str]:
+    """The mesh, the bytes a device has, and what the devices are called."""
+    topology = arguments.topology
+    if topology:
+        family, _, dims = topology.partition(":")
+        if family not in TPU_MEMORY or not re.fullmatch(r"\d+(x\d+)+", dims):
+            raise ValueError(f"got topology {topology!r}, expected one like v5e:4x4 or v5p:2x2x2")
+        jax.config.update("jax_platforms", "cpu")  # chips that are here stay untouched
+    if arguments.no_compile:
+        count = math.prod(map(int, dims.split("x"))) if topology else jax.device_count()
+        data, model = mesh_sizes(arguments.mesh or f"1x{count}")
+        mesh = jax.sharding.AbstractMesh((data, model), ("data", "model"))
+        limit = TPU_MEMORY[family] if topology else memory_limit()
+        return mesh, limit, topology or jax.devices()[0].device_kind
+    devices = programs.topology_devices(topology) if topology else jax.devices()
+    data, model = mesh_sizes(arguments.mesh or f"1x{len(devices)}")
+    mesh = meshes.make_mesh(data, model, devices)
+    if not topology:
+        return mesh, memory_limit(mesh), devices[0].device_kind
+    chips = len({tuple(device.coords) for device in devices})  # of v4, two devices each
+    return mesh, TPU_MEMORY[family] * chips // len(devices), topology
+
+
+def mesh_sizes(text: str) -> tuple[int, int]:
+    """The two numbers of a mesh written like 4x2.
+
+    Raises:
+      ValueError: anything else.
+    """
+    words = text.split("x")
+    if len(words) != 2 or not all(word.isdigit() and int(word) for word in words):
+        raise ValueError(f"got --mesh {text!r}, expected two numbers like 4x2")
+    return int(words[0]), int(words[1])
