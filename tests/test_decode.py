@@ -139,6 +139,8 @@ def test_capacity_ladder():
     [
         ({"max_new_tokens": 0}, "max_new_tokens 0"),
         ({"nodes": 0}, "nodes 0"),
+        ({"block_size": 1}, "block_size 1"),
+        ({"block_size": 99}, "block_size 99"),
         ({"candidates": 0}, "candidates 0"),
         ({"candidates": 132}, "candidates 132"),
         ({"children": 0}, "children 0"),

@@ -27,6 +27,14 @@ def test_samples_are_the_seeds_that_follow(tiny):
     assert sampled[0].ids != sampled[1].ids
 
 
+def test_shorter_blocks_give_the_same_answer_in_shorter_rounds(tiny, answer):
+    [short] = tiny.generate([CHAT], max_new_tokens=40, block_size=3, **TREE)
+    assert short.ids == answer.ids
+    assert max(short.accept_lengths) == 3 < max(answer.accept_lengths)
+    [chain] = tiny.generate([CHAT], max_new_tokens=40, block_size=3, method="chain")
+    assert chain.ids == answer.ids and max(chain.accept_lengths) <= 3
+
+
 def test_a_stop_string_ends_the_text_before_it(tiny, answer):
     stop = answer.text[12:16]
     cut = answer.text.index(stop)

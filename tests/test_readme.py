@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from train import compile as train_compile
 from train import config
 from treeflash_jax import cli
 
@@ -52,9 +53,16 @@ def test_printed_training_commands_are_understood():
 
 @pytest.mark.parametrize("option", sorted(set(re.findall(r"`(--[a-z-]+)", README))))
 def test_named_options_exist(option, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["generate", "--help"])
-    assert option in capsys.readouterr().out
+    programs = (
+        (cli.main, ["generate"]),
+        (cli.main, ["bench", "latency"]),
+        (cli.main, ["bench", "memory"]),
+        (train_compile.main, []),
+    )
+    for main, command in programs:
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+    assert re.search(rf"{option}\b", capsys.readouterr().out)
 
 
 def test_named_files_exist():
@@ -88,7 +96,8 @@ def test_measured_numbers_are_those_of_the_results():
             next(row for row in sampled if row["builder"] == name and where.items() <= row.items() and row["prompts"] == 64)
             for name in ("best-first", "hybrid")
         )
-        ratios = ("{value:.2f} [{low:.2f}, {high:.2f}]".format(**hybrid[key]) for key in ("tau_ratio", "expected_tau_ratio"))
+        found = (hybrid[key] for key in ("tau_ratio", "expected_tau_ratio"))
+        ratios = ("{value:.2f} [{low:.2f}, {high:.2f}]".format(**ratio) for ratio in found)
         assert cells.split(" | ") == [f"{plain['tau']['value']:.2f}", f"{hybrid['tau']['value']:.2f}", *ratios]
     trained = json.loads((ROOT / "notebooks" / "results" / "train_tiny_head.json").read_text())
     last = trained["curve"][-1]
@@ -108,6 +117,15 @@ def test_measured_numbers_are_those_of_the_results():
             f"{flops:.1e}",
         ]
         assert "| " + " | ".join(map(str, row)) + " |" in README
+    for r in json.loads((ROOT / "notebooks" / "results" / "tpu_rounds.json").read_text()).values():
+        size = {name: count / 2**30 for name, count in r["bytes_per_device"].items()}
+        moved = {kind: one["bytes"] / 2**20 for kind, one in r["collectives"].items()}
+        row = [r["shape"], r["topology"], "{data}x{model}".format(**r["mesh"]), f"{size['verifier']:.2f}"]
+        row += [f"{size['drafter'] + size['head']:.2f}", f"{size['verifier_cache'] + size['drafter_cache']:.2f}"]
+        row += [f"{max(size['round'], size['prefill']):.2f}", f"{size['total']:.2f} of {r['bytes_limit'] / 2**30:.0f}"]
+        row += [f"{moved['all-gather']:.2f} MiB", f"{moved['all-reduce']:.0f} MiB"]
+        assert "| " + " | ".join(row) + " |" in README
+        assert r["logits_moved"] == r["caches_moved"] == 0
     speed = json.loads((ROOT / "notebooks" / "results" / "speed_b_trained.json").read_text())
     for run in (speed[key] for key in ("tree", "tree_one_thread", "one_token", "one_token_one_thread")):
         assert f"| {run['tokens_per_second']:.0f} | {run['other_tokens_per_second']:.0f} | {run['ratio']:.1f} x |" in README

@@ -93,9 +93,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Answers a few prompts with the shipped pair, drafted in four ways, and compares them.",
     )
     demo.add_argument("--max-new-tokens", type=int, default=96, help="per prompt (default: %(default)s)")
-    demo.add_argument("--nodes", type=int, default=16, help="verified rows a round, root included (default: %(default)s)")
+    demo.add_argument("--nodes", type=int, default=8, help="verified rows a round, root included (default: %(default)s)")
     demo.add_argument(
         "--candidates", type=int, default=4, metavar="M", help="previous tokens per depth (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--block-size", type=int, default=8, help="drafted block, anchor included, at most 16 (default: %(default)s)"
     )
     demo.add_argument("--repeats", type=int, default=5, help="timed runs of each system (default: %(default)s)")
     demo.set_defaults(run=_demo)
@@ -127,6 +130,7 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--method", choices=METHODS, default="tree", help="chain: the published one; ar: no drafting")
     group.add_argument("--head", choices=HEADS, help="default: the drafter's own")
     group.add_argument("--nodes", type=int, help="verified rows a round, root included")
+    group.add_argument("--block-size", type=int, help="drafted block, anchor included; default: the drafter's")
     group.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
     group.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
     group.add_argument("--drafter-temperature", type=float, help="of the drafted distribution")
@@ -278,6 +282,6 @@ def _ids(text: str, option: str) -> list[int]:
 def _demo(arguments: argparse.Namespace) -> int:
     from treeflash_jax.demo import run
 
-    names = ("max_new_tokens", "nodes", "candidates", "repeats")
+    names = ("max_new_tokens", "nodes", "block_size", "candidates", "repeats")
     run(**{name: getattr(arguments, name) for name in names})
     return 0

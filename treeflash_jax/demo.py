@@ -25,7 +25,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 PLAIN, OURS = "one token at a time", "TreeFlash tree"
 
 
-def run(*, max_new_tokens: int, nodes: int, candidates: int, repeats: int) -> None:
+def run(*, max_new_tokens: int, nodes: int, block_size: int, candidates: int, repeats: int) -> None:
     """Prints the answers, one draft tree, and a table: tau, tokens per second, and whether the output is the same.
 
     Speeds are medians over `repeats` interleaved runs of every system at batch 1, greedy, compilation excluded.
@@ -38,7 +38,7 @@ def run(*, max_new_tokens: int, nodes: int, candidates: int, repeats: int) -> No
 
     def settings(name: str) -> dict[str, Any]:
         sizes = {"nodes": nodes, "candidates": candidates} if SYSTEMS[name]["method"] == "tree" else {}
-        return {"max_new_tokens": max_new_tokens, **sizes, **SYSTEMS[name]}
+        return {"max_new_tokens": max_new_tokens, "block_size": block_size, **sizes, **SYSTEMS[name]}
 
     answers: dict[str, list[tf.Result]] = {}
     with Progress(console=console, transient=True) as progress:
@@ -64,15 +64,16 @@ def run(*, max_new_tokens: int, nodes: int, candidates: int, repeats: int) -> No
         longest = max(range(len(result.accept_lengths)), key=result.accept_lengths.__getitem__)
         console.print(f"round {longest + 1} of one of these answers:")
         console.print(str(result.tree(longest)) + "\n", markup=False)
-    console.print(_table(answers, speeds, nodes, candidates))
+    title = f"blocks of {block_size}, {nodes} verified rows per tree, M = {candidates}"
+    console.print(_table(title, answers, speeds))
     console.print(
         f"greedy, batch 1, float32, drafter temperature {model.drafter.drafter_temperature:g}; tau: tokens committed per "
         "round. A CPU is for trying, not for speed: drafting pays where verifying many rows costs little more than one."
     )
 
 
-def _table(answers: dict[str, list[tf.Result]], speeds: dict[str, list[float]], nodes: int, candidates: int) -> Table:
-    table = Table(title=f"{nodes} verified rows per tree, M = {candidates}")
+def _table(title: str, answers: dict[str, list[tf.Result]], speeds: dict[str, list[float]]) -> Table:
+    table = Table(title=title)
     table.add_column("drafted by")
     for column in ("tau", "tokens/s", "speedup", "output identical"):
         table.add_column(column, justify="right")

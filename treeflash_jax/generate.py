@@ -167,10 +167,10 @@ class TreeFlash:
             shared["prefill_chunk"] = PREFILL_CHUNK[jax.default_backend()]
         if config.method == "ar":
             return DecodePlan(method="ar", num_nodes=1, **shared)
-        is_tree, block = config.method == "tree", self.drafter.block_size
+        is_tree, block = config.method == "tree", config.block_size or self.drafter.block_size
         builder, rule, shape = drafting(config)
         return DecodePlan(
-            drafter=self.drafter,
+            drafter=replace(self.drafter, block_size=block),
             method=config.method,
             head=config.head or self.drafter.head,
             num_nodes=(config.nodes or self.drafter.num_nodes) if is_tree else min(config.nodes or block, block),
