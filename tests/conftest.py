@@ -5,7 +5,9 @@ Settings must be in place before JAX starts its backend, hence the module-level 
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +48,15 @@ RANDOM_DRAFTER = DrafterConfig(
     num_target_layers=3,
     head="mlp",
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs() -> Iterator[None]:
+    """Frees the programs that a module compiled: all together need more memory maps than Linux gives a process (65,530),
+    and XLA then crashes. Those of the shared pairs below stay."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
