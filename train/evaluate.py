@@ -131,6 +131,7 @@ def temperatures(model: tf.TreeFlash, path: str, prompts: int, seed: int) -> Ite
         for nodes in (16, 64):
             for head in (model.drafter.head, "marginal"):
                 settings = {"temperature": temperature, "nodes": nodes, "head": head, "max_new_tokens": 128, "seed": 3}
+                settings |= {"builder": "best-first"}
                 taus = {}
                 for sharpness in TEMPERATURES:
                     results = model.generate(chats, batch_size=prompts, drafter_temperature=sharpness, **settings)

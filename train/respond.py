@@ -189,6 +189,7 @@ def respond(
             [prompts[index].ids for index in indices],
             indices=indices,
             method=method,
+            acceptance="sample-and-match",  # the answers of one-token decoding, drafted or not
             temperature=[_temperature(index, settings) for index in indices],
             seed=settings.seed,
             max_new_tokens=settings.max_new_tokens,
