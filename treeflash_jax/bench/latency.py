@@ -27,7 +27,7 @@ from treeflash_jax import drafter as dflash
 from treeflash_jax import hf, params, verifier
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.bench import run as side_by_side
-from treeflash_jax.bench import shapes, timings
+from treeflash_jax.bench import shapes, standalone, timings
 from treeflash_jax.bench.floors import measure_ceilings
 from treeflash_jax.bench.memory import mesh_sizes
 from treeflash_jax.bench.stages import Bench, slots_for
@@ -244,14 +244,7 @@ def _last_word(path: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    arguments = parser.parse_args(argv)
-    try:
-        return run(arguments)
-    except (ValueError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
+    return standalone(__doc__, add_arguments, argv)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import jax
 
 import treeflash_jax as tf
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.bench import report, run
+from treeflash_jax.bench import report, run, standalone
 from treeflash_jax.bench.prompts import BenchPrompt, draw, read_prompts
 from treeflash_jax.bench.report import RESAMPLES, paired_ratio
 from treeflash_jax.builders import SAMPLED, law_of
@@ -210,14 +210,7 @@ def _name(config: tf.GenerateConfig) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    arguments = parser.parse_args(argv)
-    try:
-        return compare(arguments)
-    except (ValueError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
+    return standalone(__doc__, add_arguments, argv)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import jax
 
 import treeflash_jax as tf
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.bench import report
+from treeflash_jax.bench import report, standalone
 from treeflash_jax.bench.prompts import BUNDLED, FORMATS, BenchPrompt, draw, empty_chat, format_turn, read_prompts
 from treeflash_jax.bench.report import SCHEMA, Record
 from treeflash_jax.builders import SAMPLED, TreeShape
@@ -376,14 +376,7 @@ def environment(model: tf.TreeFlash) -> dict[str, dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    arguments = parser.parse_args(argv)
-    try:
-        return run(arguments)
-    except (ValueError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
+    return standalone(__doc__, add_arguments, argv)
 
 
 if __name__ == "__main__":
