@@ -157,6 +157,39 @@ ENTRY %main (x: f32[16]) -> f32[16] {
     assert programs.collectives(unbounded) == {"all-reduce": {"count": 1, "bytes": 64}}
 
 
+def test_a_collective_beside_other_work_is_counted_where_it_starts():
+    gather = "%g = bf16[8,16]{1,0} all-gather(%p), channel_id=1, dimensions={0}"
+    text = f"""
+%start_body (p: bf16[4,16]) -> bf16[8,16] {{
+  {gather}
+}}
+
+%done_body (p: bf16[4,16]) -> bf16[8,16] {{
+  {gather}
+}}
+
+%async_collective_fusion.7 (p: bf16[4,16]) -> bf16[8,16] {{
+  {gather}
+}}
+
+%body (p: (s32[], f32[16])) -> (s32[], f32[16]) {{
+  %fusion.1 = (f32[16], bf16[8,16]) fusion(%x), kind=kOutput, calls=%async_collective_fusion.7
+}}
+
+%condition (p: (s32[], f32[16])) -> pred[] {{
+  %bound = s32[] constant(12)
+  ROOT %less = pred[] compare(%counter, %bound), direction=LT
+}}
+
+ENTRY %main (x: f32[16]) -> f32[16] {{
+  %async-collective-start.3 = (bf16[4,16], bf16[8,16]) fusion(%x), kind=kLoop, calls=%start_body
+  %while.9 = (s32[], f32[16]) while(%tuple), condition=%condition, body=%body
+  ROOT %async-collective-done.3 = bf16[8,16] fusion(%x), kind=kLoop, calls=%done_body
+}}
+"""
+    assert programs.collectives(text) == {"all-gather": {"count": 1, "bytes": 8 * 16 * 2}}
+
+
 @needs_8_devices
 def test_a_gathered_cache_is_seen():
     mesh = tf.make_mesh(4, 2)

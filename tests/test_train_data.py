@@ -16,6 +16,7 @@ from train import data, records
 from train import tokenizer as bpe
 from train.data import Corpus, DataConfig, Document, Rows, Source, open_sources
 from train.documents import chat_documents, text_documents
+from train.evaluate import held_out_prompts
 from treeflash_jax.generate import shipped
 from treeflash_jax.tokenizer import Tokenizer
 
@@ -266,6 +267,19 @@ def test_what_is_held_out_depends_on_neither_limit_nor_seed(tmp_path):
     assert few[0] != few[1] and few[0] == parts(12, 0)
     for some_kept, some_held_out in few:
         assert some_kept < kept and some_held_out < held_out and len(some_kept) + len(some_held_out) == 12
+
+
+def test_what_is_measured_is_spread_over_what_is_held_out(tmp_path):
+    assert data.spread(3, 10).tolist() == [0, 3, 6] and data.spread(5, 2).tolist() == [0, 1, 0, 1, 0]
+    lines = [{"prompt": [1] * (1 + i % 3), "response": [10 + i, 3]} for i in range(40)]
+    path = write(tmp_path / "answers.jsonl", lines)
+    opened = open_sources([Source(path=str(path), format="responses", hold_out=2)], DataConfig(row_tokens=5), None, 0)
+    packed = opened.held_out["answers"]
+    assert [packed.prompt(number) for number in range(6)] == [[1, 1], [], [1, 1, 1], [1, 1], [], [1, 1, 1]]
+    usable = [prompt for number in range(20) if (prompt := packed.prompt(number))]
+    assert len(usable) == 13
+    assert held_out_prompts(opened, 4) == [usable[i] for i in (0, 3, 6, 9)]
+    assert held_out_prompts(opened, 50) == usable
 
 
 def test_responses_weigh_one_and_the_prompt_nothing(tmp_path):

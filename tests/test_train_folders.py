@@ -108,6 +108,23 @@ def test_settings_logs_and_exports_lie_there(bucket, toy, tmp_path, monkeypatch)
     jax.tree.map(np.testing.assert_array_equal, weights, fresh)
     card = (tmp_path / "README.md").read_text()
     assert "step 2" in card and "| tau_64 | 3.500 |" in card, "what was measured up to that step"
+    stored = hf.read_drafter_config(tmp_path)
+    assert stored.drafter_temperature == 1 and stored.sampled_above is None
+
+
+def test_exports_store_what_was_found_after_training(toy, tmp_path, monkeypatch):
+    settings = toy_training.settings(toy, f"run={tmp_path}/run")
+    claim(folders.absolute(settings.run), settings)
+    fresh = head.fresh_head(toy_training.with_head(), 0, 0.3)
+    monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": fresh}))
+    found = dict(drafter_temperature=0.7, sampled_above=0.6)
+    export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "out"), dtype="float32", **found))
+    stored = hf.read_drafter_config(tmp_path / "out")
+    assert {name: getattr(stored, name) for name in found} == found
+    for name in found:
+        with pytest.raises(ValueError, match=f"got {name} -1.0, expected"):
+            export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "bad"), **{name: -1.0}))
+    assert not (tmp_path / "bad").exists()
 
 
 def test_what_failed_is_not_sent(bucket):

@@ -251,9 +251,9 @@ def corpus_of(train_rows=40, held_out=(6, 3)):
 
 
 @pytest.mark.parametrize("sizes", [dict(), dict(data=2, fsdp=2), dict(data=2, model=2)])
-def test_held_out_means_are_over_the_first_rows_of_every_source(sizes):
-    """Batches of 4: rows 0 to 7 of the first source of 6, 0 to 3 of the second of 3, again from 0 where they end."""
-    corpus, mesh, (params, frozen) = corpus_of(), make_mesh(**sizes), weights()
+def test_held_out_means_are_over_every_source_and_spread_over_its_rows(sizes):
+    """Batches of 4, at most 4: every other row of the first source, all of the second of 3, again from 0 where it ends."""
+    corpus, mesh, (params, frozen) = corpus_of(held_out=(32, 3)), make_mesh(**sizes), weights()
     with meshes.ambient(mesh):
         held_out = loop.HeldOut(STAGE, corpus, LoopConfig(batch=4), mesh)
         placed = state.place(params, SPECS, mesh, jnp.float32), state.place(frozen, FROZEN, mesh, jnp.float32)
@@ -267,7 +267,7 @@ def test_held_out_means_are_over_the_first_rows_of_every_source(sizes):
             totals.append(sums(params, frozen, corpus.held_out[name].take(rows), keys_b))
         return jax.tree.map(lambda *x: sum(x), *totals)
 
-    one = expected("source-0", ([0, 1, 2, 3], [4, 5, 0, 1]))
+    one = expected("source-0", ([0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22], [24, 26, 28, 30]))
     two = expected("source-1", ([0, 1, 2, 0],))
     both = jax.tree.map(jnp.add, one, two)
     assert set(found) == {"held_out/loss", "held_out/y", "held_out/source-0/loss", "held_out/source-1/loss"}

@@ -80,6 +80,12 @@ class Packed:
     def __getitem__(self, row: int) -> Rows:
         return self.take([row])
 
+    def prompt(self, document: int) -> list[int]:
+        """What stands before the first trained token of a document; empty where that is less than two tokens."""
+        begin, end = self.offsets[document], self.offsets[document + 1]
+        (trained,) = np.nonzero(self.weights[begin + 1 : end])
+        return self.tokens[begin : begin + 1 + trained[0]].tolist() if len(trained) and trained[0] else []
+
     def take(self, rows: Sequence[int] | np.ndarray) -> Rows:
         shape = (len(rows), self.row_tokens)
         out = Rows(*(np.zeros(shape, dtype) for dtype in (np.int32, np.int32, np.int32, np.float32)))
@@ -185,6 +191,11 @@ def batches(
 def at(corpus: Corpus, step: int, *, batch: int, seed: int, host: int = 0, hosts: int = 1) -> Rows:
     """What `batches` yields for one step, without threads."""
     return _former(corpus, batch, seed, host, hosts)(step)
+
+
+def spread(count: int, size: int) -> np.ndarray:
+    """`count` indices spread evenly over range(size), in order; from 0 again where there are not so many."""
+    return np.arange(count) * size // count if count <= size else np.arange(count) % size
 
 
 def pack(members: Iterable[Document], row_tokens: int) -> Packed:

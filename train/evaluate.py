@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 import treeflash_jax as tf
 from train import data
@@ -105,19 +104,10 @@ class TreeTau:
 
 
 def held_out_prompts(corpus: data.Corpus, count: int) -> list[list[int]]:
-    """The first `count` prompts of held-out documents: what stands before their first trained token."""
-    prompts: list[list[int]] = []
-    for packed in corpus.held_out.values():
-        for r in range(len(packed)):
-            rows = packed.take(np.array([r]))
-            for segment in range(1, int(rows.segments_rt.max()) + 1):
-                (where,) = np.nonzero(rows.segments_rt[0] == segment)
-                (answer,) = np.nonzero(rows.weights_rt[0][where] > 0)
-                if len(prompts) == count:
-                    return prompts
-                if len(answer) and answer[0] > 1:
-                    prompts.append(rows.tokens_rt[0][where[: answer[0]]].tolist())
-    return prompts
+    """At most `count` prompts of held-out documents, spread evenly over all of them."""
+    found = [packed.prompt(number) for packed in corpus.held_out.values() for number in range(packed.num_documents)]
+    found = [prompt for prompt in found if prompt]
+    return [found[i] for i in data.spread(min(count, len(found)), len(found))]
 
 
 def mean(values: Sequence[float]) -> float:

@@ -50,6 +50,11 @@ class ExportStage:
     drafter_temperature: float = 0.0
     sampled_above: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in ("drafter_temperature", "sampled_above"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"got {name} {getattr(self, name)}, expected a temperature, or 0 for the default")
+
 
 def main(settings: ExportStage) -> None:
     trained = read_settings(settings.run)

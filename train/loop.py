@@ -151,7 +151,7 @@ def fit(
 
 
 class HeldOut:
-    """Means over the first held-out rows of every source, with fixed anchors."""
+    """Means over held-out rows of every source, with fixed anchors; a few batches, spread over the source."""
 
     def __init__(self, stage: Stage, corpus: data.Corpus, loop: LoopConfig, mesh: jax.sharding.Mesh, batches: int = 4):
         self.mesh, self.loop, self.batches = mesh, loop, batches
@@ -174,8 +174,9 @@ class HeldOut:
         for name, packed in self.packed.items():
             own: Sums | None = None
             size = self.loop.batch
-            for number in range(min(self.batches, -(-len(packed) // size))):
-                rows = packed.take(np.arange(number * size, (number + 1) * size) % len(packed))
+            chosen = data.spread(min(self.batches, -(-len(packed) // size)) * size, len(packed)).reshape(-1, size)
+            for number, members in enumerate(chosen):
+                rows = packed.take(members)
                 share = size // jax.process_count()
                 mine = rows.take(np.arange(jax.process_index() * share, (jax.process_index() + 1) * share))
                 new = meshes.to_host(self.sums(params, frozen, hosts.place_rows(mine, self.mesh), number))

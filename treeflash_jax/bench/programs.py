@@ -72,7 +72,11 @@ def totals(found: Iterable[Collective]) -> dict[str, dict[str, int]]:
 
 
 def find_collectives(text: str) -> list[Collective]:
-    """Every collective that the text of a compiled program reaches from its entry, branches included."""
+    """Every collective that the text of a compiled program reaches from its entry, branches included.
+
+    TPUs run a collective beside other work: the text names it where it starts, in fusions that move it on (also those of a
+    loop: one collective lasts all its trips) and where it is done. Only the start counts.
+    """
     bodies: dict[str, list[str]] = {}
     name = ""
     for line in text.splitlines():
@@ -97,8 +101,10 @@ def find_collectives(text: str) -> list[Collective]:
             times, loop = trips, in_loop
             if kind == "while":
                 times, loop = trips * _trips(line, bodies), True
-            for called in re.findall(r"(?:body|condition|calls|to_apply)=%?([\w.\-]+)", line):
-                yield from visit(called, times, loop, in_branch)
+            if not line.strip().removeprefix("ROOT ").startswith("%async-collective-done"):
+                for called in re.findall(r"(?:body|condition|calls|to_apply)=%?([\w.\-]+)", line):
+                    if not called.startswith("async_collective_fusion"):
+                        yield from visit(called, times, loop, in_branch)
             branches = re.findall(r"(?:true_computation|false_computation)=%?([\w.\-]+)", line)
             for group in re.findall(r"branch_computations=\{([^}]*)\}", line):
                 branches += re.findall(r"%?([\w.\-]+)", group)
