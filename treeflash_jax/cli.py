@@ -133,6 +133,7 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--block-size", type=int, help="drafted block, anchor included; default: the drafter's")
     group.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
     group.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    run.add_shortlist(group)
     group.add_argument("--drafter-temperature", type=float, help="of the drafted distribution")
     group.add_argument("--builder", choices=BUILDERS, help="how a tree is built; default: as measured for the drafter")
     group.add_argument("--acceptance", choices=RULES, help="default: sample-and-match, block or traversal, by the builder")

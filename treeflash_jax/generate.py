@@ -174,7 +174,7 @@ class TreeFlash:
             method=config.method,
             head=config.head or self.drafter.head,
             num_nodes=(config.nodes or self.drafter.num_nodes) if is_tree else min(config.nodes or block, block),
-            draft=DraftSettings(candidates=config.candidates, children=config.children),
+            draft=DraftSettings(candidates=config.candidates, children=config.children, shortlist=config.shortlist),
             builder=builder,
             shape=shape if builder in SAMPLED else TreeShape(),
             rule=rule,

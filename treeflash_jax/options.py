@@ -40,6 +40,8 @@ class GenerateConfig:
         of 8 rows lose nothing by blocks of 8 in place of 16.
       candidates: previous tokens per depth (M).
       children: children kept per transition row (K).
+      shortlist: the second stage of a conditional head scores so many tokens per depth, those of all depths together,
+        instead of the vocabulary; 0 scores all of it.
       head: "mlp", "linear" or "marginal"; the drafter's own if None.
       builder: of a tree: "best-first", or one whose nodes are drawn at random: "paths", "delayed",
         "without-replacement", "hybrid". None: "best-first", but "hybrid" for rows at whose temperature that was measured to
@@ -71,6 +73,7 @@ class GenerateConfig:
     block_size: int | None = None
     candidates: int = 16
     children: int = 16
+    shortlist: int = 0
     head: HeadName | None = None
     builder: str | None = None
     acceptance: str | None = None
@@ -141,6 +144,8 @@ def resolve(
         for name in ("candidates", "children"):
             value = getattr(config, name)
             expect(1 <= value <= vocabulary, name, value, f"1 to {vocabulary} (the vocabulary)")
+        listed = config.shortlist
+        expect(0 <= listed <= vocabulary, "shortlist", listed, f"0 (all tokens) to {vocabulary} (the vocabulary)")
         heads = ("marginal", drafter.head)
         expect(config.head in (None, *heads), "head", repr(config.head), f"one of {heads}, what this drafter has")
         known_builders = ("best-first", *SAMPLED) if config.method == "tree" else (BUILDER_OF_METHOD[config.method],)

@@ -137,7 +137,9 @@ def stage_work(plan: DecodePlan, *, batch: int, context: int, dtype: Any, mesh: 
     second = count.weights(table, depths)
     if plan.head != "marginal":
         pairs = 1 + (depths - 1) * rows
-        second = count.weights(table, depths - 1) + count.weights(slots, depths) + count.weights(table, pairs)
+        listed = plan.draft.shortlist
+        second = count.weights(table, depths if listed else depths - 1) + count.weights(slots, depths)
+        second += count.listed(model, depths * listed, pairs) if listed else count.weights(table, pairs)
         second += count.weights({name: spec for name, spec in head.items() if name not in slots}, pairs)
 
     hidden = count.numbers((None, None), (block, model.hidden_size))
@@ -197,6 +199,12 @@ class _Counter:
         sizes: list[tuple[Spec, int]] = [(spec, self.local(spec.axes, spec.shape)) for spec in leaves]
         products = sum(size for spec, size in sizes if len(spec.shape) > 1)
         return Work(self.width * sum(size for _, size in sizes), 2 * self.rows * rows * products)
+
+    def listed(self, config: ModelConfig, tokens: int, rows: float) -> Work:
+        """So many tokens' rows of the vocabulary table for every sequence, and their products with so many rows of it."""
+        return Work(
+            self.width * self.rows * tokens * config.hidden_size, 2 * self.rows * rows * tokens * config.hidden_size
+        )
 
     def attention(self, config: ModelConfig, rows: float, seen: float) -> Work:
         """Both products of so many queries a sequence with the rows that each sees, in all layers."""

@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--nodes", nargs="+", type=int, metavar="N", help="verified rows a round, root included")
     sizes.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
     sizes.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    side_by_side.add_shortlist(sizes)
     sizes.add_argument("--method", choices=tuple(BUILDER_OF_METHOD), default="tree", help="default: %(default)s")
     sizes.add_argument("--head", choices=HEADS, help="default: the drafter's own; any with random weights")
     sizes.add_argument("--builder", choices=("best-first", *SAMPLED), help="default: best-first")
@@ -154,7 +155,9 @@ def plans_of(pair: Pair, arguments: argparse.Namespace) -> list[DecodePlan]:
     Raises:
       ValueError: settings that the pair cannot serve.
     """
-    fields = {name: getattr(arguments, name) for name in "method candidates children head builder acceptance".split()}
+    fields = {
+        name: getattr(arguments, name) for name in "method candidates children shortlist head builder acceptance".split()
+    }
     planner = tf.TreeFlash(pair.verifier, Weights(None), drafter=pair.drafter)
     plans = {}
     for nodes in arguments.nodes or [None]:
@@ -188,6 +191,7 @@ def settings_of(
         "nodes": [plan.num_nodes for plan in plans],
         "candidates": plan.draft.candidates,
         "children": plan.draft.children,
+        "shortlist": plan.draft.shortlist,
         "method": plan.method,
         "head": plan.head,
         "builder": plan.builder,

@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     request.add_argument("--nodes", type=int, help="verified rows a round, root included; default: the drafter's own")
     request.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
     request.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    run.add_shortlist(request)
     request.add_argument("--head", choices=HEADS, help="default: the drafter's own")
     request.add_argument("--builder", choices=("best-first", *SAMPLED), help="default: best-first")
     request.add_argument("--acceptance", choices=RULES, help="default: by the builder")
@@ -76,7 +77,7 @@ def report(arguments: argparse.Namespace) -> int:
     """
     mesh, limit, kind = _devices(arguments)
     model, drafter, name = _pair(arguments)
-    names = "method nodes candidates children head builder acceptance branches trunk skeleton leaves".split()
+    names = "method nodes candidates children shortlist head builder acceptance branches trunk skeleton leaves".split()
     config = resolve(None, {name: getattr(arguments, name) for name in names}, model, drafter)
     if min(arguments.batch, arguments.context) < 1:
         raise ValueError(f"got batch {arguments.batch} and context {arguments.context}, expected at least 1 of each")
@@ -106,6 +107,7 @@ def report(arguments: argparse.Namespace) -> int:
         "nodes": plan.num_nodes,
         "candidates": plan.draft.candidates,
         "children": plan.draft.children,
+        "shortlist": plan.draft.shortlist,
         "builder": plan.builder,
         "acceptance": plan.rule,
         "bytes_per_device": asdict(needs),

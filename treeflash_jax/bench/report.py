@@ -37,7 +37,7 @@ KEYS = (
 # Settings that all records of a file share; the others are a system's own. Temperature and seed tell records apart.
 SHARED = "verifier drafter dtype format max_new_tokens batch_size top_k top_p".split()
 OWN = "method head nodes candidates children drafter_temperature drafter_temperature_rule".split()
-SAMPLED = "builder acceptance branches trunk skeleton leaves".split()  # own too; absent from older files
+SAMPLED = "shortlist builder acceptance branches trunk skeleton leaves".split()  # own too; absent from older files
 RESAMPLES = 2000
 WIDTH = 140  # of tables that do not go to a terminal
 

@@ -80,6 +80,16 @@ def add_model_and_prompts(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument("--limit", type=int, metavar="N", help="so many, drawn as in the published benchmarks")
 
 
+def add_shortlist(parser: Any) -> None:
+    parser.add_argument(
+        "--shortlist",
+        type=int,
+        default=0,
+        metavar="S",
+        help="tokens per depth that the second stage scores, those of all depths together; 0: the vocabulary (default)",
+    )
+
+
 def add_shape(group: Any) -> None:
     """Sizes of trees whose nodes are drawn at random."""
     group.add_argument("--branches", type=int, default=TreeShape.branches, help="sampled paths, or children per node")
@@ -97,6 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     systems.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
     systems.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    add_shortlist(systems)
     systems.add_argument("--drafter-temperature", type=float, metavar="T", help="default: the drafter's own")
     systems.add_argument("--builder", choices=("best-first", *SAMPLED), help="of trees that name none")
     systems.add_argument("--acceptance", choices=RULES, help="of trees that name none; default: the builder's own")
@@ -127,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
         verifier, drafter = arguments.pair or (None, None)
         name = None if arguments.pair else "tiny"
         model = tf.load(name, verifier=verifier, drafter=drafter, dtype=arguments.dtype)
-        names = "candidates children drafter_temperature top_k top_p max_new_tokens batch_size".split()
+        names = "candidates children shortlist drafter_temperature top_k top_p max_new_tokens batch_size".split()
         names += "branches trunk skeleton leaves".split()
         shared = {name: getattr(arguments, name) for name in names}
         trees = {"builder": arguments.builder or "best-first", "acceptance": arguments.acceptance}
@@ -354,6 +365,7 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
         "head": plan.head if plan.drafts else None,
         "candidates": config.candidates if plan.drafts else None,
         "children": config.children if plan.drafts else None,
+        "shortlist": config.shortlist if plan.drafts else None,
         "builder": plan.builder if is_tree else None,
         "acceptance": plan.rule if is_tree else None,
         **shape,
