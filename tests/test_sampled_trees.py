@@ -14,6 +14,7 @@ from conftest import random_pair
 from treeflash_jax import GenerateConfig, TreeFlash, make_mesh
 from treeflash_jax import decode as core
 from treeflash_jax.bench import rules as comparison
+from treeflash_jax.bench import run
 from treeflash_jax.bench.run import parse_systems
 from treeflash_jax.check import check
 from treeflash_jax.options import drafting, rows_of
@@ -155,11 +156,31 @@ def test_the_comparison_holds_every_lawful_pair_once():
     assert ("best-first", "traversal") not in pairs and ("paths", "block") not in pairs
 
 
-def test_the_comparison_writes_numbers_and_a_picture(tmp_path):
+def test_the_comparison_writes_numbers_and_a_picture_and_goes_on_after_a_stop(tmp_path, monkeypatch, capsys):
     out, picture = tmp_path / "rules.json", tmp_path / "rules.png"
     arguments = "--builders hybrid --rules traversal --heads mlp --nodes 6 --candidates 4 --children 4".split()
     arguments += "--temperature 1 --limit 3 --max-new-tokens 12 --resamples 50".split()
     assert comparison.main([*arguments, "--out", str(out), "--plot", str(picture)]) == 0
+    again, partial, converse, asked = tmp_path / "again.json", tmp_path / "again.json.partial", run.converse, []
+
+    def stops(model, batch, config, form):
+        asked.append(config.builder)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return converse(model, batch, config, form)
+
+    monkeypatch.setattr(run, "converse", stops)
+    with pytest.raises(KeyboardInterrupt):
+        comparison.main([*arguments, "--out", str(again)])
+    with partial.open("a") as file:
+        file.write('{"system": "cut o')
+    before = partial.read_text()
+    assert comparison.main([*arguments, "--seed", "1", "--out", str(again)]) == 2
+    assert "got results of another comparison" in capsys.readouterr().err
+    assert partial.read_text().splitlines()[:2] == before.splitlines()[:2]
+    assert comparison.main([*arguments, "--out", str(again)]) == 0
+    assert asked == ["best-first", "hybrid", "hybrid"] and not partial.exists()
+    assert again.read_text() == out.read_text()
     result = json.loads(out.read_text())
     plain, sampled = result["rows"]
     assert (plain["builder"], plain["acceptance"]) == comparison.BASELINE and plain["tau_ratio"]["value"] == 1

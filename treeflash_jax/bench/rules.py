@@ -6,6 +6,8 @@
 For every temperature, number of rows and head: block efficiency (tokens committed per round, bonus included), its interval,
 its ratio over the deterministic tree of as many rows, and the block efficiency expected from the rules' `weights` in the
 same rounds, which has no coin noise. Intervals are those of `bench report`: 95 % paired bootstraps over prompts.
+
+What is measured goes to OUT.partial at once, and a run that was interrupted goes on from there.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 
@@ -86,17 +88,24 @@ def compare(arguments: argparse.Namespace) -> int:
         pair=tuple(arguments.pair or ("tiny", "tiny")),
     )
     run.check(model, bench, [], arguments.out)
+    settings = shared | {
+        "verifier": bench.pair[0],
+        "drafter": bench.pair[1],
+        "format": bench.format,
+        "dtype": str(model.weights.verifier["embed"].dtype),
+        "prompts": len(prompts),
+        "seeds": list(bench.seeds),
+    }
+    about = {"settings": settings, **run.environment(model)}
     with open(arguments.out, "a", encoding="utf-8"):  # refused before anything is measured
         pass
-    answers = measure(model, bench)
-    result = {
-        "settings": shared
-        | {"verifier": bench.pair[0], "drafter": bench.pair[1], "format": bench.format}
-        | {"dtype": str(model.weights.verifier["embed"].dtype), "prompts": len(prompts), "seeds": list(bench.seeds)},
-        **run.environment(model),
-        "rows": rows_of(answers, arguments.resamples),
-    }
+    partial = Path(f"{arguments.out}.partial")
+    with partial.open("a+", encoding="utf-8") as file:
+        earlier = resume(file, about | {"texts": [prompt.hash for prompt in prompts]})
+        answers = measure(model, bench, earlier, file)
+    result = about | {"rows": rows_of(answers, arguments.resamples)}
     Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    partial.unlink()
     if arguments.plot:
         plot(result, arguments.plot)
     return 0
@@ -120,25 +129,57 @@ def combinations(
     return configs
 
 
-def measure(model: tf.TreeFlash, bench: run.Bench) -> list[tuple[tf.GenerateConfig, report.Answers]]:
+def resume(file: TextIO, about: dict[str, Any]) -> dict[str, report.Answers]:
+    """Answers that an interrupted run left in its file, by system. A last line that was cut off is removed.
+
+    Raises:
+      ValueError: answers of other settings, prompts, versions or hardware.
+    """
+    file.seek(0)
+    lines = [line for line in file if line.endswith("\n")]
+    file.truncate(sum(len(line.encode()) for line in lines))
+    if not lines:
+        file.write(json.dumps(about) + "\n")
+        file.flush()
+    elif json.loads(lines[0]) != about:
+        raise ValueError(f"{file.name}: got results of another comparison, expected those of this one; remove the file")
+    kept = {}
+    for one in map(json.loads, lines[1:]):
+        kept[one["system"]] = {(prompt, seed): counts for prompt, seed, counts in one["answers"]}
+    return kept
+
+
+def measure(
+    model: tf.TreeFlash, bench: run.Bench, earlier: dict[str, report.Answers], file: TextIO
+) -> list[tuple[tf.GenerateConfig, report.Answers]]:
     """Answers of every system at every temperature: committed tokens, expected ones and rounds by (prompt, seed)."""
     measured = []
     for config in bench.systems.values():
         for temperature in bench.temperatures:
-            answers: report.Answers = {}
-            for seed in bench.seeds:
-                asked = replace(config, temperature=temperature, seed=seed)
-                for at in range(0, len(bench.prompts), config.batch_size):
-                    batch: list[BenchPrompt] = bench.prompts[at : at + config.batch_size]
-                    for prompt, results in zip(batch, run.converse(model, batch, asked, bench.format), strict=True):
-                        answers[prompt.id, seed] = {
-                            "committed": sum(sum(result.accept_lengths) for result in results),
-                            "expected": sum(sum(result.expected_lengths) for result in results),
-                            "rounds": sum(len(result.accept_lengths) for result in results),
-                        }
-            measured.append((replace(config, temperature=temperature), answers))
-            print(f"{len(measured)}/{len(bench.systems) * len(bench.temperatures)} {_name(config)}", file=sys.stderr)
+            name = f"{_name(config)}, T = {temperature:g}"
+            if name not in earlier:
+                earlier[name] = _answers(model, bench, replace(config, temperature=temperature))
+                line = {"system": name, "answers": [[*key, counts] for key, counts in earlier[name].items()]}
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+            measured.append((replace(config, temperature=temperature), earlier[name]))
+            print(f"{len(measured)}/{len(bench.systems) * len(bench.temperatures)} {name}", file=sys.stderr)
     return measured
+
+
+def _answers(model: tf.TreeFlash, bench: run.Bench, config: tf.GenerateConfig) -> report.Answers:
+    answers: report.Answers = {}
+    for seed in bench.seeds:
+        asked = replace(config, seed=seed)
+        for at in range(0, len(bench.prompts), config.batch_size):
+            batch: list[BenchPrompt] = bench.prompts[at : at + config.batch_size]
+            for prompt, results in zip(batch, run.converse(model, batch, asked, bench.format), strict=True):
+                answers[prompt.id, seed] = {
+                    "committed": sum(sum(result.accept_lengths) for result in results),
+                    "expected": float(sum(sum(result.expected_lengths) for result in results)),
+                    "rounds": sum(len(result.accept_lengths) for result in results),
+                }
+    return answers
 
 
 def rows_of(measured: Sequence[tuple[tf.GenerateConfig, report.Answers]], resamples: int) -> list[dict[str, Any]]:
