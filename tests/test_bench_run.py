@@ -114,8 +114,8 @@ def test_the_shipped_pair_is_loaded_by_default_and_folders_by_name(fake, prompts
     folders = [str(assets / "verifier"), str(assets / "drafter")]
     assert bench(prompts, tmp_path / "a.jsonl") == 0
     assert bench(prompts, tmp_path / "b.jsonl", "--pair", *folders, "--dtype", "bfloat16") == 0
-    assert loads[0] == ("tiny", {"verifier": None, "drafter": None, "dtype": None})
-    assert loads[1] == (None, {"verifier": folders[0], "drafter": folders[1], "dtype": "bfloat16"})
+    assert loads[0] == ("tiny", {"verifier": None, "drafter": None, "dtype": None, "quantize": None})
+    assert loads[1] == (None, {"verifier": folders[0], "drafter": folders[1], "dtype": "bfloat16", "quantize": None})
     for record in read(tmp_path / "b.jsonl"):
         assert [record["settings"][name] for name in ("verifier", "drafter", "dtype")] == [*folders, "bfloat16"]
 
