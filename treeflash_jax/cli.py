@@ -240,8 +240,8 @@ def _check(arguments: argparse.Namespace) -> int:
                 f"prompt {index}: differs from token {apart.index} on (drafted {apart.drafted}, one by one {apart.plain}); "
                 f"the verifier's two best logits are {apart.gap:.2g} apart there"
             )
-    if arguments.quantize and not arguments.json:
-        print(f"identical means: {meaning(arguments.quantize)}")
+    if case.quantize and not arguments.json:
+        print(f"identical means: {meaning(case.quantize)}")
     return 0 if excused else 1
 
 

@@ -87,8 +87,10 @@ def quantize(weight: jax.Array, inputs: tuple[int, ...]) -> Quantized:
     """
     wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
     kept = jnp.finfo(weight.dtype)
-    # A pair of casts would not do: XLA may drop it, and values would be those of another scale than the stored one.
-    scale = lax.reduce_precision(jnp.max(jnp.abs(wide), axis=inputs, keepdims=True) / LARGEST, kept.nexp, kept.nmant)
+    # A factor, since XLA compiles a quotient by a constant in another way than it runs one. No pair of casts: XLA may drop
+    # it, and values would be those of another scale than the stored one.
+    scale = jnp.max(jnp.abs(wide), axis=inputs, keepdims=True) * (1 / LARGEST)
+    scale = lax.reduce_precision(scale, kept.nexp, kept.nmant)
     steps = jnp.round(wide / jnp.where(scale > 0, scale, 1))
     values = jnp.clip(steps, -LARGEST, LARGEST).astype(jnp.int8)
     return Quantized(values=values, scale=jnp.squeeze(scale, inputs).astype(weight.dtype))
