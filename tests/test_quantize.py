@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import jax
@@ -74,7 +75,8 @@ def test_values_and_scales_by_hand(name, dtype):
     weight = draw(spec.shape).astype(dtype)
     weight[(0,) * weight.ndim] *= 40  # a channel of its own scale
     weight[(..., 3) if name != "table" else 3] = 0
-    found = jax.jit(lambda w: quantize(w, spec.inputs))(weight)
+    with jax.debug_nans(True):
+        found = jax.jit(lambda w: quantize(w, spec.inputs))(weight)
     values, scale = by_hand(weight, spec.inputs)
     np.testing.assert_array_equal(found.values, values)
     np.testing.assert_array_equal(np.asarray(found.scale), scale.squeeze(spec.inputs))
@@ -118,6 +120,19 @@ def test_heads_merge_through_a_rounded_weight():
     small = quantize(jnp.asarray(weight), (0, 1))
     expected = np.einsum("bthe,hed->btd", mixed, widened(small, (0, 1)))
     np.testing.assert_allclose(layers.merge_heads({"o": small}, mixed), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_loops_carry_int8_and_no_wide_copy():
+    """XLA moves what a loop does not change out of it, unless it is tied to what changes."""
+    small = quantize(jnp.asarray(draw((32, 32))), (0,))
+
+    @jax.jit
+    def repeat(weight, x, times):
+        return jax.lax.fori_loop(0, times, lambda _, x: jnp.tanh(layers.linear("td,df->tf", x, weight)), x)
+
+    text = repeat.lower(small, jnp.ones((4, 32)), 5).compile().as_text()
+    [carried] = re.findall(r"= \((.*)\) while\(", text)
+    assert "s8[32,32]" in carried and "f32[32,32]" not in carried
 
 
 def test_embedding_rows_and_logits():
@@ -259,6 +274,25 @@ def test_unknown_schemes_are_refused_before_anything_is_looked_for(capsys):
             cli.main([*command.split(), "--quantize", "int4"])
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and "'int4'" in error and "int8" in error
+
+
+SUITES = ["bench run --out", "bench rules --out", "bench latency --out", "bench memory --shape tiny --no-compile --out"]
+
+
+@pytest.mark.parametrize("command", ["generate --prompt x", "chat", "check --prompt x", *SUITES])
+def test_every_command_passes_the_scheme_on(command, monkeypatch, tmp_path):
+    class Asked(Exception):
+        pass
+
+    def ask(*_, quantize=None, **__):
+        raise Asked(quantize)
+
+    monkeypatch.setattr(tf, "load", ask)
+    monkeypatch.setattr("treeflash_jax.bench.memory.footprint", ask)
+    monkeypatch.setattr("treeflash_jax.bench.latency.measure_ceilings", lambda dtype: None)
+    out = [str(tmp_path / "out.json")] if command.endswith("--out") else []
+    with pytest.raises(Asked, match="int8"):
+        cli.main([*command.split(), *out, "--quantize", "int8"])
 
 
 def test_check_says_what_is_exact(capsys, monkeypatch, int8):
