@@ -93,7 +93,7 @@ def test_a_run_records_what_generate_gives(tiny, prompts, tmp_path, monkeypatch,
     drafts |= dict.fromkeys(("branches", "trunk", "skeleton", "leaves"))  # sizes of sampled trees only
     drafts |= {"drafter_temperature": tiny.drafter.drafter_temperature, "drafter_temperature_rule": "max(it, min(T, 1))"}
     others = {"temperature": 0.0, "seed": 0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 8, "format": "chat"}
-    model = {"dtype": "float32", "batch_size": 1, "verifier": "tiny", "drafter": "tiny"}
+    model = {"dtype": "float32", "quantize": None, "batch_size": 1, "verifier": "tiny", "drafter": "tiny"}
     assert record["settings"] == drafts | others | model
     assert record["hardware"]["backend"] == "cpu" and record["hardware"]["cores"] >= 1
     assert set(record["versions"]) == {"jax", "treeflash_jax", "python"}
@@ -114,8 +114,8 @@ def test_the_shipped_pair_is_loaded_by_default_and_folders_by_name(fake, prompts
     folders = [str(assets / "verifier"), str(assets / "drafter")]
     assert bench(prompts, tmp_path / "a.jsonl") == 0
     assert bench(prompts, tmp_path / "b.jsonl", "--pair", *folders, "--dtype", "bfloat16") == 0
-    assert loads[0] == ("tiny", {"verifier": None, "drafter": None, "dtype": None})
-    assert loads[1] == (None, {"verifier": folders[0], "drafter": folders[1], "dtype": "bfloat16"})
+    assert loads[0] == ("tiny", {"verifier": None, "drafter": None, "dtype": None, "quantize": None})
+    assert loads[1] == (None, {"verifier": folders[0], "drafter": folders[1], "dtype": "bfloat16", "quantize": None})
     for record in read(tmp_path / "b.jsonl"):
         assert [record["settings"][name] for name in ("verifier", "drafter", "dtype")] == [*folders, "bfloat16"]
 

@@ -38,11 +38,18 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One prompt, decoded twice."""
+    """One prompt, decoded twice.
+
+    Attributes:
+      drafted, plain: both answers.
+      divergence: None where they are equal.
+      quantize: scheme of the verifier that gave both: `meaning` says what their equality means.
+    """
 
     drafted: Result
     plain: Result
     divergence: Divergence | None
+    quantize: str | None = None
 
 
 def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[Check]:
@@ -65,9 +72,16 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[
     drafted = model.generate(prompts, **settings)
     plain = model.generate(prompts, **settings | {"method": "ar"})
     return [
-        Check(drafted=mine, plain=theirs, divergence=_divergence(model, mine, theirs))
+        Check(drafted=mine, plain=theirs, divergence=_divergence(model, mine, theirs), quantize=model.quantize)
         for mine, theirs in zip(drafted, plain, strict=True)
     ]
+
+
+def meaning(quantize: str | None) -> str:
+    """What equal outputs are exact with respect to, in one line."""
+    if quantize is None:
+        return "exact with respect to the verifier as loaded"
+    return f"exact with respect to the {quantize} verifier, not to the one in the files: its own answers may differ"
 
 
 def _divergence(model: TreeFlash, drafted: Result, plain: Result) -> Divergence | None:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.bench import latency, memory, report, rules, run
 from treeflash_jax.builders import SAMPLED
+from treeflash_jax.quantized import SCHEMES
 
 BUILDERS = ("best-first", *SAMPLED)
 METHODS = ("tree", "walk", "chain", "ar")
@@ -113,6 +114,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--drafter-revision", help="of the drafter on the Hub")
     group.add_argument("--local-files-only", action="store_true", help="never ask the Hub")
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="of weights, caches and activations")
+    group.add_argument("--quantize", choices=SCHEMES, help="the verifier's matrices, as they are loaded")
     group.add_argument("--mesh", metavar="DxM", help="shard over D x M devices: rows over D, weights and vocabulary over M")
 
 
@@ -165,7 +167,8 @@ def _load(arguments: argparse.Namespace) -> Any:
     own_pair = arguments.verifier is None and arguments.drafter is None
     names = ("verifier", "drafter", "revision", "drafter_revision", "local_files_only")
     paths = {} if own_pair else {name: getattr(arguments, name) for name in names}
-    return tf.load("tiny" if own_pair else None, **paths, dtype=arguments.dtype, mesh=_mesh(arguments.mesh))
+    sizes = {"dtype": arguments.dtype, "quantize": arguments.quantize, "mesh": _mesh(arguments.mesh)}
+    return tf.load("tiny" if own_pair else None, **paths, **sizes)
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -220,7 +223,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from treeflash_jax.check import check
+    from treeflash_jax.check import check, meaning
 
     settings, prompts = _settings(arguments), _prompts(arguments)
     excused = True
@@ -229,6 +232,7 @@ def _check(arguments: argparse.Namespace) -> int:
         excused &= apart is None or apart.gap <= arguments.near_tie
         if arguments.json:
             record = {"identical": apart is None, "tokens": len(case.plain.ids), "tau": case.drafted.tau}
+            record |= {"quantize": case.quantize, "meaning": meaning(case.quantize)}
             print(json.dumps(record | {"divergence": asdict(apart) if apart else None}))
         elif apart is None:
             print(f"prompt {index}: identical, {len(case.plain.ids)} tokens, tau {case.drafted.tau:.2f}")
@@ -237,6 +241,8 @@ def _check(arguments: argparse.Namespace) -> int:
                 f"prompt {index}: differs from token {apart.index} on (drafted {apart.drafted}, one by one {apart.plain}); "
                 f"the verifier's two best logits are {apart.gap:.2g} apart there"
             )
+    if case.quantize and not arguments.json:
+        print(f"identical means: {meaning(case.quantize)}")
     return 0 if excused else 1
 
 

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from treeflash_jax import cache as caches
 from treeflash_jax import drafter as dflash
@@ -53,6 +52,7 @@ def footprint(
     batch: int = 0,
     capacity: int = 0,
     drafts: bool = True,
+    quantize: str | None = None,
 ) -> Footprint:
     """What a pair and the caches of a request hold on each device.
 
@@ -64,23 +64,27 @@ def footprint(
       batch: rows decoded together, of all devices.
       capacity: positions a row's caches hold.
       drafts: whether the request has caches of the drafter.
+      quantize: scheme of the verifier's matrices.
+
+    Raises:
+      ValueError: an unknown scheme.
     """
 
-    def local(shape: tuple[int, ...], axes: meshes.Axes) -> int:
-        if mesh is not None:
-            shape = meshes.sharding(axes, shape, mesh).shard_shape(shape)
-        return math.prod(shape) * jnp.dtype(dtype).itemsize
+    def local(spec: parameters.Spec) -> int:
+        shape = spec.shape if mesh is None else meshes.sharding(spec.axes, spec.shape, mesh).shard_shape(spec.shape)
+        return math.prod(shape) * spec.dtype_in(dtype).itemsize
 
     def weights(specs: Any) -> int:
-        return sum(local(spec.shape, spec.axes) for spec in jax.tree.leaves(specs, is_leaf=parameters.is_spec))
+        return sum(map(local, jax.tree.leaves(specs, is_leaf=parameters.is_spec)))
 
     def slots(config: ModelConfig) -> int:
-        return 2 * config.num_layers * local((batch, config.num_kv_heads, capacity, config.head_dim), caches.AXES)
+        shape = (batch, config.num_kv_heads, capacity, config.head_dim)
+        return 2 * config.num_layers * local(parameters.Spec(shape, caches.AXES))
 
     if drafter is None:
-        return Footprint(verifier=weights(models.specs(verifier)), verifier_cache=slots(verifier))
+        return Footprint(verifier=weights(models.specs(verifier, quantize)), verifier_cache=slots(verifier))
     return Footprint(
-        verifier=weights(models.specs(verifier)),
+        verifier=weights(models.specs(verifier, quantize)),
         drafter=weights(dflash.specs(drafter)),
         head=weights(HEADS[drafter.head].specs(drafter)),
         verifier_cache=slots(verifier),

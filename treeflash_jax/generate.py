@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax import decode as core
-from treeflash_jax import hf
+from treeflash_jax import hf, quantized
 from treeflash_jax import mesh as meshes
 from treeflash_jax.builders import SAMPLED, TreeShape
 from treeflash_jax.clock import Clock
@@ -65,6 +65,11 @@ class TreeFlash:
         self.stop_ids = tuple(sorted({*stop_ids, *(tokenizer.stop_ids if tokenizer else ())}))
         self.mesh = mesh
         self.programs: dict[Any, Callable] = {}
+
+    @property
+    def quantize(self) -> str | None:
+        """Scheme of the verifier's matrices."""
+        return quantized.scheme_of(self.weights.verifier)
 
     def generate(
         self,
@@ -197,6 +202,7 @@ class TreeFlash:
             batch=self._padded(size),
             capacity=capacity_bucket(max(row.length for row in rows) + config.max_new_tokens),
             drafts=config.method != "ar",
+            quantize=self.quantize,
         )
         check_memory(needs, memory_limit(self.mesh), self.mesh)
 
@@ -367,6 +373,7 @@ def load(
     drafter: str | Path | None = None,
     mesh=None,
     dtype: Any = None,
+    quantize: str | None = None,
     revision: str | None = None,
     drafter_revision: str | None = None,
     local_files_only: bool = False,
@@ -383,14 +390,17 @@ def load(
       drafter: folder or Hub id of a DFlash or TreeFlash drafter; None for plain decoding.
       mesh: a (data, model) mesh of `make_mesh`; None: one device.
       dtype: of weights, caches and activations; float32 on a CPU, bfloat16 elsewhere if None.
+      quantize: "int8" keeps the verifier's matrices in int8, with a scale per output channel: a verifier of its own, which
+        drafted output is exact with respect to. Rounded as they are read, one in `dtype` on a device at a time.
       revision: of the verifier on the Hub.
       drafter_revision: of the drafter on the Hub.
       local_files_only: take Hub ids from the local cache only.
 
     Raises:
-      ValueError: missing, damaged or mismatched files, no way to the Hub, or weights that a device cannot hold (before they
-        are read): one line each.
+      ValueError: missing, damaged or mismatched files, no way to the Hub, an unknown `quantize`, or weights that a device
+        cannot hold (before they are read): one line each.
     """
+    quantized.check_scheme(quantize)
     if name is not None:
         if name != "tiny" or verifier is not None or drafter is not None:
             raise ValueError(f"got name {name!r}, expected 'tiny' alone, or verifier= and drafter=")
@@ -405,10 +415,10 @@ def load(
         drafter = hf.locate(drafter, drafter_revision, local_files_only)
         drafter_config = hf.read_drafter_config(drafter)
         drafter_config.check_fits(config)
-    check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh), memory_limit(mesh), mesh)
+    check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), memory_limit(mesh), mesh)
     if drafter is not None:  # from here on weights are read
         drafter_config, drafter_params, head_params = hf.load_drafter(drafter, dtype=dtype, mesh=mesh)
-    config, verifier_params = hf.load_verifier(verifier, dtype=dtype, mesh=mesh)
+    config, verifier_params = hf.load_verifier(verifier, dtype=dtype, mesh=mesh, quantize=quantize)
     return TreeFlash(
         config,
         Weights(verifier_params, drafter_params, head_params),

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
 from treeflash_jax import drafter as dflash
-from treeflash_jax import storage, verifier
+from treeflash_jax import quantized, storage, verifier
 from treeflash_jax.config import FILE_OF_HEAD, DrafterConfig, ModelConfig, read_json, token_ids
 from treeflash_jax.heads import HEADS
 from treeflash_jax.params import Spec
@@ -91,22 +92,27 @@ def read_drafter_config(folder: str | Path) -> DrafterConfig:
     return DrafterConfig.from_hf(read_json(path), str(path))
 
 
-def load_verifier(folder: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tuple[ModelConfig, dict[str, Any]]:
+def load_verifier(
+    folder: str | Path, *, dtype: Any = jnp.float32, mesh=None, quantize: str | None = None
+) -> tuple[ModelConfig, dict[str, Any]]:
     """Reads a Qwen3 (dense) or Llama folder: config.json and model.safetensors, whole or in parts.
 
     Args:
       folder: with config.json.
       dtype: of the parameters; bfloat16 files load bit for bit into bfloat16.
       mesh: where they go; each device's host reads its own slices only. None: the default device.
+      quantize: "int8" rounds every matrix as it arrives; devices hold one of them in `dtype` at a time.
 
     Raises:
       ValueError: anything missing, unknown, damaged, mis-shaped or not implemented.
     """
+    quantized.check_scheme(quantize)
     folder = Path(folder)
     config = read_verifier_config(folder)
     specs = verifier.specs(config)
+    finish = partial(quantized.compress, scheme=quantize, mesh=mesh)
     spare = ("lm_head.weight",) if config.tie_embeddings else ()  # some files repeat the tied table
-    return config, storage.load(folder, specs, _verifier_entries(specs), dtype, mesh, spare)
+    return config, storage.load(folder, specs, _verifier_entries(specs), dtype, mesh, spare, finish)
 
 
 def load_drafter(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treeflash_jax import quantized
 from treeflash_jax.config import ModelConfig, Rope
 from treeflash_jax.params import Spec
 
@@ -26,23 +27,23 @@ def layer_specs(config: ModelConfig) -> Params:
     )  # fmt: skip
     specs = {
         "attention_norm": Spec((d,), (None,), "ones"),
-        "q": Spec((d, h, e), ("embed", "heads", None)),
-        "k": Spec((d, k, e), ("embed", "kv_heads", None)),
-        "v": Spec((d, k, e), ("embed", "kv_heads", None)),
-        "o": Spec((h, e, d), ("heads", None, "embed")),
+        "q": Spec((d, h, e), ("embed", "heads", None), inputs=(0,)),
+        "k": Spec((d, k, e), ("embed", "kv_heads", None), inputs=(0,)),
+        "v": Spec((d, k, e), ("embed", "kv_heads", None), inputs=(0,)),
+        "o": Spec((h, e, d), ("heads", None, "embed"), inputs=(0, 1)),
         "mlp_norm": Spec((d,), (None,), "ones"),
-        "gate": Spec((d, f), ("embed", "ffn")),
-        "up": Spec((d, f), ("embed", "ffn")),
-        "down": Spec((f, d), ("ffn", "embed")),
+        "gate": Spec((d, f), ("embed", "ffn"), inputs=(0,)),
+        "up": Spec((d, f), ("embed", "ffn"), inputs=(0,)),
+        "down": Spec((f, d), ("ffn", "embed"), inputs=(0,)),
     }
     if config.qk_norm:
         specs |= {"q_norm": Spec((e,), (None,), "ones"), "k_norm": Spec((e,), (None,), "ones")}
     return specs
 
 
-def linear(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+def linear(equation: str, x: jax.Array, weight: jax.Array | quantized.Quantized) -> jax.Array:
     """An einsum of activations with a weight: the one door through which layer weights enter the maths."""
-    return jnp.einsum(equation, x, weight)
+    return quantized.product(equation, x, weight)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:

@@ -13,11 +13,22 @@ from treeflash_jax import mesh as meshes
 
 @dataclass(frozen=True)
 class Spec:
-    """A weight's shape, the logical axis of each dimension, and how a fresh one is drawn."""
+    """A weight's shape, the logical axis of each dimension, and how a fresh one is drawn.
+
+    Attributes:
+      inputs: axes that a product sums over, of the matrices that can be quantised; () for all else.
+      dtype: where it is not the model's.
+    """
 
     shape: tuple[int, ...]
     axes: meshes.Axes
     init: Literal["normal", "ones", "zeros"] = "normal"
+    inputs: tuple[int, ...] = ()
+    dtype: Any = None
+
+    def dtype_in(self, dtype: Any) -> Any:
+        """Its dtype in a model of `dtype`."""
+        return jnp.dtype(dtype if self.dtype is None else self.dtype)
 
 
 def count(tree: Any) -> int:
@@ -38,7 +49,7 @@ def abstract(specs: Any, dtype: Any, mesh=None) -> Any:
 
     def leaf(spec: Spec) -> jax.ShapeDtypeStruct:
         place = None if mesh is None else meshes.sharding(spec.axes, spec.shape, mesh)
-        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=place)
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype_in(dtype), sharding=place)
 
     return jax.tree.map(leaf, specs, is_leaf=is_spec)
 

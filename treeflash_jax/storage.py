@@ -7,7 +7,7 @@ nothing needs torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +95,15 @@ class Tensors:
             raise ValueError(f"{path} is damaged or is no safetensors file ({error}); download it again") from None
 
 
-def load(folder: Path, specs: Any, entries: Any, dtype: Any, mesh, spare: tuple[str, ...] = ()) -> Any:
+def load(
+    folder: Path,
+    specs: Any,
+    entries: Any,
+    dtype: Any,
+    mesh,
+    spare: tuple[str, ...] = (),
+    finish: Callable[[jax.Array, Spec], Any] = lambda weight, _: weight,
+) -> Any:
     """Reads a tree of weights, each device's host its own slices only.
 
     Args:
@@ -105,6 +113,7 @@ def load(folder: Path, specs: Any, entries: Any, dtype: Any, mesh, spare: tuple[
       dtype: of the weights; bfloat16 files load bit for bit into bfloat16.
       mesh: where they go; None: the default device.
       spare: names that may be in the files though no weight wants them.
+      finish: what takes a weight's place, as soon as it is read.
 
     Raises:
       ValueError: files missing or damaged; tensors missing, unknown, or of the wrong shape or type.
@@ -124,16 +133,16 @@ def load(folder: Path, specs: Any, entries: Any, dtype: Any, mesh, spare: tuple[
             if found.get_dtype() not in _FLOATS:
                 raise ValueError(f"{folder}: tensor {name} has type {found.get_dtype()}, expected one of {_FLOATS}")
 
-        def leaf(spec: Spec, entry: Entry) -> jax.Array:
+        def leaf(spec: Spec, entry: Entry) -> Any:
             source = tensors.files[entry.name][0].get_slice(entry.name)
 
             def read(index: tuple[slice, ...]) -> np.ndarray:
                 return _read(source, spec, entry, index).astype(dtype)
 
             if mesh is None:
-                return jnp.asarray(read((slice(None),) * len(spec.shape)))
+                return finish(jnp.asarray(read((slice(None),) * len(spec.shape))), spec)
             place = meshes.sharding(spec.axes, spec.shape, mesh)
-            return jax.make_array_from_callback(spec.shape, place, read)
+            return finish(jax.make_array_from_callback(spec.shape, place, read), spec)
 
         return jax.tree.map(leaf, specs, entries, is_leaf=is_spec)
 

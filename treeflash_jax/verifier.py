@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from treeflash_jax import cache as caches
-from treeflash_jax import layers, vocab
+from treeflash_jax import layers, quantized, vocab
 from treeflash_jax import mesh as meshes
 from treeflash_jax.attention import tree_attention
 from treeflash_jax.config import ModelConfig
@@ -37,15 +37,20 @@ class Output:
     rows: caches.NewRows
 
 
-def specs(config: ModelConfig) -> dict[str, Any]:
-    """Every weight of the model. Tied models have no `unembed`: `vocab.unembed` reads `embed`."""
-    table = Spec((config.vocab_size, config.hidden_size), ("vocab", "embed"))
+def specs(config: ModelConfig, quantize: str | None = None) -> dict[str, Any]:
+    """Every weight of the model, its matrices quantised by the scheme. Tied models have no `unembed`: `vocab.unembed`
+    reads `embed`.
+
+    Raises:
+      ValueError: an unknown scheme.
+    """
+    table = Spec((config.vocab_size, config.hidden_size), ("vocab", "embed"), inputs=(1,))
     tree = {
         "embed": table,
         "groups": [[layers.layer_specs(config) for _ in range(size)] for size in config.groups],
         "norm": Spec((config.hidden_size,), (None,), "ones"),
     }
-    return tree if config.tie_embeddings else tree | {"unembed": table}
+    return quantized.specs(tree if config.tie_embeddings else tree | {"unembed": table}, quantize)
 
 
 def forward(

@@ -18,30 +18,32 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from treeflash_jax import mesh as meshes
+from treeflash_jax import quantized
+from treeflash_jax.quantized import Quantized
 
 (AXIS,) = meshes.RULES["vocab"]
 GROUP = 128  # tokens of a group in `top_k` of long rows; a power of two
 
 
-def embed(table_vd: jax.Array, ids: jax.Array) -> jax.Array:
+def embed(table_vd: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
     """Rows of the embedding table, [..., d]."""
     mesh = _vocab_mesh(table_vd.shape[0])
     if mesh is None:
-        return table_vd[ids]
+        return quantized.rows(table_vd, ids)
 
-    def local(shard_vd: jax.Array, ids: jax.Array) -> jax.Array:
+    def local(shard_vd: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
         local_ids = ids - lax.axis_index(AXIS) * shard_vd.shape[0]
         mine = (local_ids >= 0) & (local_ids < shard_vd.shape[0])
-        rows = shard_vd[jnp.where(mine, local_ids, 0)]
+        rows = quantized.rows(shard_vd, jnp.where(mine, local_ids, 0))
         return lax.psum(jnp.where(mine[..., None], rows, 0), AXIS)
 
     batch = _batch_spec(mesh, ids.shape)
     return _manual(local, mesh, (PartitionSpec(AXIS), batch), batch)(table_vd, ids)
 
 
-def unembed(table_vd: jax.Array, hidden: jax.Array) -> jax.Array:
+def unembed(table_vd: jax.Array | Quantized, hidden: jax.Array) -> jax.Array:
     """hidden . table^T: logits [..., v], sharded over the vocabulary where the table is."""
-    logits = jnp.einsum("...d,vd->...v", hidden, table_vd)
+    logits = quantized.product("...d,vd->...v", hidden, table_vd)
     return meshes.constrain(logits, ("batch",) + (None,) * (logits.ndim - 2) + ("vocab",))
 
 

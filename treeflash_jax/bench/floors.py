@@ -101,7 +101,9 @@ def _seconds(step: Callable[[Any], Any], carry: Any, calls: int, samples: int = 
     return statistics.median(seconds[1:])
 
 
-def stage_work(plan: DecodePlan, *, batch: int, context: int, dtype: Any, mesh: Any = None) -> dict[str, Work]:
+def stage_work(
+    plan: DecodePlan, *, batch: int, context: int, dtype: Any, mesh: Any = None, quantize: str | None = None
+) -> dict[str, Work]:
     """The work of every stage of a plan that drafts; see the module for what counts.
 
     Args:
@@ -110,16 +112,17 @@ def stage_work(plan: DecodePlan, *, batch: int, context: int, dtype: Any, mesh: 
       context: committed rows of each of them.
       dtype: of weights, caches and activations.
       mesh: sizes of one device's share; None: one device.
+      quantize: scheme of the verifier's matrices.
 
     Returns:
       By name: those of STAGES, "round", "step" (one token without drafting) and "prefill" (one token of a prompt of
       `context` tokens, all rows of the batch counted).
     """
-    count = _Counter(batch, context, jnp.dtype(dtype).itemsize, mesh)
+    count = _Counter(batch, context, dtype, mesh)
     model, drafter = plan.verifier, plan.drafter
     nodes, block, path = plan.num_nodes, drafter.block_size, plan.path_rows
     depths, rows = drafter.num_depths, 1 if plan.head == "marginal" else plan.draft.candidates
-    specs, own = verifier.specs(model), dflash.specs(drafter)
+    specs, own = verifier.specs(model, quantize), dflash.specs(drafter)
     body = {name: spec for name, spec in specs.items() if name not in ("embed", "unembed")}
     table = specs["embed"]
     features = len(drafter.target_layer_ids) * model.hidden_size
@@ -178,8 +181,12 @@ class _Counter:
 
     batch: int
     context: int
-    width: int
+    dtype: Any
     mesh: Any
+
+    @property
+    def width(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
 
     @property
     def rows(self) -> int:
@@ -197,8 +204,9 @@ class _Counter:
         """Weights read once, and their products with so many rows of every sequence."""
         leaves = jax.tree.leaves(specs, is_leaf=is_spec)
         sizes: list[tuple[Spec, int]] = [(spec, self.local(spec.axes, spec.shape)) for spec in leaves]
-        products = sum(size for spec, size in sizes if len(spec.shape) > 1)
-        return Work(self.width * sum(size for _, size in sizes), 2 * self.rows * rows * products)
+        products = sum(size for spec, size in sizes if len(spec.shape) > 1 and spec.init != "ones")  # no norms, no scales
+        read = sum(size * spec.dtype_in(self.dtype).itemsize for spec, size in sizes)
+        return Work(read, 2 * self.rows * rows * products)
 
     def listed(self, config: ModelConfig, tokens: int, rows: float) -> Work:
         """So many tokens' rows of the vocabulary table for every sequence, and their products with so many rows of it."""

@@ -36,6 +36,7 @@ from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decode import BUILDER_OF_METHOD, DecodePlan, Weights
 from treeflash_jax.heads import HEADS
 from treeflash_jax.options import GenerateConfig, resolve
+from treeflash_jax.quantized import SCHEMES
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Pair:
     Attributes:
       name: for the record; never a path.
       weights: "random" or "real".
-      load: `dtype`, `mesh` -> the pair with its weights in place.
+      load: `dtype`, `mesh`, `quantize` -> the pair with its weights in place.
     """
 
     name: str
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="folders or Hub ids, with their weights")
     model.add_argument("--random", action="store_true", help="random weights where there are real ones (tiny, --pair)")
     model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16, float32 on a CPU")
+    model.add_argument("--quantize", choices=SCHEMES, help="the verifier's matrices, as they are loaded or drawn")
     model.add_argument("--mesh", metavar="DxM", help="shard over D x M devices: rows over D, weights and vocabulary over M")
     sizes = parser.add_argument_group("sizes (lists are measured in all combinations)")
     sizes.add_argument("--batch", nargs="+", type=int, default=[1], metavar="B", help="rows decoded together")
@@ -104,11 +106,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     dtype = jnp.dtype(arguments.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     ceilings = measure_ceilings(dtype)
-    model = pair.load(dtype=dtype, mesh=mesh)
+    model = pair.load(dtype=dtype, mesh=mesh, quantize=arguments.quantize)
     for batch, context in product(dict.fromkeys(arguments.batch), dict.fromkeys(arguments.context)):
         bench = Bench(model, plans, batch=batch, context=context, temperature=arguments.temperature)
         rows = bench.measure(ceilings, arguments.repeats)
         settings = settings_of(pair, plans, dtype, mesh, batch, context, arguments.temperature)
+        settings |= {"quantize": arguments.quantize} if arguments.quantize else {}  # absent from older files
         result = timings.result_of(settings, side_by_side.environment(model), ceilings, rows, bench.compile_seconds)
         print("\n".join(timings.lines(result)), flush=True)
         results = timings.merge(results, result)

@@ -39,6 +39,7 @@ from treeflash_jax.footprint import TPU_MEMORY, Footprint, footprint, in_units, 
 from treeflash_jax.generate import STOP_SLOTS, TreeFlash, capacity_bucket
 from treeflash_jax.heads import HEADS
 from treeflash_jax.options import resolve
+from treeflash_jax.quantized import SCHEMES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     request.add_argument("--batch", type=int, default=1, help="rows decoded together (default: %(default)s)")
     request.add_argument("--context", type=int, default=4096, help="positions of a row's caches (default: %(default)s)")
     request.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: %(default)s")
+    request.add_argument("--quantize", choices=SCHEMES, help="the verifier's matrices")
     request.add_argument("--method", choices=("tree", "walk", "chain", "ar"), default="tree")
     request.add_argument("--nodes", type=int, help="verified rows a round, root included; default: the drafter's own")
     request.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
@@ -94,7 +96,8 @@ def report(arguments: argparse.Namespace) -> int:
     if out and not out.parent.is_dir():
         raise ValueError(f"got --out {out}, expected a file in a folder that exists")
     earlier = read_json(out) if out and out.exists() else {}
-    needs = footprint(model, plan.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity)
+    request = {"dtype": dtype, "mesh": mesh, "batch": batch, "capacity": capacity, "quantize": arguments.quantize}
+    needs = footprint(model, plan.drafter, **request)
     result = {
         "shape": name,
         "topology": kind,
@@ -102,6 +105,7 @@ def report(arguments: argparse.Namespace) -> int:
         "batch": batch,
         "context": capacity,
         "dtype": dtype.name,
+        "quantize": arguments.quantize,
         "method": plan.method,
         "head": plan.head,
         "nodes": plan.num_nodes,
@@ -119,13 +123,16 @@ def report(arguments: argparse.Namespace) -> int:
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
     result["fits"] = None if limit is None else memory["total"] <= limit
     key = f"{name} {kind} {sizes['data']}x{sizes['model']} batch {batch}"
+    key += f" {arguments.quantize}" if arguments.quantize else ""
     if out:
         out.write_text(json.dumps(earlier | {key: result}, indent=1) + "\n", encoding="utf-8")
     print("\n".join(lines(key, result)))
     return int(result["fits"] is False)
 
 
-def compile_programs(plan: DecodePlan, mesh: Any, batch: int, capacity: int, dtype: Any) -> tuple[Any, Any]:
+def compile_programs(
+    plan: DecodePlan, mesh: Any, batch: int, capacity: int, dtype: Any, quantize: str | None = None
+) -> tuple[Any, Any]:
     """The shipped prefill and decode programs of a plan, compiled for the mesh's devices from shapes alone.
 
     Raises:
@@ -136,7 +143,7 @@ def compile_programs(plan: DecodePlan, mesh: Any, batch: int, capacity: int, dty
         axes = ("batch",) + (None,) * (len(shape) - 1)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=meshes.sharding(axes, shape, mesh))
 
-    weights = Weights(parameters.abstract(verifier.specs(plan.verifier), dtype, mesh))
+    weights = Weights(parameters.abstract(verifier.specs(plan.verifier, quantize), dtype, mesh))
     if plan.drafts:
         weights = weights.replace(
             drafter=parameters.abstract(dflash.specs(plan.drafter), dtype, mesh),
@@ -196,7 +203,7 @@ def lines(key: str, result: dict[str, Any]) -> list[str]:
 def _compiled(result: dict[str, Any], plan: DecodePlan, mesh: Any, dtype: Any, needs: Footprint) -> dict[str, Any]:
     """`result` with what the compiled programs add to it."""
     batch, capacity = result["batch"], result["context"]
-    prefill, decode = compile_programs(plan, mesh, batch, capacity, dtype)
+    prefill, decode = compile_programs(plan, mesh, batch, capacity, dtype, result["quantize"])
     ahead, round_ = prefill.memory_analysis(), decode.memory_analysis()
     held = round_.argument_size_in_bytes + round_.output_size_in_bytes - round_.alias_size_in_bytes
     resident = max(held, needs.total)

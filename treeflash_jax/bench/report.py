@@ -36,6 +36,7 @@ KEYS = (
 ).split()
 # Settings that all records of a file share; the others are a system's own. Temperature and seed tell records apart.
 SHARED = "verifier drafter dtype format max_new_tokens batch_size top_k top_p".split()
+QUANTIZE = "quantize"  # shared too; absent from older files
 OWN = "method head nodes candidates children drafter_temperature drafter_temperature_rule".split()
 SAMPLED = "shortlist builder acceptance branches trunk skeleton leaves".split()  # own too; absent from older files
 RESAMPLES = 2000
@@ -134,7 +135,7 @@ def key_of(record: Record) -> tuple[str, str, float, int]:
 
 def difference(record: Record, other: Record) -> str | None:
     """The first thing that keeps two records from belonging to one run, in words; None where they do."""
-    names = SHARED + (OWN + SAMPLED if record["system"] == other["system"] else [])
+    names = [*SHARED, QUANTIZE] + (OWN + SAMPLED if record["system"] == other["system"] else [])
     for part in ("settings", "versions", "hardware"):
         ours, theirs = record[part], other[part]
         for name in names if part == "settings" else sorted({*ours, *theirs}):
@@ -178,7 +179,7 @@ def summarise(
             row = {"temperature": temperature, "system": name}
             rows.append(row | _row(name, systems, against or "marginal", resamples))
     first = records[0]
-    shared = {name: first["settings"][name] for name in SHARED}
+    shared = {name: first["settings"].get(name) for name in (*SHARED, QUANTIZE)}
     return {"settings": shared, "versions": first["versions"], "hardware": first["hardware"], "rows": rows}
 
 
@@ -279,7 +280,8 @@ def show(summary: dict[str, Any]) -> None:
         console.print(table)
     console.print(
         f"{hardware['device']} ({hardware['backend']}, {hardware['cores']} cores), {settings['dtype']}, "
-        f"at most {settings['max_new_tokens']} new tokens, top-k {settings['top_k']}, top-p {settings['top_p']:g}; "
+        + (f"{settings[QUANTIZE]} verifier, " if settings[QUANTIZE] else "")
+        + f"at most {settings['max_new_tokens']} new tokens, top-k {settings['top_k']}, top-p {settings['top_p']:g}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
         + ". tau: tokens committed per round, bonus included; brackets: 95 % paired bootstrap over prompts; "
         "identical: answers equal to one-token decoding."

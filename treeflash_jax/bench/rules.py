@@ -71,7 +71,8 @@ def compare(arguments: argparse.Namespace) -> int:
     if arguments.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     verifier, drafter = arguments.pair or (None, None)
-    model = tf.load(None if arguments.pair else "tiny", verifier=verifier, drafter=drafter, dtype=arguments.dtype)
+    name, sizes = None if arguments.pair else "tiny", {"dtype": arguments.dtype, "quantize": arguments.quantize}
+    model = tf.load(name, verifier=verifier, drafter=drafter, **sizes)
     names = "candidates children drafter_temperature branches trunk skeleton leaves max_new_tokens batch_size".split()
     shared = {name: getattr(arguments, name) for name in names}
     heads = arguments.heads or list(dict.fromkeys(("marginal", model.drafter.head)))
@@ -93,6 +94,7 @@ def compare(arguments: argparse.Namespace) -> int:
         "drafter": bench.pair[1],
         "format": bench.format,
         "dtype": str(model.weights.verifier["embed"].dtype),
+        "quantize": model.quantize,
         "prompts": len(prompts),
         "seeds": list(bench.seeds),
     }

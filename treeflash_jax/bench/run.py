@@ -34,6 +34,7 @@ from treeflash_jax.bench.prompts import BUNDLED, FORMATS, BenchPrompt, draw, emp
 from treeflash_jax.bench.report import SCHEMA, Record
 from treeflash_jax.builders import SAMPLED, TreeShape
 from treeflash_jax.options import drafting, resolve
+from treeflash_jax.quantized import SCHEMES
 
 # Fields of GenerateConfig. Trees are measured once for every number of --nodes, or at their own: "treeflash-32"; with their
 # own builder and acceptance rule where they name them: "treeflash-32+hybrid", "treeflash+paths+traversal"; all but "ar" at
@@ -74,6 +75,7 @@ def add_model_and_prompts(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="folders; default: the shipped pair")
     model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="of weights, caches and activations")
+    model.add_argument("--quantize", choices=SCHEMES, help="the verifier's matrices, as they are loaded")
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument("--prompts", default=BUNDLED, metavar="FILE", help="JSONL; default: the bundled set")
     prompts.add_argument("--format", choices=FORMATS, default="chat", help="published prompt format (default: %(default)s)")
@@ -137,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
             jax.config.update("jax_enable_x64", True)
         verifier, drafter = arguments.pair or (None, None)
         name = None if arguments.pair else "tiny"
-        model = tf.load(name, verifier=verifier, drafter=drafter, dtype=arguments.dtype)
+        model = tf.load(name, verifier=verifier, drafter=drafter, dtype=arguments.dtype, quantize=arguments.quantize)
         names = "candidates children shortlist drafter_temperature top_k top_p max_new_tokens batch_size".split()
         names += "branches trunk skeleton leaves".split()
         shared = {name: getattr(arguments, name) for name in names}
@@ -360,6 +362,7 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
         "verifier": bench.pair[0],
         "drafter": bench.pair[1],
         "dtype": str(model.weights.verifier["embed"].dtype),
+        "quantize": model.quantize,
         "format": bench.format,
         "nodes": plan.num_nodes if plan.drafts else None,
         "head": plan.head if plan.drafts else None,

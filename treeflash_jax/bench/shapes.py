@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax import drafter as dflash
-from treeflash_jax import hf, verifier
+from treeflash_jax import hf, quantized, verifier
 from treeflash_jax import mesh as meshes
 from treeflash_jax.config import DrafterConfig, ModelConfig, Rope, default_target_layers, read_json
 from treeflash_jax.decode import Weights
@@ -94,17 +94,24 @@ def _config_file(name: str) -> tuple[dict[str, Any], str]:
     return read_json(path), str(path)
 
 
-def random_pair(model: ModelConfig, drafter: DrafterConfig, dtype: Any, mesh: Any = None) -> TreeFlash:
-    """A pair of random weights, each drawn on the devices in its own dtype and shard.
+def random_pair(
+    model: ModelConfig, drafter: DrafterConfig, dtype: Any, mesh: Any = None, quantize: str | None = None
+) -> TreeFlash:
+    """A pair of random weights, each drawn on the devices in its own dtype and shard; the verifier's quantised as drawn.
 
     No matrix is zero: zeros multiply faster than numbers do. Where a fresh head starts from zero, weights are small, so
     that its trees fill up as those of a trained head would.
     """
+    quantized.check_scheme(quantize)
     specs = verifier.specs(model), dflash.specs(drafter), HEADS[drafter.head].specs(drafter)
-    leaves, structure = jax.tree.flatten(Weights(*specs), is_leaf=is_spec)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    weights = [_draw(key, spec, dtype, mesh) for key, spec in zip(keys, leaves, strict=True)]
-    return TreeFlash(model, jax.tree.unflatten(structure, weights), drafter=drafter, mesh=mesh)
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs, is_leaf=is_spec))))
+
+    def draw(specs: Any, scheme: str | None) -> Any:
+        finish = partial(quantized.compress, scheme=scheme, mesh=mesh)
+        return jax.tree.map(lambda spec: finish(_draw(next(keys), spec, dtype, mesh), spec), specs, is_leaf=is_spec)
+
+    weights = Weights(*(draw(each, scheme) for each, scheme in zip(specs, (quantize, None, None), strict=True)))
+    return TreeFlash(model, weights, drafter=drafter, mesh=mesh)
 
 
 def _draw(key: jax.Array, spec: Spec, dtype: Any, mesh: Any) -> jax.Array:

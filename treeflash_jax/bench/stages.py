@@ -172,6 +172,7 @@ class Bench:
         ids = np.random.default_rng(0).integers(0, model.verifier.vocab_size, (batch, context)).tolist()
         prompts = model._inputs(rows_of(ids, config, model.verifier), batch, self.capacity, config)
         sizes = {"batch": batch, "context": context, "dtype": self.weights.verifier["embed"].dtype, "mesh": model.mesh}
+        sizes["quantize"] = model.quantize
         works = {plan: stage_work(plan, **sizes) for plan in self.plans}
         since = time.perf_counter()
         with self._running(), ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as self.pool:

@@ -113,8 +113,9 @@ def lines(result: Result) -> list[str]:
     """A result as people read it."""
     settings, hardware, ceilings = result["settings"], result["hardware"], result["ceilings"]
     mesh = "" if settings["mesh"] is None else ", mesh " + " x ".join(map(str, settings["mesh"].values()))
+    quantized = f", {settings['quantize']} verifier" if settings.get("quantize") else ""
     text = [
-        f"{settings['shape']}, {settings['weights']} weights, {settings['dtype']}, batch {settings['batch']}, "
+        f"{settings['shape']}, {settings['weights']} weights, {settings['dtype']}{quantized}, batch {settings['batch']}, "
         f"context {settings['context']} ({settings['slots']} slots){mesh}, {settings['method']}, {settings['head']} head, "
         f"M {settings['candidates']}, K {settings['children']}, T {settings['temperature']:g}",
         f"{hardware['device']} ({hardware['backend']}): copy {ceilings['copy_bytes_per_second'] / 1e9:.4g} GB/s, "
