@@ -25,7 +25,7 @@ from treeflash_jax import cache as caches
 from treeflash_jax import mesh as meshes
 from treeflash_jax.cache import LayerKV
 
-CHUNK = 256  # slots that "streamed" reads at a time
+CHUNK = 256  # slots that "streamed" reads at a time; it leaves caches of less than two chunks to "xla"
 
 
 def tree_attention(
@@ -114,7 +114,13 @@ def _chunked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, w
 
 
 class Part(NamedTuple):
-    """Attention over some of the keys, l being their logits: sum_x exp(l_x - peak) v_x, sum_x exp(l_x - peak), max_x l_x."""
+    """Attention over some of the keys, not yet divided; l are a row's logits.
+
+    Attributes:
+      mixed_bkre: sum_x exp(l_x - peak) v_x.
+      total_bkr: sum_x exp(l_x - peak).
+      peak_bkr: max_x l_x.
+    """
 
     mixed_bkre: jax.Array
     total_bkr: jax.Array
@@ -123,7 +129,7 @@ class Part(NamedTuple):
 
 def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale):
     """CHUNK slots of the cache at a time, up to the longest prefix; no array of logits is longer than that."""
-    if prefix is None or prefix.keys_bkse.shape[2] <= CHUNK:
+    if prefix is None or prefix.keys_bkse.shape[2] < 2 * CHUNK:
         return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale)
 
     def past(own: Part, q_bkre: jax.Array, prefix: LayerKV, length_b: jax.Array) -> Part:
@@ -132,7 +138,8 @@ def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, 
             at = jnp.minimum(first, prefix.keys_bkse.shape[2] - CHUNK)  # a last chunk that overlaps the one before
             slots = at + jnp.arange(CHUNK)
             seen_b1x = ((slots >= first) & (slots < length_b[:, None]))[:, None]
-            keys_bkxe, values_bkxe = (lax.dynamic_slice_in_dim(x, at, CHUNK, 2) for x in (prefix.keys_bkse, prefix.values_bkse))
+            keys_bkxe = lax.dynamic_slice_in_dim(prefix.keys_bkse, at, CHUNK, axis=2)
+            values_bkxe = lax.dynamic_slice_in_dim(prefix.values_bkse, at, CHUNK, axis=2)
             return _extended(part, q_bkre, keys_bkxe, values_bkxe, seen_b1x, scale)
 
         return lax.fori_loop(0, (jnp.max(length_b) + CHUNK - 1) // CHUNK, step, own)

@@ -17,6 +17,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -92,8 +93,8 @@ def attend(
 def _kernel(length_ref, q_ref, k_ref, v_ref, mixed_ref, total_ref, peak_ref, *, scale, size, shares):
     """One share of one sequence's blocks."""
     length, wide = length_ref[...], mixed_ref.dtype
-    blocks = pl.cdiv(length, size)
-    each = pl.cdiv(blocks, shares)
+    blocks = lax.div(length + (size - 1), np.int32(size))
+    each = lax.div(blocks + (shares - 1), np.int32(shares))
     first = pl.program_id(1) * each
     q_re = q_ref[...]
 

@@ -16,6 +16,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -53,7 +54,8 @@ def attend(
         return b, k, i, 0
 
     def slots_of(b, k, i, j, length_ref):
-        return b, k, jnp.minimum(j, jnp.maximum(pl.cdiv(length_ref[b], size) - 1, 0)), 0
+        last = lax.div(jnp.maximum(length_ref[b] - 1, 0), np.int32(size))
+        return b, k, jnp.minimum(j, last), 0
 
     def shape(width: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*q_bkre.shape[:3], width), wide)
