@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import jax
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from treeflash_jax import make_mesh
+from treeflash_jax import cli, make_mesh
 from treeflash_jax import mesh as meshes
 from treeflash_jax.attention import CHUNK, tree_attention
+from treeflash_jax.bench import latency
 from treeflash_jax.bench.programs import find_collectives
 from treeflash_jax.cache import AXES, LayerKV
 from treeflash_jax.tree import ancestor_mask
@@ -165,6 +167,20 @@ def test_drafted_ids_are_those_of_one_token_decoding(name, trained, one_by_one):
     prompts, expected = one_by_one
     tree = {"nodes": 8, "candidates": 4, "children": 4, "builder": "best-first"}
     assert [result.ids for result in trained.generate(prompts, attention=name, **tree, **SETTINGS)] == expected
+
+
+def test_the_command_line_names_it(tmp_path):
+    def parsed(*words):
+        return cli._parser().parse_args([*words, "--attention", "pallas-tpu"])
+
+    for command in ("generate", "chat", "check"):
+        assert cli._settings(parsed(command))["attention"] == "pallas-tpu"
+    arguments = parsed("bench", "latency", "--nodes", "8", "16")
+    assert [plan.attention for plan in latency.plans_of(latency.find_pair(arguments), arguments)] == ["pallas-tpu"] * 2
+    words = ["bench", "memory", "--shape", "tiny", "--mesh", "1x1", "--no-compile", "--out", str(tmp_path / "memory.json")]
+    assert parsed(*words).run(parsed(*words)) == 0
+    [result] = json.loads((tmp_path / "memory.json").read_text()).values()
+    assert result["attention"] == "pallas-tpu"
 
 
 def test_the_default_is_what_was_measured(trained, monkeypatch):
