@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import jax
@@ -13,30 +14,29 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from treeflash_jax import cli, make_mesh
 from treeflash_jax import mesh as meshes
-from treeflash_jax.attention import CHUNK, tree_attention
+from treeflash_jax.attention import tree_attention
 from treeflash_jax.bench import latency
 from treeflash_jax.bench.programs import find_collectives
 from treeflash_jax.cache import AXES, LayerKV
 from treeflash_jax.tree import ancestor_mask
 
-B, T, S, H, K, E = 4, 7, 640, 6, 2, 16
-# Slots read at a time in a cache of S: a chunk of "streamed" that overlaps the one before is the last of three.
-BLOCKS = {"streamed": CHUNK, "pallas-gpu": 64, "pallas-tpu": 128}
-LENGTHS = {"edges": (0, 1, 255, 256), "full": (257, 512, 639, 640), "short": (0, 0, 64, 65), "ragged": (640, 3, 0, 130)}
+B, T, S, H, K, E = 4, 7, 704, 6, 2, 16
+LENGTHS = {"edges": (0, 1, 127, 128), "full": (129, 640, 703, 704), "short": (0, 0, 64, 65), "ragged": (704, 3, 0, 130)}
+NAMES = ("streamed", "pallas-gpu", "pallas-tpu")
 PARENT = jnp.asarray([[0, 0, 0, 1, 1, 2, 5], [0, 0, 1, 2, 3, 4, 5], [0] * T, [0, 0, 0, 2, 2, 2, 4]], jnp.int32)
 attention = jax.jit(tree_attention, static_argnames=("window", "scale", "implementation"))
 
 
-def arguments(lengths, dtype=np.float32, rows: int = T, heads: int = H, poison=lambda length: length):
+def arguments(lengths, dtype=np.float32, rows: int = T, heads: int = H, slots: int = S, poison=lambda x: x):
     """Queries, keys, values, mask, prefix and lengths; slots from `poison(length)` on are NaN, and garbage before that."""
     rng, (batch, parent_bt) = np.random.default_rng(0), (len(lengths), PARENT[: len(lengths)])
     mask_btu = (
         ancestor_mask(parent_bt, T) if rows == T else jnp.broadcast_to(jnp.tri(rows, dtype=bool), (batch, rows, rows))
     )
     new = [rng.normal(size=(batch, rows, count, E)) for count in (heads, K, K)]
-    at_bs = np.arange(S) - np.asarray(lengths)[:, None]
+    at_bs = np.arange(slots) - np.asarray(lengths)[:, None]
     ends_bs = np.asarray([poison(length) - length for length in lengths])[:, None]
-    cached = rng.normal(size=(2, batch, K, S, E))
+    cached = rng.normal(size=(2, batch, K, slots, E))
     cached = np.where((at_bs < 0)[:, None, :, None], cached, np.where((at_bs < ends_bs)[:, None, :, None], 1e4, np.nan))
     *new, keys, values = (jnp.asarray(x, dtype) for x in (*new, *cached))
     return *new, mask_btu, LayerKV(keys, values), jnp.asarray(lengths, jnp.int32)
@@ -47,12 +47,13 @@ def finite(arrays):
     return jax.tree.map(lambda x: jnp.nan_to_num(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, arrays)
 
 
-def needed(name: str, longest: int | None = None):
+def needed(name: str, longest: int, slots: int = S):
     """The end of the last block that a sequence needs. "streamed" goes as far for all as for the longest."""
-    return lambda length: -(-(length if longest is None or name != "streamed" else longest) // BLOCKS[name]) * BLOCKS[name]
+    size = {"streamed": max(128, slots // 8), "pallas-gpu": 64, "pallas-tpu": math.gcd(slots, 512)}[name]
+    return lambda length: -(-(longest if name == "streamed" else length) // size) * size
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("dtype, atol", [("float32", 1e-5), ("float64", 1e-12), ("bfloat16", 0.02)])
 def test_equals_xla(name, lengths, dtype, atol):
@@ -65,16 +66,16 @@ def test_equals_xla(name, lengths, dtype, atol):
         np.testing.assert_allclose(np.asarray(got, np.float64), np.asarray(expected, np.float64), atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("rows, heads", [(1, 2), (1, 8), (40, 4), (700, 4)])
-def test_any_number_of_rows(name, rows, heads):
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows, heads, slots", [(1, 2, 2048), (1, 8, 2112), (40, 4, 576), (700, 4, 512)])
+def test_any_number_of_rows_and_slots(name, rows, heads, slots):
     """One row, several tiles of rows, and rows that pad the last one."""
-    arrays = arguments((300, 0), rows=rows, heads=heads, poison=needed(name, 300))
+    arrays = arguments((300, 0), rows=rows, heads=heads, slots=slots, poison=needed(name, 300, slots))
     got = attention(*arrays, scale=0.4, implementation=name)
     np.testing.assert_allclose(got, attention(*finite(arrays), scale=0.4), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", NAMES)
 def test_large_logits_stay_finite(name):
     """Peaks of a thousand move from block to block: what is kept so far must shrink, never overflow."""
     q_bthe, *rest = arguments(LENGTHS["full"])
@@ -82,7 +83,7 @@ def test_large_logits_stay_finite(name):
     np.testing.assert_allclose(attention(*arrays, implementation=name), attention(*arrays), atol=1e-3)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", NAMES)
 def test_without_a_prefix(name):
     q_bthe, k_buke, v_buke, mask_btu, *_ = arguments(LENGTHS["full"])
     got = attention(q_bthe, k_buke, v_buke, mask_btu, implementation=name)
@@ -90,11 +91,11 @@ def test_without_a_prefix(name):
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices (fake ones on a CPU)")
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("data, model", [(4, 2), (2, 4), (8, 1)])
 def test_on_a_mesh_every_device_works_alone(name, data, model):
     """No collective at all where rows and heads divide, even for a bound that rows share; replicated where they do not."""
-    q_bthe, k_buke, v_buke, mask_btu, prefix, length_b = arguments(LENGTHS["ragged"], poison=needed(name, 640))
+    q_bthe, k_buke, v_buke, mask_btu, prefix, length_b = arguments(LENGTHS["ragged"], poison=needed(name, 704))
     mesh, heads = make_mesh(data, model), "kv_heads" if K % model == 0 else None
 
     def put(x, *axes):
@@ -131,7 +132,7 @@ def test_kernels_lower_for_their_device(name, platform, marker, monkeypatch):
         assert marker in traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", NAMES)
 def test_windows_are_refused(name):
     arrays = arguments(LENGTHS["full"])
     positions_bt = jnp.zeros((B, T), jnp.int32)
@@ -141,9 +142,9 @@ def test_windows_are_refused(name):
 
 def test_kernels_of_other_devices_and_odd_sizes_are_refused(monkeypatch):
     arrays = list(arguments(LENGTHS["full"]))
-    arrays[4] = jax.tree.map(lambda x: x[:, :, :632], arrays[4])
+    arrays[4] = jax.tree.map(lambda x: x[:, :, :696], arrays[4])
     with pytest.raises(
-        ValueError, match="got heads of 16 and a cache of 632 slots, expected a power of two and a multiple"
+        ValueError, match="got heads of 16 and a cache of 696 slots, expected a power of two and a multiple"
     ):
         tree_attention(*arrays, implementation="pallas-gpu")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -162,7 +163,7 @@ def one_by_one(trained):
     return prompts, [result.ids for result in trained.generate(prompts, method="ar", attention="xla", **SETTINGS)]
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", NAMES)
 def test_drafted_ids_are_those_of_one_token_decoding(name, trained, one_by_one):
     prompts, expected = one_by_one
     tree = {"nodes": 8, "candidates": 4, "children": 4, "builder": "best-first"}

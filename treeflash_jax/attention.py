@@ -25,7 +25,8 @@ from treeflash_jax import cache as caches
 from treeflash_jax import mesh as meshes
 from treeflash_jax.cache import LayerKV
 
-CHUNK = 256  # slots that "streamed" reads at a time; it leaves caches of less than two chunks to "xla"
+CHUNKS, LEAST_CHUNK = 8, 128  # of a full cache, at most; slots of each, at least
+SHORT, SHORT_FOR_ONE_ROW = 512, 2048  # slots of caches below which "xla" is faster, as measured on CPUs
 
 
 def tree_attention(
@@ -128,21 +129,26 @@ class Part(NamedTuple):
 
 
 def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale):
-    """CHUNK slots of the cache at a time, up to the longest prefix; no array of logits is longer than that."""
-    if prefix is None or prefix.keys_bkse.shape[2] < 2 * CHUNK:
+    """Chunk by chunk up to the longest prefix; no array of logits is longer than a chunk.
+
+    A chunk is copied before it is multiplied, which a single row does not make up for in a short cache.
+    """
+    slots = 0 if prefix is None else prefix.keys_bkse.shape[2]
+    if slots < (SHORT_FOR_ONE_ROW if q_bthe.shape[1] == 1 else SHORT):
         return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale)
+    size = max(LEAST_CHUNK, -(-slots // CHUNKS))
 
     def past(own: Part, q_bkre: jax.Array, prefix: LayerKV, length_b: jax.Array) -> Part:
         def step(index: jax.Array, part: Part) -> Part:
-            first = index * CHUNK
-            at = jnp.minimum(first, prefix.keys_bkse.shape[2] - CHUNK)  # a last chunk that overlaps the one before
-            slots = at + jnp.arange(CHUNK)
-            seen_b1x = ((slots >= first) & (slots < length_b[:, None]))[:, None]
-            keys_bkxe = lax.dynamic_slice_in_dim(prefix.keys_bkse, at, CHUNK, axis=2)
-            values_bkxe = lax.dynamic_slice_in_dim(prefix.values_bkse, at, CHUNK, axis=2)
+            first = index * size
+            at = jnp.minimum(first, slots - size)  # the last chunk may overlap the one before
+            at_x = at + jnp.arange(size)
+            seen_b1x = ((at_x >= first) & (at_x < length_b[:, None]))[:, None]
+            keys_bkxe = lax.dynamic_slice_in_dim(prefix.keys_bkse, at, size, axis=2)
+            values_bkxe = lax.dynamic_slice_in_dim(prefix.values_bkse, at, size, axis=2)
             return _extended(part, q_bkre, keys_bkxe, values_bkxe, seen_b1x, scale)
 
-        return lax.fori_loop(0, (jnp.max(length_b) + CHUNK - 1) // CHUNK, step, own)
+        return lax.fori_loop(0, (jnp.max(length_b) + size - 1) // size, step, own)
 
     return _over_parts(past, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
 
