@@ -95,7 +95,7 @@ def test_without_a_prefix(name):
 @pytest.mark.parametrize("data, model", [(4, 2), (2, 4), (8, 1)])
 def test_on_a_mesh_every_device_works_alone(name, data, model):
     """No collective at all where rows and heads divide, even for a bound that rows share; replicated where they do not."""
-    q_bthe, k_buke, v_buke, mask_btu, prefix, length_b = arguments(LENGTHS["ragged"], poison=needed(name, 704))
+    q_bthe, k_buke, v_buke, mask_btu, prefix, length_b = arguments(LENGTHS["ragged"], heads=8, poison=needed(name, 704))
     mesh, heads = make_mesh(data, model), "kv_heads" if K % model == 0 else None
 
     def put(x, *axes):
