@@ -25,6 +25,7 @@ LAYERS = (
     {"bench", "check", "chat", "cli", "demo", "__init__", "__main__"},
 )
 HEAVY = ("torch", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx")
+HEAVY += ("jax.experimental.pallas",)
 
 
 def layer_of(module: str) -> int:
@@ -60,6 +61,14 @@ def test_no_module_imports_a_higher_layer(path):
         assert root != "train", f"{own} imports {name}: the library never imports the training code"
         if root == "treeflash_jax":
             assert layer_of(module_of(name)) <= layer_of(own), f"{own} imports {name}, which lies in a higher layer"
+
+
+def test_kernels_are_imported_by_attention_alone_and_inside_a_function():
+    for path in FILES:
+        names = {name for name in imports(path) if name.startswith("treeflash_jax.kernels")}
+        assert not names or path.name == "attention.py", f"{path} imports {names}"
+    top = ast.parse((PACKAGE / "attention.py").read_text(encoding="utf-8")).body
+    assert not [node for node in top if isinstance(node, ast.ImportFrom) and "kernels" in node.module]
 
 
 def test_importing_the_library_is_quick_and_light():

@@ -3,18 +3,30 @@
 Every new row sees all committed rows and, among the new rows, those its mask names: ancestors in a draft tree, earlier
 rows in a prefill chunk, everything in a drafter's block, itself alone in a one-token step. No [new, context] mask exists.
 
+"xla" reads the whole capacity of the cache and is what the others are tested against. "streamed" and the Pallas kernels
+read the prefix block by block under an online softmax, and nothing of it past the block that holds its last row.
+
 Shape suffixes: b batch, t new rows (queries), u new rows (keys), s cache slots, h query heads, k key/value heads,
-g = h / k, r = g t, x either kind of key, e head dim.
+g = h / k, r = g t, x any kind of key, y shares of the prefix, e head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
 
+from treeflash_jax import cache as caches
+from treeflash_jax import mesh as meshes
 from treeflash_jax.cache import LayerKV
+
+CHUNKS, LEAST_CHUNK = 8, 128  # of a full cache, at most; slots of each, at least
+SHORT, SHORT_FOR_ONE_ROW = 512, 2048  # slots of caches below which "xla" is faster, as measured on CPUs
 
 
 def tree_attention(
@@ -40,7 +52,7 @@ def tree_attention(
       prefix: committed keys and values; cache slot s holds absolute position s. None: no prefix.
       length_b: committed rows per sequence.
       positions_bt: absolute positions of the new rows; needed with a window only.
-      window: rows further back than this many positions are invisible (sliding-window layers).
+      window: rows further back than this many positions are invisible (sliding-window layers); over a prefix, "xla" only.
       scale: of the logits; 1 / sqrt(e) if None.
       implementation: a name in IMPLEMENTATIONS.
 
@@ -48,12 +60,14 @@ def tree_attention(
       [b, t, h, e] in the dtype of the queries; softmax in float32 at least.
 
     Raises:
-      ValueError: an implementation nobody registered.
+      ValueError: an implementation nobody registered, one that knows no windows, or that these devices or sizes cannot run.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"got attention implementation {implementation!r}, expected one of {sorted(IMPLEMENTATIONS)}")
     scale = q_bthe.shape[-1] ** -0.5 if scale is None else scale
     if window is not None:
+        if prefix is not None and implementation != "xla":
+            raise ValueError(f"got attention implementation {implementation!r} with a window, expected 'xla'")
         gap_btu = positions_bt[:, :, None] - positions_bt[:, None, :]
         mask_btu = mask_btu & (gap_btu < window)
     attend = IMPLEMENTATIONS[implementation]
@@ -61,43 +75,26 @@ def tree_attention(
 
 
 def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale):
-    batch, rows, heads, head_dim = q_bthe.shape
-    kv_heads = k_buke.shape[2]
-    wide = jnp.promote_types(q_bthe.dtype, jnp.float32)
-    # Query heads of one key/value head are stacked as rows, r = g t: plain batched products, and nothing as large as the
-    # logits is ever transposed.
-    q_bkgte = jnp.moveaxis(q_bthe.reshape(batch, rows, kv_heads, -1, head_dim), 1, 3)
-    q_bkre = q_bkgte.reshape(batch, kv_heads, -1, head_dim)
-    k_bkue, v_bkue = jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)
-
-    def logits(keys_bkxe: jax.Array, seen_btx: jax.Array) -> jax.Array:
-        logits_bkrx = jnp.einsum("bkre,bkxe->bkrx", q_bkre, keys_bkxe, preferred_element_type=wide) * scale
-        logits_bkgtx = logits_bkrx.reshape(*q_bkgte.shape[:4], -1)
-        return jnp.where(seen_btx[:, None, None], logits_bkgtx, -jnp.inf).reshape(logits_bkrx.shape)
-
-    def mix(weights_bkrx: jax.Array, values_bkxe: jax.Array) -> jax.Array:
-        weights_bkrx = weights_bkrx.astype(values_bkxe.dtype)
-        return jnp.einsum("bkrx,bkxe->bkre", weights_bkrx, values_bkxe, preferred_element_type=wide)
-
-    own_bkru = logits(k_bkue, mask_btu)
+    batch, rows = q_bthe.shape[:2]
+    q_bkre, k_bkue, v_bkue = _stacked(q_bthe, k_buke.shape[2]), jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)
+    own_bkru = _logits(q_bkre, k_bkue, mask_btu, scale)
     peak_bkr1 = jnp.max(own_bkru, axis=-1, keepdims=True)
     if prefix is not None:
         slots = jnp.arange(prefix.keys_bkse.shape[2])
         seen_bts = jnp.broadcast_to((slots < length_b[:, None])[:, None], (batch, rows, slots.size))
         if window is not None:
             seen_bts &= positions_bt[:, :, None] - slots < window
-        past_bkrs = logits(prefix.keys_bkse, seen_bts)
+        past_bkrs = _logits(q_bkre, prefix.keys_bkse, seen_bts, scale)
         peak_bkr1 = jnp.maximum(peak_bkr1, jnp.max(past_bkrs, axis=-1, keepdims=True))
 
     own_bkru = jnp.exp(own_bkru - peak_bkr1)
     total_bkr = jnp.sum(own_bkru, axis=-1)
-    mixed_bkre = mix(own_bkru, v_bkue)
+    mixed_bkre = _mix(own_bkru, v_bkue)
     if prefix is not None:
         past_bkrs = jnp.exp(past_bkrs - peak_bkr1)
         total_bkr += jnp.sum(past_bkrs, axis=-1)
-        mixed_bkre += mix(past_bkrs, prefix.values_bkse)
-    mixed_bkgte = (mixed_bkre / total_bkr[..., None]).reshape(q_bkgte.shape)
-    return jnp.moveaxis(mixed_bkgte, 3, 1).reshape(batch, rows, heads, head_dim).astype(q_bthe.dtype)
+        mixed_bkre += _mix(past_bkrs, prefix.values_bkse)
+    return _unstacked(mixed_bkre / total_bkr[..., None], q_bthe)
 
 
 def _chunked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale):
@@ -114,7 +111,157 @@ def _chunked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, w
     def split(x):
         return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
-    return jnp.moveaxis(jax.lax.map(attend, (split(q_bthe), split(mask_btu))), 0, 1).reshape(q_bthe.shape)
+    return jnp.moveaxis(lax.map(attend, (split(q_bthe), split(mask_btu))), 0, 1).reshape(q_bthe.shape)
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {"xla": _xla, "chunked": _chunked}
+class Part(NamedTuple):
+    """Attention over some of the keys, not yet divided; l are a row's logits.
+
+    Attributes:
+      mixed_bkre: sum_x exp(l_x - peak) v_x.
+      total_bkr: sum_x exp(l_x - peak).
+      peak_bkr: max_x l_x.
+    """
+
+    mixed_bkre: jax.Array
+    total_bkr: jax.Array
+    peak_bkr: jax.Array
+
+
+def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale):
+    """Chunk by chunk up to the longest prefix; no array of logits is longer than a chunk.
+
+    A chunk is copied before it is multiplied, which a single row does not make up for in a short cache.
+    """
+    slots = 0 if prefix is None else prefix.keys_bkse.shape[2]
+    if slots < (SHORT_FOR_ONE_ROW if q_bthe.shape[1] == 1 else SHORT):
+        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale)
+    size = max(LEAST_CHUNK, -(-slots // CHUNKS))
+
+    def past(own: Part, q_bkre: jax.Array, prefix: LayerKV, length_b: jax.Array) -> Part:
+        def step(index: jax.Array, part: Part) -> Part:
+            first = index * size
+            at = jnp.minimum(first, slots - size)  # the last chunk may overlap the one before
+            at_x = at + jnp.arange(size)
+            seen_b1x = ((at_x >= first) & (at_x < length_b[:, None]))[:, None]
+            keys_bkxe = lax.dynamic_slice_in_dim(prefix.keys_bkse, at, size, axis=2)
+            values_bkxe = lax.dynamic_slice_in_dim(prefix.values_bkse, at, size, axis=2)
+            return _extended(part, q_bkre, keys_bkxe, values_bkxe, seen_b1x, scale)
+
+        return lax.fori_loop(0, (jnp.max(length_b) + size - 1) // size, step, own)
+
+    return _over_parts(past, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
+
+
+def _pallas(kind, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale):
+    """A kernel for the prefix, merged with the rows' own part; interpreted, slowly, on a CPU."""
+    if prefix is None:
+        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale)
+    backend = jax.default_backend()
+    if backend not in ("cpu", kind):
+        raise ValueError(f"got attention implementation 'pallas-{kind}' on a {backend}, expected 'xla' or 'streamed'")
+    if kind == "gpu":
+        from treeflash_jax.kernels import gpu as kernel
+    else:
+        from treeflash_jax.kernels import tpu as kernel
+
+    def past(own: Part, q_bkre: jax.Array, prefix: LayerKV, length_b: jax.Array) -> Part:
+        run = partial(kernel.attend, scale=scale)
+        compiled = {"cuda" if kind == "gpu" else "tpu": partial(run, interpret=False)}
+        arrays = q_bkre, prefix.keys_bkse, prefix.values_bkse, length_b
+        mixed_bkyre, total_bkyr, peak_bkyr = lax.platform_dependent(*arrays, cpu=partial(run, interpret=True), **compiled)
+        peak_bkr = jnp.maximum(own.peak_bkr, jnp.max(peak_bkyr, axis=2))
+        kept_bkr, kept_bkyr = jnp.exp(own.peak_bkr - peak_bkr), jnp.exp(peak_bkyr - peak_bkr[:, :, None])
+        mixed_bkre = own.mixed_bkre * kept_bkr[..., None] + jnp.sum(mixed_bkyre * kept_bkyr[..., None], axis=2)
+        return Part(mixed_bkre, own.total_bkr * kept_bkr + jnp.sum(total_bkyr * kept_bkyr, axis=2), peak_bkr)
+
+    return _over_parts(past, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
+
+
+def _over_parts(
+    past: Callable[[Part, jax.Array, LayerKV, jax.Array], Part],
+    q_bthe: jax.Array,
+    k_buke: jax.Array,
+    v_buke: jax.Array,
+    mask_btu: jax.Array,
+    prefix: LayerKV,
+    length_b: jax.Array,
+    scale: float,
+) -> jax.Array:
+    """The new rows' own part, extended by `past(own, q_bkre, prefix, length_b)`.
+
+    On a mesh every device does this for its own rows and heads and waits for no other. Query heads follow their key/value
+    head: where the model axis does not divide those, all devices along it do the same.
+    """
+
+    def attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
+        q_bkre = _stacked(q_bthe, k_buke.shape[2])
+        own = _extended(None, q_bkre, jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2), mask_btu, scale)
+        part = past(own, q_bkre, prefix, length_b)
+        return _unstacked(part.mixed_bkre / part.total_bkr[..., None], q_bthe)
+
+    arrays = q_bthe, k_buke, v_buke, mask_btu, prefix, length_b
+    mesh = meshes.current()
+    names = set() if mesh is None else set(mesh.axis_names) - meshes.manual_axes(mesh)
+    if not names:
+        return attend(*arrays)
+    heads = meshes.partition(("batch", None, "kv_heads", None), k_buke.shape, mesh)
+    slots = meshes.partition(caches.AXES, prefix.keys_bkse.shape, mesh)
+    rows = meshes.partition(("batch",), length_b.shape, mesh)
+    specs = (heads, heads, heads, PartitionSpec(*rows, None, None), slots, rows)
+    return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=heads, axis_names=names, check_vma=False)(*arrays)
+
+
+def _extended(
+    part: Part | None, q_bkre: jax.Array, keys_bkxe: jax.Array, values_bkxe: jax.Array, seen_btx: jax.Array, scale: float
+) -> Part:
+    """`part` with more keys under the same softmax. The first part must show every row something."""
+    logits_bkrx = _logits(q_bkre, keys_bkxe, seen_btx, scale)
+    peak_bkr = jnp.max(logits_bkrx, axis=-1)
+    if part is not None:
+        peak_bkr = jnp.maximum(part.peak_bkr, peak_bkr)
+    weights_bkrx = jnp.exp(logits_bkrx - peak_bkr[..., None])
+    mixed_bkre, total_bkr = _mix(weights_bkrx, values_bkxe), jnp.sum(weights_bkrx, axis=-1)
+    if part is None:
+        return Part(mixed_bkre, total_bkr, peak_bkr)
+    kept_bkr = jnp.exp(part.peak_bkr - peak_bkr)
+    return Part(part.mixed_bkre * kept_bkr[..., None] + mixed_bkre, part.total_bkr * kept_bkr + total_bkr, peak_bkr)
+
+
+def _stacked(q_bthe: jax.Array, kv_heads: int) -> jax.Array:
+    """[b, k, r, e]: query heads of one key/value head as rows, r = g t.
+
+    That makes plain batched products, and nothing as large as the logits is ever transposed.
+    """
+    batch, rows, _, head_dim = q_bthe.shape
+    q_bkgte = jnp.moveaxis(q_bthe.reshape(batch, rows, kv_heads, -1, head_dim), 1, 3)
+    return q_bkgte.reshape(batch, kv_heads, -1, head_dim)
+
+
+def _unstacked(mixed_bkre: jax.Array, q_bthe: jax.Array) -> jax.Array:
+    """Rows back to the layout and dtype of the queries."""
+    batch, rows, _, head_dim = q_bthe.shape
+    mixed_bkgte = mixed_bkre.reshape(batch, mixed_bkre.shape[1], -1, rows, head_dim)
+    return jnp.moveaxis(mixed_bkgte, 3, 1).reshape(q_bthe.shape).astype(q_bthe.dtype)
+
+
+def _logits(q_bkre: jax.Array, keys_bkxe: jax.Array, seen_btx: jax.Array, scale: float) -> jax.Array:
+    """[b, k, r, x], -inf where not seen; the t axis of `seen` may be 1."""
+    wide = jnp.promote_types(q_bkre.dtype, jnp.float32)
+    logits_bkrx = jnp.einsum("bkre,bkxe->bkrx", q_bkre, keys_bkxe, preferred_element_type=wide) * scale
+    logits_bkgtx = logits_bkrx.reshape(*q_bkre.shape[:2], -1, *seen_btx.shape[1:])
+    return jnp.where(seen_btx[:, None, None], logits_bkgtx, -jnp.inf).reshape(logits_bkrx.shape)
+
+
+def _mix(weights_bkrx: jax.Array, values_bkxe: jax.Array) -> jax.Array:
+    weights_bkrx, wide = weights_bkrx.astype(values_bkxe.dtype), weights_bkrx.dtype
+    return jnp.einsum("bkrx,bkxe->bkre", weights_bkrx, values_bkxe, preferred_element_type=wide)
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+    "xla": _xla,
+    "chunked": _chunked,
+    "streamed": _streamed,
+    "pallas-gpu": partial(_pallas, "gpu"),
+    "pallas-tpu": partial(_pallas, "tpu"),
+}

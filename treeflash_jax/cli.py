@@ -8,6 +8,7 @@ import sys
 from typing import Any, NoReturn
 
 from treeflash_jax.acceptance import RULES
+from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.bench import latency, memory, report, rules, run
 from treeflash_jax.builders import SAMPLED
 from treeflash_jax.quantized import SCHEMES
@@ -139,6 +140,7 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--drafter-temperature", type=float, help="of the drafted distribution")
     group.add_argument("--builder", choices=BUILDERS, help="how a tree is built; default: as measured for the drafter")
     group.add_argument("--acceptance", choices=RULES, help="default: sample-and-match, block or traversal, by the builder")
+    group.add_argument("--attention", choices=IMPLEMENTATIONS, help="how caches are read; default: by the backend")
     run.add_shape(group)
 
 

@@ -30,6 +30,7 @@ from treeflash_jax.result import Chunk, Result
 from treeflash_jax.tokenizer import Chat, Tokenizer
 
 Prompt = str | Sequence[int] | Chat
+ATTENTION = {"cpu": "streamed"}  # measured there only, in float32; "xla" elsewhere
 PREFILL_CHUNK = {"cpu": 32}  # on accelerators DecodePlan's default; a CPU pays for every padded row
 ROOM_AHEAD = 1024  # new tokens a cache is made for at first; longer answers grow it
 STOP_SLOTS = 8  # stop ids per row are padded to a multiple of this, so that changing them rarely recompiles
@@ -168,6 +169,7 @@ class TreeFlash:
         """The compiled program's shape for these settings."""
         shared: dict[str, Any] = {"verifier": self.verifier, "log_probs": config.log_probs}
         shared["expected_lengths"] = config.expected_lengths
+        shared["attention"] = config.attention or ATTENTION.get(jax.default_backend(), DecodePlan.attention)
         if jax.default_backend() in PREFILL_CHUNK:
             shared["prefill_chunk"] = PREFILL_CHUNK[jax.default_backend()]
         if config.method == "ar":

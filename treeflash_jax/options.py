@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from treeflash_jax.acceptance import RULES, check_lawful
+from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.builders import SAMPLED, TreeShape, law_of
 from treeflash_jax.config import DrafterConfig, HeadName, ModelConfig
 from treeflash_jax.decode import BUILDER_OF_METHOD, Method
@@ -63,6 +64,8 @@ class GenerateConfig:
       stop_ids: ids that end an answer; None: the model's own.
       stop: strings that end an answer; the text ends before them.
       batch_size: rows decoded together; None: all, 8 at most.
+      attention: implementation; None: as measured for the backend. "xla" reads whole caches, "streamed", "pallas-gpu" and
+        "pallas-tpu" what is filled of them: for contexts past 4k. The kernels were never timed on an accelerator.
       log_probs: keep the verifier's log-probability of every token.
       expected_lengths: keep what every round was expected to commit, its coins averaged out.
     """
@@ -90,6 +93,7 @@ class GenerateConfig:
     stop_ids: Sequence[int] | None = None
     stop: Sequence[str] = ()
     batch_size: int | None = None
+    attention: str | None = None
     log_probs: bool = False
     expected_lengths: bool = False
 
@@ -161,6 +165,8 @@ def resolve(
         expect(t is None or t > 0, "drafter_temperature", t, "above 0")
     expect(config.samples >= 1, "samples", config.samples, "at least 1")
     expect(config.batch_size is None or config.batch_size >= 1, "batch_size", config.batch_size, "at least 1")
+    known = sorted(IMPLEMENTATIONS)
+    expect(config.attention in (None, *known), "attention", repr(config.attention), f"one of {', '.join(known)}")
     for value in values(config.temperature):
         expect(value >= 0 and np.isfinite(value), "temperature", value, "0 (greedy) or more")
     for value in values(config.top_k):

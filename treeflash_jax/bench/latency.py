@@ -26,6 +26,7 @@ import treeflash_jax as tf
 from treeflash_jax import drafter as dflash
 from treeflash_jax import hf, params, verifier
 from treeflash_jax.acceptance import RULES
+from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.bench import run as side_by_side
 from treeflash_jax.bench import shapes, standalone, timings
 from treeflash_jax.bench.floors import measure_ceilings
@@ -77,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--builder", choices=("best-first", *SAMPLED), help="default: best-first")
     sizes.add_argument("--acceptance", choices=RULES, help="default: by the builder")
     sizes.add_argument("--temperature", type=float, default=0.0, help="of the verifier (default: %(default)s)")
+    sizes.add_argument("--attention", choices=IMPLEMENTATIONS, help="default: as `generate`")
     output = parser.add_argument_group("measurement and output")
     output.add_argument("--repeats", type=int, default=9, help="samples of a stage (default: %(default)s)")
     output.add_argument("--out", metavar="FILE", help="JSON; results of other settings in it are kept")
@@ -158,9 +160,8 @@ def plans_of(pair: Pair, arguments: argparse.Namespace) -> list[DecodePlan]:
     Raises:
       ValueError: settings that the pair cannot serve.
     """
-    fields = {
-        name: getattr(arguments, name) for name in "method candidates children shortlist head builder acceptance".split()
-    }
+    names = "method candidates children shortlist head builder acceptance attention".split()
+    fields = {name: getattr(arguments, name) for name in names}
     planner = tf.TreeFlash(pair.verifier, Weights(None), drafter=pair.drafter)
     plans = {}
     for nodes in arguments.nodes or [None]:

@@ -30,6 +30,7 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax import verifier
 from treeflash_jax.acceptance import RULES
+from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.bench import programs, run, shapes
 from treeflash_jax.bench.programs import Collective
 from treeflash_jax.builders import SAMPLED
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     request.add_argument("--head", choices=HEADS, help="default: the drafter's own")
     request.add_argument("--builder", choices=("best-first", *SAMPLED), help="default: best-first")
     request.add_argument("--acceptance", choices=RULES, help="default: by the builder")
+    request.add_argument("--attention", choices=IMPLEMENTATIONS, help="default: as `generate`")
     run.add_shape(request)
     devices = parser.add_argument_group("devices")
     devices.add_argument(
@@ -79,14 +81,15 @@ def report(arguments: argparse.Namespace) -> int:
     """
     mesh, limit, kind = _devices(arguments)
     model, drafter, name = _pair(arguments)
-    names = "method nodes candidates children shortlist head builder acceptance branches trunk skeleton leaves".split()
+    names = "method nodes candidates children shortlist head builder acceptance attention".split()
+    names += "branches trunk skeleton leaves".split()
     config = resolve(None, {name: getattr(arguments, name) for name in names}, model, drafter)
     if min(arguments.batch, arguments.context) < 1:
         raise ValueError(f"got batch {arguments.batch} and context {arguments.context}, expected at least 1 of each")
     plan = TreeFlash(model, Weights(None), drafter=drafter).plan(config)
     capacity = capacity_bucket(arguments.context)
     if "cpu" not in kind:
-        plan = replace(plan, prefill_chunk=DecodePlan.prefill_chunk)
+        plan = replace(plan, prefill_chunk=DecodePlan.prefill_chunk, attention=config.attention or DecodePlan.attention)
 
     dtype, batch = jnp.dtype(arguments.dtype), arguments.batch
     sizes = dict(mesh.shape)
@@ -114,6 +117,7 @@ def report(arguments: argparse.Namespace) -> int:
         "shortlist": plan.draft.shortlist,
         "builder": plan.builder,
         "acceptance": plan.rule,
+        "attention": plan.attention,
         "bytes_per_device": asdict(needs),
         "bytes_limit": limit,
     }

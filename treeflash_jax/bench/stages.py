@@ -211,7 +211,8 @@ class Bench:
         state = self.state
 
         one = jnp.int32(1)
-        plain = DecodePlan(verifier=first.verifier, method="ar", num_nodes=1, prefill_chunk=first.prefill_chunk)
+        shared = {"attention": first.attention, "prefill_chunk": first.prefill_chunk}
+        plain = DecodePlan(verifier=first.verifier, method="ar", num_nodes=1, **shared)
         step = self._compile(core.decode, weights, state.replace(drafter=None), one, plan=plain)
         rounds = [self._compile(core.decode, weights, state, one, plan=plan) for plan in plans]
 

@@ -1,0 +1,1 @@
+"""Pallas kernels, imported by attention.py alone, when they are asked for."""

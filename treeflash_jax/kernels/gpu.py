@@ -1,0 +1,113 @@
+"""Attention over a cached prefix as a Pallas kernel for GPUs (Triton).
+
+One program per sequence and key/value head, tile of query rows and share of the prefix. A sequence's blocks of slots are
+divided evenly among its shares, whatever its length, so that a batch of one fills the device; whoever calls merges them.
+No block past a sequence's length is read.
+
+Shape suffixes: b batch, k key/value heads, r query rows of one key/value head, s cache slots, x slots of one block,
+y shares of the prefix, e head dim.
+
+Source: Flash-Decoding (Dao et al., 2023) over FlashAttention (arXiv 2205.14135).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+SLOTS = 64  # of a block; a smaller power of two where the capacity asks for it
+ROWS = 64  # of a tile, at most
+PROGRAMS = 256  # wanted: about two for each multiprocessor of a large GPU
+SHARE = 256  # slots of a full cache that a share gets at least
+LEAST = 16  # of any side of a matrix product
+
+
+def attend(
+    q_bkre: jax.Array, keys_bkse: jax.Array, values_bkse: jax.Array, length_b: jax.Array, *, scale: float, interpret: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Softmax attention over the first `length_b` slots in y shares, not yet divided.
+
+    Args:
+      q_bkre: queries; e a power of two, 16 at least.
+      keys_bkse: the cache; its slots a multiple of 16.
+      values_bkse: the cache.
+      length_b: slots that count; a share of none gives a sum of nothing, with a peak of -inf.
+      scale: of the logits.
+      interpret: run as plain JAX, on any device.
+
+    Returns:
+      sum exp(l - peak) v [b, k, y, r, e], sum exp(l - peak) [b, k, y, r] and peak = max l [b, k, y, r] over a share of a
+      row's logits l, in float32 at least.
+
+    Raises:
+      ValueError: sizes that the hardware's matrix products do not take.
+    """
+    batch, kv_heads, rows, head_dim = q_bkre.shape
+    slots = keys_bkse.shape[2]
+    size = math.gcd(slots, SLOTS)
+    if head_dim & (head_dim - 1) or min(head_dim, size) < LEAST:
+        raise ValueError(
+            f"got heads of {head_dim} and a cache of {slots} slots, "
+            "expected a power of two and a multiple of 16 of attention implementation 'pallas-gpu'"
+        )
+    tile = min(ROWS, max(LEAST, pl.next_power_of_2(rows)))
+    tiles = pl.cdiv(rows, tile)
+    shares = max(1, min(PROGRAMS // (batch * kv_heads * tiles), slots // SHARE))
+    wide = jnp.promote_types(q_bkre.dtype, jnp.float32)
+    q_bkre = jnp.pad(q_bkre, ((0, 0), (0, 0), (0, tiles * tile - rows), (0, 0)))
+
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch, kv_heads, shares, tiles * tile, *sizes), wide)
+
+    row_spec = pl.BlockSpec((None, None, None, tile), lambda z, y, i: (z // kv_heads, z % kv_heads, y, i))
+    slot_spec = pl.BlockSpec((None, None, slots, head_dim), lambda z, y, i: (z // kv_heads, z % kv_heads, 0, 0))
+    mixed_bkyre, total_bkyr, peak_bkyr = pl.pallas_call(
+        partial(_kernel, scale=scale, size=size, shares=shares),
+        grid=(batch * kv_heads, shares, tiles),
+        in_specs=[
+            pl.BlockSpec((None,), lambda z, y, i: (z // kv_heads,)),
+            pl.BlockSpec((None, None, tile, head_dim), lambda z, y, i: (z // kv_heads, z % kv_heads, i, 0)),
+            slot_spec,
+            slot_spec,
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, None, tile, head_dim), lambda z, y, i: (z // kv_heads, z % kv_heads, y, i, 0)),
+            row_spec,
+            row_spec,
+        ],
+        out_shape=[shape(head_dim), shape(), shape()],
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="prefix_attention",
+    )(length_b, q_bkre, keys_bkse, values_bkse)
+    return mixed_bkyre[:, :, :, :rows], total_bkyr[..., :rows], peak_bkyr[..., :rows]
+
+
+def _kernel(length_ref, q_ref, k_ref, v_ref, mixed_ref, total_ref, peak_ref, *, scale, size, shares):
+    """One share of one sequence's blocks."""
+    length, wide = length_ref[...], mixed_ref.dtype
+    blocks = lax.div(length + (size - 1), np.int32(size))
+    each = lax.div(blocks + (shares - 1), np.int32(shares))
+    first = pl.program_id(1) * each
+    q_re = q_ref[...]
+
+    def step(index, carry):
+        mixed_re, total_r, before_r = carry
+        at = pl.ds(index * size, size)
+        slots_x = index * size + jnp.arange(size)
+        logits_rx = plgpu.dot(q_re, k_ref[at, :].T) * scale
+        logits_rx = jnp.where(slots_x[None] < length, logits_rx, -jnp.inf)
+        peak_r = jnp.maximum(before_r, jnp.max(logits_rx, axis=1))  # finite: the first slot is seen
+        weights_rx, kept_r = jnp.exp(logits_rx - peak_r[:, None]), jnp.exp(before_r - peak_r)
+        added_re = plgpu.dot(weights_rx.astype(v_ref.dtype), v_ref[at, :])
+        return mixed_re * kept_r[:, None] + added_re, total_r * kept_r + jnp.sum(weights_rx, axis=1), peak_r
+
+    nothing = jnp.zeros(q_re.shape, wide), jnp.zeros(q_re.shape[:1], wide), jnp.full(q_re.shape[:1], -jnp.inf, wide)
+    mixed_ref[...], total_ref[...], peak_ref[...] = lax.fori_loop(first, jnp.minimum(first + each, blocks), step, nothing)
