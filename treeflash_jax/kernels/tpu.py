@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 SLOTS = 512  # of a block
-ROWS = 1024  # of a tile, at most: with a block of logits, about 8 MiB of VMEM
+ROWS = 512  # of a tile, at most: enough products per byte of the cache, and about 5 MiB of VMEM with a block of logits
 SUBLANES = 16  # rows are padded to a multiple: a bfloat16 tile
 
 
