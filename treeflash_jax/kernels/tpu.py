@@ -2,6 +2,7 @@
 
 One program per sequence, key/value head and tile of query rows walks the blocks of the cache in order, keeping its sums in
 VMEM. Blocks past a sequence's length name its last block again, so that none of them is fetched, and compute nothing.
+Lowered to Mosaic, never run on a TPU; the sizes below are not tuned.
 
 Shape suffixes: b batch, k key/value heads, r query rows of one key/value head, s cache slots, x slots of one block,
 y shares of the prefix (1 here), e head dim.
