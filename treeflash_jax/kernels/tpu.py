@@ -2,6 +2,7 @@
 
 One program per sequence, key/value head and tile of query rows walks the blocks of the cache in order, keeping its sums in
 VMEM. Blocks past a sequence's length name its last block again, so that none of them is fetched, and compute nothing.
+Lowered to Mosaic, never run on a TPU; the sizes below are not tuned.
 
 Shape suffixes: b batch, k key/value heads, r query rows of one key/value head, s cache slots, x slots of one block,
 y shares of the prefix (1 here), e head dim.
@@ -22,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 SLOTS = 512  # of a block
-ROWS = 1024  # of a tile, at most: with a block of logits, about 8 MiB of VMEM
+ROWS = 512  # of a tile, at most: enough products per byte of the cache, and about 5 MiB of VMEM with a block of logits
 SUBLANES = 16  # rows are padded to a multiple: a bfloat16 tile
 
 
