@@ -181,3 +181,35 @@ def test_bad_settings_are_refused_before_any_compute(trained, settings, words):
 def test_bad_prompts_are_refused(trained, prompts, words):
     with pytest.raises(ValueError, match=words):
         trained.generate(prompts)
+
+
+def test_fifty_calls_of_one_bucket_compile_nothing(trained):
+    """Whatever changes between calls: prompts, their number within the batch, settings of sampling, stop ids."""
+    rng = np.random.default_rng(0)
+    settings = {"nodes": 8, "candidates": 4, "children": 4, "batch_size": 3, "top_p": 0.9}
+
+    def call(number: int) -> None:
+        prompts = [rng.integers(3, 60, rng.integers(1, 40)).tolist() for _ in range(1 + number % 3)]
+        temperatures = rng.choice([0.0, 0.3, 1.0], len(prompts)).tolist()
+        stops = rng.integers(0, 60, rng.integers(0, 5)).tolist()
+        changing = {"temperature": temperatures, "seed": number, "stop_ids": stops, "max_new_tokens": 1 + number % 20}
+        trained.generate(
+            prompts, **settings | changing, top_k=int(rng.integers(0, 9)), drafter_temperature=0.5 + number / 50
+        )
+
+    compiled: list[str] = []
+
+    def listen(event: str, *_, **__) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    call(0), call(1), call(2)  # host arrays of one, two and three rows have programs of their own
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for number in range(50):
+            call(number)
+        assert not compiled
+        jax.jit(lambda x: x + 7)(jnp.ones(3)), "the listener hears a compilation"
+        assert compiled
+    finally:
+        jax.monitoring.clear_event_listeners()
