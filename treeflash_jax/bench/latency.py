@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--head", choices=HEADS, help="default: the drafter's own; any with random weights")
     sizes.add_argument("--builder", choices=("best-first", *SAMPLED), help="default: best-first")
     sizes.add_argument("--acceptance", choices=RULES, help="default: by the builder")
+    side_by_side.add_shape(sizes)
     sizes.add_argument("--temperature", type=float, default=0.0, help="of the verifier (default: %(default)s)")
     sizes.add_argument("--attention", choices=IMPLEMENTATIONS, help="default: as `generate`")
     output = parser.add_argument_group("measurement and output")
@@ -161,6 +162,7 @@ def plans_of(pair: Pair, arguments: argparse.Namespace) -> list[DecodePlan]:
       ValueError: settings that the pair cannot serve.
     """
     names = "method candidates children shortlist head builder acceptance attention".split()
+    names += "branches trunk skeleton leaves".split()
     fields = {name: getattr(arguments, name) for name in names}
     planner = tf.TreeFlash(pair.verifier, Weights(None), drafter=pair.drafter)
     plans = {}
@@ -200,6 +202,7 @@ def settings_of(
         "head": plan.head,
         "builder": plan.builder,
         "acceptance": plan.rule,
+        "drawn": asdict(plan.shape) if plan.builder in SAMPLED else None,
         "temperature": temperature,
         "attention": plan.attention,
         "prefill_chunk": plan.prefill_chunk,
