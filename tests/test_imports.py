@@ -20,6 +20,8 @@ LAYERS = (
     {"mesh", "params"},
     {"layers", "vocab", "attention", "cache", "tree", "builders", "kernels"},
     {"verifier", "drafter", "heads", "acceptance"},
+    {"state"},
+    {"rounds"},
     {"decode"},
     {"footprint", "storage", "hf", "tokenizer", "options", "draw", "result", "generate"},
     {"bench", "check", "chat", "cli", "demo", "__init__", "__main__"},

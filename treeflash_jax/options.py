@@ -11,7 +11,7 @@ import numpy as np
 from treeflash_jax.acceptance import RULES, check_lawful
 from treeflash_jax.builders import SAMPLED, TreeShape, law_of
 from treeflash_jax.config import DrafterConfig, HeadName, ModelConfig
-from treeflash_jax.decode import BUILDER_OF_METHOD, Method
+from treeflash_jax.state import BUILDER_OF_METHOD, Method
 
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
 # Named so that asking for them is an answer, not a silent difference.
