@@ -8,12 +8,14 @@ Shape suffixes: b batch, s token slots, t chunk tokens, d model, v vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from treeflash_jax import budget as budgets
 from treeflash_jax import cache as caches
 from treeflash_jax import drafter as dflash
 from treeflash_jax import rounds, verifier
@@ -84,18 +86,36 @@ def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, samplin
 def decode(weights: Weights, state: DecodeState, max_rounds: jax.Array, plan: DecodePlan) -> DecodeState:
     """Runs rounds until every row is done, `max_rounds` have run, or the next round might not fit the caches.
 
-    The state is donated. Nothing leaves the device in between.
+    The state is donated. Nothing leaves the device in between. Where rounds choose their nodes, drafted and
+    one-token rounds are loops of their own inside it: a branch that commits would copy the caches, a loop that does not
+    run copies nothing.
     """
 
     def goes_on(carry):
         state, count = carry
         return ~jnp.all(state.done_b) & (count < max_rounds) & fits(state, plan)
 
-    def step(carry):
-        state, count = carry
-        return pin(rounds.decode_round(weights, pin(state), plan)), count + 1
+    def run(one_round: Callable[..., DecodeState], carry, holds: Callable = goes_on):
+        def step(carry):
+            state, count = carry
+            return pin(one_round(weights, pin(state), plan)), count + 1
 
-    return lax.while_loop(goes_on, step, (pin(state), jnp.zeros_like(max_rounds)))[0]
+        return lax.while_loop(holds, step, carry)
+
+    def turn(carry):
+        carry = run(rounds.step_round, carry, lambda c: goes_on(c) & (c[0].budget.pause > 0) & ~c[0].budget.is_full)
+        state, count = carry
+        state, _ = run(rounds.catch_up, (state, jnp.zeros_like(count)), lambda c: needs_to_catch_up(c[0], count))
+        return run(rounds.choosing_round, (state, count), lambda c: goes_on(c) & (c[0].budget.pause == 0))
+
+    def needs_to_catch_up(state, count):
+        budget = state.budget
+        return goes_on((state, count)) & jnp.any(budget.pending_b > 0) & ((budget.pause == 0) | budget.is_full)
+
+    carry = pin(state), jnp.zeros_like(max_rounds)
+    if not plan.buckets:
+        return run(rounds.decode_round, carry)[0]
+    return lax.while_loop(goes_on, turn, carry)[0]
 
 
 @partial(jax.jit, static_argnames=("plan",))
@@ -123,5 +143,6 @@ def grow(state: DecodeState, capacity: int) -> DecodeState:
         expected_bs=None if state.expected_bs is None else pad(state.expected_bs),
         cache=caches.grow(state.cache, capacity),
         drafter=None if state.drafter is None else dflash.grow(state.drafter, capacity),
+        budget=None if state.budget is None else budgets.grow(state.budget, capacity),
     )
     return pin(grown)

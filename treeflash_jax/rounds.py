@@ -8,6 +8,7 @@ Shape suffixes: b batch, n tree nodes, p rows of an accepted path, s token slots
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,6 +17,7 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax import acceptance as rules
+from treeflash_jax import budget as budgets
 from treeflash_jax import builders, verifier, vocab
 from treeflash_jax import cache as caches
 from treeflash_jax import drafter as dflash
@@ -34,12 +36,12 @@ class Verified:
     """What one verifier pass over a tree leaves to the rest of the round.
 
     Attributes:
-      logits_bnv: of all nodes, in the compute dtype, possibly sharded over the vocabulary.
+      logits_bnv: of all nodes, in the compute dtype, possibly sharded over the vocabulary; None once judged.
       features_btj: tapped features of all nodes; None without a drafter.
       rows: keys and values of all nodes, for `cache.append`.
     """
 
-    logits_bnv: jax.Array
+    logits_bnv: jax.Array | None
     features_btj: jax.Array | None
     rows: caches.NewRows
 
@@ -69,6 +71,46 @@ def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Deco
     verified = verify_tree(weights, state, tree, plan)
     accepted = accept_path(state, tree, proposal, verified.logits_bnv, plan)
     return commit_path(weights, state, verified, accepted, plan)
+
+
+def choosing_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
+    """A round of the best-first tree's first nodes, as many of `plan.buckets` as pay best.
+
+    Every bucket is a branch that reads the caches and hands on what its path commits, in the shapes of the largest.
+    """
+    tree, _ = draft_tree(weights, state, plan)
+    live_b = ~state.done_b
+    with jax.named_scope("choose"):
+        choice = budgets.choose(state.budget, tree, live_b, state.capacity, plan.buckets)
+
+    def judge(nodes: int) -> tuple[Verified, Accepted]:
+        own, part = replace(plan, num_nodes=nodes), trees.first(tree, nodes)
+        verified = verify_tree(weights, state, part, own)
+        accepted = accept_path(state, part, None, verified.logits_bnv, own)
+        return _along_path(verified, accepted, plan.path_rows)
+
+    kept, accepted = lax.switch(choice.index, [partial(judge, nodes) for nodes in plan.buckets])
+    budget = budgets.note(state.budget, state.rounds_b, live_b, choice.nodes)
+    budget = budgets.learn(budget, choice, accepted.length_b, live_b)
+    return commit_path(weights, state, kept, accepted, plan).replace(budget=budget)
+
+
+def step_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
+    """A one-token round while drafting pauses; the drafter gets to see its token later, by `catch_up`."""
+    own, tree = replace(plan, num_nodes=1), trees.root_only(_anchor(state))
+    verified = verify_tree(weights, state, tree, own)
+    accepted = accept_path(state, tree, None, verified.logits_bnv, own)
+    after = commit_path(weights, state, verified, accepted, replace(own, method="ar"))
+    budget = budgets.note(state.budget, state.rounds_b, ~state.done_b, 1)
+    return after.replace(budget=budgets.put_off(budget, verified.features_btj, after.end_b - state.end_b))
+
+
+def catch_up(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
+    """Shows the drafter the tokens that are pending."""
+    budget = state.budget
+    with jax.named_scope("catch_up"):
+        drafter = dflash.extend(weights.drafter, plan.drafter, state.drafter, budget.features_bpj, budget.pending_b)
+    return state.replace(drafter=drafter, budget=budget.replace(pending_b=jnp.zeros_like(budget.pending_b)))
 
 
 def draft_tree(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[trees.DraftTree, trees.Proposal | None]:
@@ -185,6 +227,21 @@ def commit_path(
             drafter = dflash.extend(weights.drafter, plan.drafter, drafter, features_bpj, kept_b)
         cache = caches.append(state.cache, verified.rows, kept_b, accepted.path_bp)
         return state.replace(cache=cache, drafter=drafter)
+
+
+def _along_path(verified: Verified, accepted: Accepted, rows: int) -> tuple[Verified, Accepted]:
+    """What a commit reads of a verified tree: its rows along the path, padded to `rows` of them."""
+
+    def pad(x_bp: jax.Array) -> jax.Array:
+        return jnp.pad(x_bp, ((0, 0), (0, rows - x_bp.shape[1]), *((0, 0),) * (x_bp.ndim - 2)))
+
+    def cut(x_bn: jax.Array) -> jax.Array:
+        return pad(trees.pick(x_bn, accepted.path_bp))
+
+    kept = Verified(None, cut(verified.features_btj), jax.tree.map(cut, verified.rows))
+    path_bp = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (accepted.length_b.size, rows))
+    log_probs_bp = None if accepted.log_probs_bp is None else pad(accepted.log_probs_bp)
+    return kept, accepted.replace(path_bp=path_bp, tokens_bp=pad(accepted.tokens_bp), log_probs_bp=log_probs_bp)
 
 
 def first_token(weights: Weights, state: DecodeState, last_bd: jax.Array, plan: DecodePlan) -> DecodeState:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 from flax import struct
 
+from treeflash_jax import budget as budgets
 from treeflash_jax import cache as caches
 from treeflash_jax import drafter as dflash
 from treeflash_jax import mesh as meshes
@@ -31,7 +32,8 @@ class DecodePlan:
       drafter: sizes of the drafter; None with method "ar".
       method: "tree" (any builder), "walk" (greedy chain), "chain" (the published rank-0 chain) or "ar" (one token a round).
       head: which head expands the block.
-      num_nodes: verified rows a round, root included.
+      num_nodes: verified rows a round, root included; the most of them where rounds choose.
+      buckets: rows that a round may choose of, increasing, the last being `num_nodes`; empty: every round takes them all.
       draft: candidates M and children K.
       builder: of a tree: "best-first", or one that draws nodes at random.
       shape: sizes of a tree whose nodes are drawn.
@@ -47,6 +49,7 @@ class DecodePlan:
     method: Method = "tree"
     head: HeadName = "marginal"
     num_nodes: int = 16
+    buckets: tuple[int, ...] = ()
     draft: DraftSettings = DraftSettings()
     builder: str = "best-first"
     shape: TreeShape = TreeShape()
@@ -123,6 +126,7 @@ class DecodeState:
       log_probs_bs: the verifier's log-probability (temperature 1, no filters) of each token; None unless planned.
       expected_bs: tokens each round was expected to commit, given its tree; None unless planned.
       sampling: per-row settings.
+      budget: where rounds choose their nodes; attached after the prefill.
     """
 
     tokens_bs: jax.Array
@@ -135,6 +139,7 @@ class DecodeState:
     log_probs_bs: jax.Array | None
     expected_bs: jax.Array | None
     sampling: Sampling
+    budget: budgets.Budget | None = None
 
     @property
     def capacity(self) -> int:
@@ -145,7 +150,8 @@ def pin(state: DecodeState) -> DecodeState:
     """Constrains the whole state to its layout on the ambient mesh: what a program returns is what the next one takes."""
     if meshes.current() is None:
         return state
-    rows = state.replace(cache=None, drafter=None)
+    rows = state.replace(cache=None, drafter=None, budget=None)
     rows = jax.tree.map(lambda x: meshes.constrain(x, (("batch",) + (None,) * (x.ndim - 1))[: x.ndim]), rows)
     drafter = None if state.drafter is None else dflash.pin(state.drafter)
-    return rows.replace(cache=caches.pin(state.cache), drafter=drafter)
+    budget = None if state.budget is None else budgets.pin(state.budget)
+    return rows.replace(cache=caches.pin(state.cache), drafter=drafter, budget=budget)

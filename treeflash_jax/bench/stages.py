@@ -180,7 +180,12 @@ class Bench:
         self.compile_seconds = time.perf_counter() - since
 
     def measure(self, ceilings: Ceilings, repeats: int) -> list[dict[str, Any]]:
-        """A row for every stage: samples of all stages in turn, in an order that rotates."""
+        """A row for every stage."""
+        self.sample(repeats)
+        return [timed.row(ceilings) for timed in self.timed]
+
+    def sample(self, repeats: int) -> None:
+        """Times all stages in turn, in an order that rotates."""
         with self._running():
             for timed in self.timed:
                 timed.calibrate(repeats)
@@ -189,7 +194,6 @@ class Bench:
                 for timed in self.timed[at:] + self.timed[:at]:
                     if len(timed.seconds) < timed.samples:
                         timed.seconds.append(timed.sample())
-        return [timed.row(ceilings) for timed in self.timed]
 
     def trace(self, folder: str, rounds: int = 4) -> None:
         """Writes a profiler trace of a few rounds of every plan."""
@@ -296,8 +300,8 @@ class Bench:
         state, count = unite(self.slots, marks), jnp.int32(calls)
 
         def enqueue() -> Any:
-            out = run(self.weights, state if drafts else state.replace(drafter=None), count)
-            self.slots = divide(out if drafts else out.replace(drafter=state.drafter))[0]
+            out = run(self.weights, state if drafts else state.replace(drafter=None, budget=None), count)
+            self.slots = divide(out if drafts else out.replace(drafter=state.drafter, budget=state.budget))[0]
             return out
 
         return enqueue
