@@ -9,9 +9,10 @@ summed over the rows that are not done: one bucket a round for the whole batch. 
 (calibration.py), c how many of the tokens that were drafted so far came true. The probabilities know nothing of the
 verifier's noise, so the answer is the same whatever is chosen.
 
-Drafting pauses where it takes longer than one-token rounds would. The drafter's context then waits: features of the tokens
-that it has not seen are pending until the next draft. Pauses grow geometrically, and no probe costs more than PROBE_SHARE
-of the pause after it.
+Drafting pauses once it has lost PATIENCE one-token rounds to one-token decoding (gains count, but are not saved up: the
+CUSUM test). The drafter's context then waits: features of tokens that it has not seen are pending until the next draft.
+Pauses grow geometrically, and no probe costs more than PROBE_SHARE of the pause after it, so a call loses little more than
+PATIENCE rounds and that share, whatever its prompts.
 
 Shape suffixes: b batch, n nodes or buckets of them, c measured cache sizes, p pending rows, j tapped layers x model,
 s token slots.
@@ -31,10 +32,10 @@ from flax import struct
 from treeflash_jax import mesh as meshes
 from treeflash_jax.tree import DraftTree
 
+PATIENCE = 3.0  # one-token rounds
 PROBE_SHARE = 0.01  # of a pause's rounds: what trying again may cost, in one-token rounds
 FIRST_PAUSE, LONGEST_PAUSE = 8, 2**15
 PRIOR_TOKENS = 32.0  # drafted tokens that the calibration's reliability counts for
-SMOOTHING, PROBING = 1 / 8, 1 / 2  # weight of a round in what drafting is judged by: as it goes on, and after a pause
 
 
 @struct.dataclass
@@ -66,10 +67,9 @@ class Budget:
       times: of rounds.
       drafted, committed: tokens below the root that drafted rounds were expected to commit and did, means over live rows,
         the calibration's prior included. Their ratio is the reliability c.
-      tokens: a drafted round commits, expected and smoothed.
-      steps: one-token rounds that a drafted round takes the time of, smoothed.
+      debt: what drafting has lost, in one-token rounds, 0 to PATIENCE.
       pause: one-token rounds to go before the next draft.
-      last_pause: how long the last pause was; 0 since drafting paid again.
+      last_pause: how long the last pause was; 0 since the debt was paid back.
       features_bpj: of tokens that the drafter has not seen yet.
       pending_b: how many of them are real.
       nodes_bs: verified rows by round; 1 where nothing was drafted.
@@ -78,8 +78,7 @@ class Budget:
     times: RoundTimes
     drafted: jax.Array
     committed: jax.Array
-    tokens: jax.Array
-    steps: jax.Array
+    debt: jax.Array
     pause: jax.Array
     last_pause: jax.Array
     features_bpj: jax.Array
@@ -114,8 +113,7 @@ def start(
     times: RoundTimes,
     *,
     reliability: float,
-    tokens: float,
-    steps: float,
+    debt: float,
     batch: int,
     capacity: int,
     pending: int,
@@ -127,7 +125,7 @@ def start(
     Args:
       times: of rounds at this batch.
       reliability: tokens committed over tokens drafted, both below the root, on the calibration's prompts.
-      tokens, steps: what a round was measured to commit and to take there, the latter in one-token rounds.
+      debt: to begin with.
       batch, capacity: of the state.
       pending: tokens that may wait for the drafter, at least 1.
       features: entries of a token's tapped features.
@@ -138,8 +136,7 @@ def start(
         times=times,
         drafted=scalar(PRIOR_TOKENS),
         committed=scalar(PRIOR_TOKENS * reliability),
-        tokens=scalar(tokens),
-        steps=scalar(steps),
+        debt=scalar(debt),
         pause=jnp.int32(0),
         last_pause=jnp.int32(0),
         features_bpj=jnp.zeros((batch, pending, features), dtype),
@@ -183,20 +180,16 @@ def learn(budget: Budget, choice: Choice, committed_b: jax.Array, live_b: jax.Ar
       live_b: rows that took part.
     """
     came = jnp.sum(jnp.where(live_b, committed_b, 0)) / jnp.maximum(jnp.sum(live_b), 1)
-    weight = jnp.where(budget.last_pause > 0, PROBING, SMOOTHING)
-    tokens = budget.tokens + weight * (choice.tokens - budget.tokens)
-    steps = budget.steps + weight * (choice.steps - budget.steps)
-    loses = tokens < steps
-    loss = jnp.maximum(choice.steps - choice.tokens, steps - tokens)
+    loss = choice.steps - choice.tokens
+    debt = jnp.maximum(budget.debt + loss, 0)
     pause = jnp.maximum(jnp.ceil(loss / PROBE_SHARE), jnp.maximum(FIRST_PAUSE, 2 * budget.last_pause))
-    pause = jnp.where(loses, jnp.minimum(pause, LONGEST_PAUSE), 0).astype(jnp.int32)
+    pause = jnp.where(debt > PATIENCE, jnp.minimum(pause, LONGEST_PAUSE), 0).astype(jnp.int32)
     return budget.replace(
         drafted=budget.drafted + choice.expected - 1,
         committed=budget.committed + came - 1,
-        tokens=tokens,
-        steps=steps,
+        debt=jnp.minimum(debt, PATIENCE),
         pause=pause,
-        last_pause=pause,
+        last_pause=jnp.where(pause > 0, pause, jnp.where(debt > 0, budget.last_pause, 0)),
     )
 
 

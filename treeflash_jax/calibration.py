@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from treeflash_jax import mesh as meshes
+from treeflash_jax.budget import PATIENCE
 from treeflash_jax.config import ModelConfig
 from treeflash_jax.state import DecodePlan, Weights
 
@@ -91,16 +92,14 @@ class Calibration:
             np.mean([_between(t, self.temperatures, np.array(x)) for t in temperatures], axis=0)
             for x in (self.tau, self.reliability)
         )
-        gain_n = tau_n[kept] * step / seconds(largest)[kept]
-        best = int(np.argmax(gain_n))
+        speedup = float(np.max(tau_n[kept] * step / seconds(largest)[kept]))
         return Decision(
-            buckets=tuple(self.nodes[k] for k in kept) if gain_n[best] >= WORTH_TRYING else (),
+            buckets=tuple(self.nodes[k] for k in kept) if speedup >= WORTH_TRYING else (),
             slots=self.slots,
             round_seconds=(round_cn - tree_cn[:, -1:] + tree_cn[:, largest, None])[:, kept],
             step_seconds=step_c,
             reliability=float(reliability),
-            tokens=float(tau_n[kept][best]),
-            steps=float(seconds(largest)[kept][best] / step),
+            speedup=speedup,
         )
 
 
@@ -111,7 +110,8 @@ class Decision:
     Attributes:
       buckets: that its rounds choose from; none: one token at a time, without a draft.
       slots, round_seconds [slots, buckets], step_seconds [slots]: what choices are made by.
-      reliability, tokens, steps: what is expected to begin with, as in `budget.start`; tokens and steps of the best bucket.
+      reliability, debt: to begin with, as in `budget.start`.
+      speedup: over one-token decoding, on the calibration's prompts, every round taking the best bucket.
     """
 
     buckets: tuple[int, ...]
@@ -119,13 +119,12 @@ class Decision:
     round_seconds: np.ndarray
     step_seconds: np.ndarray
     reliability: float
-    tokens: float
-    steps: float
+    speedup: float
 
     @property
-    def speedup(self) -> float:
-        """Over one-token decoding, on the calibration's prompts, every round taking the best bucket."""
-        return self.tokens / self.steps
+    def debt(self) -> float:
+        """Less patience where drafting did not quite pay."""
+        return 0.0 if self.speedup >= 1 else PATIENCE - 1
 
 
 def fit_round_times(nodes: Sequence[int], seconds: Sequence[float]) -> np.ndarray:

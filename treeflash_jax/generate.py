@@ -227,8 +227,7 @@ class TreeFlash:
         budget = budgets.start(
             self._place(jax.tree.map(jnp.asarray, times), by_rows=False),
             reliability=decision.reliability,
-            tokens=decision.tokens,
-            steps=decision.steps,
+            debt=decision.debt,
             batch=state.end_b.size,
             capacity=state.capacity,
             pending=plan.path_rows,

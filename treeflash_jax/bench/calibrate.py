@@ -200,7 +200,7 @@ class Rounds(Bench):
         state = self._compile(core.prefill, weights, *prompts, plan=first.for_prefill()).result().run(weights, *prompts)
         always = calibration.Decision(
             buckets=first.buckets, slots=[1], round_seconds=np.ones((1, 1)), step_seconds=np.full(1, 1e9),
-            reliability=1.0, tokens=1.0, steps=0.0,
+            reliability=1.0, speedup=1e9,
         )  # fmt: skip
         self.slots, self.marks = divide(state.replace(budget=self.model._budget(first, always, state)))
         state = self.state
