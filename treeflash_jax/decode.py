@@ -105,12 +105,9 @@ def decode(weights: Weights, state: DecodeState, max_rounds: jax.Array, plan: De
     def turn(carry):
         carry = run(rounds.step_round, carry, lambda c: goes_on(c) & (c[0].budget.pause > 0) & ~c[0].budget.is_full)
         state, count = carry
-        state, _ = run(rounds.catch_up, (state, jnp.zeros_like(count)), lambda c: needs_to_catch_up(c[0], count))
-        return run(rounds.choosing_round, (state, count), lambda c: goes_on(c) & (c[0].budget.pause == 0))
-
-    def needs_to_catch_up(state, count):
-        budget = state.budget
-        return goes_on((state, count)) & jnp.any(budget.pending_b > 0) & ((budget.pause == 0) | budget.is_full)
+        wanted = goes_on(carry) & ((state.budget.pause == 0) | state.budget.is_full)
+        carry = pin(rounds.catch_up(weights, state, plan, wanted)), count
+        return run(rounds.choosing_round, carry, lambda c: goes_on(c) & (c[0].budget.pause == 0))
 
     carry = pin(state), jnp.zeros_like(max_rounds)
     if not plan.buckets:

@@ -105,12 +105,22 @@ def step_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Decode
     return after.replace(budget=budgets.put_off(budget, verified.features_btj, after.end_b - state.end_b))
 
 
-def catch_up(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
-    """Shows the drafter the tokens that are pending."""
-    budget = state.budget
+def catch_up(weights: Weights, state: DecodeState, plan: DecodePlan, wanted: jax.Array) -> DecodeState:
+    """Shows the drafter the tokens that are pending, if that is wanted.
+
+    A loop of one turn or none: a branch would copy the drafter's context.
+    """
+    features_bpj = state.budget.features_bpj
+
+    def extend(carry):
+        drafter, pending_b = carry
+        drafter = dflash.extend(weights.drafter, plan.drafter, dflash.pin(drafter), features_bpj, pending_b)
+        return drafter, jnp.zeros_like(pending_b)
+
     with jax.named_scope("catch_up"):
-        drafter = dflash.extend(weights.drafter, plan.drafter, state.drafter, budget.features_bpj, budget.pending_b)
-    return state.replace(drafter=drafter, budget=budget.replace(pending_b=jnp.zeros_like(budget.pending_b)))
+        carry = state.drafter, state.budget.pending_b
+        drafter, pending_b = lax.while_loop(lambda carry: wanted & jnp.any(carry[1] > 0), extend, carry)
+    return state.replace(drafter=drafter, budget=state.budget.replace(pending_b=pending_b))
 
 
 def draft_tree(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[trees.DraftTree, trees.Proposal | None]:
