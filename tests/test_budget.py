@@ -291,7 +291,7 @@ def test_a_round_stays_on_the_device_and_donates_its_state(tmp_path):
 def test_streaming_and_growing_caches_change_nothing(trained, plain, tmp_path, monkeypatch):
     model = beside(trained, tmp_path / "a.json", table(trained, MIXED, 0.42))
     whole = model.generate(PROMPTS[0], max_new_tokens=300, stop_ids=[], **AUTO)[0]
-    assert {1, 4} <= set(whole.nodes) and whole.ids[:70] == plain["greedy"][0]
+    assert {1} < set(whole.nodes) and whole.ids[:70] == plain["greedy"][0]
     *chunks, result = model.stream(PROMPTS[0], max_new_tokens=300, stop_ids=[], rounds_per_dispatch=5, **AUTO)
     assert (result.ids, result.nodes) == (whole.ids, whole.nodes) and len(chunks) > 20
     monkeypatch.setattr("treeflash_jax.generate.ROOM_AHEAD", 8)
@@ -313,14 +313,14 @@ def test_eight_devices_answer_as_one(tmp_path):
         results = model.generate(prompts, **AUTO, **how)
         assert [result.ids for result in results] == expected
         assert max(results[0].nodes) > 1
-        before = len(model.programs)
+        assert len(model.programs) == 2
         [*_, streamed] = model.stream(prompts[0], **AUTO, max_new_tokens=24, rounds_per_dispatch=2)
-        assert streamed.ids == expected[0] and len(model.programs) == before + 2, "one layout from dispatch to dispatch"
+        assert streamed.ids == expected[0] and len(model.programs) == 2, "one layout from dispatch to dispatch"
 
 
 def test_a_decision_by_hand(trained):
     entry = replace(
-        table(trained, [1.0, 1.2, 1.5, 3.0], 1.0, tau=[1.5, 2.4, 3.0, 3.3]),
+        table(trained, [1.0, 1.2, 1.5, 3.0], 1.0, tau=[1.5, 2.4, 3.3, 3.6]),
         batch=[1, 3], slots=[256, 512],
         round_seconds=[[[1.0, 1.2, 1.5, 3.0]] * 2, [[3.0, 3.2, 3.5, 5.0]] * 2],
         tree_seconds=[[[0.1, 0.2, 0.4, 0.8]] * 2] * 2,
@@ -332,8 +332,8 @@ def test_a_decision_by_hand(trained):
     assert found.buckets == (2, 4, 8), "rounds of 16 take too long; their trees are not built"
     np.testing.assert_allclose(found.round_seconds, [round_n[:3]] * 2)
     np.testing.assert_allclose(found.step_seconds, [1.5, 2.0])
-    assert found.speedup == pytest.approx(max(np.array([1.5, 2.4, 3.0]) * 1.75 / round_n[:3])) and found.debt == 0
-    slow = replace(entry, step_seconds=[[0.4, 0.6], [0.8, 1.0]]).decide(2, 384, [0.0])
+    assert found.speedup == pytest.approx(max(np.array([1.5, 2.4, 3.3]) * 1.75 / round_n[:3])) and found.debt == 0
+    slow = replace(entry, step_seconds=[[0.2, 0.3], [0.4, 0.5]]).decide(2, 384, [0.0])
     assert slow.buckets == () and slow.speedup < calibration.WORTH_TRYING
 
 

@@ -341,7 +341,10 @@ class TreeFlash:
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # cannot be put on the devices of other processes
                 return jax.random.wrap_key_data(put(jax.random.key_data(x)))
             axes = ("batch" if by_rows else None,) + (None,) * (x.ndim - 1) if x.ndim else ()
-            return jax.device_put(x, meshes.sharding(axes, x.shape, self.mesh))
+            spec = meshes.partition(axes, x.shape, self.mesh)
+            while spec and spec[-1] is None:  # as programs spell the layout of what they hand on
+                spec = jax.sharding.PartitionSpec(*spec[:-1])
+            return jax.device_put(x, jax.sharding.NamedSharding(self.mesh, spec))
 
         return jax.tree.map(put, batch)
 
