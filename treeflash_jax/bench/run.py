@@ -189,6 +189,8 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
 
 def node_count(text: str) -> int | str:
     """A number of nodes, or "auto"."""
+    if text != "auto" and not text.lstrip("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number or auto")
     return text if text == "auto" else int(text)
 
 
