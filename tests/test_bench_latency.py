@@ -17,8 +17,7 @@ import pytest
 from conftest import DATA, RANDOM_DRAFTER, RANDOM_MODEL, random_pair
 from jax.sharding import PartitionSpec
 
-from treeflash_jax import cli, make_mesh
-from treeflash_jax import decode as core
+from treeflash_jax import cli, make_mesh, rounds
 from treeflash_jax.bench import latency, shapes, stages, timings
 from treeflash_jax.bench.floors import STAGES, Ceilings, Work, measure_ceilings, stage_work
 from treeflash_jax.decode import DecodePlan
@@ -371,5 +370,5 @@ def test_the_command_has_help(capsys):
 
 def test_what_is_timed_is_what_decode_is_made_of():
     functions = stages.DRAFT, stages.EXPAND, stages.TREE, stages.VERIFY, stages.ACCEPT
-    own = core.draft_block, core.expand_block, core.build_tree, core.verify_tree, core.accept_path
+    own = rounds.draft_block, rounds.expand_block, rounds.build_tree, rounds.verify_tree, rounds.accept_path
     assert [function.__wrapped__ for function in functions] == list(own)

@@ -114,8 +114,11 @@ def test_the_shipped_pair_is_loaded_by_default_and_folders_by_name(fake, prompts
     folders = [str(assets / "verifier"), str(assets / "drafter")]
     assert bench(prompts, tmp_path / "a.jsonl") == 0
     assert bench(prompts, tmp_path / "b.jsonl", "--pair", *folders, "--dtype", "bfloat16") == 0
-    assert loads[0] == ("tiny", {"verifier": None, "drafter": None, "dtype": None, "quantize": None})
-    assert loads[1] == (None, {"verifier": folders[0], "drafter": folders[1], "dtype": "bfloat16", "quantize": None})
+    assert loads[0] == ("tiny", {"verifier": None, "drafter": None, "dtype": None, "quantize": None, "budget": None})
+    assert loads[1] == (
+        None,
+        {"verifier": folders[0], "drafter": folders[1], "dtype": "bfloat16", "quantize": None, "budget": None},
+    )
     for record in read(tmp_path / "b.jsonl"):
         assert [record["settings"][name] for name in ("verifier", "drafter", "dtype")] == [*folders, "bfloat16"]
 
@@ -279,6 +282,7 @@ def test_systems_by_name():
     assert list(systems) == "ar chain marginal-4 marginal-16 treeflash-64 treeflash-4 treeflash-16".split()
     assert systems["marginal-16"] == {"method": "tree", "head": "marginal", "nodes": 16}
     assert systems["treeflash-64"] == {"method": "tree", "nodes": 64}
+    assert parse_systems(["treeflash-auto"], [4])["treeflash-auto"]["nodes"] == "auto"
     sharper = parse_systems(["marginal@0.7", "chain@0.5", "treeflash-4@2"], [8])
     assert list(sharper) == "marginal-8@0.7 chain@0.5 treeflash-4@2".split()
     assert [fields["drafter_temperature"] for fields in sharper.values()] == [0.7, 0.5, 2.0]

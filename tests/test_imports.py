@@ -20,8 +20,11 @@ LAYERS = (
     {"mesh", "params", "quantized"},
     {"layers", "vocab", "attention", "cache", "tree", "builders", "kernels"},
     {"verifier", "drafter", "heads", "acceptance"},
+    {"budget"},
+    {"state"},
+    {"rounds"},
     {"decode"},
-    {"footprint", "storage", "hf", "tokenizer", "options", "draw", "result", "generate"},
+    {"footprint", "storage", "hf", "tokenizer", "options", "draw", "result", "calibration", "generate"},
     {"bench", "check", "chat", "cli", "demo", "__init__", "__main__"},
 )
 HEAVY = ("torch", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import random_pair
 
-from treeflash_jax import GenerateConfig, TreeFlash, make_mesh
+from treeflash_jax import GenerateConfig, TreeFlash, make_mesh, rounds
 from treeflash_jax import decode as core
 from treeflash_jax.bench import rules as comparison
 from treeflash_jax.bench import run
@@ -90,18 +90,17 @@ def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_nois
     state = core.prefill(model.weights, *model._inputs(rows, 1, 256, config), plan=model.plan(config).for_prefill())
     later = state.replace(cache=state.cache.replace(length_b=state.cache.length_b + 1))
     keys = [
-        jax.random.key_data(core._round_keys(at, stream)).tolist()
+        jax.random.key_data(rounds._round_keys(at, stream)).tolist()
         for at in (state, later)
-        for stream in (core.VERIFY_STREAM, core.DRAFT_STREAM, core.COINS_STREAM)
+        for stream in (rounds.VERIFY_STREAM, rounds.DRAFT_STREAM, rounds.COINS_STREAM)
     ]
     assert len({str(key) for key in keys}) == 6
     start = int(state.cache.length_b[0])
-    [expected] = (jax.random.fold_in(jax.random.fold_in(state.sampling.key_b[0], s), start) for s in (core.COINS_STREAM,))
+    [expected] = (jax.random.fold_in(jax.random.fold_in(state.sampling.key_b[0], s), start) for s in (rounds.COINS_STREAM,))
     assert keys[2] == [jax.random.key_data(expected).tolist()]
-    coins, bonus = core._coins(state, 3, jnp.zeros((1, 4, 9)))
-    assert (
-        coins.shape == (1, 3) and bonus.shape == (1, 9) and (coins != core._coins(later, 3, jnp.zeros((1, 4, 9)))[0]).all()
-    )
+    coins, bonus = rounds._coins(state, 3, jnp.zeros((1, 4, 9)))
+    assert coins.shape == (1, 3) and bonus.shape == (1, 9)
+    assert (coins != rounds._coins(later, 3, jnp.zeros((1, 4, 9)))[0]).all()
 
 
 @pytest.mark.parametrize(

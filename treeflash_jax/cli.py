@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.attention import IMPLEMENTATIONS
-from treeflash_jax.bench import latency, memory, report, rules, run
+from treeflash_jax.bench import calibrate, latency, memory, report, rules, run
 from treeflash_jax.builders import SAMPLED
 from treeflash_jax.quantized import SCHEMES
 
@@ -81,6 +81,16 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--drop-head", action="store_true", help="leave a trained head behind (DFlash files hold none)")
     convert.set_defaults(run=_convert)
 
+    measure = commands.add_parser(
+        "calibrate",
+        help="time rounds, so that --nodes auto can choose",
+        description=calibrate.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_model(measure)
+    calibrate.add_arguments(measure)
+    measure.set_defaults(run=_calibrate)
+
     bench = commands.add_parser("bench", help="measure systems side by side, and report")
     suites = bench.add_subparsers(required=True, metavar="suite", parser_class=_Parser)
     run.add_arguments(suites.add_parser("run", help="systems side by side on the same prompts"))
@@ -132,7 +142,11 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--method", choices=METHODS, default="tree", help="chain: the published one; ar: no drafting")
     group.add_argument("--head", choices=HEADS, help="default: the drafter's own")
-    group.add_argument("--nodes", type=int, help="verified rows a round, root included")
+    group.add_argument(
+        "--nodes", type=run.node_count, metavar="N|auto",
+        help="verified rows a round, root included; auto: what pays best, round by round (see treeflash calibrate)",
+    )  # fmt: skip
+    group.add_argument("--budget", metavar="FILE", help="of treeflash calibrate; default: where that writes by default")
     group.add_argument("--block-size", type=int, help="drafted block, anchor included; default: the drafter's")
     group.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
     group.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
@@ -169,6 +183,7 @@ def _load(arguments: argparse.Namespace) -> Any:
     own_pair = arguments.verifier is None and arguments.drafter is None
     names = ("verifier", "drafter", "revision", "drafter_revision", "local_files_only")
     paths = {} if own_pair else {name: getattr(arguments, name) for name in names}
+    paths |= {"budget": getattr(arguments, "budget", None)}
     sizes = {"dtype": arguments.dtype, "quantize": arguments.quantize, "mesh": _mesh(arguments.mesh)}
     return tf.load("tiny" if own_pair else None, **paths, **sizes)
 
@@ -246,6 +261,10 @@ def _check(arguments: argparse.Namespace) -> int:
     if case.quantize and not arguments.json:
         print(f"identical means: {meaning(case.quantize)}")
     return 0 if excused else 1
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    return calibrate.run(_load(arguments), arguments)
 
 
 def _convert(arguments: argparse.Namespace) -> int:

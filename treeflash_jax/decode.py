@@ -1,193 +1,26 @@
-"""One round of tree decoding, and the loops around it, as pure functions of a donated state.
+"""The loops around rounds, as pure functions of a donated state.
 
-A round: draft a block, build a tree, verify it in one pass, accept, commit. `decode` runs rounds inside one program until
-every row is done (or a few at a time, for streaming); `prefill` runs the prompts in fixed chunks, so one program serves all
-prompt lengths. Plain one-token decoding is the same round with a tree of one node and no drafter.
+`decode` runs rounds (rounds.py) inside one program until every row is done (or a few at a time, for streaming); `prefill`
+runs the prompts in fixed chunks, so one program serves all prompt lengths.
 
-Shape suffixes: b batch, n tree nodes, p rows of an accepted path, s token slots, t chunk tokens, d model, v vocabulary,
-x stop ids.
+Shape suffixes: b batch, s token slots, t chunk tokens, d model, v vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
-from treeflash_jax import acceptance as rules
-from treeflash_jax import builders, verifier, vocab
+from treeflash_jax import budget as budgets
 from treeflash_jax import cache as caches
 from treeflash_jax import drafter as dflash
-from treeflash_jax import mesh as meshes
+from treeflash_jax import rounds, verifier
 from treeflash_jax import tree as trees
-from treeflash_jax.builders import TreeShape
-from treeflash_jax.config import DrafterConfig, HeadName, ModelConfig
-from treeflash_jax.heads import HEADS, DraftSettings, Unembed
-
-Method = Literal["tree", "walk", "chain", "ar"]
-BUILDER_OF_METHOD = {"tree": "best-first", "walk": "walk", "chain": "chain"}
-
-# Random streams of a row's key. Never shared: a tree that looked at verify noise would not be lossless. Verify noise
-# belongs to positions of the text; draws and coins to the round, that is to the position of its root.
-VERIFY_STREAM, DRAFT_STREAM, COINS_STREAM = 0, 1, 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodePlan:
-    """Everything that shapes the compiled program; two equal plans share it.
-
-    Attributes:
-      verifier: sizes of the verifier.
-      drafter: sizes of the drafter; None with method "ar".
-      method: "tree" (any builder), "walk" (greedy chain), "chain" (the published rank-0 chain) or "ar" (one token a round).
-      head: which head expands the block.
-      num_nodes: verified rows a round, root included.
-      draft: candidates M and children K.
-      builder: of a tree: "best-first", or one that draws nodes at random.
-      shape: sizes of a tree whose nodes are drawn.
-      rule: acceptance rule, lossless for the builder's law.
-      attention: attention implementation.
-      prefill_chunk: prompt tokens per prefill pass.
-      log_probs: whether to keep the verifier's log-probability of every emitted token.
-      expected_lengths: whether to keep what every round was expected to commit.
-    """
-
-    verifier: ModelConfig
-    drafter: DrafterConfig | None = None
-    method: Method = "tree"
-    head: HeadName = "marginal"
-    num_nodes: int = 16
-    draft: DraftSettings = DraftSettings()
-    builder: str = "best-first"
-    shape: TreeShape = TreeShape()
-    rule: str = "sample-and-match"
-    attention: str = "xla"
-    prefill_chunk: int = 128
-    log_probs: bool = False
-    expected_lengths: bool = False
-
-    @property
-    def drafts(self) -> bool:
-        return self.method != "ar"
-
-    @property
-    def path_rows(self) -> int:
-        """Rows of the longest path a round can accept, root included."""
-        return 1 + min(self.drafter.num_depths, self.num_nodes - 1) if self.drafts else 1
-
-    def for_prefill(self) -> DecodePlan:
-        """The plan that all plans with the same prefill share."""
-        names = ("verifier", "drafter", "attention", "prefill_chunk", "log_probs", "expected_lengths")
-        shared = {name: getattr(self, name) for name in names}
-        return DecodePlan(method="tree" if self.drafts else "ar", **shared)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.drafter.target_layer_ids if self.drafts else ()
-
-
-@struct.dataclass
-class Weights:
-    """Parameters of verifier, drafter and head; the latter two are empty for plain decoding."""
-
-    verifier: Any
-    drafter: Any = None
-    head: Any = None
-
-
-@struct.dataclass
-class Sampling:
-    """What each row wants; traced, so changing it never recompiles.
-
-    Attributes:
-      key_b: one key per row, fold_in(seed, prompt index): batch composition never changes an answer.
-      temperature_b: 0 is greedy.
-      top_k_b: 0 keeps all.
-      top_p_b: 1 keeps all.
-      limit_b: prompt length + max_new_tokens.
-      stop_ids_bx: ids that end a row; -1 pads.
-      drafter_temperature_b: of the drafted distribution, > 0.
-    """
-
-    key_b: jax.Array
-    temperature_b: jax.Array
-    top_k_b: jax.Array
-    top_p_b: jax.Array
-    limit_b: jax.Array
-    stop_ids_bx: jax.Array
-    drafter_temperature_b: jax.Array
-
-
-@struct.dataclass
-class DecodeState:
-    """The loop carry. The last token of a row is its anchor: emitted, but not yet seen by the verifier.
-
-    Attributes:
-      tokens_bs: prompt and generated ids.
-      end_b: how many of them are real. The caches hold `end_b - 1` rows.
-      done_b: rows that need no more tokens.
-      cache: the verifier's.
-      drafter: the drafter's state; None for plain decoding.
-      rounds_b: rounds each row took part in.
-      accepted_bs: tokens committed per round, bonus included, before any cut at a stop id or limit.
-      log_probs_bs: the verifier's log-probability (temperature 1, no filters) of each token; None unless planned.
-      expected_bs: tokens each round was expected to commit, given its tree; None unless planned.
-      sampling: per-row settings.
-    """
-
-    tokens_bs: jax.Array
-    end_b: jax.Array
-    done_b: jax.Array
-    cache: caches.KVCache
-    drafter: Any
-    rounds_b: jax.Array
-    accepted_bs: jax.Array
-    log_probs_bs: jax.Array | None
-    expected_bs: jax.Array | None
-    sampling: Sampling
-
-    @property
-    def capacity(self) -> int:
-        return self.tokens_bs.shape[1]
-
-
-@struct.dataclass
-class Verified:
-    """What one verifier pass over a tree leaves to the rest of the round.
-
-    Attributes:
-      logits_bnv: of all nodes, in the compute dtype, possibly sharded over the vocabulary.
-      features_btj: tapped features of all nodes; None without a drafter.
-      rows: keys and values of all nodes, for `cache.append`.
-    """
-
-    logits_bnv: jax.Array
-    features_btj: jax.Array | None
-    rows: caches.NewRows
-
-
-@struct.dataclass
-class Accepted:
-    """What a round commits, before any cut at a stop id or limit.
-
-    Attributes:
-      path_bp: accepted nodes, root first.
-      length_b: how many of them, and of the tokens, are real.
-      tokens_bp: the token emitted after each of them, the bonus last.
-      log_probs_bp: the verifier's log-probabilities of these tokens; None unless planned.
-      expected_b: tokens the round was expected to commit, given its tree; None unless planned.
-    """
-
-    path_bp: jax.Array
-    length_b: jax.Array
-    tokens_bp: jax.Array
-    log_probs_bp: jax.Array | None
-    expected_b: jax.Array | None
+from treeflash_jax.state import DecodePlan, DecodeState, Sampling, Weights, pin
 
 
 @partial(jax.jit, static_argnames=("plan",))
@@ -246,34 +79,46 @@ def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, samplin
         expected_bs=jnp.zeros((batch, capacity), jnp.float32) if plan.expected_lengths else None,
         sampling=sampling,
     )
-    logits_bnv = verifier.logits(weights.verifier, last_bd[:, None])
-    picks_bp = _target_rows(logits_bnv, sampling).sample(_noise(state, 1, logits_bnv))
-    log_probs_bp = _token_log_probs(logits_bnv, picks_bp) if plan.log_probs else None
-    return pin(_emit(state, picks_bp, jnp.ones_like(length_b), log_probs_bp)[0])
+    return pin(rounds.first_token(weights, state, last_bd, plan))
 
 
 @partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
 def decode(weights: Weights, state: DecodeState, max_rounds: jax.Array, plan: DecodePlan) -> DecodeState:
     """Runs rounds until every row is done, `max_rounds` have run, or the next round might not fit the caches.
 
-    The state is donated. Nothing leaves the device in between.
+    The state is donated. Nothing leaves the device in between. Where rounds choose their nodes, drafted and
+    one-token rounds are loops of their own inside it: a branch that commits would copy the caches, a loop that does not
+    run copies nothing.
     """
 
     def goes_on(carry):
         state, count = carry
         return ~jnp.all(state.done_b) & (count < max_rounds) & fits(state, plan)
 
-    def step(carry):
-        state, count = carry
-        return pin(decode_round(weights, pin(state), plan)), count + 1
+    def run(one_round: Callable[..., DecodeState], carry, holds: Callable = goes_on):
+        def step(carry):
+            state, count = carry
+            return pin(one_round(weights, pin(state), plan)), count + 1
 
-    return lax.while_loop(goes_on, step, (pin(state), jnp.zeros_like(max_rounds)))[0]
+        return lax.while_loop(holds, step, carry)
+
+    def turn(carry):
+        carry = run(rounds.step_round, carry, lambda c: goes_on(c) & (c[0].budget.pause > 0) & ~c[0].budget.is_full)
+        state, count = carry
+        wanted = goes_on(carry) & ((state.budget.pause == 0) | state.budget.is_full)
+        carry = pin(rounds.catch_up(weights, state, plan, wanted)), count
+        return run(rounds.choosing_round, carry, lambda c: goes_on(c) & (c[0].budget.pause == 0))
+
+    carry = pin(state), jnp.zeros_like(max_rounds)
+    if not plan.buckets:
+        return run(rounds.decode_round, carry)[0]
+    return lax.while_loop(goes_on, turn, carry)[0]
 
 
 @partial(jax.jit, static_argnames=("plan",))
 def draft(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.DraftTree:
     """The tree the next round would verify."""
-    return draft_tree(weights, state, plan)[0]
+    return rounds.draft_tree(weights, state, plan)[0]
 
 
 def fits(state: DecodeState, plan: DecodePlan) -> jax.Array:
@@ -295,206 +140,6 @@ def grow(state: DecodeState, capacity: int) -> DecodeState:
         expected_bs=None if state.expected_bs is None else pad(state.expected_bs),
         cache=caches.grow(state.cache, capacity),
         drafter=None if state.drafter is None else dflash.grow(state.drafter, capacity),
+        budget=None if state.budget is None else budgets.grow(state.budget, capacity),
     )
     return pin(grown)
-
-
-def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
-    """Draft, verify, accept, commit: at least one token for every row that is not done."""
-    tree, proposal = draft_tree(weights, state, plan)
-    verified = verify_tree(weights, state, tree, plan)
-    accepted = accept_path(state, tree, proposal, verified.logits_bnv, plan)
-    return commit_path(weights, state, verified, accepted, plan)
-
-
-def draft_tree(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[trees.DraftTree, trees.Proposal | None]:
-    """The tree of one round, drafted from the anchors, and the law its nodes were drawn from, if they were."""
-    if not plan.drafts:
-        return trees.root_only(_anchor(state)), None
-    return build_tree(state, expand_block(weights, state, draft_block(weights, state, plan), plan), plan)
-
-
-# The stages of a round, in order. Each is a pure function of its own, so that it can be compiled and timed by itself.
-
-
-def draft_block(weights: Weights, state: DecodeState, plan: DecodePlan) -> jax.Array:
-    """The drafter's block after each anchor, [b, q, d], before its final norm."""
-    with jax.named_scope("draft"):
-        embed_vd = weights.verifier["embed"]
-        return dflash.block(
-            weights.drafter, plan.drafter, state.drafter, embed_vd, _anchor(state), attention=plan.attention
-        )
-
-
-def expand_block(weights: Weights, state: DecodeState, hidden_bqd: jax.Array, plan: DecodePlan) -> trees.Expander:
-    """The second stage: next-token laws at every depth, given the token before."""
-    tables = weights.verifier
-    with jax.named_scope("expand"):
-        unembed = Unembed(
-            embed_vd=tables["embed"],
-            unembed_vd=tables.get("unembed", tables["embed"]),
-            norm=weights.drafter["norm"],
-            eps=plan.drafter.layers.rms_norm_eps,
-        )
-        return HEADS[plan.head].expand(
-            weights.head, unembed, hidden_bqd, _anchor(state), plan.draft, state.sampling.drafter_temperature_b
-        )
-
-
-def build_tree(
-    state: DecodeState, expander: trees.Expander, plan: DecodePlan
-) -> tuple[trees.DraftTree, trees.Proposal | None]:
-    """The tree below each anchor, and the law its nodes were drawn from, if they were."""
-    with jax.named_scope("tree"):
-        anchor_b = _anchor(state)
-        name = plan.builder if plan.method == "tree" else BUILDER_OF_METHOD[plan.method]
-        if name not in builders.SAMPLED:
-            build = partial(trees.BUILDERS[name], num_nodes=plan.num_nodes)
-            return meshes.by_rows(build, expander, anchor_b), None
-
-        def build(expander, anchor_b, key_b):
-            noise_bnc = builders.draw_noise(key_b, expander, plan.num_nodes)
-            return builders.SAMPLED[name](expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc)
-
-        return meshes.by_rows(build, expander, anchor_b, _round_keys(state, DRAFT_STREAM))
-
-
-def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, plan: DecodePlan) -> Verified:
-    """One pass of the verifier over all nodes; the caches are read, not written."""
-    with jax.named_scope("verify"):
-        out = verifier.forward(
-            weights.verifier,
-            plan.verifier,
-            tree.tokens_bn,
-            state.cache.length_b[:, None] + tree.depth_bn,
-            trees.ancestor_mask(tree.parent_bn, plan.path_rows - 1),
-            state.cache,
-            taps=plan.taps,
-            attention=plan.attention,
-        )
-        return Verified(verifier.logits(weights.verifier, out.hidden_btd), out.features_btj, out.rows)
-
-
-def accept_path(
-    state: DecodeState,
-    tree: trees.DraftTree,
-    proposal: trees.Proposal | None,
-    logits_bnv: jax.Array,
-    plan: DecodePlan,
-) -> Accepted:
-    """The path that the plan's rule keeps, and the tokens it emits."""
-    with jax.named_scope("accept"):
-        coins_bx, bonus_bv = _coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
-        noise = rules.Noise(_noise(state, plan.path_rows, logits_bnv), coins_bx, bonus_bv)
-        rows = _target_rows(logits_bnv, state.sampling)
-        taken = rules.RULES[plan.rule].walk(tree, proposal, rows, noise)
-        drafted_bp = trees.pick(tree.tokens_bn, taken.path_bp)
-        is_bonus_bp = jnp.arange(plan.path_rows) == taken.length_b[:, None] - 1
-        emitted_bp = jnp.where(is_bonus_bp, taken.bonus_b[:, None], jnp.roll(drafted_bp, -1, axis=1))
-        log_probs_bp = expected_b = None
-        if plan.log_probs:
-            log_probs_bp = _token_log_probs(trees.pick(logits_bnv, taken.path_bp), emitted_bp)
-        if plan.expected_lengths:
-            expected_b = jnp.sum(rules.RULES[plan.rule].weights(tree, proposal, rows), axis=1)
-        return Accepted(taken.path_bp, taken.length_b, emitted_bp, log_probs_bp, expected_b)
-
-
-def commit_path(
-    weights: Weights, state: DecodeState, verified: Verified, accepted: Accepted, plan: DecodePlan
-) -> DecodeState:
-    """The state after the round: tokens, statistics, and the rows of the accepted path in both caches."""
-    with jax.named_scope("commit"):
-        is_round_bs = (jnp.arange(state.capacity) == state.rounds_b[:, None]) & ~state.done_b[:, None]
-
-        def note(x_bs: jax.Array, value_b: jax.Array) -> jax.Array:
-            return jnp.where(is_round_bs, value_b.astype(x_bs.dtype)[:, None], x_bs)
-
-        state = state.replace(
-            expected_bs=note(state.expected_bs, accepted.expected_b) if plan.expected_lengths else state.expected_bs,
-            accepted_bs=note(state.accepted_bs, accepted.length_b),
-            rounds_b=state.rounds_b + ~state.done_b,
-        )
-        state, kept_b = _emit(state, accepted.tokens_bp, accepted.length_b, accepted.log_probs_bp)
-        drafter = state.drafter
-        if plan.drafts:
-            features_bpj = trees.pick(verified.features_btj, accepted.path_bp)
-            drafter = dflash.extend(weights.drafter, plan.drafter, drafter, features_bpj, kept_b)
-        cache = caches.append(state.cache, verified.rows, kept_b, accepted.path_bp)
-        return state.replace(cache=cache, drafter=drafter)
-
-
-def _anchor(state: DecodeState) -> jax.Array:
-    return jnp.take_along_axis(state.tokens_bs, state.cache.length_b[:, None], axis=1)[:, 0]
-
-
-def pin(state: DecodeState) -> DecodeState:
-    """Constrains the whole state to its layout on the ambient mesh: what a program returns is what the next one takes."""
-    if meshes.current() is None:
-        return state
-    rows = state.replace(cache=None, drafter=None)
-    rows = jax.tree.map(lambda x: meshes.constrain(x, (("batch",) + (None,) * (x.ndim - 1))[: x.ndim]), rows)
-    drafter = None if state.drafter is None else dflash.pin(state.drafter)
-    return rows.replace(cache=caches.pin(state.cache), drafter=drafter)
-
-
-def _target_rows(logits_bnv: jax.Array, sampling: Sampling) -> rules.TargetRows:
-    return rules.target_rows(logits_bnv, sampling.temperature_b, sampling.top_k_b, sampling.top_p_b)
-
-
-def _noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.Array:
-    """Gumbel noise [b, depths, v] of the next positions; zeros, for free, where every row is greedy."""
-    size = logits_bnv.shape[-1]
-    dtype = jnp.promote_types(logits_bnv.dtype, jnp.float32)
-    stream_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, VERIFY_STREAM)
-    positions_bp = state.end_b[:, None] + jnp.arange(depths)
-    keys_bp = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(stream_b, positions_bp)
-    return lax.cond(
-        jnp.any(state.sampling.temperature_b > 0),
-        lambda: vocab.gumbel(keys_bp, size, dtype),
-        lambda: meshes.constrain(jnp.zeros((*keys_bp.shape, size), dtype), ("batch", None, "vocab")),
-    )
-
-
-def _coins(state: DecodeState, draws: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Uniforms [b, x] for the tests of a round, and Gumbel noise [b, v] for the token after the last accepted node."""
-    dtype = jnp.promote_types(logits_bnv.dtype, jnp.float32)
-    key_b2 = jax.vmap(jax.random.split)(_round_keys(state, COINS_STREAM))
-    coins_bx = jax.vmap(lambda key: jax.random.uniform(key, (draws,), dtype))(key_b2[:, 0])
-    return coins_bx, vocab.gumbel(key_b2[:, 1], logits_bnv.shape[-1], dtype)
-
-
-def _round_keys(state: DecodeState, stream: int) -> jax.Array:
-    """One key per row for this round: fold_in(fold_in(key, stream), position of the root)."""
-    stream_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, stream)
-    return jax.vmap(jax.random.fold_in)(stream_b, state.cache.length_b)
-
-
-def _token_log_probs(logits_bpv: jax.Array, tokens_bp: jax.Array) -> jax.Array:
-    chosen_bp = vocab.take(logits_bpv, tokens_bp[..., None])[..., 0]
-    return (chosen_bp - vocab.log_sum_exp(logits_bpv)).astype(jnp.float32)
-
-
-def _emit(
-    state: DecodeState, tokens_bp: jax.Array, count_b: jax.Array, log_probs_bp: jax.Array | None
-) -> tuple[DecodeState, jax.Array]:
-    """Appends up to `count_b` tokens, cut after the first stop id and at the limit. Returns how many were kept."""
-    sampling = state.sampling
-    offered_bp = jnp.arange(tokens_bp.shape[1]) < count_b[:, None]
-    stops_bp = jnp.any(tokens_bp[..., None] == sampling.stop_ids_bx[:, None], axis=-1) & offered_bp
-    stopped_b = jnp.any(stops_bp, axis=1)
-    kept_b = jnp.where(stopped_b, jnp.argmax(stops_bp, axis=1) + 1, count_b)
-    room_b = sampling.limit_b - state.end_b
-    kept_b = jnp.where(state.done_b, 0, jnp.minimum(kept_b, room_b)).astype(jnp.int32)
-    stopped_b &= jnp.argmax(stops_bp, axis=1) < kept_b
-
-    # Written past the end in full width: what lies beyond `kept_b` is garbage that later rounds overwrite.
-    write = jax.vmap(lambda row_s, new_p, at: lax.dynamic_update_slice(row_s, new_p, (at,)))
-    log_probs_bs = None if log_probs_bp is None else write(state.log_probs_bs, log_probs_bp, state.end_b)
-    end_b = state.end_b + kept_b
-    state = state.replace(
-        tokens_bs=write(state.tokens_bs, tokens_bp.astype(state.tokens_bs.dtype), state.end_b),
-        end_b=end_b,
-        done_b=state.done_b | stopped_b | (end_b >= sampling.limit_b),
-        log_probs_bs=log_probs_bs,
-    )
-    return state, kept_b

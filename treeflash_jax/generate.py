@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treeflash_jax import budget as budgets
+from treeflash_jax import calibration, hf, quantized
 from treeflash_jax import decode as core
-from treeflash_jax import hf, quantized
 from treeflash_jax import mesh as meshes
+from treeflash_jax import tree as trees
 from treeflash_jax.builders import SAMPLED, TreeShape
 from treeflash_jax.clock import Clock
 from treeflash_jax.config import DrafterConfig, ModelConfig
@@ -58,6 +60,7 @@ class TreeFlash:
         tokenizer: Tokenizer | None = None,
         stop_ids: Sequence[int] = (),
         mesh=None,
+        budget: Path | None = None,
     ):
         self.verifier = verifier
         self.drafter = drafter
@@ -65,6 +68,8 @@ class TreeFlash:
         self.tokenizer = tokenizer
         self.stop_ids = tuple(sorted({*stop_ids, *(tokenizer.stop_ids if tokenizer else ())}))
         self.mesh = mesh
+        self.budget = budget  # the file that calibrations of this pair are kept in
+        self.calibrations: dict[DecodePlan, calibration.Calibration] = {}
         self.programs: dict[Any, Callable] = {}
 
     @property
@@ -166,7 +171,11 @@ class TreeFlash:
         return ids
 
     def plan(self, config: GenerateConfig) -> DecodePlan:
-        """The compiled program's shape for these settings."""
+        """The compiled program's shape for these settings; with nodes "auto", that of the largest trees ever measured.
+
+        Raises:
+          ValueError: nodes "auto", and no calibration of this pair, device and draft settings.
+        """
         shared: dict[str, Any] = {"verifier": self.verifier, "log_probs": config.log_probs}
         shared["expected_lengths"] = config.expected_lengths
         shared["attention"] = config.attention or ATTENTION.get(jax.default_backend(), DecodePlan.attention)
@@ -176,6 +185,10 @@ class TreeFlash:
             return DecodePlan(method="ar", num_nodes=1, **shared)
         is_tree, block = config.method == "tree", config.block_size or self.drafter.block_size
         builder, rule, shape = drafting(config)
+        if config.nodes == "auto":
+            plan = self.plan(replace(config, nodes=None))
+            nodes = self.calibrated(plan).nodes
+            return replace(plan, num_nodes=nodes[-1], buckets=tuple(nodes))
         return DecodePlan(
             drafter=replace(self.drafter, block_size=block),
             method=config.method,
@@ -187,6 +200,48 @@ class TreeFlash:
             rule=rule,
             **shared,
         )
+
+    def calibrated(self, plan: DecodePlan) -> calibration.Calibration:
+        """What `treeflash calibrate` found for the pair as this plan drafts.
+
+        Raises:
+          ValueError: it was never run, or for another pair, device or settings.
+        """
+        key = replace(plan, num_nodes=1, buckets=())
+        if key not in self.calibrations:
+            identity = calibration.identity_of(self.verifier, self.weights, plan, self.mesh)
+            self.calibrations[key] = calibration.find(self.budget or calibration.place(None), identity)
+        return self.calibrations[key]
+
+    def _choose(
+        self, plan: DecodePlan, rows: list[Row], size: int, capacity: int
+    ) -> tuple[DecodePlan, calibration.Decision | None]:
+        """The plan of a batch whose rounds choose their nodes, and by what; or one-token decoding, and nothing."""
+        temperatures = [row.temperature for row in rows]
+        decision = self.calibrated(plan).decide(self._padded(size), capacity, temperatures)
+        if not decision.buckets:
+            wanted = {name: getattr(plan, name) for name in ("log_probs", "expected_lengths")}
+            return self.plan(GenerateConfig(method="ar", **wanted)), None
+        return replace(plan, num_nodes=decision.buckets[-1], buckets=decision.buckets), decision
+
+    def _budget(self, plan: DecodePlan, decision: calibration.Decision, state: DecodeState) -> budgets.Budget:
+        """The budget of a fresh state, in place on the mesh."""
+        times = budgets.RoundTimes(
+            slots_c=np.array(decision.slots, np.float32),
+            round_cn=np.array(decision.round_seconds, np.float32),
+            step_c=np.array(decision.step_seconds, np.float32),
+        )
+        budget = budgets.start(
+            self._place(jax.tree.map(jnp.asarray, times), by_rows=False),
+            reliability=decision.reliability,
+            debt=decision.debt,
+            batch=state.end_b.size,
+            capacity=state.capacity,
+            pending=plan.path_rows,
+            features=len(plan.taps) * self.verifier.hidden_size,
+            dtype=self.weights.verifier["embed"].dtype,
+        )
+        return self._place(budget.replace(times=None)).replace(times=budget.times)
 
     def _config(self, config: GenerateConfig | None, settings: dict[str, Any]) -> GenerateConfig:
         config = resolve(config, settings, self.verifier, self.drafter)
@@ -220,13 +275,16 @@ class TreeFlash:
 
         The state is donated to the next dispatch: read it before asking for more.
         """
-        plan = self.plan(config)
-        capacity = capacity_bucket(
-            max(row.length for row in rows) + min(config.max_new_tokens, ROOM_AHEAD) + plan.path_rows + 1
-        )
+        plan, decision = self.plan(config), None
+        positions = max(row.length for row in rows) + min(config.max_new_tokens, ROOM_AHEAD) + 1
+        if plan.buckets:
+            plan, decision = self._choose(plan, rows, size, capacity_bucket(positions + plan.path_rows))
+        capacity = capacity_bucket(positions + plan.path_rows)
         inputs = self._inputs(rows, size, capacity, config)
         clock = Clock()
         state = self._call(core.prefill, (self.weights, *inputs), clock, plan=plan.for_prefill())
+        if decision is not None:
+            state = state.replace(budget=self._budget(plan, decision, state))
         limit = jnp.int32(rounds)
         try:
             while True:
@@ -282,16 +340,19 @@ class TreeFlash:
         )
         return self._place((jnp.asarray(tokens_bs), jnp.asarray(length_b), sampling))
 
-    def _place(self, batch: Any) -> Any:
-        """Puts rows over the mesh's data axis; scalars everywhere."""
+    def _place(self, batch: Any, *, by_rows: bool = True) -> Any:
+        """Puts rows over the mesh's data axis; scalars, and what has no rows, everywhere."""
         if self.mesh is None:
             return batch
 
         def put(x: jax.Array) -> jax.Array:
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # cannot be put on the devices of other processes
                 return jax.random.wrap_key_data(put(jax.random.key_data(x)))
-            axes = ("batch",) + (None,) * (x.ndim - 1) if x.ndim else ()
-            return jax.device_put(x, meshes.sharding(axes, x.shape, self.mesh))
+            axes = ("batch" if by_rows else None,) + (None,) * (x.ndim - 1) if x.ndim else ()
+            spec = meshes.partition(axes, x.shape, self.mesh)
+            while spec and spec[-1] is None:  # as programs spell the layout of what they hand on
+                spec = jax.sharding.PartitionSpec(*spec[:-1])
+            return jax.device_put(x, jax.sharding.NamedSharding(self.mesh, spec))
 
         return jax.tree.map(put, batch)
 
@@ -312,9 +373,11 @@ class TreeFlash:
         tokens_bs, end_b, done_b, rounds_b, accepted_bs = meshes.to_host(
             (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
         )
-        log_probs_bs, expected_bs = meshes.to_host((state.log_probs_bs, state.expected_bs))
+        nodes_bs = None if state.budget is None else state.budget.nodes_bs
+        log_probs_bs, expected_bs, nodes_bs = meshes.to_host((state.log_probs_bs, state.expected_bs, nodes_bs))
         stop_ids = set(self.stop_ids if config.stop_ids is None else config.stop_ids)
         new_tokens = sum(int(end_b[i]) - row.length for i, row in enumerate(rows))
+        drafts = config.method != "ar"
         results = []
         for i, row in enumerate(rows):
             ids = tokens_bs[i, row.length : end_b[i]].tolist()
@@ -328,6 +391,9 @@ class TreeFlash:
                 ids, text, finished = ids[: self._tokens_until(ids, config.stop)], text[: min(cuts)], "stop"
                 while accepted and 1 + sum(accepted[:-1]) >= len(ids):
                     accepted.pop()
+            nodes = None
+            if config.nodes == "auto" and drafts:
+                nodes = [1] * len(accepted) if nodes_bs is None else nodes_bs[i, : len(accepted)].tolist()
             results.append(
                 Result(
                     prompt_ids=row.ids,
@@ -340,7 +406,8 @@ class TreeFlash:
                     tokens_per_second=new_tokens / max(clock.seconds, 1e-9),
                     log_probs=None if log_probs_bs is None else log_probs_bs[i, row.length :][: len(ids)].tolist(),
                     expected_lengths=None if expected_bs is None else expected_bs[i, : len(accepted)].tolist(),
-                    draft_again=partial(self._drawn_tree, row, config, ids, accepted) if config.method != "ar" else None,
+                    nodes=nodes,
+                    draft_again=partial(self._drawn_tree, row, config, ids, accepted, nodes) if drafts else None,
                 )
             )
         return results
@@ -350,7 +417,13 @@ class TreeFlash:
         return bisect_left(range(len(ids)), True, key=lambda n: any(stop in self._decode(ids[:n]) for stop in stops))
 
     def _drawn_tree(
-        self, row: Row, config: GenerateConfig, ids: list[int], accepted: list[int], round_index: int
+        self,
+        row: Row,
+        config: GenerateConfig,
+        ids: list[int],
+        accepted: list[int],
+        nodes: list[int] | None,
+        round_index: int,
     ) -> DrawnTree:
         """The tree of one round, from a fresh prefill of everything committed before it."""
         start = 1 + sum(accepted[:round_index])
@@ -361,6 +434,8 @@ class TreeFlash:
         state = self._call(core.prefill, (self.weights, *inputs), clock, plan=plan.for_prefill())
         state = state.replace(tokens_bs=state.tokens_bs.at[0, len(before)].set(anchor))
         tree = self._call(core.draft, (self.weights, state), clock, plan=plan)
+        if nodes is not None:
+            tree = trees.first(tree, nodes[round_index])
         label = str if self.tokenizer is None else lambda token: repr(self.tokenizer.inner.decode([token]))
         return drawn_tree(tree, ids[start:], accepted[round_index], label)
 
@@ -379,6 +454,7 @@ def load(
     revision: str | None = None,
     drafter_revision: str | None = None,
     local_files_only: bool = False,
+    budget: str | Path | None = None,
 ) -> TreeFlash:
     """Loads a verifier and, if given, its drafter. No code from a model repository is ever run.
 
@@ -397,6 +473,8 @@ def load(
       revision: of the verifier on the Hub.
       drafter_revision: of the drafter on the Hub.
       local_files_only: take Hub ids from the local cache only.
+      budget: the file of `treeflash calibrate` that nodes "auto" goes by; None: where that writes by default, in the
+        drafter's folder or, for the shipped pair and Hub ids, in the user's cache (~/.cache/treeflash).
 
     Raises:
       ValueError: missing, damaged or mismatched files, no way to the Hub, an unknown `quantize`, or weights that a device
@@ -409,6 +487,7 @@ def load(
         verifier, drafter = shipped("verifier"), shipped("drafter")
     if verifier is None:
         raise ValueError("got no verifier, expected 'tiny' or verifier=<folder or Hub id>")
+    budget = calibration.place(None if name else drafter) if budget is None else Path(budget)
     dtype = dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     verifier = hf.locate(verifier, revision, local_files_only)
     config = hf.read_verifier_config(verifier)
@@ -428,6 +507,7 @@ def load(
         tokenizer=Tokenizer.load(verifier),
         stop_ids=hf.stop_ids(verifier, config),
         mesh=mesh,
+        budget=budget,
     )
 
 
@@ -477,7 +557,12 @@ def _uncertain(text: str, stops: Sequence[str]) -> int:
 
 
 def _warn_if_wiring_looks_wrong(results: list[Result], plan: DecodePlan) -> None:
-    rounds = [length for result in results for length in result.accept_lengths]
+    rounds = [
+        length
+        for result in results
+        for length, nodes in zip(result.accept_lengths, result.nodes or [2] * len(result.accept_lengths), strict=True)
+        if nodes > 1
+    ]
     if plan.drafts and plan.num_nodes > 1 and len(rounds) >= LOW_TAU_ROUNDS:
         tau = sum(rounds) / len(rounds)
         if tau < LOW_TAU:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from treeflash_jax.acceptance import RULES, check_lawful
 from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.builders import SAMPLED, TreeShape, law_of
 from treeflash_jax.config import DrafterConfig, HeadName, ModelConfig
-from treeflash_jax.decode import BUILDER_OF_METHOD, Method
+from treeflash_jax.state import BUILDER_OF_METHOD, Method
 
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
 # Named so that asking for them is an answer, not a silent difference.
@@ -37,6 +37,8 @@ class GenerateConfig:
       max_new_tokens: at most so many generated tokens, the stop token included.
       method: "tree", "walk" (greedy chain), "chain" (the published rank-0 chain), "ar" (one token at a time).
       nodes: verified rows a round, root included; if None, the drafter's default for a tree, the whole block for a chain.
+        "auto": every round takes what pays best by `treeflash calibrate`, and drafting pauses where none does; best-first
+        trees and sample-and-match alone.
       block_size: drafted block, anchor included; None: the drafter's. A shorter one is faster; on the demo's prompts trees
         of 8 rows lose nothing by blocks of 8 in place of 16.
       candidates: previous tokens per depth (M).
@@ -72,7 +74,7 @@ class GenerateConfig:
 
     max_new_tokens: int = 128
     method: Method = "tree"
-    nodes: int | None = None
+    nodes: int | Literal["auto"] | None = None
     block_size: int | None = None
     candidates: int = 16
     children: int = 16
@@ -142,7 +144,9 @@ def resolve(
     expect(config.method in methods, "method", repr(config.method), f"one of {methods}")
     if config.method != "ar":
         expect(drafter is not None, "method", repr(config.method), "'ar', since no drafter is loaded")
-        expect(config.nodes is None or config.nodes >= 1, "nodes", config.nodes, "at least 1 (the root counts)")
+        auto = config.nodes == "auto"
+        is_count = config.nodes is None or (isinstance(config.nodes, int) and config.nodes >= 1)
+        expect(auto or is_count, "nodes", repr(config.nodes), "at least 1 (the root counts), or 'auto'")
         trained, size = drafter.block_size, config.block_size
         expect(size is None or 2 <= size <= trained, "block_size", size, f"2 to {trained}, as the drafter was trained")
         for name in ("candidates", "children"):
@@ -161,6 +165,10 @@ def resolve(
         expect(0 <= shape.skeleton <= 1, "skeleton", shape.skeleton, "0 to 1, a share of the nodes")
         expect(builder not in SAMPLED or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
         check_lawful(rule, law_of(builder, shape))
+        if auto:  # a budget that looks at drawn nodes would not be lossless; those of a chain are no tree's first
+            only = "with nodes 'auto'"
+            expect(builder == "best-first", "builder", repr(builder), f"'best-first' {only}")
+            expect(rule == "sample-and-match", "acceptance", repr(rule), f"'sample-and-match' {only}")
         t = config.drafter_temperature
         expect(t is None or t > 0, "drafter_temperature", t, "above 0")
     expect(config.samples >= 1, "samples", config.samples, "at least 1")
@@ -192,7 +200,8 @@ def drafting(config: GenerateConfig) -> tuple[str, str, TreeShape]:
 def with_builder(config: GenerateConfig, drafter: DrafterConfig | None, temperature: float) -> GenerateConfig:
     """The settings of a row of this temperature: with a sampled tree where none was asked for and one is better."""
     crossover = None if drafter is None else drafter.sampled_above
-    is_free = config.method == "tree" and config.builder is None and config.acceptance is None and config.nodes != 1
+    is_free = config.method == "tree" and config.builder is None and config.acceptance is None
+    is_free &= config.nodes not in (1, "auto")
     if is_free and crossover is not None and temperature >= crossover and config.head in (None, drafter.head):
         return replace(config, builder="hybrid")
     return config

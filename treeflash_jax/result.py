@@ -24,6 +24,7 @@ class Result:
       tokens_per_second: generated tokens of the batch over `seconds`.
       log_probs: of every generated token under the verifier (temperature 1, no filters), if asked for.
       expected_lengths: tokens every round was expected to commit, given its tree, if asked for.
+      nodes: rows that each round verified, where rounds chose them; 1 where nothing was drafted.
     """
 
     prompt_ids: list[int]
@@ -36,6 +37,7 @@ class Result:
     tokens_per_second: float
     log_probs: list[float] | None = None
     expected_lengths: list[float] | None = None
+    nodes: list[int] | None = None
     draft_again: Callable[[int], DrawnTree] | None = field(default=None, repr=False, compare=False)
 
     @property

@@ -215,6 +215,11 @@ def root_only(anchor_b: jax.Array) -> DraftTree:
 BUILDERS: dict[str, Builder] = {"best-first": best_first, "walk": chain, "chain": rank_0_chain}
 
 
+def first(tree: DraftTree, nodes: int) -> DraftTree:
+    """The first nodes of a tree: of a best-first tree, the best-first tree of so many nodes."""
+    return jax.tree.map(lambda x_bn: x_bn[:, :nodes], tree)
+
+
 def ancestor_mask(parent_bn: jax.Array, max_depth: int) -> jax.Array:
     """True at [b, i, j] where node j is node i or one of its ancestors. Bool [b, n, n]."""
     nodes = parent_bn.shape[1]

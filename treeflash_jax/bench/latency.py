@@ -34,10 +34,10 @@ from treeflash_jax.bench.memory import mesh_sizes
 from treeflash_jax.bench.stages import Bench, slots_for
 from treeflash_jax.builders import SAMPLED
 from treeflash_jax.config import DrafterConfig, ModelConfig
-from treeflash_jax.decode import BUILDER_OF_METHOD, DecodePlan, Weights
 from treeflash_jax.heads import HEADS
 from treeflash_jax.options import GenerateConfig, resolve
 from treeflash_jax.quantized import SCHEMES
+from treeflash_jax.state import BUILDER_OF_METHOD, DecodePlan, Weights
 
 
 @dataclass(frozen=True)

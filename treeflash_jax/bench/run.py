@@ -36,9 +36,9 @@ from treeflash_jax.builders import SAMPLED, TreeShape
 from treeflash_jax.options import drafting, resolve
 from treeflash_jax.quantized import SCHEMES
 
-# Fields of GenerateConfig. Trees are measured once for every number of --nodes, or at their own: "treeflash-32"; with their
-# own builder and acceptance rule where they name them: "treeflash-32+hybrid", "treeflash+paths+traversal"; all but "ar" at
-# their own drafter temperature: "marginal-16@0.7".
+# Fields of GenerateConfig. Trees are measured once for every number of --nodes, or at their own: "treeflash-32", or what
+# pays best by `treeflash calibrate`: "treeflash-auto"; with their own builder and acceptance rule where they name them:
+# "treeflash-32+hybrid", "treeflash+paths+traversal"; all but "ar" at their own drafter temperature: "marginal-16@0.7".
 SYSTEMS: dict[str, dict[str, Any]] = {
     "ar": {"method": "ar"},
     "chain": {"method": "chain", "head": "marginal"},
@@ -105,8 +105,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     systems = parser.add_argument_group("systems")
     systems.add_argument("--systems", nargs="+", default=list(SYSTEMS), metavar="NAME", help="of " + ", ".join(SYSTEMS))
     systems.add_argument(
-        "--nodes", nargs="+", type=int, default=[16], metavar="N", help="verified rows of trees, root included"
+        "--nodes", nargs="+", type=node_count, default=[16], metavar="N", help="verified rows of trees, root included"
     )
+    systems.add_argument("--budget", metavar="FILE", help="of treeflash calibrate, for treeflash-auto")
     systems.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
     systems.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
     add_shortlist(systems)
@@ -139,7 +140,8 @@ def run(arguments: argparse.Namespace) -> int:
             jax.config.update("jax_enable_x64", True)
         verifier, drafter = arguments.pair or (None, None)
         name = None if arguments.pair else "tiny"
-        model = tf.load(name, verifier=verifier, drafter=drafter, dtype=arguments.dtype, quantize=arguments.quantize)
+        sizes = {"dtype": arguments.dtype, "quantize": arguments.quantize, "budget": arguments.budget}
+        model = tf.load(name, verifier=verifier, drafter=drafter, **sizes)
         names = "candidates children shortlist drafter_temperature top_k top_p max_new_tokens batch_size".split()
         names += "branches trunk skeleton leaves".split()
         shared = {name: getattr(arguments, name) for name in names}
@@ -162,7 +164,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Fields of GenerateConfig by system name: "ar", "chain", and "marginal-16", "treeflash-64" for trees of so many rows.
+    """Fields of GenerateConfig by system name: "ar", "chain", and "marginal-16", "treeflash-64" for trees of so many rows,
+    "treeflash-auto" for as many as pay best.
 
     "treeflash-64+hybrid+traversal@0.7" adds a builder, an acceptance rule and a drafter temperature.
 
@@ -177,7 +180,7 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
         builder, _, rule = sampled.partition("+")
         fields = SYSTEMS.get(base)
         is_known = fields is not None and (not (dash or plus) or fields["method"] == "tree")
-        is_known &= (not dash or rows.isdecimal()) and (not plus or builder in ("best-first", *SAMPLED))
+        is_known &= (not dash or rows.isdecimal() or rows == "auto") and (not plus or builder in ("best-first", *SAMPLED))
         is_known &= rule in ("", *RULES)
         if not is_known or (at and (base == "ar" or not _is_positive(sharpness))):
             raise ValueError(
@@ -191,11 +194,18 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
         if fields["method"] != "tree":
             systems[base + at + sharpness] = fields
             continue
-        for count in [int(rows)] if rows else nodes:
-            if count < 1:
+        for count in [node_count(rows)] if rows else nodes:
+            if count != "auto" and count < 1:
                 raise ValueError(f"got nodes {count}, expected at least 1 (the root counts)")
             systems[f"{base}-{count}{plus}{sampled}{at}{sharpness}"] = fields | {"nodes": count}
     return systems
+
+
+def node_count(text: str) -> int | str:
+    """A number of nodes, or "auto"."""
+    if text != "auto" and not text.lstrip("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number or auto")
+    return text if text == "auto" else int(text)
 
 
 def _has_free_tree(fields: dict[str, Any]) -> bool:
@@ -342,6 +352,7 @@ def record_of(
         "accept_lengths": [result.accept_lengths for result in results],
         "accepted_by_depth": [sum(length > depth for length in lengths) for depth in range(1, max(lengths, default=1))],
         "ids": [result.ids for result in results],
+        "nodes": [result.nodes for result in results],
         "tokens": sum(len(result.ids) for result in results),
         "seconds": sum(result.seconds for result in results),
         "finished": [result.finished for result in results],
@@ -364,7 +375,7 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
         "dtype": str(model.weights.verifier["embed"].dtype),
         "quantize": model.quantize,
         "format": bench.format,
-        "nodes": plan.num_nodes if plan.drafts else None,
+        "nodes": ("auto" if plan.buckets else plan.num_nodes) if plan.drafts else None,
         "head": plan.head if plan.drafts else None,
         "candidates": config.candidates if plan.drafts else None,
         "children": config.children if plan.drafts else None,

@@ -1,7 +1,7 @@
 """The stages of decoding as programs of their own, and the device time of each.
 
 What is timed is what runs: `prefill` and `decode` as they are shipped (a whole round and a one-token step are rounds of
-`decode`'s own loop on the device), and the stage functions that `decode.decode_round` is composed of, each compiled alone.
+`decode`'s own loop on the device), and the stage functions that `rounds.decode_round` is composed of, each compiled alone.
 
 A sample is many calls enqueued back to back before the clock waits, so that dispatch is hidden behind the device. Samples
 of all stages are interleaved. Buffers with a slot axis are handed from call to call as their programs donate them; all that
@@ -32,6 +32,7 @@ from treeflash_jax.bench.floors import Ceilings, Work, stage_work
 from treeflash_jax.decode import DecodePlan, DecodeState
 from treeflash_jax.generate import TreeFlash, capacity_bucket
 from treeflash_jax.options import GenerateConfig, rows_of
+from treeflash_jax.rounds import accept_path, build_tree, commit_path, draft_block, expand_block, verify_tree
 
 ROUNDS = 16  # of one dispatch of `decode`, at most
 CALLS = 64  # of one sample, at most
@@ -39,17 +40,17 @@ SAMPLE_SECONDS = 0.02
 STAGE_SECONDS = 6.0  # slow stages get fewer samples, two at least
 COMPILERS = 8  # programs compiled side by side, at most
 
-DRAFT = jax.jit(core.draft_block, static_argnames="plan")
-EXPAND = jax.jit(core.expand_block, static_argnames="plan")
-TREE = jax.jit(core.build_tree, static_argnames="plan")
-VERIFY = jax.jit(core.verify_tree, static_argnames="plan")
-ACCEPT = jax.jit(core.accept_path, static_argnames="plan")
+DRAFT = jax.jit(draft_block, static_argnames="plan")
+EXPAND = jax.jit(expand_block, static_argnames="plan")
+TREE = jax.jit(build_tree, static_argnames="plan")
+VERIFY = jax.jit(verify_tree, static_argnames="plan")
+ACCEPT = jax.jit(accept_path, static_argnames="plan")
 
 
 @partial(jax.jit, static_argnames="plan", donate_argnames="slots")
 def COMMIT(weights, slots, marks, verified, accepted, plan):
     """`commit_path` on a divided state, of which only the slots are donated."""
-    return divide(core.pin(core.commit_path(weights, unite(slots, marks), verified, accepted, plan)))
+    return divide(core.pin(commit_path(weights, unite(slots, marks), verified, accepted, plan)))
 
 
 _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
@@ -180,7 +181,12 @@ class Bench:
         self.compile_seconds = time.perf_counter() - since
 
     def measure(self, ceilings: Ceilings, repeats: int) -> list[dict[str, Any]]:
-        """A row for every stage: samples of all stages in turn, in an order that rotates."""
+        """A row for every stage."""
+        self.sample(repeats)
+        return [timed.row(ceilings) for timed in self.timed]
+
+    def sample(self, repeats: int) -> None:
+        """Times all stages in turn, in an order that rotates."""
         with self._running():
             for timed in self.timed:
                 timed.calibrate(repeats)
@@ -189,7 +195,6 @@ class Bench:
                 for timed in self.timed[at:] + self.timed[:at]:
                     if len(timed.seconds) < timed.samples:
                         timed.seconds.append(timed.sample())
-        return [timed.row(ceilings) for timed in self.timed]
 
     def trace(self, folder: str, rounds: int = 4) -> None:
         """Writes a profiler trace of a few rounds of every plan."""
@@ -297,8 +302,8 @@ class Bench:
         state, count = unite(self.slots, marks), jnp.int32(calls)
 
         def enqueue() -> Any:
-            out = run(self.weights, state if drafts else state.replace(drafter=None), count)
-            self.slots = divide(out if drafts else out.replace(drafter=state.drafter))[0]
+            out = run(self.weights, state if drafts else state.replace(drafter=None, budget=None), count)
+            self.slots = divide(out if drafts else out.replace(drafter=state.drafter, budget=state.budget))[0]
             return out
 
         return enqueue

@@ -1,0 +1,224 @@
+"""Times of rounds over nodes, caches and batch, and what rounds commit: `treeflash calibrate`, for `--nodes auto`.
+
+    treeflash calibrate --batch 1 8 --context 256 1024 --nodes 8 16 32 64 --prompts prompts.jsonl
+
+Round times are those of the program that `--nodes auto` runs, held to one bucket at a time: trees are built at the largest
+number of nodes and cut. Rounds of all buckets and one-token rounds are timed in turn, as by `bench latency`; medians are
+stored. What rounds commit comes from decoding the prompts with the largest trees: as the first nodes of a tree are the
+smaller tree, one pass counts for every number of nodes. Take prompts like those to come, but none that anything is to be
+measured on.
+
+The file lies in the drafter's folder if that is your own, else (the shipped pair, Hub ids) in the user's cache, else where
+--out says; `generate --budget FILE` and `tf.load(..., budget=FILE)` read it from there. What was measured on another
+device, dtype, mesh, JAX version or pair, or with other draft settings, is kept beside it and never used.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import treeflash_jax as tf
+from treeflash_jax import calibration, rounds
+from treeflash_jax import decode as core
+from treeflash_jax import mesh as meshes
+from treeflash_jax.bench.floors import Work
+from treeflash_jax.bench.prompts import BUNDLED, FORMATS, draw, empty_chat, read_prompts
+from treeflash_jax.bench.stages import ROUNDS, TREE, Bench, divide, slots_for
+from treeflash_jax.generate import capacity_bucket
+from treeflash_jax.options import GenerateConfig, resolve, rows_of
+from treeflash_jax.state import DecodePlan, DecodeState
+
+ROWS = 8  # prompts decoded together, to see what rounds commit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    sizes = parser.add_argument_group("sizes (times are measured in all combinations)")
+    sizes.add_argument("--batch", nargs="+", type=int, default=[1, 8], metavar="B", help="rows decoded together")
+    sizes.add_argument("--context", nargs="+", type=int, default=[200], metavar="S", help="tokens read (default: 200)")
+    sizes.add_argument(
+        "--nodes", nargs="+", type=int, metavar="N",
+        help="buckets to choose from, root included (default: 4 to 32 on a CPU, 8 to 256 elsewhere)",
+    )  # fmt: skip
+    sizes.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
+    sizes.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    sizes.add_argument("--head", choices=("mlp", "linear", "marginal"), help="default: the drafter's own")
+    sizes.add_argument("--block-size", type=int, help="drafted block, anchor included; default: the drafter's")
+    prompts = parser.add_argument_group("prompts (to see what rounds commit)")
+    prompts.add_argument("--prompts", default=BUNDLED, metavar="FILE", help="JSONL; default: the bundled set")
+    prompts.add_argument("--format", choices=FORMATS, default="chat", help="published prompt format (default: %(default)s)")
+    prompts.add_argument("--limit", type=int, default=32, metavar="N", help="so many of them (default: %(default)s)")
+    prompts.add_argument("--max-new-tokens", type=int, default=96, help="of each (default: %(default)s)")
+    prompts.add_argument(
+        "--temperature", nargs="+", type=float, default=[0.0, 1.0], metavar="T", help="of the verifier (default: 0 1)"
+    )
+    output = parser.add_argument_group("measurement and output")
+    output.add_argument("--repeats", type=int, default=15, help="samples of a round (default: %(default)s)")
+    output.add_argument("--out", metavar="FILE", help="default: in the drafter's folder, or in the user's cache")
+
+
+def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
+    """Measures, prints and stores.
+
+    Raises:
+      ValueError: settings that cannot be served, prompts that are too long, a file that cannot be written.
+    """
+    if model.drafter is None:
+        raise ValueError("got no drafter, expected one: without it there is nothing to choose")
+    given = arguments.nodes or ([4, 8, 16, 32] if jax.default_backend() == "cpu" else [8, 16, 32, 64, 128, 256])
+    lists = {name: sorted(set(getattr(arguments, name))) for name in ("batch", "context", "temperature")}
+    lists["nodes"] = sorted(set(given))
+    for name, least in (("batch", 1), ("context", 1), ("nodes", 2), ("temperature", 0)):
+        if lists[name][0] < least:
+            raise ValueError(f"got --{name} {lists[name][0]}, expected at least {least}")
+    ways = 1 if model.mesh is None else dict(model.mesh.shape)["data"]
+    for batch in lists["batch"]:
+        if batch % ways:
+            raise ValueError(f"got --batch {batch} on a mesh with a data axis of {ways}, expected a multiple of it")
+    prompts = draw(read_prompts(arguments.prompts), arguments.limit)
+    fields = {name: getattr(arguments, name) for name in "candidates children head block_size max_new_tokens".split()}
+    config = resolve(
+        GenerateConfig(builder="best-first", nodes=lists["nodes"][-1], **fields), {}, model.verifier, model.drafter
+    )
+    plan = model.plan(config)
+    positions, _ = slots_for(lists["context"][-1], [plan])
+    if positions > model.verifier.max_positions:
+        raise ValueError(
+            f"got --context {lists['context'][-1]}, expected at most "
+            f"{model.verifier.max_positions - positions + lists['context'][-1]}: timed rounds need room"
+        )
+    chats = [model.encode(empty_chat(prompt, arguments.format)) for prompt in prompts]
+    rows_of(chats, config, model.verifier)  # refuses what is too long, before anything is measured
+    out = Path(arguments.out) if arguments.out else model.budget or calibration.place(None)
+    if out.exists():
+        calibration.read(out)
+
+    tau, reliability = zip(*(accept(model, config, chats, t, lists["nodes"]) for t in lists["temperature"]), strict=True)
+    for t, row, scale in zip(lists["temperature"], tau, reliability, strict=True):
+        shown = ", ".join(f"{n}: {value:.2f}" for n, value in zip(lists["nodes"], row, strict=True))
+        print(f"T {t:g}: tau by nodes {shown}; {scale:.2f} of the drafted tokens came true", flush=True)
+    slots = sorted({slots_for(context, [plan])[1] for context in lists["context"]})
+    at = {slots_for(context, [plan])[1]: context for context in lists["context"]}  # the longest of equal caches
+    cells = {(batch, size): time(model, plan, lists["nodes"], batch, at[size], arguments.repeats)
+             for batch in lists["batch"] for size in slots}  # fmt: skip
+
+    def table(part: int) -> list[list[Any]]:
+        return [[cells[batch, size][part] for size in slots] for batch in lists["batch"]]
+
+    entry = calibration.Calibration(
+        identity=calibration.identity_of(model.verifier, model.weights, plan, model.mesh),
+        nodes=lists["nodes"],
+        batch=lists["batch"],
+        slots=slots,
+        round_seconds=table(0),
+        tree_seconds=table(1),
+        step_seconds=table(2),
+        temperatures=lists["temperature"],
+        tau=list(tau),
+        reliability=list(reliability),
+    )
+    calibration.write(out, entry)
+    for batch in lists["batch"]:
+        for size in slots:
+            print("\n".join(lines(entry, batch, size)))
+    print(f"written to {out}")
+    return 0
+
+
+def lines(entry: calibration.Calibration, batch: int, slots: int) -> list[str]:
+    """What a call of this batch and cache size would do, as people read it."""
+    b, c = entry.batch.index(batch), entry.slots.index(slots)
+    times = ", ".join(f"{n}: {1e3 * y:.3g}" for n, y in zip(entry.nodes, entry.round_seconds[b][c], strict=True))
+    text = [f"batch {batch}, {slots} slots: step {1e3 * entry.step_seconds[b][c]:.3g} ms, rounds by nodes {times} ms"]
+    for t in entry.temperatures:
+        decision = entry.decide(batch, slots, [t])
+        does = f"chooses from {', '.join(map(str, decision.buckets))}" if decision.buckets else "never drafts"
+        text.append(f"  T {t:g}: {does}; the best of them is {decision.speedup:.2f} x one-token decoding")
+    return text
+
+
+@partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
+def _round(weights, state: DecodeState, plan: DecodePlan):
+    """A round as `rounds.decode_round`, and what it drafted and kept."""
+    tree, _ = rounds.draft_tree(weights, state, plan)
+    verified = rounds.verify_tree(weights, state, tree, plan)
+    accepted = rounds.accept_path(state, tree, None, verified.logits_bnv, plan)
+    seen = tree.log_prob_bn, accepted.path_bp, accepted.length_b, state.done_b
+    return core.pin(rounds.commit_path(weights, state, verified, accepted, plan)), seen
+
+
+def accept(
+    model: tf.TreeFlash, config: GenerateConfig, chats: Sequence[list[int]], temperature: float, nodes: Sequence[int]
+) -> tuple[list[float], float]:
+    """Tokens a round commits by nodes, bonus included, and those below the root over what the draft expected of them."""
+    config, plan = replace(config, temperature=temperature), model.plan(config)
+    kept, expected = np.zeros(len(nodes)), np.zeros(len(nodes))
+    count = 0
+    for first in range(0, len(chats), ROWS):
+        rows = rows_of(chats[first : first + ROWS], config, model.verifier)
+        size = max(row.length for row in rows) + config.max_new_tokens + plan.path_rows + 1
+        inputs = model._inputs(rows, ROWS, capacity_bucket(size), config)
+        with meshes.ambient(model.mesh):
+            state = core.prefill(model.weights, *inputs, plan=plan.for_prefill())
+            while not np.all(meshes.to_host(state.done_b)):
+                state, seen = _round(model.weights, state, plan)
+                log_prob_bn, path_bp, length_b, done_b = meshes.to_host(seen)
+                for log_prob_n, path_p, length in zip(
+                    log_prob_bn[~done_b], path_bp[~done_b], length_b[~done_b], strict=True
+                ):
+                    count += 1
+                    kept += [np.sum(path_p[:length] < n) for n in nodes]
+                    expected += np.cumsum(np.exp(log_prob_n))[np.array(nodes) - 1]
+    reliability = float(np.sum(kept - count) / np.sum(expected - count))
+    return (kept / max(count, 1)).tolist(), min(max(reliability, 0.1), 10.0)
+
+
+def time(
+    model: tf.TreeFlash, plan: DecodePlan, nodes: Sequence[int], batch: int, context: int, repeats: int
+) -> tuple[list[float], list[float], float]:
+    """Median seconds of rounds by nodes, of building their trees, and of a one-token round."""
+    plans = [replace(plan, num_nodes=nodes[-1], buckets=(n,)) for n in nodes]
+    bench = Rounds(model, plans, batch=batch, context=context)
+    bench.sample(repeats)
+    median = {(timed.stage, timed.nodes): float(np.median(timed.seconds)) for timed in bench.timed}
+    return [median["round", n] for n in nodes], [median["tree", n] for n in nodes], median["step", None]
+
+
+class Rounds(Bench):
+    """`Bench` of one-token rounds, rounds that take one bucket each, and trees of as many nodes; nothing else."""
+
+    def _build(self, prompts: tuple[Any, ...], works: dict[DecodePlan, dict[str, Work]], tokens: int) -> None:
+        first, weights, one = self.plans[0], self.weights, jnp.int32(1)
+        state = self._compile(core.prefill, weights, *prompts, plan=first.for_prefill()).result().run(weights, *prompts)
+        always = calibration.Decision(
+            buckets=first.buckets, slots=[1], round_seconds=np.ones((1, 1)), step_seconds=np.full(1, 1e9),
+            reliability=1.0, speedup=1e9,
+        )  # fmt: skip
+        self.slots, self.marks = divide(state.replace(budget=self.model._budget(first, always, state)))
+        state = self.state
+
+        plain = DecodePlan(verifier=first.verifier, method="ar", num_nodes=1, prefill_chunk=first.prefill_chunk)
+        step = self._compile(core.decode, weights, state.replace(drafter=None, budget=None), one, plan=plain)
+        wholes = [self._compile(core.decode, weights, state, one, plan=plan) for plan in self.plans]
+        expander = EXPANDER(weights, state, plan=first)
+        sizes = [replace(plan, num_nodes=plan.buckets[0], buckets=()) for plan in self.plans]
+        builds = [self._compile(TREE, state, expander, plan=plan) for plan in sizes]
+
+        self._add("step", None, step.result(), works[first], self._rounds, False, least=4, most=ROUNDS)
+        for plan, build, whole in zip(sizes, builds, wholes, strict=True):
+            nodes = plan.num_nodes
+            self._add("tree", nodes, build.result(), works[first], self._again, lambda: (self.state, expander))
+            self._add("round", nodes, whole.result(), works[first], self._rounds, True, least=4, most=ROUNDS)
+
+
+@partial(jax.jit, static_argnames="plan")
+def EXPANDER(weights, state: DecodeState, plan: DecodePlan):
+    return rounds.expand_block(weights, state, rounds.draft_block(weights, state, plan), plan)
