@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # programs of other runs would hide what compiles, and what is broken
 
 import jax
 

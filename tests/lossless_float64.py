@@ -20,8 +20,9 @@ import jax.numpy as jnp  # noqa: E402
 from treeflash_jax import drafter as dflash  # noqa: E402
 from treeflash_jax import params, verifier  # noqa: E402
 from treeflash_jax.decode import Weights  # noqa: E402
-from treeflash_jax.generate import TreeFlash, capacity_bucket, load  # noqa: E402
+from treeflash_jax.generate import TreeFlash, capacity_bucket  # noqa: E402
 from treeflash_jax.heads import HEADS  # noqa: E402
+from treeflash_jax.loading import load  # noqa: E402
 
 PAIR = Path(__file__).parent / "data" / "conformance" / "b_trained"
 DRAFTS = [

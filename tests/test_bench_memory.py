@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import treeflash_jax as tf
 from treeflash_jax import footprint as footprints
-from treeflash_jax import generate, hf, vocab
+from treeflash_jax import generate, hf, loading, vocab
 from treeflash_jax.bench import memory, programs, shapes
 from treeflash_jax.cli import main
 from treeflash_jax.decode import DecodePlan
@@ -287,13 +287,13 @@ def test_impossible_pairs_are_refused_before_weights_are_read(monkeypatch):
     paths = {"verifier": PAIR / "verifier", "drafter": PAIR / "drafter"}
     configs = hf.read_verifier_config(paths["verifier"]), hf.read_drafter_config(paths["drafter"])
     needs = footprint(*configs, dtype=jnp.float32)
-    monkeypatch.setattr(generate, "memory_limit", lambda mesh: needs.total - 1)
+    monkeypatch.setattr(loading, "memory_limit", lambda mesh: needs.total - 1)
     with pytest.raises(ValueError) as refused:
         tf.load(**paths)
     drafter, verifier = needs.drafter + needs.head, needs.verifier
     shown = f"got {verifier / 2**20:.2f} MiB verifier + {drafter / 2**20:.2f} MiB drafter = {needs.total / 2**20:.2f} MiB"
     assert shown in str(refused.value) and "\n" not in str(refused.value)
-    monkeypatch.setattr(generate, "memory_limit", lambda mesh: needs.total)
+    monkeypatch.setattr(loading, "memory_limit", lambda mesh: needs.total)
     with pytest.raises(pytest.fail.Exception, match="weights were read"):
         tf.load(**paths)
 

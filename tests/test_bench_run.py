@@ -14,7 +14,7 @@ import treeflash_jax as tf
 from treeflash_jax.bench import prompts as prompt_files
 from treeflash_jax.bench import report, run
 from treeflash_jax.bench.run import parse_systems
-from treeflash_jax.generate import load
+from treeflash_jax.loading import load
 
 FIRST, SECOND = "How many legs do 3 cows have?", "And 5 hens?"
 PROMPTS = [{"id": "cows", "turns": [FIRST, SECOND], "reference": "12"}, {"id": 7, "turns": ["Name a colour."]}]

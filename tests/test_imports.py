@@ -25,6 +25,7 @@ LAYERS = (
     {"rounds"},
     {"decode"},
     {"footprint", "storage", "hf", "tokenizer", "options", "draw", "result", "calibration", "generate"},
+    {"loading"},
     {"bench", "check", "chat", "cli", "demo", "__init__", "__main__"},
 )
 HEAVY = ("torch", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx")

@@ -13,7 +13,7 @@ from train import config, export, folders, head, loop, respond, verifier, watch
 from train.checkpoint import claim
 from train.records import Source
 from treeflash_jax import hf
-from treeflash_jax.generate import shipped
+from treeflash_jax.loading import shipped
 from treeflash_jax.tokenizer import Tokenizer
 
 

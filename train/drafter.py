@@ -30,8 +30,8 @@ from treeflash_jax import hf, verifier
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.config import DrafterConfig, ModelConfig, default_target_layers
-from treeflash_jax.generate import locate
 from treeflash_jax.heads import HEADS
+from treeflash_jax.loading import locate
 from treeflash_jax.tokenizer import Tokenizer
 
 

@@ -25,8 +25,8 @@ from train.drafter import DrafterStage, DraftingStage, train
 from treeflash_jax import hf
 from treeflash_jax import params as parameters
 from treeflash_jax.config import DrafterConfig, ModelConfig
-from treeflash_jax.generate import locate
 from treeflash_jax.heads import HEADS
+from treeflash_jax.loading import locate
 
 
 @dataclass(frozen=True, kw_only=True)

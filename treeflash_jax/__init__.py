@@ -7,7 +7,8 @@ Example:
 """
 
 from treeflash_jax.draw import DrawnTree
-from treeflash_jax.generate import TreeFlash, load
+from treeflash_jax.generate import TreeFlash
+from treeflash_jax.loading import load
 from treeflash_jax.mesh import make_mesh
 from treeflash_jax.options import GenerateConfig
 from treeflash_jax.result import Chunk, Result

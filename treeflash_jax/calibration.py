@@ -174,8 +174,12 @@ def place(drafter: str | Path | None) -> Path:
     """
     if drafter is not None and Path(drafter).is_dir():
         return Path(drafter) / FILE
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "treeflash" / FILE
+    return user_cache() / FILE
+
+
+def user_cache() -> Path:
+    """Where this package keeps what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeflash"
 
 
 def read(path: Path) -> list[Calibration]:

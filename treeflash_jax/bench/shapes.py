@@ -19,8 +19,9 @@ from treeflash_jax import hf, quantized, verifier
 from treeflash_jax import mesh as meshes
 from treeflash_jax.config import DrafterConfig, ModelConfig, Rope, default_target_layers, read_json
 from treeflash_jax.decode import Weights
-from treeflash_jax.generate import TreeFlash, shipped
+from treeflash_jax.generate import TreeFlash
 from treeflash_jax.heads import HEADS
+from treeflash_jax.loading import shipped
 from treeflash_jax.params import Spec, is_spec
 
 _QWEN3 = dict(

@@ -1,0 +1,118 @@
+"""Loading pairs: the shipped one, folders, Hub ids; and keeping compiled programs from one process to the next."""
+
+from __future__ import annotations
+
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
+
+from treeflash_jax import calibration, hf, quantized
+from treeflash_jax.footprint import check_memory, footprint, memory_limit
+from treeflash_jax.generate import TreeFlash
+from treeflash_jax.state import Weights
+from treeflash_jax.tokenizer import Tokenizer
+
+KEPT_SECONDS = 0.3  # programs that compiled faster are not kept
+
+
+def load(
+    name: str | None = None,
+    *,
+    verifier: str | Path | None = None,
+    drafter: str | Path | None = None,
+    mesh=None,
+    dtype: Any = None,
+    quantize: str | None = None,
+    revision: str | None = None,
+    drafter_revision: str | None = None,
+    local_files_only: bool = False,
+    budget: str | Path | None = None,
+) -> TreeFlash:
+    """Loads a verifier and, if given, its drafter. No code from a model repository is ever run.
+
+    Example:
+      >>> model = load("tiny")
+      >>> model = load(verifier="Qwen/Qwen3-4B", drafter="peerrh/treeflash-qwen3-4b")
+
+    Args:
+      name: "tiny", the pair that ships with the package; or give the two below.
+      verifier: folder or Hub id of a Qwen3 (dense) or Llama model.
+      drafter: folder or Hub id of a DFlash or TreeFlash drafter; None for plain decoding.
+      mesh: a (data, model) mesh of `make_mesh`; None: one device.
+      dtype: of weights, caches and activations; float32 on a CPU, bfloat16 elsewhere if None.
+      quantize: "int8" keeps the verifier's matrices in int8, with a scale per output channel: a verifier of its own, which
+        drafted output is exact with respect to. Rounded as they are read, one in `dtype` on a device at a time.
+      revision: of the verifier on the Hub.
+      drafter_revision: of the drafter on the Hub.
+      local_files_only: take Hub ids from the local cache only.
+      budget: the file of `treeflash calibrate` that nodes "auto" goes by; None: where that writes by default, in the
+        drafter's folder or, for the shipped pair and Hub ids, in the user's cache (~/.cache/treeflash).
+
+    Raises:
+      ValueError: missing, damaged or mismatched files, no way to the Hub, an unknown `quantize`, or weights that a device
+        cannot hold (before they are read): one line each.
+    """
+    quantized.check_scheme(quantize)
+    keep_programs()
+    if name is not None:
+        if name != "tiny" or verifier is not None or drafter is not None:
+            raise ValueError(f"got name {name!r}, expected 'tiny' alone, or verifier= and drafter=")
+        verifier, drafter = shipped("verifier"), shipped("drafter")
+    if verifier is None:
+        raise ValueError("got no verifier, expected 'tiny' or verifier=<folder or Hub id>")
+    budget = calibration.place(None if name else drafter) if budget is None else Path(budget)
+    dtype = dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    verifier = hf.locate(verifier, revision, local_files_only)
+    config = hf.read_verifier_config(verifier)
+    drafter_config = drafter_params = head_params = None
+    if drafter is not None:
+        drafter = hf.locate(drafter, drafter_revision, local_files_only)
+        drafter_config = hf.read_drafter_config(drafter)
+        drafter_config.check_fits(config)
+    check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), memory_limit(mesh), mesh)
+    if drafter is not None:  # from here on weights are read
+        drafter_config, drafter_params, head_params = hf.load_drafter(drafter, dtype=dtype, mesh=mesh)
+    config, verifier_params = hf.load_verifier(verifier, dtype=dtype, mesh=mesh, quantize=quantize)
+    return TreeFlash(
+        config,
+        Weights(verifier_params, drafter_params, head_params),
+        drafter=drafter_config,
+        tokenizer=Tokenizer.load(verifier),
+        stop_ids=hf.stop_ids(verifier, config),
+        mesh=mesh,
+        budget=budget,
+    )
+
+
+def shipped(part: str) -> str:
+    """Folder of the shipped pair's "verifier" or "drafter"."""
+    return str(resources.files("treeflash_jax") / "assets" / "tiny" / part)
+
+
+def locate(name: str, part: str) -> Path:
+    """Folder of a model: the shipped pair's `part` for "tiny", else as `hf.locate`."""
+    return hf.locate(shipped(part) if name == "tiny" else name)
+
+
+def keep_programs() -> None:
+    """Turns on JAX's persistent compilation cache in the user's cache folder, unless JAX was told where to keep programs.
+
+    A second process then starts without compiling. JAX_ENABLE_COMPILATION_CACHE=false turns it off.
+    """
+    if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
+        return
+    folder = calibration.user_cache() / "programs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return  # a home that cannot be written to: nothing is kept
+    if not os.access(folder, os.W_OK):
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_SECONDS)
+    compilation_cache.reset_cache()  # JAX looks for a folder once, at its first compilation
