@@ -209,6 +209,7 @@ def test_after_a_pause_rounds_draft_again(trained, plain, tmp_path):
         written = state.tokens_bs[row, len(prompt) : state.end_b[row]].tolist()
         assert written == plain["greedy"][row][: len(written)]
     assert (np.asarray(state.accepted_bs)[:, 16:19] > 1).any(), "drafts after a pause are those of the text"
+    assert state.drafter.context.length_b.tolist() == state.cache.length_b.tolist(), "before a draft nothing is pending"
 
 
 @pytest.mark.parametrize(("steps", "tokens"), [(1.3, 1.0), (1.6, 1.2), (4.0, 1.1), (2.0, 1.9)])
