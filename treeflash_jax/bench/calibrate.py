@@ -30,8 +30,10 @@ import treeflash_jax as tf
 from treeflash_jax import calibration, rounds
 from treeflash_jax import decode as core
 from treeflash_jax import mesh as meshes
+from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.bench.floors import Work
 from treeflash_jax.bench.prompts import BUNDLED, FORMATS, draw, empty_chat, read_prompts
+from treeflash_jax.bench.run import add_shortlist
 from treeflash_jax.bench.stages import ROUNDS, TREE, Bench, divide, slots_for
 from treeflash_jax.generate import capacity_bucket
 from treeflash_jax.options import GenerateConfig, resolve, rows_of
@@ -50,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     sizes.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
     sizes.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    add_shortlist(sizes)
+    sizes.add_argument("--attention", choices=IMPLEMENTATIONS, help="of verifier and drafter; default: by the device")
     sizes.add_argument("--head", choices=("mlp", "linear", "marginal"), help="default: the drafter's own")
     sizes.add_argument("--block-size", type=int, help="drafted block, anchor included; default: the drafter's")
     prompts = parser.add_argument_group("prompts (to see what rounds commit)")
@@ -84,7 +88,8 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
         if batch % ways:
             raise ValueError(f"got --batch {batch} on a mesh with a data axis of {ways}, expected a multiple of it")
     prompts = draw(read_prompts(arguments.prompts), arguments.limit)
-    fields = {name: getattr(arguments, name) for name in "candidates children head block_size max_new_tokens".split()}
+    names = "candidates children shortlist attention head block_size max_new_tokens".split()
+    fields = {name: getattr(arguments, name) for name in names}
     config = resolve(
         GenerateConfig(builder="best-first", nodes=lists["nodes"][-1], **fields), {}, model.verifier, model.drafter
     )
