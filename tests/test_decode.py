@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import jax
@@ -101,6 +102,23 @@ def test_a_round_stays_on_the_device_and_donates_its_state():
         array.nbytes for array in jax.tree.leaves(after.cache.groups)
     )
     assert np.asarray(after.rounds_b).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("method", ["ar", "tree"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_no_loop_copies_a_cache(method, batch):
+    model = random_pair()
+    settings = GenerateConfig(method=method, max_new_tokens=20, nodes=8, candidates=4, children=4)
+    plan = model.plan(settings)
+    inputs = model._inputs(rows_of([[1, 2, 3]] * batch, settings, model.verifier), batch, 256, settings)
+    prefill = core.prefill.lower(model.weights, *inputs, plan=plan.for_prefill()).compile()
+    decode = core.decode.lower(model.weights, prefill(model.weights, *inputs), jnp.int32(3), plan=plan).compile()
+    for program in (prefill, decode):
+        inside, copies = "", []
+        for line in program.as_text().splitlines():
+            inside = line if line.endswith("{") and not line.startswith(" ") else inside
+            copies += [line] if re.search(rf"= f32\[{batch},2,256,8\]\S* copy\(", line) and "ENTRY" not in inside else []
+        assert not copies
 
 
 def test_a_drafter_of_another_model_is_pointed_out():

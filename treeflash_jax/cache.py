@@ -70,7 +70,8 @@ def append(cache: KVCache, rows: NewRows, count_b: jax.Array, path_bp: jax.Array
     Args:
       cache: where to.
       rows: per group and layer, keys and values of the new rows [b, t, k, e].
-      count_b: rows to keep per sequence; 0 leaves a sequence as it was.
+      count_b: rows to keep per sequence; 0 leaves a sequence as it was. Inside a loop it has to follow from the pass that
+        read the cache: stores wait for it, and one that could come before a read would make XLA copy the cache.
       path_bp: which of the t new rows, in order of position; all of them if None.
     """
 
@@ -78,6 +79,7 @@ def append(cache: KVCache, rows: NewRows, count_b: jax.Array, path_bp: jax.Array
         if path_bp is not None:
             rows_btke = jnp.take_along_axis(rows_btke, path_bp[:, :, None, None], axis=1)
         rows_bkpe = meshes.constrain(jnp.swapaxes(rows_btke, 1, 2).astype(slots_bkse.dtype), AXES)
+        rows_bkpe = jnp.where((count_b > 0)[:, None, None, None], rows_bkpe, 0)  # see Args
         if slots_bkse.shape[0] == 1:  # a plain slice store; the batched form lowers to a scatter
             return lax.dynamic_update_slice_in_dim(slots_bkse, rows_bkpe, cache.length_b[0], axis=2)
         write = jax.vmap(lambda slots_kse, rows_kpe, at: lax.dynamic_update_slice_in_dim(slots_kse, rows_kpe, at, axis=1))

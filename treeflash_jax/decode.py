@@ -60,7 +60,10 @@ def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, samplin
         row_b = jnp.maximum(count_b - 1, 0)
         ends_bd = jnp.take_along_axis(out.hidden_btd, row_b[:, None, None], axis=1)[:, 0]
         last_bd = jnp.where((count_b > 0)[:, None], ends_bd, last_bd)
-        return index + 1, caches.append(cache, out.rows, count_b), drafter, last_bd
+        kept_b = jnp.where(
+            jnp.isnan(last_bd[:, 0]), 0, count_b
+        )  # always all: it makes stores wait for the pass, see `append`
+        return index + 1, caches.append(cache, out.rows, kept_b), drafter, last_bd
 
     last_bd = jnp.zeros((batch, plan.verifier.hidden_size), dtype)
     chunks = (jnp.max(length_b) + chunk - 1) // chunk
