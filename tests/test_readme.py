@@ -108,6 +108,7 @@ def test_measured_numbers_are_those_of_the_results():
     assert trained["ratio_64"] == round(taus[0] / taus[1], 3) >= 1.10 and seconds < 20 * 60
     for step in json.loads((ROOT / "notebooks" / "results" / "tpu_train_steps.json").read_text()).values():
         memory, flops = step["bytes_per_chip"]["total"] / 2**30, step["flops_per_chip"]
+        gathered, reduced = (step["collectives"][kind]["bytes"] / 2**30 for kind in ("all-gather", "all-reduce"))
         row = [
             step["topology"],
             " and ".join(step["trains"]),
@@ -115,6 +116,7 @@ def test_measured_numbers_are_those_of_the_results():
             step["anchors"],
             f"{memory:.1f} GiB",
             f"{flops:.1e}",
+            f"{gathered:.1f} / {reduced:.1f} GiB",
         ]
         assert "| " + " | ".join(map(str, row)) + " |" in README
     for r in json.loads((ROOT / "notebooks" / "results" / "tpu_rounds.json").read_text()).values():
