@@ -9,7 +9,6 @@ Shape suffixes: v vocabulary, d model, c candidates; `...` is any leading axes, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -22,7 +21,7 @@ from treeflash_jax import quantized
 from treeflash_jax.quantized import Quantized
 
 (AXIS,) = meshes.RULES["vocab"]
-GROUP = 128  # tokens of a group in `top_k` of long rows; a power of two
+GROUP = 128  # tokens of a group in `top_k` of long rows: the lanes of a TPU, where other sizes would be padded
 
 
 def embed(table_vd: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
@@ -69,23 +68,22 @@ def local_top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """`top_k` of rows that every device holds whole."""
     # Over a matrix, always: XLA's CPU backend sorts arrays of other ranks in full (30 x slower at 2048 tokens).
     rows = scores.reshape(-1, scores.shape[-1])
-    size = math.gcd(rows.shape[1], GROUP)
-    is_long = size >= 16 and rows.shape[1] >= 8 * k * size
-    values, ids = _grouped_top_k(rows, k, size) if is_long else lax.top_k(rows, k)
+    is_long = rows.shape[1] % GROUP == 0 and rows.shape[1] >= 8 * k * GROUP
+    values, ids = _grouped_top_k(rows, k) if is_long else lax.top_k(rows, k)
     return values.reshape(*scores.shape[:-1], k), ids.reshape(*scores.shape[:-1], k)
 
 
-def _grouped_top_k(rows_rv: jax.Array, k: int, size: int) -> tuple[jax.Array, jax.Array]:
+def _grouped_top_k(rows_rv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """`lax.top_k` of long rows: the k groups of tokens with the largest maxima hold the k largest entries.
 
     Also among equals: a group left out is beaten by k groups that have a larger maximum, or the same at lower ids. What is
-    sorted is v / size maxima and k size entries instead of v.
+    sorted is v / GROUP maxima and k GROUP entries instead of v.
     """
-    groups_rgs = rows_rv.reshape(rows_rv.shape[0], -1, size)
+    groups_rgs = rows_rv.reshape(rows_rv.shape[0], -1, GROUP)
     at_rk = jnp.sort(lax.top_k(jnp.max(groups_rgs, axis=-1), k)[1], axis=-1)
     few_rx = jnp.take_along_axis(groups_rgs, at_rk[..., None], axis=1).reshape(rows_rv.shape[0], -1)
     values_rk, place_rk = lax.top_k(few_rx, k)
-    return values_rk, jnp.take_along_axis(at_rk, place_rk // size, axis=1) * size + place_rk % size
+    return values_rk, jnp.take_along_axis(at_rk, place_rk // GROUP, axis=1) * GROUP + place_rk % GROUP
 
 
 def argmax(scores: jax.Array) -> jax.Array:
