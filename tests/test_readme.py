@@ -71,8 +71,12 @@ def test_named_files_exist():
             assert (ROOT / "treeflash_jax" / name).exists() or (ROOT / name).exists(), name
 
 
+def read(name: str) -> dict:
+    return json.loads((ROOT / "notebooks" / "results" / name).read_text())
+
+
 def test_measured_numbers_are_those_of_the_results():
-    results = json.loads((ROOT / "notebooks" / "results" / "tau_gsm8k.json").read_text())
+    results = read("tau_gsm8k.json")
     rows = re.findall(r"^\| (chain|marginal tree|TreeFlash tree).*?(\d+) rows \| (.*) \|$", README, flags=re.MULTILINE)
     assert len(rows) == 5
     base = {"chain": "chain", "marginal tree": "marginal-{}", "TreeFlash tree": "treeflash-{}"}
@@ -87,7 +91,7 @@ def test_measured_numbers_are_those_of_the_results():
                 assert row["against"].partition("@")[0] == f"marginal-{nodes}" and row["prompts"] == 64
     for command in results["command"]:
         assert command.split(" --out")[0].replace(" --temperature 0 ", " ") in README
-    sampled = json.loads((ROOT / "notebooks" / "results" / "rules_shipped.json").read_text())["rows"]
+    sampled = read("rules_shipped.json")["rows"]
     table = re.findall(r"^\| ([\d.]+) \| (16|64), (\d+) \| (.*) \|$", README, flags=re.MULTILINE)
     assert len(table) == 5
     for temperature, nodes, candidates, cells in table:
@@ -99,14 +103,14 @@ def test_measured_numbers_are_those_of_the_results():
         found = (hybrid[key] for key in ("tau_ratio", "expected_tau_ratio"))
         ratios = ("{value:.2f} [{low:.2f}, {high:.2f}]".format(**ratio) for ratio in found)
         assert cells.split(" | ") == [f"{plain['tau']['value']:.2f}", f"{hybrid['tau']['value']:.2f}", *ratios]
-    trained = json.loads((ROOT / "notebooks" / "results" / "train_tiny_head.json").read_text())
+    trained = read("train_tiny_head.json")
     last = trained["curve"][-1]
     taus = [last[name] for name in ("held_out/tau_64", "held_out/tau_marginal_64")]
     assert "held-out tau of {:.2f} at 64 rows, against {:.2f}".format(*taus) in README
     seconds = sum(trained["cpu_seconds"].values())
     assert f"({trained['ratio_64']:.2f} x;" in README and f"in {seconds} CPU seconds" in README
     assert trained["ratio_64"] == round(taus[0] / taus[1], 3) >= 1.10 and seconds < 20 * 60
-    for step in json.loads((ROOT / "notebooks" / "results" / "tpu_train_steps.json").read_text()).values():
+    for step in read("tpu_train_steps.json").values():
         memory, flops = step["bytes_per_chip"]["total"] / 2**30, step["flops_per_chip"]
         gathered, reduced = (step["collectives"][kind]["bytes"] / 2**30 for kind in ("all-gather", "all-reduce"))
         row = [
@@ -119,7 +123,7 @@ def test_measured_numbers_are_those_of_the_results():
             f"{gathered:.1f} / {reduced:.1f} GiB",
         ]
         assert "| " + " | ".join(map(str, row)) + " |" in README
-    for r in json.loads((ROOT / "notebooks" / "results" / "tpu_rounds.json").read_text()).values():
+    for r in read("tpu_rounds.json").values():
         size = {name: count / 2**30 for name, count in r["bytes_per_device"].items()}
         moved = {kind: one["bytes"] / 2**20 for kind, one in r["collectives"].items()}
         row = [r["shape"], r["topology"], "{data}x{model}".format(**r["mesh"]), f"{size['verifier']:.2f}"]
@@ -128,7 +132,27 @@ def test_measured_numbers_are_those_of_the_results():
         row += [f"{moved['all-gather']:.2f} MiB", f"{moved['all-reduce']:.0f} MiB"]
         assert "| " + " | ".join(row) + " |" in README
         assert r["logits_moved"] == r["caches_moved"] == 0
-    speed = json.loads((ROOT / "notebooks" / "results" / "speed_b_trained.json").read_text())
+    speeds = [row["tokens_per_second"] for row in read("budget_auto.json")["rows"]]
+    assert all(speed["ar"] > max(speed["treeflash-8"], speed["treeflash-16"]) for speed in speeds) and len(speeds) == 8
+    ratios = [speed["treeflash-auto"] / speed["ar"] for speed in speeds]
+    assert f"{min(ratios):.2f} to {max(ratios):.2f} of the tokens per second of one-token decoding" in README
+    assert min(ratios) >= 0.98
+    costs = read("accept_costs.json")["rows"]
+    shares = [
+        max(row["share_of_verify"] for row in costs if row["acceptance"] in rules)
+        for rules in (("sample-and-match",), ("rejection", "block"), ("traversal",))
+    ]
+    words = "at most {:.1%} (sample-and-match), {:.1%} (rejection, block) and {:.1%}".format(*shares).replace("%", " %")
+    assert words in README and shares[0] <= 0.03 and shares[1] <= 0.03 and shares[2] <= 0.1
+    for result in read("latency_tiny.json")["results"]:
+        if result["settings"]["nodes"] == [8, 16]:
+            time = {(row["stage"], row["nodes"]): row["ms"] for row in result["stages"]}
+            step, drafted = time["step", None], time["draft", None] + time["expand", None]
+            words = f"takes {time['verify', 8] / step:.1f} times as long as over one, draft and second stage together"
+            assert f"{words} {drafted / step:.1f} times" in " ".join(README.split())
+            apart = sum(time[stage, 16] for stage in ("tree", "accept", "commit"))
+            assert apart <= 0.15 * time["round", 16]
+    speed = read("speed_b_trained.json")
     for run in (speed[key] for key in ("tree", "tree_one_thread", "one_token", "one_token_one_thread")):
         assert f"| {run['tokens_per_second']:.0f} | {run['other_tokens_per_second']:.0f} | {run['ratio']:.1f} x |" in README
         assert run["same_ids"]
