@@ -132,6 +132,21 @@ def test_measured_numbers_are_those_of_the_results():
         row += [f"{moved['all-gather']:.2f} MiB", f"{moved['all-reduce']:.0f} MiB"]
         assert "| " + " | ".join(row) + " |" in README
         assert r["logits_moved"] == r["caches_moved"] == 0
+    rules = read("rules_shipped.json")
+    pairs = rules["all_pairs"]["rows"]
+    assert (
+        len(pairs) == 4 * 28
+        and len({(row["head"], row["nodes"], row["builder"], row["acceptance"]) for row in pairs}) == 112
+    )
+    where = {"head": "mlp", "builder": "hybrid", "acceptance": "traversal"}
+    shown = [
+        f"{row['expected_tau']['value']:.2f}"
+        for nodes in (16, 64)
+        for rows in (rules["leaves"]["rows"], pairs)
+        for row in rows
+        if (where | {"nodes": nodes}).items() <= row.items()
+    ]
+    assert "{} against {} at 16 rows, but {} against {} at 64".format(*shown) in README
     speeds = [row["tokens_per_second"] for row in read("budget_auto.json")["rows"]]
     assert all(speed["ar"] > max(speed["treeflash-8"], speed["treeflash-16"]) for speed in speeds) and len(speeds) == 8
     ratios = [speed["treeflash-auto"] / speed["ar"] for speed in speeds]
