@@ -177,6 +177,18 @@ def copied(state):
     return jax.tree.map(jnp.copy, state)
 
 
+def test_what_never_drafts_decodes_as_it_was_asked_to(trained, tmp_path):
+    """Not by the defaults: its speed was measured with these settings."""
+    auto = {**AUTO, "attention": "chunked", "log_probs": True}  # no default
+    asked = trained.plan(GenerateConfig(**auto | {"nodes": None}))
+    entry = table(trained, FLAT, 0.2, attention="chunked")
+    model = beside(trained, tmp_path / "budget.json", entry)
+    config = GenerateConfig(**auto)
+    plan, decision = model._choose(model.plan(config), rows_of([[3]], config, model.verifier), 1, 256)
+    assert decision is None and plan.method == "ar" and plan == asked.one_token()
+    assert plan.attention == "chunked" and plan.log_probs and plan == model.plan(replace(config, method="ar", nodes=None))
+
+
 @pytest.mark.parametrize("paused", [1, 5, 8, 19])  # eight tokens may be pending
 def test_after_a_pause_the_drafter_has_seen_all_it_would_have_seen(trained, tmp_path, paused):
     plan, state = started(beside(trained, tmp_path / "a.json", table(trained, MIXED, 0.9)), PROMPTS[:2])

@@ -8,11 +8,15 @@ import re
 import shlex
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from train import compile as train_compile
 from train import config
 from treeflash_jax import cli
+from treeflash_jax.bench import shapes
+from treeflash_jax.bench.floors import Ceilings, stage_work
+from treeflash_jax.state import DecodePlan
 
 ROOT = Path(__file__).parent.parent
 STAGES = {"respond": "RespondConfig", "head": "HeadStage", "drafter": "DrafterStage", "export": "ExportStage"}
@@ -153,6 +157,12 @@ def test_measured_numbers_are_those_of_the_results():
     assert f"{min(ratios):.2f} to {max(ratios):.2f} of the tokens per second of one-token decoding" in README
     assert min(ratios) >= 0.98
     costs = read("accept_costs.json")["rows"]
+    model = shapes.named("qwen3-4b")
+    plan = DecodePlan(verifier=model, drafter=shapes.drafter_of(model), head="mlp", num_nodes=64)
+    for row in costs:
+        work = stage_work(plan, batch=row["batch"], context=1024, dtype=jnp.float32)
+        floor = work["verify"].seconds(Ceilings(**row["ceilings"]))
+        assert abs(row["share_of_verify"] - row["accept_ms"] / 1e3 / floor) < 1e-4
     shares = [
         max(row["share_of_verify"] for row in costs if row["acceptance"] in rules)
         for rules in (("sample-and-match",), ("rejection", "block"), ("traversal",))

@@ -10,6 +10,7 @@ Source: DFlash (arXiv 2602.06036) sections 4.2 and 5.
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +37,7 @@ from treeflash_jax.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftingStage:
+class DraftingStage(ABC):
     """Settings that `train.drafter` and `train.head` share.
 
     Attributes:
@@ -60,9 +61,9 @@ class DraftingStage:
     mesh: config.MeshConfig = config.MeshConfig()
 
     @property
+    @abstractmethod
     def trains(self) -> tuple[str, ...]:
         """What gets new weights: "backbone" and/or "head"."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

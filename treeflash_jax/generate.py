@@ -219,8 +219,7 @@ class TreeFlash:
         temperatures = [row.temperature for row in rows]
         decision = self.calibrated(plan).decide(self._padded(size), capacity, temperatures)
         if not decision.buckets:
-            wanted = {name: getattr(plan, name) for name in ("log_probs", "expected_lengths")}
-            return self.plan(GenerateConfig(method="ar", **wanted)), None
+            return plan.one_token(), None
         return replace(plan, num_nodes=decision.buckets[-1], buckets=decision.buckets), decision
 
     def _budget(self, plan: DecodePlan, decision: calibration.Decision, state: DecodeState) -> budgets.Budget:

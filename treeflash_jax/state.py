@@ -74,6 +74,11 @@ class DecodePlan:
         shared = {name: getattr(self, name) for name in names}
         return DecodePlan(method="tree" if self.drafts else "ar", **shared)
 
+    def one_token(self) -> DecodePlan:
+        """The plan of plain one-token decoding beside this one: what drafting is measured against."""
+        names = ("verifier", "attention", "prefill_chunk", "log_probs", "expected_lengths")
+        return DecodePlan(method="ar", num_nodes=1, **{name: getattr(self, name) for name in names})
+
     @property
     def taps(self) -> tuple[int, ...]:
         return self.drafter.target_layer_ids if self.drafts else ()

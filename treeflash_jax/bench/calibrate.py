@@ -210,8 +210,8 @@ class Rounds(Bench):
         self.slots, self.marks = divide(state.replace(budget=self.model._budget(first, always, state)))
         state = self.state
 
-        plain = DecodePlan(verifier=first.verifier, method="ar", num_nodes=1, prefill_chunk=first.prefill_chunk)
-        step = self._compile(core.decode, weights, state.replace(drafter=None, budget=None), one, plan=plain)
+        plain = state.replace(drafter=None, budget=None)
+        step = self._compile(core.decode, weights, plain, one, plan=first.one_token())
         wholes = [self._compile(core.decode, weights, state, one, plan=plan) for plan in self.plans]
         expander = EXPANDER(weights, state, plan=first)
         sizes = [replace(plan, num_nodes=plan.buckets[0], buckets=()) for plan in self.plans]

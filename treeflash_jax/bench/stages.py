@@ -216,9 +216,7 @@ class Bench:
         state = self.state
 
         one = jnp.int32(1)
-        shared = {"attention": first.attention, "prefill_chunk": first.prefill_chunk}
-        plain = DecodePlan(verifier=first.verifier, method="ar", num_nodes=1, **shared)
-        step = self._compile(core.decode, weights, state.replace(drafter=None), one, plan=plain)
+        step = self._compile(core.decode, weights, state.replace(drafter=None), one, plan=first.one_token())
         rounds = [self._compile(core.decode, weights, state, one, plan=plan) for plan in plans]
 
         draft = self._compile(DRAFT, weights, state, plan=first).result()
