@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any, NoReturn
 
+from treeflash_jax import mesh as meshes
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.bench import calibrate, latency, memory, report, rules, run
@@ -297,7 +298,7 @@ def _mesh(text: str | None) -> Any:
         return None
     import treeflash_jax as tf
 
-    return tf.make_mesh(*memory.mesh_sizes(text))
+    return tf.make_mesh(*meshes.sizes_of(text))
 
 
 def _ids(text: str, option: str) -> list[int]:

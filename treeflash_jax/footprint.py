@@ -19,8 +19,9 @@ from treeflash_jax import verifier as models
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.heads import HEADS
 
-# Bytes of a chip, and what JAX calls its kind. Source: Google Cloud's pages on each TPU version.
+# Bytes of a chip, and what JAX calls its kind. Source: Google Cloud's pages on each TPU version; NVIDIA's data sheets.
 TPU_MEMORY = {"v4": 32 * 2**30, "v5e": 16 * 2**30, "v5p": 95 * 2**30, "v6e": 32 * 2**30}
+GPU_MEMORY = {"a100": 80 * 2**30, "h100": 80 * 2**30, "h200": 139 * 2**30}
 TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 
 

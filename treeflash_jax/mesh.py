@@ -48,6 +48,18 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=available[:count])
 
 
+def sizes_of(text: str) -> tuple[int, int]:
+    """The two numbers of a (data, model) mesh written like 4x2.
+
+    Raises:
+      ValueError: anything else.
+    """
+    words = text.split("x")
+    if len(words) != 2 or not all(word.isdigit() and int(word) for word in words):
+        raise ValueError(f"got --mesh {text!r}, expected two numbers like 4x2")
+    return int(words[0]), int(words[1])
+
+
 def partition(axes: Axes, shape: Sequence[int], mesh) -> PartitionSpec:
     """The PartitionSpec of an array with these logical axes; indivisible axes are replicated.
 

@@ -136,12 +136,13 @@ def log_sum_exp(logits: jax.Array) -> jax.Array:
 def top_log_probs(logits: jax.Array, k: int, temperature: jax.Array | float) -> tuple[jax.Array, jax.Array]:
     """The k likeliest tokens of softmax(logits / temperature) and their log-probabilities.
 
-    Normalised over the whole vocabulary, so that the k entries sum to less than one.
+    Normalised over the whole vocabulary, so that the k entries sum to less than one. Trees rely on no child outscoring its
+    parent: no entry is above 0, not even by a rounding, since the sum holds exp(0).
     """
     values, ids = top_k(logits, k)
-    scaled = _wide(logits) / temperature
-    log_probs = _wide(values) / temperature - log_sum_exp(scaled)[..., None]
-    return ids, jnp.minimum(log_probs, 0)  # trees rely on no child outscoring its parent, not even by a rounding
+    peak = values[..., :1]  # saves a pass over the logits, and a collective
+    total = jnp.sum(jnp.exp((_wide(logits) - peak) / temperature), axis=-1, keepdims=True)
+    return ids, (_wide(values) - peak) / temperature - jnp.log(total)
 
 
 def gumbel(keys: jax.Array, size: int, dtype) -> jax.Array:

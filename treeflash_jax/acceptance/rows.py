@@ -128,15 +128,15 @@ def target_rows(logits_bnv: jax.Array, temperature_b: jax.Array, top_k_b: jax.Ar
       top_k_b: tokens kept; 0 keeps all.
       top_p_b: mass kept; 1 keeps all.
     """
-    scaled_bnv = _scaled(logits_bnv, temperature_b)
     cuts_b = (temperature_b > 0) & ((top_k_b > 0) | (top_p_b < 1))
-    threshold_bn = lax.cond(
-        jnp.any(cuts_b),
-        lambda: jnp.where(
-            cuts_b[:, None], vocab.filter_threshold(scaled_bnv, top_k_b[:, None], top_p_b[:, None]), -jnp.inf
-        ),
-        lambda: jnp.full(logits_bnv.shape[:2], -jnp.inf, jnp.float32),
-    )
+
+    def threshold() -> jax.Array:
+        scaled_bnv = _scaled(logits_bnv, temperature_b)  # here, since what a branch takes is written out in full
+        return jnp.where(cuts_b[:, None], vocab.filter_threshold(scaled_bnv, top_k_b[:, None], top_p_b[:, None]), -jnp.inf)
+
+    nothing_bn = jnp.full(logits_bnv.shape[:2], -jnp.inf, jnp.float32)
+    threshold_bn = lax.cond(jnp.any(cuts_b), threshold, lambda: nothing_bn)
+    scaled_bnv = _scaled(logits_bnv, temperature_b)
     kept_bnv = jnp.where(scaled_bnv.astype(jnp.float32) >= threshold_bn[..., None], scaled_bnv, -jnp.inf)
     return TargetRows(logits_bnv, temperature_b, threshold_bn, vocab.log_sum_exp(kept_bnv))
 

@@ -25,12 +25,12 @@ import jax.numpy as jnp
 import treeflash_jax as tf
 from treeflash_jax import drafter as dflash
 from treeflash_jax import hf, params, verifier
+from treeflash_jax import mesh as meshes
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.bench import run as side_by_side
 from treeflash_jax.bench import shapes, standalone, timings
 from treeflash_jax.bench.floors import measure_ceilings
-from treeflash_jax.bench.memory import mesh_sizes
 from treeflash_jax.bench.stages import Bench, slots_for
 from treeflash_jax.builders import SAMPLED
 from treeflash_jax.config import DrafterConfig, ModelConfig
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"got --{name} {least}, expected at least 1")
     if arguments.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    mesh = None if arguments.mesh is None else tf.make_mesh(*mesh_sizes(arguments.mesh))
+    mesh = None if arguments.mesh is None else tf.make_mesh(*meshes.sizes_of(arguments.mesh))
     pair = find_pair(arguments)
     plans = plans_of(pair, arguments)
     _check_sizes(pair, plans, arguments, mesh)

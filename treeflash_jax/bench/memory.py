@@ -4,8 +4,8 @@
 
 Weights and caches are sums of sizes. Temporaries (activations, and weights that the compiler lays out anew) and the
 collectives of a round are read from the programs themselves, which are compiled from shapes alone: for the devices at hand,
-or for a TPU topology without a TPU (that needs the compiler that `pip install "jax[tpu]"` brings). Exit status 1 where a
-device is too small.
+or for TPUs or GPUs that are not here (that needs the compiler that `pip install "jax[tpu]"` or `"jax[cuda12]"` brings). For
+GPUs also how many operations each stage of a round launches. Exit status 1 where a device is too small.
 
 Shape suffixes: b batch, s token slots, x stop ids.
 """
@@ -36,7 +36,7 @@ from treeflash_jax.bench.programs import Collective
 from treeflash_jax.builders import SAMPLED
 from treeflash_jax.config import DrafterConfig, ModelConfig, read_json
 from treeflash_jax.decode import DecodePlan, Sampling, Weights
-from treeflash_jax.footprint import TPU_MEMORY, Footprint, footprint, in_units, memory_limit
+from treeflash_jax.footprint import GPU_MEMORY, TPU_MEMORY, Footprint, footprint, in_units, memory_limit
 from treeflash_jax.generate import STOP_SLOTS, TreeFlash, capacity_bucket
 from treeflash_jax.heads import HEADS
 from treeflash_jax.options import resolve
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     devices.add_argument(
         "--mesh", metavar="DxM", help="rows over D, weights and vocabulary over M; default: 1 x all devices"
     )
-    devices.add_argument("--topology", help="TPU topology, such as v5e:4x4; default: the devices at hand")
+    devices.add_argument("--topology", help="devices that are not here, such as v5e:4x4, h200 or h200:8")
     devices.add_argument("--no-compile", action="store_true", help="weights and caches only, on a mesh of any size")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON; results of other requests in it are kept")
     parser.set_defaults(run=report)
@@ -201,6 +201,10 @@ def lines(key: str, result: dict[str, Any]) -> list[str]:
         f"largest all-gather: {in_units(result['largest_all_gather_bytes'])}; collectives with a whole row of logits: "
         f"{result['logits_moved']}, with a layer's cache: {result['caches_moved']}"
     )
+    text.append(f"float32 arrays with rows of logits that a round writes: {result['float32_logits']}")
+    if result["launches"]:
+        shown = ", ".join(f"{stage} {count}" for stage, count in result["launches"].items())
+        text.append(f"operations that a round launches: {sum(result['launches'].values())} ({shown})")
     return text
 
 
@@ -214,9 +218,10 @@ def _compiled(result: dict[str, Any], plan: DecodePlan, mesh: Any, dtype: Any, n
     code = ahead.generated_code_size_in_bytes + round_.generated_code_size_in_bytes
     memory = asdict(needs) | {"rest": resident - needs.total, "programs": code, "resident": resident + code}
     memory |= {"round": round_.temp_size_in_bytes, "prefill": ahead.temp_size_in_bytes}
-    per_round = [one for one in programs.find_collectives(decode.as_text()) if one.in_loop]
+    text = decode.as_text()
+    per_round = [one for one in programs.find_collectives(text) if one.in_loop]
     found = per_round + programs.find_collectives(prefill.as_text())
-    rows, config = batch // dict(mesh.shape)["data"], plan.verifier
+    rows, ways, config = batch // dict(mesh.shape)["data"], dict(mesh.shape)["model"], plan.verifier
     gathers = [one.bytes for one in found if one.kind == "all-gather"]
     return result | {
         "bytes_per_device": memory,
@@ -225,6 +230,8 @@ def _compiled(result: dict[str, Any], plan: DecodePlan, mesh: Any, dtype: Any, n
         "largest_all_gather_bytes": max(gathers, default=0),
         "logits_moved": _count_moved(found, rows, config.vocab_size),
         "caches_moved": _count_moved(found, rows * config.num_kv_heads, capacity * config.head_dim),
+        "float32_logits": len(programs.float32_rows(text, config.vocab_size // (1 if config.vocab_size % ways else ways))),
+        "launches": programs.launches(text) if mesh.devices.flat[0].platform == "gpu" else None,
         "jax": jax.__version__,
     }
 
@@ -246,34 +253,20 @@ def _pair(arguments: argparse.Namespace) -> tuple[ModelConfig, DrafterConfig, st
 
 def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, str]:
     """The mesh, the bytes a device has, and what the devices are called."""
-    topology = arguments.topology
+    topology, limit = arguments.topology, None
     if topology:
         family, _, dims = topology.partition(":")
-        if family not in TPU_MEMORY or not re.fullmatch(r"\d+(x\d+)+", dims):
-            raise ValueError(f"got topology {topology!r}, expected one like v5e:4x4 or v5p:2x2x2")
-        jax.config.update("jax_platforms", "cpu")  # chips that are here stay untouched
+        limit = (TPU_MEMORY | GPU_MEMORY).get(family)
+        if limit is None or not re.fullmatch(r"\d+(x\d+)+" if family in TPU_MEMORY else r"\d*", dims):
+            raise ValueError(f"got topology {topology!r}, expected one like v5e:4x4, v5p:2x2x2, h200 or h200:8")
+        jax.config.update("jax_platforms", "cpu")  # devices that are here stay untouched
     if arguments.no_compile:
-        count = math.prod(map(int, dims.split("x"))) if topology else jax.device_count()
-        data, model = mesh_sizes(arguments.mesh or f"1x{count}")
-        mesh = jax.sharding.AbstractMesh((data, model), ("data", "model"))
-        limit = TPU_MEMORY[family] if topology else memory_limit()
-        return mesh, limit, topology or jax.devices()[0].device_kind
+        count = math.prod(map(int, (dims or "1").split("x"))) if topology else jax.device_count()
+        mesh = jax.sharding.AbstractMesh(meshes.sizes_of(arguments.mesh or f"1x{count}"), ("data", "model"))
+        return mesh, limit or memory_limit(), topology or jax.devices()[0].device_kind
     devices = programs.topology_devices(topology) if topology else jax.devices()
-    data, model = mesh_sizes(arguments.mesh or f"1x{len(devices)}")
-    mesh = meshes.make_mesh(data, model, devices)
+    mesh = meshes.make_mesh(*meshes.sizes_of(arguments.mesh or f"1x{len(devices)}"), devices)
     if not topology:
         return mesh, memory_limit(mesh), devices[0].device_kind
-    chips = len({tuple(device.coords) for device in devices})  # of v4, two devices each
-    return mesh, TPU_MEMORY[family] * chips // len(devices), topology
-
-
-def mesh_sizes(text: str) -> tuple[int, int]:
-    """The two numbers of a mesh written like 4x2.
-
-    Raises:
-      ValueError: anything else.
-    """
-    words = text.split("x")
-    if len(words) != 2 or not all(word.isdigit() and int(word) for word in words):
-        raise ValueError(f"got --mesh {text!r}, expected two numbers like 4x2")
-    return int(words[0]), int(words[1])
+    chips = len({tuple(device.coords) for device in devices}) if family in TPU_MEMORY else len(devices)
+    return mesh, limit * chips // len(devices), topology  # a chip of v4 is two devices
