@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from conftest import DATA, RANDOM_DRAFTER, RANDOM_MODEL, random_pair
+from jax.experimental import topologies
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import treeflash_jax as tf
@@ -190,6 +193,58 @@ ENTRY %main (x: f32[16]) -> f32[16] {{
     assert programs.collectives(text) == {"all-gather": {"count": 1, "bytes": 8 * 16 * 2}}
 
 
+def test_what_a_round_launches_is_counted_by_stage():
+    text = """
+%fused (p: f32[4,96]) -> f32[4,96] {
+  ROOT %inside = f32[4,96]{1,0} add(%p, %p), metadata={op_name="jit(decode)/while/body/draft/add"}
+}
+
+%filtered (p: f32[4,96]) -> f32[4,96] {
+  ROOT %cut = f32[4,96]{1,0} fusion(%p), calls=%fused, metadata={op_name="jit(decode)/while/body/accept/cut"}
+}
+
+%level (p: (s32[], f32[16])) -> (s32[], f32[16]) {
+  %sort = (f32[1,16]{1,0}, s32[1,16]{1,0}) sort(%x, %y), to_apply=%order, metadata={op_name="body/tree/while/body/top_k"}
+  %unnamed = s32[]{:T(128)} copy(%z)
+}
+
+%round (p: (s32[], f32[16])) -> (s32[], f32[16]) {
+  %p = (s32[], f32[16]) parameter(0)
+  %one = f32[16]{0} get-tuple-element(%p), index=1
+  %block = bf16[4,96]{1,0} fusion(%one), kind=kLoop, calls=%fused, metadata={op_name="jit(decode)/while/body/draft/add"}
+  %top = (bf16[4,8]{1,0}, s32[4,8]{1,0}) custom-call(%block), custom_call_target="__gpu$TopK"
+  %levels = (s32[], f32[16]) while(%one), condition=%any, body=%level, backend_config={"known_trip_count":{"n":"15"}}
+  %wide = f32[1,2,96]{2,1,0} fusion(%one), kind=kLoop, calls=%fused, metadata={op_name="jit(decode)/while/body/accept/div"}
+  %narrow = f32[96]{0} fusion(%one), kind=kLoop, calls=%fused, metadata={op_name="jit(decode)/while/body/accept/div"}
+  %branch = f32[4,96]{1,0} conditional(%wide), true_computation=%filtered, false_computation=%filtered
+  %after = s32[]{:T(128)} add(%i, %j), metadata={op_name="jit(decode)/while/body/add"}
+}
+
+%any (p: (s32[], f32[16])) -> pred[] {
+  ROOT %goes_on = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[16]) -> f32[16] {
+  %before = f32[4,96]{1,0} fusion(%x), kind=kLoop, calls=%fused
+  %while.9 = (s32[], f32[16]) while(%before), condition=%any, body=%round
+}
+"""
+    assert programs.launches(text) == {"draft": 2, "tree": 30, "accept": 2, "rest": 1}
+    assert programs.float32_rows(text, 96) == [(1, 2, 96)]
+
+
+def test_a_gpu_that_is_not_here_compiles_the_round(tmp_path):
+    pytest.importorskip("jax_plugins.xla_cuda12", reason='needs pip install "jax[cuda12]"')
+    out = tmp_path / "rounds.json"
+    words = ["bench", "memory", *FOLDERS, "--topology", "h200", "--nodes", "16", "--context", "300", "--out", str(out)]
+    run = subprocess.run([sys.executable, "-m", "treeflash_jax", *words], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    [result] = json.loads(out.read_text()).values()
+    assert result["topology"] == "h200" and result["bytes_limit"] == footprints.GPU_MEMORY["h200"] and result["fits"]
+    assert 0 < result["launches"]["tree"] < 60
+    assert f"(draft {result['launches']['draft']}, expand" in run.stdout
+
+
 @needs_8_devices
 def test_a_gathered_cache_is_seen():
     mesh = tf.make_mesh(4, 2)
@@ -254,6 +309,7 @@ def test_a_shape_on_a_mesh_that_is_not_here_is_arithmetic(capsys):
         (["--shape", "huge"], "got shape 'huge', expected one of"),
         (["--shape", "qwen3-4b", "--topology", "v9z:2x2"], "got topology 'v9z:2x2', expected one like"),
         (["--shape", "qwen3-4b", "--topology", "v5e4x4", "--no-compile"], "got topology 'v5e4x4', expected one like"),
+        (["--shape", "qwen3-4b", "--topology", "h200:2x2"], "got topology 'h200:2x2', expected one like"),
         (["--shape", "qwen3-4b", "--mesh", "2"], "got --mesh '2', expected two numbers"),
         (["--shape", "qwen3-4b", "--mesh", "0x2"], "got --mesh '0x2', expected two numbers"),
         (["--shape", "qwen3-4b", "--mesh", "64x64"], "got a mesh of 64 x 64"),
@@ -279,6 +335,15 @@ def test_a_topology_without_its_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "libtpu", None)
     with pytest.raises(ValueError, match=re.escape('pip install "jax[tpu]"')):
         programs.topology_devices("v5e:2x2")
+
+
+def test_a_gpu_without_its_compiler_says_what_to_install(monkeypatch):
+    def without(**_):
+        raise RuntimeError("no cuda here\nat all")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", without)
+    with pytest.raises(ValueError, match=re.escape('pip install "jax[cuda12]" (no cuda here)')):
+        programs.topology_devices("h200")
 
 
 def test_impossible_pairs_are_refused_before_weights_are_read(monkeypatch):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from treeflash_jax import tree
 
@@ -196,3 +197,26 @@ def test_ancestor_mask(kind):
             while at := parent_bn[b, at]:
                 expected_bnn[b, node, at] = True
     np.testing.assert_array_equal(mask_bnn, expected_bnn)
+
+
+def test_the_mask_takes_few_dependent_gathers():
+    """A chain of 15 keeps XLA's GPU compiler busy for minutes, until memory runs out."""
+    program = jax.make_jaxpr(tree.ancestor_mask, static_argnums=1)(jnp.zeros((1, 64), jnp.int32), 15)
+    assert 0 < str(program).count("gather[") <= 8
+
+
+def test_unrolled_levels_are_those_of_the_loop(monkeypatch):
+    table, anchor_b = random_tables("missing"), anchors()
+    loop = jax.tree.leaves(best_first(table, anchor_b, 12))
+    monkeypatch.setattr(
+        tree, "over_depths", lambda level, start, depths: lax.scan(level, start, jnp.arange(depths), unroll=True)
+    )
+    unrolled = jax.jit(lambda *args: tree.best_first(*args, 12))(table, anchor_b)
+    for a, b in zip(loop, jax.tree.leaves(unrolled), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("platform", "loops"), [("cpu", 1), ("cuda", 0), ("tpu", 0)])
+def test_levels_are_a_loop_on_a_cpu_only(platform, loops):
+    program = jax.jit(tree.best_first, static_argnums=2).trace(random_tables("plain"), anchors(), 12)
+    assert program.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while") == loops

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
@@ -150,36 +151,37 @@ def best_first_search(expander: Expander, anchor_b: jax.Array, num_nodes: int) -
     if width == 0 or expander.num_depths == 0:
         tree = root_only(anchor_b)
         return tree, jnp.zeros_like(tree.tokens_bn), jnp.full(tree.tokens_bn.shape, expander.num_depths > 0)
-    batch, state_bl, score_bl1 = anchor_b.shape[0], expander.start(1), 0
-    ledger, above, total = [], 0, 0
+    batch = anchor_b.shape[0]
+    lanes = jnp.arange(width, dtype=jnp.int32)
 
-    # Unrolled, since a level of a loop is ten kernels on a GPU, and three here.
-    for depth in range(expander.num_depths):
-        tokens_blc, log_probs_blc = expander.children(depth, state_bl)
-        lanes, children = tokens_blc.shape[1:]
-        grown_bx = (score_bl1 + log_probs_blc).reshape(batch, -1)
-        score_bl, index_bl = lax.top_k(grown_bx, min(width, lanes * children))
-        parent_bl, child_bl = jnp.divmod(index_bl, children)
-        token_bl = jnp.take_along_axis(tokens_blc.reshape(batch, -1), index_bl, axis=1)
-        open_bl = jnp.take_along_axis(expander.continues(depth, state_bl).reshape(batch, -1), index_bl, axis=1)
-        ledger.append((score_bl, above + parent_bl, jnp.full_like(token_bl, depth + 1), token_bl, child_bl, open_bl))
-        parent_state_bl = jax.tree.map(partial(pick, index_by=parent_bl), state_bl)
-        state_bl, score_bl1 = expander.follow(depth, parent_state_bl, child_bl), score_bl[..., None]
-        above, total = total, total + score_bl.shape[1]
+    def grow(frontier, depth):
+        score_bw, state_bw = frontier
+        tokens_bwc, log_probs_bwc = expander.children(depth, state_bw)
+        grown_bwc = score_bw[..., None] + log_probs_bwc
+        score_bw, index_bw = lax.top_k(grown_bwc.reshape(batch, -1), width)
+        parent_bw, child_bw = jnp.divmod(index_bw, tokens_bwc.shape[2])
+        token_bw = jnp.take_along_axis(tokens_bwc.reshape(batch, -1), index_bw, axis=1)
+        open_bw = jnp.take_along_axis(expander.continues(depth, state_bw).reshape(batch, -1), index_bw, axis=1)
+        parent_state_bw = jax.tree.map(lambda x_bw: pick(x_bw, parent_bw), state_bw)
+        frontier = score_bw, expander.follow(depth, parent_state_bw, child_bw)
+        return frontier, (score_bw, parent_bw, token_bw, child_bw, open_bw)
 
-    rest = ((0, 0), (0, max(0, width - total)))
-    columns = (jnp.pad(jnp.concatenate(column, axis=1), rest) for column in zip(*ledger, strict=True))
-    score_bx, above_bx, depth_bx, token_bx, child_bx, open_bx = columns
+    only_the_anchor_bw = jnp.broadcast_to(jnp.where(lanes == 0, 0.0, -jnp.inf), (batch, width))
+    dtype = jax.eval_shape(expander.children, jnp.int32(0), expander.start(width))[1].dtype
+    frontier = only_the_anchor_bw.astype(dtype), expander.start(width)
+    _, grown = over_depths(grow, frontier, expander.num_depths)
+    score_bx, parent_bx, token_bx, child_bx, open_bx = (jnp.moveaxis(x_ibw, 0, 1).reshape(batch, -1) for x_ibw in grown)
+
     # The ledger is depth-major and the sort stable, so a parent is taken before a child that ties it. `top_k` does not
     # promise that on every backend.
-    entries_x = jnp.arange(score_bx.shape[1], dtype=jnp.int32)
-    cost_bx = jnp.where(entries_x < total, -score_bx, jnp.inf)
-    cost_bx, order_bx = lax.sort((cost_bx, jnp.broadcast_to(entries_x, cost_bx.shape)), num_keys=1, is_stable=True)
-    kept_bw = order_bx[:, :width]
-    place_bx = jax.vmap(lambda kept_w: jnp.zeros_like(entries_x).at[kept_w].set(entries_x[:width] + 1))(kept_bw)
-    depth_bw = pick(depth_bx, kept_bw)
-    parent_bw = jnp.where(depth_bw == 1, 0, pick(place_bx, pick(above_bx, kept_bw)))
-    tree = _below_root(anchor_b, pick(token_bx, kept_bw), parent_bw, depth_bw, -cost_bx[:, :width])
+    order_bx = jnp.broadcast_to(jnp.arange(score_bx.shape[1], dtype=jnp.int32), score_bx.shape)
+    cost_bx, order_bx = lax.sort((-score_bx, order_bx), num_keys=1, is_stable=True)
+    log_prob_bw, kept_bw = -cost_bx[:, :width], order_bx[:, :width]
+    depth_bw = kept_bw // width
+    node_bx = jax.vmap(lambda kept_w: jnp.zeros_like(parent_bx[0]).at[kept_w].set(lanes + 1))(kept_bw)
+    above_bw = (depth_bw - 1) * width + pick(parent_bx, kept_bw)
+    parent_bw = jnp.where(depth_bw == 0, 0, pick(node_bx, jnp.maximum(above_bw, 0)))
+    tree = _below_root(anchor_b, pick(token_bx, kept_bw), parent_bw, depth_bw + 1, log_prob_bw)
     below_root = ((0, 0), (1, 0))
     open_bn = jnp.pad(pick(open_bx, kept_bw), below_root, constant_values=True)
     return tree, jnp.pad(pick(child_bx, kept_bw), below_root), open_bn & tree.valid_bn
@@ -223,13 +225,23 @@ def first(tree: DraftTree, nodes: int) -> DraftTree:
 def ancestor_mask(parent_bn: jax.Array, max_depth: int) -> jax.Array:
     """True at [b, i, j] where node j is node i or one of its ancestors. Bool [b, n, n]."""
     nodes = parent_bn.shape[1]
-    mask_bnn = jnp.broadcast_to(jnp.eye(nodes, dtype=bool), (*parent_bn.shape, nodes))
-    above_bn = parent_bn
-    # Every step doubles how far up it sees. A chain of `max_depth` gathers takes XLA's GPU compiler exponential time.
+    word_n, bit_n = np.divmod(np.arange(nodes), 32)
+    self_nw = np.where(np.arange(word_n[-1] + 1) == word_n[:, None], 1 << bit_n[:, None], 0).astype(np.uint32)
+    bits_bnw, above_bn = jnp.broadcast_to(self_nw, (*parent_bn.shape, self_nw.shape[1])), parent_bn
+    # Every step doubles how far up it sees: a chain of `max_depth` gathers takes XLA's GPU compiler exponential time.
     for _ in range(max_depth.bit_length()):
-        mask_bnn |= pick(mask_bnn, above_bn)
+        bits_bnw |= pick(bits_bnw, above_bn)
         above_bn = pick(above_bn, above_bn)
-    return mask_bnn
+    return (jnp.repeat(bits_bnw, 32, axis=2)[:, :, :nodes] >> bit_n.astype(np.uint32)) & 1 == 1
+
+
+def over_depths(level: Callable, start: Any, depths: int) -> tuple[Any, Any]:
+    """`lax.scan` of a builder's levels: a loop on a CPU, where that is faster, and unrolled elsewhere.
+
+    Best-first search launches ten kernels a level in a loop on a GPU, and three without one.
+    """
+    scan = partial(lax.scan, level, xs=jnp.arange(depths, dtype=jnp.int32))
+    return lax.platform_dependent(start, cpu=scan, default=partial(scan, unroll=True))
 
 
 def pick(x_bx: jax.Array, index_by: jax.Array) -> jax.Array:
@@ -251,7 +263,7 @@ def _chain(expander: Expander, anchor_b: jax.Array, num_nodes: int, follow: Call
 
     state_b1 = expander.start(1)
     dtype = jax.eval_shape(expander.children, jnp.int32(0), state_b1)[1].dtype
-    _, (tokens_wb, score_wb) = lax.scan(step, (jnp.zeros(best_b1.shape, dtype), state_b1), jnp.arange(length))
+    _, (tokens_wb, score_wb) = over_depths(step, (jnp.zeros(best_b1.shape, dtype), state_b1), length)
     index_bw = jnp.broadcast_to(jnp.arange(length), (anchor_b.shape[0], length))
     return _below_root(anchor_b, tokens_wb.T, index_bw, index_bw + 1, score_wb.T)
 

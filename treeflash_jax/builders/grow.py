@@ -23,6 +23,7 @@ from treeflash_jax.tree import (
     DraftTree,
     Expander,
     Proposal,
+    over_depths,
     pick,
 )
 
@@ -176,7 +177,7 @@ def grow(
         "support": support_bnc,
         "log_q": jnp.full(support_bnc.shape, -jnp.inf, dtype),
     }
-    (_, nodes), _ = lax.scan(level, (expander.start(n), start), jnp.arange(depths, dtype=jnp.int32))
+    (_, nodes), _ = over_depths(level, (expander.start(n), start), depths)
     return _compact(anchor_b, plan, nodes, skeleton, depths)
 
 
