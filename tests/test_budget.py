@@ -35,7 +35,7 @@ def table(model, seconds, step, *, tau=(1.8, 2.5, 3.2, 3.8), nodes=BUCKETS, **ch
         identity=calibration.identity_of(model.verifier, model.weights, plan, model.mesh) | changes,
         nodes=list(nodes),
         batch=[1],
-        slots=[256],
+        positions=[256],
         round_seconds=[[list(seconds)]],
         tree_seconds=[[[0.0] * len(nodes)]],
         step_seconds=[[step]],
@@ -90,11 +90,11 @@ def test_no_convex_increasing_function_is_nearer():
                 assert error(other) >= error(fitted)
 
 
-def budget_of(seconds, step, *, reliability=1.0, debt=0.0, slots=(256,)) -> budget.Budget:
+def budget_of(seconds, step, *, reliability=1.0, debt=0.0, positions=(256,)) -> budget.Budget:
     times = budget.RoundTimes(
-        slots_c=jnp.asarray(slots, jnp.float32),
-        round_cn=jnp.asarray(seconds, jnp.float32).reshape(len(slots), -1),
-        step_c=jnp.broadcast_to(jnp.float32(step), (len(slots),)),
+        positions_c=jnp.asarray(positions, jnp.float32),
+        round_cn=jnp.asarray(seconds, jnp.float32).reshape(len(positions), -1),
+        step_c=jnp.broadcast_to(jnp.float32(step), (len(positions),)),
     )
     sizes = {"batch": 3, "capacity": 256, "pending": 4, "features": 2, "dtype": jnp.float32}
     return budget.start(times, reliability=reliability, debt=debt, **sizes)
@@ -123,9 +123,9 @@ def test_the_choice_is_that_of_trying_every_bucket(seed, reliability):
 
 
 def test_times_lie_on_the_line_between_cache_sizes_and_stay_at_the_ends():
-    times = budget_of([[1, 2], [3, 6]], 1.0, slots=(256, 512)).times
-    for slots, expected in ((128, [1, 2]), (256, [1, 2]), (320, [1.5, 3]), (512, [3, 6]), (4096, [3, 6])):
-        np.testing.assert_allclose(times.at(slots)[0], expected)
+    times = budget_of([[1, 2], [3, 6]], 1.0, positions=(256, 512)).times
+    for positions, expected in ((128, [1, 2]), (256, [1, 2]), (320, [1.5, 3]), (512, [3, 6]), (4096, [3, 6])):
+        np.testing.assert_allclose(times.at(positions)[0], expected)
 
 
 def test_a_cut_tree_is_the_smaller_tree(trained):
@@ -164,12 +164,12 @@ def test_whatever_is_chosen_the_answer_is_that_of_one_token_decoding(trained, pl
         assert all(length <= count for length, count in zip(result.accept_lengths, result.nodes, strict=True))
 
 
-def started(model: TreeFlash, prompts, **settings) -> tuple:
+def started(model: TreeFlash, prompts, capacity: int = 256, **settings) -> tuple:
     """Plan and state of rounds that choose, after the prompts."""
     config = GenerateConfig(max_new_tokens=64, stop_ids=(), **AUTO, **settings)
     rows = rows_of(prompts, config, model.verifier)
-    plan, decision = model._choose(model.plan(config), rows, len(rows), 256)
-    state = core.prefill(model.weights, *model._inputs(rows, len(rows), 256, config), plan=plan.for_prefill())
+    plan, decision = model._choose(model.plan(config), rows, len(rows), capacity)
+    state = core.prefill(model.weights, *model._inputs(rows, len(rows), capacity, config), plan=plan.for_prefill())
     return plan, state.replace(budget=model._budget(plan, decision, state))
 
 
@@ -187,6 +187,18 @@ def test_what_never_drafts_decodes_as_it_was_asked_to(trained, tmp_path):
     plan, decision = model._choose(model.plan(config), rows_of([[3]], config, model.verifier), 1, 256)
     assert decision is None and plan.method == "ar" and plan == asked.one_token()
     assert plan.attention == "chunked" and plan.log_probs and plan == model.plan(replace(config, method="ar", nodes=None))
+
+
+@pytest.mark.parametrize(("attention", "taken"), [("xla", -1), ("streamed", 0)])
+def test_rounds_go_by_what_their_attention_reads(trained, tmp_path, attention, taken):
+    """A few positions of a cache of 512, or all of them."""
+    entry = table(trained, MIXED, 0.9, attention=attention)
+    plan, state = started(beside(trained, tmp_path / "a.json", entry), PROMPTS, 512, attention=attention)
+    assert len(plan.buckets) > 1
+    few_n = np.arange(len(plan.buckets)) * 8 + 1
+    times = budget_of([few_n, few_n[::-1]], 9.0, positions=(64, 512)).times
+    state = core.decode(trained.weights, state.replace(budget=state.budget.replace(times=times)), jnp.int32(2), plan=plan)
+    assert state.budget.nodes_bs[:, :2].tolist() == [[plan.buckets[taken]] * 2] * len(PROMPTS)
 
 
 @pytest.mark.parametrize("paused", [1, 5, 8, 19])  # eight tokens may be pending
@@ -334,7 +346,7 @@ def test_eight_devices_answer_as_one(tmp_path):
 def test_a_decision_by_hand(trained):
     entry = replace(
         table(trained, [1.0, 1.2, 1.5, 3.0], 1.0, tau=[1.5, 2.4, 3.3, 3.6]),
-        batch=[1, 3], slots=[256, 512],
+        batch=[1, 3], positions=[256, 512],
         round_seconds=[[[1.0, 1.2, 1.5, 3.0]] * 2, [[3.0, 3.2, 3.5, 5.0]] * 2],
         tree_seconds=[[[0.1, 0.2, 0.4, 0.8]] * 2] * 2,
         step_seconds=[[1.0, 1.5], [2.0, 2.5]],
@@ -386,11 +398,11 @@ def test_mistakes_are_one_line(trained, tmp_path, settings, words):
     assert "\n" not in str(error.value) and not model.programs
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"schema": 0, "entries": []}', '{"schema": 1, "entries": [{"nodes": 1}]}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"schema": 0, "entries": []}', '{"schema": 2, "entries": [{"nodes": 1}]}'])
 def test_a_damaged_file_is_one_line(tmp_path, text):
     path = tmp_path / "a.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="got no calibration of schema 1"):
+    with pytest.raises(ValueError, match="got no calibration of schema 2"):
         calibration.read(path)
 
 
@@ -411,12 +423,12 @@ def test_calibrate_writes_what_generate_reads(tmp_path, capsys, monkeypatch):
     assert cli.main(command) == 0
     printed = capsys.readouterr().out
     [entry] = calibration.read(tmp_path / "treeflash" / calibration.FILE)
-    assert entry.nodes == [2, 4] and entry.batch == [1, 2] and entry.slots == [256] and entry.temperatures == [0.0, 1.0]
+    assert entry.nodes == [2, 4] and entry.batch == [1, 2] and entry.positions == [256] and entry.temperatures == [0.0, 1.0]
     assert np.shape(entry.round_seconds) == np.shape(entry.tree_seconds) == (2, 1, 2)
     assert (np.array(entry.round_seconds) > np.array(entry.tree_seconds)).all() and np.min(entry.step_seconds) > 0
     for tau in entry.tau:
         assert 1 <= tau[0] <= tau[1] <= 4
-    assert "batch 2, 256 slots: step" in printed and "T 1: tau by nodes 2:" in printed
+    assert "batch 2, 256 positions read: step" in printed and "T 1: tau by nodes 2:" in printed
     prompt = ["--prompt-ids", "5 6 7", "--max-new-tokens", "5", "--json", *sizes]
     assert cli.main(["generate", "--nodes", "auto", *prompt]) == 0
     auto = json.loads(capsys.readouterr().out)

@@ -74,6 +74,15 @@ def tree_attention(
     return attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale)
 
 
+def positions_read(implementation: str, slots: int, length: jax.Array | int) -> jax.Array | int:
+    """How much of a cache attention reads where the longest prefix has `length` rows: its time follows from that.
+
+    A single row under "streamed" reads all of a cache of less than SHORT_FOR_ONE_ROW slots, which takes it no longer.
+    """
+    reads_all = implementation in ("xla", "chunked") or (implementation == "streamed" and slots < SHORT)
+    return slots if reads_all else length
+
+
 def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale):
     batch, rows = q_bthe.shape[:2]
     q_bkre, k_bkue, v_bkue = _stacked(q_bthe, k_buke.shape[2]), jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)

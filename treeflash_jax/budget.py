@@ -14,7 +14,7 @@ CUSUM test). The drafter's context then waits: features of tokens that it has no
 Pauses grow geometrically, and no probe costs more than PROBE_SHARE of the pause after it, so a call loses little more than
 PATIENCE rounds and that share, whatever its prompts.
 
-Shape suffixes: b batch, n nodes or buckets of them, c measured cache sizes, p pending rows, j tapped layers x model,
+Shape suffixes: b batch, n nodes or buckets of them, c measured lengths, p pending rows, j tapped layers x model,
 s token slots.
 
 Source: CaDDTree for the objective; its greedy search over every n is an argmax over buckets here.
@@ -43,20 +43,20 @@ class RoundTimes:
     """Seconds of rounds at one batch, measured before. Traced: another table is the same program.
 
     Attributes:
-      slots_c: cache sizes of the measurements, increasing.
+      positions_c: of the caches that the measured rounds read, increasing.
       round_cn: of a drafted round, by bucket.
       step_c: of a one-token round.
     """
 
-    slots_c: jax.Array
+    positions_c: jax.Array
     round_cn: jax.Array
     step_c: jax.Array
 
-    def at(self, slots: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        """Seconds of a round by bucket, and of a one-token round: linear in the cache size, clamped at the ends."""
-        x = jnp.asarray(slots, self.slots_c.dtype)
-        rounds_n = jax.vmap(lambda y_c: jnp.interp(x, self.slots_c, y_c), 1)(self.round_cn)
-        return rounds_n, jnp.interp(x, self.slots_c, self.step_c)
+    def at(self, positions: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        """Seconds of a round by bucket, and of a one-token round: linear in what they read, clamped at the ends."""
+        x = jnp.asarray(positions, self.positions_c.dtype)
+        rounds_n = jax.vmap(lambda y_c: jnp.interp(x, self.positions_c, y_c), 1)(self.round_cn)
+        return rounds_n, jnp.interp(x, self.positions_c, self.step_c)
 
 
 @struct.dataclass
@@ -145,21 +145,23 @@ def start(
     )
 
 
-def choose(budget: Budget, tree: DraftTree, live_b: jax.Array, slots: jax.Array | int, buckets: Sequence[int]) -> Choice:
+def choose(
+    budget: Budget, tree: DraftTree, live_b: jax.Array, positions: jax.Array | int, buckets: Sequence[int]
+) -> Choice:
     """The bucket of most expected tokens per second.
 
     Args:
       budget: so far.
       tree: of the largest bucket, in order of decreasing path probability.
       live_b: rows that still need tokens, at least one.
-      slots: cache size that the verifier reads.
+      positions: of the caches that the round reads (`attention.positions_read`).
       buckets: nodes, root included, increasing; static.
     """
     reached_bn = jnp.cumsum(jnp.where(tree.valid_bn, jnp.exp(tree.log_prob_bn.astype(jnp.float32)), 0), axis=1)
     reached_bn = reached_bn[:, jnp.asarray(buckets) - 1]
     expected_n = jnp.sum(jnp.where(live_b[:, None], reached_bn, 0), axis=0) / jnp.maximum(jnp.sum(live_b), 1)
     tokens_n = 1 + budget.committed / budget.drafted * (expected_n - 1)
-    seconds_n, step = budget.times.at(slots)
+    seconds_n, step = budget.times.at(positions)
     index = jnp.argmax(tokens_n / seconds_n).astype(jnp.int32)
     return Choice(
         index=index,

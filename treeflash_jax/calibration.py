@@ -1,8 +1,9 @@
 """What `treeflash calibrate` measured: times of rounds and what they commit, and what follows for a call.
 
 A file holds one entry per pair, device, dtype, mesh and draft settings; an entry serves exactly what it was measured with.
-Round times are fitted, for each batch and cache size, by the convex and increasing function of the nodes that is nearest
-(least squares of relative errors), and taken linearly between batches and cache sizes, clamped at the ends.
+Round times are fitted, for each batch and number of cached positions that a round reads, by the convex and increasing
+function of the nodes that is nearest (least squares of relative errors), and taken linearly between batches and positions,
+clamped at the ends. They are those of greedy rounds.
 
 Source: CaDDTree, cost model.
 """
@@ -26,7 +27,7 @@ from treeflash_jax.budget import PATIENCE
 from treeflash_jax.config import ModelConfig
 from treeflash_jax.state import DecodePlan, Weights
 
-SCHEMA = 1
+SCHEMA = 2
 FILE = "treeflash_budget.json"
 WORTH_TRYING = 0.8  # of one-token speed: below it on the calibration's prompts, nothing is ever drafted
 AS_GOOD = 0.99  # of the best speed: a larger tree that reaches it leaves more to choose from
@@ -40,10 +41,10 @@ class Calibration:
     Attributes:
       identity: what it was measured with (`identity_of`).
       nodes: rows a round verified, root included, increasing.
-      batch, slots: rows decoded together, and cache sizes; increasing.
-      round_seconds: of a whole round, [batch][slots][nodes], its tree built at the largest number of nodes and cut.
-      tree_seconds: of building a tree of so many nodes, [batch][slots][nodes].
-      step_seconds: of a one-token round, [batch][slots].
+      batch, positions: rows decoded together, and positions of their caches that a round reads; increasing.
+      round_seconds: of a whole round, [batch][positions][nodes], its tree built at the largest number of nodes and cut.
+      tree_seconds: of building a tree of so many nodes, [batch][positions][nodes].
+      step_seconds: of a one-token round, [batch][positions].
       temperatures: of the verifier, increasing.
       tau: tokens that rounds of so many nodes committed on prompts, bonus included, [temperatures][nodes].
       reliability: tokens committed over those drafted, both below the root, [temperatures].
@@ -52,7 +53,7 @@ class Calibration:
     identity: dict[str, Any]
     nodes: list[int]
     batch: list[int]
-    slots: list[int]
+    positions: list[int]
     round_seconds: list[list[list[float]]]
     tree_seconds: list[list[list[float]]]
     step_seconds: list[list[float]]
@@ -60,19 +61,19 @@ class Calibration:
     tau: list[list[float]]
     reliability: list[float]
 
-    def decide(self, batch: int, slots: int, temperatures: Sequence[float]) -> Decision:
+    def decide(self, batch: int, positions: int, temperatures: Sequence[float]) -> Decision:
         """How a call should decode.
 
         Args:
           batch: rows decoded together, padding included.
-          slots: size of their caches.
+          positions: of their caches, read by the last of their rounds.
           temperatures: of the rows, one each.
         """
         fitted_bcn = np.apply_along_axis(lambda y_n: fit_round_times(self.nodes, y_n), 2, np.array(self.round_seconds))
         round_cn, tree_cn, step_c = (
             _between(batch, self.batch, np.array(x)) for x in (fitted_bcn, self.tree_seconds, self.step_seconds)
         )
-        round_n, tree_n, step = (_between(slots, self.slots, x) for x in (round_cn, tree_cn, step_c))
+        round_n, tree_n, step = (_between(positions, self.positions, x) for x in (round_cn, tree_cn, step_c))
 
         def seconds(largest: int) -> np.ndarray:
             """Of rounds that build `nodes[largest]` nodes and verify as many or fewer."""
@@ -96,7 +97,7 @@ class Calibration:
         speedup = float(np.max(tau_n[kept] * step / seconds(largest)[kept]))
         return Decision(
             buckets=tuple(self.nodes[k] for k in kept) if speedup >= WORTH_TRYING else (),
-            slots=self.slots,
+            positions=self.positions,
             round_seconds=(round_cn - tree_cn[:, -1:] + tree_cn[:, largest, None])[:, kept],
             step_seconds=step_c,
             reliability=float(reliability),
@@ -110,13 +111,13 @@ class Decision:
 
     Attributes:
       buckets: that its rounds choose from; none: one token at a time, without a draft.
-      slots, round_seconds [slots, buckets], step_seconds [slots]: what choices are made by.
+      positions, round_seconds [positions, buckets], step_seconds [positions]: what choices are made by.
       reliability, debt: to begin with, as in `budget.start`.
       speedup: over one-token decoding, on the calibration's prompts, every round taking the best bucket.
     """
 
     buckets: tuple[int, ...]
-    slots: Sequence[int]
+    positions: Sequence[int]
     round_seconds: np.ndarray
     step_seconds: np.ndarray
     reliability: float

@@ -225,7 +225,7 @@ class TreeFlash:
     def _budget(self, plan: DecodePlan, decision: calibration.Decision, state: DecodeState) -> budgets.Budget:
         """The budget of a fresh state, in place on the mesh."""
         times = budgets.RoundTimes(
-            slots_c=np.array(decision.slots, np.float32),
+            positions_c=np.array(decision.positions, np.float32),
             round_cn=np.array(decision.round_seconds, np.float32),
             step_c=np.array(decision.step_seconds, np.float32),
         )

@@ -23,6 +23,7 @@ from treeflash_jax import cache as caches
 from treeflash_jax import drafter as dflash
 from treeflash_jax import mesh as meshes
 from treeflash_jax import tree as trees
+from treeflash_jax.attention import positions_read
 from treeflash_jax.heads import HEADS, Unembed
 from treeflash_jax.state import BUILDER_OF_METHOD, DecodePlan, DecodeState, Sampling, Weights
 
@@ -81,7 +82,8 @@ def choosing_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> De
     tree, _ = draft_tree(weights, state, plan)
     live_b = ~state.done_b
     with jax.named_scope("choose"):
-        choice = budgets.choose(state.budget, tree, live_b, state.capacity, plan.buckets)
+        positions = positions_read(plan.attention, state.capacity, jnp.max(state.cache.length_b))
+        choice = budgets.choose(state.budget, tree, live_b, positions, plan.buckets)
 
     def judge(nodes: int) -> tuple[Verified, Accepted]:
         own, part = replace(plan, num_nodes=nodes), trees.first(tree, nodes)

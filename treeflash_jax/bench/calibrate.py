@@ -30,7 +30,7 @@ import treeflash_jax as tf
 from treeflash_jax import calibration, rounds
 from treeflash_jax import decode as core
 from treeflash_jax import mesh as meshes
-from treeflash_jax.attention import IMPLEMENTATIONS
+from treeflash_jax.attention import IMPLEMENTATIONS, positions_read
 from treeflash_jax.bench.floors import Work
 from treeflash_jax.bench.prompts import BUNDLED, FORMATS, draw, empty_chat, read_prompts
 from treeflash_jax.bench.run import add_shortlist
@@ -110,19 +110,19 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
     for t, row, scale in zip(lists["temperature"], tau, reliability, strict=True):
         shown = ", ".join(f"{n}: {value:.2f}" for n, value in zip(lists["nodes"], row, strict=True))
         print(f"T {t:g}: tau by nodes {shown}; {scale:.2f} of the drafted tokens came true", flush=True)
-    slots = sorted({slots_for(context, [plan])[1] for context in lists["context"]})
-    at = {slots_for(context, [plan])[1]: context for context in lists["context"]}  # the longest of equal caches
+    at = {positions_read(plan.attention, slots_for(context, [plan])[1], context): context for context in lists["context"]}
+    positions = sorted(at)  # of contexts that read the same, the longest
     cells = {(batch, size): time(model, plan, lists["nodes"], batch, at[size], arguments.repeats)
-             for batch in lists["batch"] for size in slots}  # fmt: skip
+             for batch in lists["batch"] for size in positions}  # fmt: skip
 
     def table(part: int) -> list[list[Any]]:
-        return [[cells[batch, size][part] for size in slots] for batch in lists["batch"]]
+        return [[cells[batch, size][part] for size in positions] for batch in lists["batch"]]
 
     entry = calibration.Calibration(
         identity=calibration.identity_of(model.verifier, model.weights, plan, model.mesh),
         nodes=lists["nodes"],
         batch=lists["batch"],
-        slots=slots,
+        positions=positions,
         round_seconds=table(0),
         tree_seconds=table(1),
         step_seconds=table(2),
@@ -132,19 +132,20 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
     )
     calibration.write(out, entry)
     for batch in lists["batch"]:
-        for size in slots:
+        for size in positions:
             print("\n".join(lines(entry, batch, size)))
     print(f"written to {out}")
     return 0
 
 
-def lines(entry: calibration.Calibration, batch: int, slots: int) -> list[str]:
-    """What a call of this batch and cache size would do, as people read it."""
-    b, c = entry.batch.index(batch), entry.slots.index(slots)
+def lines(entry: calibration.Calibration, batch: int, positions: int) -> list[str]:
+    """What a call of this batch would do at these positions, as people read it."""
+    b, c = entry.batch.index(batch), entry.positions.index(positions)
     times = ", ".join(f"{n}: {1e3 * y:.3g}" for n, y in zip(entry.nodes, entry.round_seconds[b][c], strict=True))
-    text = [f"batch {batch}, {slots} slots: step {1e3 * entry.step_seconds[b][c]:.3g} ms, rounds by nodes {times} ms"]
+    step = 1e3 * entry.step_seconds[b][c]
+    text = [f"batch {batch}, {positions} positions read: step {step:.3g} ms, rounds by nodes {times} ms"]
     for t in entry.temperatures:
-        decision = entry.decide(batch, slots, [t])
+        decision = entry.decide(batch, positions, [t])
         does = f"chooses from {', '.join(map(str, decision.buckets))}" if decision.buckets else "never drafts"
         text.append(f"  T {t:g}: {does}; the best of them is {decision.speedup:.2f} x one-token decoding")
     return text
@@ -204,7 +205,7 @@ class Rounds(Bench):
         first, weights, one = self.plans[0], self.weights, jnp.int32(1)
         state = self._compile(core.prefill, weights, *prompts, plan=first.for_prefill()).result().run(weights, *prompts)
         always = calibration.Decision(
-            buckets=first.buckets, slots=[1], round_seconds=np.ones((1, 1)), step_seconds=np.full(1, 1e9),
+            buckets=first.buckets, positions=[1], round_seconds=np.ones((1, 1)), step_seconds=np.full(1, 1e9),
             reliability=1.0, speedup=1e9,
         )  # fmt: skip
         self.slots, self.marks = divide(state.replace(budget=self.model._budget(first, always, state)))
