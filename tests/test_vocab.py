@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +175,23 @@ def test_top_log_probs_are_those_of_log_softmax(dtype):
         np.testing.assert_allclose(log_probs, np.take_along_axis(expected, np.asarray(ids), -1), atol=1e-5)
         np.testing.assert_allclose(log_probs, -np.sort(-expected)[..., :6], atol=1e-5)
         assert log_probs.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7])
+def test_the_likeliest_tokens_do_not_depend_on_chunks(mesh, monkeypatch, sharded, chunks):
+    table_vd, hidden_brd = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(V, 8), (4, 7, 8)]))
+    temperature_b = jnp.array([1.0, 0.7, 2.0, 1.0])
+    logits_brv = hidden_brd @ table_vd.T
+    expected = vocab.top_log_probs(logits_brv, 5, temperature_b[:, None, None])
+    monkeypatch.setattr(vocab, "CHUNK_BYTES", logits_brv.nbytes // (mesh.size if sharded else 1) // chunks + 3)
+    likeliest = jax.jit(lambda *args: vocab.likeliest(args[0], args[1], 5, args[2]))
+    with jax.set_mesh(mesh) if sharded else nullcontext():
+        program = likeliest.lower(table_vd, hidden_brd, temperature_b)
+        found = program.compile()(table_vd, hidden_brd, temperature_b)
+    assert ("stablehlo.while" in program.as_text()) == (chunks > 1)
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
 
 
 def test_no_log_probability_is_above_zero():

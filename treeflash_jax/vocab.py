@@ -4,7 +4,8 @@ With an ambient mesh whose model axis divides the vocabulary, tables and logits 
 candidates and only those travel. Automatic partitioning would gather full logits for `top_k`, so that goes through
 `shard_map`; sums and maxima partition well by themselves.
 
-Shape suffixes: v vocabulary, d model, c candidates; `...` is any leading axes, batch first.
+Shape suffixes: b batch, r rows of a sequence, x rows of one of y chunks, v vocabulary, d model, c candidates; `...` is any
+leading axes, batch first.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from treeflash_jax import quantized
 from treeflash_jax.quantized import Quantized
 
 (AXIS,) = meshes.RULES["vocab"]
+CHUNK_BYTES = 2**30  # of logits on a device, at most, where only their largest entries are wanted
 GROUP = 128  # tokens of a group in `top_k` of long rows: the lanes of a TPU, where other sizes would be padded
 
 
@@ -143,6 +145,30 @@ def top_log_probs(logits: jax.Array, k: int, temperature: jax.Array | float) -> 
     peak = values[..., :1]  # saves a pass over the logits, and a collective
     total = jnp.sum(jnp.exp((_wide(logits) - peak) / temperature), axis=-1, keepdims=True)
     return ids, (_wide(values) - peak) / temperature - jnp.log(total)
+
+
+def likeliest(
+    table_vd: jax.Array | Quantized, hidden_brd: jax.Array, k: int, temperature_b: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The k likeliest tokens after each row of hidden states, and their log-probabilities, [b, r, k] each.
+
+    `top_log_probs` of `unembed`, over no more rows at a time than CHUNK_BYTES of logits take.
+    """
+    batch, rows = hidden_brd.shape[:2]
+    mesh = meshes.current()
+    size = batch * rows * table_vd.shape[0] * hidden_brd.dtype.itemsize // (1 if mesh is None else mesh.size)
+    chunks = min(rows, -(-size // CHUNK_BYTES))
+
+    def likeliest_of(hidden_bxd: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return top_log_probs(unembed(table_vd, hidden_bxd), k, temperature_b[:, None, None])
+
+    if chunks == 1:
+        return likeliest_of(hidden_brd)
+    each = -(-rows // chunks)
+    hidden_brd = jnp.pad(hidden_brd, ((0, 0), (0, chunks * each - rows), (0, 0)))
+    found = lax.map(likeliest_of, jnp.moveaxis(hidden_brd.reshape(batch, chunks, each, -1), 1, 0))
+    ids_brk, log_probs_brk = (jnp.moveaxis(x_ybxk, 0, 1).reshape(batch, -1, k)[:, :rows] for x_ybxk in found)
+    return ids_brk, log_probs_brk
 
 
 def gumbel(keys: jax.Array, size: int, dtype) -> jax.Array:

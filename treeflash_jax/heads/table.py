@@ -48,8 +48,8 @@ class Unembed:
     def normed(self, hidden: jax.Array) -> jax.Array:
         return rms_norm(hidden, self.norm, self.eps)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        return vocab.unembed(self.unembed_vd, self.normed(hidden))
+    def likeliest(self, hidden_brd: jax.Array, k: int, temperature_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return vocab.likeliest(self.unembed_vd, self.normed(hidden_brd), k, temperature_b)
 
 
 # (previous-token embeddings [b, r, d], slot of each row [r], raw block [b, q, d], normed block) -> corrected [b, r, d]
@@ -60,9 +60,7 @@ def marginal_table(
     unembed: Unembed, hidden_bqd: jax.Array, settings: DraftSettings, temperature_b: jax.Array
 ) -> TransitionTable:
     """One row per depth, whatever the previous token: the marginals of the block. Source: DDTree (arXiv 2604.12989)."""
-    tokens_bic, log_probs_bic = vocab.top_log_probs(
-        unembed.logits(hidden_bqd[:, 1:]), settings.children, temperature_b[:, None, None]
-    )
+    tokens_bic, log_probs_bic = unembed.likeliest(hidden_bqd[:, 1:], settings.children, temperature_b)
     next_row_bic = jnp.zeros_like(tokens_bic).at[:, -1].set(-1)
     return TransitionTable(tokens_bic[:, :, None], log_probs_bic[:, :, None], next_row_bic[:, :, None])
 
@@ -101,9 +99,7 @@ def first_order_table(
             unembed, corrected_brd, slot_r - 1, marginal_biv, likely_bix[..., : settings.shortlist], settings, temperature_b
         )
     else:
-        tokens_brc, log_probs_brc = vocab.top_log_probs(
-            unembed.logits(corrected_brd), settings.children, temperature_b[:, None, None]
-        )
+        tokens_brc, log_probs_brc = unembed.likeliest(corrected_brd, settings.children, temperature_b)
 
     def table(rows_brc: jax.Array) -> jax.Array:
         """[b, r, c] -> [b, i, m, c]; the one row of depth 0 fills its m."""
