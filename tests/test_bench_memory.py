@@ -215,6 +215,7 @@ def test_what_a_round_launches_is_counted_by_stage():
   %top = (bf16[4,8]{1,0}, s32[4,8]{1,0}) custom-call(%block), custom_call_target="__gpu$TopK"
   %levels = (s32[], f32[16]) while(%one), condition=%any, body=%level, backend_config={"known_trip_count":{"n":"15"}}
   %wide = f32[1,2,96]{2,1,0} fusion(%one), kind=kLoop, calls=%fused, metadata={op_name="jit(decode)/while/body/accept/div"}
+  %near = (f32[4]{0:T(128)}, f32[4,96]{1,0:T(4,128)S(1)}) fusion(%one), kind=kLoop, calls=%fused
   %narrow = f32[96]{0} fusion(%one), kind=kLoop, calls=%fused, metadata={op_name="jit(decode)/while/body/accept/div"}
   %branch = f32[4,96]{1,0} conditional(%wide), true_computation=%filtered, false_computation=%filtered
   %after = s32[]{:T(128)} add(%i, %j), metadata={op_name="jit(decode)/while/body/add"}
@@ -229,7 +230,7 @@ ENTRY %main (x: f32[16]) -> f32[16] {
   %while.9 = (s32[], f32[16]) while(%before), condition=%any, body=%round
 }
 """
-    assert programs.launches(text) == {"draft": 2, "tree": 30, "accept": 2, "rest": 1}
+    assert programs.launches(text) == {"draft": 2, "tree": 30, "accept": 3, "rest": 1}
     assert programs.float32_rows(text, 96) == [(1, 2, 96)]
 
 
