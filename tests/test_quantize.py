@@ -313,6 +313,12 @@ def test_check_says_what_is_exact(capsys, monkeypatch, int8):
     assert [one.quantize for one in checks] == ["int8"] * 3
 
 
+def test_rounded_weights_are_not_saved_as_if_they_were_the_files(int8, tmp_path):
+    with pytest.raises(ValueError, match="got weights in int8, expected those of the files"):
+        hf.save_verifier(tmp_path, int8.verifier, int8.weights.verifier)
+    assert not list(tmp_path.iterdir())
+
+
 def test_results_of_another_scheme_are_another_run():
     own = {name: 1 for name in report.SHARED}
     records = [

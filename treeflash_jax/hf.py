@@ -140,7 +140,14 @@ def stop_ids(folder: str | Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any], dtype: Any = jnp.bfloat16) -> None:
-    """Writes config.json and model.safetensors as transformers would."""
+    """Writes config.json and model.safetensors as transformers would.
+
+    Raises:
+      ValueError: quantised weights, or shapes that are not the config's.
+    """
+    scheme = quantized.scheme_of(params)
+    if scheme:
+        raise ValueError(f"got weights in {scheme}, expected those of the files: load without quantize to save them")
     specs = verifier.specs(config)
     architecture = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[config.model_type]
     raw = {"architectures": [architecture], **_layers_to_hf(config), "dtype": jnp.dtype(dtype).name}
