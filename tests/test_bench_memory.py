@@ -291,8 +291,9 @@ def test_the_command_writes_what_it_prints_and_keeps_what_was_there(tmp_path, ca
 def test_plain_decoding_needs_no_drafter(tmp_path):
     out = tmp_path / "rounds.json"
     assert main(["bench", "memory", *FOLDERS, "--mesh", "1x1", "--method", "ar", "--out", str(out)]) == 0
-    [result] = json.loads(out.read_text()).values()
+    [(key, result)] = json.loads(out.read_text()).items()
     sizes = result["bytes_per_device"]
+    assert key == "verifier cpu 1x1 batch 1 ar", "beside a drafted round, not in its place"
     assert result["nodes"] == 1 and sizes["drafter"] == sizes["drafter_cache"] == 0
 
 

@@ -16,9 +16,8 @@ import pytest
 from conftest import CONFORMANCE, DATA
 
 import treeflash_jax as tf
-from treeflash_jax import drafter, tree, verifier
+from treeflash_jax import drafter, tree, verifier, vocab
 from treeflash_jax.heads import HEADS, DraftSettings, Unembed
-from treeflash_jax.vocab import top_k
 
 TOLERANCE = 1e-4
 
@@ -55,6 +54,7 @@ def run_stages(weights, prompt_bt, config, fit, head, draft, nodes):
     unembed = Unembed(
         tables["embed"], tables.get("unembed", tables["embed"]), weights.drafter["norm"], fit.layers.rms_norm_eps
     )
+    logits_bqv = vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bqd))
     table = HEADS[head].expand(weights.head, unembed, hidden_bqd, anchor_b, draft, jnp.ones(1))
     grown = tree.best_first(table, anchor_b, nodes)
     return {
@@ -63,8 +63,8 @@ def run_stages(weights, prompt_bt, config, fit, head, draft, nodes):
         "anchor": anchor_b,
         "fused_context": drafter.fuse(weights.drafter, fit, out.features_btj),
         "block_hidden": hidden_bqd,
-        "block_logits": unembed.logits(hidden_bqd),
-        "candidates": top_k(unembed.logits(hidden_bqd), draft.candidates)[1],
+        "block_logits": logits_bqv,
+        "candidates": vocab.top_k(logits_bqv, draft.candidates)[1],
         "table": table,
         "tree": grown,
         "mask": tree.ancestor_mask(grown.parent_bn, fit.num_depths),

@@ -114,9 +114,10 @@ def test_measured_numbers_are_those_of_the_results():
     seconds = sum(trained["cpu_seconds"].values())
     assert f"({trained['ratio_64']:.2f} x;" in README and f"in {seconds} CPU seconds" in README
     assert trained["ratio_64"] == round(taus[0] / taus[1], 3) >= 1.10 and seconds < 20 * 60
-    for step in read("tpu_train_steps.json").values():
+    for step in (*read("tpu_train_steps.json").values(), *read("gpu_train_steps.json").values()):
         memory, flops = step["bytes_per_chip"]["total"] / 2**30, step["flops_per_chip"]
-        gathered, reduced = (step["collectives"][kind]["bytes"] / 2**30 for kind in ("all-gather", "all-reduce"))
+        moved = {kind: one["bytes"] / 2**30 for kind, one in step["collectives"].items()}
+        gathered, reduced = moved["all-gather"], moved["all-reduce"] + moved.get("reduce-scatter", 0)
         row = [
             step["topology"],
             " and ".join(step["trains"]),
@@ -136,6 +137,15 @@ def test_measured_numbers_are_those_of_the_results():
         row += [f"{moved['all-gather']:.2f} MiB", f"{moved['all-reduce']:.0f} MiB"]
         assert "| " + " | ".join(row) + " |" in README
         assert r["logits_moved"] == r["caches_moved"] == 0
+    gpus = read("gpu_rounds.json")
+    for name, r in gpus.items():
+        if r["method"] == "tree":
+            step = sum(gpus[f"{name} ar"]["launches"].values())
+            row = [r["shape"], r["batch"], f"{r['bytes_per_device']['round'] / 2**30:.2f}"]
+            row += [r["launches"][stage] for stage in ("draft", "expand", "tree", "verify", "accept", "commit")]
+            assert "| " + " | ".join(map(str, [*row, step])) + " |" in README
+            assert (r["topology"], r["nodes"], r["context"], r["float32_logits"]) == ("h200", 64, 4096, 0)
+    assert not any(r["float32_logits"] for r in read("tpu_rounds.json").values())
     rules = read("rules_shipped.json")
     pairs = rules["all_pairs"]["rows"]
     assert (

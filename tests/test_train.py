@@ -133,13 +133,13 @@ def test_head_rows_equal_the_table_of_inference(name):
     unembed = Unembed(embed_vd, embed_vd, norm, DRAFTER.layers.rms_norm_eps)
     settings = DraftSettings(candidates=4, children=6)
     table = HEADS[name].expand(weights, unembed, hidden_bqd, anchor_b, settings, jnp.ones(1))
-    _, candidates = vocab.top_k(unembed.logits(hidden_bqd[:, 1:-1]), 4)
+    _, candidates = vocab.top_k(vocab.unembed(embed_vd, unembed.normed(hidden_bqd[:, 1:-1])), 4)
     for m in range(4):
         previous_bq = jnp.concatenate([anchor_b[:, None], candidates[:, :, m]], axis=1)
         after = HEADS[name].correct(
             weights, vocab.embed(embed_vd, previous_bq), slice(None), hidden_bqd[:, 1:], unembed.normed(hidden_bqd[:, 1:])
         )
-        log_probs = jax.nn.log_softmax(unembed.logits(after))
+        log_probs = jax.nn.log_softmax(vocab.unembed(embed_vd, unembed.normed(after)))
         expected = jnp.take_along_axis(log_probs, table.tokens_bimc[:, :, m], axis=-1)
         np.testing.assert_allclose(table.log_probs_bimc[:, :, m], expected, atol=2e-5)
 

@@ -139,12 +139,12 @@ def find_pair(arguments: argparse.Namespace) -> Pair:
         if arguments.shape or arguments.drafter_shape:
             raise ValueError("got --pair and a shape, expected one of them")
         folders = [hf.locate(name) for name in arguments.pair]
-        name, is_real = " + ".join(_last_word(name) for name in arguments.pair), True
+        name, is_real = " + ".join(shapes.called(name) for name in arguments.pair), True
         model, drafter = hf.read_verifier_config(folders[0]), hf.read_drafter_config(folders[1])
         load = partial(tf.load, verifier=folders[0], drafter=folders[1])
     else:
         shape, own = arguments.shape or "tiny", arguments.drafter_shape
-        name, is_real = shape if shape in shapes.VERIFIERS else _last_word(shape), shape == "tiny" and own is None
+        name, is_real = shape if shape in shapes.VERIFIERS else shapes.called(shape), shape == "tiny" and own is None
         model = shapes.named(shape)
         drafter = shapes.drafter_of(model) if own is None else shapes.named_drafter(own)
         load = partial(tf.load, "tiny")
@@ -246,12 +246,6 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 
 def _count(specs: Any) -> int:
     return params.count(params.abstract(specs, jnp.float32))
-
-
-def _last_word(path: str) -> str:
-    """What a path or Hub id is called: a record names no place on a machine."""
-    path = Path(path).absolute() if Path(path).exists() else Path(path)
-    return path.parent.name if path.name == "config.json" else path.stem if path.is_file() else path.name
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -127,7 +127,7 @@ def report(arguments: argparse.Namespace) -> int:
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
     result["fits"] = None if limit is None else memory["total"] <= limit
     key = f"{name} {kind} {sizes['data']}x{sizes['model']} batch {batch}"
-    key += f" {arguments.quantize}" if arguments.quantize else ""
+    key += "".join(f" {word}" for word in (arguments.quantize, plan.method if plan.method != "tree" else None) if word)
     if out:
         out.write_text(json.dumps(earlier | {key: result}, indent=1) + "\n", encoding="utf-8")
     print("\n".join(lines(key, result)))
@@ -243,12 +243,11 @@ def _count_moved(found: Sequence[Collective], rows: int, size: int) -> int:
 
 
 def _pair(arguments: argparse.Namespace) -> tuple[ModelConfig, DrafterConfig, str]:
-    """Sizes of verifier and drafter, and what they are called: a record names no place on a machine."""
+    """Sizes of verifier and drafter, and what the verifier is called."""
     model, own = shapes.named(arguments.shape), arguments.drafter_shape
     drafter = shapes.drafter_of(model) if own is None else shapes.named_drafter(own)
     drafter.check_fits(model)
-    path = Path(arguments.shape).absolute()
-    return model, drafter, path.parent.name if path.name == "config.json" else path.name
+    return model, drafter, shapes.called(arguments.shape)
 
 
 def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, str]:

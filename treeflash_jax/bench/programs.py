@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from treeflash_jax.bench.floors import STAGES
 from treeflash_jax.footprint import GPU_MEMORY
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
 WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
-STAGES = ("draft", "expand", "tree", "verify", "accept", "commit")  # named scopes of a round
 FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier")
 CONTROL = ("while", "conditional", "call")
 

@@ -90,6 +90,12 @@ def named_drafter(path: str) -> DrafterConfig:
     return DrafterConfig.from_hf(*_config_file(path))
 
 
+def called(path: str) -> str:
+    """What a shape, path or Hub id is called: a record names no place on a machine."""
+    path = Path(path).absolute() if Path(path).exists() else Path(path)
+    return path.parent.name if path.name == "config.json" else path.stem if path.is_file() else path.name
+
+
 def _config_file(name: str) -> tuple[dict[str, Any], str]:
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     return read_json(path), str(path)
