@@ -33,7 +33,7 @@ def test_the_example_works_as_printed(capsys):
 def test_two_commands_come_first():
     first, second = re.search(r"```sh\n(.*?)```", README, flags=re.DOTALL).group(1).strip().splitlines()
     assert first.startswith("python3 -m venv") and first.endswith("treeflash demo")
-    assert second.startswith("python3 -m venv") and second.endswith("pytest")
+    assert second.startswith("python3 -m venv") and " -m pytest " in second
 
 
 def test_printed_commands_parse():

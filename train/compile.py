@@ -1,11 +1,12 @@
-"""Compiles a training step for a TPU topology without a TPU, and says what it needs: bytes per chip, FLOPs, collectives.
+"""Compiles a training step for TPUs or GPUs that are not here, and says what it needs: bytes per chip, FLOPs, collectives.
 
     python -m train.compile --shape qwen3-4b --topology v5e:4x4 configs/qwen3-4b/head.toml mesh.fsdp=16 loop.batch=16
     python -m train.compile --shape qwen3-4b --steps 10 configs/qwen3-4b/head.toml loop.batch=4
+    python -m train.compile --shape qwen3-4b --topology h200:8 configs/qwen3-4b/head.toml mesh.fsdp=8
 
-Needs the compiler that `pip install "jax[tpu]"` brings, and nothing else: neither chips nor weights nor data. Without
---topology the step is compiled for the devices at hand, and --steps also runs it there, on random weights and rows full of
-random tokens. Sizes are those of --shape, whatever verifier the settings name.
+Needs the compiler that `pip install "jax[tpu]"` or `"jax[cuda12]"` brings, and nothing else: neither chips nor weights nor
+data. Without --topology the step is compiled for the devices at hand, and --steps also runs it there, on random weights and
+rows full of random tokens. Sizes are those of --shape, whatever verifier the settings name.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="+", metavar="FILE.toml | key=value", help="of train.head or train.drafter")
     parser.add_argument("--shape", required=True, help=f"one of {', '.join(shapes.VERIFIERS)}")
-    parser.add_argument("--topology", help="TPU topology, such as v5e:4x4")
+    parser.add_argument("--topology", help="devices that are not here, such as v5e:4x4 or h200:8")
     parser.add_argument("--steps", type=int, default=0, help="also run so many steps on the devices at hand, and time them")
     parser.add_argument("--out", type=Path, help="JSON file; results of other programs in it are kept")
     args = parser.parse_args(argv)
