@@ -205,14 +205,14 @@ def test_the_mask_takes_few_dependent_gathers():
     assert 0 < str(program).count("gather[") <= 8
 
 
-def test_unrolled_levels_are_those_of_the_loop(monkeypatch):
-    table, anchor_b = random_tables("missing"), anchors()
-    loop = jax.tree.leaves(best_first(table, anchor_b, 12))
-    monkeypatch.setattr(
-        tree, "over_depths", lambda level, start, depths: lax.scan(level, start, jnp.arange(depths), unroll=True)
-    )
-    unrolled = jax.jit(lambda *args: tree.best_first(*args, 12))(table, anchor_b)
-    for a, b in zip(loop, jax.tree.leaves(unrolled), strict=True):
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_of_other_platforms_are_those_of_a_cpu(kind, monkeypatch):
+    """Levels unrolled, and a sort in place of the last top-k."""
+    table, anchor_b = random_tables(kind), anchors()
+    ours = jax.tree.leaves(best_first(table, anchor_b, 12))
+    monkeypatch.setattr(lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+    theirs = jax.jit(lambda *args: tree.best_first(*args, 12))(table, anchor_b)
+    for a, b in zip(ours, jax.tree.leaves(theirs), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

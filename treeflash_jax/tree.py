@@ -172,11 +172,7 @@ def best_first_search(expander: Expander, anchor_b: jax.Array, num_nodes: int) -
     _, grown = over_depths(grow, frontier, expander.num_depths)
     score_bx, parent_bx, token_bx, child_bx, open_bx = (jnp.moveaxis(x_ibw, 0, 1).reshape(batch, -1) for x_ibw in grown)
 
-    # The ledger is depth-major and the sort stable, so a parent is taken before a child that ties it. `top_k` does not
-    # promise that on every backend.
-    order_bx = jnp.broadcast_to(jnp.arange(score_bx.shape[1], dtype=jnp.int32), score_bx.shape)
-    cost_bx, order_bx = lax.sort((-score_bx, order_bx), num_keys=1, is_stable=True)
-    log_prob_bw, kept_bw = -cost_bx[:, :width], order_bx[:, :width]
+    log_prob_bw, kept_bw = _stable_top_k(score_bx, width)  # depth-major: a parent is taken before a child that ties it
     depth_bw = kept_bw // width
     node_bx = jax.vmap(lambda kept_w: jnp.zeros_like(parent_bx[0]).at[kept_w].set(lanes + 1))(kept_bw)
     above_bw = (depth_bw - 1) * width + pick(parent_bx, kept_bw)
@@ -283,6 +279,17 @@ def _below_root(anchor_b, tokens_bw, parent_bw, depth_bw, log_prob_bw) -> DraftT
         log_prob_bn=with_root(zero_b.astype(log_prob_bw.dtype), log_prob_bw, -jnp.inf),
         valid_bn=with_root(zero_b == 0, valid_bw, False),
     )
+
+
+def _stable_top_k(scores_bx: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """`lax.top_k`, the lower index first among equals: so XLA does it on a CPU, elsewhere it takes a stable sort."""
+
+    def by_sort(scores_bx: jax.Array) -> list[jax.Array]:
+        order_bx = lax.broadcasted_iota(jnp.int32, scores_bx.shape, 1)
+        cost_bx, order_bx = lax.sort((-scores_bx, order_bx), num_keys=1, is_stable=True)
+        return [-cost_bx[:, :k], order_bx[:, :k]]
+
+    return lax.platform_dependent(scores_bx, cpu=lambda scores_bx: lax.top_k(scores_bx, k), default=by_sort)
 
 
 def _rows(table_bimc: jax.Array, depth: jax.Array, row_bw: jax.Array) -> jax.Array:
