@@ -379,3 +379,12 @@ def test_lossy_combinations_are_refused_with_the_reason():
         if rule != "sample-and-match":
             with pytest.raises(ValueError, match="lossless here: sample-and-match"):
                 check_lawful(rule, "deterministic")
+
+
+def test_filters_that_are_off_cost_no_float32_logits():
+    """What a branch takes is written out in full, whether it is taken or not."""
+    settings = jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.ones(1)
+    program = jax.make_jaxpr(acceptance.target_rows)(jnp.zeros((1, 4, 96), jnp.bfloat16), *settings)
+    [branch] = [step for step in program.eqns if step.primitive.name == "cond"]
+    wide = [x.aval for x in branch.invars if x.aval.size >= 96]
+    assert [x.dtype for x in wide] == [jnp.bfloat16]
