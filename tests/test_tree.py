@@ -207,13 +207,23 @@ def test_the_mask_takes_few_dependent_gathers():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_trees_of_other_platforms_are_those_of_a_cpu(kind, monkeypatch):
-    """Levels unrolled, and a sort in place of the last top-k."""
+    """Levels unrolled, and sorts in place of top-k."""
     table, anchor_b = random_tables(kind), anchors()
     ours = jax.tree.leaves(best_first(table, anchor_b, 12))
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, cpu, default: default(*args))
     theirs = jax.jit(lambda *args: tree.best_first(*args, 12))(table, anchor_b)
     for a, b in zip(ours, jax.tree.leaves(theirs), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_loop_ends_where_nothing_better_lies_below():
+    """Levels below are not read: what would be NaN stays out."""
+    table = random_tables("plain")
+    likely = jnp.log(jnp.asarray([0.3, 0.3, 0.3, 0.1]))
+    table = table.replace(log_probs_bimc=jnp.broadcast_to(likely, table.log_probs_bimc.shape).at[:, 2:].set(jnp.nan))
+    built = best_first(table, anchors(), 4)  # the three likeliest children, each above all grandchildren
+    assert_documented(built, anchors())
+    np.testing.assert_array_equal(built.depth_bn[:, 1:], 1)
 
 
 @pytest.mark.parametrize(("platform", "loops"), [("cpu", 1), ("cuda", 0), ("tpu", 0)])

@@ -128,9 +128,9 @@ Builder = Callable[[Expander, jax.Array, int], DraftTree]
 def best_first(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
     """Keeps the `num_nodes - 1` most probable continuations of the anchor.
 
-    A path scores the sum of its log-probabilities, so no node outscores its parent: the best nodes overall are closed under
-    taking parents, and those of one depth have parents among the best of the depth before. One `top_k` per depth and one
-    stable sort over all depths therefore replace the heap of best-first search, with static shapes and no host step.
+    A path scores the sum of its log-probabilities, so no node outscores its parent: level by level, the best nodes so far
+    compete with the children of those that came in last. One stable top-k per depth therefore replaces the heap of
+    best-first search, with static shapes and no host step.
 
     Args:
       expander: the drafter's view of one round.
@@ -151,32 +151,47 @@ def best_first_search(expander: Expander, anchor_b: jax.Array, num_nodes: int) -
     if width == 0 or expander.num_depths == 0:
         tree = root_only(anchor_b)
         return tree, jnp.zeros_like(tree.tokens_bn), jnp.full(tree.tokens_bn.shape, expander.num_depths > 0)
-    batch = anchor_b.shape[0]
+    depths = range(1, min(expander.num_depths, width))
     lanes = jnp.arange(width, dtype=jnp.int32)
 
-    def grow(frontier, depth):
-        score_bw, state_bw = frontier
+    def grow(best, depth):
+        score_bw, entry_bw, frontier_bw, state_bw = best
         tokens_bwc, log_probs_bwc = expander.children(depth, state_bw)
-        grown_bwc = score_bw[..., None] + log_probs_bwc
-        score_bw, index_bw = lax.top_k(grown_bwc.reshape(batch, -1), width)
+        grown_bx = (frontier_bw[..., None] + log_probs_bwc).reshape(len(anchor_b), -1)
+        score_bw, place_bw = _stable_top_k(jnp.concatenate([score_bw, grown_bx], axis=1), width)
+        is_new_bw, index_bw = place_bw >= width, jnp.maximum(place_bw - width, 0)
         parent_bw, child_bw = jnp.divmod(index_bw, tokens_bwc.shape[2])
-        token_bw = jnp.take_along_axis(tokens_bwc.reshape(batch, -1), index_bw, axis=1)
-        open_bw = jnp.take_along_axis(expander.continues(depth, state_bw).reshape(batch, -1), index_bw, axis=1)
+        token_bw = jnp.take_along_axis(tokens_bwc.reshape(grown_bx.shape), index_bw, axis=1)
+        open_bw = jnp.take_along_axis(expander.continues(depth, state_bw).reshape(grown_bx.shape), index_bw, axis=1)
+        above_bw = pick(entry_bw, parent_bw)
         parent_state_bw = jax.tree.map(lambda x_bw: pick(x_bw, parent_bw), state_bw)
-        frontier = score_bw, expander.follow(depth, parent_state_bw, child_bw)
-        return frontier, (score_bw, parent_bw, token_bw, child_bw, open_bw)
+        best = (
+            score_bw,
+            jnp.where(is_new_bw, depth * width + lanes, pick(entry_bw, place_bw)),
+            jnp.where(is_new_bw, score_bw, -jnp.inf),
+            expander.follow(depth, parent_state_bw, child_bw),
+        )
+        # Without the barrier a GPU computes the states of all levels above anew, for every child.
+        return lax.optimization_barrier(best), (above_bw, token_bw, child_bw, open_bw)
 
-    only_the_anchor_bw = jnp.broadcast_to(jnp.where(lanes == 0, 0.0, -jnp.inf), (batch, width))
-    dtype = jax.eval_shape(expander.children, jnp.int32(0), expander.start(width))[1].dtype
-    frontier = only_the_anchor_bw.astype(dtype), expander.start(width)
-    _, grown = over_depths(grow, frontier, expander.num_depths)
-    score_bx, parent_bx, token_bx, child_bx, open_bx = (jnp.moveaxis(x_ibw, 0, 1).reshape(batch, -1) for x_ibw in grown)
+    anchor_depth, anchor_state_b1 = jnp.int32(0), expander.start(1)
+    tokens_b1c, log_probs_b1c = expander.children(anchor_depth, anchor_state_b1)
+    ranks = np.minimum(np.arange(width), tokens_b1c.shape[2] - 1)
+    score_bw = jnp.where(np.arange(width) == ranks, log_probs_b1c[:, 0, ranks], -jnp.inf)
+    score_bw = jnp.where(score_bw == 0, 0, score_bw)  # top-k ranks -0.0 below the 0.0 of a certain child
+    rank_bw, entry_bw = (jnp.broadcast_to(jnp.asarray(x_w, jnp.int32), score_bw.shape) for x_w in (ranks, lanes))
+    open_bw = expander.continues(anchor_depth, anchor_state_b1)[:, 0, ranks]
+    best = score_bw, entry_bw, score_bw, expander.follow(anchor_depth, expander.start(width), rank_bw)
+    best, ledger = over_depths(grow, best, depths, goes_on=lambda best: jnp.any(best[2] > -jnp.inf))
+    above_bx, token_bx, child_bx, open_bx = (
+        jnp.concatenate([x_bw, jnp.moveaxis(x_ibw, 0, 1).reshape(len(anchor_b), -1)], axis=1)
+        for x_bw, x_ibw in zip((entry_bw, tokens_b1c[:, 0, ranks], rank_bw, open_bw), ledger, strict=True)
+    )
 
-    log_prob_bw, kept_bw = _stable_top_k(score_bx, width)  # depth-major: a parent is taken before a child that ties it
+    log_prob_bw, kept_bw = best[:2]
     depth_bw = kept_bw // width
-    node_bx = jax.vmap(lambda kept_w: jnp.zeros_like(parent_bx[0]).at[kept_w].set(lanes + 1))(kept_bw)
-    above_bw = (depth_bw - 1) * width + pick(parent_bx, kept_bw)
-    parent_bw = jnp.where(depth_bw == 0, 0, pick(node_bx, jnp.maximum(above_bw, 0)))
+    node_bx = jax.vmap(lambda kept_w: jnp.zeros_like(above_bx[0]).at[kept_w].set(lanes + 1))(kept_bw)
+    parent_bw = jnp.where(depth_bw == 0, 0, pick(node_bx, pick(above_bx, kept_bw)))
     tree = _below_root(anchor_b, pick(token_bx, kept_bw), parent_bw, depth_bw + 1, log_prob_bw)
     below_root = ((0, 0), (1, 0))
     open_bn = jnp.pad(pick(open_bx, kept_bw), below_root, constant_values=True)
@@ -231,13 +246,37 @@ def ancestor_mask(parent_bn: jax.Array, max_depth: int) -> jax.Array:
     return (jnp.repeat(bits_bnw, 32, axis=2)[:, :, :nodes] >> bit_n.astype(np.uint32)) & 1 == 1
 
 
-def over_depths(level: Callable, start: Any, depths: int) -> tuple[Any, Any]:
+def over_depths(level: Callable, start: Any, depths: range, goes_on: Callable | None = None) -> tuple[Any, Any]:
     """`lax.scan` of a builder's levels: a loop on a CPU, where that is faster, and unrolled elsewhere.
 
     Best-first search launches ten kernels a level in a loop on a GPU, and three without one.
+
+    Args:
+      level: (carry, depth) -> (carry, what is stacked over the depths).
+      start: the first carry.
+      depths: of the levels; static.
+      goes_on: whether levels below a carry matter; where not, a loop ends and what is stacked of them is 0.
     """
-    scan = partial(lax.scan, level, xs=jnp.arange(depths, dtype=jnp.int32))
-    return lax.platform_dependent(start, cpu=scan, default=partial(scan, unroll=True))
+
+    rows = jax.eval_shape(level, start, jnp.int32(depths.start))[1]
+    nothing = jax.tree.map(lambda row: jnp.zeros((len(depths), *row.shape), row.dtype), rows)
+    if not depths:
+        return start, nothing
+
+    def loop(start: Any) -> tuple[Any, Any]:
+        def body(now: Any) -> Any:
+            depth, carry, stacked = now
+            carry, row = level(carry, depth)
+            put = partial(lax.dynamic_update_index_in_dim, index=depth - depths.start, axis=0)
+            return depth + 1, carry, jax.tree.map(put, stacked, row)
+
+        def is_on(now: Any) -> jax.Array:
+            return (now[0] < depths.stop) & (True if goes_on is None else goes_on(now[1]))
+
+        return lax.while_loop(is_on, body, (jnp.int32(depths.start), start, nothing))[1:]
+
+    unrolled = partial(lax.scan, level, xs=jnp.arange(depths.start, depths.stop, dtype=jnp.int32), unroll=True)
+    return lax.platform_dependent(start, cpu=loop, default=unrolled)
 
 
 def pick(x_bx: jax.Array, index_by: jax.Array) -> jax.Array:
@@ -259,7 +298,7 @@ def _chain(expander: Expander, anchor_b: jax.Array, num_nodes: int, follow: Call
 
     state_b1 = expander.start(1)
     dtype = jax.eval_shape(expander.children, jnp.int32(0), state_b1)[1].dtype
-    _, (tokens_wb, score_wb) = over_depths(step, (jnp.zeros(best_b1.shape, dtype), state_b1), length)
+    _, (tokens_wb, score_wb) = over_depths(step, (jnp.zeros(best_b1.shape, dtype), state_b1), range(length))
     index_bw = jnp.broadcast_to(jnp.arange(length), (anchor_b.shape[0], length))
     return _below_root(anchor_b, tokens_wb.T, index_bw, index_bw + 1, score_wb.T)
 

@@ -177,7 +177,7 @@ def grow(
         "support": support_bnc,
         "log_q": jnp.full(support_bnc.shape, -jnp.inf, dtype),
     }
-    (_, nodes), _ = over_depths(level, (expander.start(n), start), depths)
+    (_, nodes), _ = over_depths(level, (expander.start(n), start), range(depths))
     return _compact(anchor_b, plan, nodes, skeleton, depths)
 
 
