@@ -80,6 +80,18 @@ def test_long_rows_are_searched_by_groups(size, grouped):
     assert lowered.count("chlo.top_k(") == 1 + grouped
 
 
+@pytest.mark.parametrize("size, grouped", [(8 * 128, True), (7 * 128, False), (8 * 128 + 64, False)])
+def test_a_cpu_finds_the_largest_entry_by_groups(size, grouped):
+    rng = np.random.default_rng(size)
+    for levels in (2, 40, 10**6):
+        scores = rng.integers(0, levels, (2, 5, size)).astype(np.float32)
+        scores[0, 0, :-3], scores[0, 1], scores[1, 0] = -np.inf, -np.inf, np.arange(size) // 130
+        np.testing.assert_array_equal(jax.jit(vocab.argmax)(scores), scores.argmax(-1))
+    for platform in ("cpu", "cuda", "tpu"):
+        lowered = jax.jit(vocab.argmax).trace(scores).lower(lowering_platforms=(platform,)).as_text()
+        assert ("stablehlo.gather" in lowered) == (grouped and platform == "cpu")
+
+
 def gathers_of_full_rows(function, scores: jax.Array) -> list[str]:
     text = jax.jit(function).lower(scores).compile().as_text()
     gathers = [line for line in text.splitlines() if re.search(r"\ball-gather(-start)?\(", line)]

@@ -70,9 +70,13 @@ def local_top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """`top_k` of rows that every device holds whole."""
     # Over a matrix, always: XLA's CPU backend sorts arrays of other ranks in full (30 x slower at 2048 tokens).
     rows = scores.reshape(-1, scores.shape[-1])
-    is_long = rows.shape[1] % GROUP == 0 and rows.shape[1] >= 8 * k * GROUP
-    values, ids = _grouped_top_k(rows, k) if is_long else lax.top_k(rows, k)
+    values, ids = _grouped_top_k(rows, k) if _is_grouped(rows.shape[1], k) else lax.top_k(rows, k)
     return values.reshape(*scores.shape[:-1], k), ids.reshape(*scores.shape[:-1], k)
+
+
+def _is_grouped(size: int, k: int) -> bool:
+    """Whether rows are long enough for the largest entries of groups to be worth finding first."""
+    return size % GROUP == 0 and size >= 8 * k * GROUP
 
 
 def _grouped_top_k(rows_rv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -89,13 +93,27 @@ def _grouped_top_k(rows_rv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def argmax(scores: jax.Array) -> jax.Array:
-    """The id of each row's largest entry, the lowest among equals.
+    """The id of each row's largest entry, the lowest among equals."""
+    if not _is_grouped(scores.shape[-1], 1) or _vocab_mesh(scores.shape[-1]) is not None:
+        return _argmax(scores)
+    return lax.platform_dependent(scores, cpu=_grouped_argmax, default=_argmax)
 
-    Two plain reductions: they vectorise on a CPU (8 x `jnp.argmax`) and partition over a sharded vocabulary by themselves.
-    """
+
+def _argmax(scores: jax.Array) -> jax.Array:
+    """Two plain reductions: they vectorise (8 x `jnp.argmax` on a CPU) and partition over a sharded vocabulary alone."""
     ids = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
     is_peak = scores == jnp.max(scores, axis=-1, keepdims=True)
     return jnp.min(jnp.where(is_peak, ids, scores.shape[-1]), axis=-1)
+
+
+def _grouped_argmax(scores: jax.Array) -> jax.Array:
+    """The first group of tokens with the largest maximum, and the place there: of three arrays as long as the rows that a
+    CPU writes for two reductions only the scores are left. A GPU writes none of them for two, and the scores for this.
+    """
+    groups = scores.reshape(*scores.shape[:-1], -1, GROUP)
+    at = _argmax(jnp.max(groups, axis=-1))
+    group = jnp.take_along_axis(groups, at[..., None, None], axis=-2)[..., 0, :]
+    return at * GROUP + _argmax(group)
 
 
 def take(logits: jax.Array, ids: jax.Array) -> jax.Array:
