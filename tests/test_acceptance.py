@@ -381,6 +381,32 @@ def test_lossy_combinations_are_refused_with_the_reason():
                 check_lawful(rule, "deterministic")
 
 
+@pytest.mark.parametrize("top_k, top_p", [(1, 1.0), (0, 1e-6), (2, 0.3)])
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+def test_the_token_at_the_cut_is_kept(top_k, top_p, temperature):
+    """Filters that leave one token leave all of the mass on it, in whatever a rule reads of a row."""
+    logits = jnp.asarray(np.random.default_rng(0).permuted(np.tile(np.arange(96.0), (8, 1)), axis=1), jnp.bfloat16)[:, None]
+    full = partial(jnp.full, (8,))
+    rows = acceptance.target_rows(logits, full(temperature), full(top_k), full(top_p))
+    best = jnp.argmax(logits[:, 0], axis=-1)
+    noise = jax.random.gumbel(jax.random.key(0), logits.shape) * 100
+    np.testing.assert_array_equal(rows.sample(noise)[:, 0], best)
+    log_p = rows.gather(jnp.broadcast_to(jnp.arange(96), logits.shape))[:, 0]
+    left = rows.residual(jnp.zeros(8, jnp.int32), (best[:, None] + 1) % 96, jnp.zeros((8, 1)))
+    for row in (log_p, left):
+        np.testing.assert_allclose(jnp.exp(row), jax.nn.one_hot(best, 96), atol=1e-6)
+
+
+def test_rows_of_one_batch_have_filters_of_their_own():
+    """How many tokens each row keeps, of p = (1/2, 1/4, ...) at temperature 1."""
+    logits = jnp.broadcast_to(-np.log(2) * jnp.arange(12.0), (6, 1, 12))
+    temperature, top_k = jnp.asarray([1, 0.5, 2, 1, 1, 0]), jnp.asarray([0, 0, 0, 3, 0, 3])
+    rows = acceptance.target_rows(logits, temperature, top_k, jnp.asarray([0.9, 0.9, 0.9, 1, 1, 0.9]))
+    log_p = rows.gather(jnp.broadcast_to(jnp.arange(12), logits.shape))[:, 0]
+    np.testing.assert_array_equal(jnp.isfinite(log_p).sum(axis=1), [4, 2, 7, 3, 12, 1])
+    np.testing.assert_allclose(jnp.exp(log_p).sum(axis=1), 1, atol=1e-6)
+
+
 def test_filters_that_are_off_cost_no_float32_logits():
     """What a branch takes is written out in full, whether it is taken or not."""
     settings = jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.ones(1)

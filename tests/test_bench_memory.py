@@ -231,7 +231,7 @@ ENTRY %main (x: f32[16]) -> f32[16] {
 }
 """
     assert programs.launches(text) == {"draft": 2, "tree": 30, "accept": 3, "rest": 1}
-    assert programs.float32_rows(text, 96) == [(1, 2, 96)]
+    assert programs.float32_rows(text, 96) == [(1, 2, 96), (4, 96), (4, 96)]
 
 
 def test_a_gpu_that_is_not_here_compiles_the_round(tmp_path):

@@ -106,34 +106,38 @@ def test_no_shard_sees_a_full_row(mesh):
         assert not gathers_of_full_rows(vocab.argmax, sharded)
         assert not gathers_of_full_rows(lambda x: vocab.take(x, jnp.zeros((4, 3, 2), jnp.int32)), sharded)
         assert not gathers_of_full_rows(vocab.log_sum_exp, sharded)
-        assert not gathers_of_full_rows(lambda x: vocab.filter_threshold(x, jnp.int32(5), jnp.float32(0.9)), sharded)
+        assert not gathers_of_full_rows(lambda x: vocab.filter_threshold(x, 0.7, jnp.int32(5), jnp.float32(0.9)), sharded)
 
 
-def kept_by_sorting(logits: np.ndarray, top_k: int, top_p: float) -> tuple[np.ndarray, bool]:
+def kept_by_sorting(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> tuple[np.ndarray, bool]:
     """What top-k, then top-p keeps of one row, and whether rounding could decide otherwise."""
     kept = logits >= (np.sort(logits)[-top_k] if 0 < top_k <= logits.size else -np.inf)
     if top_p >= 1:
         return kept, False
-    mass = np.where(kept, np.exp(logits.astype(np.float64) - logits.max()), 0)
+    mass = np.where(kept, np.exp((logits - logits.max()) / temperature), 0)
     values = np.unique(logits[kept])[::-1]
     reached = np.array([mass[logits >= value].sum() for value in values]) / mass.sum()
     crossing = np.argmax(reached >= top_p) if (reached >= top_p).any() else values.size - 1
     return logits >= values[crossing], bool(np.abs(reached - top_p).min() < 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("ties", [False, True])
-def test_filter_threshold_equals_sorting(ties):
+def test_filter_threshold_equals_sorting(ties, dtype):
     rng = np.random.default_rng(int(ties))
     rows, size = 2000, 48
     logits = (rng.normal(size=(rows, size)) * rng.choice([0.1, 1, 4, 30], (rows, 1))).astype(np.float32)
     logits = np.round(logits) if ties else logits
     logits[rng.random((rows, size)) < 0.02] = -np.inf
+    logits = np.asarray(jnp.asarray(logits, dtype))
+    temperature = rng.choice([0.2, 0.7, 1, 3], rows).astype(np.float32)
     top_k = rng.choice([0, 1, 2, 7, 47, 48, 60], rows).astype(np.int32)
     top_p = rng.choice([1.0, 0.999, 0.95, 0.9, 0.5, 0.1, 1e-4], rows).astype(np.float32)
-    threshold = np.asarray(filter_threshold(jnp.asarray(logits), jnp.asarray(top_k), jnp.asarray(top_p)))
+    threshold = np.asarray(filter_threshold(*map(jnp.asarray, (logits, temperature, top_k, top_p))))
+    assert threshold.dtype == dtype
     unclear = 0
-    for row, k, p, cut in zip(logits, top_k, top_p, threshold, strict=True):
-        expected, rounding = kept_by_sorting(row, int(k), float(p))
+    for row, t, k, p, cut in zip(logits.astype(np.float64), temperature, top_k, top_p, threshold, strict=True):
+        expected, rounding = kept_by_sorting(row, float(t), int(k), float(p))
         unclear += rounding
         if not rounding:
             np.testing.assert_array_equal(row >= cut, expected)
@@ -141,17 +145,27 @@ def test_filter_threshold_equals_sorting(ties):
     assert unclear < 0.05 * rows
 
 
+@pytest.mark.parametrize("dtype, passes", [(jnp.bfloat16, 16), (jnp.float32, 32)])
+def test_filters_write_nothing_as_long_as_a_row(dtype, passes):
+    """Both searches go over the logits themselves, one pass for every bit of them."""
+    logits = jax.ShapeDtypeStruct((2, 96), dtype)
+    program = jax.make_jaxpr(vocab.filter_threshold)(logits, 0.7, jnp.int32(5), jnp.float32(0.9))
+    loops = [step for step in program.eqns if step.primitive.name in ("while", "scan")]
+    assert [step.params["length"] for step in loops] == [passes, passes]
+    assert {x.aval.dtype for step in loops for x in step.invars if x.aval.size >= 96} == {jnp.dtype(dtype)}
+
+
 def test_filters_that_are_off_cut_nothing():
     logits = inputs(V)[1]
     for top_k in (0, V, V + 1):
-        assert np.asarray(filter_threshold(logits, jnp.int32(top_k), jnp.float32(1.0))).max() <= logits.min()
-    assert np.isneginf(filter_threshold(logits, jnp.int32(0), jnp.float32(1.0))).all()
+        assert np.asarray(filter_threshold(logits, 1.0, jnp.int32(top_k), jnp.float32(1.0))).max() <= logits.min()
+    assert np.isneginf(filter_threshold(logits, 1.0, jnp.int32(0), jnp.float32(1.0))).all()
 
 
 def test_top_p_counts_the_mass_that_top_k_keeps():
     logits = jnp.log(jnp.asarray([0.4, 0.2, 0.2, 0.1, 0.1]))  # of 0.4 + 0.2 + 0.2 (tie kept), half is reached at once
     for top_k, top_p, kept in [(2, 0.49, 1), (0, 0.49, 3), (2, 0.51, 3), (1, 0.9, 1), (4, 0.81, 5), (0, 0.79, 3)]:
-        cut = filter_threshold(logits, jnp.int32(top_k), jnp.float32(top_p))
+        cut = filter_threshold(logits, 1.0, jnp.int32(top_k), jnp.float32(top_p))
         assert int((logits >= cut).sum()) == kept, (top_k, top_p)
 
 
@@ -159,23 +173,25 @@ def test_peaked_rows_keep_their_peak():
     rest = np.log(1e-7 / (V - 1)).astype(np.float32)
     logits = np.where(np.arange(V) == 17, np.float32(np.log1p(-1e-7)), rest).astype(np.float32)
     for top_p in (1e-6, 0.5, 0.99, 1 - 1e-6):
-        cut = filter_threshold(jnp.asarray(logits), jnp.int32(0), jnp.float32(top_p))
+        cut = filter_threshold(jnp.asarray(logits), 1.0, jnp.int32(0), jnp.float32(top_p))
         np.testing.assert_array_equal(logits >= cut, np.arange(V) == 17)
-    kept = filter_threshold(jnp.asarray(logits), jnp.int32(2), jnp.float32(1.0))
+    kept = filter_threshold(jnp.asarray(logits), 1.0, jnp.int32(2), jnp.float32(1.0))
     assert (logits >= kept).all(), "ties of the second largest are kept"
 
 
-@given(st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=2))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@given(pair=st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=2))
 @example([-0.0, 0.0])
 @example([1e-45, -1e-45])
 @example([float("inf"), float("-inf")])
 @example([3.4028234663852886e38, float("inf")])
 @settings(max_examples=150, deadline=None)
-def test_ordered_keys_sort_like_floats_and_come_back(pair):
-    x = np.asarray(pair, np.float32)
+def test_ordered_keys_sort_like_floats_and_come_back(dtype, pair):
+    with np.errstate(over="ignore"):
+        x = np.asarray(pair, np.float32).astype(dtype)
     keys = np.asarray(vocab._ordered(jnp.asarray(x)))
     assert (keys[0] < keys[1]) == (x[0] < x[1]) and (keys[0] == keys[1]) == (x[0] == x[1])
-    assert np.array_equal(np.asarray(vocab._unordered(jnp.asarray(keys))), x)
+    assert np.array_equal(np.asarray(vocab._unordered(jnp.asarray(keys), dtype)), x)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -233,4 +249,4 @@ def test_noise_is_standard_gumbel():
 
 def test_a_vanishing_top_p_keeps_the_likeliest_token():
     logits = jnp.asarray([[0.0, 3.0, 1.0]])
-    assert vocab.filter_threshold(logits, jnp.int32([0]), jnp.float32([1e-39])).tolist() == [3.0]
+    assert vocab.filter_threshold(logits, 1.0, jnp.int32([0]), jnp.float32([1e-39])).tolist() == [3.0]

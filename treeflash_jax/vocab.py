@@ -198,38 +198,42 @@ def gumbel(keys: jax.Array, size: int, dtype) -> jax.Array:
     return meshes.constrain(noise, ("batch",) + (None,) * (noise.ndim - 2) + ("vocab",))
 
 
-def filter_threshold(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """The smallest logit that survives top-k, then top-p, per row. A token is kept iff float32(logit) >= threshold.
+def filter_threshold(logits: jax.Array, temperature: jax.Array | float, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """The smallest logit that survives top-k, then top-p of softmax(logits / temperature), per row.
 
-    Ties are kept, and so is the token that crosses p. Both cuts are found by bisection over the ordered bit patterns of
-    float32: exact, without sorting the vocabulary, and with sums only, so a sharded vocabulary never moves.
+    A token is kept iff its logit is not below: ties are kept, and so is the token that crosses p. Both cuts are found by
+    bisection over the ordered bit patterns of the logits' own dtype, 16 passes each for bfloat16: exact, without sorting
+    the vocabulary or writing anything of its size, and with sums only, so a sharded vocabulary never moves.
 
     Args:
-      logits: already divided by the temperature, [..., v].
+      logits: [..., v].
+      temperature: above 0, broadcastable to the rows.
       top_k: tokens to keep, broadcastable to the rows; 0 keeps all.
       top_p: probability mass to keep, broadcastable to the rows; 1 keeps all.
 
     Returns:
-      Thresholds [...], float32; -inf where nothing is cut.
+      Thresholds [...], in the dtype of the logits; -inf where nothing is cut.
     """
-    logits = logits.astype(jnp.float32)
-    order = _ordered(logits)
-    kth = _bisect(lambda cut: jnp.sum(order >= cut[..., None], axis=-1) >= top_k, logits.shape[:-1])
-    kth = jnp.where(top_k > 0, kth, _ordered(jnp.float32(-jnp.inf)))
-    kept = order >= kth[..., None]
+    temperature = jnp.asarray(temperature, _wide(logits[..., 0]).dtype)[..., None]
+    lowest = _ordered(jnp.asarray(-jnp.inf, logits.dtype))
     peak = jnp.max(logits, axis=-1, keepdims=True)
-    mass = jnp.where(kept, jnp.exp(_wide(logits - peak)), 0)
-    wanted = top_p * jnp.sum(mass, axis=-1)
-    crossing = _bisect(
-        lambda cut: jnp.sum(jnp.where(order >= cut[..., None], mass, 0), axis=-1) >= wanted, logits.shape[:-1]
-    )
+
+    def at_least(cut: jax.Array) -> jax.Array:
+        return _ordered(logits) >= cut[..., None]
+
+    def mass(cut: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(at_least(cut), jnp.exp((_wide(logits) - _wide(peak)) / temperature), 0), axis=-1)
+
+    kth = _bisect(lambda cut: jnp.sum(at_least(cut), axis=-1) >= top_k, logits)
+    kth = jnp.where(top_k > 0, kth, lowest)
+    wanted = top_p * mass(kth)
+    crossing = _bisect(lambda cut: mass(cut) >= wanted, logits)
     crossing = jnp.minimum(crossing, _ordered(peak[..., 0]))  # p below the smallest float keeps the likeliest token
-    cut = jnp.where(top_p < 1, jnp.maximum(kth, crossing), kth)
-    return _unordered(cut)
+    return _unordered(jnp.where(top_p < 1, jnp.maximum(kth, crossing), kth), logits.dtype)
 
 
-def _bisect(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """The largest int32 for which `holds` (true below, false above) is true, per row."""
+def _bisect(holds: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
+    """The largest key of a logit's dtype for which `holds` (true below, false above) is true, per row."""
 
     def halve(_, bounds):
         low, high = bounds  # holds(low) is true, holds(high) is false
@@ -237,19 +241,22 @@ def _bisect(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> 
         true = holds(middle)
         return jnp.where(true, middle, low), jnp.where(true, high, middle)
 
-    low = jnp.full(shape, _ordered(jnp.float32(-jnp.inf)))
-    high = jnp.full(shape, _ordered(jnp.float32(jnp.inf)) + 1)
-    return lax.fori_loop(0, 32, halve, (low, high))[0]
+    bounds = [_ordered(jnp.asarray(end, logits.dtype)) for end in (-jnp.inf, jnp.inf)]
+    low, high = (jnp.broadcast_to(end, logits.shape[:-1]) for end in (bounds[0], bounds[1] + 1))
+    return lax.fori_loop(0, 8 * logits.dtype.itemsize, halve, (low, high))[0]
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """int32 keys in the order of the float32 values."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, jnp.int32(-(2**31)) - bits, bits)
+    """Integer keys in the order of the floating-point values; int32 for 16 bits too."""
+    bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
+    bits = bits.astype(jnp.promote_types(bits.dtype, jnp.int32))
+    return jnp.where(bits < 0, -(2 ** (8 * x.dtype.itemsize - 1)) - bits, bits)
 
 
-def _unordered(key: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(jnp.where(key < 0, jnp.int32(-(2**31)) - key, key), jnp.float32)
+def _unordered(key: jax.Array, dtype) -> jax.Array:
+    size = 8 * jnp.dtype(dtype).itemsize
+    bits = jnp.where(key < 0, -(2 ** (size - 1)) - key, key).astype(f"int{size}")
+    return lax.bitcast_convert_type(bits, dtype)
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ class TargetRows:
     Attributes:
       logits_bnv: compute dtype, possibly sharded over the vocabulary.
       temperature_b: 0 is greedy.
-      threshold_bn: tokens with float32(logit / temperature) below it have probability zero.
+      threshold_bn: tokens with a logit below it have probability zero.
       log_normaliser_bn: log-sum-exp of what is kept.
     """
 
@@ -33,19 +33,18 @@ class TargetRows:
 
     def gather(self, ids_bnx: jax.Array) -> jax.Array:
         """Log-probabilities of tokens [b, n, x]; -inf for tokens that are cut. Greedy: 0 for the argmax, -inf else."""
-        scaled_bnx = _scaled(vocab.take(self.logits_bnv, ids_bnx), self.temperature_b)
-        kept_bnx = scaled_bnx.astype(jnp.float32) >= self.threshold_bn[..., None]
-        log_p_bnx = jnp.where(kept_bnx, scaled_bnx - self.log_normaliser_bn[..., None], -jnp.inf)
+        logits_bnx = vocab.take(self.logits_bnv, ids_bnx)
+        kept_bnx = logits_bnx >= self.threshold_bn[..., None]
+        log_p_bnx = _scaled(logits_bnx, self.temperature_b) - self.log_normaliser_bn[..., None]
+        log_p_bnx = jnp.where(kept_bnx, log_p_bnx, -jnp.inf)
         best_bn = vocab.argmax(self.logits_bnv)
         greedy_bnx = jnp.where(ids_bnx == best_bn[..., None], 0.0, -jnp.inf)
         return jnp.where((self.temperature_b > 0)[:, None, None], log_p_bnx, greedy_bnx)
 
     def sample(self, gumbel_bnv: jax.Array) -> jax.Array:
         """argmax(kept logits + temperature * gumbel) at every node, [b, n]: an exact sample; the argmax at 0."""
-        scaled_bnv = _scaled(self.logits_bnv, self.temperature_b)
-        kept_bnv = scaled_bnv.astype(jnp.float32) >= self.threshold_bn[..., None]
-        temperature_b11 = self.temperature_b[:, None, None].astype(scaled_bnv.dtype)
-        noisy_bnv = self.logits_bnv.astype(scaled_bnv.dtype) + temperature_b11 * gumbel_bnv
+        kept_bnv = self.logits_bnv >= self.threshold_bn[..., None]
+        noisy_bnv = self.logits_bnv + self.temperature_b[:, None, None].astype(gumbel_bnv.dtype) * gumbel_bnv
         return vocab.argmax(jnp.where(kept_bnv, noisy_bnv, -jnp.inf))
 
     def residual(self, node_b: jax.Array, support_bc: jax.Array, residual_bc: jax.Array) -> jax.Array:
@@ -54,8 +53,9 @@ class TargetRows:
         Where nothing is left the law itself: a walk ends there by a rounding only.
         """
         at_b1 = node_b[:, None]
-        scaled_bv = _scaled(pick(self.logits_bnv, at_b1), self.temperature_b)[:, 0]
-        kept_bv = scaled_bv.astype(jnp.float32) >= pick(self.threshold_bn, at_b1)
+        logits_bv = pick(self.logits_bnv, at_b1)[:, 0]
+        scaled_bv = _scaled(logits_bv[:, None], self.temperature_b)[:, 0]
+        kept_bv = logits_bv >= pick(self.threshold_bn, at_b1)
         log_p_bv = jnp.where(kept_bv, scaled_bv - pick(self.log_normaliser_bn, at_b1), -jnp.inf)
         ids_bv = lax.broadcasted_iota(jnp.int32, log_p_bv.shape, 1)
         greedy_bv = jnp.where(ids_bv == vocab.argmax(scaled_bv)[:, None], 0.0, -jnp.inf)
@@ -131,13 +131,12 @@ def target_rows(logits_bnv: jax.Array, temperature_b: jax.Array, top_k_b: jax.Ar
     cuts_b = (temperature_b > 0) & ((top_k_b > 0) | (top_p_b < 1))
 
     def threshold() -> jax.Array:
-        scaled_bnv = _scaled(logits_bnv, temperature_b)  # here, since what a branch takes is written out in full
-        return jnp.where(cuts_b[:, None], vocab.filter_threshold(scaled_bnv, top_k_b[:, None], top_p_b[:, None]), -jnp.inf)
+        safe_b1 = jnp.where(temperature_b > 0, temperature_b, 1)[:, None]
+        return vocab.filter_threshold(logits_bnv, safe_b1, top_k_b[:, None], top_p_b[:, None])
 
-    nothing_bn = jnp.full(logits_bnv.shape[:2], -jnp.inf, jnp.float32)
+    nothing_bn = jnp.full(logits_bnv.shape[:2], -jnp.inf, logits_bnv.dtype)
     threshold_bn = lax.cond(jnp.any(cuts_b), threshold, lambda: nothing_bn)
-    scaled_bnv = _scaled(logits_bnv, temperature_b)
-    kept_bnv = jnp.where(scaled_bnv.astype(jnp.float32) >= threshold_bn[..., None], scaled_bnv, -jnp.inf)
+    kept_bnv = jnp.where(logits_bnv >= threshold_bn[..., None], _scaled(logits_bnv, temperature_b), -jnp.inf)
     return TargetRows(logits_bnv, temperature_b, threshold_bn, vocab.log_sum_exp(kept_bnv))
 
 
