@@ -74,10 +74,19 @@ def test_nothing_recompiles_when_only_values_change(trained):
     run([PROMPT] * 4, max_new_tokens=20)
     before = len(trained.programs)
     sizes = [function._cache_size() for function in (core.prefill, core.decode)]
-    run([PROMPT[:1], PROMPT, PROMPT * 8], max_new_tokens=33)
-    run([PROMPT] * 2, max_new_tokens=7, temperature=[0.0, 1.3], top_k=[0, 5], top_p=[0.3, 1.0], seed=[1, 2])
-    run([PROMPT], stop_ids=[9, 11], drafter_temperature=0.3)
-    run([PROMPT], stop_ids=[])
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        rows = int(rng.integers(1, 5))
+        run(
+            [(PROMPT * 8)[: rng.integers(1, 41)] for _ in range(rows)],
+            max_new_tokens=int(rng.integers(1, 34)),
+            temperature=rng.choice([0.0, 0.6, 1.3], rows).tolist(),
+            top_k=rng.choice([0, 5], rows).tolist(),
+            top_p=rng.choice([0.3, 1.0], rows).tolist(),
+            seed=rng.integers(0, 99, rows).tolist(),
+            stop_ids=rng.integers(0, 60, rng.integers(0, 4)).tolist(),
+            drafter_temperature=float(rng.choice([0.3, 1.0])),
+        )
     assert len(trained.programs) == before
     assert [function._cache_size() for function in (core.prefill, core.decode)] == sizes
 
