@@ -187,6 +187,15 @@ def test_measured_numbers_are_those_of_the_results():
             assert f"{words} {drafted / step:.1f} times" in " ".join(README.split())
             apart = sum(time[stage, 16] for stage in ("tree", "accept", "commit"))
             assert apart <= 0.15 * time["round", 16]
+        if result["settings"]["candidates"] == 16:
+            time = {(row["stage"], row["nodes"]): row["ms"] for row in result["stages"]}
+            apart = sum(time[stage, 16] for stage in ("tree", "accept", "commit"))
+            assert f"is {apart / time['round', 16]:.0%} of a round of 16 rows".replace("%", " %") in README
+            growth = result["growth"]
+            powers = [f"{growth[stage]['exponent']:.2f}" for stage in ("tree", "verify", "accept")]
+            steepest = max(one["steepest"] for one in growth.values())
+            words = "as rows^{}, verify ^{}, accept ^{}, between 64 and 256 at most ^{:.2f}".format(*powers, steepest)
+            assert words in " ".join(README.split()) and steepest < 1
     speed = read("speed_b_trained.json")
     for run in (speed[key] for key in ("tree", "tree_one_thread", "one_token", "one_token_one_thread")):
         assert f"| {run['tokens_per_second']:.0f} | {run['other_tokens_per_second']:.0f} | {run['ratio']:.1f} x |" in README
