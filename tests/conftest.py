@@ -30,6 +30,7 @@ from treeflash_jax.generate import TreeFlash  # noqa: E402
 from treeflash_jax.heads import HEADS  # noqa: E402
 
 DATA = Path(__file__).parent / "data"
+needs_8_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices (fake ones on a CPU)")
 CONFORMANCE = ("a_treeflash", "b_trained", "c_dflash")
 RANDOM_MODEL = ModelConfig(
     vocab_size=64,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import needs_8_devices
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from treeflash_jax import cli, make_mesh
@@ -90,7 +91,7 @@ def test_without_a_prefix(name):
     np.testing.assert_array_equal(got, attention(q_bthe, k_buke, v_buke, mask_btu))
 
 
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices (fake ones on a CPU)")
+@needs_8_devices
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("data, model", [(4, 2), (2, 4), (8, 1)])
 def test_on_a_mesh_every_device_works_alone(name, data, model):

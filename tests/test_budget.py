@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import random_pair
+from conftest import needs_8_devices, random_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -326,7 +326,7 @@ def test_streaming_and_growing_caches_change_nothing(trained, plain, tmp_path, m
         assert len(whole.tree(round_index).labels) <= whole.nodes[round_index]
 
 
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices (fake ones on a CPU)")
+@needs_8_devices
 @pytest.mark.filterwarnings("ignore:tau is")
 def test_eight_devices_answer_as_one(tmp_path):
     one, pair = random_pair(), random_pair(make_mesh(4, 2))

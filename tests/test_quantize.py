@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import DATA, RANDOM_DRAFTER, RANDOM_MODEL, random_pair
+from conftest import DATA, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
 from jax.sharding import PartitionSpec
 
 import treeflash_jax as tf
@@ -30,7 +30,6 @@ LAYER = layers.layer_specs(RANDOM_MODEL)
 MATRICES = {"q": (0,), "k": (0,), "v": (0,), "o": (0, 1), "gate": (0,), "up": (0,), "down": (0,)}
 SIZES = {"nodes": 8, "candidates": 4, "children": 4}
 PROMPTS = [[3, 4, 5], [9, 8], [17, 3, 2, 40]]
-needs_8_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices (fake ones on a CPU)")
 
 
 def draw(shape, seed=0) -> np.ndarray:

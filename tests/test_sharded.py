@@ -6,7 +6,7 @@ import re
 
 import jax
 import pytest
-from conftest import RANDOM_MODEL, random_pair
+from conftest import RANDOM_MODEL, needs_8_devices, random_pair
 from jax.sharding import PartitionSpec
 
 from treeflash_jax import decode as core
@@ -22,7 +22,7 @@ SETTINGS = {
 TREE = {"nodes": 8, "candidates": 4, "children": 4}
 
 pytestmark = [
-    pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices (fake ones on a CPU)"),
+    needs_8_devices,
     pytest.mark.filterwarnings("ignore:tau is"),
 ]
 

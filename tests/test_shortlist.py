@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import RANDOM_DRAFTER, RANDOM_MODEL, random_pair
+from conftest import RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
 
 import treeflash_jax as tf
 from treeflash_jax.heads import HEADS, DraftSettings, Unembed, mlp
@@ -102,9 +102,8 @@ def test_answers_stay_those_of_one_token_decoding(trained, temperature):
     assert drafted.ids == plain.ids and drafted.tau > 1
 
 
+@needs_8_devices
 def test_sharded_equals_unsharded(pair):
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 devices")
     mesh = tf.make_mesh(2, 4)
     whole = run(pair, 3)
     with jax.set_mesh(mesh):

@@ -276,22 +276,24 @@ def _noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.Array:
     """Gumbel noise [b, depths, v] of the next positions; zeros, for free, where every row is greedy."""
     size = logits_bnv.shape[-1]
     dtype = jnp.promote_types(logits_bnv.dtype, jnp.float32)
-    stream_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, VERIFY_STREAM)
-    positions_bp = state.end_b[:, None] + jnp.arange(depths)
-    keys_bp = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(stream_b, positions_bp)
-    return lax.cond(
-        jnp.any(state.sampling.temperature_b > 0),
-        lambda: vocab.gumbel(keys_bp, size, dtype),
-        lambda: meshes.constrain(jnp.zeros((*keys_bp.shape, size), dtype), ("batch", None, "vocab")),
-    )
+    with jax.named_scope("noise"):
+        stream_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, VERIFY_STREAM)
+        positions_bp = state.end_b[:, None] + jnp.arange(depths)
+        keys_bp = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(stream_b, positions_bp)
+        return lax.cond(
+            jnp.any(state.sampling.temperature_b > 0),
+            lambda: vocab.gumbel(keys_bp, size, dtype),
+            lambda: meshes.constrain(jnp.zeros((*keys_bp.shape, size), dtype), ("batch", None, "vocab")),
+        )
 
 
 def _coins(state: DecodeState, draws: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Uniforms [b, x] for the tests of a round, and Gumbel noise [b, v] for the token after the last accepted node."""
     dtype = jnp.promote_types(logits_bnv.dtype, jnp.float32)
-    key_b2 = jax.vmap(jax.random.split)(_round_keys(state, COINS_STREAM))
-    coins_bx = jax.vmap(lambda key: jax.random.uniform(key, (draws,), dtype))(key_b2[:, 0])
-    return coins_bx, vocab.gumbel(key_b2[:, 1], logits_bnv.shape[-1], dtype)
+    with jax.named_scope("noise"):
+        key_b2 = jax.vmap(jax.random.split)(_round_keys(state, COINS_STREAM))
+        coins_bx = jax.vmap(lambda key: jax.random.uniform(key, (draws,), dtype))(key_b2[:, 0])
+        return coins_bx, vocab.gumbel(key_b2[:, 1], logits_bnv.shape[-1], dtype)
 
 
 def _round_keys(state: DecodeState, stream: int) -> jax.Array:

@@ -182,6 +182,7 @@ def best_first_search(expander: Expander, anchor_b: jax.Array, num_nodes: int) -
     rank_bw, entry_bw = (jnp.broadcast_to(jnp.asarray(x_w, jnp.int32), score_bw.shape) for x_w in (ranks, lanes))
     open_bw = expander.continues(anchor_depth, anchor_state_b1)[:, 0, ranks]
     best = score_bw, entry_bw, score_bw, expander.follow(anchor_depth, expander.start(width), rank_bw)
+    # In the first level nothing reads what lies above: its nodes hang below the root.
     best, ledger = over_depths(grow, best, depths, goes_on=lambda best: jnp.any(best[2] > -jnp.inf))
     above_bx, token_bx, child_bx, open_bx = (
         jnp.concatenate([x_bw, jnp.moveaxis(x_ibw, 0, 1).reshape(len(anchor_b), -1)], axis=1)

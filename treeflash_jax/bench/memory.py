@@ -224,7 +224,6 @@ def _compiled(result: dict[str, Any], plan: DecodePlan, mesh: Any, dtype: Any, n
     rows, ways, config = batch // dict(mesh.shape)["data"], dict(mesh.shape)["model"], plan.verifier
     gathers = [one.bytes for one in found if one.kind == "all-gather"]
     shard = config.vocab_size // (1 if config.vocab_size % ways else ways)
-    noise = rows * plan.path_rows * shard  # numbers of the sampled rounds' Gumbel noise, which are no logits
     return result | {
         "bytes_per_device": memory,
         "collectives": programs.totals(one for one in per_round if not one.in_branch),
@@ -232,7 +231,7 @@ def _compiled(result: dict[str, Any], plan: DecodePlan, mesh: Any, dtype: Any, n
         "largest_all_gather_bytes": max(gathers, default=0),
         "logits_moved": _count_moved(found, rows, config.vocab_size),
         "caches_moved": _count_moved(found, rows * config.num_kv_heads, capacity * config.head_dim),
-        "float32_logits": sum(math.prod(shape) != noise for shape in programs.float32_rows(text, shard)),
+        "float32_logits": len(programs.float32_rows(text, shard)),
         "launches": programs.launches(text) if mesh.devices.flat[0].platform == "gpu" else None,
         "jax": jax.__version__,
     }

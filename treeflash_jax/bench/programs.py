@@ -189,9 +189,11 @@ def launches(text: str) -> dict[str, int]:
 def float32_rows(text: str, size: int) -> list[tuple[int, ...]]:
     """Shapes of float32 arrays that rounds write and that hold two rows of `size` numbers or more.
 
-    Those of branches too (sampling, top-k and top-p), but not what stays in a TPU's vector memory (memory space 1).
+    Those of branches too (sampling, top-k and top-p), but no Gumbel noise, nothing that is made of a constant alone, nor
+    what stays in a TPU's vector memory (memory space 1).
     """
     written = [op for op in operations(text) if op.in_loop and op.kind not in (*FREE, *CONTROL)]
+    written = [op for op in written if not re.search(rf"/noise/| {op.kind}\((%constant[\w.\-]*)?\)", op.line)]
     results = (re.sub(r"\w+\[[\d,]*\]\{[^}]*S\(1\)[^}]*\}", "", op.result) for op in written)
     shapes = [shape for result in results for kind, shape in _types(result) if kind == "f32"]
     return [shape for shape in shapes if math.prod(shape) >= 2 * size and math.prod(shape) % size == 0]
