@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,17 @@ from treeflash_jax.decode import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.draw import DrawnTree, drawn_tree
 from treeflash_jax.footprint import check_memory, footprint, memory_limit
 from treeflash_jax.heads import DraftSettings
-from treeflash_jax.options import GenerateConfig, Row, draft_temperature, drafting, resolve, rows_of, with_builder
+from treeflash_jax.options import (
+    NO_DRAFTER,
+    GenerateConfig,
+    Row,
+    draft_temperature,
+    drafting,
+    method_of,
+    resolve,
+    rows_of,
+    with_builder,
+)
 from treeflash_jax.result import Chunk, Result
 from treeflash_jax.tokenizer import Chat, Tokenizer
 
@@ -38,6 +49,7 @@ STOP_SLOTS = 8  # stop ids per row are padded to a multiple of this, so that cha
 ROUNDS_PER_DISPATCH = 256  # how long a Ctrl-C may wait
 ROUNDS_PER_STOP_CHECK = 8  # stop strings are looked for on the host
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
+logger = logging.getLogger("treeflash_jax")
 
 
 class TreeFlash:
@@ -70,6 +82,7 @@ class TreeFlash:
         self.budget = budget  # the file that calibrations of this pair are kept in
         self.calibrations: dict[DecodePlan, calibration.Calibration] = {}
         self.programs: dict[Any, Callable] = {}
+        self.noted_plain = False  # whether it was said that nothing is drafted
 
     @property
     def quantize(self) -> str | None:
@@ -180,9 +193,10 @@ class TreeFlash:
         shared["attention"] = config.attention or ATTENTION.get(jax.default_backend(), DecodePlan.attention)
         if jax.default_backend() in PREFILL_CHUNK:
             shared["prefill_chunk"] = PREFILL_CHUNK[jax.default_backend()]
-        if config.method == "ar":
+        method = method_of(config, self.drafter)
+        if method == "ar":
             return DecodePlan(method="ar", num_nodes=1, **shared)
-        is_tree, block = config.method == "tree", config.block_size or self.drafter.block_size
+        is_tree, block = method == "tree", config.block_size or self.drafter.block_size
         builder, rule, shape = drafting(config)
         if config.nodes == "auto":
             plan = self.plan(replace(config, nodes=None))
@@ -190,7 +204,7 @@ class TreeFlash:
             return replace(plan, num_nodes=nodes[-1], buckets=tuple(nodes))
         return DecodePlan(
             drafter=replace(self.drafter, block_size=block),
-            method=config.method,
+            method=method,
             head=config.head or self.drafter.head,
             num_nodes=(config.nodes or self.drafter.num_nodes) if is_tree else min(config.nodes or block, block),
             draft=DraftSettings(candidates=config.candidates, children=config.children, shortlist=config.shortlist),
@@ -242,7 +256,11 @@ class TreeFlash:
         return self._place(budget.replace(times=None)).replace(times=budget.times)
 
     def _config(self, config: GenerateConfig | None, settings: dict[str, Any]) -> GenerateConfig:
+        is_default = (config or GenerateConfig()).method is None and settings.get("method") is None
         config = resolve(config, settings, self.verifier, self.drafter)
+        if is_default and self.drafter is None and not self.noted_plain:
+            self.noted_plain = True
+            logger.warning(f"{NO_DRAFTER}: decoding one token at a time (method 'ar' does so without this note)")
         if config.stop and self.tokenizer is None:
             raise ValueError("got stop strings, but the verifier's folder has no tokenizer.json; give stop_ids instead")
         return config
@@ -397,6 +415,7 @@ class TreeFlash:
                     prompt_ids=row.ids,
                     ids=ids,
                     text=text,
+                    method=config.method,
                     accept_lengths=accepted,
                     finished=finished,
                     seconds=clock.seconds,
