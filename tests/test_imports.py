@@ -24,7 +24,7 @@ LAYERS = (
     {"state"},
     {"rounds"},
     {"decode"},
-    {"footprint", "storage", "hf", "tokenizer", "options", "draw", "result", "calibration", "generate"},
+    {"footprint", "storage", "hf", "tokenizer", "prompts", "options", "draw", "result", "calibration", "generate"},
     {"loading"},
     {"bench", "check", "chat", "cli", "demo", "__init__", "__main__"},
 )

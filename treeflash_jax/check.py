@@ -13,8 +13,9 @@ import numpy as np
 
 from treeflash_jax import mesh as meshes
 from treeflash_jax import verifier as model_code
-from treeflash_jax.generate import Prompt, TreeFlash
+from treeflash_jax.generate import TreeFlash
 from treeflash_jax.options import NO_DRAFTER, drafting, resolve, values
+from treeflash_jax.prompts import Prompt
 from treeflash_jax.result import Result
 
 
