@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from treeflash_jax import budget as budgets
 from treeflash_jax import calibration, quantized
 from treeflash_jax import decode as core
 from treeflash_jax import mesh as meshes
+from treeflash_jax import prompts as prompting
 from treeflash_jax import tree as trees
 from treeflash_jax.builders import SAMPLED, TreeShape
 from treeflash_jax.clock import Clock
@@ -26,11 +28,21 @@ from treeflash_jax.decode import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.draw import DrawnTree, drawn_tree
 from treeflash_jax.footprint import check_memory, footprint, memory_limit
 from treeflash_jax.heads import DraftSettings
-from treeflash_jax.options import GenerateConfig, Row, draft_temperature, drafting, resolve, rows_of, with_builder
+from treeflash_jax.options import (
+    NO_DRAFTER,
+    GenerateConfig,
+    Row,
+    draft_temperature,
+    drafting,
+    method_of,
+    resolve,
+    rows_of,
+    with_builder,
+)
+from treeflash_jax.prompts import Prompt
 from treeflash_jax.result import Chunk, Result
-from treeflash_jax.tokenizer import Chat, Tokenizer
+from treeflash_jax.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Chat
 ATTENTION = {"cpu": "streamed"}  # measured there only, in float32; "xla" elsewhere
 PREFILL_CHUNK = {"cpu": 32}  # on accelerators DecodePlan's default; a CPU pays for every padded row
 ROOM_AHEAD = 1024  # new tokens a cache is made for at first; longer answers grow it
@@ -38,6 +50,7 @@ STOP_SLOTS = 8  # stop ids per row are padded to a multiple of this, so that cha
 ROUNDS_PER_DISPATCH = 256  # how long a Ctrl-C may wait
 ROUNDS_PER_STOP_CHECK = 8  # stop strings are looked for on the host
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
+logger = logging.getLogger("treeflash_jax")
 
 
 class TreeFlash:
@@ -70,6 +83,7 @@ class TreeFlash:
         self.budget = budget  # the file that calibrations of this pair are kept in
         self.calibrations: dict[DecodePlan, calibration.Calibration] = {}
         self.programs: dict[Any, Callable] = {}
+        self.noted_plain = False  # whether it was said that nothing is drafted
 
     @property
     def quantize(self) -> str | None:
@@ -87,7 +101,8 @@ class TreeFlash:
         """Answers every prompt. Ctrl-C returns what there is so far, marked "interrupted".
 
         Args:
-          prompts: strings, lists of ids, or chats (lists of {"role", "content"}); a list of them, or one.
+          prompts: strings, lists of ids, or chats (lists of {"role", "content"}, whose content is text or a list of
+            {"type": "text", "text"} parts); a list of them, or one.
           config: settings; keyword arguments override single ones.
           indices: one per prompt, drawn from in place of its position here: so prompts of a larger set keep their answers
             however the set is cut into calls.
@@ -100,7 +115,7 @@ class TreeFlash:
           ValueError: settings or prompts that cannot be served, before any compute.
         """
         config = self._config(config, settings)
-        prompts = _as_list(prompts)
+        prompts = prompting.as_list(prompts)
         rows = rows_of([self.encode(prompt) for prompt in prompts], config, self.verifier)
         if indices is not None:
             if len(indices) != len(prompts):
@@ -132,15 +147,21 @@ class TreeFlash:
 
         The same tokens as `generate` gives, whatever `rounds_per_dispatch`.
 
+        Args:
+          prompt: one prompt as `generate` takes it, alone or in a list.
+          config: settings; keyword arguments override single ones.
+          rounds_per_dispatch: rounds between two chunks.
+          **settings: fields of GenerateConfig.
+
         Raises:
-          ValueError: as `generate`, when the first chunk is asked for.
+          ValueError: as `generate`, or several prompts, when the first chunk is asked for.
         """
         config = self._config(config, settings)
         if rounds_per_dispatch < 1:
             raise ValueError(f"got rounds_per_dispatch {rounds_per_dispatch}, expected at least 1")
         if config.samples != 1:
             raise ValueError(f"got samples {config.samples}, expected 1: a stream is one answer")
-        rows = rows_of([self.encode(prompt)], config, self.verifier)
+        rows = rows_of([self.encode(prompting.only(prompt))], config, self.verifier)
         self._check_memory(rows, 1, config)
         config = with_builder(config, self.drafter, rows[0].temperature)
         sent, shown = 0, ""
@@ -157,17 +178,9 @@ class TreeFlash:
         """Ids of a prompt. Strings and chats need a tokenizer; strings are taken as they are, chats through the template.
 
         Raises:
-          ValueError: an empty prompt, or text without a tokenizer.
+          ValueError: an empty prompt, text without a tokenizer, or a chat with anything but text in it.
         """
-        if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], dict)):
-            if self.tokenizer is None:
-                raise ValueError("got text, but the verifier's folder has no tokenizer.json; give ids instead")
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.encode_chat(prompt)
-        else:
-            ids = [int(i) for i in prompt]
-        if not ids:
-            raise ValueError("got an empty prompt, expected at least one token")
-        return ids
+        return prompting.encode(prompt, self.tokenizer)
 
     def plan(self, config: GenerateConfig) -> DecodePlan:
         """The compiled program's shape for these settings; with nodes "auto", that of the largest trees ever measured.
@@ -180,9 +193,10 @@ class TreeFlash:
         shared["attention"] = config.attention or ATTENTION.get(jax.default_backend(), DecodePlan.attention)
         if jax.default_backend() in PREFILL_CHUNK:
             shared["prefill_chunk"] = PREFILL_CHUNK[jax.default_backend()]
-        if config.method == "ar":
+        method = method_of(config, self.drafter)
+        if method == "ar":
             return DecodePlan(method="ar", num_nodes=1, **shared)
-        is_tree, block = config.method == "tree", config.block_size or self.drafter.block_size
+        is_tree, block = method == "tree", config.block_size or self.drafter.block_size
         builder, rule, shape = drafting(config)
         if config.nodes == "auto":
             plan = self.plan(replace(config, nodes=None))
@@ -190,7 +204,7 @@ class TreeFlash:
             return replace(plan, num_nodes=nodes[-1], buckets=tuple(nodes))
         return DecodePlan(
             drafter=replace(self.drafter, block_size=block),
-            method=config.method,
+            method=method,
             head=config.head or self.drafter.head,
             num_nodes=(config.nodes or self.drafter.num_nodes) if is_tree else min(config.nodes or block, block),
             draft=DraftSettings(candidates=config.candidates, children=config.children, shortlist=config.shortlist),
@@ -242,7 +256,11 @@ class TreeFlash:
         return self._place(budget.replace(times=None)).replace(times=budget.times)
 
     def _config(self, config: GenerateConfig | None, settings: dict[str, Any]) -> GenerateConfig:
+        is_default = (config or GenerateConfig()).method is None and settings.get("method") is None
         config = resolve(config, settings, self.verifier, self.drafter)
+        if is_default and self.drafter is None and not self.noted_plain:
+            self.noted_plain = True
+            logger.warning(f"{NO_DRAFTER}: decoding one token at a time (method 'ar' does so without this note)")
         if config.stop and self.tokenizer is None:
             raise ValueError("got stop strings, but the verifier's folder has no tokenizer.json; give stop_ids instead")
         return config
@@ -397,6 +415,7 @@ class TreeFlash:
                     prompt_ids=row.ids,
                     ids=ids,
                     text=text,
+                    method=config.method,
                     accept_lengths=accepted,
                     finished=finished,
                     seconds=clock.seconds,
@@ -454,16 +473,6 @@ def capacity_bucket(positions: int) -> int:
 @jax.jit
 def _row_keys(seed_b: jax.Array, index_b: jax.Array) -> jax.Array:
     return jax.vmap(lambda seed, index: jax.random.fold_in(jax.random.key(seed), index))(seed_b, index_b)
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or many: a string, a chat, or a list of ids is one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    prompts = list(prompts)
-    if prompts and isinstance(prompts[0], int | np.integer | dict):
-        return [prompts]
-    return prompts
 
 
 def _uncertain(text: str, stops: Sequence[str]) -> int:

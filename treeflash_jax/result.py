@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from treeflash_jax.draw import DrawnTree
+from treeflash_jax.state import Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,7 @@ class Result:
       prompt_ids: what was read.
       ids: generated ids, the stop token included.
       text: decoded without special tokens, up to a stop string; None where there is no tokenizer.
+      method: how it was decoded, as GenerateConfig.method, "ar" where there was no drafter.
       accept_lengths: tokens committed per round, bonus included. The token that prefill yields is in no entry, and the
         last round counts in full even where the answer was cut.
       finished: "stop" (a stop id or string), "length", or "interrupted" (Ctrl-C).
@@ -30,6 +32,7 @@ class Result:
     prompt_ids: list[int]
     ids: list[int]
     text: str | None
+    method: Method
     accept_lengths: list[int]
     finished: str
     seconds: float
@@ -49,9 +52,13 @@ class Result:
         """The draft tree of one round, drafted again from the same prefix; `print` draws it.
 
         Raises:
-          ValueError: a round this answer did not have.
+          ValueError: a round this answer did not have, or an answer without draft trees.
         """
-        if not 0 <= round_index < len(self.accept_lengths) or self.draft_again is None:
+        if self.draft_again is None:
+            raise ValueError("this answer was decoded one token at a time: it has no draft trees")
+        if not self.accept_lengths:
+            raise ValueError("this answer has no rounds: its only token came from the prefill")
+        if not 0 <= round_index < len(self.accept_lengths):
             raise ValueError(f"got round {round_index}, expected 0 to {len(self.accept_lengths) - 1}")
         return self.draft_again(round_index)
 
