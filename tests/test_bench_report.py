@@ -129,6 +129,14 @@ def test_report_derives_table_and_json_from_the_file(tmp_path, capsys):
     assert "share of rounds" in printed and "jax 1" in printed
 
 
+def test_records_that_count_cut_rounds_in_full_are_shown_as_such(tmp_path, capsys):
+    path = tmp_path / "results.jsonl"
+    for schema in report.SCHEMAS:
+        path.write_text(json.dumps(made("a", "ar", [[1, 1]], 1.0) | {"schema": schema}) + "\n")
+        assert report.main([str(path)]) == 0
+        assert ("in full" in capsys.readouterr().out) == (schema == 1)
+
+
 def changed(**changes):
     return made("b", "ar", [[1]], 1.0) | changes
 
@@ -136,10 +144,11 @@ def changed(**changes):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (json.dumps(changed(schema=2)), "results.jsonl:2: got schema 2, expected 1"),
+        (json.dumps(changed(schema=3)), "results.jsonl:2: got schema 3, expected 2"),
+        (json.dumps(changed(schema=1)), "results.jsonl:2: got schema 1, but 2 in earlier lines"),
         ('{"schema": 1', "results.jsonl:2: got malformed JSON"),
         ("[]", "results.jsonl:2: got list"),
-        ('{"schema": 1, "rounds": 1}', "results.jsonl:2: got a record without prompt_id"),
+        ('{"schema": 2, "rounds": 1}', "results.jsonl:2: got a record without prompt_id"),
         (json.dumps(changed(settings={})), "results.jsonl:2: got a record without settings.verifier"),
         (json.dumps(changed(prompt_id="a")), "results.jsonl:2: got a second answer to ('a', 'ar', 0.0, 0)"),
         (json.dumps(changed(versions={"jax": "2"})), "results.jsonl:2: got jax '2', but '1' in earlier lines"),

@@ -38,8 +38,26 @@ def test_streaming_gives_the_same_answer(trained, greedy, rounds):
 def test_drafting_pays_and_statistics_add_up(greedy):
     assert greedy.tau > 3
     assert len(greedy.accept_lengths) < len(greedy.ids) / 3
-    assert 1 + sum(greedy.accept_lengths) >= len(greedy.ids) == 60
+    assert 1 + sum(greedy.accept_lengths) == len(greedy.ids) == 60
     assert greedy.finished == "length"
+
+
+def test_tau_counts_only_tokens_of_the_answer(trained, greedy):
+    """A limit or a stop id inside an accepted path: what was accepted beyond it is in `cut`, and in no statistic."""
+    last = max(range(len(greedy.accept_lengths)), key=greedy.accept_lengths.__getitem__)
+    before = 1 + sum(greedy.accept_lengths[:last])
+    assert greedy.accept_lengths[last] > 2
+    for ending in ({"max_new_tokens": before + 1}, {"max_new_tokens": 60, "stop_ids": [greedy.ids[before]]}):
+        result = trained.generate(PROMPT, **TREE | ending)[0]
+        count = len(result.ids)
+        assert count <= before + 1 and result.ids == greedy.ids[:count]
+        assert 1 + sum(result.accept_lengths) == count
+        assert result.tau == (count - 1) / len(result.accept_lengths)
+        assert result.accepted_before_cut == greedy.accepted_before_cut[: len(result.accept_lengths)]
+        assert result.cut == sum(result.accepted_before_cut) + 1 - count
+        *chunks, streamed = trained.stream(PROMPT, **TREE | ending)
+        assert (streamed.accept_lengths, streamed.cut) == (result.accept_lengths, result.cut)
+    assert trained.generate(PROMPT, max_new_tokens=before + 1, **TREE)[0].cut == greedy.accept_lengths[last] - 1 > 0
 
 
 def test_a_growing_cache_changes_nothing(trained, monkeypatch):

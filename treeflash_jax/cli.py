@@ -289,6 +289,7 @@ def _record(result: Any) -> dict[str, Any]:
         "ids": result.ids,
         "method": result.method,
         "accept_lengths": result.accept_lengths,
+        "cut": result.cut,
         "tau": result.tau,
         "tokens_per_second": result.tokens_per_second,
         "compile_seconds": result.compile_seconds,

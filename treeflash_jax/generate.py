@@ -407,6 +407,8 @@ class TreeFlash:
                 ids, text, finished = ids[: self._tokens_until(ids, config.stop)], text[: min(cuts)], "stop"
                 while accepted and 1 + sum(accepted[:-1]) >= len(ids):
                     accepted.pop()
+            cut = 1 + sum(accepted) - len(ids) if accepted else 0
+            kept = [*accepted[:-1], accepted[-1] - cut] if accepted else []
             nodes = None
             if config.nodes == "auto" and drafts:
                 nodes = [1] * len(accepted) if nodes_bs is None else nodes_bs[i, : len(accepted)].tolist()
@@ -416,7 +418,8 @@ class TreeFlash:
                     ids=ids,
                     text=text,
                     method=config.method,
-                    accept_lengths=accepted,
+                    accept_lengths=kept,
+                    cut=cut,
                     finished=finished,
                     seconds=clock.seconds,
                     compile_seconds=clock.compile_seconds,
@@ -489,7 +492,7 @@ def _warn_if_wiring_looks_wrong(results: list[Result], plan: DecodePlan) -> None
     rounds = [
         length
         for result in results
-        for length, nodes in zip(result.accept_lengths, result.nodes or [2] * len(result.accept_lengths), strict=True)
+        for length, nodes in zip(result.accepted_before_cut, result.nodes or [2] * len(result.accept_lengths), strict=True)
         if nodes > 1
     ]
     if plan.drafts and plan.num_nodes > 1 and len(rounds) >= LOW_TAU_ROUNDS:

@@ -2,8 +2,9 @@
 
     python -m treeflash_jax.bench.report results.jsonl [--against marginal] [--json]
 
-Estimators. tau pooled: all committed tokens over all rounds. tau per response: the mean of every response's own tau (a turn
-is a response; those without a round are left out). tokens/s: all tokens over all seconds, prefill included. speedup:
+Estimators. tau pooled: all tokens that rounds added to answers over all rounds (in records of schema 1 the last round of an
+answer counts in full, also where a stop or the limit cut it). tau per response: the mean of every response's own tau (a
+turn is a response; those without a round are left out). tokens/s: all tokens over all seconds, prefill included. speedup:
 tokens/s over that of the one-token system, and tau ratio: pooled tau over that of a named system, both over the answers
 that the two have in common at one temperature: same prompt, same seed, same run. Intervals are 95 % percentile bootstraps
 over prompts; both systems, and all seeds of a prompt, are drawn together.
@@ -29,7 +30,8 @@ from treeflash_jax.bench import standalone
 Record = dict[str, Any]
 Answers = dict[tuple[str, int], Record]  # one system's records at one temperature, by (prompt, seed)
 
-SCHEMA = 1
+SCHEMA = 2
+SCHEMAS = 1, 2  # 1 counts the last round of an answer in full, also where a stop or the limit cut it
 KEYS = (
     "prompt_id prompt_hash system settings rounds committed accept_lengths accepted_by_depth ids tokens seconds "
     "compile_seconds finished thinking versions hardware"
@@ -110,7 +112,7 @@ def read_records(path: str | Path) -> tuple[list[Record], int]:
     firsts: dict[str, Record] = {}
     for number, record in objects:
         at = f"{path}:{number}"
-        if record.get("schema") != SCHEMA:
+        if record.get("schema") not in SCHEMAS:
             raise ValueError(f"{at}: got schema {record.get('schema')!r}, expected {SCHEMA}; write to another file")
         settings = record.get("settings", {})
         missing = [key for key in KEYS if key not in record]
@@ -135,6 +137,8 @@ def key_of(record: Record) -> tuple[str, str, float, int]:
 
 def difference(record: Record, other: Record) -> str | None:
     """The first thing that keeps two records from belonging to one run, in words; None where they do."""
+    if record["schema"] != other["schema"]:
+        return f"got schema {record['schema']}, but {other['schema']}"
     names = [*SHARED, QUANTIZE] + (OWN + SAMPLED if record["system"] == other["system"] else [])
     for part in ("settings", "versions", "hardware"):
         ours, theirs = record[part], other[part]
@@ -156,8 +160,8 @@ def summarise(
       source: named in errors.
 
     Returns:
-      {"settings", "versions", "hardware", "rows"}: a row per temperature and system. Ratios are {"value", "low", "high",
-      "answers"} or None where the other system is missing.
+      {"schema", "settings", "versions", "hardware", "rows"}: a row per temperature and system. Ratios are {"value", "low",
+      "high", "answers"} or None where the other system is missing.
 
     Raises:
       ValueError: no records, or an unknown system.
@@ -180,7 +184,13 @@ def summarise(
             rows.append(row | _row(name, systems, against or "marginal", resamples))
     first = records[0]
     shared = {name: first["settings"].get(name) for name in (*SHARED, QUANTIZE)}
-    return {"settings": shared, "versions": first["versions"], "hardware": first["hardware"], "rows": rows}
+    return {
+        "schema": first["schema"],
+        "settings": shared,
+        "versions": first["versions"],
+        "hardware": first["hardware"],
+        "rows": rows,
+    }
 
 
 def _row(name: str, systems: dict[str, Answers], against: str, resamples: int) -> dict[str, Any]:
@@ -283,7 +293,9 @@ def show(summary: dict[str, Any]) -> None:
         + (f"{settings[QUANTIZE]} verifier, " if settings[QUANTIZE] else "")
         + f"at most {settings['max_new_tokens']} new tokens, top-k {settings['top_k']}, top-p {settings['top_p']:g}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + ". tau: tokens committed per round, bonus included; brackets: 95 % paired bootstrap over prompts; "
+        + ". tau: tokens that a round adds to its answer, bonus included"
+        + (" (last rounds in full, even where they were cut)" if summary["schema"] == 1 else "")
+        + "; brackets: 95 % paired bootstrap over prompts; "
         "identical: answers equal to one-token decoding."
     )
 

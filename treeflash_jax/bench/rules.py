@@ -5,7 +5,8 @@
 
 For every temperature, number of rows and head: block efficiency (tokens committed per round, bonus included), its interval,
 its ratio over the deterministic tree of as many rows, and the block efficiency expected from the rules' `weights` in the
-same rounds, which has no coin noise. Intervals are those of `bench report`: 95 % paired bootstraps over prompts.
+same rounds, which has no coin noise. Both count an answer's last round in full, also where a stop or the limit cut it: what
+is expected of a round knows no cut. Intervals are those of `bench report`: 95 % paired bootstraps over prompts.
 
 What is measured goes to OUT.partial at once, and a run that was interrupted goes on from there.
 """
@@ -177,7 +178,7 @@ def _answers(model: tf.TreeFlash, bench: run.Bench, config: tf.GenerateConfig) -
             batch: list[BenchPrompt] = bench.prompts[at : at + config.batch_size]
             for prompt, results in zip(batch, run.converse(model, batch, asked, bench.format), strict=True):
                 answers[prompt.id, seed] = {
-                    "committed": sum(sum(result.accept_lengths) for result in results),
+                    "committed": sum(sum(result.accepted_before_cut) for result in results),
                     "expected": float(sum(sum(result.expected_lengths) for result in results)),
                     "rounds": sum(len(result.accept_lengths) for result in results),
                 }
