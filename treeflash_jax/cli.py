@@ -12,6 +12,7 @@ from treeflash_jax.acceptance import RULES
 from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.bench import calibrate, latency, memory, report, rules, run
 from treeflash_jax.builders import SAMPLED
+from treeflash_jax.clock import slow
 from treeflash_jax.quantized import SCHEMES
 
 BUILDERS = ("best-first", *SAMPLED)
@@ -189,7 +190,8 @@ def _load(arguments: argparse.Namespace) -> Any:
     paths = {} if own_pair else {name: getattr(arguments, name) for name in names}
     paths |= {"budget": getattr(arguments, "budget", None)}
     sizes = {"dtype": arguments.dtype, "quantize": arguments.quantize, "mesh": _mesh(arguments.mesh)}
-    return tf.load("tiny" if own_pair else None, **paths, **sizes)
+    with slow(f"loading {' and '.join(filter(None, (arguments.verifier, arguments.drafter))) or 'the shipped pair'}"):
+        return tf.load("tiny" if own_pair else None, **paths, **sizes)
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:

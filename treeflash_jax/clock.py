@@ -1,10 +1,27 @@
-"""Decoding seconds, with compilation counted apart."""
+"""Decoding seconds, with compilation counted apart; and one line about whatever takes longer than a second."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+logger = logging.getLogger("treeflash_jax")
+SILENT_SECONDS = 1.0
+
+
+@contextmanager
+def slow(text: str) -> Iterator[None]:
+    """Logs `text` if what this surrounds is not done after a second."""
+    timer = threading.Timer(SILENT_SECONDS, logger.warning, (text,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Clock:

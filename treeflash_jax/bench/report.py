@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -256,38 +257,32 @@ def _ratio(sums: np.ndarray) -> np.ndarray:
     return (sums[0] / sums[1]) / (sums[2] / sums[3])
 
 
-def show(summary: dict[str, Any]) -> None:
-    """Prints the summary as tables."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+def show(summary: dict[str, Any], console: Console | None = None) -> None:
+    """Prints the summary as tables that fit 80 columns."""
+    console = console or table_console()
     settings, hardware, versions = summary["settings"], summary["hardware"], summary["versions"]
-    table = Table(title=f"{settings['verifier']}, {settings['format']} prompts, batch {settings['batch_size']}")
-    columns = ("T", "system", "responses", "tau", "per response", "tokens/s", "speedup", "tau ratio", "identical")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "system" else "right")
+    title = f"{settings['verifier']}, {settings['format']} prompts, batch {settings['batch_size']}"
+    tokens = table(
+        f"{title}: tokens per round", ["T", "*system", "responses", "tau", "per\nresponse", "tau ratio", "*over"]
+    )
+    speed = table(f"{title}: speed", ["T", "*system", "tokens/s", "speedup", "identical"])
     for row in summary["rows"]:
-        ratio = row["tau_ratio"]
-        table.add_row(
-            f"{row['temperature']:g}",
-            row["system"],
-            str(row["responses"]),
-            _number(row["tau"]),
-            _number(row["tau_per_response"]),
-            f"{row['tokens_per_second']:.0f}",
-            _interval(row["speedup"]),
-            f"{_interval(ratio)} / {row['against']}" if ratio else "-",
-            f"{row['identical']} of {row['speedup']['answers']}" if row["speedup"] else "-",
-        )
-    console.print(table)
+        key = f"{row['temperature']:g}", row["system"]
+        ratio, numbers = row["tau_ratio"], (row["tau"], row["tau_per_response"])
+        over = row["against"] if ratio else "-"
+        tokens.add_row(*key, str(row["responses"]), *map(_number, numbers), interval(ratio), over)
+        same = f"{row['identical']} of {row['speedup']['answers']}" if row["speedup"] else "-"
+        speed.add_row(*key, f"{row['tokens_per_second']:.0f}", interval(row["speedup"]), same)
+    console.print(tokens, speed)
     depth = max(len(row["acceptance_by_depth"]) for row in summary["rows"])
     if depth:
-        table = Table(title="share of rounds that accept at least so many draft tokens")
-        for column in ("T", "system", *map(str, range(1, depth + 1))):
-            table.add_column(column, justify="left" if column == "system" else "right")
+        depths = map(str, range(1, depth + 1))
+        shares = table("% of rounds that accept at least so many draft tokens", ["T", "*system", *depths])
         for row in summary["rows"]:
-            if row["acceptance_by_depth"]:
-                shares = row["acceptance_by_depth"] + [0.0] * (depth - len(row["acceptance_by_depth"]))
-                table.add_row(f"{row['temperature']:g}", row["system"], *(f"{share:.2f}" for share in shares))
-        console.print(table)
+            if found := row["acceptance_by_depth"]:
+                percent = [f"{100 * share:.0f}" for share in found + [0.0] * (depth - len(found))]
+                shares.add_row(f"{row['temperature']:g}", row["system"], *percent)
+        console.print(shares)
     console.print(
         f"{hardware['device']} ({hardware['backend']}, {hardware['cores']} cores), {settings['dtype']}, "
         + (f"{settings[QUANTIZE]} verifier, " if settings[QUANTIZE] else "")
@@ -300,15 +295,32 @@ def show(summary: dict[str, Any]) -> None:
     )
 
 
+def table_console() -> Console:
+    """Where tables go: the terminal at its own width, or a file."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+
+
+def table(title: str, columns: Sequence[str]) -> Table:
+    """An empty table. Numbers keep their width; columns marked with * hold names, which fold where space is short."""
+    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for column in columns:
+        if column.startswith("*"):
+            made.add_column(column[1:], overflow="fold")
+        else:
+            made.add_column(column, justify="right", no_wrap=True)
+    return made
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _interval(ratio: dict[str, Any] | None) -> str:
+def interval(ratio: dict[str, Any] | None) -> str:
+    """A ratio and, in brackets, its interval; "-" for none."""
     if ratio is None:
         return "-"
-    interval = "" if ratio["low"] is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
-    return f"{ratio['value']:.2f}{interval}"
+    brackets = "" if ratio["low"] is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+    return f"{ratio['value']:.2f}{brackets}"
 
 
 def main(argv: list[str] | None = None) -> int:
