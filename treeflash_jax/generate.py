@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,51 @@ class TreeFlash:
             yield Chunk(ids=result.ids[sent:], text=text[len(shown) :], rounds=len(result.accept_lengths))
             sent, shown = len(result.ids), text
         yield result
+
+    def warmup(
+        self, prompt_tokens: int = 64, num_prompts: int = 1, config: GenerateConfig | None = None, **settings: Any
+    ) -> float:
+        """Compiles what a following `generate` or `stream` with the same settings will run, and decodes nothing.
+
+        Programs depend on how many prompts are decoded together, on the size of the caches (the longest prompt and
+        `max_new_tokens`, rounded up) and on the settings of drafting; prompts, filters and seeds change nothing, and
+        temperatures only where they choose the builder. Caches of answers beyond ROOM_AHEAD tokens grow, and compile again,
+        when answers get that long.
+
+        Example:
+          >>> model.warmup(prompt_tokens=200, max_new_tokens=256)
+          >>> result = model.generate(prompt, max_new_tokens=256)[0]  # result.compile_seconds is 0
+
+        Args:
+          prompt_tokens: length of the longest prompt to come.
+          num_prompts: how many of them the call will hold; 1 for `stream`.
+          config: settings of that call; keyword arguments override single ones.
+          **settings: fields of GenerateConfig.
+
+        Returns:
+          Seconds that compiling took; 0 where everything was compiled before.
+
+        Raises:
+          ValueError: settings or sizes that cannot be served.
+        """
+        config = self._config(config, settings)
+        if min(prompt_tokens, num_prompts) < 1:
+            raise ValueError(f"got {num_prompts} prompts of {prompt_tokens} tokens, expected at least 1 of each")
+        rows = rows_of([[0] * prompt_tokens] * num_prompts, config, self.verifier)
+        size = config.batch_size or min(8, len(rows))
+        self._check_memory(rows, size, config)
+        count = len(set(self.stop_ids if config.stop_ids is None else config.stop_ids))
+        vocabulary = self.verifier.vocab_size
+        config = replace(config, stop_ids=range(vocabulary, vocabulary + count), stop=())  # as many, but none is ever met
+        seconds = 0.0
+        for builder in dict.fromkeys(with_builder(config, self.drafter, row.temperature).builder for row in rows):
+            dispatches = self._run(rows[:size], size, replace(config, builder=builder), 0)
+            for _, clock, interrupted in islice(dispatches, 2):  # the prefill, and a dispatch of no rounds
+                compiling = clock.compile_seconds
+                if interrupted:
+                    raise KeyboardInterrupt
+            seconds += compiling
+        return seconds
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids of a prompt. Strings and chats need a tokenizer; strings are taken as they are, chats through the template.
@@ -379,7 +425,7 @@ class TreeFlash:
         key = (function, tuple(static.items()), structure, shapes)
         with meshes.ambient(self.mesh):
             if key not in self.programs:
-                with clock.compiling():
+                with clock.compiling(function.__name__, _compile_note()):
                     self.programs[key] = function.lower(*args, **static).compile()
             return self.programs[key](*args)
 
@@ -476,6 +522,12 @@ def capacity_bucket(positions: int) -> int:
 @jax.jit
 def _row_keys(seed_b: jax.Array, index_b: jax.Array) -> jax.Array:
     return jax.vmap(lambda seed, index: jax.random.fold_in(jax.random.key(seed), index))(seed_b, index_b)
+
+
+def _compile_note() -> str:
+    folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+    kept = f"kept in {folder}" if folder else "kept until this process ends"
+    return f"compiling, once for this batch size, length and tree; programs are {kept}"
 
 
 def _uncertain(text: str, stops: Sequence[str]) -> int:
