@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,13 @@ from treeflash_jax.options import (
     NO_DRAFTER,
     GenerateConfig,
     Row,
+    Settings,
     draft_temperature,
     drafting,
     method_of,
     resolve,
     rows_of,
+    takes_settings,
     with_builder,
 )
 from treeflash_jax.prompts import Prompt
@@ -91,13 +93,14 @@ class TreeFlash:
         """Scheme of the verifier's matrices."""
         return quantized.scheme_of(self.weights.verifier)
 
+    @takes_settings
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         config: GenerateConfig | None = None,
         *,
         indices: Sequence[int] | None = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> list[Result]:
         """Answers every prompt. Ctrl-C returns what there is so far, marked "interrupted".
 
@@ -141,8 +144,14 @@ class TreeFlash:
         _warn_if_wiring_looks_wrong(list(results.values()), self.plan(config))
         return [results[i] for i in range(len(rows))]
 
+    @takes_settings
     def stream(
-        self, prompt: Prompt, config: GenerateConfig | None = None, *, rounds_per_dispatch: int = 4, **settings: Any
+        self,
+        prompt: Prompt,
+        config: GenerateConfig | None = None,
+        *,
+        rounds_per_dispatch: int = 4,
+        **settings: Unpack[Settings],
     ) -> Iterator[Chunk | Result]:
         """Yields Chunks of one answer as rounds finish, then its Result.
 
@@ -175,8 +184,13 @@ class TreeFlash:
             sent, shown = len(result.ids), text
         yield result
 
+    @takes_settings
     def warmup(
-        self, prompt_tokens: int = 64, num_prompts: int = 1, config: GenerateConfig | None = None, **settings: Any
+        self,
+        prompt_tokens: int = 64,
+        num_prompts: int = 1,
+        config: GenerateConfig | None = None,
+        **settings: Unpack[Settings],
     ) -> float:
         """Compiles what a following `generate` or `stream` with the same settings will run, and decodes nothing.
 
@@ -301,7 +315,7 @@ class TreeFlash:
         )
         return self._place(budget.replace(times=None)).replace(times=budget.times)
 
-    def _config(self, config: GenerateConfig | None, settings: dict[str, Any]) -> GenerateConfig:
+    def _config(self, config: GenerateConfig | None, settings: Settings) -> GenerateConfig:
         is_default = (config or GenerateConfig()).method is None and settings.get("method") is None
         config = resolve(config, settings, self.verifier, self.drafter)
         if is_default and self.drafter is None and not self.noted_plain:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from html import escape
 
 from treeflash_jax.draw import DrawnTree
 from treeflash_jax.state import Method
@@ -55,6 +56,18 @@ class Result:
     def accepted_before_cut(self) -> list[int]:
         """`accept_lengths` with the last round in full, as published code counts it and as `expected_lengths` means it."""
         return [*self.accept_lengths[:-1], self.accept_lengths[-1] + self.cut] if self.accept_lengths else []
+
+    def _repr_html_(self) -> str:
+        """As notebooks show it: the answer, and its statistics below."""
+        answer = self.text if self.text is not None else " ".join(map(str, self.ids))
+        about = {"tokens": len(self.ids), "rounds": len(self.accept_lengths), "tau": f"{self.tau:.2f}"}
+        about |= {"tokens/s": f"{self.tokens_per_second:.0f}", "method": self.method, "finished": self.finished}
+        heads = "".join(f"<th>{escape(name)}</th>" for name in about)
+        values = "".join(f"<td>{escape(str(value))}</td>" for value in about.values())
+        return (
+            f'<div><pre style="white-space: pre-wrap">{escape(answer)}</pre>'
+            f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{values}</tr></tbody></table></div>"
+        )
 
     def tree(self, round_index: int) -> DrawnTree:
         """The draft tree of one round, drafted again from the same prefix; `print` draws it.
