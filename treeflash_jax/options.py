@@ -14,6 +14,7 @@ from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.builders import SAMPLED, TreeShape, law_of
 from treeflash_jax.config import DrafterConfig, HeadName, ModelConfig
 from treeflash_jax.state import BUILDER_OF_METHOD, Method
+from treeflash_jax.suggest import suggesting, suggestion
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
@@ -32,6 +33,10 @@ DRAFTING += "branches trunk skeleton leaves drafter_temperature".split()
 NO_DRAFTER = "no drafter is loaded"
 
 
+OF_LOAD = "verifier drafter dtype quantize mesh revision local_files_only budget".split()  # no settings of a call
+
+
+@suggesting
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """Settings of one call.
@@ -180,12 +185,8 @@ def resolve(
     Raises:
       ValueError: a setting that is unknown, refused by name, or out of range.
     """
-    known = [field.name for field in fields(GenerateConfig)]
     for name in settings:
-        if name in REFUSED:
-            raise ValueError(f"{name} is not supported: {REFUSED[name]}")
-        if name not in known:
-            raise ValueError(f"got unknown setting {name!r}, expected one of {', '.join(known)}")
+        _check_name(name)
     config = replace(config or GenerateConfig(), **settings)
     if config.method is None and drafter is None:
         _refuse_drafting(config)
@@ -246,6 +247,19 @@ def resolve(
         expect(0 <= value < vocabulary, "stop id", value, f"0 to {vocabulary - 1}")
     expect(all(config.stop), "stop", list(config.stop), "strings that are not empty")
     return config
+
+
+def _check_name(name: str) -> None:
+    known = [field.name for field in fields(GenerateConfig)]
+    if name in REFUSED:
+        raise ValueError(f"{name} is not supported: {REFUSED[name]}")
+    if name in known:
+        return
+    meant = name if name in OF_LOAD else suggestion(name, [*known, *OF_LOAD])
+    if meant in OF_LOAD:
+        raise ValueError(f"got unknown setting {name!r}; {meant} is an argument of tf.load")
+    hint = f"; did you mean {meant}?" if meant else f", expected one of {', '.join(known)}"
+    raise ValueError(f"got unknown setting {name!r}{hint}")
 
 
 def method_of(config: GenerateConfig, drafter: DrafterConfig | None) -> Method:
