@@ -75,12 +75,12 @@ def main() -> None:
             for row, (result, expected) in enumerate(zip(results, plain, strict=True)):
                 assert result.ids == expected.ids, (draft, settings, row, result.ids, expected.ids)
                 assert result.finished == expected.finished
-                offered = sum(result.accept_lengths)
+                assert 1 + sum(result.accept_lengths) == len(result.ids)
                 counts["cases"] += 1
                 counts["tokens"] += len(result.ids)
                 counts["rounds"] += len(result.accept_lengths)
-                counts["stops_inside_a_path"] += result.finished == "stop" and offered > len(result.ids) - 1
-                counts["cut_at_the_limit"] += result.finished == "length" and offered > len(result.ids) - 1
+                counts["stops_inside_a_path"] += result.finished == "stop" and result.cut > 0
+                counts["cut_at_the_limit"] += result.finished == "length" and result.cut > 0
 
     def prompts_of(rows: int, longest: int) -> list[list[int]]:
         return [[draw.randrange(3, 130) for _ in range(draw.randint(1, longest))] for _ in range(rows)]

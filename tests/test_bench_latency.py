@@ -218,7 +218,10 @@ def test_the_command_measures_prints_keeps_and_draws(tmp_path, capsys):
     assert result["versions"]["jax"] == jax.__version__ and result["hardware"]["backend"] == jax.default_backend()
     for private in (str(tmp_path), str(DATA), str(Path.home()), socket.gethostname()):
         assert private not in text
-    printed = capsys.readouterr().out.splitlines()
+    captured = capsys.readouterr()
+    printed, steps = captured.out.splitlines(), captured.err
+    assert steps.startswith("[1/4] measuring the machine's copy and matmul rates\n")
+    assert "[3/4] compiling the stages at batch 1, context 24\n" in steps and "[4/4] timing them" in steps
     assert printed[0].startswith(
         "verifier, random weights, float32, batch 1, context 24 (256 slots), tree, mlp head, M 4, K 4"
     )
@@ -238,7 +241,7 @@ def made_up(monkeypatch):
     class Made:
         compile_seconds = 1.0
 
-        def __init__(self, model, plans, *, batch, context, temperature):
+        def __init__(self, model, plans, *, batch, context, temperature, tell):
             asked.append((batch, context, [plan.num_nodes for plan in plans], temperature))
             self.plans = plans
 

@@ -267,7 +267,8 @@ def test_the_command_writes_what_it_prints_and_keeps_what_was_there(tmp_path, ca
     words = ["bench", "memory", *FOLDERS, "--mesh", "4x2", "--batch", "8", "--context", "300", "--out", str(out)]
     words += ["--nodes", "8", "--candidates", "4", "--children", "4"]
     assert main(words) == 0
-    printed = capsys.readouterr().out
+    printed, steps = capsys.readouterr()
+    assert steps == "[1/2] compiling the prefill\n[2/2] compiling the rounds\n"
     results = json.loads(out.read_text())
     assert results.pop("earlier") == {"kept": 1}
     [(key, result)] = results.items()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from treeflash_jax.bench import report, run
 
@@ -122,11 +124,41 @@ def test_report_derives_table_and_json_from_the_file(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(report.summarise(records)))
     assert report.main([str(path), "--against", "ar"]) == 0
     printed = capsys.readouterr().out
-    [line] = [line for line in printed.splitlines() if "treeflash-8" in line and "/ ar" in line]
-    assert [cell.strip() for cell in line.strip("│").split("│")] == [
-        *("0", "treeflash-8", "2", "4.50", "4.50", "4", "1.69 [1.50, 2.00]", "4.50 [3.00, 6.00] / ar", "2 of 2")
-    ]
-    assert "share of rounds" in printed and "jax 1" in printed
+    tokens, speed, depths = (line.split() for line in printed.splitlines() if "treeflash-8" in line)
+    assert tokens == ["0", "treeflash-8", "2", "4.50", "4.50", "4.50", "[3.00,", "6.00]", "ar"]
+    assert speed == ["0", "treeflash-8", "4", "1.69", "[1.50,", "2.00]", "2", "of", "2"]
+    assert depths == ["0", "treeflash-8", "100", "100", "50", "50", "50"]
+    assert "% of rounds" in printed and "jax 1" in printed
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_tables_keep_their_key_column_where_space_is_short(width):
+    systems = ("ar", "marginal-64@0.85", "treeflash-64", "treeflash-64@0.7+hybrid+traversal")
+    lengths = {name: [[1] * 4 if name == "ar" else [3, 16, 2, 9]] for name in systems}
+    records = [made(prompt, name, lengths[name], 1.0, tokens=99999) for prompt in "abc" for name in systems]
+    summary = report.summarise(records)
+    for part in ("versions", "hardware", "settings"):
+        summary[part] = dict.fromkeys(summary[part], 1)
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    report.show(summary, console)
+    printed = console.file.getvalue()
+    assert max(map(len, printed.splitlines())) <= width and "…" not in printed
+    rows = [line.split() for line in printed.splitlines() if line.strip().startswith("0 ")]
+    for name in ("ar", "treeflash-64"):
+        assert sum(row[1] == name for row in rows) >= 2
+    for cell in ("[1.00,", "99999"):
+        assert any(cell in row for row in rows)
+    keys = [row[1] for row in rows if row[1].startswith("treeflash-6")]
+    assert len(keys) == 2 * 3, "names fold, they are not cut off"
+    assert systems[-1] in keys, "the table of speeds has room for the longest"
+
+
+def test_records_that_count_cut_rounds_in_full_are_shown_as_such(tmp_path, capsys):
+    path = tmp_path / "results.jsonl"
+    for schema in report.SCHEMAS:
+        path.write_text(json.dumps(made("a", "ar", [[1, 1]], 1.0) | {"schema": schema}) + "\n")
+        assert report.main([str(path)]) == 0
+        assert ("in full" in capsys.readouterr().out) == (schema == 1)
 
 
 def changed(**changes):
@@ -136,10 +168,11 @@ def changed(**changes):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (json.dumps(changed(schema=2)), "results.jsonl:2: got schema 2, expected 1"),
+        (json.dumps(changed(schema=3)), "results.jsonl:2: got schema 3, expected 2"),
+        (json.dumps(changed(schema=1)), "results.jsonl:2: got schema 1, but 2 in earlier lines"),
         ('{"schema": 1', "results.jsonl:2: got malformed JSON"),
         ("[]", "results.jsonl:2: got list"),
-        ('{"schema": 1, "rounds": 1}', "results.jsonl:2: got a record without prompt_id"),
+        ('{"schema": 2, "rounds": 1}', "results.jsonl:2: got a record without prompt_id"),
         (json.dumps(changed(settings={})), "results.jsonl:2: got a record without settings.verifier"),
         (json.dumps(changed(prompt_id="a")), "results.jsonl:2: got a second answer to ('a', 'ar', 0.0, 0)"),
         (json.dumps(changed(versions={"jax": "2"})), "results.jsonl:2: got jax '2', but '1' in earlier lines"),

@@ -421,7 +421,8 @@ def test_calibrate_writes_what_generate_reads(tmp_path, capsys, monkeypatch):
         *sizes,
     ]
     assert cli.main(command) == 0
-    printed = capsys.readouterr().out
+    printed, steps = capsys.readouterr()
+    assert steps.startswith("[1/6] answering 2 prompts at T 0\n") and "[6/6] timing them at batch 2" in steps
     [entry] = calibration.read(tmp_path / "treeflash" / calibration.FILE)
     assert entry.nodes == [2, 4] and entry.batch == [1, 2] and entry.positions == [256] and entry.temperatures == [0.0, 1.0]
     assert np.shape(entry.round_seconds) == np.shape(entry.tree_seconds) == (2, 1, 2)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
+import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import DATA
 
+import treeflash_jax as tf
 from treeflash_jax.cli import main
+from treeflash_jax.tokenizer import Tokenizer
 
 PAIR = DATA / "conformance" / "b_trained"
 MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter")]
@@ -45,8 +51,9 @@ def test_generate_gives_the_published_ids(capsys, folder, method):
     key = {"tree": "generate", "chain": "chain", "ar": "vanilla"}[method]
     assert [*prompt, *record["ids"]] == expected[f"{key}_ids"].reshape(-1).tolist()
     if method != "ar":
-        assert record["accept_lengths"] == expected[f"{key}_accept"].tolist()
-        assert record["tau"] == pytest.approx(expected[f"{key}_accept"].mean())
+        *before, last = record["accept_lengths"]
+        assert [*before, last + record["cut"]] == expected[f"{key}_accept"].tolist()
+        assert record["tau"] == pytest.approx(np.mean(record["accept_lengths"]))
     assert len(record["log_probs"]) == len(record["ids"]) and max(record["log_probs"]) <= 0
     assert record["tokens_per_second"] > 0 and record["compile_seconds"] > 0
 
@@ -87,11 +94,92 @@ def test_the_shipped_pair_answers_in_text_one_object_a_prompt():
         (["--verifier", "nowhere", "--prompt-ids", "3"], "nowhere"),
     ],
 )
-def test_mistakes_end_with_one_line(capsys, arguments, words):
+def test_mistakes_end_with_one_line(capsys, monkeypatch, arguments, words):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     assert main(["generate", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1 and words in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["generate", "--model", "x", "hello"], "--verifier"),
+        (["generate", "--max-tokens", "8", "hello"], "--max-new-tokens"),
+        (["generate", "--max-tokens=8", "hello"], "--max-new-tokens"),
+        (["generate", "hello", "-n", "4"], "--samples"),
+        (["generate", "hello", "--temprature", "1"], "--temperature"),
+        (["chat", "--draft-model", "x"], "--drafter"),
+        (["bench", "run", "--model", "x", "--out", "y"], "--pair"),
+        (["bench", "memory", "--model", "x", "--shape", "y"], "--shape"),
+    ],
+)
+def test_unknown_options_name_what_was_meant(capsys, arguments, meant):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and f"did you mean {meant}?" in error
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out.startswith(f"treeflash {tf.__version__} ")
+
+
+@pytest.fixture
+def heard(monkeypatch, tiny, trained):
+    """Prompts that reach `generate`, of the model that `heard.model` is."""
+    heard = SimpleNamespace(prompts=[], model=tiny)
+
+    def generate(self, prompts, **settings):
+        heard.prompts += prompts
+        return []
+
+    monkeypatch.setattr(tf.TreeFlash, "generate", generate)
+    monkeypatch.setattr(tf, "load", lambda **_: heard.model)
+    return heard
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "typed", "expected"),
+    [
+        ("Why is the sky blue", "", [user("Why is the sky blue")]),
+        ("Why is --nodes 8 the sky --seed 1 blue", "", [user("Why is the sky blue")]),
+        ("--nodes 8 hello --prompt-ids '3 4' --chat hi --prompt raw", "", [user("hello"), "raw", user("hi"), [3, 4]]),
+        ("", "piped text\n", [user("piped text")]),
+        ("-", "piped\n\n", [user("piped\n")]),
+        ("Sum up: -", "piped", [user("Sum up: piped")]),
+        ("--prompt-file -", "piped\n", ["piped"]),
+        ("--prompt raw", "not read", ["raw"]),
+    ],
+)
+def test_prompts_are_words_options_or_standard_input(heard, monkeypatch, arguments, typed, expected):
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    assert main(["generate", *shlex.split(arguments)]) == 0
+    assert heard.prompts == expected
+
+
+def test_words_are_taken_as_they_are_without_a_chat_template(heard, monkeypatch):
+    inner = copy.deepcopy(heard.model.tokenizer.inner)
+    inner.chat_template = None
+    heard.model = SimpleNamespace(tokenizer=Tokenizer(inner), generate=heard.model.generate)
+    assert main(["generate", "def", "add("]) == 0
+    assert heard.prompts == ["def add("]
+
+
+def test_a_prompt_file_is_text_as_it_is(heard, tmp_path, capsys):
+    file = tmp_path / "prompt.txt"
+    file.write_text("two\nlines é\n", encoding="utf-8")
+    assert main(["generate", "--prompt-file", str(file)]) == 0
+    assert heard.prompts == ["two\nlines é"]
+    assert main(["generate", "--prompt-file", str(tmp_path / "none.txt")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_unknown_options_end_with_one_line(capsys):

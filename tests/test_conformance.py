@@ -166,4 +166,4 @@ def test_generation(pair, method, ids, accept):
     )[0]
     assert prompt + result.ids == pair.expected[ids].ravel().tolist()
     rounds = len(result.ids) - 1  # the first token comes from the prefill
-    assert result.accept_lengths == (pair.expected[accept].tolist() if accept else [1] * rounds)
+    assert result.accepted_before_cut == (pair.expected[accept].tolist() if accept else [1] * rounds)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from conftest import random_pair
 
+from treeflash_jax import clock, generate, verifier
 from treeflash_jax import decode as core
-from treeflash_jax import generate, verifier
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.options import GenerateConfig, draft_temperature, rows_of
 from treeflash_jax.result import Result
@@ -38,8 +38,26 @@ def test_streaming_gives_the_same_answer(trained, greedy, rounds):
 def test_drafting_pays_and_statistics_add_up(greedy):
     assert greedy.tau > 3
     assert len(greedy.accept_lengths) < len(greedy.ids) / 3
-    assert 1 + sum(greedy.accept_lengths) >= len(greedy.ids) == 60
+    assert 1 + sum(greedy.accept_lengths) == len(greedy.ids) == 60
     assert greedy.finished == "length"
+
+
+def test_tau_counts_only_tokens_of_the_answer(trained, greedy):
+    """A limit or a stop id inside an accepted path: what was accepted beyond it is in `cut`, and in no statistic."""
+    last = max(range(len(greedy.accept_lengths)), key=greedy.accept_lengths.__getitem__)
+    before = 1 + sum(greedy.accept_lengths[:last])
+    assert greedy.accept_lengths[last] > 2
+    for ending in ({"max_new_tokens": before + 1}, {"max_new_tokens": 60, "stop_ids": [greedy.ids[before]]}):
+        result = trained.generate(PROMPT, **TREE | ending)[0]
+        count = len(result.ids)
+        assert count <= before + 1 and result.ids == greedy.ids[:count]
+        assert 1 + sum(result.accept_lengths) == count
+        assert result.tau == (count - 1) / len(result.accept_lengths)
+        assert result.accepted_before_cut == greedy.accepted_before_cut[: len(result.accept_lengths)]
+        assert result.cut == sum(result.accepted_before_cut) + 1 - count
+        *chunks, streamed = trained.stream(PROMPT, **TREE | ending)
+        assert (streamed.accept_lengths, streamed.cut) == (result.accept_lengths, result.cut)
+    assert trained.generate(PROMPT, max_new_tokens=before + 1, **TREE)[0].cut == greedy.accept_lengths[last] - 1 > 0
 
 
 def test_a_growing_cache_changes_nothing(trained, monkeypatch):
@@ -208,6 +226,24 @@ def test_bad_settings_are_refused_before_any_compute(trained, settings, words):
 def test_bad_prompts_are_refused(trained, prompts, words):
     with pytest.raises(ValueError, match=words):
         trained.generate(prompts)
+
+
+def test_after_a_warmup_nothing_compiles(monkeypatch, caplog):
+    monkeypatch.setattr(clock, "SILENT_SECONDS", 0.0)
+    model = random_pair()
+    settings = {"nodes": 4, "candidates": 4, "children": 4, "max_new_tokens": 20}
+    assert model.warmup(prompt_tokens=30, num_prompts=2, **settings) > 0
+    [note] = [record.message for record in caplog.records]
+    assert note.startswith("compiling, once for this batch size, length and tree")
+    programs = dict(model.programs)
+    assert {key[0] for key in programs} == {core.prefill, core.decode}
+    results = model.generate([PROMPT, [7, 8]], temperature=[0.0, 0.9], stop_ids=[1, 2], **settings)
+    assert model.programs == programs and [result.compile_seconds for result in results] == [0, 0]
+    assert model.warmup(prompt_tokens=30, num_prompts=2, **settings) == 0
+    for sizes, words in (({"prompt_tokens": 0}, "of 0 tokens"), ({"prompt_tokens": 5000}, "5000 prompt tokens")):
+        with pytest.raises(ValueError, match=words):
+            model.warmup(**sizes)
+    assert len(caplog.records) == 1
 
 
 def test_fifty_calls_of_one_bucket_compile_nothing(trained):

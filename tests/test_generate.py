@@ -43,7 +43,8 @@ def test_a_stop_string_ends_the_text_before_it(tiny, answer):
     assert stopped.finished == "stop"
     assert stopped.ids == answer.ids[: len(stopped.ids)]
     assert stop in tiny.tokenizer.decode(stopped.ids) and stop not in tiny.tokenizer.decode(stopped.ids[:-1])
-    assert stopped.accept_lengths == answer.accept_lengths[: len(stopped.accept_lengths)]
+    assert stopped.accepted_before_cut == answer.accept_lengths[: len(stopped.accept_lengths)]
+    assert 1 + sum(stopped.accept_lengths) == len(stopped.ids)
 
 
 @pytest.mark.parametrize("rounds", [1, 5])

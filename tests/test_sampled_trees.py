@@ -36,7 +36,7 @@ def test_greedy_answers_are_those_of_plain_decoding(model, settings):
     drafted = model.generate(PROMPTS, expected_lengths=True, **settings, **TREE)
     assert [result.ids for result in drafted] == [result.ids for result in plain]
     for result in drafted:  # without coins nothing is left to chance
-        np.testing.assert_allclose(result.expected_lengths, result.accept_lengths, atol=1e-5)
+        np.testing.assert_allclose(result.expected_lengths, result.accepted_before_cut, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:tau is")
@@ -160,6 +160,9 @@ def test_the_comparison_writes_numbers_and_a_picture_and_goes_on_after_a_stop(tm
     arguments = "--builders hybrid --rules traversal --heads mlp --nodes 6 --candidates 4 --children 4".split()
     arguments += "--temperature 1 --limit 3 --max-new-tokens 12 --resamples 50".split()
     assert comparison.main([*arguments, "--out", str(out), "--plot", str(picture)]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith("[1/2] best-first sample-and-match") and "[2/2] hybrid traversal" in printed.err
+    assert "T = 1, mlp head, 6 nodes" in printed.out and "hybrid" in printed.out and "1.00 [1.00, 1.00]" in printed.out
     again, partial, converse, asked = tmp_path / "again.json", tmp_path / "again.json.partial", run.converse, []
 
     def stops(model, batch, config, form):

@@ -16,3 +16,8 @@ from treeflash_jax.result import Chunk, Result
 __version__ = "0.1.0"
 
 __all__ = ["Chunk", "DrawnTree", "GenerateConfig", "Result", "TreeFlash", "load", "make_mesh"]
+
+
+def __dir__() -> list[str]:
+    """The public names, and none of the modules that they come from."""
+    return [*__all__, "__version__"]

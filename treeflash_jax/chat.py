@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 from rich.console import Console
 
 from treeflash_jax.generate import TreeFlash
-from treeflash_jax.options import GenerateConfig, resolve, rows_of
+from treeflash_jax.options import GenerateConfig, Settings, resolve, rows_of
 from treeflash_jax.result import Chunk, Result
 
 HELP = "/reset forgets the conversation, /tree draws the round that accepted most, /exit leaves"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def converse(model: TreeFlash, console: Console, **settings: Any) -> None:
+def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -> None:
     """Reads user turns until /exit or end of input.
 
     A turn that fails (say, a conversation longer than the context) is reported in one line and taken back; Ctrl-C ends the
@@ -58,7 +58,7 @@ def converse(model: TreeFlash, console: Console, **settings: Any) -> None:
                 messages.pop()
 
 
-def _checked(model: TreeFlash, settings: dict[str, Any]) -> GenerateConfig:
+def _checked(model: TreeFlash, settings: Settings) -> GenerateConfig:
     """The settings of all turns.
 
     Raises:

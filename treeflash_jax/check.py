@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from treeflash_jax import mesh as meshes
 from treeflash_jax import verifier as model_code
 from treeflash_jax.generate import TreeFlash
-from treeflash_jax.options import NO_DRAFTER, drafting, resolve, values
+from treeflash_jax.options import NO_DRAFTER, Settings, drafting, resolve, takes_settings, values
 from treeflash_jax.prompts import Prompt
 from treeflash_jax.result import Result
 
@@ -53,7 +53,8 @@ class Check:
     quantize: str | None = None
 
 
-def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[Check]:
+@takes_settings
+def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Unpack[Settings]) -> list[Check]:
     """Decodes every prompt with and without drafting and compares.
 
     Args:

@@ -5,25 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
+import jax
+
+from treeflash_jax import __version__
 from treeflash_jax import mesh as meshes
 from treeflash_jax.acceptance import RULES
+from treeflash_jax.arguments import Parser, add_prompts, ids_of, prompts_of, spoken
 from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.bench import calibrate, latency, memory, report, rules, run
 from treeflash_jax.builders import SAMPLED
-from treeflash_jax.pairs import DEFAULT, PAIRS
+from treeflash_jax.clock import slow
+from treeflash_jax.pairs import DEFAULT, NO_DRAFTER, PAIRS
 from treeflash_jax.quantized import SCHEMES
 
 BUILDERS = ("best-first", *SAMPLED)
 METHODS = ("tree", "walk", "chain", "ar")
 HEADS = ("mlp", "linear", "marginal")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, without the usage text."""
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,12 +38,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="treeflash", description="Lossless speculative decoding with draft trees.")
-    commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
+    parser = Parser(prog="treeflash", description="Lossless speculative decoding with draft trees.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__} (jax {jax.__version__})")
+    commands = parser.add_subparsers(required=True, metavar="command", parser_class=Parser)
 
     generate = commands.add_parser("generate", help="answer prompts", description="Answers prompts.")
     _add_model(generate)
-    _add_prompts(generate)
+    add_prompts(generate)
     _add_drafting(generate)
     output = _add_output(generate)
     output.add_argument("--samples", type=int, default=1, help="answers per prompt (default: %(default)s)")
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Decodes prompts with and without drafting. Exit status 1 where outputs differ beyond a near-tie.",
     )
     _add_model(check)
-    _add_prompts(check)
+    add_prompts(check)
     _add_drafting(check)
     _add_output(check)
     check.add_argument(
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     measure.set_defaults(run=_calibrate)
 
     bench = commands.add_parser("bench", help="measure systems side by side, and report")
-    suites = bench.add_subparsers(required=True, metavar="suite", parser_class=_Parser)
+    suites = bench.add_subparsers(required=True, metavar="suite", parser_class=Parser)
     run.add_arguments(suites.add_parser("run", help="systems side by side on the same prompts"))
     report.add_arguments(suites.add_parser("report", help="the tables of a results file"))
     latency.add_arguments(suites.add_parser("latency", help="device time of every stage of a round, beside its floor"))
@@ -136,13 +136,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="of weights, caches and activations")
     group.add_argument("--quantize", choices=SCHEMES, help="the verifier's matrices, as they are loaded")
     group.add_argument("--mesh", metavar="DxM", help="shard over D x M devices: rows over D, weights and vocabulary over M")
-
-
-def _add_prompts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("prompts (repeat an option for several)")
-    group.add_argument("--prompt", action="append", default=[], help="text, taken as it is")
-    group.add_argument("--chat", action="append", default=[], help="a user's message, put through the chat template")
-    group.add_argument("--prompt-ids", action="append", default=[], metavar="IDS", help='token ids, like "3 4 5"')
 
 
 def _add_drafting(parser: argparse.ArgumentParser) -> None:
@@ -187,15 +180,15 @@ def _add_output(parser: argparse.ArgumentParser) -> Any:
 def _load(arguments: argparse.Namespace) -> Any:
     """The pair that the options name."""
     if arguments.dtype == "float64":
-        import jax
-
         jax.config.update("jax_enable_x64", True)
     import treeflash_jax as tf
 
-    names = ("verifier", "drafter", "revision", "drafter_revision", "local_files_only")
-    paths = {name: getattr(arguments, name) for name in names} | {"budget": getattr(arguments, "budget", None)}
+    fields = ("verifier", "drafter", "revision", "drafter_revision", "local_files_only")
+    paths = {name: getattr(arguments, name) for name in fields} | {"budget": getattr(arguments, "budget", None)}
     sizes = {"dtype": arguments.dtype, "quantize": arguments.quantize, "mesh": _mesh(arguments.mesh)}
-    return tf.load(**paths, **sizes)
+    names = [name for name in (arguments.verifier, arguments.drafter) if name not in (None, NO_DRAFTER)]
+    with slow(f"loading {' and '.join(names)}"):
+        return tf.load(**paths, **sizes)
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -210,21 +203,13 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {
         field.name: getattr(arguments, field.name) for field in fields(GenerateConfig) if hasattr(arguments, field.name)
     }
-    return given | {"stop_ids": None if arguments.stop_ids is None else _ids(arguments.stop_ids, "--stop-ids")}
-
-
-def _prompts(arguments: argparse.Namespace) -> list[Any]:
-    prompts: list[Any] = list(arguments.prompt)
-    prompts += [[{"role": "user", "content": message}] for message in arguments.chat]
-    prompts += [_ids(text, "--prompt-ids") for text in arguments.prompt_ids]
-    if not prompts:
-        raise ValueError("got no prompt, expected --prompt, --chat or --prompt-ids")
-    return prompts
+    return given | {"stop_ids": None if arguments.stop_ids is None else ids_of(arguments.stop_ids, "--stop-ids")}
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    settings, prompts = _settings(arguments), _prompts(arguments)
-    for result in _load(arguments).generate(prompts, **settings):
+    settings, prompts = _settings(arguments), prompts_of(arguments)
+    model = _load(arguments)
+    for result in model.generate(spoken(model, prompts), **settings):
         if arguments.json:
             print(json.dumps(_record(result)))
             continue
@@ -252,9 +237,10 @@ def _check(arguments: argparse.Namespace) -> int:
 
     from treeflash_jax.check import check, meaning
 
-    settings, prompts = _settings(arguments), _prompts(arguments)
+    settings, prompts = _settings(arguments), prompts_of(arguments)
     excused = True
-    for index, case in enumerate(check(_load(arguments), prompts, **settings)):
+    model = _load(arguments)
+    for index, case in enumerate(check(model, spoken(model, prompts), **settings)):
         apart = case.divergence
         excused &= apart is None or apart.gap <= arguments.near_tie
         if arguments.json:
@@ -295,6 +281,7 @@ def _record(result: Any) -> dict[str, Any]:
         "ids": result.ids,
         "method": result.method,
         "accept_lengths": result.accept_lengths,
+        "cut": result.cut,
         "tau": result.tau,
         "tokens_per_second": result.tokens_per_second,
         "compile_seconds": result.compile_seconds,
@@ -309,13 +296,6 @@ def _mesh(text: str | None) -> Any:
     import treeflash_jax as tf
 
     return tf.make_mesh(*meshes.sizes_of(text))
-
-
-def _ids(text: str, option: str) -> list[int]:
-    try:
-        return [int(word) for word in text.replace(",", " ").split()]
-    except ValueError:
-        raise ValueError(f"got {option} {text!r}, expected whole numbers like '3 4 5'") from None
 
 
 def _demo(arguments: argparse.Namespace) -> int:

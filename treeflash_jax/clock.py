@@ -1,10 +1,27 @@
-"""Decoding seconds, with compilation counted apart."""
+"""Decoding seconds, with compilation counted apart; and one line about whatever takes longer than a second."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+
+logger = logging.getLogger("treeflash_jax")
+SILENT_SECONDS = 1.0
+
+
+@contextmanager
+def slow(text: str) -> Iterator[None]:
+    """Logs `text` if what this surrounds is not done after a second."""
+    timer = threading.Timer(SILENT_SECONDS, logger.warning, (text,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Clock:
@@ -12,6 +29,7 @@ class Clock:
 
     def __init__(self):
         self.seconds = self.compile_seconds = 0.0
+        self.said_so = False  # whether the first program that took long to compile was announced
         self.start()
 
     def start(self) -> None:
@@ -29,8 +47,17 @@ class Clock:
             self.start()
 
     @contextmanager
-    def compiling(self) -> Iterator[None]:
-        with self.paused():
+    def compiling(self, program: str, announcement: str) -> Iterator[None]:
+        """Counts the seconds inside as compilation.
+
+        Args:
+          program: that is compiled, for the log.
+          announcement: logged once where compilation takes longer than a second.
+        """
+        with self.paused(), nullcontext() if self.said_so else slow(announcement):
             since = time.perf_counter()
             yield
-            self.compile_seconds += time.perf_counter() - since
+            seconds = time.perf_counter() - since
+        self.compile_seconds += seconds
+        self.said_so |= seconds >= SILENT_SECONDS
+        logger.info("compiled %s in %.1f s", program, seconds)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 
 import numpy as np
 
@@ -29,22 +30,36 @@ class DrawnTree:
     bonus: str
 
     def __str__(self) -> str:
+        return "\n".join(f"{indent}{self._words(node)}" for node, indent in self._rows())
+
+    def _repr_html_(self) -> str:
+        """As notebooks show it: the same text, accepted nodes in green."""
+        rows = []
+        for node, indent in self._rows():
+            words = escape(self._words(node))
+            accepted = f'<b style="color: #1a7f37">{words}</b>'
+            rows.append(escape(indent) + (accepted if self.accepted[node] else words))
+        return '<pre style="line-height: 1.2">' + "\n".join(rows) + "</pre>"
+
+    def _rows(self) -> Iterator[tuple[int, str]]:
+        """Nodes from top to bottom, and the branches drawn before each."""
         children: dict[int, list[int]] = {}
         for node in range(1, len(self.labels)):
             children.setdefault(self.parents[node], []).append(node)
-        lines = [f"{self.labels[0]}   (anchor; {len(self.labels)} rows, accepted nodes marked ●, then {self.bonus})"]
 
-        def draw(node: int, indent: str) -> None:
-            below = children.get(node, [])
-            for i, child in enumerate(below):
-                last = i == len(below) - 1
-                mark = "●" if self.accepted[child] else " "
-                branch = "└─" if last else "├─"
-                lines.append(f"{indent}{branch}{mark} {self.labels[child]}  {self.probabilities[child]:.2f}")
-                draw(child, indent + ("   " if last else "│  "))
+        def below(node: int, indent: str) -> Iterator[tuple[int, str]]:
+            for child in children.get(node, []):
+                last = child == children[node][-1]
+                yield child, indent + ("└─" if last else "├─")
+                yield from below(child, indent + ("   " if last else "│  "))
 
-        draw(0, "")
-        return "\n".join(lines)
+        yield 0, ""
+        yield from below(0, "")
+
+    def _words(self, node: int) -> str:
+        if node == 0:
+            return f"{self.labels[0]}   (anchor; {len(self.labels)} rows, accepted nodes marked ●, then {self.bonus})"
+        return f"{'●' if self.accepted[node] else ' '} {self.labels[node]}  {self.probabilities[node]:.2f}"
 
 
 def drawn_tree(tree: DraftTree, following: Sequence[int], accepted: int, label: Callable[[int], str]) -> DrawnTree:

@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +35,13 @@ from treeflash_jax.options import (
     NO_DRAFTER,
     GenerateConfig,
     Row,
+    Settings,
     draft_temperature,
     drafting,
     method_of,
     resolve,
     rows_of,
+    takes_settings,
     with_builder,
 )
 from treeflash_jax.prompts import Prompt
@@ -92,13 +95,14 @@ class TreeFlash:
         """Scheme of the verifier's matrices."""
         return quantized.scheme_of(self.weights.verifier)
 
+    @takes_settings
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         config: GenerateConfig | None = None,
         *,
         indices: Sequence[int] | None = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> list[Result]:
         """Answers every prompt. Ctrl-C returns what there is so far, marked "interrupted".
 
@@ -197,8 +201,14 @@ class TreeFlash:
         for builder, members in builders.items():
             yield answers(members, replace(config, builder=builder))
 
+    @takes_settings
     def stream(
-        self, prompt: Prompt, config: GenerateConfig | None = None, *, rounds_per_dispatch: int = 4, **settings: Any
+        self,
+        prompt: Prompt,
+        config: GenerateConfig | None = None,
+        *,
+        rounds_per_dispatch: int = 4,
+        **settings: Unpack[Settings],
     ) -> Iterator[Chunk | Result]:
         """Yields Chunks of one answer as rounds finish, then its Result.
 
@@ -230,6 +240,56 @@ class TreeFlash:
             yield Chunk(ids=result.ids[sent:], text=text[len(shown) :], rounds=len(result.accept_lengths))
             sent, shown = len(result.ids), text
         yield result
+
+    @takes_settings
+    def warmup(
+        self,
+        prompt_tokens: int = 64,
+        num_prompts: int = 1,
+        config: GenerateConfig | None = None,
+        **settings: Unpack[Settings],
+    ) -> float:
+        """Compiles what a following `generate` or `stream` with the same settings will run, and decodes nothing.
+
+        Programs depend on how many prompts are decoded together, on the size of the caches (the longest prompt and
+        `max_new_tokens`, rounded up) and on the settings of drafting; prompts, filters and seeds change nothing, and
+        temperatures only where they choose the builder. Caches of answers beyond ROOM_AHEAD tokens grow, and compile again,
+        when answers get that long.
+
+        Example:
+          >>> model.warmup(prompt_tokens=200, max_new_tokens=256)
+          >>> result = model.generate(prompt, max_new_tokens=256)[0]  # result.compile_seconds is 0
+
+        Args:
+          prompt_tokens: length of the longest prompt to come.
+          num_prompts: how many of them the call will hold; 1 for `stream`.
+          config: settings of that call; keyword arguments override single ones.
+          **settings: fields of GenerateConfig.
+
+        Returns:
+          Seconds that compiling took; 0 where everything was compiled before.
+
+        Raises:
+          ValueError: settings or sizes that cannot be served.
+        """
+        config = self._config(config, settings)
+        if min(prompt_tokens, num_prompts) < 1:
+            raise ValueError(f"got {num_prompts} prompts of {prompt_tokens} tokens, expected at least 1 of each")
+        rows = rows_of([[0] * prompt_tokens] * num_prompts, config, self.verifier)
+        size = config.batch_size or min(8, len(rows))
+        self._check_memory(rows, size, config)
+        count = len(set(self.stop_ids if config.stop_ids is None else config.stop_ids))
+        vocabulary = self.verifier.vocab_size
+        config = replace(config, stop_ids=range(vocabulary, vocabulary + count), stop=())  # as many, but none is ever met
+        seconds = 0.0
+        for builder in dict.fromkeys(with_builder(config, self.drafter, row.temperature).builder for row in rows):
+            dispatches = self._run(rows[:size], size, replace(config, builder=builder), 0)
+            for _, clock, interrupted in islice(dispatches, 2):  # the prefill, and a dispatch of no rounds
+                compiling = clock.compile_seconds
+                if interrupted:
+                    raise KeyboardInterrupt
+            seconds += compiling
+        return seconds
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids of a prompt. Strings and chats need a tokenizer; strings are taken as they are, chats through the template.
@@ -312,7 +372,7 @@ class TreeFlash:
         )
         return self._place(budget.replace(times=None)).replace(times=budget.times)
 
-    def _config(self, config: GenerateConfig | None, settings: dict[str, Any]) -> GenerateConfig:
+    def _config(self, config: GenerateConfig | None, settings: Settings) -> GenerateConfig:
         is_default = (config or GenerateConfig()).method is None and settings.get("method") is None
         config = resolve(config, settings, self.verifier, self.drafter)
         if is_default and self.drafter is None and not self.noted_plain:
@@ -467,7 +527,7 @@ class TreeFlash:
         key = (function, tuple(static.items()), structure, shapes)
         with meshes.ambient(self.mesh):
             if key not in self.programs:
-                with clock.compiling():
+                with clock.compiling(function.__name__, _compile_note()):
                     self.programs[key] = function.lower(*args, **static).compile()
             return self.programs[key](*args)
 
@@ -495,6 +555,8 @@ class TreeFlash:
                 ids, text, finished = ids[: self._tokens_until(ids, config.stop)], text[: min(cuts)], "stop"
                 while accepted and 1 + sum(accepted[:-1]) >= len(ids):
                     accepted.pop()
+            cut = 1 + sum(accepted) - len(ids) if accepted else 0
+            kept = [*accepted[:-1], accepted[-1] - cut] if accepted else []
             nodes = None
             if config.nodes == "auto" and drafts:
                 nodes = [1] * len(accepted) if nodes_bs is None else nodes_bs[i, : len(accepted)].tolist()
@@ -504,7 +566,8 @@ class TreeFlash:
                     ids=ids,
                     text=text,
                     method=config.method,
-                    accept_lengths=accepted,
+                    accept_lengths=kept,
+                    cut=cut,
                     finished=finished,
                     seconds=clock.seconds,
                     compile_seconds=clock.compile_seconds,
@@ -553,6 +616,12 @@ def _row_keys(seed_b: jax.Array, index_b: jax.Array) -> jax.Array:
     return jax.vmap(lambda seed, index: jax.random.fold_in(jax.random.key(seed), index))(seed_b, index_b)
 
 
+def _compile_note() -> str:
+    folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+    kept = f"kept in {folder}" if folder else "kept until this process ends"
+    return f"compiling, once for this batch size, length and tree; programs are {kept}"
+
+
 def _uncertain(text: str, stops: Sequence[str]) -> int:
     """Characters at the end of a growing text that may still change: half a character, or the start of a stop string."""
     held = len(text) - len(text.rstrip("\ufffd"))
@@ -567,7 +636,7 @@ def _warn_if_wiring_looks_wrong(results: list[Result], plan: DecodePlan) -> None
     rounds = [
         length
         for result in results
-        for length, nodes in zip(result.accept_lengths, result.nodes or [2] * len(result.accept_lengths), strict=True)
+        for length, nodes in zip(result.accepted_before_cut, result.nodes or [2] * len(result.accept_lengths), strict=True)
         if nodes > 1
     ]
     if plan.drafts and plan.num_nodes > 1 and len(rounds) >= LOW_TAU_ROUNDS:

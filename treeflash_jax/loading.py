@@ -14,11 +14,13 @@ from treeflash_jax import calibration, hf, pairs, quantized
 from treeflash_jax.footprint import check_memory, footprint, memory_limit
 from treeflash_jax.generate import TreeFlash
 from treeflash_jax.state import Weights
+from treeflash_jax.suggest import suggesting
 from treeflash_jax.tokenizer import Tokenizer
 
 KEPT_SECONDS = 0.3  # programs that compiled faster are not kept
 
 
+@suggesting
 def load(
     name: str | None = None,
     *,

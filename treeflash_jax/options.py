@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, TypeVar
 
 import numpy as np
 
@@ -13,7 +14,9 @@ from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.builders import SAMPLED, TreeShape, law_of
 from treeflash_jax.config import DrafterConfig, HeadName, ModelConfig
 from treeflash_jax.state import BUILDER_OF_METHOD, Method
+from treeflash_jax.suggest import suggesting, suggestion
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
 # Named so that asking for them is an answer, not a silent difference.
 REFUSED = {
@@ -30,6 +33,10 @@ DRAFTING += "branches trunk skeleton leaves drafter_temperature".split()
 NO_DRAFTER = "no drafter is loaded"
 
 
+OF_LOAD = "verifier drafter dtype quantize mesh revision local_files_only budget".split()  # no settings of a call
+
+
+@suggesting
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """Settings of one call.
@@ -105,6 +112,55 @@ class GenerateConfig:
     expected_lengths: bool = False
 
 
+class Settings(TypedDict, total=False):
+    """The fields of GenerateConfig as keyword arguments, written out for editors and type checkers.
+
+    GenerateConfig says what they mean, checks them and has their defaults; a test keeps the two alike.
+    """
+
+    max_new_tokens: int
+    method: Method | None
+    nodes: int | Literal["auto"] | None
+    block_size: int | None
+    candidates: int
+    children: int
+    shortlist: int
+    head: HeadName | None
+    builder: str | None
+    acceptance: str | None
+    branches: int
+    trunk: int
+    skeleton: float
+    leaves: bool
+    temperature: float | Sequence[float]
+    top_k: int | Sequence[int]
+    top_p: float | Sequence[float]
+    drafter_temperature: float | None
+    seed: int | Sequence[int]
+    samples: int
+    stop_ids: Sequence[int] | None
+    stop: Sequence[str]
+    batch_size: int | None
+    attention: str | None
+    log_probs: bool
+    expected_lengths: bool
+
+
+def takes_settings(function: Function) -> Function:
+    """Shows the fields of GenerateConfig in the signature of a function that takes them as **settings.
+
+    `help` and the completion of notebooks read that signature; calls are not affected.
+    """
+    signature = inspect.signature(function)
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind != parameter.VAR_KEYWORD]
+    settings = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields(GenerateConfig)
+    ]
+    function.__signature__ = signature.replace(parameters=own + settings)
+    return function
+
+
 @dataclass(frozen=True)
 class Row:
     """One answer to be made: a prompt and its own sampling settings."""
@@ -122,19 +178,15 @@ class Row:
 
 
 def resolve(
-    config: GenerateConfig | None, settings: dict[str, Any], verifier: ModelConfig, drafter: DrafterConfig | None
+    config: GenerateConfig | None, settings: Settings, verifier: ModelConfig, drafter: DrafterConfig | None
 ) -> GenerateConfig:
     """`config` with single settings replaced, checked against the loaded pair.
 
     Raises:
       ValueError: a setting that is unknown, refused by name, or out of range.
     """
-    known = [field.name for field in fields(GenerateConfig)]
     for name in settings:
-        if name in REFUSED:
-            raise ValueError(f"{name} is not supported: {REFUSED[name]}")
-        if name not in known:
-            raise ValueError(f"got unknown setting {name!r}, expected one of {', '.join(known)}")
+        _check_name(name)
     config = replace(config or GenerateConfig(), **settings)
     if config.method is None and drafter is None:
         _refuse_drafting(config)
@@ -195,6 +247,19 @@ def resolve(
         expect(0 <= value < vocabulary, "stop id", value, f"0 to {vocabulary - 1}")
     expect(all(config.stop), "stop", list(config.stop), "strings that are not empty")
     return config
+
+
+def _check_name(name: str) -> None:
+    known = [field.name for field in fields(GenerateConfig)]
+    if name in REFUSED:
+        raise ValueError(f"{name} is not supported: {REFUSED[name]}")
+    if name in known:
+        return
+    meant = name if name in OF_LOAD else suggestion(name, [*known, *OF_LOAD])
+    if meant in OF_LOAD:
+        raise ValueError(f"got unknown setting {name!r}; {meant} is an argument of tf.load")
+    hint = f"; did you mean {meant}?" if meant else f", expected one of {', '.join(known)}"
+    raise ValueError(f"got unknown setting {name!r}{hint}")
 
 
 def method_of(config: GenerateConfig, drafter: DrafterConfig | None) -> Method:

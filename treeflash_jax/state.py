@@ -127,7 +127,7 @@ class DecodeState:
       cache: the verifier's.
       drafter: the drafter's state; None for plain decoding.
       rounds_b: rounds each row took part in.
-      accepted_bs: tokens committed per round, bonus included, before any cut at a stop id or limit.
+      accepted_bs: tokens accepted per round, bonus included, before any cut at a stop id or limit.
       log_probs_bs: the verifier's log-probability (temperature 1, no filters) of each token; None unless planned.
       expected_bs: tokens each round was expected to commit, given its tree; None unless planned.
       sampling: per-row settings.

@@ -6,12 +6,14 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
+from treeflash_jax.arguments import Parser
+
 
 def standalone(
     doc: str | None, add_arguments: Callable[[argparse.ArgumentParser], None], argv: Sequence[str] | None
 ) -> int:
     """Runs one suite as a program of its own; bad input ends with one line on stderr and status 2."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     try:

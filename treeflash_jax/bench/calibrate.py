@@ -33,6 +33,7 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax.attention import IMPLEMENTATIONS, positions_read
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench.floors import Work
+from treeflash_jax.bench.progress import Progress
 from treeflash_jax.bench.prompts import BUNDLED, FORMATS, draw, empty_chat, read_prompts
 from treeflash_jax.bench.run import add_shortlist
 from treeflash_jax.bench.stages import ROUNDS, TREE, Bench, divide, slots_for
@@ -106,14 +107,14 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
     if out.exists():
         calibration.read(out)
 
-    tau, reliability = zip(*(accept(model, config, chats, t, lists["nodes"]) for t in lists["temperature"]), strict=True)
-    for t, row, scale in zip(lists["temperature"], tau, reliability, strict=True):
-        shown = ", ".join(f"{n}: {value:.2f}" for n, value in zip(lists["nodes"], row, strict=True))
-        print(f"T {t:g}: tau by nodes {shown}; {scale:.2f} of the drafted tokens came true", flush=True)
     at = {positions_read(plan.attention, slots_for(context, [plan])[1], context): context for context in lists["context"]}
     positions = sorted(at)  # of contexts that read the same, the longest
-    cells = {(batch, size): time(model, plan, lists["nodes"], batch, at[size], arguments.repeats)
-             for batch in lists["batch"] for size in positions}  # fmt: skip
+    with Progress(len(lists["temperature"]) + 2 * len(lists["batch"]) * len(positions)) as progress:
+        tau, reliability = zip(
+            *(accept(model, config, chats, t, lists["nodes"], progress) for t in lists["temperature"]), strict=True
+        )
+        cells = {(batch, size): time(model, plan, lists["nodes"], batch, at[size], arguments.repeats, progress)
+                 for batch in lists["batch"] for size in positions}  # fmt: skip
 
     def table(part: int) -> list[list[Any]]:
         return [[cells[batch, size][part] for size in positions] for batch in lists["batch"]]
@@ -162,13 +163,23 @@ def _round(weights, state: DecodeState, plan: DecodePlan):
 
 
 def accept(
-    model: tf.TreeFlash, config: GenerateConfig, chats: Sequence[list[int]], temperature: float, nodes: Sequence[int]
+    model: tf.TreeFlash,
+    config: GenerateConfig,
+    chats: Sequence[list[int]],
+    temperature: float,
+    nodes: Sequence[int],
+    progress: Progress,
 ) -> tuple[list[float], float]:
-    """Tokens a round commits by nodes, bonus included, and those below the root over what the draft expected of them."""
+    """Tokens a round commits by nodes, bonus included, and those below the root over what the draft expected of them.
+
+    Prints them.
+    """
+    progress.step(f"answering {len(chats)} prompts at T {temperature:g}")
     config, plan = replace(config, temperature=temperature), model.plan(config)
     kept, expected = np.zeros(len(nodes)), np.zeros(len(nodes))
     count = 0
     for first in range(0, len(chats), ROWS):
+        progress.detail(f"{first} of them done")
         rows = rows_of(chats[first : first + ROWS], config, model.verifier)
         size = max(row.length for row in rows) + config.max_new_tokens + plan.path_rows + 1
         inputs = model._inputs(rows, ROWS, capacity_bucket(size), config)
@@ -183,16 +194,27 @@ def accept(
                     count += 1
                     kept += [np.sum(path_p[:length] < n) for n in nodes]
                     expected += np.cumsum(np.exp(log_prob_n))[np.array(nodes) - 1]
-    reliability = float(np.sum(kept - count) / np.sum(expected - count))
-    return (kept / max(count, 1)).tolist(), min(max(reliability, 0.1), 10.0)
+    reliability = min(max(float(np.sum(kept - count) / np.sum(expected - count)), 0.1), 10.0)
+    tau = (kept / max(count, 1)).tolist()
+    shown = ", ".join(f"{n}: {value:.2f}" for n, value in zip(nodes, tau, strict=True))
+    print(f"T {temperature:g}: tau by nodes {shown}; {reliability:.2f} of the drafted tokens came true", flush=True)
+    return tau, reliability
 
 
 def time(
-    model: tf.TreeFlash, plan: DecodePlan, nodes: Sequence[int], batch: int, context: int, repeats: int
+    model: tf.TreeFlash,
+    plan: DecodePlan,
+    nodes: Sequence[int],
+    batch: int,
+    context: int,
+    repeats: int,
+    progress: Progress,
 ) -> tuple[list[float], list[float], float]:
     """Median seconds of rounds by nodes, of building their trees, and of a one-token round."""
     plans = [replace(plan, num_nodes=nodes[-1], buckets=(n,)) for n in nodes]
-    bench = Rounds(model, plans, batch=batch, context=context)
+    progress.step(f"compiling rounds at batch {batch}, context {context}")
+    bench = Rounds(model, plans, batch=batch, context=context, tell=progress.detail)
+    progress.step(f"timing them at batch {batch}, context {context}")
     bench.sample(repeats)
     median = {(timed.stage, timed.nodes): float(np.median(timed.seconds)) for timed in bench.timed}
     return [median["round", n] for n in nodes], [median["tree", n] for n in nodes], median["step", None]

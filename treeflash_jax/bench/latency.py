@@ -31,6 +31,7 @@ from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.bench import run as side_by_side
 from treeflash_jax.bench import shapes, standalone, timings
 from treeflash_jax.bench.floors import measure_ceilings
+from treeflash_jax.bench.progress import Progress
 from treeflash_jax.bench.stages import Bench, slots_for
 from treeflash_jax.builders import SAMPLED
 from treeflash_jax.config import DrafterConfig, ModelConfig
@@ -109,22 +110,29 @@ def run(arguments: argparse.Namespace) -> int:
     _check_outputs(arguments)
 
     dtype = jnp.dtype(arguments.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-    ceilings = measure_ceilings(dtype)
-    model = pair.load(dtype=dtype, mesh=mesh, quantize=arguments.quantize)
-    for batch, context in product(dict.fromkeys(arguments.batch), dict.fromkeys(arguments.context)):
-        bench = Bench(model, plans, batch=batch, context=context, temperature=arguments.temperature)
-        rows = bench.measure(ceilings, arguments.repeats)
-        settings = settings_of(pair, plans, dtype, mesh, batch, context, arguments.temperature)
-        settings |= {"quantize": arguments.quantize} if arguments.quantize else {}  # absent from older files
-        result = timings.result_of(settings, side_by_side.environment(model), ceilings, rows, bench.compile_seconds)
-        print("\n".join(timings.lines(result)), flush=True)
-        results = timings.merge(results, result)
-        if arguments.out:
-            text = json.dumps({"schema": timings.SCHEMA, "results": results}, indent=1)
-            Path(arguments.out).write_text(text + "\n", encoding="utf-8")
-        if arguments.profile:
-            bench.trace(str(Path(arguments.profile) / f"batch-{batch}-context-{context}"))
-        del bench
+    cells = list(product(dict.fromkeys(arguments.batch), dict.fromkeys(arguments.context)))
+    with Progress(2 + 2 * len(cells)) as progress:
+        progress.step("measuring the machine's copy and matmul rates")
+        ceilings = measure_ceilings(dtype)
+        progress.step(f"{'loading' if pair.weights == 'real' else 'drawing'} the weights of {pair.name}")
+        model = pair.load(dtype=dtype, mesh=mesh, quantize=arguments.quantize)
+        for batch, context in cells:
+            sizes = {"batch": batch, "context": context}
+            progress.step(f"compiling the stages at batch {batch}, context {context}")
+            bench = Bench(model, plans, temperature=arguments.temperature, tell=progress.detail, **sizes)
+            progress.step(f"timing them at batch {batch}, context {context}")
+            rows = bench.measure(ceilings, arguments.repeats)
+            settings = settings_of(pair, plans, dtype, mesh, batch, context, arguments.temperature)
+            settings |= {"quantize": arguments.quantize} if arguments.quantize else {}  # absent from older files
+            result = timings.result_of(settings, side_by_side.environment(model), ceilings, rows, bench.compile_seconds)
+            print("\n".join(timings.lines(result)), flush=True)
+            results = timings.merge(results, result)
+            if arguments.out:
+                text = json.dumps({"schema": timings.SCHEMA, "results": results}, indent=1)
+                Path(arguments.out).write_text(text + "\n", encoding="utf-8")
+            if arguments.profile:
+                bench.trace(str(Path(arguments.profile) / f"batch-{batch}-context-{context}"))
+            del bench
     if arguments.plot:
         timings.plot([other for other in results if timings.of_one_sweep(other, result)], arguments.plot)
     return 0

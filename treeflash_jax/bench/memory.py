@@ -34,7 +34,9 @@ from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench import programs, run, shapes
 from treeflash_jax.bench.programs import Collective
+from treeflash_jax.bench.progress import Progress, Tell, nobody
 from treeflash_jax.builders import SAMPLED
+from treeflash_jax.clock import slow
 from treeflash_jax.config import DrafterConfig, ModelConfig, read_json
 from treeflash_jax.decode import DecodePlan, Sampling, Weights
 from treeflash_jax.footprint import GPU_MEMORY, TPU_MEMORY, Footprint, footprint, in_units, memory_limit
@@ -136,9 +138,16 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def compile_programs(
-    plan: DecodePlan, mesh: Any, batch: int, capacity: int, dtype: Any, quantize: str | None = None
+    plan: DecodePlan, mesh: Any, batch: int, capacity: int, dtype: Any, quantize: str | None = None, tell: Tell = nobody
 ) -> tuple[Any, Any]:
     """The shipped prefill and decode programs of a plan, compiled for the mesh's devices from shapes alone.
+
+    Args:
+      plan: what is decoded.
+      mesh: of the devices.
+      batch, capacity, dtype: of the caches.
+      quantize: scheme of the verifier's matrices.
+      tell: hears which program is compiled.
 
     Raises:
       ValueError: the compiler finds no room for them.
@@ -167,6 +176,7 @@ def compile_programs(
     prompts = weights, rows((batch, capacity), jnp.int32), rows((batch,), jnp.int32), sampling
     try:
         with meshes.ambient(mesh):
+            tell("compiling the prefill")
             lowered = core.prefill.lower(*prompts, plan=plan.for_prefill())
             prefill = lowered.compile()
             state = jax.tree.map(
@@ -174,6 +184,7 @@ def compile_programs(
                 lowered.out_info,
                 prefill.output_shardings,
             )
+            tell("compiling the rounds")
             decode = core.decode.lower(weights, state, jax.ShapeDtypeStruct((), jnp.int32), plan=plan).compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -212,7 +223,8 @@ def lines(key: str, result: dict[str, Any]) -> list[str]:
 def _compiled(result: dict[str, Any], plan: DecodePlan, mesh: Any, dtype: Any, needs: Footprint) -> dict[str, Any]:
     """`result` with what the compiled programs add to it."""
     batch, capacity = result["batch"], result["context"]
-    prefill, decode = compile_programs(plan, mesh, batch, capacity, dtype, result["quantize"])
+    with Progress(2) as progress:
+        prefill, decode = compile_programs(plan, mesh, batch, capacity, dtype, result["quantize"], progress.step)
     ahead, round_ = prefill.memory_analysis(), decode.memory_analysis()
     held = round_.argument_size_in_bytes + round_.output_size_in_bytes - round_.alias_size_in_bytes
     resident = max(held, needs.total)
@@ -265,7 +277,8 @@ def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, str]:
         count = math.prod(map(int, (dims or "1").split("x"))) if topology else jax.device_count()
         mesh = jax.sharding.AbstractMesh(meshes.sizes_of(arguments.mesh or f"1x{count}"), ("data", "model"))
         return mesh, limit or memory_limit(), topology or jax.devices()[0].device_kind
-    devices = programs.topology_devices(topology) if topology else jax.devices()
+    with slow(f"starting the compiler for {topology}"):
+        devices = programs.topology_devices(topology) if topology else jax.devices()
     mesh = meshes.make_mesh(*meshes.sizes_of(arguments.mesh or f"1x{len(devices)}"), devices)
     if not topology:
         return mesh, memory_limit(mesh), devices[0].device_kind

@@ -2,8 +2,9 @@
 
     python -m treeflash_jax.bench.report results.jsonl [--against marginal] [--json]
 
-Estimators. tau pooled: all committed tokens over all rounds. tau per response: the mean of every response's own tau (a turn
-is a response; those without a round are left out). tokens/s: all tokens over all seconds, prefill included. speedup:
+Estimators. tau pooled: all tokens that rounds added to answers over all rounds (in records of schema 1 the last round of an
+answer counts in full, also where a stop or the limit cut it). tau per response: the mean of every response's own tau (a
+turn is a response; those without a round are left out). tokens/s: all tokens over all seconds, prefill included. speedup:
 tokens/s over that of the one-token system, and tau ratio: pooled tau over that of a named system, both over the answers
 that the two have in common at one temperature: same prompt, same seed, same run. Intervals are 95 % percentile bootstraps
 over prompts; both systems, and all seeds of a prompt, are drawn together.
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +31,8 @@ from treeflash_jax.bench import standalone
 Record = dict[str, Any]
 Answers = dict[tuple[str, int], Record]  # one system's records at one temperature, by (prompt, seed)
 
-SCHEMA = 1
+SCHEMA = 2
+SCHEMAS = 1, 2  # 1 counts the last round of an answer in full, also where a stop or the limit cut it
 KEYS = (
     "prompt_id prompt_hash system settings rounds committed accept_lengths accepted_by_depth ids tokens seconds "
     "compile_seconds finished thinking versions hardware"
@@ -110,7 +113,7 @@ def read_records(path: str | Path) -> tuple[list[Record], int]:
     firsts: dict[str, Record] = {}
     for number, record in objects:
         at = f"{path}:{number}"
-        if record.get("schema") != SCHEMA:
+        if record.get("schema") not in SCHEMAS:
             raise ValueError(f"{at}: got schema {record.get('schema')!r}, expected {SCHEMA}; write to another file")
         settings = record.get("settings", {})
         missing = [key for key in KEYS if key not in record]
@@ -135,6 +138,8 @@ def key_of(record: Record) -> tuple[str, str, float, int]:
 
 def difference(record: Record, other: Record) -> str | None:
     """The first thing that keeps two records from belonging to one run, in words; None where they do."""
+    if record["schema"] != other["schema"]:
+        return f"got schema {record['schema']}, but {other['schema']}"
     names = [*SHARED, QUANTIZE] + (OWN + SAMPLED if record["system"] == other["system"] else [])
     for part in ("settings", "versions", "hardware"):
         ours, theirs = record[part], other[part]
@@ -156,8 +161,8 @@ def summarise(
       source: named in errors.
 
     Returns:
-      {"settings", "versions", "hardware", "rows"}: a row per temperature and system. Ratios are {"value", "low", "high",
-      "answers"} or None where the other system is missing.
+      {"schema", "settings", "versions", "hardware", "rows"}: a row per temperature and system. Ratios are {"value", "low",
+      "high", "answers"} or None where the other system is missing.
 
     Raises:
       ValueError: no records, or an unknown system.
@@ -180,7 +185,13 @@ def summarise(
             rows.append(row | _row(name, systems, against or "marginal", resamples))
     first = records[0]
     shared = {name: first["settings"].get(name) for name in (*SHARED, QUANTIZE)}
-    return {"settings": shared, "versions": first["versions"], "hardware": first["hardware"], "rows": rows}
+    return {
+        "schema": first["schema"],
+        "settings": shared,
+        "versions": first["versions"],
+        "hardware": first["hardware"],
+        "rows": rows,
+    }
 
 
 def _row(name: str, systems: dict[str, Answers], against: str, resamples: int) -> dict[str, Any]:
@@ -246,57 +257,70 @@ def _ratio(sums: np.ndarray) -> np.ndarray:
     return (sums[0] / sums[1]) / (sums[2] / sums[3])
 
 
-def show(summary: dict[str, Any]) -> None:
-    """Prints the summary as tables."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+def show(summary: dict[str, Any], console: Console | None = None) -> None:
+    """Prints the summary as tables that fit 80 columns."""
+    console = console or table_console()
     settings, hardware, versions = summary["settings"], summary["hardware"], summary["versions"]
-    table = Table(title=f"{settings['verifier']}, {settings['format']} prompts, batch {settings['batch_size']}")
-    columns = ("T", "system", "responses", "tau", "per response", "tokens/s", "speedup", "tau ratio", "identical")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "system" else "right")
+    title = f"{settings['verifier']}, {settings['format']} prompts, batch {settings['batch_size']}"
+    tokens = table(
+        f"{title}: tokens per round", ["T", "*system", "responses", "tau", "per\nresponse", "tau ratio", "*over"]
+    )
+    speed = table(f"{title}: speed", ["T", "*system", "tokens/s", "speedup", "identical"])
     for row in summary["rows"]:
-        ratio = row["tau_ratio"]
-        table.add_row(
-            f"{row['temperature']:g}",
-            row["system"],
-            str(row["responses"]),
-            _number(row["tau"]),
-            _number(row["tau_per_response"]),
-            f"{row['tokens_per_second']:.0f}",
-            _interval(row["speedup"]),
-            f"{_interval(ratio)} / {row['against']}" if ratio else "-",
-            f"{row['identical']} of {row['speedup']['answers']}" if row["speedup"] else "-",
-        )
-    console.print(table)
+        key = f"{row['temperature']:g}", row["system"]
+        ratio, numbers = row["tau_ratio"], (row["tau"], row["tau_per_response"])
+        over = row["against"] if ratio else "-"
+        tokens.add_row(*key, str(row["responses"]), *map(_number, numbers), interval(ratio), over)
+        same = f"{row['identical']} of {row['speedup']['answers']}" if row["speedup"] else "-"
+        speed.add_row(*key, f"{row['tokens_per_second']:.0f}", interval(row["speedup"]), same)
+    console.print(tokens, speed)
     depth = max(len(row["acceptance_by_depth"]) for row in summary["rows"])
     if depth:
-        table = Table(title="share of rounds that accept at least so many draft tokens")
-        for column in ("T", "system", *map(str, range(1, depth + 1))):
-            table.add_column(column, justify="left" if column == "system" else "right")
+        depths = map(str, range(1, depth + 1))
+        shares = table("% of rounds that accept at least so many draft tokens", ["T", "*system", *depths])
         for row in summary["rows"]:
-            if row["acceptance_by_depth"]:
-                shares = row["acceptance_by_depth"] + [0.0] * (depth - len(row["acceptance_by_depth"]))
-                table.add_row(f"{row['temperature']:g}", row["system"], *(f"{share:.2f}" for share in shares))
-        console.print(table)
+            if found := row["acceptance_by_depth"]:
+                percent = [f"{100 * share:.0f}" for share in found + [0.0] * (depth - len(found))]
+                shares.add_row(f"{row['temperature']:g}", row["system"], *percent)
+        console.print(shares)
     console.print(
         f"{hardware['device']} ({hardware['backend']}, {hardware['cores']} cores), {settings['dtype']}, "
         + (f"{settings[QUANTIZE]} verifier, " if settings[QUANTIZE] else "")
         + f"at most {settings['max_new_tokens']} new tokens, top-k {settings['top_k']}, top-p {settings['top_p']:g}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + ". tau: tokens committed per round, bonus included; brackets: 95 % paired bootstrap over prompts; "
+        + ". tau: tokens that a round adds to its answer, bonus included"
+        + (" (last rounds in full, even where they were cut)" if summary["schema"] == 1 else "")
+        + "; brackets: 95 % paired bootstrap over prompts; "
         "identical: answers equal to one-token decoding."
     )
+
+
+def table_console() -> Console:
+    """Where tables go: the terminal at its own width, or a file."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+
+
+def table(title: str, columns: Sequence[str]) -> Table:
+    """An empty table. Numbers keep their width; columns marked with * hold names, which fold where space is short."""
+    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for column in columns:
+        if column.startswith("*"):
+            made.add_column(column[1:], overflow="fold")
+        else:
+            made.add_column(column, justify="right", no_wrap=True)
+    return made
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _interval(ratio: dict[str, Any] | None) -> str:
+def interval(ratio: dict[str, Any] | None) -> str:
+    """A ratio and, in brackets, its interval; "-" for none."""
     if ratio is None:
         return "-"
-    interval = "" if ratio["low"] is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
-    return f"{ratio['value']:.2f}{interval}"
+    brackets = "" if ratio["low"] is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+    return f"{ratio['value']:.2f}{brackets}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,7 +5,8 @@
 
 For every temperature, number of rows and head: block efficiency (tokens committed per round, bonus included), its interval,
 its ratio over the deterministic tree of as many rows, and the block efficiency expected from the rules' `weights` in the
-same rounds, which has no coin noise. Intervals are those of `bench report`: 95 % paired bootstraps over prompts.
+same rounds, which has no coin noise. Both count an answer's last round in full, also where a stop or the limit cut it: what
+is expected of a round knows no cut. Intervals are those of `bench report`: 95 % paired bootstraps over prompts.
 
 What is measured goes to OUT.partial at once, and a run that was interrupted goes on from there.
 """
@@ -21,13 +22,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jax
+from rich.console import Console
 
 import treeflash_jax as tf
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.bench import report, run, standalone
+from treeflash_jax.bench.progress import Progress, Tell
 from treeflash_jax.bench.prompts import BenchPrompt, draw, read_prompts
 from treeflash_jax.bench.report import RESAMPLES, paired_ratio
 from treeflash_jax.builders import SAMPLED, law_of
+from treeflash_jax.clock import slow
 from treeflash_jax.options import drafting, resolve
 
 BASELINE = "best-first", "sample-and-match"
@@ -72,7 +76,8 @@ def compare(arguments: argparse.Namespace) -> int:
         jax.config.update("jax_enable_x64", True)
     verifier, drafter = arguments.pair or (None, None)
     name, sizes = None if arguments.pair else "tiny", {"dtype": arguments.dtype, "quantize": arguments.quantize}
-    model = tf.load(name, verifier=verifier, drafter=drafter, **sizes)
+    with slow(f"loading {' and '.join(arguments.pair or ['the shipped pair'])}"):
+        model = tf.load(name, verifier=verifier, drafter=drafter, **sizes)
     names = "candidates children drafter_temperature branches trunk skeleton leaves max_new_tokens batch_size".split()
     shared = {name: getattr(arguments, name) for name in names}
     heads = arguments.heads or list(dict.fromkeys(("marginal", model.drafter.head)))
@@ -108,6 +113,7 @@ def compare(arguments: argparse.Namespace) -> int:
     result = about | {"rows": rows_of(answers, arguments.resamples)}
     Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     partial.unlink()
+    show(result)
     if arguments.plot:
         plot(result, arguments.plot)
     return 0
@@ -156,28 +162,30 @@ def measure(
 ) -> list[tuple[tf.GenerateConfig, report.Answers]]:
     """Answers of every system at every temperature: committed tokens, expected ones and rounds by (prompt, seed)."""
     measured = []
-    for config in bench.systems.values():
-        for temperature in bench.temperatures:
-            name = f"{_name(config)}, T = {temperature:g}"
-            if name not in earlier:
-                earlier[name] = _answers(model, bench, replace(config, temperature=temperature))
-                line = {"system": name, "answers": [[*key, counts] for key, counts in earlier[name].items()]}
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-            measured.append((replace(config, temperature=temperature), earlier[name]))
-            print(f"{len(measured)}/{len(bench.systems) * len(bench.temperatures)} {name}", file=sys.stderr)
+    with Progress(len(bench.systems) * len(bench.temperatures)) as progress:
+        for config in bench.systems.values():
+            for temperature in bench.temperatures:
+                name = f"{_name(config)}, T = {temperature:g}"
+                progress.step(name if name not in earlier else f"{name}: measured before")
+                if name not in earlier:
+                    earlier[name] = _answers(model, bench, replace(config, temperature=temperature), progress.detail)
+                    line = {"system": name, "answers": [[*key, counts] for key, counts in earlier[name].items()]}
+                    file.write(json.dumps(line) + "\n")
+                    file.flush()
+                measured.append((replace(config, temperature=temperature), earlier[name]))
     return measured
 
 
-def _answers(model: tf.TreeFlash, bench: run.Bench, config: tf.GenerateConfig) -> report.Answers:
+def _answers(model: tf.TreeFlash, bench: run.Bench, config: tf.GenerateConfig, tell: Tell) -> report.Answers:
     answers: report.Answers = {}
     for seed in bench.seeds:
         asked = replace(config, seed=seed)
         for at in range(0, len(bench.prompts), config.batch_size):
+            tell(f"{len(answers)} of {len(bench.prompts) * len(bench.seeds)} answers")
             batch: list[BenchPrompt] = bench.prompts[at : at + config.batch_size]
             for prompt, results in zip(batch, run.converse(model, batch, asked, bench.format), strict=True):
                 answers[prompt.id, seed] = {
-                    "committed": sum(sum(result.accept_lengths) for result in results),
+                    "committed": sum(sum(result.accepted_before_cut) for result in results),
                     "expected": float(sum(sum(result.expected_lengths) for result in results)),
                     "rounds": sum(len(result.accept_lengths) for result in results),
                 }
@@ -200,6 +208,26 @@ def rows_of(measured: Sequence[tuple[tf.GenerateConfig, report.Answers]], resamp
             row[f"{name}_ratio"] = paired_ratio(answers, beside, top, "rounds", resamples)
         rows.append(row | {"rounds": sum(answer["rounds"] for answer in answers.values())})
     return rows
+
+
+def show(result: dict[str, Any], console: Console | None = None) -> None:
+    """Prints the comparison: a table per temperature, head and number of nodes, of 80 columns."""
+    console = console or report.table_console()
+    places: dict[str, list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        place = f"T = {row['temperature']:g}, {row['head']} head, {row['nodes']} nodes"
+        places.setdefault(place, []).append(row)
+    for place, rows in places.items():
+        table = report.table(place, ["*builder", "*acceptance", "tau", "ratio", "expected ratio"])
+        for row in rows:
+            ratios = report.interval(row["tau_ratio"]), report.interval(row["expected_tau_ratio"])
+            table.add_row(row["builder"], row["acceptance"], f"{row['tau']['value']:.2f}" if row["tau"] else "-", *ratios)
+        console.print(table)
+    console.print(
+        f"{result['settings']['prompts']} prompts; tau: tokens per round, bonus included; ratios over "
+        f"{' with '.join(BASELINE)} of as many nodes, expected ones without the noise of coins; brackets: 95 % paired "
+        "bootstrap over prompts."
+    )
 
 
 def plot(result: dict[str, Any], path: str | Path) -> None:

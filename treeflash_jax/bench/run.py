@@ -252,7 +252,7 @@ def check(model: tf.TreeFlash, bench: Bench, earlier: Sequence[Record], path: st
         resolve(config, {"temperature": bench.temperatures, "seed": bench.seeds}, model.verifier, model.drafter)
         if config.method == "tree" and config.head is None and model.drafter.head == "marginal":
             raise ValueError(f"got system {name!r}, expected 'marginal' trees alone: this drafter has no head")
-        ours = {"system": name, "settings": settings_of(model, bench, config), **environment(model)}
+        ours = {"schema": SCHEMA, "system": name, "settings": settings_of(model, bench, config), **environment(model)}
         for record in earlier:
             if change := report.difference(ours, record):
                 raise ValueError(f"{path}: {change} in the file; write to another file")
@@ -337,7 +337,8 @@ def record_of(
 ) -> Record:
     """One line of the results: what was asked, under which settings, what came out. Lists of lists are by turn.
 
-    `committed` and `accept_lengths` count the last round in full; `tokens` is what was kept, the prefill's token included.
+    `accept_lengths` and their sum `committed` count what rounds added to the answers, and `cut` what the last round of each
+    turn accepted beyond its end; `tokens` includes the token of every turn's prefill.
     `accepted_by_depth[i]` counts the rounds that accepted more than i draft tokens.
     """
     lengths = [length for result in results for length in result.accept_lengths]
@@ -350,6 +351,7 @@ def record_of(
         "rounds": len(lengths),
         "committed": sum(lengths),
         "accept_lengths": [result.accept_lengths for result in results],
+        "cut": [result.cut for result in results],
         "accepted_by_depth": [sum(length > depth for length in lengths) for depth in range(1, max(lengths, default=1))],
         "ids": [result.ids for result in results],
         "nodes": [result.nodes for result in results],

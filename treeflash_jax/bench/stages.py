@@ -30,6 +30,7 @@ from treeflash_jax import decode as core
 from treeflash_jax import mesh as meshes
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench.floors import Ceilings, Work, stage_work
+from treeflash_jax.bench.progress import Tell, nobody
 from treeflash_jax.decode import DecodePlan, DecodeState
 from treeflash_jax.generate import TreeFlash
 from treeflash_jax.options import GenerateConfig, rows_of
@@ -152,7 +153,14 @@ class Bench:
     """
 
     def __init__(
-        self, model: TreeFlash, plans: Sequence[DecodePlan], *, batch: int, context: int, temperature: float = 0.0
+        self,
+        model: TreeFlash,
+        plans: Sequence[DecodePlan],
+        *,
+        batch: int,
+        context: int,
+        temperature: float = 0.0,
+        tell: Tell = nobody,
     ):
         """Compiles and runs everything once.
 
@@ -162,13 +170,15 @@ class Bench:
           batch: rows decoded together, a multiple of the mesh's data axis.
           context: tokens that every row has read, at least 1.
           temperature: of the verifier; 0 is greedy.
+          tell: hears how far it is.
 
         Raises:
           ValueError: logits that are not finite, or too little memory on the devices.
         """
         self.model, self.plans, self.weights = model, list(plans), model.weights
-        self.where = f"batch {batch}, context {context}"
+        self.where, self.tell = f"batch {batch}, context {context}", tell
         self.timed: list[Timed] = []
+        self.compiled = 0
         positions, self.capacity = slots_for(context, plans)
         config = GenerateConfig(max_new_tokens=positions - context, temperature=temperature, stop_ids=())
         ids = np.random.default_rng(0).integers(0, model.verifier.vocab_size, (batch, context)).tolist()
@@ -190,8 +200,10 @@ class Bench:
         """Times all stages in turn, in an order that rotates."""
         with self._running():
             for timed in self.timed:
+                self.tell(f"trying {timed.stage}" + (f" of {timed.nodes} nodes" if timed.nodes else ""))
                 timed.calibrate(repeats)
             for turn in range(repeats):
+                self.tell(f"sample {turn + 1} of {repeats}")
                 at = turn % len(self.timed)
                 for timed in self.timed[at:] + self.timed[:at]:
                     if len(timed.seconds) < timed.samples:
@@ -320,7 +332,10 @@ class Bench:
 
         def finish() -> Program:
             since = time.perf_counter()
-            return Program(lowered.compile(), seconds + time.perf_counter() - since)
+            program = lowered.compile()
+            self.compiled += 1
+            self.tell(f"{self.compiled} programs compiled")
+            return Program(program, seconds + time.perf_counter() - since)
 
         return self.pool.submit(finish)
 

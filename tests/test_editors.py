@@ -1,0 +1,76 @@
+"""What editors, `help` and notebooks see of the library: names, signatures, types and pictures."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from importlib import resources
+from typing import get_type_hints
+from xml.etree import ElementTree
+
+import pytest
+
+import treeflash_jax as tf
+from treeflash_jax.check import check
+from treeflash_jax.options import Settings
+
+HOSTILE = '<b>&amp; "quoted" </pre><script>'
+
+
+def test_the_package_lists_public_names_only():
+    assert set(dir(tf)) == {*tf.__all__, "__version__"}
+    assert all(getattr(tf, name) for name in dir(tf))
+
+
+def test_types_ship_with_the_package():
+    assert (resources.files("treeflash_jax") / "py.typed").is_file()
+
+
+def test_settings_are_those_of_the_dataclass():
+    assert get_type_hints(Settings) == get_type_hints(tf.GenerateConfig)
+    assert list(Settings.__annotations__) == [field.name for field in fields(tf.GenerateConfig)]
+    assert not Settings.__required_keys__
+
+
+@pytest.mark.parametrize("function", [tf.TreeFlash.generate, tf.TreeFlash.stream, tf.TreeFlash.warmup, check])
+def test_signatures_show_every_setting(function):
+    shown = inspect.signature(function).parameters
+    for field in fields(tf.GenerateConfig):
+        assert shown[field.name].kind == inspect.Parameter.KEYWORD_ONLY and shown[field.name].default == field.default
+    assert not any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in shown.values())
+    hints = get_type_hints(function, include_extras=True)
+    assert hints["settings"].__args__ == (Settings,), "what type checkers read"
+
+
+def parsed(html: str) -> ElementTree.Element:
+    return ElementTree.fromstring(f"<html>{html}</html>")  # raises where tags or escapes are wrong
+
+
+def test_results_are_shown_as_html():
+    about = {"prompt_ids": [1], "ids": [5, 6, 7], "method": "tree", "accept_lengths": [2], "finished": "stop"}
+    about |= {"seconds": 1.0, "compile_seconds": 0.0, "tokens_per_second": 3.0}
+    page = parsed(tf.Result(text=HOSTILE, **about)._repr_html_())
+    assert page.find(".//pre").text == HOSTILE
+    assert [cell.text for cell in page.iter("th")] == ["tokens", "rounds", "tau", "tokens/s", "method", "finished"]
+    assert [cell.text for cell in page.iter("td")] == ["3", "1", "2.00", "3", "tree", "stop"]
+    assert parsed(tf.Result(text=None, **about)._repr_html_()).find(".//pre").text == "5 6 7"
+
+
+def test_trees_are_shown_as_text_and_html():
+    tree = tf.DrawnTree(
+        labels=["a", HOSTILE, "c", "d"],
+        parents=[0, 0, 0, 1],
+        probabilities=[1.0, 0.5, 0.25, 0.125],
+        accepted=[True, True, False, True],
+        bonus="bonus <e>",
+    )
+    assert str(tree).splitlines() == [
+        "a   (anchor; 4 rows, accepted nodes marked ●, then bonus <e>)",
+        f"├─● {HOSTILE}  0.50",
+        "│  └─● d  0.12",
+        "└─  c  0.25",
+    ]
+    page = parsed(tree._repr_html_())
+    assert "".join(page.itertext()) == str(tree)
+    green = [node.text for node in page.iter("b")]
+    assert green == [line.lstrip("├└│─ ") for line in str(tree).splitlines() if "●" in line]
