@@ -284,6 +284,9 @@ def _model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         raise ValueError(f"{where}: got {num_heads} heads over {num_kv_heads} key/value heads, expected a multiple")
     if raw.get("layer_types") is not None and len(raw["layer_types"]) != num_layers:
         raise ValueError(f"{where}: got {len(raw['layer_types'])} layer_types for {num_layers} layers")
+    rope, head_dim = _rope(raw, where), _head_dim(raw, model_type, hidden_size, num_heads, where)
+    if rope.kind == "longrope" and len(rope.divisors) != head_dim // 2:
+        raise ValueError(f"{where}: got {len(rope.divisors)} divisors in short_factor, expected {head_dim // 2}")
     return ModelConfig(
         vocab_size=_int(raw, "vocab_size", where),
         hidden_size=hidden_size,
@@ -291,9 +294,9 @@ def _model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(raw, model_type, hidden_size, num_heads, where),
+        head_dim=head_dim,
         rms_norm_eps=_float(raw, "rms_norm_eps", where, default=1e-6),
-        rope=_rope(raw, where),
+        rope=rope,
         max_positions=_int(raw, "max_position_embeddings", where),
         tie_embeddings=_bool(raw, "tie_word_embeddings", where),
         qk_norm=model_type == "qwen3",

@@ -69,7 +69,7 @@ def files(file: File) -> dict[str, str]:
     Raises:
       ValueError: a tokenizer of a kind that is not implemented.
     """
-    if not any(key.startswith("tokenizer.") for key in file.metadata):
+    if not {"tokenizer.ggml.model", "tokenizer.ggml.tokens"} & file.metadata.keys():
         return {}
     made = build(file)
     return {"tokenizer_config.json": json.dumps(_settings(file), indent=2) + "\n", "tokenizer.json": made.to_str()}
@@ -93,7 +93,8 @@ def build(file: File) -> Any:
         raise ValueError(f"{where}: got no tokenizer.ggml.tokens, expected the vocabulary")
     vocab = {token: i for i, token in enumerate(tokens)}
     kinds = raw.get("token_type") or [1] * len(tokens)
-    if len(vocab) != len(tokens) or len(kinds) != len(tokens) or any(len(merge) != 2 for merge in merges):
+    known = all(len(merge) == 2 and {*merge, "".join(merge)} <= vocab.keys() for merge in merges)
+    if len(vocab) != len(tokens) or len(kinds) != len(tokens) or not known:
         raise ValueError(f"{where}: got a damaged vocabulary (repeated tokens, or lists that do not match)")
     if raw.get("add_eos_token"):
         raise ValueError(f"{where}: tokenizer.ggml.add_eos_token is not implemented, expected false")
@@ -117,11 +118,13 @@ def special_ids(file: File) -> dict[str, int]:
     Raises:
       ValueError: an id outside the vocabulary.
     """
-    count = len(file.metadata.get("tokenizer.ggml.tokens") or ())
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
     named = {role: file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "unknown", "padding")}
     for role, i in named.items():
-        if i is not None and not 0 <= i < count:
-            raise ValueError(f"{file.path}: got tokenizer.ggml.{role}_token_id {i}, expected one of its {count} tokens")
+        if i is not None and tokens and not 0 <= i < len(tokens):
+            raise ValueError(
+                f"{file.path}: got tokenizer.ggml.{role}_token_id {i}, expected one of its {len(tokens)} tokens"
+            )
     return {role: i for role, i in named.items() if i is not None}
 
 
