@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 
 from treeflash_jax.config import ModelConfig
 from treeflash_jax.pairs import locate
+from treeflash_jax.tokenizer import Tokenizer
 
 F32, F16, BF16 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16"))
 NAMES = {
@@ -135,3 +137,8 @@ def vocabulary(pre: str) -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": ids["<|im_end|>"],
         "tokenizer.ggml.add_bos_token": False,
     }
+
+
+def digests(tokenizer: Tokenizer, strings: list[str]) -> list[str]:
+    """What tests/data/gguf_tokens.json holds of the ids of each string."""
+    return [hashlib.sha256(json.dumps(tokenizer.encode(text)).encode()).hexdigest()[:8] for text in strings]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import struct
@@ -19,7 +18,7 @@ from conftest import DATA, needs_8_devices
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install treeflash-jax[gguf]")
 
-from gguf_files import BF16, F16, F32, add, name_of, pairwise, stored, vocabulary, write  # noqa: E402
+from gguf_files import BF16, F16, F32, add, digests, name_of, pairwise, stored, vocabulary, write  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 import treeflash_jax as tf  # noqa: E402
@@ -224,10 +223,6 @@ def test_tokenizers_are_llama_cpps(tmp_path, pre):
     for text in held["strings"]:
         ids = tokenizer.encode(text)
         assert tokenizer.inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
-
-
-def digests(tokenizer: Tokenizer, strings: list[str]) -> list[str]:
-    return [hashlib.sha256(json.dumps(tokenizer.encode(text)).encode()).hexdigest()[:8] for text in strings]
 
 
 def test_qwen2_composes_characters(tmp_path):

@@ -209,7 +209,8 @@ _INERT_KEYS = frozenset(
     _attn_implementation _attn_implementation_autoset return_dict output_hidden_states output_attentions torchscript
     chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type task_specific_params tokenizer_class
     prefix finetuning_task is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder use_bfloat16
-    name_or_path unsloth_version unsloth_fixed is_llama_config transformers.js_config""".split()
+    name_or_path unsloth_version unsloth_fixed is_llama_config transformers.js_config
+    max_sequence_length""".split()
 )
 
 
