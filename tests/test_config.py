@@ -61,6 +61,24 @@ def test_llama_31_8b():
     )  # fmt: skip
 
 
+def test_smollm2_135m():
+    """Keys that the Hub's own SmolLM2 folders and older Llamas carry."""
+    raw = {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
+        "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192, "model_type": "llama",
+        "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "pad_token_id": 2,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000,
+        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.42.3", "use_cache": True,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}}, "vocab_size": 49152,
+    }  # fmt: skip
+    config = ModelConfig.from_hf(raw)
+    assert config == ModelConfig.from_hf(without(raw, "is_llama_config", "rope_interleaved", "transformers.js_config"))
+    assert config == ModelConfig.from_hf(raw | {"max_sequence_length": 2048, "pad_token_id": -1})
+    with pytest.raises(ValueError, match="rope_interleaved = True is not implemented"):
+        ModelConfig.from_hf(raw | {"rope_interleaved": True})
+
+
 def test_treeflash_drafter():
     config = DrafterConfig.from_hf(TREEFLASH_4B)
     assert config == DrafterConfig(

@@ -99,8 +99,8 @@ def test_stop_ids_unite_both_files(tiny):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"name": "huge"}, "'huge'"),
-        ({"name": "tiny", "verifier": "x"}, "'tiny' alone"),
+        ({"name": "huge"}, "huge not found"),
+        ({"name": "tiny", "verifier": "x"}, "expected one of them"),
         ({}, "no verifier"),
         ({"verifier": "no/such/folder"}, "no/such/folder"),
     ],

@@ -42,7 +42,7 @@ class DraftingStage(ABC):
 
     Attributes:
       run: folder of checkpoints, log and result, local or gs://.
-      verifier: "tiny", a folder or a Hub id.
+      verifier: the name of a pair, a folder, a GGUF file or a Hub id.
       sources, data: responses of that verifier (`train.respond`), or chats.
       init_scale: standard deviation of fresh weights.
       compute_dtype: of activations, and of frozen weights.

@@ -27,6 +27,7 @@ from train.records import Source, read
 from train.state import Stage, gather
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decode import Weights
+from treeflash_jax.pairs import DEFAULT
 
 BEFORE, AFTER = 8, 8
 TEMPERATURES = (0.4, 0.55, 0.7, 0.85, 1.0, 1.2)
@@ -160,7 +161,7 @@ def main() -> None:
     questions = parser.add_subparsers(dest="question", required=True)
     sweep = questions.add_parser("temperatures")
     sweep.add_argument("--data", required=True, help="JSONL file of training chats")
-    sweep.add_argument("--verifier", help="folder or Hub id; the shipped pair if not given")
+    sweep.add_argument("--verifier", default=DEFAULT, help="pair, folder, GGUF file or Hub id (default: %(default)s)")
     sweep.add_argument("--drafter", help="folder or Hub id")
     sweep.add_argument("--prompts", type=int, default=32)
     sweep.add_argument("--seed", type=int, default=1)
@@ -169,7 +170,7 @@ def main() -> None:
     seen.add_argument("--results", type=Path, required=True, help="what `treeflash bench run` wrote")
     args = parser.parse_args()
     if args.question == "temperatures":
-        model = tf.load(verifier=args.verifier, drafter=args.drafter) if args.verifier else tf.load("tiny")
+        model = tf.load(verifier=args.verifier, drafter=args.drafter)
         for row in temperatures(model, args.data, args.prompts, args.seed):
             print(json.dumps(row), flush=True)
         return

@@ -34,7 +34,7 @@ class HeadStage(DraftingStage):
     """Settings of this stage, besides those of DraftingStage.
 
     Attributes:
-      drafter: "tiny", a folder or a Hub id of a DFlash or TreeFlash drafter; its head is not read.
+      drafter: the name of a pair, a folder or a Hub id of a DFlash or TreeFlash drafter; its head is not read.
       head: "mlp" (TreeFlash) or "linear".
       train_backbone: also trains the backbone (the paper's main runs; frozen is its nearly equal ablation).
       drafter_temperature: default stored with the drafter; 0 keeps the backbone's.

@@ -45,8 +45,8 @@ class RespondConfig:
     """Settings of this stage.
 
     Attributes:
-      verifier: "tiny", a folder or a Hub id.
-      drafter: likewise, to answer by drafted decoding: the same answers, sooner. None decodes one token at a time.
+      verifier: the name of a pair, a folder, a GGUF file or a Hub id.
+      drafter: likewise, but no file, to answer by drafted decoding: the same answers, sooner. None: one token at a time.
       sources: of prompts: chats up to their first assistant turn, whole texts, or prompts of earlier responses. Records
         held out for validation are not asked.
       out: the JSONL file.

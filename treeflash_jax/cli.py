@@ -75,11 +75,16 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
 
     convert = commands.add_parser(
-        "convert", help="write a drafter in the other file dialect", description="Rewrites a drafter's files, bit for bit."
+        "convert",
+        help="write a GGUF file as a Hugging Face folder, or a drafter in the other file dialect",
+        description="Writes a GGUF file as a Hugging Face folder, or rewrites a drafter's files, bit for bit.",
     )
-    convert.add_argument("source", help="drafter folder in either dialect")
+    convert.add_argument("source", help="GGUF file, or drafter folder in either dialect")
     convert.add_argument("target", help="new folder")
-    convert.add_argument("--to", choices=("dflash", "treeflash"), required=True, help="dialect to write")
+    convert.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of a GGUF file's weights (default: float32, exact)"
+    )
+    convert.add_argument("--to", choices=("dflash", "treeflash"), help="dialect to write a drafter in")
     convert.add_argument("--drop-head", action="store_true", help="leave a trained head behind (DFlash files hold none)")
     convert.set_defaults(run=_convert)
 
@@ -267,10 +272,19 @@ def _convert(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from treeflash_jax import hf
+    from treeflash_jax.formats import gguf
 
     if Path(arguments.target).exists():
         raise ValueError(f"{arguments.target} exists; give a new folder")
-    hf.convert_drafter(arguments.source, arguments.target, arguments.to, drop_head=arguments.drop_head)
+    is_gguf = gguf.is_gguf(arguments.source)
+    if is_gguf and (arguments.to or arguments.drop_head):
+        raise ValueError("got --to or --drop-head with a GGUF file, expected them with a drafter folder only")
+    if not is_gguf and (arguments.to is None or arguments.dtype):
+        raise ValueError("got a drafter folder without --to, or with --dtype; expected --to dflash or --to treeflash alone")
+    if is_gguf:
+        hf.convert_gguf(arguments.source, arguments.target, arguments.dtype or "float32")
+    else:
+        hf.convert_drafter(arguments.source, arguments.target, arguments.to, drop_head=arguments.drop_head)
     print(f"wrote {arguments.target}")
     return 0
 

@@ -209,7 +209,8 @@ _INERT_KEYS = frozenset(
     _attn_implementation _attn_implementation_autoset return_dict output_hidden_states output_attentions torchscript
     chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type task_specific_params tokenizer_class
     prefix finetuning_task is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder use_bfloat16
-    name_or_path unsloth_version unsloth_fixed is_llama_config transformers.js_config""".split()
+    name_or_path unsloth_version unsloth_fixed is_llama_config transformers.js_config
+    max_sequence_length""".split()
 )
 
 
@@ -284,6 +285,9 @@ def _model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         raise ValueError(f"{where}: got {num_heads} heads over {num_kv_heads} key/value heads, expected a multiple")
     if raw.get("layer_types") is not None and len(raw["layer_types"]) != num_layers:
         raise ValueError(f"{where}: got {len(raw['layer_types'])} layer_types for {num_layers} layers")
+    rope, head_dim = _rope(raw, where), _head_dim(raw, model_type, hidden_size, num_heads, where)
+    if rope.kind == "longrope" and len(rope.divisors) != head_dim // 2:
+        raise ValueError(f"{where}: got {len(rope.divisors)} divisors in short_factor, expected {head_dim // 2}")
     return ModelConfig(
         vocab_size=_int(raw, "vocab_size", where),
         hidden_size=hidden_size,
@@ -291,9 +295,9 @@ def _model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(raw, model_type, hidden_size, num_heads, where),
+        head_dim=head_dim,
         rms_norm_eps=_float(raw, "rms_norm_eps", where, default=1e-6),
-        rope=_rope(raw, where),
+        rope=rope,
         max_positions=_int(raw, "max_position_embeddings", where),
         tie_embeddings=_bool(raw, "tie_word_embeddings", where),
         qk_norm=model_type == "qwen3",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from treeflash_jax import drafter as dflash
 from treeflash_jax import quantized, storage, verifier
 from treeflash_jax.config import FILE_OF_HEAD, DrafterConfig, ModelConfig, read_json, token_ids
-from treeflash_jax.formats import gguf, gguf_models, safetensors
+from treeflash_jax.formats import gguf, gguf_models, gguf_tokenizer, safetensors
 from treeflash_jax.heads import HEADS
 from treeflash_jax.params import Spec
 from treeflash_jax.storage import Entry
@@ -127,6 +128,8 @@ def load_verifier(
     if gguf.is_gguf(folder):
         entries = jax.tree.map(lambda entry: replace(entry, name=gguf_models.tensor_name(entry.name)), entries)
         tensors = gguf_models.tensors(gguf.read(folder))
+        if quantize and any(tensor.is_quantized for tensor in tensors.values()):
+            warnings.warn(f"{folder} holds quantised weights; quantize={quantize!r} rounds them again", stacklevel=2)
         return config, storage.load(folder, tensors, specs, entries, dtype, mesh, gguf_models.SPARE, finish)
     spare = ("lm_head.weight",) if config.tie_embeddings else ()  # some files repeat the tied table
     with safetensors.open_folder(folder) as tensors:
@@ -238,6 +241,29 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: Dialect, *,
             f"got a drafter with a {config.head} head, which DFlash files cannot hold; drop it with --drop-head"
         )
     save_drafter(target, config, backbone, head, dialect=dialect, dtype=dtype)
+
+
+def convert_gguf(source: str | Path, target: str | Path, dtype: Any = jnp.float32) -> None:
+    """Writes a GGUF file as a Hugging Face folder: configs, weights and tokenizer.
+
+    Args:
+      source: GGUF file.
+      target: folder, created if missing.
+      dtype: on disk; float32 holds what the quantised types mean exactly.
+
+    Raises:
+      ValueError: as `load_verifier`.
+    """
+    file = gguf.read(source)
+    texts = gguf_tokenizer.files(file)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        config, params = load_verifier(source, dtype=dtype)
+        save_verifier(target, config, params, dtype)
+    roles = {"bos": "bos_token_id", "padding": "pad_token_id"}
+    ids = {roles[role]: i for role, i in gguf_tokenizer.special_ids(file).items() if role in roles}
+    texts["generation_config.json"] = json.dumps({"eos_token_id": list(config.eos_token_ids), **ids}, indent=2) + "\n"
+    for name, text in texts.items():
+        (Path(target) / name).write_text(text, encoding="utf-8")
 
 
 def _layer_entries(specs: dict[str, Spec], prefix: str) -> dict[str, Entry]:

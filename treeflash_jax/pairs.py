@@ -50,7 +50,10 @@ def locate(name: str | Path, part: Part = "verifier", revision: str | None = Non
     """
     pair = PAIRS.get(str(name))
     if pair is None:
-        return _path(name, revision, local_files_only)
+        path = _path(name, revision, local_files_only)
+        if part == "drafter" and gguf.is_gguf(path):
+            raise ValueError(f"{path}: got a GGUF file, expected a drafter's folder or Hub id: such files hold verifiers")
+        return path
     if part == "verifier":
         return pair.verifier(revision, local_files_only)
     if not pair.drafter.is_dir():
@@ -68,7 +71,11 @@ def _path(name: str | Path, revision: str | None, local_files_only: bool) -> Pat
     path = Path(name)
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if gguf.is_gguf(file))
-        return files[0] if len(files) == 1 and not (path / "config.json").exists() else path
+        if not files or (path / "config.json").exists():
+            return path
+        if len(files) > 1:
+            raise ValueError(f"{path}: got {len(files)} GGUF files, expected one; name one of them, such as {files[0]}")
+        return files[0]
     if path.is_file() and gguf.is_gguf(path):
         return path
     if not hf.is_hub_id(name) or gguf.is_gguf(path):

@@ -19,6 +19,7 @@ from treeflash_jax import hf, quantized, verifier
 from treeflash_jax import mesh as meshes
 from treeflash_jax.config import DrafterConfig, ModelConfig, Rope, default_target_layers, read_json
 from treeflash_jax.decode import Weights
+from treeflash_jax.formats import gguf
 from treeflash_jax.generate import TreeFlash
 from treeflash_jax.heads import HEADS
 from treeflash_jax.pairs import locate
@@ -49,6 +50,22 @@ VERIFIERS: dict[str, ModelConfig] = {
         qk_norm=False,
         model_type="llama",
     ),
+    "smollm2": ModelConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope=Rope(theta=1e5),
+        max_positions=8192,
+        tie_embeddings=True,
+        qk_norm=False,
+        model_type="llama",
+        eos_token_ids=(2,),
+    ),
     "tiny": hf.read_verifier_config(locate("tiny", "verifier")),
 }
 
@@ -69,7 +86,7 @@ def drafter_of(verifier: ModelConfig, *, num_layers: int = 5, block_size: int = 
 
 
 def named(name: str) -> ModelConfig:
-    """The sizes of a verifier by name, or those of a config.json or its folder.
+    """The sizes of a verifier by name, or those of a config.json, its folder, or a GGUF file.
 
     Raises:
       ValueError: a name nobody knows, or a config that is not implemented.
@@ -77,7 +94,11 @@ def named(name: str) -> ModelConfig:
     if name in VERIFIERS:
         return VERIFIERS[name]
     if not Path(name).exists():
-        raise ValueError(f"got shape {name!r}, expected one of {', '.join(VERIFIERS)}, or a config.json or its folder")
+        raise ValueError(
+            f"got shape {name!r}, expected one of {', '.join(VERIFIERS)}, or a config.json, its folder or a GGUF file"
+        )
+    if gguf.is_gguf(name):
+        return hf.read_verifier_config(name)
     return ModelConfig.from_hf(*_config_file(name))
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
+_LITTLE = {kind: struct.Struct(f"<{kind}") for kind in _NUMBERS.values()}
 _VERSIONS = (2, 3)
 
 
@@ -42,6 +43,10 @@ class Tensor:
 
     def get_dtype(self) -> str:
         return "F32"
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.type.name not in ("F32", "F16", "BF16")
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> np.ndarray:
         index = index if isinstance(index, tuple) else (index,)
@@ -126,14 +131,12 @@ class _Header:
     def take(self, size: int) -> memoryview:
         self.at += size
         if self.at > len(self.data):
-            raise self.cut_off()
+            raise ValueError(f"{self.path} is cut off or damaged (it ends within its header); download it again")
         return self.data[self.at - size : self.at]
 
-    def cut_off(self) -> ValueError:
-        return ValueError(f"{self.path} is cut off or damaged (it ends within its header); download it again")
-
     def number(self, kind: str) -> Any:
-        return struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind)))[0]
+        kind = _LITTLE[kind]
+        return kind.unpack(self.take(kind.size))[0]
 
     def string(self) -> str:
         return str(self.take(self.number("Q")), "utf-8", "replace")
@@ -144,9 +147,10 @@ class _Header:
         if kind == _ARRAY:
             kind, count = self.number("I"), self.number("Q")
             if kind in _NUMBERS:
-                numbers = np.frombuffer(self.take(count * struct.calcsize("<" + _NUMBERS[kind])), "<" + _NUMBERS[kind])
-                return numbers.tolist()
-            return [self.value(kind) for _ in range(count)]
+                bytes_of_one = _LITTLE[_NUMBERS[kind]].size
+                return np.frombuffer(self.take(count * bytes_of_one), f"<{_NUMBERS[kind]}").tolist()
+            if kind == _STRING:
+                return [self.string() for _ in range(count)]
         if kind not in _NUMBERS:
             raise ValueError(f"{self.path} is damaged: got a metadata value of type {kind}; download it again")
         number = self.number(_NUMBERS[kind])

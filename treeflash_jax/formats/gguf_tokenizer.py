@@ -47,8 +47,8 @@ def folder(path: str | Path) -> Path | None:
     kept = calibration.user_cache() / "gguf" / f"{path.stem}-{key}"
     if (kept / "tokenizer.json").exists():
         return kept
-    file = gguf.read(path)
-    if "tokenizer.ggml.model" not in file.metadata:
+    made = files(gguf.read(path))
+    if not made:
         return None
     try:
         kept.mkdir(parents=True, exist_ok=True)
@@ -56,21 +56,23 @@ def folder(path: str | Path) -> Path | None:
             raise PermissionError
     except OSError:  # a home that cannot be written to
         kept = Path(tempfile.mkdtemp(prefix="treeflash-"))
-    save(file, kept)
+    for name, text in made.items():
+        part = kept / f"{name}.{os.getpid()}"
+        part.write_text(text, encoding="utf-8")
+        part.replace(kept / name)
     return kept
 
 
-def save(file: File, target: Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json, the former last and at once.
+def files(file: File) -> dict[str, str]:
+    """Texts of tokenizer_config.json and tokenizer.json, by name; none where the file has no tokenizer.
 
     Raises:
       ValueError: a tokenizer of a kind that is not implemented.
     """
+    if not {"tokenizer.ggml.model", "tokenizer.ggml.tokens"} & file.metadata.keys():
+        return {}
     made = build(file)
-    (target / "tokenizer_config.json").write_text(json.dumps(_settings(file), indent=2) + "\n", encoding="utf-8")
-    part = target / f"tokenizer.json.{os.getpid()}"
-    made.save(str(part))
-    part.replace(target / "tokenizer.json")
+    return {"tokenizer_config.json": json.dumps(_settings(file), indent=2) + "\n", "tokenizer.json": made.to_str()}
 
 
 def build(file: File) -> Any:
@@ -91,7 +93,8 @@ def build(file: File) -> Any:
         raise ValueError(f"{where}: got no tokenizer.ggml.tokens, expected the vocabulary")
     vocab = {token: i for i, token in enumerate(tokens)}
     kinds = raw.get("token_type") or [1] * len(tokens)
-    if len(vocab) != len(tokens) or len(kinds) != len(tokens) or any(len(merge) != 2 for merge in merges):
+    known = all(len(merge) == 2 and {*merge, "".join(merge)} <= vocab.keys() for merge in merges)
+    if len(vocab) != len(tokens) or len(kinds) != len(tokens) or not known:
         raise ValueError(f"{where}: got a damaged vocabulary (repeated tokens, or lists that do not match)")
     if raw.get("add_eos_token"):
         raise ValueError(f"{where}: tokenizer.ggml.add_eos_token is not implemented, expected false")
@@ -102,11 +105,27 @@ def build(file: File) -> Any:
         AddedToken(token, special=number == _CONTROL, normalized=False)
         for token, number in zip(tokens, kinds, strict=True) if number in (_CONTROL, _USER_DEFINED)
     ])  # fmt: skip
-    bos = raw.get("bos_token_id")
+    bos = special_ids(file).get("bos")
     if raw.get("add_bos_token", kind == "llama3") and bos is not None:
-        template = processors.TemplateProcessing(single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)])
+        template = processors.TemplateProcessing(single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)])
         made.post_processor = template
     return made
+
+
+def special_ids(file: File) -> dict[str, int]:
+    """Ids of the tokens that have a role: "bos", "eos", "unknown", "padding", those of them that the file names.
+
+    Raises:
+      ValueError: an id outside the vocabulary.
+    """
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    named = {role: file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "unknown", "padding")}
+    for role, i in named.items():
+        if i is not None and tokens and not 0 <= i < len(tokens):
+            raise ValueError(
+                f"{file.path}: got tokenizer.ggml.{role}_token_id {i}, expected one of its {len(tokens)} tokens"
+            )
+    return {role: i for role, i in named.items() if i is not None}
 
 
 def _pre_tokenizer(kind: str) -> tuple[Any, Any]:
@@ -125,11 +144,9 @@ def _pre_tokenizer(kind: str) -> tuple[Any, Any]:
 
 def _settings(file: File) -> dict[str, Any]:
     """tokenizer_config.json."""
-    raw = file.metadata
-    tokens = raw["tokenizer.ggml.tokens"]
-    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: raw.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
-    settings = {name: tokens[i] for name, i in ids.items() if i is not None}
-    if "tokenizer.chat_template" in raw:
-        settings["chat_template"] = raw["tokenizer.chat_template"]
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    settings = {names[role]: tokens[i] for role, i in special_ids(file).items()}
+    if "tokenizer.chat_template" in file.metadata:
+        settings["chat_template"] = file.metadata["tokenizer.chat_template"]
     return settings | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
