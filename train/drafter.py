@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from train import config, data, folders, hosts, loop
+from train import config, data, folders, hosts, loop, progress, watch
 from train.documents import DataConfig
 from train.evaluate import EvaluateConfig, TreeTau
 from train.objective import ObjectiveConfig, drafting_flops, drafting_sums
@@ -149,6 +149,7 @@ def train(settings: DraftingStage, prepare: Callable[[ModelConfig, Any], tuple[D
     frozen = {"verifier": weights} | {
         name: place(tree, stage.frozen_specs[name], mesh, stage.compute_dtype) for name, tree in frozen.items()
     }
+    hosts.say(corpus.summary())
     hosts.say(
         f"{' and '.join(settings.trains)} of {parameters.count(params):,} weights, {corpus.num_rows} rows of "
         f"{settings.data.row_tokens} tokens, mesh {dict(mesh.shape)}"
@@ -160,7 +161,8 @@ def train(settings: DraftingStage, prepare: Callable[[ModelConfig, Any], tuple[D
         target = epath.Path(settings.run) / "model"
         with folders.filled(target) as folder:
             hf.save_drafter(folder, drafter, whole["backbone"], whole["head"])
-        hosts.say(f"wrote {target}")
+        noun = " and ".join(settings.trains)
+        progress.table(f"Trained {noun}", watch.summary(settings.run) | {"model": str(target)})
 
 
 def main(settings: DrafterStage) -> None:

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from train import config, hosts
+from train import config, hosts, progress
 from train.config import MeshConfig
 from train.records import Malformed, Source, read
 from treeflash_jax.generate import TreeFlash
@@ -110,16 +110,24 @@ def main(settings: RespondConfig) -> None:
     if hosts.is_first():
         config.save(settings, settings_path(out))
     answers = respond(model, prompts, starts[jax.process_index() :: jax.process_count()] if by_host else starts, settings)
-    with own.open("a", encoding="utf-8") if writes else open(os.devnull, "w") as file:
+    known, began, tokens = len(done), time.perf_counter(), 0
+    with (
+        own.open("a", encoding="utf-8") if writes else open(os.devnull, "w") as file,
+        progress.Bar("answers", len(prompts), known) as bar,
+    ):
         for index, result in answers:
             if index not in done:
                 file.write(line_of(index, prompts[index], settings, result))
                 file.flush()
+                known, tokens = known + 1, tokens + len(result.ids)
+                bar.update(known)
+    seconds = time.perf_counter() - began
     _wait("merge")
     if hosts.is_first():
         dropped = merge(out, prompts, settings.cut)
         apart = f", {dropped:,} that were cut in {cut_path(out)}" if dropped else ""
-        hosts.say(f"{len(prompts) - dropped:,} answers in {out}{apart}")
+        rows = {"new tokens": f"{tokens:,} ({tokens / seconds:,.0f} a second)", "time": progress.duration(seconds)}
+        progress.table(f"{len(prompts) - dropped:,} answers in {out}{apart}", rows if tokens else {})
 
 
 def load_model(settings: RespondConfig) -> TreeFlash:
