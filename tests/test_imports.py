@@ -24,7 +24,8 @@ LAYERS = (
     {"state"},
     {"rounds"},
     {"decode"},
-    {"footprint", "storage", "hf", "tokenizer", "options", "draw", "result", "calibration", "generate"},
+    {"footprint", "storage", "hf", "formats", "tokenizer", "options", "draw", "result", "calibration", "generate"},
+    {"pairs"},
     {"loading"},
     {"bench", "check", "chat", "cli", "demo", "__init__", "__main__"},
 )

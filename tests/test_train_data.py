@@ -17,7 +17,7 @@ from train import tokenizer as bpe
 from train.data import Corpus, DataConfig, Document, Rows, Source, open_sources
 from train.documents import chat_documents, text_documents
 from train.evaluate import held_out_prompts
-from treeflash_jax.loading import shipped
+from treeflash_jax.pairs import locate
 from treeflash_jax.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "2 + 3 = 5"}]
@@ -42,7 +42,7 @@ UNLIKE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generat
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.load(shipped("verifier"))
+    return Tokenizer.load(locate("tiny", "verifier"))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from train import config, export, folders, head, loop, respond, verifier, watch
 from train.checkpoint import claim
 from train.records import Source
 from treeflash_jax import hf
-from treeflash_jax.loading import shipped
+from treeflash_jax.pairs import locate
 from treeflash_jax.tokenizer import Tokenizer
 
 
@@ -76,7 +76,7 @@ def test_a_verifier_and_its_tokenizer_lie_there(bucket, toy, tmp_path, monkeypat
     sizes = dict(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
     settings = verifier.VerifierStage(
         run="gs://bucket/verifier/",
-        tokenizer=shipped("verifier"),
+        tokenizer=str(locate("tiny", "verifier")),
         sources=(Source(path=str(tmp_path / "texts.jsonl"), format="text", hold_out=0),),
         model=verifier.ModelSizes(**sizes),
         optimizer=config.OptimizerConfig(learning_rate=1e-3),
@@ -175,5 +175,5 @@ def test_tiny_is_the_shipped_pair(monkeypatch):
             verifier="tiny", drafter=drafter, sources=source, out="x", mesh=config.MeshConfig(data=1)
         )
         respond.load_model(settings)
-    assert [str(path) for path in found[0]] == [shipped("verifier"), shipped("drafter")]
-    assert str(found[1][0]) == shipped("verifier") and found[1][1] is None
+    assert found[0] == (locate("tiny", "verifier"), locate("tiny", "drafter"))
+    assert found[1] == (locate("tiny", "verifier"), None)

@@ -32,7 +32,7 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.config import DrafterConfig, ModelConfig, default_target_layers
 from treeflash_jax.heads import HEADS
-from treeflash_jax.loading import locate
+from treeflash_jax.pairs import locate
 from treeflash_jax.tokenizer import Tokenizer
 
 

@@ -23,7 +23,7 @@ from train.state import Stage, abstract_rows, abstract_state, make_optimizer
 from treeflash_jax import hf
 from treeflash_jax import mesh as meshes
 from treeflash_jax.config import DrafterConfig
-from treeflash_jax.loading import locate
+from treeflash_jax.pairs import locate
 
 
 @dataclass(frozen=True, kw_only=True)

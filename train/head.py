@@ -26,7 +26,7 @@ from treeflash_jax import hf
 from treeflash_jax import params as parameters
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.heads import HEADS
-from treeflash_jax.loading import locate
+from treeflash_jax.pairs import locate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,8 @@ from train import config, hosts, progress
 from train.config import MeshConfig
 from train.records import Malformed, Source, read
 from treeflash_jax.generate import TreeFlash
-from treeflash_jax.loading import load, locate
+from treeflash_jax.loading import load
+from treeflash_jax.pairs import locate
 from treeflash_jax.result import Result
 
 FREE = ("out", "batch", "mesh", "replicas", "cut")  # settings that may change when a run goes on: no answer depends on them

@@ -26,6 +26,7 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax.cache import LayerKV
 
 CHUNKS, LEAST_CHUNK = 8, 128  # of a full cache, at most; slots of each, at least
+FEW_ROWS = 8  # queries of a key/value head that a CPU multiplies key by key
 SHORT, SHORT_FOR_ONE_ROW = 512, 2048  # slots of caches below which "xla" is faster, as measured on CPUs
 
 
@@ -257,9 +258,23 @@ def _unstacked(mixed_bkre: jax.Array, q_bthe: jax.Array) -> jax.Array:
 def _logits(q_bkre: jax.Array, keys_bkxe: jax.Array, seen_btx: jax.Array, scale: float) -> jax.Array:
     """[b, k, r, x], -inf where not seen; the t axis of `seen` may be 1."""
     wide = jnp.promote_types(q_bkre.dtype, jnp.float32)
-    logits_bkrx = jnp.einsum("bkre,bkxe->bkrx", q_bkre, keys_bkxe, preferred_element_type=wide) * scale
+    score = partial(jnp.einsum, "bkre,bkxe->bkrx", preferred_element_type=wide)
+    if q_bkre.shape[2] <= FEW_ROWS and q_bkre.dtype != jnp.bfloat16:
+        logits_bkrx = lax.platform_dependent(q_bkre, keys_bkxe, cpu=_key_by_key, default=score) * scale
+    else:
+        logits_bkrx = score(q_bkre, keys_bkxe) * scale
     logits_bkgtx = logits_bkrx.reshape(*q_bkre.shape[:2], -1, *seen_btx.shape[1:])
     return jnp.where(seen_btx[:, None, None], logits_bkgtx, -jnp.inf).reshape(logits_bkrx.shape)
+
+
+def _key_by_key(q_bkre: jax.Array, keys_bkxe: jax.Array) -> jax.Array:
+    """Products of few rows with many keys, [b, k, r, x], the keys on the left: on the right a CPU would copy all of them.
+
+    The barrier keeps XLA from exchanging the sides again.
+    """
+    wide = jnp.promote_types(q_bkre.dtype, jnp.float32)
+    logits_bkxr = jnp.einsum("bkxe,bkre->bkxr", keys_bkxe, q_bkre, preferred_element_type=wide)
+    return jnp.swapaxes(lax.optimization_barrier(logits_bkxr), 2, 3)
 
 
 def _mix(weights_bkrx: jax.Array, values_bkxe: jax.Array) -> jax.Array:

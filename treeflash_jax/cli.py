@@ -12,6 +12,7 @@ from treeflash_jax.acceptance import RULES
 from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.bench import calibrate, latency, memory, report, rules, run
 from treeflash_jax.builders import SAMPLED
+from treeflash_jax.pairs import DEFAULT, PAIRS
 from treeflash_jax.quantized import SCHEMES
 
 BUILDERS = ("best-first", *SAMPLED)
@@ -119,9 +120,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model (the shipped pair where none is given)")
-    group.add_argument("--verifier", help="folder or Hub id of a Qwen3 or Llama model")
-    group.add_argument("--drafter", help="folder or Hub id of a DFlash or TreeFlash drafter")
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--verifier", default=DEFAULT, metavar="MODEL",
+        help=f"a pair ({', '.join(PAIRS)}), which brings its drafter; or a folder, GGUF file or Hub id of a Qwen3 or Llama "
+        "model (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--drafter", metavar="MODEL",
+        help="a pair's, or a folder or Hub id of a DFlash or TreeFlash drafter; none: decode plainly",
+    )  # fmt: skip
     group.add_argument("--revision", help="of the verifier on the Hub")
     group.add_argument("--drafter-revision", help="of the drafter on the Hub")
     group.add_argument("--local-files-only", action="store_true", help="never ask the Hub")
@@ -181,12 +189,10 @@ def _load(arguments: argparse.Namespace) -> Any:
         jax.config.update("jax_enable_x64", True)
     import treeflash_jax as tf
 
-    own_pair = arguments.verifier is None and arguments.drafter is None
     names = ("verifier", "drafter", "revision", "drafter_revision", "local_files_only")
-    paths = {} if own_pair else {name: getattr(arguments, name) for name in names}
-    paths |= {"budget": getattr(arguments, "budget", None)}
+    paths = {name: getattr(arguments, name) for name in names} | {"budget": getattr(arguments, "budget", None)}
     sizes = {"dtype": arguments.dtype, "quantize": arguments.quantize, "mesh": _mesh(arguments.mesh)}
-    return tf.load("tiny" if own_pair else None, **paths, **sizes)
+    return tf.load(**paths, **sizes)
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:

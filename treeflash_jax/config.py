@@ -21,14 +21,15 @@ FILE_OF_HEAD: dict[str, str | None] = {head: name for name, head in HEAD_OF_FILE
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding; the `llama3` kind stretches low frequencies by `factor`."""
+    """Rotary position embedding; `llama3` slows low frequencies by `factor`, `longrope` each by a divisor of its own."""
 
     theta: float = 10_000.0
-    kind: Literal["default", "llama3"] = "default"
+    kind: Literal["default", "llama3", "longrope"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +192,13 @@ _MODEL_KEYS = frozenset(
     """model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
     head_dim rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings tie_word_embeddings
     eos_token_id hidden_act attention_bias mlp_bias use_sliding_window layer_types pretraining_tp
-    partial_rotary_factor""".split()
+    partial_rotary_factor rope_interleaved""".split()
 )
+_ROPE_KEYS = {
+    "default": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "factor", "attention_factor", "original_max_position_embeddings"),
+}
 _TREEFLASH_KEYS = frozenset("candidate_tokens ar_approximation drafter_temperature sampled_above".split())
 _DRAFTER_KEYS = frozenset("dflash_config treeflash_config block_size num_target_layers auto_map".split())
 # No influence on the numbers of a forward pass (training, bookkeeping, generation defaults that are read elsewhere).
@@ -203,7 +209,7 @@ _INERT_KEYS = frozenset(
     _attn_implementation _attn_implementation_autoset return_dict output_hidden_states output_attentions torchscript
     chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type task_specific_params tokenizer_class
     prefix finetuning_task is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder use_bfloat16
-    name_or_path unsloth_version unsloth_fixed""".split()
+    name_or_path unsloth_version unsloth_fixed is_llama_config transformers.js_config""".split()
 )
 
 
@@ -265,6 +271,7 @@ def _model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     only("use_sliding_window", False, None)
     only("pretraining_tp", 1, None)
     only("partial_rotary_factor", 1.0, None)
+    only("rope_interleaved", False, None)
     if set(raw.get("layer_types") or ()) - {"full_attention"}:
         kinds = sorted(set(raw["layer_types"]))
         raise ValueError(f"{where}: layer_types {kinds} are not implemented, expected only 'full_attention'")
@@ -321,13 +328,15 @@ def _rope(raw: Mapping[str, Any], where: str) -> Rope:
         raise ValueError(f"{where}: got rope_theta both {' and '.join(map(str, sorted(thetas)))}, expected one")
     theta = thetas.pop() if thetas else 10_000.0
     kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"{where}: got rope type {kind!r}, expected 'default' or 'llama3'")
-    scaling = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    known = {"rope_type", "type", "rope_theta"} | (scaling if kind == "llama3" else set())
-    _refuse_unknown(settings, known, f"{where}: rope settings of type {kind!r}")
+    if kind not in _ROPE_KEYS:
+        raise ValueError(f"{where}: got rope type {kind!r}, expected one of {list(_ROPE_KEYS)}")
+    _refuse_unknown(
+        settings, {"rope_type", "type", "rope_theta", *_ROPE_KEYS[kind]}, f"{where}: rope settings of type {kind!r}"
+    )
     if kind == "default":
         return Rope(theta=theta)
+    if kind == "longrope":
+        return Rope(theta=theta, kind="longrope", divisors=_rope_divisors(settings, where))
     return Rope(
         theta=theta,
         kind="llama3",
@@ -336,3 +345,15 @@ def _rope(raw: Mapping[str, Any], where: str) -> Rope:
         high_freq_factor=_float(settings, "high_freq_factor", where),
         original_max_positions=_int(settings, "original_max_position_embeddings", where),
     )
+
+
+def _rope_divisors(settings: Mapping[str, Any], where: str) -> tuple[float, ...]:
+    """Of `longrope` where it is the same at every length, as GGUF files have it."""
+    divisors = settings.get("short_factor")
+    if not isinstance(divisors, list) or not all(isinstance(x, int | float) and x > 0 for x in divisors):
+        raise ValueError(f"{where}: got short_factor {divisors!r}, expected a list of numbers above 0")
+    if settings.get("long_factor") != divisors or settings.get("attention_factor") != 1.0:
+        raise ValueError(
+            f"{where}: rope type 'longrope' is implemented only with long_factor = short_factor and attention_factor 1.0"
+        )
+    return tuple(map(float, divisors))

@@ -12,11 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 
 from treeflash_jax import drafter as dflash
 from treeflash_jax import quantized, storage, verifier
 from treeflash_jax.config import FILE_OF_HEAD, DrafterConfig, ModelConfig, read_json, token_ids
+from treeflash_jax.formats import gguf, gguf_models, safetensors
 from treeflash_jax.heads import HEADS
 from treeflash_jax.params import Spec
 from treeflash_jax.storage import Entry
@@ -56,33 +58,43 @@ _HEAD = {
 }
 
 
-def locate(name: str | Path, revision: str | None = None, local_files_only: bool = False) -> Path:
-    """The folder of a model: `name` itself where it is one, else the Hub's files of that id, downloaded where needed.
+def is_hub_id(name: str | Path) -> bool:
+    """Whether a name has the form of a Hub id, owner/model."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) is not None
+
+
+def cached(hub_id: str, revision: str | None = None) -> Path | None:
+    """The folder of a Hub id in the Hub's local cache; None unless config and weights are there."""
+    try:
+        folder = download(hub_id, revision, local_files_only=True)
+    except ValueError:
+        return None
+    return folder if (folder / "config.json").exists() and any(folder.glob("*.safetensors")) else None
+
+
+def download(hub_id: str, revision: str | None = None, local_files_only: bool = False) -> Path:
+    """The folder of a Hub id in the Hub's local cache, its files downloaded where needed.
 
     Raises:
-      ValueError: neither a folder nor reachable on the Hub.
+      ValueError: not reachable on the Hub.
     """
-    if Path(name).is_dir():
-        return Path(name)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
-        raise ValueError(f"{name} not found; expected a Hugging Face model folder or a Hub id like Qwen/Qwen3-4B")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         files = ["*.json", "*.safetensors", "*.jinja"]
-        return Path(
-            snapshot_download(str(name), revision=revision, allow_patterns=files, local_files_only=local_files_only)
-        )
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=files, local_files_only=local_files_only))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         cause = type(error).__name__
         raise ValueError(
-            f"{name} is no folder here and could not be had from the Hub ({cause}); "
+            f"{hub_id} is no folder here and could not be had from the Hub ({cause}); "
             "give a local folder with config.json and model.safetensors instead"
         ) from None
 
 
 def read_verifier_config(folder: str | Path) -> ModelConfig:
+    if gguf.is_gguf(folder):
+        return gguf_models.verifier_config(gguf.read(folder))
     path = Path(folder) / "config.json"
     return ModelConfig.from_hf(read_json(path), str(path))
 
@@ -95,10 +107,10 @@ def read_drafter_config(folder: str | Path) -> DrafterConfig:
 def load_verifier(
     folder: str | Path, *, dtype: Any = jnp.float32, mesh=None, quantize: str | None = None
 ) -> tuple[ModelConfig, dict[str, Any]]:
-    """Reads a Qwen3 (dense) or Llama folder: config.json and model.safetensors, whole or in parts.
+    """Reads a Qwen3 (dense) or Llama model.
 
     Args:
-      folder: with config.json.
+      folder: with config.json and model.safetensors, whole or in parts; or a GGUF file.
       dtype: of the parameters; bfloat16 files load bit for bit into bfloat16.
       mesh: where they go; each device's host reads its own slices only. None: the default device.
       quantize: "int8" rounds every matrix as it arrives; devices hold one of them in `dtype` at a time.
@@ -111,8 +123,14 @@ def load_verifier(
     config = read_verifier_config(folder)
     specs = verifier.specs(config)
     finish = partial(quantized.compress, scheme=quantize, mesh=mesh)
+    entries = _verifier_entries(specs)
+    if gguf.is_gguf(folder):
+        entries = jax.tree.map(lambda entry: replace(entry, name=gguf_models.tensor_name(entry.name)), entries)
+        tensors = gguf_models.tensors(gguf.read(folder))
+        return config, storage.load(folder, tensors, specs, entries, dtype, mesh, gguf_models.SPARE, finish)
     spare = ("lm_head.weight",) if config.tie_embeddings else ()  # some files repeat the tied table
-    return config, storage.load(folder, specs, _verifier_entries(specs), dtype, mesh, spare, finish)
+    with safetensors.open_folder(folder) as tensors:
+        return config, storage.load(folder, tensors, specs, entries, dtype, mesh, spare, finish)
 
 
 def load_drafter(
@@ -126,14 +144,16 @@ def load_drafter(
     folder = Path(folder)
     config = read_drafter_config(folder)
     specs = {"backbone": dflash.specs(config), "head": HEADS[config.head].specs(config)}
-    with storage.Tensors(folder) as tensors:
-        prefix = "model." if any(name.startswith("model.") for name in tensors.files) else ""
-    params = storage.load(folder, specs, _drafter_entries(specs, config, prefix), dtype, mesh)
+    with safetensors.open_folder(folder) as tensors:
+        prefix = "model." if any(name.startswith("model.") for name in tensors) else ""
+        params = storage.load(folder, tensors, specs, _drafter_entries(specs, config, prefix), dtype, mesh)
     return config, params["backbone"], params["head"]
 
 
 def stop_ids(folder: str | Path, config: ModelConfig) -> tuple[int, ...]:
     """Ids that end an answer: config.json's and generation_config.json's, united."""
+    if gguf.is_gguf(folder):
+        return config.eos_token_ids
     path = Path(folder) / "generation_config.json"
     ids = token_ids(read_json(path).get("eos_token_id"), str(path)) if path.exists() else ()
     return tuple(sorted({*config.eos_token_ids, *ids}))
@@ -205,8 +225,8 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: Dialect, *,
     Raises:
       ValueError: a head that the dialect cannot hold, unless it is to be dropped.
     """
-    with storage.Tensors(Path(source)) as tensors:
-        kinds = {handle.get_slice(name).get_dtype() for name, (handle, _) in tensors.files.items()}
+    with safetensors.open_folder(Path(source)) as tensors:
+        kinds = {tensor.get_dtype() for tensor in tensors.values()}
     if len(kinds) > 1:
         raise ValueError(f"{source}: got tensors of types {sorted(kinds)}, expected one")
     dtype = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}.get(kinds.pop(), jnp.float32)
@@ -249,11 +269,15 @@ def _drafter_entries(specs: dict[str, Any], config: DrafterConfig, prefix: str) 
 
 
 def _layers_to_hf(config: ModelConfig) -> dict[str, Any]:
-    rope = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
+    rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
     if config.rope.kind == "llama3":
         extra = asdict(config.rope)
         rope |= {key: extra[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
         rope["original_max_position_embeddings"] = config.rope.original_max_positions
+    if config.rope.kind == "longrope":
+        divisors = list(config.rope.divisors)
+        rope |= {"short_factor": divisors, "long_factor": divisors, "factor": 1.0, "attention_factor": 1.0}
+        rope["original_max_position_embeddings"] = config.max_positions
     eos = list(config.eos_token_ids)
     return {
         "model_type": config.model_type,

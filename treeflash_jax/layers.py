@@ -57,11 +57,13 @@ def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """Radians per position of each rotated pair, [e / 2].
 
     Source: RoFormer (arXiv 2104.09864); for `llama3`, the Llama 3.1 model card: wavelengths beyond the original context
-    are slowed by `factor`, short ones kept, those between blended.
+    are slowed by `factor`, short ones kept, those between blended; for `longrope`, LongRoPE (arXiv 2402.13753).
     """
     frequencies = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "default":
         return frequencies
+    if rope.kind == "longrope":
+        return frequencies / np.array(rope.divisors)
     wavelengths = 2 * np.pi / frequencies
     blend = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor

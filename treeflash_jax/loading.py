@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from treeflash_jax import calibration, hf, quantized
+from treeflash_jax import calibration, hf, pairs, quantized
 from treeflash_jax.footprint import check_memory, footprint, memory_limit
 from treeflash_jax.generate import TreeFlash
 from treeflash_jax.state import Weights
@@ -59,19 +58,21 @@ def load(
     """
     quantized.check_scheme(quantize)
     keep_programs()
-    if name is not None:
-        if name != "tiny" or verifier is not None or drafter is not None:
-            raise ValueError(f"got name {name!r}, expected 'tiny' alone, or verifier= and drafter=")
-        verifier, drafter = shipped("verifier"), shipped("drafter")
+    if name is not None and verifier is not None:
+        raise ValueError(f"got name {name!r} and verifier {str(verifier)!r}, expected one of them")
+    verifier = name if verifier is None else verifier
     if verifier is None:
-        raise ValueError("got no verifier, expected 'tiny' or verifier=<folder or Hub id>")
-    budget = calibration.place(None if name else drafter) if budget is None else Path(budget)
+        raise ValueError(f"got no verifier, expected {' or '.join(map(repr, pairs.PAIRS))}, or verifier=<folder or Hub id>")
+    drafter = pairs.drafter_of(verifier) if drafter is None else drafter
+    drafter = None if drafter == pairs.NO_DRAFTER else drafter
+    if budget is None:
+        budget = calibration.place(None if str(drafter) in pairs.PAIRS else drafter)
     dtype = dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-    verifier = hf.locate(verifier, revision, local_files_only)
+    verifier = pairs.locate(verifier, "verifier", revision, local_files_only)
     config = hf.read_verifier_config(verifier)
     drafter_config = drafter_params = head_params = None
     if drafter is not None:
-        drafter = hf.locate(drafter, drafter_revision, local_files_only)
+        drafter = pairs.locate(drafter, "drafter", drafter_revision, local_files_only)
         drafter_config = hf.read_drafter_config(drafter)
         drafter_config.check_fits(config)
     check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), memory_limit(mesh), mesh)
@@ -85,18 +86,8 @@ def load(
         tokenizer=Tokenizer.load(verifier),
         stop_ids=hf.stop_ids(verifier, config),
         mesh=mesh,
-        budget=budget,
+        budget=Path(budget),
     )
-
-
-def shipped(part: str) -> str:
-    """Folder of the shipped pair's "verifier" or "drafter"."""
-    return str(resources.files("treeflash_jax") / "assets" / "tiny" / part)
-
-
-def locate(name: str, part: str) -> Path:
-    """Folder of a model: the shipped pair's `part` for "tiny", else as `hf.locate`."""
-    return hf.locate(shipped(part) if name == "tiny" else name)
 
 
 def keep_programs() -> None:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from treeflash_jax import products
 from treeflash_jax.params import Spec, is_spec, shardings
 
 SCHEMES = ("int8",)
@@ -110,10 +111,10 @@ def compress(weight: jax.Array, spec: Spec, scheme: str | None, mesh=None) -> An
 def product(equation: str, x: jax.Array, weight: jax.Array | Quantized) -> jax.Array:
     """An einsum of activations with a weight whose output axes come last, in the activations' dtype where quantised."""
     if not isinstance(weight, Quantized):
-        return jnp.einsum(equation, x, weight)
+        return products.product(equation, x, weight)
     # Tied to x: XLA would convert the values of all layers ahead of a decoding loop and hold them, wide, to its end.
     x, values = lax.optimization_barrier((x, weight.values))
-    return jnp.einsum(equation, x, values.astype(x.dtype)) * weight.scale.astype(x.dtype)
+    return products.product(equation, x, values.astype(x.dtype)) * weight.scale.astype(x.dtype)
 
 
 def rows(table: jax.Array | Quantized, ids: jax.Array) -> jax.Array:

@@ -1,26 +1,23 @@
-"""Safetensors folders: trees of weights read slice by slice into their shardings, and written back.
+"""Trees of weights, read slice by slice from the tensors of any file format into their shardings, and written back.
 
 An `Entry` says where a weight lies on disk; specs, entries and weights are trees of one shape. No names are known here, and
-nothing needs torch.
+nothing needs torch. `formats` opens files; what is written is safetensors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialize
 
 from treeflash_jax import mesh as meshes
-from treeflash_jax.config import read_json
 from treeflash_jax.params import Spec, is_spec
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -31,7 +28,7 @@ class Entry:
     """Where a weight lies: tensor `name`, whose axes are the weight's in `order`, the first `rows` of them flattened.
 
     Attributes:
-      name: in the safetensors file, without a dialect's prefix.
+      name: in the file, without a dialect's prefix.
       order: the weight's axes in disk order.
       rows: how many of these make the tensor's rows; all of them make a vector.
       part: (index, count) where the weight is one of `count` equal column blocks.
@@ -51,52 +48,20 @@ class Entry:
         return (math.prod(view[: self.rows]), columns) if self.rows < len(view) else (math.prod(view),)
 
 
-class Tensors:
-    """The tensors of a folder, by name, over one file or the parts of an index."""
+class Tensor(Protocol):
+    """A tensor of a file, read in slices of its rows and columns (or of its elements, where it is a vector)."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.stack = ExitStack()
-        self.files: dict[str, Any] = {}
+    def get_shape(self) -> Sequence[int]: ...
 
-    def __enter__(self) -> Tensors:
-        try:
-            self._open_all()
-        except ValueError:
-            self.stack.close()
-            raise
-        return self
+    def get_dtype(self) -> str:
+        """The type of what is read, as safetensors files call it."""
 
-    def _open_all(self) -> None:
-        index = self.folder / "model.safetensors.index.json"
-        if index.exists():
-            listed = read_json(index).get("weight_map")
-            if not isinstance(listed, dict):
-                raise ValueError(f"{index}: got no weight_map, expected a map of tensor names to files")
-            files = sorted(set(listed.values()))
-        else:
-            listed, files = None, ["model.safetensors"]
-        for name in files:
-            handle = self._open(self.folder / name)
-            self.files |= {tensor: (handle, name) for tensor in handle.keys()}
-        for tensor, name in (listed or {}).items():
-            if self.files.get(tensor, (None, None))[1] != name:
-                raise ValueError(f"{self.folder / name}: no tensor {tensor}, which {index.name} says it holds")
-
-    def __exit__(self, *_: Any) -> None:
-        self.stack.close()
-
-    def _open(self, path: Path) -> Any:
-        if not path.exists():
-            raise ValueError(f"{path} not found; expected a folder with all its safetensors files")
-        try:
-            return self.stack.enter_context(safe_open(path, framework="np"))
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is damaged or is no safetensors file ({error}); download it again") from None
+    def __getitem__(self, index: Any) -> np.ndarray: ...
 
 
 def load(
-    folder: Path,
+    where: Path,
+    tensors: Mapping[str, Tensor],
     specs: Any,
     entries: Any,
     dtype: Any,
@@ -107,7 +72,8 @@ def load(
     """Reads a tree of weights, each device's host its own slices only.
 
     Args:
-      folder: with model.safetensors, or its parts and their index.
+      where: the file or folder they come from, for messages.
+      tensors: of an open file or folder.
       specs: tree of Spec.
       entries: tree of Entry.
       dtype: of the weights; bfloat16 files load bit for bit into bfloat16.
@@ -116,38 +82,35 @@ def load(
       finish: what takes a weight's place, as soon as it is read.
 
     Raises:
-      ValueError: files missing or damaged; tensors missing, unknown, or of the wrong shape or type.
+      ValueError: tensors missing, unknown, or of the wrong shape or type.
     """
-    with Tensors(folder) as tensors:
-        wanted = {entry.name: entry.disk_shape(spec) for spec, entry in _pairs(specs, entries)}
-        missing = sorted(set(wanted) - set(tensors.files))
-        if missing:
-            raise ValueError(f"{folder}: {len(missing)} tensors missing, the first is {missing[0]}")
-        unknown = sorted(n for n in set(tensors.files) - set(wanted) - set(spare) if not n.endswith("rotary_emb.inv_freq"))
-        if unknown:
-            raise ValueError(f"{folder}: {len(unknown)} unknown tensors, the first is {unknown[0]}")
-        for name, shape in wanted.items():
-            found = tensors.files[name][0].get_slice(name)
-            if tuple(found.get_shape()) != shape:
-                raise ValueError(f"{folder}: tensor {name} has shape {list(found.get_shape())}, expected {list(shape)}")
-            if found.get_dtype() not in _FLOATS:
-                raise ValueError(f"{folder}: tensor {name} has type {found.get_dtype()}, expected one of {_FLOATS}")
+    wanted = {entry.name: entry.disk_shape(spec) for spec, entry in _pairs(specs, entries)}
+    missing = sorted(set(wanted) - set(tensors))
+    if missing:
+        raise ValueError(f"{where}: {len(missing)} tensors missing, the first is {missing[0]}")
+    unknown = sorted(n for n in set(tensors) - set(wanted) - set(spare) if not n.endswith("rotary_emb.inv_freq"))
+    if unknown:
+        raise ValueError(f"{where}: {len(unknown)} unknown tensors, the first is {unknown[0]}")
+    for name, shape in wanted.items():
+        found = tensors[name]
+        if tuple(found.get_shape()) != shape:
+            raise ValueError(f"{where}: tensor {name} has shape {list(found.get_shape())}, expected {list(shape)}")
+        if found.get_dtype() not in _FLOATS:
+            raise ValueError(f"{where}: tensor {name} has type {found.get_dtype()}, expected one of {_FLOATS}")
 
-        def leaf(spec: Spec, entry: Entry) -> Any:
-            source = tensors.files[entry.name][0].get_slice(entry.name)
+    def leaf(spec: Spec, entry: Entry) -> Any:
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            return _read(tensors[entry.name], spec, entry, index).astype(dtype)
 
-            def read(index: tuple[slice, ...]) -> np.ndarray:
-                return _read(source, spec, entry, index).astype(dtype)
+        if mesh is None:
+            return finish(jnp.asarray(read((slice(None),) * len(spec.shape))), spec)
+        place = meshes.sharding(spec.axes, spec.shape, mesh)
+        return finish(jax.make_array_from_callback(spec.shape, place, read), spec)
 
-            if mesh is None:
-                return finish(jnp.asarray(read((slice(None),) * len(spec.shape))), spec)
-            place = meshes.sharding(spec.axes, spec.shape, mesh)
-            return finish(jax.make_array_from_callback(spec.shape, place, read), spec)
-
-        return jax.tree.map(leaf, specs, entries, is_leaf=is_spec)
+    return jax.tree.map(leaf, specs, entries, is_leaf=is_spec)
 
 
-def _read(source: Any, spec: Spec, entry: Entry, index: tuple[slice, ...]) -> np.ndarray:
+def _read(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...]) -> np.ndarray:
     """One slice of a weight, reading only the tensor rows it needs."""
     view = entry.view(spec)
     spans = [slice(*index[axis].indices(spec.shape[axis])[:2]) for axis in entry.order]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from treeflash_jax.formats import gguf, gguf_tokenizer
+
 Chat = Sequence[dict[str, str]]
 
 
@@ -23,9 +25,9 @@ class Tokenizer:
 
     @staticmethod
     def load(folder: str | Path) -> Tokenizer | None:
-        """The tokenizer of a model folder, or None where it has none."""
-        folder = Path(folder)
-        if not (folder / "tokenizer.json").exists():
+        """The tokenizer of a model folder or GGUF file, or None where it has none."""
+        folder = gguf_tokenizer.folder(folder) if gguf.is_gguf(folder) else Path(folder)
+        if folder is None or not (folder / "tokenizer.json").exists():
             return None
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is missing; nothing here needs it
         from transformers import PreTrainedTokenizerFast  # slow to import, and ids need no tokenizer

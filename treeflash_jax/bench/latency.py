@@ -36,6 +36,7 @@ from treeflash_jax.builders import SAMPLED
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.heads import HEADS
 from treeflash_jax.options import GenerateConfig, resolve
+from treeflash_jax.pairs import locate
 from treeflash_jax.quantized import SCHEMES
 from treeflash_jax.state import BUILDER_OF_METHOD, DecodePlan, Weights
 
@@ -138,7 +139,7 @@ def find_pair(arguments: argparse.Namespace) -> Pair:
     if arguments.pair:
         if arguments.shape or arguments.drafter_shape:
             raise ValueError("got --pair and a shape, expected one of them")
-        folders = [hf.locate(name) for name in arguments.pair]
+        folders = [locate(name, part) for name, part in zip(arguments.pair, ("verifier", "drafter"), strict=True)]
         name, is_real = " + ".join(shapes.called(name) for name in arguments.pair), True
         model, drafter = hf.read_verifier_config(folders[0]), hf.read_drafter_config(folders[1])
         load = partial(tf.load, verifier=folders[0], drafter=folders[1])

@@ -21,7 +21,7 @@ from treeflash_jax.config import DrafterConfig, ModelConfig, Rope, default_targe
 from treeflash_jax.decode import Weights
 from treeflash_jax.generate import TreeFlash
 from treeflash_jax.heads import HEADS
-from treeflash_jax.loading import shipped
+from treeflash_jax.pairs import locate
 from treeflash_jax.params import Spec, is_spec
 
 _QWEN3 = dict(
@@ -49,7 +49,7 @@ VERIFIERS: dict[str, ModelConfig] = {
         qk_norm=False,
         model_type="llama",
     ),
-    "tiny": hf.read_verifier_config(shipped("verifier")),
+    "tiny": hf.read_verifier_config(locate("tiny", "verifier")),
 }
 
 
@@ -57,7 +57,7 @@ def drafter_of(verifier: ModelConfig, *, num_layers: int = 5, block_size: int = 
     """The shipped drafter for the shipped verifier; else a TreeFlash drafter in the published sizes: the verifier's own
     widths, five layers, blocks of 16."""
     if verifier == VERIFIERS["tiny"]:
-        return hf.read_drafter_config(shipped("drafter"))
+        return hf.read_drafter_config(locate("tiny", "drafter"))
     return DrafterConfig(
         layers=dataclasses.replace(verifier, num_layers=num_layers),
         block_size=block_size,

@@ -1,0 +1,191 @@
+"""GGUF files: metadata, and tensors of any type that the `gguf` package dequantises, read row by row.
+
+The header is read here, since the package takes seconds for the lists of a vocabulary. A dequantised tensor is the model:
+nothing is rounded a second time but by the dtype that weights are asked for in.
+
+Source: ggml-org/ggml, docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
+_VERSIONS = (2, 3)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A matrix or vector of a file, dequantised to float32 as its rows are read.
+
+    Attributes:
+      raw: uint8, [rows, bytes of a row]; a vector is one row.
+      type: of `gguf.GGMLQuantizationType`.
+      shape: [out, in], or [elements].
+      row_of: the file's row that holds each row; None where they stand in order.
+    """
+
+    raw: np.ndarray
+    type: Any
+    shape: tuple[int, ...]
+    row_of: np.ndarray | None = field(default=None, repr=False)
+
+    def get_shape(self) -> tuple[int, ...]:
+        return self.shape
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> np.ndarray:
+        index = index if isinstance(index, tuple) else (index,)
+        if len(self.shape) == 1:
+            return _package().dequantize(np.ascontiguousarray(self.raw), self.type)[0][index]
+        rows = index[0] if self.row_of is None else self.row_of[index[0]]
+        return _package().dequantize(np.ascontiguousarray(self.raw[rows]), self.type)[(slice(None), *index[1:])]
+
+
+@dataclass(frozen=True)
+class File:
+    """What a GGUF file holds.
+
+    Attributes:
+      path: of the file.
+      metadata: values by key; arrays are lists.
+      tensors: by the file's own names; nothing is read yet.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether a path names a GGUF file (by its suffix)."""
+    return Path(path).suffix.lower() == ".gguf"
+
+
+def read(path: str | Path) -> File:
+    """Reads the header of a file.
+
+    Raises:
+      ValueError: no GGUF file, or one that is cut off, of another version or byte order, one part of several, or with
+        tensors of unknown types; or the package `gguf` is not installed.
+    """
+    path = Path(path)
+    _package()
+    try:
+        data = np.memmap(path, mode="r")
+    except FileNotFoundError:
+        raise ValueError(f"{path} not found; expected a GGUF file") from None
+    except ValueError:
+        raise ValueError(f"{path} is empty, expected a GGUF file; download it again") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}), expected a GGUF file") from None
+    header = _Header(path, memoryview(data))
+    num_tensors, num_values = header.begin()
+    metadata = {}
+    for _ in range(num_values):
+        key = header.string()
+        metadata[key] = header.value(header.number("I"))
+    if metadata.get("split.count", 1) > 1:
+        raise ValueError(
+            f"{path} is one of {metadata['split.count']} parts, expected a whole file; join them with gguf-split --merge"
+        )
+    infos = [header.tensor_info() for _ in range(num_tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"{path}: got general.alignment {alignment!r}, expected a whole number of at least 1")
+    start = math.ceil(header.at / alignment) * alignment
+    return File(path, metadata, {name: _tensor(path, data, start + at, name, *rest) for name, at, *rest in infos})
+
+
+class _Header:
+    """A cursor over a file's header."""
+
+    def __init__(self, path: Path, data: memoryview):
+        self.path, self.data, self.at = path, data, 0
+
+    def begin(self) -> tuple[int, int]:
+        """Magic and version, checked; the numbers of tensors and of metadata values."""
+        if bytes(self.data[:4]) != b"GGUF":
+            raise ValueError(f"{self.path} is no GGUF file (it begins with {bytes(self.data[:4])!r}); download it again")
+        self.at = 4
+        version = self.number("I")
+        if version not in _VERSIONS:
+            what = "a big-endian file" if version & 0xFFFF == 0 else f"version {version}"
+            raise ValueError(f"{self.path}: got {what}, expected a little-endian GGUF file of version 2 or 3")
+        return self.number("Q"), self.number("Q")
+
+    def take(self, size: int) -> memoryview:
+        self.at += size
+        if self.at > len(self.data):
+            raise self.cut_off()
+        return self.data[self.at - size : self.at]
+
+    def cut_off(self) -> ValueError:
+        return ValueError(f"{self.path} is cut off or damaged (it ends within its header); download it again")
+
+    def number(self, kind: str) -> Any:
+        return struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind)))[0]
+
+    def string(self) -> str:
+        return str(self.take(self.number("Q")), "utf-8", "replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            kind, count = self.number("I"), self.number("Q")
+            if kind in _NUMBERS:
+                numbers = np.frombuffer(self.take(count * struct.calcsize("<" + _NUMBERS[kind])), "<" + _NUMBERS[kind])
+                return numbers.tolist()
+            return [self.value(kind) for _ in range(count)]
+        if kind not in _NUMBERS:
+            raise ValueError(f"{self.path} is damaged: got a metadata value of type {kind}; download it again")
+        number = self.number(_NUMBERS[kind])
+        return float(str(np.float32(number))) if kind == _FLOAT else number  # 1e-05, not 9.999999747e-06
+
+    def tensor_info(self) -> tuple[str, int, tuple[int, ...], int]:
+        """Name, offset, shape (outermost axis first) and type number."""
+        name = self.string()
+        shape = tuple(self.number("Q") for _ in range(self.number("I")))[::-1]
+        kind = self.number("I")
+        return name, self.number("Q"), shape, kind
+
+
+def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[int, ...], number: int) -> Tensor:
+    gguf = _package()
+    try:
+        kind = gguf.GGMLQuantizationType(number)
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        gguf.dequantize(np.zeros((1, size), np.uint8), kind)
+    except (ValueError, KeyError):
+        raise ValueError(f"{path}: tensor {name} has the unknown type {number}; a newer gguf package may know it") from None
+    except NotImplementedError:
+        raise ValueError(f"{path}: tensor {name} has type {kind.name} ({number}), which is not for weights") from None
+    if not shape or shape[-1] % block:
+        raise ValueError(
+            f"{path}: tensor {name} has shape {list(shape)}, expected rows of whole {kind.name} blocks ({block})"
+        )
+    rows, width = math.prod(shape[:-1]), shape[-1] // block * size
+    end = start + rows * width
+    if end > data.size:
+        raise ValueError(f"{path} is cut off: tensor {name} ends at byte {end}, the file at {data.size}; download it again")
+    return Tensor(np.asarray(data[start:end]).reshape(rows, width), kind, shape)
+
+
+def _package() -> Any:
+    try:
+        import gguf  # slow to import, and only these files need it
+    except ImportError:
+        raise ValueError(
+            "GGUF files need the package gguf, which is not installed: pip install treeflash-jax[gguf]"
+        ) from None
+    return gguf

