@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -97,16 +98,18 @@ class TreeTau:
             lengths: list[float] = []
             for at in range(0, len(self.prompts), config.batch):
                 report(at, len(self.prompts), f"prompts with {drafts} of {nodes} nodes")
-                results = self.model.generate(
-                    self.prompts[at : at + config.batch],
-                    nodes=nodes,
-                    head=head,
-                    candidates=config.candidates,
-                    children=config.candidates,
-                    temperature=config.temperature,
-                    max_new_tokens=config.new_tokens,
-                    batch_size=min(config.batch, len(self.prompts)),
-                )
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="tau is")  # at first, no drafter accepts much
+                    results = self.model.generate(
+                        self.prompts[at : at + config.batch],
+                        nodes=nodes,
+                        head=head,
+                        candidates=config.candidates,
+                        children=config.candidates,
+                        temperature=config.temperature,
+                        max_new_tokens=config.new_tokens,
+                        batch_size=min(config.batch, len(self.prompts)),
+                    )
                 lengths += [float(length) for result in results for length in result.accept_lengths]
             found[f"{name}_{nodes}"] = mean(lengths)
         return found

@@ -145,8 +145,13 @@ def load_model(settings: RespondConfig) -> TreeFlash:
     )
 
 
-def collect_prompts(settings: RespondConfig, model: TreeFlash) -> list[Prompt]:
+def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool = False) -> list[Prompt]:
     """Prompts of all sources, sorted by length, so that a batch wastes little.
+
+    Args:
+      settings: of this stage.
+      model: that will answer.
+      held_out: take the prompts that are held out for validation, and no others.
 
     Raises:
       ValueError: a source that cannot be read, no prompt that is short enough, or more tokens than the context holds.
@@ -161,11 +166,12 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash) -> list[Prompt]:
 
     for source in settings.sources:
         for record in read(source, settings.seed, malformed):
-            if source.hold_out and record.number % source.hold_out == source.hold_out - 1:
-                left_out["held out"] += 1
+            is_held_out = bool(source.hold_out) and record.number % source.hold_out == source.hold_out - 1
+            if is_held_out != held_out:
+                left_out["held out" if is_held_out else "to be answered"] += 1
                 continue
             try:
-                ids = model.encode(_question(record.content))
+                ids = model.encode(question(record.content))
             except ValueError as error:
                 malformed(Malformed(f"{record.where}: {error}"))
                 continue
@@ -212,6 +218,19 @@ def respond(
         seconds = time.perf_counter() - began
         left = seconds / number * (len(starts) - number)
         hosts.say(f"batch {number} of {len(starts)}, {tokens / seconds:,.0f} tokens/s, {left:,.0f} s left")
+
+
+def question(content: Any) -> Any:
+    """What a record asks: a chat up to its first assistant turn, a text, or ids."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return content.prompt
+    turns = [message["role"] for message in content]
+    question = content[: turns.index("assistant")] if "assistant" in turns else content
+    if not question:
+        raise ValueError("got a chat that the assistant opens, expected another turn first")
+    return question
 
 
 def line_of(index: int, prompt: Prompt, settings: RespondConfig, result: Result) -> str:
@@ -332,19 +351,6 @@ def _batch(start: int, settings: RespondConfig, prompts: Sequence[Prompt]) -> se
 
 def _temperature(index: int, settings: RespondConfig) -> float:
     return settings.temperatures[index % len(settings.temperatures)]
-
-
-def _question(content: Any) -> Any:
-    """What a record asks: a chat up to its first assistant turn, a text, or ids."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        return content.prompt
-    turns = [message["role"] for message in content]
-    question = content[: turns.index("assistant")] if "assistant" in turns else content
-    if not question:
-        raise ValueError("got a chat that the assistant opens, expected another turn first")
-    return question
 
 
 def _agree(count: int, out: Path) -> None:
