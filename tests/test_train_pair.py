@@ -20,7 +20,7 @@ from treeflash_jax.tokenizer import Tokenizer
 
 THINGS = ("pens", "cows", "apples", "books", "coins")
 SMALL = [
-    "steps=6", "head_steps=4", "mesh.data=1", "block_size=4", "respond.max_new_tokens=12", "respond.temperatures=[0]",
+    "steps=6", "head_steps=4", "mesh.data=1", "block_size=4", "num_layers=1", "respond.max_new_tokens=12", "respond.temperatures=[0]",
     "drafter.evaluate.prompts=0", "head.evaluate.prompts=0", "drafter.loop.save_every=2", "measure.prompts=2",
     "measure.new_tokens=6", "measure.nodes=[4]", "measure.temperatures=[0]",
 ]  # fmt: skip
@@ -39,10 +39,18 @@ def settings_of(prompts, out, *more):
 
 
 def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tmp_path, monkeypatch, capsys):
-    """Killed after the backbone, and after the head's first step; then it ends, and its last line runs."""
+    """Killed before the head; the same command then ends, and the last line it prints runs."""
     monkeypatch.setattr(measure, "DTYPES", {})
     monkeypatch.setattr(measure, "ATTENTION", {})
     settings, ran, real = settings_of(prompts, tmp_path / "pair"), [], dict(pair.MAINS)
+    loaded, load = {}, tf.load
+
+    def load_once(*, verifier, drafter, **named):
+        if (verifier, drafter) not in loaded:
+            loaded[verifier, drafter] = load(verifier=verifier, drafter=drafter, **named)
+        return loaded[verifier, drafter]
+
+    monkeypatch.setattr(tf, "load", lambda _=None, **named: load_once(**named))  # keeps the compiled programs
 
     def killed(stage):
         raise KeyboardInterrupt
@@ -63,7 +71,7 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
         "mask_token_id = 3: <|mask|>, which the training data does not have",
         "target_layer_ids = 1, 2, 3: 3 of the verifier's 6 layers by the published rule",
         "block_size = 4: as given",
-        "num_layers = 2: about a tenth of the verifier's 6 layers",
+        "compute_dtype = float32: the library's default on a CPU",
         "loop.steps = 6: as given",
         "sources.0.hold_out = 4: every so-many-th of 12 prompts",
     ):
@@ -84,9 +92,10 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
     [greedy] = measured["temperatures"]
     assert greedy["same"] == 2 and greedy["tau"] >= 1 and greedy["speedup"] > 0
     card = (tmp_path / "pair" / "model" / "README.md").read_text()
-    [load] = [line.strip() for line in card.splitlines() if "tf.load(" in line]
+    [line] = [line.strip() for line in card.splitlines() if "tf.load(" in line]
+    monkeypatch.setattr(tf, "load", load)
     scope = {"tf": tf}
-    exec(load, scope)
+    exec(line, scope)
     assert scope["model"].drafter.block_size == 4 and scope["model"].drafter.head == "mlp"
     with pytest.raises(ValueError, match="holds a run with other settings .loop.steps was 6, now 7."):
         pair.main(replace(settings, steps=7))
