@@ -45,6 +45,7 @@ def fake(tiny, monkeypatch):
                 prompt_ids=[1],
                 ids=[5, 6, 7, 8],
                 text=f"answer {len(calls)}",
+                method=config.method,
                 accept_lengths=[3, 1],
                 finished=fake.finished,
                 seconds=1000.0 if slow else float(len(inputs)),

@@ -82,7 +82,7 @@ def test_the_shipped_pair_answers_in_text_one_object_a_prompt():
         ([*MODEL, "--prompt-ids", "3", "--num-beams", "4"], "--num-beams is not supported"),
         ([*MODEL, "--prompt-ids", "3", "--grammar", "x"], "--grammar is not supported"),
         ([*OTHER, "--prompt-ids", "3"], "drafter does not fit the verifier: hidden size"),
-        ([*MODEL[:2], "--prompt-ids", "3"], "no drafter is loaded"),
+        ([*MODEL[:2], "--prompt-ids", "3", "--nodes", "8"], "no drafter is loaded"),
         ([*MODEL[2:], "--prompt-ids", "3"], "drafter does not fit the verifier: hidden size"),  # the default one
         (["--verifier", "nowhere", "--prompt-ids", "3"], "nowhere"),
     ],

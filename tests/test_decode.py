@@ -13,7 +13,7 @@ from conftest import random_pair
 
 from treeflash_jax import decode as core
 from treeflash_jax import generate, verifier
-from treeflash_jax.generate import capacity_bucket
+from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.options import GenerateConfig, draft_temperature, rows_of
 from treeflash_jax.result import Result
 

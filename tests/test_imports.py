@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module imports its own layer and those before it. A directory stands for all its files; `__init__` is the package.
 LAYERS = (
     {"config", "clock", "chats"},
+    {"products"},
     {"mesh", "params", "quantized"},
     {"layers", "vocab", "attention", "cache", "tree", "builders", "kernels"},
     {"verifier", "drafter", "heads", "acceptance"},
@@ -24,7 +25,8 @@ LAYERS = (
     {"state"},
     {"rounds"},
     {"decode"},
-    {"footprint", "storage", "hf", "formats", "tokenizer", "options", "draw", "result", "calibration", "generate"},
+    {"footprint", "calibration", "storage", "hf", "formats", "tokenizer", "prompts"},
+    {"options", "draw", "result", "batching", "generate"},
     {"pairs"},
     {"loading"},
     {"bench", "check", "chat", "cli", "demo", "__init__", "__main__"},

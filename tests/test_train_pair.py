@@ -20,9 +20,9 @@ from treeflash_jax.tokenizer import Tokenizer
 
 THINGS = ("pens", "cows", "apples", "books", "coins")
 SMALL = [
-    "steps=6", "head_steps=4", "mesh.data=1", "block_size=4", "num_layers=1", "respond.max_new_tokens=12", "respond.temperatures=[0]",
-    "drafter.evaluate.prompts=0", "head.evaluate.prompts=0", "drafter.loop.save_every=2", "measure.prompts=2",
-    "measure.new_tokens=6", "measure.nodes=[4]", "measure.temperatures=[0]",
+    "steps=6", "head_steps=4", "mesh.data=1", "block_size=4", "num_layers=1", "respond.max_new_tokens=12",
+    "respond.temperatures=[0]", "drafter.evaluate.prompts=0", "head.evaluate.prompts=0", "drafter.loop.save_every=2",
+    "measure.prompts=2", "measure.new_tokens=6", "measure.nodes=[4]", "measure.temperatures=[0]",
 ]  # fmt: skip
 
 

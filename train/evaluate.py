@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -92,25 +91,26 @@ class TreeTau:
         return found
 
     def _tau(self, head: str | None, name: str, report: Evaluating) -> dict[str, float]:
-        config, found = self.config, {}
-        drafts = "marginal trees" if head else "trees"
+        config, found, count = self.config, {}, len(self.prompts)
         for nodes in config.nodes:
+            what = f"prompts with {'marginal trees' if head else 'trees'} of {nodes} nodes"
+            report(0, count, what)
+            answers = self.model.generate_each(
+                self.prompts,
+                nodes=nodes,
+                head=head,
+                candidates=config.candidates,
+                children=config.candidates,
+                temperature=config.temperature,
+                max_new_tokens=config.new_tokens,
+                batch_size=min(config.batch, count),
+            )
             lengths: list[float] = []
-            for at in range(0, len(self.prompts), config.batch):
-                report(at, len(self.prompts), f"prompts with {drafts} of {nodes} nodes")
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message="tau is")  # at first, no drafter accepts much
-                    results = self.model.generate(
-                        self.prompts[at : at + config.batch],
-                        nodes=nodes,
-                        head=head,
-                        candidates=config.candidates,
-                        children=config.candidates,
-                        temperature=config.temperature,
-                        max_new_tokens=config.new_tokens,
-                        batch_size=min(config.batch, len(self.prompts)),
-                    )
-                lengths += [float(length) for result in results for length in result.accept_lengths]
+            for done, (_, result) in enumerate(answers, start=1):
+                if result.finished == "interrupted":
+                    raise KeyboardInterrupt
+                lengths += [float(length) for length in result.accept_lengths]
+                report(done, count, what)
             found[f"{name}_{nodes}"] = mean(lengths)
         return found
 

@@ -7,9 +7,11 @@ from typing import Any
 from rich.console import Console
 
 from treeflash_jax.generate import TreeFlash
+from treeflash_jax.options import GenerateConfig, resolve, rows_of
 from treeflash_jax.result import Chunk, Result
 
 HELP = "/reset forgets the conversation, /tree draws the round that accepted most, /exit leaves"
+HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def converse(model: TreeFlash, console: Console, **settings: Any) -> None:
@@ -18,11 +20,17 @@ def converse(model: TreeFlash, console: Console, **settings: Any) -> None:
     A turn that fails (say, a conversation longer than the context) is reported in one line and taken back; Ctrl-C ends the
     answer and keeps what was said.
 
+    Args:
+      model: with a tokenizer that has a chat template; without a drafter it answers one token at a time.
+      console: what is read from and written to.
+      **settings: fields of GenerateConfig.
+
     Raises:
-      ValueError: a model without a tokenizer.
+      ValueError: a model that cannot chat, or settings that no turn could be answered with, before anything is read.
     """
-    if model.tokenizer is None:
-        raise ValueError("got a verifier without tokenizer.json, expected one that can chat")
+    config = _checked(model, settings)
+    if config.method == "ar":
+        console.print("[dim]answers come one token at a time: nothing is drafted[/dim]")
     console.print(f"[dim]{HELP}[/dim]")
     messages: list[dict[str, str]] = []
     last = None
@@ -37,30 +45,54 @@ def converse(model: TreeFlash, console: Console, **settings: Any) -> None:
         if said == "/reset":
             messages, last = [], None
         elif said == "/tree":
-            if last is None or not last.accept_lengths:
-                console.print("no draft tree yet")
-            else:
-                longest = max(range(len(last.accept_lengths)), key=last.accept_lengths.__getitem__)
-                console.print(str(last.tree(longest)), markup=False)
+            _draw(console, last)
         elif said.startswith("/"):
             console.print(HELP)
         elif said:
             messages.append({"role": "user", "content": said})
             try:
-                text, last = _turn(model, console, messages, settings)
+                text, last = _turn(model, console, messages, config)
                 messages.append({"role": "assistant", "content": text})
             except ValueError as error:
                 console.print(f"error: {error}", markup=False)
                 messages.pop()
 
 
+def _checked(model: TreeFlash, settings: dict[str, Any]) -> GenerateConfig:
+    """The settings of all turns.
+
+    Raises:
+      ValueError: what would be wrong at every turn.
+    """
+    if model.tokenizer is None:
+        raise ValueError("got a verifier without tokenizer.json, expected one that can chat")
+    config = resolve(None, settings, model.verifier, model.drafter)
+    rows_of([model.encode(HELLO)], config, model.verifier)
+    model.plan(config)
+    return config
+
+
+def _draw(console: Console, last: Result | None) -> None:
+    """Draws the round of the last answer that accepted most, or says why there is none."""
+    if last is None:
+        console.print("no draft tree yet: no answer was finished")
+        return
+    longest = max(range(len(last.accept_lengths)), key=last.accept_lengths.__getitem__, default=0)
+    try:
+        console.print(str(last.tree(longest)), markup=False)
+    except ValueError as error:
+        console.print(f"no draft tree: {error}", markup=False)
+    except KeyboardInterrupt:
+        console.print("\n[dim]interrupted[/dim]")
+
+
 def _turn(
-    model: TreeFlash, console: Console, messages: list[dict[str, str]], settings: dict[str, Any]
+    model: TreeFlash, console: Console, messages: list[dict[str, str]], config: GenerateConfig
 ) -> tuple[str, Result | None]:
     """Streams one answer and prints its statistics. Ctrl-C ends it early: its text so far, and no Result."""
     text = ""
     try:
-        for piece in model.stream(messages, **settings):
+        for piece in model.stream(messages, config=config):
             if isinstance(piece, Chunk):
                 console.print(piece.text, end="", markup=False, soft_wrap=True)
                 text += piece.text

@@ -13,8 +13,9 @@ import numpy as np
 
 from treeflash_jax import mesh as meshes
 from treeflash_jax import verifier as model_code
-from treeflash_jax.generate import Prompt, TreeFlash
-from treeflash_jax.options import drafting, resolve, values
+from treeflash_jax.generate import TreeFlash
+from treeflash_jax.options import NO_DRAFTER, drafting, resolve, values
+from treeflash_jax.prompts import Prompt
 from treeflash_jax.result import Result
 
 
@@ -61,8 +62,10 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Any) -> list[
       **settings: of the drafted run; the plain one takes those that shape the output.
 
     Raises:
-      ValueError: an acceptance rule whose answers are samples of their own, at a temperature above 0.
+      ValueError: no drafter, or an acceptance rule whose answers are samples of their own, at a temperature above 0.
     """
+    if model.drafter is None:
+        raise ValueError(f"{NO_DRAFTER}, expected one: without it there is nothing to compare")
     config = resolve(None, settings, model.verifier, model.drafter)
     if config.method != "ar" and drafting(config)[1] != "sample-and-match" and max(values(config.temperature)) > 0:
         rule = drafting(config)[1]

@@ -149,7 +149,10 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "drafting: never changes the distribution of the output, only the speed (nor, with sample-and-match, the output)"
     )
-    group.add_argument("--method", choices=METHODS, default="tree", help="chain: the published one; ar: no drafting")
+    group.add_argument(
+        "--method", choices=METHODS,
+        help="default: tree, or ar without a drafter; chain: the published one; ar: one token at a time",
+    )  # fmt: skip
     group.add_argument("--head", choices=HEADS, help="default: the drafter's own")
     group.add_argument(
         "--nodes", type=run.node_count, metavar="N|auto",
@@ -290,6 +293,7 @@ def _record(result: Any) -> dict[str, Any]:
     record: dict[str, Any] = {} if result.text is None else {"text": result.text}
     record |= {
         "ids": result.ids,
+        "method": result.method,
         "accept_lengths": result.accept_lengths,
         "tau": result.tau,
         "tokens_per_second": result.tokens_per_second,

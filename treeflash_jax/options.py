@@ -24,6 +24,10 @@ REFUSED = {
     "grammar": "constrained decoding needs a mask per tree node",
     "min_p": "only temperature, top-k and top-p are implemented",
 }
+# Fields of GenerateConfig that say how to draft.
+DRAFTING = "nodes block_size candidates children shortlist head builder acceptance".split()
+DRAFTING += "branches trunk skeleton leaves drafter_temperature".split()
+NO_DRAFTER = "no drafter is loaded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +39,8 @@ class GenerateConfig:
 
     Attributes:
       max_new_tokens: at most so many generated tokens, the stop token included.
-      method: "tree", "walk" (greedy chain), "chain" (the published rank-0 chain), "ar" (one token at a time).
+      method: "tree", "walk" (greedy chain), "chain" (the published rank-0 chain), "ar" (one token at a time). None: "tree"
+        with a drafter, "ar" without one.
       nodes: verified rows a round, root included; if None, the drafter's default for a tree, the whole block for a chain.
         "auto": every round takes what pays best by `treeflash calibrate`, and drafting pauses where none does; best-first
         trees and sample-and-match alone.
@@ -73,7 +78,7 @@ class GenerateConfig:
     """
 
     max_new_tokens: int = 128
-    method: Method = "tree"
+    method: Method | None = None
     nodes: int | Literal["auto"] | None = None
     block_size: int | None = None
     candidates: int = 16
@@ -131,6 +136,9 @@ def resolve(
         if name not in known:
             raise ValueError(f"got unknown setting {name!r}, expected one of {', '.join(known)}")
     config = replace(config or GenerateConfig(), **settings)
+    if config.method is None and drafter is None:
+        _refuse_drafting(config)
+    config = replace(config, method=method_of(config, drafter))
     if isinstance(config.stop, str):
         config = replace(config, stop=(config.stop,))
     vocabulary = verifier.vocab_size
@@ -143,7 +151,7 @@ def resolve(
     methods = ("ar", *BUILDER_OF_METHOD)
     expect(config.method in methods, "method", repr(config.method), f"one of {methods}")
     if config.method != "ar":
-        expect(drafter is not None, "method", repr(config.method), "'ar', since no drafter is loaded")
+        expect(drafter is not None, "method", repr(config.method), f"'ar': {NO_DRAFTER}")
         auto = config.nodes == "auto"
         is_count = config.nodes is None or (isinstance(config.nodes, int) and config.nodes >= 1)
         expect(auto or is_count, "nodes", repr(config.nodes), "at least 1 (the root counts), or 'auto'")
@@ -189,9 +197,23 @@ def resolve(
     return config
 
 
+def method_of(config: GenerateConfig, drafter: DrafterConfig | None) -> Method:
+    """What is decoded by: the method that was asked for; else trees if there is a drafter, one token at a time if not."""
+    return config.method or ("ar" if drafter is None else "tree")
+
+
+def _refuse_drafting(config: GenerateConfig) -> None:
+    """Refuses settings of drafting that were changed from their defaults: without a drafter they would do nothing."""
+    defaults = GenerateConfig()
+    for name in DRAFTING:
+        value = getattr(config, name)
+        if value != getattr(defaults, name):
+            raise ValueError(f"got {name} {value!r}, expected its default: {NO_DRAFTER}")
+
+
 def drafting(config: GenerateConfig) -> tuple[str, str, TreeShape]:
     """Builder, acceptance rule and sizes of the sampled part, defaults filled in."""
-    builder = config.builder or BUILDER_OF_METHOD[config.method]
+    builder = config.builder or BUILDER_OF_METHOD[config.method or "tree"]
     shape = TreeShape(branches=config.branches, trunk=config.trunk, skeleton=config.skeleton, leaves=config.leaves)
     usual = {"deterministic": "sample-and-match", "one path": "block"}.get(law_of(builder, shape), "traversal")
     return builder, config.acceptance or usual, shape
@@ -200,7 +222,7 @@ def drafting(config: GenerateConfig) -> tuple[str, str, TreeShape]:
 def with_builder(config: GenerateConfig, drafter: DrafterConfig | None, temperature: float) -> GenerateConfig:
     """The settings of a row of this temperature: with a sampled tree where none was asked for and one is better."""
     crossover = None if drafter is None else drafter.sampled_above
-    is_free = config.method == "tree" and config.builder is None and config.acceptance is None
+    is_free = method_of(config, drafter) == "tree" and config.builder is None and config.acceptance is None
     is_free &= config.nodes not in (1, "auto")
     if is_free and crossover is not None and temperature >= crossover and config.head in (None, drafter.head):
         return replace(config, builder="hybrid")

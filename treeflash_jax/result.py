@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from treeflash_jax.draw import DrawnTree
+from treeflash_jax.state import Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +17,13 @@ class Result:
       prompt_ids: what was read.
       ids: generated ids, the stop token included.
       text: decoded without special tokens, up to a stop string; None where there is no tokenizer.
+      method: how it was decoded, as GenerateConfig.method, "ar" where there was no drafter.
       accept_lengths: tokens committed per round, bonus included. The token that prefill yields is in no entry, and the
         last round counts in full even where the answer was cut.
       finished: "stop" (a stop id or string), "length", or "interrupted" (Ctrl-C).
-      seconds: decoding time of the batch this row was in, compilation excluded, prefill included.
-      compile_seconds: spent compiling for this batch.
-      tokens_per_second: generated tokens of the batch over `seconds`.
+      seconds: decoding time of the call, prefill included, compilation excluded; from `generate_each`, until this answer.
+      compile_seconds: spent compiling until this answer.
+      tokens_per_second: generated tokens of the call over `seconds`; from `generate_each` and `stream`, of this answer.
       log_probs: of every generated token under the verifier (temperature 1, no filters), if asked for.
       expected_lengths: tokens every round was expected to commit, given its tree, if asked for.
       nodes: rows that each round verified, where rounds chose them; 1 where nothing was drafted.
@@ -30,6 +32,7 @@ class Result:
     prompt_ids: list[int]
     ids: list[int]
     text: str | None
+    method: Method
     accept_lengths: list[int]
     finished: str
     seconds: float
@@ -40,6 +43,14 @@ class Result:
     nodes: list[int] | None = None
     draft_again: Callable[[int], DrawnTree] | None = field(default=None, repr=False, compare=False)
 
+    @staticmethod
+    def unanswered(prompt_ids: list[int], *, has_text: bool) -> Result:
+        """What a prompt gets that Ctrl-C left waiting: no tokens, marked "interrupted"."""
+        rest = {"seconds": 0.0, "compile_seconds": 0.0, "tokens_per_second": 0.0, "method": "ar"}
+        return Result(
+            prompt_ids=prompt_ids, ids=[], text="" if has_text else None, accept_lengths=[], finished="interrupted", **rest
+        )
+
     @property
     def tau(self) -> float:
         """Block efficiency: mean tokens committed per round, bonus included; 1 where there was no round."""
@@ -49,9 +60,13 @@ class Result:
         """The draft tree of one round, drafted again from the same prefix; `print` draws it.
 
         Raises:
-          ValueError: a round this answer did not have.
+          ValueError: a round this answer did not have, or an answer without draft trees.
         """
-        if not 0 <= round_index < len(self.accept_lengths) or self.draft_again is None:
+        if self.draft_again is None:
+            raise ValueError("this answer was decoded one token at a time: it has no draft trees")
+        if not self.accept_lengths:
+            raise ValueError("this answer has no rounds: its only token came from the prefill")
+        if not 0 <= round_index < len(self.accept_lengths):
             raise ValueError(f"got round {round_index}, expected 0 to {len(self.accept_lengths) - 1}")
         return self.draft_again(round_index)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from treeflash_jax.formats import gguf, gguf_tokenizer
-
-Chat = Sequence[dict[str, str]]
 
 
 class Tokenizer:
@@ -41,11 +39,28 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self.inner(text)["input_ids"])
 
-    def encode_chat(self, messages: Chat) -> list[int]:
-        """A chat up to the point where the assistant speaks; thinking switched off where the template knows it."""
-        encoded = self.inner.apply_chat_template(
-            list(messages), add_generation_prompt=True, enable_thinking=False, tokenize=True, return_dict=True
-        )
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.inner.chat_template)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """A chat up to the point where the assistant speaks; thinking switched off where the template knows it.
+
+        Raises:
+          ValueError: no chat template, or a chat that the template refuses.
+        """
+        if not self.has_chat_template:
+            raise ValueError("got a chat, but the verifier's tokenizer has no chat template; give text or ids instead")
+        from jinja2.exceptions import TemplateError  # what transformers renders templates with
+
+        try:
+            encoded = self.inner.apply_chat_template(
+                list(messages), add_generation_prompt=True, enable_thinking=False, tokenize=True, return_dict=True
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"got a chat that the verifier's chat template refuses: {' '.join(str(error).split())}"
+            ) from None
         return list(encoded["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -366,7 +366,7 @@ def record_of(
 def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) -> dict[str, Any]:
     """The settings of a system as they take effect; those of drafting are None where nothing is drafted."""
     plan = model.plan(config)
-    is_tree = plan.drafts and config.method == "tree"
+    is_tree = plan.method == "tree"
     shape = asdict(drafting(config)[2]) if is_tree and plan.builder in SAMPLED else dict.fromkeys(SHAPE)
     fixed = config.drafter_temperature
     sharpness = fixed or model.drafter.drafter_temperature

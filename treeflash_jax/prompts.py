@@ -1,0 +1,109 @@
+"""Prompts in the forms that users have them: a string, a chat, or token ids; one, or a list of them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from treeflash_jax.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+KINDS = "a string, a chat (a list of messages) or a list of token ids"
+
+
+def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """The prompts of a call: those of a list, or the one that was given alone.
+
+    Raises:
+      ValueError: neither a prompt nor a list.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    items = _items(prompts)
+    is_one = bool(items) and (isinstance(items[0], Mapping) or _is_id(items[0]))
+    return [items] if is_one else items
+
+
+def only(prompts: Prompt | Iterable[Prompt]) -> Prompt:
+    """The prompt of a call that takes one, given alone or in a list.
+
+    Raises:
+      ValueError: no prompt, or several.
+    """
+    found = as_list(prompts)
+    if len(found) != 1:
+        raise ValueError(
+            f"got {len(found)} prompts, expected one: a stream is one answer, `generate` takes several prompts"
+        )
+    return found[0]
+
+
+def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+    """Token ids of one prompt. Strings are taken as they are; chats go through the tokenizer's chat template.
+
+    Raises:
+      ValueError: no prompt or an empty one, text without a tokenizer, or messages that hold anything but text.
+    """
+    items = prompt if isinstance(prompt, str) else _items(prompt)
+    is_chat = bool(items) and isinstance(items[0], Mapping)
+    if is_chat or isinstance(items, str):
+        if tokenizer is None:
+            raise ValueError("got text, but the verifier's folder has no tokenizer.json; give ids instead")
+        ids = tokenizer.encode_chat(plain_messages(items)) if is_chat else tokenizer.encode(items)
+    else:
+        if strange := [item for item in items if not _is_id(item)]:
+            raise ValueError(f"got {type(strange[0]).__name__} among the token ids of a prompt, expected whole numbers")
+        ids = [operator.index(item) for item in items]
+    if not ids:
+        raise ValueError("got an empty prompt, expected at least one token")
+    return ids
+
+
+def plain_messages(chat: Iterable[Any]) -> list[dict[str, Any]]:
+    """A chat whose contents are strings. The text parts of a message are joined by line breaks.
+
+    Raises:
+      ValueError: a message without role or content, or one that holds anything but text.
+    """
+    messages = []
+    for index, message in enumerate(chat):
+        at = f"message {index}"
+        if not isinstance(message, Mapping):
+            raise ValueError(f"{at}: got {type(message).__name__}, expected a dict with 'role' and 'content'")
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"{at}: got role {message.get('role')!r}, expected one like 'user' or 'assistant'")
+        messages.append({**message, "content": _text_of(message.get("content"), at)})
+    return messages
+
+
+def _text_of(content: Any, at: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise ValueError(f"{at}: got no content, expected text")
+    if not isinstance(content, Sequence):
+        raise ValueError(f"{at}: got content of type {type(content).__name__}, expected text or a list of text parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text":
+            raise ValueError(f"{at}: got a part of type {kind!r}, expected 'text': the verifier reads text alone")
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"{at}: got a text part without text, expected {{'type': 'text', 'text': ...}}")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _items(prompts: Any) -> list[Any]:
+    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
+        raise ValueError(f"got {type(prompts).__name__} as a prompt, expected {KINDS}")
+    return list(prompts)
+
+
+def _is_id(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
