@@ -243,7 +243,11 @@ def test_mistakes_end_with_one_line_and_keep_the_results(fake, prompts, tmp_path
         ("\n\n", "prompts.jsonl: got no prompts"),
         ('{"id": "a", "turns": ["x"]}\n{"id": "b", "turns"', "prompts.jsonl:2: got malformed JSON"),
         ('["x"]\n', "prompts.jsonl:1: got list"),
-        ('{"turns": ["x"]}\n', "prompts.jsonl:1: got id None"),
+        ('{"id": null, "turns": ["x"]}\n', "prompts.jsonl:1: got id None"),
+        ('{"id": "prompts-2", "turns": ["x"]}\n{"turns": ["x"]}\n', "prompts.jsonl:2: got id 'prompts-2'"),
+        ('{"words": "x"}\n', "prompts.jsonl:1: got keys 'words', expected 'conversations' or 'messages'"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}\n', "prompts.jsonl:1: got no user turn"),
+        ('{"messages": [{"role": "tool", "content": "x"}]}\n', "prompts.jsonl:1: got a message of the role 'tool'"),
         ('{"id": "a", "turns": ["x"]}\n\n{"id": "a", "turns": ["y"]}\n', "prompts.jsonl:3: got id 'a'"),
         ('{"id": "a", "turns": []}\n', "prompts.jsonl:1: got turns []"),
         ('{"id": "a", "turns": "x"}\n', "prompts.jsonl:1: got turns 'x'"),
@@ -256,6 +260,34 @@ def test_bad_prompts_are_named_by_file_and_line(tmp_path, text, words):
     with pytest.raises(ValueError) as error:
         prompt_files.read_prompts(path)
     assert words in str(error.value)
+
+
+def test_training_files_are_prompt_files_too(tiny, tmp_path):
+    """Every form of a chat gives the prompt that the published one gives; ids are invented where there are none."""
+    forms = [
+        {"id": "a", "turns": ["x", "y"], "reference": None},
+        {"conversations": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "an answer"}]},
+        {"messages": [{"role": "system", "content": "s"}, {"from": "human", "value": "x"}]},
+        {"prompt": "x"},
+    ]
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("\n".join(json.dumps(form) for form in forms) + "\n")
+    found = prompt_files.read_prompts(path)
+    assert [(p.id, p.turns, p.system) for p in found] == [
+        ("a", ("x", "y"), None),
+        ("mixed-2", ("x",), None),
+        ("mixed-3", ("x",), "s"),
+        ("mixed-4", ("x",), None),
+    ]
+    assert found[1].hash == found[3].hash != found[2].hash
+    opening = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
+    assert prompt_files.empty_chat(found[2], "chat") == opening
+    [[result]] = run.converse(tiny, found[2:3], tf.GenerateConfig(method="ar", max_new_tokens=2, batch_size=1), "chat")
+    assert result.prompt_ids == tiny.encode(opening)
+    with pytest.raises(ValueError, match="'mixed-3': got a system message, expected none with the format raw"):
+        run.check(
+            tiny, run.Bench(systems={"ar": tf.GenerateConfig(method="ar")}, prompts=found[2:], format="raw"), [], "out"
+        )
 
 
 def test_another_text_or_format_for_a_known_prompt_is_refused(fake, prompts, tmp_path, capsys):

@@ -238,6 +238,9 @@ FORMS = [
     {"id": "0", "messages": CHAT, "conversations": None},
     {"conversations": [{"from": "human", "value": " What is 2 + 3?\r\n"}, {"from": "gpt", "value": "2 + 3 = 5"}]},
     {"turns": ["What is 2 + 3?"], "reference": {"code": "2 + 3 = 5\n"}},
+    {"id": "mt/1", "turns": ["What is 2 + 3?", "And now?"], "reference": {"code": "2 + 3 = 5\n"}},
+    {"prompt": "What is 2 + 3?", "reference": {"code": "2 + 3 = 5\n"}},
+    {"prompt": CHAT},
 ]
 
 
@@ -381,7 +384,7 @@ LONG = {"messages": [{"role": "user", "content": "one " * 90}, {"role": "assista
 ANSWER = {"prompt": [1], "response": [2]}
 BAD_LINES = [
     ("chat", '{"messages": [\n', r"line 2: not valid JSON: Expecting value"),
-    ("chat", "[1]\n", r"line 2: got list, expected an object with 'conversations' or 'messages'"),
+    ("chat", "[1]\n", r"line 2: got list, expected an object; in it, 'conversations' or 'messages'"),
     ("chat", {"text": "x"}, r"line 2: got keys 'text', expected 'conversations' or 'messages'"),
     ("chat", {"messages": [{"role": "user"}]}, r"line 2: got a message without role and content"),
     ("chat", {"messages": CHAT[:1]}, r"line 2: got no assistant turn"),

@@ -63,7 +63,7 @@ def test_a_run_leaves_its_model_there(bucket, toy, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(loop, "fit", untrained)
     head.main(toy_training.settings(toy, "run=gs://bucket/runs/head"))
     assert set(bucket) == {"/bucket/runs/head/model/config.json", "/bucket/runs/head/model/model.safetensors"}
-    assert "wrote gs://bucket/runs/head/model\n" in capsys.readouterr().out
+    assert "  model: gs://bucket/runs/head/model\n" in capsys.readouterr().out
     drafter, backbone, weights = hf.load_drafter(fetched("gs://bucket/runs/head/model", tmp_path))
     assert drafter.head == "mlp" and set(weights) == {"norm", "token_ug", "hidden_ug", "bias", "down"}
     before = hf.load_drafter(toy.parent / "drafter")[1]

@@ -257,8 +257,10 @@ def test_held_out_means_are_over_every_source_and_spread_over_its_rows(sizes):
     with meshes.ambient(mesh):
         held_out = loop.HeldOut(STAGE, corpus, LoopConfig(batch=4), mesh)
         placed = state.place(params, SPECS, mesh, jnp.float32), state.place(frozen, FROZEN, mesh, jnp.float32)
-        found = held_out(*placed)
-        assert held_out(*placed) == found
+        reports = []
+        found = held_out(*placed, lambda *words: reports.append(words))
+        assert reports == [(0, 2, "held-out sources"), (1, 2, "held-out sources")]
+        assert held_out(*placed, lambda *_: None) == found
 
     def expected(name, batches):
         totals = []
@@ -295,7 +297,7 @@ def saved(folder):
 
 
 def timeless(log):
-    return [{k: v for k, v in line.items() if k not in ("mfu", "tokens_per_second")} for line in log]
+    return [{k: v for k, v in line.items() if k not in ("mfu", "tokens_per_second", "seconds")} for line in log]
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +307,7 @@ def whole(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop._Clock, "lap", lambda self: 6.0)
         patch.setattr(loop.watch, "peak_flops", lambda devices: 1e6 * devices)
-        return folder, *fit(folder, lambda params: {"score": next(scores)}, save_every=5)
+        return folder, *fit(folder, lambda params, report: {"score": next(scores)}, save_every=5)
 
 
 def test_lines_checkpoints_and_evaluations_come_when_due(whole):
@@ -329,7 +331,7 @@ def test_a_terminated_run_goes_on_to_the_same_end(whole, tmp_path, capsys):
     """SIGTERM inside step 5: that step is saved, though no checkpoint was due before step 8."""
     before = signal.getsignal(signal.SIGTERM)
 
-    def evaluate(params):
+    def evaluate(params, report):
         os.kill(os.getpid(), signal.SIGTERM)
         return {"score": 3.0}
 
@@ -338,7 +340,7 @@ def test_a_terminated_run_goes_on_to_the_same_end(whole, tmp_path, capsys):
     assert ended.value.code == 143 and saved(tmp_path / "run") == [6]
     assert "terminated: saved step 6 of 10; the same command goes on from there" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) is before
-    log, final = fit(tmp_path / "run", lambda params: {"score": 1.0})
+    log, final = fit(tmp_path / "run", lambda params, report: {"score": 1.0})
     assert "continuing at step 6 of 10" in capsys.readouterr().out
     assert timeless(log) == timeless(whole[1])
     jax.tree.map(np.testing.assert_array_equal, final, whole[2])
@@ -366,7 +368,9 @@ def test_nothing_is_saved_once_a_loss_is_not_finite(tmp_path, monkeypatch):
 
 def test_every_zero_is_never(tmp_path):
     """But a run logs, evaluates and saves at its end."""
-    log, _ = fit(tmp_path / "run", lambda params: {"score": 1.0}, steps=3, log_every=0, evaluate_every=0, save_every=0)
+    log, _ = fit(
+        tmp_path / "run", lambda params, report: {"score": 1.0}, steps=3, log_every=0, evaluate_every=0, save_every=0
+    )
     assert [line["step"] for line in log] == [3] == saved(tmp_path / "run")
     assert log[0]["score"] == 1.0 and {"loss", "held_out/loss", "learning_rate"} <= set(log[0])
 

@@ -155,6 +155,15 @@ def read(path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> dict[
     return raw
 
 
+def replaced(config: T, raw: dict[str, Any]) -> T:
+    """These settings, except for those that nested dicts name.
+
+    Raises:
+      ValueError: an unknown key, or a value of another type.
+    """
+    return _build(type(config), _merged(to_dict(config), raw), "settings", "")
+
+
 def changes(config: Any, path: str | os.PathLike, free: Collection[str]) -> dict[str, tuple[Any, Any]]:
     """Where settings differ from those saved at `path`: {dotted name: (then, now)}, None where there is no such setting.
 
@@ -246,6 +255,9 @@ def _convert(kind: Any, value: Any, where: str, key: str) -> Any:
     if origin is tuple:
         if isinstance(value, list | tuple):
             return tuple(_convert(arguments[0], item, where, key) for item in value)
+    elif origin is dict:
+        if isinstance(value, dict):
+            return value
     elif origin is Literal:
         if value in arguments:
             return value
@@ -314,6 +326,15 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Tables merged key by key; None, which no file can say, is left out."""
+    merged = {key: value for key, value in old.items() if value is not None}
+    for key, value in new.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
 
 
 def _toml(value: Any) -> str:

@@ -120,6 +120,11 @@ class Corpus:
     def num_rows(self) -> int:
         return sum(map(len, self.train.values()))
 
+    def token_counts(self, vocab_size: int) -> np.ndarray:
+        """How often each id occurs, prompts and held-out documents included."""
+        packs = (*self.train.values(), *self.held_out.values())
+        return sum(np.bincount(packed.tokens, minlength=vocab_size) for packed in packs)
+
     def summary(self) -> str:
         """One line a source."""
         lines = []

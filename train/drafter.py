@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from train import config, data, folders, hosts, loop
+from train import choices, config, data, folders, hosts, loop, progress, watch
 from train.documents import DataConfig
 from train.evaluate import EvaluateConfig, TreeTau
 from train.objective import ObjectiveConfig, drafting_flops, drafting_sums
@@ -130,6 +130,9 @@ def train(settings: DraftingStage, prepare: Callable[[ModelConfig, Any], tuple[D
       settings: of the stage.
       prepare: (verifier's config, verifier's final norm) -> drafter's config, initial weights of what is trained, and
         frozen weights besides the verifier.
+
+    Raises:
+      ValueError: sources, sizes or a drafter that cannot be trained (see `choices`).
     """
     hosts.connect()
     mesh = hosts.make_mesh(settings.mesh)
@@ -144,11 +147,15 @@ def train(settings: DraftingStage, prepare: Callable[[ModelConfig, Any], tuple[D
     corpus = data.open_sources(settings.sources, settings.data, tokenizer, settings.loop.seed, vocab_size=model.vocab_size)
     _, weights = hf.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
     drafter, params, frozen = prepare(model, meshes.to_host(weights["norm"]))
+    if "backbone" in settings.trains:
+        choices.check_taps(drafter, model)
+        choices.check_mask(drafter, model, corpus, tokenizer)
     stage = make_stage(settings, model, drafter)
     params = place(params, stage.specs, mesh, jnp.float32)
     frozen = {"verifier": weights} | {
         name: place(tree, stage.frozen_specs[name], mesh, stage.compute_dtype) for name, tree in frozen.items()
     }
+    hosts.say(corpus.summary())
     hosts.say(
         f"{' and '.join(settings.trains)} of {parameters.count(params):,} weights, {corpus.num_rows} rows of "
         f"{settings.data.row_tokens} tokens, mesh {dict(mesh.shape)}"
@@ -160,7 +167,8 @@ def train(settings: DraftingStage, prepare: Callable[[ModelConfig, Any], tuple[D
         target = epath.Path(settings.run) / "model"
         with folders.filled(target) as folder:
             hf.save_drafter(folder, drafter, whole["backbone"], whole["head"])
-        hosts.say(f"wrote {target}")
+        noun = " and ".join(settings.trains)
+        progress.table(f"Trained {noun}", watch.summary(settings.run) | {"model": str(target)})
 
 
 def main(settings: DrafterStage) -> None:

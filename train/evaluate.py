@@ -23,6 +23,7 @@ import jax
 
 import treeflash_jax as tf
 from train import data
+from train.loop import Evaluating
 from train.records import Source, read
 from train.state import Stage, gather
 from treeflash_jax.config import DrafterConfig, ModelConfig
@@ -43,6 +44,7 @@ class EvaluateConfig:
       nodes: budgets, root included.
       temperature: of the verifier.
       candidates: M and K of the tree.
+      batch: prompts decoded together.
     """
 
     prompts: int = 16
@@ -50,6 +52,7 @@ class EvaluateConfig:
     nodes: tuple[int, ...] = (16, 64)
     temperature: float = 0.0
     candidates: int = 16
+    batch: int = 8
 
 
 class TreeTau:
@@ -74,23 +77,26 @@ class TreeTau:
         self.cast = jax.jit(lambda params: gather(params, stage.specs, stage.compute_dtype))
         self.marginal: dict[str, float] | None = None
 
-    def __call__(self, params: Any) -> dict[str, float]:
+    def __call__(self, params: Any, report: Evaluating) -> dict[str, float]:
+        """Tau of these weights by budget; `report` is told how many prompts are done."""
         if not self.prompts or not self.config.nodes:
             return {}
         trained = self.cast(params)
         backbone = trained["backbone"] if "backbone" in trained else self.frozen["backbone"]
         self.model.weights = Weights(self.frozen["verifier"], backbone, trained.get("head", {}))
-        found = self._tau(None, "held_out/tau")
+        found = self._tau(None, "held_out/tau", report)
         if "head" in trained:
             if self.marginal is None or "backbone" in trained:
-                self.marginal = self._tau("marginal", "held_out/tau_marginal")
+                self.marginal = self._tau("marginal", "held_out/tau_marginal", report)
             found |= self.marginal
         return found
 
-    def _tau(self, head: str | None, name: str) -> dict[str, float]:
-        config, found = self.config, {}
+    def _tau(self, head: str | None, name: str, report: Evaluating) -> dict[str, float]:
+        config, found, count = self.config, {}, len(self.prompts)
         for nodes in config.nodes:
-            results = self.model.generate(
+            what = f"prompts with {'marginal trees' if head else 'trees'} of {nodes} nodes"
+            report(0, count, what)
+            answers = self.model.generate_each(
                 self.prompts,
                 nodes=nodes,
                 head=head,
@@ -98,9 +104,15 @@ class TreeTau:
                 children=config.candidates,
                 temperature=config.temperature,
                 max_new_tokens=config.new_tokens,
-                batch_size=len(self.prompts),
+                batch_size=min(config.batch, count),
             )
-            found[f"{name}_{nodes}"] = mean([float(length) for r in results for length in r.accept_lengths])
+            lengths: list[float] = []
+            for done, (_, result) in enumerate(answers, start=1):
+                if result.finished == "interrupted":
+                    raise KeyboardInterrupt
+                lengths += [float(length) for length in result.accept_lengths]
+                report(done, count, what)
+            found[f"{name}_{nodes}"] = mean(lengths)
         return found
 
 

@@ -9,6 +9,8 @@ RUN/model already; this command is for its best checkpoint, for other types on d
 from __future__ import annotations
 
 import dataclasses
+import json
+import shlex
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -136,7 +138,11 @@ Drafts blocks of {drafter.block_size} tokens (the anchor included) for lossless 
 of its verifier, never its output. Trained with treeflash_jax (DFlash, arXiv 2602.06036; TreeFlash, arXiv 2606.03819).
 
     import treeflash_jax as tf
-    model = tf.load(verifier="{trained.verifier}", drafter="this folder")
+    model = tf.load(verifier={json.dumps(trained.verifier)}, drafter={json.dumps(settings.out)})
+
+or, on the command line (the second path is this folder, wherever it lies):
+
+    treeflash generate --verifier {shlex.quote(trained.verifier)} --drafter {shlex.quote(settings.out)} --chat "Hello"
 
 | backbone | |
 |---|---|

@@ -39,6 +39,8 @@ from train.state import (
 )
 from treeflash_jax import mesh as meshes
 
+Evaluating = Callable[[int, int, str], None]  # told during an evaluation: how many are done, of how many, of what
+
 
 def resolve_steps(config: LoopConfig, num_rows: int) -> int:
     """Optimiser steps of a run. Raises ValueError where there is nothing to train on."""
@@ -66,7 +68,7 @@ def fit(
     params: Any,
     frozen: Any,
     corpus: data.Corpus,
-    evaluate: Callable[[Any], dict[str, Any]] | None = None,
+    evaluate: Callable[[Any, Evaluating], dict[str, Any]] | None = None,
 ) -> Any:
     """Trains until the last step and returns the float32 weights, on the mesh.
 
@@ -77,7 +79,7 @@ def fit(
       params: initial weights, placed (`state.place`).
       frozen: weights that are only read, placed.
       corpus: training rows.
-      evaluate: metrics of the weights, beside those of the held-out rows.
+      evaluate: metrics of the weights, beside those of the held-out rows; it may report how far it is.
 
     Raises:
       ValueError: a run directory of other settings, a batch that does not divide, a loss that is not finite (the last
@@ -134,7 +136,8 @@ def fit(
                     line |= {"tokens_per_second": batch.tokens_rt.size * jax.process_count() / seconds}
                     line |= {"mfu": stage.flops / seconds / peak} if peak else {}
                 if evaluates:
-                    line |= held_out(state.params, frozen) | ({} if evaluate is None else evaluate(state.params))
+                    line |= held_out(state.params, frozen, shown.evaluating)
+                    line |= {} if evaluate is None else evaluate(state.params, shown.evaluating)
                 if line:
                     shown.write(done, line)
                 if saves:
@@ -168,11 +171,12 @@ class HeldOut:
 
         self.sums = jax.jit(sums)
 
-    def __call__(self, params: Any, frozen: Any) -> dict[str, Any]:
+    def __call__(self, params: Any, frozen: Any, report: Evaluating) -> dict[str, Any]:
         total: Sums | None = None
         found: dict[str, Any] = {}
-        for name, packed in self.packed.items():
+        for place, (name, packed) in enumerate(self.packed.items()):
             own: Sums | None = None
+            report(place, len(self.packed), "held-out sources")
             size = self.loop.batch
             chosen = data.spread(min(self.batches, -(-len(packed) // size)) * size, len(packed)).reshape(-1, size)
             for number, members in enumerate(chosen):

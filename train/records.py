@@ -17,13 +17,14 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from treeflash_jax import chats
+
 Messages = list[dict[str, str]]
 
 STDLIB = "python:stdlib"
 HUB = "hub:"
 EXPECTED = f'expected a JSONL file, a text file, a folder of either, a glob of files, "{HUB}owner/name" or "{STDLIB}"'
 EVALUATION = {"test", "dev", "eval", "evaluation", "val", "valid", "validation", "bench", "benchmark", "humaneval"}
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant"}
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "__pycache__", "pydoc_data"}
 
 
@@ -116,18 +117,18 @@ def read(source: Source, seed: int, skip: Callable[[Malformed], None] | None = N
 
 
 def parse_chat(raw: Any) -> Messages:
-    """Messages of the chat forms in use: OpenAI's and SpecForge's, ShareGPT's, and prompts with a reference program."""
-    if not isinstance(raw, dict):
-        raise ValueError(f"got {type(raw).__name__}, expected an object with 'conversations' or 'messages'")
-    turns = raw.get("conversations") or raw.get("messages")
-    if turns is None and isinstance(raw.get("turns"), list) and raw["turns"]:
-        turns = [{"role": "user", "content": raw["turns"][0]}]
-        if isinstance(raw.get("reference"), dict) and "code" in raw["reference"]:
-            turns.append({"role": "assistant", "content": raw["reference"]["code"]})
-    if not isinstance(turns, list) or not turns:
-        keys = ", ".join(map(repr, raw)) or "none"
-        raise ValueError(f"got keys {keys}, expected 'conversations' or 'messages', a list of messages")
-    return [_message(turn) for turn in turns]
+    """Messages of a record in any form of `treeflash_jax.chats`, also of a prompt file for benchmarks.
+
+    Of the user's turns in a row the first is kept, as later ones need the answers in between; a reference program
+    ("reference": {"code"}) is the assistant's answer to it.
+    """
+    messages = chats.parse(raw)
+    if len(messages) > 1 and {message["role"] for message in messages} == {"user"}:
+        messages = messages[:1]
+    reference = raw.get("reference")
+    if len(messages) == 1 and isinstance(reference, dict) and isinstance(reference.get("code"), str):
+        messages.append({"role": "assistant", "content": reference["code"]})
+    return [message | {"content": message["content"].replace("\r\n", "\n").strip()} for message in messages]
 
 
 def parse_answer(raw: Any) -> Answer:
@@ -288,11 +289,3 @@ def _refuse_evaluation(path: str, name: str) -> None:
 def _stdlib() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     return [path for path in sorted(root.rglob("*.py")) if not STDLIB_LEFT_OUT & set(path.relative_to(root).parts)]
-
-
-def _message(turn: Any) -> dict[str, str]:
-    role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
-    content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise ValueError("got a message without role and content, expected strings under both")
-    return {"role": ROLES.get(role, role), "content": content.replace("\r\n", "\n").strip()}

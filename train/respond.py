@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from train import config, hosts
+from train import config, hosts, progress
 from train.config import MeshConfig
 from train.records import Malformed, Source, read
 from treeflash_jax.generate import TreeFlash
@@ -110,15 +110,23 @@ def main(settings: RespondConfig) -> None:
     if hosts.is_first():
         config.save(settings, settings_path(out))
     share = missing[jax.process_index() :: jax.process_count()] if by_host else missing
-    with own.open("a", encoding="utf-8") if writes else open(os.devnull, "w") as file:
-        for index, result in respond(model, prompts, share, settings):
+    began, tokens = time.perf_counter(), 0
+    with (
+        own.open("a", encoding="utf-8") if writes else open(os.devnull, "w") as file,
+        progress.Bar("answers", len(done) + len(share), len(done)) as bar,
+    ):
+        for number, (index, result) in enumerate(respond(model, prompts, share, settings), start=1):
             file.write(line_of(index, prompts[index], settings, result))
             file.flush()
+            tokens += len(result.ids)
+            bar.update(len(done) + number)
+    seconds = time.perf_counter() - began
     _wait("merge")
     if hosts.is_first():
         dropped = merge(out, prompts, settings.cut)
         apart = f", {dropped:,} that were cut in {cut_path(out)}" if dropped else ""
-        hosts.say(f"{len(prompts) - dropped:,} answers in {out}{apart}")
+        rows = {"new tokens": f"{tokens:,} ({tokens / seconds:,.0f} a second)", "time": progress.duration(seconds)}
+        progress.table(f"{len(prompts) - dropped:,} answers in {out}{apart}", rows if tokens else {})
 
 
 def load_model(settings: RespondConfig) -> TreeFlash:
@@ -135,8 +143,13 @@ def load_model(settings: RespondConfig) -> TreeFlash:
     )
 
 
-def collect_prompts(settings: RespondConfig, model: TreeFlash) -> list[Prompt]:
+def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool = False) -> list[Prompt]:
     """Prompts of all sources, sorted by length, so that a batch wastes little.
+
+    Args:
+      settings: of this stage.
+      model: that will answer.
+      held_out: take the prompts that are held out for validation, and no others.
 
     Raises:
       ValueError: a source that cannot be read, no prompt that is short enough, or more tokens than the context holds.
@@ -151,11 +164,12 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash) -> list[Prompt]:
 
     for source in settings.sources:
         for record in read(source, settings.seed, malformed):
-            if source.hold_out and record.number % source.hold_out == source.hold_out - 1:
-                left_out["held out"] += 1
+            is_held_out = bool(source.hold_out) and record.number % source.hold_out == source.hold_out - 1
+            if is_held_out != held_out:
+                left_out["held out" if is_held_out else "to be answered"] += 1
                 continue
             try:
-                ids = model.encode(_question(record.content))
+                ids = model.encode(question(record.content))
             except ValueError as error:
                 malformed(Malformed(f"{record.where}: {error}"))
                 continue
@@ -204,6 +218,19 @@ def respond(
             left = result.seconds / number * (len(indices) - number)
             speed = tokens / max(result.seconds, 1e-9)
             hosts.say(f"{number:,} of {len(indices):,} answers, {speed:,.0f} tokens/s, {left:,.0f} s left")
+
+
+def question(content: Any) -> Any:
+    """What a record asks: a chat up to its first assistant turn, a text, or ids."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return content.prompt
+    turns = [message["role"] for message in content]
+    question = content[: turns.index("assistant")] if "assistant" in turns else content
+    if not question:
+        raise ValueError("got a chat that the assistant opens, expected another turn first")
+    return question
 
 
 def line_of(index: int, prompt: Prompt, settings: RespondConfig, result: Result) -> str:
@@ -320,19 +347,6 @@ def _parts(out: Path) -> list[Path]:
 
 def _temperature(index: int, settings: RespondConfig) -> float:
     return settings.temperatures[index % len(settings.temperatures)]
-
-
-def _question(content: Any) -> Any:
-    """What a record asks: a chat up to its first assistant turn, a text, or ids."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        return content.prompt
-    turns = [message["role"] for message in content]
-    question = content[: turns.index("assistant")] if "assistant" in turns else content
-    if not question:
-        raise ValueError("got a chat that the assistant opens, expected another turn first")
-    return question
 
 
 def _agree(count: int, out: Path) -> None:

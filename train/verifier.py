@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from etils import epath
 from jax import lax
 
-from train import blocks, config, data, folders, hosts, loop, losses
+from train import blocks, config, data, folders, hosts, loop, losses, progress, watch
 from train.documents import DataConfig
 from train.objective import Sums, layer_flops
 from train.records import Source
@@ -147,7 +147,7 @@ def main(settings: VerifierStage) -> None:
                 source = Path(settings.tokenizer) / name
                 if source.exists():
                     shutil.copyfile(source, folder / name)
-        hosts.say(f"wrote {target}")
+        progress.table("Trained verifier", watch.summary(settings.run) | {"model": str(target)})
 
 
 if __name__ == "__main__":

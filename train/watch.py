@@ -1,11 +1,16 @@
-"""What a person sees of a run: a progress bar, a log that can be read again, curves.
+"""What a person sees of a run: progress, a log that can be read again, a closing table, curves.
 
-RUN/log.jsonl is always written, one JSON object a line; other sinks implement `Sink`.
+    python -m train.watch RUN
+
+draws the curves of a run in RUN/curves.png (needs matplotlib). RUN/log.jsonl is always written, one JSON object a line;
+other sinks implement `Sink`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import statistics
 import sys
 import time
 from typing import Any, Protocol
@@ -13,7 +18,8 @@ from typing import Any, Protocol
 import jax
 from etils import epath
 
-from train import folders
+from train import folders, hosts
+from train.progress import Bar, duration
 
 # Dense bf16 peak of one chip, FLOP/s, as its maker states it.
 PEAK_FLOPS = {
@@ -29,6 +35,7 @@ PEAK_FLOPS = {
 }
 
 Metrics = dict[str, Any]
+SHOWN = {"loss": "loss", "held_out/loss": "held-out loss", "tau_estimate": "estimated tau"}  # and their words
 
 
 class Sink(Protocol):
@@ -94,58 +101,82 @@ def read_log(folder: Any) -> list[Metrics]:
 
 
 class Watch:
-    """Progress bar and sinks of the first process; silent elsewhere."""
+    """Progress bar, lines and sinks of the first process; silent elsewhere."""
 
     def __init__(self, folder: epath.Path, *, steps: int, resumed_at: int, tensorboard: bool, shown: bool):
         self.sinks: list[Sink] = []
-        self.shown = shown
-        self.terminal = shown and sys.stdout.isatty()
-        if not shown:
-            return
-        self.sinks.append(Log(folder, resumed_at))
-        if tensorboard:
-            self.sinks.append(TensorBoard(str(folder / "tensorboard")))
+        self.steps, self.shown = steps, shown
+        self.before, self.began = 0.0, time.perf_counter()
+        if shown:
+            log = Log(folder, resumed_at)
+            self.before = log.lines[-1].get("seconds", 0.0) if log.lines else 0.0
+            self.sinks.append(log)
+            if tensorboard:
+                self.sinks.append(TensorBoard(str(folder / "tensorboard")))
         if resumed_at:
-            print(f"continuing at step {resumed_at} of {steps}", flush=True)
-        if self.terminal:
-            from rich import progress
-
-            columns = ("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn())
-            self.bar = progress.Progress(*columns, progress.TimeRemainingColumn(), "{task.fields[line]}")
-            self.task = self.bar.add_task("training", total=steps, completed=resumed_at, line="")
-            self.bar.start()
+            hosts.say(f"continuing at step {resumed_at} of {steps}")
+        self.bar = Bar("training", steps, resumed_at)
+        self.bar.update(note="compiling")
 
     def advance(self, step: int) -> None:
-        if self.terminal:
-            self.bar.update(self.task, completed=step)
+        self.bar.update(step, "")
+
+    def evaluating(self, done: int, total: int, what: str) -> None:
+        """Says on the bar how much of an evaluation is done."""
+        self.bar.update(note=f"evaluating {done} of {total} {what}")
 
     def write(self, step: int, metrics: Metrics) -> None:
         if not self.shown:
             return
+        metrics = metrics | {"seconds": round(self.before + time.perf_counter() - self.began, 1)}
         for sink in self.sinks:
             sink.write(step, metrics)
-        line = describe(metrics)
-        if self.terminal:
-            self.bar.update(self.task, completed=step, line=line)
-        else:
-            print(f"step {step}: {line}", flush=True)
+        hosts.say(f"step {step} of {self.steps}: {describe(metrics)}")
 
     def close(self) -> None:
+        self.bar.close()
         for sink in self.sinks:
             sink.close()
-        if self.terminal:
-            self.bar.stop()
 
 
 def describe(metrics: Metrics) -> str:
-    """One line of what matters most: scalars as they are, vectors by their first, second and last entry."""
+    """A short line of what matters most; all the rest is in the log."""
+    words = [f"{word} {metrics[name]:.3f}" for name, word in SHOWN.items() if metrics.get(name) is not None]
+    words += [f"tau {_taus(metrics)}"] if _taus(metrics) else []
+    if metrics.get("tokens_per_second") is not None:
+        words.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
+    if metrics.get("mfu") is not None:
+        words.append(f"MFU {metrics['mfu']:.0%}")
+    return ", ".join(words)
+
+
+def summary(folder: Any) -> dict[str, str]:
+    """The rows of a run's closing table, from its log: steps, losses, tau per budget, speed, time.
+
+    Args:
+      folder: the run's; one without a log has no rows.
+    """
+    lines = read_log(folder)
+    last: Metrics = {}
+    for line in lines:
+        last |= {name: value for name, value in line.items() if value is not None}
+    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    rows = {"steps": str(last["step"])} if last else {}
+    rows |= {word: f"{last[name]:.3f}" for name, word in SHOWN.items() if name in last}
+    rows |= {"tau": _taus(last)} if _taus(last) else {}
+    rows |= {"tokens/s": f"{statistics.median(speeds):,.0f} (median)"} if speeds else {}
+    return rows | ({"time": duration(last["seconds"])} if "seconds" in last else {})
+
+
+def _taus(metrics: Metrics) -> str:
+    """Committed tokens per round by budget, beside those of the marginals: "2.91 at 16 nodes (marginal 2.60)"."""
     words = []
     for name, value in metrics.items():
-        if isinstance(value, list):
-            value = "/".join(f"{value[i]:.2f}" for i in dict.fromkeys((0, min(1, len(value) - 1), len(value) - 1)))
-            words.append(f"{name} {value}")
-        elif isinstance(value, float | int):
-            words.append(f"{name} {value:.4g}")
+        kind, _, nodes = name.rpartition("_")
+        if kind == "held_out/tau" and nodes.isdigit():
+            marginal = metrics.get(f"held_out/tau_marginal_{nodes}")
+            beside = "" if marginal is None else f" (marginal {marginal:.2f})"
+            words.append(f"{value:.2f} at {nodes} nodes{beside}")
     return ", ".join(words)
 
 
@@ -173,13 +204,21 @@ def _matmul_flops(size: int = 1024, repeats: int = 5) -> float:
 
 
 def plot(folder: Any) -> epath.Path:
-    """Draws RUN/curves.png: every scalar of the log over steps. Needs matplotlib."""
-    import matplotlib
+    """Draws RUN/curves.png: every scalar of the log over steps.
 
+    Raises:
+      ValueError: no matplotlib, or nothing was logged.
+    """
+    lines = read_log(folder)
+    if not lines:
+        raise ValueError(f"{folder}: got no log.jsonl with a line in it, expected the run= of a training command")
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("curves need matplotlib; install it with pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines = read_log(folder)
     hidden = ("step", "seconds", "learning_rate", "mfu")
     names = [name for line in lines for name, value in line.items() if isinstance(value, float) and name not in hidden]
     groups: dict[str, list[str]] = {}
@@ -205,7 +244,15 @@ def plot(folder: Any) -> epath.Path:
     return path
 
 
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", help="folder of a training run, local or gs://")
+    run = parser.parse_args(argv).run
+    try:
+        print(plot(folders.absolute(run)))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m train.watch RUN")
-    print(plot(sys.argv[1]))
+    main()

@@ -1,4 +1,4 @@
-"""Prompts of a benchmark: JSON lines, {"id", "turns": [...], "reference"}, in the published formats."""
+"""Prompts of a benchmark: JSON lines, {"id", "turns": [...]} or any other form of `chats`, in the published formats."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from treeflash_jax import chats
 from treeflash_jax.bench.report import read_jsonl
 
 BUNDLED = Path(__file__).parent / "prompts.jsonl"
@@ -26,7 +27,7 @@ PUBLISHED_DRAW = 42  # random.Random(42).sample picks the prompts of the publish
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPrompt:
-    """A prompt with its user turns; `hash` tells two texts under one id apart.
+    """A prompt with its user turns, and a system message where it has one; `hash` tells two texts under one id apart.
 
     Example:
       >>> BenchPrompt(id="words-1", turns=("A box holds 6 pens. How many do 3 boxes hold?",)).hash
@@ -34,26 +35,40 @@ class BenchPrompt:
 
     id: str
     turns: tuple[str, ...]
+    system: str | None = None
 
     @property
     def hash(self) -> str:
-        return hashlib.sha256(json.dumps(self.turns).encode()).hexdigest()[:16]
+        texts = self.turns if self.system is None else (self.system, self.turns)
+        return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+
+    @property
+    def opening(self) -> list[dict[str, str]]:
+        """The messages before the first user turn."""
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
 
 
 def read_prompts(path: str | Path) -> list[BenchPrompt]:
-    """Prompts of a JSONL file.
+    """Prompts of a JSONL file, in any form of `chats.parse`.
+
+    Answers in the file are left out, since the model gives its own. A prompt without an id is called by the file's stem
+    and its line number.
+
+    Args:
+      path: the file.
 
     Raises:
-      ValueError: a file that cannot be read or is empty; by line: malformed JSON, no id, no turns, an id given twice.
+      ValueError: a file that cannot be read or is empty; by line: malformed JSON, no turns, an id given twice.
     """
     prompts: dict[str, BenchPrompt] = {}
     for number, row in read_jsonl(path)[0]:
-        name, turns = row.get("id"), row.get("turns")
+        name = row.get("id", f"{Path(path).stem}-{number}")
         if not isinstance(name, str | int) or name == "" or str(name) in prompts:
             raise ValueError(f"{path}:{number}: got id {name!r}, expected one that no other prompt has")
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-            raise ValueError(f"{path}:{number}: got turns {turns!r}, expected a list of one or more texts")
-        prompts[str(name)] = BenchPrompt(id=str(name), turns=tuple(turns))
+        try:
+            prompts[str(name)] = _prompt(str(name), chats.parse(row))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from None
     if not prompts:
         raise ValueError(f"{path}: got no prompts, expected at least one line")
     return list(prompts.values())
@@ -78,7 +93,19 @@ def empty_chat(prompt: BenchPrompt, format: str) -> Any:
     turns = [format_turn(turn, format) for turn in prompt.turns]
     if format == "raw":
         return turns[0]
-    chat = [{"role": "user", "content": turns[0]}]
+    chat = [*prompt.opening, {"role": "user", "content": turns[0]}]
     for turn in turns[1:]:
         chat += [{"role": "assistant", "content": ""}, {"role": "user", "content": turn}]
     return chat
+
+
+def _prompt(name: str, messages: list[dict[str, str]]) -> BenchPrompt:
+    system = messages[0]["content"] if messages[0]["role"] == "system" else None
+    rest = messages if system is None else messages[1:]
+    others = [message["role"] for message in rest if message["role"] not in ("user", "assistant")]
+    if others:
+        raise ValueError(f"got a message of the role {others[0]!r}, expected an optional system message, then user turns")
+    turns = tuple(message["content"] for message in rest if message["role"] == "user")
+    if not turns or not all(turns):
+        raise ValueError("got no user turn, or an empty one, expected one or more texts")
+    return BenchPrompt(id=name, turns=turns, system=system)

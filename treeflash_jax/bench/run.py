@@ -263,6 +263,8 @@ def check(model: tf.TreeFlash, bench: Bench, earlier: Sequence[Record], path: st
             raise ValueError(f"{path}: got another text for prompt {prompt.id!r} than in the file; write to another file")
         if bench.format == "raw" and len(prompt.turns) > 1:
             raise ValueError(f"prompt {prompt.id!r}: got {len(prompt.turns)} turns, expected 1 with the format raw")
+        if bench.format == "raw" and prompt.system is not None:
+            raise ValueError(f"prompt {prompt.id!r}: got a system message, expected none with the format raw")
         length = len(model.encode(empty_chat(prompt, bench.format))) + len(prompt.turns) * new_tokens
         if length > model.verifier.max_positions:
             raise ValueError(
@@ -311,7 +313,7 @@ def converse(
     Raises:
       KeyboardInterrupt: Ctrl-C while decoding; half an answer is no measurement.
     """
-    chats: list[list[dict[str, str]]] = [[] for _ in prompts]
+    chats = [prompt.opening for prompt in prompts]
     answers: list[list[tf.Result]] = [[] for _ in prompts]
     seeds = [zlib.crc32(f"{config.seed} {prompt.id}".encode()) for prompt in prompts]
     for turn in range(max(len(prompt.turns) for prompt in prompts)):

@@ -1,0 +1,286 @@
+"""The settings of every stage of `train.pair`, by rule: what each choice is and why is printed and kept in its file."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from train import choices, config, data
+from train.choices import Choice
+from train.config import LoopConfig, MeshConfig, OptimizerConfig
+from train.documents import DataConfig
+from train.drafter import DrafterStage
+from train.evaluate import EvaluateConfig
+from train.export import ExportStage
+from train.head import HeadStage
+from train.measure import MeasureStage
+from train.objective import ObjectiveConfig
+from train.records import Source, read
+from train.respond import RespondConfig, question
+from treeflash_jax import hf
+from treeflash_jax.config import ModelConfig
+from treeflash_jax.pairs import locate
+from treeflash_jax.tokenizer import Tokenizer
+
+PASSES = {"drafter": 6, "head": 3}  # over the rows; the published backbones took six
+LEAST_STEPS = {"drafter": 200, "head": 100}
+LEARNING_RATES = {"drafter": 6e-3, "head": 5e-3}  # of Muon, as in configs/shipped
+TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
+MEASURED_LENGTHS = 512  # prompts whose length decides what is too long
+LOGITS_BYTES = 512 * 2**20  # of the drafter's logits that exist at a time
+LEAST_PROMPTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig:
+    """Settings of `train.pair`. Whatever is left out is chosen by rule.
+
+    Attributes:
+      verifier: name of a pair ("smollm2"), folder, GGUF file or Hub id.
+      prompts: JSONL file of prompts or chats, a folder of them, a glob or a Hub set.
+      out: folder of everything: settings and results of the stages, and the drafter in OUT/model.
+      num_prompts: at most so many of the prompts; 0 is all.
+      minutes: about how long answers and training may take; 0 sets no limit.
+      block_size, num_layers, mask_token_id, target_layer_ids: of the drafter.
+      steps, head_steps: of the backbone and of the head.
+      seed: of all stages.
+      mesh: of all stages.
+      respond, drafter, head, export, measure: any settings of these stages, by their own names.
+    """
+
+    verifier: str
+    prompts: str
+    out: str
+    num_prompts: int = 0
+    minutes: float = 0.0
+    block_size: int | None = None
+    num_layers: int | None = None
+    mask_token_id: int | None = None
+    target_layer_ids: tuple[int, ...] = ()
+    steps: int = 0
+    head_steps: int = 0
+    seed: int = 0
+    mesh: MeshConfig = MeshConfig()
+    respond: dict[str, Any] = field(default_factory=dict)
+    drafter: dict[str, Any] = field(default_factory=dict)
+    head: dict[str, Any] = field(default_factory=dict)
+    export: dict[str, Any] = field(default_factory=dict)
+    measure: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Settings of a stage, and a line for every choice: the setting's name, its value, and why it has that value."""
+
+    stage: Any
+    lines: list[str]
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """What the rules read of a verifier."""
+
+    model: ModelConfig
+    tokenizer: Tokenizer | None
+
+    @staticmethod
+    def open(name: str) -> Verifier:
+        """Config and tokenizer of a verifier; no weights are read."""
+        path = locate(name, "verifier")
+        return Verifier(hf.read_verifier_config(path), Tokenizer.load(path))
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the answers decide: the mask token, and how many rows there are."""
+
+    count: int
+    rows: int
+    mask: Choice
+
+
+def file(settings: PairConfig, name: str) -> Path:
+    return Path(settings.out).expanduser() / name
+
+
+def held_out_every(count: int) -> int:
+    """Every so-many-th record is held out: about 16 of them, at most a quarter and at least one in 50."""
+    return min(50, max(4, count // 16))
+
+
+def respond_stage(settings: PairConfig, verifier: Verifier) -> Composed:
+    """Settings of `train.respond`.
+
+    Raises:
+      ValueError: prompts that cannot be read, or fewer than LEAST_PROMPTS.
+    """
+    source = Source(path=settings.prompts, limit=settings.num_prompts, hold_out=0)
+    count = sum(1 for _ in read(source, settings.seed))
+    if count < LEAST_PROMPTS:
+        raise ValueError(f"{settings.prompts}: got {count} prompts, expected at least {LEAST_PROMPTS}")
+    sample = dataclasses.replace(source, limit=min(count, MEASURED_LENGTHS))
+    lengths = [_length(verifier, record.content) for record in read(sample, settings.seed)]
+    context = verifier.model.max_positions
+    longest = min(context // 2, math.ceil(np.percentile(lengths, 95) / 32) * 32)
+    on_cpu = jax.default_backend() == "cpu"
+    new = min(256 if on_cpu else 1024, context - longest)
+    rows = settings.mesh.data * settings.mesh.fsdp or jax.device_count()
+    made = RespondConfig(
+        verifier=settings.verifier,
+        sources=(dataclasses.replace(source, hold_out=held_out_every(count)),),
+        out=str(file(settings, "responses.jsonl")),
+        temperatures=TEMPERATURES,
+        max_new_tokens=new,
+        max_prompt_tokens=longest,
+        batch=max(rows, min(64, count)),
+        seed=settings.seed,
+        mesh=settings.mesh,
+    )
+    why_long = f"95 % of the prompts have at most {np.percentile(lengths, 95):.0f} tokens; longer ones are left out"
+    by_rule = {
+        "sources.0.hold_out": f"every so-many-th of {count:,} prompts, for validation and the last measurement",
+        "max_prompt_tokens": why_long,
+        "max_new_tokens": f"on {'a CPU' if on_cpu else 'an accelerator'}; longer answers are cut",
+        "temperatures": "half of the answers greedy, half sampled",
+    }
+    return _composed(made, settings.respond, by_rule)
+
+
+def read_answers(asked: RespondConfig, settings: PairConfig, verifier: Verifier) -> Answers:
+    """Reads the answers and chooses the mask token from what they do not contain."""
+    source = _answers_source(asked, 0)
+    model = verifier.model
+    corpus = data.open_sources([source], _data(asked, verifier), verifier.tokenizer, settings.seed, model.vocab_size)
+    mask = choices.mask_token(verifier.tokenizer, corpus.token_counts(model.vocab_size), model.eos_token_ids)
+    return Answers(sum(packed.num_documents for packed in corpus.train.values()), corpus.num_rows, mask)
+
+
+def drafter_stage(settings: PairConfig, verifier: Verifier, asked: RespondConfig, answers: Answers) -> Composed:
+    """Settings of `train.drafter`, for these answers."""
+    model, own = verifier.model, settings
+    block = _chosen(own.block_size, choices.block_size())
+    layers = _chosen(own.num_layers, choices.drafter_layers(model.num_layers))
+    mask = _chosen(own.mask_token_id, answers.mask)
+    taps = _chosen(own.target_layer_ids or None, choices.tapped_layers(model.num_layers))
+    shared, steps = _drafting(settings, verifier, asked, answers, "drafter", block.value, settings.steps)
+    made = DrafterStage(
+        num_layers=layers.value,
+        block_size=block.value,
+        mask_token_id=mask.value,
+        target_layer_ids=tuple(taps.value),
+        num_nodes=16,
+        **shared,
+    )
+    by_rule = {
+        "mask_token_id": mask.reason,
+        "target_layer_ids": taps.reason,
+        "block_size": block.reason,
+        "num_layers": layers.reason,
+        "loop.steps": steps.reason,
+        "compute_dtype": choices.compute_dtype().reason,
+    }
+    return _composed(made, settings.drafter, by_rule)
+
+
+def head_stage(settings: PairConfig, verifier: Verifier, asked: RespondConfig, answers: Answers, block: int) -> Composed:
+    """Settings of `train.head`, on the backbone of OUT/drafter with blocks of this size."""
+    shared, steps = _drafting(settings, verifier, asked, answers, "head", block, settings.head_steps)
+    made = HeadStage(drafter=str(file(settings, "drafter") / "model"), head="mlp", **shared)
+    by_rule = {"head": "TreeFlash's, on the frozen backbone", "loop.steps": steps.reason}
+    return _composed(made, settings.head, by_rule)
+
+
+def export_stage(settings: PairConfig) -> Composed:
+    made = ExportStage(run=str(file(settings, "head")), out=str(file(settings, "model")), dtype="bfloat16")
+    return _composed(made, settings.export, {})
+
+
+def measure_stage(settings: PairConfig) -> Composed:
+    made = MeasureStage(
+        verifier=settings.verifier,
+        drafter=str(file(settings, "model")),
+        respond=str(file(settings, "respond.toml")),
+        out=str(file(settings, "measured.json")),
+        seed=settings.seed,
+    )
+    return _composed(made, settings.measure, {})
+
+
+def _drafting(
+    settings: PairConfig, verifier: Verifier, asked: RespondConfig, answers: Answers, name: str, block: int, steps: int
+) -> tuple[dict[str, Any], Choice]:
+    """What `train.drafter` and `train.head` share, and the choice of its steps."""
+    mesh = settings.mesh
+    devices = mesh.data * mesh.fsdp or jax.device_count() // mesh.model
+    batch = math.ceil(8 / devices) * devices
+    rows = _data(asked, verifier)
+    passes = max(LEAST_STEPS[name], math.ceil(PASSES[name] * answers.rows / batch))
+    reason = f"{PASSES[name]} passes over {answers.rows:,} rows in batches of {batch}, at least {LEAST_STEPS[name]}"
+    chosen = _chosen(steps or None, Choice(passes, reason))
+    chunk = 2 ** int(math.log2(max(1, LOGITS_BYTES // (batch * block * verifier.model.vocab_size * 4))))
+    anchors = max(1, rows.row_tokens // 8)
+    chunk = min(chunk, anchors)
+    shared = dict(
+        run=str(file(settings, name)),
+        verifier=settings.verifier,
+        sources=(_answers_source(asked, held_out_every(answers.count)),),
+        data=rows,
+        compute_dtype=choices.compute_dtype().value,
+        objective=ObjectiveConfig(
+            loss={"drafter": "cross-entropy", "head": "forward-kl"}[name],
+            decay=4.0 if block <= 8 else 7.0,
+            anchors=anchors // chunk * chunk,
+            chunk=chunk,
+        ),
+        evaluate=EvaluateConfig(nodes=(16,)),
+        optimizer=OptimizerConfig(name="muon", learning_rate=LEARNING_RATES[name], final=0.01),
+        loop=LoopConfig(
+            steps=chosen.value, batch=batch, seed=settings.seed, save_every=50, evaluate_every=max(1, chosen.value // 4)
+        ),
+        mesh=mesh,
+    )
+    return shared, chosen
+
+
+def _composed(by_rule: Any, given: dict[str, Any], reasons: dict[str, str]) -> Composed:
+    """The settings of a rule with those that were given in their place."""
+    stage = config.replaced(by_rule, given)
+    lines = []
+    for name, reason in reasons.items():
+        value, before = _setting(stage, name), _setting(by_rule, name)
+        shown = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        lines.append(f"{name} = {shown}: {reason if value == before else 'as given'}")
+    return Composed(stage, lines)
+
+
+def _setting(stage: Any, name: str) -> Any:
+    """The value of a setting by its dotted name."""
+    for part in name.split("."):
+        stage = stage[int(part)] if part.isdigit() else getattr(stage, part)
+    return stage
+
+
+def _chosen(given: Any, by_rule: Choice) -> Choice:
+    return by_rule if given is None else Choice(given, "as given")
+
+
+def _answers_source(asked: RespondConfig, every: int) -> Source:
+    return Source(path=asked.out, format="responses", hold_out=every)
+
+
+def _data(asked: RespondConfig, verifier: Verifier) -> DataConfig:
+    whole = math.ceil((asked.max_prompt_tokens + asked.max_new_tokens) / 64) * 64
+    return DataConfig(row_tokens=min(verifier.model.max_positions, max(256, whole)))
+
+
+def _length(verifier: Verifier, content: Any) -> int:
+    asked = question(content)
+    if verifier.tokenizer is None:
+        raise ValueError("got prompts as text, but the verifier has no tokenizer; expected one in its folder")
+    return len(verifier.tokenizer.encode_chat(asked) if isinstance(asked, list) else verifier.tokenizer.encode(asked))

@@ -1,0 +1,199 @@
+"""Measures a drafter against one-token decoding, on prompts that were held out from its training.
+
+    python -m train.measure runs/pair/measure.toml
+
+Each runs at its own best settings: a trial on two prompts picks dtype and attention of one-token decoding, and dtype and
+nodes of the draft trees. Then both answer every prompt, batch 1, in one process and in turns. Prints medians and writes all
+of it as JSON. Compilation is never counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import treeflash_jax as tf
+from train import config, data, progress, respond
+
+TRIAL_PROMPTS = 2
+# What is tried, by backend; elsewhere the library's defaults. Kernels for accelerators were never run, so none is tried.
+DTYPES = {"cpu": ("float32", "bfloat16")}
+ATTENTION = {"cpu": ("xla", "streamed")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureStage:
+    """Settings of this stage.
+
+    Attributes:
+      verifier, drafter: name of a pair, folder, GGUF file or Hub id.
+      respond: the settings file of `train.respond`; the prompts that it holds out are asked.
+      out: JSON file of results.
+      prompts: so many of them at most.
+      new_tokens: per answer.
+      nodes: budgets tried for the draft trees, root included.
+      temperatures: of the verifier; each is measured.
+      seed: of answers.
+    """
+
+    verifier: str
+    drafter: str
+    respond: str
+    out: str
+    prompts: int = 16
+    new_tokens: int = 96
+    nodes: tuple[int, ...] = (8, 16, 32)
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"got {name} {getattr(self, name)}, expected at least 1")
+        for name in ("nodes", "temperatures"):
+            if not getattr(self, name):
+                raise ValueError(f"got no {name}, expected at least one")
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to decode: a dtype, and settings that `generate` is given."""
+
+    dtype: str
+    settings: tuple[tuple[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        return ", ".join([self.dtype, *(f"{key} {value}" for key, value in self.settings if key != "method")])
+
+
+def main(settings: MeasureStage) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="tau is")  # a drafter that accepts little is a result here
+        measured = measure(settings)
+    Path(settings.out).write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    progress.table(f"{measured['prompts']} held-out prompts, {measured['machine']}", rows_of(measured))
+
+
+def measure(settings: MeasureStage) -> dict[str, Any]:
+    """Everything that is reported; see `rows_of` for its summary.
+
+    Raises:
+      ValueError: no held-out prompt, or a pair that cannot be loaded.
+    """
+    model = tf.load(verifier=settings.verifier, drafter=settings.drafter)
+    own = str(model.weights.verifier["embed"].dtype)
+    models = {own: model}
+    for dtype in DTYPES.get(jax.default_backend(), ()):
+        if dtype not in models:
+            models[dtype] = tf.load(verifier=settings.verifier, drafter=settings.drafter, dtype=jnp.dtype(dtype))
+    asked = config.load(respond.RespondConfig, settings.respond)
+    found = [prompt.ids for prompt in respond.collect_prompts(asked, model, held_out=True)]
+    prompts = [found[i] for i in data.spread(min(settings.prompts, len(found)), len(found))]
+    plain, drafted, speeds = _trial(models, prompts[:: max(1, len(prompts) // TRIAL_PROMPTS)][:TRIAL_PROMPTS], settings)
+    return {
+        "settings": config.to_dict(settings),
+        "machine": f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores",
+        "prompts": len(prompts),
+        "trial": {f"{dict(system.settings)['method']}: {system.name}": speed for system, speed in speeds.items()},
+        "systems": {"one token": plain.name, "drafted": drafted.name},
+        "options": {"nodes": dict(drafted.settings)["nodes"]} | ({} if drafted.dtype == own else {"dtype": drafted.dtype}),
+        "comparable": plain.dtype == drafted.dtype,
+        "temperatures": [_compare(models, plain, drafted, prompts, t, settings) for t in settings.temperatures],
+    }
+
+
+def rows_of(measured: dict[str, Any]) -> dict[str, str]:
+    """Names and values of the closing table."""
+    rows = {f"{name}, its best settings": system for name, system in measured["systems"].items()}
+    for found in measured["temperatures"]:
+        at = "greedy" if found["temperature"] == 0 else f"T = {found['temperature']:g}"
+        same = f", {found['same']} of {measured['prompts']} answers the same" if measured["comparable"] else ""
+        one, ours = found["tokens_per_second"]["one token"], found["tokens_per_second"]["drafted"]
+        rows[at] = f"tau {found['tau']:.2f}, {ours:.1f} against {one:.1f} tokens/s: {found['speedup']:.2f} x{same}"
+    return rows
+
+
+def _trial(
+    models: dict[str, tf.TreeFlash], prompts: Sequence[list[int]], settings: MeasureStage
+) -> tuple[System, System, dict[System, float]]:
+    """The fastest one-token and the fastest drafted system, and the tokens/s of all that were tried."""
+    plain = [
+        System(dtype, (("method", "ar"), ("attention", attention)))
+        for dtype in models
+        for attention in ATTENTION.get(jax.default_backend(), ("xla",))
+    ]
+    speeds: dict[System, float] = {}
+    with progress.Bar("trial", len(plain) + len(models) + len(settings.nodes) - 1) as bar:
+
+        def fastest(systems: Sequence[System]) -> System:
+            for system in systems:
+                if system not in speeds:
+                    answers = [_answer(models, system, ids, settings, temperature=0.0) for ids in prompts]
+                    speeds[system] = statistics.median(answer.tokens_per_second for answer in answers)
+                    bar.update(len(speeds), system.name)
+            return max(systems, key=speeds.__getitem__)
+
+        best = fastest(plain)
+        middle = settings.nodes[len(settings.nodes) // 2]
+        dtype = fastest([_tree(dtype, middle) for dtype in models]).dtype
+        return best, fastest([_tree(dtype, nodes) for nodes in settings.nodes]), speeds
+
+
+def _tree(dtype: str, nodes: int) -> System:
+    return System(dtype, (("method", "tree"), ("nodes", nodes)))
+
+
+def _compare(
+    models: dict[str, tf.TreeFlash],
+    plain: System,
+    drafted: System,
+    prompts: Sequence[list[int]],
+    temperature: float,
+    settings: MeasureStage,
+) -> dict[str, Any]:
+    """Both systems on every prompt, in turns, each first in half of them."""
+    answers: dict[str, list[tf.Result]] = {"one token": [], "drafted": []}
+    systems = {"one token": plain, "drafted": drafted}
+    with progress.Bar(f"prompts at T = {temperature:g}", len(prompts)) as bar:
+        for number, ids in enumerate(prompts):
+            for name in list(systems)[:: 1 if number % 2 else -1]:
+                answers[name].append(_answer(models, systems[name], ids, settings, temperature))
+            bar.update(number + 1)
+    speeds = {name: [result.tokens_per_second for result in results] for name, results in answers.items()}
+    lengths = [length for result in answers["drafted"] for length in result.accept_lengths]
+    return {
+        "temperature": temperature,
+        "tau": sum(lengths) / max(1, len(lengths)),
+        "tokens_per_second": {name: statistics.median(values) for name, values in speeds.items()},
+        "speedup": statistics.median(b / a for a, b in zip(speeds["one token"], speeds["drafted"], strict=True)),
+        "same": sum(a.ids == b.ids for a, b in zip(answers["one token"], answers["drafted"], strict=True)),
+        "by_prompt": speeds,
+    }
+
+
+def _answer(
+    models: dict[str, tf.TreeFlash], system: System, ids: list[int], settings: MeasureStage, temperature: float
+) -> tf.Result:
+    """One answer; asked again where the first call had to compile."""
+    own = dict(system.settings) | dict(temperature=temperature, seed=settings.seed)
+    for _ in range(2):
+        [result] = models[system.dtype].generate([ids], max_new_tokens=settings.new_tokens, batch_size=1, **own)
+        if result.finished == "interrupted":
+            raise SystemExit("interrupted; the same command measures again")
+        if not result.compile_seconds:
+            break
+    return result
+
+
+if __name__ == "__main__":
+    config.run(main, MeasureStage, __doc__)

@@ -1,0 +1,204 @@
+"""A drafter for your own model in one command: answers, backbone, head, export, and a measurement.
+
+    python -m train.pair verifier=smollm2 prompts=prompts.jsonl out=runs/pair
+
+What is not given is chosen by rule and printed with its reason: mask token, tapped layers, block size, number of layers,
+steps. Any of it can be given (block_size=8 steps=2000), and so can any setting of a stage, by its own name
+(drafter.optimizer.learning_rate=3e-3). The settings of every stage lie in OUT as a TOML file, so that each can also be run
+by hand: `python -m train.head OUT/head.toml`. Killed at any moment, the same command goes on where it was. minutes=60 sizes
+answers and training to take about an hour, from a short timing of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from train import choices, compose, config, data, drafter, export, head, hosts, measure, respond, watch
+from train.choices import Choice
+from train.compose import Composed, PairConfig
+
+MAINS: dict[str, Callable[[Any], None]] = {
+    "respond": respond.main,
+    "drafter": drafter.main,
+    "head": head.main,
+    "export": export.main,
+    "measure": measure.main,
+}
+KINDS = {
+    "respond": respond.RespondConfig,
+    "drafter": drafter.DrafterStage,
+    "head": head.HeadStage,
+    "export": export.ExportStage,
+    "measure": measure.MeasureStage,
+}
+SHARES = {"respond": 0.45, "drafter": 0.35, "head": 0.15}  # of `minutes`
+TIMED_TOKENS, TIMED_STEPS = 32, 4
+
+
+def main(settings: PairConfig) -> None:
+    if jax.process_count() > 1:
+        raise ValueError("train.pair runs in one process; on several hosts run its stages one by one")
+    verifier = compose.Verifier.open(settings.verifier)
+    is_known = _is_known(settings)
+    if not is_known:
+        _check_overrides(settings, verifier)
+        _begin(settings)
+    stages: dict[str, Any] = {}
+    for number, name in enumerate(MAINS, start=1):
+        path = compose.file(settings, f"{name}.toml")
+        hosts.say(f"\n{number} of {len(MAINS)}: python -m train.{name} {shlex.quote(str(path))}")
+        if not (is_known and path.exists()):
+            _write_stage(path, name, _compose(name, settings, verifier, stages))
+        stages[name] = config.load(KINDS[name], path)
+        if _finished(settings).get(name) == path.read_text(encoding="utf-8"):
+            hosts.say("  finished before")
+            continue
+        MAINS[name](stages[name])
+        finished = _finished(settings) | {name: path.read_text(encoding="utf-8")}
+        _write(_finished_path(settings), json.dumps(finished, indent=1) + "\n")
+    _conclude(settings, json.loads(Path(stages["measure"].out).read_text(encoding="utf-8")))
+
+
+def _compose(name: str, settings: PairConfig, verifier: compose.Verifier, stages: dict[str, Any]) -> Composed:
+    """Settings of the next stage, from those before it and what they left."""
+    if name == "respond":
+        made = compose.respond_stage(settings, verifier)
+        if not settings.minutes:
+            return made
+        choice = _answers_in_time(made.stage, settings)
+        fitting = compose.respond_stage(dataclasses.replace(settings, num_prompts=choice.value), verifier)
+        return dataclasses.replace(fitting, lines=[*fitting.lines, f"num_prompts = {choice.value}: {choice.reason}"])
+    if name == "export":
+        return compose.export_stage(settings)
+    if name == "measure":
+        return compose.measure_stage(settings)
+    answers = compose.read_answers(stages["respond"], settings, verifier)
+    field = "steps" if name == "drafter" else "head_steps"
+
+    def stage(settings: PairConfig) -> Composed:
+        if name == "drafter":
+            return compose.drafter_stage(settings, verifier, stages["respond"], answers)
+        return compose.head_stage(settings, verifier, stages["respond"], answers, stages["drafter"].block_size)
+
+    made = stage(settings)
+    if not settings.minutes or getattr(settings, field):
+        return made
+    choice = _steps_in_time(name, made.stage, settings)
+    fitting = stage(dataclasses.replace(settings, **{field: choice.value}))
+    return dataclasses.replace(fitting, lines=[*fitting.lines, f"{field} = {choice.value}: {choice.reason}"])
+
+
+def _check_overrides(settings: PairConfig, verifier: compose.Verifier) -> None:
+    """Composes all stages for answers that are not there yet: a misspelt setting must not show up after an hour."""
+    asked = compose.respond_stage(settings, verifier).stage
+    nothing = compose.Answers(count=0, rows=0, mask=Choice(0, ""))
+    made = compose.drafter_stage(settings, verifier, asked, nothing).stage
+    choices.check_taps(drafter.drafter_config(made, verifier.model), verifier.model)
+    compose.head_stage(settings, verifier, asked, nothing, made.block_size)
+    compose.export_stage(settings)
+    compose.measure_stage(settings)
+
+
+def _answers_in_time(stage: respond.RespondConfig, settings: PairConfig) -> Choice:
+    """How many prompts can be answered in their share of the time, by the speed of one short batch."""
+    model = respond.load_model(stage)
+    prompts = respond.collect_prompts(stage, model)
+    chosen = [prompts[i].ids for i in data.spread(min(stage.batch, len(prompts)), len(prompts))]
+    results = model.generate(chosen, method="ar", max_new_tokens=TIMED_TOKENS, batch_size=stage.batch)
+    speed = sum(len(result.ids) for result in results) / results[0].seconds
+    seconds = 60 * settings.minutes * SHARES["respond"]
+    count = max(stage.batch, compose.LEAST_PROMPTS, int(seconds * speed / stage.max_new_tokens))
+    reason = f"the answers of {seconds / 60:.0f} minutes at {speed:,.0f} tokens/s, as timed"
+    if count >= len(prompts):
+        return Choice(settings.num_prompts, f"all {len(prompts):,}, fewer than {reason}")
+    return Choice(count, reason)
+
+
+def _steps_in_time(name: str, stage: drafter.DraftingStage, settings: PairConfig) -> Choice:
+    """How many steps fit into their share of the time, by the speed of a few."""
+    folder = compose.file(settings, f"timing-{name}")
+    shutil.rmtree(folder, ignore_errors=True)
+    loop = dataclasses.replace(stage.loop, steps=TIMED_STEPS, log_every=1, save_every=0, evaluate_every=0)
+    evaluate = dataclasses.replace(stage.evaluate, prompts=0)
+    hosts.say(f"  timing {TIMED_STEPS} steps")
+    with redirect_stdout(io.StringIO()):
+        MAINS[name](dataclasses.replace(stage, run=str(folder), loop=loop, evaluate=evaluate))
+    speed = max(line.get("tokens_per_second", 0.0) for line in watch.read_log(folder))
+    shutil.rmtree(folder)
+    step = stage.loop.batch * stage.data.row_tokens / speed
+    seconds = 60 * settings.minutes * SHARES[name]
+    count = max(1, int(seconds / step))
+    if count >= stage.loop.steps:
+        return Choice(stage.loop.steps, f"all that the rule asks for; {seconds / 60:.0f} minutes would do for {count:,}")
+    return Choice(count, f"those of {seconds / 60:.0f} minutes at {step:.2g} s a step, as timed")
+
+
+def _is_known(settings: PairConfig) -> bool:
+    """Whether OUT was begun with these settings."""
+    path = compose.file(settings, "pair.toml")
+    return path.exists() and not config.changes(settings, path, ())
+
+
+def _begin(settings: PairConfig) -> None:
+    """Notes the settings in OUT/pair.toml and forgets stage files of others.
+
+    What the stages themselves left stays: each of them goes on only with the settings it was begun with.
+    """
+    path = compose.file(settings, "pair.toml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for name in MAINS:
+        compose.file(settings, f"{name}.toml").unlink(missing_ok=True)
+    _write(path, config.dump(config.to_dict(settings)))
+
+
+def _write_stage(path: Path, name: str, made: Composed) -> None:
+    """Prints what was chosen, and writes it above the settings."""
+    for line in made.lines:
+        hosts.say(f"  {line}")
+    comments = "".join(f"# {line}\n" for line in [f"python -m train.{name} {path}", *made.lines])
+    _write(path, comments + config.dump(config.to_dict(made.stage)))
+
+
+def _finished_path(settings: PairConfig) -> Path:
+    return compose.file(settings, "finished.json")
+
+
+def _finished(settings: PairConfig) -> dict[str, str]:
+    """Stages that ended, and the settings they ended with."""
+    path = _finished_path(settings)
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _write(path: Path, text: str) -> None:
+    """A file that is whole or absent, whatever kills the process."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def _conclude(settings: PairConfig, measured: dict[str, Any]) -> None:
+    """Says whether drafting pays here, and how to use the drafter."""
+    best = max(found["speedup"] for found in measured["temperatures"])
+    if best <= 1:
+        hosts.say(
+            f"\nDrafting does not pay on this machine yet: {best:.2f} x the speed of one-token decoding. "
+            "More prompts and more steps raise tau."
+        )
+    words = ["treeflash", "generate", "--verifier", settings.verifier, "--drafter", str(compose.file(settings, "model"))]
+    words += [word for name, value in measured["options"].items() for word in (f"--{name}", str(value))]
+    hosts.say(f"\nTo use it:\n  {shlex.join([*words, '--chat', 'How many legs do 3 cows have?'])}")
+
+
+if __name__ == "__main__":
+    config.run(main, PairConfig, __doc__)
