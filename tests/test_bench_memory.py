@@ -18,8 +18,8 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import treeflash_jax as tf
+from treeflash_jax import devices, generate, hf, loading, vocab
 from treeflash_jax import footprint as footprints
-from treeflash_jax import generate, hf, loading, vocab
 from treeflash_jax.bench import memory, programs, shapes
 from treeflash_jax.cli import main
 from treeflash_jax.decode import DecodePlan
@@ -243,7 +243,7 @@ def test_a_gpu_that_is_not_here_compiles_the_round(tmp_path):
     run = subprocess.run([sys.executable, "-m", "treeflash_jax", *words], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     [result] = json.loads(out.read_text()).values()
-    assert result["topology"] == "h200" and result["bytes_limit"] == footprints.GPU_MEMORY["h200"] and result["fits"]
+    assert result["topology"] == "h200" and result["bytes_limit"] == devices.GPU_MEMORY["h200"] and result["fits"]
     assert 0 < result["launches"]["tree"] < 60
     assert f"(draft {result['launches']['draft']}, expand" in run.stdout
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
 from train import hosts
 from train.data import Corpus
+from treeflash_jax import devices
 from treeflash_jax.config import DrafterConfig, ModelConfig, default_target_layers
 from treeflash_jax.tokenizer import Tokenizer
 
@@ -76,13 +76,12 @@ def drafter_layers(num_layers: int) -> Choice:
 
 
 def compute_dtype() -> Choice:
-    if jax.default_backend() == "cpu":
-        return Choice("float32", "the library's default on a CPU")
-    return Choice("bfloat16", "the library's default on an accelerator")
+    device = devices.here()
+    return Choice(device.dtype.name, device.dtype_reason)
 
 
 def block_size() -> Choice:
-    if jax.default_backend() == "cpu":
+    if devices.here().is_cpu:
         return Choice(8, "a CPU pays for every drafted slot")
     return Choice(16, "the published size")
 

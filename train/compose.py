@@ -23,7 +23,7 @@ from train.measure import MeasureStage
 from train.objective import ObjectiveConfig
 from train.records import Source, read
 from train.respond import RespondConfig, question
-from treeflash_jax import hf
+from treeflash_jax import devices, hf
 from treeflash_jax.config import ModelConfig
 from treeflash_jax.pairs import locate
 from treeflash_jax.tokenizer import Tokenizer
@@ -128,7 +128,7 @@ def respond_stage(settings: PairConfig, verifier: Verifier) -> Composed:
     lengths = [_length(verifier, record.content) for record in read(sample, settings.seed)]
     context = verifier.model.max_positions
     longest = min(context // 2, math.ceil(np.percentile(lengths, 95) / 32) * 32)
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = devices.here().is_cpu
     new = min(256 if on_cpu else 1024, context - longest)
     rows = settings.mesh.data * settings.mesh.fsdp or jax.device_count()
     made = RespondConfig(

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 import treeflash_jax as tf
 from train import config, data, progress, respond
+from treeflash_jax import devices
 
 TRIAL_PROMPTS = 2
 # What is tried, by backend; elsewhere the library's defaults. Kernels for accelerators were never run, so none is tried.
@@ -91,9 +92,9 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
       ValueError: no held-out prompt, or a pair that cannot be loaded.
     """
     model = tf.load(verifier=settings.verifier, drafter=settings.drafter)
-    own = str(model.weights.verifier["embed"].dtype)
+    own = str(model.dtype)
     models = {own: model}
-    for dtype in DTYPES.get(jax.default_backend(), ()):
+    for dtype in DTYPES.get(devices.here().backend, ()):
         if dtype not in models:
             models[dtype] = tf.load(verifier=settings.verifier, drafter=settings.drafter, dtype=jnp.dtype(dtype))
     asked = config.load(respond.RespondConfig, settings.respond)
@@ -130,7 +131,7 @@ def _trial(
     plain = [
         System(dtype, (("method", "ar"), ("attention", attention)))
         for dtype in models
-        for attention in ATTENTION.get(jax.default_backend(), ("xla",))
+        for attention in ATTENTION.get(devices.here().backend, ("xla",))
     ]
     speeds: dict[System, float] = {}
     with progress.Bar("trial", len(plain) + len(models) + len(settings.nodes) - 1) as bar:

@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from treeflash_jax import cache as caches
+from treeflash_jax import devices
 from treeflash_jax import mesh as meshes
 from treeflash_jax.cache import LayerKV
 
@@ -167,7 +168,7 @@ def _pallas(kind, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_
     """A kernel for the prefix, merged with the rows' own part; interpreted, slowly, on a CPU."""
     if prefix is None:
         return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale)
-    backend = jax.default_backend()
+    backend = devices.here().backend
     if backend not in ("cpu", kind):
         raise ValueError(f"got attention implementation 'pallas-{kind}' on a {backend}, expected 'xla' or 'streamed'")
     if kind == "gpu":

@@ -221,7 +221,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         print(result.text if result.text is not None else " ".join(map(str, result.ids)))
         print(
             f"[{len(result.ids)} tokens in {len(result.accept_lengths)} rounds, tau {result.tau:.2f}, "
-            f"{result.tokens_per_second:.0f} tokens/s, compiled in {result.compile_seconds:.1f} s]",
+            f"{result.tokens_per_second:.0f} tokens/s in {model.dtype.name}, compiled in {result.compile_seconds:.1f} s]",
             file=sys.stderr,
         )
     return 0

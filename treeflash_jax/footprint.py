@@ -12,17 +12,13 @@ from typing import Any
 import jax
 
 from treeflash_jax import cache as caches
+from treeflash_jax import devices
 from treeflash_jax import drafter as dflash
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax import verifier as models
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.heads import HEADS
-
-# Bytes of a chip, and what JAX calls its kind. Source: Google Cloud's pages on each TPU version; NVIDIA's data sheets.
-TPU_MEMORY = {"v4": 32 * 2**30, "v5e": 16 * 2**30, "v5p": 95 * 2**30, "v6e": 32 * 2**30}
-GPU_MEMORY = {"a100": 80 * 2**30, "h100": 80 * 2**30, "h200": 139 * 2**30}
-TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +91,7 @@ def footprint(
 
 def memory_limit(mesh=None) -> int | None:
     """Bytes that JAX may use on a device of the mesh, or on the default device; None where nobody says, as on a CPU."""
-    limits = [_limit(device) for device in (jax.local_devices()[:1] if mesh is None else mesh.local_devices)]
+    limits = [devices.memory(device) for device in (jax.local_devices()[:1] if mesh is None else mesh.local_devices)]
     return min((limit for limit in limits if limit), default=None)
 
 
@@ -120,11 +116,3 @@ def in_units(size: int) -> str:
     """Bytes as people read them: in GiB, MiB or KiB."""
     unit = next((unit for unit in (30, 20) if size >= 2**unit // 10), 10)
     return f"{size / 2**unit:.2f} {'KMG'[unit // 10 - 1]}iB"
-
-
-def _limit(device: Any) -> int | None:
-    try:
-        stats = device.memory_stats()
-    except (jax.errors.JaxRuntimeError, NotImplementedError):  # devices that are described, not here
-        stats = None
-    return (stats or {}).get("bytes_limit") or TPU_MEMORY.get(TPU_KINDS.get(device.device_kind))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax import budget as budgets
-from treeflash_jax import calibration, quantized
+from treeflash_jax import calibration, devices, quantized
 from treeflash_jax import decode as core
 from treeflash_jax import mesh as meshes
 from treeflash_jax import prompts as prompting
@@ -48,8 +48,6 @@ from treeflash_jax.prompts import Prompt
 from treeflash_jax.result import Chunk, Result
 from treeflash_jax.tokenizer import Tokenizer
 
-ATTENTION = {"cpu": "streamed"}  # measured there only, in float32; "xla" elsewhere
-PREFILL_CHUNK = {"cpu": 32}  # on accelerators DecodePlan's default; a CPU pays for every padded row
 ROOM_AHEAD = 1024  # new tokens a cache is made for at first; longer answers grow it
 STOP_SLOTS = 8  # stop ids per row are padded to a multiple of this, so that changing them rarely recompiles
 ROUNDS_PER_DISPATCH = 256  # how long a Ctrl-C may wait
@@ -89,6 +87,11 @@ class TreeFlash:
         self.calibrations: dict[DecodePlan, calibration.Calibration] = {}
         self.programs: dict[Any, Callable] = {}
         self.noted_plain = False  # whether it was said that nothing is drafted
+
+    @property
+    def dtype(self) -> Any:
+        """Of weights, caches and activations."""
+        return jnp.dtype(self.weights.verifier["embed"].dtype)
 
     @property
     def quantize(self) -> str | None:
@@ -307,9 +310,9 @@ class TreeFlash:
         """
         shared: dict[str, Any] = {"verifier": self.verifier, "log_probs": config.log_probs}
         shared["expected_lengths"] = config.expected_lengths
-        shared["attention"] = config.attention or ATTENTION.get(jax.default_backend(), DecodePlan.attention)
-        if jax.default_backend() in PREFILL_CHUNK:
-            shared["prefill_chunk"] = PREFILL_CHUNK[jax.default_backend()]
+        device = devices.here()
+        shared["attention"] = config.attention or device.attention(self.dtype)
+        shared["prefill_chunk"] = device.prefill_chunk
         method = method_of(config, self.drafter)
         if method == "ar":
             return DecodePlan(method="ar", num_nodes=1, **shared)
@@ -368,7 +371,7 @@ class TreeFlash:
             capacity=state.capacity,
             pending=plan.path_rows,
             features=len(plan.taps) * self.verifier.hidden_size,
-            dtype=self.weights.verifier["embed"].dtype,
+            dtype=self.dtype,
         )
         return self._place(budget.replace(times=None)).replace(times=budget.times)
 
@@ -387,7 +390,7 @@ class TreeFlash:
         needs = footprint(
             self.verifier,
             self.drafter,
-            dtype=self.weights.verifier["embed"].dtype,
+            dtype=self.dtype,
             mesh=self.mesh,
             batch=self._padded(size),
             capacity=capacity_bucket(max(row.length for row in rows) + config.max_new_tokens),
@@ -488,7 +491,7 @@ class TreeFlash:
         stop_ids_x = np.full(max(1, -(-len(stops) // STOP_SLOTS)) * STOP_SLOTS, -1, np.int32)
         stop_ids_x[: len(stops)] = stops
         sharpness = [draft_temperature(config, self.drafter, row.temperature) for row in rows] + [1.0] * spare
-        dtype = jnp.promote_types(self.weights.verifier["embed"].dtype, jnp.float32)
+        dtype = jnp.promote_types(self.dtype, jnp.float32)
         length_b = np.array([row.length for row in rows] + [1] * spare, np.int32)
         new_b = np.array([config.max_new_tokens] * len(rows) + [1] * spare, np.int32)
         seeds_b = np.array([row.seed for row in rows] + [0] * spare, np.uint32)

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from treeflash_jax import calibration, hf, pairs, quantized
+from treeflash_jax import calibration, devices, hf, pairs, quantized
 from treeflash_jax.footprint import check_memory, footprint, memory_limit
 from treeflash_jax.generate import TreeFlash
 from treeflash_jax.state import Weights
@@ -48,7 +47,7 @@ def load(
       drafter: the name of a pair, or a folder or Hub id of a DFlash or TreeFlash drafter. None: the one that ships for a
         verifier that is named as a pair, and plain decoding for any other; "none" always decodes plainly.
       mesh: a (data, model) mesh of `make_mesh`; None: one device.
-      dtype: of weights, caches and activations; float32 on a CPU, bfloat16 elsewhere if None.
+      dtype: of weights, caches and activations. None: bfloat16, but float32 on a CPU that has no bfloat16 instructions.
       quantize: "int8" keeps the verifier's matrices in int8, with a scale per output channel: a verifier of its own, which
         drafted output is exact with respect to. Rounded as they are read, one in `dtype` on a device at a time.
       revision: of the verifier on the Hub.
@@ -72,7 +71,7 @@ def load(
     drafter = None if drafter == pairs.NO_DRAFTER else drafter
     if budget is None:
         budget = calibration.place(None if str(drafter) in pairs.PAIRS else drafter)
-    dtype = dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    dtype = dtype or devices.here().dtype
     verifier = pairs.locate(verifier, "verifier", revision, local_files_only)
     config = hf.read_verifier_config(verifier)
     drafter_config = drafter_params = head_params = None

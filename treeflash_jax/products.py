@@ -93,10 +93,7 @@ _narrow.defvjp(_forward, _backward)
 def _on_cpu(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     form = form_of(equation)
     x_ri, matrix = form.matrices(x, weight)
-    rows = x_ri.shape[0]
-    if rows < LEAST_ROWS:
-        x_ri = jnp.pad(x_ri, ((0, LEAST_ROWS - rows), (0, 0)))
-    y_ro = _accumulated("ri,io->ro" if form.inputs_first else "ri,oi->ro", x_ri, matrix)[:rows]
+    y_ro = _by_rows("ri,io->ro" if form.inputs_first else "ri,oi->ro", x_ri, matrix)
     outputs = weight.shape[form.summed :] if form.inputs_first else weight.shape[: weight.ndim - form.summed]
     return y_ro.reshape(*x.shape[: x.ndim - form.summed], *outputs)
 
@@ -105,9 +102,16 @@ def _backward_on_cpu(equation: str, x: jax.Array, weight: jax.Array, grad: jax.A
     form = form_of(equation)
     x_ri, matrix = form.matrices(x, weight)
     grad_ro = grad.reshape(x_ri.shape[0], -1)
-    grad_x = _accumulated("ro,io->ri" if form.inputs_first else "ro,oi->ri", grad_ro, matrix)
+    grad_x = _by_rows("ro,io->ri" if form.inputs_first else "ro,oi->ri", grad_ro, matrix)
     grad_weight = _accumulated("ri,ro->io" if form.inputs_first else "ri,ro->oi", x_ri, grad_ro)
     return grad_x.reshape(x.shape), grad_weight.reshape(weight.shape)
+
+
+def _by_rows(equation: str, rows: jax.Array, matrix: jax.Array) -> jax.Array:
+    """Rows times a matrix, LEAST_ROWS of them at least."""
+    count = rows.shape[0]
+    padded = jnp.pad(rows, ((0, max(0, LEAST_ROWS - count)), (0, 0)))
+    return _accumulated(equation, padded, matrix)[:count]
 
 
 def _accumulated(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:

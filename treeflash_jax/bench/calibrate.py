@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import treeflash_jax as tf
-from treeflash_jax import calibration, rounds
+from treeflash_jax import calibration, devices, rounds
 from treeflash_jax import decode as core
 from treeflash_jax import mesh as meshes
 from treeflash_jax.attention import IMPLEMENTATIONS, positions_read
@@ -78,7 +78,7 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
     """
     if model.drafter is None:
         raise ValueError("got no drafter, expected one: without it there is nothing to choose")
-    given = arguments.nodes or ([4, 8, 16, 32] if jax.default_backend() == "cpu" else [8, 16, 32, 64, 128, 256])
+    given = arguments.nodes or devices.here().nodes
     lists = {name: sorted(set(getattr(arguments, name))) for name in ("batch", "context", "temperature")}
     lists["nodes"] = sorted(set(given))
     for name, least in (("batch", 1), ("context", 1), ("nodes", 2), ("temperature", 0)):

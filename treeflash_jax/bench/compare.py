@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 import treeflash_jax as tf
+from treeflash_jax import devices
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -74,8 +75,8 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
         "same_ids": result.ids == answer["ids"],
         "tau": result.tau,
         "all": {"ours": ours[1:], "other": theirs[1:]},
-        "settings": settings | {"batch": 1, "temperature": 0.0, "dtype": str(model.weights.verifier["embed"].dtype)},
-        "hardware": {"backend": jax.default_backend(), "machine": platform.machine(), "cores": os.cpu_count()},
+        "settings": settings | {"batch": 1, "temperature": 0.0, "dtype": str(model.dtype)},
+        "hardware": {"backend": devices.here().backend, "machine": platform.machine(), "cores": os.cpu_count()},
         "versions": {"jax": jax.__version__, "python": platform.python_version()},
     }
 

@@ -27,15 +27,16 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from treeflash_jax import cache as caches
+from treeflash_jax import devices, products, verifier
 from treeflash_jax import drafter as dflash
 from treeflash_jax import mesh as meshes
-from treeflash_jax import verifier
 from treeflash_jax.config import ModelConfig
 from treeflash_jax.decode import DecodePlan
 from treeflash_jax.heads import HEADS
@@ -75,14 +76,14 @@ def measure_ceilings(dtype: Any) -> Ceilings:
     Medians of warm samples; on a CPU with small arrays, in about a second.
 
     Args:
-      dtype: of the matrix product, on random numbers: zeros multiply faster. It runs at JAX's ambient precision, as the
-        model does.
+      dtype: of the matrix product, on random numbers: zeros multiply faster. It runs in the form that the model's products
+        have on this device, at JAX's ambient precision.
     """
-    size, side, calls = (2**27, 1024, 1) if jax.default_backend() == "cpu" else (2**30, 8192, 8)
+    size, side, calls = (2**27, 1024, 1) if devices.here().is_cpu else (2**30, 8192, 8)
     negate = jax.jit(jnp.negative, donate_argnums=0)  # in place, so that a CPU does not spend the time on fresh pages
     numbers = jax.jit(lambda: jnp.arange(size // 4, dtype=jnp.float32))()
     left, right = (jax.random.normal(jax.random.key(i), (side, side), dtype) for i in range(2))
-    multiply = jax.jit(jnp.matmul)
+    multiply = jax.jit(partial(products.product, "ri,io->ro"))
     return Ceilings(
         copy_bytes_per_second=2 * size / _seconds(negate, numbers, calls),
         matmul_flops_per_second=2 * side**3 / _seconds(lambda _: multiply(left, right), None, calls),

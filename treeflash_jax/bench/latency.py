@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 import treeflash_jax as tf
+from treeflash_jax import devices, hf, params, verifier
 from treeflash_jax import drafter as dflash
-from treeflash_jax import hf, params, verifier
 from treeflash_jax import mesh as meshes
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.attention import IMPLEMENTATIONS
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     results = timings.read_results(arguments.out) if arguments.out else []
     _check_outputs(arguments)
 
-    dtype = jnp.dtype(arguments.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+    dtype = jnp.dtype(arguments.dtype or devices.here().dtype)
     cells = list(product(dict.fromkeys(arguments.batch), dict.fromkeys(arguments.context)))
     with Progress(2 + 2 * len(cells)) as progress:
         progress.step("measuring the machine's copy and matmul rates")

@@ -39,7 +39,8 @@ from treeflash_jax.builders import SAMPLED
 from treeflash_jax.clock import slow
 from treeflash_jax.config import DrafterConfig, ModelConfig, read_json
 from treeflash_jax.decode import DecodePlan, Sampling, Weights
-from treeflash_jax.footprint import GPU_MEMORY, TPU_MEMORY, Footprint, footprint, in_units, memory_limit
+from treeflash_jax.devices import GPU_MEMORY, TPU_MEMORY
+from treeflash_jax.footprint import Footprint, footprint, in_units, memory_limit
 from treeflash_jax.generate import STOP_SLOTS, TreeFlash
 from treeflash_jax.heads import HEADS
 from treeflash_jax.options import resolve

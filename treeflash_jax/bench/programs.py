@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treeflash_jax.bench.floors import STAGES
-from treeflash_jax.footprint import GPU_MEMORY
+from treeflash_jax.devices import GPU_MEMORY
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
 WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}

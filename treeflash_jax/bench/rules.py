@@ -98,7 +98,7 @@ def compare(arguments: argparse.Namespace) -> int:
         "verifier": bench.pair[0],
         "drafter": bench.pair[1],
         "format": bench.format,
-        "dtype": str(model.weights.verifier["embed"].dtype),
+        "dtype": str(model.dtype),
         "quantize": model.quantize,
         "prompts": len(prompts),
         "seeds": list(bench.seeds),

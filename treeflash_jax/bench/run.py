@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 import jax
 
 import treeflash_jax as tf
+from treeflash_jax import devices
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.bench import report, standalone
 from treeflash_jax.bench.prompts import BUNDLED, FORMATS, BenchPrompt, draw, empty_chat, format_turn, read_prompts
@@ -376,7 +377,7 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
     return {name: getattr(config, name) for name in names} | {
         "verifier": bench.pair[0],
         "drafter": bench.pair[1],
-        "dtype": str(model.weights.verifier["embed"].dtype),
+        "dtype": str(model.dtype),
         "quantize": model.quantize,
         "format": bench.format,
         "nodes": ("auto" if plan.buckets else plan.num_nodes) if plan.drafts else None,
@@ -397,7 +398,7 @@ def environment(model: tf.TreeFlash) -> dict[str, dict[str, Any]]:
     return {
         "versions": {"jax": jax.__version__, "treeflash_jax": tf.__version__, "python": platform.python_version()},
         "hardware": {
-            "backend": jax.default_backend(),
+            "backend": devices.here().backend,
             "device": jax.devices()[0].device_kind,
             "devices": 1 if model.mesh is None else model.mesh.size,
             "cores": os.cpu_count(),

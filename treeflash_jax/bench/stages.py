@@ -183,7 +183,7 @@ class Bench:
         config = GenerateConfig(max_new_tokens=positions - context, temperature=temperature, stop_ids=())
         ids = np.random.default_rng(0).integers(0, model.verifier.vocab_size, (batch, context)).tolist()
         prompts = model._inputs(rows_of(ids, config, model.verifier), batch, self.capacity, config)
-        sizes = {"batch": batch, "context": context, "dtype": self.weights.verifier["embed"].dtype, "mesh": model.mesh}
+        sizes = {"batch": batch, "context": context, "dtype": model.dtype, "mesh": model.mesh}
         sizes["quantize"] = model.quantize
         works = {plan: stage_work(plan, **sizes) for plan in self.plans}
         since = time.perf_counter()

@@ -1,0 +1,62 @@
+"""Defaults of devices that are not here, and that nobody else asks what the devices are."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import treeflash_jax as tf
+from treeflash_jax import devices
+from treeflash_jax.devices import Device
+
+FILES = sorted(
+    path for root in (Path(tf.__file__).parent, Path(__file__).parents[1] / "train") for path in root.rglob("*.py")
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        (Device("cpu"), "float32"),
+        (Device("cpu", features=frozenset({"avx2", "avx512f", "avx512_vnni"})), "float32"),
+        (Device("cpu", features=frozenset({"avx512f", "avx512_bf16"})), "bfloat16"),
+        (Device("cpu", features=frozenset({"amx_tile", "amx_bf16"})), "bfloat16"),
+        (Device("gpu", "NVIDIA H200"), "bfloat16"),
+        (Device("tpu", "TPU v5 lite"), "bfloat16"),
+    ],
+)
+def test_the_default_dtype_is_the_faster_one(device, dtype):
+    assert device.dtype == jnp.dtype(dtype)
+    assert device.dtype_reason
+
+
+def test_attention_follows_from_the_backend_and_the_dtype():
+    cpu, gpu = Device("cpu"), Device("gpu")
+    assert [cpu.attention(dtype) for dtype in (jnp.float32, jnp.float64, jnp.bfloat16)] == ["streamed", "streamed", "xla"]
+    assert [gpu.attention(dtype) for dtype in (jnp.float32, jnp.bfloat16)] == ["xla", "xla"]
+
+
+def test_features_are_read_from_the_flags(tmp_path):
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\nmodel name\t: x\nflags\t\t: fpu avx2 amx_bf16\n\nprocessor\t: 1\nflags\t\t: none\n")
+    assert devices.cpu_features(str(path)) == {"fpu", "avx2", "amx_bf16"}
+    path = tmp_path / "other"
+    path.write_text("nothing of the kind")
+    assert devices.cpu_features(str(path)) == devices.cpu_features(str(tmp_path / "missing")) == frozenset()
+
+
+def test_a_pair_is_loaded_in_the_default_dtype(monkeypatch):
+    monkeypatch.setattr(devices, "cpu_features", lambda: frozenset({"amx_bf16"}))
+    model = tf.load("tiny")
+    assert model.dtype == jnp.bfloat16 and model.plan(tf.GenerateConfig()).attention == "xla"
+    model = tf.load("tiny", dtype=jnp.float32)
+    assert model.dtype == jnp.float32 and model.plan(tf.GenerateConfig()).attention == "streamed"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_only_devices_asks_which_backend_runs(path):
+    asked = [node for node in ast.walk(ast.parse(path.read_text())) if getattr(node, "attr", None) == "default_backend"]
+    assert not asked or path.name == "devices.py"
