@@ -72,8 +72,8 @@ class File:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether a path names a GGUF file (by its suffix)."""
-    return Path(path).suffix.lower() == ".gguf"
+    """Whether a path names a GGUF file, by its suffix."""
+    return Path(path).suffix.lower() == ".gguf" and not Path(path).is_dir()
 
 
 def read(path: str | Path) -> File:
