@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
+import jax
+import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file
 
-from treeflash_jax.config import ModelConfig
+from treeflash_jax import hf, verifier
+from treeflash_jax.config import ModelConfig, Rope
 from treeflash_jax.pairs import locate
+from treeflash_jax.params import is_spec
 from treeflash_jax.tokenizer import Tokenizer
 
 F32, F16, BF16 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16"))
+QWEN3 = ModelConfig(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
+    max_positions=128, rope=Rope(theta=5e5), eos_token_ids=(2,),
+)  # fmt: skip
+LLAMA = replace(QWEN3, model_type="llama", qk_norm=False, tie_embeddings=True, rms_norm_eps=1e-5, head_dim=16)
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -142,3 +154,28 @@ def vocabulary(pre: str) -> dict[str, Any]:
 def digests(tokenizer: Tokenizer, strings: list[str]) -> list[str]:
     """What tests/data/gguf_tokens.json holds of the ids of each string."""
     return [hashlib.sha256(json.dumps(tokenizer.encode(text)).encode()).hexdigest()[:8] for text in strings]
+
+
+def save_hf(folder: Path, config: ModelConfig, dtype=jnp.float32) -> dict[str, np.ndarray]:
+    """A folder of random weights, norms included; its tensors by name."""
+    random = np.random.default_rng(0)
+    draw = lambda spec: random.normal(scale=0.4, size=spec.shape).astype(np.float32)  # noqa: E731
+    hf.save_verifier(folder, config, jax.tree.map(draw, verifier.specs(config), is_leaf=is_spec), dtype)
+    return load_file(folder / "model.safetensors")
+
+
+def as_gguf(tensors: dict[str, np.ndarray], config: ModelConfig, kind=F32) -> dict:
+    """The same tensors as a GGUF file has them: matrices of type `kind`, norms in float32."""
+    rows = {name: stored(name, x.astype(np.float32), config) for name, x in tensors.items()}
+    kinds = {name: kind if x.ndim == 2 else F32 for name, x in rows.items()}
+    return {name_of(name): (gguf.quantize(x, kinds[name]), kinds[name]) for name, x in rows.items()}
+
+
+def write_small(path: Path, values: dict | None = None, changes: dict | None = None, lose: str = "", **extra) -> Path:
+    words = vocabulary("smollm")
+    config = replace(LLAMA, vocab_size=len(words["tokenizer.ggml.tokens"]))
+    folder = path.with_suffix(".folder")
+    tensors = as_gguf(save_hf(folder, config), config)
+    shutil.rmtree(folder)
+    tensors = {name: tensor for name, tensor in tensors.items() if name != lose} | extra
+    return write(path, config, tensors, words | (values or {}), changes)

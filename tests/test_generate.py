@@ -100,7 +100,7 @@ def test_stop_ids_unite_both_files(tiny):
     ("arguments", "words"),
     [
         ({"name": "huge"}, "huge not found"),
-        ({"name": "tiny", "verifier": "x"}, "expected one of them"),
+        ({"name": "tiny", "verifier": "x"}, "expected one of"),
         ({}, "no verifier"),
         ({"verifier": "no/such/folder"}, "no/such/folder"),
     ],

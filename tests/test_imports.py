@@ -31,7 +31,7 @@ LAYERS = (
     {"loading"},
     {"bench", "check", "chat", "cli", "demo", "__init__", "__main__"},
 )
-HEAVY = ("torch", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx")
+HEAVY = ("torch", "gguf", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx")
 HEAVY += ("jax.experimental.pallas",)
 
 

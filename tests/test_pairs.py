@@ -94,7 +94,7 @@ def exit_quietly():
     ({"verifier": "nowhere/in/particular"}, ("not found", "a GGUF file", "a Hub id")),
     ({"verifier": "nowhere.gguf"}, ("nowhere.gguf not found",)),
     ({"verifier": "tiny", "drafter": "smolm2"}, ("did you mean smollm2?",)),
-    ({"name": "tiny", "verifier": "x"}, ("'tiny'", "'x'", "expected one of them")),
+    ({"name": "tiny", "verifier": "x"}, ("'tiny'", "'x'", "expected one of")),
     ({}, ("no verifier", "'tiny'", "'smollm2'")),
     ({"name": "tiny", "revision": "main"}, ("revision 'main'", "expected none with 'tiny'")),
 ])  # fmt: skip

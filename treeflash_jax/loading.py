@@ -62,13 +62,7 @@ def load(
     """
     quantized.check_scheme(quantize)
     keep_programs()
-    if name is not None and verifier is not None:
-        raise ValueError(f"got name {name!r} and verifier {str(verifier)!r}, expected one of them")
-    verifier = name if verifier is None else verifier
-    if verifier is None:
-        raise ValueError(f"got no verifier, expected {' or '.join(map(repr, pairs.PAIRS))}, or verifier=<folder or Hub id>")
-    drafter = pairs.drafter_of(verifier) if drafter is None else drafter
-    drafter = None if drafter == pairs.NO_DRAFTER else drafter
+    verifier, drafter = pairs.choose(name, verifier, drafter)
     if budget is None:
         budget = calibration.place(None if str(drafter) in pairs.PAIRS else drafter)
     dtype = dtype or devices.here().dtype

@@ -61,6 +61,29 @@ def locate(name: str | Path, part: Part = "verifier", revision: str | None = Non
     return pair.drafter
 
 
+def choose(
+    name: str | None, verifier: str | Path | None, drafter: str | Path | None
+) -> tuple[str | Path, str | Path | None]:
+    """The verifier and the drafter that a call means, as they are named; None: no drafter.
+
+    Args:
+      name: of the verifier, or None.
+      verifier: likewise.
+      drafter: None: the one that ships for the verifier; "none": none.
+
+    Raises:
+      ValueError: no verifier, or two.
+    """
+    if (name is None) == (verifier is None):
+        got = "no verifier" if name is None else f"name {name!r} and verifier {str(verifier)!r}"
+        raise ValueError(
+            f"got {got}, expected one of a pair's name ({', '.join(map(repr, PAIRS))}) or verifier=<its place>"
+        )
+    chosen = name if verifier is None else verifier
+    drafter = drafter_of(chosen) if drafter is None else drafter
+    return chosen, None if str(drafter) == NO_DRAFTER else drafter
+
+
 def drafter_of(verifier: str | Path) -> str | None:
     """The name of the drafter that a verifier brings along: its own where a pair of that name ships one."""
     pair = PAIRS.get(str(verifier))

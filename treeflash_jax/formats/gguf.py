@@ -72,8 +72,8 @@ class File:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether a path names a GGUF file (by its suffix)."""
-    return Path(path).suffix.lower() == ".gguf"
+    """Whether a path names a GGUF file, by its suffix."""
+    return Path(path).suffix.lower() == ".gguf" and not Path(path).is_dir()
 
 
 def read(path: str | Path) -> File:
@@ -99,7 +99,7 @@ def read(path: str | Path) -> File:
     for _ in range(num_values):
         key = header.string()
         metadata[key] = header.value(header.number("I"))
-    if metadata.get("split.count", 1) > 1:
+    if metadata.get("split.count") not in (None, 0, 1):
         raise ValueError(
             f"{path} is one of {metadata['split.count']} parts, expected a whole file; join them with gguf-split --merge"
         )
@@ -135,8 +135,8 @@ class _Header:
         return self.data[self.at - size : self.at]
 
     def number(self, kind: str) -> Any:
-        kind = _LITTLE[kind]
-        return kind.unpack(self.take(kind.size))[0]
+        form = _LITTLE[kind]
+        return form.unpack(self.take(form.size))[0]
 
     def string(self) -> str:
         return str(self.take(self.number("Q")), "utf-8", "replace")

@@ -1,0 +1,111 @@
+"""Bad GGUF files: one clear line for each, whatever is wrong with it."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf", reason="needs the package gguf: pip install treeflash-jax[gguf]")
+
+from gguf_files import F32, write_small  # noqa: E402
+
+import treeflash_jax as tf  # noqa: E402
+from treeflash_jax.cli import main  # noqa: E402
+from treeflash_jax.formats import gguf as files  # noqa: E402
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch) -> Path:
+    """A good file, to be damaged."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return write_small(tmp_path / "small.gguf")
+
+
+def cut(path: Path, end: int | None) -> Path:
+    path.write_bytes(path.read_bytes()[:end])
+    return path
+
+
+def patched(path: Path, at: int, number: int) -> Path:
+    data = bytearray(path.read_bytes())
+    data[at : at + 4] = struct.pack("<I", number)
+    path.write_bytes(data)
+    return path
+
+
+def with_type(path: Path, number: int) -> Path:
+    """The type of the tensor output_norm.weight: after its name, its one axis and their number."""
+    data, name = path.read_bytes(), b"output_norm.weight"
+    return patched(path, data.index(name) + len(name) + 4 + 8, number)
+
+
+ROW = np.ones(64, np.float32), F32
+REFUSED = {
+    "no file": (lambda p: p.unlink() or p, "not found"),
+    "empty": (lambda p: cut(p, 0), "empty"),
+    "magic": (lambda p: p.write_bytes(b"<html></html>") and p, "is no GGUF file"),
+    "two bytes": (lambda p: cut(p, 2), "is no GGUF file"),
+    "version 1": (lambda p: patched(p, 4, 1), "got version 1, expected a little-endian GGUF file of version 2 or 3"),
+    "big-endian": (lambda p: patched(p, 4, 3 << 24), "big-endian"),
+    "cut in the header": (lambda p: cut(p, 9000), "cut off"),
+    "cut in the weights": (lambda p: cut(p, -200), "cut off"),
+    "a part": (lambda p: write_small(p, {"split.count": 3}), "gguf-split --merge"),
+    "unknown type": (lambda p: with_type(p, 99), "output_norm.weight has the unknown type 99"),
+    "not for weights": (lambda p: with_type(p, 26), "output_norm.weight has type I32 (26)"),
+    "architecture": (lambda p: write_small(p, {"general.architecture": "gemma3"}), "'gemma3', expected 'llama' or 'qwen3'"),
+    "qwen2": (lambda p: write_small(p, {"general.architecture": "qwen2"}), "'qwen2'"),
+    "missing tensor": (lambda p: write_small(p, lose="blk.1.ffn_up.weight"), "tensors missing, the first is blk.1.ffn_up"),
+    "missing table": (lambda p: write_small(p, lose="token_embd.weight"), "token_embd.weight"),
+    "extra tensor": (lambda p: write_small(p, **{"blk.0.attn_q.bias": ROW}), "unknown tensors, the first is blk.0.attn_q"),
+    "rope divisors": (lambda p: write_small(p, **{"rope_freqs.weight": ROW}), "rope_freqs.weight has shape [64]"),
+    "missing size": (lambda p: write_small(p, changes={"block_count": None}), "got llama.block_count = None"),
+    "size of another kind": (lambda p: write_small(p, changes={"block_count": "2"}), "got llama.block_count = '2'"),
+    "heads per layer": (lambda p: write_small(p, changes={"attention.head_count_kv": [2, 2]}), "head_count_kv = [2, 2]"),
+    "heads": (lambda p: write_small(p, changes={"attention.head_count_kv": 3}), "4 heads over 3 key/value heads"),
+    "lengths": (lambda p: write_small(p, changes={"attention.value_length": 8}), "value_length 8, expected 16"),
+    "rotated part": (lambda p: write_small(p, changes={"rope.dimension_count": 8}), "dimension_count 8, expected 16"),
+    "linear": (lambda p: write_small(p, changes={"rope.scaling.type": "linear"}), "rope.scaling.type 'linear'"),
+    "yarn": (lambda p: write_small(p, changes={"rope.scaling.type": "yarn"}), "rope.scaling.type 'yarn'"),
+    "experts": (lambda p: write_small(p, changes={"expert_count": 8}), "llama.expert_count = 8"),
+    "unknown key": (lambda p: write_small(p, changes={"logit_scale": 2.0}), "llama.logit_scale = 2.0"),
+    "vocab_size": (lambda p: write_small(p, changes={"vocab_size": 7}), "vocab_size 7"),
+    "other tokens": (lambda p: write_small(p, {"tokenizer.ggml.tokens": ["a"]}), "tokens 1"),
+    "tokenizer": (lambda p: write_small(p, {"tokenizer.ggml.model": "llama"}), "model 'llama', expected 'gpt2'"),
+    "pre-tokenizer": (lambda p: write_small(p, {"tokenizer.ggml.pre": "tekken"}), "tokenizer.ggml.pre 'tekken'"),
+    "no pre-tokenizer": (lambda p: write_small(p, {"tokenizer.ggml.pre": None}), "tokenizer.ggml.pre None"),
+    "no tokens": (lambda p: write_small(p, {"tokenizer.ggml.tokens": None}), "no tokenizer.ggml.tokens"),
+    "types of tokens": (lambda p: write_small(p, {"tokenizer.ggml.token_type": [1]}), "damaged vocabulary"),
+    "merges": (lambda p: write_small(p, {"tokenizer.ggml.merges": ["abc"]}), "damaged vocabulary"),
+    "merges of no token": (lambda p: write_small(p, {"tokenizer.ggml.merges": ["a <|none|>"]}), "damaged vocabulary"),
+    "eos": (lambda p: write_small(p, {"tokenizer.ggml.eos_token_id": 9999}), "eos_token_id 9999"),
+    "closing texts": (lambda p: write_small(p, {"tokenizer.ggml.add_eos_token": True}), "add_eos_token"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage, words", REFUSED.values(), ids=REFUSED)
+def test_bad_files_get_one_line(small, damage, words, capsys):
+    assert damage(small) == small
+    assert main(["generate", "--verifier", str(small), "--drafter", "none", "--prompt", "a"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and words in captured.err, captured.err
+
+
+def test_every_cut_of_a_header_is_refused(small):
+    """Whatever the place: no other error, and no endless loop."""
+    data = small.read_bytes()
+    for end in (*range(4, 300, 7), *range(1000, 40_000, 3001)):
+        small.write_bytes(data[:end])
+        with pytest.raises(ValueError, match="cut off"):
+            files.read(small)
+
+
+def test_without_the_package_one_line_says_how_to_get_it(small, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match=r"pip install treeflash-jax\[gguf\]") as caught:
+        tf.load(verifier=small)
+    assert "\n" not in str(caught.value)
+    assert tf.load("tiny").verifier.vocab_size == 2048, "nothing else needs it"
