@@ -19,8 +19,9 @@ import jax.numpy as jnp  # noqa: E402
 
 from treeflash_jax import drafter as dflash  # noqa: E402
 from treeflash_jax import params, verifier  # noqa: E402
+from treeflash_jax.batching import capacity_bucket  # noqa: E402
 from treeflash_jax.decode import Weights  # noqa: E402
-from treeflash_jax.generate import TreeFlash, capacity_bucket  # noqa: E402
+from treeflash_jax.generate import TreeFlash  # noqa: E402
 from treeflash_jax.heads import HEADS  # noqa: E402
 from treeflash_jax.loading import load  # noqa: E402
 

@@ -85,8 +85,8 @@ def test_an_interrupt_keeps_what_there_is(tiny, monkeypatch, answer):
 
     monkeypatch.setattr(tiny, "_call", interrupted_later)
     results = tiny.generate([CHAT, CHAT], max_new_tokens=40, batch_size=1, **TREE)
-    assert [result.finished for result in results] == ["interrupted"]
-    assert 1 < len(results[0].ids) < 40
+    assert [result.finished for result in results] == ["interrupted", "interrupted"]
+    assert 1 < len(results[0].ids) < 40 and (results[1].ids, results[1].text) == ([], "")
     assert results[0].ids == answer.ids[: len(results[0].ids)]
     jax.block_until_ready(tiny.weights.verifier)
 
@@ -99,8 +99,8 @@ def test_stop_ids_unite_both_files(tiny):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"name": "huge"}, "'huge'"),
-        ({"name": "tiny", "verifier": "x"}, "'tiny' alone"),
+        ({"name": "huge"}, "huge not found"),
+        ({"name": "tiny", "verifier": "x"}, "'tiny' and verifier 'x', expected one of them"),
         ({}, "no verifier"),
         ({"verifier": "no/such/folder"}, "no/such/folder"),
     ],

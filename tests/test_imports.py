@@ -26,7 +26,7 @@ LAYERS = (
     {"rounds"},
     {"decode"},
     {"footprint", "calibration", "storage", "hf", "formats", "tokenizer", "prompts"},
-    {"options", "draw", "result", "generate"},
+    {"options", "draw", "result", "batching", "generate"},
     {"pairs"},
     {"loading"},
     {"bench", "check", "chat", "cli", "demo", "__init__", "__main__"},

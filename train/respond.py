@@ -36,6 +36,7 @@ from treeflash_jax.loading import load
 from treeflash_jax.pairs import locate
 from treeflash_jax.result import Result
 
+SECONDS_BETWEEN_LINES = 10.0  # of progress
 FREE = ("out", "batch", "mesh", "replicas", "cut")  # settings that may change when a run goes on: no answer depends on them
 
 
@@ -104,18 +105,15 @@ def main(settings: RespondConfig) -> None:
         drop_unfinished_line(own)
     _wait("read")  # nobody may write while others look at what is there
     done = finished(out, prompts)
-    starts = [
-        start for start in range(0, len(prompts), settings.batch) if not _batch(start, settings, prompts) <= done.keys()
-    ]
+    missing = [index for index in range(len(prompts)) if index not in done]
     _agree(len(done), out)
     if hosts.is_first():
         config.save(settings, settings_path(out))
-    answers = respond(model, prompts, starts[jax.process_index() :: jax.process_count()] if by_host else starts, settings)
+    share = missing[jax.process_index() :: jax.process_count()] if by_host else missing
     with own.open("a", encoding="utf-8") if writes else open(os.devnull, "w") as file:
-        for index, result in answers:
-            if index not in done:
-                file.write(line_of(index, prompts[index], settings, result))
-                file.flush()
+        for index, result in respond(model, prompts, share, settings):
+            file.write(line_of(index, prompts[index], settings, result))
+            file.flush()
     _wait("merge")
     if hosts.is_first():
         dropped = merge(out, prompts, settings.cut)
@@ -180,30 +178,32 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash) -> list[Prompt]:
 
 
 def respond(
-    model: TreeFlash, prompts: Sequence[Prompt], starts: Sequence[int], settings: RespondConfig
+    model: TreeFlash, prompts: Sequence[Prompt], indices: Sequence[int], settings: RespondConfig
 ) -> Iterator[tuple[int, Result]]:
-    """(index, answer) of the prompts in the batches that begin at `starts`."""
-    method = "ar" if settings.drafter is None else "tree"
-    began, tokens = time.perf_counter(), 0
-    for number, start in enumerate(starts, start=1):
-        indices = sorted(_batch(start, settings, prompts))
-        results = model.generate(
-            [prompts[index].ids for index in indices],
-            indices=indices,
-            method=method,
-            acceptance="sample-and-match",  # the answers of one-token decoding, drafted or not
-            temperature=[_temperature(index, settings) for index in indices],
-            seed=settings.seed,
-            max_new_tokens=settings.max_new_tokens,
-            batch_size=settings.batch,
-        )
-        if any(result.finished == "interrupted" for result in results):
+    """(index, answer) of the prompts at `indices`, in the order in which they finish."""
+    if not indices:
+        return
+    answers = model.generate_each(
+        [prompts[index].ids for index in indices],
+        indices=indices,
+        method="ar" if settings.drafter is None else "tree",
+        acceptance="sample-and-match",  # the answers of one-token decoding, drafted or not
+        temperature=[_temperature(index, settings) for index in indices],
+        seed=settings.seed,
+        max_new_tokens=settings.max_new_tokens,
+        batch_size=settings.batch,
+    )
+    tokens, said = 0, time.perf_counter()
+    for number, (at, result) in enumerate(answers, start=1):
+        if result.finished == "interrupted":
             raise SystemExit("interrupted; the same command goes on from here")
-        yield from zip(indices, results, strict=True)
-        tokens += sum(len(result.ids) for result in results)
-        seconds = time.perf_counter() - began
-        left = seconds / number * (len(starts) - number)
-        hosts.say(f"batch {number} of {len(starts)}, {tokens / seconds:,.0f} tokens/s, {left:,.0f} s left")
+        yield indices[at], result
+        tokens += len(result.ids)
+        if time.perf_counter() - said > SECONDS_BETWEEN_LINES or number == len(indices):
+            said = time.perf_counter()
+            left = result.seconds / number * (len(indices) - number)
+            speed = tokens / max(result.seconds, 1e-9)
+            hosts.say(f"{number:,} of {len(indices):,} answers, {speed:,.0f} tokens/s, {left:,.0f} s left")
 
 
 def line_of(index: int, prompt: Prompt, settings: RespondConfig, result: Result) -> str:
@@ -316,10 +316,6 @@ def merge(out: Path, prompts: Sequence[Prompt], cut: Literal["keep", "drop"]) ->
 
 def _parts(out: Path) -> list[Path]:
     return sorted(out.parent.glob(f"{out.name}.part-*"))
-
-
-def _batch(start: int, settings: RespondConfig, prompts: Sequence[Prompt]) -> set[int]:
-    return set(range(start, min(start + settings.batch, len(prompts))))
 
 
 def _temperature(index: int, settings: RespondConfig) -> float:

@@ -211,6 +211,11 @@ def note(budget: Budget, rounds_b: jax.Array, live_b: jax.Array, nodes: jax.Arra
     return budget.replace(nodes_bs=jnp.where(is_round_bs, jnp.asarray(nodes, jnp.int32), budget.nodes_bs))
 
 
+def forget(budget: Budget, is_new_b: jax.Array) -> Budget:
+    """The budget after new sequences took some places: their records begin anew; what was learnt stays."""
+    return budget.replace(nodes_bs=jnp.where(is_new_b[:, None], 0, budget.nodes_bs))
+
+
 def grow(budget: Budget, capacity: int) -> Budget:
     nodes_bs = budget.nodes_bs
     return budget.replace(nodes_bs=jnp.pad(nodes_bs, ((0, 0), (0, capacity - nodes_bs.shape[1]))))

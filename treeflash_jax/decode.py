@@ -86,17 +86,27 @@ def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, samplin
 
 
 @partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
-def decode(weights: Weights, state: DecodeState, max_rounds: jax.Array, plan: DecodePlan) -> DecodeState:
-    """Runs rounds until every row is done, `max_rounds` have run, or the next round might not fit the caches.
+def decode(
+    weights: Weights, state: DecodeState, max_rounds: jax.Array, enough: jax.Array | None = None, *, plan: DecodePlan
+) -> DecodeState:
+    """Runs rounds until enough sequences are done, `max_rounds` have run, or the next round might not fit the caches.
 
     The state is donated. Nothing leaves the device in between. Where rounds choose their nodes, drafted and
     one-token rounds are loops of their own inside it: a branch that commits would copy the caches, a loop that does not
     run copies nothing.
+
+    Args:
+      weights: parameters.
+      state: after `prefill` or an earlier `decode`.
+      max_rounds: int32 scalar.
+      enough: int32 scalar, how many done sequences end the loop, so that waiting ones can take their places; None: all.
+      plan: static.
     """
+    enough = state.done_b.size if enough is None else enough
 
     def goes_on(carry):
         state, count = carry
-        return ~jnp.all(state.done_b) & (count < max_rounds) & fits(state, plan)
+        return (jnp.sum(state.done_b) < enough) & (count < max_rounds) & fits(state, plan)
 
     def run(one_round: Callable[..., DecodeState], carry, holds: Callable = goes_on):
         def step(carry):
@@ -116,6 +126,35 @@ def decode(weights: Weights, state: DecodeState, max_rounds: jax.Array, plan: De
     if not plan.buckets:
         return run(rounds.decode_round, carry)[0]
     return lax.while_loop(goes_on, turn, carry)[0]
+
+
+@partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
+def admit(weights: Weights, state: DecodeState, fresh: DecodeState, slots_a: jax.Array, plan: DecodePlan) -> DecodeState:
+    """Puts sequences that have just read their prompts into the places of sequences that are done.
+
+    The state is donated; of the caches, only the rows that are replaced are written.
+
+    Args:
+      weights: parameters.
+      state: of the sequences being decoded.
+      fresh: what `prefill` gave for the new ones, with caches of the same capacity.
+      slots_a: int32, where each of the first sequences of `fresh` goes; -1 ends the list.
+      plan: static.
+    """
+    budget = state.budget
+    if budget is not None:  # the drafter sees what it has put off, so that all sequences have equally much pending: nothing
+        state = rounds.catch_up(weights, state, plan, jnp.bool_(True))
+        budget = budgets.forget(state.budget, jnp.any(jnp.arange(state.end_b.size)[:, None] == slots_a, axis=1))
+
+    def put(index, state):
+        def one(x: jax.Array, new: jax.Array) -> jax.Array:
+            row = lax.dynamic_slice_in_dim(new, index, 1, axis=0)
+            return lax.dynamic_update_slice_in_dim(x, row, slots_a[index], axis=0)
+
+        return pin(jax.tree.map(one, state, fresh))
+
+    state = lax.fori_loop(0, jnp.sum(slots_a >= 0), put, pin(state.replace(budget=None)))
+    return pin(state.replace(budget=budget))
 
 
 @partial(jax.jit, static_argnames=("plan",))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import warnings
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -22,6 +22,7 @@ from treeflash_jax import decode as core
 from treeflash_jax import mesh as meshes
 from treeflash_jax import prompts as prompting
 from treeflash_jax import tree as trees
+from treeflash_jax.batching import REFILLED_SHARE, Places, Turn, capacity_bucket, turn
 from treeflash_jax.builders import SAMPLED, TreeShape
 from treeflash_jax.clock import Clock
 from treeflash_jax.config import DrafterConfig, ModelConfig
@@ -118,6 +119,53 @@ class TreeFlash:
         Raises:
           ValueError: settings or prompts that cannot be served, before any compute.
         """
+        rows, config = self._rows(prompts, config, settings, indices)
+        results: dict[int, Result] = {}
+        for answers in self._serve(rows, config):
+            found = dict(answers)
+            tokens = sum(len(result.ids) for result in found.values())
+            seconds = max((result.seconds for result in found.values()), default=0.0)
+            compiling = max((result.compile_seconds for result in found.values()), default=0.0)
+            whole = {"seconds": seconds, "compile_seconds": compiling, "tokens_per_second": tokens / max(seconds, 1e-9)}
+            results |= {i: replace(result, **whole) for i, result in found.items()}
+        _warn_if_wiring_looks_wrong(list(results.values()), self.plan(config))
+        return [results[i] for i in range(len(rows))]
+
+    @takes_settings
+    def generate_each(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        config: GenerateConfig | None = None,
+        *,
+        indices: Sequence[int] | None = None,
+        **settings: Unpack[Settings],
+    ) -> Iterator[tuple[int, Result]]:
+        """Yields every answer as soon as it is finished, whatever its place among the prompts.
+
+        The same answers as `generate`. A batch keeps its size: as sequences finish, waiting prompts take their places, so
+        short answers do not wait for long ones.
+
+        Args:
+          prompts: as for `generate`.
+          config: as for `generate`.
+          indices: as for `generate`.
+          **settings: fields of GenerateConfig.
+
+        Yields:
+          (place of the prompt and sample in the list that `generate` would return, its Result). `seconds` counts from the
+          beginning of the call, compilation excluded.
+
+        Raises:
+          ValueError: as `generate`, when the first answer is asked for.
+        """
+        rows, config = self._rows(prompts, config, settings, indices)
+        for answers in self._serve(rows, config):
+            yield from answers
+
+    def _rows(
+        self, prompts: Any, config: GenerateConfig | None, settings: Settings, indices: Sequence[int] | None
+    ) -> tuple[list[Row], GenerateConfig]:
+        """What a call asks for, checked."""
         config = self._config(config, settings)
         prompts = prompting.as_list(prompts)
         rows = rows_of([self.encode(prompt) for prompt in prompts], config, self.verifier)
@@ -125,24 +173,33 @@ class TreeFlash:
             if len(indices) != len(prompts):
                 raise ValueError(f"got {len(indices)} indices for {len(prompts)} prompts, expected one per prompt")
             rows = [replace(row, index=indices[row.index]) for row in rows]
-        size = config.batch_size or min(8, len(rows))
-        self._check_memory(rows, size, config)
-        rounds = ROUNDS_PER_STOP_CHECK if config.stop else ROUNDS_PER_DISPATCH
-        builders: dict[str | None, list[int]] = {}  # decoded apart, so that no answer depends on the others' temperatures
+        self._check_memory(rows, config.batch_size or min(8, len(rows)), config)
+        return rows, config
+
+    def _serve(self, rows: list[Row], config: GenerateConfig) -> Iterator[Iterator[tuple[int, Result]]]:
+        """Answers by builder: decoded apart, so that no answer depends on the temperatures of the others."""
+        builders: dict[str | None, list[int]] = {}
         for i, row in enumerate(rows):
             builders.setdefault(with_builder(config, self.drafter, row.temperature).builder, []).append(i)
-        results: dict[int, Result] = {}
+        interrupted = False
+
+        def answers(members: list[int], own: GenerateConfig) -> Iterator[tuple[int, Result]]:
+            nonlocal interrupted
+            size = config.batch_size or min(8, len(rows))
+            rounds = ROUNDS_PER_STOP_CHECK if config.stop else ROUNDS_PER_DISPATCH
+            turns = () if interrupted else self._run([rows[i] for i in members], size, own, rounds)
+            unanswered = set(members)
+            for now in turns:
+                interrupted = now.interrupted
+                for place, result in zip(now.ready, self._results(now, own), strict=True):
+                    at = members[now.indices[place]]
+                    unanswered.remove(at)
+                    yield at, result
+            for i in sorted(unanswered):  # after Ctrl-C
+                yield i, Result.unanswered(rows[i].ids, has_text=self.tokenizer is not None)
+
         for builder, members in builders.items():
-            own = replace(config, builder=builder)
-            for at in range(0, len(members), size):
-                batch = [rows[i] for i in members[at : at + size]]
-                *_, (state, clock, interrupted) = self._run(batch, size, own, rounds)
-                results |= zip(members[at:], self._results(state, batch, own, clock, interrupted), strict=False)
-                if interrupted:
-                    return [results[i] for i in sorted(results)]
-                del state  # its caches make room for those of the next batch
-        _warn_if_wiring_looks_wrong(list(results.values()), self.plan(config))
-        return [results[i] for i in range(len(rows))]
+            yield answers(members, replace(config, builder=builder))
 
     @takes_settings
     def stream(
@@ -175,10 +232,10 @@ class TreeFlash:
         self._check_memory(rows, 1, config)
         config = with_builder(config, self.drafter, rows[0].temperature)
         sent, shown = 0, ""
-        for state, clock, interrupted in self._run(rows, 1, config, rounds_per_dispatch):
-            [result] = self._results(state, rows, config, clock, interrupted)
+        for now in self._run(rows, 1, config, rounds_per_dispatch):
+            [result] = self._results(replace(now, ready=(0,)), config)
             text = result.text or ""
-            if not bool(meshes.to_host(state.done_b)[0]):
+            if not now.ready:
                 text = text[: len(text) - _uncertain(text, config.stop)]
             yield Chunk(ids=result.ids[sent:], text=text[len(shown) :], rounds=len(result.accept_lengths))
             sent, shown = len(result.ids), text
@@ -221,18 +278,16 @@ class TreeFlash:
         rows = rows_of([[0] * prompt_tokens] * num_prompts, config, self.verifier)
         size = config.batch_size or min(8, len(rows))
         self._check_memory(rows, size, config)
-        count = len(set(self.stop_ids if config.stop_ids is None else config.stop_ids))
-        vocabulary = self.verifier.vocab_size
-        config = replace(config, stop_ids=range(vocabulary, vocabulary + count), stop=())  # as many, but none is ever met
-        seconds = 0.0
+        clock = Clock()
         for builder in dict.fromkeys(with_builder(config, self.drafter, row.temperature).builder for row in rows):
-            dispatches = self._run(rows[:size], size, replace(config, builder=builder), 0)
-            for _, clock, interrupted in islice(dispatches, 2):  # the prefill, and a dispatch of no rounds
-                compiling = clock.compile_seconds
-                if interrupted:
-                    raise KeyboardInterrupt
-            seconds += compiling
-        return seconds
+            own = replace(config, builder=builder)
+            plan, places, state = self._begin(rows, size, own, clock)
+            no_rounds = jnp.int32(0), jnp.int32(places.enough)
+            state = self._call(core.decode, (self.weights, state, *no_rounds), clock, plan=plan)
+            if places.waiting:
+                places.release(places.taken[: places.group])
+                self._admit(state, places, rows, own, clock, plan)
+        return clock.compile_seconds
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids of a prompt. Strings and chats need a tokenizer; strings are taken as they are, chats through the template.
@@ -344,50 +399,88 @@ class TreeFlash:
         ways = 1 if self.mesh is None else dict(self.mesh.shape)["data"]
         return -(-size // ways) * ways
 
-    def _run(
-        self, rows: list[Row], size: int, config: GenerateConfig, rounds: int
-    ) -> Iterator[tuple[DecodeState, Clock, bool]]:
-        """Prefill, then dispatches of `rounds` rounds; yields (state, clock, interrupted) after each, prefill included.
+    def _run(self, rows: list[Row], size: int, config: GenerateConfig, rounds: int) -> Iterator[Turn]:
+        """Prefill, then dispatches of at most `rounds` rounds; a Turn after each, prefill included.
 
-        The state is donated to the next dispatch: read it before asking for more.
+        As sequences finish, waiting ones take their places. States are donated to the next dispatch: read a turn before
+        asking for more.
         """
+        clock = Clock()
+        plan, places, state = self._begin(rows, size, config, clock)
+        limit = jnp.int32(rounds)
+        try:
+            while True:
+                done_b = meshes.to_host(state.done_b)
+                with clock.paused():
+                    if config.stop and not done_b.all():
+                        now = turn(places, rows, (), state=state, clock=clock)
+                        state, done_b = self._stop_at_strings(now, config)
+                    ready = places.done(done_b)
+                    yield turn(places, rows, ready, state=state, clock=clock)
+                places.release(ready)
+                if places.is_refill_due:
+                    state = self._admit(state, places, rows, config, clock, plan)
+                    continue
+                if places.is_empty:
+                    return
+                if int(np.max(meshes.to_host(state.end_b))) + plan.path_rows > state.capacity:
+                    state = self._call(core.grow, (state,), clock, capacity=capacity_bucket(2 * state.capacity))
+                state = self._call(core.decode, (self.weights, state, limit, jnp.int32(places.enough)), clock, plan=plan)
+        except KeyboardInterrupt:
+            if state.end_b.is_deleted():  # the interrupt fell between a donation and its result
+                raise
+            clock.stop()
+            yield turn(places, rows, places.taken, state=state, clock=clock, interrupted=True)
+
+    def _begin(
+        self, rows: list[Row], size: int, config: GenerateConfig, clock: Clock
+    ) -> tuple[DecodePlan, Places, DecodeState]:
+        """The plan of a batch, which places its sequences take, and its state after the prefill."""
         plan, decision = self.plan(config), None
         positions = max(row.length for row in rows) + min(config.max_new_tokens, ROOM_AHEAD) + 1
         if plan.buckets:
             plan, decision = self._choose(plan, rows, size, capacity_bucket(positions + plan.path_rows))
         capacity = capacity_bucket(positions + plan.path_rows)
-        inputs = self._inputs(rows, size, capacity, config)
-        clock = Clock()
-        state = self._call(core.prefill, (self.weights, *inputs), clock, plan=plan.for_prefill())
+        group = self._padded(max(1, round(size * REFILLED_SHARE)))
+        places = Places(self._padded(size), group, deque(range(len(rows))))
+        state = self._prefill([rows[places.held[place]] for place in places.taken], size, capacity, config, clock, plan)
         if decision is not None:
             state = state.replace(budget=self._budget(plan, decision, state))
-        limit = jnp.int32(rounds)
-        try:
-            while True:
-                done = bool(np.all(meshes.to_host(state.done_b)))
-                with clock.paused():
-                    if config.stop and not done:
-                        state, done = self._stop_at_strings(state, rows, config)
-                    yield state, clock, False
-                if done:
-                    return
-                if int(np.max(meshes.to_host(state.end_b))) + plan.path_rows > state.capacity:
-                    state = self._call(core.grow, (state,), clock, capacity=capacity_bucket(2 * state.capacity))
-                state = self._call(core.decode, (self.weights, state, limit), clock, plan=plan)
-        except KeyboardInterrupt:
-            if state.end_b.is_deleted():  # the interrupt fell between a donation and its result
-                raise
-            clock.stop()
-            yield state, clock, True
+        return plan, places, state
 
-    def _stop_at_strings(self, state: DecodeState, rows: list[Row], config: GenerateConfig) -> tuple[DecodeState, bool]:
-        """Marks rows whose text holds a stop string as done."""
+    def _admit(
+        self,
+        state: DecodeState,
+        places: Places,
+        rows: list[Row],
+        config: GenerateConfig,
+        clock: Clock,
+        plan: DecodePlan,
+    ) -> DecodeState:
+        """The state with waiting sequences, their prompts read, in free places."""
+        taken = places.admit()
+        new = [rows[places.held[place]] for place in taken]
+        fresh = self._prefill(new, places.group, state.capacity, config, clock, plan)
+        places_a = np.array(taken + [-1] * (places.group - len(taken)), np.int32)
+        places_a = self._place(jnp.asarray(places_a), by_rows=False)
+        return self._call(core.admit, (self.weights, state, fresh, places_a), clock, plan=plan)
+
+    def _prefill(
+        self, rows: list[Row], size: int, capacity: int, config: GenerateConfig, clock: Clock, plan: DecodePlan
+    ) -> DecodeState:
+        inputs = self._inputs(rows, size, capacity, config)
+        return self._call(core.prefill, (self.weights, *inputs), clock, plan=plan.for_prefill())
+
+    def _stop_at_strings(self, turn: Turn, config: GenerateConfig) -> tuple[DecodeState, np.ndarray]:
+        """Marks sequences whose text holds a stop string as done."""
+        state = turn.state
         tokens_bs, end_b, done_b = meshes.to_host((state.tokens_bs, state.end_b, state.done_b))
         done_b = done_b.copy()
-        for i, row in enumerate(rows):
-            text = self._decode(tokens_bs[i, row.length : end_b[i]].tolist()) or ""
-            done_b[i] |= any(stop in text for stop in config.stop)
-        return state.replace(done_b=self._place(jnp.asarray(done_b))), bool(done_b.all())
+        for i, row in enumerate(turn.rows):
+            if row is not None and not done_b[i]:
+                text = self._decode(tokens_bs[i, row.length : end_b[i]].tolist()) or ""
+                done_b[i] = any(stop in text for stop in config.stop)
+        return state.replace(done_b=self._place(jnp.asarray(done_b))), done_b
 
     def _inputs(self, rows: list[Row], size: int, capacity: int, config: GenerateConfig):
         """Padded arrays of a batch. Padding rows have a one-token prompt and are done after it."""
@@ -443,23 +536,23 @@ class TreeFlash:
                     self.programs[key] = function.lower(*args, **static).compile()
             return self.programs[key](*args)
 
-    def _results(
-        self, state: DecodeState, rows: list[Row], config: GenerateConfig, clock: Clock, interrupted: bool
-    ) -> list[Result]:
+    def _results(self, turn: Turn, config: GenerateConfig) -> list[Result]:
+        """The answers, so far, of the places that are ready."""
+        state, clock = turn.state, turn.clock
         tokens_bs, end_b, done_b, rounds_b, accepted_bs = meshes.to_host(
             (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
         )
         nodes_bs = None if state.budget is None else state.budget.nodes_bs
         log_probs_bs, expected_bs, nodes_bs = meshes.to_host((state.log_probs_bs, state.expected_bs, nodes_bs))
         stop_ids = set(self.stop_ids if config.stop_ids is None else config.stop_ids)
-        new_tokens = sum(int(end_b[i]) - row.length for i, row in enumerate(rows))
         drafts = config.method != "ar"
         results = []
-        for i, row in enumerate(rows):
+        for i in turn.ready:
+            row = turn.rows[i]
             ids = tokens_bs[i, row.length : end_b[i]].tolist()
             accepted = accepted_bs[i, : rounds_b[i]].tolist()
             finished = "stop" if ids[-1] in stop_ids else "length"
-            if interrupted and not done_b[i]:
+            if turn.interrupted and not done_b[i]:
                 finished = "interrupted"
             text = self._decode(ids)
             cuts = [text.index(stop) for stop in config.stop if text and stop in text]
@@ -483,7 +576,7 @@ class TreeFlash:
                     finished=finished,
                     seconds=clock.seconds,
                     compile_seconds=clock.compile_seconds,
-                    tokens_per_second=new_tokens / max(clock.seconds, 1e-9),
+                    tokens_per_second=len(ids) / max(clock.seconds, 1e-9),
                     log_probs=None if log_probs_bs is None else log_probs_bs[i, row.length :][: len(ids)].tolist(),
                     expected_lengths=None if expected_bs is None else expected_bs[i, : len(accepted)].tolist(),
                     nodes=nodes,
@@ -521,16 +614,6 @@ class TreeFlash:
 
     def _decode(self, ids: list[int]) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode(ids)
-
-
-def capacity_bucket(positions: int) -> int:
-    """The smallest cache capacity of the ladder 256, 384, 512, 768, 1024, 1536, ... that holds `positions`."""
-    size = 256
-    while size < positions:
-        if size * 3 // 2 >= positions:
-            return size * 3 // 2
-        size *= 2
-    return size
 
 
 @jax.jit

@@ -24,9 +24,9 @@ class Result:
       cut: tokens that the last round accepted beyond the end of the answer, at a stop or at `max_new_tokens`. Published
         counts of acceptance include them; `accept_lengths` and `tau` do not.
       finished: "stop" (a stop id or string), "length", or "interrupted" (Ctrl-C).
-      seconds: decoding time of the batch this row was in, compilation excluded, prefill included.
-      compile_seconds: spent compiling for this batch.
-      tokens_per_second: generated tokens of the batch over `seconds`.
+      seconds: decoding time of the call, prefill included, compilation excluded; from `generate_each`, until this answer.
+      compile_seconds: spent compiling until this answer.
+      tokens_per_second: generated tokens of the call over `seconds`; from `generate_each` and `stream`, of this answer.
       log_probs: of every generated token under the verifier (temperature 1, no filters), if asked for.
       expected_lengths: tokens every round was expected to accept, given its tree and before any cut, if asked for.
       nodes: rows that each round verified, where rounds chose them; 1 where nothing was drafted.
@@ -46,6 +46,14 @@ class Result:
     nodes: list[int] | None = None
     cut: int = 0
     draft_again: Callable[[int], DrawnTree] | None = field(default=None, repr=False, compare=False)
+
+    @staticmethod
+    def unanswered(prompt_ids: list[int], *, has_text: bool) -> Result:
+        """What a prompt gets that Ctrl-C left waiting: no tokens, marked "interrupted"."""
+        rest = {"seconds": 0.0, "compile_seconds": 0.0, "tokens_per_second": 0.0, "method": "ar"}
+        return Result(
+            prompt_ids=prompt_ids, ids=[], text="" if has_text else None, accept_lengths=[], finished="interrupted", **rest
+        )
 
     @property
     def tau(self) -> float:

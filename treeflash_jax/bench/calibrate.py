@@ -31,12 +31,12 @@ from treeflash_jax import calibration, rounds
 from treeflash_jax import decode as core
 from treeflash_jax import mesh as meshes
 from treeflash_jax.attention import IMPLEMENTATIONS, positions_read
+from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench.floors import Work
 from treeflash_jax.bench.progress import Progress
 from treeflash_jax.bench.prompts import BUNDLED, FORMATS, draw, empty_chat, read_prompts
 from treeflash_jax.bench.run import add_shortlist
 from treeflash_jax.bench.stages import ROUNDS, TREE, Bench, divide, slots_for
-from treeflash_jax.generate import capacity_bucket
 from treeflash_jax.options import GenerateConfig, resolve, rows_of
 from treeflash_jax.state import DecodePlan, DecodeState
 

@@ -31,6 +31,7 @@ from treeflash_jax import params as parameters
 from treeflash_jax import verifier
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.attention import IMPLEMENTATIONS
+from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench import programs, run, shapes
 from treeflash_jax.bench.programs import Collective
 from treeflash_jax.bench.progress import Progress, Tell, nobody
@@ -39,7 +40,7 @@ from treeflash_jax.clock import slow
 from treeflash_jax.config import DrafterConfig, ModelConfig, read_json
 from treeflash_jax.decode import DecodePlan, Sampling, Weights
 from treeflash_jax.footprint import GPU_MEMORY, TPU_MEMORY, Footprint, footprint, in_units, memory_limit
-from treeflash_jax.generate import STOP_SLOTS, TreeFlash, capacity_bucket
+from treeflash_jax.generate import STOP_SLOTS, TreeFlash
 from treeflash_jax.heads import HEADS
 from treeflash_jax.options import resolve
 from treeflash_jax.quantized import SCHEMES

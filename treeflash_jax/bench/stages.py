@@ -28,10 +28,11 @@ import numpy as np
 
 from treeflash_jax import decode as core
 from treeflash_jax import mesh as meshes
+from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench.floors import Ceilings, Work, stage_work
 from treeflash_jax.bench.progress import Tell, nobody
 from treeflash_jax.decode import DecodePlan, DecodeState
-from treeflash_jax.generate import TreeFlash, capacity_bucket
+from treeflash_jax.generate import TreeFlash
 from treeflash_jax.options import GenerateConfig, rows_of
 from treeflash_jax.rounds import accept_path, build_tree, commit_path, draft_block, expand_block, verify_tree
 
