@@ -232,14 +232,15 @@ def test_after_a_warmup_nothing_compiles(monkeypatch, caplog):
     monkeypatch.setattr(clock, "SILENT_SECONDS", 0.0)
     model = random_pair()
     settings = {"nodes": 4, "candidates": 4, "children": 4, "max_new_tokens": 20}
-    assert model.warmup(prompt_tokens=30, num_prompts=2, **settings) > 0
+    settings |= {"batch_size": 2}
+    assert model.warmup(prompt_tokens=30, num_prompts=3, **settings) > 0
     [note] = [record.message for record in caplog.records]
     assert note.startswith("compiling, once for this batch size, length and tree")
     programs = dict(model.programs)
-    assert {key[0] for key in programs} == {core.prefill, core.decode}
-    results = model.generate([PROMPT, [7, 8]], temperature=[0.0, 0.9], stop_ids=[1, 2], **settings)
-    assert model.programs == programs and [result.compile_seconds for result in results] == [0, 0]
-    assert model.warmup(prompt_tokens=30, num_prompts=2, **settings) == 0
+    assert {key[0] for key in programs} == {core.prefill, core.decode, core.admit}
+    results = model.generate([PROMPT, [7, 8], [9]], temperature=[0.0, 0.9, 0.0], stop_ids=[1, 2], **settings)
+    assert model.programs == programs and [result.compile_seconds for result in results] == [0, 0, 0]
+    assert model.warmup(prompt_tokens=30, num_prompts=3, **settings) == 0
     for sizes, words in (({"prompt_tokens": 0}, "of 0 tokens"), ({"prompt_tokens": 5000}, "5000 prompt tokens")):
         with pytest.raises(ValueError, match=words):
             model.warmup(**sizes)

@@ -32,7 +32,9 @@ def test_settings_are_those_of_the_dataclass():
     assert not Settings.__required_keys__
 
 
-@pytest.mark.parametrize("function", [tf.TreeFlash.generate, tf.TreeFlash.stream, tf.TreeFlash.warmup, check])
+@pytest.mark.parametrize(
+    "function", [tf.TreeFlash.generate, tf.TreeFlash.generate_each, tf.TreeFlash.stream, tf.TreeFlash.warmup, check]
+)
 def test_signatures_show_every_setting(function):
     shown = inspect.signature(function).parameters
     for field in fields(tf.GenerateConfig):

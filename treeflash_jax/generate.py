@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -135,13 +134,14 @@ class TreeFlash:
         _warn_if_wiring_looks_wrong(list(results.values()), self.plan(config))
         return [results[i] for i in range(len(rows))]
 
+    @takes_settings
     def generate_each(
         self,
         prompts: Prompt | Sequence[Prompt],
         config: GenerateConfig | None = None,
         *,
         indices: Sequence[int] | None = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> Iterator[tuple[int, Result]]:
         """Yields every answer as soon as it is finished, whatever its place among the prompts.
 
@@ -166,7 +166,7 @@ class TreeFlash:
             yield from answers
 
     def _rows(
-        self, prompts: Any, config: GenerateConfig | None, settings: dict[str, Any], indices: Sequence[int] | None
+        self, prompts: Any, config: GenerateConfig | None, settings: Settings, indices: Sequence[int] | None
     ) -> tuple[list[Row], GenerateConfig]:
         """What a call asks for, checked."""
         config = self._config(config, settings)
@@ -281,18 +281,16 @@ class TreeFlash:
         rows = rows_of([[0] * prompt_tokens] * num_prompts, config, self.verifier)
         size = config.batch_size or min(8, len(rows))
         self._check_memory(rows, size, config)
-        count = len(set(self.stop_ids if config.stop_ids is None else config.stop_ids))
-        vocabulary = self.verifier.vocab_size
-        config = replace(config, stop_ids=range(vocabulary, vocabulary + count), stop=())  # as many, but none is ever met
-        seconds = 0.0
+        clock = Clock()
         for builder in dict.fromkeys(with_builder(config, self.drafter, row.temperature).builder for row in rows):
-            dispatches = self._run(rows[:size], size, replace(config, builder=builder), 0)
-            for _, clock, interrupted in islice(dispatches, 2):  # the prefill, and a dispatch of no rounds
-                compiling = clock.compile_seconds
-                if interrupted:
-                    raise KeyboardInterrupt
-            seconds += compiling
-        return seconds
+            own = replace(config, builder=builder)
+            plan, places, state = self._begin(rows, size, own, clock)
+            no_rounds = jnp.int32(0), jnp.int32(places.enough)
+            state = self._call(core.decode, (self.weights, state, *no_rounds), clock, plan=plan)
+            if places.waiting:
+                places.release(places.taken[: places.group])
+                self._admit(state, places, rows, own, clock, plan)
+        return clock.compile_seconds
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids of a prompt. Strings and chats need a tokenizer; strings are taken as they are, chats through the template.
@@ -410,17 +408,8 @@ class TreeFlash:
         As sequences finish, waiting ones take their places. States are donated to the next dispatch: read a turn before
         asking for more.
         """
-        plan, decision = self.plan(config), None
-        positions = max(row.length for row in rows) + min(config.max_new_tokens, ROOM_AHEAD) + 1
-        if plan.buckets:
-            plan, decision = self._choose(plan, rows, size, capacity_bucket(positions + plan.path_rows))
-        capacity = capacity_bucket(positions + plan.path_rows)
-        group = self._padded(max(1, round(size * REFILLED_SHARE)))
-        places = Places(self._padded(size), group, deque(range(len(rows))))
         clock = Clock()
-        state = self._prefill([rows[places.held[place]] for place in places.taken], size, capacity, config, clock, plan)
-        if decision is not None:
-            state = state.replace(budget=self._budget(plan, decision, state))
+        plan, places, state = self._begin(rows, size, config, clock)
         limit = jnp.int32(rounds)
         try:
             while True:
@@ -445,6 +434,22 @@ class TreeFlash:
                 raise
             clock.stop()
             yield turn(places, rows, places.taken, state=state, clock=clock, interrupted=True)
+
+    def _begin(
+        self, rows: list[Row], size: int, config: GenerateConfig, clock: Clock
+    ) -> tuple[DecodePlan, Places, DecodeState]:
+        """The plan of a batch, which places its sequences take, and its state after the prefill."""
+        plan, decision = self.plan(config), None
+        positions = max(row.length for row in rows) + min(config.max_new_tokens, ROOM_AHEAD) + 1
+        if plan.buckets:
+            plan, decision = self._choose(plan, rows, size, capacity_bucket(positions + plan.path_rows))
+        capacity = capacity_bucket(positions + plan.path_rows)
+        group = self._padded(max(1, round(size * REFILLED_SHARE)))
+        places = Places(self._padded(size), group, deque(range(len(rows))))
+        state = self._prefill([rows[places.held[place]] for place in places.taken], size, capacity, config, clock, plan)
+        if decision is not None:
+            state = state.replace(budget=self._budget(plan, decision, state))
+        return plan, places, state
 
     def _admit(
         self,
