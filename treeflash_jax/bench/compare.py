@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--stop-ids", default="", metavar="IDS")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--other", required=True, metavar="COMMAND")
-    parser.add_argument("--out", help="JSON file for the record")
+    parser.add_argument("--out", help="JSON file to write")
     arguments = parser.parse_args(argv)
     record = compare(arguments)
     print(json.dumps(record, indent=2))
