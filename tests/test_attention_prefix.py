@@ -173,7 +173,7 @@ def test_drafted_ids_are_those_of_one_token_decoding(name, trained, one_by_one):
 
 def test_the_command_line_names_it(tmp_path):
     def parsed(*words):
-        return cli._parser().parse_args([*words, "--attention", "pallas-tpu"])
+        return cli.parser().parse_args([*words, "--attention", "pallas-tpu"])
 
     for command in ("generate", "chat", "check"):
         assert cli._settings(parsed(command))["attention"] == "pallas-tpu"

@@ -1,10 +1,11 @@
-"""Device time of every stage of a round, beside its floor: `treeflash bench latency --shape qwen3-4b --nodes 16 64`.
+"""Times every stage of a round on the device, beside a floor: `treeflash bench latency --shape qwen3-4b --nodes 16 64`.
 
     treeflash bench latency --shape qwen3-4b --batch 1 8 --context 1024 4096 --nodes 16 64 256 --out latency.json
 
-Stages are timed as stages.py says and their floors counted as floors.py says; every combination of batch, context and nodes
-is measured, those of one batch and context together. Milliseconds are medians, with quartiles; prefill is per token of the
-prompts, all rows counted. The file is written after every batch and context; results of other settings in it are kept.
+Every combination of batch, context and nodes is measured. Times are medians in milliseconds, with quartiles; that of prefill
+is per prompt token, all sequences counted. A floor is the bytes and FLOPs of a stage over the copy and matmul rates that are
+measured on the device (see floors.py). The output file is written after every batch and context, and keeps results of other
+settings.
 """
 
 from __future__ import annotations
@@ -62,31 +63,39 @@ class Pair:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--shape", help=f"one of {', '.join(shapes.VERIFIERS)}, or a verifier's config.json (default: tiny)")
-    model.add_argument("--drafter-shape", metavar="FILE", help="a drafter's config.json; default: the published sizes")
-    model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="folders or Hub ids, with their weights")
-    model.add_argument("--random", action="store_true", help="random weights where there are real ones (tiny, --pair)")
+    model.add_argument("--drafter-shape", metavar="FILE", help="a drafter's config.json (default: the published sizes)")
+    model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="measure this pair with its weights")
+    model.add_argument("--random", action="store_true", help="use random weights also for tiny and --pair")
     model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16, float32 on a CPU")
-    model.add_argument("--quantize", choices=SCHEMES, help="the verifier's matrices, as they are loaded or drawn")
-    model.add_argument("--mesh", metavar="DxM", help="shard over D x M devices: rows over D, weights and vocabulary over M")
+    model.add_argument("--quantize", choices=SCHEMES, help="quantize the verifier's matrices")
+    model.add_argument("--mesh", metavar="DxM", help="use D x M devices: split the batch D ways, the weights M ways")
     sizes = parser.add_argument_group("sizes (lists are measured in all combinations)")
-    sizes.add_argument("--batch", nargs="+", type=int, default=[1], metavar="B", help="rows decoded together")
-    sizes.add_argument("--context", nargs="+", type=int, default=[256], metavar="S", help="tokens read (default: 256)")
-    sizes.add_argument("--nodes", nargs="+", type=int, metavar="N", help="verified rows a round, root included")
-    sizes.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
-    sizes.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    sizes.add_argument("--batch", nargs="+", type=int, default=[1], metavar="B", help="sequences decoded together")
+    sizes.add_argument(
+        "--context", nargs="+", type=int, default=[256], metavar="S", help="tokens in the cache (default: 256)"
+    )
+    sizes.add_argument("--nodes", nargs="+", type=int, metavar="N", help="tree nodes verified per round, root included")
+    sizes.add_argument(
+        "--candidates", type=int, default=16, metavar="M", help="candidate tokens per depth (default: %(default)s)"
+    )
+    sizes.add_argument(
+        "--children", type=int, default=16, metavar="K", help="children per candidate (default: %(default)s)"
+    )
     side_by_side.add_shortlist(sizes)
     sizes.add_argument("--method", choices=tuple(BUILDER_OF_METHOD), default="tree", help="default: %(default)s")
     sizes.add_argument("--head", choices=HEADS, help="default: the drafter's own; any with random weights")
     sizes.add_argument("--builder", choices=("best-first", *SAMPLED), help="default: best-first")
-    sizes.add_argument("--acceptance", choices=RULES, help="default: by the builder")
+    sizes.add_argument("--acceptance", choices=RULES, help="acceptance rule (default: chosen by the builder)")
     side_by_side.add_shape(sizes)
-    sizes.add_argument("--temperature", type=float, default=0.0, help="of the verifier (default: %(default)s)")
-    sizes.add_argument("--attention", choices=IMPLEMENTATIONS, help="default: as `generate`")
+    sizes.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
+    sizes.add_argument("--attention", choices=IMPLEMENTATIONS, help="default: as in generate")
     output = parser.add_argument_group("measurement and output")
-    output.add_argument("--repeats", type=int, default=9, help="samples of a stage (default: %(default)s)")
-    output.add_argument("--out", metavar="FILE", help="JSON; results of other settings in it are kept")
-    output.add_argument("--plot", metavar="FILE", help="round / step against nodes (needs matplotlib)")
-    output.add_argument("--profile", metavar="DIR", help="profiler traces of a few rounds, a folder per batch and context")
+    output.add_argument("--repeats", type=int, default=9, help="timed samples of a stage (default: %(default)s)")
+    output.add_argument("--out", metavar="FILE", help="JSON file; results of other settings in it are kept")
+    output.add_argument("--plot", metavar="FILE", help="plot of round / step over nodes (needs matplotlib)")
+    output.add_argument(
+        "--profile", metavar="DIR", help="write profiler traces of a few rounds, a folder per batch and context"
+    )
     parser.set_defaults(run=run)
 
 
