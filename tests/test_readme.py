@@ -19,7 +19,13 @@ from treeflash_jax.bench.floors import Ceilings, stage_work
 from treeflash_jax.state import DecodePlan
 
 ROOT = Path(__file__).parent.parent
-STAGES = {"respond": "RespondConfig", "head": "HeadStage", "drafter": "DrafterStage", "export": "ExportStage"}
+STAGES = {
+    "pair": "PairConfig",
+    "respond": "RespondConfig",
+    "head": "HeadStage",
+    "drafter": "DrafterStage",
+    "export": "ExportStage",
+}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -45,7 +51,7 @@ def test_printed_commands_parse():
 
 def test_printed_training_commands_are_understood():
     commands = re.findall(r"^(?:srun )?python -m train\.(\w+) ([^#\n]*)", README, flags=re.MULTILINE)
-    assert {stage for stage, _ in commands} >= {"respond", "head", "drafter", "export"}
+    assert {stage for stage, _ in commands} >= {"pair", "respond", "head", "drafter", "export"}
     for stage, words in commands:
         module = importlib.import_module(f"train.{stage}")
         if stage == "compile":
