@@ -174,8 +174,8 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafting (affects speed, never the distribution of the output)")
     group.add_argument(
         "--method", choices=METHODS,
-        help="what is drafted: a tree, the chain of the DFlash paper (chain), a greedy chain (walk), or nothing: one token at "
-        "a time (ar) (default: tree with a drafter, ar without)",
+        help="what is drafted: a tree, the chain of the DFlash paper (chain), a greedy chain (walk), or nothing: one token "
+        "at a time (ar) (default: tree with a drafter, ar without)",
     )  # fmt: skip
     group.add_argument(
         "--head", choices=HEADS, help="head of the drafter; marginal is no head (default: the drafter's own)"

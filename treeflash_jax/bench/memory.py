@@ -4,8 +4,8 @@
 
 Weights and caches are sums of sizes. Temporaries (activations, and weights that the compiler lays out anew) and the
 collectives of a round are read from the compiled programs. They are compiled from shapes alone, for the devices at hand or,
-with --topology, for TPUs or GPUs that this machine lacks (which needs `pip install "jax[tpu]"` or `"jax[cuda12]"`). For GPUs,
-the operations that each stage of a round launches are counted too. The exit status is 1 if a device is too small.
+with --topology, for TPUs or GPUs that this machine lacks (which needs `pip install "jax[tpu]"` or `"jax[cuda12]"`). For
+GPUs, the operations that each stage of a round launches are counted too. The exit status is 1 if a device is too small.
 
 Shape suffixes: b batch, s token slots, x stop ids.
 """
