@@ -15,13 +15,12 @@ import platform
 import shlex
 import statistics
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import jax
 
 import treeflash_jax as tf
-from treeflash_jax import devices
+from treeflash_jax import devices, files
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -39,10 +38,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--other", required=True, metavar="COMMAND")
     parser.add_argument("--out", help="JSON file for the record")
     arguments = parser.parse_args(argv)
+    if arguments.out:
+        files.check_output(arguments.out, files.json_with("ratio", "same_ids", "tokens_per_second", "settings"))
     record = compare(arguments)
     print(json.dumps(record, indent=2))
     if arguments.out:
-        Path(arguments.out).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        files.write(arguments.out, json.dumps(record, indent=2) + "\n")
     return record
 
 
