@@ -138,11 +138,13 @@ def test_what_failed_is_not_sent(bucket):
     assert {name: file.getvalue() for name, file in bucket.items()} == {"/bucket/x/a/b/c": b"2"}
 
 
-def test_folders_here_are_written_in_place(tmp_path, monkeypatch):
+def test_folders_here_appear_as_a_whole(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert str(folders.absolute("runs/a")) == f"{tmp_path}/runs/a"
     with folders.filled(epath.Path("runs/a") / "model") as folder:
-        assert folder.resolve() == tmp_path / "runs" / "a" / "model" and folder.is_dir()
+        (folder / "x").write_text("1")
+        assert folder.resolve().parent == tmp_path / "runs" / "a" and not (tmp_path / "runs" / "a" / "model").exists()
+    assert [path.name for path in (tmp_path / "runs" / "a").rglob("*")] == ["model", "x"]
 
 
 def test_urls_that_cannot_be_opened_are_one_line(monkeypatch):

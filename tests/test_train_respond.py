@@ -157,7 +157,7 @@ def test_parts_of_other_hosts_are_merged(model, settings, whole):
     respond.main(settings)
     assert out.read_bytes() == whole
     assert model.calls == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert sorted(path.name for path in out.parent.iterdir()) == ["answers.jsonl", "answers.toml"]
+    assert sorted(path.name for path in out.parent.iterdir()) == ["answers.jsonl", "answers.jsonl.settings.toml"]
 
 
 def split(whole: bytes) -> tuple[bytes, bytes]:
@@ -200,7 +200,7 @@ def test_answers_that_were_cut_may_be_dropped(model, stopping, settings, capsys)
         respond.main(again)
         assert (out.read_bytes(), apart.read_bytes() if apart.exists() else None) == expected
     assert not model.calls and sorted(path.name for path in out.parent.iterdir()) == [
-        "answers.jsonl", "answers.jsonl.cut", "answers.toml"
+        "answers.jsonl", "answers.jsonl.cut", "answers.jsonl.settings.toml"
     ]  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def test_settings_may_change_only_where_no_answer_depends_on_them(model, setting
     for changed in ({"seed": 8}, {"temperatures": (0.0,)}, {"max_new_tokens": 13}, {"verifier": "other"}):
         with pytest.raises(ValueError, match=f"was begun with {next(iter(changed))} = .*give another out, or delete it"):
             respond.main(replace(settings, **changed))
-    out.with_suffix(".toml").unlink()
+    out.with_name("answers.jsonl.settings.toml").unlink()
     with pytest.raises(ValueError, match="exists without its settings"):
         respond.main(settings)
     assert out.read_bytes() == whole

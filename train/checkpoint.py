@@ -6,6 +6,7 @@ beside its checkpoints and inside each of them; a run directory refuses settings
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any
 
@@ -35,6 +36,7 @@ class Checkpoints:
 
         self.folder = folders.absolute(run)
         claim(self.folder, config)
+        _check_readable(self.folder / "checkpoints")
         policies = ocp.training.preservation_policies
         kept = [policies.LatestN(keep)]
         if best:
@@ -116,9 +118,7 @@ def claim(folder: epath.Path, config: Any) -> None:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
-                written = folder / "settings.toml.part"  # other hosts must not read half of it
-                settings.save(config, written)
-                written.replace(path)
+                folders.write(path, settings.dump(settings.to_dict(config)))  # other hosts must not read half of it
             return
         changed = settings.changes(config, path, FREE)
     except OSError as error:
@@ -126,6 +126,25 @@ def claim(folder: epath.Path, config: Any) -> None:
     if changed:
         shown = "; ".join(f"{key} was {then!r}, now {now!r}" for key, (then, now) in list(changed.items())[:3])
         raise ValueError(f"{folder} holds a run with other settings ({shown}); give another run= or the settings it has")
+
+
+def _check_readable(folder: epath.Path) -> None:
+    """Refuses what Orbax would stumble over while it lists the checkpoints: no folder, or metrics that are damaged.
+
+    Raises:
+      ValueError: naming the file.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file, expected a folder of checkpoints; move it away or give another run=")
+    for path in folder.glob("*/metrics/metrics"):
+        try:
+            if isinstance(json.loads(path.read_bytes()), dict):
+                continue
+        except (OSError, ValueError, RecursionError):
+            pass
+        raise ValueError(f"{path} is damaged; delete {path.parent.parent} to go on from the checkpoint before it")
 
 
 def _unwritten(folder: epath.Path, error: Exception) -> ValueError:

@@ -28,6 +28,7 @@ from train.data import Rows
 from train.drafter import DrafterStage, drafter_config, make_stage
 from train.head import HeadStage, read_stage
 from train.state import Stage, TrainState, abstract_rows, abstract_state, initial_state, make_optimizer, make_update
+from treeflash_jax import files
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.arguments import Parser
@@ -141,16 +142,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file; results of other programs in it are kept")
     args = parser.parse_args(argv)
     try:
-        files = [word for word in args.settings if "=" not in word]
-        if len(files) != 1:
-            raise ValueError(f"got {len(files)} files, expected one TOML file of train.head or train.drafter")
+        names = [word for word in args.settings if "=" not in word]
+        if len(names) != 1:
+            raise ValueError(f"got {len(names)} files, expected one TOML file of train.head or train.drafter")
         if args.steps < 0:
             raise ValueError(f"got --steps {args.steps}, expected 0 (compile only) or more")
         if args.steps and args.topology:
             raise ValueError(
                 f"got --steps {args.steps} and --topology {args.topology}, expected one of them: it has no devices"
             )
-        settings = read_stage(files[0], [word for word in args.settings if "=" in word])
+        if args.out:
+            files.check_output(args.out, files.json_with("bytes_per_chip", inside=True))
+        settings = read_stage(names[0], [word for word in args.settings if "=" in word])
         if args.topology:
             jax.config.update("jax_platforms", "cpu")  # devices at hand stay free
         devices = topology_devices(args.topology) if args.topology else jax.devices()
@@ -158,8 +161,8 @@ def main(argv: list[str] | None = None) -> int:
         result |= compile_step(settings, args.shape, devices, steps=args.steps)
         key = f"{args.shape} {'+'.join(result['trains'])} {result['topology']}"
         if args.out:
-            earlier = json.loads(args.out.read_text()) if args.out.exists() else {}
-            args.out.write_text(json.dumps(earlier | {key: result}, indent=1) + "\n")
+            earlier = json.loads(args.out.read_text(encoding="utf-8") or "{}") if args.out.exists() else {}
+            files.write(args.out, json.dumps(earlier | {key: result}, indent=1) + "\n")
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:  # the last where memory runs out
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1

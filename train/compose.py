@@ -215,7 +215,7 @@ def head_stage(
 
 
 def export_stage(settings: PairConfig) -> Composed:
-    made = ExportStage(run=str(file(settings, "head")), out=str(file(settings, "model")), dtype="bfloat16")
+    made = ExportStage(run=str(file(settings, "head")), out=str(file(settings, "model")), dtype="bfloat16", overwrite=True)
     return _composed(made, settings.export, {})
 
 

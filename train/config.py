@@ -23,6 +23,8 @@ from typing import Any, Literal, TypeVar, Union
 
 from etils import epath
 
+from treeflash_jax import files
+
 T = TypeVar("T")
 
 
@@ -123,6 +125,9 @@ def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[
         main(config)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def load(cls: type[T], path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> T:
@@ -144,7 +149,8 @@ def read(path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> dict[
     raw: dict[str, Any] = {}
     if path is not None:
         try:
-            raw = tomllib.loads(epath.Path(path).read_bytes().decode())
+            place = epath.Path(path)
+            raw = tomllib.loads((place if "://" in str(path) else files.regular(place)).read_bytes().decode())
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror or error}; expected a TOML file of settings") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -165,7 +165,7 @@ def train(settings: DraftingStage, prepare: Callable[[ModelConfig, Any], tuple[D
     whole = meshes.to_host({name: (params | frozen).get(name, {}) for name in ("backbone", "head")})
     if hosts.is_first():
         target = epath.Path(settings.run) / "model"
-        with folders.filled(target) as folder:
+        with folders.filled(target, overwrite=True) as folder:
             hf.save_drafter(folder, drafter, whole["backbone"], whole["head"])
         noun = " and ".join(settings.trains)
         progress.table(f"Trained {noun}", watch.summary(settings.run) | {"model": str(target)})

@@ -22,7 +22,7 @@ from train import config, folders, watch
 from train.drafter import DrafterStage, drafter_config, make_stage
 from train.head import HeadStage, read_backbone, read_stage
 from train.state import Stage, abstract_rows, abstract_state, make_optimizer
-from treeflash_jax import hf
+from treeflash_jax import files, hf, storage
 from treeflash_jax import mesh as meshes
 from treeflash_jax.config import DrafterConfig
 from treeflash_jax.pairs import locate
@@ -34,13 +34,14 @@ class ExportStage:
 
     Attributes:
       run: folder of a `train.drafter` or `train.head` run, local or gs://.
-      out: folder to write, local or gs://.
+      out: new folder, local or gs://.
       step: "last", "best" (by the run's `loop.best`), or a number.
       dialect: "treeflash", or "dflash" for a backbone alone.
       dtype: on disk.
       licence: of the weights, for the card.
       drafter_temperature: default stored with the drafter, as `train.evaluate temperatures` found it; 0 keeps the run's.
       sampled_above: temperature from which `treeflash bench rules` found sampled trees better; 0 stores none.
+      overwrite: `out` may hold an earlier export, whose files are replaced; nothing else ever is.
     """
 
     run: str
@@ -51,6 +52,7 @@ class ExportStage:
     licence: str = "apache-2.0"
     drafter_temperature: float = 0.0
     sampled_above: float = 0.0
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
         for name in ("drafter_temperature", "sampled_above"):
@@ -59,6 +61,8 @@ class ExportStage:
 
 
 def main(settings: ExportStage) -> None:
+    replacing = {"overwrite": settings.overwrite, "own": lambda folder: storage.is_own(folder / "model.safetensors")}
+    folders.check(settings.out, **replacing)
     trained = read_settings(settings.run)
     model = hf.read_verifier_config(locate(trained.verifier, "verifier"))
     backbone = None
@@ -72,7 +76,7 @@ def main(settings: ExportStage) -> None:
         sampled_above=settings.sampled_above or None,
     )
     step, params = read_params(settings, trained, make_stage(trained, model, drafter))
-    with folders.filled(settings.out) as out:
+    with folders.filled(settings.out, **replacing) as out:
         hf.save_drafter(
             out,
             drafter,
@@ -81,7 +85,7 @@ def main(settings: ExportStage) -> None:
             dialect=settings.dialect,
             dtype=jnp.dtype(settings.dtype),
         )
-        (out / "README.md").write_text(card(settings, trained, drafter, step), encoding="utf-8")
+        files.write(out / "README.md", card(settings, trained, drafter, step))
     print(f"wrote {settings.out} from step {step}")
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from etils import epath
+
+from treeflash_jax import files
 
 
 def is_remote(place: str | os.PathLike) -> bool:
@@ -33,17 +36,53 @@ def absolute(place: str | os.PathLike) -> epath.Path:
     return path
 
 
-@contextmanager
-def filled(place: str | os.PathLike) -> Iterator[Path]:
-    """A local folder to write into, whose files lie in `place` at the end: `place` itself, or a copy of it that is sent."""
+def check(place: str | os.PathLike, *, overwrite: bool = False, own: Callable[[Any], bool] | None = None) -> None:
+    """Refuses what `filled` would refuse, before anything is computed; as `files.check_folder`, also behind a URL."""
     if not is_remote(place):
-        folder = Path(place)
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
+        files.check_folder(place, overwrite=overwrite, own=own)
         return
+    folder = absolute(place)
+    if folder.exists() and any(folder.iterdir()):
+        if not overwrite:
+            raise ValueError(f"{place} exists; give a new folder")
+        if own is not None and not own(folder):
+            raise ValueError(f"{place} holds files that treeflash_jax did not write; give a new folder")
+
+
+@contextmanager
+def filled(
+    place: str | os.PathLike, *, overwrite: bool = False, own: Callable[[Any], bool] | None = None
+) -> Iterator[Path]:
+    """A local folder to write into, whose files lie in `place` at the end; nothing of them where writing fails.
+
+    Args:
+      place: here, where the files are renamed into it (`files.filled`), or behind a URL, where they are sent.
+      overwrite, own: as in `check`.
+
+    Raises:
+      ValueError: a place that has files already, or that cannot be written.
+    """
+    if not is_remote(place):
+        with files.filled(place, overwrite=overwrite, own=own) as folder:
+            yield folder
+        return
+    check(place, overwrite=overwrite, own=own)
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
-        for path in sorted(path for path in Path(name).rglob("*") if path.is_file()):
+        inside = (path for path in Path(name).rglob("*") if path.is_file())
+        for path in sorted(inside, key=lambda path: (path.name == files.LAST, path)):
             target = epath.Path(place) / path.relative_to(name).as_posix()
             target.parent.mkdir(parents=True, exist_ok=True)
             epath.Path(path).copy(target, overwrite=True)
+
+
+def write(path: epath.Path, content: str | bytes) -> None:
+    """Writes a file that is whole or absent, whatever kills the process; objects behind a URL always are.
+
+    Raises:
+      ValueError: the file cannot be written.
+    """
+    if is_remote(path):
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    else:
+        files.write(path, content)

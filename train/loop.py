@@ -8,8 +8,10 @@ What a step computes is in state.py.
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +22,7 @@ from etils import epath
 from jax import lax
 from jax.experimental import multihost_utils
 
-from train import data, hosts, watch
+from train import data, folders, hosts, lock, watch
 from train.checkpoint import Checkpoints
 from train.config import LoopConfig
 from train.objective import Sums
@@ -84,7 +86,7 @@ def fit(
     Raises:
       ValueError: a run directory of other settings, a batch that does not divide, a loss that is not finite (the last
         checkpoint is from before), a checkpoint that cannot be written.
-      SystemExit: after SIGTERM and one more checkpoint, with status 143.
+      SystemExit: after SIGTERM or Ctrl-C and one more checkpoint, with status 143 or 130.
     """
     loop: LoopConfig = config.loop
     hosts.check_batch(loop.batch, loop.accumulate, mesh)
@@ -96,6 +98,7 @@ def fit(
     example = abstract_rows(loop.batch, config.data.row_tokens)
     with (
         meshes.ambient(mesh),
+        lock.held(folders.absolute(config.run) / "run.lock", f"run={config.run}") as mine,
         Checkpoints(config.run, config, keep=loop.keep, best=loop.best, mode=loop.best_mode) as saved,
         _Termination() as termination,
     ):
@@ -141,13 +144,14 @@ def fit(
                 if line:
                     shown.write(done, line)
                 if saves:
+                    mine.check()
                     metrics = {name: value for name, value in line.items() if isinstance(value, float)}
                     saved.save(done, state, metrics, wait=ends)
                 if evaluates or saves:
                     clock.lap()  # the time of evaluations and checkpoints is nobody's step time
                 if ends and done < steps:
-                    hosts.say(f"terminated: saved step {done} of {steps}; the same command goes on from there")
-                    sys.exit(143)
+                    hosts.say(f"{termination.word}: saved step {done} of {steps}; the same command goes on from there")
+                    sys.exit(termination.status)
         finally:
             shown.close()
     return state.params
@@ -192,24 +196,55 @@ class HeldOut:
 
 
 class _Termination:
-    """Whether somebody asked this run to end (SIGTERM), agreed on by all hosts."""
+    """Whether somebody asked this run to end by SIGTERM or Ctrl-C, agreed on by all hosts. A second Ctrl-C ends it at once.
+
+    Python's own handlers wait until the main thread is done with a step or a compilation. Here a thread reads the numbers
+    of the signals, so that the answer to the first Ctrl-C and the second one come at any time.
+    """
 
     def __enter__(self) -> _Termination:
-        self.flag = False
+        self.received: int | None = None
         self.alone = jax.process_count() == 1
-        if self.alone:  # JAX listens itself where there are several processes
-            self.before = signal.signal(signal.SIGTERM, self._note)
+        noted = (signal.SIGTERM, signal.SIGINT) if self.alone else (signal.SIGINT,)  # JAX listens to SIGTERM on several
+        self.before = {number: signal.signal(number, lambda *_: None) for number in noted}
+        self.reads, self.writes = os.pipe()
+        os.set_blocking(self.writes, False)
+        self.woken = signal.set_wakeup_fd(self.writes, warn_on_full_buffer=False)
+        self.listening = threading.Thread(target=self._listen, daemon=True)
+        self.listening.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self.alone:
-            signal.signal(signal.SIGTERM, self.before)
+        signal.set_wakeup_fd(self.woken)
+        for number, before in self.before.items():
+            signal.signal(number, before)
+        os.close(self.writes)
+        self.listening.join()
+        os.close(self.reads)
 
-    def _note(self, *_: Any) -> None:
-        self.flag = True
+    @property
+    def word(self) -> str:
+        return "interrupted" if self.received == signal.SIGINT else "terminated"
+
+    @property
+    def status(self) -> int:
+        return 128 + (self.received or signal.SIGTERM)
+
+    def _listen(self) -> None:
+        while numbers := os.read(self.reads, 64):
+            for number in numbers:
+                if number not in self.before:
+                    continue
+                if self.received is not None and number == signal.SIGINT:
+                    os._exit(128 + number)
+                if self.received is None and number == signal.SIGINT:
+                    print("interrupted: saving after this step; Ctrl-C again ends at once", flush=True)
+                    if not self.alone:
+                        os.kill(os.getpid(), signal.SIGTERM)  # which JAX tells all hosts of
+                self.received = self.received or number
 
     def requested(self, step: int) -> bool:
-        return self.flag if self.alone else multihost_utils.reached_preemption_sync_point(step)
+        return self.received is not None if self.alone else multihost_utils.reached_preemption_sync_point(step)
 
 
 class _Clock:

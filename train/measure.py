@@ -15,7 +15,6 @@ import statistics
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 
 import treeflash_jax as tf
 from train import config, data, progress, respond
-from treeflash_jax import devices
+from treeflash_jax import devices, files
 
 TRIAL_PROMPTS = 2
 # What is tried, by backend; elsewhere the library's defaults. Kernels for accelerators were never run, so none is tried.
@@ -78,10 +77,11 @@ class System:
 
 
 def main(settings: MeasureStage) -> None:
+    files.check_output(settings.out, files.json_with("settings", "machine", "systems", "temperatures"))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="tau is")  # a drafter that accepts little is a result here
         measured = measure(settings)
-    Path(settings.out).write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    files.write(settings.out, json.dumps(measured, indent=1) + "\n")
     progress.table(f"{measured['prompts']} held-out prompts, {measured['machine']}", rows_of(measured))
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
 import shlex
 import shutil
 from collections.abc import Callable
@@ -24,9 +23,12 @@ from typing import Any
 
 import jax
 
-from train import choices, compose, config, data, drafter, export, head, hosts, measure, progress, respond, watch
+from train import (
+    choices, compose, config, data, drafter, export, folders, head, hosts, lock, measure, progress, respond, watch,
+)  # fmt: skip
 from train.choices import Choice
 from train.compose import Composed, PairConfig
+from treeflash_jax import files
 
 MAINS: dict[str, Callable[[Any], None]] = {
     "respond": respond.main,
@@ -50,9 +52,15 @@ def main(settings: PairConfig) -> None:
     if jax.process_count() > 1:
         raise ValueError("train.pair runs in one process; on several hosts run its stages one by one")
     verifier = compose.Verifier.open(settings.verifier)
+    if not _is_known(settings):
+        _check_overrides(settings, verifier)
+    with lock.held(folders.absolute(compose.file(settings, "pair.lock")), f"out={settings.out}"):
+        _run_stages(settings, verifier)
+
+
+def _run_stages(settings: PairConfig, verifier: compose.Verifier) -> None:
     is_known = _is_known(settings)
     if not is_known:
-        _check_overrides(settings, verifier)
         _begin(settings)
     stages: dict[str, Any] = {}
     for number, name in enumerate(MAINS, start=1):
@@ -66,7 +74,7 @@ def main(settings: PairConfig) -> None:
             continue
         MAINS[name](stages[name])
         finished = _finished(settings) | {name: path.read_text(encoding="utf-8")}
-        _write(_finished_path(settings), json.dumps(finished, indent=1) + "\n")
+        files.write(_finished_path(settings), json.dumps(finished, indent=1) + "\n")
     _conclude(settings, json.loads(Path(stages["measure"].out).read_text(encoding="utf-8")))
 
 
@@ -152,7 +160,7 @@ def _begin(settings: PairConfig) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for name in MAINS:
         compose.file(settings, f"{name}.toml").unlink(missing_ok=True)
-    _write(path, config.dump(config.to_dict(settings)))
+    files.write(path, config.dump(config.to_dict(settings)))
 
 
 def _write_stage(path: Path, name: str, made: Composed) -> None:
@@ -160,7 +168,7 @@ def _write_stage(path: Path, name: str, made: Composed) -> None:
     for line in made.lines:
         hosts.say(f"  {line}")
     comments = "".join(f"# {line}\n" for line in [f"python -m train.{name} {path}", *made.lines])
-    _write(path, comments + config.dump(config.to_dict(made.stage)))
+    files.write(path, comments + config.dump(config.to_dict(made.stage)))
 
 
 def _finished_path(settings: PairConfig) -> Path:
@@ -171,13 +179,6 @@ def _finished(settings: PairConfig) -> dict[str, str]:
     """Stages that ended, and the settings they ended with."""
     path = _finished_path(settings)
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def _write(path: Path, text: str) -> None:
-    """A file that is whole or absent, whatever kills the process."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
 
 
 def _conclude(settings: PairConfig, measured: dict[str, Any]) -> None:

@@ -5,8 +5,8 @@
 Writes one JSON object a line, shortest prompts first: {"index", "source", "temperature", "finished": "stop" or "length",
 "prompt": ids, "response": ids}; with cut = "drop" answers that reached the limit end up apart, in OUT.cut. An answer
 depends on the seed and the index of its prompt, not on batches or hosts, so the same command goes on where it was stopped,
-on any number of hosts, and ends with the same file. The settings stand beside it (.toml); a file of other settings is never
-continued or overwritten.
+on any number of hosts, and ends with the same file. The settings stand beside it, in OUT.settings.toml; a file of other
+settings is never continued or overwritten, and two commands never write one file (OUT.lock).
 
 On several hosts `out` lies where all of them see it. With replicas = "host" each host serves a verifier of its own on its
 own devices, takes its share of the batches and writes a part file; the first host merges the parts at the end. With
@@ -22,13 +22,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from train import config, hosts, progress
+from train import answers, config, folders, hosts, lock, progress
 from train.config import MeshConfig
 from train.records import Malformed, Source, read
 from treeflash_jax.generate import TreeFlash
@@ -81,6 +81,8 @@ class RespondConfig:
                 raise ValueError(f"got no {name}, expected at least one")
         if self.batch < 1:
             raise ValueError(f"got batch {self.batch}, expected at least 1")
+        if Path(self.out).suffix == ".toml":
+            raise ValueError(f"got out {self.out!r}, expected the name of a JSONL file: TOML files hold settings")
 
 
 @dataclass(frozen=True)
@@ -94,21 +96,39 @@ class Prompt:
 def main(settings: RespondConfig) -> None:
     hosts.connect()
     out = Path(settings.out).expanduser()
-    check_settings(settings, out)
+    answers.check_settings(settings, out, FREE)
     model = load_model(settings)
     prompts = collect_prompts(settings, model)
+    with lock.held(folders.absolute(f"{out}.lock"), f"out={settings.out}") as mine:
+        answers.check_settings(settings, out, FREE)  # another command may have begun the file meanwhile
+        answer(settings, model, prompts, out, mine)
+
+
+def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt], out: Path, mine: lock.Lock) -> None:
+    """Answers the prompts that `out` lacks, and puts what all hosts wrote in order.
+
+    Args:
+      settings: of this stage.
+      model: that answers.
+      prompts: all of them.
+      out: the JSONL file.
+      mine: the lock of `out`.
+
+    Raises:
+      ValueError: a file of other prompts, a folder that not all hosts see, or a lock that was lost.
+    """
     by_host = settings.replicas == "host" and jax.process_count() > 1
-    own = part_path(out, jax.process_index()) if by_host else out
+    own = answers.part_path(out, jax.process_index()) if by_host else out
     writes = by_host or hosts.is_first()
     if writes:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        drop_unfinished_line(own)
+        answers.drop_unfinished_line(own)
     _wait("read")  # nobody may write while others look at what is there
-    done = finished(out, prompts)
+    asked = [prompt.ids for prompt in prompts]
+    done = answers.finished(out, asked)
     missing = [index for index in range(len(prompts)) if index not in done]
     _agree(len(done), out)
     if hosts.is_first():
-        config.save(settings, settings_path(out))
+        answers.save_settings(settings, out)
     share = missing[jax.process_index() :: jax.process_count()] if by_host else missing
     began, tokens = time.perf_counter(), 0
     with (
@@ -116,6 +136,7 @@ def main(settings: RespondConfig) -> None:
         progress.Bar("answers", len(done) + len(share), len(done)) as bar,
     ):
         for number, (index, result) in enumerate(respond(model, prompts, share, settings), start=1):
+            mine.check()
             file.write(line_of(index, prompts[index], settings, result))
             file.flush()
             tokens += len(result.ids)
@@ -123,8 +144,9 @@ def main(settings: RespondConfig) -> None:
     seconds = time.perf_counter() - began
     _wait("merge")
     if hosts.is_first():
-        dropped = merge(out, prompts, settings.cut)
-        apart = f", {dropped:,} that were cut in {cut_path(out)}" if dropped else ""
+        mine.check()
+        dropped = answers.merge(out, asked, settings.cut)
+        apart = f", {dropped:,} that were cut in {answers.cut_path(out)}" if dropped else ""
         rows = {"new tokens": f"{tokens:,} ({tokens / seconds:,.0f} a second)", "time": progress.duration(seconds)}
         progress.table(f"{len(prompts) - dropped:,} answers in {out}{apart}", rows if tokens else {})
 
@@ -197,7 +219,7 @@ def respond(
     """(index, answer) of the prompts at `indices`, in the order in which they finish."""
     if not indices:
         return
-    answers = model.generate_each(
+    results = model.generate_each(
         [prompts[index].ids for index in indices],
         indices=indices,
         method="ar" if settings.drafter is None else "tree",
@@ -208,7 +230,7 @@ def respond(
         batch_size=settings.batch,
     )
     tokens, said = 0, time.perf_counter()
-    for number, (at, result) in enumerate(answers, start=1):
+    for number, (at, result) in enumerate(results, start=1):
         if result.finished == "interrupted":
             raise SystemExit("interrupted; the same command goes on from here")
         yield indices[at], result
@@ -243,106 +265,6 @@ def line_of(index: int, prompt: Prompt, settings: RespondConfig, result: Result)
         "response": result.ids,
     }
     return json.dumps(record) + "\n"
-
-
-def part_path(out: Path, host: int) -> Path:
-    return out.with_name(f"{out.name}.part-{host}")
-
-
-def cut_path(out: Path) -> Path:
-    return out.with_name(f"{out.name}.cut")
-
-
-def settings_path(out: Path) -> Path:
-    return out.with_suffix(".toml")
-
-
-def check_settings(settings: RespondConfig, out: Path) -> None:
-    """Raises ValueError where `out` holds answers of other settings."""
-    path = settings_path(out)
-    if not path.exists():
-        if out.exists():
-            raise ValueError(f"{out} exists without its settings ({path.name}), expected a new file: give another out")
-        return
-    changed = config.changes(settings, path, FREE)
-    if changed:
-        name, (old, new) = next(iter(changed.items()))
-        raise ValueError(f"{out} was begun with {name} = {old!r}, got {new!r}: give another out, or delete it")
-
-
-class Place(NamedTuple):
-    """Where the line of an answer begins, and whether the answer was cut."""
-
-    path: Path
-    start: int
-    is_cut: bool
-
-
-def finished(out: Path, prompts: Sequence[Prompt]) -> dict[int, Place]:
-    """The lines of answered prompts, in the file, beside it or in a part of it; an unfinished last line does not count.
-
-    Raises:
-      ValueError: a line that answers another prompt, as where the data changed in between.
-    """
-    places: dict[int, Place] = {}
-    for path in (out, cut_path(out), *_parts(out)):
-        if not path.exists():
-            continue
-        with path.open("rb") as file:
-            start = 0
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    record = json.loads(line)
-                    index, ids = record["index"], record["prompt"]
-                except (ValueError, KeyError, TypeError):
-                    raise ValueError(f"{path}, line {number}: got no answer, expected what this stage writes") from None
-                if not 0 <= index < len(prompts) or prompts[index].ids != ids:
-                    raise ValueError(
-                        f"{path}, line {number} answers another prompt than number {index} of these sources: "
-                        "the data changed; give another out"
-                    )
-                places.setdefault(index, Place(path, start, record.get("finished") == "length"))
-                start += len(line)
-    return places
-
-
-def drop_unfinished_line(path: Path) -> None:
-    """Cuts a file after its last line end."""
-    if path.exists():
-        with path.open("r+b") as file:
-            file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
-
-
-def merge(out: Path, prompts: Sequence[Prompt], cut: Literal["keep", "drop"]) -> int:
-    """One file in the order of the prompts, whoever wrote the lines, and one of answers left out; returns their number."""
-    places, parts, apart = finished(out, prompts), _parts(out), cut_path(out)
-    if len(places) < len(prompts):
-        raise ValueError(f"{out}: {len(prompts) - len(places)} answers are missing; expected all hosts to see this folder")
-    shares: dict[Path, list[int]] = {apart: [], out: []}
-    for index in range(len(prompts)):
-        shares[apart if cut == "drop" and places[index].is_cut else out].append(index)
-    if parts or any(share != [i for i in places if places[i].path == path] for path, share in shares.items()):
-        # A kill in between leaves every line in one of the files at least.
-        merged = {path: path.with_name(f"{path.name}.merging") for path in shares}
-        for path, share in shares.items():
-            with merged[path].open("wb") as file:
-                for index in share:
-                    with places[index].path.open("rb") as source:
-                        source.seek(places[index].start)
-                        file.write(source.readline())
-        for path in shares if cut == "drop" else reversed(shares):
-            os.replace(merged[path], path)
-        for part in parts:
-            part.unlink()
-    if not shares[apart]:
-        apart.unlink(missing_ok=True)
-    return len(shares[apart])
-
-
-def _parts(out: Path) -> list[Path]:
-    return sorted(out.parent.glob(f"{out.name}.part-*"))
 
 
 def _temperature(index: int, settings: RespondConfig) -> float:

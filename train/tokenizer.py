@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from train import config
 from train.records import Source, read
+from treeflash_jax import files
 
 PAD, START, END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 SPECIAL_TOKENS = (PAD, START, END, MASK)
@@ -78,8 +79,6 @@ def training_texts(sources: Sequence[Source], seed: int) -> Iterator[str]:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
@@ -91,12 +90,15 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     generation = {"eos_token_id": tokenizer.token_to_id(END), "pad_token_id": tokenizer.token_to_id(PAD)}
-    for name, content in (("tokenizer_config.json", settings), ("generation_config.json", generation)):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with files.filled(folder) as new:
+        files.write(new / "tokenizer.json", tokenizer.to_str(pretty=True))
+        for name, content in (("tokenizer_config.json", settings), ("generation_config.json", generation)):
+            files.write(new / name, json.dumps(content, indent=2) + "\n")
 
 
 def main(settings: TokenizerConfig) -> None:
     out = Path(settings.out).expanduser()
+    files.check_folder(out)
     tokenizer = train_bpe(training_texts(settings.sources, settings.seed), settings.vocab_size)
     save(tokenizer, out)
     print(f"{tokenizer.get_vocab_size()} entries in {out}")

@@ -23,7 +23,7 @@ from train.documents import DataConfig
 from train.objective import Sums, layer_flops
 from train.records import Source
 from train.state import Stage, place
-from treeflash_jax import hf, verifier, vocab
+from treeflash_jax import files, hf, verifier, vocab
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.config import ModelConfig, Rope
@@ -141,12 +141,12 @@ def main(settings: VerifierStage) -> None:
     params = meshes.to_host(loop.fit(stage, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus))
     if hosts.is_first():
         target = epath.Path(settings.run) / "model"
-        with folders.filled(target) as folder:
+        with folders.filled(target, overwrite=True) as folder:
             hf.save_verifier(folder, model, params)
             for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
                 source = Path(settings.tokenizer) / name
                 if source.exists():
-                    shutil.copyfile(source, folder / name)
+                    shutil.copyfile(files.regular(source), folder / name)
         progress.table("Trained verifier", watch.summary(settings.run) | {"model": str(target)})
 
 

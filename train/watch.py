@@ -9,6 +9,7 @@ other sinks implement `Sink`.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import statistics
 import sys
@@ -20,6 +21,7 @@ from etils import epath
 
 from train import folders, hosts
 from train.progress import Bar, duration
+from treeflash_jax import files
 
 # Dense bf16 peak of one chip, FLOP/s, as its maker states it.
 PEAK_FLOPS = {
@@ -73,12 +75,15 @@ class Log:
         self.path = folder / "log.jsonl"
         self.is_remote = folders.is_remote(folder)
         self.lines = [line for line in read_log(folder) if line["step"] <= resumed_at]
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        folders.write(self.path, self._text())
+
+    def _text(self) -> str:
+        return "".join(json.dumps(line) + "\n" for line in self.lines)
 
     def write(self, step: int, metrics: Metrics) -> None:
         self.lines.append({"step": step, **metrics})
         if self.is_remote:  # object stores cannot append
-            self.path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+            self.path.write_text(self._text())
         else:
             with self.path.open("a") as file:
                 file.write(json.dumps(self.lines[-1]) + "\n")
@@ -88,16 +93,29 @@ class Log:
 
 
 def read_log(folder: Any) -> list[Metrics]:
-    """The lines of RUN/log.jsonl; a last line cut by a kill is left out."""
+    """The lines of RUN/log.jsonl; a last line cut by a kill is left out.
+
+    Raises:
+      ValueError: a file that cannot be read, or any other line that no run wrote.
+    """
     path = epath.Path(folder) / "log.jsonl"
     if not path.exists():
         return []
+    try:
+        texts = (path if folders.is_remote(path) else files.regular(path)).read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror or error}); move it away to begin a new log") from None
     lines = []
-    for text in path.read_text().splitlines():
+    for number, text in enumerate(texts, start=1):
         try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            line = None
+        if not text.endswith(b"\n") and number == len(texts) and line is None:
             break
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
+            raise ValueError(f"{path}, line {number}: got no line of a log; remove it, or move the file away to begin anew")
+        lines.append(line)
     return lines
 
 
@@ -240,9 +258,10 @@ def plot(folder: Any) -> epath.Path:
     for axis in list(axes.flat)[len(groups) :]:
         axis.axis("off")
     path = epath.Path(folder) / "curves.png"
-    with path.open("wb") as file:
-        figure.savefig(file, dpi=110, format="png")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110, format="png")
     pyplot.close(figure)
+    folders.write(path, drawn.getvalue())
     return path
 
 

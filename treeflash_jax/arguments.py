@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any, NoReturn
 
 from treeflash_jax.clock import slow
+from treeflash_jax.files import regular
 from treeflash_jax.suggest import suggestion
 
 
@@ -87,7 +87,7 @@ def prompts_of(arguments: argparse.Namespace) -> list[Any]:
 def _read(path: str) -> str:
     """The text of a file, or of standard input for "-", without the line break at its end."""
     if path != "-":
-        return Path(path).read_text(encoding="utf-8").removesuffix("\n")
+        return regular(path, streams=True).read_text(encoding="utf-8").removesuffix("\n")
     with slow("reading a prompt from standard input"):
         return sys.stdin.read().removesuffix("\n")
 

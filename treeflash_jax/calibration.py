@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from treeflash_jax import files, quantized
 from treeflash_jax import mesh as meshes
-from treeflash_jax import quantized
 from treeflash_jax.budget import PATIENCE
 from treeflash_jax.config import ModelConfig
 from treeflash_jax.state import DecodePlan, Weights
@@ -190,7 +190,7 @@ def read(path: Path) -> list[Calibration]:
       ValueError: a file that is missing or holds anything else.
     """
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        held = json.loads(files.regular(path).read_text(encoding="utf-8"))
         if held["schema"] != SCHEMA:
             raise ValueError(f"schema {held['schema']}")
         return [Calibration(**entry) for entry in held["entries"]]
@@ -234,11 +234,10 @@ def write(path: Path, entry: Calibration) -> None:
     text = json.dumps({"schema": SCHEMA, "entries": [asdict(one) for one in (*others, entry)]}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_text(text + "\n", encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}; name a file with --out") from None
+        files.write(path, text + "\n")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"cannot write {path}: {reason}; name a file with --out") from None
 
 
 def _between(x: float, points: Sequence[float], values: np.ndarray) -> np.ndarray:

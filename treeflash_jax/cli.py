@@ -334,13 +334,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from treeflash_jax import hf
     from treeflash_jax.formats import gguf
 
-    if Path(arguments.target).exists():
-        raise ValueError(f"{arguments.target} exists; give a new folder")
     is_gguf = gguf.is_gguf(arguments.source)
     if is_gguf and (arguments.to or arguments.drop_head):
         raise ValueError("got --to or --drop-head with a GGUF file, expected them with a drafter folder only")

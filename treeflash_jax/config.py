@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from treeflash_jax import files
+
 HeadName = Literal["marginal", "mlp", "linear"]
 
 # Published names of the correction in `treeflash_config.ar_approximation`; "linear" is the paper's ablation.
@@ -178,7 +180,7 @@ def default_target_layers(num_target_layers: int, num_features: int) -> tuple[in
 def read_json(path: Path) -> dict[str, Any]:
     """Raises ValueError (one line) where the file is missing or is not a JSON object."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(files.regular(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} not found; expected a Hugging Face model folder") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

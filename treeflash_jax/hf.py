@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax import drafter as dflash
-from treeflash_jax import quantized, storage, verifier
+from treeflash_jax import files, quantized, storage, verifier
 from treeflash_jax.config import FILE_OF_HEAD, DrafterConfig, ModelConfig, read_json, token_ids
 from treeflash_jax.formats import gguf, gguf_models, gguf_tokenizer, safetensors
 from treeflash_jax.heads import HEADS
@@ -83,8 +83,8 @@ def download(hub_id: str, revision: str | None = None, local_files_only: bool = 
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        files = ["*.json", "*.safetensors", "*.jinja"]
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=files, local_files_only=local_files_only))
+        kinds = ["*.json", "*.safetensors", "*.jinja"]
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=kinds, local_files_only=local_files_only))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         cause = type(error).__name__
         raise ValueError(
@@ -225,9 +225,16 @@ def save_drafter(
 def convert_drafter(source: str | Path, target: str | Path, dialect: Dialect, *, drop_head: bool = False) -> None:
     """Writes a drafter's files in another dialect, bit for bit.
 
+    Args:
+      source: folder in either dialect.
+      target: new folder; it appears when all of it is written.
+      dialect: of the new files.
+      drop_head: leave a head behind that the dialect cannot hold.
+
     Raises:
-      ValueError: a head that the dialect cannot hold, unless it is to be dropped.
+      ValueError: a head that the dialect cannot hold, unless it is to be dropped; a target that is there already.
     """
+    files.check_folder(target)
     with safetensors.open_folder(Path(source)) as tensors:
         kinds = {tensor.get_dtype() for tensor in tensors.values()}
     if len(kinds) > 1:
@@ -240,7 +247,8 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: Dialect, *,
         raise ValueError(
             f"got a drafter with a {config.head} head, which DFlash files cannot hold; drop it with --drop-head"
         )
-    save_drafter(target, config, backbone, head, dialect=dialect, dtype=dtype)
+    with files.filled(target) as folder:
+        save_drafter(folder, config, backbone, head, dialect=dialect, dtype=dtype)
 
 
 def convert_gguf(source: str | Path, target: str | Path, dtype: Any = jnp.float32) -> None:
@@ -248,22 +256,24 @@ def convert_gguf(source: str | Path, target: str | Path, dtype: Any = jnp.float3
 
     Args:
       source: GGUF file.
-      target: folder, created if missing.
+      target: new folder; it appears when all of it is written.
       dtype: on disk; float32 holds what the quantised types mean exactly.
 
     Raises:
-      ValueError: as `load_verifier`.
+      ValueError: as `load_verifier`, or a target that is there already.
     """
+    files.check_folder(target)
     file = gguf.read(source)
     texts = gguf_tokenizer.files(file)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         config, params = load_verifier(source, dtype=dtype)
-        save_verifier(target, config, params, dtype)
     roles = {"bos": "bos_token_id", "padding": "pad_token_id"}
     ids = {roles[role]: i for role, i in gguf_tokenizer.special_ids(file).items() if role in roles}
     texts["generation_config.json"] = json.dumps({"eos_token_id": list(config.eos_token_ids), **ids}, indent=2) + "\n"
-    for name, text in texts.items():
-        (Path(target) / name).write_text(text, encoding="utf-8")
+    with files.filled(target) as folder:
+        save_verifier(folder, config, params, dtype)
+        for name, text in texts.items():
+            files.write(folder / name, text)
 
 
 def _layer_entries(specs: dict[str, Spec], prefix: str) -> dict[str, Entry]:
@@ -328,4 +338,4 @@ def _layers_to_hf(config: ModelConfig) -> dict[str, Any]:
 def _save(folder: Path, raw: dict[str, Any], specs: Any, entries: Any, params: Any, dtype: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     storage.save(folder / "model.safetensors", specs, entries, params, dtype)
-    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    files.write(folder / "config.json", json.dumps(raw, indent=2) + "\n")

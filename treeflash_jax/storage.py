@@ -6,6 +6,7 @@ nothing needs torch. `formats` opens files; what is written is safetensors.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save as serialize
 
+from treeflash_jax import files
 from treeflash_jax import mesh as meshes
 from treeflash_jax.params import Spec, is_spec
 
+MARK = {"written_by": "treeflash_jax"}  # in the metadata of files that `save` writes
+_HEADER_BYTES = 100_000_000  # the format's own limit
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -161,4 +165,20 @@ def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any) -> None:
         name: np.ascontiguousarray(np.concatenate([block for _, block in sorted(blocks, key=lambda b: b[0])], axis=-1))
         for name, blocks in parts.items()
     }
-    path.write_bytes(serialize(tensors, metadata={"format": "pt"}))  # save_file makes files only their owner may read
+    files.write(path, serialize(tensors, metadata={"format": "pt", **MARK}))  # save_file's are for their owner alone
+
+
+def is_own(path: Any) -> bool:
+    """Whether a file was written by `save`.
+
+    Args:
+      path: with `exists` and `open`, here or behind a URL.
+    """
+    if not path.exists():
+        return False
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _HEADER_BYTES)))
+        return MARK.items() <= header["__metadata__"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False

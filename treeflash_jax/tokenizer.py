@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from treeflash_jax.files import regular
 from treeflash_jax.formats import gguf, gguf_tokenizer
 
 
@@ -27,6 +28,8 @@ class Tokenizer:
         folder = gguf_tokenizer.folder(folder) if gguf.is_gguf(folder) else Path(folder)
         if folder is None or not (folder / "tokenizer.json").exists():
             return None
+        for path in (*folder.glob("*.json"), *folder.glob("*.jinja")):
+            regular(path)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is missing; nothing here needs it
         from transformers import PreTrainedTokenizerFast  # slow to import, and ids need no tokenizer
 

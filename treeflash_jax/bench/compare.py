@@ -21,14 +21,13 @@ import statistics
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import treeflash_jax as tf
-from treeflash_jax import devices
+from treeflash_jax import devices, files
 from treeflash_jax.bench.prompts import read_prompts
 
 Decode = Callable[[list[int]], dict[str, Any]]
@@ -53,10 +52,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--other", action="append", default=[], metavar="NAME=COMMAND", help="may be given several times")
     parser.add_argument("--out", help="JSON file for the record")
     arguments = parser.parse_args(argv)
+    if arguments.out:
+        files.check_output(arguments.out, files.json_with("systems", "prompts", "settings"))
     record = compare(arguments)
     print(json.dumps(record, indent=2))
     if arguments.out:
-        Path(arguments.out).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        files.write(arguments.out, json.dumps(record, indent=2) + "\n")
     return record
 
 

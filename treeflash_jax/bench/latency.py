@@ -24,13 +24,13 @@ import jax
 import jax.numpy as jnp
 
 import treeflash_jax as tf
-from treeflash_jax import devices, hf, params, verifier
+from treeflash_jax import devices, files, hf, params, verifier
 from treeflash_jax import drafter as dflash
 from treeflash_jax import mesh as meshes
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.attention import IMPLEMENTATIONS
+from treeflash_jax.bench import plots, shapes, standalone, timings
 from treeflash_jax.bench import run as side_by_side
-from treeflash_jax.bench import shapes, standalone, timings
 from treeflash_jax.bench.floors import measure_ceilings
 from treeflash_jax.bench.progress import Progress
 from treeflash_jax.bench.stages import Bench, slots_for
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
             results = timings.merge(results, result)
             if arguments.out:
                 text = json.dumps({"schema": timings.SCHEMA, "results": results}, indent=1)
-                Path(arguments.out).write_text(text + "\n", encoding="utf-8")
+                files.write(arguments.out, text + "\n")
             if arguments.profile:
                 bench.trace(str(Path(arguments.profile) / f"batch-{batch}-context-{context}"))
             del bench
@@ -242,24 +242,16 @@ def _check_sizes(pair: Pair, plans: Sequence[DecodePlan], arguments: argparse.Na
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
-    """Refuses what could not be written in the end. The files are there from now on, if empty."""
+    """Refuses what could not be written in the end. Nothing is written yet but the folder of profiles."""
     if arguments.plot:
+        plots.check(arguments.plot)
+    if arguments.out:
+        files.check_output(arguments.out)
+    if arguments.profile:
         try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-        except ImportError:
-            raise ValueError('--plot needs matplotlib; pip install "treeflash-jax[plots]"') from None
-        known = sorted(FigureCanvasAgg.get_supported_filetypes())
-        if Path(arguments.plot).suffix[1:] not in known:
-            raise ValueError(f"got --plot {arguments.plot}, expected a file ending in one of {', '.join(known)}")
-    try:
-        for path in filter(None, (arguments.out, arguments.plot)):
-            with open(path, "a", encoding="utf-8"):
-                pass
-        if arguments.profile:
-            path = arguments.profile
-            Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from None
+            Path(arguments.profile).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"cannot write {arguments.profile}: {error.strerror}") from None
 
 
 def _count(specs: Any) -> int:

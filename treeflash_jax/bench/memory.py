@@ -26,9 +26,9 @@ import jax.numpy as jnp
 
 from treeflash_jax import decode as core
 from treeflash_jax import drafter as dflash
+from treeflash_jax import files, verifier
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
-from treeflash_jax import verifier
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.batching import capacity_bucket
@@ -104,9 +104,9 @@ def report(arguments: argparse.Namespace) -> int:
     if batch % sizes["data"]:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
     out = arguments.out
-    if out and not out.parent.is_dir():
-        raise ValueError(f"got --out {out}, expected a file in a folder that exists")
-    earlier = read_json(out) if out and out.exists() else {}
+    if out:
+        files.check_output(out, files.json_with("bytes_per_device", inside=True))
+    earlier = read_json(out) if out and out.exists() and out.stat().st_size else {}
     request = {"dtype": dtype, "mesh": mesh, "batch": batch, "capacity": capacity, "quantize": arguments.quantize}
     needs = footprint(model, plan.drafter, **request)
     result = {
@@ -137,7 +137,7 @@ def report(arguments: argparse.Namespace) -> int:
     key = f"{name} {kind} {sizes['data']}x{sizes['model']} batch {batch}"
     key += "".join(f" {word}" for word in (arguments.quantize, plan.method if plan.method != "tree" else None) if word)
     if out:
-        out.write_text(json.dumps(earlier | {key: result}, indent=1) + "\n", encoding="utf-8")
+        files.write(out, json.dumps(earlier | {key: result}, indent=1) + "\n")
     print("\n".join(lines(key, result)))
     return int(result["fits"] is False)
 

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from treeflash_jax.bench import standalone
+from treeflash_jax.files import regular
 
 Record = dict[str, Any]
 Answers = dict[tuple[str, int], Record]  # one system's records at one temperature, by (prompt, seed)
@@ -84,7 +85,7 @@ def read_jsonl(path: str | Path, *, unfinished_tail: bool = False) -> tuple[list
       ValueError: a file that cannot be read, or a line that is no JSON object.
     """
     try:
-        lines = Path(path).read_bytes().splitlines(keepends=True)
+        lines = regular(path, streams=True).read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     objects, size = [], 0

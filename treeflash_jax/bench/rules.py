@@ -25,8 +25,9 @@ import jax
 from rich.console import Console
 
 import treeflash_jax as tf
+from treeflash_jax import files
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.bench import report, run, standalone
+from treeflash_jax.bench import plots, report, run, standalone
 from treeflash_jax.bench.progress import Progress, Tell
 from treeflash_jax.bench.prompts import BenchPrompt, draw, read_prompts
 from treeflash_jax.bench.report import RESAMPLES, paired_ratio
@@ -76,6 +77,9 @@ def compare(arguments: argparse.Namespace) -> int:
       ValueError: bad prompts or settings, or an output that cannot be written.
     """
     prompts = draw(read_prompts(arguments.prompts), arguments.limit)
+    files.check_output(arguments.out, files.json_with("settings", "rows", "versions", "hardware"))
+    if arguments.plot:
+        plots.check(arguments.plot)
     if arguments.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     verifier, drafter = arguments.pair or (None, None)
@@ -108,14 +112,12 @@ def compare(arguments: argparse.Namespace) -> int:
         "seeds": list(bench.seeds),
     }
     about = {"settings": settings, **run.environment(model)}
-    with open(arguments.out, "a", encoding="utf-8"):  # refused before anything is measured
-        pass
-    partial = Path(f"{arguments.out}.partial")
+    partial = files.regular(f"{arguments.out}.partial")
     with partial.open("a+", encoding="utf-8") as file:
         earlier = resume(file, about | {"texts": [prompt.hash for prompt in prompts]})
         answers = measure(model, bench, earlier, file)
     result = about | {"rows": rows_of(answers, arguments.resamples)}
-    Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    files.write(arguments.out, json.dumps(result, indent=1) + "\n")
     partial.unlink()
     show(result)
     if arguments.plot:
@@ -148,13 +150,15 @@ def resume(file: TextIO, about: dict[str, Any]) -> dict[str, report.Answers]:
       ValueError: answers of other settings, prompts, versions or hardware.
     """
     file.seek(0)
-    lines = [line for line in file if line.endswith("\n")]
+    content = file.read()
+    lines = [line for line in content.splitlines(keepends=True) if line.endswith("\n")]
+    first = json.dumps(about) + "\n"
+    if not (content.startswith(first) or first.startswith(content)):
+        raise ValueError(f"{file.name}: got results of another comparison, expected those of this one; remove the file")
     file.truncate(sum(len(line.encode()) for line in lines))
     if not lines:
-        file.write(json.dumps(about) + "\n")
+        file.write(first)
         file.flush()
-    elif json.loads(lines[0]) != about:
-        raise ValueError(f"{file.name}: got results of another comparison, expected those of this one; remove the file")
     kept = {}
     for one in map(json.loads, lines[1:]):
         kept[one["system"]] = {(prompt, seed): counts for prompt, seed, counts in one["answers"]}
@@ -261,7 +265,7 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
             axis.legend(fontsize="x-small")
         line[0].set_ylabel("tokens per round (expected)")
     figure.tight_layout()
-    figure.savefig(path)
+    plots.save(figure, path)
     pyplot.close(figure)
 
 

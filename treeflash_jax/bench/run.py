@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import jax
 
 import treeflash_jax as tf
-from treeflash_jax import devices
+from treeflash_jax import devices, files
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.bench import report, standalone
 from treeflash_jax.bench.prompts import BUNDLED, FORMATS, BenchPrompt, draw, empty_chat, format_turn, read_prompts
@@ -49,6 +49,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 
 
 SHAPE = list(asdict(TreeShape()))
+RECORD_START = b'{"schema": '  # of every line of results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,30 +159,30 @@ def run(arguments: argparse.Namespace) -> int:
     """
     systems = parse_systems(arguments.systems, arguments.nodes)
     prompts = draw(read_prompts(arguments.prompts), arguments.limit)
+    earlier, _ = read_results(arguments.out)
+    if arguments.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    verifier, drafter = arguments.pair or (None, None)
+    name = None if arguments.pair else "tiny"
+    sizes = {"dtype": arguments.dtype, "quantize": arguments.quantize, "budget": arguments.budget}
+    model = tf.load(name, verifier=verifier, drafter=drafter, **sizes)
+    names = "candidates children shortlist drafter_temperature top_k top_p max_new_tokens batch_size".split()
+    names += "branches trunk skeleton leaves".split()
+    shared = {name: getattr(arguments, name) for name in names}
+    trees = {"builder": arguments.builder or "best-first", "acceptance": arguments.acceptance}
+    bench = Bench(
+        systems={
+            name: tf.GenerateConfig(**shared | (trees if _has_free_tree(fields) else {}) | fields)
+            for name, fields in systems.items()
+        },
+        prompts=prompts,
+        format=arguments.format,
+        temperatures=list(dict.fromkeys(arguments.temperature)),
+        seeds=list(dict.fromkeys(arguments.seed)),
+        pair=tuple(arguments.pair or ("tiny", "tiny")),
+    )
+    check(model, bench, earlier, arguments.out)
     with open_results(arguments.out) as output:
-        earlier, _ = report.read_records(arguments.out)
-        if arguments.dtype == "float64":
-            jax.config.update("jax_enable_x64", True)
-        verifier, drafter = arguments.pair or (None, None)
-        name = None if arguments.pair else "tiny"
-        sizes = {"dtype": arguments.dtype, "quantize": arguments.quantize, "budget": arguments.budget}
-        model = tf.load(name, verifier=verifier, drafter=drafter, **sizes)
-        names = "candidates children shortlist drafter_temperature top_k top_p max_new_tokens batch_size".split()
-        names += "branches trunk skeleton leaves".split()
-        shared = {name: getattr(arguments, name) for name in names}
-        trees = {"builder": arguments.builder or "best-first", "acceptance": arguments.acceptance}
-        bench = Bench(
-            systems={
-                name: tf.GenerateConfig(**shared | (trees if _has_free_tree(fields) else {}) | fields)
-                for name, fields in systems.items()
-            },
-            prompts=prompts,
-            format=arguments.format,
-            temperatures=list(dict.fromkeys(arguments.temperature)),
-            seeds=list(dict.fromkeys(arguments.seed)),
-            pair=tuple(arguments.pair or ("tiny", "tiny")),
-        )
-        check(model, bench, earlier, arguments.out)
         measure(model, bench, earlier, output)
     report.show(report.summarise(report.read_records(arguments.out)[0]))
     return 0
@@ -243,21 +244,33 @@ def _is_positive(text: str) -> bool:
         return False
 
 
-def open_results(path: str | Path) -> BinaryIO:
-    """The results file, open for appending. A last line that was cut off is removed; all before it stays.
+def read_results(path: str | Path) -> tuple[list[Record], int]:
+    """Records of a results file, none where there is no file yet, and how many bytes of it they take. Writes nothing.
 
     Raises:
       ValueError: a path that cannot be written, or a file that holds anything but records of one run.
     """
+    files.check_output(path)
+    if not Path(path).exists():
+        return [], 0
+    records, size = report.read_records(path)
+    tail = Path(path).read_bytes()[size:]
+    if not tail.startswith(RECORD_START[: len(tail)]):
+        raise ValueError(f"{path} holds something else than results of this command; write to another file")
+    return records, size
+
+
+def open_results(path: str | Path) -> BinaryIO:
+    """The results file, open for appending. A last record that was cut off is removed; all before it stays.
+
+    Raises:
+      ValueError: as `read_results`.
+    """
+    _, size = read_results(path)
     try:
         file = open(path, "a+b")
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}") from None
-    try:
-        _, size = report.read_records(path)
-    except ValueError:
-        file.close()
-        raise
     file.truncate(size)
     file.seek(max(size - 1, 0))
     if file.read(1) not in (b"", b"\n"):

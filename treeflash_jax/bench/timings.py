@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from treeflash_jax import files
+from treeflash_jax.bench import plots
 from treeflash_jax.bench.floors import STAGES, Ceilings
 
 SCHEMA = 1
@@ -89,7 +91,7 @@ def read_results(path: str | Path) -> list[Result]:
       ValueError: a file that cannot be read or holds anything else.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = files.regular(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as error:
@@ -164,7 +166,7 @@ def plot(results: Sequence[Result], path: str | Path) -> None:
     axes[0, 0].set_ylabel("round / one-token step (dotted: floors)")
     figure.suptitle(f"{settings['shape']}, {settings['dtype']}, {results[0]['hardware']['device']}")
     figure.tight_layout()
-    figure.savefig(path)
+    plots.save(figure, path)
     pyplot.close(figure)
 
 

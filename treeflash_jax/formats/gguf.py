@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from treeflash_jax.files import regular
+
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
 _LITTLE = {kind: struct.Struct(f"<{kind}") for kind in _NUMBERS.values()}
@@ -83,7 +85,7 @@ def read(path: str | Path) -> File:
       ValueError: no GGUF file, or one that is cut off, of another version or byte order, one part of several, or with
         tensors of unknown types; or the package `gguf` is not installed.
     """
-    path = Path(path)
+    path = regular(path)
     _package()
     try:
         data = np.memmap(path, mode="r")

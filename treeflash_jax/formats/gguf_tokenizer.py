@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax import calibration
+from treeflash_jax.files import write
 from treeflash_jax.formats import gguf
 from treeflash_jax.formats.gguf import File
 
@@ -57,9 +58,7 @@ def folder(path: str | Path) -> Path | None:
     except OSError:  # a home that cannot be written to
         kept = Path(tempfile.mkdtemp(prefix="treeflash-"))
     for name, text in made.items():
-        part = kept / f"{name}.{os.getpid()}"
-        part.write_text(text, encoding="utf-8")
-        part.replace(kept / name)
+        write(kept / name, text)
     return kept
 
 

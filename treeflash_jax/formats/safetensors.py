@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from treeflash_jax.config import read_json
+from treeflash_jax.files import regular
 
 
 @contextmanager
@@ -17,18 +18,14 @@ def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
     """The tensors of a folder by name, over model.safetensors or the parts of its index; the files close at the end.
 
     Raises:
-      ValueError: files that are missing or damaged, or that lack a tensor which the index lists.
+      ValueError: files that are missing or damaged, or that lack a tensor which the index lists; an index that names
+        anything but files of this folder.
     """
     index = folder / "model.safetensors.index.json"
-    if index.exists():
-        listed = read_json(index).get("weight_map")
-        if not isinstance(listed, dict):
-            raise ValueError(f"{index}: got no weight_map, expected a map of tensor names to files")
-        files = sorted(set(listed.values()))
-    else:
-        listed, files = {}, ["model.safetensors"]
+    listed = _listed(index) if index.exists() else {}
+    names = sorted(set(listed.values())) if index.exists() else ["model.safetensors"]
     with ExitStack() as stack:
-        held = {name: _open(folder / name, stack) for name in files}
+        held = {name: _open(folder / name, stack) for name in names}
         file_of = {tensor: name for name, handle in held.items() for tensor in handle.keys()}
         for tensor, name in listed.items():
             if file_of.get(tensor) != name:
@@ -36,9 +33,23 @@ def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
         yield {tensor: held[name].get_slice(tensor) for tensor, name in file_of.items()}
 
 
+def _listed(index: Path) -> dict[str, str]:
+    """The file of every tensor, by the index."""
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError(f"{index}: got no weight_map, expected a map of tensor names to files")
+    for tensor, name in listed.items():
+        is_here = isinstance(name, str) and PurePath(name).name == name and not set(name) & set("\\\0")
+        if not is_here:
+            shown = repr(name) if len(repr(name)) < 80 else f"{repr(name)[:80]}..."
+            raise ValueError(f"{index}: got {shown} for tensor {tensor[:80]}, expected the name of a file in this folder")
+    return listed
+
+
 def _open(path: Path, stack: ExitStack) -> Any:
     if not path.exists():
         raise ValueError(f"{path} not found; expected a folder with all its safetensors files")
+    regular(path)
     try:
         return stack.enter_context(safe_open(path, framework="np"))
     except (SafetensorError, OSError) as error:
