@@ -178,7 +178,9 @@ def test_the_command_line_names_it(tmp_path):
     for command in ("generate", "chat", "check"):
         assert cli._settings(parsed(command))["attention"] == "pallas-tpu"
     arguments = parsed("bench", "latency", "--nodes", "8", "16")
-    assert [plan.attention for plan in latency.plans_of(latency.find_pair(arguments), arguments)] == ["pallas-tpu"] * 2
+    assert [plan.attention for plan in latency.plans_of(latency.find_pair(arguments), arguments, jnp.float32)] == [
+        "pallas-tpu"
+    ] * 2
     words = ["bench", "memory", "--shape", "tiny", "--mesh", "1x1", "--no-compile", "--out", str(tmp_path / "memory.json")]
     assert parsed(*words).run(parsed(*words)) == 0
     [result] = json.loads((tmp_path / "memory.json").read_text()).values()

@@ -24,8 +24,21 @@ from typing import Any
 import jax
 
 from train import (
-    choices, compose, config, data, drafter, export, folders, head, hosts, lock, measure, progress, respond, watch,
-)  # fmt: skip
+    choices,
+    compose,
+    config,
+    data,
+    drafter,
+    export,
+    folders,
+    head,
+    hosts,
+    lock,
+    measure,
+    progress,
+    respond,
+    watch,
+)
 from train.choices import Choice
 from train.compose import Composed, PairConfig
 from treeflash_jax import files

@@ -39,8 +39,9 @@ from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.heads import HEADS
 from treeflash_jax.options import GenerateConfig, resolve
 from treeflash_jax.pairs import locate
+from treeflash_jax.planning import plan_of
 from treeflash_jax.quantized import SCHEMES
-from treeflash_jax.state import BUILDER_OF_METHOD, DecodePlan, Weights
+from treeflash_jax.state import BUILDER_OF_METHOD, DecodePlan
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,12 @@ def run(arguments: argparse.Namespace) -> int:
         jax.config.update("jax_enable_x64", True)
     mesh = None if arguments.mesh is None else tf.make_mesh(*meshes.sizes_of(arguments.mesh))
     pair = find_pair(arguments)
-    plans = plans_of(pair, arguments)
+    dtype = jnp.dtype(arguments.dtype or devices.here().dtype)
+    plans = plans_of(pair, arguments, dtype)
     _check_sizes(pair, plans, arguments, mesh)
     results = timings.read_results(arguments.out) if arguments.out else []
     _check_outputs(arguments)
 
-    dtype = jnp.dtype(arguments.dtype or devices.here().dtype)
     cells = list(product(dict.fromkeys(arguments.batch), dict.fromkeys(arguments.context)))
     with Progress(2 + 2 * len(cells)) as progress:
         progress.step("measuring the machine's copy and matmul rates")
@@ -173,7 +174,7 @@ def find_pair(arguments: argparse.Namespace) -> Pair:
     return Pair(name, "random", model, drafter, partial(shapes.random_pair, model, drafter))
 
 
-def plans_of(pair: Pair, arguments: argparse.Namespace) -> list[DecodePlan]:
+def plans_of(pair: Pair, arguments: argparse.Namespace, dtype: Any) -> list[DecodePlan]:
     """What `generate` would run, for every number of nodes in increasing order.
 
     Raises:
@@ -182,13 +183,12 @@ def plans_of(pair: Pair, arguments: argparse.Namespace) -> list[DecodePlan]:
     names = "method candidates children shortlist head builder acceptance attention".split()
     names += "branches trunk skeleton leaves".split()
     fields = {name: getattr(arguments, name) for name in names}
-    planner = tf.TreeFlash(pair.verifier, Weights(None), drafter=pair.drafter)
     plans = {}
     for nodes in arguments.nodes or [None]:
         config = resolve(
             GenerateConfig(temperature=arguments.temperature), fields | {"nodes": nodes}, pair.verifier, pair.drafter
         )
-        plan = planner.plan(config)
+        plan = plan_of(config, pair.verifier, pair.drafter, dtype)
         if nodes not in (None, plan.num_nodes):
             raise ValueError(
                 f"got --nodes {nodes}, expected at most {plan.num_nodes} with --method {plan.method} (the drafter's block)"

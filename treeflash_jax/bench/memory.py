@@ -41,9 +41,10 @@ from treeflash_jax.config import DrafterConfig, ModelConfig, read_json
 from treeflash_jax.decode import DecodePlan, Sampling, Weights
 from treeflash_jax.devices import GPU_MEMORY, TPU_MEMORY
 from treeflash_jax.footprint import Footprint, footprint, in_units, memory_limit
-from treeflash_jax.generate import STOP_SLOTS, TreeFlash
+from treeflash_jax.generate import STOP_SLOTS
 from treeflash_jax.heads import HEADS
 from treeflash_jax.options import resolve
+from treeflash_jax.planning import plan_of
 from treeflash_jax.quantized import SCHEMES
 
 
@@ -94,7 +95,7 @@ def report(arguments: argparse.Namespace) -> int:
     config = resolve(None, {name: getattr(arguments, name) for name in names}, model, drafter)
     if min(arguments.batch, arguments.context) < 1:
         raise ValueError(f"got batch {arguments.batch} and context {arguments.context}, expected at least 1 of each")
-    plan = TreeFlash(model, Weights(None), drafter=drafter).plan(config)
+    plan = plan_of(config, model, drafter, jnp.dtype(arguments.dtype))
     capacity = capacity_bucket(arguments.context)
     if "cpu" not in kind:
         plan = replace(plan, prefill_chunk=DecodePlan.prefill_chunk, attention=config.attention or DecodePlan.attention)
