@@ -1,4 +1,4 @@
-"""Files and faults: no pipe is waited for, nothing foreign is replaced, nothing is left half written, one writer at a time."""
+"""Files and faults: no pipe is waited for, nothing foreign is replaced or left half written, one writer at a time."""
 
 import json
 import os
