@@ -27,7 +27,7 @@ from treeflash_jax.config import read_json
 from treeflash_jax.formats import gguf, safetensors
 from treeflash_jax.tokenizer import Tokenizer
 
-PAIR = Path(hf.__file__).parent / "assets"
+PAIR = Path(hf.__file__).parent / "assets" / "tiny"
 
 
 @pytest.fixture(autouse=True)
