@@ -31,6 +31,7 @@ from treeflash_jax.bench.progress import Progress, Tell
 from treeflash_jax.bench.prompts import BenchPrompt, draw, read_prompts
 from treeflash_jax.bench.report import RESAMPLES, paired_ratio
 from treeflash_jax.builders import SAMPLED, law_of
+from treeflash_jax.checks import parse_json
 from treeflash_jax.clock import slow
 from treeflash_jax.options import drafting, resolve
 
@@ -149,10 +150,10 @@ def resume(file: TextIO, about: dict[str, Any]) -> dict[str, report.Answers]:
     if not lines:
         file.write(json.dumps(about) + "\n")
         file.flush()
-    elif json.loads(lines[0]) != about:
+    elif parse_json(lines[0]) != about:
         raise ValueError(f"{file.name}: got results of another comparison, expected those of this one; remove the file")
     kept = {}
-    for one in map(json.loads, lines[1:]):
+    for one in map(parse_json, lines[1:]):
         kept[one["system"]] = {(prompt, seed): counts for prompt, seed, counts in one["answers"]}
     return kept
 
