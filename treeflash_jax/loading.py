@@ -101,7 +101,7 @@ def float_type(dtype: Any) -> Any:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
-    if found not in map(jnp.dtype, DTYPES):
+    if found is None or found.name not in DTYPES:
         raise ValueError(f"got dtype {quoted(dtype)}, expected one of {', '.join(DTYPES)}")
     return found
 
