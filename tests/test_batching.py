@@ -57,7 +57,7 @@ def test_a_batch_keeps_its_places_busy():
     """Sequences of very different lengths take about as many rounds as their tokens over the places."""
     lengths = [int(n) for n in np.random.default_rng(0).integers(1, 100, 200)]
     places, rounds = Places(16, 2, deque(range(len(lengths)))), 0
-    left = {place: lengths[places.held[place]] for place in places.taken}
+    left = {place: lengths[places.held[place]] for place in places.fill()}
     finished = []
     while not places.is_empty:
         while sum(n <= 0 for n in left.values()) + places.held.count(None) < places.enough:

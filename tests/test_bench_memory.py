@@ -263,14 +263,14 @@ def test_a_gathered_cache_is_seen():
 @needs_8_devices
 def test_the_command_writes_what_it_prints_and_keeps_what_was_there(tmp_path, capsys):
     out = tmp_path / "rounds.json"
-    out.write_text('{"earlier": {"kept": 1}}')
+    out.write_text('{"earlier": {"bytes_per_device": {}}}')
     words = ["bench", "memory", *FOLDERS, "--mesh", "4x2", "--batch", "8", "--context", "300", "--out", str(out)]
     words += ["--nodes", "8", "--candidates", "4", "--children", "4"]
     assert main(words) == 0
     printed, steps = capsys.readouterr()
     assert steps == "[1/2] compiling the prefill\n[2/2] compiling the rounds\n"
     results = json.loads(out.read_text())
-    assert results.pop("earlier") == {"kept": 1}
+    assert results.pop("earlier") == {"bytes_per_device": {}}
     [(key, result)] = results.items()
     assert key == "verifier cpu 4x2 batch 8" and key in printed
     assert (result["context"], result["nodes"], result["mesh"]) == (384, 8, {"data": 4, "model": 2})
@@ -320,7 +320,7 @@ def test_a_shape_on_a_mesh_that_is_not_here_is_arithmetic(capsys):
         (["--shape", "qwen3-4b", "--mesh", "64x64"], "got a mesh of 64 x 64"),
         (["--shape", "qwen3-4b", "--mesh", "2x2", "--no-compile", "--batch", "3"], "expected a multiple"),
         (["--shape", "qwen3-4b", "--batch", "0"], "got batch 0"),
-        (["--shape", "qwen3-4b", "--no-compile", "--out", "nowhere/rounds.json"], "a folder that exists"),
+        (["--shape", "qwen3-4b", "--no-compile", "--out", "nowhere/rounds.json"], "cannot write nowhere/rounds.json"),
         (["--shape", "qwen3-4b", "--nodes", "0"], "nodes"),
         (["--shape", "qwen3-4b", "--drafter-shape", str(PAIR / "drafter")], "drafter does not fit"),
         ([], "the following arguments are required: --shape"),

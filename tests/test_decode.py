@@ -241,7 +241,7 @@ def test_after_a_warmup_nothing_compiles(monkeypatch, caplog):
     results = model.generate([PROMPT, [7, 8], [9]], temperature=[0.0, 0.9, 0.0], stop_ids=[1, 2], **settings)
     assert model.programs == programs and [result.compile_seconds for result in results] == [0, 0, 0]
     assert model.warmup(prompt_tokens=30, num_prompts=3, **settings) == 0
-    for sizes, words in (({"prompt_tokens": 0}, "of 0 tokens"), ({"prompt_tokens": 5000}, "5000 prompt tokens")):
+    for sizes, words in (({"prompt_tokens": 0}, "prompt_tokens 0"), ({"prompt_tokens": 5000}, "5000 prompt tokens")):
         with pytest.raises(ValueError, match=words):
             model.warmup(**sizes)
     assert len(caplog.records) == 1

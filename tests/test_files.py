@@ -22,8 +22,8 @@ from train.checkpoint import Checkpoints, claim
 from train.records import Source
 from treeflash_jax import calibration, files, hf, storage
 from treeflash_jax.bench import compare, report, run, timings
+from treeflash_jax.checks import read_json
 from treeflash_jax.cli import main as cli
-from treeflash_jax.config import read_json
 from treeflash_jax.formats import gguf, safetensors
 from treeflash_jax.tokenizer import Tokenizer
 

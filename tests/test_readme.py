@@ -95,7 +95,7 @@ def test_named_files_and_links_exist(page):
     here = (ROOT / page).parent
     for link in re.findall(r"\]\((?!https?:)([^)#]*)[^)]*\)", PAGES[page]):
         assert (here / link).exists(), link
-    for name in FILES.findall(PAGES[page]):
+    for name in set(FILES.findall(PAGES[page])) - {"config.json", "tokenizer.json"}:  # of any model's folder
         assert any((folder / name).exists() for folder in (here, ROOT, RESULTS, ROOT / "treeflash_jax")), name
 
 

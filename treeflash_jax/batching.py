@@ -31,6 +31,11 @@ def capacity_bucket(positions: int) -> int:
     return size
 
 
+def refilled(size: int) -> int:
+    """How many places of a batch of this size are refilled together."""
+    return max(1, round(size * REFILLED_SHARE))
+
+
 @dataclass
 class Places:
     """The places of a batch and what each of them decodes.
@@ -49,8 +54,6 @@ class Places:
 
     def __post_init__(self) -> None:
         self.held = [None] * self.size
-        for place in range(min(self.size, len(self.waiting))):
-            self.held[place] = self.waiting.popleft()
 
     @property
     def is_empty(self) -> bool:
@@ -69,6 +72,12 @@ class Places:
     @property
     def taken(self) -> list[int]:
         return [place for place, index in enumerate(self.held) if index is not None]
+
+    def fill(self) -> list[int]:
+        """Gives all places of an empty batch to waiting sequences; returns those that are taken."""
+        for place in range(min(self.size, len(self.waiting))):
+            self.held[place] = self.waiting.popleft()
+        return self.taken
 
     def admit(self) -> list[int]:
         """Gives free places to the next group; returns these places, in the order of its sequences."""

@@ -22,7 +22,7 @@ from treeflash_jax import decode as core
 from treeflash_jax import mesh as meshes
 from treeflash_jax import prompts as prompting
 from treeflash_jax import tree as trees
-from treeflash_jax.batching import REFILLED_SHARE, Places, Turn, capacity_bucket, turn
+from treeflash_jax.batching import Places, Turn, capacity_bucket, refilled, turn
 from treeflash_jax.checks import whole
 from treeflash_jax.clock import Clock
 from treeflash_jax.config import DrafterConfig, ModelConfig
@@ -195,6 +195,7 @@ class TreeFlash:
                     at = members[now.indices[place]]
                     unanswered.remove(at)
                     yield at, result
+                del now  # its caches make room for those of the next sequences
             for i in sorted(unanswered):  # after Ctrl-C
                 yield i, Result.unanswered(rows[i].ids, has_text=self.tokenizer is not None)
 
@@ -280,7 +281,7 @@ class TreeFlash:
         clock = Clock()
         for builder in dict.fromkeys(with_builder(config, self.drafter, row.temperature).builder for row in rows):
             own = replace(config, builder=builder)
-            plan, places, state = self._begin(rows, size, own, clock)
+            plan, _, places, state = self._begin(rows, size, own, clock)
             no_rounds = jnp.int32(0), jnp.int32(places.enough)
             state = self._call(core.decode, (self.weights, state, *no_rounds), clock, plan=plan)
             if places.waiting:
@@ -350,7 +351,7 @@ class TreeFlash:
         return self._place(budget.replace(times=None)).replace(times=budget.times)
 
     def _config(self, config: GenerateConfig | None, settings: Settings) -> GenerateConfig:
-        is_default = (config or GenerateConfig()).method is None and settings.get("method") is None
+        is_default = getattr(config, "method", None) is None and settings.get("method") is None
         config = resolve(config, settings, self.verifier, self.drafter)
         if is_default and self.drafter is None and not self.noted_plain:
             self.noted_plain = True
@@ -366,7 +367,7 @@ class TreeFlash:
             self.drafter,
             dtype=self.dtype,
             mesh=self.mesh,
-            batch=self._padded(size),
+            batch=self._padded(size) + (self._padded(refilled(size)) if 1 < size < len(rows) else 0),
             capacity=capacity_bucket(max(row.length for row in rows) + config.max_new_tokens),
             drafts=config.method != "ar",
             quantize=self.quantize,
@@ -385,7 +386,7 @@ class TreeFlash:
         asking for more.
         """
         clock = Clock()
-        plan, places, state = self._begin(rows, size, config, clock)
+        plan, decision, places, state = self._begin(rows, size, config, clock)
         limit = jnp.int32(rounds)
         try:
             while True:
@@ -397,6 +398,12 @@ class TreeFlash:
                     ready = places.done(done_b)
                     yield turn(places, rows, ready, state=state, clock=clock)
                 places.release(ready)
+                if places.is_empty and places.waiting:
+                    capacity, state = state.capacity, None  # nobody needs its caches
+                    state = self._read_first(rows, places, capacity, config, clock, plan)
+                    if decision is not None:
+                        state = state.replace(budget=self._budget(plan, decision, state))
+                    continue
                 if places.is_refill_due:
                     state = self._admit(state, places, rows, config, clock, plan)
                     continue
@@ -406,26 +413,31 @@ class TreeFlash:
                     state = self._call(core.grow, (state,), clock, capacity=capacity_bucket(2 * state.capacity))
                 state = self._call(core.decode, (self.weights, state, limit, jnp.int32(places.enough)), clock, plan=plan)
         except KeyboardInterrupt:
-            if state.end_b.is_deleted():  # the interrupt fell between a donation and its result
+            if state is None or state.end_b.is_deleted():  # the interrupt fell between a donation and its result
                 raise
             clock.stop()
             yield turn(places, rows, places.taken, state=state, clock=clock, interrupted=True)
 
     def _begin(
         self, rows: list[Row], size: int, config: GenerateConfig, clock: Clock
-    ) -> tuple[DecodePlan, Places, DecodeState]:
-        """The plan of a batch, which places its sequences take, and its state after the prefill."""
+    ) -> tuple[DecodePlan, calibration.Decision | None, Places, DecodeState]:
+        """The plan of a batch, by what its rounds choose, the places of its sequences, and its state after the prefill."""
         plan, decision = self.plan(config), None
         positions = max(row.length for row in rows) + min(config.max_new_tokens, ROOM_AHEAD) + 1
         if plan.buckets:
             plan, decision = self._choose(plan, rows, size, capacity_bucket(positions + plan.path_rows))
         capacity = capacity_bucket(positions + plan.path_rows)
-        group = self._padded(max(1, round(size * REFILLED_SHARE)))
-        places = Places(self._padded(size), group, deque(range(len(rows))))
-        state = self._prefill([rows[places.held[place]] for place in places.taken], size, capacity, config, clock, plan)
+        places = Places(self._padded(size), self._padded(refilled(size)), deque(range(len(rows))))
+        state = self._read_first(rows, places, capacity, config, clock, plan)
         if decision is not None:
             state = state.replace(budget=self._budget(plan, decision, state))
-        return plan, places, state
+        return plan, decision, places, state
+
+    def _read_first(
+        self, rows: list[Row], places: Places, capacity: int, config: GenerateConfig, clock: Clock, plan: DecodePlan
+    ) -> DecodeState:
+        """The state of a batch that was empty, the prompts of its first sequences read."""
+        return self._prefill([rows[places.held[at]] for at in places.fill()], places.size, capacity, config, clock, plan)
 
     def _admit(
         self,
