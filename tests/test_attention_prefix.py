@@ -173,12 +173,14 @@ def test_drafted_ids_are_those_of_one_token_decoding(name, trained, one_by_one):
 
 def test_the_command_line_names_it(tmp_path):
     def parsed(*words):
-        return cli._parser().parse_args([*words, "--attention", "pallas-tpu"])
+        return cli.parser().parse_args([*words, "--attention", "pallas-tpu"])
 
     for command in ("generate", "chat", "check"):
         assert cli._settings(parsed(command))["attention"] == "pallas-tpu"
     arguments = parsed("bench", "latency", "--nodes", "8", "16")
-    assert [plan.attention for plan in latency.plans_of(latency.find_pair(arguments), arguments)] == ["pallas-tpu"] * 2
+    assert [plan.attention for plan in latency.plans_of(latency.find_pair(arguments), arguments, jnp.float32)] == [
+        "pallas-tpu"
+    ] * 2
     words = ["bench", "memory", "--shape", "tiny", "--mesh", "1x1", "--no-compile", "--out", str(tmp_path / "memory.json")]
     assert parsed(*words).run(parsed(*words)) == 0
     [result] = json.loads((tmp_path / "memory.json").read_text()).values()

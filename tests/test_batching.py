@@ -8,9 +8,11 @@ from collections import deque
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import random_pair
+from conftest import needs_8_devices, random_pair
+from test_budget import AUTO, MIXED, beside, table
 
 from treeflash_jax import decode as core
+from treeflash_jax import make_mesh
 from treeflash_jax.batching import Places
 from treeflash_jax.options import GenerateConfig, rows_of
 
@@ -97,3 +99,31 @@ def test_admission_writes_the_replaced_sequences_only():
         np.testing.assert_array_equal(np.asarray(x)[:2], before[:2])
         np.testing.assert_array_equal(np.asarray(x)[2], came[0])
     assert after.end_b.tolist() == [2 + 1, 2 + 1, 3 + 1]
+
+
+@pytest.mark.parametrize("step", [0.42, 0.9])
+def test_rounds_that_choose_their_nodes_go_on_choosing(trained, tmp_path, step):
+    """With pauses in between, too: what the drafter has put off is shown to it before others move in."""
+    model = beside(trained, tmp_path / "a.json", table(trained, MIXED, step))
+    how = {"max_new_tokens": 60, "stop_ids": [3, 7, 11, 20]}
+    plain = trained.generate(PROMPTS, method="ar", batch_size=7, **how)
+    results = model.generate(PROMPTS, batch_size=2, **AUTO, **how)
+    assert [result.ids for result in results] == [result.ids for result in plain]
+    assert all(len(result.nodes) == len(result.accept_lengths) for result in results)
+    chosen = {nodes for result in results for nodes in result.nodes}
+    assert len(chosen) > 1 and (1 in chosen) == (step == 0.42)
+
+
+@needs_8_devices
+def test_sequences_move_in_on_a_mesh():
+    alone, sharded = random_pair(), random_pair(make_mesh(2, 2))
+    how = {
+        "max_new_tokens": 12,
+        "nodes": 8,
+        "candidates": 4,
+        "children": 4,
+        "batch_size": 4,
+        "stop_ids": [3, 7, 11, 20, 33],
+    }
+    expected = [result.ids for result in alone.generate(PROMPTS, **how)]
+    assert [result.ids for result in sharded.generate(PROMPTS, **how)] == expected

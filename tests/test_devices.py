@@ -48,8 +48,18 @@ def test_features_are_read_from_the_flags(tmp_path):
     assert devices.cpu_features(str(path)) == devices.cpu_features(str(tmp_path / "missing")) == frozenset()
 
 
+@pytest.mark.parametrize(
+    ("flags", "left"),
+    [("", {"amx_bf16"}), ("--xla_cpu_max_isa=AMX", {"amx_bf16"}), ("--a=1 --xla_cpu_max_isa=avx512", set())],
+)
+def test_what_xla_may_not_use_does_not_count(flags, left):
+    assert devices.usable(frozenset({"amx_bf16", "avx2"}), flags) == left | {"avx2"}
+
+
 def test_a_pair_is_loaded_in_the_default_dtype(monkeypatch):
     monkeypatch.setattr(devices, "cpu_features", lambda: frozenset({"amx_bf16"}))
+    assert tf.load("tiny").dtype == jnp.float32, "the tests run without these instructions"
+    monkeypatch.setenv("XLA_FLAGS", "")
     model = tf.load("tiny")
     assert model.dtype == jnp.bfloat16 and model.plan(tf.GenerateConfig()).attention == "xla"
     model = tf.load("tiny", dtype=jnp.float32)

@@ -27,7 +27,7 @@ LAYERS = (
     {"rounds"},
     {"decode"},
     {"footprint", "calibration", "storage", "hf", "formats", "tokenizer", "prompts"},
-    {"options", "draw", "result", "batching", "generate"},
+    {"options", "draw", "result", "batching", "planning", "generate"},
     {"pairs"},
     {"loading"},
     {"bench", "check", "chat", "cli", "demo", "__init__", "__main__"},

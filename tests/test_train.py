@@ -12,7 +12,7 @@ import pytest
 import toy_training
 from toy_training import DRAFTER, MODEL
 
-from train import blocks, config, data, drafter, evaluate, head, hosts, losses, objective, state
+from train import blocks, config, data, drafter, evaluate, head, hosts, losses, objective, state, watch
 from treeflash_jax import drafter as dflash
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
@@ -385,7 +385,9 @@ def test_muon_and_linear_heads_train_too(toy, tmp_path):
     assert set(weights) == {"norm", "token", "hidden"} and np.any(weights["token"])
 
 
-def test_backbone_from_scratch_learns(toy, tmp_path):
+def test_backbone_from_scratch_learns(toy, tmp_path, monkeypatch):
+    reports = []
+    monkeypatch.setattr(watch.Watch, "evaluating", lambda self, *words: reports.append(words))
     text = (
         toy.read_text().replace('drafter = "', 'unused = "').replace("forward-kl", "cross-entropy")
         + "num_layers = 1\nblock_size = 4\nmask_token_id = 3\n"
@@ -402,6 +404,7 @@ def test_backbone_from_scratch_learns(toy, tmp_path):
     log = [json.loads(line) for line in open(f"{tmp_path}/run/log.jsonl")]
     assert log[-1]["loss"] < log[0]["loss"] and 1 <= log[-1]["held_out/tau_4"] <= 4
     assert "overlap" not in log[-1]
+    assert reports[-3:] == [(done, 2, "prompts with trees of 4 nodes") for done in range(3)]
 
 
 def test_flops_count_every_pass_once():

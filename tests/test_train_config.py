@@ -29,7 +29,9 @@ def test_every_file_is_understood_and_survives_being_saved(path, tmp_path):
 def test_there_are_recipes_for_every_pair():
     found = {(path.parent.name, path.stem) for path in FILES}
     assert {
-        (pair, stage) for pair in ("tiny", "shipped", "qwen3-4b", "qwen3-8b") for stage in ("respond", "drafter", "head")
+        (pair, stage)
+        for pair in ("tiny", "shipped", "smollm2", "qwen3-4b", "qwen3-8b")
+        for stage in ("respond", "drafter", "head")
     } <= found
 
 

@@ -71,7 +71,7 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
         "mask_token_id = 3: <|mask|>, which the training data does not have",
         "target_layer_ids = 1, 2, 3: 3 of the verifier's 6 layers by the published rule",
         "block_size = 4: as given",
-        "compute_dtype = float32: the library's default on a CPU",
+        "compute_dtype = float32: this CPU has no bfloat16 instructions",
         "loop.steps = 6: as given",
         "sources.0.hold_out = 4: every so-many-th of 12 prompts",
     ):
@@ -130,7 +130,8 @@ def test_minutes_size_answers_and_steps_by_their_speed(prompts, tmp_path, monkey
     stage = compose.respond_stage(settings, verifier).stage
     choice = pair._answers_in_time(stage, settings)
     assert choice.value == int(0.45 * 600 * (4 * 32 / 8) / stage.max_new_tokens)
-    assert pair._answers_in_time(stage, replace(settings, minutes=1000.0)).value == 0, "all of them"
+    assert pair._answers_in_time(stage, replace(settings, minutes=1000.0)) is None, "all of them"
+    assert compose.respond_stage(settings, verifier, choices.Choice(9, "timed")).stage.sources[0].limit == 9
 
     log = tmp_path / "timing-head"
     written = [{"step": 1, "tokens_per_second": 100.0}, {"step": 2, "tokens_per_second": 512.0}, {"step": 3}]
@@ -144,8 +145,11 @@ def test_minutes_size_answers_and_steps_by_their_speed(prompts, tmp_path, monkey
     answers = compose.Answers(count=900, rows=80_000, mask=choices.Choice(3, "unused"))
     made = compose.head_stage(replace(settings, head_steps=0), verifier, stage, answers, 4).stage
     assert made.loop.steps == 3 * 80_000 // 8
+    assert pair._steps_in_time("head", made, replace(settings, minutes=1e6)) is None
     choice = pair._steps_in_time("head", made, settings)
     assert choice.value == int(0.15 * 600 / (made.loop.batch * made.data.row_tokens / 512)) and not log.exists()
+    made = compose.head_stage(settings, verifier, stage, answers, 4, choice)
+    assert made.stage.loop.steps == choice.value and f"loop.steps = {choice.value}: {choice.reason}" in made.lines
 
 
 # The rules

@@ -31,8 +31,10 @@ def run(tmp_path):
 
 
 def test_lines_are_short_and_say_what_matters():
-    assert watch.describe(LOG[0]) == "loss 3.250, 900 tokens/s, MFU 25%"
-    assert watch.describe(LOG[2]) == "held-out loss 2.750, tau 2.50 at 16 nodes, 3.00 at 64 nodes (marginal 2.25)"
+    trained, measured = watch.describe(LOG[0] | LOG[2])
+    assert trained == "loss 3.250, 900 tokens/s, MFU 25%"
+    assert measured == "held-out loss 2.750, tau 2.50 at 16 nodes, 3.00 at 64 nodes (marginal 2.25)"
+    assert watch.describe(LOG[2]) == [measured] and watch.describe(LOG[0] | {"mfu": None}) == ["loss 3.250, 900 tokens/s"]
 
 
 def test_a_run_ends_with_its_sums(run, tmp_path, capsys):
@@ -62,8 +64,9 @@ def test_lines_stay_above_the_bar_of_a_terminal(monkeypatch):
         print("step 20 of 40")
     shown = terminal.getvalue()
     assert "3/8" in shown and "evaluating 3 of 16 [prompts]" in shown and "step 20 of 40\n" in shown
-    progress.table("Trained head", {"tau": "2.50 at 16 nodes"})
-    assert "│ tau │ 2.50 at 16 nodes │" in terminal.getvalue()
+    title = "A title that is wider than its table " + "x" * 20
+    progress.table(title, {"tau": "2.50 at 16 nodes"})
+    assert f"{title}\n" in terminal.getvalue() and "│ tau │ 2.50 at 16 nodes │" in terminal.getvalue()
 
 
 def test_without_a_terminal_there_are_plain_lines_only(capsys):

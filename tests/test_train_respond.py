@@ -39,15 +39,15 @@ def chat(question: str) -> dict:
 
 @pytest.fixture
 def model(tiny, monkeypatch):
-    """The shipped pair with its compiled programs; counts the batches it answers."""
+    """The shipped pair with its compiled programs; keeps what it was asked: the indices of every call."""
     calls = []
-    generate = tiny.generate
+    generate_each = tiny.generate_each
 
-    def counted(*args, **named):
-        calls.append(named["indices"])
-        return generate(*args, **named)
+    def noted(*args, **named):
+        calls.append(list(named["indices"]))
+        return generate_each(*args, **named)
 
-    monkeypatch.setattr(tiny, "generate", counted)
+    monkeypatch.setattr(tiny, "generate_each", noted)
     monkeypatch.setattr(respond, "load_model", lambda settings: tiny)
     tiny.calls = calls
     return tiny
@@ -115,7 +115,7 @@ def test_an_answer_depends_on_seed_and_index_only(tiny, whole):
 def test_drafted_answers_are_the_same(model, settings, whole, drafter):
     respond.main(replace(settings, drafter=drafter))
     assert Path(settings.out).read_bytes() == whole
-    assert model.calls == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    assert model.calls == [list(range(11))]
 
 
 def test_a_run_cut_at_any_byte_ends_with_the_same_file(model, settings, whole):
@@ -128,22 +128,22 @@ def test_a_run_cut_at_any_byte_ends_with_the_same_file(model, settings, whole):
         respond.main(settings)
         assert out.read_bytes() == whole, f"cut at byte {cut}"
         lines = sum(end <= cut for end in ends)
-        assert len(model.calls) == 3 - (3 if lines == 11 else lines // 4), "only unfinished batches are answered again"
+        assert sum(model.calls, []) == list(range(lines, 11)), "only unanswered prompts are asked"
 
 
-def test_an_interrupted_batch_is_not_written(model, settings, whole, monkeypatch):
-    generate = model.generate
+def test_answers_before_an_interrupt_are_kept(model, settings, whole, monkeypatch):
+    generate_each = model.generate_each
 
     def interrupted(prompts, **named):
-        results = generate(prompts, **named)
-        return [replace(result, finished="interrupted") for result in results] if len(model.calls) == 2 else results
+        for number, (at, result) in enumerate(generate_each(prompts, **named)):
+            yield at, replace(result, finished="interrupted") if number >= 4 and len(model.calls) == 1 else result
 
-    monkeypatch.setattr(model, "generate", interrupted)
+    monkeypatch.setattr(model, "generate_each", interrupted)
     with pytest.raises(SystemExit, match="the same command goes on"):
         respond.main(settings)
     assert len(lines_of(Path(settings.out).read_bytes())) == 4
     respond.main(settings)
-    assert Path(settings.out).read_bytes() == whole
+    assert Path(settings.out).read_bytes() == whole and len(model.calls[1]) == 7
 
 
 def test_parts_of_other_hosts_are_merged(model, settings, whole):
@@ -156,7 +156,7 @@ def test_parts_of_other_hosts_are_merged(model, settings, whole):
     out.with_name("answers.jsonl.part-2").write_bytes(b"".join(lines[8:10]))
     respond.main(settings)
     assert out.read_bytes() == whole
-    assert model.calls == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert model.calls == [list(range(2, 8))]
     assert sorted(path.name for path in out.parent.iterdir()) == ["answers.jsonl", "answers.jsonl.settings.toml"]
 
 
@@ -172,14 +172,13 @@ def split(whole: bytes) -> tuple[bytes, bytes]:
 @pytest.fixture
 def stopping(model, monkeypatch) -> bytes:
     """Every third answer ends by itself; what a run that keeps all of them writes."""
-    generate = model.generate
+    generate_each = model.generate_each
 
     def answers(prompts, **named):
-        results = generate(prompts, **named)
-        ends = [index % 3 == 1 for index in named["indices"]]
-        return [replace(result, finished="stop" if end else "length") for result, end in zip(results, ends, strict=True)]
+        for at, result in generate_each(prompts, **named):
+            yield at, replace(result, finished="stop" if named["indices"][at] % 3 == 1 else "length")
 
-    monkeypatch.setattr(model, "generate", answers)
+    monkeypatch.setattr(model, "generate_each", answers)
 
 
 def test_answers_that_were_cut_may_be_dropped(model, stopping, settings, capsys):
@@ -347,5 +346,5 @@ def test_two_processes_write_the_file_of_one(settings, whole, tmp_path):
     for replicas in ("host", "all"):
         assert (tmp_path / f"{replicas}.jsonl").read_bytes() == whole, replicas
     assert not list(tmp_path.glob("*.part-*"))
-    assert logs[0].count("batch 2 of 2") == 1 and logs[0].count("batch 3 of 3") == 1, "a share of three batches, then all"
+    assert logs[0].count("6 of 6 answers") == 1 and logs[0].count("11 of 11 answers") == 1, "a share, then all"
     assert "answers in" in logs[0] and "answers in" not in logs[1], "one process speaks"

@@ -31,6 +31,7 @@ from train.state import Stage, TrainState, abstract_rows, abstract_state, initia
 from treeflash_jax import files
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
+from treeflash_jax.arguments import Parser
 from treeflash_jax.bench import shapes
 from treeflash_jax.bench.programs import collectives, topology_devices
 
@@ -131,7 +132,9 @@ def _shardings(tree: Any) -> Any:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        prog="python -m train.compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("settings", nargs="+", metavar="FILE.toml | key=value", help="of train.head or train.drafter")
     parser.add_argument("--shape", required=True, help=f"one of {', '.join(shapes.VERIFIERS)}")
     parser.add_argument("--topology", help="devices that are not here, such as v5e:4x4 or h200:8")

@@ -114,13 +114,19 @@ def held_out_every(count: int) -> int:
     return min(50, max(4, count // 16))
 
 
-def respond_stage(settings: PairConfig, verifier: Verifier) -> Composed:
+def respond_stage(settings: PairConfig, verifier: Verifier, limit: Choice | None = None) -> Composed:
     """Settings of `train.respond`.
+
+    Args:
+      settings: of all stages.
+      verifier: that will answer.
+      limit: how many of the prompts are used, in place of `settings.num_prompts`.
 
     Raises:
       ValueError: prompts that cannot be read, or fewer than LEAST_PROMPTS.
     """
-    source = Source(path=settings.prompts, limit=settings.num_prompts, hold_out=0)
+    limit = limit or Choice(settings.num_prompts, "as given" if settings.num_prompts else "all of them")
+    source = Source(path=settings.prompts, limit=limit.value, hold_out=0)
     count = sum(1 for _ in read(source, settings.seed))
     if count < LEAST_PROMPTS:
         raise ValueError(f"{settings.prompts}: got {count} prompts, expected at least {LEAST_PROMPTS}")
@@ -144,6 +150,7 @@ def respond_stage(settings: PairConfig, verifier: Verifier) -> Composed:
     )
     why_long = f"95 % of the prompts have at most {np.percentile(lengths, 95):.0f} tokens; longer ones are left out"
     by_rule = {
+        "sources.0.limit": limit.reason,
         "sources.0.hold_out": f"every so-many-th of {count:,} prompts, for validation and the last measurement",
         "max_prompt_tokens": why_long,
         "max_new_tokens": f"on {'a CPU' if on_cpu else 'an accelerator'}; longer answers are cut",
@@ -161,14 +168,17 @@ def read_answers(asked: RespondConfig, settings: PairConfig, verifier: Verifier)
     return Answers(sum(packed.num_documents for packed in corpus.train.values()), corpus.num_rows, mask)
 
 
-def drafter_stage(settings: PairConfig, verifier: Verifier, asked: RespondConfig, answers: Answers) -> Composed:
-    """Settings of `train.drafter`, for these answers."""
+def drafter_stage(
+    settings: PairConfig, verifier: Verifier, asked: RespondConfig, answers: Answers, steps: Choice | None = None
+) -> Composed:
+    """Settings of `train.drafter`, for these answers; `steps` in place of those of the settings."""
     model, own = verifier.model, settings
     block = _chosen(own.block_size, choices.block_size())
     layers = _chosen(own.num_layers, choices.drafter_layers(model.num_layers))
     mask = _chosen(own.mask_token_id, answers.mask)
     taps = _chosen(own.target_layer_ids or None, choices.tapped_layers(model.num_layers))
-    shared, steps = _drafting(settings, verifier, asked, answers, "drafter", block.value, settings.steps)
+    steps = steps or _steps("drafter", settings, answers, settings.steps)
+    shared = _drafting("drafter", settings, verifier, asked, answers, block.value, steps.value)
     made = DrafterStage(
         num_layers=layers.value,
         block_size=block.value,
@@ -188,9 +198,17 @@ def drafter_stage(settings: PairConfig, verifier: Verifier, asked: RespondConfig
     return _composed(made, settings.drafter, by_rule)
 
 
-def head_stage(settings: PairConfig, verifier: Verifier, asked: RespondConfig, answers: Answers, block: int) -> Composed:
+def head_stage(
+    settings: PairConfig,
+    verifier: Verifier,
+    asked: RespondConfig,
+    answers: Answers,
+    block: int,
+    steps: Choice | None = None,
+) -> Composed:
     """Settings of `train.head`, on the backbone of OUT/drafter with blocks of this size."""
-    shared, steps = _drafting(settings, verifier, asked, answers, "head", block, settings.head_steps)
+    steps = steps or _steps("head", settings, answers, settings.head_steps)
+    shared = _drafting("head", settings, verifier, asked, answers, block, steps.value)
     made = HeadStage(drafter=str(file(settings, "drafter") / "model"), head="mlp", **shared)
     by_rule = {"head": "TreeFlash's, on the frozen backbone", "loop.steps": steps.reason}
     return _composed(made, settings.head, by_rule)
@@ -212,21 +230,37 @@ def measure_stage(settings: PairConfig) -> Composed:
     return _composed(made, settings.measure, {})
 
 
-def _drafting(
-    settings: PairConfig, verifier: Verifier, asked: RespondConfig, answers: Answers, name: str, block: int, steps: int
-) -> tuple[dict[str, Any], Choice]:
-    """What `train.drafter` and `train.head` share, and the choice of its steps."""
+def _batch(settings: PairConfig) -> int:
+    """At least 8 rows, as many on every device."""
     mesh = settings.mesh
     devices = mesh.data * mesh.fsdp or jax.device_count() // mesh.model
-    batch = math.ceil(8 / devices) * devices
-    rows = _data(asked, verifier)
-    passes = max(LEAST_STEPS[name], math.ceil(PASSES[name] * answers.rows / batch))
+    return math.ceil(8 / devices) * devices
+
+
+def _steps(name: str, settings: PairConfig, answers: Answers, given: int) -> Choice:
+    if given:
+        return Choice(given, "as given")
+    batch = _batch(settings)
+    count = max(LEAST_STEPS[name], math.ceil(PASSES[name] * answers.rows / batch))
     reason = f"{PASSES[name]} passes over {answers.rows:,} rows in batches of {batch}, at least {LEAST_STEPS[name]}"
-    chosen = _chosen(steps or None, Choice(passes, reason))
+    return Choice(count, reason)
+
+
+def _drafting(
+    name: str,
+    settings: PairConfig,
+    verifier: Verifier,
+    asked: RespondConfig,
+    answers: Answers,
+    block: int,
+    steps: int,
+) -> dict[str, Any]:
+    """What `train.drafter` and `train.head` share."""
+    rows, batch = _data(asked, verifier), _batch(settings)
     chunk = 2 ** int(math.log2(max(1, LOGITS_BYTES // (batch * block * verifier.model.vocab_size * 4))))
     anchors = max(1, rows.row_tokens // 8)
     chunk = min(chunk, anchors)
-    shared = dict(
+    return dict(
         run=str(file(settings, name)),
         verifier=settings.verifier,
         sources=(_answers_source(asked, held_out_every(answers.count)),),
@@ -240,12 +274,9 @@ def _drafting(
         ),
         evaluate=EvaluateConfig(nodes=(16,)),
         optimizer=OptimizerConfig(name="muon", learning_rate=LEARNING_RATES[name], final=0.01),
-        loop=LoopConfig(
-            steps=chosen.value, batch=batch, seed=settings.seed, save_every=50, evaluate_every=max(1, chosen.value // 4)
-        ),
-        mesh=mesh,
+        loop=LoopConfig(steps=steps, batch=batch, seed=settings.seed, save_every=50, evaluate_every=max(1, steps // 4)),
+        mesh=settings.mesh,
     )
-    return shared, chosen
 
 
 def _composed(by_rule: Any, given: dict[str, Any], reasons: dict[str, str]) -> Composed:

@@ -23,7 +23,22 @@ from typing import Any
 
 import jax
 
-from train import choices, compose, config, data, drafter, export, folders, head, hosts, lock, measure, respond, watch
+from train import (
+    choices,
+    compose,
+    config,
+    data,
+    drafter,
+    export,
+    folders,
+    head,
+    hosts,
+    lock,
+    measure,
+    progress,
+    respond,
+    watch,
+)
 from train.choices import Choice
 from train.compose import Composed, PairConfig
 from treeflash_jax import files
@@ -80,29 +95,23 @@ def _compose(name: str, settings: PairConfig, verifier: compose.Verifier, stages
     """Settings of the next stage, from those before it and what they left."""
     if name == "respond":
         made = compose.respond_stage(settings, verifier)
-        if not settings.minutes:
-            return made
-        choice = _answers_in_time(made.stage, settings)
-        fitting = compose.respond_stage(dataclasses.replace(settings, num_prompts=choice.value), verifier)
-        return dataclasses.replace(fitting, lines=[*fitting.lines, f"num_prompts = {choice.value}: {choice.reason}"])
+        limit = _answers_in_time(made.stage, settings) if settings.minutes else None
+        return made if limit is None else compose.respond_stage(settings, verifier, limit)
     if name == "export":
         return compose.export_stage(settings)
     if name == "measure":
         return compose.measure_stage(settings)
-    answers = compose.read_answers(stages["respond"], settings, verifier)
-    field = "steps" if name == "drafter" else "head_steps"
+    asked = stages["respond"]
+    answers = compose.read_answers(asked, settings, verifier)
 
-    def stage(settings: PairConfig) -> Composed:
+    def stage(steps: Choice | None) -> Composed:
         if name == "drafter":
-            return compose.drafter_stage(settings, verifier, stages["respond"], answers)
-        return compose.head_stage(settings, verifier, stages["respond"], answers, stages["drafter"].block_size)
+            return compose.drafter_stage(settings, verifier, asked, answers, steps)
+        return compose.head_stage(settings, verifier, asked, answers, stages["drafter"].block_size, steps)
 
-    made = stage(settings)
-    if not settings.minutes or getattr(settings, field):
-        return made
-    choice = _steps_in_time(name, made.stage, settings)
-    fitting = stage(dataclasses.replace(settings, **{field: choice.value}))
-    return dataclasses.replace(fitting, lines=[*fitting.lines, f"{field} = {choice.value}: {choice.reason}"])
+    made, given = stage(None), settings.steps if name == "drafter" else settings.head_steps
+    steps = _steps_in_time(name, made.stage, settings) if settings.minutes and not given else None
+    return made if steps is None else stage(steps)
 
 
 def _check_overrides(settings: PairConfig, verifier: compose.Verifier) -> None:
@@ -116,8 +125,8 @@ def _check_overrides(settings: PairConfig, verifier: compose.Verifier) -> None:
     compose.measure_stage(settings)
 
 
-def _answers_in_time(stage: respond.RespondConfig, settings: PairConfig) -> Choice:
-    """How many prompts can be answered in their share of the time, by the speed of one short batch."""
+def _answers_in_time(stage: respond.RespondConfig, settings: PairConfig) -> Choice | None:
+    """How many prompts can be answered in their share of the time, by the speed of one short batch; None: all of them."""
     model = respond.load_model(stage)
     prompts = respond.collect_prompts(stage, model)
     chosen = [prompts[i].ids for i in data.spread(min(stage.batch, len(prompts)), len(prompts))]
@@ -125,14 +134,13 @@ def _answers_in_time(stage: respond.RespondConfig, settings: PairConfig) -> Choi
     speed = sum(len(result.ids) for result in results) / results[0].seconds
     seconds = 60 * settings.minutes * SHARES["respond"]
     count = max(stage.batch, compose.LEAST_PROMPTS, int(seconds * speed / stage.max_new_tokens))
-    reason = f"the answers of {seconds / 60:.0f} minutes at {speed:,.0f} tokens/s, as timed"
     if count >= len(prompts):
-        return Choice(settings.num_prompts, f"all {len(prompts):,}, fewer than {reason}")
-    return Choice(count, reason)
+        return None
+    return Choice(count, f"as many as {progress.duration(seconds)} are enough for, at {speed:,.0f} tokens/s as timed")
 
 
-def _steps_in_time(name: str, stage: drafter.DraftingStage, settings: PairConfig) -> Choice:
-    """How many steps fit into their share of the time, by the speed of a few."""
+def _steps_in_time(name: str, stage: drafter.DraftingStage, settings: PairConfig) -> Choice | None:
+    """How many steps fit into their share of the time, by the speed of a few; None: those of the rule."""
     folder = compose.file(settings, f"timing-{name}")
     shutil.rmtree(folder, ignore_errors=True)
     loop = dataclasses.replace(stage.loop, steps=TIMED_STEPS, log_every=1, save_every=0, evaluate_every=0)
@@ -146,8 +154,8 @@ def _steps_in_time(name: str, stage: drafter.DraftingStage, settings: PairConfig
     seconds = 60 * settings.minutes * SHARES[name]
     count = max(1, int(seconds / step))
     if count >= stage.loop.steps:
-        return Choice(stage.loop.steps, f"all that the rule asks for; {seconds / 60:.0f} minutes would do for {count:,}")
-    return Choice(count, f"those of {seconds / 60:.0f} minutes at {step:.2g} s a step, as timed")
+        return None
+    return Choice(count, f"as many as {progress.duration(seconds)} are enough for, at {step:.2g} s a step as timed")
 
 
 def _is_known(settings: PairConfig) -> bool:

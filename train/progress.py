@@ -59,7 +59,8 @@ def table(title: str, rows: Mapping[str, str]) -> None:
     if not (rows and sys.stdout.isatty()):
         print(title, *(f"  {name}: {value}" for name, value in rows.items()), sep="\n", flush=True)
         return
-    shown = Table(title=Text(title), title_justify="left", show_header=False)
+    print(title)  # a title of rich's would be wrapped to the width of the table
+    shown = Table(show_header=False)
     for name, value in rows.items():
         shown.add_row(Text(name), Text(value))
     Console(file=sys.stdout).print(shown)

@@ -37,7 +37,8 @@ PEAK_FLOPS = {
 }
 
 Metrics = dict[str, Any]
-SHOWN = {"loss": "loss", "held_out/loss": "held-out loss", "tau_estimate": "estimated tau"}  # and their words
+TRAINED = {"loss": "loss", "tau_estimate": "estimated tau"}  # what lines and tables say of a metric
+HELD_OUT = {"held_out/loss": "held-out loss"}
 
 
 class Sink(Protocol):
@@ -149,7 +150,8 @@ class Watch:
         metrics = metrics | {"seconds": round(self.before + time.perf_counter() - self.began, 1)}
         for sink in self.sinks:
             sink.write(step, metrics)
-        hosts.say(f"step {step} of {self.steps}: {describe(metrics)}")
+        for words in describe(metrics):
+            hosts.say(f"step {step} of {self.steps}: {words}")
 
     def close(self) -> None:
         self.bar.close()
@@ -157,15 +159,15 @@ class Watch:
             sink.close()
 
 
-def describe(metrics: Metrics) -> str:
-    """A short line of what matters most; all the rest is in the log."""
-    words = [f"{word} {metrics[name]:.3f}" for name, word in SHOWN.items() if metrics.get(name) is not None]
-    words += [f"tau {_taus(metrics)}"] if _taus(metrics) else []
-    if metrics.get("tokens_per_second") is not None:
-        words.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
-    if metrics.get("mfu") is not None:
-        words.append(f"MFU {metrics['mfu']:.0%}")
-    return ", ".join(words)
+def describe(metrics: Metrics) -> list[str]:
+    """Short lines of what matters most, of the steps and of an evaluation; all the rest is in the log."""
+    known = {name: value for name, value in metrics.items() if value is not None}
+    words = [f"{word} {known[name]:.3f}" for name, word in TRAINED.items() if name in known]
+    words += [f"{known['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in known else []
+    words += [f"MFU {known['mfu']:.0%}"] if "mfu" in known else []
+    measured = [f"{word} {known[name]:.3f}" for name, word in HELD_OUT.items() if name in known]
+    measured += [f"tau {_taus(known)}"] if _taus(known) else []
+    return [", ".join(line) for line in (words, measured) if line]
 
 
 def summary(folder: Any) -> dict[str, str]:
@@ -180,7 +182,7 @@ def summary(folder: Any) -> dict[str, str]:
         last |= {name: value for name, value in line.items() if value is not None}
     speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
     rows = {"steps": str(last["step"])} if last else {}
-    rows |= {word: f"{last[name]:.3f}" for name, word in SHOWN.items() if name in last}
+    rows |= {word: f"{last[name]:.3f}" for name, word in (TRAINED | HELD_OUT).items() if name in last}
     rows |= {"tau": _taus(last)} if _taus(last) else {}
     rows |= {"tokens/s": f"{statistics.median(speeds):,.0f} (median)"} if speeds else {}
     return rows | ({"time": duration(last["seconds"])} if "seconds" in last else {})

@@ -43,21 +43,25 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("prompts (repeat an option for several)")
+    group = parser.add_argument_group("prompts (options may be given several times)")
     group.add_argument(
         "words", nargs="*", metavar="WORDS",
-        help="a user's message, put through the chat template where the tokenizer has one, else text, taken as it is; "
-        "- stands for standard input, which is also read where no prompt is given",
+        help="a user's message, formatted with the chat template if the tokenizer has one; - reads it from standard input, "
+        "which is also the default if no prompt is given",
     )  # fmt: skip
-    group.add_argument("--prompt", action="append", default=[], help="text, taken as it is")
+    group.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="text to continue, without a chat template"
+    )
     group.add_argument(
         "--prompt-file",
         action="append",
         default=[],
         metavar="FILE",
-        help="text of a file, taken as it is; - for standard input",
+        help="file of text to continue, without a chat template; - is standard input",
     )
-    group.add_argument("--chat", action="append", default=[], help="a user's message, put through the chat template")
+    group.add_argument(
+        "--chat", action="append", default=[], metavar="TEXT", help="a user's message, formatted with the chat template"
+    )
     group.add_argument("--prompt-ids", action="append", default=[], metavar="IDS", help='token ids, like "3 4 5"')
 
 

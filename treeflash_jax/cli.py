@@ -27,7 +27,7 @@ HEADS = ("mlp", "linear", "marginal")
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the exit status. Bad input ends with one line on stderr and status 2."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         return arguments.run(arguments)
     except (ValueError, OSError) as error:
@@ -37,23 +37,32 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="treeflash", description="Lossless speculative decoding with draft trees.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__} (jax {jax.__version__})")
-    commands = parser.add_subparsers(required=True, metavar="command", parser_class=Parser)
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands; `parse_args(words).run` is the function that runs the chosen one."""
+    top = Parser(prog="treeflash", description="Lossless speculative decoding with draft trees.")
+    top.add_argument("--version", action="version", version=f"%(prog)s {__version__} (jax {jax.__version__})")
+    commands = top.add_subparsers(required=True, metavar="command", parser_class=Parser)
 
-    generate = commands.add_parser("generate", help="answer prompts", description="Answers prompts.")
+    generate = commands.add_parser(
+        "generate",
+        help="answer prompts",
+        description="Answers prompts, by default with the small pair that ships with the package.",
+    )
     _add_model(generate)
     add_prompts(generate)
     _add_drafting(generate)
     output = _add_output(generate)
-    output.add_argument("--samples", type=int, default=1, help="answers per prompt (default: %(default)s)")
-    output.add_argument("--batch-size", type=int, help="answers decoded together")
-    output.add_argument("--log-probs", action="store_true", help="the verifier's log-probability of every token (--json)")
-    output.add_argument("--json", action="store_true", help="one JSON object per answer")
+    output.add_argument("--samples", type=int, default=1, help="number of answers per prompt (default: %(default)s)")
+    output.add_argument("--batch-size", type=int, help="sequences decoded together (default: all, at most 8)")
+    output.add_argument(
+        "--log-probs", action="store_true", help="with --json, also print the verifier's log-probability of every token"
+    )
+    output.add_argument("--json", action="store_true", help="print one JSON object per answer")
     generate.set_defaults(run=_generate)
 
-    chat = commands.add_parser("chat", help="talk to a model", description="A conversation, streamed as it is drafted.")
+    chat = commands.add_parser(
+        "chat", help="talk to a model", description="Holds a conversation; answers are printed as they are decoded."
+    )
     _add_model(chat)
     _add_drafting(chat)
     _add_output(chat)
@@ -61,36 +70,42 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser(
         "check",
-        help="compare drafted with one-token output",
-        description="Decodes prompts with and without drafting. Exit status 1 where outputs differ beyond a near-tie.",
+        help="check that drafting does not change the output",
+        description="Decodes every prompt with and without drafting and compares the outputs. The exit status is 1 if they "
+        "differ at a token where the verifier's two largest logits are not nearly equal.",
     )
     _add_model(check)
     add_prompts(check)
     _add_drafting(check)
     _add_output(check)
     check.add_argument(
-        "--near-tie", type=float, default=1e-4, help="logit gap that excuses a difference (default: %(default)s)"
+        "--near-tie",
+        type=float,
+        default=1e-4,
+        help="largest gap between two logits that counts as nearly equal (default: %(default)s)",
     )
-    check.add_argument("--json", action="store_true", help="one JSON object per prompt")
+    check.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     check.set_defaults(run=_check)
 
     convert = commands.add_parser(
         "convert",
-        help="write a GGUF file as a Hugging Face folder, or a drafter in the other file dialect",
-        description="Writes a GGUF file as a Hugging Face folder, or rewrites a drafter's files, bit for bit.",
+        help="convert a GGUF file or a drafter to another format",
+        description="Writes a GGUF file as a Hugging Face folder, or a drafter, its weights unchanged, in another layout.",
     )
-    convert.add_argument("source", help="GGUF file, or drafter folder in either dialect")
-    convert.add_argument("target", help="new folder")
+    convert.add_argument("source", help="GGUF file, or folder of a DFlash or TreeFlash drafter")
+    convert.add_argument("target", help="folder to write; it must not exist")
     convert.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of a GGUF file's weights (default: float32, exact)"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="dtype of the weights of a GGUF file (default: float32, which is exact)",
     )
-    convert.add_argument("--to", choices=("dflash", "treeflash"), help="dialect to write a drafter in")
-    convert.add_argument("--drop-head", action="store_true", help="leave a trained head behind (DFlash files hold none)")
+    convert.add_argument("--to", choices=("dflash", "treeflash"), help="layout in which to write a drafter")
+    convert.add_argument("--drop-head", action="store_true", help="do not write a trained head; the DFlash layout has none")
     convert.set_defaults(run=_convert)
 
     measure = commands.add_parser(
         "calibrate",
-        help="time rounds, so that --nodes auto can choose",
+        help="measure round times for --nodes auto",
         description=calibrate.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -98,85 +113,135 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_arguments(measure)
     measure.set_defaults(run=_calibrate)
 
-    bench = commands.add_parser("bench", help="measure systems side by side, and report")
+    bench = commands.add_parser("bench", help="run benchmarks, and report their results")
     suites = bench.add_subparsers(required=True, metavar="suite", parser_class=Parser)
-    run.add_arguments(suites.add_parser("run", help="systems side by side on the same prompts"))
-    report.add_arguments(suites.add_parser("report", help="the tables of a results file"))
-    latency.add_arguments(suites.add_parser("latency", help="device time of every stage of a round, beside its floor"))
-    rules.add_arguments(suites.add_parser("rules", help="every lossless pair of builder and acceptance rule"))
-    memory.add_arguments(suites.add_parser("memory", help="bytes of a request on each device, before anything is loaded"))
+    run.add_arguments(suites.add_parser("run", help="compare tokens per round and per second of several systems"))
+    report.add_arguments(suites.add_parser("report", help="print the tables of a results file"))
+    latency.add_arguments(suites.add_parser("latency", help="time every stage of a round"))
+    rules.add_arguments(suites.add_parser("rules", help="compare all combinations of tree builder and acceptance rule"))
+    memory.add_arguments(suites.add_parser("memory", help="compute the memory that a request needs on each device"))
 
     demo = commands.add_parser(
         "demo",
-        help="watch the shipped pair draft text, offline",
-        description="Answers a few prompts with the shipped pair, drafted in four ways, and compares them.",
+        help="see the pair that ships with the package at work",
+        description="Answers three questions with the pair that ships with the package, draws a draft tree, and compares "
+        "four ways of decoding. Works offline.",
     )
-    demo.add_argument("--max-new-tokens", type=int, default=96, help="per prompt (default: %(default)s)")
-    demo.add_argument("--nodes", type=int, default=8, help="verified rows a round, root included (default: %(default)s)")
+    demo.add_argument("--max-new-tokens", type=int, default=96, help="most tokens per answer (default: %(default)s)")
     demo.add_argument(
-        "--candidates", type=int, default=4, metavar="M", help="previous tokens per depth (default: %(default)s)"
+        "--nodes", type=int, default=8, help="tree nodes verified per round, root included (default: %(default)s)"
     )
     demo.add_argument(
-        "--block-size", type=int, default=8, help="drafted block, anchor included, at most 16 (default: %(default)s)"
+        "--candidates", type=int, default=4, metavar="M", help="candidate tokens per depth (default: %(default)s)"
     )
-    demo.add_argument("--repeats", type=int, default=5, help="timed runs of each system (default: %(default)s)")
+    demo.add_argument(
+        "--block-size", type=int, default=8, help="length of the drafted block, at most 16 (default: %(default)s)"
+    )
+    demo.add_argument("--repeats", type=int, default=5, help="timed runs of each way of decoding (default: %(default)s)")
     demo.set_defaults(run=_demo)
-    return parser
+    return top
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
         "--verifier", default=DEFAULT, metavar="MODEL",
-        help=f"a pair ({', '.join(PAIRS)}), which brings its drafter; or a folder, GGUF file or Hub id of a Qwen3 or Llama "
-        "model (default: %(default)s)",
+        help=f"language model to serve: a name ({', '.join(PAIRS)}), or the folder, GGUF file or Hub id of a Qwen3 or "
+        "Llama model (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--drafter", metavar="MODEL",
-        help="a pair's, or a folder or Hub id of a DFlash or TreeFlash drafter; none: decode plainly",
+        help="DFlash or TreeFlash drafter: a name, folder or Hub id, or 'none' to decode one token at a time (default: the "
+        "drafter that ships for the named verifier, otherwise none)",
     )  # fmt: skip
-    group.add_argument("--revision", help="of the verifier on the Hub")
-    group.add_argument("--drafter-revision", help="of the drafter on the Hub")
-    group.add_argument("--local-files-only", action="store_true", help="never ask the Hub")
-    group.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="of weights, caches and activations")
-    group.add_argument("--quantize", choices=SCHEMES, help="the verifier's matrices, as they are loaded")
-    group.add_argument("--mesh", metavar="DxM", help="shard over D x M devices: rows over D, weights and vocabulary over M")
+    group.add_argument("--revision", metavar="REV", help="Hub revision of the verifier")
+    group.add_argument("--drafter-revision", metavar="REV", help="Hub revision of the drafter")
+    group.add_argument("--local-files-only", action="store_true", help="use the local cache of the Hub only")
+    group.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float64"),
+        help="dtype of weights, caches and activations (default: bfloat16, but float32 on a CPU without bfloat16 "
+        "instructions)",
+    )  # fmt: skip
+    group.add_argument("--quantize", choices=SCHEMES, help="quantize the verifier's matrices while loading")
+    group.add_argument(
+        "--mesh",
+        metavar="DxM",
+        help="use D x M devices: split the batch D ways, weights and vocabulary M ways (default: one)",
+    )
 
 
 def _add_drafting(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "drafting: never changes the distribution of the output, only the speed (nor, with sample-and-match, the output)"
-    )
+    group = parser.add_argument_group("drafting (affects speed, never the distribution of the output)")
     group.add_argument(
         "--method", choices=METHODS,
-        help="default: tree, or ar without a drafter; chain: the published one; ar: one token at a time",
+        help="what is drafted: a tree, the chain of the DFlash paper (chain), a greedy chain (walk), or nothing: one token "
+        "at a time (ar) (default: tree with a drafter, ar without)",
     )  # fmt: skip
-    group.add_argument("--head", choices=HEADS, help="default: the drafter's own")
+    group.add_argument(
+        "--head", choices=HEADS, help="head of the drafter; marginal is no head (default: the drafter's own)"
+    )
     group.add_argument(
         "--nodes", type=run.node_count, metavar="N|auto",
-        help="verified rows a round, root included; auto: what pays best, round by round (see treeflash calibrate)",
+        help="tree nodes verified per round, root included; auto chooses the fastest number in every round and needs "
+        "treeflash calibrate (default: the drafter's)",
     )  # fmt: skip
-    group.add_argument("--budget", metavar="FILE", help="of treeflash calibrate; default: where that writes by default")
-    group.add_argument("--block-size", type=int, help="drafted block, anchor included; default: the drafter's")
-    group.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
-    group.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    group.add_argument(
+        "--budget",
+        metavar="FILE",
+        help="calibration file for --nodes auto (default: the path treeflash calibrate writes to)",
+    )
+    group.add_argument(
+        "--block-size", type=int, help="length of the drafted block, at most the drafter's (default: the drafter's)"
+    )
+    group.add_argument(
+        "--candidates", type=int, default=16, metavar="M", help="candidate tokens per depth (default: %(default)s)"
+    )
+    group.add_argument(
+        "--children", type=int, default=16, metavar="K", help="children per candidate (default: %(default)s)"
+    )
     run.add_shortlist(group)
-    group.add_argument("--drafter-temperature", type=float, help="of the drafted distribution")
-    group.add_argument("--builder", choices=BUILDERS, help="how a tree is built; default: as measured for the drafter")
-    group.add_argument("--acceptance", choices=RULES, help="default: sample-and-match, block or traversal, by the builder")
-    group.add_argument("--attention", choices=IMPLEMENTATIONS, help="how caches are read; default: by the backend")
+    group.add_argument(
+        "--drafter-temperature",
+        type=float,
+        metavar="T",
+        help="temperature of the draft (default: as measured for the drafter)",
+    )
+    group.add_argument(
+        "--builder",
+        choices=BUILDERS,
+        help="how the tree is built (default: best-first, or hybrid at temperatures where that was measured to be better)",
+    )
+    group.add_argument(
+        "--acceptance", choices=RULES,
+        help="acceptance rule (default: sample-and-match for best-first trees and chains, block for one sampled path, "
+        "traversal for other sampled trees)",
+    )  # fmt: skip
+    group.add_argument(
+        "--attention", choices=IMPLEMENTATIONS, help="attention implementation (default: chosen by the device)"
+    )
     run.add_shape(group)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group("output")
-    group.add_argument("--max-new-tokens", type=int, default=128)
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    group.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens (default)")
-    group.add_argument("--top-p", type=float, default=1.0, help="1 keeps all tokens (default)")
-    group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--stop-ids", metavar="IDS", help='ids that end an answer, like "2 7"; default: the model\'s own')
-    group.add_argument("--stop", action="append", default=[], help="text that ends an answer; may be repeated")
+    group.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="most tokens per answer (default: %(default)s)"
+    )
+    group.add_argument(
+        "--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: %(default)s)"
+    )
+    group.add_argument(
+        "--top-k", type=int, default=0, help="sample from the K likeliest tokens; 0 keeps all (default: %(default)s)"
+    )
+    group.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest tokens of this total probability (default: %(default)s)",
+    )
+    group.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
+    group.add_argument("--stop-ids", metavar="IDS", help='token ids that end an answer, like "2 7" (default: the model\'s)')
+    group.add_argument("--stop", action="append", default=[], help="text that ends an answer; may be given several times")
     for name in ("repetition-penalty", "presence-penalty", "frequency-penalty", "num-beams", "grammar", "min-p"):
         parser.add_argument(f"--{name}", dest=name.replace("-", "_"), help=argparse.SUPPRESS)
     return group

@@ -6,6 +6,8 @@ Everything here is a plain value, so that the defaults of a device can be tested
 from __future__ import annotations
 
 import functools
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ import jax.numpy as jnp
 TPU_MEMORY = {"v4": 32 * 2**30, "v5e": 16 * 2**30, "v5p": 95 * 2**30, "v6e": 32 * 2**30}
 GPU_MEMORY = {"a100": 80 * 2**30, "h100": 80 * 2**30, "h200": 139 * 2**30}
 TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
-# Instructions that multiply bfloat16 numbers, by their names in the flags of /proc/cpuinfo.
+# Instructions that multiply bfloat16 numbers, by their names in the flags of /proc/cpuinfo; and what XLA calls the
+# instruction sets that hold them in --xla_cpu_max_isa.
 BFLOAT16_INSTRUCTIONS = frozenset({"amx_bf16", "avx512_bf16"})
+BFLOAT16_SETS = ("AVX512_BF16", "AMX", "AMX_FP16")
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,14 @@ class Device:
 def here() -> Device:
     """The devices that programs run on by default."""
     backend = jax.default_backend()
-    return Device(backend, jax.devices()[0].device_kind, cpu_features() if backend == "cpu" else frozenset())
+    features = usable(cpu_features(), os.environ.get("XLA_FLAGS", "")) if backend == "cpu" else frozenset()
+    return Device(backend, jax.devices()[0].device_kind, features)
+
+
+def usable(features: frozenset[str], flags: str) -> frozenset[str]:
+    """The features that XLA may use under XLA_FLAGS: --xla_cpu_max_isa=AVX512_VNNI, say, leaves none for bfloat16."""
+    limits = re.findall(r"--xla_cpu_max_isa=(\w+)", flags)
+    return features if not limits or limits[-1].upper() in BFLOAT16_SETS else features - BFLOAT16_INSTRUCTIONS
 
 
 @functools.cache

@@ -17,32 +17,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax import budget as budgets
-from treeflash_jax import calibration, devices, quantized
+from treeflash_jax import calibration, quantized
 from treeflash_jax import decode as core
 from treeflash_jax import mesh as meshes
 from treeflash_jax import prompts as prompting
 from treeflash_jax import tree as trees
 from treeflash_jax.batching import REFILLED_SHARE, Places, Turn, capacity_bucket, turn
-from treeflash_jax.builders import SAMPLED, TreeShape
 from treeflash_jax.clock import Clock
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decode import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.draw import DrawnTree, drawn_tree
 from treeflash_jax.footprint import check_memory, footprint, memory_limit
-from treeflash_jax.heads import DraftSettings
 from treeflash_jax.options import (
     NO_DRAFTER,
     GenerateConfig,
     Row,
     Settings,
     draft_temperature,
-    drafting,
-    method_of,
     resolve,
     rows_of,
     takes_settings,
     with_builder,
 )
+from treeflash_jax.planning import plan_of
 from treeflash_jax.prompts import Prompt
 from treeflash_jax.result import Chunk, Result
 from treeflash_jax.tokenizer import Tokenizer
@@ -306,31 +303,11 @@ class TreeFlash:
         Raises:
           ValueError: nodes "auto", and no calibration of this pair, device and draft settings.
         """
-        shared: dict[str, Any] = {"verifier": self.verifier, "log_probs": config.log_probs}
-        shared["expected_lengths"] = config.expected_lengths
-        device = devices.here()
-        shared["attention"] = config.attention or device.attention(self.dtype)
-        shared["prefill_chunk"] = device.prefill_chunk
-        method = method_of(config, self.drafter)
-        if method == "ar":
-            return DecodePlan(method="ar", num_nodes=1, **shared)
-        is_tree, block = method == "tree", config.block_size or self.drafter.block_size
-        builder, rule, shape = drafting(config)
-        if config.nodes == "auto":
-            plan = self.plan(replace(config, nodes=None))
-            nodes = self.calibrated(plan).nodes
-            return replace(plan, num_nodes=nodes[-1], buckets=tuple(nodes))
-        return DecodePlan(
-            drafter=replace(self.drafter, block_size=block),
-            method=method,
-            head=config.head or self.drafter.head,
-            num_nodes=(config.nodes or self.drafter.num_nodes) if is_tree else min(config.nodes or block, block),
-            draft=DraftSettings(candidates=config.candidates, children=config.children, shortlist=config.shortlist),
-            builder=builder,
-            shape=shape if builder in SAMPLED else TreeShape(),
-            rule=rule,
-            **shared,
-        )
+        plan = plan_of(config, self.verifier, self.drafter, self.dtype)
+        if config.nodes != "auto" or not plan.drafts:
+            return plan
+        nodes = self.calibrated(plan).nodes
+        return replace(plan, num_nodes=nodes[-1], buckets=tuple(nodes))
 
     def calibrated(self, plan: DecodePlan) -> calibration.Calibration:
         """What `treeflash calibrate` found for the pair as this plan drafts.

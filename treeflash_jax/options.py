@@ -39,49 +39,51 @@ OF_LOAD = "verifier drafter dtype quantize mesh revision local_files_only budget
 @suggesting
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """Settings of one call.
+    """Settings of a call to `generate`, `generate_each`, `stream` or `warmup`.
+
+    Settings of drafting affect the speed, never the distribution of the output.
 
     Example:
       >>> model.generate(prompts, GenerateConfig(temperature=0.7, top_p=0.9), max_new_tokens=256)
 
     Attributes:
-      max_new_tokens: at most so many generated tokens, the stop token included.
-      method: "tree", "walk" (greedy chain), "chain" (the published rank-0 chain), "ar" (one token at a time). None: "tree"
-        with a drafter, "ar" without one.
-      nodes: verified rows a round, root included; if None, the drafter's default for a tree, the whole block for a chain.
-        "auto": every round takes what pays best by `treeflash calibrate`, and drafting pauses where none does; best-first
-        trees and sample-and-match alone.
-      block_size: drafted block, anchor included; None: the drafter's. A shorter one is faster; on the demo's prompts trees
-        of 8 rows lose nothing by blocks of 8 in place of 16.
-      candidates: previous tokens per depth (M).
-      children: children kept per transition row (K).
-      shortlist: the second stage of a conditional head scores so many tokens per depth, those of all depths together,
-        instead of the vocabulary; 0 scores all of it.
-      head: "mlp", "linear" or "marginal"; the drafter's own if None.
-      builder: of a tree: "best-first", or one whose nodes are drawn at random: "paths", "delayed",
-        "without-replacement", "hybrid". None: "best-first", but "hybrid" for rows at whose temperature that was measured to
-        be better for this drafter (`DrafterConfig.sampled_above`), unless `acceptance` is given.
-      acceptance: what is kept of a tree; None: "sample-and-match" for best-first trees, "block" for one sampled path,
-        "traversal" for other sampled trees. All keep the verifier's distribution; sample-and-match even gives the answer
-        of one-token decoding with the same seed.
-      branches: sampled paths, or sampled children per node at most.
-      trunk: nodes before the branches ("delayed").
-      skeleton: share of the nodes that are not sampled ("hybrid").
-      leaves: also draw tokens that end their branch ("paths", "delayed", "without-replacement", "hybrid").
-      temperature: of the verifier; 0 is greedy. One value, or one per prompt.
-      top_k: keep the k likeliest tokens; 0 keeps all. One value, or one per prompt.
-      top_p: keep the likeliest tokens of this mass; 1 keeps all. One value, or one per prompt.
-      drafter_temperature: sharpens or flattens the draft, never the output. None: the drafter's default, or the row's
-        temperature where that is higher (up to 1): a draft is best about as sharp as what it has to match.
-      seed: one value, or one per prompt. Prompt i draws from fold_in(seed, i).
-      samples: answers per prompt; sample j is what seed + j gives.
-      stop_ids: ids that end an answer; None: the model's own.
+      max_new_tokens: maximum number of generated tokens, the stop token included.
+      method: what is drafted: "tree"; "walk", a greedy chain; "chain", the chain of the DFlash paper; or "ar", nothing (one
+        token at a time). The default is "tree" with a drafter and "ar" without one.
+      nodes: tree nodes verified per round, root included. The default is the drafter's for a tree, and the whole block for
+        a chain. With "auto", every round verifies the number of nodes that is fastest according to `treeflash calibrate`,
+        and drafting pauses while it does not pay; this needs best-first trees and sample-and-match.
+      block_size: length of the drafted block, anchor included, at most the length the drafter was trained for (the
+        default). Shorter blocks make rounds cheaper and trees shallower.
+      candidates: candidate tokens per depth (M).
+      children: children kept per candidate token (K).
+      shortlist: number of tokens per depth that the second stage of a conditional head scores, taken over all depths
+        together. 0 scores the whole vocabulary.
+      head: "mlp", "linear" or "marginal". The default is the drafter's own head.
+      builder: how a tree is built: "best-first", which is deterministic, or "paths", "delayed", "without-replacement" or
+        "hybrid", whose nodes are sampled. The default is "best-first"; sequences at temperatures where "hybrid" was
+        measured to be better for this drafter (`DrafterConfig.sampled_above`) get that, unless `acceptance` is given.
+      acceptance: rule that decides which nodes are kept. The default is "sample-and-match" for best-first trees, "block"
+        for one sampled path, and "traversal" for other sampled trees. Every rule keeps the verifier's distribution;
+        "sample-and-match" also gives the same answer as one-token decoding with the same seed.
+      branches: number of sampled paths, or maximum number of sampled children per node.
+      trunk: number of nodes before the first branching of a "delayed" tree.
+      skeleton: share of the nodes of a "hybrid" tree that are chosen by best-first search.
+      leaves: whether sampled trees may contain tokens that end their branch.
+      temperature: sampling temperature of the verifier; 0 is greedy. One value, or one per prompt.
+      top_k: sample from the k most likely tokens; 0 keeps all. One value, or one per prompt.
+      top_p: sample from the most likely tokens of this total probability; 1 keeps all. One value, or one per prompt.
+      drafter_temperature: temperature of the draft. The default is the larger of the drafter's own and the sequence's
+        temperature, the latter counted up to 1: a draft works best when it is about as sharp as the verifier.
+      seed: one value, or one per prompt. Prompt i uses the key fold_in(seed, i).
+      samples: number of answers per prompt. Sample j is the answer that seed + j gives.
+      stop_ids: token ids that end an answer. The default is the model's own.
       stop: strings that end an answer; the text ends before them.
-      batch_size: rows decoded together; None: all, 8 at most.
-      attention: implementation; None: as measured for the backend. "xla" reads whole caches, "streamed", "pallas-gpu" and
-        "pallas-tpu" what is filled of them: for contexts past 4k. The kernels were never timed on an accelerator.
-      log_probs: keep the verifier's log-probability of every token.
-      expected_lengths: keep what every round was expected to commit, its coins averaged out.
+      batch_size: number of sequences decoded together. The default is all, at most 8.
+      attention: attention implementation. "xla" reads whole caches; "streamed", "pallas-gpu" and "pallas-tpu" read only the
+        filled part. The default depends on the device and dtype. The Pallas kernels were never run on an accelerator.
+      log_probs: whether to return the verifier's log-probability of every token.
+      expected_lengths: whether to return how many tokens each round was expected to commit, given its tree.
     """
 
     max_new_tokens: int = 128

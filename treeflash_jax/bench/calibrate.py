@@ -1,16 +1,15 @@
-"""Times of rounds over nodes, caches and batch, and what rounds commit: `treeflash calibrate`, for `--nodes auto`.
+"""Measures round times and acceptance for `--nodes auto`: `treeflash calibrate`.
 
     treeflash calibrate --batch 1 8 --context 256 1024 --nodes 8 16 32 64 --prompts prompts.jsonl
 
-Round times are those of the program that `--nodes auto` runs, held to one bucket at a time: trees are built at the largest
-number of nodes and cut. Rounds of all buckets and one-token rounds are timed in turn, as by `bench latency`; medians are
-stored. What rounds commit comes from decoding the prompts with the largest trees: as the first nodes of a tree are the
-smaller tree, one pass counts for every number of nodes. Take prompts like those to come, but none that anything is to be
-measured on.
+Round times are those of the program that `--nodes auto` runs, held to one number of nodes at a time: the tree is built at
+the largest number and cut. Rounds of every size and one-token rounds are timed in turn, and medians are stored. Acceptance
+is measured by decoding the prompts with the largest tree. As the first nodes of a tree are the smaller tree, one pass is
+enough for all sizes. Choose prompts like those you will serve, but none that you use for evaluation.
 
-The file lies in the drafter's folder if that is your own, else (the shipped pair, Hub ids) in the user's cache, else where
---out says; `generate --budget FILE` and `tf.load(..., budget=FILE)` read it from there. What was measured on another
-device, dtype, mesh, JAX version or pair, or with other draft settings, is kept beside it and never used.
+The file is written to the drafter's folder or, for named pairs and Hub ids, to ~/.cache/treeflash, unless --out gives a
+path; `generate --budget FILE` and `tf.load(..., budget=FILE)` read it from there. Measurements of another device, dtype,
+mesh, JAX version or pair, or with other draft settings, are kept in the same file and not used.
 """
 
 from __future__ import annotations
@@ -45,29 +44,39 @@ ROWS = 8  # prompts decoded together, to see what rounds commit
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("sizes (times are measured in all combinations)")
-    sizes.add_argument("--batch", nargs="+", type=int, default=[1, 8], metavar="B", help="rows decoded together")
-    sizes.add_argument("--context", nargs="+", type=int, default=[200], metavar="S", help="tokens read (default: 200)")
+    sizes.add_argument("--batch", nargs="+", type=int, default=[1, 8], metavar="B", help="sequences decoded together")
+    sizes.add_argument(
+        "--context", nargs="+", type=int, default=[200], metavar="S", help="tokens in the cache (default: 200)"
+    )
     sizes.add_argument(
         "--nodes", nargs="+", type=int, metavar="N",
-        help="buckets to choose from, root included (default: 4 to 32 on a CPU, 8 to 256 elsewhere)",
+        help="tree sizes to choose from, root included (default: 4 to 32 on a CPU, 8 to 256 elsewhere)",
     )  # fmt: skip
-    sizes.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
-    sizes.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    sizes.add_argument(
+        "--candidates", type=int, default=16, metavar="M", help="candidate tokens per depth (default: %(default)s)"
+    )
+    sizes.add_argument(
+        "--children", type=int, default=16, metavar="K", help="children per candidate (default: %(default)s)"
+    )
     add_shortlist(sizes)
-    sizes.add_argument("--attention", choices=IMPLEMENTATIONS, help="of verifier and drafter; default: by the device")
+    sizes.add_argument(
+        "--attention", choices=IMPLEMENTATIONS, help="attention implementation (default: chosen by the device)"
+    )
     sizes.add_argument("--head", choices=("mlp", "linear", "marginal"), help="default: the drafter's own")
-    sizes.add_argument("--block-size", type=int, help="drafted block, anchor included; default: the drafter's")
-    prompts = parser.add_argument_group("prompts (to see what rounds commit)")
-    prompts.add_argument("--prompts", default=BUNDLED, metavar="FILE", help="JSONL; default: the bundled set")
-    prompts.add_argument("--format", choices=FORMATS, default="chat", help="published prompt format (default: %(default)s)")
-    prompts.add_argument("--limit", type=int, default=32, metavar="N", help="so many of them (default: %(default)s)")
-    prompts.add_argument("--max-new-tokens", type=int, default=96, help="of each (default: %(default)s)")
+    sizes.add_argument("--block-size", type=int, help="length of the drafted block (default: the drafter's)")
+    prompts = parser.add_argument_group("prompts (decoded to measure acceptance)")
     prompts.add_argument(
-        "--temperature", nargs="+", type=float, default=[0.0, 1.0], metavar="T", help="of the verifier (default: 0 1)"
+        "--prompts", default=BUNDLED, metavar="FILE", help="JSONL file of prompts (default: a bundled set)"
+    )
+    prompts.add_argument("--format", choices=FORMATS, default="chat", help="how prompts are worded (default: %(default)s)")
+    prompts.add_argument("--limit", type=int, default=32, metavar="N", help="number of prompts (default: %(default)s)")
+    prompts.add_argument("--max-new-tokens", type=int, default=96, help="most tokens per answer (default: %(default)s)")
+    prompts.add_argument(
+        "--temperature", nargs="+", type=float, default=[0.0, 1.0], metavar="T", help="sampling temperatures (default: 0 1)"
     )
     output = parser.add_argument_group("measurement and output")
-    output.add_argument("--repeats", type=int, default=15, help="samples of a round (default: %(default)s)")
-    output.add_argument("--out", metavar="FILE", help="default: in the drafter's folder, or in the user's cache")
+    output.add_argument("--repeats", type=int, default=15, help="timed samples of a round (default: %(default)s)")
+    output.add_argument("--out", metavar="FILE", help="default: in the drafter's folder, or in ~/.cache/treeflash")
 
 
 def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:

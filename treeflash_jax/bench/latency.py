@@ -1,10 +1,11 @@
-"""Device time of every stage of a round, beside its floor: `treeflash bench latency --shape qwen3-4b --nodes 16 64`.
+"""Times every stage of a round on the device, beside a floor: `treeflash bench latency --shape qwen3-4b --nodes 16 64`.
 
     treeflash bench latency --shape qwen3-4b --batch 1 8 --context 1024 4096 --nodes 16 64 256 --out latency.json
 
-Stages are timed as stages.py says and their floors counted as floors.py says; every combination of batch, context and nodes
-is measured, those of one batch and context together. Milliseconds are medians, with quartiles; prefill is per token of the
-prompts, all rows counted. The file is written after every batch and context; results of other settings in it are kept.
+Every combination of batch, context and nodes is measured. Times are medians in milliseconds, with quartiles; that of
+prefill is per prompt token, all sequences counted. A floor is the bytes and FLOPs of a stage over the copy and matmul rates
+that are measured on the device (see floors.py). The output file is written after every batch and context, and keeps results
+of other settings.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.heads import HEADS
 from treeflash_jax.options import GenerateConfig, resolve
 from treeflash_jax.pairs import locate
+from treeflash_jax.planning import plan_of
 from treeflash_jax.quantized import SCHEMES
-from treeflash_jax.state import BUILDER_OF_METHOD, DecodePlan, Weights
+from treeflash_jax.state import BUILDER_OF_METHOD, DecodePlan
 
 
 @dataclass(frozen=True)
@@ -62,31 +64,39 @@ class Pair:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--shape", help=f"one of {', '.join(shapes.VERIFIERS)}, or a verifier's config.json (default: tiny)")
-    model.add_argument("--drafter-shape", metavar="FILE", help="a drafter's config.json; default: the published sizes")
-    model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="folders or Hub ids, with their weights")
-    model.add_argument("--random", action="store_true", help="random weights where there are real ones (tiny, --pair)")
+    model.add_argument("--drafter-shape", metavar="FILE", help="a drafter's config.json (default: the published sizes)")
+    model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="measure this pair with its weights")
+    model.add_argument("--random", action="store_true", help="use random weights also for tiny and --pair")
     model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16, float32 on a CPU")
-    model.add_argument("--quantize", choices=SCHEMES, help="the verifier's matrices, as they are loaded or drawn")
-    model.add_argument("--mesh", metavar="DxM", help="shard over D x M devices: rows over D, weights and vocabulary over M")
+    model.add_argument("--quantize", choices=SCHEMES, help="quantize the verifier's matrices")
+    model.add_argument("--mesh", metavar="DxM", help="use D x M devices: split the batch D ways, the weights M ways")
     sizes = parser.add_argument_group("sizes (lists are measured in all combinations)")
-    sizes.add_argument("--batch", nargs="+", type=int, default=[1], metavar="B", help="rows decoded together")
-    sizes.add_argument("--context", nargs="+", type=int, default=[256], metavar="S", help="tokens read (default: 256)")
-    sizes.add_argument("--nodes", nargs="+", type=int, metavar="N", help="verified rows a round, root included")
-    sizes.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
-    sizes.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    sizes.add_argument("--batch", nargs="+", type=int, default=[1], metavar="B", help="sequences decoded together")
+    sizes.add_argument(
+        "--context", nargs="+", type=int, default=[256], metavar="S", help="tokens in the cache (default: 256)"
+    )
+    sizes.add_argument("--nodes", nargs="+", type=int, metavar="N", help="tree nodes verified per round, root included")
+    sizes.add_argument(
+        "--candidates", type=int, default=16, metavar="M", help="candidate tokens per depth (default: %(default)s)"
+    )
+    sizes.add_argument(
+        "--children", type=int, default=16, metavar="K", help="children per candidate (default: %(default)s)"
+    )
     side_by_side.add_shortlist(sizes)
     sizes.add_argument("--method", choices=tuple(BUILDER_OF_METHOD), default="tree", help="default: %(default)s")
     sizes.add_argument("--head", choices=HEADS, help="default: the drafter's own; any with random weights")
     sizes.add_argument("--builder", choices=("best-first", *SAMPLED), help="default: best-first")
-    sizes.add_argument("--acceptance", choices=RULES, help="default: by the builder")
+    sizes.add_argument("--acceptance", choices=RULES, help="acceptance rule (default: chosen by the builder)")
     side_by_side.add_shape(sizes)
-    sizes.add_argument("--temperature", type=float, default=0.0, help="of the verifier (default: %(default)s)")
-    sizes.add_argument("--attention", choices=IMPLEMENTATIONS, help="default: as `generate`")
+    sizes.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
+    sizes.add_argument("--attention", choices=IMPLEMENTATIONS, help="default: as in generate")
     output = parser.add_argument_group("measurement and output")
-    output.add_argument("--repeats", type=int, default=9, help="samples of a stage (default: %(default)s)")
-    output.add_argument("--out", metavar="FILE", help="JSON; results of other settings in it are kept")
-    output.add_argument("--plot", metavar="FILE", help="round / step against nodes (needs matplotlib)")
-    output.add_argument("--profile", metavar="DIR", help="profiler traces of a few rounds, a folder per batch and context")
+    output.add_argument("--repeats", type=int, default=9, help="timed samples of a stage (default: %(default)s)")
+    output.add_argument("--out", metavar="FILE", help="JSON file; results of other settings in it are kept")
+    output.add_argument("--plot", metavar="FILE", help="plot of round / step over nodes (needs matplotlib)")
+    output.add_argument(
+        "--profile", metavar="DIR", help="write profiler traces of a few rounds, a folder per batch and context"
+    )
     parser.set_defaults(run=run)
 
 
@@ -104,12 +114,12 @@ def run(arguments: argparse.Namespace) -> int:
         jax.config.update("jax_enable_x64", True)
     mesh = None if arguments.mesh is None else tf.make_mesh(*meshes.sizes_of(arguments.mesh))
     pair = find_pair(arguments)
-    plans = plans_of(pair, arguments)
+    dtype = jnp.dtype(arguments.dtype or devices.here().dtype)
+    plans = plans_of(pair, arguments, dtype)
     _check_sizes(pair, plans, arguments, mesh)
     results = timings.read_results(arguments.out) if arguments.out else []
     _check_outputs(arguments)
 
-    dtype = jnp.dtype(arguments.dtype or devices.here().dtype)
     cells = list(product(dict.fromkeys(arguments.batch), dict.fromkeys(arguments.context)))
     with Progress(2 + 2 * len(cells)) as progress:
         progress.step("measuring the machine's copy and matmul rates")
@@ -164,7 +174,7 @@ def find_pair(arguments: argparse.Namespace) -> Pair:
     return Pair(name, "random", model, drafter, partial(shapes.random_pair, model, drafter))
 
 
-def plans_of(pair: Pair, arguments: argparse.Namespace) -> list[DecodePlan]:
+def plans_of(pair: Pair, arguments: argparse.Namespace, dtype: Any) -> list[DecodePlan]:
     """What `generate` would run, for every number of nodes in increasing order.
 
     Raises:
@@ -173,13 +183,12 @@ def plans_of(pair: Pair, arguments: argparse.Namespace) -> list[DecodePlan]:
     names = "method candidates children shortlist head builder acceptance attention".split()
     names += "branches trunk skeleton leaves".split()
     fields = {name: getattr(arguments, name) for name in names}
-    planner = tf.TreeFlash(pair.verifier, Weights(None), drafter=pair.drafter)
     plans = {}
     for nodes in arguments.nodes or [None]:
         config = resolve(
             GenerateConfig(temperature=arguments.temperature), fields | {"nodes": nodes}, pair.verifier, pair.drafter
         )
-        plan = planner.plan(config)
+        plan = plan_of(config, pair.verifier, pair.drafter, dtype)
         if nodes not in (None, plan.num_nodes):
             raise ValueError(
                 f"got --nodes {nodes}, expected at most {plan.num_nodes} with --method {plan.method} (the drafter's block)"

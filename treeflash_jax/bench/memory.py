@@ -1,11 +1,11 @@
-"""What a request needs on each device, before anything is loaded: `treeflash bench memory --shape qwen3-8b --mesh 1x4`.
+"""Computes the memory a request needs on each device, without loading: `treeflash bench memory --shape qwen3-8b`.
 
     treeflash bench memory --shape qwen3-8b --topology v5e:4x4 --mesh 2x8 --batch 8 --context 4096 --nodes 64
 
 Weights and caches are sums of sizes. Temporaries (activations, and weights that the compiler lays out anew) and the
-collectives of a round are read from the programs themselves, which are compiled from shapes alone: for the devices at hand,
-or for TPUs or GPUs that are not here (that needs the compiler that `pip install "jax[tpu]"` or `"jax[cuda12]"` brings). For
-GPUs also how many operations each stage of a round launches. Exit status 1 where a device is too small.
+collectives of a round are read from the compiled programs. They are compiled from shapes alone, for the devices at hand or,
+with --topology, for TPUs or GPUs that this machine lacks (which needs `pip install "jax[tpu]"` or `"jax[cuda12]"`). For
+GPUs, the operations that each stage of a round launches are counted too. The exit status is 1 if a device is too small.
 
 Shape suffixes: b batch, s token slots, x stop ids.
 """
@@ -41,9 +41,10 @@ from treeflash_jax.config import DrafterConfig, ModelConfig, read_json
 from treeflash_jax.decode import DecodePlan, Sampling, Weights
 from treeflash_jax.devices import GPU_MEMORY, TPU_MEMORY
 from treeflash_jax.footprint import Footprint, footprint, in_units, memory_limit
-from treeflash_jax.generate import STOP_SLOTS, TreeFlash
+from treeflash_jax.generate import STOP_SLOTS
 from treeflash_jax.heads import HEADS
 from treeflash_jax.options import resolve
+from treeflash_jax.planning import plan_of
 from treeflash_jax.quantized import SCHEMES
 
 
@@ -51,29 +52,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     shape = f"one of {', '.join(shapes.VERIFIERS)}, or a verifier's config.json or its folder"
     model.add_argument("--shape", required=True, help=shape)
-    model.add_argument("--drafter-shape", metavar="FILE", help="a drafter's config.json; default: the published sizes")
+    model.add_argument("--drafter-shape", metavar="FILE", help="a drafter's config.json (default: the published sizes)")
     request = parser.add_argument_group("request")
-    request.add_argument("--batch", type=int, default=1, help="rows decoded together (default: %(default)s)")
-    request.add_argument("--context", type=int, default=4096, help="positions of a row's caches (default: %(default)s)")
+    request.add_argument("--batch", type=int, default=1, help="sequences decoded together (default: %(default)s)")
+    request.add_argument("--context", type=int, default=4096, help="cache positions per sequence (default: %(default)s)")
     request.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: %(default)s")
-    request.add_argument("--quantize", choices=SCHEMES, help="the verifier's matrices")
+    request.add_argument("--quantize", choices=SCHEMES, help="quantize the verifier's matrices")
     request.add_argument("--method", choices=("tree", "walk", "chain", "ar"), default="tree")
-    request.add_argument("--nodes", type=int, help="verified rows a round, root included; default: the drafter's own")
-    request.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
-    request.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    request.add_argument("--nodes", type=int, help="tree nodes per round, root included (default: the drafter's)")
+    request.add_argument(
+        "--candidates", type=int, default=16, metavar="M", help="candidate tokens per depth (default: %(default)s)"
+    )
+    request.add_argument(
+        "--children", type=int, default=16, metavar="K", help="children per candidate (default: %(default)s)"
+    )
     run.add_shortlist(request)
     request.add_argument("--head", choices=HEADS, help="default: the drafter's own")
     request.add_argument("--builder", choices=("best-first", *SAMPLED), help="default: best-first")
-    request.add_argument("--acceptance", choices=RULES, help="default: by the builder")
-    request.add_argument("--attention", choices=IMPLEMENTATIONS, help="default: as `generate`")
+    request.add_argument("--acceptance", choices=RULES, help="acceptance rule (default: chosen by the builder)")
+    request.add_argument("--attention", choices=IMPLEMENTATIONS, help="default: as in generate")
     run.add_shape(request)
     devices = parser.add_argument_group("devices")
     devices.add_argument(
-        "--mesh", metavar="DxM", help="rows over D, weights and vocabulary over M; default: 1 x all devices"
+        "--mesh", metavar="DxM", help="split the batch D ways, weights and vocabulary M ways (default: 1 x all devices)"
     )
-    devices.add_argument("--topology", help="devices that are not here, such as v5e:4x4, h200 or h200:8")
-    devices.add_argument("--no-compile", action="store_true", help="weights and caches only, on a mesh of any size")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON; results of other requests in it are kept")
+    devices.add_argument("--topology", help="compile for devices that this machine lacks, such as v5e:4x4, h200 or h200:8")
+    devices.add_argument("--no-compile", action="store_true", help="count weights and caches only, for a mesh of any size")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file; results of other requests in it are kept")
     parser.set_defaults(run=report)
 
 
@@ -90,7 +95,7 @@ def report(arguments: argparse.Namespace) -> int:
     config = resolve(None, {name: getattr(arguments, name) for name in names}, model, drafter)
     if min(arguments.batch, arguments.context) < 1:
         raise ValueError(f"got batch {arguments.batch} and context {arguments.context}, expected at least 1 of each")
-    plan = TreeFlash(model, Weights(None), drafter=drafter).plan(config)
+    plan = plan_of(config, model, drafter, jnp.dtype(arguments.dtype))
     capacity = capacity_bucket(arguments.context)
     if "cpu" not in kind:
         plan = replace(plan, prefill_chunk=DecodePlan.prefill_chunk, attention=config.attention or DecodePlan.attention)

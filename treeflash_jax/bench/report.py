@@ -48,12 +48,14 @@ WIDTH = 140  # of tables that do not go to a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("results", metavar="FILE", help="JSONL of `treeflash bench run`")
+    parser.add_argument("results", metavar="FILE", help="JSONL file that treeflash bench run wrote")
     parser.add_argument(
-        "--against", metavar="SYSTEM", help="tau ratios over this system; marginal: of as many rows (default)"
+        "--against",
+        metavar="SYSTEM",
+        help="system that tau ratios divide by (default: the marginal tree with as many nodes)",
     )
-    parser.add_argument("--resamples", type=int, default=RESAMPLES, help="of the bootstrap (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--resamples", type=int, default=RESAMPLES, help="bootstrap resamples (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
 
 

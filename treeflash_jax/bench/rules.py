@@ -50,19 +50,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trees.add_argument("--builders", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME", help=", ".join(KINDS))
     trees.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), metavar="NAME", help=", ".join(RULES))
     trees.add_argument("--heads", nargs="+", metavar="NAME", help="default: marginal and the drafter's own")
-    trees.add_argument("--nodes", nargs="+", type=int, default=[16, 64], metavar="N", help="verified rows, root included")
-    trees.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
-    trees.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    trees.add_argument("--nodes", nargs="+", type=int, default=[16, 64], metavar="N", help="tree nodes, root included")
+    trees.add_argument(
+        "--candidates", type=int, default=16, metavar="M", help="candidate tokens per depth (default: %(default)s)"
+    )
+    trees.add_argument(
+        "--children", type=int, default=16, metavar="K", help="children per candidate (default: %(default)s)"
+    )
     trees.add_argument("--drafter-temperature", type=float, metavar="T", help="default: the drafter's own")
     run.add_shape(trees)
     output = parser.add_argument_group("sampling and output")
-    output.add_argument("--temperature", nargs="+", type=float, default=[1.0], metavar="T", help="one or more")
-    output.add_argument("--seed", nargs="+", type=int, default=[0], metavar="S", help="one or more")
-    output.add_argument("--max-new-tokens", type=int, default=128, help="per turn (default: %(default)s)")
+    output.add_argument("--temperature", nargs="+", type=float, default=[1.0], metavar="T", help="sampling temperatures")
+    output.add_argument("--seed", nargs="+", type=int, default=[0], metavar="S", help="random seeds")
+    output.add_argument("--max-new-tokens", type=int, default=128, help="most tokens per turn (default: %(default)s)")
     output.add_argument("--batch-size", type=int, default=8, help="prompts decoded together (default: %(default)s)")
-    output.add_argument("--resamples", type=int, default=RESAMPLES, help="of the bootstrap (default: %(default)s)")
-    output.add_argument("--out", required=True, metavar="FILE", help="JSON of the comparison")
-    output.add_argument("--plot", metavar="FILE", help="picture of it (needs matplotlib)")
+    output.add_argument("--resamples", type=int, default=RESAMPLES, help="bootstrap resamples (default: %(default)s)")
+    output.add_argument("--out", required=True, metavar="FILE", help="JSON file of the comparison")
+    output.add_argument("--plot", metavar="FILE", help="plot of the comparison (needs matplotlib)")
     parser.set_defaults(run=compare)
 
 

@@ -75,13 +75,19 @@ class Bench:
 def add_model_and_prompts(parser: argparse.ArgumentParser) -> None:
     """Options that all suites of a pair share."""
     model = parser.add_argument_group("model")
-    model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="folders; default: the shipped pair")
-    model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="of weights, caches and activations")
-    model.add_argument("--quantize", choices=SCHEMES, help="the verifier's matrices, as they are loaded")
+    model.add_argument(
+        "--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="folders, Hub ids or names (default: tiny tiny)"
+    )
+    model.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float64"), help="dtype of weights, caches and activations"
+    )
+    model.add_argument("--quantize", choices=SCHEMES, help="quantize the verifier's matrices while loading")
     prompts = parser.add_argument_group("prompts")
-    prompts.add_argument("--prompts", default=BUNDLED, metavar="FILE", help="JSONL; default: the bundled set")
-    prompts.add_argument("--format", choices=FORMATS, default="chat", help="published prompt format (default: %(default)s)")
-    prompts.add_argument("--limit", type=int, metavar="N", help="so many, drawn as in the published benchmarks")
+    prompts.add_argument(
+        "--prompts", default=BUNDLED, metavar="FILE", help="JSONL file of prompts (default: a bundled set)"
+    )
+    prompts.add_argument("--format", choices=FORMATS, default="chat", help="how prompts are worded (default: %(default)s)")
+    prompts.add_argument("--limit", type=int, metavar="N", help="use N prompts, drawn as in the published benchmarks")
 
 
 def add_shortlist(parser: Any) -> None:
@@ -90,16 +96,20 @@ def add_shortlist(parser: Any) -> None:
         type=int,
         default=0,
         metavar="S",
-        help="tokens per depth that the second stage scores, those of all depths together; 0: the vocabulary (default)",
+        help="tokens per depth that the drafter's second stage scores; 0 scores the vocabulary (default: %(default)s)",
     )
 
 
 def add_shape(group: Any) -> None:
     """Sizes of trees whose nodes are drawn at random."""
-    group.add_argument("--branches", type=int, default=TreeShape.branches, help="sampled paths, or children per node")
-    group.add_argument("--trunk", type=int, default=TreeShape.trunk, help="nodes before the branches (delayed)")
-    group.add_argument("--skeleton", type=float, default=TreeShape.skeleton, help="share of nodes not sampled (hybrid)")
-    group.add_argument("--leaves", action="store_true", help="also draw tokens that end their branch")
+    group.add_argument(
+        "--branches", type=int, default=TreeShape.branches, help="number of sampled paths, or of children per node"
+    )
+    group.add_argument("--trunk", type=int, default=TreeShape.trunk, help="nodes before the first branching (delayed)")
+    group.add_argument(
+        "--skeleton", type=float, default=TreeShape.skeleton, help="share of nodes that are not sampled (hybrid)"
+    )
+    group.add_argument("--leaves", action="store_true", help="also sample tokens that end their branch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,22 +117,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     systems = parser.add_argument_group("systems")
     systems.add_argument("--systems", nargs="+", default=list(SYSTEMS), metavar="NAME", help="of " + ", ".join(SYSTEMS))
     systems.add_argument(
-        "--nodes", nargs="+", type=node_count, default=[16], metavar="N", help="verified rows of trees, root included"
+        "--nodes",
+        nargs="+",
+        type=node_count,
+        default=[16],
+        metavar="N",
+        help="tree nodes verified per round, root included (default: 16)",
     )
-    systems.add_argument("--budget", metavar="FILE", help="of treeflash calibrate, for treeflash-auto")
-    systems.add_argument("--candidates", type=int, default=16, metavar="M", help="previous tokens per depth")
-    systems.add_argument("--children", type=int, default=16, metavar="K", help="children per transition row")
+    systems.add_argument("--budget", metavar="FILE", help="calibration file for treeflash-auto")
+    systems.add_argument(
+        "--candidates", type=int, default=16, metavar="M", help="candidate tokens per depth (default: %(default)s)"
+    )
+    systems.add_argument(
+        "--children", type=int, default=16, metavar="K", help="children per candidate (default: %(default)s)"
+    )
     add_shortlist(systems)
     systems.add_argument("--drafter-temperature", type=float, metavar="T", help="default: the drafter's own")
-    systems.add_argument("--builder", choices=("best-first", *SAMPLED), help="of trees that name none")
-    systems.add_argument("--acceptance", choices=RULES, help="of trees that name none; default: the builder's own")
+    systems.add_argument("--builder", choices=("best-first", *SAMPLED), help="builder of systems that name none")
+    systems.add_argument("--acceptance", choices=RULES, help="rule of systems that name none (default: by the builder)")
     add_shape(systems)
     output = parser.add_argument_group("sampling and output")
-    output.add_argument("--temperature", nargs="+", type=float, default=[0.0], metavar="T", help="one or more; 0 is greedy")
-    output.add_argument("--seed", nargs="+", type=int, default=[0], metavar="S", help="one or more")
-    output.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens (default)")
-    output.add_argument("--top-p", type=float, default=1.0, help="1 keeps all tokens (default)")
-    output.add_argument("--max-new-tokens", type=int, default=128, help="per turn (default: %(default)s)")
+    output.add_argument(
+        "--temperature", nargs="+", type=float, default=[0.0], metavar="T", help="sampling temperatures; 0 is greedy"
+    )
+    output.add_argument("--seed", nargs="+", type=int, default=[0], metavar="S", help="random seeds")
+    output.add_argument("--top-k", type=int, default=0, help="sample from the K likeliest tokens; 0 keeps all (default)")
+    output.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this mass; 1 keeps all (default)"
+    )
+    output.add_argument("--max-new-tokens", type=int, default=128, help="most tokens per turn (default: %(default)s)")
     output.add_argument("--batch-size", type=int, default=1, help="prompts decoded together (default: %(default)s)")
     output.add_argument("--out", required=True, metavar="FILE", help="JSONL that results are appended to")
     parser.set_defaults(run=run)

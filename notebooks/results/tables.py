@@ -1,0 +1,313 @@
+"""Writes the tables of the README files from the JSON files in this folder.
+
+    python notebooks/results/tables.py
+
+A table stands between the lines `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a key of TABLES. The test suite
+fails when a README file and the results disagree.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent
+ROOT = RESULTS.parent.parent
+PAGES = [
+    ROOT / "README.md",
+    *sorted(page for part in ("notebooks", "train", "treeflash_jax") for page in (ROOT / part).rglob("README.md")),
+]
+SYSTEMS = {
+    "ar": "one token at a time",
+    "chain": "chain (DFlash)",
+    "marginal": "marginal tree (DDTree)",
+    "treeflash": "TreeFlash tree",
+}
+GIB, MIB = 2**30, 2**20
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def table(header: str, rows: Iterable[Iterable[Any]]) -> str:
+    """A Markdown table; `header` separates its columns by "|"."""
+    columns = [column.strip() for column in header.split("|")]
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def fenced(commands: Iterable[str], language: str = "sh") -> str:
+    return "\n".join(["", f"```{language}", *commands, "```"])
+
+
+def interval(ratio: dict[str, float] | None) -> str:
+    return "{value:.2f} [{low:.2f}, {high:.2f}]".format(**ratio) if ratio else ""
+
+
+def _systems() -> Iterable[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Every system of tau_gsm8k.json: its name in words, its row at temperature 0, its row at temperature 1."""
+    runs = read("tau_gsm8k.json")
+    sampled = {row["system"].partition("@")[0]: row for row in runs["sampled"]["rows"]}
+    for row in runs["greedy"]["rows"]:
+        system = row["system"].partition("@")[0]
+        yield SYSTEMS[system.partition("-")[0]], row, sampled[system]
+
+
+def tau() -> str:
+    header = "drafted by | nodes | tau, T = 0 | over the marginal tree | tau, T = 1 | over the marginal tree"
+    rows = []
+    for name, greedy, sampled in _systems():
+        cells = [name, greedy["nodes"] or ""]
+        for row in (greedy, sampled):
+            cells += [f"{row['tau']:.2f}", interval(row["tau_ratio"] if "TreeFlash" in name else None)]
+        rows.append(cells)
+    runs = read("tau_gsm8k.json")
+    settings, where, versions = (runs["greedy"][key] for key in ("settings", "hardware", "versions"))
+    caption = (
+        f"{runs['greedy']['rows'][0]['prompts']} prompts, at most {settings['max_new_tokens']} new tokens, "
+        f"{settings['dtype']} on {where['cores']} CPU cores, batch {settings['batch_size']}, jax {versions['jax']}:"
+    )
+    return "\n".join([table(header, rows), "", caption, fenced(runs["command"])])
+
+
+def tau_seen() -> str:
+    seen = read("tau_gsm8k.json")["greedy_by_seen_16_grams"]
+    rows = []
+    for name, greedy, sampled in _systems():
+        parts = seen.get(greedy["system"])
+        apart = [f"{parts[part]['tau']:.2f}" for part in ("seen", "unseen")] if parts else ["", ""]
+        rows.append([name, greedy["nodes"] or "", f"{greedy['tau']:.2f}", *apart, f"{sampled['tau']:.2f}"])
+    return table("drafted by | nodes | tau, T = 0 | of it seen | unseen | tau, T = 1", rows)
+
+
+def drafter_temperature() -> str:
+    runs = read("drafter_temperature.json")
+    columns = list(runs["rows"][0]["tau"])
+    names = {"mlp": SYSTEMS["treeflash"], "marginal": SYSTEMS["marginal"]}
+    rows = [
+        [names[row["head"]], row["nodes"], f"{row['temperature']:g}", *(f"{tau:.2f}" for tau in row["tau"].values())]
+        for row in runs["rows"]
+    ]
+    header = " | ".join(["drafted by", "nodes", "T", *columns])
+    return "\n".join([table(header, rows), "", f"{runs['note']}: `{runs['command']}`."])
+
+
+def train_head() -> str:
+    run = read("train_tiny_head.json")
+    last = run["curve"][-1]
+    rows = [
+        [
+            nodes,
+            *(f"{last[f'held_out/{name}_{nodes}']:.2f}" for name in ("tau_marginal", "tau")),
+            f"{run[f'ratio_{nodes}']:.2f}",
+        ]
+        for nodes in (16, 64)
+    ]
+    seconds = run["cpu_seconds"]
+    caption = (
+        f"{run['what'][0].upper()}{run['what'][1:]}. {run['hardware']}. Answers took {seconds['respond']} CPU seconds, "
+        f"training {seconds['head']}."
+    )
+    made = table("nodes | tau without a head | tau with the head | ratio", rows)
+    return "\n".join([made, "", caption, fenced(run["command"])])
+
+
+def train_steps() -> str:
+    rows = []
+    for step in (*read("tpu_train_steps.json").values(), *read("gpu_train_steps.json").values()):
+        moved = {kind: one["bytes"] / GIB for kind, one in step["collectives"].items()}
+        rows.append(
+            [
+                step["topology"],
+                " and ".join(step["trains"]),
+                step["batch"],
+                step["anchors"],
+                f"{step['bytes_per_chip']['total'] / GIB:.1f} GiB",
+                f"{step['flops_per_chip']:.1e}",
+                f"{moved['all-gather']:.1f} GiB",
+                f"{moved['all-reduce'] + moved.get('reduce-scatter', 0):.1f} GiB",
+            ]
+        )
+    header = (
+        "topology | trains | batch | anchors | memory a chip | FLOPs a chip | all-gather | all-reduce and reduce-scatter"
+    )
+    return table(header, rows)
+
+
+def latency() -> str:
+    rows, commands = [], []
+    for result in read("latency_tiny.json")["results"]:
+        settings = result["settings"]
+        time = {(row["stage"], row["nodes"]): row["ms"] for row in result["stages"]}
+        for nodes in settings["nodes"]:
+            parts = [time["draft", None], time["expand", None]]
+            parts += [time[stage, nodes] for stage in ("tree", "verify", "accept", "commit", "round")]
+            parts += [time["step", None], time["round", nodes] / time["step", None]]
+            rows.append([settings["candidates"], nodes, *(f"{part:.2f}" for part in parts)])
+        sizes = {name: settings[name] for name in ("batch", "context", "candidates", "children", "dtype")}
+        options = " ".join(f"--{name} {value}" for name, value in sizes.items())
+        nodes = " ".join(map(str, settings["nodes"]))
+        commands.append(f"treeflash bench latency --nodes {nodes} {options} --out latency.json")
+    header = (
+        "M = K | nodes | draft | second stage | tree | verify | accept | commit | round | one-token step | round / step"
+    )
+    where = result["hardware"]
+    caption = (
+        f"{where['cores']} CPU cores, {settings['dtype']}, batch {settings['batch']}, jax {result['versions']['jax']}:"
+    )
+    return "\n".join([table(header, rows), "", caption, fenced(commands)])
+
+
+def growth() -> str:
+    result = next(r for r in read("latency_tiny.json")["results"] if r["settings"]["candidates"] == 16)
+    rows = [[stage, f"{one['exponent']:.2f}", f"{one['steepest']:.2f}"] for stage, one in result["growth"].items()]
+    return table("stage | exponent, 16 to 256 nodes | steepest between two sizes", rows)
+
+
+def budget() -> str:
+    runs = read("budget_auto.json")
+    rows = []
+    for row in runs["rows"]:
+        speed = row["tokens_per_second"]
+        rows.append([row["prompts"], row["batch"], *speed.values(), f"{speed['treeflash-auto'] / speed['ar']:.2f}"])
+    header = "prompts | batch | one token at a time | 8 nodes | 16 nodes | auto | auto / one token at a time"
+    caption = f"{runs['what'][0].upper()}{runs['what'][1:]}. {runs['hardware']}:"
+    return "\n".join([table(header, rows), "", caption, fenced(runs["command"], "text")])
+
+
+def tpu_rounds() -> str:
+    rows = []
+    for one in read("tpu_rounds.json").values():
+        size = {name: count / GIB for name, count in one["bytes_per_device"].items()}
+        moved = {kind: part["bytes"] / MIB for kind, part in one["collectives"].items()}
+        parts = [size["verifier"], size["drafter"] + size["head"], size["verifier_cache"] + size["drafter_cache"]]
+        parts += [max(size["round"], size["prefill"])]
+        total = f"{size['total']:.2f} of {one['bytes_limit'] / GIB:.0f}"
+        ends = [total, f"{moved['all-gather']:.2f} MiB", f"{moved['all-reduce']:.0f} MiB"]
+        mesh = "{data}x{model}".format(**one["mesh"])
+        rows.append([one["shape"], one["topology"], mesh, *(f"{part:.2f}" for part in parts), *ends])
+    header = (
+        "model | topology | mesh | verifier | drafter and head | caches | temporary | total | all-gathers | all-reduces"
+    )
+    return table(header, rows)
+
+
+def gpu_rounds() -> str:
+    runs = read("gpu_rounds.json")
+    stages = ("draft", "expand", "tree", "verify", "accept", "commit")
+    rows = [
+        [
+            one["shape"],
+            one["batch"],
+            f"{one['bytes_per_device']['round'] / GIB:.2f}",
+            *(one["launches"][stage] for stage in stages),
+            sum(runs[f"{name} ar"]["launches"].values()),
+        ]
+        for name, one in runs.items()
+        if one["method"] == "tree"
+    ]
+    return table("model | batch | temporary, GiB | draft | expand | tree | verify | accept | commit | one-token step", rows)
+
+
+def beside_published() -> str:
+    runs = read("speed_b_trained.json")
+    names = {"tree": "tree", "one_token": "one token at a time"}
+    rows = []
+    for key, name in names.items():
+        for suffix, note in (("", ""), ("_one_thread", ", published code on one thread")):
+            one = runs[key + suffix]
+            speeds = [f"{one[which]:.0f}" for which in ("tokens_per_second", "other_tokens_per_second")]
+            rows.append([name + note, *speeds, f"{one['ratio']:.1f}"])
+    made = table("decoding | this library, tokens/s | published code, tokens/s | ratio", rows)
+    note = runs["note"].partition("; one_thread")[0]
+    return "\n".join([made, "", f"{note[0].upper()}{note[1:]}:", fenced([runs["command"]], "text")])
+
+
+def sampled_trees() -> str:
+    runs = read("rules_shipped.json")
+    plain = {_tree(row): row for row in runs["rows"] if row["builder"] == "best-first"}
+    pairs = [("hybrid", "traversal"), ("one-path", "block")]
+    rows = [
+        [
+            f"{row['temperature']:g}",
+            row["nodes"],
+            row["candidates"],
+            " + ".join(pair),
+            f"{plain[_tree(row)]['tau']['value']:.2f}",
+            f"{row['tau']['value']:.2f}",
+            interval(row["tau_ratio"]),
+            interval(row["expected_tau_ratio"]),
+        ]
+        for pair in pairs
+        for row in sorted(runs["rows"], key=_tree)
+        if (row["builder"], row["acceptance"]) == pair
+    ]
+    header = "T | nodes | M | builder + rule | tau, best-first tree | tau | ratio | expected ratio"
+    commands = [command for command in runs["command"] if "--limit 64" in command]
+    return "\n".join([table(header, rows), fenced(commands)])
+
+
+def _tree(row: dict[str, Any]) -> tuple[float, int, int]:
+    return row["temperature"], row["nodes"], row["candidates"]
+
+
+def leaves() -> str:
+    runs = read("rules_shipped.json")
+    key = ("nodes", "builder", "acceptance")
+    without = {tuple(row[k] for k in key): row for row in runs["all_pairs"]["rows"] if row["head"] == "mlp"}
+    rows = [
+        [
+            row["nodes"],
+            f"{row['builder']} + {row['acceptance']}",
+            *(f"{one['expected_tau']['value']:.2f}" for one in (other, row)),
+        ]
+        for row in runs["leaves"]["rows"]
+        if row["builder"] != "best-first" and (other := without[tuple(row[k] for k in key)])
+    ]
+    made = table("nodes | builder + rule | expected tau | with leaves", rows)
+    return "\n".join([made, fenced([runs["leaves"]["command"]])])
+
+
+def accept_costs() -> str:
+    runs = read("accept_costs.json")
+    rows = [
+        [
+            "one path" if row["builder"] == "paths" and row["drawn"]["branches"] == 1 else row["builder"],
+            row["acceptance"],
+            f"{row['temperature']:g}",
+            row["batch"],
+            f"{row['accept_ms']:.1f}",
+            f"{100 * row['share_of_verify']:.1f} %",
+        ]
+        for row in runs["rows"]
+    ]
+    made = table("builder | rule | T | batch | accept stage, ms | share of the verify floor", rows)
+    return "\n".join([made, "", f"{runs['hardware']}:", fenced([runs["command"]], "text")])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__.replace("_", "-"): function
+    for function in (
+        *(tau, tau_seen, drafter_temperature, train_head, train_steps, latency, growth, budget),
+        *(tpu_rounds, gpu_rounds, beside_published, sampled_trees, leaves, accept_costs),
+    )
+}
+
+
+def rendered(text: str) -> str:
+    """A page with its tables made anew."""
+    made = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+    return made.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", text)
+
+
+def main() -> None:
+    for page in PAGES:
+        page.write_text(rendered(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
