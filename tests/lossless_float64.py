@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +18,14 @@ jax.config.update("jax_enable_x64", True)
 
 import jax.numpy as jnp  # noqa: E402
 
+from treeflash_jax import calibration, params, verifier  # noqa: E402
 from treeflash_jax import drafter as dflash  # noqa: E402
-from treeflash_jax import params, verifier  # noqa: E402
 from treeflash_jax.batching import capacity_bucket  # noqa: E402
 from treeflash_jax.decode import Weights  # noqa: E402
 from treeflash_jax.generate import TreeFlash  # noqa: E402
 from treeflash_jax.heads import HEADS  # noqa: E402
 from treeflash_jax.loading import load  # noqa: E402
+from treeflash_jax.options import GenerateConfig  # noqa: E402
 
 PAIR = Path(__file__).parent / "data" / "conformance" / "b_trained"
 DRAFTS = [
@@ -115,6 +117,28 @@ def main() -> None:
     settings = {"max_new_tokens": 40, "temperature": [0.0, 0.7, 1.3, 0.0, 1.3], "nodes": 16, "candidates": 8, "children": 8}
     together = [result.ids for result in made["mlp"].generate(prompts, batch_size=5, **settings)]
     assert together == [result.ids for result in made["mlp"].generate(prompts, batch_size=1, **settings)]
+
+    # Rounds that choose their nodes, and pause: the budget must keep its types, and choose nothing but speed.
+    trained_pair = made["mlp"]
+    plan = trained_pair.plan(GenerateConfig(builder="best-first", candidates=8, children=8))
+    entry = calibration.Calibration(
+        identity=calibration.identity_of(trained_pair.verifier, trained_pair.weights, plan, None),
+        nodes=[2, 4, 8],
+        batch=[1],
+        positions=[256],
+        round_seconds=[[[1.0, 1.2, 1.5]]],
+        tree_seconds=[[[0.0, 0.0, 0.0]]],
+        step_seconds=[[0.7]],
+        temperatures=[0.0],
+        tau=[[1.8, 2.5, 3.2]],
+        reliability=[1.0],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trained_pair.budget = Path(folder) / "budget.json"
+        trained_pair.programs = dict(programs)
+        calibration.write(trained_pair.budget, entry)
+        settings = {"max_new_tokens": 60, "temperature": [0.0, 0.7, 1.3, 0.0, 1.3]}
+        check(made, prompts, settings, [{"nodes": "auto", "head": "mlp"}])
 
     counts |= {"programs": len(programs), "tau": counts["tokens"] / max(counts["rounds"], 1)}
     print(json.dumps(counts))

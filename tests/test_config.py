@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from treeflash_jax.config import DrafterConfig, ModelConfig, Rope, default_target_layers, read_json
+from treeflash_jax.checks import read_json
+from treeflash_jax.config import DrafterConfig, ModelConfig, Rope, default_target_layers
 
 QWEN3_4B = {
     "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
@@ -153,7 +154,7 @@ BAD_MODELS = {
     "odd head": ({"head_dim": 5}, ("head_dim", "5")),
     "fractional head": ({"head_dim": 80.5}, ("head_dim", "80.5")),
     "tied as text": ({"tie_word_embeddings": "false"}, ("tie_word_embeddings", "false")),
-    "stop ids as lists": ({"eos_token_id": [[1]]}, ("eos_token_id", "[[1]]")),
+    "stop ids as lists": ({"eos_token_id": [[1]]}, ("eos_token_id", "[1]")),
     "too few layer types": ({"layer_types": ["full_attention"]}, ("layer_types", "36")),
     "no model type": ({"model_type": None}, ("model_type", "None")),
     "no size": ({"hidden_size": None}, ("hidden_size", "None")),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from train import data, records
+from train import config, data, records
 from train import tokenizer as bpe
 from train.data import Corpus, DataConfig, Document, Rows, Source, open_sources
 from train.documents import chat_documents, text_documents
@@ -459,14 +459,14 @@ def test_bad_settings_and_tokenizers(tmp_path, templated):
             Source(**({"path": "x"} | bad))
     for bad in ({"row_tokens": 1}, {"prompt_weight": 1.5}):
         with pytest.raises(ValueError, match=f"got {next(iter(bad))} "):
-            DataConfig(**bad)
+            config.replaced(DataConfig(), bad)
     with pytest.raises(ValueError, match="got no sources"):
         open_sources([], DataConfig(), None, 0)
     with pytest.raises(ValueError, match="no tokenizer.json"):
         open_sources([Source(path=path)], DataConfig(), None, 0)
     for template, message in (
         (None, "no chat template"),
-        ("{{ raise_exception('roles must alternate') }}", "line 1: the chat template refuses: roles must alternate"),
+        ("{{ raise_exception('roles must alternate') }}", "line 1: .*chat template refuses: roles must alternate"),
         (UNLIKE, "line 1: the chat template's generation prompt is not how it begins an answer"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -24,7 +24,8 @@ from train.objective import ObjectiveConfig
 from train.records import Source, read
 from train.respond import RespondConfig, question
 from treeflash_jax import devices, hf
-from treeflash_jax.config import ModelConfig
+from treeflash_jax.checks import bounded
+from treeflash_jax.config import MOST_NODES, ModelConfig
 from treeflash_jax.pairs import locate
 from treeflash_jax.tokenizer import Tokenizer
 
@@ -57,15 +58,15 @@ class PairConfig:
     verifier: str
     prompts: str
     out: str
-    num_prompts: int = 0
-    minutes: float = 0.0
-    block_size: int | None = None
-    num_layers: int | None = None
-    mask_token_id: int | None = None
-    target_layer_ids: tuple[int, ...] = ()
-    steps: int = 0
-    head_steps: int = 0
-    seed: int = 0
+    num_prompts: int = bounded(0, least=0)
+    minutes: float = bounded(0.0, least=0)
+    block_size: int | None = bounded(None, least=2, most=MOST_NODES)
+    num_layers: int | None = bounded(None, least=1)
+    mask_token_id: int | None = bounded(None, least=0)
+    target_layer_ids: tuple[int, ...] = bounded((), least=0)
+    steps: int = bounded(0, least=0)
+    head_steps: int = bounded(0, least=0)
+    seed: int = bounded(0, least=0)
     mesh: MeshConfig = MeshConfig()
     respond: dict[str, Any] = field(default_factory=dict)
     drafter: dict[str, Any] = field(default_factory=dict)

@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import difflib
 import json
-import math
 import os
 import sys
 import tomllib
@@ -24,6 +23,7 @@ from typing import Any, Literal, TypeVar, Union
 from etils import epath
 
 from treeflash_jax import files
+from treeflash_jax.checks import bounded, clipped, fit_fields, quoted
 
 T = TypeVar("T")
 
@@ -32,9 +32,9 @@ T = TypeVar("T")
 class MeshConfig:
     """Devices per mesh axis; `data` 0 takes all that are left."""
 
-    data: int = 0
-    fsdp: int = 1
-    model: int = 1
+    data: int = bounded(0, least=0)
+    fsdp: int = bounded(1, least=1)
+    model: int = bounded(1, least=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,14 +52,14 @@ class OptimizerConfig:
     """
 
     name: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float
-    adam_learning_rate: float = 4e-3
-    warmup: float = 0.04
-    final: float = 0.0
-    b1: float = 0.9
-    b2: float = 0.95
-    weight_decay: float = 0.0
-    clip: float = 1.0
+    learning_rate: float = bounded(above=0, most=10)
+    adam_learning_rate: float = bounded(4e-3, above=0, most=10)
+    warmup: float = bounded(0.04, least=0, most=1)
+    final: float = bounded(0.0, least=0, most=1)
+    b1: float = bounded(0.9, least=0, below=1)
+    b2: float = bounded(0.95, least=0, below=1)
+    weight_decay: float = bounded(0.0, least=0, most=10)
+    clip: float = bounded(1.0, above=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,15 +79,15 @@ class LoopConfig:
       tensorboard: also writes TensorBoard files (needs the `tensorboard` extra).
     """
 
-    steps: int = 0
-    epochs: float = 1.0
-    batch: int
-    accumulate: int = 1
-    seed: int = 0
-    log_every: int = 10
-    save_every: int = 200
-    evaluate_every: int = 200
-    keep: int = 2
+    steps: int = bounded(0, least=0)
+    epochs: float = bounded(1.0, least=0)
+    batch: int = bounded(least=1)
+    accumulate: int = bounded(1, least=1)
+    seed: int = bounded(0, least=0)
+    log_every: int = bounded(10, least=0)
+    save_every: int = bounded(200, least=0)
+    evaluate_every: int = bounded(200, least=0)
+    keep: int = bounded(2, least=1)
     best: str = "held_out/loss"
     best_mode: Literal["min", "max"] = "min"
     tensorboard: bool = False
@@ -134,7 +134,7 @@ def load(cls: type[T], path: str | os.PathLike | None, overrides: Sequence[str] 
     """Settings from a TOML file and overrides (`a.b=value`; values are TOML, bare words are strings).
 
     Raises:
-      ValueError: an unreadable file, an unknown or missing key, a value of another type.
+      ValueError: an unreadable file, an unknown or missing key, a value of another type or outside its bounds.
     """
     raw = read(path, overrides)
     return _build(cls, raw, str(path) if path is not None and not overrides else "settings", "")
@@ -153,8 +153,8 @@ def read(path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> dict[
             raw = tomllib.loads((place if "://" in str(path) else files.regular(place)).read_bytes().decode())
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror or error}; expected a TOML file of settings") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not valid TOML: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not valid TOML: {clipped(error, 120)}") from None
     for override in overrides:
         key, _, text = override.partition("=")
         _assign(raw, key.strip(), _value(text.strip()))
@@ -230,15 +230,17 @@ def describe(cls: type, prefix: str = "") -> str:
 
 def _build(cls: type[T], raw: Any, where: str, prefix: str) -> T:
     if not isinstance(raw, dict):
-        raise ValueError(f"{where}: got {prefix.rstrip('.')} = {raw!r}, expected a table of settings")
+        raise ValueError(f"{where}: got {prefix.rstrip('.')} = {quoted(raw)}, expected a table of settings")
     fields = {field.name: (field, kind) for field, kind in _fields(cls)}
     for key in raw:
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1)
             hint = (
-                f"did you mean {prefix}{near[0]}?" if near else f"expected one of {', '.join(prefix + n for n in fields)}"
+                f"did you mean {prefix}{near[0]}?"
+                if near
+                else f"expected one of {clipped(', '.join(prefix + n for n in fields), 160)}"
             )
-            raise ValueError(f"{where}: got unknown setting {prefix}{key}; {hint}")
+            raise ValueError(f"{where}: got unknown setting {clipped(prefix + key, 60)}; {hint}")
     values = {}
     for name, (field, kind) in fields.items():
         if name in raw:
@@ -248,7 +250,10 @@ def _build(cls: type[T], raw: Any, where: str, prefix: str) -> T:
             if table is None or _is_list(kind):
                 raise ValueError(f"{where}: got no {prefix}{name}, expected a value ({_name(kind)})")
             values[name] = _build(table, {}, where, f"{prefix}{name}.")
-    return cls(**values)
+    try:
+        return cls(**fit_fields(cls, values, prefix))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _convert(kind: Any, value: Any, where: str, key: str) -> Any:
@@ -268,13 +273,13 @@ def _convert(kind: Any, value: Any, where: str, key: str) -> Any:
         if value in arguments:
             return value
     elif kind is float:
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
             return float(value)
     elif kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)  # a bare number on the command line, where a name was wanted
     elif type(value) is kind:
         return value
-    raise ValueError(f"{where}: got {key} = {value!r}, expected {_name(kind)}")
+    raise ValueError(f"{where}: got {key} = {quoted(value)}, expected {_name(kind)}")
 
 
 def _name(kind: Any) -> str:
@@ -330,7 +335,7 @@ def _assign(raw: dict[str, Any], key: str, value: Any) -> None:
 def _value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

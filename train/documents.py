@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from train.records import Malformed, Messages, Record, Source, read
+from treeflash_jax.checks import bounded
 from treeflash_jax.tokenizer import Tokenizer
 
 CHATS_AT_ONCE = 256  # tokenised together, by all cores
@@ -28,16 +29,10 @@ class DataConfig:
         pieces.
     """
 
-    row_tokens: int = 384
-    prompt_weight: float = 0.0
+    row_tokens: int = bounded(384, least=2)
+    prompt_weight: float = bounded(0.0, least=0, most=1)
     malformed: Literal["error", "skip"] = "error"
     too_long: Literal["drop", "cut", "error"] = "drop"
-
-    def __post_init__(self) -> None:
-        if self.row_tokens < 2:
-            raise ValueError(f"got row_tokens {self.row_tokens}, expected at least 2")
-        if not 0 <= self.prompt_weight <= 1:
-            raise ValueError(f"got prompt_weight {self.prompt_weight}, expected 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,7 @@ def chat_documents(
     """
     rendered: list[list[str] | ValueError] = [_catch(_render, tokenizer, chat) for chat in chats]
     texts = [text for group in rendered if isinstance(group, list) for text in group]
-    encoded = iter(tokenizer.inner(texts, add_special_tokens=False)["input_ids"] if texts else ())
+    encoded = iter(tokenizer.encode_texts(texts, add_special_tokens=False) if texts else ())
     ends = {*tokenizer.stop_ids, *tokenizer.inner.all_special_ids}
     return [
         group if isinstance(group, ValueError) else _catch(_weigh, list(islice(encoded, len(group))), ends, prompt_weight)
@@ -152,7 +147,11 @@ def _documents(
     elif source.format == "text":
         number = 0
         for record in records:
-            for document in text_documents(tokenizer, record.content, config.row_tokens):
+            pieces = _catch(text_documents, tokenizer, record.content, config.row_tokens)
+            if isinstance(pieces, ValueError):
+                malformed(Malformed(f"{record.where}: {pieces}"))
+                continue
+            for document in pieces:
                 yield number, record.where, document
                 number += 1
     else:
@@ -179,13 +178,9 @@ def _render(tokenizer: Tokenizer, messages: Messages) -> list[str]:
     if not turns:
         raise ValueError("got no assistant turn, expected at least one after another's")
 
-    def render(count: int, **options: Any) -> str:
-        try:
-            return tokenizer.inner.apply_chat_template(messages[:count], tokenize=False, enable_thinking=False, **options)
-        except Exception as error:  # whatever a template raises, jinja's and its own
-            raise ValueError(f"the chat template refuses: {error}") from None
-
-    return [text for k in turns for text in (render(k, add_generation_prompt=True), render(k + 1))]
+    return [
+        tokenizer.render(messages[: k + is_whole], add_generation_prompt=not is_whole) for k in turns for is_whole in (0, 1)
+    ]
 
 
 def _weigh(around: list[list[int]], ends: set[int], prompt_weight: float) -> Document:

@@ -30,7 +30,8 @@ from treeflash_jax import drafter as dflash
 from treeflash_jax import hf, verifier
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
-from treeflash_jax.config import DrafterConfig, ModelConfig, default_target_layers
+from treeflash_jax.checks import bounded
+from treeflash_jax.config import MOST_NODES, DrafterConfig, ModelConfig, default_target_layers
 from treeflash_jax.heads import HEADS
 from treeflash_jax.pairs import locate
 from treeflash_jax.tokenizer import Tokenizer
@@ -52,7 +53,7 @@ class DraftingStage(ABC):
     verifier: str = "tiny"
     sources: tuple[Source, ...]
     data: DataConfig = DataConfig()
-    init_scale: float = 0.02
+    init_scale: float = bounded(0.02, above=0)
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     objective: ObjectiveConfig
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -76,12 +77,12 @@ class DrafterStage(DraftingStage):
       drafter_temperature, num_nodes: defaults stored with the drafter.
     """
 
-    num_layers: int = 5
-    block_size: int = 16
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...] = ()
-    drafter_temperature: float = 1.0
-    num_nodes: int = 16
+    num_layers: int = bounded(5, least=1)
+    block_size: int = bounded(16, least=2, most=MOST_NODES)
+    mask_token_id: int = bounded(least=0)
+    target_layer_ids: tuple[int, ...] = bounded((), least=0)
+    drafter_temperature: float = bounded(1.0, above=0)
+    num_nodes: int = bounded(16, least=1, most=MOST_NODES)
 
     @property
     def trains(self) -> tuple[str, ...]:

@@ -26,7 +26,8 @@ from train import data
 from train.loop import Evaluating
 from train.records import Source, read
 from train.state import Stage, gather
-from treeflash_jax.config import DrafterConfig, ModelConfig
+from treeflash_jax.checks import bounded
+from treeflash_jax.config import MOST_NODES, DrafterConfig, ModelConfig
 from treeflash_jax.decode import Weights
 from treeflash_jax.pairs import DEFAULT
 
@@ -47,12 +48,12 @@ class EvaluateConfig:
       batch: prompts decoded together.
     """
 
-    prompts: int = 16
-    new_tokens: int = 64
-    nodes: tuple[int, ...] = (16, 64)
-    temperature: float = 0.0
-    candidates: int = 16
-    batch: int = 8
+    prompts: int = bounded(16, least=0)
+    new_tokens: int = bounded(64, least=1)
+    nodes: tuple[int, ...] = bounded((16, 64), least=1, most=MOST_NODES)
+    temperature: float = bounded(0.0, least=0)
+    candidates: int = bounded(16, least=1)
+    batch: int = bounded(8, least=1)
 
 
 class TreeTau:

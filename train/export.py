@@ -24,6 +24,7 @@ from train.head import HeadStage, read_backbone, read_stage
 from train.state import Stage, abstract_rows, abstract_state, make_optimizer
 from treeflash_jax import files, hf, storage
 from treeflash_jax import mesh as meshes
+from treeflash_jax.checks import bounded
 from treeflash_jax.config import DrafterConfig
 from treeflash_jax.pairs import locate
 
@@ -50,14 +51,9 @@ class ExportStage:
     dialect: Literal["treeflash", "dflash"] = "treeflash"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     licence: str = "apache-2.0"
-    drafter_temperature: float = 0.0
-    sampled_above: float = 0.0
+    drafter_temperature: float = bounded(0.0, least=0)
+    sampled_above: float = bounded(0.0, least=0)
     overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("drafter_temperature", "sampled_above"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"got {name} {getattr(self, name)}, expected a temperature, or 0 for the default")
 
 
 def main(settings: ExportStage) -> None:

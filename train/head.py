@@ -24,6 +24,7 @@ from train import config
 from train.drafter import DrafterStage, DraftingStage, train
 from treeflash_jax import hf
 from treeflash_jax import params as parameters
+from treeflash_jax.checks import bounded
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.heads import HEADS
 from treeflash_jax.pairs import locate
@@ -43,7 +44,7 @@ class HeadStage(DraftingStage):
     drafter: str = "tiny"
     head: Literal["mlp", "linear"] = "mlp"
     train_backbone: bool = False
-    drafter_temperature: float = 0.0
+    drafter_temperature: float = bounded(0.0, least=0)
 
     @property
     def trains(self) -> tuple[str, ...]:

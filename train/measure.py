@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import treeflash_jax as tf
 from train import config, data, progress, respond
 from treeflash_jax import devices, files
+from treeflash_jax.checks import bounded
+from treeflash_jax.config import MOST_NODES
 
 TRIAL_PROMPTS = 2
 # What is tried, by backend; elsewhere the library's defaults. Kernels for accelerators were never run, so none is tried.
@@ -49,16 +51,13 @@ class MeasureStage:
     drafter: str
     respond: str
     out: str
-    prompts: int = 16
-    new_tokens: int = 96
-    nodes: tuple[int, ...] = (8, 16, 32)
-    temperatures: tuple[float, ...] = (0.0, 0.7)
-    seed: int = 0
+    prompts: int = bounded(16, least=1)
+    new_tokens: int = bounded(96, least=1)
+    nodes: tuple[int, ...] = bounded((8, 16, 32), least=1, most=MOST_NODES)
+    temperatures: tuple[float, ...] = bounded((0.0, 0.7), least=0)
+    seed: int = bounded(0, least=0)
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"got {name} {getattr(self, name)}, expected at least 1")
         for name in ("nodes", "temperatures"):
             if not getattr(self, name):
                 raise ValueError(f"got no {name}, expected at least one")

@@ -23,6 +23,7 @@ from jax import lax
 from train import blocks, losses
 from train.data import Rows
 from treeflash_jax import vocab
+from treeflash_jax.checks import bounded
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.heads import HEADS
 from treeflash_jax.layers import rms_norm
@@ -46,18 +47,16 @@ class ObjectiveConfig:
     """
 
     loss: Literal["cross-entropy", "forward-kl", "total-variation"]
-    decay: float = 7.0
-    base_weight: float = 0.0
-    anchors: int
-    chunk: int = 16
+    decay: float = bounded(7.0, least=0)
+    base_weight: float = bounded(0.0, least=0)
+    anchors: int = bounded(least=1)
+    chunk: int = bounded(16, least=1)
 
     def __post_init__(self) -> None:
-        if self.anchors < 1 or self.chunk < 1 or self.anchors % self.chunk:
+        if self.anchors % self.chunk:
             raise ValueError(
                 f"got objective.anchors {self.anchors} and chunk {self.chunk}, expected a multiple of the chunk"
             )
-        if self.decay < 0 or self.base_weight < 0:
-            raise ValueError(f"got decay {self.decay} and base_weight {self.base_weight}, expected 0 or more")
 
 
 def drafting_sums(

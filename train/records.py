@@ -7,7 +7,6 @@ on neither seed nor limit: what one stage holds out for validation, every other 
 from __future__ import annotations
 
 import glob
-import json
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from treeflash_jax import chats
+from treeflash_jax.checks import bounded, parse_json
 
 Messages = list[dict[str, str]]
 
@@ -47,7 +47,7 @@ class Source:
     path: str
     format: Literal["chat", "responses", "text"] = "chat"
     weight: float = 1.0
-    limit: int = 0
+    limit: int = bounded(0, least=0, most=2**53)
     hold_out: int = 50
 
     def __post_init__(self) -> None:
@@ -184,12 +184,7 @@ class _Lines:
         with path.open("rb") as file:
             file.seek(start)
             line = file.readline()
-        try:
-            return json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from None
-        except UnicodeDecodeError:
-            raise ValueError("not UTF-8") from None
+        return parse_json(line)
 
 
 class _Texts:
@@ -280,7 +275,7 @@ def _chosen(shelf: _Shelf, source: Source, seed: int) -> Sequence[int]:
 
 
 def _refuse_evaluation(path: str, name: str) -> None:
-    words = set(re.split(r"[^a-z]+", name.lower()))
+    words = {word.removesuffix("s") for word in re.split(r"[^a-z]+", name.lower())}
     if words & EVALUATION and "train" not in words:
         found = sorted(words & EVALUATION)[0]
         raise ValueError(f"{path}: {name!r} says {found!r}, expected training data (rename it with 'train' if it is)")

@@ -31,6 +31,7 @@ from jax.experimental import multihost_utils
 from train import answers, config, folders, hosts, lock, progress
 from train.config import MeshConfig
 from train.records import Malformed, Source, read
+from treeflash_jax.checks import bounded, quoted
 from treeflash_jax.generate import TreeFlash
 from treeflash_jax.loading import load
 from treeflash_jax.pairs import locate
@@ -65,13 +66,13 @@ class RespondConfig:
     drafter: str | None = None
     sources: tuple[Source, ...]
     out: str
-    temperatures: tuple[float, ...] = (0.0, 0.7, 0.0, 1.0)
-    max_new_tokens: int = 160
+    temperatures: tuple[float, ...] = bounded((0.0, 0.7, 0.0, 1.0), least=0)
+    max_new_tokens: int = bounded(160, least=1)
     cut: Literal["keep", "drop"] = "keep"
-    max_prompt_tokens: int = 192
+    max_prompt_tokens: int = bounded(192, least=1)
     malformed: Literal["error", "skip"] = "error"
-    batch: int = 128
-    seed: int = 0
+    batch: int = bounded(128, least=1, most=2**16)
+    seed: int = bounded(0, least=0)
     mesh: MeshConfig = MeshConfig()
     replicas: Literal["host", "all"] = "host"
 
@@ -79,10 +80,8 @@ class RespondConfig:
         for name in ("sources", "temperatures"):
             if not getattr(self, name):
                 raise ValueError(f"got no {name}, expected at least one")
-        if self.batch < 1:
-            raise ValueError(f"got batch {self.batch}, expected at least 1")
         if Path(self.out).suffix == ".toml":
-            raise ValueError(f"got out {self.out!r}, expected the name of a JSONL file: TOML files hold settings")
+            raise ValueError(f"got out {quoted(self.out)}, expected the name of a JSONL file: TOML files hold settings")
 
 
 @dataclass(frozen=True)

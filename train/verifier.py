@@ -26,21 +26,22 @@ from train.state import Stage, place
 from treeflash_jax import files, hf, verifier, vocab
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
+from treeflash_jax.checks import bounded
 from treeflash_jax.config import ModelConfig, Rope
 from treeflash_jax.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int = 2048
+    hidden_size: int = bounded(least=1)
+    intermediate_size: int = bounded(least=1)
+    num_layers: int = bounded(least=1)
+    num_heads: int = bounded(least=1)
+    num_kv_heads: int = bounded(least=1)
+    head_dim: int = bounded(least=1)
+    max_positions: int = bounded(2048, least=1)
     tie_embeddings: bool = True
-    rope_theta: float = 10_000.0
+    rope_theta: float = bounded(10_000.0, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,8 @@ class VerifierStage:
     sources: tuple[Source, ...]
     data: DataConfig = DataConfig()
     model: ModelSizes
-    chunk: int = 128
-    init_scale: float = 0.02
+    chunk: int = bounded(128, least=1)
+    init_scale: float = bounded(0.02, above=0)
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     optimizer: config.OptimizerConfig
     loop: config.LoopConfig

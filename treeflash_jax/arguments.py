@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any, NoReturn
 
+from treeflash_jax.checks import clipped, quoted
 from treeflash_jax.clock import slow
 from treeflash_jax.files import regular
 from treeflash_jax.suggest import suggestion
@@ -39,7 +40,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line, without the usage text."""
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: error: {clipped(message, 240)} (see {self.prog} --help)\n")
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:
@@ -103,4 +104,4 @@ def ids_of(text: str, option: str) -> list[int]:
     try:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
-        raise ValueError(f"got {option} {text!r}, expected whole numbers like '3 4 5'") from None
+        raise ValueError(f"got {option} {quoted(text)}, expected whole numbers like '3 4 5'") from None

@@ -181,7 +181,8 @@ def learn(budget: Budget, choice: Choice, committed_b: jax.Array, live_b: jax.Ar
       committed_b: tokens it committed, bonus included, before any cut.
       live_b: rows that took part.
     """
-    came = jnp.sum(jnp.where(live_b, committed_b, 0)) / jnp.maximum(jnp.sum(live_b), 1)
+    tokens_b = jnp.where(live_b, committed_b, 0).astype(budget.committed.dtype)  # int / int would be float64 under x64
+    came = jnp.sum(tokens_b) / jnp.maximum(jnp.sum(live_b), 1)
     loss = choice.steps - choice.tokens
     debt = jnp.maximum(budget.debt + loss, 0)
     pause = jnp.maximum(jnp.ceil(loss / PROBE_SHARE), jnp.maximum(FIRST_PAUSE, 2 * budget.last_pause))

@@ -24,6 +24,7 @@ import numpy as np
 from treeflash_jax import files, quantized
 from treeflash_jax import mesh as meshes
 from treeflash_jax.budget import PATIENCE
+from treeflash_jax.checks import bounded, checked, clipped, parse_json, quoted
 from treeflash_jax.config import ModelConfig
 from treeflash_jax.state import DecodePlan, Weights
 
@@ -51,15 +52,15 @@ class Calibration:
     """
 
     identity: dict[str, Any]
-    nodes: list[int]
-    batch: list[int]
-    positions: list[int]
-    round_seconds: list[list[list[float]]]
-    tree_seconds: list[list[list[float]]]
-    step_seconds: list[list[float]]
-    temperatures: list[float]
-    tau: list[list[float]]
-    reliability: list[float]
+    nodes: list[int] = bounded(least=1)
+    batch: list[int] = bounded(least=1)
+    positions: list[int] = bounded(least=0)
+    round_seconds: list[list[list[float]]] = bounded(above=0)
+    tree_seconds: list[list[list[float]]] = bounded(least=0)
+    step_seconds: list[list[float]] = bounded(above=0)
+    temperatures: list[float] = bounded(least=0)
+    tau: list[list[float]] = bounded(least=0)
+    reliability: list[float] = bounded(least=0)
 
     def decide(self, batch: int, positions: int, temperatures: Sequence[float]) -> Decision:
         """How a call should decode.
@@ -190,14 +191,33 @@ def read(path: Path) -> list[Calibration]:
       ValueError: a file that is missing or holds anything else.
     """
     try:
-        held = json.loads(files.regular(path).read_text(encoding="utf-8"))
+        held = parse_json(files.regular(path).read_bytes())
         if held["schema"] != SCHEMA:
-            raise ValueError(f"schema {held['schema']}")
-        return [Calibration(**entry) for entry in held["entries"]]
+            raise ValueError(f"schema {quoted(held['schema'])}")
+        return [_entry(raw) for raw in held["entries"]]
     except FileNotFoundError:
         raise ValueError(f"{path} not found; nodes 'auto' needs what `treeflash calibrate` writes") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path}: got no calibration of schema {SCHEMA} ({error}); calibrate again") from None
+        raise ValueError(
+            f"{path}: got no calibration of schema {SCHEMA} ({clipped(error, 120)}); calibrate again"
+        ) from None
+
+
+def _entry(raw: Any) -> Calibration:
+    """Raises ValueError or TypeError where values or the shapes of tables are not those of a calibration."""
+    made = checked(Calibration(**raw))
+    rounds, tau = (len(made.batch), len(made.positions), len(made.nodes)), (len(made.temperatures), len(made.nodes))
+    shapes = {
+        "round_seconds": rounds,
+        "tree_seconds": rounds,
+        "step_seconds": rounds[:2],
+        "tau": tau,
+        "reliability": tau[:1],
+    }
+    for name, shape in shapes.items():
+        if np.shape(getattr(made, name)) != shape or 0 in shape:
+            raise ValueError(f"{name} of another shape than {list(shape)}")
+    return made
 
 
 def find(path: Path, identity: dict[str, Any]) -> Calibration:
@@ -219,7 +239,7 @@ def find(path: Path, identity: dict[str, Any]) -> Calibration:
     nearest = min(entries, key=lambda entry: len(differences(entry)))
     name = differences(nearest)[0]
     raise ValueError(
-        f"{path}: got a calibration for {name} {nearest.identity.get(name)!r}, expected {identity[name]!r}; "
+        f"{path}: got a calibration for {name} {quoted(nearest.identity.get(name))}, expected {quoted(identity[name])}; "
         "run `treeflash calibrate` with this pair, device and settings"
     )
 

@@ -6,15 +6,14 @@ and is not implemented must never be ignored.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from treeflash_jax import files
+from treeflash_jax.checks import INT32, Bounds, fit, quoted
 
 HeadName = Literal["marginal", "mlp", "linear"]
+MOST_NODES = 4096  # of a draft tree
 
 # Published names of the correction in `treeflash_config.ar_approximation`; "linear" is the paper's ablation.
 HEAD_OF_FILE: dict[str | None, HeadName] = {None: "marginal", "swiglu": "mlp", "linear": "linear"}
@@ -127,18 +126,18 @@ class DrafterConfig:
         num_target_layers = _int(raw, "num_target_layers", where)
         head = treeflash.get("ar_approximation")
         if not isinstance(head, str | None) or head not in HEAD_OF_FILE:
-            raise ValueError(f"{treeflash_at}: got ar_approximation {head!r}, expected one of {list(HEAD_OF_FILE)}")
+            raise ValueError(f"{treeflash_at}: got ar_approximation {quoted(head)}, expected one of {list(HEAD_OF_FILE)}")
         ids = dflash.get("target_layer_ids")
         if ids is None:
             ids = default_target_layers(num_target_layers, layers.num_layers)
         return DrafterConfig(
             layers=layers,
-            block_size=_int({**dflash, **raw}, "block_size", where, least=2),
+            block_size=_int({**dflash, **raw}, "block_size", where, least=2, most=MOST_NODES),
             mask_token_id=_int(dflash, "mask_token_id", dflash_at, least=0),
-            target_layer_ids=_ids(ids, "target_layer_ids", dflash_at),
+            target_layer_ids=_ids(ids, "target_layer_ids", dflash_at, INT32),
             num_target_layers=num_target_layers,
             head=HEAD_OF_FILE[head],
-            num_nodes=_int(treeflash, "candidate_tokens", treeflash_at, default=16),
+            num_nodes=_int(treeflash, "candidate_tokens", treeflash_at, most=MOST_NODES, default=16),
             drafter_temperature=_float(treeflash, "drafter_temperature", treeflash_at, default=1.0),
             sampled_above=_float(treeflash, "sampled_above", treeflash_at) if "sampled_above" in treeflash else None,
         )
@@ -177,19 +176,6 @@ def default_target_layers(num_target_layers: int, num_features: int) -> tuple[in
     return tuple(round(1 + i * step) for i in range(num_features))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises ValueError (one line) where the file is missing or is not a JSON object."""
-    try:
-        raw = json.loads(files.regular(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} not found; expected a Hugging Face model folder") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: got a JSON {type(raw).__name__}, expected an object")
-    return raw
-
-
 _MODEL_KEYS = frozenset(
     """model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
     head_dim rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings tie_word_embeddings
@@ -219,54 +205,50 @@ _INERT_KEYS = frozenset(
 def _refuse_unknown(raw: Mapping[str, Any], known: frozenset[str] | set[str], where: str) -> None:
     unknown = sorted(set(raw) - set(known))
     if unknown:
-        raise ValueError(f"{where}: unknown key {unknown[0]!r} might change the numbers; expected {sorted(known)[:6]} ...")
+        raise ValueError(
+            f"{where}: unknown key {quoted(unknown[0])} might change the numbers; expected {sorted(known)[:6]} ..."
+        )
 
 
-def _int(raw: Mapping[str, Any], key: str, where: str, *, least: int = 1, default: int | None = None) -> int:
-    value = raw.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{where}: got {key} = {value!r}, expected a whole number of at least {least}")
-    return value
+def _value(kind: Any, raw: Mapping[str, Any], key: str, where: str, default: Any, says: str, **bounds: float) -> Any:
+    return fit(kind, raw.get(key, default), f"{key} =", Bounds(says=says, **bounds), where)
+
+
+def _int(
+    raw: Mapping[str, Any], key: str, where: str, *, least: int = 1, most: int = INT32, default: int | None = None
+) -> int:
+    says = f"a whole number of at least {least}" + ("" if most == INT32 else f" and at most {most}")
+    return _value(int, raw, key, where, default, says, least=least, most=most)
 
 
 def _float(raw: Mapping[str, Any], key: str, where: str, *, default: float | None = None) -> float:
-    value = raw.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise ValueError(f"{where}: got {key} = {value!r}, expected a number above 0")
-    return float(value)
+    return _value(float, raw, key, where, default, "a number above 0", above=0)
 
 
 def _bool(raw: Mapping[str, Any], key: str, where: str) -> bool:
-    value = raw.get(key, False)
-    if not isinstance(value, bool):
-        raise ValueError(f"{where}: got {key} = {value!r}, expected true or false")
-    return value
+    return _value(bool, raw, key, where, False, "true or false")
 
 
 def _object(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
-    value = raw.get(key)
-    if value is None and key != "dflash_config":
+    if raw.get(key) is None and key != "dflash_config":
         return {}
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: got {key} = {value!r}, expected an object")
-    return value
+    return _value(dict[str, Any], raw, key, where, None, "an object")
 
 
-def _ids(value: Any, key: str, where: str) -> tuple[int, ...]:
+def _ids(value: Any, key: str, where: str, most: int) -> tuple[int, ...]:
+    says = f"ids (whole numbers from 0 to {most})"
     ids = value if isinstance(value, list | tuple) else [value]
-    if not ids or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise ValueError(f"{where}: got {key} = {value!r}, expected ids (whole numbers from 0)")
-    return tuple(ids)
+    return fit(Sequence[int], ids, f"{key} =", Bounds(least=0, most=most, nonempty=True, says=says), where)
 
 
 def _model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     model_type = raw.get("model_type")
     if model_type not in ("qwen3", "llama"):
-        raise ValueError(f"{where}: got model_type {model_type!r}, expected 'qwen3' (dense) or 'llama'")
+        raise ValueError(f"{where}: got model_type {quoted(model_type)}, expected 'qwen3' (dense) or 'llama'")
 
     def only(key: str, *accepted: Any) -> None:
         if raw.get(key, accepted[0]) not in accepted:
-            raise ValueError(f"{where}: {key} = {raw[key]!r} is not implemented, expected {accepted[0]!r}")
+            raise ValueError(f"{where}: {key} = {quoted(raw[key])} is not implemented, expected {accepted[0]!r}")
 
     only("hidden_act", "silu", "swish")
     only("attention_bias", False, None)
@@ -275,9 +257,9 @@ def _model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     only("pretraining_tp", 1, None)
     only("partial_rotary_factor", 1.0, None)
     only("rope_interleaved", False, None)
-    if set(raw.get("layer_types") or ()) - {"full_attention"}:
-        kinds = sorted(set(raw["layer_types"]))
-        raise ValueError(f"{where}: layer_types {kinds} are not implemented, expected only 'full_attention'")
+    layer_types = _value(list[str] | None, raw, "layer_types", where, None, "a list of names")
+    if kinds := sorted({*(layer_types or ())} - {"full_attention"}):
+        raise ValueError(f"{where}: layer_types {quoted(kinds)} are not implemented, expected only 'full_attention'")
 
     hidden_size = _int(raw, "hidden_size", where)
     num_layers = _int(raw, "num_hidden_layers", where)
@@ -285,13 +267,14 @@ def _model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     num_kv_heads = num_heads if raw.get("num_key_value_heads") is None else _int(raw, "num_key_value_heads", where)
     if num_heads % num_kv_heads:
         raise ValueError(f"{where}: got {num_heads} heads over {num_kv_heads} key/value heads, expected a multiple")
-    if raw.get("layer_types") is not None and len(raw["layer_types"]) != num_layers:
-        raise ValueError(f"{where}: got {len(raw['layer_types'])} layer_types for {num_layers} layers")
+    if layer_types is not None and len(layer_types) != num_layers:
+        raise ValueError(f"{where}: got {len(layer_types)} layer_types for {num_layers} layers")
     rope, head_dim = _rope(raw, where), _head_dim(raw, model_type, hidden_size, num_heads, where)
     if rope.kind == "longrope" and len(rope.divisors) != head_dim // 2:
         raise ValueError(f"{where}: got {len(rope.divisors)} divisors in short_factor, expected {head_dim // 2}")
+    vocab_size = _int(raw, "vocab_size", where)
     return ModelConfig(
-        vocab_size=_int(raw, "vocab_size", where),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=_int(raw, "intermediate_size", where),
         num_layers=num_layers,
@@ -304,7 +287,7 @@ def _model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         tie_embeddings=_bool(raw, "tie_word_embeddings", where),
         qk_norm=model_type == "qwen3",
         model_type=model_type,
-        eos_token_ids=token_ids(raw.get("eos_token_id"), where),
+        eos_token_ids=token_ids(raw.get("eos_token_id"), where, vocab_size),
     )
 
 
@@ -319,14 +302,17 @@ def _head_dim(raw: Mapping[str, Any], model_type: str, hidden_size: int, num_hea
     return head_dim
 
 
-def token_ids(value: int | list[int] | None, where: str) -> tuple[int, ...]:
+def token_ids(value: int | list[int] | None, where: str, vocab_size: int) -> tuple[int, ...]:
     """One id, a list of ids or nothing, as Hugging Face files spell stop ids."""
-    return () if value is None or value == [] else _ids(value, "eos_token_id", where)
+    return () if value is None or value == [] else _ids(value, "eos_token_id", where, vocab_size - 1)
 
 
 def _rope(raw: Mapping[str, Any], where: str) -> Rope:
     """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before)."""
-    settings = _object(raw, "rope_scaling", where) | _object(raw, "rope_parameters", where)
+    old, new = (_object(raw, key, where) for key in ("rope_scaling", "rope_parameters"))
+    if old and new and old != new:
+        raise ValueError(f"{where}: got rope_scaling beside other rope_parameters, expected one of them")
+    settings = old | new
     if settings.get("partial_rotary_factor") == 1.0:
         del settings["partial_rotary_factor"]
     thetas = {_float(source, "rope_theta", where) for source in (raw, settings) if source.get("rope_theta") is not None}
@@ -334,8 +320,8 @@ def _rope(raw: Mapping[str, Any], where: str) -> Rope:
         raise ValueError(f"{where}: got rope_theta both {' and '.join(map(str, sorted(thetas)))}, expected one")
     theta = thetas.pop() if thetas else 10_000.0
     kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind not in _ROPE_KEYS:
-        raise ValueError(f"{where}: got rope type {kind!r}, expected one of {list(_ROPE_KEYS)}")
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
+        raise ValueError(f"{where}: got rope type {quoted(kind)}, expected one of {list(_ROPE_KEYS)}")
     _refuse_unknown(
         settings, {"rope_type", "type", "rope_theta", *_ROPE_KEYS[kind]}, f"{where}: rope settings of type {kind!r}"
     )
@@ -343,23 +329,26 @@ def _rope(raw: Mapping[str, Any], where: str) -> Rope:
         return Rope(theta=theta)
     if kind == "longrope":
         return Rope(theta=theta, kind="longrope", divisors=_rope_divisors(settings, where))
+    low, high = _float(settings, "low_freq_factor", where), _float(settings, "high_freq_factor", where)
+    if low >= high:
+        raise ValueError(
+            f"{where}: got low_freq_factor {low} and high_freq_factor {high}, expected the low one to be lower"
+        )
     return Rope(
         theta=theta,
         kind="llama3",
         factor=_float(settings, "factor", where),
-        low_freq_factor=_float(settings, "low_freq_factor", where),
-        high_freq_factor=_float(settings, "high_freq_factor", where),
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_max_positions=_int(settings, "original_max_position_embeddings", where),
     )
 
 
 def _rope_divisors(settings: Mapping[str, Any], where: str) -> tuple[float, ...]:
     """Of `longrope` where it is the same at every length, as GGUF files have it."""
-    divisors = settings.get("short_factor")
-    if not isinstance(divisors, list) or not all(isinstance(x, int | float) and x > 0 for x in divisors):
-        raise ValueError(f"{where}: got short_factor {divisors!r}, expected a list of numbers above 0")
-    if settings.get("long_factor") != divisors or settings.get("attention_factor") != 1.0:
+    divisors = _value(tuple[float, ...], settings, "short_factor", where, None, "a list of numbers above 0", above=0)
+    if settings.get("long_factor") != settings["short_factor"] or settings.get("attention_factor") != 1.0:
         raise ValueError(
             f"{where}: rope type 'longrope' is implemented only with long_factor = short_factor and attention_factor 1.0"
         )
-    return tuple(map(float, divisors))
+    return divisors

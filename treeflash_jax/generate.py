@@ -23,12 +23,14 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax import prompts as prompting
 from treeflash_jax import tree as trees
 from treeflash_jax.batching import REFILLED_SHARE, Places, Turn, capacity_bucket, turn
+from treeflash_jax.checks import whole
 from treeflash_jax.clock import Clock
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decode import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.draw import DrawnTree, drawn_tree
 from treeflash_jax.footprint import check_memory, footprint, memory_limit
 from treeflash_jax.options import (
+    MOST_ROWS,
     NO_DRAFTER,
     GenerateConfig,
     Row,
@@ -38,6 +40,7 @@ from treeflash_jax.options import (
     rows_of,
     takes_settings,
     with_builder,
+    with_indices,
 )
 from treeflash_jax.planning import plan_of
 from treeflash_jax.prompts import Prompt
@@ -168,11 +171,8 @@ class TreeFlash:
         """What a call asks for, checked."""
         config = self._config(config, settings)
         prompts = prompting.as_list(prompts)
-        rows = rows_of([self.encode(prompt) for prompt in prompts], config, self.verifier)
-        if indices is not None:
-            if len(indices) != len(prompts):
-                raise ValueError(f"got {len(indices)} indices for {len(prompts)} prompts, expected one per prompt")
-            rows = [replace(row, index=indices[row.index]) for row in rows]
+        rows = rows_of(prompting.encode_each(prompts, self.encode), config, self.verifier)
+        rows = with_indices(rows, indices, len(prompts))
         self._check_memory(rows, config.batch_size or min(8, len(rows)), config)
         return rows, config
 
@@ -224,8 +224,7 @@ class TreeFlash:
           ValueError: as `generate`, or several prompts, when the first chunk is asked for.
         """
         config = self._config(config, settings)
-        if rounds_per_dispatch < 1:
-            raise ValueError(f"got rounds_per_dispatch {rounds_per_dispatch}, expected at least 1")
+        rounds_per_dispatch = whole(rounds_per_dispatch, "rounds_per_dispatch", least=1)
         if config.samples != 1:
             raise ValueError(f"got samples {config.samples}, expected 1: a stream is one answer")
         rows = rows_of([self.encode(prompting.only(prompt))], config, self.verifier)
@@ -273,8 +272,8 @@ class TreeFlash:
           ValueError: settings or sizes that cannot be served.
         """
         config = self._config(config, settings)
-        if min(prompt_tokens, num_prompts) < 1:
-            raise ValueError(f"got {num_prompts} prompts of {prompt_tokens} tokens, expected at least 1 of each")
+        prompt_tokens = whole(prompt_tokens, "prompt_tokens", least=1)
+        num_prompts = whole(num_prompts, "num_prompts", least=1, most=MOST_ROWS)
         rows = rows_of([[0] * prompt_tokens] * num_prompts, config, self.verifier)
         size = config.batch_size or min(8, len(rows))
         self._check_memory(rows, size, config)
@@ -295,7 +294,7 @@ class TreeFlash:
         Raises:
           ValueError: an empty prompt, text without a tokenizer, or a chat with anything but text in it.
         """
-        return prompting.encode(prompt, self.tokenizer)
+        return prompting.encode(prompt, self.tokenizer, self.verifier.max_positions)
 
     def plan(self, config: GenerateConfig) -> DecodePlan:
         """The compiled program's shape for these settings; with nodes "auto", that of the largest trees ever measured.

@@ -6,6 +6,7 @@ This file alone knows tensor names: it says where each weight lies (`storage.Ent
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from dataclasses import asdict, replace
@@ -18,7 +19,8 @@ import jax.numpy as jnp
 
 from treeflash_jax import drafter as dflash
 from treeflash_jax import files, quantized, storage, verifier
-from treeflash_jax.config import FILE_OF_HEAD, DrafterConfig, ModelConfig, read_json, token_ids
+from treeflash_jax.checks import read_json
+from treeflash_jax.config import FILE_OF_HEAD, DrafterConfig, ModelConfig, token_ids
 from treeflash_jax.formats import gguf, gguf_models, gguf_tokenizer, safetensors
 from treeflash_jax.heads import HEADS
 from treeflash_jax.params import Spec
@@ -154,11 +156,16 @@ def load_drafter(
 
 
 def stop_ids(folder: str | Path, config: ModelConfig) -> tuple[int, ...]:
-    """Ids that end an answer: config.json's and generation_config.json's, united."""
+    """Ids that end an answer: config.json's and generation_config.json's, united.
+
+    Raises:
+      ValueError: a generation_config.json that cannot be read, or ids outside the vocabulary.
+    """
     if gguf.is_gguf(folder):
         return config.eos_token_ids
     path = Path(folder) / "generation_config.json"
-    ids = token_ids(read_json(path).get("eos_token_id"), str(path)) if path.exists() else ()
+    raw = read_json(path) if os.path.lexists(path) else {}
+    ids = token_ids(raw.get("eos_token_id"), str(path), config.vocab_size)
     return tuple(sorted({*config.eos_token_ids, *ids}))
 
 

@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
 from treeflash_jax import calibration, devices, hf, pairs, quantized
+from treeflash_jax import mesh as meshes
+from treeflash_jax.checks import fit, quoted
 from treeflash_jax.footprint import check_memory, footprint, memory_limit
 from treeflash_jax.generate import TreeFlash
 from treeflash_jax.state import Weights
 from treeflash_jax.suggest import suggesting
 from treeflash_jax.tokenizer import Tokenizer
 
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 KEPT_SECONDS = 0.3  # programs that compiled faster are not kept
 
 
@@ -65,12 +69,15 @@ def load(
       ValueError: files are missing, damaged or do not match; the Hub cannot be reached; `quantize` is unknown; or a device
         cannot hold the weights, which is checked before they are read.
     """
+    for what, path in (("name", name), ("verifier", verifier), ("drafter", drafter), ("budget", budget)):
+        fit(str | Path | None, path, what)
+    meshes.check(mesh)
     quantized.check_scheme(quantize)
     keep_programs()
     verifier, drafter = pairs.choose(name, verifier, drafter)
     if budget is None:
         budget = calibration.place(None if str(drafter) in pairs.PAIRS else drafter)
-    dtype = dtype or devices.here().dtype
+    dtype = devices.here().dtype if dtype is None else float_type(dtype)
     verifier = pairs.locate(verifier, "verifier", revision, local_files_only)
     config = hf.read_verifier_config(verifier)
     drafter_config = drafter_params = head_params = None
@@ -91,6 +98,17 @@ def load(
         mesh=mesh,
         budget=Path(budget),
     )
+
+
+def float_type(dtype: Any) -> Any:
+    """A float type by any of its names. Raises ValueError for anything else."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in DTYPES:
+        raise ValueError(f"got dtype {quoted(dtype)}, expected one of {', '.join(DTYPES)}")
+    return found
 
 
 def keep_programs() -> None:

@@ -16,6 +16,8 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from treeflash_jax.checks import fit, quoted, whole
+
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "heads": ("model",),
@@ -37,15 +39,22 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
       ValueError: the product is more than the number of devices.
     """
     available = list(devices if devices is not None else jax.devices())
-    sizes = {"data": data, "fsdp": fsdp, "model": model}
-    count = data * fsdp * model
-    if min(sizes.values()) < 1 or count > len(available):
+    sizes = {name: whole(size, name, least=1) for name, size in (("data", data), ("fsdp", fsdp), ("model", model))}
+    count = math.prod(sizes.values())
+    if count > len(available):
         shown = f"{data} x {model}" if fsdp == 1 else f"{data} x {fsdp} x {model}"
         raise ValueError(f"got a mesh of {shown}, expected a product of at most {len(available)} devices")
     if fsdp == 1:
         del sizes["fsdp"]
     kinds = (AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=available[:count])
+
+
+def check(mesh: Mesh | None) -> None:
+    """Raises ValueError where a caller's mesh is none of `make_mesh`'s."""
+    fit(Mesh | None, mesh, "mesh")
+    if mesh is not None and not {"data", "model"} <= {*mesh.axis_names}:
+        raise ValueError(f"got a mesh of axes {quoted(mesh.axis_names)}, expected 'data' and 'model' (make_mesh)")
 
 
 def sizes_of(text: str) -> tuple[int, int]:
@@ -56,7 +65,7 @@ def sizes_of(text: str) -> tuple[int, int]:
     """
     words = text.split("x")
     if len(words) != 2 or not all(word.isdigit() and int(word) for word in words):
-        raise ValueError(f"got --mesh {text!r}, expected two numbers like 4x2")
+        raise ValueError(f"got --mesh {quoted(text)}, expected two numbers like 4x2")
     return int(words[0]), int(words[1])
 
 

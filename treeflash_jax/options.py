@@ -12,11 +12,13 @@ import numpy as np
 from treeflash_jax.acceptance import RULES, check_lawful
 from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.builders import SAMPLED, TreeShape, law_of
-from treeflash_jax.config import DrafterConfig, HeadName, ModelConfig
+from treeflash_jax.checks import Bounds, bounded, checked, clipped, fit, quoted
+from treeflash_jax.config import MOST_NODES, DrafterConfig, HeadName, ModelConfig
 from treeflash_jax.state import BUILDER_OF_METHOD, Method
 from treeflash_jax.suggest import suggesting, suggestion
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+MOST_ROWS = 2**16  # answers of a prompt, or decoded together; more is a slip
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
 # Named so that asking for them is an answer, not a silent difference.
 REFUSED = {
@@ -86,29 +88,31 @@ class GenerateConfig:
       expected_lengths: whether to return how many tokens each round was expected to commit, given its tree.
     """
 
-    max_new_tokens: int = 128
+    max_new_tokens: int = bounded(128, least=1)
     method: Method | None = None
-    nodes: int | Literal["auto"] | None = None
-    block_size: int | None = None
-    candidates: int = 16
-    children: int = 16
-    shortlist: int = 0
+    nodes: int | Literal["auto"] | None = bounded(
+        None, least=1, most=MOST_NODES, says=f"at least 1 (the root counts) and at most {MOST_NODES:,}, or 'auto'"
+    )
+    block_size: int | None = bounded(None, least=2)
+    candidates: int = bounded(16, least=1)
+    children: int = bounded(16, least=1)
+    shortlist: int = bounded(0, least=0)
     head: HeadName | None = None
     builder: str | None = None
     acceptance: str | None = None
-    branches: int = TreeShape.branches
-    trunk: int = TreeShape.trunk
-    skeleton: float = TreeShape.skeleton
+    branches: int = bounded(TreeShape.branches, least=1, most=MOST_NODES)
+    trunk: int = bounded(TreeShape.trunk, least=0, most=MOST_NODES)
+    skeleton: float = bounded(TreeShape.skeleton, least=0, most=1, says="0 to 1, a share of the nodes")
     leaves: bool = TreeShape.leaves
-    temperature: float | Sequence[float] = 0.0
-    top_k: int | Sequence[int] = 0
-    top_p: float | Sequence[float] = 1.0
-    drafter_temperature: float | None = None
-    seed: int | Sequence[int] = 0
-    samples: int = 1
-    stop_ids: Sequence[int] | None = None
-    stop: Sequence[str] = ()
-    batch_size: int | None = None
+    temperature: float | Sequence[float] = bounded(0.0, least=0, says="0 (greedy) or more; one number, or one per prompt")
+    top_k: int | Sequence[int] = bounded(0, least=0, says="0 (all tokens) to 2**31 - 1; one, or one per prompt")
+    top_p: float | Sequence[float] = bounded(1.0, above=0, most=1, says="above 0 and at most 1; one, or one per prompt")
+    drafter_temperature: float | None = bounded(None, above=0)
+    seed: int | Sequence[int] = bounded(0, least=0, most=2**32 - 1, says="0 to 2**32 - 1; one, or one per prompt")
+    samples: int = bounded(1, least=1, most=MOST_ROWS)
+    stop_ids: Sequence[int] | None = bounded(None, least=0)
+    stop: Sequence[str] = bounded((), nonempty=True, says="strings that are not empty")
+    batch_size: int | None = bounded(None, least=1, most=MOST_ROWS)
     attention: str | None = None
     log_probs: bool = False
     expected_lengths: bool = False
@@ -189,65 +193,45 @@ def resolve(
     """
     for name in settings:
         _check_name(name)
-    config = replace(config or GenerateConfig(), **settings)
+    config = replace(fit(GenerateConfig | None, config, "config") or GenerateConfig(), **settings)
+    if isinstance(config.stop, str):
+        config = replace(config, stop=(config.stop,))
+    config = checked(config)
     if config.method is None and drafter is None:
         _refuse_drafting(config)
     config = replace(config, method=method_of(config, drafter))
-    if isinstance(config.stop, str):
-        config = replace(config, stop=(config.stop,))
     vocabulary = verifier.vocab_size
 
     def expect(ok: bool, what: str, got: Any, expected: str) -> None:
         if not ok:
-            raise ValueError(f"got {what} {got}, expected {expected}")
+            raise ValueError(f"got {what} {quoted(got)}, expected {expected}")
 
-    expect(config.max_new_tokens >= 1, "max_new_tokens", config.max_new_tokens, "at least 1")
-    methods = ("ar", *BUILDER_OF_METHOD)
-    expect(config.method in methods, "method", repr(config.method), f"one of {methods}")
     if config.method != "ar":
-        expect(drafter is not None, "method", repr(config.method), f"'ar': {NO_DRAFTER}")
+        expect(drafter is not None, "method", config.method, f"'ar': {NO_DRAFTER}")
         auto = config.nodes == "auto"
-        is_count = config.nodes is None or (isinstance(config.nodes, int) and config.nodes >= 1)
-        expect(auto or is_count, "nodes", repr(config.nodes), "at least 1 (the root counts), or 'auto'")
         trained, size = drafter.block_size, config.block_size
-        expect(size is None or 2 <= size <= trained, "block_size", size, f"2 to {trained}, as the drafter was trained")
+        expect(size is None or size <= trained, "block_size", size, f"2 to {trained}, as the drafter was trained")
         for name in ("candidates", "children"):
             value = getattr(config, name)
-            expect(1 <= value <= vocabulary, name, value, f"1 to {vocabulary} (the vocabulary)")
+            expect(value <= vocabulary, name, value, f"1 to {vocabulary} (the vocabulary)")
         listed = config.shortlist
-        expect(0 <= listed <= vocabulary, "shortlist", listed, f"0 (all tokens) to {vocabulary} (the vocabulary)")
+        expect(listed <= vocabulary, "shortlist", listed, f"0 (all tokens) to {vocabulary} (the vocabulary)")
         heads = ("marginal", drafter.head)
-        expect(config.head in (None, *heads), "head", repr(config.head), f"one of {heads}, what this drafter has")
+        expect(config.head in (None, *heads), "head", config.head, f"one of {heads}, what this drafter has")
         known_builders = ("best-first", *SAMPLED) if config.method == "tree" else (BUILDER_OF_METHOD[config.method],)
         builder, rule, shape = drafting(config)
-        expect(builder in known_builders, "builder", repr(builder), f"one of {known_builders} (method {config.method!r})")
-        expect(rule in RULES, "acceptance", repr(rule), f"one of {tuple(RULES)}")
-        expect(shape.branches >= 1, "branches", shape.branches, "at least 1")
-        expect(shape.trunk >= 0, "trunk", shape.trunk, "0 or more")
-        expect(0 <= shape.skeleton <= 1, "skeleton", shape.skeleton, "0 to 1, a share of the nodes")
+        expect(builder in known_builders, "builder", builder, f"one of {known_builders} (method {config.method!r})")
+        expect(rule in RULES, "acceptance", rule, f"one of {tuple(RULES)}")
         expect(builder not in SAMPLED or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
         check_lawful(rule, law_of(builder, shape))
         if auto:  # a budget that looks at drawn nodes would not be lossless; those of a chain are no tree's first
             only = "with nodes 'auto'"
-            expect(builder == "best-first", "builder", repr(builder), f"'best-first' {only}")
-            expect(rule == "sample-and-match", "acceptance", repr(rule), f"'sample-and-match' {only}")
-        t = config.drafter_temperature
-        expect(t is None or t > 0, "drafter_temperature", t, "above 0")
-    expect(config.samples >= 1, "samples", config.samples, "at least 1")
-    expect(config.batch_size is None or config.batch_size >= 1, "batch_size", config.batch_size, "at least 1")
+            expect(builder == "best-first", "builder", builder, f"'best-first' {only}")
+            expect(rule == "sample-and-match", "acceptance", rule, f"'sample-and-match' {only}")
     known = sorted(IMPLEMENTATIONS)
-    expect(config.attention in (None, *known), "attention", repr(config.attention), f"one of {', '.join(known)}")
-    for value in values(config.temperature):
-        expect(value >= 0 and np.isfinite(value), "temperature", value, "0 (greedy) or more")
-    for value in values(config.top_k):
-        expect(value >= 0, "top_k", value, "0 (all tokens) or more")
-    for value in values(config.top_p):
-        expect(0 < value <= 1, "top_p", value, "above 0 and at most 1")
-    for value in values(config.seed):
-        expect(0 <= value < 2**32, "seed", value, "0 to 2**32 - 1")
+    expect(config.attention in (None, *known), "attention", config.attention, f"one of {', '.join(known)}")
     for value in config.stop_ids or ():
-        expect(0 <= value < vocabulary, "stop id", value, f"0 to {vocabulary - 1}")
-    expect(all(config.stop), "stop", list(config.stop), "strings that are not empty")
+        expect(value < vocabulary, "stop id", value, f"0 to {vocabulary - 1}")
     return config
 
 
@@ -260,8 +244,8 @@ def _check_name(name: str) -> None:
     meant = name if name in OF_LOAD else suggestion(name, [*known, *OF_LOAD])
     if meant in OF_LOAD:
         raise ValueError(f"got unknown setting {name!r}; {meant} is an argument of tf.load")
-    hint = f"; did you mean {meant}?" if meant else f", expected one of {', '.join(known)}"
-    raise ValueError(f"got unknown setting {name!r}{hint}")
+    hint = f"; did you mean {meant}?" if meant else f", expected one of {clipped(', '.join(known), 200)}"
+    raise ValueError(f"got unknown setting {quoted(name)}{hint}")
 
 
 def method_of(config: GenerateConfig, drafter: DrafterConfig | None) -> Method:
@@ -275,7 +259,7 @@ def _refuse_drafting(config: GenerateConfig) -> None:
     for name in DRAFTING:
         value = getattr(config, name)
         if value != getattr(defaults, name):
-            raise ValueError(f"got {name} {value!r}, expected its default: {NO_DRAFTER}")
+            raise ValueError(f"got {name} {quoted(value)}, expected its default: {NO_DRAFTER}")
 
 
 def drafting(config: GenerateConfig) -> tuple[str, str, TreeShape]:
@@ -325,7 +309,7 @@ def rows_of(prompts: list[list[int]], config: GenerateConfig, verifier: ModelCon
     for index, (ids, (temperature, top_k, top_p, seed)) in enumerate(zip(prompts, settings, strict=True)):
         outside = [i for i in ids if not 0 <= i < vocabulary]
         if outside:
-            raise ValueError(f"prompt {index}: got id {outside[0]}, expected 0 to {vocabulary - 1}")
+            raise ValueError(f"prompt {index}: got id {quoted(outside[0])}, expected 0 to {vocabulary - 1}")
         if len(ids) + config.max_new_tokens > context:
             raise ValueError(
                 f"prompt {index}: got {len(ids)} prompt tokens + {config.max_new_tokens} new tokens, "
@@ -335,6 +319,20 @@ def rows_of(prompts: list[list[int]], config: GenerateConfig, verifier: ModelCon
         for sample in range(config.samples):
             rows.append(Row(index, ids, temperature, top_k, top_p, (seed + sample) % 2**32))
     return rows
+
+
+def with_indices(rows: list[Row], indices: Sequence[int] | None, num_prompts: int) -> list[Row]:
+    """Rows that draw from the given index of their prompt, where there are such.
+
+    Raises:
+      ValueError: another number of indices than of prompts, or what is no index.
+    """
+    if indices is None:
+        return rows
+    found = fit(Sequence[int], indices, "indices", Bounds(least=0, most=2**32 - 1))
+    if len(found) != num_prompts:
+        raise ValueError(f"got {len(found)} indices for {num_prompts} prompts, expected one per prompt")
+    return [replace(row, index=found[row.index]) for row in rows]
 
 
 def values(value: Any) -> list[Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from treeflash_jax.checks import quoted
 from treeflash_jax.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -39,18 +40,40 @@ def only(prompts: Prompt | Iterable[Prompt]) -> Prompt:
     return found[0]
 
 
-def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
-    """Token ids of one prompt. Strings are taken as they are; chats go through the tokenizer's chat template.
+def encode_each(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]]) -> list[list[int]]:
+    """Token ids of every prompt.
 
     Raises:
-      ValueError: no prompt or an empty one, text without a tokenizer, or messages that hold anything but text.
+      ValueError: as `encode`, naming the prompt where there are several.
+    """
+    encoded = []
+    for index, prompt in enumerate(prompts):
+        try:
+            encoded.append(encode(prompt))
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+    return encoded
+
+
+def encode(prompt: Prompt, tokenizer: Tokenizer | None, context: int | None = None) -> list[int]:
+    """Token ids of one prompt. Strings are taken as they are; chats go through the tokenizer's chat template.
+
+    Args:
+      prompt: in any form.
+      tokenizer: of the verifier; ids need none.
+      context: tokens that the verifier can read; text that must have more of them is refused before it is tokenised. None:
+        all text is tokenised.
+
+    Raises:
+      ValueError: no prompt or an empty one, text without a tokenizer, text that the tokenizer or its chat template refuses,
+        or messages that hold anything but text.
     """
     items = prompt if isinstance(prompt, str) else _items(prompt)
     is_chat = bool(items) and isinstance(items[0], Mapping)
     if is_chat or isinstance(items, str):
         if tokenizer is None:
             raise ValueError("got text, but the verifier's folder has no tokenizer.json; give ids instead")
-        ids = tokenizer.encode_chat(plain_messages(items)) if is_chat else tokenizer.encode(items)
+        ids = tokenizer.encode_chat(plain_messages(items), context) if is_chat else tokenizer.encode(items, context)
     else:
         if strange := [item for item in items if not _is_id(item)]:
             raise ValueError(f"got {type(strange[0]).__name__} among the token ids of a prompt, expected whole numbers")
@@ -72,7 +95,7 @@ def plain_messages(chat: Iterable[Any]) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping):
             raise ValueError(f"{at}: got {type(message).__name__}, expected a dict with 'role' and 'content'")
         if not isinstance(message.get("role"), str):
-            raise ValueError(f"{at}: got role {message.get('role')!r}, expected one like 'user' or 'assistant'")
+            raise ValueError(f"{at}: got role {quoted(message.get('role'))}, expected one like 'user' or 'assistant'")
         messages.append({**message, "content": _text_of(message.get("content"), at)})
     return messages
 
@@ -88,7 +111,7 @@ def _text_of(content: Any, at: str) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text":
-            raise ValueError(f"{at}: got a part of type {kind!r}, expected 'text': the verifier reads text alone")
+            raise ValueError(f"{at}: got a part of type {quoted(kind)}, expected 'text': the verifier reads text alone")
         if not isinstance(part.get("text"), str):
             raise ValueError(f"{at}: got a text part without text, expected {{'type': 'text', 'text': ...}}")
         texts.append(part["text"])
@@ -102,6 +125,8 @@ def _items(prompts: Any) -> list[Any]:
 
 
 def _is_id(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
     try:
         operator.index(value)
     except TypeError:

@@ -19,6 +19,7 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax import products
+from treeflash_jax.checks import quoted
 from treeflash_jax.params import Spec, is_spec, shardings
 
 SCHEMES = ("int8",)
@@ -57,8 +58,8 @@ def check_scheme(scheme: str | None) -> None:
     Raises:
       ValueError: neither None nor one of SCHEMES.
     """
-    if scheme is not None and scheme not in SCHEMES:
-        raise ValueError(f"got quantize {scheme!r}, expected None or {' or '.join(map(repr, SCHEMES))}")
+    if scheme is not None and not (isinstance(scheme, str) and scheme in SCHEMES):
+        raise ValueError(f"got quantize {quoted(scheme)}, expected None or {' or '.join(map(repr, SCHEMES))}")
 
 
 def scheme_of(weights: Any) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from html import escape
 
+from treeflash_jax.checks import whole
 from treeflash_jax.draw import DrawnTree
 from treeflash_jax.state import Method
 
@@ -87,9 +88,7 @@ class Result:
             raise ValueError("this answer was decoded one token at a time: it has no draft trees")
         if not self.accept_lengths:
             raise ValueError("this answer has no rounds: its only token came from the prefill")
-        if not 0 <= round_index < len(self.accept_lengths):
-            raise ValueError(f"got round {round_index}, expected 0 to {len(self.accept_lengths) - 1}")
-        return self.draft_again(round_index)
+        return self.draft_again(whole(round_index, "round", most=len(self.accept_lengths) - 1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from treeflash_jax.params import Spec, is_spec
 
 MARK = {"written_by": "treeflash_jax"}  # in the metadata of files that `save` writes
 _HEADER_BYTES = 100_000_000  # the format's own limit
+CHECKED_AT_ONCE = 2**17
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -86,7 +87,7 @@ def load(
       finish: what takes a weight's place, as soon as it is read.
 
     Raises:
-      ValueError: tensors missing, unknown, or of the wrong shape or type.
+      ValueError: tensors missing, unknown, of the wrong shape or type, or with NaN or infinity in them.
     """
     wanted = {entry.name: entry.disk_shape(spec) for spec, entry in _pairs(specs, entries)}
     missing = sorted(set(wanted) - set(tensors))
@@ -104,7 +105,12 @@ def load(
 
     def leaf(spec: Spec, entry: Entry) -> Any:
         def read(index: tuple[slice, ...]) -> np.ndarray:
-            return _read(tensors[entry.name], spec, entry, index).astype(dtype)
+            part = _read(tensors[entry.name], spec, entry, index).astype(dtype)
+            if not all_finite(part):
+                raise ValueError(
+                    f"{where}: tensor {entry.name} holds NaN or infinity in {np.dtype(dtype)}, expected numbers"
+                )
+            return part
 
         if mesh is None:
             return finish(jnp.asarray(read((slice(None),) * len(spec.shape))), spec)
@@ -112,6 +118,20 @@ def load(
         return finish(jax.make_array_from_callback(spec.shape, place, read), spec)
 
     return jax.tree.map(leaf, specs, entries, is_leaf=is_spec)
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Whether an array of any float type holds no NaN and no infinity.
+
+    Bits are compared, a piece that fits into a processor's cache at a time: NumPy has no fast `isfinite` for bfloat16. A
+    number is not finite where all bits of its exponent are set.
+    """
+    bits = values.ravel(order="K").view(f"u{values.dtype.itemsize}")
+    exponent = np.asarray(np.inf, values.dtype).view(bits.dtype)[()]
+    return not any(
+        (bits[begin : begin + CHECKED_AT_ONCE] & exponent).max() == exponent
+        for begin in range(0, bits.size, CHECKED_AT_ONCE)
+    )
 
 
 def _read(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...]) -> np.ndarray:

@@ -1,14 +1,31 @@
-"""Text in and out: a thin layer over the Hugging Face tokenizer of a model folder."""
+"""Text in and out: a thin layer over the Hugging Face tokenizer of a model folder.
+
+Tokenizers and chat templates come with models and may do anything. What they raise becomes one line here, lone surrogates
+and text that no context holds are refused before they are tokenised, and a template has limits on time and on text.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from treeflash_jax.checks import clipped
 from treeflash_jax.files import regular
 from treeflash_jax.formats import gguf, gguf_tokenizer
+
+SHORT = 2**17  # characters of a text that is tokenised before its length is looked at
+TEMPLATE_SECONDS = 3.0  # of the processor
+TEMPLATE_CHARACTERS = 2**26
+
+
+class TemplateLimit(Exception):
+    """A chat template ran for too long or wrote too much."""
 
 
 class Tokenizer:
@@ -24,7 +41,11 @@ class Tokenizer:
 
     @staticmethod
     def load(folder: str | Path) -> Tokenizer | None:
-        """The tokenizer of a model folder or GGUF file, or None where it has none."""
+        """The tokenizer of a model folder or GGUF file, or None where it has none.
+
+        Raises:
+          ValueError: files that no tokenizer can be made of.
+        """
         folder = gguf_tokenizer.folder(folder) if gguf.is_gguf(folder) else Path(folder)
         if folder is None or not (folder / "tokenizer.json").exists():
             return None
@@ -33,38 +54,141 @@ class Tokenizer:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is missing; nothing here needs it
         from transformers import PreTrainedTokenizerFast  # slow to import, and ids need no tokenizer
 
-        return Tokenizer(PreTrainedTokenizerFast.from_pretrained(folder))
+        with _one_line(f"{folder}: tokenizer.json or tokenizer_config.json is damaged"):
+            return Tokenizer(PreTrainedTokenizerFast.from_pretrained(folder))
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         return () if self.inner.eos_token_id is None else (int(self.inner.eos_token_id),)
 
-    def encode(self, text: str) -> list[int]:
-        return list(self.inner(text)["input_ids"])
+    def encode(self, text: str, context: int | None = None) -> list[int]:
+        """Ids of a text as it is.
+
+        Args:
+          text: to encode.
+          context: most tokens that are of use; None: any number.
+
+        Raises:
+          ValueError: half a character (a lone surrogate), text that must have more tokens, or that the tokenizer refuses.
+        """
+        return self.encode_texts([text], context)[0]
+
+    def encode_texts(
+        self, texts: Sequence[str], context: int | None = None, *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Ids of several texts, encoded together by all cores.
+
+        Args:
+          texts: to encode.
+          context: as for `encode`.
+          add_special_tokens: whether the tokenizer adds those that it puts around a text.
+
+        Raises:
+          ValueError: as `encode`, of any of them.
+        """
+        for text in texts:
+            self._check(text, context)
+        with _one_line("the tokenizer refuses the text"):
+            return [list(ids) for ids in self.inner(list(texts), add_special_tokens=add_special_tokens)["input_ids"]]
 
     @property
     def has_chat_template(self) -> bool:
         return bool(self.inner.chat_template)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], context: int | None = None) -> list[int]:
         """A chat up to the point where the assistant speaks; thinking switched off where the template knows it.
 
+        Args:
+          messages: each with a role and its text.
+          context: as for `encode`.
+
         Raises:
-          ValueError: no chat template, or a chat that the template refuses.
+          ValueError: no chat template, a chat that the template refuses, or text as for `encode`.
+        """
+        return self.encode_texts([self.render(messages)], context, add_special_tokens=False)[0]
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """A chat as the template writes it; thinking switched off where the template knows it.
+
+        Args:
+          messages: each with a role and its text.
+          add_generation_prompt: whether to begin an answer of the assistant.
+
+        Raises:
+          ValueError: no chat template, or a chat that the template refuses, or is not done with within its limits.
         """
         if not self.has_chat_template:
             raise ValueError("got a chat, but the verifier's tokenizer has no chat template; give text or ids instead")
-        from jinja2.exceptions import TemplateError  # what transformers renders templates with
+        import jinja2.sandbox  # noqa: F401  what transformers renders templates with; importing it is not the template's time
 
-        try:
-            encoded = self.inner.apply_chat_template(
-                list(messages), add_generation_prompt=True, enable_thinking=False, tokenize=True, return_dict=True
+        with _one_line("got a chat that the verifier's chat template refuses"), _limited():
+            text = self.inner.apply_chat_template(
+                list(messages), add_generation_prompt=add_generation_prompt, enable_thinking=False, tokenize=False
             )
-        except TemplateError as error:
-            raise ValueError(
-                f"got a chat that the verifier's chat template refuses: {' '.join(str(error).split())}"
-            ) from None
-        return list(encoded["input_ids"])
+        self._check(text, None)
+        return text
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _check(self, text: str, context: int | None) -> None:
+        try:
+            size = len(text.encode("utf-8"))
+        except UnicodeEncodeError as error:
+            half = f"U+{ord(text[error.start]):04X}"
+            raise ValueError(
+                f"got half a character ({half}, a lone surrogate) at position {error.start}, expected whole ones"
+            ) from None
+        if context is not None and size > SHORT and size > context * self._longest:
+            raise ValueError(
+                f"got a prompt of {len(text):,} characters, at least {size // self._longest:,} tokens, "
+                f"expected at most {context:,} tokens (the verifier's context)"
+            )
+
+    @cached_property
+    def _longest(self) -> int:
+        """Bytes of the longest token."""
+        return max((len(token.encode("utf-8", "replace")) for token in self.inner.get_vocab()), default=1)
+
+
+@contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """Makes one ValueError of whatever the libraries behind a tokenizer raise: their errors have no common ancestor."""
+    try:
+        yield
+    except BaseException as error:
+        is_panic = type(error).__name__ == "PanicException"  # of Rust code, derived from BaseException
+        if not isinstance(error, Exception) and not is_panic:
+            raise
+        raise ValueError(f"{what}: {clipped(str(error) or type(error).__name__, 160)}") from None
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Ends what runs in this thread by TemplateLimit when it has taken TEMPLATE_SECONDS or made TEMPLATE_CHARACTERS.
+
+    Templates are Python functions: tracing sees their lines, and the texts that they and jinja2's helpers hand on.
+    """
+    soon, end, written = time.perf_counter() + TEMPLATE_SECONDS, time.thread_time() + TEMPLATE_SECONDS, 0
+
+    def trace(frame: Any, event: str, value: Any) -> Any:
+        nonlocal written
+        if time.perf_counter() > soon and time.thread_time() > end:  # the first clock is quick to read
+            raise TemplateLimit(f"it ran for more than {TEMPLATE_SECONDS:g} s")
+        is_template = frame.f_code.co_filename == "<template>"
+        if event == "return" and isinstance(value, str):
+            written += len(value)
+        elif event == "line" and is_template:
+            held = sum(len(kept) for kept in frame.f_locals.values() if isinstance(kept, str))
+            if held > TEMPLATE_CHARACTERS:
+                written = held
+        if written > TEMPLATE_CHARACTERS:
+            raise TemplateLimit(f"it wrote more than {TEMPLATE_CHARACTERS:,} characters")
+        return trace if is_template or "jinja2" in frame.f_code.co_filename else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

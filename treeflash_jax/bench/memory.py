@@ -36,8 +36,9 @@ from treeflash_jax.bench import programs, run, shapes
 from treeflash_jax.bench.programs import Collective
 from treeflash_jax.bench.progress import Progress, Tell, nobody
 from treeflash_jax.builders import SAMPLED
+from treeflash_jax.checks import read_json
 from treeflash_jax.clock import slow
-from treeflash_jax.config import DrafterConfig, ModelConfig, read_json
+from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decode import DecodePlan, Sampling, Weights
 from treeflash_jax.devices import GPU_MEMORY, TPU_MEMORY
 from treeflash_jax.footprint import Footprint, footprint, in_units, memory_limit

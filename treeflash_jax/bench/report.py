@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from treeflash_jax.bench import standalone
+from treeflash_jax.checks import Bounds, clipped, fit, parse_json, quoted
 from treeflash_jax.files import regular
 
 Record = dict[str, Any]
@@ -38,6 +39,23 @@ KEYS = (
     "prompt_id prompt_hash system settings rounds committed accept_lengths accepted_by_depth ids tokens seconds "
     "compile_seconds finished thinking versions hardware"
 ).split()
+# What is computed with; the other keys are only compared.
+COUNT, SECONDS = Bounds(least=0, most=2**53), Bounds(least=0)
+KINDS = {
+    "prompt_id": (str, Bounds()),
+    "system": (str, Bounds(nonempty=True)),
+    "settings": (dict[str, Any], Bounds()),
+    "versions": (dict[str, Any], Bounds()),
+    "hardware": (dict[str, Any], Bounds()),
+    "rounds": (int, COUNT),
+    "committed": (int, COUNT),
+    "tokens": (int, COUNT),
+    "seconds": (float, SECONDS),
+    "accept_lengths": (list[list[int]], COUNT),
+    "accepted_by_depth": (list[int], COUNT),
+}
+SETTINGS_KINDS = {"temperature": float, "seed": int, "method": str, "nodes": int | Literal["auto"] | None, "top_p": float}
+HARDWARE = "device backend cores".split()
 # Settings that all records of a file share; the others are a system's own. Temperature and seed tell records apart.
 SHARED = "verifier drafter dtype format max_new_tokens batch_size top_k top_p".split()
 QUANTIZE = "quantize"  # shared too; absent from older files
@@ -91,7 +109,7 @@ def read_jsonl(path: str | Path, *, unfinished_tail: bool = False) -> tuple[list
     objects, size = [], 0
     for number, line in enumerate(lines, start=1):
         try:
-            value = json.loads(line) if line.strip() else None
+            value = parse_json(line) if line.strip() else None
         except ValueError as error:
             if unfinished_tail and number == len(lines) and not line.endswith(b"\n"):
                 warnings.warn(f"{path}:{number}: the last line is cut off and left out", stacklevel=2)
@@ -117,14 +135,22 @@ def read_records(path: str | Path) -> tuple[list[Record], int]:
     for number, record in objects:
         at = f"{path}:{number}"
         if record.get("schema") not in SCHEMAS:
-            raise ValueError(f"{at}: got schema {record.get('schema')!r}, expected {SCHEMA}; write to another file")
-        settings = record.get("settings", {})
+            raise ValueError(f"{at}: got schema {quoted(record.get('schema'))}, expected {SCHEMA}; write to another file")
         missing = [key for key in KEYS if key not in record]
+        for key, (kind, bounds) in KINDS.items():
+            if key in record:
+                fit(kind, record[key], key, bounds, at)
+        settings = record.get("settings", {})
+        missing += [f"hardware.{key}" for key in HARDWARE if key not in record.get("hardware", {})]
         missing += [f"settings.{key}" for key in (*SHARED, *OWN, "temperature", "seed") if key not in settings]
         if missing:
-            raise ValueError(f"{at}: got a record without {', '.join(missing)}")
+            raise ValueError(f"{at}: got a record without {clipped(', '.join(missing), 120)}")
+        for key, kind in SETTINGS_KINDS.items():
+            fit(kind, settings[key], f"settings.{key}", Bounds(least=0), at)
+        if len(record["accepted_by_depth"]) and not record["rounds"]:
+            raise ValueError(f"{at}: got accepted_by_depth without rounds, expected an empty list")
         if key_of(record) in seen:
-            raise ValueError(f"{at}: got a second answer to {key_of(record)}, expected one")
+            raise ValueError(f"{at}: got a second answer to {quoted(key_of(record), 120)}, expected one")
         seen.add(key_of(record))
         firsts.setdefault(record["system"], record)
         for first in (next(iter(firsts.values())), firsts[record["system"]]):
@@ -148,7 +174,7 @@ def difference(record: Record, other: Record) -> str | None:
         ours, theirs = record[part], other[part]
         for name in names if part == "settings" else sorted({*ours, *theirs}):
             if ours.get(name) != theirs.get(name):
-                return f"got {name} {ours.get(name)!r}, but {theirs.get(name)!r}"
+                return f"got {name} {quoted(ours.get(name))}, but {quoted(theirs.get(name))}"
     return None
 
 

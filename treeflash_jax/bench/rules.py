@@ -32,6 +32,7 @@ from treeflash_jax.bench.progress import Progress, Tell
 from treeflash_jax.bench.prompts import BenchPrompt, draw, read_prompts
 from treeflash_jax.bench.report import RESAMPLES, paired_ratio
 from treeflash_jax.builders import SAMPLED, law_of
+from treeflash_jax.checks import parse_json
 from treeflash_jax.clock import slow
 from treeflash_jax.options import drafting, resolve
 
@@ -160,7 +161,7 @@ def resume(file: TextIO, about: dict[str, Any]) -> dict[str, report.Answers]:
         file.write(first)
         file.flush()
     kept = {}
-    for one in map(json.loads, lines[1:]):
+    for one in map(parse_json, lines[1:]):
         kept[one["system"]] = {(prompt, seed): counts for prompt, seed, counts in one["answers"]}
     return kept
 

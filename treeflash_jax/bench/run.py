@@ -34,6 +34,7 @@ from treeflash_jax.bench import report, standalone
 from treeflash_jax.bench.prompts import BUNDLED, FORMATS, BenchPrompt, draw, empty_chat, format_turn, read_prompts
 from treeflash_jax.bench.report import SCHEMA, Record
 from treeflash_jax.builders import SAMPLED, TreeShape
+from treeflash_jax.checks import quoted
 from treeflash_jax.options import drafting, resolve
 from treeflash_jax.quantized import SCHEMES
 
@@ -228,8 +229,8 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
 
 def node_count(text: str) -> int | str:
     """A number of nodes, or "auto"."""
-    if text != "auto" and not text.lstrip("-").isdecimal():
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number or auto")
+    if text != "auto" and not (text.lstrip("-").isdecimal() and len(text) < 20):
+        raise argparse.ArgumentTypeError(f"got {quoted(text)}, expected a whole number or auto")
     return text if text == "auto" else int(text)
 
 

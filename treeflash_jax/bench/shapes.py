@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from treeflash_jax import drafter as dflash
 from treeflash_jax import hf, quantized, verifier
 from treeflash_jax import mesh as meshes
-from treeflash_jax.config import DrafterConfig, ModelConfig, Rope, default_target_layers, read_json
+from treeflash_jax.checks import read_json
+from treeflash_jax.config import DrafterConfig, ModelConfig, Rope, default_target_layers
 from treeflash_jax.decode import Weights
 from treeflash_jax.formats import gguf
 from treeflash_jax.generate import TreeFlash

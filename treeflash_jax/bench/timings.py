@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,6 +13,7 @@ import numpy as np
 from treeflash_jax import files
 from treeflash_jax.bench import plots
 from treeflash_jax.bench.floors import STAGES, Ceilings
+from treeflash_jax.checks import parse_json
 
 SCHEMA = 1
 LABELS = {
@@ -97,7 +97,7 @@ def read_results(path: str | Path) -> list[Result]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
     try:
-        held = json.loads(text) if text.strip() else {"schema": SCHEMA, "results": []}
+        held = parse_json(text) if text.strip() else {"schema": SCHEMA, "results": []}
     except ValueError as error:
         raise ValueError(f"{path}: got malformed JSON ({error}); write to another file") from None
     if not isinstance(held, dict) or held.get("schema") != SCHEMA or not isinstance(held.get("results"), list):

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from treeflash_jax.config import read_json
+from treeflash_jax.checks import read_json
 from treeflash_jax.files import regular
 
 

@@ -1,0 +1,513 @@
+"""Whatever is not understood is refused: each case gives the documented result, or one line of at most 300 characters.
+
+Cases are listed by class. FEWEST says how many a class has at least, so that none shrinks unseen; classes that are read off
+the settings' own declarations grow with them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from dataclasses import fields, make_dataclass, replace
+from pathlib import Path
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import RANDOM_DRAFTER, RANDOM_MODEL
+from hypothesis import strategies
+from ml_dtypes import bfloat16
+from test_config import LLAMA_31_8B, QWEN3_4B, TREEFLASH_4B
+
+import treeflash_jax as tf
+from train import config, data, drafter, evaluate, head, measure, respond
+from train.records import Source, read
+from treeflash_jax import budget, calibration, checks, hf, prompts, storage
+from treeflash_jax.bench import report
+from treeflash_jax.cli import main
+from treeflash_jax.config import DrafterConfig, ModelConfig
+from treeflash_jax.options import GenerateConfig, resolve, with_indices
+from treeflash_jax.tokenizer import Tokenizer
+
+CONFIGS = Path(__file__).parent.parent / "configs" / "tiny"
+HUGE = 10**400
+DEEP = "[" * 200_000
+WRONG = (None, "x", "", [], {}, object(), b"3", 1.5, math.nan, math.inf, -math.inf, -1, 2**31, 2**63, HUGE, True, [1.5])
+FEWEST = {
+    "settings of generate": 400,
+    "exact scalars": 20,
+    "prompts": 25,
+    "templates": 9,
+    "keys of config.json": 900,
+    "files of JSON": 8,
+    "training settings": 500,
+    "training settings by name": 25,
+    "records of a benchmark": 100,
+    "calibrations": 60,
+    "arguments of functions": 20,
+    "command lines": 8,
+    "weights": 12,
+}
+
+
+def refused(call, *words: str) -> str:
+    """The line that a call is refused with."""
+    began = time.thread_time()
+    with pytest.raises(ValueError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and len(message) <= 300, message
+    assert all(word in message for word in words), message
+    assert time.thread_time() - began < 5
+    return message
+
+
+def understood(call, *arguments, **settings) -> bool:
+    """Whether a call was served; what is not must be refused in one line."""
+    try:
+        call(*arguments, **settings)
+    except ValueError as error:
+        assert "\n" not in str(error) and len(str(error)) <= 300, str(error)
+        return False
+    return True
+
+
+def settle(kind: str, count: int) -> None:
+    assert count >= FEWEST[kind], f"{kind}: {count} cases, expected at least {FEWEST[kind]}"
+
+
+def asked(**settings) -> GenerateConfig:
+    return resolve(None, settings, RANDOM_MODEL, RANDOM_DRAFTER)
+
+
+# Settings of generate
+
+
+def test_settings_of_generate():
+    """Every field with every wrong value; what is taken has the field's type."""
+    taken = {
+        name: [value for value in WRONG if understood(asked, **{name: value})]
+        for name in GenerateConfig.__dataclass_fields__
+    }
+    settle("settings of generate", len(WRONG) * len(taken))
+    assert not [name for name, values in taken.items() if HUGE in values]
+    whole = (
+        "max_new_tokens nodes block_size candidates children shortlist branches trunk top_k seed samples batch_size".split()
+    )
+    for name in whole:
+        assert not any(isinstance(value, float | bool | str | bytes) for value in taken[name]), (name, taken[name])
+        assert 2**63 not in taken[name]
+    assert [name for name in taken if "" in taken[name]] == []
+    assert [name for name in taken if any(x is True for x in taken[name])] == ["leaves", "log_probs", "expected_lengths"]
+    for name in ("temperature", "top_p", "skeleton", "drafter_temperature"):
+        assert not any(isinstance(x, float) and not math.isfinite(x) for x in taken[name])
+    defaults = {field.name: field.default for field in fields(GenerateConfig)}
+    for name, values in taken.items():
+        assert None not in values or defaults[name] is None, f"{name} takes None"
+
+
+def test_a_setting_added_later_is_checked():
+    added = make_dataclass("Added", [("fresh", int, checks.bounded(3, least=1))], kw_only=True)
+    assert checks.checked(added(fresh=np.int64(4))).fresh == 4
+    for value in (0, 1.5, "x", None, 2**31):
+        refused(lambda value=value: checks.checked(added(fresh=value)), "fresh")
+
+
+def test_exact_scalars_of_numpy_and_jax_are_fine():
+    numbers = [kind(1) for kind in (int, np.int8, np.int64, np.uint32, jnp.int32, np.array, jnp.array)]
+    count = 0
+    for number in numbers:
+        for name in ("max_new_tokens", "nodes", "top_k", "seed", "samples"):
+            assert getattr(asked(**{name: number}), name) == 1 and type(getattr(asked(**{name: number}), name)) is int
+            count += 1
+    for number in (np.float32(0.5), np.float64(0.5), jnp.float32(0.5), jnp.bfloat16(0.5), bfloat16(0.5), np.array(0.5)):
+        assert type(asked(temperature=number).temperature) is float and asked(temperature=number).temperature == 0.5
+        count += 1
+    for many in ([0.5, 1], (0.5, 1.0), np.array([0.5, 1.0]), jnp.array([0.5, 1.0])):
+        assert asked(temperature=many).temperature == (0.5, 1.0)
+        count += 1
+    settle("exact scalars", count)
+
+
+def test_checking_settings_costs_less_than_a_millisecond():
+    settings = {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 64, "nodes": 16, "stop": ["\n"], "stop_ids": [1, 2]}
+    asked(**settings)
+
+    def once() -> float:
+        began = time.thread_time()
+        for _ in range(10):
+            asked(**settings)
+        return (time.thread_time() - began) / 10
+
+    assert min(once() for _ in range(5)) < 1e-3
+
+
+VALUES = strategies.recursive(
+    strategies.none() | strategies.booleans() | strategies.integers() | strategies.floats() | strategies.text(),
+    lambda inner: strategies.lists(inner) | strategies.dictionaries(strategies.text(), inner),
+)
+
+
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(name=strategies.sampled_from(sorted(GenerateConfig.__dataclass_fields__)), value=VALUES)
+def test_any_value_of_a_setting_is_served_or_refused_in_one_line(name, value):
+    understood(asked, **{name: value})
+    shown = checks.quoted(value)
+    assert len(shown) <= checks.QUOTED and "\n" not in shown and shown.isprintable()
+
+
+# Prompts and templates
+
+
+BAD_PROMPTS = [
+    3, 1.5, None, True, b"text", {}, {"role": "user", "content": "x"}, object(), [], "", [[]], [1.7], ["3"], [True], [None],
+    [b"3"], [HUGE], "\ud800", "a\udfff", [{"role": "user"}], [{"role": "user", "content": "\ud800"}], [{"content": "x"}],
+    [{"role": 3, "content": "x"}], [{"role": "user", "content": 3}], [{"role": "user", "content": b"x"}],
+    [{"role": "user", "content": [{"type": "image"}]}], [{"role": "user", "content": "x"}, 3], "word " * 10**6,
+    [{"role": "user", "content": "word " * 10**6}],
+]  # fmt: skip
+
+
+def test_prompts(tiny):
+    for prompt in BAD_PROMPTS:
+        if prompt == [HUGE]:
+            refused(lambda: tiny.generate([HUGE]), "expected 0 to")
+        else:
+            refused(lambda prompt=prompt: tiny.encode(prompt))
+    settle("prompts", len(BAD_PROMPTS))
+    refused(lambda: tiny.generate(["fine", "\ud800"]), "prompt 1", "U+D800")
+    refused(lambda: tiny.encode("word " * 10**6), "5,000,000 characters", "context")
+
+
+BAD_TEMPLATES = {
+    "refuses": "{{ raise_exception('no\\nsystem') }}",
+    "refuses at length": "{{ raise_exception('long ' * 1000) }}",
+    "divides by nothing": "{{ 1 // 0 }}",
+    "is no template": "{% for %}",
+    "loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+    "writes on": "{% for a in range(9999) %}{% for b in range(9999) %}" + "x" * 9999 + "{% endfor %}{% endfor %}",
+    "doubles": "{% set ns = namespace(x='xxxxxxxx') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "writes half a character": "{{ '\\ud800' }}",
+}
+
+
+@pytest.mark.parametrize("template", BAD_TEMPLATES.values(), ids=BAD_TEMPLATES)
+def test_templates(tiny, template):
+    settle("templates", len(BAD_TEMPLATES))
+    inner = copy.deepcopy(tiny.tokenizer.inner)
+    inner.chat_template = template
+    refused(lambda: prompts.encode([{"role": "user", "content": "x"}], Tokenizer(inner)))
+
+
+def test_the_boundary_gives_what_the_library_gives(tiny):
+    chat = [
+        {"role": "user", "content": "What is 2 + 3?\n"},
+        {"role": "assistant", "content": "5"},
+        {"role": "user", "content": "é"},
+    ]
+    inner = tiny.tokenizer.inner
+    expected = inner.apply_chat_template(chat, add_generation_prompt=True, enable_thinking=False, return_dict=True)
+    assert tiny.tokenizer.encode_chat(chat) == list(expected["input_ids"])
+    assert tiny.tokenizer.encode("a b\n é") == list(inner("a b\n é")["input_ids"])
+
+
+def test_broken_tokenizer_files(tiny, tmp_path):
+    inner = tiny.tokenizer.inner
+    inner.save_pretrained(tmp_path)
+    whole = (tmp_path / "tokenizer.json").read_bytes()
+    for text in (b"", b"{", whole[: len(whole) // 2], b"[]", b'{"model": 3}', b"\xff\xfe", DEEP.encode()):
+        (tmp_path / "tokenizer.json").write_bytes(text)
+        refused(lambda: Tokenizer.load(tmp_path), "tokenizer.json")
+
+
+def test_prompts_of_training_name_their_line(tiny, tmp_path):
+    lines = [{"prompt": "fine"}, {"prompt": "half \ud800"}, {"prompt": "fine too"}]
+    path = tmp_path / "set.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = respond.RespondConfig(sources=(Source(path=str(path), hold_out=0),), verifier="x", out=str(tmp_path / "out"))
+    refused(lambda: respond.collect_prompts(settings, tiny), "line 2", "U+D800")
+    assert len(respond.collect_prompts(replace(settings, malformed="skip"), tiny)) == 2
+    path.write_text("".join(json.dumps({"text": line["prompt"] * 9}) + "\n" for line in lines))
+    source, opened = Source(path=str(path), format="text", hold_out=0), data.open_sources
+    refused(lambda: opened([source], data.DataConfig(), tiny.tokenizer, 0), "line 2", "U+D800")
+    [skipped] = opened([source], data.DataConfig(malformed="skip"), tiny.tokenizer, 0).skipped.values()
+    assert skipped == {"malformed": 1}
+
+
+# Configs and other files
+
+
+def test_keys_of_config_json():
+    count = 0
+    wrong = (
+        None,
+        "x",
+        "",
+        [],
+        {},
+        [[1]],
+        {"a": 1},
+        1.5,
+        math.nan,
+        math.inf,
+        -1,
+        0,
+        2**31,
+        2**63,
+        HUGE,
+        True,
+        ["x"] * 10**4,
+    )
+    for raw, kind in ((QWEN3_4B, ModelConfig), (LLAMA_31_8B, ModelConfig), (TREEFLASH_4B, DrafterConfig)):
+        for key in raw:
+            for value in wrong:
+                if understood(kind.from_hf, {**raw, key: value}):
+                    assert not (isinstance(value, int) and value >= 2**31) or key in hf_inert(), (key, value)
+                count += 1
+    settle("keys of config.json", count)
+    llama3 = LLAMA_31_8B["rope_scaling"]
+    for change, words in (
+        ({"rope_scaling": llama3 | {"low_freq_factor": 4.0}}, "low_freq_factor"),
+        ({"rope_scaling": llama3, "rope_parameters": {"rope_type": "default"}}, "rope_scaling beside"),
+        ({"eos_token_id": LLAMA_31_8B["vocab_size"]}, "eos_token_id"),
+        ({"layer_types": [3]}, "layer_types"),
+        ({"layer_types": "full_attention"}, "layer_types"),
+    ):
+        refused(lambda change=change: ModelConfig.from_hf({**LLAMA_31_8B, **change}), words)
+    tree = {"treeflash_config": {"candidate_tokens": 2**31}}
+    refused(lambda: DrafterConfig.from_hf({**TREEFLASH_4B, **tree}), "candidate_tokens")
+
+
+def hf_inert() -> set[str]:
+    """Keys that no number depends on, whatever they hold."""
+    used = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    used += "max_position_embeddings block_size num_target_layers eos_token_id rope_theta rms_norm_eps"
+    return {*QWEN3_4B, *LLAMA_31_8B, *TREEFLASH_4B} - {*used.split()} | {"rms_norm_eps", "rope_theta"}
+
+
+def test_files_of_json(tmp_path):
+    path = tmp_path / "generation_config.json"
+    texts = ["", "{", "[]", "3", DEEP, '{"a": ' * 50_000, '{"eos_token_id": ' + "9" * 5000 + "}", "\ud800"]
+    for text in texts:
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        refused(lambda: hf.stop_ids(tmp_path, RANDOM_MODEL), str(path)) if len(str(path)) < 150 else None
+    settle("files of JSON", len(texts))
+    for content, words in (('{"eos_token_id": 64}', "eos_token_id"), ('{"eos_token_id": "2"}', "eos_token_id")):
+        path.write_text(content)
+        refused(lambda: hf.stop_ids(tmp_path, RANDOM_MODEL), words)
+    path.unlink()
+    path.symlink_to(tmp_path / "nowhere")
+    refused(lambda: hf.stop_ids(tmp_path, RANDOM_MODEL), "not found")
+
+
+# Training
+
+
+def leaves(raw, prefix=""):
+    """Dotted names of all values of nested tables, and the values."""
+    for key, value in raw.items():
+        yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+
+
+def test_training_settings():
+    """Every setting of the stages with wrong values of every type: served, or refused before anything runs."""
+    words = [
+        '""',
+        "[]",
+        "{}",
+        "1.5",
+        "nan",
+        "inf",
+        "-1",
+        "0",
+        str(2**31),
+        str(2**63),
+        "1" + "0" * 400,
+        "true",
+        "[1.5]",
+        '"x"',
+    ]
+    count = 0
+    stages = {"head.toml": head.HeadStage, "drafter.toml": drafter.DrafterStage, "respond.toml": respond.RespondConfig}
+    for name, stage in stages.items():
+        for key, default in leaves(config.to_dict(config.load(stage, CONFIGS / name))):
+            for word in words:
+                loaded = understood(config.load, stage, CONFIGS / name, [f"{key}={word}"])
+                is_text = isinstance(default, str) or key == "drafter"
+                assert not loaded or word not in ("nan", "inf", str(HUGE)) or is_text, (key, word)
+                count += 1
+    settle("training settings", count)
+
+
+BAD_TRAINING = (
+    "drafter_temperature=-1 num_nodes=0 num_nodes=4097 num_layers=0 block_size=1 loop.batch=0 loop.batch=-2 run="
+    " optimizer.learning_rate=-1 optimizer.learning_rate=0 optimizer.learning_rate=1e30 optimizer.b1=2 optimizer.b1=1"
+    " optimizer.b2=-1 optimizer.warmup=5 optimizer.final=-1 optimizer.clip=-1 optimizer.clip=0 optimizer.weight_decay=-5"
+    " evaluate.prompts=-1 evaluate.nodes=[0] evaluate.batch=0 loop.accumulate=0 loop.steps=-1 loop.keep=0 loop.log_every=-1"
+    " data.row_tokens=1 data.prompt_weight=2 objective.decay=-1 objective.chunk=0 init_scale=0 mesh.model=0"
+).split()
+
+
+@pytest.mark.parametrize("word", BAD_TRAINING)
+def test_training_settings_by_name(word):
+    settle("training settings by name", len(BAD_TRAINING))
+    key = word.split("=")[0]
+    refused(lambda: config.load(drafter.DrafterStage, CONFIGS / "drafter.toml", [word]), key.split(".")[-1])
+
+
+def test_evaluation_sets_are_known_by_their_names(tmp_path):
+    for name in ("test", "TESTS", "my-evals", "validations", "benchmarks", "dev"):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text('{"prompt": "x"}\n')
+        refused(lambda path=path: list(data_of(path)), "expected training data")
+    path = tmp_path / "tests-of-train.jsonl"
+    path.write_text('{"prompt": "x"}\n')
+    assert len(list(data_of(path))) == 1
+
+
+def data_of(path):
+    return read(Source(path=str(path)), 0)
+
+
+def test_other_stages_refuse_too():
+    assert evaluate.EvaluateConfig() == config.replaced(evaluate.EvaluateConfig(), {})
+    stage = {"verifier": "x", "drafter": "x", "respond": "x", "out": "x"}
+    for change in ({"prompts": 0}, {"nodes": [0]}, {"nodes": []}, {"temperatures": [-1.0]}, {"out": ""}):
+        refused(lambda change=change: config.replaced(measure.MeasureStage(**stage), change), next(iter(change)))
+
+
+# What the benchmarks and the calibration left
+
+
+RECORD = {
+    "schema": 2, "prompt_id": "a", "prompt_hash": "0", "system": "ar", "rounds": 2, "committed": 2,
+    "settings": dict.fromkeys(report.SHARED, 1) | dict.fromkeys(report.OWN)
+    | {"temperature": 0.0, "seed": 0, "method": "ar", "top_p": 1.0},
+    "accept_lengths": [[1, 1]], "accepted_by_depth": [], "ids": [[1, 2, 3]], "tokens": 3, "seconds": 1.0,
+    "compile_seconds": 0.0, "finished": ["length"], "thinking": False, "versions": {"jax": "1"},
+    "hardware": {"backend": "cpu", "device": "cpu", "devices": 1, "cores": 2},
+}  # fmt: skip
+
+
+def test_records_of_a_benchmark(tmp_path, capsys):
+    path, count = tmp_path / "r.jsonl", 0
+    for key in RECORD:
+        for value in (None, "x", "", [], {}, [[1.5]], ["x"], -1, 1.5, HUGE, "x" * 5000):
+            path.write_text(json.dumps(RECORD | {key: value}) + "\n")
+            assert main(["bench", "report", str(path), "--resamples", "2"]) in (0, 2)
+            error = capsys.readouterr().err
+            assert error.count("\n") <= 1 and "Traceback" not in error and len(error) <= 330, error
+            count += 1
+    for text in (DEEP, "{", "[]", "\ud800", json.dumps(RECORD | {"accepted_by_depth": [1], "rounds": 0})):
+        path.write_bytes((text + "\n").encode("utf-8", "surrogatepass"))
+        assert main(["bench", "report", str(path)]) == 2
+    settle("records of a benchmark", count)
+
+
+CALIBRATION = {
+    "identity": {"pair": "x"}, "nodes": [1, 2], "batch": [1], "positions": [64], "round_seconds": [[[0.1, 0.2]]],
+    "tree_seconds": [[[0.0, 0.1]]], "step_seconds": [[0.1]], "temperatures": [0.0], "tau": [[1.0, 2.0]],
+    "reliability": [0.9],
+}  # fmt: skip
+
+
+def test_calibrations(tmp_path):
+    path, count = tmp_path / "c.json", 0
+    path.write_text(json.dumps({"schema": 2, "entries": [CALIBRATION]}))
+    assert calibration.read(path)[0].nodes == [1, 2]
+    for key in CALIBRATION:
+        for value in (None, "x", [], [1], [[1]], [[[1]]], 3, ["x"], [-1], [HUGE]):
+            path.write_text(json.dumps({"schema": 2, "entries": [CALIBRATION | {key: value}]}))
+            understood(calibration.find, path, {"pair": "y"})
+            count += 1
+    settle("calibrations", count)
+    path.write_text(json.dumps({"schema": 2, "entries": [CALIBRATION | {"identity": ["pair"]}]}))
+    refused(lambda: calibration.find(path, {"pair": "y"}), "identity")
+    path.write_text(DEEP)
+    refused(lambda: calibration.read(path), "nested too deeply")
+
+
+# Python and the command line
+
+
+def test_arguments_of_functions(trained, tmp_path):
+    result = trained.generate([5, 6], max_new_tokens=2)[0]
+    rows, count = [], 0
+    for indices in ([-1], ["0"], [0.5], 3, "0", [2**32], [None], [0, 1]):
+        refused(lambda indices=indices: with_indices(rows, indices, 1), "indices")
+        count += 1
+    for index in ("x", None, 1.5, -1, 10**9):
+        refused(lambda index=index: result.tree(index))
+        count += 1
+    for arguments in (
+        {"dtype": "float99"}, {"dtype": 3}, {"dtype": int}, {"mesh": 3}, {"mesh": "1x1"}, {"quantize": []}, {"verifier": 3},
+        {"drafter": 3}, {"mesh": jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))},
+    ):  # fmt: skip
+        refused(lambda arguments=arguments: tf.load(**({"verifier": "tiny"} | arguments)), next(iter(arguments)))
+        count += 1
+    for data_axis in ("x", None, 1.5, 0, HUGE):
+        refused(lambda data_axis=data_axis: tf.make_mesh(data_axis), "data")
+        count += 1
+    refused(lambda: trained.generate([5], {"temperature": 1}), "config")
+    refused(lambda: trained.warmup("many"), "prompt_tokens")
+    settle("arguments of functions", count)
+
+
+LINES = (
+    ("--nodes", "1000000"), ("--nodes", "2147483648"), ("--batch-size", str(2**40)), ("--top-k", "2147483648"),
+    ("--nodes", "9" * 5000), ("--samples", str(2**40)), ("--seed", "-1"), ("--temperature", "nan"),
+    ("--stop-ids", "9" * 5000), ("--builder", ""), ("--prompt-ids", "x" * 5000),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words", LINES, ids=lambda words: " ".join(words)[:30])
+def test_command_lines(words, capsys):
+    settle("command lines", len(LINES))
+    try:
+        code = main(["generate", "--prompt-ids", "5 6 7", *words])
+    except SystemExit as stopped:
+        code = stopped.code
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("\n") == 1 and len(error) <= 330, error
+
+
+# Numbers
+
+
+def test_weights_that_are_no_numbers():
+    count = 0
+    for dtype in (np.float16, np.float32, np.float64, bfloat16):
+        values = np.random.default_rng(0).normal(size=(300, 700)).astype(dtype)
+        largest = np.full((3, 5), np.finfo(np.float16).max if dtype is np.float16 else 3e38, dtype)
+        assert storage.all_finite(values) and storage.all_finite(values.T) and storage.all_finite(-largest)
+        for bad in (math.nan, math.inf, -math.inf):
+            for place in ((0, 0), (150, 350), (-1, -1)):
+                spoilt = values.copy()
+                spoilt[place] = bad
+                assert not storage.all_finite(spoilt) and not storage.all_finite(spoilt.T)
+                count += 1
+    settle("weights", count)
+
+
+def test_weights_are_refused_by_name(trained, tmp_path):
+    spoilt = jax.tree.map(np.array, trained.weights.verifier)
+    spoilt["norm"][3] = math.nan
+    hf.save_verifier(tmp_path, trained.verifier, spoilt)
+    refused(lambda: hf.load_verifier(tmp_path), "tensor model.norm.weight", "NaN")
+
+
+def test_a_budget_keeps_its_types_in_float64():
+    with jax.enable_x64(True):
+        times = budget.RoundTimes(jnp.ones(1, jnp.float32), jnp.ones((1, 2), jnp.float32), jnp.ones(1, jnp.float32))
+        state = budget.start(
+            times, reliability=0.5, debt=0.0, batch=2, capacity=4, pending=1, features=3, dtype=jnp.float64
+        )
+        choice = budget.Choice(jnp.int32(0), jnp.int32(2), *(jnp.float32(1.5),) * 3)
+        after = jax.eval_shape(budget.learn, state, choice, jnp.array([1, 2], jnp.int32), jnp.array([True, True]))
+        before = jax.eval_shape(lambda: state)
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, before)
