@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from train import config, respond
+from train import answers, config, respond
 from train.config import MeshConfig
 from train.records import Source
 from train.respond import RespondConfig
@@ -150,7 +150,7 @@ def test_parts_of_other_hosts_are_merged(model, settings, whole):
     """As three hosts leave them that were killed: batches dealt out, one twice, an unfinished line."""
     out = Path(settings.out)
     out.parent.mkdir()
-    config.save(settings, out.with_suffix(".toml"))
+    answers.save_settings(settings, out)
     lines = whole.splitlines(keepends=True)
     out.with_name("answers.jsonl.part-0").write_bytes(b"".join(lines[8:]) + b"".join(lines[:2]) + lines[2][:9])
     out.with_name("answers.jsonl.part-2").write_bytes(b"".join(lines[8:10]))

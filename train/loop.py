@@ -100,7 +100,7 @@ def fit(
         meshes.ambient(mesh),
         lock.held(folders.absolute(config.run) / "run.lock", f"run={config.run}") as mine,
         Checkpoints(config.run, config, keep=loop.keep, best=loop.best, mode=loop.best_mode) as saved,
-        _Termination() as termination,
+        Termination() as termination,
     ):
         abstract = abstract_state(stage, transform, example, mesh)
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
@@ -195,14 +195,14 @@ class HeldOut:
         return found if total is None else {f"held_out/{name}": value for name, value in means(total).items()} | found
 
 
-class _Termination:
+class Termination:
     """Whether somebody asked this run to end by SIGTERM or Ctrl-C, agreed on by all hosts. A second Ctrl-C ends it at once.
 
     Python's own handlers wait until the main thread is done with a step or a compilation. Here a thread reads the numbers
     of the signals, so that the answer to the first Ctrl-C and the second one come at any time.
     """
 
-    def __enter__(self) -> _Termination:
+    def __enter__(self) -> Termination:
         self.received: int | None = None
         self.alone = jax.process_count() == 1
         noted = (signal.SIGTERM, signal.SIGINT) if self.alone else (signal.SIGINT,)  # JAX listens to SIGTERM on several

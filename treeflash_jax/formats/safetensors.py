@@ -39,12 +39,10 @@ def _listed(index: Path) -> dict[str, str]:
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{index}: got no weight_map, expected a map of tensor names to files")
     for tensor, name in listed.items():
-        is_here = (
-            isinstance(name, str) and name not in ("", "..") and PurePath(name).name == name and not set(name) & set("\\\0")
-        )
-        if not is_here:
-            shown = repr(name) if len(repr(name)) < 80 else f"{repr(name)[:80]}..."
-            raise ValueError(f"{index}: got {shown} for tensor {tensor[:80]}, expected the name of a file in this folder")
+        is_name = isinstance(name, str) and name not in ("", "..") and PurePath(name).name == name
+        if not is_name or set(name) & set("\\\0"):
+            shown = repr(name) if len(repr(name)) < 50 else f"{repr(name)[:50]}..."
+            raise ValueError(f"{index}: got {shown} for tensor {tensor[:50]}, expected the name of a file in this folder")
     return listed
 
 
