@@ -11,6 +11,8 @@ from rich.console import Console
 
 from treeflash_jax.bench import report, run
 
+HARDWARE = {"backend": "cpu", "device": "cpu", "devices": 1, "cores": 2}
+
 
 def made(prompt, system, lengths, seconds, *, tokens=None, temperature=0.0, seed=0, ids=((1, 2),)):
     """A record made by hand; `lengths` by turn."""
@@ -38,7 +40,7 @@ def made(prompt, system, lengths, seconds, *, tokens=None, temperature=0.0, seed
         "finished": ["stop"],
         "thinking": False,
         "versions": {"jax": "1"},
-        "hardware": {"backend": "cpu", "device": "cpu", "devices": 1, "cores": 2},
+        "hardware": HARDWARE,
     }
 
 
@@ -176,7 +178,7 @@ def changed(**changes):
         (json.dumps(changed(settings={})), "results.jsonl:2: got a record without settings.verifier"),
         (json.dumps(changed(prompt_id="a")), "results.jsonl:2: got a second answer to ('a', 'ar', 0.0, 0)"),
         (json.dumps(changed(versions={"jax": "2"})), "results.jsonl:2: got jax '2', but '1' in earlier lines"),
-        (json.dumps(changed(hardware={"backend": "gpu"})), "results.jsonl:2: got backend 'gpu', but 'cpu'"),
+        (json.dumps(changed(hardware=HARDWARE | {"backend": "gpu"})), "results.jsonl:2: got backend 'gpu', but 'cpu'"),
     ],
 )
 def test_bad_results_are_named_by_file_and_line_and_kept(tmp_path, capsys, line, words):

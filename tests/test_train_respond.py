@@ -298,7 +298,7 @@ def test_bad_input_is_one_line(model, settings, tmp_path, questions):
     assert not Path(settings.out).exists()
     for changed in ({"sources": ()}, {"temperatures": ()}, {"batch": 0}):
         with pytest.raises(ValueError, match=f"got (no )?{next(iter(changed))}"):
-            replace(settings, **changed)
+            config.replaced(settings, changed)
 
 
 def test_models_that_cannot_be_loaded(settings, tmp_path):
