@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -74,6 +75,22 @@ def forget_programs() -> Iterator[None]:
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Yields a list to which JAX adds the name of every program that it compiles inside, however the program is called."""
+    compiled: list[str] = []
+
+    def listen(event: str, *_, fun_name: str = "", **__) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.fixture(scope="session")

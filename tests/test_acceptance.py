@@ -115,7 +115,7 @@ def float64():
         yield
 
 
-@pytest.mark.parametrize("size", ["full", "top-p"])
+@pytest.mark.parametrize("size", ["full", pytest.param("top-p", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "rule"), TESTED)
 def test_the_library_is_lossless(float64, name, rule, size):
     here = world(size)

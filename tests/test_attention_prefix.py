@@ -164,7 +164,9 @@ def one_by_one(trained):
     return prompts, [result.ids for result in trained.generate(prompts, method="ar", attention="xla", **SETTINGS)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name == "streamed" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 def test_drafted_ids_are_those_of_one_token_decoding(name, trained, one_by_one):
     prompts, expected = one_by_one
     tree = {"nodes": 8, "candidates": 4, "children": 4, "builder": "best-first"}

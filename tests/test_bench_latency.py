@@ -116,6 +116,7 @@ def test_a_dispatch_that_ends_early_is_no_measurement(bench):
     bench.marks, bench.timed = marks, timed
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices (fake ones on a CPU)")
 def test_on_a_mesh_every_stage_takes_the_layout_that_the_one_before_gives():
     model = random_pair(make_mesh(2, 2))

@@ -391,7 +391,9 @@ def test_impossible_requests_are_refused_before_any_compute(monkeypatch, trained
         next(model.stream([1], max_new_tokens=1000))
     with pytest.raises(ValueError, match="smaller batch"):
         model.generate([[1]] * 3, max_new_tokens=8)
-    for prompts, settings in (([[1], [2]], {}), ([[1]] * 6, {"batch_size": 2}), ([[1]], {"max_new_tokens": 500})):
+    with pytest.raises(ValueError, match="smaller batch"):  # two sequences, and a third that takes a place
+        model.generate([[1]] * 6, batch_size=2, max_new_tokens=8)
+    for prompts, settings in (([[1], [2]], {}), ([[1]] * 6, {"batch_size": 1}), ([[1]], {"max_new_tokens": 500})):
         with pytest.raises(Computed):
             model.generate(prompts, **{"max_new_tokens": 8} | settings)
     monkeypatch.setattr(generate, "memory_limit", lambda mesh: one.total - one.drafter_cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -103,9 +104,25 @@ def test_chat_ends_with_its_input(capsys, monkeypatch):
     assert main(["chat"]) == 0
 
 
+def commands_of(text: str) -> list[str]:
+    """Commands that a help text lists under `commands`."""
+    return re.findall(r"^    ([a-z]+)(?: |$)", text, flags=re.MULTILINE)
+
+
+def help_of(capsys, *words: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*words, "--help"])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
 def test_every_command_has_help(capsys):
-    suites = ("run", "report", "rules", "latency", "memory")
-    for command in ("generate", "chat", "check", "convert", "demo", *(f"bench {suite}" for suite in suites)):
-        with pytest.raises(SystemExit) as stop:
-            cli.main([*command.split(), "--help"])
-        assert stop.value.code == 0 and f"treeflash {command}" in capsys.readouterr().out
+    """What `treeflash --help` and `treeflash bench --help` list, which is all there is."""
+    commands = [[name] for name in commands_of(help_of(capsys)) if name != "bench"]
+    commands += [["bench", name] for name in commands_of(help_of(capsys, "bench"))]
+    expected = {"generate", "chat", "check", "convert", "calibrate", "demo"}
+    expected |= {f"bench {suite}" for suite in ("run", "report", "rules", "latency", "memory")}
+    assert {" ".join(words) for words in commands} == expected
+    for words in commands:
+        text = help_of(capsys, *words)
+        assert text.startswith(f"usage: treeflash {' '.join(words)} ") and "show this help" in text

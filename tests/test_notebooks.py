@@ -58,6 +58,7 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
+@pytest.mark.slow
 @each_notebook
 def test_runs_top_to_bottom(path, tmp_path, monkeypatch):
     for name in ("JUPYTER_PATH", "PYTHONPATH", "PYTHONWARNINGS"):

@@ -165,6 +165,7 @@ def test_int8_verifiers_are_models_of_their_own(int8, trained):
     assert 1e-4 < difference < 0.1
 
 
+@pytest.mark.slow
 @needs_8_devices
 @pytest.mark.filterwarnings("ignore:tau is")
 def test_a_mesh_answers_as_one_device_does():

@@ -47,6 +47,7 @@ def test_sample_and_match_gives_the_answer_of_plain_decoding_whatever_the_tree(m
     assert [result.ids for result in drafted] == [result.ids for result in plain]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:tau is")
 def test_hot_rows_get_the_builder_measured_for_the_drafter(model):
     """The crossover decides row by row, whatever else is in the call; a builder or rule that is asked for wins over it."""
@@ -155,6 +156,7 @@ def test_the_comparison_holds_every_lawful_pair_once():
     assert ("best-first", "traversal") not in pairs and ("paths", "block") not in pairs
 
 
+@pytest.mark.slow
 def test_the_comparison_writes_numbers_and_a_picture_and_goes_on_after_a_stop(tmp_path, monkeypatch, capsys):
     out, picture = tmp_path / "rules.json", tmp_path / "rules.png"
     arguments = "--builders hybrid --rules traversal --heads mlp --nodes 6 --candidates 4 --children 4".split()

@@ -115,5 +115,5 @@ def test_sharded_equals_unsharded(pair):
 
 def test_sizes_are_checked(trained):
     for size in (-1, 10**6):
-        with pytest.raises(ValueError, match=f"got shortlist {size}, expected 0"):
+        with pytest.raises(ValueError, match=f"got shortlist {size}, expected"):
             trained.generate([[3]], shortlist=size)

@@ -348,10 +348,10 @@ def one_device(toy, tmp_path_factory):
     "overrides",
     [
         ("mesh.data=2", "mesh.fsdp=2", "mesh.model=2"),
-        ("mesh.fsdp=8", "mesh.data=1", "loop.batch=8"),
-        ("loop.accumulate=4",),
-        ("loop.accumulate=2", "mesh.data=2", "mesh.model=4"),
-        ("objective.chunk=4",),
+        pytest.param(("mesh.fsdp=8", "mesh.data=1", "loop.batch=8"), marks=pytest.mark.slow),
+        pytest.param(("loop.accumulate=4",), marks=pytest.mark.slow),
+        pytest.param(("loop.accumulate=2", "mesh.data=2", "mesh.model=4"), marks=pytest.mark.slow),
+        pytest.param(("objective.chunk=4",), marks=pytest.mark.slow),
     ],
 )
 def test_meshes_parts_and_chunks_follow_one_device(toy, one_device, tmp_path, overrides):
@@ -378,6 +378,7 @@ def test_state_lies_over_fsdp_and_model(toy):
     assert meshes.partition(("batch", None), (8, 32), mesh) == jax.P(("data", "fsdp"), None)
 
 
+@pytest.mark.slow
 def test_muon_and_linear_heads_train_too(toy, tmp_path):
     log, settings = run_stage(toy, f"run={tmp_path}/run", "head=linear", "optimizer.name=muon")
     assert log[-1]["loss"] < log[0]["loss"]
@@ -385,6 +386,7 @@ def test_muon_and_linear_heads_train_too(toy, tmp_path):
     assert set(weights) == {"norm", "token", "hidden"} and np.any(weights["token"])
 
 
+@pytest.mark.slow
 def test_backbone_from_scratch_learns(toy, tmp_path, monkeypatch):
     reports = []
     monkeypatch.setattr(watch.Watch, "evaluating", lambda self, *words: reports.append(words))

@@ -50,7 +50,7 @@ def test_collectives_are_counted_with_their_trips():
 
 def test_a_step_compiles_for_the_devices_at_hand(small_shape, tmp_path, capsys):
     out = tmp_path / "compiled.json"
-    out.write_text('{"earlier": {}}')
+    out.write_text('{"earlier": {"bytes_per_chip": {}}}')
     words = ["--shape", "small", "--out", str(out), HEAD, *SMALL, "mesh.data=2", "mesh.fsdp=2", "mesh.model=2"]
     assert compiling.main(words) == 0
     results = json.loads(out.read_text())

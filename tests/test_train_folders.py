@@ -123,7 +123,7 @@ def test_exports_store_what_was_found_after_training(toy, tmp_path, monkeypatch)
     assert {name: getattr(stored, name) for name in found} == found
     for name in found:
         with pytest.raises(ValueError, match=f"got {name} -1.0, expected"):
-            export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "bad"), **{name: -1.0}))
+            config.load(export.ExportStage, None, [f"run={settings.run}", f"out={tmp_path}/bad", f"{name}=-1.0"])
     assert not (tmp_path / "bad").exists()
 
 

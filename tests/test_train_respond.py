@@ -310,6 +310,7 @@ def test_models_that_cannot_be_loaded(settings, tmp_path):
         respond.load_model(replace(settings, verifier=str(tmp_path / "nowhere")))
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_file_of_one(settings, whole, tmp_path):
     """Two processes of four devices: a replica each over uneven batches, then one verifier over all eight."""
     paths = []

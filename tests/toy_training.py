@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from train import config, head
+from train import config, head, watch
 from treeflash_jax import drafter as dflash
 from treeflash_jax import hf, params, verifier
 from treeflash_jax.config import DrafterConfig, ModelConfig
@@ -67,8 +68,22 @@ def settings(toml: Path, *overrides: str) -> head.HeadStage:
     return config.load(head.HeadStage, toml, overrides)
 
 
+def terminate_after(steps: int) -> None:
+    """Has this process send itself SIGTERM once it has done so many steps of training."""
+    advance = watch.Watch.advance
+
+    def advance_and_end(self, done: int) -> None:
+        advance(self, done)
+        if done == steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    watch.Watch.advance = advance_and_end
+
+
 if __name__ == "__main__":
     jax.config.update("jax_default_matmul_precision", "highest")
     if "TOY_DEVICES" in os.environ:
         jax.config.update("jax_num_cpu_devices", int(os.environ["TOY_DEVICES"]))
+    if "TOY_TERMINATE_AFTER" in os.environ:
+        terminate_after(int(os.environ["TOY_TERMINATE_AFTER"]))
     head.main(settings(Path(sys.argv[1]) / "head.toml", *sys.argv[2:]))

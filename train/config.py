@@ -75,7 +75,7 @@ class LoopConfig:
       log_every, save_every, evaluate_every: steps between log lines, checkpoints, and evaluations; 0 is never (save and
         evaluate at the end still happen).
       keep: newest checkpoints kept; the best by `best` is kept too.
-      best: metric of an evaluation, lower first unless `best_mode` is "max".
+      best: metric of an evaluation, lower first unless `best_mode` is "max"; empty: only the newest are kept.
       tensorboard: also writes TensorBoard files (needs the `tensorboard` extra).
     """
 
@@ -88,7 +88,7 @@ class LoopConfig:
     save_every: int = bounded(200, least=0)
     evaluate_every: int = bounded(200, least=0)
     keep: int = bounded(2, least=1)
-    best: str = "held_out/loss"
+    best: str = bounded("held_out/loss", nonempty=False)
     best_mode: Literal["min", "max"] = "min"
     tensorboard: bool = False
 

@@ -56,7 +56,7 @@ class Bounds:
     Attributes:
       least, most: included.
       above, below: not included.
-      nonempty: whether a text, or a list, must hold something.
+      nonempty: whether a text, or a list, must hold something; None: a text must, unless its field's default is empty.
       says: the expectation in words; None derives it.
     """
 
@@ -64,7 +64,7 @@ class Bounds:
     most: float | None = None
     above: float | None = None
     below: float | None = None
-    nonempty: bool = False
+    nonempty: bool | None = None
     says: str | None = None
 
     def hold(self, value: Any) -> bool:
@@ -162,7 +162,8 @@ def _fields(cls: type) -> tuple[tuple[str, Any, Bounds, Any], ...]:
     kinds, found = get_type_hints(cls), []
     for one in fields(cls):
         bounds = one.metadata.get("bounds", Bounds())
-        if str in (kinds[one.name], *get_args(kinds[one.name])) and one.default != "":
+        is_text = str in (kinds[one.name], *get_args(kinds[one.name]))
+        if bounds.nonempty is None and is_text and one.default != "":
             bounds = replace(bounds, nonempty=True)
         if bounds.most is None and _holds_whole(kinds[one.name]):
             bounds = replace(bounds, most=INT32)
