@@ -27,12 +27,13 @@ jax.config.update("jax_default_matmul_precision", "highest")
 import jax.numpy as jnp  # noqa: E402
 import pytest  # noqa: E402
 
-from treeflash_jax import drafter as dflash  # noqa: E402
-from treeflash_jax import load, pairs, params, verifier  # noqa: E402
+from treeflash_jax import load, pairs, params  # noqa: E402
 from treeflash_jax.config import DrafterConfig, ModelConfig  # noqa: E402
-from treeflash_jax.decode import Weights  # noqa: E402
-from treeflash_jax.generate import TreeFlash  # noqa: E402
-from treeflash_jax.heads import HEADS  # noqa: E402
+from treeflash_jax.decoding.loops import Weights  # noqa: E402
+from treeflash_jax.drafters.block import backbone as dflash  # noqa: E402
+from treeflash_jax.drafters.block.heads import HEADS  # noqa: E402
+from treeflash_jax.model import TreeFlash  # noqa: E402
+from treeflash_jax.verifiers import forward as verifier  # noqa: E402
 
 
 def smollm2_file() -> Path | None:

@@ -16,7 +16,7 @@ from conftest import DATA
 
 import treeflash_jax as tf
 from treeflash_jax.cli import main
-from treeflash_jax.tokenizer import Tokenizer
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 PAIR = DATA / "conformance" / "b_trained"
 MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter")]

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from treeflash_jax import cli
 from treeflash_jax.check import check
 from treeflash_jax.cli import main
-from treeflash_jax.generate import TreeFlash
+from treeflash_jax.model import TreeFlash
 
 PAIR = DATA / "conformance" / "b_trained"
 MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter"), "--candidates", "8", "--children", "8"]

@@ -12,7 +12,7 @@ import pytest
 
 import treeflash_jax as tf
 from treeflash_jax.check import check
-from treeflash_jax.options import Settings
+from treeflash_jax.settings import Settings
 
 HOSTILE = '<b>&amp; "quoted" </pre><script>'
 

@@ -20,12 +20,13 @@ from test_train_folders import bucket  # noqa: F401
 from train import answers, compile, config, export, folders, head, lock, measure, respond, watch
 from train.checkpoint import Checkpoints, claim
 from train.records import Source
-from treeflash_jax import calibration, files, hf, storage
+from treeflash_jax import files
+from treeflash_jax.adaptive import calibration
 from treeflash_jax.bench import compare, report, run, timings
 from treeflash_jax.checks import read_json
 from treeflash_jax.cli import main as cli
-from treeflash_jax.formats import gguf, safetensors
-from treeflash_jax.tokenizer import Tokenizer
+from treeflash_jax.formats import gguf, hf, safetensors, storage
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 PAIR = Path(hf.__file__).parent / "assets" / "tiny"
 

@@ -20,14 +20,12 @@ LAYERS = (
     {"checks", "config", "clock", "suggest", "arguments", "chats"},
     {"devices", "products"},
     {"mesh", "params", "quantized"},
-    {"layers", "vocab", "attention", "cache", "tree", "builders", "kernels"},
-    {"verifier", "drafter", "heads", "acceptance"},
-    {"budget"},
-    {"state"},
-    {"rounds"},
-    {"decode"},
-    {"footprint", "calibration", "storage", "hf", "formats", "tokenizer", "prompts"},
-    {"options", "draw", "result", "batching", "planning", "generate"},
+    {"vocab", "kernels"},
+    {"verifiers", "trees"},
+    {"drafters", "acceptance"},
+    {"adaptive", "decoding"},
+    {"costs", "formats", "prompts"},
+    {"settings", "draw", "results", "batching", "planning", "model"},
     {"pairs"},
     {"loading"},
     {"bench", "check", "chat", "cli", "demo", "__init__", "__main__"},
@@ -75,7 +73,7 @@ def test_kernels_are_imported_by_attention_alone_and_inside_a_function():
     for path in FILES:
         names = {name for name in imports(path) if name.startswith("treeflash_jax.kernels")}
         assert not names or path.name == "attention.py", f"{path} imports {names}"
-    top = ast.parse((PACKAGE / "attention.py").read_text(encoding="utf-8")).body
+    top = ast.parse((PACKAGE / "verifiers" / "attention.py").read_text(encoding="utf-8")).body
     assert not [node for node in top if isinstance(node, ast.ImportFrom) and "kernels" in node.module]
 
 

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import treeflash_jax as tf
-from treeflash_jax import calibration, hf, pairs
+from treeflash_jax import pairs
+from treeflash_jax.adaptive import calibration
 from treeflash_jax.cli import main
+from treeflash_jax.formats import hf
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TINY = pairs.locate("tiny"), pairs.locate("tiny", "drafter")

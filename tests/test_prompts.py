@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from treeflash_jax import prompts
-from treeflash_jax.tokenizer import Tokenizer
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "Name a colour."}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "Name a"}, {"type": "text", "text": "colour."}]}]

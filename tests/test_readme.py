@@ -19,8 +19,8 @@ from treeflash_jax import cli
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.bench import shapes
 from treeflash_jax.bench.floors import Ceilings, stage_work
-from treeflash_jax.builders import SAMPLED
-from treeflash_jax.state import DecodePlan
+from treeflash_jax.decoding.state import DecodePlan
+from treeflash_jax.trees.builders import SAMPLED
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "notebooks" / "results"

@@ -26,12 +26,14 @@ from test_config import LLAMA_31_8B, QWEN3_4B, TREEFLASH_4B
 import treeflash_jax as tf
 from train import config, data, drafter, evaluate, head, measure, respond
 from train.records import Source, read
-from treeflash_jax import budget, calibration, checks, hf, prompts, storage
+from treeflash_jax import checks, prompts
+from treeflash_jax.adaptive import budget, calibration
 from treeflash_jax.bench import report
 from treeflash_jax.cli import main
 from treeflash_jax.config import DrafterConfig, ModelConfig
-from treeflash_jax.options import GenerateConfig, resolve, with_indices
-from treeflash_jax.tokenizer import Tokenizer
+from treeflash_jax.formats import hf, storage
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.settings import GenerateConfig, resolve, with_indices
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "tiny"
 HUGE = 10**400

@@ -8,7 +8,7 @@ import pytest
 
 import treeflash_jax as tf
 from treeflash_jax import suggest
-from treeflash_jax.options import OF_LOAD
+from treeflash_jax.settings import OF_LOAD
 
 
 @pytest.mark.parametrize(

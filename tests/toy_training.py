@@ -16,9 +16,11 @@ import jax
 import numpy as np
 
 from train import config, head, watch
-from treeflash_jax import drafter as dflash
-from treeflash_jax import hf, params, verifier
+from treeflash_jax import params
 from treeflash_jax.config import DrafterConfig, ModelConfig
+from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.formats import hf
+from treeflash_jax.verifiers import forward as verifier
 
 SIZES = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8)
 MODEL = ModelConfig(num_layers=3, tie_embeddings=True, max_positions=256, eos_token_ids=(2,), **SIZES)

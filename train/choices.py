@@ -11,7 +11,7 @@ from train import hosts
 from train.data import Corpus
 from treeflash_jax import devices
 from treeflash_jax.config import DrafterConfig, ModelConfig, default_target_layers
-from treeflash_jax.tokenizer import Tokenizer
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 MOST_TAPS = 5  # of the published drafters
 LAYERS_PER_DRAFTER_LAYER = 10

@@ -23,11 +23,12 @@ from train.measure import MeasureStage
 from train.objective import ObjectiveConfig
 from train.records import Source, read
 from train.respond import RespondConfig, question
-from treeflash_jax import devices, hf
+from treeflash_jax import devices
 from treeflash_jax.checks import bounded
 from treeflash_jax.config import MOST_NODES, ModelConfig
+from treeflash_jax.formats import hf
+from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.pairs import locate
-from treeflash_jax.tokenizer import Tokenizer
 
 PASSES = {"drafter": 6, "head": 3}  # over the rows; the published backbones took six
 LEAST_STEPS = {"drafter": 200, "head": 100}

@@ -18,7 +18,7 @@ import numpy as np
 
 from train.documents import DataConfig, Document, documents
 from train.records import Source
-from treeflash_jax.tokenizer import Tokenizer
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 OPEN_ROWS = 16  # rows that still take documents while packing
 PREFETCH_THREADS, PREFETCHED_STEPS = 2, 8

@@ -12,7 +12,7 @@ import numpy as np
 
 from train.records import Malformed, Messages, Record, Source, read
 from treeflash_jax.checks import bounded
-from treeflash_jax.tokenizer import Tokenizer
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 CHATS_AT_ONCE = 256  # tokenised together, by all cores
 

@@ -26,15 +26,16 @@ from train.evaluate import EvaluateConfig, TreeTau
 from train.objective import ObjectiveConfig, drafting_flops, drafting_sums
 from train.records import Source
 from train.state import Stage, place
-from treeflash_jax import drafter as dflash
-from treeflash_jax import hf, verifier
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.checks import bounded
 from treeflash_jax.config import MOST_NODES, DrafterConfig, ModelConfig, default_target_layers
-from treeflash_jax.heads import HEADS
+from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.formats import hf
+from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.pairs import locate
-from treeflash_jax.tokenizer import Tokenizer
+from treeflash_jax.verifiers import forward as verifier
 
 
 @dataclass(frozen=True, kw_only=True)

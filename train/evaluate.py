@@ -28,7 +28,7 @@ from train.records import Source, read
 from train.state import Stage, gather
 from treeflash_jax.checks import bounded
 from treeflash_jax.config import MOST_NODES, DrafterConfig, ModelConfig
-from treeflash_jax.decode import Weights
+from treeflash_jax.decoding.loops import Weights
 from treeflash_jax.pairs import DEFAULT
 
 BEFORE, AFTER = 8, 8

@@ -22,10 +22,11 @@ from train import config, folders, watch
 from train.drafter import DrafterStage, drafter_config, make_stage
 from train.head import HeadStage, read_backbone, read_stage
 from train.state import Stage, abstract_rows, abstract_state, make_optimizer
-from treeflash_jax import files, hf, storage
+from treeflash_jax import files
 from treeflash_jax import mesh as meshes
 from treeflash_jax.checks import bounded
 from treeflash_jax.config import DrafterConfig
+from treeflash_jax.formats import hf, storage
 from treeflash_jax.pairs import locate
 
 

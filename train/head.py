@@ -22,11 +22,11 @@ import jax.numpy as jnp
 
 from train import config
 from train.drafter import DrafterStage, DraftingStage, train
-from treeflash_jax import hf
 from treeflash_jax import params as parameters
 from treeflash_jax.checks import bounded
 from treeflash_jax.config import DrafterConfig, ModelConfig
-from treeflash_jax.heads import HEADS
+from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.formats import hf
 from treeflash_jax.pairs import locate
 
 

@@ -32,10 +32,10 @@ from train import answers, config, folders, hosts, lock, progress
 from train.config import MeshConfig
 from train.records import Malformed, Source, read
 from treeflash_jax.checks import bounded, quoted
-from treeflash_jax.generate import TreeFlash
 from treeflash_jax.loading import load
+from treeflash_jax.model import TreeFlash
 from treeflash_jax.pairs import locate
-from treeflash_jax.result import Result
+from treeflash_jax.results import Result
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress
 FREE = ("out", "batch", "mesh", "replicas", "cut")  # settings that may change when a run goes on: no answer depends on them

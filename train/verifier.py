@@ -23,12 +23,14 @@ from train.documents import DataConfig
 from train.objective import Sums, layer_flops
 from train.records import Source
 from train.state import Stage, place
-from treeflash_jax import files, hf, verifier, vocab
+from treeflash_jax import files, vocab
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.checks import bounded
 from treeflash_jax.config import ModelConfig, Rope
-from treeflash_jax.tokenizer import Tokenizer
+from treeflash_jax.formats import hf
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.verifiers import forward as verifier
 
 
 @dataclass(frozen=True, kw_only=True)

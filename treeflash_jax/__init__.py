@@ -7,11 +7,11 @@ Example:
 """
 
 from treeflash_jax.draw import DrawnTree
-from treeflash_jax.generate import TreeFlash
 from treeflash_jax.loading import load
 from treeflash_jax.mesh import make_mesh
-from treeflash_jax.options import GenerateConfig
-from treeflash_jax.result import Chunk, Result
+from treeflash_jax.model import TreeFlash
+from treeflash_jax.results import Chunk, Result
+from treeflash_jax.settings import GenerateConfig
 
 __version__ = "0.1.0"
 

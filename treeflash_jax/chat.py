@@ -6,9 +6,9 @@ from typing import Unpack
 
 from rich.console import Console
 
-from treeflash_jax.generate import TreeFlash
-from treeflash_jax.options import GenerateConfig, Settings, resolve, rows_of
-from treeflash_jax.result import Chunk, Result
+from treeflash_jax.model import TreeFlash
+from treeflash_jax.results import Chunk, Result
+from treeflash_jax.settings import GenerateConfig, Settings, resolve, rows_of
 
 HELP = "/reset forgets the conversation, /tree draws the round that accepted most, /exit leaves"
 HELLO = [{"role": "user", "content": "Hello"}]

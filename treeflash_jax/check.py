@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax import mesh as meshes
-from treeflash_jax import verifier as model_code
-from treeflash_jax.generate import TreeFlash
-from treeflash_jax.options import NO_DRAFTER, Settings, drafting, resolve, takes_settings, values
+from treeflash_jax.model import TreeFlash
 from treeflash_jax.prompts import Prompt
-from treeflash_jax.result import Result
+from treeflash_jax.results import Result
+from treeflash_jax.settings import NO_DRAFTER, Settings, drafting, resolve, takes_settings, values
+from treeflash_jax.verifiers import forward as model_code
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,12 @@ from treeflash_jax import __version__
 from treeflash_jax import mesh as meshes
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.arguments import Parser, add_prompts, ids_of, prompts_of, spoken
-from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.bench import calibrate, latency, memory, report, rules, run
-from treeflash_jax.builders import SAMPLED
 from treeflash_jax.clock import slow
 from treeflash_jax.pairs import DEFAULT, NO_DRAFTER, PAIRS
 from treeflash_jax.quantized import SCHEMES
+from treeflash_jax.trees.builders import SAMPLED
+from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
 
 BUILDERS = ("best-first", *SAMPLED)
 METHODS = ("tree", "walk", "chain", "ar")
@@ -265,7 +265,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of GenerateConfig that the options give."""
     from dataclasses import fields
 
-    from treeflash_jax.options import REFUSED, GenerateConfig
+    from treeflash_jax.settings import REFUSED, GenerateConfig
 
     for name, reason in REFUSED.items():
         if getattr(arguments, name) is not None:
@@ -334,8 +334,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from treeflash_jax import hf
-    from treeflash_jax.formats import gguf
+    from treeflash_jax.formats import gguf, hf
 
     is_gguf = gguf.is_gguf(arguments.source)
     if is_gguf and (arguments.to or arguments.drop_head):

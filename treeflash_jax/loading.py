@@ -10,14 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from treeflash_jax import calibration, devices, hf, pairs, quantized
+from treeflash_jax import devices, pairs, quantized
 from treeflash_jax import mesh as meshes
+from treeflash_jax.adaptive import calibration
 from treeflash_jax.checks import fit, quoted
-from treeflash_jax.footprint import check_memory, footprint, memory_limit
-from treeflash_jax.generate import TreeFlash
-from treeflash_jax.state import Weights
+from treeflash_jax.costs import check_memory, footprint, memory_limit
+from treeflash_jax.decoding.state import Weights
+from treeflash_jax.formats import hf
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.model import TreeFlash
 from treeflash_jax.suggest import suggesting
-from treeflash_jax.tokenizer import Tokenizer
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 KEPT_SECONDS = 0.3  # programs that compiled faster are not kept

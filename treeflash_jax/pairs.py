@@ -10,8 +10,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Literal
 
-from treeflash_jax import hf
-from treeflash_jax.formats import gguf
+from treeflash_jax.formats import gguf, hf
 
 Part = Literal["verifier", "drafter"]
 

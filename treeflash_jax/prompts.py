@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from treeflash_jax.checks import quoted
-from treeflash_jax.tokenizer import Tokenizer
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 KINDS = "a string, a chat (a list of messages) or a list of token ids"

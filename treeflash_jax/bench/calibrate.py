@@ -26,18 +26,20 @@ import jax.numpy as jnp
 import numpy as np
 
 import treeflash_jax as tf
-from treeflash_jax import calibration, devices, rounds
-from treeflash_jax import decode as core
+from treeflash_jax import devices
 from treeflash_jax import mesh as meshes
-from treeflash_jax.attention import IMPLEMENTATIONS, positions_read
+from treeflash_jax.adaptive import calibration
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench.floors import Work
 from treeflash_jax.bench.progress import Progress
 from treeflash_jax.bench.prompts import BUNDLED, FORMATS, draw, empty_chat, read_prompts
 from treeflash_jax.bench.run import add_shortlist
 from treeflash_jax.bench.stages import ROUNDS, TREE, Bench, divide, slots_for
-from treeflash_jax.options import GenerateConfig, resolve, rows_of
-from treeflash_jax.state import DecodePlan, DecodeState
+from treeflash_jax.decoding import loops as core
+from treeflash_jax.decoding import rounds
+from treeflash_jax.decoding.state import DecodePlan, DecodeState
+from treeflash_jax.settings import GenerateConfig, resolve, rows_of
+from treeflash_jax.verifiers.attention import IMPLEMENTATIONS, positions_read
 
 ROWS = 8  # prompts decoded together, to see what rounds commit
 

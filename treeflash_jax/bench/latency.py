@@ -24,24 +24,26 @@ import jax
 import jax.numpy as jnp
 
 import treeflash_jax as tf
-from treeflash_jax import devices, files, hf, params, verifier
-from treeflash_jax import drafter as dflash
+from treeflash_jax import devices, files, params
 from treeflash_jax import mesh as meshes
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.bench import plots, shapes, standalone, timings
 from treeflash_jax.bench import run as side_by_side
 from treeflash_jax.bench.floors import measure_ceilings
 from treeflash_jax.bench.progress import Progress
 from treeflash_jax.bench.stages import Bench, slots_for
-from treeflash_jax.builders import SAMPLED
 from treeflash_jax.config import DrafterConfig, ModelConfig
-from treeflash_jax.heads import HEADS
-from treeflash_jax.options import GenerateConfig, resolve
+from treeflash_jax.decoding.state import BUILDER_OF_METHOD, DecodePlan
+from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.formats import hf
 from treeflash_jax.pairs import locate
 from treeflash_jax.planning import plan_of
 from treeflash_jax.quantized import SCHEMES
-from treeflash_jax.state import BUILDER_OF_METHOD, DecodePlan
+from treeflash_jax.settings import GenerateConfig, resolve
+from treeflash_jax.trees.builders import SAMPLED
+from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
 
 
 @dataclass(frozen=True)

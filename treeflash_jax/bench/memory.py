@@ -24,29 +24,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax import decode as core
-from treeflash_jax import drafter as dflash
-from treeflash_jax import files, verifier
+from treeflash_jax import files
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.attention import IMPLEMENTATIONS
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench import programs, run, shapes
 from treeflash_jax.bench.programs import Collective
 from treeflash_jax.bench.progress import Progress, Tell, nobody
-from treeflash_jax.builders import SAMPLED
 from treeflash_jax.checks import read_json
 from treeflash_jax.clock import slow
 from treeflash_jax.config import DrafterConfig, ModelConfig
-from treeflash_jax.decode import DecodePlan, Sampling, Weights
+from treeflash_jax.costs import Footprint, footprint, in_units, memory_limit
+from treeflash_jax.decoding import loops as core
+from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
 from treeflash_jax.devices import GPU_MEMORY, TPU_MEMORY
-from treeflash_jax.footprint import Footprint, footprint, in_units, memory_limit
-from treeflash_jax.generate import STOP_SLOTS
-from treeflash_jax.heads import HEADS
-from treeflash_jax.options import resolve
+from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.model import STOP_SLOTS
 from treeflash_jax.planning import plan_of
 from treeflash_jax.quantized import SCHEMES
+from treeflash_jax.settings import resolve
+from treeflash_jax.trees.builders import SAMPLED
+from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

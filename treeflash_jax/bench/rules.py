@@ -31,10 +31,10 @@ from treeflash_jax.bench import plots, report, run, standalone
 from treeflash_jax.bench.progress import Progress, Tell
 from treeflash_jax.bench.prompts import BenchPrompt, draw, read_prompts
 from treeflash_jax.bench.report import RESAMPLES, paired_ratio
-from treeflash_jax.builders import SAMPLED, law_of
 from treeflash_jax.checks import parse_json
 from treeflash_jax.clock import slow
-from treeflash_jax.options import drafting, resolve
+from treeflash_jax.settings import drafting, resolve
+from treeflash_jax.trees.builders import SAMPLED, law_of
 
 BASELINE = "best-first", "sample-and-match"
 # Builders as they are compared; other sizes come from the options.

@@ -14,17 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax import drafter as dflash
-from treeflash_jax import hf, quantized, verifier
 from treeflash_jax import mesh as meshes
+from treeflash_jax import quantized
 from treeflash_jax.checks import read_json
 from treeflash_jax.config import DrafterConfig, ModelConfig, Rope, default_target_layers
-from treeflash_jax.decode import Weights
-from treeflash_jax.formats import gguf
-from treeflash_jax.generate import TreeFlash
-from treeflash_jax.heads import HEADS
+from treeflash_jax.decoding.loops import Weights
+from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.formats import gguf, hf
+from treeflash_jax.model import TreeFlash
 from treeflash_jax.pairs import locate
 from treeflash_jax.params import Spec, is_spec
+from treeflash_jax.verifiers import forward as verifier
 
 _QWEN3 = dict(
     vocab_size=151_936, num_kv_heads=8, head_dim=128, rope=Rope(theta=1e6), max_positions=40_960, eos_token_ids=(151_645,)

@@ -26,15 +26,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax import decode as core
 from treeflash_jax import mesh as meshes
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench.floors import Ceilings, Work, stage_work
 from treeflash_jax.bench.progress import Tell, nobody
-from treeflash_jax.decode import DecodePlan, DecodeState
-from treeflash_jax.generate import TreeFlash
-from treeflash_jax.options import GenerateConfig, rows_of
-from treeflash_jax.rounds import accept_path, build_tree, commit_path, draft_block, expand_block, verify_tree
+from treeflash_jax.decoding import loops as core
+from treeflash_jax.decoding.loops import DecodePlan, DecodeState
+from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_block, expand_block, verify_tree
+from treeflash_jax.model import TreeFlash
+from treeflash_jax.settings import GenerateConfig, rows_of
 
 ROUNDS = 16  # of one dispatch of `decode`, at most
 CALLS = 64  # of one sample, at most

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax import calibration
+from treeflash_jax.adaptive import calibration
 from treeflash_jax.files import write
 from treeflash_jax.formats import gguf
 from treeflash_jax.formats.gguf import File

@@ -1,0 +1,278 @@
+"""Small worlds for the tests of acceptance rules: every draft of every builder, by the oracle and by the library."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import acceptance_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treeflash_jax import acceptance
+from treeflash_jax.acceptance.rows import TargetRows
+from treeflash_jax.trees import builders
+from treeflash_jax.trees.builders import TreeShape
+from treeflash_jax.trees.builders.without_replacement import _likeliest
+from treeflash_jax.trees.tree import DETERMINISTIC, WITH_REPLACEMENT, TransitionTable
+
+FORCED = 1e3  # noise that outweighs any log-probability
+NODES, BATCH = 7, 1024  # of the enumerations, so that all share their compiled rules
+PADDING = {"tokens_bn": 0, "parent_bn": 0, "depth_bn": 0, "log_prob_bn": -jnp.inf, "valid_bn": False}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A builder with its sizes, and the same tree drawn by the oracle."""
+
+    builder: str
+    nodes: int
+    shape: TreeShape
+    draft: Callable[[oracle.Drafter, oracle.Run, int], oracle.Tree]
+
+    @property
+    def law(self) -> str:
+        return builders.law_of(self.builder, self.shape)
+
+
+def paths_case(nodes: int, branches: int, **more) -> Case:
+    draft = lambda d, run, depths: oracle.draft_paths(d, run, nodes, branches, 0, depths)  # noqa: E731
+    return Case("paths", nodes, TreeShape(branches=branches, **more), draft)
+
+
+def delayed_case(nodes: int, trunk: int, branches: int) -> Case:
+    draft = lambda d, run, depths: oracle.draft_paths(d, run, nodes, branches, trunk, depths)  # noqa: E731
+    return Case("delayed", nodes, TreeShape(branches=branches, trunk=trunk), draft)
+
+
+def without_replacement_case(nodes: int, branches: int) -> Case:
+    def draft(drafter, run, depths):
+        return oracle.draft_without_replacement(drafter, run, _likeliest(nodes - 1, branches, depths)[0])
+
+    return Case("without-replacement", nodes, TreeShape(branches=branches), draft)
+
+
+def hybrid_case(nodes: int, skeleton: float) -> Case:
+    draft = lambda d, run, depths: oracle.draft_hybrid(d, run, nodes, skeleton, depths)  # noqa: E731
+    return Case("hybrid", nodes, TreeShape(skeleton=skeleton), draft)
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """A verifier and a drafter over a tiny vocabulary; p is what top-p leaves of the verifier's law."""
+
+    vocabulary: int
+    depths: int
+    unfiltered: oracle.Law
+    drafter: oracle.Drafter
+    top_p: float = 1.0
+
+    # Worlds live as long as the tests.
+    @cache  # noqa: B019
+    def p(self, node: oracle.Prefix) -> np.ndarray:
+        law = self.unfiltered(node)
+        order = np.argsort(-law)
+        kept = order[: 1 + int(np.sum(np.cumsum(law[order]) < self.top_p))]
+        return oracle.normalised(np.where(np.isin(np.arange(len(law)), kept), law, 0))
+
+    def drafts(self, case: Case) -> list[tuple[float, oracle.Tree]]:
+        """Every draft with its probability."""
+        runs = oracle.outcomes(lambda run: case.draft(self.drafter, run, self.depths))
+        return [(run.probability, tree) for run, tree in runs]
+
+    def table(self, batch: int) -> TransitionTable:
+        """The drafter as a transition table: row (depth, places of the children along the prefix)."""
+        children = max(len(row.tokens) for row in self.drafter.rows.values())
+        shape = (self.depths, children ** (self.depths - 1), children)
+        tokens = np.broadcast_to(np.arange(children), shape).astype(np.int32)
+        log_probs, next_row = np.full(shape, -np.inf), np.full(shape, -1, np.int32)
+        tokens = tokens.copy()
+        for node, row in self.drafter.rows.items():
+            at = 0
+            for i, token in enumerate(node):
+                at = at * children + self.drafter.rows[node[:i]].tokens.index(token)
+            here = len(node), at, slice(len(row.tokens))
+            tokens[here], log_probs[here] = row.tokens, row.log_probs
+            next_row[here] = [at * children + i if goes else -1 for i, goes in enumerate(row.continues)]
+        arrays = (jnp.asarray(x) for x in (tokens, log_probs, next_row))
+        return TransitionTable(*(jnp.broadcast_to(x, (batch, *x.shape)) for x in arrays))
+
+    def noise(self, case: Case, drafts: list[tuple[float, oracle.Tree]]) -> np.ndarray:
+        """Gumbel noise [b, n, c] that makes the library draw what the oracle drew."""
+        children = max(len(row.tokens) for row in self.drafter.rows.values())
+        noise = np.zeros((len(drafts), case.nodes, children))
+        for b, (_, tree) in enumerate(drafts):
+            prefix_of = {0: ()}
+            drawn: dict[int, int] = {}
+            for above, place, token, kind in tree.places:
+                node = prefix_of.get(above)
+                if node is None:  # a deterministic node of a skeleton
+                    node = list(oracle.best_first(self.drafter, round(case.shape.skeleton * (case.nodes - 1))))[above]
+                prefix_of[place] = (*node, token)
+                slot = self.drafter.rows[node].tokens.index(token)
+                row = place if kind == "own" else above
+                noise[b, row, slot] = FORCED * (1 - 0.1 * drawn.get(row, 0))
+                drawn[row] = drawn.get(row, 0) + 1
+        return noise
+
+    def build(self, case: Case, noise: np.ndarray):
+        """The library's trees under given noise."""
+        build = partial(builders.SAMPLED[case.builder], num_nodes=case.nodes, shape=case.shape)
+        anchor_b = jnp.zeros(noise.shape[0], jnp.int32)
+        return jax.jit(lambda table, noise: build(table, anchor_b, noise_bnc=noise))(
+            self.table(len(noise)), jnp.asarray(noise)
+        )
+
+
+def read(tree, proposal, b: int, vocabulary: int):
+    """A tree of the library as the oracle's: prefixes of the nodes, draws with their laws, and (node, j) of each draw."""
+    tokens, parent, valid = (np.asarray(x)[b] for x in (tree.tokens_bn, tree.parent_bn, tree.valid_bn))
+    prefixes: list[oracle.Prefix] = [()]
+    for node in range(1, int(valid.sum())):
+        prefixes.append((*prefixes[parent[node]], int(tokens[node])))
+    support, log_q, nodes, slots, kinds = (
+        np.asarray(x)[b]
+        for x in (proposal.support_bnc, proposal.log_q_bnc, proposal.node_bx, proposal.slot_bx, proposal.kind_bx)
+    )
+    read = oracle.Tree()
+    names: list = []
+    for node, slot, kind in zip(nodes, slots, kinds, strict=True):
+        if node == 0:
+            names.append(None)
+            continue
+        above = prefixes[parent[node]]
+        q = np.zeros(vocabulary)
+        q[support[parent[node]]] = np.exp(log_q[parent[node]].astype(float))
+        before = read.draws.get(above, [])
+        if kind == DETERMINISTIC:
+            q = np.eye(vocabulary)[tokens[node]]
+        elif kind != WITH_REPLACEMENT:
+            q[[token for token, _ in before]] = 0
+            q /= q.sum()
+        assert support[parent[node], slot] == tokens[node]
+        names.append((above, len(before)))
+        read.add(above, int(tokens[node]), q)
+    return prefixes, read, names
+
+
+class Spy(TargetRows):
+    """Target rows that remember the residual row the walk asked for."""
+
+    asked: list = []
+
+    def residual(self, *arguments):
+        row_bv = super().residual(*arguments)
+        Spy.asked.append(row_bv)
+        return row_bv
+
+
+def target_rows(logits_bnv, temperature=1.0, top_p=1.0, kind=TargetRows):
+    batch = logits_bnv.shape[0]
+    full = partial(jnp.full, (batch,), dtype=jnp.promote_types(logits_bnv.dtype, jnp.float32))
+    rows = acceptance.target_rows(logits_bnv, full(temperature), jnp.zeros(batch, jnp.int32), full(top_p))
+    return kind(rows.logits_bnv, rows.temperature_b, rows.threshold_bn, rows.log_normaliser_bn)
+
+
+def node_logits(p: oracle.Law, prefixes: list[oracle.Prefix], nodes: int) -> np.ndarray:
+    rows = [np.log(p(prefix)) for prefix in prefixes]
+    return np.stack(rows + [rows[0]] * (nodes - len(rows)))
+
+
+def noise_of(coins_bx, depths: int, vocabulary: int):
+    zeros = partial(jnp.zeros, dtype=coins_bx.dtype)
+    batch = coins_bx.shape[0]
+    return acceptance.Noise(zeros((batch, depths + 1, vocabulary)), coins_bx, zeros((batch, vocabulary)))
+
+
+def padded(tree, proposal, nodes: int):
+    """The same tree and proposal with padding up to so many nodes: all cases share the compiled rules."""
+    missing = nodes - tree.tokens_bn.shape[1]
+
+    def pad(x, value, axis=1):
+        return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)], constant_values=value)
+
+    batch, _, children = proposal.support_bnc.shape
+    support_bnc = jnp.broadcast_to(jnp.arange(children, dtype=jnp.int32), (batch, missing, children))
+    tree = type(tree)(*(pad(getattr(tree, name), value) for name, value in PADDING.items()))
+    return tree, proposal.replace(
+        support_bnc=jnp.concatenate([proposal.support_bnc, support_bnc], axis=1),
+        log_q_bnc=pad(proposal.log_q_bnc, -jnp.inf),
+        node_bx=pad(proposal.node_bx, 0),
+        slot_bx=pad(proposal.slot_bx, 0),
+        kind_bx=pad(proposal.kind_bx, WITH_REPLACEMENT),
+    )
+
+
+@partial(jax.jit, static_argnames="rule")
+def walked(rule: str, tree, proposal, logits_bnv, coins_bx, top_p):
+    """The library's walk under given coins: the last accepted nodes, and the laws of the token after them."""
+    Spy.asked.clear()
+    rows = target_rows(logits_bnv, top_p=top_p, kind=Spy)
+    noise = noise_of(coins_bx, proposal.depths, logits_bnv.shape[2])
+    taken = acceptance.RULES[rule].walk(tree, proposal, rows, noise)
+    [row_bv] = Spy.asked
+    last_b1 = jnp.take_along_axis(taken.path_bp, taken.length_b[:, None] - 1, axis=1)
+    return last_b1[:, 0], jax.nn.softmax(row_bv, axis=-1)
+
+
+def library_law(world: World, case: Case, rule: str, tokens: int, edge: float = 1e-9) -> np.ndarray:
+    """The law of the first tokens by the library's own builder and walk.
+
+    Every draft is forced through the noise, and every coin is put just inside both edges of the threshold that the oracle
+    has for it: a threshold that is off by more than `edge` shows.
+    """
+    drafts = world.drafts(case)
+    tree, proposal = world.build(case, world.noise(case, drafts))
+    law = np.zeros((world.vocabulary,) * tokens)
+    rows, coins, chances, prefixes_of = [], [], [], []
+    totals: dict[oracle.Prefix, np.ndarray] = {}
+    for b, (probability, drafted) in enumerate(drafts):
+        prefixes, seen, names = read(tree, proposal, b, world.vocabulary)
+        assert_same_tree(seen, drafted)
+        thresholds: dict = {}
+        for run, _ in oracle.outcomes(lambda run, drafted=drafted: oracle.RULES[rule](drafted, world.p, run)):
+            thresholds |= run.thresholds
+        index = {name: x for x, name in enumerate(names) if name is not None}
+        if rule == "traversal":
+            index = {prefix: node - 1 for node, prefix in enumerate(prefixes)}
+        elif rule in ("block", "multi-path-block"):
+            index = {prefix: len(prefix) - 1 for prefix in prefixes}
+        sides = [
+            [(max(a - edge, 0.0), a)] * int(a > 0) + [(min(a + edge, 1 - 1e-12), 1 - a)] * int(a < 1)
+            for a in thresholds.values()
+        ]
+        for cell in itertools.product(*sides):
+            coin_x = np.full(NODES - 1, 0.5)
+            for name, (coin, _) in zip(thresholds, cell, strict=True):
+                coin_x[index[name]] = coin
+            rows.append(b)
+            coins.append(coin_x)
+            chances.append(probability * np.prod([share for _, share in cell]))
+        prefixes_of.append(prefixes)
+    rows = np.asarray(rows)
+    logits = np.stack([node_logits(world.unfiltered, prefixes, NODES) for prefixes in prefixes_of])
+    tree, proposal = padded(tree, proposal, NODES)
+    for at in range(0, len(rows), BATCH):
+        b_here, chances_here = rows[at : at + BATCH], chances[at : at + BATCH]
+        full = np.resize(np.arange(at, at + len(b_here)), BATCH)
+        inputs = jax.tree.map(lambda x, b=rows[full]: x[b], (tree, proposal, jnp.asarray(logits)))
+        last_b, following_bv = walked(rule, *inputs, jnp.asarray(np.stack(coins)[full]), world.top_p)
+        for b, chance, last, following in zip(
+            b_here, chances_here, np.asarray(last_b), np.asarray(following_bv), strict=False
+        ):
+            prefix = prefixes_of[b][last]
+            totals[prefix] = totals.get(prefix, 0) + chance * following
+    for prefix, following in totals.items():
+        oracle.add_output(law, world.p, 1.0, prefix, following)
+    return law
+
+
+def assert_same_tree(seen: oracle.Tree, expected: oracle.Tree) -> None:
+    assert seen.draws.keys() == expected.draws.keys()
+    for node, draws in expected.draws.items():
+        assert [token for token, _ in seen.draws[node]] == [token for token, _ in draws]
+        for (_, q), (_, wanted) in zip(seen.draws[node], draws, strict=True):
+            np.testing.assert_allclose(q, wanted, atol=1e-12 if q.dtype == np.float64 else 1e-6)

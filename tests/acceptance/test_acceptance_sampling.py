@@ -1,0 +1,121 @@
+"""Acceptance rules through the compiled generator: answers at temperature 1 against the exact law, chi-square.
+
+40,000 answers find the bias of a broken rule; 200,000 of every rule are marked slow. tests/test_acceptance.py enumerates
+every rule exactly.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import RANDOM_DRAFTER, RANDOM_MODEL
+from scipy import stats
+
+from treeflash_jax import params
+from treeflash_jax.acceptance import RULES, recursive
+from treeflash_jax.acceptance.draws import draws_of, finish, first_hits
+from treeflash_jax.acceptance.rows import follow
+from treeflash_jax.decoding import loops as core
+from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
+from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.drafters.block.heads import HEADS, DraftSettings
+from treeflash_jax.trees.builders import TreeShape
+from treeflash_jax.verifiers import forward as verifier
+
+VOCABULARY, NEW, PROMPT = 4, 6, (1, 2)
+BATCH = 40_000
+MODEL = replace(RANDOM_MODEL, vocab_size=VOCABULARY, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2)
+DRAFTER = replace(RANDOM_DRAFTER, layers=MODEL, mask_token_id=3, target_layer_ids=(0,), num_target_layers=1, block_size=4)
+PLANS = {
+    "sample-and-match": ("hybrid", 6, TreeShape(skeleton=0.4)),
+    "rejection": ("paths", 4, TreeShape(branches=1)),
+    "recursive": ("without-replacement", 7, TreeShape(branches=2)),
+    "naive-tree": ("hybrid", 6, TreeShape(skeleton=0.4)),
+    "k-sequential": ("delayed", 6, TreeShape(branches=2, trunk=1)),
+    "block": ("paths", 4, TreeShape(branches=1)),
+    "traversal": ("hybrid", 7, TreeShape(skeleton=0.4)),
+    "multi-path-block": ("paths", 7, TreeShape(branches=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    specs = verifier.specs(MODEL), dflash.specs(DRAFTER), HEADS["mlp"].specs(DRAFTER)
+    return Weights(*(params.initialize(spec, jax.random.key(i), scale=0.7) for i, spec in enumerate(specs)))
+
+
+@pytest.fixture(scope="module")
+def exact(weights) -> np.ndarray:
+    """P(first NEW tokens after the prompt), one axis a token."""
+    strings = np.array(list(itertools.product(range(VOCABULARY), repeat=NEW - 1)))
+    ids = jnp.asarray(np.concatenate([np.broadcast_to(PROMPT, (len(strings), len(PROMPT))), strings], axis=1))
+    size = ids.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(size), ids.shape)
+    out = verifier.forward(weights.verifier, MODEL, ids, positions, verifier.causal_mask(len(strings), size))
+    log_p = np.asarray(jax.nn.log_softmax(verifier.logits(weights.verifier, out.hidden_btd)), np.float64)
+    log_p = log_p[:, len(PROMPT) - 1 :]
+    path = sum(log_p[np.arange(len(strings)), i, strings[:, i]] for i in range(NEW - 1))
+    return np.exp(path[:, None] + log_p[:, NEW - 1]).reshape((VOCABULARY,) * NEW)
+
+
+def answers(weights: Weights, rule: str, builder: str, nodes: int, shape: TreeShape, *, batches: int):
+    """Tokens [draws, NEW] and rounds [draws] of `batches` of BATCH sequences, each with its own key."""
+    plan = DecodePlan(
+        verifier=MODEL, drafter=DRAFTER, head="mlp", num_nodes=nodes, draft=DraftSettings(candidates=3, children=3),
+        builder=builder, shape=shape, rule=rule, prefill_chunk=len(PROMPT),
+    )  # fmt: skip
+    full = lambda value, dtype: jnp.full(BATCH, value, dtype)  # noqa: E731
+    tokens_bs = jnp.zeros((BATCH, 12), jnp.int32).at[:, : len(PROMPT)].set(jnp.asarray(PROMPT))
+    tokens, rounds = [], []
+    for part in range(batches):
+        sampling = Sampling(
+            key_b=jax.random.split(jax.random.key(part), BATCH), temperature_b=full(1, jnp.float32),
+            top_k_b=full(0, jnp.int32), top_p_b=full(1, jnp.float32), limit_b=full(len(PROMPT) + NEW, jnp.int32),
+            stop_ids_bx=jnp.full((BATCH, 1), -1), drafter_temperature_b=full(1, jnp.float32),
+        )  # fmt: skip
+        state = core.prefill(weights, tokens_bs, full(len(PROMPT), jnp.int32), sampling, plan=plan.for_prefill())
+        state = core.decode(weights, state, jnp.int32(NEW), plan=plan)
+        assert bool(jnp.all(state.done_b))
+        tokens.append(np.asarray(state.tokens_bs)[:, len(PROMPT) : len(PROMPT) + NEW])
+        rounds.append(np.asarray(state.rounds_b))
+    return np.concatenate(tokens), np.concatenate(rounds)
+
+
+def p_value(tokens: np.ndarray, exact: np.ndarray) -> float:
+    """Chi-square of all strings, those expected fewer than 10 times taken together."""
+    counts = np.bincount(np.ravel_multi_index(tokens.T, exact.shape), minlength=exact.size)
+    expected = exact.ravel() / exact.sum() * len(tokens)
+    rare = expected < 10
+    groups = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
+    return stats.chisquare(*groups).pvalue
+
+
+@pytest.mark.parametrize(
+    ("rule", "batches"),
+    [("block", 1), ("traversal", 1), *(pytest.param(rule, 5, marks=pytest.mark.slow) for rule in RULES)],
+)
+def test_answers_have_the_verifiers_law(weights, exact, rule, batches):
+    tokens, rounds = answers(weights, rule, *PLANS[rule], batches=batches)
+    assert p_value(tokens, exact) > 0.001
+    assert np.mean(rounds >= 2) > 0.6 and len(set(rounds.tolist())) > 2
+
+
+def test_a_biased_rule_is_rejected(weights, exact, monkeypatch):
+    """A rejected draw is followed by a token of p, not of the residual."""
+
+    def stop(tree, proposal, p_bnc, coins_bx):
+        draws = draws_of(tree, proposal, p_bnc)
+        chance_bx = recursive.reject_all(draws).chance_bx
+        last_b = follow(tree, first_hits(draws, chance_bx, coins_bx), proposal.depths + 1)
+        return last_b, jnp.take_along_axis(p_bnc, last_b[:, None, None], axis=1)[:, 0]
+
+    biased = SimpleNamespace(walk=lambda *arguments: finish(stop, *arguments))
+    monkeypatch.setitem(RULES, "biased", biased)
+    tokens, _ = answers(weights, "biased", *PLANS["recursive"], batches=1)
+    assert p_value(tokens, exact) < 1e-9

@@ -1,0 +1,454 @@
+"""Rounds that choose their own nodes: the choice, what it must not change, and the calibration it goes by.
+
+No test looks at a time: tables are made up, and what they make a round do is counted.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import compilations, needs_8_devices, random_pair
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treeflash_jax import GenerateConfig, TreeFlash, cli, make_mesh
+from treeflash_jax.adaptive import budget, calibration
+from treeflash_jax.adaptive.calibration import Calibration, fit_round_times
+from treeflash_jax.decoding import loops as core
+from treeflash_jax.decoding import rounds
+from treeflash_jax.settings import rows_of
+from treeflash_jax.trees import tree
+
+BUCKETS = [2, 4, 8, 16]
+AUTO = {"nodes": "auto", "candidates": 8, "children": 8}
+PROMPTS = [[3, 4, 5, 17, 29], [7, 8], [100, 3, 50, 60, 61, 62, 63], [9]]
+SAMPLED = {"temperature": [0.0, 0.7, 1.0, 0.0], "top_p": [1.0, 0.9, 1.0, 1.0], "seed": [1, 2, 3, 4]}
+FLAT, STEEP, MIXED = [1.0] * 4, [1.0, 2.0, 4.0, 8.0], [1.0, 1.2, 1.5, 2.1]
+
+
+def table(model, seconds, step, *, tau=(1.8, 2.5, 3.2, 3.8), nodes=BUCKETS, **changes) -> Calibration:
+    """A calibration that was never measured."""
+    plan = model.plan(GenerateConfig(builder="best-first", candidates=AUTO["candidates"], children=AUTO["children"]))
+    return Calibration(
+        identity=calibration.identity_of(model.verifier, model.weights, plan, model.mesh) | changes,
+        nodes=list(nodes),
+        batch=[1],
+        positions=[256],
+        round_seconds=[[list(seconds)]],
+        tree_seconds=[[[0.0] * len(nodes)]],
+        step_seconds=[[step]],
+        temperatures=[0.0, 1.0],
+        tau=[list(tau)] * 2,
+        reliability=[1.0, 1.0],
+    )
+
+
+def beside(model: TreeFlash, path, *entries: Calibration, programs: dict | None = None) -> TreeFlash:
+    """The same model, which reads these entries; `programs`: compiled ones that it shares."""
+    for entry in entries:
+        calibration.write(path, entry)
+    model = TreeFlash(model.verifier, model.weights, drafter=model.drafter, mesh=model.mesh, budget=path)
+    model.programs = {} if programs is None else programs
+    return model
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict:
+    """What the models of this module's tests have compiled; tables of times are no part of a program."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def plain(trained):
+    return {
+        name: [result.ids for result in trained.generate(PROMPTS, method="ar", max_new_tokens=70, stop_ids=[], **how)]
+        for name, how in (("greedy", {}), ("sampled", SAMPLED))
+    }
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0.1, 100), min_size=3, max_size=8))
+def test_fitted_times_are_convex_and_increasing(seconds):
+    nodes = [2**k for k in range(1, len(seconds) + 1)]
+    fitted = fit_round_times(nodes, seconds)
+    slopes = np.diff(fitted) / np.diff(nodes)
+    assert (slopes >= -1e-9).all() and (np.diff(slopes) >= -1e-9).all() and (fitted > 0).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(0.1, 10), st.lists(st.floats(0, 1), min_size=3, max_size=7))
+def test_a_convex_table_is_its_own_fit(first, slopes):
+    nodes = [2**k for k in range(1, len(slopes) + 2)]
+    seconds = first + np.concatenate([[0], np.cumsum(np.diff(nodes) * np.sort(slopes))])
+    np.testing.assert_allclose(fit_round_times(nodes, seconds), seconds, rtol=1e-6)
+
+
+def test_no_convex_increasing_function_is_nearer():
+    nodes, seconds = [4, 8, 16, 32, 64], np.array([3.0, 2.6, 3.1, 3.0, 7.0])
+    error = lambda y: np.sum((y / seconds - 1) ** 2)  # noqa: E731
+    fitted, rng = fit_round_times(nodes, seconds), np.random.default_rng(0)
+    for size in (1e-3, 1e-2, 0.1, 1.0):
+        for _ in range(500):
+            other = fitted + size * rng.normal(size=5)
+            slopes = np.diff(other) / np.diff(nodes)
+            if (slopes >= 0).all() and (np.diff(slopes) >= 0).all():
+                assert error(other) >= error(fitted)
+
+
+def budget_of(seconds, step, *, reliability=1.0, debt=0.0, positions=(256,)) -> budget.Budget:
+    times = budget.RoundTimes(
+        positions_c=jnp.asarray(positions, jnp.float32),
+        round_cn=jnp.asarray(seconds, jnp.float32).reshape(len(positions), -1),
+        step_c=jnp.broadcast_to(jnp.float32(step), (len(positions),)),
+    )
+    sizes = {"batch": 3, "capacity": 256, "pending": 4, "features": 2, "dtype": jnp.float32}
+    return budget.start(times, reliability=reliability, debt=debt, **sizes)
+
+
+@pytest.mark.parametrize("reliability", [0.5, 1.0, 1.4])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_choice_is_that_of_trying_every_bucket(seed, reliability):
+    rng = np.random.default_rng(seed)
+    log_prob = np.sort(-rng.exponential(2, (3, 16)).astype(np.float32))[:, ::-1].copy()
+    log_prob[:, 0] = 0
+    log_prob[1, 9:] = -np.inf
+    drafted = tree.root_only(jnp.zeros(3, jnp.int32)).replace(
+        log_prob_bn=jnp.asarray(log_prob), valid_bn=jnp.asarray(np.isfinite(log_prob))
+    )
+    live = np.array([True, True, seed % 2 == 0])
+    seconds = np.cumsum(rng.uniform(0.05, 1.0, 4))
+    rates = []
+    for nodes, time in zip(BUCKETS, seconds, strict=True):
+        phi = np.mean([np.exp(log_prob[b, :nodes]).sum() for b in range(3) if live[b]])
+        rates.append((1 + reliability * (phi - 1)) / time)
+    choice = budget.choose(budget_of(seconds, 1.0, reliability=reliability), drafted, jnp.asarray(live), 256, BUCKETS)
+    best = int(np.argmax(rates))
+    assert int(choice.index) == best and int(choice.nodes) == BUCKETS[best]
+    np.testing.assert_allclose([choice.tokens / choice.steps], [rates[best]], rtol=1e-5)
+
+
+def test_times_lie_on_the_line_between_cache_sizes_and_stay_at_the_ends():
+    times = budget_of([[1, 2], [3, 6]], 1.0, positions=(256, 512)).times
+    for positions, expected in ((128, [1, 2]), (256, [1, 2]), (320, [1.5, 3]), (512, [3, 6]), (4096, [3, 6])):
+        np.testing.assert_allclose(times.at(positions)[0], expected)
+
+
+def test_a_cut_tree_is_the_smaller_tree(trained):
+    config = GenerateConfig(nodes=16, candidates=8, children=8, max_new_tokens=8)
+    plan = trained.plan(config)
+    inputs = trained._inputs(rows_of(PROMPTS, config, trained.verifier), 4, 256, config)
+    state = core.prefill(trained.weights, *inputs, plan=plan.for_prefill())
+    whole = core.draft(trained.weights, state, plan)
+    for nodes in (2, 5, 8):
+        own = core.draft(trained.weights, state, replace(plan, num_nodes=nodes))
+        jax.tree.map(np.testing.assert_array_equal, tree.first(whole, nodes), own)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "step", "taken"),
+    [
+        (FLAT, 1.0, {16}),
+        pytest.param(STEEP, 0.9, {2}, marks=pytest.mark.slow),  # a program of its own
+        (MIXED, 0.9, {4, 8}),
+        (FLAT, 0.25, {1, 16}),  # on the edge: with pauses
+        (MIXED, 0.42, {1, 4}),
+        (FLAT, 0.2, {1}),  # never drafts at all
+    ],
+)
+@pytest.mark.parametrize("how", ["greedy", "sampled"])
+def test_whatever_is_chosen_the_answer_is_that_of_one_token_decoding(
+    trained, plain, programs, tmp_path, seconds, step, taken, how
+):
+    model = beside(trained, tmp_path / "a.json", table(trained, seconds, step), programs=programs)
+    results = model.generate(PROMPTS, max_new_tokens=70, stop_ids=[], **AUTO, **(SAMPLED if how == "sampled" else {}))
+    assert [result.ids for result in results] == plain[how]
+    nodes = {n for result in results for n in result.nodes}
+    assert taken <= nodes <= {1, *BUCKETS}
+    for result in results:
+        assert len(result.nodes) == len(result.accept_lengths) and 1 + sum(result.accept_lengths) >= 70
+        assert all(length <= count for length, count in zip(result.accept_lengths, result.nodes, strict=True))
+
+
+def started(model: TreeFlash, prompts, capacity: int = 256, **settings) -> tuple:
+    """Plan and state of rounds that choose, after the prompts."""
+    config = GenerateConfig(max_new_tokens=64, stop_ids=(), **AUTO, **settings)
+    rows = rows_of(prompts, config, model.verifier)
+    plan, decision = model._choose(model.plan(config), rows, len(rows), capacity)
+    state = core.prefill(model.weights, *model._inputs(rows, len(rows), capacity, config), plan=plan.for_prefill())
+    return plan, state.replace(budget=model._budget(plan, decision, state))
+
+
+def copied(state):
+    return jax.tree.map(jnp.copy, state)
+
+
+def test_what_never_drafts_decodes_as_it_was_asked_to(trained, tmp_path):
+    """Not by the defaults: its speed was measured with these settings."""
+    auto = {**AUTO, "attention": "chunked", "log_probs": True}  # no default
+    asked = trained.plan(GenerateConfig(**auto | {"nodes": None}))
+    entry = table(trained, FLAT, 0.2, attention="chunked")
+    model = beside(trained, tmp_path / "budget.json", entry)
+    config = GenerateConfig(**auto)
+    plan, decision = model._choose(model.plan(config), rows_of([[3]], config, model.verifier), 1, 256)
+    assert decision is None and plan.method == "ar" and plan == asked.one_token()
+    assert plan.attention == "chunked" and plan.log_probs and plan == model.plan(replace(config, method="ar", nodes=None))
+
+
+@pytest.mark.parametrize(("attention", "taken"), [pytest.param("xla", -1, marks=pytest.mark.slow), ("streamed", 0)])
+def test_rounds_go_by_what_their_attention_reads(trained, tmp_path, attention, taken):
+    """A few positions of a cache of 512, or all of them."""
+    entry = table(trained, MIXED, 0.9, attention=attention)
+    plan, state = started(beside(trained, tmp_path / "a.json", entry), PROMPTS, 512, attention=attention)
+    assert len(plan.buckets) > 1
+    few_n = np.arange(len(plan.buckets)) * 8 + 1
+    times = budget_of([few_n, few_n[::-1]], 9.0, positions=(64, 512)).times
+    state = core.decode(trained.weights, state.replace(budget=state.budget.replace(times=times)), jnp.int32(2), plan=plan)
+    assert state.budget.nodes_bs[:, :2].tolist() == [[plan.buckets[taken]] * 2] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("paused", [1, 5, 8, 19])  # eight tokens may be pending
+def test_after_a_pause_the_drafter_has_seen_all_it_would_have_seen(trained, tmp_path, paused):
+    plan, state = started(beside(trained, tmp_path / "a.json", table(trained, MIXED, 0.9)), PROMPTS[:2])
+    assert state.budget.features_bpj.shape[1] == plan.path_rows == 8
+    every_round = replace(plan, num_nodes=1, buckets=())
+    expected = core.decode(trained.weights, copied(state).replace(budget=None), jnp.int32(paused), plan=every_round)
+    state = state.replace(budget=state.budget.replace(pause=jnp.int32(paused)))
+    state = core.decode(trained.weights, state, jnp.int32(paused), plan=plan)
+    assert state.rounds_b.tolist() == [paused] * 2 and int(state.budget.pause) == 0
+    assert state.drafter.context.length_b.tolist() != expected.drafter.context.length_b.tolist()
+    state = rounds.catch_up(trained.weights, state, plan, jnp.bool_(True))
+    assert state.budget.pending_b.tolist() == [0, 0]
+    ours, theirs = state.drafter.context, expected.drafter.context
+    assert ours.length_b.tolist() == theirs.length_b.tolist() == state.cache.length_b.tolist()
+    for mine, other in zip(jax.tree.leaves(ours.groups), jax.tree.leaves(theirs.groups), strict=True):
+        for row, length in enumerate(ours.length_b.tolist()):
+            np.testing.assert_allclose(mine[row, :, :length], other[row, :, :length], atol=1e-5)
+    drafts = [core.draft(trained.weights, at, plan) for at in (state, expected)]
+    np.testing.assert_array_equal(drafts[0].tokens_bn, drafts[1].tokens_bn)
+
+
+@pytest.mark.slow
+def test_after_a_pause_rounds_draft_again(trained, plain, tmp_path):
+    plan, state = started(beside(trained, tmp_path / "a.json", table(trained, MIXED, 0.9)), PROMPTS)
+    for pause, count in ((3, 5), (11, 14)):
+        state = state.replace(budget=state.budget.replace(pause=jnp.int32(pause)))
+        state = core.decode(trained.weights, state, jnp.int32(count), plan=plan)
+    nodes = np.asarray(state.budget.nodes_bs)[:, :19]
+    assert ((nodes == 1) == (np.arange(19) < 3) | ((np.arange(19) >= 5) & (np.arange(19) < 16)))[0].all()
+    for row, prompt in enumerate(PROMPTS):
+        written = state.tokens_bs[row, len(prompt) : state.end_b[row]].tolist()
+        assert written == plain["greedy"][row][: len(written)]
+    assert (np.asarray(state.accepted_bs)[:, 16:19] > 1).any(), "drafts after a pause are those of the text"
+    assert state.drafter.context.length_b.tolist() == state.cache.length_b.tolist(), "before a draft nothing is pending"
+
+
+@pytest.mark.parametrize(("steps", "tokens"), [(1.3, 1.0), (1.6, 1.2), (4.0, 1.1), (2.0, 1.9)])
+def test_where_drafting_never_pays_little_is_lost(steps, tokens):
+    """Rounds that all commit what they were expected to, against as many one-token rounds."""
+    now, live = budget_of(FLAT, 1.0), jnp.ones(3, bool)
+    choice = budget.Choice(jnp.int32(0), jnp.int32(2), *map(jnp.float32, (tokens, tokens, steps)))
+    learn = jax.jit(budget.learn)
+    committed = time = 0.0
+    probes = 0
+    while committed < 1000:
+        if now.pause > 0:
+            committed, time = committed + int(now.pause), time + int(now.pause)
+            now = now.replace(pause=jnp.int32(0))
+        now = learn(now, choice, jnp.full(3, tokens), live)
+        committed, time, probes = committed + tokens, time + steps, probes + 1
+    assert time - committed <= budget.PATIENCE + steps - tokens + 0.01 * committed < 0.02 * committed
+    assert probes > budget.PATIENCE / (steps - tokens) + 1, "it is tried again"
+
+
+def test_a_debt_that_is_paid_back_is_forgotten():
+    live, came = jnp.ones(3, bool), jnp.full(3, 3)
+    losing, paying = (
+        budget.Choice(jnp.int32(0), jnp.int32(2), *map(jnp.float32, (tokens, tokens, 2.0))) for tokens in (1.5, 4.0)
+    )
+    now = budget_of(FLAT, 1.0, debt=budget.PATIENCE)
+    pauses = []
+    for _ in range(3):
+        now = budget.learn(now, losing, came, live)
+        pauses.append(int(now.pause))
+    assert pauses == [50, 100, 200] and int(now.last_pause) == 200
+    for _ in range(2):
+        now = budget.learn(now, paying, came, live)
+    assert int(now.pause) == int(now.last_pause) == 0 and float(now.debt) == 0
+
+
+def test_reliability_is_what_came_true():
+    now = budget_of(FLAT, 1.0, reliability=0.5)
+    choice = budget.Choice(jnp.int32(0), jnp.int32(2), *map(jnp.float32, (5.0, 3.0, 1.0)))
+    now = budget.learn(now, choice, jnp.array([2, 4, 9]), jnp.array([True, True, False]))
+    assert float(now.drafted) == budget.PRIOR_TOKENS + 4 and float(now.committed) == budget.PRIOR_TOKENS / 2 + 2
+
+
+def test_nothing_recompiles_when_only_values_change(trained, programs, tmp_path):
+    path = tmp_path / "a.json"
+    model = beside(trained, path, table(trained, MIXED, 0.9), programs=programs)
+    run = lambda prompts, **how: model.generate(prompts, batch_size=4, **AUTO, **how)  # noqa: E731
+    for rows in (2, 3, 4):  # host arrays of as many rows are made by programs of their own
+        run(PROMPTS[:rows], max_new_tokens=5)
+    with compilations() as compiled:
+        run([PROMPTS[0] * 4, *PROMPTS[:2]], max_new_tokens=33)
+        run(PROMPTS[:2], max_new_tokens=7, temperature=[0.0, 1.3], top_k=[0, 5], seed=[1, 2])
+        run(PROMPTS, max_new_tokens=9, drafter_temperature=0.4, stop_ids=[9, 11])
+        model.calibrations.clear()
+        calibration.write(path, table(trained, [1.1, 1.2, 1.6, 2.0], 0.8))
+        run(PROMPTS, max_new_tokens=9)
+        assert not compiled
+        trained.generate(PROMPTS[:1], method="ar", max_new_tokens=2, batch_size=7)
+        assert any("decode" in name for name in compiled), "a batch of another size has a program of its own"
+
+
+def test_a_round_stays_on_the_device_and_donates_its_state(tmp_path):
+    pair = random_pair()
+    model = beside(pair, tmp_path / "a.json", table(pair, MIXED, 0.9))
+    plan, state = started(model, PROMPTS[:2])
+    count = jax.device_put(jnp.int32(3))
+    compiled = core.decode.lower(model.weights, state, count, plan=plan).compile()
+    text = compiled.as_text()
+    assert text.count("branch_computations={") + text.count("true_computation=") >= 1, "buckets are branches"
+    for host in ("callback", "infeed", "outfeed", "send(", "recv("):
+        assert host not in text
+    caches = jax.tree.leaves((state.cache.groups, state.drafter.context.groups))
+    size = sum(array.nbytes for array in caches)
+    with jax.transfer_guard("disallow"):
+        after = compiled(model.weights, state, count)
+    assert all(array.is_deleted() for array in caches)
+    assert compiled.memory_analysis().alias_size_in_bytes >= size
+    assert after.rounds_b.tolist() == [3, 3]
+
+
+@pytest.mark.slow
+def test_streaming_and_growing_caches_change_nothing(trained, plain, programs, tmp_path, monkeypatch):
+    model = beside(trained, tmp_path / "a.json", table(trained, MIXED, 0.42), programs=programs)
+    whole = model.generate(PROMPTS[0], max_new_tokens=300, stop_ids=[], **AUTO)[0]
+    assert {1} < set(whole.nodes) and whole.ids[:70] == plain["greedy"][0]
+    *chunks, result = model.stream(PROMPTS[0], max_new_tokens=300, stop_ids=[], rounds_per_dispatch=5, **AUTO)
+    assert (result.ids, result.nodes) == (whole.ids, whole.nodes) and len(chunks) > 20
+    monkeypatch.setattr("treeflash_jax.model.ROOM_AHEAD", 8)
+    grown = model.generate(PROMPTS[0], max_new_tokens=300, stop_ids=[], **AUTO)[0]
+    assert any(key[0] is core.grow for key in model.programs) and grown.ids == whole.ids
+    for round_index in (0, len(whole.nodes) - 1):
+        assert len(whole.tree(round_index).labels) <= whole.nodes[round_index]
+
+
+@pytest.mark.slow
+@needs_8_devices
+@pytest.mark.filterwarnings("ignore:tau is")
+def test_eight_devices_answer_as_one(tmp_path):
+    one, pair = random_pair(), random_pair(make_mesh(4, 2))
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
+    how = {"max_new_tokens": 24, "temperature": [0.0, 0.7, 1.0, 0.0], "top_p": [1.0, 0.9, 0.8, 1.0]}
+    expected = [result.ids for result in one.generate(prompts, method="ar", **how)]
+    for name, seconds, step in (("on", MIXED, 0.9), ("edge", MIXED, 0.42)):
+        model = beside(pair, tmp_path / f"{name}.json", table(pair, seconds, step))
+        results = model.generate(prompts, **AUTO, **how)
+        assert [result.ids for result in results] == expected
+        assert max(results[0].nodes) > 1
+        assert len(model.programs) == 2
+        [*_, streamed] = model.stream(prompts[0], **AUTO, max_new_tokens=24, rounds_per_dispatch=2)
+        assert streamed.ids == expected[0] and len(model.programs) == 2, "one layout from dispatch to dispatch"
+
+
+def test_a_decision_by_hand(trained):
+    entry = replace(
+        table(trained, [1.0, 1.2, 1.5, 3.0], 1.0, tau=[1.5, 2.4, 3.3, 3.6]),
+        batch=[1, 3], positions=[256, 512],
+        round_seconds=[[[1.0, 1.2, 1.5, 3.0]] * 2, [[3.0, 3.2, 3.5, 5.0]] * 2],
+        tree_seconds=[[[0.1, 0.2, 0.4, 0.8]] * 2] * 2,
+        step_seconds=[[1.0, 1.5], [2.0, 2.5]],
+    )  # fmt: skip
+    found = entry.decide(2, 384, [0.0])
+    fitted = [fit_round_times(BUCKETS, y) for y in ([1.0, 1.2, 1.5, 3.0], [3.0, 3.2, 3.5, 5.0])]
+    round_n = np.mean(fitted, axis=0) - 0.8 + 0.4
+    assert found.buckets == (2, 4, 8), "rounds of 16 take too long; their trees are not built"
+    np.testing.assert_allclose(found.round_seconds, [round_n[:3]] * 2)
+    np.testing.assert_allclose(found.step_seconds, [1.5, 2.0])
+    assert found.speedup == pytest.approx(max(np.array([1.5, 2.4, 3.3]) * 1.75 / round_n[:3])) and found.debt == 0
+    slow = replace(entry, step_seconds=[[0.2, 0.3], [0.4, 0.5]]).decide(2, 384, [0.0])
+    assert slow.buckets == () and slow.speedup < calibration.WORTH_TRYING
+
+
+@pytest.mark.parametrize("changed", ["pair", "device", "mesh", "dtype", "jax", "head", "block_size", "candidates"])
+def test_a_stale_calibration_is_refused(trained, tmp_path, changed):
+    path = tmp_path / "a.json"
+    model = beside(trained, path, table(trained, MIXED, 0.9, **{changed: "other"}))
+    with pytest.raises(ValueError, match=f"got a calibration for {changed} 'other', expected") as error:
+        model.generate(PROMPTS[0], **AUTO)
+    assert "\n" not in str(error.value) and not model.programs
+    calibration.write(path, table(trained, MIXED, 0.9))
+    assert model.calibrated(model.plan(GenerateConfig(**AUTO))).identity[changed] != "other"
+    assert len(calibration.read(path)) == 2, "the other one is kept"
+
+
+def test_weights_of_another_drafter_are_another_pair(trained):
+    plan = trained.plan(GenerateConfig(builder="best-first"))
+    weights = trained.weights.replace(drafter=trained.weights.drafter | {"fc": trained.weights.drafter["fc"] + 1})
+    ours, other = (calibration.identity_of(trained.verifier, w, plan, None) for w in (trained.weights, weights))
+    assert [name for name in ours if ours[name] != other[name]] == ["pair"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"nodes": "many"}, "nodes 'many', expected at least 1 .*, or 'auto'"),
+        ({"nodes": "auto", "builder": "hybrid"}, "builder 'hybrid', expected 'best-first' with nodes 'auto'"),
+        ({"nodes": "auto", "method": "chain"}, "builder 'chain', expected 'best-first' with nodes 'auto'"),
+        ({"nodes": "auto", "acceptance": "block"}, "acceptance 'block'"),
+        ({"nodes": "auto"}, "a.json not found; nodes 'auto' needs what `treeflash calibrate` writes"),
+    ],
+)
+def test_mistakes_are_one_line(trained, tmp_path, settings, words):
+    model = beside(trained, tmp_path / "a.json")
+    with pytest.raises(ValueError, match=words) as error:
+        model.generate(PROMPTS[0], **settings)
+    assert "\n" not in str(error.value) and not model.programs
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema": 0, "entries": []}', '{"schema": 2, "entries": [{"nodes": 1}]}'])
+def test_a_damaged_file_is_one_line(tmp_path, text):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="got no calibration of schema 2"):
+        calibration.read(path)
+
+
+def test_a_calibration_lies_beside_a_drafter_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert calibration.place(tmp_path) == tmp_path / calibration.FILE
+    assert calibration.place("owner/drafter") == calibration.place(None) == tmp_path / "cache/treeflash" / calibration.FILE
+
+
+@pytest.mark.slow
+def test_calibrate_writes_what_generate_reads(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes = "--candidates 4 --children 4 --block-size 4".split()
+    command = [
+        "calibrate",
+        *"--batch 1 2 --context 20 --nodes 2 4 --limit 2 --max-new-tokens 6 --repeats 2".split(),
+        *sizes,
+    ]
+    assert cli.main(command) == 0
+    printed, steps = capsys.readouterr()
+    assert steps.startswith("[1/6] answering 2 prompts at T 0\n") and "[6/6] timing them at batch 2" in steps
+    [entry] = calibration.read(tmp_path / "treeflash" / calibration.FILE)
+    assert entry.nodes == [2, 4] and entry.batch == [1, 2] and entry.positions == [256] and entry.temperatures == [0.0, 1.0]
+    assert np.shape(entry.round_seconds) == np.shape(entry.tree_seconds) == (2, 1, 2)
+    assert (np.array(entry.round_seconds) > np.array(entry.tree_seconds)).all() and np.min(entry.step_seconds) > 0
+    for tau in entry.tau:
+        assert 1 <= tau[0] <= tau[1] <= 4
+    assert "batch 2, 256 positions read: step" in printed and "T 1: tau by nodes 2:" in printed
+    prompt = ["--prompt-ids", "5 6 7", "--max-new-tokens", "5", "--json", *sizes]
+    assert cli.main(["generate", "--nodes", "auto", *prompt]) == 0
+    auto = json.loads(capsys.readouterr().out)
+    assert cli.main(["generate", "--method", "ar", *prompt]) == 0
+    assert auto["ids"] == json.loads(capsys.readouterr().out)["ids"]
+    assert cli.main(["generate", "--nodes", "auto", *prompt, "--candidates", "5"]) == 2
+    assert "got a calibration for candidates 4, expected 5" in capsys.readouterr().err

@@ -1,0 +1,477 @@
+"""`treeflash bench memory`: sums of real arrays, collectives of the shipped round, and what cannot fit refused in time."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import DATA, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
+from jax.experimental import topologies
+from jax.sharding import AbstractMesh, PartitionSpec
+
+import treeflash_jax as tf
+from treeflash_jax import costs as footprints
+from treeflash_jax import devices, loading, vocab
+from treeflash_jax import model as generate
+from treeflash_jax.bench import memory, programs, shapes
+from treeflash_jax.cli import main
+from treeflash_jax.costs import Footprint, check_memory, footprint, memory_limit
+from treeflash_jax.decoding.loops import DecodePlan
+from treeflash_jax.drafters.block.heads import DraftSettings
+from treeflash_jax.formats import hf
+
+PAIR = DATA / "conformance" / "b_trained"
+FOLDERS = ["--shape", str(PAIR / "verifier"), "--drafter-shape", str(PAIR / "drafter" / "config.json")]
+COMMITTED = Path(__file__).parents[2] / "notebooks" / "results" / "tpu_rounds.json"
+# 509 divides no other size of the pair, so only arrays with a whole vocabulary hold a multiple of 1018 numbers.
+MODEL = replace(RANDOM_MODEL, vocab_size=1018)
+DRAFTER = replace(RANDOM_DRAFTER, layers=replace(RANDOM_DRAFTER.layers, vocab_size=1018))
+
+
+def bytes_on_one_device(tree) -> int:
+    """Of real arrays, counted shard by shard."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+def state_of(model, batch: int, capacity: int, plan: DecodePlan):
+    """A real state after prefill: `batch` one-token prompts in caches of `capacity` positions."""
+    config = tf.GenerateConfig(max_new_tokens=4)
+    row = generate.Row(index=0, ids=[1], temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    inputs = model._inputs([row] * batch, batch, capacity, config)
+    return model._call(generate.core.prefill, (model.weights, *inputs), generate.Clock(), plan=plan.for_prefill())
+
+
+def plan_of(nodes: int, **sizes) -> DecodePlan:
+    settings = {"verifier": MODEL, "drafter": DRAFTER, "head": "mlp", "draft": DraftSettings(candidates=4, children=4)}
+    return DecodePlan(num_nodes=nodes, prefill_chunk=32, **settings | sizes)
+
+
+@needs_8_devices
+@pytest.mark.parametrize("sizes", [None, (4, 2), (2, 4), (1, 1)])
+def test_weights_and_caches_are_the_bytes_of_real_arrays(sizes):
+    model = random_pair(sizes and tf.make_mesh(*sizes))
+    state = state_of(model, 4, 256, plan_of(8, verifier=RANDOM_MODEL, drafter=RANDOM_DRAFTER))
+    request = {"dtype": jnp.float32, "batch": 4, "capacity": 256}
+    found = footprint(RANDOM_MODEL, RANDOM_DRAFTER, mesh=model.mesh, **request)
+    assert asdict(found) == {
+        "verifier": bytes_on_one_device(model.weights.verifier),
+        "drafter": bytes_on_one_device(model.weights.drafter),
+        "head": bytes_on_one_device(model.weights.head),
+        "verifier_cache": bytes_on_one_device(state.cache.groups),
+        "drafter_cache": bytes_on_one_device(state.drafter.context.groups),
+    }
+    assert found.total == sum(asdict(found).values())
+    if sizes:
+        assert footprint(RANDOM_MODEL, RANDOM_DRAFTER, mesh=AbstractMesh(sizes, ("data", "model")), **request) == found
+    plain = footprint(RANDOM_MODEL, RANDOM_DRAFTER, mesh=model.mesh, drafts=False, **request)
+    assert plain == replace(found, drafter_cache=0)
+    halved = footprint(RANDOM_MODEL, RANDOM_DRAFTER, mesh=model.mesh, **request | {"dtype": jnp.bfloat16})
+    assert 2 * halved.total == found.total
+
+
+@needs_8_devices
+def test_programs_compiled_from_shapes_take_what_real_ones_take():
+    mesh, plan = tf.make_mesh(4, 2), plan_of(8, verifier=RANDOM_MODEL, drafter=RANDOM_DRAFTER)
+    model = random_pair(mesh)
+    state = state_of(model, 4, 256, plan)
+    _, decode = memory.compile_programs(plan, mesh, 4, 256, jnp.float32)
+    held = decode.memory_analysis()
+    assert held.argument_size_in_bytes == bytes_on_one_device((model.weights, state)) + 4  # the number of rounds
+    generated = decode(model.weights, state, jnp.int32(3))  # the very program that `generate` would run
+    assert int(generated.rounds_b[0]) > 0
+
+
+@needs_8_devices
+def test_a_round_is_counted_once_with_its_collectives(monkeypatch):
+    mesh = tf.make_mesh(4, 2)
+
+    def of_a_round(plan):
+        _, decode = memory.compile_programs(plan, mesh, 4, 256, jnp.float32)
+        return [one for one in programs.find_collectives(decode.as_text()) if one.in_loop]
+
+    shipped = of_a_round(plan_of(8))
+    assert memory._count_moved(shipped, 1, MODEL.vocab_size) == 0
+    assert sum(one.kind == "all-gather" for one in shipped if not one.in_branch) >= 2, "candidates and children travel"
+    layers = {"verifier": replace(MODEL, num_layers=4), "drafter": replace(DRAFTER, num_target_layers=4)}
+    counts = [programs.totals(found)["all-reduce"]["count"] for found in (shipped, of_a_round(plan_of(8, **layers)))]
+    assert counts[1] - counts[0] == 2, "attention and feed-forward of one more layer, in one round"
+
+    monkeypatch.setattr(vocab, "top_k", jax.lax.top_k)
+    assert memory._count_moved(of_a_round(plan_of(7)), 1, MODEL.vocab_size) > 0, "automatic partitioning gathers logits"
+
+
+@needs_8_devices
+def test_collectives_know_their_loops_and_branches():
+    mesh = tf.make_mesh(1, 8)
+
+    def body(x, rounds):
+        def step(carry):
+            index, x = carry
+            x = jax.lax.fori_loop(0, 7, lambda _, x: jnp.sin(jax.lax.psum(x, "model")), x)
+            return index + 1, jax.lax.cond(index > 2, lambda: jax.lax.all_gather(x, "model")[0], lambda: x)
+
+        def goes_on(carry):
+            return jax.lax.ppermute(carry[1], "model", [(i, 7 - i) for i in range(8)]).sum() < rounds
+
+        return jax.lax.while_loop(goes_on, step, (jnp.zeros_like(rounds), x))[1]
+
+    spec = PartitionSpec("model")
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False))
+    text = program.lower(jnp.ones((8, 16)), jnp.int32(5)).compile().as_text()
+    found = {one.kind: one for one in programs.find_collectives(text)}
+    assert found["all-reduce"].trips == 7 and found["all-reduce"].in_loop and not found["all-reduce"].in_branch
+    assert found["all-gather"].trips == 1 and found["all-gather"].in_loop and found["all-gather"].in_branch
+    assert found["collective-permute"].in_loop, "what a loop's condition needs belongs to its trips"
+    assert programs.collectives(text) == {
+        "all-gather": {"count": 1, "bytes": 8 * 64},
+        "all-reduce": {"count": 7, "bytes": 7 * 64},
+        "collective-permute": {"count": 1, "bytes": 64},
+    }
+    outside = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "model"), mesh=mesh, in_specs=spec, out_specs=spec))
+    [one] = programs.find_collectives(outside.lower(jnp.ones((8, 16))).compile().as_text())
+    assert not one.in_loop
+
+
+def test_loops_that_a_tpu_program_does_not_annotate_are_counted_by_their_bound():
+    text = """
+%body.1 (p: (s32[], f32[16])) -> (s32[], f32[16]) {
+  %all-reduce.3 = f32[1,16]{1,0:T(1,128)S(1)} all-reduce(%x), channel_id=2, to_apply=%sum
+}
+
+%condition.1 (p: (s32[], f32[16])) -> pred[] {
+  %constant.4 = s32[]{:T(128)} constant(32)
+  %counter = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %lt.6 = pred[]{:T(512)} compare(%counter, %constant.4), direction=LT, metadata={}
+}
+
+ENTRY %main (x: f32[16]) -> f32[16] {
+  %while.9 = (s32[]{:T(128)}, f32[16]{0:T(128)}) while(%tuple), condition=%condition.1, body=%body.1, metadata={}
+}
+"""
+    assert programs.collectives(text) == {"all-reduce": {"count": 32, "bytes": 32 * 64}}
+    unbounded = text.replace("%constant.4), direction", "%limit), direction")
+    assert programs.collectives(unbounded) == {"all-reduce": {"count": 1, "bytes": 64}}
+
+
+def test_a_collective_beside_other_work_is_counted_where_it_starts():
+    gather = "%g = bf16[8,16]{1,0} all-gather(%p), channel_id=1, dimensions={0}"
+    text = f"""
+%start_body (p: bf16[4,16]) -> bf16[8,16] {{
+  {gather}
+}}
+
+%done_body (p: bf16[4,16]) -> bf16[8,16] {{
+  {gather}
+}}
+
+%async_collective_fusion.7 (p: bf16[4,16]) -> bf16[8,16] {{
+  {gather}
+}}
+
+%body (p: (s32[], f32[16])) -> (s32[], f32[16]) {{
+  %fusion.1 = (f32[16], bf16[8,16]) fusion(%x), kind=kOutput, calls=%async_collective_fusion.7
+}}
+
+%condition (p: (s32[], f32[16])) -> pred[] {{
+  %bound = s32[] constant(12)
+  ROOT %less = pred[] compare(%counter, %bound), direction=LT
+}}
+
+ENTRY %main (x: f32[16]) -> f32[16] {{
+  %async-collective-start.3 = (bf16[4,16], bf16[8,16]) fusion(%x), kind=kLoop, calls=%start_body
+  %while.9 = (s32[], f32[16]) while(%tuple), condition=%condition, body=%body
+  ROOT %async-collective-done.3 = bf16[8,16] fusion(%x), kind=kLoop, calls=%done_body
+}}
+"""
+    assert programs.collectives(text) == {"all-gather": {"count": 1, "bytes": 8 * 16 * 2}}
+
+
+def test_what_a_round_launches_is_counted_by_stage():
+    text = """
+%fused (p: f32[4,96]) -> f32[4,96] {
+  ROOT %inside = f32[4,96]{1,0} add(%p, %p), metadata={op_name="jit(decode)/while/body/draft/add"}
+}
+
+%filtered (p: f32[4,96]) -> f32[4,96] {
+  ROOT %cut = f32[4,96]{1,0} fusion(%p), calls=%fused, metadata={op_name="jit(decode)/while/body/accept/cut"}
+}
+
+%level (p: (s32[], f32[16])) -> (s32[], f32[16]) {
+  %sort = (f32[1,16]{1,0}, s32[1,16]{1,0}) sort(%x, %y), to_apply=%order, metadata={op_name="body/tree/while/body/top_k"}
+  %unnamed = s32[]{:T(128)} copy(%z)
+}
+
+%round (p: (s32[], f32[16])) -> (s32[], f32[16]) {
+  %p = (s32[], f32[16]) parameter(0)
+  %one = f32[16]{0} get-tuple-element(%p), index=1
+  %block = bf16[4,96]{1,0} fusion(%one), kind=kLoop, calls=%fused, metadata={op_name="jit(decode)/while/body/draft/add"}
+  %top = (bf16[4,8]{1,0}, s32[4,8]{1,0}) custom-call(%block), custom_call_target="__gpu$TopK"
+  %levels = (s32[], f32[16]) while(%one), condition=%any, body=%level, backend_config={"known_trip_count":{"n":"15"}}
+  %wide = f32[1,2,96]{2,1,0} fusion(%one), kind=kLoop, calls=%fused, metadata={op_name="jit(decode)/while/body/accept/div"}
+  %near = (f32[4]{0:T(128)}, f32[4,96]{1,0:T(4,128)S(1)}) fusion(%one), kind=kLoop, calls=%fused
+  %drawn = f32[1,2,96]{2,1,0} fusion(%one), kind=kLoop, calls=%fused, metadata={op_name="body/accept/noise/cond/mul"}
+  %zeros = f32[1,2,96]{2,1,0} fusion(), kind=kLoop, calls=%fused
+  %ones = f32[1,2,96]{2,1,0} broadcast(%constant.12.clone), dimensions={}
+  %narrow = f32[96]{0} fusion(%one), kind=kLoop, calls=%fused, metadata={op_name="jit(decode)/while/body/accept/div"}
+  %branch = f32[4,96]{1,0} conditional(%wide), true_computation=%filtered, false_computation=%filtered
+  %after = s32[]{:T(128)} add(%i, %j), metadata={op_name="jit(decode)/while/body/add"}
+}
+
+%any (p: (s32[], f32[16])) -> pred[] {
+  ROOT %goes_on = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[16]) -> f32[16] {
+  %before = f32[4,96]{1,0} fusion(%x), kind=kLoop, calls=%fused
+  %while.9 = (s32[], f32[16]) while(%before), condition=%any, body=%round
+}
+"""
+    assert programs.launches(text) == {"draft": 2, "tree": 30, "accept": 6, "rest": 1}
+    assert programs.float32_rows(text, 96) == [(1, 2, 96), (4, 96), (4, 96)]
+
+
+def test_a_gpu_that_is_not_here_compiles_the_round(tmp_path):
+    pytest.importorskip("jax_plugins.xla_cuda12", reason='needs pip install "jax[cuda12]"')
+    out = tmp_path / "rounds.json"
+    words = ["bench", "memory", *FOLDERS, "--topology", "h200", "--nodes", "16", "--context", "300", "--out", str(out)]
+    run = subprocess.run([sys.executable, "-m", "treeflash_jax", *words], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    [result] = json.loads(out.read_text()).values()
+    assert result["topology"] == "h200" and result["bytes_limit"] == devices.GPU_MEMORY["h200"] and result["fits"]
+    assert 0 < result["launches"]["tree"] < 60
+    assert f"(draft {result['launches']['draft']}, expand" in run.stdout
+
+
+@needs_8_devices
+def test_a_gathered_cache_is_seen():
+    mesh = tf.make_mesh(4, 2)
+    place = jax.sharding.NamedSharding(mesh, PartitionSpec("data", "model"))
+    whole = jax.sharding.NamedSharding(mesh, PartitionSpec("data"))
+    copy = jax.jit(lambda x: x * 2, out_shardings=whole)
+    text = copy.lower(jax.ShapeDtypeStruct((4, 2, 256, 8), jnp.float32, sharding=place)).compile().as_text()
+    found = programs.find_collectives(text)
+    assert memory._count_moved(found, 1 * 2, 256 * 8) == 1
+    assert memory._count_moved(found, 1 * 2, 512 * 8) == 0 and memory._count_moved(found, 1 * 2, 250 * 8) == 0
+
+
+@needs_8_devices
+def test_the_command_writes_what_it_prints_and_keeps_what_was_there(tmp_path, capsys):
+    out = tmp_path / "rounds.json"
+    out.write_text('{"earlier": {"bytes_per_device": {}}}')
+    words = ["bench", "memory", *FOLDERS, "--mesh", "4x2", "--batch", "8", "--context", "300", "--out", str(out)]
+    words += ["--nodes", "8", "--candidates", "4", "--children", "4"]
+    assert main(words) == 0
+    printed, steps = capsys.readouterr()
+    assert steps == "[1/2] compiling the prefill\n[2/2] compiling the rounds\n"
+    results = json.loads(out.read_text())
+    assert results.pop("earlier") == {"bytes_per_device": {}}
+    [(key, result)] = results.items()
+    assert key == "verifier cpu 4x2 batch 8" and key in printed
+    assert (result["context"], result["nodes"], result["mesh"]) == (384, 8, {"data": 4, "model": 2})
+    assert result["dtype"] == "bfloat16" and result["fits"] is None and result["bytes_limit"] is None
+    sizes = result["bytes_per_device"]
+    parts = [sizes[part] for part in (*asdict(Footprint(verifier=0)), "rest", "programs")]
+    assert min(parts[:5]) > 0 and sizes["resident"] == sum(parts)
+    assert sizes["total"] == sizes["resident"] + max(sizes["round"], sizes["prefill"]) and sizes["round"] > 0
+    assert result["collectives"]["all-gather"]["count"] > 0 and result["largest_all_gather_bytes"] > 0
+    assert f"{result['collectives']['all-reduce']['count']} all-reduce" in printed
+    assert str(tmp_path) not in out.read_text() and str(PAIR) not in out.read_text()
+
+    assert main([*words[:-6], "--no-compile", "--batch", "16"]) == 0
+    results = json.loads(out.read_text())
+    assert set(results) == {"earlier", key, key.replace("batch 8", "batch 16")} and results[key] == result
+    arithmetic = results[key.replace("batch 8", "batch 16")]["bytes_per_device"]
+    assert arithmetic["verifier_cache"] == 2 * sizes["verifier_cache"] and "round" not in arithmetic
+    assert arithmetic["verifier"] == sizes["verifier"]
+
+
+def test_plain_decoding_needs_no_drafter(tmp_path):
+    out = tmp_path / "rounds.json"
+    assert main(["bench", "memory", *FOLDERS, "--mesh", "1x1", "--method", "ar", "--out", str(out)]) == 0
+    [(key, result)] = json.loads(out.read_text()).items()
+    sizes = result["bytes_per_device"]
+    assert key == "verifier cpu 1x1 batch 1 ar", "beside a drafted round, not in its place"
+    assert result["nodes"] == 1 and sizes["drafter"] == sizes["drafter_cache"] == 0
+
+
+def test_a_shape_on_a_mesh_that_is_not_here_is_arithmetic(capsys):
+    words = ["bench", "memory", "--shape", "qwen3-8b", "--no-compile", "--topology", "v5e:4x4", "--batch", "16"]
+    assert main([*words, "--mesh", "4x4"]) == 0
+    assert "of 16.00 GiB: fits" in capsys.readouterr().out
+    assert main([*words, "--mesh", "16x1"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shape", "huge"], "got shape 'huge', expected one of"),
+        (["--shape", "qwen3-4b", "--topology", "v9z:2x2"], "got topology 'v9z:2x2', expected one like"),
+        (["--shape", "qwen3-4b", "--topology", "v5e4x4", "--no-compile"], "got topology 'v5e4x4', expected one like"),
+        (["--shape", "qwen3-4b", "--topology", "h200:2x2"], "got topology 'h200:2x2', expected one like"),
+        (["--shape", "qwen3-4b", "--mesh", "2"], "got --mesh '2', expected two numbers"),
+        (["--shape", "qwen3-4b", "--mesh", "0x2"], "got --mesh '0x2', expected two numbers"),
+        (["--shape", "qwen3-4b", "--mesh", "64x64"], "got a mesh of 64 x 64"),
+        (["--shape", "qwen3-4b", "--mesh", "2x2", "--no-compile", "--batch", "3"], "expected a multiple"),
+        (["--shape", "qwen3-4b", "--batch", "0"], "got batch 0"),
+        (["--shape", "qwen3-4b", "--no-compile", "--out", "nowhere/rounds.json"], "cannot write nowhere/rounds.json"),
+        (["--shape", "qwen3-4b", "--nodes", "0"], "nodes"),
+        (["--shape", "qwen3-4b", "--drafter-shape", str(PAIR / "drafter")], "drafter does not fit"),
+        ([], "the following arguments are required: --shape"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(memory, "compile_programs", lambda *_: pytest.fail("compiled"))
+    try:
+        assert main(["bench", "memory", *words]) == 2
+    except SystemExit as error:
+        assert error.code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_topology_without_its_compiler_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "libtpu", None)
+    with pytest.raises(ValueError, match=re.escape('pip install "jax[tpu]"')):
+        programs.topology_devices("v5e:2x2")
+
+
+def test_a_gpu_without_its_compiler_says_what_to_install(monkeypatch):
+    def without(**_):
+        raise RuntimeError("no cuda here\nat all")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", without)
+    with pytest.raises(ValueError, match=re.escape('pip install "jax[cuda12]" (no cuda here)')):
+        programs.topology_devices("h200")
+
+
+def test_impossible_pairs_are_refused_before_weights_are_read(monkeypatch):
+    for name in ("load_verifier", "load_drafter"):
+        monkeypatch.setattr(hf, name, lambda *_, **__: pytest.fail("weights were read"))
+    paths = {"verifier": PAIR / "verifier", "drafter": PAIR / "drafter"}
+    configs = hf.read_verifier_config(paths["verifier"]), hf.read_drafter_config(paths["drafter"])
+    needs = footprint(*configs, dtype=jnp.float32)
+    monkeypatch.setattr(loading, "memory_limit", lambda mesh: needs.total - 1)
+    with pytest.raises(ValueError) as refused:
+        tf.load(**paths)
+    drafter, verifier = needs.drafter + needs.head, needs.verifier
+    shown = f"got {verifier / 2**20:.2f} MiB verifier + {drafter / 2**20:.2f} MiB drafter = {needs.total / 2**20:.2f} MiB"
+    assert shown in str(refused.value) and "\n" not in str(refused.value)
+    monkeypatch.setattr(loading, "memory_limit", lambda mesh: needs.total)
+    with pytest.raises(pytest.fail.Exception, match="weights were read"):
+        tf.load(**paths)
+
+
+class Computed(Exception):
+    """A request went through."""
+
+
+def refuse_to_compute(monkeypatch, model):
+    def call(*_, **__):
+        raise Computed
+
+    monkeypatch.setattr(model, "_call", call)
+
+
+def test_impossible_requests_are_refused_before_any_compute(monkeypatch, trained):
+    refuse_to_compute(monkeypatch, trained)
+    model = trained
+    one = footprint(model.verifier, model.drafter, dtype=jnp.float32, batch=2, capacity=256)
+    monkeypatch.setattr(generate, "memory_limit", lambda mesh: one.total)
+    words = r"verifier \+ .* drafter \+ .* caches = .* on a device of .* \(1 device\)"
+    with pytest.raises(ValueError, match=words):
+        model.generate([[1], [2]], max_new_tokens=500)
+    with pytest.raises(ValueError, match=words):
+        next(model.stream([1], max_new_tokens=1000))
+    with pytest.raises(ValueError, match="smaller batch"):
+        model.generate([[1]] * 3, max_new_tokens=8)
+    with pytest.raises(ValueError, match="smaller batch"):  # two sequences, and a third that takes a place
+        model.generate([[1]] * 6, batch_size=2, max_new_tokens=8)
+    for prompts, settings in (([[1], [2]], {}), ([[1]] * 6, {"batch_size": 1}), ([[1]], {"max_new_tokens": 500})):
+        with pytest.raises(Computed):
+            model.generate(prompts, **{"max_new_tokens": 8} | settings)
+    monkeypatch.setattr(generate, "memory_limit", lambda mesh: one.total - one.drafter_cache)
+    with pytest.raises(Computed):
+        model.generate([[1], [2]], method="ar", max_new_tokens=8)
+    with pytest.raises(ValueError, match="caches"):
+        model.generate([[1], [2]], max_new_tokens=8)
+
+
+def test_no_batch_holds_the_caches_of_the_one_before(monkeypatch, trained):
+    call, held = trained._call, []
+
+    def counted(function, *args, **static):
+        if function is generate.core.prefill:
+            held.append(sum(x.shape[1:3] == (trained.verifier.num_kv_heads, 256) for x in jax.live_arrays()))
+        return call(function, *args, **static)
+
+    monkeypatch.setattr(trained, "_call", counted)
+    trained.generate([[1]] * 3, max_new_tokens=4, batch_size=1, method="ar")
+    assert held == [held[0]] * 3
+
+
+@needs_8_devices
+def test_a_mesh_shares_what_one_device_cannot_hold(monkeypatch):
+    request = {"dtype": jnp.float32, "batch": 4, "capacity": 256}
+    mesh, alone = tf.make_mesh(4, 2), footprint(RANDOM_MODEL, RANDOM_DRAFTER, **request)
+    shared = footprint(RANDOM_MODEL, RANDOM_DRAFTER, mesh=mesh, **request)
+    check_memory(shared, alone.total - 1, mesh)
+    with pytest.raises(ValueError, match=r"\(mesh 4 x 2\)"):
+        check_memory(shared, shared.total - 1, mesh)
+    asked = []
+    monkeypatch.setattr(generate, "memory_limit", lambda mesh: asked.append(mesh) or shared.total)
+    model = random_pair(mesh)
+    refuse_to_compute(monkeypatch, model)
+    with pytest.raises(Computed):
+        model.generate([[1]] * 3, max_new_tokens=4)
+    with pytest.raises(ValueError, match="mesh 4 x 2"):  # five rows are padded to eight
+        model.generate([[1]] * 5, max_new_tokens=4)
+    assert asked == [mesh, mesh]
+
+
+def test_limits_of_devices_that_say_and_of_kinds_that_are_known():
+    def device(kind, stats):
+        return SimpleNamespace(device_kind=kind, memory_stats=lambda: stats)
+
+    def silent():
+        raise jax.errors.JaxRuntimeError("only supported for addressable devices")
+
+    gib = 2**30
+    gpu, small = device("NVIDIA H200", {"bytes_limit": 100 * gib}), device("NVIDIA L4", {"bytes_limit": 18 * gib})
+    assert memory_limit(SimpleNamespace(local_devices=[gpu, small])) == 18 * gib
+    for kind, size in (("TPU v4", 32), ("TPU v5 lite", 16), ("TPU v5", 95), ("TPU v6 lite", 32)):
+        described = SimpleNamespace(device_kind=kind, memory_stats=silent)
+        assert memory_limit(SimpleNamespace(local_devices=[described])) == size * gib
+        assert memory_limit(SimpleNamespace(local_devices=[device(kind, {"bytes_limit": 3 * gib})])) == 3 * gib
+    assert memory_limit(SimpleNamespace(local_devices=[device("cpu", None)])) is None
+    if jax.default_backend() == "cpu":
+        assert memory_limit() is None
+    check_memory(Footprint(verifier=10**18), None)
+    assert [footprints.in_units(size) for size in (3 * gib // 2, gib // 2, 5 * 2**20, 1000)] == [
+        "1.50 GiB", "0.50 GiB", "5.00 MiB", "0.98 KiB",
+    ]  # fmt: skip
+
+
+def test_committed_rounds_fit_and_gather_no_logits():
+    results = json.loads(COMMITTED.read_text())
+    wanted = {(shape, topology) for shape in ("qwen3-4b", "qwen3-8b") for topology in ("v5e:2x2", "v5e:4x4", "v5p:2x2x2")}
+    assert wanted <= {(result["shape"], result["topology"]) for result in results.values()}
+    for result in results.values():
+        model = shapes.named(result["shape"])
+        mesh = AbstractMesh(tuple(result["mesh"].values()), tuple(result["mesh"]))
+        request = {"dtype": result["dtype"], "batch": result["batch"], "capacity": result["context"]}
+        needs, sizes = footprint(model, shapes.drafter_of(model), mesh=mesh, **request), result["bytes_per_device"]
+        assert {part: sizes[part] for part in asdict(needs)} == asdict(needs)
+        assert sizes["total"] <= result["bytes_limit"] and result["fits"]
+        assert result["logits_moved"] == result["caches_moved"] == 0
+        rows = result["batch"] // result["mesh"]["data"]
+        assert 0 < result["largest_all_gather_bytes"] < rows * model.vocab_size * jnp.dtype(result["dtype"]).itemsize
+        assert result["collectives"]["all-gather"]["count"] > 0 and (result["nodes"], result["candidates"]) == (64, 16)

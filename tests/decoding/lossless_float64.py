@@ -1,0 +1,154 @@
+"""Losslessness by equality, in float64: drafted output is the one-token output, token for token, with the same seed.
+
+Run by test_lossless.py in a process of its own, since x64 is a process-wide switch; prints one JSON line. Temperatures,
+filters, seeds, lengths, stop ids and weights are data, so a dozen compiled programs serve every case. With the argument
+`core` fewer trees are drafted, hence fewer programs compiled; with `all`, every one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+jax.config.update("jax_enable_x64", True)
+
+import jax.numpy as jnp  # noqa: E402
+
+from treeflash_jax import params  # noqa: E402
+from treeflash_jax.adaptive import calibration  # noqa: E402
+from treeflash_jax.batching import capacity_bucket  # noqa: E402
+from treeflash_jax.decoding.loops import Weights  # noqa: E402
+from treeflash_jax.drafters.block import backbone as dflash  # noqa: E402
+from treeflash_jax.drafters.block.heads import HEADS  # noqa: E402
+from treeflash_jax.loading import load  # noqa: E402
+from treeflash_jax.model import TreeFlash  # noqa: E402
+from treeflash_jax.settings import GenerateConfig  # noqa: E402
+from treeflash_jax.verifiers import forward as verifier  # noqa: E402
+
+PAIR = Path(__file__).parents[1] / "data" / "conformance" / "b_trained"
+DRAFTS = [
+    *({"method": "tree", "nodes": nodes, "head": "mlp"} for nodes in (1, 2, 5, 16, 64)),
+    {"method": "tree", "nodes": 16, "head": "marginal"},
+    {"method": "tree", "nodes": 16, "head": "linear"},
+    {"method": "walk", "head": "mlp"},
+    {"method": "chain", "head": "mlp"},
+]
+CORE = [draft for draft in DRAFTS if draft.get("nodes") == 16 or draft["method"] == "chain"]
+
+
+def main(which: list[dict]) -> None:
+    trained = load(verifier=PAIR / "verifier", drafter=PAIR / "drafter", dtype=jnp.float64)
+    linear_config = replace(trained.drafter, head="linear")
+    programs: dict = {}
+    counts = {"cases": 0, "tokens": 0, "rounds": 0, "stops_inside_a_path": 0, "cut_at_the_limit": 0, "nearly_full": 0}
+    draw = random.Random(0)
+
+    def fresh(specs, seed: int, scale: float):
+        return params.initialize(specs, jax.random.key(seed), jnp.float64, scale)
+
+    def models(kind: str) -> dict[str, TreeFlash]:
+        """The same pair with its own head and with a linear one; weights by kind."""
+        weights, seed = trained.weights, draw.randrange(10**6)
+        linear = fresh(HEADS["linear"].specs(linear_config), seed, 0.3)
+        linear = jax.tree.map(lambda x: 0.1 * jax.random.normal(jax.random.key(seed), x.shape, x.dtype), linear)
+        if kind != "trained":
+            weights = weights.replace(
+                drafter=fresh(dflash.specs(trained.drafter), seed + 1, 0.3),
+                head=fresh(HEADS["mlp"].specs(trained.drafter), seed + 2, 0.3),
+            )
+        if kind == "random pair":
+            weights = weights.replace(verifier=fresh(verifier.specs(trained.verifier), seed + 3, 0.4))
+        made = {
+            "mlp": TreeFlash(trained.verifier, weights, drafter=trained.drafter, stop_ids=(2,)),
+            "linear": TreeFlash(
+                trained.verifier, Weights(weights.verifier, weights.drafter, linear), drafter=linear_config, stop_ids=(2,)
+            ),
+        }
+        for model in made.values():
+            model.programs = programs
+        return made
+
+    def check(made: dict[str, TreeFlash], prompts: list[list[int]], settings: dict, drafts: list[dict]) -> None:
+        plain = made["mlp"].generate(prompts, method="ar", batch_size=5, **settings)
+        for draft in drafts:
+            model = made["linear" if draft["head"] == "linear" else "mlp"]
+            results = model.generate(prompts, batch_size=5, candidates=8, children=8, **draft, **settings)
+            for row, (result, expected) in enumerate(zip(results, plain, strict=True)):
+                assert result.ids == expected.ids, (draft, settings, row, result.ids, expected.ids)
+                assert result.finished == expected.finished
+                assert 1 + sum(result.accept_lengths) == len(result.ids)
+                counts["cases"] += 1
+                counts["tokens"] += len(result.ids)
+                counts["rounds"] += len(result.accept_lengths)
+                counts["stops_inside_a_path"] += result.finished == "stop" and result.cut > 0
+                counts["cut_at_the_limit"] += result.finished == "length" and result.cut > 0
+
+    def prompts_of(rows: int, longest: int) -> list[list[int]]:
+        return [[draw.randrange(3, 130) for _ in range(draw.randint(1, longest))] for _ in range(rows)]
+
+    stopped = [draft for draft in which if draft not in DRAFTS[:3]]
+    for kind, repeats in (("trained", 6), ("random drafter", 2), ("random pair", 2)):
+        for _ in range(repeats):
+            made = models(kind)
+            rows = draw.randint(1, 5)
+            prompts = prompts_of(rows, 60)
+            settings = {
+                "temperature": [draw.choice((0.0, 0.7, 1.3)) for _ in range(rows)],
+                "top_k": [draw.choice((0, 3, 20)) for _ in range(rows)],
+                "top_p": [draw.choice((1.0, 0.9, 0.5)) for _ in range(rows)],
+                "seed": [draw.randrange(2**32) for _ in range(rows)],
+                "max_new_tokens": draw.choice((1, 2, 17, 60)),
+                "drafter_temperature": draw.choice((0.5, 1.0)),
+            }
+            check(made, prompts, settings, which)
+            # A token from the middle of an answer as stop id: the cut then falls inside accepted paths.
+            seen = made["mlp"].generate(prompts[:1], method="ar", batch_size=5, max_new_tokens=40, seed=5)[0].ids
+            check(made, prompts, {"max_new_tokens": 40, "seed": 5, "stop_ids": [seen[len(seen) // 2]]}, stopped)
+
+    made = models("trained")
+    full = {"mlp": [[draw.randrange(3, 130) for _ in range(190)], [5, 6, 7]]}["mlp"]
+    for new in (57, 58):
+        assert capacity_bucket(190 + new + 8 + 1) == (256 if new == 57 else 384)
+    check(made, full, {"max_new_tokens": 57, "temperature": 0.7}, DRAFTS[3:4])
+    counts["nearly_full"] += 1
+
+    # Batch composition: each row is what it is in a batch of five, in smaller ones, and alone.
+    prompts = prompts_of(5, 40)
+    settings = {"max_new_tokens": 40, "temperature": [0.0, 0.7, 1.3, 0.0, 1.3], "nodes": 16, "candidates": 8, "children": 8}
+    together = [result.ids for result in made["mlp"].generate(prompts, batch_size=5, **settings)]
+    assert together == [result.ids for result in made["mlp"].generate(prompts, batch_size=1, **settings)]
+
+    # Rounds that choose their nodes, and pause: the budget must keep its types, and choose nothing but speed.
+    trained_pair = made["mlp"]
+    plan = trained_pair.plan(GenerateConfig(builder="best-first", candidates=8, children=8))
+    entry = calibration.Calibration(
+        identity=calibration.identity_of(trained_pair.verifier, trained_pair.weights, plan, None),
+        nodes=[2, 4, 8],
+        batch=[1],
+        positions=[256],
+        round_seconds=[[[1.0, 1.2, 1.5]]],
+        tree_seconds=[[[0.0, 0.0, 0.0]]],
+        step_seconds=[[0.7]],
+        temperatures=[0.0],
+        tau=[[1.8, 2.5, 3.2]],
+        reliability=[1.0],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trained_pair.budget = Path(folder) / "budget.json"
+        trained_pair.programs = dict(programs)
+        calibration.write(trained_pair.budget, entry)
+        settings = {"max_new_tokens": 60, "temperature": [0.0, 0.7, 1.3, 0.0, 1.3]}
+        check(made, prompts, settings, [{"nodes": "auto", "head": "mlp"}])
+
+    counts |= {"programs": len(programs), "tau": counts["tokens"] / max(counts["rounds"], 1)}
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main({"core": CORE, "all": DRAFTS}[sys.argv[1]])

@@ -1,0 +1,129 @@
+"""Waiting prompts take the places of finished sequences: same answers, fewer rounds, no new programs, no copied caches."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import needs_8_devices, random_pair
+from test_budget import AUTO, MIXED, beside, table
+
+from treeflash_jax import make_mesh
+from treeflash_jax.batching import Places
+from treeflash_jax.decoding import loops as core
+from treeflash_jax.settings import GenerateConfig, rows_of
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16], [17] * 20, [18, 19]]
+SETTINGS = {
+    "plain": {"method": "ar"},
+    "tree": {"nodes": 8, "candidates": 4, "children": 4},
+    "sampled": {"nodes": 8, "candidates": 4, "children": 4, "temperature": [0.0, 1.0, 0.7, 0.0, 1.0, 1.3, 0.0]},
+    "sampled tree": {"nodes": 8, "candidates": 4, "children": 4, "builder": "hybrid", "temperature": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_answers_do_not_depend_on_who_else_is_decoded(trained, name):
+    how = {"max_new_tokens": 24, "stop_ids": [3, 7, 11, 20, 33, 40], **SETTINGS[name]}
+    whole = trained.generate(PROMPTS, batch_size=7, **how)
+    before = set(trained.programs)
+    few = trained.generate(PROMPTS, batch_size=2, **how)
+    assert [result.ids for result in few] == [result.ids for result in whole]
+    assert [result.accept_lengths for result in few] == [result.accept_lengths for result in whole]
+    assert len({len(result.ids) for result in few}) > 1, "sequences have to finish at different times"
+    added = [key[0].__name__ for key in trained.programs if key not in before]
+    assert all(added.count(name) <= most for name, most in (("decode", 1), ("admit", 1), ("prefill", 2)))
+    count = len(trained.programs)
+    again = dict(trained.generate_each(PROMPTS, batch_size=2, **how))
+    assert [again[i].ids for i in range(len(PROMPTS))] == [result.ids for result in whole]
+    assert len(trained.programs) == count
+
+
+def test_answers_come_as_they_finish(trained):
+    prompts = [[1, 2, 3], [4, 5], [6], [7, 8]]
+    lengths = [len(result.ids) for result in trained.generate(prompts, method="ar", max_new_tokens=60)]
+    assert len(set(lengths)) > 1 or lengths[0] == 60
+    order = [place for place, _ in trained.generate_each(prompts, method="ar", max_new_tokens=60, batch_size=1)]
+    assert order == [0, 1, 2, 3]
+    longest = int(np.argmax(lengths))
+    order = [place for place, _ in trained.generate_each(prompts, method="ar", max_new_tokens=60, batch_size=4)]
+    assert sorted(order) == [0, 1, 2, 3] and lengths[order[-1]] == lengths[longest]
+
+
+def test_a_batch_keeps_its_places_busy():
+    """Sequences of very different lengths take about as many rounds as their tokens over the places."""
+    lengths = [int(n) for n in np.random.default_rng(0).integers(1, 100, 200)]
+    places, rounds = Places(16, 2, deque(range(len(lengths)))), 0
+    left = {place: lengths[places.held[place]] for place in places.fill()}
+    finished = []
+    while not places.is_empty:
+        while sum(n <= 0 for n in left.values()) + places.held.count(None) < places.enough:
+            left = {place: n - 1 for place, n in left.items()}
+            rounds += 1
+        done = places.done(np.array([left.get(place, 0) <= 0 for place in range(places.size)]))
+        finished += [places.held[place] for place in done]
+        places.release(done)
+        for place in done:
+            del left[place]
+        if places.is_refill_due:
+            left |= {place: lengths[places.held[place]] for place in places.admit()}
+    assert sorted(finished) == list(range(len(lengths)))
+    assert rounds < 1.2 * sum(lengths) / places.size + max(lengths)
+    one_after_the_other = sum(max(lengths[at : at + 16]) for at in range(0, len(lengths), 16))
+    assert rounds < 0.75 * one_after_the_other
+
+
+def test_admission_writes_the_replaced_sequences_only():
+    model = random_pair()
+    settings = GenerateConfig(max_new_tokens=20, nodes=8, candidates=4, children=4)
+    plan = model.plan(settings)
+    state, fresh = (
+        core.prefill(
+            model.weights,
+            *model._inputs(rows_of(prompts, settings, model.verifier), len(prompts), 256, settings),
+            plan=plan.for_prefill(),
+        )
+        for prompts in ([[1, 2], [3, 4], [5]], [[6, 7, 8], [9]])
+    )
+    old = [np.asarray(x) for x in (state.tokens_bs, state.cache.groups[0][0].keys_bkse)]
+    new = [np.asarray(x) for x in (fresh.tokens_bs, fresh.cache.groups[0][0].keys_bkse)]
+    places = jnp.array([2, -1])
+    compiled = core.admit.lower(model.weights, state, fresh, places, plan=plan).compile()
+    entry = compiled.as_text()
+    assert not re.findall(r"= f32\[3,2,256,8\]\S* copy\(", entry)
+    after = compiled(model.weights, state, fresh, places)
+    for x, before, came in zip((after.tokens_bs, after.cache.groups[0][0].keys_bkse), old, new, strict=True):
+        np.testing.assert_array_equal(np.asarray(x)[:2], before[:2])
+        np.testing.assert_array_equal(np.asarray(x)[2], came[0])
+    assert after.end_b.tolist() == [2 + 1, 2 + 1, 3 + 1]
+
+
+@pytest.mark.parametrize("step", [0.42, 0.9])
+def test_rounds_that_choose_their_nodes_go_on_choosing(trained, tmp_path, step):
+    """With pauses in between, too: what the drafter has put off is shown to it before others move in."""
+    model = beside(trained, tmp_path / "a.json", table(trained, MIXED, step))
+    how = {"max_new_tokens": 60, "stop_ids": [3, 7, 11, 20]}
+    plain = trained.generate(PROMPTS, method="ar", batch_size=7, **how)
+    results = model.generate(PROMPTS, batch_size=2, **AUTO, **how)
+    assert [result.ids for result in results] == [result.ids for result in plain]
+    assert all(len(result.nodes) == len(result.accept_lengths) for result in results)
+    chosen = {nodes for result in results for nodes in result.nodes}
+    assert len(chosen) > 1 and (1 in chosen) == (step == 0.42)
+
+
+@needs_8_devices
+def test_sequences_move_in_on_a_mesh():
+    alone, sharded = random_pair(), random_pair(make_mesh(2, 2))
+    how = {
+        "max_new_tokens": 12,
+        "nodes": 8,
+        "candidates": 4,
+        "children": 4,
+        "batch_size": 4,
+        "stop_ids": [3, 7, 11, 20, 33],
+    }
+    expected = [result.ids for result in alone.generate(PROMPTS, **how)]
+    assert [result.ids for result in sharded.generate(PROMPTS, **how)] == expected

@@ -1,0 +1,275 @@
+"""The decode round and its loops: streaming, growing caches, statistics, no transfers, donation, no recompilation."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import compilations, random_pair
+
+from treeflash_jax import clock
+from treeflash_jax import model as generate
+from treeflash_jax.batching import capacity_bucket
+from treeflash_jax.decoding import loops as core
+from treeflash_jax.results import Result
+from treeflash_jax.settings import GenerateConfig, draft_temperature, rows_of
+from treeflash_jax.verifiers import forward as verifier
+
+TREE = {"nodes": 16, "candidates": 8, "children": 8}
+PROMPT = [3, 4, 5, 17, 29]
+
+
+@pytest.fixture(scope="module")
+def greedy(trained) -> Result:
+    return trained.generate(PROMPT, max_new_tokens=60, **TREE)[0]
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_streaming_gives_the_same_answer(trained, greedy, rounds):
+    *chunks, result = trained.stream(PROMPT, max_new_tokens=60, rounds_per_dispatch=rounds, **TREE)
+    assert result.ids == greedy.ids
+    assert result.accept_lengths == greedy.accept_lengths
+    assert [i for chunk in chunks for i in chunk.ids] == greedy.ids
+    assert len(chunks) == 1 + -(-len(greedy.accept_lengths) // rounds)
+
+
+def test_drafting_pays_and_statistics_add_up(greedy):
+    assert greedy.tau > 3
+    assert len(greedy.accept_lengths) < len(greedy.ids) / 3
+    assert 1 + sum(greedy.accept_lengths) == len(greedy.ids) == 60
+    assert greedy.finished == "length"
+
+
+def test_tau_counts_only_tokens_of_the_answer(trained, greedy):
+    """A limit or a stop id inside an accepted path: what was accepted beyond it is in `cut`, and in no statistic."""
+    last = max(range(len(greedy.accept_lengths)), key=greedy.accept_lengths.__getitem__)
+    before = 1 + sum(greedy.accept_lengths[:last])
+    assert greedy.accept_lengths[last] > 2
+    for ending in ({"max_new_tokens": before + 1}, {"max_new_tokens": 60, "stop_ids": [greedy.ids[before]]}):
+        result = trained.generate(PROMPT, **TREE | ending)[0]
+        count = len(result.ids)
+        assert count <= before + 1 and result.ids == greedy.ids[:count]
+        assert 1 + sum(result.accept_lengths) == count
+        assert result.tau == (count - 1) / len(result.accept_lengths)
+        assert result.accepted_before_cut == greedy.accepted_before_cut[: len(result.accept_lengths)]
+        assert result.cut == sum(result.accepted_before_cut) + 1 - count
+        *chunks, streamed = trained.stream(PROMPT, **TREE | ending)
+        assert (streamed.accept_lengths, streamed.cut) == (result.accept_lengths, result.cut)
+    assert trained.generate(PROMPT, max_new_tokens=before + 1, **TREE)[0].cut == greedy.accept_lengths[last] - 1 > 0
+
+
+def test_a_growing_cache_changes_nothing(trained, monkeypatch):
+    settings = {"max_new_tokens": 300, "temperature": 0.7, "stop_ids": [], **TREE}
+    roomy = trained.generate(PROMPT, **settings)[0]
+    monkeypatch.setattr(generate, "ROOM_AHEAD", 8)
+    before = len(trained.programs)
+    grown = trained.generate(PROMPT, **settings)[0]
+    assert any(key[0] is core.grow for key in list(trained.programs)[before:])
+    assert grown.ids == roomy.ids and len(grown.ids) == 300
+    assert grown.accept_lengths == roomy.accept_lengths
+
+
+def test_log_probs_are_the_verifiers(trained, greedy):
+    settings = {"max_new_tokens": 30, "log_probs": True, "temperature": 0.9, "top_p": 0.8}
+    tree = trained.generate(PROMPT, **settings, **TREE)[0]
+    ids = jnp.asarray([PROMPT + tree.ids])
+    size = ids.shape[1]
+    out = verifier.forward(
+        trained.weights.verifier, trained.verifier, ids, jnp.arange(size)[None], verifier.causal_mask(1, size)
+    )
+    rows = jax.nn.log_softmax(verifier.logits(trained.weights.verifier, out.hidden_btd)[0])
+    expected = rows[jnp.arange(len(PROMPT) - 1, size - 1), ids[0, len(PROMPT) :]]
+    np.testing.assert_allclose(tree.log_probs, expected, atol=1e-4)
+    assert greedy.log_probs is None
+
+
+def test_nothing_recompiles_when_only_values_change(trained):
+    """Whatever changes between calls: prompts, their number within the batch, settings of sampling, stop ids."""
+    rng = np.random.default_rng(0)
+
+    def run(rows: int, **settings) -> None:
+        trained.generate(
+            [rng.integers(3, 60, rng.integers(1, 41)).tolist() for _ in range(rows)],
+            **{"batch_size": 4, **TREE, **settings},
+            max_new_tokens=int(rng.integers(1, 34)),
+            temperature=rng.choice([0.0, 0.6, 1.3], rows).tolist(),
+            top_k=rng.choice([0, 5], rows).tolist(),
+            top_p=rng.choice([0.3, 1.0], rows).tolist(),
+            seed=rng.integers(0, 99, rows).tolist(),
+            stop_ids=rng.integers(0, 60, rng.integers(0, 4)).tolist(),
+            drafter_temperature=float(rng.choice([0.3, 1.0])),
+        )
+
+    for rows in (1, 2, 3, 4):  # host arrays of one, two, three and four rows are made by programs of their own
+        run(rows)
+    with compilations() as compiled:
+        for number in range(50):
+            run(1 + number % 4)
+        assert not compiled
+        run(2, method="ar", batch_size=7)
+        assert any("decode" in name for name in compiled), "a batch of another size has a program of its own"
+
+
+def test_a_round_stays_on_the_device_and_donates_its_state():
+    model = random_pair()
+    settings = GenerateConfig(max_new_tokens=20, nodes=8, candidates=4, children=4)
+    plan = model.plan(settings)
+    rows = rows_of([[1, 2, 3], [4, 5]], settings, model.verifier)
+    inputs = model._inputs(rows, 2, 256, settings)
+    state = core.prefill(model.weights, *inputs, plan=plan.for_prefill())
+    rounds = jax.device_put(jnp.int32(3))
+    compiled = core.decode.lower(model.weights, state, rounds, plan=plan).compile()
+    text = compiled.as_text()
+    for host in ("callback", "infeed", "outfeed", "send(", "recv("):
+        assert host not in text
+    caches = jax.tree.leaves((state.cache.groups, state.drafter.context.groups))
+    with jax.transfer_guard("disallow"):
+        after = compiled(model.weights, state, rounds)
+    assert all(array.is_deleted() for array in caches)
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(
+        array.nbytes for array in jax.tree.leaves(after.cache.groups)
+    )
+    assert np.asarray(after.rounds_b).tolist() == [3, 3]
+
+
+def copies_in_loops(program, shape: tuple[int, ...]) -> list[str]:
+    """Lines of a compiled program, outside its entry, that copy a float32 array of this shape."""
+    inside, copies = "", []
+    copy = re.compile(rf"= f32\[{','.join(map(str, shape))}\]\S* copy\(")
+    for line in program.as_text().splitlines():
+        inside = line if line.endswith("{") and not line.startswith(" ") else inside
+        copies += [line] if copy.search(line) and "ENTRY" not in inside else []
+    return copies
+
+
+@pytest.mark.parametrize("method", ["ar", "tree"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_no_loop_copies_a_cache(method, batch):
+    model = random_pair()
+    settings = GenerateConfig(method=method, max_new_tokens=20, nodes=8, candidates=4, children=4)
+    plan = model.plan(settings)
+    inputs = model._inputs(rows_of([[1, 2, 3]] * batch, settings, model.verifier), batch, 256, settings)
+    prefill = core.prefill.lower(model.weights, *inputs, plan=plan.for_prefill()).compile()
+    state = prefill(model.weights, *inputs)
+    [shape] = {x.shape for x in jax.tree.leaves(state.cache.groups)}  # the drafter's cache has the same
+    decode = core.decode.lower(model.weights, state, jnp.int32(3), plan=plan).compile()
+    for program in (prefill, decode):
+        assert copies_in_loops(program, shape) == []
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_loop_that_copies_a_cache_is_found(bad):
+    """Control of the test above: rows that are read after the write need the cache as it was."""
+
+    def step(index, carry):
+        cache, total = carry
+        changed = cache.at[:, :, index].set(total)
+        read = cache if bad else changed
+        return changed, total + read[:, :, changed[0, 0, index, 0].astype(jnp.int32)]
+
+    cache, total = jnp.zeros((2, 2, 256, 8)), jnp.zeros((2, 2, 8))
+    loop = jax.jit(lambda *carry: jax.lax.fori_loop(0, 9, step, carry), donate_argnums=(0, 1))
+    assert bool(copies_in_loops(loop.lower(cache, total).compile(), cache.shape)) == bad
+
+
+def test_a_drafter_of_another_model_is_pointed_out():
+    model = random_pair()
+    with pytest.warns(UserWarning, match="tau is 1"):
+        model.generate([[1, 2, 3]], max_new_tokens=70, nodes=2, candidates=4, children=4)
+
+
+def test_a_chain_is_a_whole_block_unless_asked_otherwise(trained):
+    sizes = {(method, nodes): trained.plan(GenerateConfig(method=method, nodes=nodes)).num_nodes
+             for method in ("chain", "walk", "tree") for nodes in (None, 4, 99)}  # fmt: skip
+    assert sizes["chain", None] == sizes["walk", None] == sizes["chain", 99] == trained.drafter.block_size == 8
+    assert sizes["chain", 4] == 4 and sizes["tree", None] == 16 and sizes["tree", 99] == 99
+
+
+def test_a_draft_is_about_as_sharp_as_what_it_has_to_match(trained):
+    sharp = replace(trained.drafter, drafter_temperature=0.5)
+    asked = [draft_temperature(GenerateConfig(), sharp, t) for t in (0.0, 0.3, 0.7, 1.0, 1.3)]
+    assert asked == [0.5, 0.5, 0.7, 1.0, 1.0]
+    assert draft_temperature(GenerateConfig(drafter_temperature=0.2), sharp, 1.0) == 0.2
+    assert draft_temperature(GenerateConfig(), trained.drafter, 0.0) == 1.0, "published drafters draft at 1"
+
+
+def test_tiny_temperatures_are_greedy(trained, greedy):
+    assert trained.generate(PROMPT, max_new_tokens=60, temperature=1e-30, **TREE)[0].ids == greedy.ids
+    rows = rows_of([PROMPT, PROMPT], GenerateConfig(temperature=[1e-6, 1e-4]), trained.verifier)
+    assert [row.temperature for row in rows] == [0.0, 1e-4]
+
+
+def test_capacity_ladder():
+    assert [capacity_bucket(n) for n in (1, 256, 257, 384, 385, 513, 1025)] == [256, 256, 384, 384, 512, 768, 1536]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens 0"),
+        ({"nodes": 0}, "nodes 0"),
+        ({"block_size": 1}, "block_size 1"),
+        ({"block_size": 99}, "block_size 99"),
+        ({"candidates": 0}, "candidates 0"),
+        ({"candidates": 132}, "candidates 132"),
+        ({"children": 0}, "children 0"),
+        ({"children": 132}, "children 132"),
+        ({"temperature": -0.1}, "temperature -0.1"),
+        ({"temperature": [0.0, 1.0]}, "2 values of temperature for 1 prompts"),
+        ({"top_k": -1}, "top_k -1"),
+        ({"top_p": 0.0}, "top_p 0.0"),
+        ({"top_p": 1.5}, "top_p 1.5"),
+        ({"seed": -1}, "seed -1"),
+        ({"stop_ids": [131]}, "stop id 131"),
+        ({"drafter_temperature": 0.0}, "drafter_temperature 0.0"),
+        ({"method": "heap"}, "method 'heap'"),
+        ({"head": "linear"}, "head 'linear'"),
+        ({"batch_size": 0}, "batch_size 0"),
+        ({"samples": 0}, "samples 0"),
+        ({"stop": "\n"}, "stop strings, but the verifier's folder has no tokenizer"),
+        ({"stop": [""]}, "strings that are not empty"),
+        ({"max_new_tokens": 2044}, "5 prompt tokens + 2044 new tokens"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty is not supported"),
+        ({"num_beams": 4}, "num_beams is not supported"),
+        ({"grammar": "x"}, "grammar is not supported"),
+        ({"tree_size": 4}, "unknown setting 'tree_size'"),
+    ],
+)
+def test_bad_settings_are_refused_before_any_compute(trained, settings, words):
+    before = len(trained.programs)
+    with pytest.raises(ValueError, match=words.replace("+", r"\+")) as error:
+        trained.generate(PROMPT, **settings)
+    assert "\n" not in str(error.value)
+    assert len(trained.programs) == before
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [([], "no prompts"), ([[]], "empty prompt"), ([[131]], "id 131"), ([[-1]], "id -1"), ("text", "no tokenizer")],
+)
+def test_bad_prompts_are_refused(trained, prompts, words):
+    with pytest.raises(ValueError, match=words):
+        trained.generate(prompts)
+
+
+def test_after_a_warmup_nothing_compiles(monkeypatch, caplog):
+    monkeypatch.setattr(clock, "SILENT_SECONDS", 0.0)
+    model = random_pair()
+    settings = {"nodes": 4, "candidates": 4, "children": 4, "max_new_tokens": 20}
+    settings |= {"batch_size": 2}
+    assert model.warmup(prompt_tokens=30, num_prompts=3, **settings) > 0
+    [note] = [record.message for record in caplog.records]
+    assert note.startswith("compiling, once for this batch size, length and tree")
+    programs = dict(model.programs)
+    assert {key[0] for key in programs} == {core.prefill, core.decode, core.admit}
+    results = model.generate([PROMPT, [7, 8], [9]], temperature=[0.0, 0.9, 0.0], stop_ids=[1, 2], **settings)
+    assert model.programs == programs and [result.compile_seconds for result in results] == [0, 0, 0]
+    assert model.warmup(prompt_tokens=30, num_prompts=3, **settings) == 0
+    for sizes, words in (({"prompt_tokens": 0}, "prompt_tokens 0"), ({"prompt_tokens": 5000}, "5000 prompt tokens")):
+        with pytest.raises(ValueError, match=words):
+            model.warmup(**sizes)
+    assert len(caplog.records) == 1

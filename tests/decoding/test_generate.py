@@ -1,0 +1,117 @@
+"""What users of the Python API rely on, on the shipped pair: samples, stop strings, streams, pictures, interrupts."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+import treeflash_jax as tf
+from treeflash_jax.decoding import loops as core
+
+CHAT = [{"role": "user", "content": "Nora has 4 boxes with 6 cups in each box. She breaks 5 cups. How many cups are left?"}]
+TREE = {"nodes": 8, "candidates": 4, "children": 4}
+
+
+@pytest.fixture(scope="module")
+def answer(tiny) -> tf.Result:
+    return tiny.generate([CHAT], max_new_tokens=40, **TREE)[0]
+
+
+def test_samples_are_the_seeds_that_follow(tiny):
+    settings = {"max_new_tokens": 20, "temperature": 1.0, "batch_size": 4, **TREE}
+    sampled = tiny.generate([CHAT, "def add("], samples=2, seed=7, **settings)
+    assert len(sampled) == 4
+    for sample in range(2):
+        alone = tiny.generate([CHAT, "def add("], seed=7 + sample, **settings)
+        assert [result.ids for result in alone] == [sampled[sample].ids, sampled[2 + sample].ids]
+    assert sampled[0].ids != sampled[1].ids
+
+
+def test_shorter_blocks_give_the_same_answer_in_shorter_rounds(tiny, answer):
+    [short] = tiny.generate([CHAT], max_new_tokens=40, block_size=3, **TREE)
+    assert short.ids == answer.ids
+    assert max(short.accept_lengths) == 3 < max(answer.accept_lengths)
+    [chain] = tiny.generate([CHAT], max_new_tokens=40, block_size=3, method="chain")
+    assert chain.ids == answer.ids and max(chain.accept_lengths) <= 3
+
+
+def test_a_stop_string_ends_the_text_before_it(tiny, answer):
+    stop = answer.text[12:16]
+    cut = answer.text.index(stop)
+    stopped = tiny.generate([CHAT], max_new_tokens=40, stop=[stop, "never said"], **TREE)[0]
+    assert stopped.text == answer.text[:cut]
+    assert stopped.finished == "stop"
+    assert stopped.ids == answer.ids[: len(stopped.ids)]
+    assert stop in tiny.tokenizer.decode(stopped.ids) and stop not in tiny.tokenizer.decode(stopped.ids[:-1])
+    assert stopped.accepted_before_cut == answer.accept_lengths[: len(stopped.accept_lengths)]
+    assert 1 + sum(stopped.accept_lengths) == len(stopped.ids)
+
+
+@pytest.mark.parametrize("rounds", [1, 5])
+def test_a_stream_shows_the_text_and_never_takes_back(tiny, answer, rounds):
+    *chunks, result = tiny.stream(CHAT, max_new_tokens=40, rounds_per_dispatch=rounds, **TREE)
+    assert "".join(chunk.text for chunk in chunks) == result.text == answer.text
+    stop = answer.text[12:16]
+    *chunks, result = tiny.stream(CHAT, max_new_tokens=40, stop=stop, rounds_per_dispatch=rounds, **TREE)
+    assert "".join(chunk.text for chunk in chunks) == result.text == answer.text[: answer.text.index(stop)]
+
+
+def test_one_string_is_one_prompt(tiny):
+    [result] = tiny.generate("def add(", max_new_tokens=4, batch_size=1, **TREE)
+    assert result.prompt_ids == tiny.encode("def add(")
+
+
+def test_a_drawn_tree_holds_the_accepted_path(tiny, answer):
+    longest = max(range(len(answer.accept_lengths)), key=answer.accept_lengths.__getitem__)
+    tree = answer.tree(longest)
+    assert sum(tree.accepted) == answer.accept_lengths[longest] > 1
+    assert all(tree.accepted[tree.parents[node]] for node in range(len(tree.labels)) if tree.accepted[node])
+    drawn = str(tree)
+    assert len(drawn.splitlines()) == len(tree.labels) <= 8
+    assert drawn.count("●") == sum(tree.accepted)  # the legend's mark stands for the anchor's
+    with pytest.raises(ValueError, match="expected 0 to"):
+        answer.tree(len(answer.accept_lengths))
+
+
+def test_an_interrupt_keeps_what_there_is(tiny, monkeypatch, answer):
+    monkeypatch.setattr(tf.generate, "ROUNDS_PER_DISPATCH", 2)
+    call, calls = tiny._call, []
+
+    def interrupted_later(function, *args, **static):
+        calls.append(function)
+        if calls.count(core.decode) == 3:
+            raise KeyboardInterrupt
+        return call(function, *args, **static)
+
+    monkeypatch.setattr(tiny, "_call", interrupted_later)
+    results = tiny.generate([CHAT, CHAT], max_new_tokens=40, batch_size=1, **TREE)
+    assert [result.finished for result in results] == ["interrupted", "interrupted"]
+    assert 1 < len(results[0].ids) < 40 and (results[1].ids, results[1].text) == ([], "")
+    assert results[0].ids == answer.ids[: len(results[0].ids)]
+    jax.block_until_ready(tiny.weights.verifier)
+
+
+def test_stop_ids_unite_both_files(tiny):
+    assert tiny.stop_ids == (tiny.tokenizer.inner.convert_tokens_to_ids("<|im_end|>"),)
+    assert tiny.generate([CHAT], max_new_tokens=2, stop_ids=[], **TREE)[0].finished == "length"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"name": "huge"}, "huge not found"),
+        ({"name": "tiny", "verifier": "x"}, "expected one of"),
+        ({}, "no verifier"),
+        ({"verifier": "no/such/folder"}, "no/such/folder"),
+    ],
+)
+def test_loading_nothing_is_one_line(arguments, words):
+    with pytest.raises(ValueError, match=words) as error:
+        tf.load(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_streams_refuse_what_they_cannot_do(tiny):
+    for settings, words in (({"samples": 2}, "samples 2"), ({"rounds_per_dispatch": 0}, "rounds_per_dispatch 0")):
+        with pytest.raises(ValueError, match=words):
+            next(tiny.stream(CHAT, **settings))

@@ -1,0 +1,98 @@
+"""The same answers on a (data, model) mesh of 8 devices as on one, with weights, caches and vocabulary sharded."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import pytest
+from conftest import RANDOM_MODEL, needs_8_devices, random_pair
+from jax.sharding import PartitionSpec
+
+from treeflash_jax import make_mesh
+from treeflash_jax.decoding import loops as core
+
+PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
+SETTINGS = {
+    "max_new_tokens": 24,
+    "temperature": [0.0, 0.7, 1.0, 0.0],
+    "top_p": [1.0, 0.9, 0.8, 1.0],
+    "top_k": [0, 0, 9, 0],
+}
+TREE = {"nodes": 8, "candidates": 4, "children": 4}
+
+pytestmark = [
+    needs_8_devices,
+    pytest.mark.filterwarnings("ignore:tau is"),
+]
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    return random_pair(make_mesh(4, 2))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return [result.ids for result in random_pair().generate(PROMPTS, method="ar", **SETTINGS)]
+
+
+def programs(model, function) -> list:
+    return [compiled for key, compiled in model.programs.items() if key[0] is function]
+
+
+def test_eight_devices_answer_as_one(sharded, expected):
+    tree = sharded.generate(PROMPTS, **TREE, **SETTINGS)
+    plain = sharded.generate(PROMPTS, method="ar", **SETTINGS)
+    assert [result.ids for result in tree] == expected
+    assert [result.ids for result in plain] == expected
+
+
+def test_weights_and_caches_are_sharded(sharded):
+    weights = sharded.weights
+    assert weights.verifier["embed"].sharding.spec == PartitionSpec("model", None)
+    assert weights.verifier["groups"][0][0]["q"].sharding.spec == PartitionSpec(None, "model", None)
+    assert weights.head["token_ug"].sharding.spec == PartitionSpec(None, None, "model")
+    [*_, result] = sharded.stream(PROMPTS[0], **TREE, max_new_tokens=4)
+    assert result.ids
+    compiled = programs(sharded, core.decode)[0]
+    state = compiled.output_shardings
+    for cache in (state.cache, state.drafter.context):
+        for sharding in jax.tree.leaves(cache.groups):
+            assert sharding.spec[:2] == ("data", "model")
+
+
+def test_no_round_gathers_logits_or_caches(sharded, expected):
+    sharded.generate(PROMPTS, **TREE, **SETTINGS)
+    assert_small_gathers(sharded)
+
+
+def test_heads_that_the_mesh_does_not_divide_are_replicated_not_gathered(expected):
+    model = random_pair(make_mesh(2, 4))  # two key/value heads over four devices
+    before = len(model.programs)
+    [*_, result] = model.stream(PROMPTS[0], **TREE, max_new_tokens=24, rounds_per_dispatch=2)
+    assert result.ids == expected[0]
+    assert len(model.programs) == before + 2, "prefill and decode: a program hands on the layout that the next one takes"
+    assert_small_gathers(model)
+
+
+def assert_small_gathers(model) -> None:
+    """Candidates of the vocabulary's shards travel in a round, but no row of logits and no cache."""
+    text = "".join(compiled.as_text() for compiled in programs(model, core.decode))
+    gathered = re.findall(r"= \(?\w+\[([\d,]*)\][^=]* all-gather", text)
+    assert gathered, "top-k over a sharded vocabulary gathers its candidates"
+    for shape in gathered:
+        sizes = [int(size) for size in shape.split(",")]
+        assert RANDOM_MODEL.vocab_size not in sizes, "full logits were gathered"
+        assert 256 not in sizes, "a cache was gathered"
+
+
+def test_streaming_on_a_mesh_compiles_once(sharded):
+    before = len(sharded.programs)
+    settings = TREE | {"nodes": 7}
+    list(sharded.stream(PROMPTS[0], **settings, max_new_tokens=24, rounds_per_dispatch=2))
+    assert len(sharded.programs) <= before + 2
+    before = len(sharded.programs)
+    chunks = list(sharded.stream(PROMPTS[1], **settings, max_new_tokens=20, rounds_per_dispatch=3))
+    assert len(chunks) > 3
+    assert len(sharded.programs) == before

@@ -1,0 +1,131 @@
+"""A verifier without a drafter: one token at a time, with a note; drafting that was asked for is refused."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+from conftest import DATA
+
+from treeflash_jax import TreeFlash
+from treeflash_jax.chat import converse
+from treeflash_jax.check import check
+from treeflash_jax.cli import main
+from treeflash_jax.decoding.state import Weights
+from treeflash_jax.results import Result
+from treeflash_jax.settings import GenerateConfig
+
+PROMPT = [3, 4, 5, 17, 29]
+VERIFIER = ["--verifier", str(DATA / "conformance" / "b_trained" / "verifier")]
+
+
+@pytest.fixture(scope="module")
+def alone(trained) -> TreeFlash:
+    return TreeFlash(trained.verifier, Weights(trained.weights.verifier), stop_ids=trained.stop_ids)
+
+
+@pytest.fixture(scope="module")
+def talker(tiny) -> TreeFlash:
+    """The shipped verifier alone."""
+    return TreeFlash(tiny.verifier, Weights(tiny.weights.verifier), tokenizer=tiny.tokenizer, stop_ids=tiny.stop_ids)
+
+
+class Lines:
+    """A console that hears lines and remembers what is printed."""
+
+    def __init__(self, *said: str):
+        self.said, self.printed = iter(said), []
+
+    def input(self, prompt: str = "") -> str:
+        return next(self.said)
+
+    def print(self, *words, **_) -> None:
+        self.printed += map(str, words)
+
+
+def test_the_default_decodes_plainly_and_says_so_once(alone, trained, caplog):
+    expected = trained.generate(PROMPT, max_new_tokens=8, method="ar")[0]
+    with caplog.at_level(logging.INFO, logger="treeflash_jax"):
+        first = alone.generate(PROMPT, max_new_tokens=8)[0]
+        *_, again = alone.stream(PROMPT, max_new_tokens=8)
+    assert first.ids == again.ids == expected.ids
+    assert first.method == again.method == expected.method == "ar"
+    [note] = [record.message for record in caplog.records if "no drafter" in record.message]
+    assert "one token at a time" in note and "\n" not in note
+
+
+def test_with_a_drafter_the_default_drafts(trained):
+    assert trained.plan(GenerateConfig()).method == "tree"
+    assert trained.generate(PROMPT, max_new_tokens=1)[0].method == "tree"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"method": "tree"}, "method 'tree'"),
+        ({"nodes": 8}, "nodes 8"),
+        ({"nodes": "auto"}, "nodes 'auto'"),
+        ({"builder": "best-first"}, "builder 'best-first'"),
+        ({"head": "marginal"}, "head 'marginal'"),
+        ({"candidates": 4}, "candidates 4"),
+        ({"drafter_temperature": 0.5}, "drafter_temperature 0.5"),
+    ],
+)
+def test_drafting_that_was_asked_for_is_refused(alone, settings, words):
+    with pytest.raises(ValueError, match="no drafter is loaded") as error:
+        alone.generate(PROMPT, **settings)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_settings_of_drafting_do_not_matter_where_plain_decoding_is_asked_for(alone, trained):
+    alike = {"method": "ar", "nodes": 8, "max_new_tokens": 8}
+    assert alone.generate(PROMPT, **alike)[0].ids == trained.generate(PROMPT, **alike)[0].ids
+
+
+def test_there_is_nothing_to_check_without_a_drafter(alone):
+    with pytest.raises(ValueError, match="nothing to compare"):
+        check(alone, [PROMPT])
+
+
+def test_the_command_line_answers_with_a_note(capsys, caplog):
+    assert main(["generate", *VERIFIER, "--prompt-ids", "3 4 5", "--max-new-tokens", "4"]) == 0
+    assert len(capsys.readouterr().out.split()) == 4
+    assert "no drafter is loaded" in caplog.text
+    assert main(["generate", *VERIFIER, "--prompt-ids", "3 4 5", "--nodes", "8"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and "no drafter is loaded" in captured.err
+
+
+def test_a_chat_goes_on_and_no_tree_ends_it(talker, caplog):
+    console = Lines("/tree", "Name a colour.", "/tree", "And a river.", "/exit")
+    converse(talker, console, max_new_tokens=1)
+    printed = " ".join(console.printed)
+    assert printed.count("one token at a time") == 2 and printed.count("tokens/s") == 2
+    assert "no draft tree yet" in printed and "no draft tree: this answer was decoded one token at a time" in printed
+    assert "error" not in printed and "no drafter" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"nodes": 8}, "no drafter"), ({"max_new_tokens": 10**6}, "context"), ({"temperature": -1}, "temperature -1")],
+)
+def test_a_chat_refuses_at_once_what_would_fail_at_every_message(talker, settings, words):
+    console = Lines()
+    with pytest.raises(ValueError, match=words):
+        converse(talker, console, **settings)
+    assert console.printed == []
+
+
+def test_rounds_that_are_not_there_are_named():
+    about = {"prompt_ids": [1], "ids": [5, 6, 7], "text": None, "finished": "length"}
+    about |= {"seconds": 1.0, "compile_seconds": 0.0, "tokens_per_second": 3.0}
+    drafted = Result(method="tree", accept_lengths=[1, 1], draft_again=lambda index: f"tree {index}", **about)
+    assert drafted.tree(1) == "tree 1"
+    for index in (-1, 2):
+        with pytest.raises(ValueError, match=f"got round {index}, expected 0 to 1"):
+            drafted.tree(index)
+    with pytest.raises(ValueError, match="no rounds"):
+        replace(drafted, accept_lengths=[]).tree(0)
+    with pytest.raises(ValueError, match="no draft trees"):
+        replace(drafted, draft_again=None, method="ar").tree(0)

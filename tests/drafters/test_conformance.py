@@ -1,0 +1,172 @@
+"""Three small pairs against numbers computed by the published PyTorch code: every stage, then whole generations.
+
+The folders are described in tests/data/conformance; each has settings.json and expected.npz beside its weights.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import CONFORMANCE, DATA
+
+import treeflash_jax as tf
+from treeflash_jax import vocab
+from treeflash_jax.drafters.block import backbone as drafter
+from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
+from treeflash_jax.trees import tree
+from treeflash_jax.verifiers import forward as verifier
+
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One folder: the loaded model, its settings, what is expected and what the stages gave."""
+
+    model: tf.TreeFlash
+    settings: dict
+    expected: dict
+    stages: dict
+
+
+@partial(jax.jit, static_argnames=("config", "fit", "head", "draft", "nodes"))
+def run_stages(weights, prompt_bt, config, fit, head, draft, nodes):
+    """One round by hand, from the prompt to the tree."""
+    length = prompt_bt.shape[1]
+    out = verifier.forward(
+        weights.verifier,
+        config,
+        prompt_bt,
+        jnp.arange(length)[None],
+        verifier.causal_mask(1, length),
+        taps=fit.target_layer_ids,
+    )
+    logits_btv = verifier.logits(weights.verifier, out.hidden_btd)
+    anchor_b = jnp.argmax(logits_btv[:, -1], axis=-1).astype(jnp.int32)
+    state = drafter.extend(
+        weights.drafter, fit, drafter.init(fit, 1, 64, jnp.float32), out.features_btj, jnp.array([length])
+    )
+    tables = weights.verifier
+    hidden_bqd = drafter.block(weights.drafter, fit, state, tables["embed"], anchor_b)
+    unembed = Unembed(
+        tables["embed"], tables.get("unembed", tables["embed"]), weights.drafter["norm"], fit.layers.rms_norm_eps
+    )
+    logits_bqv = vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bqd))
+    table = HEADS[head].expand(weights.head, unembed, hidden_bqd, anchor_b, draft, jnp.ones(1))
+    grown = tree.best_first(table, anchor_b, nodes)
+    return {
+        "verifier_logits": logits_btv,
+        "context_features": out.features_btj,
+        "anchor": anchor_b,
+        "fused_context": drafter.fuse(weights.drafter, fit, out.features_btj),
+        "block_hidden": hidden_bqd,
+        "block_logits": logits_bqv,
+        "candidates": vocab.top_k(logits_bqv, draft.candidates)[1],
+        "table": table,
+        "tree": grown,
+        "mask": tree.ancestor_mask(grown.parent_bn, fit.num_depths),
+        "chain": tree.rank_0_chain(table, anchor_b, fit.block_size),
+    }
+
+
+@pytest.fixture(scope="module")
+def quick_compiler():
+    """Compiling dominates this file; the numbers hold at any optimisation level."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module", params=CONFORMANCE)
+def pair(request, quick_compiler) -> Pair:
+    folder = DATA / "conformance" / request.param
+    settings = json.loads((folder / "settings.json").read_text())
+    expected = dict(np.load(folder / "expected.npz"))
+    model = tf.load(verifier=folder / "verifier", drafter=folder / "drafter")
+    stages = run_stages(
+        model.weights,
+        jnp.asarray(expected["prompt"], jnp.int32),
+        config=model.verifier,
+        fit=model.drafter,
+        head=model.drafter.head,
+        draft=DraftSettings(candidates=settings["top_m"], children=settings["top_k"]),
+        nodes=settings["tree_size"],
+    )
+    return Pair(model, settings, expected, jax.tree.map(np.asarray, stages))
+
+
+@pytest.mark.parametrize("stage", ["verifier_logits", "context_features", "fused_context", "block_hidden", "block_logits"])
+def test_stage(pair, stage):
+    np.testing.assert_allclose(pair.stages[stage], pair.expected[stage], atol=TOLERANCE, rtol=0)
+
+
+def test_anchor_and_candidates(pair):
+    assert pair.stages["anchor"] == pair.expected["anchor"].ravel()
+    if "stage1_tokens" in pair.expected:  # row 0 is a dummy: depth 0 follows the anchor
+        np.testing.assert_array_equal(
+            np.sort(pair.stages["candidates"][0, 1:-1]), np.sort(pair.expected["stage1_tokens"][1:])
+        )
+
+
+def test_transitions(pair):
+    """Rows are compared as sets of (token, log-probability): in a_treeflash neighbours come as close as 1e-4."""
+    table = pair.stages["table"]
+    if "transition_tokens" not in pair.expected:
+        assert pair.model.drafter.head == "marginal" and table.tokens_bimc.shape[2] == 1
+        logits_qv = pair.expected["block_logits"][0].astype(np.float64)
+        tokens = np.argsort(-logits_qv, axis=-1)[1:, None, : pair.settings["top_k"]]
+        normalised = logits_qv - np.log(np.exp(logits_qv).sum(-1, keepdims=True))
+        log_probs = np.take_along_axis(normalised[1:, None], tokens, -1)
+    else:
+        tokens, log_probs = pair.expected["transition_tokens"], pair.expected["transition_log_probs"]
+        candidates = pair.expected["stage1_tokens"][1:]
+        follows = table.tokens_bimc[0, :-1, :, :, None] == candidates[:, None, None, :]
+        np.testing.assert_array_equal(table.next_row_bimc[0, :-1], np.where(follows.any(-1), follows.argmax(-1), -1))
+    assert (table.next_row_bimc[0, -1] == -1).all()
+    got_order, order = np.argsort(table.tokens_bimc[0]), np.argsort(tokens)
+    np.testing.assert_array_equal(np.sort(table.tokens_bimc[0]), np.sort(tokens))
+    np.testing.assert_allclose(
+        np.take_along_axis(table.log_probs_bimc[0], got_order, -1),
+        np.take_along_axis(log_probs, order, -1),
+        atol=TOLERANCE,
+        rtol=0,
+    )
+
+
+def test_tree_node_for_node(pair):
+    grown = pair.stages["tree"]
+    assert grown.valid_bn.all()
+    np.testing.assert_array_equal(grown.tokens_bn[:, 1:], pair.expected["tree_tokens"][:, 1:])
+    np.testing.assert_array_equal(grown.depth_bn, pair.expected["tree_depths"])
+    np.testing.assert_array_equal(pair.stages["mask"], pair.expected["tree_mask"])
+
+
+def test_published_chain(pair):
+    np.testing.assert_array_equal(pair.stages["chain"].tokens_bn[:, 1:], pair.expected["chain_tokens"][:, 1:])
+
+
+@pytest.mark.parametrize("method, ids, accept", [
+    ("tree", "generate_ids", "generate_accept"),
+    ("chain", "chain_ids", "chain_accept"),
+    ("ar", "vanilla_ids", None),
+])  # fmt: skip
+def test_generation(pair, method, ids, accept):
+    settings, prompt = pair.settings, pair.expected["prompt"][0].tolist()
+    result = pair.model.generate(
+        prompt,
+        method=method,
+        nodes=settings["tree_size"] if method == "tree" else None,
+        candidates=settings["top_m"],
+        children=settings["top_k"],
+        max_new_tokens=settings["max_new_tokens"],
+        stop_ids=settings["stop_token_ids"],
+    )[0]
+    assert prompt + result.ids == pair.expected[ids].ravel().tolist()
+    rounds = len(result.ids) - 1  # the first token comes from the prefill
+    assert result.accepted_before_cut == (pair.expected[accept].tolist() if accept else [1] * rounds)

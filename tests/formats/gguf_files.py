@@ -1,0 +1,182 @@
+"""Small GGUF files, written as llama.cpp's converter writes them: Llama query and key rows pairwise, names of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file
+
+from treeflash_jax.config import ModelConfig, Rope
+from treeflash_jax.formats import hf
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.pairs import locate
+from treeflash_jax.params import is_spec
+from treeflash_jax.verifiers import forward as verifier
+
+F32, F16, BF16 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16"))
+QWEN3 = ModelConfig(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
+    max_positions=128, rope=Rope(theta=5e5), eos_token_ids=(2,),
+)  # fmt: skip
+LLAMA = replace(QWEN3, model_type="llama", qk_norm=False, tie_embeddings=True, rms_norm_eps=1e-5, head_dim=16)
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def name_of(name: str) -> str:
+    """GGUF's name of a tensor of a Hugging Face file."""
+    stem, _, kind = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        _, _, layer, stem = stem.split(".", 3)
+        return f"blk.{layer}.{NAMES[stem]}.{kind}"
+    return f"{NAMES[stem]}.{kind}"
+
+
+def pairwise(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of halves that are rotated against each other, as the converter stores them: neighbours are."""
+    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+
+def stored(name: str, rows: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """The rows of a Hugging Face tensor as a GGUF file of this config holds them, quantised or not."""
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
+    return pairwise(rows, heads) if heads and config.model_type == "llama" else rows
+
+
+def metadata(config: ModelConfig) -> dict[str, Any]:
+    """What the converter writes of a config, tokenizer apart."""
+    return {
+        "block_count": config.num_layers,
+        "context_length": config.max_positions,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": config.rope.theta,
+        "rope.dimension_count": config.head_dim,
+    }
+
+
+def write(
+    path: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, tuple[np.ndarray, Any]] | None = None,
+    values: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes a file.
+
+    Args:
+      path: of the file.
+      config: its sizes.
+      tensors: (bytes or numbers, type) by GGUF name.
+      values: metadata with whole keys, such as those of a tokenizer.
+      changes: of the architecture's metadata; None takes a key away.
+    """
+    writer = gguf.GGUFWriter(path, config.model_type)
+    sizes = {f"{config.model_type}.{key}": value for key, value in (metadata(config) | dict(changes or {})).items()}
+    for key, value in (sizes | dict(values or {})).items():
+        if value is not None:
+            add(writer, key, value)
+    for name, (data, kind) in (tensors or {}).items():
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    else:
+        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        kinds[type(value)](key, value)
+
+
+def vocabulary(pre: str) -> dict[str, Any]:
+    """A byte-level vocabulary on which pre-tokenizers differ: the shipped pair's, and tokens that only some of them reach.
+
+    Some words have lost the merges that make them, so that they are one token only where merges are ignored.
+    """
+    held = json.loads((locate("tiny") / "tokenizer.json").read_text(encoding="utf-8"))
+    size = 8 * (len(held["model"]["vocab"]) // 8)
+    tokens = sorted(held["model"]["vocab"], key=held["model"]["vocab"].get)[:size]
+    merges = [tuple(merge) for merge in held["model"]["merges"]]
+    digits = [str(i) for i in range(10)]
+    made = [(a, b) for a in digits for b in digits] + [(a + b, c) for a in "123" for b in digits for c in digits]
+    made += [("Ċ", "Ċ"), ("ĠĠ", "ĠĠ"), (".", "Ċ"), (";", "Ċ"), ("'", "s"), ("'", "S"), ("Ġ", "1"), ("(", "x"), ("_", "x")]
+    special = {name: 3 for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>")}
+    tokens = [*dict.fromkeys([*tokens, *(a + b for a, b in made)]), "<tool>", "</tool>", "[PAD3]"]
+    kinds = special | {"<tool>": 4, "</tool>": 4, "[PAD3]": 5}
+    merges = list(dict.fromkeys(merge for i, merge in enumerate(merges) if i < 400 or i % 5)) + made
+    ids = {token: i for i, token in enumerate(tokens)}
+    merges = [merge for merge in dict.fromkeys(merges) if {*merge, "".join(merge)} <= ids.keys()]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [kinds.get(token, 1) for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
+        "tokenizer.ggml.bos_token_id": ids["<|im_start|>"],
+        "tokenizer.ggml.eos_token_id": ids["<|im_end|>"],
+        "tokenizer.ggml.add_bos_token": False,
+    }
+
+
+def digests(tokenizer: Tokenizer, strings: list[str]) -> list[str]:
+    """What tests/data/gguf_tokens.json holds of the ids of each string."""
+    return [hashlib.sha256(json.dumps(tokenizer.encode(text)).encode()).hexdigest()[:8] for text in strings]
+
+
+def save_hf(folder: Path, config: ModelConfig, dtype=jnp.float32) -> dict[str, np.ndarray]:
+    """A folder of random weights, norms included; its tensors by name."""
+    random = np.random.default_rng(0)
+    draw = lambda spec: random.normal(scale=0.4, size=spec.shape).astype(np.float32)  # noqa: E731
+    hf.save_verifier(folder, config, jax.tree.map(draw, verifier.specs(config), is_leaf=is_spec), dtype)
+    return load_file(folder / "model.safetensors")
+
+
+def as_gguf(tensors: dict[str, np.ndarray], config: ModelConfig, kind=F32) -> dict:
+    """The same tensors as a GGUF file has them: matrices of type `kind`, norms in float32."""
+    rows = {name: stored(name, x.astype(np.float32), config) for name, x in tensors.items()}
+    kinds = {name: kind if x.ndim == 2 else F32 for name, x in rows.items()}
+    return {name_of(name): (gguf.quantize(x, kinds[name]), kinds[name]) for name, x in rows.items()}
+
+
+def write_small(path: Path, values: dict | None = None, changes: dict | None = None, lose: str = "", **extra) -> Path:
+    words = vocabulary("smollm")
+    config = replace(LLAMA, vocab_size=len(words["tokenizer.ggml.tokens"]))
+    folder = path.with_suffix(".folder")
+    tensors = as_gguf(save_hf(folder, config), config)
+    shutil.rmtree(folder)
+    tensors = {name: tensor for name, tensor in tensors.items() if name != lose} | extra
+    return write(path, config, tensors, words | (values or {}), changes)

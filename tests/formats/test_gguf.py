@@ -1,0 +1,313 @@
+"""GGUF files: the weights, sizes and tokenizer that they mean, read in slices."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import DATA, needs_8_devices
+
+gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install treeflash-jax[gguf]")
+
+from gguf_files import (  # noqa: E402
+    BF16,
+    F16,
+    F32,
+    LLAMA,
+    QWEN3,
+    add,
+    as_gguf,
+    digests,
+    name_of,
+    pairwise,
+    save_hf,
+    stored,
+    vocabulary,
+    write,
+    write_small,
+)
+
+import treeflash_jax as tf  # noqa: E402
+from treeflash_jax import quantized  # noqa: E402
+from treeflash_jax.cli import main  # noqa: E402
+from treeflash_jax.config import ModelConfig, Rope  # noqa: E402
+from treeflash_jax.formats import gguf as files  # noqa: E402
+from treeflash_jax.formats import gguf_models, hf  # noqa: E402
+from treeflash_jax.formats.tokenizer import Tokenizer  # noqa: E402
+from treeflash_jax.pairs import locate  # noqa: E402
+from treeflash_jax.verifiers import forward as verifier  # noqa: E402
+from treeflash_jax.verifiers import layers  # noqa: E402
+
+MODELS = {"qwen3": QWEN3, "llama": LLAMA, "untied llama": replace(LLAMA, tie_embeddings=False)}
+WIDE = replace(LLAMA, hidden_size=256, intermediate_size=256, num_layers=1, head_dim=64)  # rows of whole K-quant blocks
+EOS = {"tokenizer.ggml.eos_token_id": 2}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def assert_same(got, expected) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), got, expected)
+
+
+@pytest.fixture
+def small(tmp_path) -> Path:
+    """A Llama file with a tokenizer."""
+    return write_small(tmp_path / "small.gguf")
+
+
+@pytest.mark.parametrize("kind, dtype", [(F32, jnp.float32), (F16, jnp.float16), (BF16, jnp.bfloat16)])
+@pytest.mark.parametrize("name", MODELS)
+def test_float_files_load_as_the_folder_they_were_made_of(tmp_path, name, kind, dtype):
+    config = MODELS[name]
+    path = write(tmp_path / "x.gguf", config, as_gguf(save_hf(tmp_path, config, dtype), config, kind), EOS)
+    got, expected = hf.load_verifier(path), hf.load_verifier(tmp_path)
+    assert got[0] == expected[0] == config
+    assert_same(got[1], expected[1])
+    assert_same(hf.load_verifier(path, dtype=dtype)[1], hf.load_verifier(tmp_path, dtype=dtype)[1])
+
+
+@pytest.mark.parametrize(
+    "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"]
+)
+@pytest.mark.parametrize("config", [WIDE, replace(WIDE, model_type="qwen3", qk_norm=True)], ids=["llama", "qwen3"])
+def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kind):
+    """Random blocks, since the package cannot write K-quants: bytes below 0x3c make finite scales wherever they lie."""
+    kind = gguf.GGMLQuantizationType[kind]
+    shapes = {name: x.shape for name, x in save_hf(tmp_path / "folder", config).items()}
+    random, block, size = np.random.default_rng(0), *gguf.GGML_QUANT_SIZES[kind]
+    raw = {
+        name: random.integers(0, 0x3C, (s[0], s[1] // block * size), np.uint8) if len(s) == 2
+        else random.normal(size=s).astype(np.float32)
+        for name, s in shapes.items()
+    }  # fmt: skip
+    tensors = {name_of(name): (stored(name, x, config), kind if x.ndim == 2 else F32) for name, x in raw.items()}
+    _, got = hf.load_verifier(write(tmp_path / "x.gguf", config, tensors))
+    layer, width = got["groups"][0][0], config.hidden_size
+
+    def meant(name: str) -> np.ndarray:
+        return gguf.dequantize(raw[f"model.layers.0.{name}.weight"], kind)
+
+    assert np.isfinite(meant("self_attn.q_proj")).all() and np.std(meant("self_attn.q_proj")) > 0
+    np.testing.assert_array_equal(layer["q"], meant("self_attn.q_proj").T.reshape(width, config.num_heads, -1))
+    np.testing.assert_array_equal(layer["k"], meant("self_attn.k_proj").T.reshape(width, config.num_kv_heads, -1))
+    np.testing.assert_array_equal(layer["v"], meant("self_attn.v_proj").T.reshape(width, config.num_kv_heads, -1))
+    np.testing.assert_array_equal(layer["o"], meant("self_attn.o_proj").T.reshape(config.num_heads, -1, width))
+    np.testing.assert_array_equal(layer["down"], meant("mlp.down_proj").T)
+    np.testing.assert_array_equal(layer["mlp_norm"], raw["model.layers.0.post_attention_layernorm.weight"])
+    np.testing.assert_array_equal(got["embed"], gguf.dequantize(raw["model.embed_tokens.weight"], kind))
+
+
+def test_llama_rows_come_back_in_order():
+    rows = np.arange(6 * 8 * 3).reshape(48, 3)
+    order = gguf_models.half_rotation_rows(6, 8)
+    np.testing.assert_array_equal(pairwise(rows, 6)[order], rows)
+    h, s, j = 4, 1, 2  # head, half, pair: the formula of the specification
+    assert order[h * 8 + s * 4 + j] == h * 8 + 2 * j + s
+
+
+def test_slices_equal_the_whole(tmp_path):
+    tensors = as_gguf(save_hf(tmp_path, LLAMA), LLAMA, gguf.GGMLQuantizationType.Q8_0)
+    held = gguf_models.tensors(files.read(write(tmp_path / "x.gguf", LLAMA, tensors)))
+    for name in ("blk.0.attn_q.weight", "blk.1.attn_k.weight", "blk.0.ffn_down.weight", "token_embd.weight"):
+        whole = held[name][:]
+        assert whole.shape == tuple(held[name].get_shape()) and whole.dtype == np.float32
+        for index in (np.s_[3:9], np.s_[0:1, 2:5], np.s_[5:23, 0:64], np.s_[7:7, :]):
+            np.testing.assert_array_equal(held[name][index], whole[index])
+    np.testing.assert_array_equal(held["output_norm.weight"][5:9], held["output_norm.weight"][:][5:9])
+
+
+@needs_8_devices
+@pytest.mark.filterwarnings("ignore:.*rounds them again")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_mesh_reads_slices_and_gets_the_same(tmp_path, name, monkeypatch):
+    config, read = MODELS[name], []
+    tensors = as_gguf(save_hf(tmp_path, config), config, gguf.GGMLQuantizationType.Q4_0)
+    path = write(tmp_path / "x.gguf", config, tensors)
+    whole = hf.load_verifier(path)[1]
+    dequantize = gguf.dequantize
+    monkeypatch.setattr(gguf, "dequantize", lambda data, kind: read.append(len(data)) or dequantize(data, kind))
+    placed = hf.load_verifier(path, mesh=tf.make_mesh(2, 4))[1]
+    assert_same(jax.tree.map(np.asarray, placed), jax.tree.map(np.asarray, whole))
+    assert placed["embed"].addressable_shards[0].data.shape == (24, 64)
+    assert max(read) <= config.intermediate_size, "no shard of the vocabulary or of the heads reads all rows"
+    assert_same(
+        jax.tree.map(np.asarray, hf.load_verifier(path, quantize="int8")[1]),
+        jax.tree.map(np.asarray, hf.load_verifier(path, mesh=tf.make_mesh(1, 2), quantize="int8")[1]),
+    )
+
+
+def test_rounding_quantised_weights_again_is_said(tmp_path):
+    tensors = as_gguf(save_hf(tmp_path, LLAMA), LLAMA, gguf.GGMLQuantizationType.Q8_0)
+    with pytest.warns(UserWarning, match="int8.*again"):
+        config, params = hf.load_verifier(write(tmp_path / "x.gguf", LLAMA, tensors), quantize="int8")
+    assert quantized.scheme_of(params) == "int8" and config == replace(LLAMA, eos_token_ids=())
+
+
+def test_rope_divisors_are_llama3_scaling(tmp_path):
+    """The tensor that stands for the config keys of Llama 3.1: the same frequencies, and the same logits."""
+    scaled = replace(LLAMA, rope=Rope(theta=5e5, kind="llama3", factor=8.0, original_max_positions=64))
+    plain = layers.rope_frequencies(LLAMA.rope, LLAMA.head_dim)
+    divisors = (plain / layers.rope_frequencies(scaled.rope, LLAMA.head_dim)).astype(np.float32)
+    assert divisors.min() == 1 and divisors.max() == 8
+    tensors = as_gguf(save_hf(tmp_path, scaled), LLAMA) | {"rope_freqs.weight": (divisors, F32)}
+    path = write(tmp_path / "x.gguf", LLAMA, tensors, EOS)
+    models = [hf.load_verifier(path), hf.load_verifier(tmp_path)]
+    got, expected = (layers.rope_frequencies(config.rope, config.head_dim) for config, _ in models)
+    np.testing.assert_allclose(got, expected, rtol=1e-7)
+    logits = [logits_of(*model) for model in models]
+    np.testing.assert_allclose(logits[0], logits[1], atol=1e-4)
+    assert np.abs(logits[0] - logits_of(LLAMA, models[0][1])).max() > 1e-2
+    main(["convert", str(path), str(tmp_path / "written")])
+    config, params = hf.load_verifier(tmp_path / "written")
+    assert config == models[0][0] and config.rope.kind == "longrope"
+    assert_same(params, models[0][1])
+
+
+@partial(jax.jit, static_argnums=0)
+def logits_of(config: ModelConfig, params) -> jax.Array:
+    tokens = jnp.arange(100)[None] % config.vocab_size
+    out = verifier.forward(params, config, tokens, jnp.arange(100)[None], verifier.causal_mask(1, 100))
+    return verifier.logits(params, out.hidden_btd)
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"long_factor": [1.0] * 7 + [3.0]}, "longrope"),
+    ({"attention_factor": 1.2}, "longrope"),
+    ({"short_factor": "1"}, "short_factor"),
+    ({"short_factor": [1.0] * 7, "long_factor": [1.0] * 7}, "7 divisors"),
+])  # fmt: skip
+def test_other_long_ropes_are_refused(change, words):
+    divisors = [1.0] * 8
+    rope = {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
+    raw = {
+        "model_type": "llama", "vocab_size": 8, "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    assert ModelConfig.from_hf(raw | {"rope_scaling": rope}).rope.divisors == (1.0,) * 8
+    with pytest.raises(ValueError, match=words):
+        ModelConfig.from_hf(raw | {"rope_scaling": rope | change})
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "llama3", "llama-v3", "qwen2", "deepseek-r1-qwen", "smollm", "gpt-2"])
+def test_tokenizers_are_llama_cpps(tmp_path, pre):
+    held = json.loads((DATA / "gguf_tokens.json").read_text(encoding="utf-8"))
+    tokenizer = Tokenizer.load(write(tmp_path / "x.gguf", LLAMA, {}, vocabulary(pre)))
+    same_as = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+    assert digests(tokenizer, held["strings"]) == held["digests"][same_as.get(pre, pre)]
+    for text in held["strings"]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
+
+
+def test_qwen2_composes_characters(tmp_path):
+    tokenizer = Tokenizer.load(write(tmp_path / "x.gguf", LLAMA, {}, vocabulary("qwen2")))
+    assert tokenizer.encode("cafe\u0301") == tokenizer.encode("caf\u00e9")
+
+
+def test_tokens_have_their_roles(tmp_path):
+    words = vocabulary("smollm") | {
+        "tokenizer.chat_template": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}",
+        "tokenizer.ggml.padding_token_id": 3,
+        "tokenizer.ggml.eot_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    path = write_small(tmp_path / "x.gguf", words)
+    tokenizer = Tokenizer.load(path)
+    inner = tokenizer.inner
+    assert (inner.bos_token, inner.eos_token, inner.pad_token) == ("<|im_start|>", "<|im_end|>", "<|mask|>")
+    assert tokenizer.encode("a")[0] == inner.bos_token_id == 1
+    assert inner.decode(tokenizer.encode_chat([{"role": "user", "content": "Hi"}])) == "user: Hi"
+    assert tokenizer.decode(tokenizer.encode("<tool>x<|im_end|>")) == "<tool>x", "a token of the user's is text"
+    config = hf.read_verifier_config(path)
+    assert config.eos_token_ids == hf.stop_ids(path, config) == (0, 2), "the ends of a text and of a turn"
+    assert tf.load(verifier=path).stop_ids == (0, 2)
+
+
+@pytest.mark.parametrize("pre, expected", [("llama-bpe", True), ("qwen2", False)])
+def test_a_file_that_does_not_say_begins_texts_as_llama_cpp_does(tmp_path, pre, expected):
+    words = {key: value for key, value in vocabulary(pre).items() if key != "tokenizer.ggml.add_bos_token"}
+    tokenizer = Tokenizer.load(write(tmp_path / "x.gguf", LLAMA, {}, words))
+    assert (tokenizer.encode("a")[0] == 1) == expected
+
+
+def test_a_tokenizer_is_kept_until_its_file_changes(small, tmp_path, monkeypatch):
+    Tokenizer.load(small)
+    kept = list((tmp_path / "cache").rglob("tokenizer.json"))
+    assert len(kept) == 1
+    monkeypatch.setattr(files, "read", lambda path: pytest.fail("read again"))
+    assert Tokenizer.load(small).encode("a b")
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write(small, LLAMA, {}, vocabulary("gpt-2"))
+    assert len(Tokenizer.load(small).encode("1212")) < 4, "gpt-2 joins digits"
+    (tmp_path / "cache-is-a-file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache-is-a-file"))
+    assert Tokenizer.load(small).encode("a b")
+
+
+def test_files_without_a_tokenizer_take_ids(tmp_path):
+    path = write(tmp_path / "x.gguf", LLAMA, as_gguf(save_hf(tmp_path, LLAMA), LLAMA), EOS)
+    assert Tokenizer.load(path) is None
+    model = tf.load(verifier=path)
+    assert model.tokenizer is None and model.stop_ids == (2,)
+
+
+def test_a_file_is_a_model_wherever_one_is_named(small, tmp_path, capsys):
+    arguments = ["--drafter", "none", "--method", "ar", "--prompt", "One and two", "--max-new-tokens", "4", "--json"]
+    assert main(["generate", "--verifier", str(small), *arguments]) == 0
+    assert len(json.loads(capsys.readouterr().out)["ids"]) == 4
+    (tmp_path / "alone").mkdir()
+    file = Path(shutil.copy(small, tmp_path / "alone"))
+    assert locate(small) == small and locate(tmp_path / "alone") == file
+    (tmp_path / "alone" / "config.json").write_text("{}")
+    assert locate(tmp_path / "alone") == tmp_path / "alone"
+    folder = tmp_path / "folder.gguf"  # a folder, whatever its name
+    hf.save_verifier(folder, *hf.load_verifier(small))
+    assert hf.read_verifier_config(locate(folder)) == hf.read_verifier_config(small)
+
+
+def test_conversion_keeps_every_bit_and_the_text(small, tmp_path, capsys):
+    target = tmp_path / "folder"
+    assert main(["convert", str(small), str(target)]) == 0
+    got, expected = hf.load_verifier(target), hf.load_verifier(small)
+    assert got[0] == expected[0] and hf.stop_ids(target, got[0]) == (2,)
+    assert_same(got[1], expected[1])
+    assert Tokenizer.load(target).encode("It's 12.") == Tokenizer.load(small).encode("It's 12.")
+    assert main(["convert", str(small), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    assert_same(hf.load_verifier(tmp_path / "half", dtype=jnp.bfloat16)[1], hf.load_verifier(small, dtype=jnp.bfloat16)[1])
+    for wrong in ([str(small), str(target)], [str(small), str(tmp_path / "new"), "--to", "dflash"], [str(target), "new"]):
+        capsys.readouterr()
+        assert main(["convert", *wrong]) == 2 and capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_numbers_of_every_kind_are_read(tmp_path):
+    """Metadata of all types, arrays included, and an alignment of its own."""
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_custom_alignment(64)
+    values = {"a": -3, "b": 2**40, "c": 1.5, "d": True, "e": "漢\n", "f": [1, 2], "g": ["x", ""], "h": [0.25], "i": [True]}
+    writer.add_int8("a", values["a"])
+    writer.add_uint64("b", values["b"])
+    writer.add_float64("c", values["c"])
+    for key in "defghi":
+        add(writer, key, values[key])
+    writer.add_tensor("t", np.arange(6, dtype=np.float32).reshape(2, 3))
+    writer.add_tensor("u", np.arange(3, dtype=np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = files.read(tmp_path / "x.gguf")
+    assert {key: file.metadata[key] for key in values} == values
+    np.testing.assert_array_equal(file.tensors["t"][:], [[0, 1, 2], [3, 4, 5]])
+    np.testing.assert_array_equal(file.tensors["u"][1:], [1, 2])

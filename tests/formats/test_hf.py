@@ -1,0 +1,341 @@
+"""Hugging Face folders: the same bits back, the published names, any sharding, and one clear line for every bad file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import CONFORMANCE, DATA
+from safetensors.numpy import load_file, save_file
+
+import treeflash_jax as tf
+from treeflash_jax import mesh as meshes
+from treeflash_jax.config import DrafterConfig, ModelConfig, Rope
+from treeflash_jax.drafters.block import backbone as drafter
+from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.formats import hf, storage
+from treeflash_jax.params import Spec, initialize, is_spec
+from treeflash_jax.verifiers import forward as verifier
+
+LLAMA3 = Rope(theta=5e5, kind="llama3", factor=8.0, original_max_positions=64)
+MODEL = ModelConfig(
+    vocab_size=12, hidden_size=8, intermediate_size=20, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=6,
+    max_positions=64, eos_token_ids=(2,),
+)  # fmt: skip
+MODELS = {
+    "untied": MODEL,
+    "tied": replace(MODEL, tie_embeddings=True),
+    "llama": replace(MODEL, model_type="llama", qk_norm=False, rope=LLAMA3, rms_norm_eps=1e-5, eos_token_ids=(1, 2)),
+}
+DRAFTER = DrafterConfig(
+    layers=replace(MODEL, num_layers=2, eos_token_ids=()), block_size=4, mask_token_id=11, target_layer_ids=(0, 2),
+    num_target_layers=3, head="mlp", num_nodes=10, drafter_temperature=0.5, sampled_above=0.8,
+)  # fmt: skip
+LAYER = {  # of the tiny drafter above, [out, in]
+    "self_attn.q_proj.weight": [24, 8],
+    "self_attn.k_proj.weight": [12, 8],
+    "self_attn.v_proj.weight": [12, 8],
+    "self_attn.o_proj.weight": [8, 24],
+    "self_attn.q_norm.weight": [6],
+    "self_attn.k_norm.weight": [6],
+    "mlp.gate_proj.weight": [20, 8],
+    "mlp.up_proj.weight": [20, 8],
+    "mlp.down_proj.weight": [8, 20],
+    "input_layernorm.weight": [8],
+    "post_attention_layernorm.weight": [8],
+}
+OUTSIDE = {"norm.weight": [8], "hidden_norm.weight": [8], "fc.weight": [8, 16]}
+HEAD = {
+    "ar_approximation.ug.weight": [40, 16],
+    "ar_approximation.ug.bias": [40],
+    "ar_approximation.d.weight": [8, 20],
+    "ar_approximation.norm.weight": [8],
+}
+
+
+def fresh(specs, seed: int = 0, dtype=jnp.float32):
+    """Random weights, norms and zero-initialised heads included."""
+    everything_normal = jax.tree.map(lambda spec: replace(spec, init="normal"), specs, is_leaf=is_spec)
+    return initialize(everything_normal, jax.random.key(seed), dtype, scale=1.0)
+
+
+def drafter_params(config: DrafterConfig, dtype=jnp.float32):
+    return fresh(drafter.specs(config), 1, dtype), fresh(HEADS[config.head].specs(config), 2, dtype)
+
+
+def assert_same_bits(got, expected) -> None:
+    def same(a, b):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+    jax.tree.map(same, got, expected)
+
+
+@pytest.fixture
+def pair(tmp_path) -> tuple[Path, Path]:
+    """Folders of a verifier and the drafter that fits it."""
+    hf.save_verifier(tmp_path / "verifier", MODEL, fresh(verifier.specs(MODEL)), jnp.float32)
+    hf.save_drafter(tmp_path / "drafter", DRAFTER, *drafter_params(DRAFTER), dtype=jnp.float32)
+    return tmp_path / "verifier", tmp_path / "drafter"
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_verifier_round_trip(tmp_path, name, dtype):
+    config = MODELS[name]
+    params = fresh(verifier.specs(config), dtype=dtype)
+    hf.save_verifier(tmp_path, config, params, dtype)
+    loaded_config, loaded = hf.load_verifier(tmp_path, dtype=dtype)
+    assert loaded_config == config and ("unembed" in loaded) == (name != "tied")
+    assert_same_bits(loaded, params)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("head, dialect", [
+    ("mlp", "treeflash"), ("linear", "treeflash"), ("marginal", "treeflash"), ("marginal", "dflash"),
+])  # fmt: skip
+def test_drafter_round_trip(tmp_path, head, dialect, dtype):
+    config = replace(DRAFTER, head=head)
+    if dialect == "dflash":  # has no place for these
+        config = replace(config, num_nodes=16, drafter_temperature=1.0, sampled_above=None)
+    backbone, head_params = drafter_params(config, dtype)
+    hf.save_drafter(tmp_path, config, backbone, head_params, dialect=dialect, dtype=dtype)
+    loaded_config, *loaded = hf.load_drafter(tmp_path, dtype=dtype)
+    assert loaded_config == config
+    assert_same_bits(loaded, [backbone, head_params])
+
+
+def test_saving_rounds_to_the_dtype_on_disk(tmp_path):
+    params = fresh(verifier.specs(MODEL))
+    hf.save_verifier(tmp_path, MODEL, params)
+    _, loaded = hf.load_verifier(tmp_path)
+    assert_same_bits(loaded, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params))
+
+
+def test_published_names_and_shapes(tmp_path):
+    """Tensor for tensor what the released PyTorch classes list in their state dicts."""
+    backbone = {f"layers.{i}.{name}": shape for i in (0, 1) for name, shape in LAYER.items()} | OUTSIDE
+    hf.save_drafter(tmp_path / "treeflash", DRAFTER, *drafter_params(DRAFTER))
+    written = {name: list(x.shape) for name, x in load_file(tmp_path / "treeflash/model.safetensors").items()}
+    assert written == {f"model.{name}": shape for name, shape in backbone.items()} | HEAD
+
+    plain = replace(DRAFTER, head="marginal")
+    hf.save_drafter(tmp_path / "dflash", plain, *drafter_params(plain), dialect="dflash")
+    written = {name: list(x.shape) for name, x in load_file(tmp_path / "dflash/model.safetensors").items()}
+    assert written == backbone
+
+    with pytest.raises(ValueError, match="got a mlp head, expected none"):
+        hf.save_drafter(tmp_path / "no", DRAFTER, *drafter_params(DRAFTER), dialect="dflash")
+
+
+def test_tensors_hold_their_weights_out_by_in(tmp_path):
+    backbone, head = drafter_params(DRAFTER)
+    hf.save_drafter(tmp_path, DRAFTER, backbone, head, dtype=jnp.float32)
+    disk, layer = load_file(tmp_path / "model.safetensors"), backbone["groups"][0][1]
+    on_disk = {name: disk[f"model.layers.1.{name}"] for name in LAYER}
+    np.testing.assert_array_equal(on_disk["self_attn.q_proj.weight"], np.reshape(layer["q"], (8, 24)).T)
+    np.testing.assert_array_equal(on_disk["self_attn.o_proj.weight"], np.reshape(layer["o"], (24, 8)).T)
+    np.testing.assert_array_equal(on_disk["mlp.gate_proj.weight"], layer["gate"].T)
+    np.testing.assert_array_equal(disk["model.fc.weight"], backbone["fc"].T)
+    up_and_gate = disk["ar_approximation.ug.weight"].reshape(2, 20, 2, 8)  # [up | gate, ffn, embedding | hidden, d]
+    np.testing.assert_array_equal(up_and_gate[:, :, 0], np.moveaxis(head["token_ug"], 0, 2))
+    np.testing.assert_array_equal(up_and_gate[:, :, 1], np.moveaxis(head["hidden_ug"], 0, 2))
+    np.testing.assert_array_equal(disk["ar_approximation.ug.bias"], np.ravel(head["bias"]))
+
+
+def split_in_two(folder: Path) -> None:
+    """Rewrites model.safetensors as two parts and an index."""
+    tensors = load_file(folder / "model.safetensors")
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for part, name in enumerate(names):
+        save_file({key: x for i, (key, x) in enumerate(tensors.items()) if i % 2 == part}, folder / name)
+    index = {"metadata": {}, "weight_map": {key: names[i % 2] for i, key in enumerate(tensors)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+
+
+def test_two_parts_read_like_one_file(pair):
+    whole = hf.load_verifier(pair[0]), hf.load_drafter(pair[1])
+    for folder in pair:
+        split_in_two(folder)
+    parts = hf.load_verifier(pair[0]), hf.load_drafter(pair[1])
+    assert parts[0][0] == whole[0][0] and parts[1][0] == whole[1][0]
+    assert_same_bits([parts[0][1], *parts[1][1:]], [whole[0][1], *whole[1][1:]])
+
+
+def test_loading_onto_a_mesh(pair):
+    """Shards read their own slices; sizes the mesh does not divide (2 key/value heads over 4) are replicated."""
+    mesh = tf.make_mesh(2, 4)
+    specs = [verifier.specs(MODEL), drafter.specs(DRAFTER), HEADS["mlp"].specs(DRAFTER)]
+    plain = [hf.load_verifier(pair[0])[1], *hf.load_drafter(pair[1])[1:]]
+    placed = [hf.load_verifier(pair[0], mesh=mesh)[1], *hf.load_drafter(pair[1], mesh=mesh)[1:]]
+    assert_same_bits(placed, plain)
+
+    def check(spec: Spec, x: jax.Array) -> None:
+        assert x.sharding == meshes.sharding(spec.axes, spec.shape, mesh)
+        for shard in x.addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.asarray(x)[shard.index])
+
+    jax.tree.map(check, specs, placed, is_leaf=is_spec)
+    layer = placed[0]["groups"][0][0]
+    local = {name: layer[name].addressable_shards[0].data.shape for name in ("q", "k", "o", "gate", "down")}
+    assert local == {"q": (8, 1, 6), "k": (8, 2, 6), "o": (1, 6, 8), "gate": (8, 5), "down": (5, 8)}
+    assert placed[0]["embed"].addressable_shards[0].data.shape == (3, 8)
+    assert placed[2]["token_ug"].addressable_shards[0].data.shape == (8, 2, 5)
+
+
+def test_any_slice_of_a_weight_can_be_read():
+    """Slices of both flattened axes at once, which no mesh asks for today."""
+    weight_dhe = np.arange(4 * 3 * 6).reshape(4, 3, 6)
+    disk = np.concatenate([np.zeros((18, 4), int), weight_dhe.transpose(1, 2, 0).reshape(18, 4)], axis=1)
+    entry = hf.Entry("either half", order=(1, 2, 0), rows=2, part=(1, 2))
+    for index in (np.s_[:, :, :], np.s_[1:3, 1:2, 2:5], np.s_[0:2, 2:3, :], np.s_[:, 1:3, 3:6]):
+        got = storage._read(disk, Spec((4, 3, 6), (None, "heads", "ffn")), entry, index)
+        np.testing.assert_array_equal(got, weight_dhe[index])
+
+
+@pytest.mark.parametrize("name", CONFORMANCE)
+def test_published_folders_load(name):
+    folder = DATA / "conformance" / name
+    config, params = hf.load_verifier(folder / "verifier")
+    fit, _, head = hf.load_drafter(folder / "drafter")
+    fit.check_fits(config)
+    assert ("unembed" in params) == (name != "b_trained")
+    assert (fit.head, bool(head)) == (("marginal", False) if name == "c_dflash" else ("mlp", True))
+    assert hf.stop_ids(folder / "verifier", config) == (2,)
+
+
+def test_a_tied_file_may_repeat_its_table(tmp_path):
+    config = MODELS["tied"]
+    hf.save_verifier(tmp_path, config, fresh(verifier.specs(config)), jnp.float32)
+    change_tensors(tmp_path, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].copy()})
+    assert "unembed" not in hf.load_verifier(tmp_path)[1]
+
+
+def test_stop_ids_of_both_files_are_united(tmp_path):
+    assert hf.stop_ids(tmp_path, MODEL) == (2,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert hf.stop_ids(tmp_path, MODEL) == (2, 7)
+
+
+def change_tensors(folder: Path, change) -> None:
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+
+
+def change_config(folder: Path, **values) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | values))
+
+
+def lose(name: str):
+    return lambda folder: change_tensors(folder, lambda t: {key: x for key, x in t.items() if key != name})
+
+
+def put(name: str, make):
+    return lambda folder: change_tensors(folder, lambda t: t | {name: make(t.get(name))})
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def lose_a_part(folder: Path) -> None:
+    split_in_two(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def lose_a_listed_tensor(folder: Path) -> None:
+    split_in_two(folder)
+    path = folder / "model-00002-of-00002.safetensors"
+    kept = load_file(path)
+    kept.pop(lost := sorted(kept)[0])
+    save_file(kept, path)
+    (folder / "lost").write_text(lost)
+
+
+NORM = "model.norm.weight"
+DAMAGE = {
+    "missing tensor": (lose(NORM), (NORM, "missing")),
+    "extra tensor": (put("model.norm.bias", lambda _: np.zeros(8, np.float32)), ("model.norm.bias", "unknown")),
+    "transposed tensor": (
+        put("model.layers.0.mlp.up_proj.weight", lambda x: np.ascontiguousarray(x.T)),
+        ("model.layers.0.mlp.up_proj.weight", "[8, 20]", "[20, 8]"),
+    ),
+    "tensor of higher rank": (put(NORM, lambda x: x[None]), (NORM, "[1, 8]", "[8]")),
+    "integers": (put(NORM, lambda x: x.astype(np.int32)), (NORM, "I32")),
+    "truncated": (truncate, ("model.safetensors", "damaged")),
+    "junk": (lambda f: (f / "model.safetensors").write_text("<html></html>" * 20), ("model.safetensors", "damaged")),
+    "empty file": (lambda f: (f / "model.safetensors").write_bytes(b""), ("model.safetensors", "damaged")),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), ("model.safetensors", "not found")),
+    "missing part": (lose_a_part, ("model-00002-of-00002.safetensors", "not found")),
+    "part without a listed tensor": (lose_a_listed_tensor, ("model-00002-of-00002.safetensors", "no tensor")),
+    "index without a map": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        ("model.safetensors.index.json", "weight_map"),
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), ("config.json", "not found")),
+    "invalid config": (lambda f: (f / "config.json").write_text("{'a': 1}"), ("config.json", "JSON")),
+    "no folder": (shutil.rmtree, ("not found", "folder")),
+}  # fmt: skip
+
+
+def assert_refused(call, words: tuple[str, ...]) -> None:
+    """A ValueError of one line that names what was got."""
+    with pytest.raises(ValueError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("which", ["verifier", "drafter"])
+@pytest.mark.parametrize("damage, words", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_folders(pair, which, damage, words):
+    folder, read = {"verifier": (pair[0], hf.load_verifier), "drafter": (pair[1], hf.load_drafter)}[which]
+    read(folder)
+    damage(folder)
+    assert_refused(lambda: read(folder), (str(folder), *words))
+    assert_refused(lambda: tf.load(verifier=pair[0], drafter=pair[1]), (str(folder), *words))
+
+
+def test_swapped_folders(pair):
+    assert_refused(lambda: hf.load_verifier(pair[1]), ("drafter", "dflash_config"))
+    assert_refused(lambda: hf.load_drafter(pair[0]), (str(pair[0]), "dflash_config"))
+    assert_refused(lambda: tf.load(verifier=pair[1], drafter=pair[0]), ("dflash_config",))
+
+
+MISFITS = {
+    "hidden size": ({"hidden_size": 16}, ("hidden size", "8", "16")),
+    "layers": ({"num_hidden_layers": 4}, ("layers", "3", "4")),
+    "vocabulary": ({"vocab_size": 13}, ("vocabulary", "12", "13")),
+}
+
+
+@pytest.mark.parametrize("change, words", MISFITS.values(), ids=MISFITS)
+def test_mismatched_pairs(pair, change, words):
+    """Refused before any weight is read: the files could not even be opened."""
+    change_config(pair[0], **change)
+    for folder in pair:
+        truncate(folder)
+    assert_refused(lambda: tf.load(verifier=pair[0], drafter=pair[1]), ("does not fit", *words))
+
+
+@pytest.mark.parametrize("dflash, words", [
+    ({"mask_token_id": 11, "target_layer_ids": [0, 3]}, ("[3]", "0 to 2")),
+    ({"mask_token_id": 12, "target_layer_ids": [0, 2]}, ("mask id 12", "12")),
+])  # fmt: skip
+def test_drafters_that_read_outside_the_verifier(pair, dflash, words):
+    change_config(pair[1], dflash_config=dflash)
+    assert_refused(lambda: tf.load(verifier=pair[0], drafter=pair[1]), ("does not fit", *words))
+
+
+def test_saving_refuses_weights_of_another_model(tmp_path):
+    params = fresh(verifier.specs(replace(MODEL, intermediate_size=24)))
+    assert_refused(lambda: hf.save_verifier(tmp_path, MODEL, params), ("mlp.down_proj.weight", "(24, 8)", "(20, 8)"))

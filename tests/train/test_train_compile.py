@@ -1,0 +1,156 @@
+"""Compiling a step without weights: the numbers it prints are those of the program."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from train import compile as compiling
+from treeflash_jax.bench import shapes
+from treeflash_jax.config import DrafterConfig
+
+ROOT = str(Path(__file__).parents[2])
+HEAD = f"{ROOT}/configs/qwen3-4b/head.toml"
+SIZES = dict(vocab_size=256, hidden_size=32, intermediate_size=64, num_layers=6, num_heads=8, head_dim=8)
+CLOCK = [0.0, 100.0, 0.0, 50.0, 0.0, 9.0, 0.0, 4.0, 0.0, 1.0]  # seconds of five steps
+ABSENT = ("grain", "datasets", "tokenizers", "transformers", "orbax", "orbax.checkpoint", "matplotlib", "tensorboardX")
+SMALL = ["data.row_tokens=32", "objective.anchors=4", "objective.chunk=2", "loop.batch=8"]
+
+
+@pytest.fixture
+def small_shape(monkeypatch):
+    small = dataclasses.replace(shapes.VERIFIERS["qwen3-4b"], **SIZES)
+    monkeypatch.setitem(shapes.VERIFIERS, "small", small)
+
+
+def test_collectives_are_counted_with_their_trips():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def body(x):
+        def inner(total, _):
+            return x + jax.lax.psum(total, "x"), None
+
+        def outer(total):
+            return jax.lax.scan(inner, jax.lax.psum(total, "x"), None, length=5)[0]
+
+        # Every sum is of the value before it, so the compiler cannot take one of them out of its loop.
+        return jax.lax.scan(lambda total, _: (outer(total), None), x, None, length=3)[0]
+
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"), check_vma=False))
+    found = compiling.collectives(program.lower(jnp.ones((8, 16))).compile().as_text())
+    assert found == {"all-reduce": {"count": 3 * (1 + 5), "bytes": 3 * (1 + 5) * 64}}
+    assert compiling.collectives(jax.jit(jnp.sin).lower(jnp.ones(3)).compile().as_text()) == {}
+
+
+def test_a_step_compiles_for_the_devices_at_hand(small_shape, tmp_path, capsys):
+    out = tmp_path / "compiled.json"
+    out.write_text('{"earlier": {"bytes_per_chip": {}}}')
+    words = ["--shape", "small", "--out", str(out), HEAD, *SMALL, "mesh.data=2", "mesh.fsdp=2", "mesh.model=2"]
+    assert compiling.main(words) == 0
+    results = json.loads(out.read_text())
+    (result,) = (results[key] for key in results if key != "earlier")
+    assert result["mesh"] == {"data": 2, "fsdp": 2, "model": 2} and result["trains"] == ["backbone", "head"]
+    assert result["collectives"]["all-gather"]["count"] > 0
+    assert result["bytes_per_chip"]["total"] > result["bytes_per_chip"]["temporary"] > 0
+    assert "bytes per chip" in capsys.readouterr().out
+    # Masters and both moments lie over all devices but the data axis: a quarter of them on each.
+    assert compiling.main(["--shape", "small", HEAD, *SMALL, "mesh.data=8"]) == 0
+    replicated = capsys.readouterr().out
+    assert "mesh {'data': 8, 'model': 1}" in replicated
+
+
+def test_steps_are_run_and_timed(small_shape, tmp_path, capsys, monkeypatch):
+    out, ran = tmp_path / "compiled.json", []
+    monkeypatch.setattr(compiling.watch, "peak_flops", lambda devices: 1e9 * devices)
+    monkeypatch.setattr(compiling.time, "perf_counter", lambda: ran.append(None) or CLOCK[len(ran) - 1])
+    words = ["--shape", "small", "--out", str(out), "--steps", "3", HEAD, *SMALL, "mesh.data=2", "mesh.fsdp=2"]
+    assert compiling.main([*words, "compute_dtype=float32"]) == 0
+    [result] = json.loads(out.read_text()).values()
+    assert len(ran) == 2 * (2 + 3), "two steps to warm up"
+    assert result["steps"] == 3 and result["seconds_per_step"] == 4.0, "the median of those that count"
+    assert result["tokens_per_second"] == 8 * 32 / 4.0
+    assert result["mfu"] == pytest.approx(result["flops_per_step"] / 4.0 / 4e9)
+    assert "4 s a step (median of 3), MFU" in capsys.readouterr().out
+
+
+def test_random_arrays_are_what_the_step_takes(small_shape):
+    """Steps on them train: masters move and stay finite, the frozen verifier is of the compute dtype."""
+    settings = compiling.read_stage(HEAD, [*SMALL, "mesh.data=1", "optimizer.learning_rate=1e-2", "optimizer.warmup=0.0"])
+    taken = {}
+
+    def run(compiled, state, frozen, rows, *, steps):
+        taken.update(before=jax.device_get(state.params), frozen=frozen, rows=rows)
+        for _ in range(steps):
+            state = compiled(state, frozen, rows)
+        taken["after"] = jax.device_get(state)
+        return 1.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "run_steps", run)
+        compiling.compile_step(settings, "small", jax.devices()[:1], steps=3)
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), taken["before"], taken["after"].params)
+    assert all(jax.tree.leaves(moved)) and taken["after"].bad_step == -1 and taken["after"].step == 3
+    assert {x.dtype.name for x in jax.tree.leaves(taken["before"])} == {"float32"}
+    assert {x.dtype.name for x in jax.tree.leaves(taken["frozen"])} == {"bfloat16"}
+    rows = jax.device_get(taken["rows"])
+    assert rows.tokens_rt.shape == (8, 32) and 200 < rows.tokens_rt.max() < 256 and rows.weights_rt.sum() == 8 * 31
+
+
+def test_steps_run_where_only_compiling_is_installed():
+    """No grain, datasets, tokenizers, transformers or Orbax, and a shape by name."""
+    script = (
+        f"import sys; sys.modules.update(dict.fromkeys({ABSENT!r}));"
+        "from train import compile; sys.exit(compile.main(sys.argv[1:]))"
+    )
+    own = ["--steps", "1", HEAD, *SMALL, "evaluate.prompts=0", "mesh.data=1", "loop.batch=1"]
+    sizes = "import dataclasses; from treeflash_jax.bench import shapes; shapes.VERIFIERS['small'] = dataclasses.replace("
+    sizes += f"shapes.VERIFIERS['qwen3-4b'], **{SIZES!r});"
+    words = [sys.executable, "-c", script.replace("from train", sizes + "from train", 1), "--shape", "small", *own]
+    environment = os.environ | {"PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "s a step (median of 1)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--shape", "small", "--topology", "v5e:4x4", "--steps", "2", HEAD],
+            "got --steps 2 and --topology v5e:4x4, expected one of them",
+        ),
+        (["--shape", "small", "--steps", "-1", HEAD], "got --steps -1, expected 0"),
+        (["--shape", "huge", HEAD], "got shape 'huge'"),
+        (["--shape", "small", HEAD, *SMALL, "loop.batch=3"], "expected a multiple"),
+        (["--shape", "small"], "the following arguments are required: FILE.toml"),
+        (["--shape", "small", "loop.batch=3"], "expected one TOML file"),
+        (["--shape", "small", "--step", "a", HEAD], "invalid int value: 'a'"),
+        (["--shape", "small", "--topologie", "v5e:4x4", HEAD], "did you mean --topology?"),
+    ],
+)
+def test_errors_are_one_line(small_shape, capsys, words, message):
+    try:
+        status = compiling.main(words)
+    except SystemExit as error:  # mistakes that the parser finds
+        status = error.code
+    out, err = capsys.readouterr()
+    assert status and message in err and err.count("\n") == 1 and not out
+
+
+def test_named_shapes_are_those_published():
+    own = shapes.drafter_of(shapes.named("qwen3-4b"))
+    assert isinstance(own, DrafterConfig) and own.target_layer_ids == (1, 9, 17, 25, 33)
+    own.check_fits(shapes.named("qwen3-4b"))
+    for name, billions in (("qwen3-0.6b", 0.596), ("qwen3-4b", 4.022), ("qwen3-8b", 8.19), ("llama-3.1-8b", 8.03)):
+        from treeflash_jax import params
+        from treeflash_jax.verifiers import forward as verifier
+
+        leaves = jax.tree.leaves(verifier.specs(shapes.named(name)), is_leaf=params.is_spec)
+        count = sum(int(jnp.prod(jnp.array(spec.shape, dtype=jnp.float32))) for spec in leaves)
+        assert count / 1e9 == pytest.approx(billions, rel=0.01)

@@ -1,0 +1,491 @@
+"""Documents, rows and batches against brute force; every kind of bad input ends in one line that names its place."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from train import config, data, records
+from train import tokenizer as bpe
+from train.data import Corpus, DataConfig, Document, Rows, Source, open_sources
+from train.documents import chat_documents, text_documents
+from train.evaluate import held_out_prompts
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.pairs import locate
+
+CHAT = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "2 + 3 = 5"}]
+THINKING = (  # as Qwen3's: an empty thought opens the last answer and every generation prompt, not earlier answers
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+HEADERS = (  # as Llama 3's: a token in front of everything, blank lines after headers
+    "{{ '<|endoftext|>' }}{% for m in messages %}{{ '[' + m['role'] + ']\n\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]\n\n' }}{% endif %}"
+)
+FORGETFUL = (  # generation prompts fit, but what follows them changes once a turn is past
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{{ m['content'] if loop.last or m['role'] == 'user' else 'I said something.' }}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+UNLIKE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ 'Answer: ' }}{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(locate("tiny", "verifier"))
+
+
+@pytest.fixture
+def templated(tokenizer):
+    """The shipped vocabulary under another chat template."""
+    before = tokenizer.inner.chat_template
+
+    def change(template: str | None) -> Tokenizer:
+        tokenizer.inner.chat_template = template
+        return tokenizer
+
+    yield change
+    tokenizer.inner.chat_template = before
+
+
+def write(path: Path, lines) -> Path:
+    path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def numbered(sizes, first: int = 1) -> list[Document]:
+    """Document i is made of the token i + first only."""
+    return [Document(np.full(n, i), np.full(n, 0.5 + i % 2)) for i, n in enumerate(sizes, start=first)]
+
+
+def equal(a: Rows, b: Rows) -> bool:
+    names = ("tokens_rt", "segments_rt", "positions_rt", "weights_rt")
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
+
+
+# Packing
+
+
+@given(st.lists(st.integers(1, 12), max_size=60))
+@example([10] * 20 + [2])  # more rows with room than stay open
+@settings(deadline=None, max_examples=60)
+def test_packing_is_first_fit_and_keeps_documents_whole_and_apart(sizes):
+    packed = data.pack(numbered(sizes), 12)
+    assert len(packed.tokens) == sum(sizes), "documents are kept once"
+    rows = packed.take(np.arange(len(packed)))
+    expected: list[list[int]] = []
+    for document, size in enumerate(sizes, start=1):
+        open_rows = range(max(0, len(expected) - data.OPEN_ROWS), len(expected))
+        fitting = [r for r in open_rows if sum(sizes[d - 1] for d in expected[r]) + size <= 12]
+        if not fitting:
+            expected.append([])
+        expected[fitting[0] if fitting else -1].append(document)
+    assert len(rows) == len(expected)
+    for r, members in enumerate(expected):
+        columns = np.concatenate([np.full(sizes[d - 1], d) for d in members])
+        np.testing.assert_array_equal(rows.tokens_rt[r], np.pad(columns, (0, 12 - len(columns))))
+        start = 0
+        for segment, d in enumerate(members, start=1):
+            stop = start + sizes[d - 1]
+            assert set(rows.segments_rt[r, start:stop]) == {segment}
+            np.testing.assert_array_equal(rows.positions_rt[r, start:stop], np.arange(stop - start))
+            assert rows.weights_rt[r, start] == 0 and np.all(rows.weights_rt[r, start + 1 : stop] == 0.5 + d % 2)
+            start = stop
+        for name in ("segments_rt", "positions_rt", "weights_rt"):
+            assert not getattr(rows, name)[r, start:].any()
+
+
+def test_a_document_longer_than_a_row_is_refused():
+    with pytest.raises(ValueError, match="got a document of 13 tokens, expected at most 12"):
+        data.pack(numbered([3, 13]), 12)
+
+
+# Batches
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    train = {
+        name: data.pack(numbered([5] * n, first), 5) for name, n, first in (("a", 7, 1), ("b", 23, 100), ("c", 1, 200))
+    }
+    return Corpus(train, {}, {"a": 0.2, "b": 0.7, "c": 0.1}, {})
+
+
+def shown(corpus: Corpus, stop: int, **arguments) -> list[int]:
+    """The document of each row, batch after batch."""
+    steps = list(data.batches(corpus, start=0, stop=stop, **arguments))
+    return np.concatenate([rows.tokens_rt[:, 0] for rows in steps]).tolist()
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_hosts_rebuild_the_batch_of_one(corpus, hosts):
+    whole = list(data.batches(corpus, batch=8, seed=3, start=0, stop=6))
+    assert len(whole) == 6 and all(len(rows) == 8 for rows in whole)
+    parts = [list(data.batches(corpus, batch=8, seed=3, start=0, stop=6, host=h, hosts=hosts)) for h in range(hosts)]
+    for step, rows in enumerate(whole):
+        joined = np.concatenate([part[step].tokens_rt for part in parts])
+        np.testing.assert_array_equal(joined, rows.tokens_rt)
+        for host in range(hosts):
+            assert equal(parts[host][step], data.at(corpus, step, batch=8, seed=3, host=host, hosts=hosts))
+
+
+@given(st.integers(0, 40), st.integers(0, 6), st.integers(0, 2**31))
+@settings(deadline=None, max_examples=15)
+def test_a_batch_depends_on_seed_and_step_only(corpus, start, count, seed):
+    steps = list(data.batches(corpus, batch=4, seed=seed, start=start, stop=start + count))
+    assert len(steps) == count
+    for step, rows in enumerate(steps, start=start):
+        assert equal(rows, data.at(corpus, step, batch=4, seed=seed))
+
+
+def test_other_seeds_give_other_batches(corpus):
+    assert shown(corpus, 6, batch=8, seed=0) != shown(corpus, 6, batch=8, seed=1)
+
+
+def test_epochs_are_complete_in_fresh_orders():
+    rows = data.pack(numbered([5] * 23), 5)
+    seen = shown(Corpus({"a": rows}, {}, {"a": 2.0}, {}), 23, batch=4, seed=0)
+    epochs = [seen[at : at + 23] for at in range(0, 92, 23)]
+    assert all(sorted(epoch) == list(range(1, 24)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_sources_give_their_shares_and_pass_through_their_own_rows(corpus):
+    seen = shown(corpus, 50, batch=8, seed=5)
+    for low, high, rows, share in ((1, 99, 7, 0.2), (100, 199, 23, 0.7), (200, 299, 1, 0.1)):
+        own = [d for d in seen if low <= d <= high]
+        assert len(own) == pytest.approx(share * len(seen), abs=2)
+        for at in range(0, len(own) - rows + 1, rows):
+            assert len(set(own[at : at + rows])) == rows, "a row came back before all others were seen"
+
+
+@pytest.mark.parametrize("hosts, host", [(3, 0), (2, 2), (0, 0)])
+def test_batches_that_hosts_do_not_divide_are_refused_at_once(corpus, hosts, host):
+    with pytest.raises(ValueError, match="expected a multiple of the hosts"):
+        data.batches(corpus, batch=8, seed=0, start=0, stop=1, host=host, hosts=hosts)
+
+
+# Chats
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="<|>", exclude_categories=("Cs",)), max_size=30)
+
+
+@given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3))
+@settings(deadline=None, max_examples=60)
+def test_the_assistants_words_weigh_one(tokenizer, turns):
+    raw = [
+        {"role": role, "content": text} for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+    messages = records.parse_chat({"messages": raw})
+    [document] = chat_documents(tokenizer, [messages], 0.25)
+    pieces, weights = [], []
+    for message in messages:
+        own = message["role"] == "assistant"
+        texts = (f"<|im_start|>{message['role']}\n", message["content"] + "<|im_end|>", "\n")
+        for text, weight in zip(texts, (0.25, 1.0 if own else 0.25, 0.25), strict=True):
+            ids = tokenizer.encode(text)
+            pieces += ids
+            weights += [weight] * len(ids)
+    assert document.tokens_n.tolist() == pieces, "as the shipped pair was trained"
+    assert document.weights_n.tolist() == weights
+
+
+def supervised(tokenizer: Tokenizer, document: Document) -> list[str]:
+    """Decoded runs of weight 1."""
+    edges = np.flatnonzero(np.diff(np.pad(document.weights_n == 1, 1).astype(int)))
+    return [tokenizer.inner.decode(document.tokens_n[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+TWO_TURNS = [*CHAT, {"role": "user", "content": "And twice that?"}, {"role": "assistant", "content": "10"}]
+
+
+@pytest.mark.parametrize("template", [THINKING, FORGETFUL])
+def test_a_template_that_rewrites_earlier_turns_teaches_the_last(templated, template):
+    tokenizer = templated(template)
+    [document] = chat_documents(tokenizer, [TWO_TURNS])
+    assert supervised(tokenizer, document) == ["10<|im_end|>"]
+    start = int(np.argmax(document.weights_n))
+    assert document.tokens_n[:start].tolist() == tokenizer.encode_chat(TWO_TURNS[:-1]), "what a drafter sees at inference"
+
+
+def test_other_templates(templated):
+    tokenizer = templated(HEADERS)
+    [document] = chat_documents(tokenizer, [TWO_TURNS])
+    assert supervised(tokenizer, document) == ["2 + 3 = 5<|im_end|>", "10<|im_end|>"]
+
+
+def test_turns_after_the_last_answer_and_answers_that_open_a_chat_are_left_out(tokenizer):
+    asked_again = [*CHAT, {"role": "user", "content": "Thanks"}]
+    greeting = [{"role": "assistant", "content": "Hello"}, *CHAT]
+    documents = chat_documents(tokenizer, [CHAT, asked_again, greeting])
+    assert documents[0].tokens_n.tolist() == documents[1].tokens_n.tolist()
+    assert supervised(tokenizer, documents[2]) == ["2 + 3 = 5<|im_end|>"]
+
+
+FORMS = [
+    {"conversations": CHAT},
+    {"id": "0", "messages": CHAT, "conversations": None},
+    {"conversations": [{"from": "human", "value": " What is 2 + 3?\r\n"}, {"from": "gpt", "value": "2 + 3 = 5"}]},
+    {"turns": ["What is 2 + 3?"], "reference": {"code": "2 + 3 = 5\n"}},
+    {"id": "mt/1", "turns": ["What is 2 + 3?", "And now?"], "reference": {"code": "2 + 3 = 5\n"}},
+    {"prompt": "What is 2 + 3?", "reference": {"code": "2 + 3 = 5\n"}},
+    {"prompt": CHAT},
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_chat_forms(form):
+    assert records.parse_chat(form) == CHAT
+
+
+# Sources
+
+
+def test_what_is_held_out_depends_on_neither_limit_nor_seed(tmp_path):
+    lines = [{"prompt": [1, 2], "response": [10 + i, 3]} for i in range(40)]
+    path = write(tmp_path / "answers.jsonl", lines)
+
+    def parts(limit: int, seed: int) -> tuple[set[int], set[int]]:
+        source = Source(path=str(path), format="responses", limit=limit, hold_out=4)
+        opened = open_sources([source], DataConfig(row_tokens=4), None, seed)
+        return tuple(
+            {int(rows["answers"][r].tokens_rt[0, 2]) - 10 for r in range(len(rows["answers"]))}
+            for rows in (opened.train, opened.held_out)
+        )
+
+    kept, held_out = parts(0, 0)
+    assert held_out == set(range(3, 40, 4)) and kept == set(range(40)) - held_out
+    few = [parts(12, seed) for seed in (0, 1)]
+    assert few[0] != few[1] and few[0] == parts(12, 0)
+    for some_kept, some_held_out in few:
+        assert some_kept < kept and some_held_out < held_out and len(some_kept) + len(some_held_out) == 12
+
+
+def test_what_is_measured_is_spread_over_what_is_held_out(tmp_path):
+    assert data.spread(3, 10).tolist() == [0, 3, 6] and data.spread(5, 2).tolist() == [0, 1, 0, 1, 0]
+    lines = [{"prompt": [1] * (1 + i % 3), "response": [10 + i, 3]} for i in range(40)]
+    path = write(tmp_path / "answers.jsonl", lines)
+    opened = open_sources([Source(path=str(path), format="responses", hold_out=2)], DataConfig(row_tokens=5), None, 0)
+    packed = opened.held_out["answers"]
+    assert [packed.prompt(number) for number in range(6)] == [[1, 1], [], [1, 1, 1], [1, 1], [], [1, 1, 1]]
+    usable = [prompt for number in range(20) if (prompt := packed.prompt(number))]
+    assert len(usable) == 13
+    assert held_out_prompts(opened, 4) == [usable[i] for i in (0, 3, 6, 9)]
+    assert held_out_prompts(opened, 50) == usable
+
+
+def test_responses_weigh_one_and_the_prompt_nothing(tmp_path):
+    path = write(tmp_path / "r.jsonl", [{"prompt": [5, 6, 7], "response": [8, 9], "finished": "stop"}])
+    opened = open_sources([Source(path=str(path), format="responses")], DataConfig(row_tokens=6), None, 0, vocab_size=10)
+    assert opened.train["r"][0].tokens_rt.tolist() == [[5, 6, 7, 8, 9, 0]]
+    assert opened.train["r"][0].weights_rt.tolist() == [[0, 0, 0, 1, 1, 0]]
+    assert opened.num_rows == 1 and not opened.held_out
+
+
+def test_files_folders_globs_and_repeated_names(tmp_path, tokenizer):
+    for folder, name in (("x", "one"), ("x", "two"), ("y", "one")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        write(tmp_path / folder / f"{name}.jsonl", ["\n", {"messages": CHAT}, "\n"])
+    for path, count in (("x", 2), ("*/one.jsonl", 2), ("**/*.jsonl", 3), ("x/two.jsonl", 1)):
+        source = Source(path=f"{tmp_path}/{path}", hold_out=0)
+        [packed] = open_sources([source], DataConfig(), tokenizer, 0).train.values()
+        assert packed.num_documents == count
+    twice = [Source(path=f"{tmp_path}/{folder}/one.jsonl", weight=weight) for folder, weight in (("x", 1.0), ("y", 3.0))]
+    opened = open_sources(twice, DataConfig(), tokenizer, 0)
+    assert opened.weights == {"one": 1.0, "one-2": 3.0}
+
+
+def test_plain_text_is_cut_and_counted_in_characters(tmp_path, tokenizer):
+    for i in range(8):
+        (tmp_path / f"test_{i}.txt").write_text(f"word {i} " * 50)
+    (tmp_path / ".hidden").write_bytes(b"\xff\xfe")
+    whole = open_sources([Source(path=str(tmp_path), format="text", hold_out=0)], DataConfig(row_tokens=32), tokenizer, 0)
+    ids = [tokenizer.encode(f"word {i} " * 50) for i in range(8)]
+    [packed] = whole.train.values()
+    assert packed.tokens.tolist() == [t for each in ids for t in each], "every text, in order"
+    assert packed.num_documents == sum(-(-len(each) // 32) for each in ids)
+    source = Source(path=str(tmp_path), format="text", limit=900)
+    chosen = [[record.content for record in records.read(source, seed)] for seed in (0, 0, 1)]
+    assert [len(texts) for texts in chosen] == [3, 3, 3] and chosen[0] == chosen[1] != chosen[2]
+    [short] = text_documents(tokenizer, "one two three", len(tokenizer.encode("one two three")) - 1)
+    assert len(short.tokens_n) > 1, "and no piece of one token, which has nothing to predict"
+    lines = write(tmp_path / "t.jsonl", [{"text": "one"}, {"text": "two"}])
+    assert [record.content for record in records.read(Source(path=str(lines), format="text"), 0)] == ["one", "two"]
+
+
+def test_the_standard_library_is_text(tokenizer):
+    source = Source(path=records.STDLIB, format="text", limit=60_000)
+    opened = open_sources([source], DataConfig(row_tokens=64, prompt_weight=0.5), tokenizer, 1)
+    rows = opened.train["stdlib"].take(np.arange(len(opened.train["stdlib"])))
+    assert set(np.unique(rows.weights_rt)) == {0, 1} and len(opened.held_out["stdlib"])
+    places = [Path(record.where).parts for record in records.read(Source(path=records.STDLIB, format="text"), 0)]
+    assert len(places) > 300 and not any({"test", "site-packages"} & set(parts) for parts in places)
+
+
+def test_a_hub_set(monkeypatch, tokenizer):
+    import datasets
+
+    asked = []
+
+    def load_dataset(*args, **named):
+        asked.append((args, named))
+        return datasets.Dataset.from_list([{"messages": CHAT}] * 3)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for path in ("hub:owner/chats", "hub:owner/chats:maths:train_sft"):
+        opened = open_sources([Source(path=path, limit=2)], DataConfig(), tokenizer, 0)
+        assert opened.train["chats"].num_documents == 2
+    assert asked == [(("owner/chats", None), {"split": "train"}), (("owner/chats", "maths"), {"split": "train_sft"})]
+
+
+def test_the_hub_out_of_reach(monkeypatch, tokenizer):
+    import datasets
+
+    def load_dataset(*args, **named):
+        raise ConnectionError("Couldn't reach 'owner/chats' on the Hub (LocalEntryNotFoundError)\nmore lines")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match="hub:owner/chats: Couldn't reach .*give the path of a JSONL file") as caught:
+        open_sources([Source(path="hub:owner/chats")], DataConfig(), tokenizer, 0)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["gsm8k_test_dev.jsonl", "humaneval.jsonl", "mt_bench_dev.jsonl", "x-validation.jsonl", "hub:openai/gsm8k:main:test"],
+)
+@pytest.mark.parametrize("format", ["chat", "responses", "text"])
+def test_evaluation_sets_are_refused(tmp_path, path, format, tokenizer):
+    if not path.startswith("hub:"):
+        path = str(write(tmp_path / path, [{"messages": CHAT, "prompt": [1], "response": [2], "text": "x"}]))
+    with pytest.raises(ValueError, match="expected training data"):
+        open_sources([Source(path=path, format=format)], DataConfig(), tokenizer, 0)
+    (tmp_path / "latest_devices.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    for name in ("test_as_train.jsonl", "latest_devices.jsonl"):
+        allowed = write(tmp_path / name, [{"messages": CHAT}])
+        assert list(records.read(Source(path=str(allowed)), 0))
+
+
+# Bad input
+
+GOOD = {"messages": CHAT}
+LONG = {"messages": [{"role": "user", "content": "one " * 90}, {"role": "assistant", "content": "two"}]}
+ANSWER = {"prompt": [1], "response": [2]}
+BAD_LINES = [
+    ("chat", '{"messages": [\n', r"line 2: not valid JSON: Expecting value"),
+    ("chat", "[1]\n", r"line 2: got list, expected an object; in it, 'conversations' or 'messages'"),
+    ("chat", {"text": "x"}, r"line 2: got keys 'text', expected 'conversations' or 'messages'"),
+    ("chat", {"messages": [{"role": "user"}]}, r"line 2: got a message without role and content"),
+    ("chat", {"messages": CHAT[:1]}, r"line 2: got no assistant turn"),
+    ("chat", {"turns": ["x"], "reference": "18"}, r"line 2: got no assistant turn"),
+    ("text", {"words": "x"}, r"line 2: got no 'text', expected a string"),
+    ("responses", {"prompt": [1]}, r"line 2: got no 'response', expected a list of token ids"),
+    ("responses", {"prompt": [1], "response": []}, r"line 2: got no 'response'"),
+    ("responses", {"prompt": [1], "response": ["2"]}, r"line 2: got no 'response'"),
+    ("responses", {"prompt": [1], "response": [2048]}, r"line 2: got token id 2048, expected 0 to 2047"),
+    ("responses", {"prompt": [-1], "response": [2]}, r"line 2: got token id -1, expected 0"),
+    ("responses", {"prompt": [1], "response": [2**40]}, r"line 2: got a token id past 32 bits"),
+]
+
+
+@pytest.mark.parametrize("format, line, message", BAD_LINES)
+def test_malformed_records_are_named_or_skipped(tmp_path, tokenizer, format, line, message):
+    good = {"chat": GOOD, "text": {"text": "words of a text"}, "responses": ANSWER}[format]
+    source = Source(path=str(write(tmp_path / "set.jsonl", [good, line, good])), format=format, hold_out=0)
+    with pytest.raises(ValueError, match=message) as caught:
+        open_sources([source], DataConfig(), tokenizer, 0, vocab_size=2048)
+    assert str(tmp_path / "set.jsonl") in str(caught.value) and "\n" not in str(caught.value)
+    opened = open_sources([source], DataConfig(malformed="skip"), tokenizer, 0, vocab_size=2048)
+    assert opened.skipped == {"set": {"malformed": 1}} and opened.train["set"].num_documents == 2
+    assert "1 malformed" in opened.summary()
+
+
+def test_bytes_that_are_not_text(tmp_path, tokenizer):
+    (tmp_path / "set.jsonl").write_bytes(b'{"messages": "\xff"}\n')
+    (tmp_path / "set.txt").write_bytes(b"\xff\xfe")
+    for name, format in (("set.jsonl", "chat"), ("set.txt", "text")):
+        with pytest.raises(ValueError, match=f"{name}.*not UTF-8"):
+            open_sources([Source(path=str(tmp_path / name), format=format)], DataConfig(), tokenizer, 0)
+
+
+BAD_PLACES = [
+    ("missing.jsonl", None, r"missing.jsonl: no such file; expected a JSONL file, a text file"),
+    ("*.nothing", None, r"no such file"),
+    ("empty.jsonl", "", r"empty.jsonl: got no records, expected at least one"),
+    ("blank.jsonl", "\n \n", r"blank.jsonl: got no records"),
+    ("list.json", '[{"messages": []}]', r"list.json: got a JSON list, expected one JSON object a line"),
+    ("long.jsonl", json.dumps(LONG), r"long.jsonl: got no document to train on \(1 too long\)"),
+]
+
+
+@pytest.mark.parametrize("name, content, message", BAD_PLACES)
+def test_bad_places(tmp_path, tokenizer, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        open_sources([Source(path=str(tmp_path / name))], DataConfig(row_tokens=64), tokenizer, 0)
+
+
+def test_records_that_are_too_long(tmp_path, tokenizer):
+    longer_answer = {"messages": [CHAT[0], {"role": "assistant", "content": "one " * 90}]}
+    path = str(write(tmp_path / "set.jsonl", [GOOD, LONG, longer_answer, GOOD]))
+
+    def opened(too_long: str) -> Corpus:
+        return open_sources([Source(path=path)], DataConfig(row_tokens=64, too_long=too_long), tokenizer, 0)
+
+    assert opened("drop").skipped == {"set": {"too long": 2}} and opened("drop").train["set"].num_documents == 2
+    cut = opened("cut")
+    assert cut.skipped == {"set": {"too long": 1, "cut": 1}}, "a chat whose answer is cut away teaches nothing"
+    assert sorted(np.diff(cut.train["set"].offsets))[-1] == 64
+    with pytest.raises(ValueError, match=r"set.jsonl, line 2: got \d+ tokens, expected at most 64 \(row_tokens\)"):
+        opened("error")
+
+
+def test_bad_settings_and_tokenizers(tmp_path, templated):
+    path = str(write(tmp_path / "set.jsonl", [GOOD]))
+    for bad in ({"path": ""}, {"weight": 0.0}, {"limit": -1}, {"hold_out": 1}):
+        with pytest.raises(ValueError, match=f"got {next(iter(bad))} "):
+            Source(**({"path": "x"} | bad))
+    for bad in ({"row_tokens": 1}, {"prompt_weight": 1.5}):
+        with pytest.raises(ValueError, match=f"got {next(iter(bad))} "):
+            config.replaced(DataConfig(), bad)
+    with pytest.raises(ValueError, match="got no sources"):
+        open_sources([], DataConfig(), None, 0)
+    with pytest.raises(ValueError, match="no tokenizer.json"):
+        open_sources([Source(path=path)], DataConfig(), None, 0)
+    for template, message in (
+        (None, "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "line 1: .*chat template refuses: roles must alternate"),
+        (UNLIKE, "line 1: the chat template's generation prompt is not how it begins an answer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_sources([Source(path=path)], DataConfig(), templated(template), 0)
+
+
+# The tokenizer stage
+
+
+def test_a_tokenizer_is_trained_and_read(tmp_path):
+    write(tmp_path / "set.jsonl", [GOOD] * 20)
+    source = Source(path=str(tmp_path / "set.jsonl"))
+    bpe.main(bpe.TokenizerConfig(sources=(source,), out=str(tmp_path / "out"), vocab_size=300))
+    trained = Tokenizer.load(tmp_path / "out")
+    assert trained.decode(trained.encode("What is 2 + 3?")) == "What is 2 + 3?"
+    assert trained.inner.vocab_size <= 300 and trained.stop_ids == (2,)
+    texts = list(islice(bpe.training_texts([source, source], 0), 100))
+    assert Counter(texts) == {CHAT[0]["content"]: 40, CHAT[1]["content"]: 40}
+    with pytest.raises(ValueError, match="ids already"):
+        list(bpe.training_texts([Source(path=str(tmp_path / "set.jsonl"), format="responses")], 0))
+    with pytest.raises(ValueError, match="got vocab_size 259"):
+        bpe.TokenizerConfig(sources=(source,), out="x", vocab_size=259)

@@ -1,0 +1,181 @@
+"""Runs and results behind gs:// URLs, without a network: every file ends up there, and none in a folder named gs:."""
+
+import fsspec
+import jax
+import numpy as np
+import pytest
+import toy_training
+from etils import epath
+from etils.epath import backend
+from fsspec.implementations.memory import MemoryFileSystem
+
+from train import config, export, folders, head, loop, respond, verifier, watch
+from train.checkpoint import claim
+from train.records import Source
+from treeflash_jax.formats import hf
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.pairs import locate
+
+
+class Bucket(MemoryFileSystem):
+    """Google Cloud Storage in memory."""
+
+    protocol = ("gs", "gcs")
+    store, pseudo_dirs = {}, [""]
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return "/" + path.removeprefix("gs://").strip("/")
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """What is stored, by name; the working directory is one in which nothing may appear."""
+    real = fsspec.filesystem
+    monkeypatch.setattr(fsspec, "filesystem", lambda name, **named: Bucket() if name == "gcs" else real(name, **named))
+    monkeypatch.setattr(Bucket, "store", {})
+    backend.fsspec_backend._get_filesystem.cache_clear()
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    yield Bucket.store
+    backend.fsspec_backend._get_filesystem.cache_clear()
+    assert not list(here.iterdir())
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return toy_training.write(tmp_path_factory.mktemp("toy"))
+
+
+def fetched(folder, target):
+    """A copy of a folder of the bucket on this machine."""
+    for path in epath.Path(folder).iterdir():
+        path.copy(target / path.name)
+    return target
+
+
+def untrained(stage, *, params, **_):
+    return params
+
+
+def test_a_run_leaves_its_model_there(bucket, toy, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "fit", untrained)
+    head.main(toy_training.settings(toy, "run=gs://bucket/runs/head"))
+    assert set(bucket) == {"/bucket/runs/head/model/config.json", "/bucket/runs/head/model/model.safetensors"}
+    assert "  model: gs://bucket/runs/head/model\n" in capsys.readouterr().out
+    drafter, backbone, weights = hf.load_drafter(fetched("gs://bucket/runs/head/model", tmp_path))
+    assert drafter.head == "mlp" and set(weights) == {"norm", "token_ug", "hidden_ug", "bias", "down"}
+    before = hf.load_drafter(toy.parent / "drafter")[1]
+    jax.tree.map(np.testing.assert_array_equal, backbone, before)
+
+
+def test_a_verifier_and_its_tokenizer_lie_there(bucket, toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "fit", untrained)
+    (tmp_path / "texts.jsonl").write_text('{"text": "one two three four"}\n')
+    sizes = dict(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
+    settings = verifier.VerifierStage(
+        run="gs://bucket/verifier/",
+        tokenizer=str(locate("tiny", "verifier")),
+        sources=(Source(path=str(tmp_path / "texts.jsonl"), format="text", hold_out=0),),
+        model=verifier.ModelSizes(**sizes),
+        optimizer=config.OptimizerConfig(learning_rate=1e-3),
+        loop=config.LoopConfig(batch=8),
+        mesh=config.MeshConfig(data=1),
+    )
+    verifier.main(settings)
+    (tmp_path / "copy").mkdir()
+    copy = fetched("gs://bucket/verifier/model", tmp_path / "copy")
+    assert hf.load_verifier(copy)[0].num_layers == 1 and Tokenizer.load(copy).encode("one")
+
+
+def test_settings_logs_and_exports_lie_there(bucket, toy, tmp_path, monkeypatch):
+    settings = toy_training.settings(toy, "run=gs://bucket/run")
+    folder = folders.absolute(settings.run)
+    claim(folder, settings)
+    claim(folder, settings)
+    with pytest.raises(ValueError, match="loop.batch was 8, now 16"):
+        claim(folder, toy_training.settings(toy, "run=gs://bucket/run", "loop.batch=16"))
+    assert set(bucket) == {"/bucket/run/settings.toml"}
+    log = watch.Log(folder, resumed_at=0)
+    for step, tau in ((2, 3.5), (4, 4.5)):
+        log.write(step, {"held_out/tau_64": tau})
+    log.close()
+    fresh = head.fresh_head(toy_training.with_head(), 0, 0.3)
+    monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": fresh}))
+    export.main(export.ExportStage(run=settings.run, out="gs://bucket/out", dtype="float32"))
+    weights = hf.load_drafter(fetched("gs://bucket/out", tmp_path))[2]
+    jax.tree.map(np.testing.assert_array_equal, weights, fresh)
+    card = (tmp_path / "README.md").read_text()
+    assert "step 2" in card and "| tau_64 | 3.500 |" in card, "what was measured up to that step"
+    stored = hf.read_drafter_config(tmp_path)
+    assert stored.drafter_temperature == 1 and stored.sampled_above is None
+
+
+def test_exports_store_what_was_found_after_training(toy, tmp_path, monkeypatch):
+    settings = toy_training.settings(toy, f"run={tmp_path}/run")
+    claim(folders.absolute(settings.run), settings)
+    fresh = head.fresh_head(toy_training.with_head(), 0, 0.3)
+    monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": fresh}))
+    found = dict(drafter_temperature=0.7, sampled_above=0.6)
+    export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "out"), dtype="float32", **found))
+    stored = hf.read_drafter_config(tmp_path / "out")
+    assert {name: getattr(stored, name) for name in found} == found
+    for name in found:
+        with pytest.raises(ValueError, match=f"got {name} -1.0, expected"):
+            config.load(export.ExportStage, None, [f"run={settings.run}", f"out={tmp_path}/bad", f"{name}=-1.0"])
+    assert not (tmp_path / "bad").exists()
+
+
+def test_what_failed_is_not_sent(bucket):
+    with pytest.raises(FileNotFoundError), folders.filled("gs://bucket/x") as folder:
+        (folder / "half").write_text("1")
+        (folder / "other").read_text()
+    assert not bucket
+    with folders.filled("gs://bucket/x") as folder:
+        (folder / "a" / "b").mkdir(parents=True)
+        (folder / "a" / "b" / "c").write_text("2")
+    assert {name: file.getvalue() for name, file in bucket.items()} == {"/bucket/x/a/b/c": b"2"}
+
+
+def test_folders_here_appear_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert str(folders.absolute("runs/a")) == f"{tmp_path}/runs/a"
+    with folders.filled(epath.Path("runs/a") / "model") as folder:
+        (folder / "x").write_text("1")
+        assert folder.resolve().parent == tmp_path / "runs" / "a" and not (tmp_path / "runs" / "a" / "model").exists()
+    assert [path.name for path in (tmp_path / "runs" / "a").rglob("*")] == ["model", "x"]
+
+
+def test_urls_that_cannot_be_opened_are_one_line(monkeypatch):
+    def missing(name, **_):
+        raise ImportError("Please install gcsfs to access Google Storage\nand more")
+
+    backend.fsspec_backend._get_filesystem.cache_clear()
+    monkeypatch.setattr(fsspec, "filesystem", missing)
+    for place, message in (
+        ("gs://b/run", r"\(Please install gcsfs.*\); gs:// needs pip install gcsfs"),
+        ("ftp://b", "ftp://"),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            folders.absolute(place)
+        assert "\n" not in str(caught.value)
+
+
+def test_exports_name_what_is_no_run(tmp_path):
+    with pytest.raises(ValueError, match="got no settings.toml, expected the run= of train.drafter or train.head"):
+        export.read_settings(str(tmp_path))
+
+
+def test_tiny_is_the_shipped_pair(monkeypatch):
+    """Wherever a stage names a model."""
+    found = []
+    monkeypatch.setattr(respond, "load", lambda **named: found.append((named["verifier"], named["drafter"])))
+    source = (Source(path="x.jsonl"),)
+    for drafter in ("tiny", None):
+        settings = respond.RespondConfig(
+            verifier="tiny", drafter=drafter, sources=source, out="x", mesh=config.MeshConfig(data=1)
+        )
+        respond.load_model(settings)
+    assert found[0] == (locate("tiny", "verifier"), locate("tiny", "drafter"))
+    assert found[1] == (locate("tiny", "verifier"), None)

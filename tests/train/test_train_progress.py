@@ -1,0 +1,112 @@
+"""What a person sees of a run: a bar and lines in a terminal, plain lines elsewhere, a closing table, curves."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from train import progress, watch
+
+ROOT = Path(__file__).parents[2]
+LOG = [
+    {"step": 20, "loss": 3.25, "top1": [0.5, 0.25], "tokens_per_second": 900.0, "mfu": 0.25, "seconds": 61.0},
+    {"step": 40, "loss": 2.5, "tokens_per_second": 1100.0, "tau_estimate": 1.75, "seconds": 118.0},
+    {"step": 40, "held_out/loss": 2.75, "held_out/tau_16": 2.5, "held_out/tau_64": 3.0, "held_out/tau_marginal_64": 2.25,
+     "held_out/top1": [0.5, 0.25], "seconds": 125.0},
+]  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LOG))
+    return tmp_path
+
+
+def test_lines_are_short_and_say_what_matters():
+    trained, measured = watch.describe(LOG[0] | LOG[2])
+    assert trained == "loss 3.250, 900 tokens/s, MFU 25%"
+    assert measured == "held-out loss 2.750, tau 2.50 at 16 nodes, 3.00 at 64 nodes (marginal 2.25)"
+    assert watch.describe(LOG[2]) == [measured] and watch.describe(LOG[0] | {"mfu": None}) == ["loss 3.250, 900 tokens/s"]
+
+
+def test_a_run_ends_with_its_sums(run, tmp_path, capsys):
+    rows = watch.summary(run)
+    assert rows == {
+        "steps": "40",
+        "loss": "2.500",
+        "held-out loss": "2.750",
+        "estimated tau": "1.750",
+        "tau": "2.50 at 16 nodes, 3.00 at 64 nodes (marginal 2.25)",
+        "tokens/s": "1,000 (median)",
+        "time": "2 min 5 s",
+    }
+    assert watch.summary(tmp_path / "none") == {}
+    progress.table("Trained head", {"steps": "40", "model": "runs/model"})
+    assert capsys.readouterr().out == "Trained head\n  steps: 40\n  model: runs/model\n"
+    assert [progress.duration(seconds) for seconds in (41.4, 60, 12004)] == ["41 s", "1 min 0 s", "3 h 20 min"]
+
+
+def test_lines_stay_above_the_bar_of_a_terminal(monkeypatch):
+    terminal = Terminal()
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "100")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with progress.Bar("answers", 8, 2) as bar:
+        bar.update(3, "evaluating 3 of 16 [prompts]")
+        print("step 20 of 40")
+    shown = terminal.getvalue()
+    assert "3/8" in shown and "evaluating 3 of 16 [prompts]" in shown and "step 20 of 40\n" in shown
+    title = "A title that is wider than its table " + "x" * 20
+    progress.table(title, {"tau": "2.50 at 16 nodes"})
+    assert f"{title}\n" in terminal.getvalue() and "│ tau │ 2.50 at 16 nodes │" in terminal.getvalue()
+
+
+def test_without_a_terminal_there_are_plain_lines_only(capsys):
+    with progress.Bar("answers", 8) as bar:
+        bar.update(3, "evaluating 3 of 16")
+        print("step 20 of 40")
+    assert capsys.readouterr().out == "step 20 of 40\n"
+
+
+def test_a_run_logs_the_seconds_of_all_its_parts(run, monkeypatch, capsys):
+    now = iter([100.0, 107.5])
+    monkeypatch.setattr(watch.time, "perf_counter", lambda: next(now))
+    shown = watch.Watch(watch.folders.absolute(run), steps=60, resumed_at=40, tensorboard=False, shown=True)
+    shown.write(60, {"loss": 2.0})
+    shown.close()
+    assert watch.read_log(run)[-1] == {"step": 60, "loss": 2.0, "seconds": 132.5}
+    assert capsys.readouterr().out == "continuing at step 40 of 60\nstep 60 of 60: loss 2.000\n"
+
+
+def curves(*arguments, hidden=""):
+    """`python -m train.watch` with a module hidden: (exit status, both streams)."""
+    script = (
+        f"import sys, runpy; sys.modules.update(dict.fromkeys({hidden.split()!r})); sys.argv[1:] = {list(arguments)!r}\n"
+    )
+    script += "runpy.run_module('train.watch', run_name='__main__', alter_sys=True)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_curves_need_matplotlib_and_help_does_not(run, tmp_path):
+    status, shown = curves("--help", hidden="matplotlib")
+    assert status == 0 and shown.startswith("usage:") and "RUN/curves.png" in shown
+    assert curves(str(run), hidden="matplotlib") == (
+        1,
+        "error: curves need matplotlib; install it with pip install matplotlib\n",
+    )
+    status, shown = curves(str(tmp_path / "none"))
+    assert status == 1 and shown.count("\n") == 1 and "got no log.jsonl" in shown
+
+
+def test_curves_are_drawn(run):
+    pytest.importorskip("matplotlib")
+    assert watch.plot(run).read_bytes().startswith(b"\x89PNG")

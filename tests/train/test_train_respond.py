@@ -1,0 +1,351 @@
+"""Answers are functions of seed and prompt; a run that was stopped anywhere, on any number of hosts, ends with one file."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from train import answers, config, respond
+from train.config import MeshConfig
+from train.records import Source
+from train.respond import RespondConfig
+
+ROOT = Path(__file__).parents[2]
+QUESTIONS = ["Tom has 3 apples.", "How many?", "Write a function.", "What is 12 + 30? Explain it at length.", "Hi", "Why?"]
+QUESTIONS += [f"Question {i}" for i in range(5)]
+BOTH = """
+import sys
+from train import config, respond
+for path in sys.argv[1:]:
+    respond.main(config.load(respond.RespondConfig, path))
+"""
+
+
+def write(path: Path, lines) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def chat(question: str) -> dict:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "An answer."}]}
+
+
+@pytest.fixture
+def model(tiny, monkeypatch):
+    """The shipped pair with its compiled programs; keeps what it was asked: the indices of every call."""
+    calls = []
+    generate_each = tiny.generate_each
+
+    def noted(*args, **named):
+        calls.append(list(named["indices"]))
+        return generate_each(*args, **named)
+
+    monkeypatch.setattr(tiny, "generate_each", noted)
+    monkeypatch.setattr(respond, "load_model", lambda settings: tiny)
+    tiny.calls = calls
+    return tiny
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory) -> Source:
+    path = write(tmp_path_factory.mktemp("questions") / "asked.jsonl", [chat(question) for question in QUESTIONS])
+    return Source(path=str(path), hold_out=0)
+
+
+@pytest.fixture
+def settings(tmp_path, questions) -> RespondConfig:
+    return RespondConfig(
+        verifier="tiny",
+        sources=(questions,),
+        out=str(tmp_path / "out" / "answers.jsonl"),
+        temperatures=(0.0, 0.7, 1.0),
+        max_new_tokens=12,
+        batch=4,
+        seed=7,
+        mesh=MeshConfig(data=1),
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, questions, tmp_path_factory) -> bytes:
+    """What an uninterrupted run writes, in batches of other sizes."""
+    out = tmp_path_factory.mktemp("whole") / "answers.jsonl"
+    named = dict(temperatures=(0.0, 0.7, 1.0), max_new_tokens=12, batch=7, seed=7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(respond, "load_model", lambda settings: tiny)
+        respond.main(RespondConfig(verifier="tiny", sources=(questions,), out=str(out), **named))
+    return out.read_bytes()
+
+
+def lines_of(content: bytes) -> list[dict]:
+    return [json.loads(line) for line in content.splitlines()]
+
+
+def test_lines_hold_what_was_asked_and_answered(tiny, whole):
+    lines = lines_of(whole)
+    prompts = [tiny.encode([{"role": "user", "content": question}]) for question in QUESTIONS]
+    assert [line["prompt"] for line in lines] == sorted(prompts, key=len)
+    for index, line in enumerate(lines):
+        assert line["index"] == index and line["source"] == "asked"
+        assert line["temperature"] == (0.0, 0.7, 1.0)[index % 3]
+        is_stopped = line["response"][-1] in tiny.stop_ids
+        assert line["finished"] == ("stop" if is_stopped else "length") and (is_stopped or len(line["response"]) == 12)
+
+
+def test_an_answer_depends_on_seed_and_index_only(tiny, whole):
+    for line in lines_of(whole):
+        named = dict(method="ar", seed=7, max_new_tokens=12, batch_size=4)
+        [alone] = tiny.generate([line["prompt"]], indices=[line["index"]], temperature=line["temperature"], **named)
+        assert alone.ids == line["response"]
+    hot = [line for line in lines_of(whole) if line["temperature"] == 1]
+    moved = tiny.generate([line["prompt"] for line in hot], indices=[99] * len(hot), temperature=1.0, **named)
+    assert [result.ids for result in moved] != [line["response"] for line in hot]
+    with pytest.raises(ValueError, match="got 1 indices for 2 prompts"):
+        tiny.generate([[1], [2]], indices=[0])
+
+
+@pytest.mark.parametrize("drafter", [None, "tiny"])
+def test_drafted_answers_are_the_same(model, settings, whole, drafter):
+    respond.main(replace(settings, drafter=drafter))
+    assert Path(settings.out).read_bytes() == whole
+    assert model.calls == [list(range(11))]
+
+
+def test_a_run_cut_at_any_byte_ends_with_the_same_file(model, settings, whole):
+    out = Path(settings.out)
+    respond.main(settings)
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    for cut in (0, 1, ends[0] - 1, ends[0], ends[3], ends[3] + 1, ends[5] + 20, ends[9], ends[10] - 1, ends[10]):
+        out.write_bytes(whole[:cut])
+        model.calls.clear()
+        respond.main(settings)
+        assert out.read_bytes() == whole, f"cut at byte {cut}"
+        lines = sum(end <= cut for end in ends)
+        assert sum(model.calls, []) == list(range(lines, 11)), "only unanswered prompts are asked"
+
+
+def test_answers_before_an_interrupt_are_kept(model, settings, whole, monkeypatch):
+    generate_each = model.generate_each
+
+    def interrupted(prompts, **named):
+        for number, (at, result) in enumerate(generate_each(prompts, **named)):
+            yield at, replace(result, finished="interrupted") if number >= 4 and len(model.calls) == 1 else result
+
+    monkeypatch.setattr(model, "generate_each", interrupted)
+    with pytest.raises(SystemExit, match="the same command goes on"):
+        respond.main(settings)
+    assert len(lines_of(Path(settings.out).read_bytes())) == 4
+    respond.main(settings)
+    assert Path(settings.out).read_bytes() == whole and len(model.calls[1]) == 7
+
+
+def test_parts_of_other_hosts_are_merged(model, settings, whole):
+    """As three hosts leave them that were killed: batches dealt out, one twice, an unfinished line."""
+    out = Path(settings.out)
+    out.parent.mkdir()
+    answers.save_settings(settings, out)
+    lines = whole.splitlines(keepends=True)
+    out.with_name("answers.jsonl.part-0").write_bytes(b"".join(lines[8:]) + b"".join(lines[:2]) + lines[2][:9])
+    out.with_name("answers.jsonl.part-2").write_bytes(b"".join(lines[8:10]))
+    respond.main(settings)
+    assert out.read_bytes() == whole
+    assert model.calls == [list(range(2, 8))]
+    assert sorted(path.name for path in out.parent.iterdir()) == ["answers.jsonl", "answers.jsonl.settings.toml"]
+
+
+def split(whole: bytes) -> tuple[bytes, bytes]:
+    """Lines of answers that ended, and of those that were cut."""
+    lines = whole.splitlines(keepends=True)
+    is_cut = [record["finished"] == "length" for record in lines_of(whole)]
+    return tuple(
+        b"".join(line for line, cut in zip(lines, is_cut, strict=True) if cut == wanted) for wanted in (False, True)
+    )
+
+
+@pytest.fixture
+def stopping(model, monkeypatch) -> bytes:
+    """Every third answer ends by itself; what a run that keeps all of them writes."""
+    generate_each = model.generate_each
+
+    def answers(prompts, **named):
+        for at, result in generate_each(prompts, **named):
+            yield at, replace(result, finished="stop" if named["indices"][at] % 3 == 1 else "length")
+
+    monkeypatch.setattr(model, "generate_each", answers)
+
+
+def test_answers_that_were_cut_may_be_dropped(model, stopping, settings, capsys):
+    out, apart = Path(settings.out), Path(settings.out + ".cut")
+    respond.main(settings)
+    whole = out.read_bytes()
+    kept, cut = split(whole)
+    assert kept and cut and not apart.exists()
+    dropping = replace(settings, cut="drop")
+    out.unlink()
+    respond.main(dropping)
+    assert (out.read_bytes(), apart.read_bytes()) == (kept, cut)
+    numbers = kept.count(b"\n"), cut.count(b"\n")
+    assert f"{numbers[0]} answers in {out}, {numbers[1]} that were cut in {apart}\n" in capsys.readouterr().out
+    # The same command has nothing left to do; with the other setting lines move, and nothing is asked again.
+    model.calls.clear()
+    for again, expected in ((dropping, (kept, cut)), (settings, (whole, None)), (dropping, (kept, cut))):
+        respond.main(again)
+        assert (out.read_bytes(), apart.read_bytes() if apart.exists() else None) == expected
+    assert not model.calls and sorted(path.name for path in out.parent.iterdir()) == [
+        "answers.jsonl", "answers.jsonl.cut", "answers.jsonl.settings.toml"
+    ]  # fmt: skip
+
+
+def test_a_run_that_drops_goes_on_from_anywhere(model, stopping, settings):
+    out, apart = Path(settings.out), Path(settings.out + ".cut")
+    respond.main(settings)
+    whole = out.read_bytes()
+    kept, cut = split(whole)
+    states = [
+        (whole[: len(whole) // 2], None),
+        (whole, cut),
+        (kept, None),
+        (whole[:-3], cut),
+        (b"", cut),
+        (kept[:-9], cut),
+    ]
+    for there, aside in states:
+        out.write_bytes(there)
+        apart.unlink(missing_ok=True)
+        if aside is not None:
+            apart.write_bytes(aside)
+        respond.main(replace(settings, cut="drop"))
+        assert (out.read_bytes(), apart.read_bytes()) == (kept, cut)
+
+
+def test_settings_may_change_only_where_no_answer_depends_on_them(model, settings, whole):
+    out = Path(settings.out)
+    respond.main(settings)
+    out.write_bytes(whole[:-5])
+    respond.main(replace(settings, batch=7, mesh=MeshConfig(data=2), replicas="all"))
+    assert out.read_bytes() == whole
+    for changed in ({"seed": 8}, {"temperatures": (0.0,)}, {"max_new_tokens": 13}, {"verifier": "other"}):
+        with pytest.raises(ValueError, match=f"was begun with {next(iter(changed))} = .*give another out, or delete it"):
+            respond.main(replace(settings, **changed))
+    out.with_name("answers.jsonl.settings.toml").unlink()
+    with pytest.raises(ValueError, match="exists without its settings"):
+        respond.main(settings)
+    assert out.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"index": 1, "prompt": [5]}\n', "line 2 answers another prompt than number 1 of these sources"),
+        ('{"index": 99, "prompt": [5]}\n', "line 2 answers another prompt than number 99"),
+        ('{"index": \n', "line 2: got no answer"),
+        ("[]\n", "line 2: got no answer"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_left_alone(model, settings, whole, line, message):
+    respond.main(settings)
+    content = whole.splitlines(keepends=True)[0] + line.encode()
+    Path(settings.out).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        respond.main(settings)
+    assert Path(settings.out).read_bytes() == content
+
+
+def test_prompts_of_every_kind_of_source(model, settings, tmp_path):
+    asked = [{"role": "user", "content": "Only asked"}]
+    several = [*chat("First")["messages"], *chat("Second")["messages"]]
+    chats = write(
+        tmp_path / "chats.jsonl", [{"messages": asked}, {"messages": several}, chat("word " * 300), chat("Held out")]
+    )
+    texts = write(tmp_path / "texts.jsonl", [{"text": "Once upon a time"}])
+    before = write(tmp_path / "before.jsonl", [{"prompt": [7, 8, 9], "response": [1]}])
+    sources = (
+        Source(path=str(chats), hold_out=4),
+        Source(path=str(texts), format="text"),
+        Source(path=str(before), format="responses"),
+    )
+    prompts = respond.collect_prompts(replace(settings, sources=sources), model)
+    first = [{"role": "user", "content": "First"}]
+    expected = [
+        ("before", [7, 8, 9]),
+        ("texts", model.encode("Once upon a time")),
+        ("chats", model.encode(asked)),
+        ("chats", model.encode(first)),
+    ]
+    assert [(prompt.source, prompt.ids) for prompt in prompts] == sorted(expected, key=lambda item: len(item[1]))
+
+
+def test_bad_input_is_one_line(model, settings, tmp_path, questions):
+    opened_by_assistant = {"messages": [{"role": "assistant", "content": "Hello"}]}
+    source = Source(path=str(write(tmp_path / "bad.jsonl", [opened_by_assistant])), hold_out=0)
+    cases = [
+        ({"sources": (source,)}, "bad.jsonl, line 1: got a chat that the assistant opens"),
+        ({"sources": (source,), "malformed": "skip"}, r"got no prompt of at most 192 tokens \(1 malformed\)"),
+        ({"max_prompt_tokens": 3}, r"got no prompt of at most 3 tokens \(11 too long\)"),
+        ({"max_new_tokens": 2040}, "expected at most 2048 together"),
+        ({"sources": (Source(path="gsm8k_test.jsonl"),)}, "gsm8k_test.jsonl: no such file"),
+    ]
+    for changed, message in cases:
+        with pytest.raises(ValueError, match=message):
+            respond.main(replace(settings, **changed))
+    assert not Path(settings.out).exists()
+    for changed in ({"sources": ()}, {"temperatures": ()}, {"batch": 0}):
+        with pytest.raises(ValueError, match=f"got (no )?{next(iter(changed))}"):
+            config.replaced(settings, changed)
+
+
+def test_models_that_cannot_be_loaded(settings, tmp_path):
+    with pytest.raises(ValueError, match="got mesh.fsdp 2, expected 1"):
+        respond.load_model(replace(settings, mesh=MeshConfig(fsdp=2)))
+    with pytest.raises(ValueError, match="expected a product of at most"):
+        respond.load_model(replace(settings, mesh=MeshConfig(data=64)))
+    with pytest.raises(ValueError):
+        respond.load_model(replace(settings, verifier=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_file_of_one(settings, whole, tmp_path):
+    """Two processes of four devices: a replica each over uneven batches, then one verifier over all eight."""
+    paths = []
+    for replicas, mesh in (("host", MeshConfig()), ("all", MeshConfig(data=4, model=2))):
+        path = tmp_path / f"{replicas}.settings"
+        config.save(replace(settings, out=str(tmp_path / f"{replicas}.jsonl"), replicas=replicas, mesh=mesh), path)
+        paths.append(str(path))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environ = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "4",
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BOTH, *paths],
+            env=environ | {"JAX_PROCESS_ID": str(number)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        logs = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(logs)
+    for replicas in ("host", "all"):
+        assert (tmp_path / f"{replicas}.jsonl").read_bytes() == whole, replicas
+    assert not list(tmp_path.glob("*.part-*"))
+    assert logs[0].count("6 of 6 answers") == 1 and logs[0].count("11 of 11 answers") == 1, "a share, then all"
+    assert "answers in" in logs[0] and "answers in" not in logs[1], "one process speaks"

@@ -1,0 +1,249 @@
+"""A run may be killed, terminated, damaged or moved to other hosts: the same command ends where it would have ended."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import toy_training
+from etils import epath
+
+from train import data, head, objective
+from train.checkpoint import Checkpoints, claim
+from treeflash_jax.formats import hf
+
+HERE = Path(__file__).parents[1]
+STEPS = ("loop.steps=24", "loop.save_every=3", "loop.evaluate_every=12", "loop.batch=4")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return toy_training.write(tmp_path_factory.mktemp("toy")).parent
+
+
+def command(folder, run, *overrides):
+    return [sys.executable, str(HERE / "toy_training.py"), str(folder), f"run={run}", *STEPS, *overrides]
+
+
+def start(arguments, devices=1, **environment):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {"JAX_PLATFORMS": "cpu"}
+    env |= {"TOY_DEVICES": str(devices), "PYTHONPATH": str(HERE.parent), **environment}
+    return subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process, timeout=200):
+    output, _ = process.communicate(timeout=timeout)
+    assert process.returncode == 0, output
+    return output
+
+
+def here(folder, run, *overrides):
+    """A run in this process."""
+    head.main(toy_training.settings(folder / "head.toml", f"run={run}", *STEPS, *overrides))
+
+
+def outcome(run):
+    """(log without times, final weights) of a finished run."""
+    lines = [json.loads(line) for line in (Path(run) / "log.jsonl").read_text().splitlines()]
+    log = [{k: v for k, v in line.items() if k not in ("tokens_per_second", "mfu", "seconds")} for line in lines]
+    weights = jax.tree.map(np.asarray, hf.load_drafter(Path(run) / "model")[1:])
+    return log, weights
+
+
+def assert_identical(run, expected):
+    log, weights = outcome(run)
+    assert log == expected[0]
+    jax.tree.map(np.testing.assert_array_equal, weights, expected[1])
+
+
+def assert_close(run, expected, tolerance=1e-4):
+    log, weights = outcome(run)
+    assert [line["step"] for line in log] == [line["step"] for line in expected[0]]
+    for a, b in zip(log, expected[0], strict=True):
+        np.testing.assert_allclose(a["loss"], b["loss"], rtol=tolerance)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-2), weights, expected[1])  # bf16 files
+
+
+@pytest.fixture(scope="module")
+def whole(toy, tmp_path_factory):
+    """What the uninterrupted run gives."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    here(toy, run)
+    return outcome(run)
+
+
+def kill_until_done(toy, run, kills, rng, shortest=1.0, longest=6.0):
+    """Starts the run again and again, killing it at random moments; returns how often."""
+    done = 0
+    while True:
+        process = start(command(toy, run))
+        log = Path(run) / "log.jsonl"
+        if done < kills:
+            # Half of the kills wait for the training itself, where saves happen; the others fall anywhere.
+            if done == 0 or rng.random() < 0.5:
+                lines = len(log.read_text().splitlines()) if log.exists() else 0
+                deadline = time.time() + 60
+                while process.poll() is None and time.time() < deadline:
+                    if log.exists() and len(log.read_text().splitlines()) > lines + 1:
+                        break
+                    time.sleep(0.01)
+                time.sleep(rng.uniform(0, 0.1))
+            else:
+                time.sleep(rng.uniform(shortest, longest))
+        if done >= kills or process.poll() is not None:
+            finish(process)
+            return done
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        done += 1
+
+
+def test_killed_runs_end_identically(toy, whole, tmp_path):
+    """Two kills here; `python tests/test_train_resume.py` makes twenty and more."""
+    assert kill_until_done(toy, tmp_path / "run", 2, random.Random(0), 4.0, 9.0) >= 1
+    assert_identical(tmp_path / "run", whole)
+
+
+def test_damaged_newest_checkpoint_falls_back(toy, whole, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    here(toy, run)
+    newest = max((run / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+    damaged = 0
+    for path in newest.rglob("*"):
+        if path.is_file() and path.stat().st_size > 500:
+            path.write_bytes(path.read_bytes()[:100])
+            damaged += 1
+    assert damaged
+    (run / "log.jsonl").write_text((run / "log.jsonl").read_text()[:-20])
+    with pytest.warns(UserWarning, match=f"checkpoint of step {newest.name} cannot be read"):
+        here(toy, run)
+    assert_identical(run, whole)
+
+
+def test_terminated_run_saves_and_goes_on(toy, whole, tmp_path):
+    run = tmp_path / "run"
+    process = start(command(toy, run, "loop.log_every=1"), TOY_TERMINATE_AFTER="4")
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 143 and "terminated: saved step 4 of 24" in output, output
+    assert (run / "checkpoints" / "4").exists(), "steps are saved every three otherwise"
+    here(toy, run, "loop.log_every=2")
+    _, weights = outcome(run)
+    jax.tree.map(np.testing.assert_array_equal, weights, whole[1])
+
+
+def two_processes(toy, run, *overrides):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    arguments = command(toy, run, "mesh.data=4", "mesh.model=2", "loop.batch=8", *overrides)
+    environment = {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": "2"}
+    processes = [start(arguments, devices=4, JAX_PROCESS_ID=str(i), **environment) for i in range(2)]
+    return [finish(process) for process in processes]
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one_and_resume_each_other(toy, tmp_path):
+    one, two, mixed, back = (tmp_path / name for name in ("one", "two", "mixed", "back"))
+    batch = ("mesh.data=4", "mesh.model=2", "loop.batch=8")
+    here(toy, one, *batch)
+    expected = outcome(one)
+    outputs = two_processes(toy, two)
+    assert "model: " in outputs[0] and outputs[1].count("step ") == 0
+    assert_close(two, expected)
+    # One process continues what two began, and the other way round: steps after a checkpoint are taken away.
+    for run, source in ((mixed, two), (back, one)):
+        shutil.copytree(source, run)
+        for path in (run / "checkpoints").glob("[0-9]*"):
+            if int(path.name) == 24:
+                shutil.rmtree(path)
+        shutil.rmtree(run / "model")
+    here(toy, mixed, *batch)
+    assert_close(mixed, expected)
+    two_processes(toy, back)
+    assert_close(back, expected)
+
+
+def test_other_settings_are_refused_and_nothing_is_overwritten(toy, tmp_path):
+    run = tmp_path / "run"
+    first, second = (
+        toy_training.settings(toy / "head.toml", f"run={run}", *extra) for extra in ((), ("optimizer.learning_rate=0.5",))
+    )
+    claim(epath.Path(run), first)
+    before = (run / "settings.toml").read_text()
+    with pytest.raises(ValueError, match=r"optimizer.learning_rate was 0.01, now 0.5.*another run="):
+        Checkpoints(str(run), second, keep=1, best="", mode="min")
+    assert (run / "settings.toml").read_text() == before
+    moved = toy_training.settings(toy / "head.toml", f"run={run}", "mesh.data=8", "loop.save_every=7")
+    Checkpoints(str(run), moved, keep=1, best="", mode="min").inner.close()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(toy, tmp_path, monkeypatch):
+    real = objective._score
+
+    def poisoned(*args, **kwargs):
+        sums = real(*args, **kwargs)
+        bad = jax.numpy.where(args[3].tokens_rt.sum() == POISON, jax.numpy.nan, 0.0)
+        return sums | {"loss": (sums["loss"][0] + bad, sums["loss"][1])}
+
+    settings = toy_training.settings(toy / "head.toml", f"run={tmp_path}/run", "loop.save_every=2", "loop.log_every=2")
+    tokenizerless = data.open_sources(settings.sources, settings.data, None, 0)
+    POISON = int(data.at(tokenizerless, 5, batch=8, seed=0).tokens_rt.sum())
+    monkeypatch.setattr(objective, "_score", poisoned)
+    with pytest.raises(ValueError, match="not finite at step 5"):
+        head.main(settings)
+    assert max(int(path.name) for path in (tmp_path / "run" / "checkpoints").glob("[0-9]*")) == 4
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_best_checkpoint_is_kept_beside_the_newest(tmp_path, mode):
+    """Saves between evaluations have no metric and are never the best; what is restored is the newest."""
+    config = toy_training.settings(toy_training.write(tmp_path / "toy"), f"run={tmp_path}/run")
+    sign = 1.0 if mode == "min" else -1.0
+    with Checkpoints(f"{tmp_path}/run", config, keep=2, best="loss", mode=mode) as saved:
+        for step, value in ((1, 3.0), (2, 1.0), (3, None), (4, 2.5), (5, None)):
+            state = {"x": jax.numpy.arange(3.0) + step}
+            saved.save(step, state, {"other": 0.0} | ({} if value is None else {"loss": sign * value}), wait=True)
+        assert saved.steps == [2, 4, 5]
+        abstract = {"x": jax.ShapeDtypeStruct((3,), np.float32, sharding=state["x"].sharding)}
+        np.testing.assert_array_equal(saved.restore(abstract)["x"], state["x"])
+        with pytest.warns(UserWarning), pytest.raises(ValueError, match="none of its checkpoints can be read"):
+            saved.restore({"y": abstract["x"], "z": abstract["x"]})
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs resource limits")
+def test_full_disk_is_one_clear_error(toy, tmp_path):
+    script = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000));"
+        f"sys.argv = {['x', *command(toy, tmp_path / 'run')[2:]]!r};"
+        f"runpy.run_path({str(HERE / 'toy_training.py')!r}, run_name='__main__')"
+    )
+    process = start([sys.executable, "-c", script])
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    last = [line for line in output.splitlines() if line.strip()][-1]
+    assert "could not be written" in last and "free some space" in last, output[-3000:]
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    kills = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+    with tempfile.TemporaryDirectory() as folder_:
+        toy_ = toy_training.write(Path(folder_) / "toy").parent
+        finish(start(command(toy_, f"{folder_}/whole")))
+        expected_, rng_, total = outcome(f"{folder_}/whole"), random.Random(time.time_ns()), 0
+        for number in range(1000):
+            total += kill_until_done(toy_, f"{folder_}/run{number}", 5, rng_)
+            assert_identical(f"{folder_}/run{number}", expected_)
+            print(f"{total} kills: losses and weights identical to the uninterrupted run", flush=True)
+            if total >= kills:
+                break

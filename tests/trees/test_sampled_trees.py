@@ -1,0 +1,198 @@
+"""Sampled trees in the decode round: what stays equal, what is refused, streams, meshes, the comparison of all rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import random_pair
+
+from treeflash_jax import GenerateConfig, TreeFlash, make_mesh
+from treeflash_jax.bench import rules as comparison
+from treeflash_jax.bench import run
+from treeflash_jax.bench.run import parse_systems
+from treeflash_jax.check import check
+from treeflash_jax.decoding import loops as core
+from treeflash_jax.decoding import rounds
+from treeflash_jax.settings import drafting, rows_of
+
+PROMPTS = [[3, 4, 5, 17, 29], [7, 8], [11], [20, 21, 22]]
+TREE = {"nodes": 8, "candidates": 8, "children": 8, "max_new_tokens": 24}
+HYBRID = {"builder": "hybrid", "skeleton": 0.4}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_pair()
+
+
+@pytest.mark.filterwarnings("ignore:tau is")
+@pytest.mark.parametrize("settings", [HYBRID, {"builder": "paths", "branches": 1}, {"builder": "paths"}], ids=str)
+def test_greedy_answers_are_those_of_plain_decoding(model, settings):
+    plain = model.generate(PROMPTS, method="ar", max_new_tokens=24)
+    drafted = model.generate(PROMPTS, expected_lengths=True, **settings, **TREE)
+    assert [result.ids for result in drafted] == [result.ids for result in plain]
+    for result in drafted:  # without coins nothing is left to chance
+        np.testing.assert_allclose(result.expected_lengths, result.accepted_before_cut, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:tau is")
+def test_sample_and_match_gives_the_answer_of_plain_decoding_whatever_the_tree(model):
+    sampling = {"temperature": [0.7, 1.0, 1.3, 1.0], "seed": [1, 2, 3, 4], "max_new_tokens": 24}
+    plain = model.generate(PROMPTS, method="ar", **sampling)
+    drafted = model.generate(PROMPTS, **HYBRID, acceptance="sample-and-match", **TREE | sampling)
+    assert [result.ids for result in drafted] == [result.ids for result in plain]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:tau is")
+def test_hot_rows_get_the_builder_measured_for_the_drafter(model):
+    """The crossover decides row by row, whatever else is in the call; a builder or rule that is asked for wins over it."""
+    sampling = {"temperature": [0.7, 1.0, 0.0, 1.2], "seed": [1, 2, 3, 4]}
+    ids = {
+        builder: [result.ids for result in model.generate(PROMPTS, builder=builder, **TREE, **sampling)]
+        for builder in (None, "best-first", "hybrid")
+    }
+    assert ids[None] == ids["best-first"]
+    assert all(ids["best-first"][i] != ids["hybrid"][i] for i in (1, 3))
+    drafter = dataclasses.replace(model.drafter, sampled_above=1.0)
+    measured = TreeFlash(model.verifier, model.weights, drafter=drafter)
+    results = measured.generate(PROMPTS, samples=2, **TREE, **sampling)
+    chosen = ["best-first", "hybrid", "best-first", "hybrid"]
+    assert [result.ids for result in results[::2]] == [ids[name][i] for i, name in enumerate(chosen)]
+    *_, streamed = measured.stream(PROMPTS[1], temperature=1.0, seed=2, **TREE)
+    alone = model.generate([PROMPTS[1]], temperature=1.0, seed=2, builder="hybrid", **TREE)[0]
+    assert streamed.ids == alone.ids == measured.generate([PROMPTS[1]], temperature=1.0, seed=2, **TREE)[0].ids
+    for asked in ({"builder": "best-first"}, {"acceptance": "sample-and-match"}):
+        assert [result.ids for result in measured.generate(PROMPTS, **asked, **TREE, **sampling)] == ids["best-first"]
+    assert not any(one.divergence for one in check(measured, PROMPTS, **TREE, **sampling))
+
+
+@pytest.mark.filterwarnings("ignore:tau is")
+def test_answers_do_not_depend_on_the_batch_or_on_devices_and_values_do_not_recompile(model):
+    sampling = {"temperature": [0.7, 1.0, 0.0, 1.0], "top_p": [1.0, 0.9, 1.0, 1.0], "seed": 5}
+    together = [result.ids for result in model.generate(PROMPTS, **HYBRID, **TREE, **sampling)]
+    before = len(model.programs)
+    other = {"temperature": 1.2, "seed": 6, "drafter_temperature": 0.7}
+    assert [result.ids for result in model.generate(PROMPTS, **HYBRID, **TREE, **other)] != together
+    assert len(model.programs) == before
+    sharded = random_pair(make_mesh(4, 2))
+    assert [result.ids for result in sharded.generate(PROMPTS, **HYBRID, **TREE, **sampling)] == together
+    [text] = [compiled.as_text() for key, compiled in sharded.programs.items() if key[0] is core.decode]
+    assert not any(host in text for host in ("callback", "infeed", "outfeed"))
+
+
+def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_noise(model):
+    config = GenerateConfig(**TREE)
+    rows = rows_of(PROMPTS[:1], config, model.verifier)
+    state = core.prefill(model.weights, *model._inputs(rows, 1, 256, config), plan=model.plan(config).for_prefill())
+    later = state.replace(cache=state.cache.replace(length_b=state.cache.length_b + 1))
+    keys = [
+        jax.random.key_data(rounds._round_keys(at, stream)).tolist()
+        for at in (state, later)
+        for stream in (rounds.VERIFY_STREAM, rounds.DRAFT_STREAM, rounds.COINS_STREAM)
+    ]
+    assert len({str(key) for key in keys}) == 6
+    start = int(state.cache.length_b[0])
+    [expected] = (jax.random.fold_in(jax.random.fold_in(state.sampling.key_b[0], s), start) for s in (rounds.COINS_STREAM,))
+    assert keys[2] == [jax.random.key_data(expected).tolist()]
+    coins, bonus = rounds._coins(state, 3, jnp.zeros((1, 4, 9)))
+    assert coins.shape == (1, 3) and bonus.shape == (1, 9)
+    assert (coins != rounds._coins(later, 3, jnp.zeros((1, 4, 9)))[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"builder": "heap"}, "builder 'heap'"),
+        ({"builder": "paths", "method": "chain"}, "builder 'paths'"),
+        ({"acceptance": "luck"}, "acceptance 'luck'"),
+        ({"acceptance": "traversal"}, "tree of law 'deterministic', expected sampled nodes with their law"),
+        ({"builder": "hybrid", "acceptance": "block"}, "tree of law 'hybrid', expected one sampled path"),
+        ({"builder": "without-replacement", "acceptance": "k-sequential"}, "siblings drawn independently"),
+        ({"builder": "hybrid", "nodes": 1}, "nodes 1"),
+        ({"branches": 0}, "branches 0"),
+        ({"trunk": -1}, "trunk -1"),
+        ({"skeleton": 1.5}, "skeleton 1.5"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_any_compute(model, settings, words):
+    before = len(model.programs)
+    with pytest.raises(ValueError, match=words):
+        model.generate(PROMPTS, **settings)
+    assert len(model.programs) == before
+
+
+def test_rules_that_suit_the_builder_are_the_default():
+    rules = {
+        (builder, branches): drafting(GenerateConfig(builder=builder, branches=branches))[1]
+        for builder, branches in ((None, 2), ("paths", 1), ("paths", 2), ("hybrid", 1))
+    }
+    assert list(rules.values()) == ["sample-and-match", "block", "traversal", "traversal"]
+
+
+def test_check_refuses_samples_that_cannot_be_compared(model):
+    with pytest.raises(ValueError, match="'traversal' at temperature above 0"):
+        check(model, PROMPTS[:1], temperature=1.0, **HYBRID)
+
+
+def test_systems_name_builders_and_rules():
+    systems = parse_systems(["treeflash-8+hybrid", "marginal+paths+traversal@0.7"], [4])
+    assert list(systems) == ["treeflash-8+hybrid", "marginal-4+paths+traversal@0.7"]
+    assert systems["treeflash-8+hybrid"] == {"method": "tree", "builder": "hybrid", "acceptance": None, "nodes": 8}
+    assert systems["marginal-4+paths+traversal@0.7"]["acceptance"] == "traversal"
+    for name in ("chain+hybrid", "treeflash+heap", "treeflash+hybrid+luck"):
+        with pytest.raises(ValueError, match="unknown system"):
+            parse_systems([name], [4])
+
+
+def test_the_comparison_holds_every_lawful_pair_once():
+    configs = comparison.combinations({}, list(comparison.KINDS), list(comparison.RULES), [8], ["mlp"])
+    pairs = [comparison._kind(config) for config in configs]
+    assert len(set(pairs)) == len(pairs) == 1 + 8 + 6 + 5 + 4 + 4 - 0
+    assert ("best-first", "traversal") not in pairs and ("paths", "block") not in pairs
+
+
+@pytest.mark.slow
+def test_the_comparison_writes_numbers_and_a_picture_and_goes_on_after_a_stop(tmp_path, monkeypatch, capsys):
+    out, picture = tmp_path / "rules.json", tmp_path / "rules.png"
+    arguments = "--builders hybrid --rules traversal --heads mlp --nodes 6 --candidates 4 --children 4".split()
+    arguments += "--temperature 1 --limit 3 --max-new-tokens 12 --resamples 50".split()
+    assert comparison.main([*arguments, "--out", str(out), "--plot", str(picture)]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith("[1/2] best-first sample-and-match") and "[2/2] hybrid traversal" in printed.err
+    assert "T = 1, mlp head, 6 nodes" in printed.out and "hybrid" in printed.out and "1.00 [1.00, 1.00]" in printed.out
+    again, partial, converse, asked = tmp_path / "again.json", tmp_path / "again.json.partial", run.converse, []
+
+    def stops(model, batch, config, form):
+        asked.append(config.builder)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return converse(model, batch, config, form)
+
+    monkeypatch.setattr(run, "converse", stops)
+    with pytest.raises(KeyboardInterrupt):
+        comparison.main([*arguments, "--out", str(again)])
+    with partial.open("a") as file:
+        file.write('{"system": "cut o')
+    before = partial.read_text()
+    assert comparison.main([*arguments, "--seed", "1", "--out", str(again)]) == 2
+    assert "got results of another comparison" in capsys.readouterr().err
+    assert partial.read_text().splitlines()[:2] == before.splitlines()[:2]
+    assert comparison.main([*arguments, "--out", str(again)]) == 0
+    assert asked == ["best-first", "hybrid", "hybrid"] and not partial.exists()
+    assert again.read_text() == out.read_text()
+    result = json.loads(out.read_text())
+    plain, sampled = result["rows"]
+    assert (plain["builder"], plain["acceptance"]) == comparison.BASELINE and plain["tau_ratio"]["value"] == 1
+    assert (sampled["builder"], sampled["acceptance"], sampled["nodes"]) == ("hybrid", "traversal", 6)
+    for row in result["rows"]:
+        assert row["tau"]["low"] <= row["tau"]["value"] <= row["tau"]["high"] and row["rounds"] > 10
+        assert 1 <= row["expected_tau"]["value"] <= 8
+        assert abs(row["expected_tau"]["value"] - row["tau"]["value"]) < 1
+    assert picture.stat().st_size > 1000
+    assert result["hardware"]["backend"] and result["settings"]["dtype"] == "float32"

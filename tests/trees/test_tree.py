@@ -1,0 +1,232 @@
+"""Draft trees against a heap: 3,000 random tables in one compiled program, every corner case among them."""
+
+from __future__ import annotations
+
+import heapq
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from treeflash_jax.trees import tree
+
+TABLES, DEPTHS, ROWS, CHILDREN, VOCAB = 512, 4, 5, 4, 23
+KINDS = ("plain", "ties", "certain", "leaves", "missing", "exhausted")
+BUILD = {name: jax.jit(builder, static_argnums=2) for name, builder in tree.BUILDERS.items()}
+best_first = BUILD["best-first"]
+
+
+def random_tables(kind: str, seed: int = 0, rows: int = ROWS, children: int = CHILDREN) -> tree.TransitionTable:
+    """B tables, each row with distinct tokens and log-probabilities in decreasing order."""
+    rng = np.random.default_rng([seed, KINDS.index(kind)])
+    shape = (TABLES, DEPTHS, rows, children)
+    log_probs = -np.sort(rng.exponential(1.0, shape)).astype(np.float32)
+    if kind in ("ties", "leaves"):  # few distinct values: most scores occur several times
+        log_probs = np.round(log_probs * 2) / 2 - np.float32(0.5)
+    if kind == "certain":  # a child of probability 1 ties its parent
+        log_probs[..., 1:] = np.minimum(log_probs[..., 1:], -0.25)
+        log_probs[..., 0] = np.where(rng.random(shape[:3]) < 0.6, 0.0, log_probs[..., 0])
+        log_probs = -np.sort(-log_probs.round(1))
+    if kind in ("missing", "exhausted"):  # rows end early, some before they begin
+        present = rng.integers(0, children + 1 if kind == "missing" else 3, shape[:3])
+        log_probs = np.where(np.arange(children) < present[..., None], log_probs, -np.inf)
+    tokens = rng.permuted(np.broadcast_to(np.arange(1, VOCAB), (*shape[:3], VOCAB - 1)), axis=-1)[..., :children]
+    ends = {"leaves": 0.7, "exhausted": 0.8}.get(kind, 0.1)
+    next_row = np.where(rng.random(shape) < ends, -1, rng.integers(0, rows, shape))
+    next_row[:, -1] = -1
+    return tree.TransitionTable(*(jnp.asarray(x) for x in (tokens.astype(np.int32), log_probs, next_row.astype(np.int32))))
+
+
+def anchors(seed: int = 9) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(1, VOCAB, TABLES), jnp.int32)
+
+
+def heap_search(tokens_imc, log_probs_imc, next_row_imc, budget: int) -> dict[tuple[int, ...], np.float32]:
+    """The published search: pop the best path, push its next sibling and its first child. Paths of tokens -> scores."""
+    found: dict[tuple[int, ...], np.float32] = {}
+    heap: list = []
+
+    def push(parent_score, path, ranks, depth, row, rank):
+        if row >= 0 and depth < DEPTHS and rank < tokens_imc.shape[2]:
+            score = np.float32(parent_score + log_probs_imc[depth, row, rank])
+            if np.isfinite(score):
+                heapq.heappush(heap, (-score, (*ranks, rank), path, parent_score, depth, row))
+
+    push(np.float32(0), (), (), 0, 0, 0)
+    while heap and len(found) < budget - 1:
+        cost, ranks, above, parent_score, depth, row = heapq.heappop(heap)
+        path = (*above, int(tokens_imc[depth, row, ranks[-1]]))
+        found[path] = -cost
+        push(parent_score, above, ranks[:-1], depth, row, ranks[-1] + 1)
+        push(-cost, path, ranks, depth + 1, next_row_imc[depth, row, ranks[-1]], 0)
+    return found
+
+
+def paths(built: tree.DraftTree, b: int) -> list[tuple[int, ...]]:
+    """The token path of every node of one tree, in node order; fails where a parent does not precede its child."""
+    tokens, parent, depth = (np.asarray(x)[b] for x in (built.tokens_bn, built.parent_bn, built.depth_bn))
+    found: list[tuple[int, ...]] = [()]
+    for node in range(1, int(np.asarray(built.valid_bn)[b].sum())):
+        assert parent[node] < node
+        found.append((*found[parent[node]], int(tokens[node])))
+        assert depth[node] == len(found[node])
+    return found
+
+
+def assert_documented(built: tree.DraftTree, anchor_b: jax.Array) -> None:
+    """Root, padding and order of a tree are what the docstring of DraftTree says."""
+    tokens, parent, depth, log_prob, valid = (
+        np.asarray(x) for x in (built.tokens_bn, built.parent_bn, built.depth_bn, built.log_prob_bn, built.valid_bn)
+    )
+    assert [x.dtype for x in (tokens, parent, depth)] == 3 * [np.int32] and log_prob.dtype == np.float32
+    np.testing.assert_array_equal(tokens[:, 0], anchor_b)
+    assert valid[:, 0].all() and not parent[:, 0].any() and not depth[:, 0].any() and not log_prob[:, 0].any()
+    assert (np.diff(valid.astype(int), axis=1) <= 0).all(), "padding is a tail"
+    assert not tokens[~valid].any() and not parent[~valid].any() and not depth[~valid].any()
+    assert np.isneginf(log_prob[~valid]).all() and np.isfinite(log_prob[valid]).all()
+    assert (log_prob[:, 1:] <= log_prob[:, :-1]).all(), "decreasing probability"
+    assert (depth[:, 1:][valid[:, 1:]] >= 1).all()
+
+
+def assert_same_tree(first: tree.DraftTree, second: tree.DraftTree) -> None:
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_best_first_is_the_heap(kind):
+    tables, anchor_b, budget = random_tables(kind), anchors(), 14
+    built = best_first(tables, anchor_b, budget)
+    assert_documented(built, anchor_b)
+    arrays = [np.asarray(x) for x in (tables.tokens_bimc, tables.log_probs_bimc, tables.next_row_bimc)]
+    log_prob_bn = np.asarray(built.log_prob_bn)
+    sizes = set()
+    for b in range(TABLES):
+        everything = heap_search(*(x[b] for x in arrays), budget=10**9)
+        expected = heap_search(*(x[b] for x in arrays), budget=budget)
+        got = paths(built, b)[1:]
+        scores = log_prob_bn[b, 1 : len(got) + 1]
+        assert len(set(got)) == len(got), "siblings are distinct"
+        assert [everything[path] for path in got] == scores.tolist(), "a node scores the sum along its path"
+        assert sorted(scores) == sorted(expected.values())
+        if len(set(everything.values())) == len(everything):  # no ties: there is one best set
+            assert set(got) == set(expected)
+        sizes.add(len(got))
+    assert (sizes == {budget - 1}) == (kind in ("plain", "ties", "certain"))
+
+
+def test_ties_and_exhaustion_occur():
+    tied, certain, exhausted = (random_tables(kind) for kind in ("ties", "certain", "exhausted"))
+    scores = np.asarray(best_first(tied, anchors(), 14).log_prob_bn)
+    assert np.mean(scores[:, 1:] == scores[:, :-1]) > 0.3
+    scores = np.asarray(best_first(certain, anchors(), 14).log_prob_bn)
+    assert np.mean(scores[:, 1] == 0) > 0.3
+    sizes = np.asarray(best_first(exhausted, anchors(), 14).valid_bn).sum(1)
+    assert sizes.min() == 1 and len(set(sizes)) > 4
+
+
+@pytest.mark.parametrize("name", tree.BUILDERS)
+def test_budget_one_is_the_root(name):
+    built = BUILD[name](random_tables("plain"), anchors(), 1)
+    assert_documented(built, anchors())
+    assert built.tokens_bn.shape == (TABLES, 1)
+
+
+def test_budget_two_is_the_likeliest_child():
+    tables = random_tables("missing")
+    built = best_first(tables, anchors(), 2)
+    assert_documented(built, anchors())
+    first = np.asarray(tables.log_probs_bimc)[:, 0, 0, 0]
+    np.testing.assert_array_equal(built.valid_bn[:, 1], np.isfinite(first))
+    np.testing.assert_array_equal(built.log_prob_bn[:, 1], first)
+    np.testing.assert_array_equal(built.tokens_bn[:, 1], np.where(np.isfinite(first), tables.tokens_bimc[:, 0, 0, 0], 0))
+
+
+@pytest.mark.parametrize("budget", [3, DEPTHS + 1, DEPTHS + 4])
+@pytest.mark.parametrize("kind", ["plain", "leaves", "missing"])
+def test_chain_is_the_walk(kind, budget):
+    tables, anchor_b = random_tables(kind), anchors()
+    built = BUILD["walk"](tables, anchor_b, budget)
+    assert built.tokens_bn.shape == (TABLES, min(budget, DEPTHS + 1))
+    assert_documented(built, anchor_b)
+    tokens, log_probs, next_row = (np.asarray(x) for x in (tables.tokens_bimc, tables.log_probs_bimc, tables.next_row_bimc))
+    for b in range(TABLES):
+        row, walked, score = 0, [], np.float32(0)
+        for depth in range(min(budget - 1, DEPTHS)):
+            if row < 0 or not np.isfinite(log_probs[b, depth, row, 0]):
+                break
+            score += log_probs[b, depth, row, 0]
+            walked.append(int(tokens[b, depth, row, 0]))
+            row = next_row[b, depth, row, 0]
+        assert paths(built, b) == [tuple(walked[:i]) for i in range(len(walked) + 1)]
+        assert built.log_prob_bn[b, len(walked)] == score
+
+
+def test_rank_0_chain_reads_the_first_row_of_every_depth():
+    tables = random_tables("leaves")
+    built = BUILD["chain"](tables, anchors(), DEPTHS + 1)
+    assert_documented(built, anchors())
+    np.testing.assert_array_equal(built.tokens_bn[:, 1:], tables.tokens_bimc[:, :, 0, 0])
+    np.testing.assert_array_equal(built.parent_bn[:, 1:], np.broadcast_to(np.arange(DEPTHS), (TABLES, DEPTHS)))
+
+
+def test_both_chains_agree_on_marginal_tables():
+    tables = random_tables("plain", rows=1)
+    tables = tables.replace(next_row_bimc=jnp.zeros_like(tables.next_row_bimc).at[:, -1].set(-1))
+    assert_same_tree(BUILD["walk"](tables, anchors(), DEPTHS + 1), BUILD["chain"](tables, anchors(), DEPTHS + 1))
+
+
+@pytest.mark.parametrize("kind", ["plain", "certain", "exhausted"])
+def test_one_child_a_row_makes_best_first_a_chain(kind):
+    tables = random_tables(kind, children=1)
+    assert_same_tree(best_first(tables, anchors(), DEPTHS + 1), BUILD["walk"](tables, anchors(), DEPTHS + 1))
+
+
+@pytest.mark.parametrize("kind", ["plain", "exhausted"])
+def test_ancestor_mask(kind):
+    built = best_first(random_tables(kind), anchors(), 14)
+    mask_bnn = np.asarray(jax.jit(partial(tree.ancestor_mask, max_depth=DEPTHS))(built.parent_bn))
+    parent_bn = np.asarray(built.parent_bn)
+    expected_bnn = np.zeros_like(mask_bnn)
+    for b in range(TABLES):
+        for node in range(parent_bn.shape[1]):
+            at = node
+            expected_bnn[b, node, [at, 0]] = True
+            while at := parent_bn[b, at]:
+                expected_bnn[b, node, at] = True
+    np.testing.assert_array_equal(mask_bnn, expected_bnn)
+
+
+def test_the_mask_takes_few_dependent_gathers():
+    """A chain of 15 keeps XLA's GPU compiler busy for minutes, until memory runs out."""
+    program = jax.make_jaxpr(tree.ancestor_mask, static_argnums=1)(jnp.zeros((1, 64), jnp.int32), 15)
+    assert 0 < str(program).count("gather[") <= 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_of_other_platforms_are_those_of_a_cpu(kind, monkeypatch):
+    """Levels unrolled, and sorts in place of top-k."""
+    table, anchor_b = random_tables(kind), anchors()
+    ours = jax.tree.leaves(best_first(table, anchor_b, 12))
+    monkeypatch.setattr(lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+    theirs = jax.jit(lambda *args: tree.best_first(*args, 12))(table, anchor_b)
+    for a, b in zip(ours, jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_loop_ends_where_nothing_better_lies_below():
+    """Levels below are not read: what would be NaN stays out."""
+    table = random_tables("plain")
+    likely = jnp.log(jnp.asarray([0.3, 0.3, 0.3, 0.1]))
+    table = table.replace(log_probs_bimc=jnp.broadcast_to(likely, table.log_probs_bimc.shape).at[:, 2:].set(jnp.nan))
+    built = best_first(table, anchors(), 4)  # the three likeliest children, each above all grandchildren
+    assert_documented(built, anchors())
+    np.testing.assert_array_equal(built.depth_bn[:, 1:], 1)
+
+
+@pytest.mark.parametrize(("platform", "loops"), [("cpu", 1), ("cuda", 0), ("tpu", 0)])
+def test_levels_are_a_loop_on_a_cpu_only(platform, loops):
+    program = jax.jit(tree.best_first, static_argnums=2).trace(random_tables("plain"), anchors(), 12)
+    assert program.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while") == loops

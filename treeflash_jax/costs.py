@@ -1,0 +1,118 @@
+"""Bytes of weights and caches on each device, from sizes alone, and the refusal of what no device can hold.
+
+What a program needs besides is the compiler's to say: `treeflash bench memory`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from treeflash_jax import devices
+from treeflash_jax import mesh as meshes
+from treeflash_jax import params as parameters
+from treeflash_jax.config import DrafterConfig, ModelConfig
+from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.verifiers import cache as caches
+from treeflash_jax.verifiers import forward as models
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes on one device of a mesh; all its devices hold as much."""
+
+    verifier: int
+    drafter: int = 0
+    head: int = 0
+    verifier_cache: int = 0
+    drafter_cache: int = 0
+
+    @property
+    def caches(self) -> int:
+        return self.verifier_cache + self.drafter_cache
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+def footprint(
+    verifier: ModelConfig,
+    drafter: DrafterConfig | None = None,
+    *,
+    dtype: Any,
+    mesh=None,
+    batch: int = 0,
+    capacity: int = 0,
+    drafts: bool = True,
+    quantize: str | None = None,
+) -> Footprint:
+    """What a pair and the caches of a request hold on each device.
+
+    Args:
+      verifier: sizes of the verifier.
+      drafter: sizes of the drafter, whose head is loaded with it; None for plain decoding.
+      dtype: of weights and caches.
+      mesh: that they lie on, an abstract one will do; None: one device.
+      batch: rows decoded together, of all devices.
+      capacity: positions a row's caches hold.
+      drafts: whether the request has caches of the drafter.
+      quantize: scheme of the verifier's matrices.
+
+    Raises:
+      ValueError: an unknown scheme.
+    """
+
+    def local(spec: parameters.Spec) -> int:
+        shape = spec.shape if mesh is None else meshes.sharding(spec.axes, spec.shape, mesh).shard_shape(spec.shape)
+        return math.prod(shape) * spec.dtype_in(dtype).itemsize
+
+    def weights(specs: Any) -> int:
+        return sum(map(local, jax.tree.leaves(specs, is_leaf=parameters.is_spec)))
+
+    def slots(config: ModelConfig) -> int:
+        shape = (batch, config.num_kv_heads, capacity, config.head_dim)
+        return 2 * config.num_layers * local(parameters.Spec(shape, caches.AXES))
+
+    if drafter is None:
+        return Footprint(verifier=weights(models.specs(verifier, quantize)), verifier_cache=slots(verifier))
+    return Footprint(
+        verifier=weights(models.specs(verifier, quantize)),
+        drafter=weights(dflash.specs(drafter)),
+        head=weights(HEADS[drafter.head].specs(drafter)),
+        verifier_cache=slots(verifier),
+        drafter_cache=slots(drafter.layers) if drafts else 0,
+    )
+
+
+def memory_limit(mesh=None) -> int | None:
+    """Bytes that JAX may use on a device of the mesh, or on the default device; None where nobody says, as on a CPU."""
+    limits = [devices.memory(device) for device in (jax.local_devices()[:1] if mesh is None else mesh.local_devices)]
+    return min((limit for limit in limits if limit), default=None)
+
+
+def check_memory(needs: Footprint, limit: int | None, mesh=None) -> None:
+    """Refuses what a device of `limit` bytes cannot hold; None refuses nothing.
+
+    Raises:
+      ValueError: with the sum.
+    """
+    if limit is None or needs.total <= limit:
+        return
+    parts = {"verifier": needs.verifier, "drafter": needs.drafter + needs.head, "caches": needs.caches}
+    shown = "1 device" if mesh is None else "mesh " + " x ".join(str(size) for size in dict(mesh.shape).values())
+    raise ValueError(
+        f"got {' + '.join(f'{in_units(size)} {name}' for name, size in parts.items() if size)} = {in_units(needs.total)} "
+        f"on a device of {in_units(limit)} ({shown}), expected at most what it has; "
+        "use a larger mesh, a smaller dtype, or a smaller batch or context"
+    )
+
+
+def in_units(size: int) -> str:
+    """Bytes as people read them: in GiB, MiB or KiB."""
+    unit = next((unit for unit in (30, 20) if size >= 2**unit // 10), 10)
+    return f"{size / 2**unit:.2f} {'KMG'[unit // 10 - 1]}iB"

@@ -1,0 +1,1 @@
+"""Rounds of speculative decoding, and the compiled loops that run them."""

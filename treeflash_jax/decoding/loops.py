@@ -1,0 +1,188 @@
+"""The loops around rounds, as pure functions of a donated state.
+
+`decode` runs rounds (rounds.py) inside one program until every row is done (or a few at a time, for streaming); `prefill`
+runs the prompts in fixed chunks, so one program serves all prompt lengths.
+
+Shape suffixes: b batch, s token slots, t chunk tokens, d model, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from treeflash_jax.adaptive import budget as budgets
+from treeflash_jax.decoding import rounds
+from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights, pin
+from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.trees import tree as trees
+from treeflash_jax.verifiers import cache as caches
+from treeflash_jax.verifiers import forward as verifier
+
+
+@partial(jax.jit, static_argnames=("plan",))
+def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, sampling: Sampling, plan: DecodePlan):
+    """Reads the prompts and emits each row's first token.
+
+    Args:
+      weights: parameters.
+      tokens_bs: prompts, right-padded to the cache capacity, a multiple of the chunk.
+      length_b: prompt lengths, at least 1.
+      sampling: per-row settings.
+      plan: static.
+
+    Returns:
+      The DecodeState after the first token.
+    """
+    batch, capacity = tokens_bs.shape
+    chunk = min(plan.prefill_chunk, capacity)
+    dtype = weights.verifier["embed"].dtype
+    cache = caches.allocate(plan.verifier, batch, capacity, dtype)
+    drafter = dflash.init(plan.drafter, batch, capacity, dtype) if plan.drafts else None
+    mask_btt = verifier.causal_mask(batch, chunk)
+
+    def step(carry):
+        index, cache, drafter, last_bd = carry
+        cache, drafter = caches.pin(cache), dflash.pin(drafter) if plan.drafts else None
+        offset = index * chunk
+        tokens_bt = lax.dynamic_slice_in_dim(tokens_bs, offset, chunk, axis=1)
+        count_b = jnp.clip(length_b - offset, 0, chunk)
+        positions_bt = cache.length_b[:, None] + jnp.arange(chunk)
+        out = verifier.forward(
+            weights.verifier, plan.verifier, tokens_bt, positions_bt, mask_btt, cache,
+            taps=plan.taps, attention=plan.attention,
+        )  # fmt: skip
+        if plan.drafts:
+            drafter = dflash.extend(weights.drafter, plan.drafter, drafter, out.features_btj, count_b)
+        row_b = jnp.maximum(count_b - 1, 0)
+        ends_bd = jnp.take_along_axis(out.hidden_btd, row_b[:, None, None], axis=1)[:, 0]
+        last_bd = jnp.where((count_b > 0)[:, None], ends_bd, last_bd)
+        kept_b = jnp.where(
+            jnp.isnan(last_bd[:, 0]), 0, count_b
+        )  # always all: it makes stores wait for the pass, see `append`
+        return index + 1, caches.append(cache, out.rows, kept_b), drafter, last_bd
+
+    last_bd = jnp.zeros((batch, plan.verifier.hidden_size), dtype)
+    chunks = (jnp.max(length_b) + chunk - 1) // chunk
+    carry = (jnp.zeros_like(chunks), cache, drafter, last_bd)
+    _, cache, drafter, last_bd = lax.while_loop(lambda carry: carry[0] < chunks, step, carry)
+
+    state = DecodeState(
+        tokens_bs=tokens_bs,
+        end_b=length_b,
+        done_b=jnp.zeros(batch, bool),
+        cache=cache,
+        drafter=drafter,
+        rounds_b=jnp.zeros(batch, jnp.int32),
+        accepted_bs=jnp.zeros((batch, capacity), jnp.int32),
+        log_probs_bs=jnp.zeros((batch, capacity), jnp.float32) if plan.log_probs else None,
+        expected_bs=jnp.zeros((batch, capacity), jnp.float32) if plan.expected_lengths else None,
+        sampling=sampling,
+    )
+    return pin(rounds.first_token(weights, state, last_bd, plan))
+
+
+@partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
+def decode(
+    weights: Weights, state: DecodeState, max_rounds: jax.Array, enough: jax.Array | None = None, *, plan: DecodePlan
+) -> DecodeState:
+    """Runs rounds until enough sequences are done, `max_rounds` have run, or the next round might not fit the caches.
+
+    The state is donated. Nothing leaves the device in between. Where rounds choose their nodes, drafted and
+    one-token rounds are loops of their own inside it: a branch that commits would copy the caches, a loop that does not
+    run copies nothing.
+
+    Args:
+      weights: parameters.
+      state: after `prefill` or an earlier `decode`.
+      max_rounds: int32 scalar.
+      enough: int32 scalar, how many done sequences end the loop, so that waiting ones can take their places; None: all.
+      plan: static.
+    """
+    enough = state.done_b.size if enough is None else enough
+
+    def goes_on(carry):
+        state, count = carry
+        return (jnp.sum(state.done_b) < enough) & (count < max_rounds) & fits(state, plan)
+
+    def run(one_round: Callable[..., DecodeState], carry, holds: Callable = goes_on):
+        def step(carry):
+            state, count = carry
+            return pin(one_round(weights, pin(state), plan)), count + 1
+
+        return lax.while_loop(holds, step, carry)
+
+    def turn(carry):
+        carry = run(rounds.step_round, carry, lambda c: goes_on(c) & (c[0].budget.pause > 0) & ~c[0].budget.is_full)
+        state, count = carry
+        wanted = goes_on(carry) & ((state.budget.pause == 0) | state.budget.is_full)
+        carry = pin(rounds.catch_up(weights, state, plan, wanted)), count
+        return run(rounds.choosing_round, carry, lambda c: goes_on(c) & (c[0].budget.pause == 0))
+
+    carry = pin(state), jnp.zeros_like(max_rounds)
+    if not plan.buckets:
+        return run(rounds.decode_round, carry)[0]
+    return lax.while_loop(goes_on, turn, carry)[0]
+
+
+@partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
+def admit(weights: Weights, state: DecodeState, fresh: DecodeState, slots_a: jax.Array, plan: DecodePlan) -> DecodeState:
+    """Puts sequences that have just read their prompts into the places of sequences that are done.
+
+    The state is donated; of the caches, only the rows that are replaced are written.
+
+    Args:
+      weights: parameters.
+      state: of the sequences being decoded.
+      fresh: what `prefill` gave for the new ones, with caches of the same capacity.
+      slots_a: int32, where each of the first sequences of `fresh` goes; -1 ends the list.
+      plan: static.
+    """
+    budget = state.budget
+    if budget is not None:  # the drafter sees what it has put off, so that all sequences have equally much pending: nothing
+        state = rounds.catch_up(weights, state, plan, jnp.bool_(True))
+        budget = budgets.forget(state.budget, jnp.any(jnp.arange(state.end_b.size)[:, None] == slots_a, axis=1))
+
+    def put(index, state):
+        def one(x: jax.Array, new: jax.Array) -> jax.Array:
+            row = lax.dynamic_slice_in_dim(new, index, 1, axis=0)
+            return lax.dynamic_update_slice_in_dim(x, row, slots_a[index], axis=0)
+
+        return pin(jax.tree.map(one, state, fresh))
+
+    state = lax.fori_loop(0, jnp.sum(slots_a >= 0), put, pin(state.replace(budget=None)))
+    return pin(state.replace(budget=budget))
+
+
+@partial(jax.jit, static_argnames=("plan",))
+def draft(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.DraftTree:
+    """The tree the next round would verify."""
+    return rounds.draft_tree(weights, state, plan)[0]
+
+
+def fits(state: DecodeState, plan: DecodePlan) -> jax.Array:
+    """Whether one more round stays inside the buffers."""
+    return jnp.max(state.end_b) + plan.path_rows <= state.capacity
+
+
+@partial(jax.jit, static_argnames=("capacity",))
+def grow(state: DecodeState, capacity: int) -> DecodeState:
+    """The same state with room for `capacity` positions."""
+
+    def pad(x_bs: jax.Array) -> jax.Array:
+        return jnp.pad(x_bs, ((0, 0), (0, capacity - x_bs.shape[1])))
+
+    grown = state.replace(
+        tokens_bs=pad(state.tokens_bs),
+        accepted_bs=pad(state.accepted_bs),
+        log_probs_bs=None if state.log_probs_bs is None else pad(state.log_probs_bs),
+        expected_bs=None if state.expected_bs is None else pad(state.expected_bs),
+        cache=caches.grow(state.cache, capacity),
+        drafter=None if state.drafter is None else dflash.grow(state.drafter, capacity),
+        budget=None if state.budget is None else budgets.grow(state.budget, capacity),
+    )
+    return pin(grown)

@@ -1,0 +1,335 @@
+"""One round of tree decoding, stage by stage: draft a block, build a tree, verify it in one pass, accept, commit.
+
+Each stage is a pure function of its own, so that it can be compiled and timed by itself. Plain one-token decoding is the
+same round with a tree of one node and no drafter.
+
+Shape suffixes: b batch, n tree nodes, p rows of an accepted path, s token slots, d model, v vocabulary, x stop ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from treeflash_jax import acceptance as rules
+from treeflash_jax import mesh as meshes
+from treeflash_jax import vocab
+from treeflash_jax.adaptive import budget as budgets
+from treeflash_jax.decoding.state import BUILDER_OF_METHOD, DecodePlan, DecodeState, Sampling, Weights
+from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.drafters.block.heads import HEADS, Unembed
+from treeflash_jax.trees import builders
+from treeflash_jax.trees import tree as trees
+from treeflash_jax.verifiers import cache as caches
+from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.verifiers.attention import positions_read
+
+# Random streams of a row's key. Never shared: a tree that looked at verify noise would not be lossless. Verify noise
+# belongs to positions of the text; draws and coins to the round, that is to the position of its root.
+VERIFY_STREAM, DRAFT_STREAM, COINS_STREAM = 0, 1, 2
+
+
+@struct.dataclass
+class Verified:
+    """What one verifier pass over a tree leaves to the rest of the round.
+
+    Attributes:
+      logits_bnv: of all nodes, in the compute dtype, possibly sharded over the vocabulary; None once judged.
+      features_btj: tapped features of all nodes; None without a drafter.
+      rows: keys and values of all nodes, for `cache.append`.
+    """
+
+    logits_bnv: jax.Array | None
+    features_btj: jax.Array | None
+    rows: caches.NewRows
+
+
+@struct.dataclass
+class Accepted:
+    """What a round commits, before any cut at a stop id or limit.
+
+    Attributes:
+      path_bp: accepted nodes, root first.
+      length_b: how many of them, and of the tokens, are real.
+      tokens_bp: the token emitted after each of them, the bonus last.
+      log_probs_bp: the verifier's log-probabilities of these tokens; None unless planned.
+      expected_b: tokens the round was expected to commit, given its tree; None unless planned.
+    """
+
+    path_bp: jax.Array
+    length_b: jax.Array
+    tokens_bp: jax.Array
+    log_probs_bp: jax.Array | None
+    expected_b: jax.Array | None
+
+
+def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
+    """Draft, verify, accept, commit: at least one token for every row that is not done."""
+    tree, proposal = draft_tree(weights, state, plan)
+    verified = verify_tree(weights, state, tree, plan)
+    accepted = accept_path(state, tree, proposal, verified.logits_bnv, plan)
+    return commit_path(weights, state, verified, accepted, plan)
+
+
+def choosing_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
+    """A round of the best-first tree's first nodes, as many of `plan.buckets` as pay best.
+
+    Every bucket is a branch that reads the caches and hands on what its path commits, in the shapes of the largest.
+    """
+    tree, _ = draft_tree(weights, state, plan)
+    live_b = ~state.done_b
+    with jax.named_scope("choose"):
+        positions = positions_read(plan.attention, state.capacity, jnp.max(state.cache.length_b))
+        choice = budgets.choose(state.budget, tree, live_b, positions, plan.buckets)
+
+    def judge(nodes: int) -> tuple[Verified, Accepted]:
+        own, part = replace(plan, num_nodes=nodes), trees.first(tree, nodes)
+        verified = verify_tree(weights, state, part, own)
+        accepted = accept_path(state, part, None, verified.logits_bnv, own)
+        return _along_path(verified, accepted, plan.path_rows)
+
+    kept, accepted = lax.switch(choice.index, [partial(judge, nodes) for nodes in plan.buckets])
+    budget = budgets.note(state.budget, state.rounds_b, live_b, choice.nodes)
+    budget = budgets.learn(budget, choice, accepted.length_b, live_b)
+    return commit_path(weights, state, kept, accepted, plan).replace(budget=budget)
+
+
+def step_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
+    """A one-token round while drafting pauses; the drafter gets to see its token later, by `catch_up`."""
+    own, tree = replace(plan, num_nodes=1), trees.root_only(_anchor(state))
+    verified = verify_tree(weights, state, tree, own)
+    accepted = accept_path(state, tree, None, verified.logits_bnv, own)
+    after = commit_path(weights, state, verified, accepted, replace(own, method="ar"))
+    budget = budgets.note(state.budget, state.rounds_b, ~state.done_b, 1)
+    return after.replace(budget=budgets.put_off(budget, verified.features_btj, after.end_b - state.end_b))
+
+
+def catch_up(weights: Weights, state: DecodeState, plan: DecodePlan, wanted: jax.Array) -> DecodeState:
+    """Shows the drafter the tokens that are pending, if that is wanted.
+
+    A loop of one turn or none: a branch would copy the drafter's context.
+    """
+    features_bpj = state.budget.features_bpj
+
+    def extend(carry):
+        drafter, pending_b = carry
+        drafter = dflash.extend(weights.drafter, plan.drafter, dflash.pin(drafter), features_bpj, pending_b)
+        return drafter, jnp.zeros_like(pending_b)
+
+    with jax.named_scope("catch_up"):
+        carry = state.drafter, state.budget.pending_b
+        drafter, pending_b = lax.while_loop(lambda carry: wanted & jnp.any(carry[1] > 0), extend, carry)
+    return state.replace(drafter=drafter, budget=state.budget.replace(pending_b=pending_b))
+
+
+def draft_tree(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[trees.DraftTree, trees.Proposal | None]:
+    """The tree of one round, drafted from the anchors, and the law its nodes were drawn from, if they were."""
+    if not plan.drafts:
+        return trees.root_only(_anchor(state)), None
+    return build_tree(state, expand_block(weights, state, draft_block(weights, state, plan), plan), plan)
+
+
+# The stages of a round, in order. Each is a pure function of its own, so that it can be compiled and timed by itself.
+
+
+def draft_block(weights: Weights, state: DecodeState, plan: DecodePlan) -> jax.Array:
+    """The drafter's block after each anchor, [b, q, d], before its final norm."""
+    with jax.named_scope("draft"):
+        embed_vd = weights.verifier["embed"]
+        return dflash.block(
+            weights.drafter, plan.drafter, state.drafter, embed_vd, _anchor(state), attention=plan.attention
+        )
+
+
+def expand_block(weights: Weights, state: DecodeState, hidden_bqd: jax.Array, plan: DecodePlan) -> trees.Expander:
+    """The second stage: next-token laws at every depth, given the token before."""
+    tables = weights.verifier
+    with jax.named_scope("expand"):
+        unembed = Unembed(
+            embed_vd=tables["embed"],
+            unembed_vd=tables.get("unembed", tables["embed"]),
+            norm=weights.drafter["norm"],
+            eps=plan.drafter.layers.rms_norm_eps,
+        )
+        return HEADS[plan.head].expand(
+            weights.head, unembed, hidden_bqd, _anchor(state), plan.draft, state.sampling.drafter_temperature_b
+        )
+
+
+def build_tree(
+    state: DecodeState, expander: trees.Expander, plan: DecodePlan
+) -> tuple[trees.DraftTree, trees.Proposal | None]:
+    """The tree below each anchor, and the law its nodes were drawn from, if they were."""
+    with jax.named_scope("tree"):
+        anchor_b = _anchor(state)
+        name = plan.builder if plan.method == "tree" else BUILDER_OF_METHOD[plan.method]
+        if name not in builders.SAMPLED:
+            build = partial(trees.BUILDERS[name], num_nodes=plan.num_nodes)
+            return meshes.by_rows(build, expander, anchor_b), None
+
+        def build(expander, anchor_b, key_b):
+            noise_bnc = builders.draw_noise(key_b, expander, plan.num_nodes)
+            return builders.SAMPLED[name](expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc)
+
+        return meshes.by_rows(build, expander, anchor_b, _round_keys(state, DRAFT_STREAM))
+
+
+def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, plan: DecodePlan) -> Verified:
+    """One pass of the verifier over all nodes; the caches are read, not written."""
+    with jax.named_scope("verify"):
+        out = verifier.forward(
+            weights.verifier,
+            plan.verifier,
+            tree.tokens_bn,
+            state.cache.length_b[:, None] + tree.depth_bn,
+            trees.ancestor_mask(tree.parent_bn, plan.path_rows - 1),
+            state.cache,
+            taps=plan.taps,
+            attention=plan.attention,
+        )
+        return Verified(verifier.logits(weights.verifier, out.hidden_btd), out.features_btj, out.rows)
+
+
+def accept_path(
+    state: DecodeState,
+    tree: trees.DraftTree,
+    proposal: trees.Proposal | None,
+    logits_bnv: jax.Array,
+    plan: DecodePlan,
+) -> Accepted:
+    """The path that the plan's rule keeps, and the tokens it emits."""
+    with jax.named_scope("accept"):
+        coins_bx, bonus_bv = _coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
+        noise = rules.Noise(_noise(state, plan.path_rows, logits_bnv), coins_bx, bonus_bv)
+        rows = _target_rows(logits_bnv, state.sampling)
+        taken = rules.RULES[plan.rule].walk(tree, proposal, rows, noise)
+        drafted_bp = trees.pick(tree.tokens_bn, taken.path_bp)
+        is_bonus_bp = jnp.arange(plan.path_rows) == taken.length_b[:, None] - 1
+        emitted_bp = jnp.where(is_bonus_bp, taken.bonus_b[:, None], jnp.roll(drafted_bp, -1, axis=1))
+        log_probs_bp = expected_b = None
+        if plan.log_probs:
+            log_probs_bp = _token_log_probs(trees.pick(logits_bnv, taken.path_bp), emitted_bp)
+        if plan.expected_lengths:
+            expected_b = jnp.sum(rules.RULES[plan.rule].weights(tree, proposal, rows), axis=1)
+        return Accepted(taken.path_bp, taken.length_b, emitted_bp, log_probs_bp, expected_b)
+
+
+def commit_path(
+    weights: Weights, state: DecodeState, verified: Verified, accepted: Accepted, plan: DecodePlan
+) -> DecodeState:
+    """The state after the round: tokens, statistics, and the rows of the accepted path in both caches."""
+    with jax.named_scope("commit"):
+        is_round_bs = (jnp.arange(state.capacity) == state.rounds_b[:, None]) & ~state.done_b[:, None]
+
+        def note(x_bs: jax.Array, value_b: jax.Array) -> jax.Array:
+            return jnp.where(is_round_bs, value_b.astype(x_bs.dtype)[:, None], x_bs)
+
+        state = state.replace(
+            expected_bs=note(state.expected_bs, accepted.expected_b) if plan.expected_lengths else state.expected_bs,
+            accepted_bs=note(state.accepted_bs, accepted.length_b),
+            rounds_b=state.rounds_b + ~state.done_b,
+        )
+        state, kept_b = _emit(state, accepted.tokens_bp, accepted.length_b, accepted.log_probs_bp)
+        drafter = state.drafter
+        if plan.drafts:
+            features_bpj = trees.pick(verified.features_btj, accepted.path_bp)
+            drafter = dflash.extend(weights.drafter, plan.drafter, drafter, features_bpj, kept_b)
+        cache = caches.append(state.cache, verified.rows, kept_b, accepted.path_bp)
+        return state.replace(cache=cache, drafter=drafter)
+
+
+def _along_path(verified: Verified, accepted: Accepted, rows: int) -> tuple[Verified, Accepted]:
+    """What a commit reads of a verified tree: its rows along the path, padded to `rows` of them."""
+
+    def pad(x_bp: jax.Array) -> jax.Array:
+        return jnp.pad(x_bp, ((0, 0), (0, rows - x_bp.shape[1]), *((0, 0),) * (x_bp.ndim - 2)))
+
+    def cut(x_bn: jax.Array) -> jax.Array:
+        return pad(trees.pick(x_bn, accepted.path_bp))
+
+    kept = Verified(None, cut(verified.features_btj), jax.tree.map(cut, verified.rows))
+    path_bp = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (accepted.length_b.size, rows))
+    log_probs_bp = None if accepted.log_probs_bp is None else pad(accepted.log_probs_bp)
+    return kept, accepted.replace(path_bp=path_bp, tokens_bp=pad(accepted.tokens_bp), log_probs_bp=log_probs_bp)
+
+
+def first_token(weights: Weights, state: DecodeState, last_bd: jax.Array, plan: DecodePlan) -> DecodeState:
+    """The state after the token that follows each prompt, whose last row is `last_bd`."""
+    logits_bnv = verifier.logits(weights.verifier, last_bd[:, None])
+    picks_bp = _target_rows(logits_bnv, state.sampling).sample(_noise(state, 1, logits_bnv))
+    log_probs_bp = _token_log_probs(logits_bnv, picks_bp) if plan.log_probs else None
+    return _emit(state, picks_bp, jnp.ones_like(state.end_b), log_probs_bp)[0]
+
+
+def _anchor(state: DecodeState) -> jax.Array:
+    return jnp.take_along_axis(state.tokens_bs, state.cache.length_b[:, None], axis=1)[:, 0]
+
+
+def _target_rows(logits_bnv: jax.Array, sampling: Sampling) -> rules.TargetRows:
+    return rules.target_rows(logits_bnv, sampling.temperature_b, sampling.top_k_b, sampling.top_p_b)
+
+
+def _noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.Array:
+    """Gumbel noise [b, depths, v] of the next positions; zeros, for free, where every row is greedy."""
+    size = logits_bnv.shape[-1]
+    dtype = jnp.promote_types(logits_bnv.dtype, jnp.float32)
+    with jax.named_scope("noise"):
+        stream_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, VERIFY_STREAM)
+        positions_bp = state.end_b[:, None] + jnp.arange(depths)
+        keys_bp = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(stream_b, positions_bp)
+        return lax.cond(
+            jnp.any(state.sampling.temperature_b > 0),
+            lambda: vocab.gumbel(keys_bp, size, dtype),
+            lambda: meshes.constrain(jnp.zeros((*keys_bp.shape, size), dtype), ("batch", None, "vocab")),
+        )
+
+
+def _coins(state: DecodeState, draws: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Uniforms [b, x] for the tests of a round, and Gumbel noise [b, v] for the token after the last accepted node."""
+    dtype = jnp.promote_types(logits_bnv.dtype, jnp.float32)
+    with jax.named_scope("noise"):
+        key_b2 = jax.vmap(jax.random.split)(_round_keys(state, COINS_STREAM))
+        coins_bx = jax.vmap(lambda key: jax.random.uniform(key, (draws,), dtype))(key_b2[:, 0])
+        return coins_bx, vocab.gumbel(key_b2[:, 1], logits_bnv.shape[-1], dtype)
+
+
+def _round_keys(state: DecodeState, stream: int) -> jax.Array:
+    """One key per row for this round: fold_in(fold_in(key, stream), position of the root)."""
+    stream_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, stream)
+    return jax.vmap(jax.random.fold_in)(stream_b, state.cache.length_b)
+
+
+def _token_log_probs(logits_bpv: jax.Array, tokens_bp: jax.Array) -> jax.Array:
+    chosen_bp = vocab.take(logits_bpv, tokens_bp[..., None])[..., 0]
+    return (chosen_bp - vocab.log_sum_exp(logits_bpv)).astype(jnp.float32)
+
+
+def _emit(
+    state: DecodeState, tokens_bp: jax.Array, count_b: jax.Array, log_probs_bp: jax.Array | None
+) -> tuple[DecodeState, jax.Array]:
+    """Appends up to `count_b` tokens, cut after the first stop id and at the limit. Returns how many were kept."""
+    sampling = state.sampling
+    offered_bp = jnp.arange(tokens_bp.shape[1]) < count_b[:, None]
+    stops_bp = jnp.any(tokens_bp[..., None] == sampling.stop_ids_bx[:, None], axis=-1) & offered_bp
+    stopped_b = jnp.any(stops_bp, axis=1)
+    kept_b = jnp.where(stopped_b, jnp.argmax(stops_bp, axis=1) + 1, count_b)
+    room_b = sampling.limit_b - state.end_b
+    kept_b = jnp.where(state.done_b, 0, jnp.minimum(kept_b, room_b)).astype(jnp.int32)
+    stopped_b &= jnp.argmax(stops_bp, axis=1) < kept_b
+
+    # Written past the end in full width: what lies beyond `kept_b` is garbage that later rounds overwrite.
+    write = jax.vmap(lambda row_s, new_p, at: lax.dynamic_update_slice(row_s, new_p, (at,)))
+    log_probs_bs = None if log_probs_bp is None else write(state.log_probs_bs, log_probs_bp, state.end_b)
+    end_b = state.end_b + kept_b
+    state = state.replace(
+        tokens_bs=write(state.tokens_bs, tokens_bp.astype(state.tokens_bs.dtype), state.end_b),
+        end_b=end_b,
+        done_b=state.done_b | stopped_b | (end_b >= sampling.limit_b),
+        log_probs_bs=log_probs_bs,
+    )
+    return state, kept_b

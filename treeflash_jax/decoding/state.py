@@ -1,0 +1,162 @@
+"""What decoding is planned as, and what its rounds hand on: the plan, the weights, the settings of rows, the loop carry.
+
+Shape suffixes: b batch, s token slots, x stop ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+from flax import struct
+
+from treeflash_jax import mesh as meshes
+from treeflash_jax.adaptive import budget as budgets
+from treeflash_jax.config import DrafterConfig, HeadName, ModelConfig
+from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.drafters.block.heads import DraftSettings
+from treeflash_jax.trees.builders import TreeShape
+from treeflash_jax.verifiers import cache as caches
+
+Method = Literal["tree", "walk", "chain", "ar"]
+BUILDER_OF_METHOD = {"tree": "best-first", "walk": "walk", "chain": "chain"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodePlan:
+    """Everything that shapes the compiled program; two equal plans share it.
+
+    Attributes:
+      verifier: sizes of the verifier.
+      drafter: sizes of the drafter; None with method "ar".
+      method: "tree" (any builder), "walk" (greedy chain), "chain" (the published rank-0 chain) or "ar" (one token a round).
+      head: which head expands the block.
+      num_nodes: verified rows a round, root included; the most of them where rounds choose.
+      buckets: rows that a round may choose of, increasing, the last being `num_nodes`; empty: every round takes them all.
+      draft: candidates M and children K.
+      builder: of a tree: "best-first", or one that draws nodes at random.
+      shape: sizes of a tree whose nodes are drawn.
+      rule: acceptance rule, lossless for the builder's law.
+      attention: attention implementation.
+      prefill_chunk: prompt tokens per prefill pass.
+      log_probs: whether to keep the verifier's log-probability of every emitted token.
+      expected_lengths: whether to keep what every round was expected to commit.
+    """
+
+    verifier: ModelConfig
+    drafter: DrafterConfig | None = None
+    method: Method = "tree"
+    head: HeadName = "marginal"
+    num_nodes: int = 16
+    buckets: tuple[int, ...] = ()
+    draft: DraftSettings = DraftSettings()
+    builder: str = "best-first"
+    shape: TreeShape = TreeShape()
+    rule: str = "sample-and-match"
+    attention: str = "xla"
+    prefill_chunk: int = 128
+    log_probs: bool = False
+    expected_lengths: bool = False
+
+    @property
+    def drafts(self) -> bool:
+        return self.method != "ar"
+
+    @property
+    def path_rows(self) -> int:
+        """Rows of the longest path a round can accept, root included."""
+        return 1 + min(self.drafter.num_depths, self.num_nodes - 1) if self.drafts else 1
+
+    def for_prefill(self) -> DecodePlan:
+        """The plan that all plans with the same prefill share."""
+        names = ("verifier", "drafter", "attention", "prefill_chunk", "log_probs", "expected_lengths")
+        shared = {name: getattr(self, name) for name in names}
+        return DecodePlan(method="tree" if self.drafts else "ar", **shared)
+
+    def one_token(self) -> DecodePlan:
+        """The plan of plain one-token decoding beside this one: what drafting is measured against."""
+        names = ("verifier", "attention", "prefill_chunk", "log_probs", "expected_lengths")
+        return DecodePlan(method="ar", num_nodes=1, **{name: getattr(self, name) for name in names})
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.drafter.target_layer_ids if self.drafts else ()
+
+
+@struct.dataclass
+class Weights:
+    """Parameters of verifier, drafter and head; the latter two are empty for plain decoding."""
+
+    verifier: Any
+    drafter: Any = None
+    head: Any = None
+
+
+@struct.dataclass
+class Sampling:
+    """What each row wants; traced, so changing it never recompiles.
+
+    Attributes:
+      key_b: one key per row, fold_in(seed, prompt index): batch composition never changes an answer.
+      temperature_b: 0 is greedy.
+      top_k_b: 0 keeps all.
+      top_p_b: 1 keeps all.
+      limit_b: prompt length + max_new_tokens.
+      stop_ids_bx: ids that end a row; -1 pads.
+      drafter_temperature_b: of the drafted distribution, > 0.
+    """
+
+    key_b: jax.Array
+    temperature_b: jax.Array
+    top_k_b: jax.Array
+    top_p_b: jax.Array
+    limit_b: jax.Array
+    stop_ids_bx: jax.Array
+    drafter_temperature_b: jax.Array
+
+
+@struct.dataclass
+class DecodeState:
+    """The loop carry. The last token of a row is its anchor: emitted, but not yet seen by the verifier.
+
+    Attributes:
+      tokens_bs: prompt and generated ids.
+      end_b: how many of them are real. The caches hold `end_b - 1` rows.
+      done_b: rows that need no more tokens.
+      cache: the verifier's.
+      drafter: the drafter's state; None for plain decoding.
+      rounds_b: rounds each row took part in.
+      accepted_bs: tokens accepted per round, bonus included, before any cut at a stop id or limit.
+      log_probs_bs: the verifier's log-probability (temperature 1, no filters) of each token; None unless planned.
+      expected_bs: tokens each round was expected to commit, given its tree; None unless planned.
+      sampling: per-row settings.
+      budget: where rounds choose their nodes; attached after the prefill.
+    """
+
+    tokens_bs: jax.Array
+    end_b: jax.Array
+    done_b: jax.Array
+    cache: caches.KVCache
+    drafter: Any
+    rounds_b: jax.Array
+    accepted_bs: jax.Array
+    log_probs_bs: jax.Array | None
+    expected_bs: jax.Array | None
+    sampling: Sampling
+    budget: budgets.Budget | None = None
+
+    @property
+    def capacity(self) -> int:
+        return self.tokens_bs.shape[1]
+
+
+def pin(state: DecodeState) -> DecodeState:
+    """Constrains the whole state to its layout on the ambient mesh: what a program returns is what the next one takes."""
+    if meshes.current() is None:
+        return state
+    rows = state.replace(cache=None, drafter=None, budget=None)
+    rows = jax.tree.map(lambda x: meshes.constrain(x, (("batch",) + (None,) * (x.ndim - 1))[: x.ndim]), rows)
+    drafter = None if state.drafter is None else dflash.pin(state.drafter)
+    budget = None if state.budget is None else budgets.pin(state.budget)
+    return rows.replace(cache=caches.pin(state.cache), drafter=drafter, budget=budget)

@@ -1,0 +1,1 @@
+"""Drafters: what proposes continuations to the verifier."""

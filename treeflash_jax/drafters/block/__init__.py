@@ -1,0 +1,1 @@
+"""DFlash block drafters, with or without a head on top."""

@@ -1,0 +1,56 @@
+"""The paper's ablation of the TreeFlash head: one linear map in place of the SwiGLU.
+
+    h+ = h + W [RMSNorm(e); RMSNorm_final(h)]
+
+Shape suffixes: b batch, q block slots, r rows (slot, previous token), d model.
+
+Source: TreeFlash (arXiv 2606.03819), ablations.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from treeflash_jax.config import DrafterConfig
+from treeflash_jax.drafters.block.heads.mlp import NORM_EPS
+from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, first_order_table
+from treeflash_jax.params import Spec
+from treeflash_jax.trees.tree import TransitionTable
+from treeflash_jax.verifiers.layers import linear, rms_norm
+
+
+def specs(config: DrafterConfig) -> dict[str, Any]:
+    d = config.layers.hidden_size
+    return {
+        "norm": Spec((d,), (None,), "ones"),
+        "token": Spec((d, d), ("embed", None), "zeros"),
+        "hidden": Spec((d, d), ("embed", None), "zeros"),
+    }
+
+
+def correct(
+    params: dict[str, Any],
+    embedding_brd: jax.Array,
+    slot_r: jax.Array | slice,
+    hidden_bqd: jax.Array,
+    normed_bqd: jax.Array,
+) -> jax.Array:
+    """h + W [RMSNorm(e); RMSNorm_final(h)] of every row, [b, r, d]; arguments as for the MLP head."""
+    by_slot_bqd = hidden_bqd + linear("bqd,de->bqe", normed_bqd, params["hidden"])
+    normed_brd = rms_norm(embedding_brd, params["norm"], NORM_EPS)
+    return by_slot_bqd[:, slot_r] + linear("brd,de->bre", normed_brd, params["token"])
+
+
+def expand(
+    params: dict[str, Any],
+    unembed: Unembed,
+    hidden_bqd: jax.Array,
+    anchor_b: jax.Array,
+    settings: DraftSettings,
+    temperature_b: jax.Array,
+) -> TransitionTable:
+    """Transition table [b, i, m, c]; arguments as for the MLP head."""
+    return first_order_table(partial(correct, params), unembed, hidden_bqd, anchor_b, settings, temperature_b)

@@ -1,0 +1,80 @@
+"""The TreeFlash head: a SwiGLU of (previous token's embedding, hidden state) added to the hidden state.
+
+    h+ = h + W_d (silu(g) * u),   (u, g) = W_ug [RMSNorm(e); RMSNorm_final(h)] + b
+
+W_ug is kept as its token and hidden halves: the hidden half is computed once a slot, not once a (slot, previous token).
+With W_d = 0 (how training starts) the head is the marginal one.
+
+Shape suffixes: b batch, q block slots, r rows (slot, previous token), d model, f ffn, x = (u, g).
+
+Source: TreeFlash (arXiv 2606.03819), AR approximation.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from treeflash_jax.config import DrafterConfig
+from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, first_order_table
+from treeflash_jax.params import Spec
+from treeflash_jax.trees.tree import TransitionTable
+from treeflash_jax.verifiers.layers import linear, rms_norm
+
+NORM_EPS = 1e-6  # fixed in the published code, whatever the config says
+
+
+def specs(config: DrafterConfig) -> dict[str, Any]:
+    d, f = config.layers.hidden_size, config.layers.intermediate_size
+    return {
+        "norm": Spec((d,), (None,), "ones"),
+        "token_ug": Spec((d, 2, f), ("embed", None, "ffn")),
+        "hidden_ug": Spec((d, 2, f), ("embed", None, "ffn")),
+        "bias": Spec((2, f), (None, "ffn"), "zeros"),
+        "down": Spec((f, d), ("ffn", "embed"), "zeros"),
+    }
+
+
+def correct(
+    params: dict[str, Any],
+    embedding_brd: jax.Array,
+    slot_r: jax.Array | slice,
+    hidden_bqd: jax.Array,
+    normed_bqd: jax.Array,
+) -> jax.Array:
+    """h + W_d (silu(g) * u) of every row, [b, r, d].
+
+    Args:
+      params: weights of `specs`.
+      embedding_brd: of the previous tokens.
+      slot_r: which slot each row corrects; `slice(None)` where rows and slots are the same.
+      hidden_bqd: un-normed hidden states of the slots.
+      normed_bqd: after the drafter's final norm.
+    """
+    hidden_ug = linear("bqd,dxf->bqxf", normed_bqd, params["hidden_ug"])[:, slot_r]
+    token_ug = linear("brd,dxf->brxf", rms_norm(embedding_brd, params["norm"], NORM_EPS), params["token_ug"])
+    ug = token_ug + hidden_ug + params["bias"].astype(token_ug.dtype)
+    return hidden_bqd[:, slot_r] + linear("brf,fd->brd", jax.nn.silu(ug[:, :, 1]) * ug[:, :, 0], params["down"])
+
+
+def expand(
+    params: dict[str, Any],
+    unembed: Unembed,
+    hidden_bqd: jax.Array,
+    anchor_b: jax.Array,
+    settings: DraftSettings,
+    temperature_b: jax.Array,
+) -> TransitionTable:
+    """Transition table [b, i, m, c] of q'(token | previous token).
+
+    Args:
+      params: weights of `specs`.
+      unembed: verifier tables and the drafter's final norm.
+      hidden_bqd: the drafter's block before its final norm.
+      anchor_b: last committed tokens.
+      settings: M and K.
+      temperature_b: of the drafted distribution, > 0.
+    """
+    return first_order_table(partial(correct, params), unembed, hidden_bqd, anchor_b, settings, temperature_b)

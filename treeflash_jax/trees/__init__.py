@@ -1,0 +1,1 @@
+"""Draft trees, and the builders that choose their nodes."""

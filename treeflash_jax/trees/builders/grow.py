@@ -1,0 +1,228 @@
+"""Grows a tree of a given outline from an expander, level by level, and records the law its nodes were drawn from.
+
+A builder says where nodes go (`Outline`: parent, depth, kind of every place), from sizes and from what is known before
+anything is drawn; `grow` draws the tokens, merges i.i.d. duplicates and moves unused places to the end.
+
+Shape suffixes: b batch, n places of the outline = tree nodes (root included), c children kept per row, x draws (n - 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from treeflash_jax.trees.tree import (
+    DETERMINISTIC,
+    WITHOUT_REPLACEMENT,
+    DraftTree,
+    Expander,
+    Proposal,
+    over_depths,
+    pick,
+)
+
+UNUSED = -1  # depth of a place that holds no node
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeShape:
+    """Sizes of a sampled tree; static.
+
+    Attributes:
+      branches: paths, or children per node at most.
+      trunk: nodes drafted as one path before the branches (delayed expansion).
+      skeleton: share of the nodes, root not counted, that best-first search chooses (hybrid).
+      leaves: whether tokens that end their branch may be drawn where the tree goes on below.
+    """
+
+    branches: int = 2
+    trunk: int = 2
+    skeleton: float = 0.25
+    leaves: bool = False
+
+
+@struct.dataclass
+class Outline:
+    """Places of a tree before its tokens are known; place 0 is the root and parents precede children.
+
+    Attributes:
+      parent_bn: place of the parent.
+      depth_bn: UNUSED where nothing grows.
+      kind_bn: how the token is chosen: DETERMINISTIC, WITHOUT_REPLACEMENT or WITH_REPLACEMENT.
+      rank_bn: how many siblings are drawn before this one, without replacement.
+      slot_bn: place among the parent's children, of deterministic nodes.
+    """
+
+    parent_bn: jax.Array
+    depth_bn: jax.Array
+    kind_bn: jax.Array
+    rank_bn: jax.Array
+    slot_bn: jax.Array
+
+
+def outline(parents: Sequence[int], kind: int, batch: int, ranks: Sequence[int] | None = None) -> Outline:
+    """An outline of sampled nodes that is the same for all rows; `parents` and `ranks` of places 1, 2, ..."""
+    parent_n = np.array([0, *parents], np.int32)
+    depth_n = np.zeros_like(parent_n)
+    for place in range(1, parent_n.size):
+        depth_n[place] = depth_n[parent_n[place]] + 1
+    rank_n = np.array([0, *(ranks or [0] * len(parents))], np.int32)
+    columns = parent_n, depth_n, np.full_like(parent_n, kind), rank_n, np.zeros_like(parent_n)
+    return Outline(*(jnp.broadcast_to(jnp.asarray(x_n), (batch, x_n.size)) for x_n in columns))
+
+
+def draw_noise(key_b: jax.Array, expander: Expander, num_nodes: int) -> jax.Array:
+    """Gumbel noise [b, n, c] for the draws of a tree, one key a row."""
+    log_probs = jax.eval_shape(expander.children, jnp.int32(0), expander.start(1))[1]
+    shape = num_nodes, log_probs.shape[2]
+    return jax.vmap(lambda key: jax.random.gumbel(key, shape, log_probs.dtype))(key_b)
+
+
+def grow(
+    expander: Expander,
+    anchor_b: jax.Array,
+    plan: Outline,
+    noise_bnc: jax.Array,
+    *,
+    leaves: bool,
+    ranks: int = 1,
+    skeleton: int = 0,
+) -> tuple[DraftTree, Proposal]:
+    """Draws the nodes of an outline: q = the row's law over tokens that go on, truncated to the row and renormalised.
+
+    An i.i.d. draw is argmax(log q + noise of its own place). Siblings without replacement are the largest entries of
+    log q + noise of their parent, in decreasing order: the first has law q, each later one q without those before it.
+
+    Args:
+      expander: the drafter's view of one round.
+      anchor_b: last committed token of each sequence.
+      plan: where nodes go.
+      noise_bnc: Gumbel noise, at least as many rows as places.
+      leaves: admit tokens without a row of their own although children are planned below. Where none is planned below
+        sampled nodes, or no token goes on, they are admitted anyway.
+      ranks: children drawn without replacement of one node, at most; static.
+      skeleton: deterministic places, 1 to `skeleton`; tested after their sampled siblings. Static.
+
+    Source: DDTree and TreeFlash for the rows; Gumbel top-k (Kool et al., arXiv 1903.06059) for draws without replacement.
+    """
+    batch, n = plan.parent_bn.shape
+    depths = min(expander.num_depths, n - 1)
+    places = jnp.arange(n, dtype=jnp.int32)
+    parent_bn, is_fixed_bn = plan.parent_bn, plan.kind_bn == DETERMINISTIC
+    support_bnc = jnp.broadcast_to(jnp.arange(noise_bnc.shape[2], dtype=jnp.int32), (batch, n, noise_bnc.shape[2]))
+    dtype = jax.eval_shape(expander.children, jnp.int32(0), expander.start(n))[1].dtype
+    noise_bnc = noise_bnc[:, :n].astype(dtype)
+    noise_bnc = jnp.where((plan.kind_bn == WITHOUT_REPLACEMENT)[..., None], pick(noise_bnc, parent_bn), noise_bnc)
+    rank_bn = jnp.minimum(plan.rank_bn, ranks - 1)
+
+    is_child_bnn = (parent_bn[:, None] == places[:, None]) & (plan.depth_bn > 0)[:, None]  # [b, node, child]
+    has_children_bn = jnp.any(is_child_bnn, axis=-1)
+    goes_on_bn = jnp.any(is_child_bnn & (has_children_bn & ~is_fixed_bn)[:, None], axis=-1)
+    nothing_nc = jnp.zeros(support_bnc.shape[1:], bool)
+    taken_bnc = jax.vmap(lambda parent_n, slot_n, fixed_n: nothing_nc.at[parent_n, slot_n].max(fixed_n))(
+        parent_bn, plan.slot_bn, is_fixed_bn & (plan.depth_bn > 0)
+    )
+
+    def level(carry, depth):
+        state_bn, nodes = carry
+        tokens_bnc, log_p_bnc = expander.children(depth, state_bn)
+        free_bnc = jnp.isfinite(log_p_bnc) & ~taken_bnc
+        open_bnc = free_bnc & expander.continues(depth, state_bn)
+        restricted_bn = goes_on_bn & jnp.any(open_bnc, axis=-1) & (not leaves)
+        log_q_bnc = _normalised(log_p_bnc, jnp.where(restricted_bn[..., None], open_bnc, free_bnc))
+        drawn_bn = jnp.take_along_axis(_largest(pick(log_q_bnc, parent_bn) + noise_bnc, ranks), rank_bn[..., None], axis=2)
+        slot_bn = jnp.where(is_fixed_bn, plan.slot_bn, drawn_bn[..., 0])
+
+        def drawn(x_bnc: jax.Array) -> jax.Array:
+            return jnp.take_along_axis(pick(x_bnc, parent_bn), slot_bn[..., None], axis=2)[..., 0]
+
+        here_bn1, below_bn = (plan.depth_bn == depth)[..., None], plan.depth_bn == depth + 1
+        is_possible_bn = jnp.isfinite(jnp.where(is_fixed_bn, drawn(log_p_bnc), drawn(log_q_bnc)))
+        alive_bn = jnp.where(below_bn, pick(nodes["alive"], parent_bn) & is_possible_bn, nodes["alive"])
+        token_bn = jnp.where(below_bn, drawn(tokens_bnc), nodes["token"])
+        home_bn = pick(nodes["home"], parent_bn)
+        same_bnn = (home_bn[:, None] == home_bn[..., None]) & (token_bn[:, None] == token_bn[..., None])
+        same_bnn &= (below_bn & alive_bn)[:, None] & (below_bn & alive_bn)[..., None]
+        above_bn = pick(nodes["log_prob"], parent_bn)
+        nodes = {
+            "token": token_bn,
+            "slot": jnp.where(below_bn, slot_bn, nodes["slot"]),
+            "alive": alive_bn,
+            "home": jnp.where(below_bn & alive_bn, jnp.argmax(same_bnn, axis=-1).astype(jnp.int32), nodes["home"]),
+            "log_prob": jnp.where(below_bn, above_bn + drawn(log_p_bnc), nodes["log_prob"]),
+            "support": jnp.where(here_bn1, tokens_bnc, nodes["support"]),
+            "log_q": jnp.where(here_bn1, log_q_bnc, nodes["log_q"]),
+        }
+        above_state_bn = jax.tree.map(lambda x_bn: pick(x_bn, parent_bn), state_bn)
+        below_state_bn = expander.follow(depth, above_state_bn, slot_bn)
+        state_bn = jax.tree.map(
+            lambda new, old: jnp.where(below_bn.reshape(*below_bn.shape, *[1] * (old.ndim - 2)), new, old),
+            below_state_bn,
+            state_bn,
+        )
+        return (state_bn, nodes), None
+
+    start = {
+        "token": jnp.broadcast_to(anchor_b[:, None], (batch, n)).astype(jnp.int32),
+        "slot": jnp.zeros((batch, n), jnp.int32),
+        "alive": jnp.broadcast_to(places == 0, (batch, n)),
+        "home": jnp.broadcast_to(places, (batch, n)),
+        "log_prob": jnp.zeros((batch, n), dtype),
+        "support": support_bnc,
+        "log_q": jnp.full(support_bnc.shape, -jnp.inf, dtype),
+    }
+    (_, nodes), _ = over_depths(level, (expander.start(n), start), range(depths))
+    return _compact(anchor_b, plan, nodes, skeleton, depths)
+
+
+def _compact(anchor_b, plan: Outline, nodes, skeleton: int, depths: int) -> tuple[DraftTree, Proposal]:
+    """Nodes first, then the places that duplicates and branches that ended left empty."""
+    n = plan.parent_bn.shape[1]
+    places = jnp.arange(n, dtype=jnp.int32)
+    is_node_bn = nodes["alive"] & (nodes["home"] == places)
+    order_bn = jnp.argsort(~is_node_bn, axis=1, stable=True).astype(jnp.int32)
+    node_bn = pick(jnp.argsort(order_bn, axis=1).astype(jnp.int32), nodes["home"])  # where each draw landed
+    valid_bn = pick(is_node_bn, order_bn)
+
+    def moved(x_bn: jax.Array, padding) -> jax.Array:
+        return jnp.where(valid_bn, pick(x_bn, order_bn), padding).astype(x_bn.dtype)
+
+    tree = DraftTree(
+        tokens_bn=moved(nodes["token"], 0).astype(anchor_b.dtype),
+        parent_bn=moved(pick(node_bn, plan.parent_bn), 0),
+        depth_bn=moved(plan.depth_bn, 0),
+        log_prob_bn=moved(nodes["log_prob"], -jnp.inf),
+        valid_bn=valid_bn,
+    )
+    tested_x = jnp.asarray([*range(skeleton + 1, n), *range(1, skeleton + 1)], jnp.int32)
+    proposal = Proposal(
+        support_bnc=pick(nodes["support"], order_bn),
+        log_q_bnc=jnp.where(valid_bn[..., None], pick(nodes["log_q"], order_bn), -jnp.inf),
+        node_bx=jnp.where(nodes["alive"], node_bn, 0)[:, tested_x],
+        slot_bx=nodes["slot"][:, tested_x],
+        kind_bx=plan.kind_bn[:, tested_x],
+        depths=depths,
+    )
+    return tree, proposal
+
+
+def _normalised(log_p_bnc: jax.Array, admitted_bnc: jax.Array) -> jax.Array:
+    """log(p / sum of p) over what is admitted; -inf elsewhere."""
+    log_p_bnc = jnp.where(admitted_bnc, log_p_bnc, -jnp.inf)
+    mass_bn1 = jax.nn.logsumexp(log_p_bnc, axis=-1, keepdims=True)
+    return jnp.where(admitted_bnc, log_p_bnc - jnp.where(jnp.isfinite(mass_bn1), mass_bn1, 0), -jnp.inf)
+
+
+def _largest(scores_bnc: jax.Array, ranks: int) -> jax.Array:
+    """Places of the largest entries of each row, [b, n, ranks], largest first."""
+    if ranks == 1:
+        return jnp.argmax(scores_bnc, axis=-1, keepdims=True).astype(jnp.int32)
+    # Over a matrix: XLA's CPU backend sorts arrays of other ranks in full.
+    index = lax.top_k(scores_bnc.reshape(-1, scores_bnc.shape[2]), ranks)[1]
+    return index.reshape(*scores_bnc.shape[:2], ranks)

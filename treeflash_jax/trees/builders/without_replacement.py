@@ -1,0 +1,48 @@
+"""A tree of fixed outline whose siblings are drawn without replacement."""
+
+from __future__ import annotations
+
+import heapq
+
+import jax
+
+from treeflash_jax.trees.builders.grow import TreeShape, grow, outline
+from treeflash_jax.trees.tree import WITHOUT_REPLACEMENT, DraftTree, Expander, Proposal
+
+ACCEPTANCE = 0.7  # assumed chance that one test accepts: a sibling of rank r is reached and kept with a (1 - a)^r
+
+
+def without_replacement(
+    expander: Expander, anchor_b: jax.Array, num_nodes: int, shape: TreeShape, noise_bnc: jax.Array
+) -> tuple[DraftTree, Proposal]:
+    """Up to `branches` children a node, siblings distinct; the outline is the likeliest under a fixed acceptance rate.
+
+    Args:
+      expander: the drafter's view of one round.
+      anchor_b: last committed token of each sequence.
+      num_nodes: rows, root included; static.
+      shape: `branches` counts.
+      noise_bnc: Gumbel noise.
+
+    Source: Sequoia (arXiv 2402.12374) for fixed outlines and sampling without replacement; EAGLE (arXiv 2401.15077).
+    """
+    ranks = min(shape.branches, noise_bnc.shape[2])
+    parents, siblings = _likeliest(num_nodes - 1, ranks, expander.num_depths)
+    plan = outline(parents, WITHOUT_REPLACEMENT, anchor_b.shape[0], siblings)
+    return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves, ranks=ranks)
+
+
+def _likeliest(count: int, ranks: int, depths: int) -> tuple[list[int], list[int]]:
+    """Parents and sibling ranks of the `count` places that are reached most often, parents first."""
+    parents: list[int] = []
+    siblings: list[int] = []
+    heap = [(-ACCEPTANCE, 0, 0, 1)] if ranks and depths else []
+    while heap and len(parents) < count:
+        cost, parent, rank, depth = heapq.heappop(heap)
+        parents.append(parent)
+        siblings.append(rank)
+        if rank + 1 < ranks:
+            heapq.heappush(heap, (cost * (1 - ACCEPTANCE), parent, rank + 1, depth))
+        if depth < depths:
+            heapq.heappush(heap, (cost * ACCEPTANCE, len(parents), 0, depth + 1))
+    return parents, siblings

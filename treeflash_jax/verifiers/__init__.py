@@ -1,0 +1,1 @@
+"""The language model that is served: layers, attention, caches, forward pass."""

@@ -1,0 +1,117 @@
+"""The verifier: a Qwen3 (dense) or Llama language model as one pure forward pass.
+
+One function serves prefill chunks, single tokens, chains and trees: they differ in positions and mask only. Logits are a
+separate call on the rows that are read (`vocab.unembed`).
+
+Shape suffixes: b batch, t new rows, d model, j tapped layers x model, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from treeflash_jax import mesh as meshes
+from treeflash_jax import quantized, vocab
+from treeflash_jax.config import ModelConfig
+from treeflash_jax.params import Spec
+from treeflash_jax.verifiers import cache as caches
+from treeflash_jax.verifiers import layers
+from treeflash_jax.verifiers.attention import tree_attention
+
+
+@struct.dataclass
+class Output:
+    """What a forward pass leaves behind.
+
+    Attributes:
+      hidden_btd: after the final norm; `vocab.unembed` turns chosen rows into logits.
+      features_btj: outputs of the tapped layers (residual stream, before the final norm), concatenated in tap order.
+      rows: keys and values of the new rows, for `cache.append`.
+    """
+
+    hidden_btd: jax.Array
+    features_btj: jax.Array | None
+    rows: caches.NewRows
+
+
+def specs(config: ModelConfig, quantize: str | None = None) -> dict[str, Any]:
+    """Every weight of the model, its matrices quantised by the scheme. Tied models have no `unembed`: `vocab.unembed`
+    reads `embed`.
+
+    Raises:
+      ValueError: an unknown scheme.
+    """
+    table = Spec((config.vocab_size, config.hidden_size), ("vocab", "embed"), inputs=(1,))
+    tree = {
+        "embed": table,
+        "groups": [[layers.layer_specs(config) for _ in range(size)] for size in config.groups],
+        "norm": Spec((config.hidden_size,), (None,), "ones"),
+    }
+    return quantized.specs(tree if config.tie_embeddings else tree | {"unembed": table}, quantize)
+
+
+def forward(
+    params: dict[str, Any],
+    config: ModelConfig,
+    tokens_bt: jax.Array,
+    positions_bt: jax.Array,
+    mask_btu: jax.Array,
+    cache: caches.KVCache | None = None,
+    *,
+    taps: tuple[int, ...] = (),
+    attention: str = "xla",
+) -> Output:
+    """Runs new rows through the model; the cache is read, never written.
+
+    Args:
+      params: weights of `specs`.
+      config: static.
+      tokens_bt: token ids of the new rows.
+      positions_bt: their absolute positions.
+      mask_btu: True where new row t sees new row u (causal for a chunk, ancestors for a tree).
+      cache: committed rows, all visible to every new row; None for none.
+      taps: 0-based layers whose outputs are returned.
+      attention: implementation name.
+    """
+    table = layers.rotary_table(config.rope, config.head_dim, positions_bt)
+    x_btd = meshes.constrain(vocab.embed(params["embed"], tokens_bt), ("batch", None, None))
+    length_b = None if cache is None else cache.length_b
+    tapped: dict[int, jax.Array] = {}
+    rows = []
+    index = 0
+    for g, group in enumerate(params["groups"]):
+        group_rows = []
+        for i, weights in enumerate(group):
+
+            def attend(weights, x_btd, prefix=None if cache is None else cache.groups[g][i]):
+                q_bthe = layers.queries(weights, config, x_btd, table)
+                new = layers.keys_values(weights, config, x_btd, table)
+                mixed = tree_attention(q_bthe, *new, mask_btu, prefix, length_b, implementation=attention)
+                return mixed, new
+
+            with jax.named_scope(f"layer_{index}"):
+                x_btd, new = layers.decoder_layer(weights, x_btd, attend, config.rms_norm_eps)
+                x_btd = meshes.constrain(x_btd, ("batch", None, None))
+            if index in taps:
+                tapped[index] = x_btd
+            group_rows.append(new)
+            index += 1
+        rows.append(tuple(group_rows))
+    return Output(
+        hidden_btd=layers.rms_norm(x_btd, params["norm"], config.rms_norm_eps),
+        features_btj=jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None,
+        rows=tuple(rows),
+    )
+
+
+def logits(params: dict[str, Any], hidden_btd: jax.Array) -> jax.Array:
+    """Logits of chosen rows, [..., v] in the compute dtype."""
+    return vocab.unembed(params.get("unembed", params["embed"]), hidden_btd)
+
+
+def causal_mask(batch: int, rows: int) -> jax.Array:
+    return jnp.broadcast_to(jnp.tri(rows, dtype=bool), (batch, rows, rows))
