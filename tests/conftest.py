@@ -16,9 +16,13 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Pairs load in float32 on every CPU: without instructions for bfloat16 that is the default.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_max_isa=AVX512_VNNI"
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # programs of other runs would hide what compiles, and what is broken
+# Programs of other runs would hide what compiles. TREEFLASH_TESTS_CACHE names a folder where a developer keeps them anyway.
+KEPT = os.environ.get("TREEFLASH_TESTS_CACHE")
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "true" if KEPT else "false"
+if KEPT:
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": KEPT, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
 
-import jax
+import jax  # noqa: E402
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_num_cpu_devices", 8)

@@ -1,7 +1,11 @@
-"""One `Spec` per weight: shape, logical axes, initialiser. Abstract trees, shardings and fresh weights derive from it."""
+"""One `Spec` per weight: shape, logical axes, initialiser. Abstract trees, shardings and fresh weights derive from it.
+
+An `Entry` says where a weight lies in a file. Specs, entries and weights are trees of one shape.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +33,31 @@ class Spec:
     def dtype_in(self, dtype: Any) -> Any:
         """Its dtype in a model of `dtype`."""
         return jnp.dtype(dtype if self.dtype is None else self.dtype)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a weight lies: tensor `name`, whose axes are the weight's in `order`, the first `rows` of them flattened.
+
+    Attributes:
+      name: in the file, without a dialect's prefix.
+      order: the weight's axes in disk order.
+      rows: how many of these make the tensor's rows; all of them make a vector.
+      part: (index, count) where the weight is one of `count` equal column blocks.
+    """
+
+    name: str
+    order: tuple[int, ...] = (0,)
+    rows: int = 1
+    part: tuple[int, int] = (0, 1)
+
+    def view(self, spec: Spec) -> tuple[int, ...]:
+        return tuple(spec.shape[axis] for axis in self.order)
+
+    def disk_shape(self, spec: Spec) -> tuple[int, ...]:
+        view = self.view(spec)
+        columns = math.prod(view[self.rows :]) * self.part[1]
+        return (math.prod(view[: self.rows]), columns) if self.rows < len(view) else (math.prod(view),)
 
 
 def count(tree: Any) -> int:

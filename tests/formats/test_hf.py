@@ -20,7 +20,7 @@ from treeflash_jax.config import DrafterConfig, ModelConfig, Rope
 from treeflash_jax.drafters.block import backbone as drafter
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import hf, storage
-from treeflash_jax.params import Spec, initialize, is_spec
+from treeflash_jax.params import Entry, Spec, initialize, is_spec
 from treeflash_jax.verifiers import forward as verifier
 
 LLAMA3 = Rope(theta=5e5, kind="llama3", factor=8.0, original_max_positions=64)
@@ -194,7 +194,7 @@ def test_any_slice_of_a_weight_can_be_read():
     """Slices of both flattened axes at once, which no mesh asks for today."""
     weight_dhe = np.arange(4 * 3 * 6).reshape(4, 3, 6)
     disk = np.concatenate([np.zeros((18, 4), int), weight_dhe.transpose(1, 2, 0).reshape(18, 4)], axis=1)
-    entry = hf.Entry("either half", order=(1, 2, 0), rows=2, part=(1, 2))
+    entry = Entry("either half", order=(1, 2, 0), rows=2, part=(1, 2))
     for index in (np.s_[:, :, :], np.s_[1:3, 1:2, 2:5], np.s_[0:2, 2:3, :], np.s_[:, 1:3, 3:6]):
         got = storage._read(disk, Spec((4, 3, 6), (None, "heads", "ffn")), entry, index)
         np.testing.assert_array_equal(got, weight_dhe[index])

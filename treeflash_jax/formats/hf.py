@@ -23,8 +23,7 @@ from treeflash_jax.config import FILE_OF_HEAD, DrafterConfig, ModelConfig, token
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import gguf, gguf_models, gguf_tokenizer, safetensors, storage
-from treeflash_jax.formats.storage import Entry
-from treeflash_jax.params import Spec
+from treeflash_jax.params import Entry, Spec
 from treeflash_jax.verifiers import forward as verifier
 
 Dialect = Literal["dflash", "treeflash"]
@@ -44,21 +43,6 @@ _LAYER = {
     "gate": Entry("mlp.gate_proj.weight", **_LINEAR),
     "up": Entry("mlp.up_proj.weight", **_LINEAR),
     "down": Entry("mlp.down_proj.weight", **_LINEAR),
-}
-_HEAD = {
-    "marginal": {},
-    "mlp": {
-        "norm": Entry("ar_approximation.norm.weight"),
-        "token_ug": Entry("ar_approximation.ug.weight", order=(1, 2, 0), rows=2, part=(0, 2)),
-        "hidden_ug": Entry("ar_approximation.ug.weight", order=(1, 2, 0), rows=2, part=(1, 2)),
-        "bias": Entry("ar_approximation.ug.bias", order=(0, 1), rows=2),
-        "down": Entry("ar_approximation.d.weight", **_LINEAR),
-    },
-    "linear": {
-        "norm": Entry("ar_approximation.norm.weight"),
-        "token": Entry("ar_approximation.linear.weight", order=(1, 0), rows=1, part=(0, 2)),
-        "hidden": Entry("ar_approximation.linear.weight", order=(1, 0), rows=1, part=(1, 2)),
-    },
 }
 
 
@@ -309,7 +293,7 @@ def _drafter_entries(specs: dict[str, Any], config: DrafterConfig, prefix: str) 
         "groups": _group_entries(specs["backbone"]["groups"], prefix),
         "norm": Entry(prefix + "norm.weight"),
     }
-    return {"backbone": backbone, "head": dict(_HEAD[config.head])}
+    return {"backbone": backbone, "head": dict(HEADS[config.head].ENTRIES)}
 
 
 def _layers_to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,37 +19,12 @@ from safetensors.numpy import save as serialize
 
 from treeflash_jax import files
 from treeflash_jax import mesh as meshes
-from treeflash_jax.params import Spec, is_spec
+from treeflash_jax.params import Entry, Spec, is_spec
 
 MARK = {"written_by": "treeflash_jax"}  # in the metadata of files that `save` writes
 _HEADER_BYTES = 100_000_000  # the format's own limit
 CHECKED_AT_ONCE = 2**17
 _FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where a weight lies: tensor `name`, whose axes are the weight's in `order`, the first `rows` of them flattened.
-
-    Attributes:
-      name: in the file, without a dialect's prefix.
-      order: the weight's axes in disk order.
-      rows: how many of these make the tensor's rows; all of them make a vector.
-      part: (index, count) where the weight is one of `count` equal column blocks.
-    """
-
-    name: str
-    order: tuple[int, ...] = (0,)
-    rows: int = 1
-    part: tuple[int, int] = (0, 1)
-
-    def view(self, spec: Spec) -> tuple[int, ...]:
-        return tuple(spec.shape[axis] for axis in self.order)
-
-    def disk_shape(self, spec: Spec) -> tuple[int, ...]:
-        view = self.view(spec)
-        columns = math.prod(view[self.rows :]) * self.part[1]
-        return (math.prod(view[: self.rows]), columns) if self.rows < len(view) else (math.prod(view),)
 
 
 class Tensor(Protocol):

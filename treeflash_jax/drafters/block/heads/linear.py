@@ -17,9 +17,16 @@ import jax
 from treeflash_jax.config import DrafterConfig
 from treeflash_jax.drafters.block.heads.mlp import NORM_EPS
 from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, first_order_table
-from treeflash_jax.params import Spec
+from treeflash_jax.params import Entry, Spec
 from treeflash_jax.trees.tree import TransitionTable
 from treeflash_jax.verifiers.layers import linear, rms_norm
+
+FILE_NAME = "linear"
+ENTRIES = {
+    "norm": Entry("ar_approximation.norm.weight"),
+    "token": Entry("ar_approximation.linear.weight", order=(1, 0), rows=1, part=(0, 2)),
+    "hidden": Entry("ar_approximation.linear.weight", order=(1, 0), rows=1, part=(1, 2)),
+}
 
 
 def specs(config: DrafterConfig) -> dict[str, Any]:

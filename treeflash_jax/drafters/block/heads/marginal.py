@@ -11,7 +11,11 @@ import jax
 
 from treeflash_jax.config import DrafterConfig
 from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, marginal_table
+from treeflash_jax.params import Entry
 from treeflash_jax.trees.tree import TransitionTable
+
+FILE_NAME = None
+ENTRIES: dict[str, Entry] = {}
 
 
 def specs(config: DrafterConfig) -> dict[str, Any]:

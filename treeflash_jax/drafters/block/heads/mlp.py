@@ -19,10 +19,18 @@ import jax
 
 from treeflash_jax.config import DrafterConfig
 from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, first_order_table
-from treeflash_jax.params import Spec
+from treeflash_jax.params import Entry, Spec
 from treeflash_jax.trees.tree import TransitionTable
 from treeflash_jax.verifiers.layers import linear, rms_norm
 
+FILE_NAME = "swiglu"  # `ar_approximation` in config.json
+ENTRIES = {
+    "norm": Entry("ar_approximation.norm.weight"),
+    "token_ug": Entry("ar_approximation.ug.weight", order=(1, 2, 0), rows=2, part=(0, 2)),
+    "hidden_ug": Entry("ar_approximation.ug.weight", order=(1, 2, 0), rows=2, part=(1, 2)),
+    "bias": Entry("ar_approximation.ug.bias", order=(0, 1), rows=2),
+    "down": Entry("ar_approximation.d.weight", order=(1, 0), rows=1),
+}
 NORM_EPS = 1e-6  # fixed in the published code, whatever the config says
 
 
