@@ -17,10 +17,10 @@ from treeflash_jax.bench import calibrate, latency, memory, report, rules, run
 from treeflash_jax.clock import slow
 from treeflash_jax.pairs import DEFAULT, NO_DRAFTER, PAIRS
 from treeflash_jax.quantized import SCHEMES
-from treeflash_jax.trees.builders import SAMPLED
+from treeflash_jax.trees import branching
 from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
 
-BUILDERS = ("best-first", *SAMPLED)
+BUILDERS = branching()
 METHODS = ("tree", "walk", "chain", "ar")
 HEADS = ("mlp", "linear", "marginal")
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from treeflash_jax import devices
+from treeflash_jax import devices, drafters
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.drafters.block.heads import DraftSettings
 from treeflash_jax.settings import GenerateConfig, drafting, method_of
-from treeflash_jax.trees.builders import SAMPLED, TreeShape
+from treeflash_jax.trees import BUILDERS, TreeShape
 
 
 def plan_of(config: GenerateConfig, verifier: ModelConfig, drafter: DrafterConfig | None, dtype: Any) -> DecodePlan:
@@ -33,17 +31,17 @@ def plan_of(config: GenerateConfig, verifier: ModelConfig, drafter: DrafterConfi
     method = method_of(config, drafter)
     if method == "ar":
         return DecodePlan(method="ar", num_nodes=1, **shared)
-    block = config.block_size or drafter.block_size
+    sizes, draft = drafters.of(drafter).choose(drafter, config)
     nodes = None if config.nodes == "auto" else config.nodes
     builder, rule, shape = drafting(config)
+    longest = 1 + sizes.num_depths
     return DecodePlan(
-        drafter=replace(drafter, block_size=block),
+        drafter=sizes,
         method=method,
-        head=config.head or drafter.head,
-        num_nodes=(nodes or drafter.num_nodes) if method == "tree" else min(nodes or block, block),
-        draft=DraftSettings(candidates=config.candidates, children=config.children, shortlist=config.shortlist),
+        num_nodes=(nodes or drafter.num_nodes) if method == "tree" else min(nodes or longest, longest),
+        draft=draft,
         builder=builder,
-        shape=shape if builder in SAMPLED else TreeShape(),
+        shape=shape if BUILDERS[builder].draws else TreeShape(lanes=shape.lanes),
         rule=rule,
         **shared,
     )

@@ -9,12 +9,13 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 import numpy as np
 
+from treeflash_jax import drafters
 from treeflash_jax.acceptance import RULES, check_lawful
 from treeflash_jax.checks import Bounds, bounded, checked, clipped, fit, quoted
 from treeflash_jax.config import MOST_NODES, DrafterConfig, HeadName, ModelConfig
 from treeflash_jax.decoding.state import BUILDER_OF_METHOD, Method
 from treeflash_jax.suggest import suggesting, suggestion
-from treeflash_jax.trees.builders import SAMPLED, TreeShape, law_of
+from treeflash_jax.trees import BUILDERS, TreeShape, branching
 from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -209,21 +210,13 @@ def resolve(
     if config.method != "ar":
         expect(drafter is not None, "method", config.method, f"'ar': {NO_DRAFTER}")
         auto = config.nodes == "auto"
-        trained, size = drafter.block_size, config.block_size
-        expect(size is None or size <= trained, "block_size", size, f"2 to {trained}, as the drafter was trained")
-        for name in ("candidates", "children"):
-            value = getattr(config, name)
-            expect(value <= vocabulary, name, value, f"1 to {vocabulary} (the vocabulary)")
-        listed = config.shortlist
-        expect(listed <= vocabulary, "shortlist", listed, f"0 (all tokens) to {vocabulary} (the vocabulary)")
-        heads = ("marginal", drafter.head)
-        expect(config.head in (None, *heads), "head", config.head, f"one of {heads}, what this drafter has")
-        known_builders = ("best-first", *SAMPLED) if config.method == "tree" else (BUILDER_OF_METHOD[config.method],)
+        drafters.of(drafter).choose(drafter, config)
+        known_builders = tuple(branching()) if config.method == "tree" else (BUILDER_OF_METHOD[config.method],)
         builder, rule, shape = drafting(config)
         expect(builder in known_builders, "builder", builder, f"one of {known_builders} (method {config.method!r})")
         expect(rule in RULES, "acceptance", rule, f"one of {tuple(RULES)}")
-        expect(builder not in SAMPLED or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
-        check_lawful(rule, law_of(builder, shape))
+        expect(not BUILDERS[builder].draws or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
+        check_lawful(rule, BUILDERS[builder].law_of(shape))
         if auto:  # a budget that looks at drawn nodes would not be lossless; those of a chain are no tree's first
             only = "with nodes 'auto'"
             expect(builder == "best-first", "builder", builder, f"'best-first' {only}")
@@ -266,7 +259,8 @@ def drafting(config: GenerateConfig) -> tuple[str, str, TreeShape]:
     """Builder, acceptance rule and sizes of the sampled part, defaults filled in."""
     builder = config.builder or BUILDER_OF_METHOD[config.method or "tree"]
     shape = TreeShape(branches=config.branches, trunk=config.trunk, skeleton=config.skeleton, leaves=config.leaves)
-    usual = {"deterministic": "sample-and-match", "one path": "block"}.get(law_of(builder, shape), "traversal")
+    law = BUILDERS[builder].law_of(shape) if builder in BUILDERS else None  # refused by name elsewhere
+    usual = {"deterministic": "sample-and-match", "one path": "block"}.get(law, "traversal")
     return builder, config.acceptance or usual, shape
 
 

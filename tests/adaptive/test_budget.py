@@ -390,7 +390,7 @@ def test_a_stale_calibration_is_refused(trained, tmp_path, changed):
 
 def test_weights_of_another_drafter_are_another_pair(trained):
     plan = trained.plan(GenerateConfig(builder="best-first"))
-    weights = trained.weights.replace(drafter=trained.weights.drafter | {"fc": trained.weights.drafter["fc"] + 1})
+    weights = trained.weights.replace(drafter=jax.tree.map(lambda x: x + 1, trained.weights.drafter))
     ours, other = (calibration.identity_of(trained.verifier, w, plan, None) for w in (trained.weights, weights))
     assert [name for name in ours if ours[name] != other[name]] == ["pair"]
 
