@@ -30,23 +30,10 @@ from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.draw import DrawnTree, drawn_tree
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.planning import plan_of
+from treeflash_jax.planning import Row, draft_temperature, drafting, plan_of, resolve, rows_of, with_builder, with_indices
 from treeflash_jax.prompts import Prompt
 from treeflash_jax.results import Chunk, Result
-from treeflash_jax.settings import (
-    MOST_ROWS,
-    NO_DRAFTER,
-    GenerateConfig,
-    Row,
-    Settings,
-    draft_temperature,
-    drafting,
-    resolve,
-    rows_of,
-    takes_settings,
-    with_builder,
-    with_indices,
-)
+from treeflash_jax.settings import MOST_ROWS, NO_DRAFTER, GenerateConfig, Settings, takes_settings
 from treeflash_jax.trees import tree as trees
 
 ROOM_AHEAD = 1024  # new tokens a cache is made for at first; longer answers grow it

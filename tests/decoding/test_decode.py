@@ -15,8 +15,9 @@ from treeflash_jax import clock
 from treeflash_jax import model as generate
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.decoding import loops as core
+from treeflash_jax.planning import draft_temperature, rows_of
 from treeflash_jax.results import Result
-from treeflash_jax.settings import GenerateConfig, draft_temperature, rows_of
+from treeflash_jax.settings import GenerateConfig
 from treeflash_jax.verifiers import forward as verifier
 
 TREE = {"nodes": 16, "candidates": 8, "children": 8}
