@@ -202,4 +202,5 @@ def test_the_option_of_the_first_edition_still_works(capsys, caplog):
     arguments = ["generate", *MODEL, "--prompt-ids", "3 4", "--json", "--max-new-tokens", "4"]
     assert main([*arguments, "--method", "ar"]) == 0
     assert json.loads(capsys.readouterr().out)["builder"] == "none"
-    assert [record.getMessage().partition(";")[0] for record in caplog.records] == ["method 'ar' is now builder 'none'"]
+    said = [record.getMessage().partition(";")[0] for record in caplog.records if "method" in record.getMessage()]
+    assert said == ["method 'ar' is now builder 'none'"]

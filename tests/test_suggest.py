@@ -69,9 +69,8 @@ def test_no_alias_stands_for_a_name_of_ours_that_is_known_beside_it():
 def test_the_method_of_the_first_edition_is_a_builder(trained, caplog, method, builder):
     settings = {"max_new_tokens": 8, "nodes": 4, "candidates": 4, "children": 4}
     [old] = trained.generate([[3, 4]], method=method, **settings)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"method {method!r} is now builder {builder!r}; the old name ends with the next release"
-    ]
+    said = [record.getMessage() for record in caplog.records if "method" in record.getMessage()]
+    assert said == [f"method {method!r} is now builder {builder!r}; the old name ends with the next release"]
     [new] = trained.generate([[3, 4]], builder=builder, **settings)
     assert (old.ids, old.builder, old.method) == (new.ids, builder, method)
     assert tf.GenerateConfig(method=method) == tf.GenerateConfig(builder=builder)

@@ -216,7 +216,7 @@ def test_files_of_the_first_edition_are_read(tmp_path):
         ("ar", "ar", None),
         ("chain", "chain", None),
         ("treeflash-4", "tree", "best-first"),
-        ("treeflash-4+hybrid", "tree", "hybrid"),
+        ("treeflash-8", "tree", "hybrid"),
     ):
         record = made("a", name, [[1]], 1.0)
         record["settings"] |= {"method": method, "builder": builder, "nodes": 4}
