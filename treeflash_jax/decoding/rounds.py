@@ -21,7 +21,7 @@ from treeflash_jax import acceptance as rules
 from treeflash_jax import drafters, trees, vocab
 from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive import budget as budgets
-from treeflash_jax.decoding.state import BUILDER_OF_METHOD, DecodePlan, DecodeState, Sampling, Weights
+from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers import forward as verifier
 from treeflash_jax.verifiers.attention import positions_read
@@ -101,7 +101,7 @@ def step_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Decode
     own, tree = replace(plan, num_nodes=1), trees.root_only(_anchor(state))
     verified = verify_tree(weights, state, tree, own)
     accepted = accept_path(state, tree, None, verified.logits_bnv, own)
-    after = commit_path(weights, state, verified, accepted, replace(own, method="ar"))
+    after = commit_path(weights, state, verified, accepted, replace(own, builder="none"))
     budget = budgets.note(state.budget, state.rounds_b, ~state.done_b, 1)
     return after.replace(budget=budgets.put_off(budget, verified.features_btj, after.end_b - state.end_b))
 
@@ -164,7 +164,7 @@ def build_tree(
     state: DecodeState, expander: trees.Expander, plan: DecodePlan
 ) -> tuple[trees.DraftTree, trees.Proposal | None]:
     """The tree below each anchor, and the law its nodes were drawn from, if they were."""
-    builder = trees.BUILDERS[plan.builder if plan.method == "tree" else BUILDER_OF_METHOD[plan.method]]
+    builder = trees.BUILDERS[plan.builder]
     keys = (_round_keys(state, DRAFT_STREAM),) if builder.draws else ()
 
     def build(expander, anchor_b, *key_b):
