@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeflash_jax import GenerateConfig, TreeFlash, cli, make_mesh
+from treeflash_jax import trees as tree
 from treeflash_jax.adaptive import budget, calibration
 from treeflash_jax.adaptive.calibration import Calibration, fit_round_times
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding import rounds
 from treeflash_jax.planning import rows_of
-from treeflash_jax.trees import tree
 
 BUCKETS = [2, 4, 8, 16]
 AUTO = {"nodes": "auto", "candidates": 8, "children": 8}
