@@ -240,7 +240,7 @@ def test_levels_are_a_loop_on_a_cpu_only(platform, loops):
 
 
 def eagle_2(tokens_imc, log_probs_imc, next_row_imc, budget: int, lanes: int) -> dict[tuple[int, ...], np.float32]:
-    """The published ledger: `lanes` nodes of a level offer their children, all stay on the ledger, the best of it are kept."""
+    """The published ledger: `lanes` nodes of a level offer their children, all of which it keeps until the end."""
     ledger: dict[tuple[int, ...], np.float32] = {}
     frontier = [((), np.float32(0), 0)]
     for depth in range(DEPTHS):
