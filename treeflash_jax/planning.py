@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from treeflash_jax import devices
-from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decoding.state import DecodePlan
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.drafters.block.heads import DraftSettings
 from treeflash_jax.settings import GenerateConfig, drafting, method_of
 from treeflash_jax.trees.builders import SAMPLED, TreeShape
+from treeflash_jax.verifiers.config import ModelConfig
 
 
 def plan_of(config: GenerateConfig, verifier: ModelConfig, drafter: DrafterConfig | None, dtype: Any) -> DecodePlan:

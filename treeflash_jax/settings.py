@@ -11,11 +11,13 @@ import numpy as np
 
 from treeflash_jax.acceptance import RULES, check_lawful
 from treeflash_jax.checks import Bounds, bounded, checked, clipped, fit, quoted
-from treeflash_jax.config import MOST_NODES, DrafterConfig, HeadName, ModelConfig
 from treeflash_jax.decoding.state import BUILDER_OF_METHOD, Method
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.suggest import suggesting, suggestion
 from treeflash_jax.trees.builders import SAMPLED, TreeShape, law_of
+from treeflash_jax.trees.tree import MOST_NODES
 from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
+from treeflash_jax.verifiers.config import ModelConfig
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 MOST_ROWS = 2**16  # answers of a prompt, or decoded together; more is a slip
@@ -97,7 +99,7 @@ class GenerateConfig:
     candidates: int = bounded(16, least=1)
     children: int = bounded(16, least=1)
     shortlist: int = bounded(0, least=0)
-    head: HeadName | None = None
+    head: str | None = None
     builder: str | None = None
     acceptance: str | None = None
     branches: int = bounded(TreeShape.branches, least=1, most=MOST_NODES)
@@ -131,7 +133,7 @@ class Settings(TypedDict, total=False):
     candidates: int
     children: int
     shortlist: int
-    head: HeadName | None
+    head: str | None
     builder: str | None
     acceptance: str | None
     branches: int

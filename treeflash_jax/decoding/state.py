@@ -13,11 +13,12 @@ from flax import struct
 
 from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive import budget as budgets
-from treeflash_jax.config import DrafterConfig, HeadName, ModelConfig
 from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.drafters.block.heads import DraftSettings
 from treeflash_jax.trees.builders import TreeShape
 from treeflash_jax.verifiers import cache as caches
+from treeflash_jax.verifiers.config import ModelConfig
 
 Method = Literal["tree", "walk", "chain", "ar"]
 BUILDER_OF_METHOD = {"tree": "best-first", "walk": "walk", "chain": "chain"}
@@ -47,7 +48,7 @@ class DecodePlan:
     verifier: ModelConfig
     drafter: DrafterConfig | None = None
     method: Method = "tree"
-    head: HeadName = "marginal"
+    head: str = "marginal"
     num_nodes: int = 16
     buckets: tuple[int, ...] = ()
     draft: DraftSettings = DraftSettings()

@@ -19,6 +19,8 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+MOST_NODES = 4096  # of a draft tree
+
 
 class Expander(Protocol):
     """What a tree builder may ask of a drafter; `state` is any pytree with leading axes [b, w]."""
