@@ -166,13 +166,13 @@ def test_rope_divisors_are_llama3_scaling(tmp_path):
     both = [models.load_verifier(path), models.load_verifier(tmp_path)]
     got, expected = (layers.rope_frequencies(config.rope, config.head_dim) for config, _ in both)
     np.testing.assert_allclose(got, expected, rtol=1e-7)
-    logits = [logits_of(*model) for model in models]
+    logits = [logits_of(*model) for model in both]
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-4)
-    assert np.abs(logits[0] - logits_of(LLAMA, models[0][1])).max() > 1e-2
+    assert np.abs(logits[0] - logits_of(LLAMA, both[0][1])).max() > 1e-2
     main(["convert", str(path), str(tmp_path / "written")])
     config, params = models.load_verifier(tmp_path / "written")
-    assert config == models[0][0] and config.rope.kind == "longrope"
-    assert_same(params, models[0][1])
+    assert config == both[0][0] and config.rope.kind == "longrope"
+    assert_same(params, both[0][1])
 
 
 @partial(jax.jit, static_argnums=0)

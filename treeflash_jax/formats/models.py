@@ -74,7 +74,8 @@ def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
     Raises:
       ValueError: a file of them that cannot be read, or ids outside the vocabulary.
     """
-    return _found(path, "verifier")[0].stop_ids(Path(path), config)
+    path = Path(path)
+    return dialects.of(path, Keys({}, str(path)), "verifier").stop_ids(path, config)
 
 
 def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any], dtype: Any = jnp.bfloat16) -> None:
