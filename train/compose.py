@@ -28,7 +28,7 @@ from treeflash_jax.checks import bounded
 from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.pairs import locate
-from treeflash_jax.trees.tree import MOST_NODES
+from treeflash_jax.trees.shape import MOST_NODES
 from treeflash_jax.verifiers.config import ModelConfig
 
 PASSES = {"drafter": 6, "head": 3}  # over the rows; the published backbones took six

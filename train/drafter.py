@@ -29,13 +29,12 @@ from train.state import Stage, place
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.checks import bounded
-from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.drafters import block
 from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers
-from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.pairs import locate
-from treeflash_jax.trees.tree import MOST_NODES
+from treeflash_jax.trees.shape import MOST_NODES
 from treeflash_jax.verifiers import forward as verifier
 from treeflash_jax.verifiers.config import ModelConfig
 
@@ -109,7 +108,7 @@ def drafter_config(settings: DrafterStage, model: ModelConfig) -> DrafterConfig:
 def make_stage(settings: DraftingStage, model: ModelConfig, drafter: DrafterConfig) -> Stage:
     """What `settings.trains` names of a drafter is trained; what else a step needs is frozen."""
     trains = settings.trains
-    specs = {"backbone": dflash.specs(drafter), "head": HEADS[drafter.head].specs(drafter)}
+    specs = block.specs(drafter)
     frozen = {"verifier": verifier.specs(model)} | ({} if "backbone" in trains else {"backbone": specs["backbone"]})
     return Stage(
         specs={name: specs[name] for name in trains},
@@ -178,7 +177,7 @@ def train(settings: DraftingStage, prepare: Callable[[ModelConfig, Any], tuple[D
 def main(settings: DrafterStage) -> None:
     def prepare(model: ModelConfig, norm: Any) -> tuple[DrafterConfig, Any, Any]:
         drafter = drafter_config(settings, model)
-        specs = dflash.specs(drafter)
+        specs = block.specs(drafter)["backbone"]
         backbone = parameters.initialize(specs, jax.random.key(settings.loop.seed), scale=settings.init_scale)
         backbone["norm"] = jnp.asarray(norm, jnp.float32)  # the vocabulary matrix was trained behind this scale
         return drafter, {"backbone": backbone}, {}

@@ -74,8 +74,13 @@ def main(settings: ExportStage) -> None:
     )
     step, params = read_params(settings, trained, make_stage(trained, model, drafter))
     with folders.filled(settings.out, **replacing) as out:
-        weights = {"backbone": params.get("backbone", backbone), "head": params.get("head", {})}
-        models.save_drafter(out, drafter, weights, dialect=settings.dialect, dtype=jnp.dtype(settings.dtype))
+        models.save_drafter(
+            out,
+            drafter,
+            {"backbone": backbone, "head": {}} | params,
+            dialect=settings.dialect,
+            dtype=jnp.dtype(settings.dtype),
+        )
         files.write(out / "README.md", card(settings, trained, drafter, step))
     print(f"wrote {settings.out} from step {step}")
 

@@ -24,8 +24,8 @@ from train import config
 from train.drafter import DrafterStage, DraftingStage, train
 from treeflash_jax import params as parameters
 from treeflash_jax.checks import bounded
+from treeflash_jax.drafters import block
 from treeflash_jax.drafters.block.config import DrafterConfig
-from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import models
 from treeflash_jax.pairs import locate
 from treeflash_jax.verifiers.config import ModelConfig
@@ -60,7 +60,7 @@ def read_stage(path: str | PathLike, overrides: Sequence[str] = ()) -> DrafterSt
 
 def fresh_head(drafter: DrafterConfig, seed: int, scale: float) -> Any:
     """Head weights whose output layer is zero, so that training starts from the marginals."""
-    return parameters.initialize(HEADS[drafter.head].specs(drafter), jax.random.key(seed), scale=scale)
+    return parameters.initialize(block.specs(drafter)["head"], jax.random.key(seed), scale=scale)
 
 
 def read_backbone(settings: HeadStage, model: ModelConfig) -> tuple[DrafterConfig, Any]:
@@ -71,10 +71,10 @@ def read_backbone(settings: HeadStage, model: ModelConfig) -> tuple[DrafterConfi
     """
     folder = locate(settings.drafter, "drafter")
     models.read_drafter_config(folder).check_fits(model)
-    drafter, weights = models.load_drafter(folder, dtype=jnp.float32)
+    drafter, params = models.load_drafter(folder, dtype=jnp.float32)
     temperature = settings.drafter_temperature or drafter.drafter_temperature
     fresh = dataclasses.replace(drafter, head=settings.head, drafter_temperature=temperature, sampled_above=None)
-    return fresh, weights["backbone"]
+    return fresh, params["backbone"]
 
 
 def main(settings: HeadStage) -> None:

@@ -18,7 +18,7 @@ from treeflash_jax import params as parameters
 from treeflash_jax import vocab
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
-from treeflash_jax.trees.tree import pick
+from treeflash_jax.trees import pick
 from treeflash_jax.verifiers import forward as verifier
 
 WITH_HEAD = toy_training.with_head()
@@ -383,7 +383,7 @@ def test_state_lies_over_fsdp_and_model(toy):
 def test_muon_and_linear_heads_train_too(toy, tmp_path):
     log, settings = run_stage(toy, f"run={tmp_path}/run", "head=linear", "optimizer.name=muon")
     assert log[-1]["loss"] < log[0]["loss"]
-    _, weights = final_weights(settings)
+    weights = final_weights(settings)["head"]
     assert set(weights) == {"norm", "token", "hidden"} and np.any(weights["token"])
 
 

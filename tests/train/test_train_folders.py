@@ -64,10 +64,10 @@ def test_a_run_leaves_its_model_there(bucket, toy, tmp_path, monkeypatch, capsys
     head.main(toy_training.settings(toy, "run=gs://bucket/runs/head"))
     assert set(bucket) == {"/bucket/runs/head/model/config.json", "/bucket/runs/head/model/model.safetensors"}
     assert "  model: gs://bucket/runs/head/model\n" in capsys.readouterr().out
-    drafter, weights = models.load_drafter(fetched("gs://bucket/runs/head/model", tmp_path))
-    assert drafter.head == "mlp" and set(weights["head"]) == {"norm", "token_ug", "hidden_ug", "bias", "down"}
-    before = models.load_drafter(toy.parent / "drafter")[1]["backbone"]
-    jax.tree.map(np.testing.assert_array_equal, weights["backbone"], before)
+    drafter, params = models.load_drafter(fetched("gs://bucket/runs/head/model", tmp_path))
+    assert drafter.head == "mlp" and set(params["head"]) == {"norm", "token_ug", "hidden_ug", "bias", "down"}
+    before = models.load_drafter(toy.parent / "drafter")[1]
+    jax.tree.map(np.testing.assert_array_equal, params["backbone"], before["backbone"])
 
 
 def test_a_verifier_and_its_tokenizer_lie_there(bucket, toy, tmp_path, monkeypatch):

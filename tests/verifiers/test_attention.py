@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from treeflash_jax.trees.tree import ancestor_mask
+from treeflash_jax.trees import ancestor_mask
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers.attention import tree_attention
 from treeflash_jax.verifiers.cache import LayerKV

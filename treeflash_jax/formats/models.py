@@ -13,10 +13,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from treeflash_jax import files, quantized
+from treeflash_jax import drafters, files, quantized
 from treeflash_jax.checks import quoted, read_json
-from treeflash_jax.drafters.block import backbone
-from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import dialects, gguf, storage
 from treeflash_jax.formats.dialects import Dialect
 from treeflash_jax.formats.keys import Keys
@@ -65,7 +63,7 @@ def load_drafter(path: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tu
     """
     dialect, config = _found(path, "drafter")
     with dialect.opened(Path(path), config) as tensors:
-        return config, _load(path, dialect, config, drafter_specs(config), tensors, dtype, mesh)
+        return config, _load(path, dialect, config, drafters.of(config).specs(config), tensors, dtype, mesh)
 
 
 def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
@@ -105,7 +103,7 @@ def save_drafter(
     Raises:
       ValueError: no such dialect, or one that cannot hold this drafter.
     """
-    _save(Path(folder), writable(dialect), config, drafter_specs(config), params, dtype)
+    _save(Path(folder), writable(dialect), config, drafters.of(config).specs(config), params, dtype)
 
 
 def writable(dialect: str) -> Dialect:
@@ -114,10 +112,6 @@ def writable(dialect: str) -> Dialect:
     if dialect not in known:
         raise ValueError(f"got dialect {quoted(dialect)}, expected one of {', '.join(known)}")
     return dialects.DIALECTS[dialect]
-
-
-def drafter_specs(config: Any) -> dict[str, Any]:
-    return {"backbone": backbone.specs(config), "head": HEADS[config.head].specs(config)}
 
 
 def _found(path: str | Path, part: str) -> tuple[Dialect, Any]:

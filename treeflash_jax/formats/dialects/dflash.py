@@ -19,7 +19,7 @@ from treeflash_jax.formats.architectures.common import LINEAR
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.params import Entry
-from treeflash_jax.trees.tree import MOST_NODES
+from treeflash_jax.trees.shape import MOST_NODES
 
 BACKBONE = {"fc": Entry("fc.weight", **LINEAR), "hidden_norm": Entry("hidden_norm.weight"), "norm": Entry("norm.weight")}
 

@@ -14,7 +14,7 @@ from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats.dialects.dflash import DFlash
 from treeflash_jax.formats.keys import Keys
-from treeflash_jax.trees.tree import MOST_NODES
+from treeflash_jax.trees.shape import MOST_NODES
 
 
 class TreeFlash(DFlash):
