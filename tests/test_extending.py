@@ -23,7 +23,7 @@ from treeflash_jax.acceptance import RULES, sample_and_match
 from treeflash_jax.cli import main
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters.block.heads import HEADS, table
-from treeflash_jax.formats import hf
+from treeflash_jax.formats import models
 from treeflash_jax.params import Entry, Spec
 
 CHAT = [{"role": "user", "content": "Ada has 3 pens and buys 5 more. How many pens has she?"}]
@@ -54,7 +54,7 @@ def test_a_head(monkeypatch, tmp_path, capsys, tiny):
     config = replace(tiny.drafter, head="toy")
     own = {"scale": 0.01 * jnp.arange(config.layers.hidden_size, dtype=jnp.float32)}
     folder = tmp_path / "drafter"
-    hf.save_drafter(folder, config, tiny.weights.drafter | {"head": own}, dtype=jnp.float32)
+    models.save_drafter(folder, config, tiny.weights.drafter | {"head": own}, dtype=jnp.float32)
     model = tf.load("tiny", drafter=folder)
     assert model.drafter.head == "toy"
     np.testing.assert_array_equal(model.weights.drafter["head"]["scale"], own["scale"])
