@@ -206,11 +206,10 @@ def test_any_slice_of_a_weight_can_be_read():
 def test_published_folders_load(name):
     folder = DATA / "conformance" / name
     config, params = models.load_verifier(folder / "verifier")
-    fit, params = models.load_drafter(folder / "drafter")
-    head = params["head"]
+    fit, weights = models.load_drafter(folder / "drafter")
     fit.check_fits(config)
     assert ("unembed" in params) == (name != "b_trained")
-    assert (fit.head, bool(head)) == (("marginal", False) if name == "c_dflash" else ("mlp", True))
+    assert (fit.head, bool(weights["head"])) == (("marginal", False) if name == "c_dflash" else ("mlp", True))
     assert models.stop_ids(folder / "verifier", config) == (2,)
 
 
