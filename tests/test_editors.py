@@ -49,12 +49,12 @@ def parsed(html: str) -> ElementTree.Element:
 
 
 def test_results_are_shown_as_html():
-    about = {"prompt_ids": [1], "ids": [5, 6, 7], "method": "tree", "accept_lengths": [2], "finished": "stop"}
+    about = {"prompt_ids": [1], "ids": [5, 6, 7], "builder": "best-first", "accept_lengths": [2], "finished": "stop"}
     about |= {"seconds": 1.0, "compile_seconds": 0.0, "tokens_per_second": 3.0}
     page = parsed(tf.Result(text=HOSTILE, **about)._repr_html_())
     assert page.find(".//pre").text == HOSTILE
-    assert [cell.text for cell in page.iter("th")] == ["tokens", "rounds", "tau", "tokens/s", "method", "finished"]
-    assert [cell.text for cell in page.iter("td")] == ["3", "1", "2.00", "3", "tree", "stop"]
+    assert [cell.text for cell in page.iter("th")] == ["tokens", "rounds", "tau", "tokens/s", "builder", "finished"]
+    assert [cell.text for cell in page.iter("td")] == ["3", "1", "2.00", "3", "best-first", "stop"]
     assert parsed(tf.Result(text=None, **about)._repr_html_()).find(".//pre").text == "5 6 7"
 
 

@@ -43,6 +43,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {clipped(message, 240)} (see {self.prog} --help)\n")
 
 
+def add_method(parser: Any) -> None:
+    """`--method` of the first edition: it still works, and is no longer shown."""
+    parser.add_argument("--method", help=argparse.SUPPRESS)
+
+
 def add_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts (options may be given several times)")
     group.add_argument(

@@ -29,7 +29,7 @@ def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -
       ValueError: a model that cannot chat, or settings that no turn could be answered with, before anything is read.
     """
     config = _checked(model, settings)
-    if config.method == "ar":
+    if config.builder == "none":
         console.print("[dim]answers come one token at a time: nothing is drafted[/dim]")
     console.print(f"[dim]{HELP}[/dim]")
     messages: list[dict[str, str]] = []

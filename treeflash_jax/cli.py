@@ -12,16 +12,14 @@ import jax
 from treeflash_jax import __version__
 from treeflash_jax import mesh as meshes
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.arguments import Parser, add_prompts, ids_of, prompts_of, spoken
+from treeflash_jax.arguments import Parser, add_method, add_prompts, ids_of, prompts_of, spoken
 from treeflash_jax.bench import calibrate, latency, memory, report, rules, run
 from treeflash_jax.clock import slow
 from treeflash_jax.pairs import DEFAULT, NO_DRAFTER, PAIRS
 from treeflash_jax.quantized import SCHEMES
-from treeflash_jax.trees.builders import SAMPLED
+from treeflash_jax.trees.builders import BUILDERS
 from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
 
-BUILDERS = ("best-first", *SAMPLED)
-METHODS = ("tree", "walk", "chain", "ar")
 HEADS = ("mlp", "linear", "marginal")
 
 
@@ -173,11 +171,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_drafting(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafting (affects speed, never the distribution of the output)")
     group.add_argument(
-        "--method", choices=METHODS,
-        help="what is drafted: a tree, the chain of the DFlash paper (chain), a greedy chain (walk), or nothing: one token "
-        "at a time (ar) (default: tree with a drafter, ar without)",
-    )  # fmt: skip
-    group.add_argument(
         "--head", choices=HEADS, help="head of the drafter; marginal is no head (default: the drafter's own)"
     )
     group.add_argument(
@@ -207,10 +200,12 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
         help="temperature of the draft (default: as measured for the drafter)",
     )
     group.add_argument(
-        "--builder",
-        choices=BUILDERS,
-        help="how the tree is built (default: best-first, or hybrid at temperatures where that was measured to be better)",
-    )
+        "--builder", choices=("none", *BUILDERS),
+        help="what is drafted: a tree; one path (walk is greedy, chain is that of the DFlash paper); or nothing: one token "
+        "at a time (none) (default: none without a drafter; best-first with one, or hybrid at temperatures where that "
+        "was measured to be better)",
+    )  # fmt: skip
+    add_method(group)
     group.add_argument(
         "--acceptance", choices=RULES,
         help="acceptance rule (default: sample-and-match for best-first trees and chains, block for one sampled path, "
@@ -273,6 +268,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {
         field.name: getattr(arguments, field.name) for field in fields(GenerateConfig) if hasattr(arguments, field.name)
     }
+    given |= {"method": arguments.method} if arguments.method else {}
     return given | {"stop_ids": None if arguments.stop_ids is None else ids_of(arguments.stop_ids, "--stop-ids")}
 
 
@@ -353,7 +349,7 @@ def _record(result: Any) -> dict[str, Any]:
     record: dict[str, Any] = {} if result.text is None else {"text": result.text}
     record |= {
         "ids": result.ids,
-        "method": result.method,
+        "builder": result.builder,
         "accept_lengths": result.accept_lengths,
         "cut": result.cut,
         "tau": result.tau,

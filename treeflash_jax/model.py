@@ -263,11 +263,11 @@ class TreeFlash:
         Raises:
           ValueError: a setting is unknown or cannot be served.
         """
-        is_default = getattr(config, "method", None) is None and settings.get("method") is None
+        is_default = getattr(config, "builder", None) is None and not (settings.get("builder") or settings.get("method"))
         config = resolve(config, settings, self.verifier, self.drafter)
         if is_default and self.drafter is None and not self.noted_plain:
             self.noted_plain = True
-            logger.warning(f"{NO_DRAFTER}: decoding one token at a time (method 'ar' does so without this note)")
+            logger.warning(f"{NO_DRAFTER}: decoding one token at a time (builder 'none' does so without this note)")
         if config.stop and self.tokenizer is None:
             raise ValueError("got stop strings, but the verifier's folder has no tokenizer.json; give stop_ids instead")
         return config

@@ -9,8 +9,8 @@ from treeflash_jax import devices
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters.block.heads import DraftSettings
-from treeflash_jax.settings import GenerateConfig, drafting, method_of
-from treeflash_jax.trees.builders import SAMPLED, TreeShape
+from treeflash_jax.settings import GenerateConfig, builder_of, drafting
+from treeflash_jax.trees.builders import CHAINS, SAMPLED, TreeShape
 
 
 def plan_of(config: GenerateConfig, verifier: ModelConfig, drafter: DrafterConfig | None, dtype: Any) -> DecodePlan:
@@ -30,17 +30,15 @@ def plan_of(config: GenerateConfig, verifier: ModelConfig, drafter: DrafterConfi
         "attention": config.attention or device.attention(dtype),
         "prefill_chunk": device.prefill_chunk,
     }
-    method = method_of(config, drafter)
-    if method == "ar":
-        return DecodePlan(method="ar", num_nodes=1, **shared)
+    if builder_of(config, drafter) == "none":
+        return DecodePlan(builder="none", num_nodes=1, **shared)
     block = config.block_size or drafter.block_size
     nodes = None if config.nodes == "auto" else config.nodes
     builder, rule, shape = drafting(config)
     return DecodePlan(
         drafter=replace(drafter, block_size=block),
-        method=method,
         head=config.head or drafter.head,
-        num_nodes=(nodes or drafter.num_nodes) if method == "tree" else min(nodes or block, block),
+        num_nodes=min(nodes or block, block) if builder in CHAINS else nodes or drafter.num_nodes,
         draft=DraftSettings(candidates=config.candidates, children=config.children, shortlist=config.shortlist),
         builder=builder,
         shape=shape if builder in SAMPLED else TreeShape(),

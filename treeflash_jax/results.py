@@ -13,10 +13,9 @@ from typing import Any
 from treeflash_jax import mesh as meshes
 from treeflash_jax.batching import Turn
 from treeflash_jax.checks import whole
-from treeflash_jax.decoding.state import Method
 from treeflash_jax.draw import DrawnTree, drawn_tree
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.settings import GenerateConfig, Row
+from treeflash_jax.settings import GenerateConfig, Row, drafting
 from treeflash_jax.trees import tree as trees
 
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
@@ -30,7 +29,7 @@ class Result:
       prompt_ids: what was read.
       ids: generated ids, the stop token included.
       text: decoded without special tokens, up to a stop string; None where there is no tokenizer.
-      method: how it was decoded, as GenerateConfig.method, "ar" where there was no drafter.
+      builder: how it was drafted, as GenerateConfig.builder; "none" where nothing was drafted.
       accept_lengths: tokens that every round added to the answer, bonus included. The token that prefill yields is in no
         entry, so that `1 + sum(accept_lengths) == len(ids)`.
       cut: tokens that the last round accepted beyond the end of the answer, at a stop or at `max_new_tokens`. Published
@@ -47,7 +46,7 @@ class Result:
     prompt_ids: list[int]
     ids: list[int]
     text: str | None
-    method: Method
+    builder: str
     accept_lengths: list[int]
     finished: str
     seconds: float
@@ -62,10 +61,15 @@ class Result:
     @staticmethod
     def unanswered(prompt_ids: list[int], *, has_text: bool) -> Result:
         """What a prompt gets that Ctrl-C left waiting: no tokens, marked "interrupted"."""
-        rest = {"seconds": 0.0, "compile_seconds": 0.0, "tokens_per_second": 0.0, "method": "ar"}
+        rest = {"seconds": 0.0, "compile_seconds": 0.0, "tokens_per_second": 0.0, "builder": "none"}
         return Result(
             prompt_ids=prompt_ids, ids=[], text="" if has_text else None, accept_lengths=[], finished="interrupted", **rest
         )
+
+    @property
+    def method(self) -> str:
+        """What `builder` was called in the first edition: "tree", "walk", "chain" or "ar"."""
+        return {"none": "ar", "walk": "walk", "chain": "chain"}.get(self.builder, "tree")
 
     @property
     def tau(self) -> float:
@@ -81,7 +85,7 @@ class Result:
         """As notebooks show it: the answer, and its statistics below."""
         answer = self.text if self.text is not None else " ".join(map(str, self.ids))
         about = {"tokens": len(self.ids), "rounds": len(self.accept_lengths), "tau": f"{self.tau:.2f}"}
-        about |= {"tokens/s": f"{self.tokens_per_second:.0f}", "method": self.method, "finished": self.finished}
+        about |= {"tokens/s": f"{self.tokens_per_second:.0f}", "builder": self.builder, "finished": self.finished}
         heads = "".join(f"<th>{escape(name)}</th>" for name in about)
         values = "".join(f"<td>{escape(str(value))}</td>" for value in about.values())
         return (
@@ -149,7 +153,7 @@ class Reader:
                 prompt_ids=row.ids,
                 ids=ids,
                 text=text,
-                method=self.config.method,
+                builder=drafting(self.config)[0],
                 accept_lengths=[*accepted[:-1], accepted[-1] - cut] if accepted else [],
                 cut=cut,
                 finished="stop" if is_cut else finished,
@@ -159,7 +163,7 @@ class Reader:
                 log_probs=None if log_probs is None else log_probs[row.length :][: len(ids)].tolist(),
                 expected_lengths=None if expected is None else expected[: len(accepted)].tolist(),
                 nodes=nodes,
-                draft_again=partial(self._tree, row, ids, accepted, nodes) if self.config.method != "ar" else None,
+                draft_again=partial(self._tree, row, ids, accepted, nodes) if self.config.builder != "none" else None,
             )
             results.append(result)
         return results

@@ -67,7 +67,7 @@ def request_of(model: TreeFlash, prompts: Any, config: GenerateConfig, indices: 
         mesh=model.mesh,
         batch=sum(meshes.padded(count, model.mesh) for count in sizes),
         capacity=capacity_bucket(max(row.length for row in rows) + config.max_new_tokens),
-        drafts=config.method != "ar",
+        drafts=config.builder != "none",
         quantize=model.quantize,
     )
     check_memory(needs, memory_limit(model.mesh), model.mesh)

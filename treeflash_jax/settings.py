@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import wraps
 from typing import Any, Literal, TypedDict, TypeVar
 
 import numpy as np
@@ -12,9 +14,8 @@ import numpy as np
 from treeflash_jax.acceptance import RULES, check_lawful
 from treeflash_jax.checks import Bounds, bounded, checked, clipped, fit, quoted
 from treeflash_jax.config import MOST_NODES, DrafterConfig, HeadName, ModelConfig
-from treeflash_jax.decoding.state import BUILDER_OF_METHOD, Method
 from treeflash_jax.suggest import suggesting, suggestion
-from treeflash_jax.trees.builders import SAMPLED, TreeShape, law_of
+from treeflash_jax.trees.builders import BUILDERS, SAMPLED, TreeShape, law_of
 from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -30,14 +31,57 @@ REFUSED = {
     "min_p": "only temperature, top-k and top-p are implemented",
 }
 # Fields of GenerateConfig that say how to draft.
-DRAFTING = "nodes block_size candidates children shortlist head builder acceptance".split()
+DRAFTING = "nodes block_size candidates children shortlist head acceptance".split()
 DRAFTING += "branches trunk skeleton leaves drafter_temperature".split()
 NO_DRAFTER = "no drafter is loaded"
+METHODS = {"tree": "best-first", "walk": "walk", "chain": "chain", "ar": "none"}  # what `builder` was in the first edition
+logger = logging.getLogger("treeflash_jax")
 
 
 OF_LOAD = "verifier drafter dtype quantize mesh revision local_files_only budget".split()  # no settings of a call
 
 
+def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings, or those of a record, whose `method` of the first edition is turned into `builder`."""
+    rest = dict(settings)
+    method = rest.pop("method", None)
+    if method is None:
+        return rest
+    builder = METHODS.get(method) if isinstance(method, str) else None
+    if builder is None:
+        raise ValueError(f"got method {quoted(method)}, expected one of {tuple(METHODS)}; it is called builder now")
+    if method != "tree" or rest.get("builder") is None:
+        rest["builder"] = builder
+    return rest
+
+
+def without_method(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a call with `builder` for `method`, which works for one more release and says so."""
+    found = renamed(settings)
+    if settings.get("method") is not None:
+        if settings.get("builder") not in (None, found["builder"]):
+            raise ValueError(
+                f"got builder {quoted(settings['builder'])} and method {settings['method']!r}, expected one of them"
+            )
+        logger.warning(
+            f"method {settings['method']!r} is now builder {found['builder']!r}; the old name ends with the next release"
+        )
+    return found
+
+
+def takes_method(cls: type) -> type:
+    """A class of settings that also accepts `method`."""
+    init = cls.__init__
+
+    @wraps(init)
+    def made(self: Any, **settings: Any) -> None:
+        init(self, **without_method(settings))
+
+    cls.__init__ = made
+    return cls
+
+
+@takes_method
 @suggesting
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
@@ -50,8 +94,6 @@ class GenerateConfig:
 
     Attributes:
       max_new_tokens: maximum number of generated tokens, the stop token included.
-      method: what is drafted: "tree"; "walk", a greedy chain; "chain", the chain of the DFlash paper; or "ar", nothing (one
-        token at a time). The default is "tree" with a drafter and "ar" without one.
       nodes: tree nodes verified per round, root included. The default is the drafter's for a tree, and the whole block for
         a chain. With "auto", every round verifies the number of nodes that is fastest according to `treeflash calibrate`,
         and drafting pauses while it does not pay; this needs best-first trees and sample-and-match.
@@ -62,9 +104,11 @@ class GenerateConfig:
       shortlist: number of tokens per depth that the second stage of a conditional head scores, taken over all depths
         together. 0 scores the whole vocabulary.
       head: "mlp", "linear" or "marginal". The default is the drafter's own head.
-      builder: how a tree is built: "best-first", which is deterministic, or "paths", "delayed", "without-replacement" or
-        "hybrid", whose nodes are sampled. The default is "best-first"; sequences at temperatures where "hybrid" was
-        measured to be better for this drafter (`DrafterConfig.sampled_above`) get that, unless `acceptance` is given.
+      builder: what is drafted: a tree that is deterministic ("best-first") or whose nodes are sampled ("paths", "delayed",
+        "without-replacement" or "hybrid"); "walk", a greedy chain; "chain", the chain of the DFlash paper; or "none", one
+        token at a time. The default is "none" without a drafter and "best-first" with one, but sequences at temperatures
+        where "hybrid" was measured to be better for this drafter (`DrafterConfig.sampled_above`) get that, unless
+        `acceptance` is given.
       acceptance: rule that decides which nodes are kept. The default is "sample-and-match" for best-first trees, "block"
         for one sampled path, and "traversal" for other sampled trees. Every rule keeps the verifier's distribution;
         "sample-and-match" also gives the same answer as one-token decoding with the same seed.
@@ -89,7 +133,6 @@ class GenerateConfig:
     """
 
     max_new_tokens: int = bounded(128, least=1)
-    method: Method | None = None
     nodes: int | Literal["auto"] | None = bounded(
         None, least=1, most=MOST_NODES, says=f"at least 1 (the root counts) and at most {MOST_NODES:,}, or 'auto'"
     )
@@ -125,7 +168,6 @@ class Settings(TypedDict, total=False):
     """
 
     max_new_tokens: int
-    method: Method | None
     nodes: int | Literal["auto"] | None
     block_size: int | None
     candidates: int
@@ -191,23 +233,26 @@ def resolve(
     Raises:
       ValueError: a setting that is unknown, refused by name, or out of range.
     """
+    settings = without_method(settings)
     for name in settings:
         _check_name(name)
     config = replace(fit(GenerateConfig | None, config, "config") or GenerateConfig(), **settings)
     if isinstance(config.stop, str):
         config = replace(config, stop=(config.stop,))
     config = checked(config)
-    if config.method is None and drafter is None:
+    if config.builder is None and drafter is None:
         _refuse_drafting(config)
-    config = replace(config, method=method_of(config, drafter))
+        config = replace(config, builder="none")
     vocabulary = verifier.vocab_size
 
     def expect(ok: bool, what: str, got: Any, expected: str) -> None:
         if not ok:
             raise ValueError(f"got {what} {quoted(got)}, expected {expected}")
 
-    if config.method != "ar":
-        expect(drafter is not None, "method", config.method, f"'ar': {NO_DRAFTER}")
+    known = ("none", *BUILDERS)
+    expect(config.builder in (None, *known), "builder", config.builder, f"one of {known}")
+    if config.builder != "none":
+        expect(drafter is not None, "builder", config.builder, f"'none': {NO_DRAFTER}")
         auto = config.nodes == "auto"
         trained, size = drafter.block_size, config.block_size
         expect(size is None or size <= trained, "block_size", size, f"2 to {trained}, as the drafter was trained")
@@ -218,9 +263,7 @@ def resolve(
         expect(listed <= vocabulary, "shortlist", listed, f"0 (all tokens) to {vocabulary} (the vocabulary)")
         heads = ("marginal", drafter.head)
         expect(config.head in (None, *heads), "head", config.head, f"one of {heads}, what this drafter has")
-        known_builders = ("best-first", *SAMPLED) if config.method == "tree" else (BUILDER_OF_METHOD[config.method],)
         builder, rule, shape = drafting(config)
-        expect(builder in known_builders, "builder", builder, f"one of {known_builders} (method {config.method!r})")
         expect(rule in RULES, "acceptance", rule, f"one of {tuple(RULES)}")
         expect(builder not in SAMPLED or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
         check_lawful(rule, law_of(builder, shape))
@@ -248,9 +291,9 @@ def _check_name(name: str) -> None:
     raise ValueError(f"got unknown setting {quoted(name)}{hint}")
 
 
-def method_of(config: GenerateConfig, drafter: DrafterConfig | None) -> Method:
-    """What is decoded by: the method that was asked for; else trees if there is a drafter, one token at a time if not."""
-    return config.method or ("ar" if drafter is None else "tree")
+def builder_of(config: GenerateConfig, drafter: DrafterConfig | None) -> str:
+    """The builder that was asked for; else best-first trees if there is a drafter, one token at a time if not."""
+    return config.builder or ("none" if drafter is None else "best-first")
 
 
 def _refuse_drafting(config: GenerateConfig) -> None:
@@ -264,7 +307,7 @@ def _refuse_drafting(config: GenerateConfig) -> None:
 
 def drafting(config: GenerateConfig) -> tuple[str, str, TreeShape]:
     """Builder, acceptance rule and sizes of the sampled part, defaults filled in."""
-    builder = config.builder or BUILDER_OF_METHOD[config.method or "tree"]
+    builder = config.builder or "best-first"
     shape = TreeShape(branches=config.branches, trunk=config.trunk, skeleton=config.skeleton, leaves=config.leaves)
     usual = {"deterministic": "sample-and-match", "one path": "block"}.get(law_of(builder, shape), "traversal")
     return builder, config.acceptance or usual, shape
@@ -273,7 +316,7 @@ def drafting(config: GenerateConfig) -> tuple[str, str, TreeShape]:
 def with_builder(config: GenerateConfig, drafter: DrafterConfig | None, temperature: float) -> GenerateConfig:
     """The settings of a row of this temperature: with a sampled tree where none was asked for and one is better."""
     crossover = None if drafter is None else drafter.sampled_above
-    is_free = method_of(config, drafter) == "tree" and config.builder is None and config.acceptance is None
+    is_free = drafter is not None and config.builder is None and config.acceptance is None
     is_free &= config.nodes not in (1, "auto")
     if is_free and crossover is not None and temperature >= crossover and config.head in (None, drafter.head):
         return replace(config, builder="hybrid")

@@ -205,10 +205,10 @@ def gpu_rounds() -> str:
             one["batch"],
             f"{one['bytes_per_device']['round'] / GIB:.2f}",
             *(one["launches"][stage] for stage in stages),
-            sum(runs[f"{name} ar"]["launches"].values()),
+            sum(runs[f"{name} none"]["launches"].values()),
         ]
         for name, one in runs.items()
-        if one["method"] == "tree"
+        if one["builder"] == "best-first"
     ]
     return table("model | batch | temporary, GiB | draft | expand | tree | verify | accept | commit | one-token step", rows)
 

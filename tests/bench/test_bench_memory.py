@@ -19,14 +19,17 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import treeflash_jax as tf
 from treeflash_jax import costs as footprints
-from treeflash_jax import devices, loading, vocab
-from treeflash_jax import model as generate
+from treeflash_jax import devices, loading, serving, vocab
+from treeflash_jax import programs as compiled
 from treeflash_jax.bench import memory, programs, shapes
 from treeflash_jax.cli import main
 from treeflash_jax.costs import Footprint, check_memory, footprint, memory_limit
+from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan
+from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.drafters.block.heads import DraftSettings
 from treeflash_jax.formats import hf
+from treeflash_jax.settings import Row
 
 PAIR = DATA / "conformance" / "b_trained"
 FOLDERS = ["--shape", str(PAIR / "verifier"), "--drafter-shape", str(PAIR / "drafter" / "config.json")]
@@ -44,9 +47,9 @@ def bytes_on_one_device(tree) -> int:
 def state_of(model, batch: int, capacity: int, plan: DecodePlan):
     """A real state after prefill: `batch` one-token prompts in caches of `capacity` positions."""
     config = tf.GenerateConfig(max_new_tokens=4)
-    row = generate.Row(index=0, ids=[1], temperature=0.0, top_k=0, top_p=1.0, seed=0)
-    inputs = model._inputs([row] * batch, batch, capacity, config)
-    return model._call(generate.core.prefill, (model.weights, *inputs), generate.Clock(), plan=plan.for_prefill())
+    row = Row(index=0, ids=[1], temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    inputs = model.inputs([row] * batch, config, size=batch, capacity=capacity)
+    return Runner(plan, model.weights, model.mesh).prefill(inputs)
 
 
 def plan_of(nodes: int, **sizes) -> DecodePlan:
@@ -295,7 +298,7 @@ def test_the_command_writes_what_it_prints_and_keeps_what_was_there(tmp_path, ca
 
 def test_plain_decoding_needs_no_drafter(tmp_path):
     out = tmp_path / "rounds.json"
-    assert main(["bench", "memory", *FOLDERS, "--mesh", "1x1", "--method", "ar", "--out", str(out)]) == 0
+    assert main(["bench", "memory", *FOLDERS, "--mesh", "1x1", "--builder", "none", "--out", str(out)]) == 0
     [(key, result)] = json.loads(out.read_text()).items()
     sizes = result["bytes_per_device"]
     assert key == "verifier cpu 1x1 batch 1 ar", "beside a drafted round, not in its place"
@@ -374,18 +377,18 @@ class Computed(Exception):
     """A request went through."""
 
 
-def refuse_to_compute(monkeypatch, model):
+def refuse_to_compute(monkeypatch):
     def call(*_, **__):
         raise Computed
 
-    monkeypatch.setattr(model, "_call", call)
+    monkeypatch.setattr(compiled, "call", call)
 
 
 def test_impossible_requests_are_refused_before_any_compute(monkeypatch, trained):
-    refuse_to_compute(monkeypatch, trained)
+    refuse_to_compute(monkeypatch)
     model = trained
     one = footprint(model.verifier, model.drafter, dtype=jnp.float32, batch=2, capacity=256)
-    monkeypatch.setattr(generate, "memory_limit", lambda mesh: one.total)
+    monkeypatch.setattr(serving, "memory_limit", lambda mesh: one.total)
     words = r"verifier \+ .* drafter \+ .* caches = .* on a device of .* \(1 device\)"
     with pytest.raises(ValueError, match=words):
         model.generate([[1], [2]], max_new_tokens=500)
@@ -398,23 +401,23 @@ def test_impossible_requests_are_refused_before_any_compute(monkeypatch, trained
     for prompts, settings in (([[1], [2]], {}), ([[1]] * 6, {"batch_size": 1}), ([[1]], {"max_new_tokens": 500})):
         with pytest.raises(Computed):
             model.generate(prompts, **{"max_new_tokens": 8} | settings)
-    monkeypatch.setattr(generate, "memory_limit", lambda mesh: one.total - one.drafter_cache)
+    monkeypatch.setattr(serving, "memory_limit", lambda mesh: one.total - one.drafter_cache)
     with pytest.raises(Computed):
-        model.generate([[1], [2]], method="ar", max_new_tokens=8)
+        model.generate([[1], [2]], builder="none", max_new_tokens=8)
     with pytest.raises(ValueError, match="caches"):
         model.generate([[1], [2]], max_new_tokens=8)
 
 
 def test_no_batch_holds_the_caches_of_the_one_before(monkeypatch, trained):
-    call, held = trained._call, []
+    call, held = compiled.call, []
 
     def counted(function, *args, **static):
-        if function is generate.core.prefill:
+        if function is core.prefill:
             held.append(sum(x.shape[1:3] == (trained.verifier.num_kv_heads, 256) for x in jax.live_arrays()))
         return call(function, *args, **static)
 
-    monkeypatch.setattr(trained, "_call", counted)
-    trained.generate([[1]] * 3, max_new_tokens=4, batch_size=1, method="ar")
+    monkeypatch.setattr(compiled, "call", counted)
+    trained.generate([[1]] * 3, max_new_tokens=4, batch_size=1, builder="none")
     assert held == [held[0]] * 3
 
 
@@ -427,9 +430,9 @@ def test_a_mesh_shares_what_one_device_cannot_hold(monkeypatch):
     with pytest.raises(ValueError, match=r"\(mesh 4 x 2\)"):
         check_memory(shared, shared.total - 1, mesh)
     asked = []
-    monkeypatch.setattr(generate, "memory_limit", lambda mesh: asked.append(mesh) or shared.total)
+    monkeypatch.setattr(serving, "memory_limit", lambda mesh: asked.append(mesh) or shared.total)
     model = random_pair(mesh)
-    refuse_to_compute(monkeypatch, model)
+    refuse_to_compute(monkeypatch)
     with pytest.raises(Computed):
         model.generate([[1]] * 3, max_new_tokens=4)
     with pytest.raises(ValueError, match="mesh 4 x 2"):  # five rows are padded to eight

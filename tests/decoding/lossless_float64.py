@@ -20,7 +20,7 @@ jax.config.update("jax_enable_x64", True)
 
 import jax.numpy as jnp  # noqa: E402
 
-from treeflash_jax import params  # noqa: E402
+from treeflash_jax import params, programs  # noqa: E402
 from treeflash_jax.adaptive import calibration  # noqa: E402
 from treeflash_jax.batching import capacity_bucket  # noqa: E402
 from treeflash_jax.decoding.loops import Weights  # noqa: E402
@@ -33,19 +33,18 @@ from treeflash_jax.verifiers import forward as verifier  # noqa: E402
 
 PAIR = Path(__file__).parents[1] / "data" / "conformance" / "b_trained"
 DRAFTS = [
-    *({"method": "tree", "nodes": nodes, "head": "mlp"} for nodes in (1, 2, 5, 16, 64)),
-    {"method": "tree", "nodes": 16, "head": "marginal"},
-    {"method": "tree", "nodes": 16, "head": "linear"},
-    {"method": "walk", "head": "mlp"},
-    {"method": "chain", "head": "mlp"},
+    *({"builder": "best-first", "nodes": nodes, "head": "mlp"} for nodes in (1, 2, 5, 16, 64)),
+    {"builder": "best-first", "nodes": 16, "head": "marginal"},
+    {"builder": "best-first", "nodes": 16, "head": "linear"},
+    {"builder": "walk", "head": "mlp"},
+    {"builder": "chain", "head": "mlp"},
 ]
-CORE = [draft for draft in DRAFTS if draft.get("nodes") == 16 or draft["method"] == "chain"]
+CORE = [draft for draft in DRAFTS if draft.get("nodes") == 16 or draft["builder"] == "chain"]
 
 
 def main(which: list[dict]) -> None:
     trained = load(verifier=PAIR / "verifier", drafter=PAIR / "drafter", dtype=jnp.float64)
     linear_config = replace(trained.drafter, head="linear")
-    programs: dict = {}
     counts = {"cases": 0, "tokens": 0, "rounds": 0, "stops_inside_a_path": 0, "cut_at_the_limit": 0, "nearly_full": 0}
     draw = random.Random(0)
 
@@ -70,12 +69,10 @@ def main(which: list[dict]) -> None:
                 trained.verifier, Weights(weights.verifier, weights.drafter, linear), drafter=linear_config, stop_ids=(2,)
             ),
         }
-        for model in made.values():
-            model.programs = programs
         return made
 
     def check(made: dict[str, TreeFlash], prompts: list[list[int]], settings: dict, drafts: list[dict]) -> None:
-        plain = made["mlp"].generate(prompts, method="ar", batch_size=5, **settings)
+        plain = made["mlp"].generate(prompts, builder="none", batch_size=5, **settings)
         for draft in drafts:
             model = made["linear" if draft["head"] == "linear" else "mlp"]
             results = model.generate(prompts, batch_size=5, candidates=8, children=8, **draft, **settings)
@@ -108,7 +105,7 @@ def main(which: list[dict]) -> None:
             }
             check(made, prompts, settings, which)
             # A token from the middle of an answer as stop id: the cut then falls inside accepted paths.
-            seen = made["mlp"].generate(prompts[:1], method="ar", batch_size=5, max_new_tokens=40, seed=5)[0].ids
+            seen = made["mlp"].generate(prompts[:1], builder="none", batch_size=5, max_new_tokens=40, seed=5)[0].ids
             check(made, prompts, {"max_new_tokens": 40, "seed": 5, "stop_ids": [seen[len(seen) // 2]]}, stopped)
 
     made = models("trained")
@@ -141,12 +138,11 @@ def main(which: list[dict]) -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         trained_pair.budget = Path(folder) / "budget.json"
-        trained_pair.programs = dict(programs)
         calibration.write(trained_pair.budget, entry)
         settings = {"max_new_tokens": 60, "temperature": [0.0, 0.7, 1.3, 0.0, 1.3]}
         check(made, prompts, settings, [{"nodes": "auto", "head": "mlp"}])
 
-    counts |= {"programs": len(programs), "tau": counts["tokens"] / max(counts["rounds"], 1)}
+    counts |= {"programs": len(programs.compiled()), "tau": counts["tokens"] / max(counts["rounds"], 1)}
     print(json.dumps(counts))
 
 

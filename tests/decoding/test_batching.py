@@ -11,14 +11,14 @@ import pytest
 from conftest import needs_8_devices, random_pair
 from test_budget import AUTO, MIXED, beside, table
 
-from treeflash_jax import make_mesh
+from treeflash_jax import make_mesh, programs
 from treeflash_jax.batching import Places
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.settings import GenerateConfig, rows_of
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16], [17] * 20, [18, 19]]
 SETTINGS = {
-    "plain": {"method": "ar"},
+    "plain": {"builder": "none"},
     "tree": {"nodes": 8, "candidates": 4, "children": 4},
     "sampled": {"nodes": 8, "candidates": 4, "children": 4, "temperature": [0.0, 1.0, 0.7, 0.0, 1.0, 1.3, 0.0]},
     "sampled tree": {"nodes": 8, "candidates": 4, "children": 4, "builder": "hybrid", "temperature": 1.0},
@@ -29,27 +29,27 @@ SETTINGS = {
 def test_answers_do_not_depend_on_who_else_is_decoded(trained, name):
     how = {"max_new_tokens": 24, "stop_ids": [3, 7, 11, 20, 33, 40], **SETTINGS[name]}
     whole = trained.generate(PROMPTS, batch_size=7, **how)
-    before = set(trained.programs)
+    before = len(programs.compiled())
     few = trained.generate(PROMPTS, batch_size=2, **how)
     assert [result.ids for result in few] == [result.ids for result in whole]
     assert [result.accept_lengths for result in few] == [result.accept_lengths for result in whole]
     assert len({len(result.ids) for result in few}) > 1, "sequences have to finish at different times"
-    added = [key[0].__name__ for key in trained.programs if key not in before]
+    added = [program.function.__name__ for program in programs.compiled()[before:]]
     assert all(added.count(name) <= most for name, most in (("decode", 1), ("admit", 1), ("prefill", 2)))
-    count = len(trained.programs)
+    count = len(programs.compiled())
     again = dict(trained.generate_each(PROMPTS, batch_size=2, **how))
     assert [again[i].ids for i in range(len(PROMPTS))] == [result.ids for result in whole]
-    assert len(trained.programs) == count
+    assert len(programs.compiled()) == count
 
 
 def test_answers_come_as_they_finish(trained):
     prompts = [[1, 2, 3], [4, 5], [6], [7, 8]]
-    lengths = [len(result.ids) for result in trained.generate(prompts, method="ar", max_new_tokens=60)]
+    lengths = [len(result.ids) for result in trained.generate(prompts, builder="none", max_new_tokens=60)]
     assert len(set(lengths)) > 1 or lengths[0] == 60
-    order = [place for place, _ in trained.generate_each(prompts, method="ar", max_new_tokens=60, batch_size=1)]
+    order = [place for place, _ in trained.generate_each(prompts, builder="none", max_new_tokens=60, batch_size=1)]
     assert order == [0, 1, 2, 3]
     longest = int(np.argmax(lengths))
-    order = [place for place, _ in trained.generate_each(prompts, method="ar", max_new_tokens=60, batch_size=4)]
+    order = [place for place, _ in trained.generate_each(prompts, builder="none", max_new_tokens=60, batch_size=4)]
     assert sorted(order) == [0, 1, 2, 3] and lengths[order[-1]] == lengths[longest]
 
 
@@ -83,7 +83,7 @@ def test_admission_writes_the_replaced_sequences_only():
     state, fresh = (
         core.prefill(
             model.weights,
-            *model._inputs(rows_of(prompts, settings, model.verifier), len(prompts), 256, settings),
+            *model.inputs(rows_of(prompts, settings, model.verifier), settings, size=len(prompts), capacity=256),
             plan=plan.for_prefill(),
         )
         for prompts in ([[1, 2], [3, 4], [5]], [[6, 7, 8], [9]])
@@ -106,7 +106,7 @@ def test_rounds_that_choose_their_nodes_go_on_choosing(trained, tmp_path, step):
     """With pauses in between, too: what the drafter has put off is shown to it before others move in."""
     model = beside(trained, tmp_path / "a.json", table(trained, MIXED, step))
     how = {"max_new_tokens": 60, "stop_ids": [3, 7, 11, 20]}
-    plain = trained.generate(PROMPTS, method="ar", batch_size=7, **how)
+    plain = trained.generate(PROMPTS, builder="none", batch_size=7, **how)
     results = model.generate(PROMPTS, batch_size=2, **AUTO, **how)
     assert [result.ids for result in results] == [result.ids for result in plain]
     assert all(len(result.nodes) == len(result.accept_lengths) for result in results)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import random_pair
 
-from treeflash_jax import GenerateConfig, TreeFlash, make_mesh
+from treeflash_jax import GenerateConfig, TreeFlash, make_mesh, programs
 from treeflash_jax.bench import rules as comparison
 from treeflash_jax.bench import run
 from treeflash_jax.bench.run import parse_systems
@@ -33,7 +33,7 @@ def model():
 @pytest.mark.filterwarnings("ignore:tau is")
 @pytest.mark.parametrize("settings", [HYBRID, {"builder": "paths", "branches": 1}, {"builder": "paths"}], ids=str)
 def test_greedy_answers_are_those_of_plain_decoding(model, settings):
-    plain = model.generate(PROMPTS, method="ar", max_new_tokens=24)
+    plain = model.generate(PROMPTS, builder="none", max_new_tokens=24)
     drafted = model.generate(PROMPTS, expected_lengths=True, **settings, **TREE)
     assert [result.ids for result in drafted] == [result.ids for result in plain]
     for result in drafted:  # without coins nothing is left to chance
@@ -43,7 +43,7 @@ def test_greedy_answers_are_those_of_plain_decoding(model, settings):
 @pytest.mark.filterwarnings("ignore:tau is")
 def test_sample_and_match_gives_the_answer_of_plain_decoding_whatever_the_tree(model):
     sampling = {"temperature": [0.7, 1.0, 1.3, 1.0], "seed": [1, 2, 3, 4], "max_new_tokens": 24}
-    plain = model.generate(PROMPTS, method="ar", **sampling)
+    plain = model.generate(PROMPTS, builder="none", **sampling)
     drafted = model.generate(PROMPTS, **HYBRID, acceptance="sample-and-match", **TREE | sampling)
     assert [result.ids for result in drafted] == [result.ids for result in plain]
 
@@ -76,20 +76,22 @@ def test_hot_rows_get_the_builder_measured_for_the_drafter(model):
 def test_answers_do_not_depend_on_the_batch_or_on_devices_and_values_do_not_recompile(model):
     sampling = {"temperature": [0.7, 1.0, 0.0, 1.0], "top_p": [1.0, 0.9, 1.0, 1.0], "seed": 5}
     together = [result.ids for result in model.generate(PROMPTS, **HYBRID, **TREE, **sampling)]
-    before = len(model.programs)
+    before = len(programs.compiled())
     other = {"temperature": 1.2, "seed": 6, "drafter_temperature": 0.7}
     assert [result.ids for result in model.generate(PROMPTS, **HYBRID, **TREE, **other)] != together
-    assert len(model.programs) == before
-    sharded = random_pair(make_mesh(4, 2))
+    assert len(programs.compiled()) == before
+    sharded, before = random_pair(make_mesh(4, 2)), len(programs.compiled(core.decode))
     assert [result.ids for result in sharded.generate(PROMPTS, **HYBRID, **TREE, **sampling)] == together
-    [text] = [compiled.as_text() for key, compiled in sharded.programs.items() if key[0] is core.decode]
+    [text] = [program.run.as_text() for program in programs.compiled(core.decode)[before:]]
     assert not any(host in text for host in ("callback", "infeed", "outfeed"))
 
 
 def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_noise(model):
     config = GenerateConfig(**TREE)
     rows = rows_of(PROMPTS[:1], config, model.verifier)
-    state = core.prefill(model.weights, *model._inputs(rows, 1, 256, config), plan=model.plan(config).for_prefill())
+    state = core.prefill(
+        model.weights, *model.inputs(rows, config, size=1, capacity=256), plan=model.plan(config).for_prefill()
+    )
     later = state.replace(cache=state.cache.replace(length_b=state.cache.length_b + 1))
     keys = [
         jax.random.key_data(rounds._round_keys(at, stream)).tolist()
@@ -109,7 +111,7 @@ def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_nois
     ("settings", "words"),
     [
         ({"builder": "heap"}, "builder 'heap'"),
-        ({"builder": "paths", "method": "chain"}, "builder 'paths'"),
+        ({"builder": "paths", "method": "chain"}, "builder 'paths' and method 'chain'"),
         ({"acceptance": "luck"}, "acceptance 'luck'"),
         ({"acceptance": "traversal"}, "tree of law 'deterministic', expected sampled nodes with their law"),
         ({"builder": "hybrid", "acceptance": "block"}, "tree of law 'hybrid', expected one sampled path"),
@@ -121,10 +123,10 @@ def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_nois
     ],
 )
 def test_what_cannot_be_served_is_refused_before_any_compute(model, settings, words):
-    before = len(model.programs)
+    before = len(programs.compiled())
     with pytest.raises(ValueError, match=words):
         model.generate(PROMPTS, **settings)
-    assert len(model.programs) == before
+    assert len(programs.compiled()) == before
 
 
 def test_rules_that_suit_the_builder_are_the_default():
@@ -143,7 +145,7 @@ def test_check_refuses_samples_that_cannot_be_compared(model):
 def test_systems_name_builders_and_rules():
     systems = parse_systems(["treeflash-8+hybrid", "marginal+paths+traversal@0.7"], [4])
     assert list(systems) == ["treeflash-8+hybrid", "marginal-4+paths+traversal@0.7"]
-    assert systems["treeflash-8+hybrid"] == {"method": "tree", "builder": "hybrid", "acceptance": None, "nodes": 8}
+    assert systems["treeflash-8+hybrid"] == {"builder": "hybrid", "acceptance": None, "nodes": 8}
     assert systems["marginal-4+paths+traversal@0.7"]["acceptance"] == "traversal"
     for name in ("chain+hybrid", "treeflash+heap", "treeflash+hybrid+luck"):
         with pytest.raises(ValueError, match="unknown system"):

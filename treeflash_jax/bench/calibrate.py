@@ -29,6 +29,7 @@ import treeflash_jax as tf
 from treeflash_jax import devices
 from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive import calibration
+from treeflash_jax.adaptive.runner import AdaptiveRunner
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench.floors import Work
 from treeflash_jax.bench.progress import Progress
@@ -193,7 +194,7 @@ def accept(
         progress.detail(f"{first} of them done")
         rows = rows_of(chats[first : first + ROWS], config, model.verifier)
         size = max(row.length for row in rows) + config.max_new_tokens + plan.path_rows + 1
-        inputs = model._inputs(rows, ROWS, capacity_bucket(size), config)
+        inputs = model.inputs(rows, config, size=ROWS, capacity=capacity_bucket(size))
         with meshes.ambient(model.mesh):
             state = core.prefill(model.weights, *inputs, plan=plan.for_prefill())
             while not np.all(meshes.to_host(state.done_b)):
@@ -241,7 +242,7 @@ class Rounds(Bench):
             buckets=first.buckets, positions=[1], round_seconds=np.ones((1, 1)), step_seconds=np.full(1, 1e9),
             reliability=1.0, speedup=1e9,
         )  # fmt: skip
-        self.slots, self.marks = divide(state.replace(budget=self.model._budget(first, always, state)))
+        self.slots, self.marks = divide(AdaptiveRunner(first, weights, self.model.mesh, always).begin(state))
         state = self.state
 
         plain = state.replace(drafter=None, budget=None)

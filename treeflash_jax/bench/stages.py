@@ -182,7 +182,7 @@ class Bench:
         positions, self.capacity = slots_for(context, plans)
         config = GenerateConfig(max_new_tokens=positions - context, temperature=temperature, stop_ids=())
         ids = np.random.default_rng(0).integers(0, model.verifier.vocab_size, (batch, context)).tolist()
-        prompts = model._inputs(rows_of(ids, config, model.verifier), batch, self.capacity, config)
+        prompts = model.inputs(rows_of(ids, config, model.verifier), config, size=batch, capacity=self.capacity)
         sizes = {"batch": batch, "context": context, "dtype": model.dtype, "mesh": model.mesh}
         sizes["quantize"] = model.quantize
         works = {plan: stage_work(plan, **sizes) for plan in self.plans}
