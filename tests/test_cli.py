@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import json
+import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,9 @@ import pytest
 from conftest import DATA
 
 import treeflash_jax as tf
+from treeflash_jax import cli
+from treeflash_jax.arguments import values_of
+from treeflash_jax.checks import default_of
 from treeflash_jax.cli import main
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -181,6 +186,18 @@ def test_a_prompt_file_is_text_as_it_is(heard, tmp_path, capsys):
     assert heard.prompts == ["two\nlines é"]
     assert main(["generate", "--prompt-file", str(tmp_path / "none.txt")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_every_setting_is_an_option_with_its_own_default_and_help(capsys):
+    arguments = cli.parser().parse_args(["generate", "hello"])
+    given = tf.GenerateConfig(**values_of(arguments, tf.GenerateConfig))
+    assert replace(given, stop=()) == tf.GenerateConfig() and given.stop == []
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    shown = re.sub(r"-|\s", "", capsys.readouterr().out)  # lines are broken at spaces and hyphens
+    for field in fields(tf.GenerateConfig):
+        about = field.metadata["help"] + (f" (default: {default_of(field)})" if default_of(field) else "")
+        assert re.sub(r"-|\s|_", "", field.name) in shown and re.sub(r"-|\s", "", about) in shown
 
 
 def test_unknown_options_end_with_one_line(capsys):

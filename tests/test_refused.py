@@ -33,7 +33,8 @@ from treeflash_jax.cli import main
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.formats import hf, storage
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.settings import GenerateConfig, resolve, with_indices
+from treeflash_jax.planning import resolve, with_indices
+from treeflash_jax.settings import GenerateConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "tiny"
 HUGE = 10**400

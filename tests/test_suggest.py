@@ -46,7 +46,7 @@ def test_arguments_of_load_are_no_settings(trained):
 
 
 def test_what_resembles_nothing_lists_what_there_is(trained):
-    with pytest.raises(ValueError, match="unknown setting 'zzz', expected one of max_new_tokens, nodes"):
+    with pytest.raises(ValueError, match="unknown setting 'zzz', expected one of max_new_tokens, temperature"):
         trained.generate([3], zzz=1)
     with pytest.raises(ValueError, match="unknown argument 'zzz'$"):
         tf.load(zzz=1)

@@ -17,7 +17,7 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax.clock import Clock
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodeState
-from treeflash_jax.settings import Row
+from treeflash_jax.planning import Row
 
 REFILLED_SHARE = 1 / 8  # of a batch's places: how many are refilled together
 

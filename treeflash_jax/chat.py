@@ -7,8 +7,9 @@ from typing import Unpack
 from rich.console import Console
 
 from treeflash_jax.model import TreeFlash
+from treeflash_jax.planning import resolve, rows_of
 from treeflash_jax.results import Chunk, Result
-from treeflash_jax.settings import GenerateConfig, Settings, resolve, rows_of
+from treeflash_jax.settings import GenerateConfig, Settings
 
 HELP = "/reset forgets the conversation, /tree draws the round that accepted most, /exit leaves"
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -13,9 +13,10 @@ import numpy as np
 
 from treeflash_jax import mesh as meshes
 from treeflash_jax.model import TreeFlash
+from treeflash_jax.planning import drafting, resolve, values
 from treeflash_jax.prompts import Prompt
 from treeflash_jax.results import Result
-from treeflash_jax.settings import NO_DRAFTER, Settings, drafting, renamed, resolve, takes_settings, values
+from treeflash_jax.settings import NO_DRAFTER, Settings, renamed, takes_settings
 from treeflash_jax.verifiers import forward as model_code
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from treeflash_jax import mesh as meshes
 from treeflash_jax.config import DrafterConfig
 from treeflash_jax.decoding.state import Sampling
-from treeflash_jax.settings import GenerateConfig, Row, draft_temperature
+from treeflash_jax.planning import Row, draft_temperature
+from treeflash_jax.settings import GenerateConfig
 
 STOP_SLOTS = 8  # stop ids of a sequence are padded to a multiple of this, so that changing them rarely recompiles
 

@@ -21,8 +21,8 @@ from treeflash_jax.adaptive import budget, calibration
 from treeflash_jax.adaptive.calibration import Calibration, fit_round_times
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding import rounds
+from treeflash_jax.planning import rows_of
 from treeflash_jax.serving import runner_of
-from treeflash_jax.settings import rows_of
 from treeflash_jax.trees import tree
 
 BUCKETS = [2, 4, 8, 16]

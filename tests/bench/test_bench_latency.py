@@ -23,7 +23,7 @@ from treeflash_jax.bench.floors import STAGES, Ceilings, Work, measure_ceilings,
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.loops import DecodePlan
 from treeflash_jax.drafters.block.heads import DraftSettings
-from treeflash_jax.settings import resolve
+from treeflash_jax.planning import resolve
 
 PAIR = DATA / "conformance" / "b_trained"
 SMALL = ["--shape", str(PAIR / "verifier" / "config.json"), "--drafter-shape", str(PAIR / "drafter")]

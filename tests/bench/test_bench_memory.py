@@ -29,7 +29,7 @@ from treeflash_jax.decoding.loops import DecodePlan
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.drafters.block.heads import DraftSettings
 from treeflash_jax.formats import hf
-from treeflash_jax.settings import Row
+from treeflash_jax.planning import Row
 
 PAIR = DATA / "conformance" / "b_trained"
 FOLDERS = ["--shape", str(PAIR / "verifier"), "--drafter-shape", str(PAIR / "drafter" / "config.json")]

@@ -14,7 +14,8 @@ from test_budget import AUTO, MIXED, beside, table
 from treeflash_jax import make_mesh, programs
 from treeflash_jax.batching import Places
 from treeflash_jax.decoding import loops as core
-from treeflash_jax.settings import GenerateConfig, rows_of
+from treeflash_jax.planning import rows_of
+from treeflash_jax.settings import GenerateConfig
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16], [17] * 20, [18, 19]]
 SETTINGS = {

@@ -14,8 +14,9 @@ from conftest import compilations, random_pair
 from treeflash_jax import TreeFlash, clock, programs, serving
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.decoding import loops as core
+from treeflash_jax.planning import draft_temperature, rows_of
 from treeflash_jax.results import Result
-from treeflash_jax.settings import GenerateConfig, draft_temperature, rows_of
+from treeflash_jax.settings import GenerateConfig
 from treeflash_jax.verifiers import forward as verifier
 
 TREE = {"nodes": 16, "candidates": 8, "children": 8}

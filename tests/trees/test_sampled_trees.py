@@ -18,7 +18,7 @@ from treeflash_jax.bench.run import parse_systems
 from treeflash_jax.check import check
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding import rounds
-from treeflash_jax.settings import drafting, rows_of
+from treeflash_jax.planning import drafting, rows_of
 
 PROMPTS = [[3, 4, 5, 17, 29], [7, 8], [11], [20, 21, 22]]
 TREE = {"nodes": 8, "candidates": 8, "children": 8, "max_new_tokens": 24}

@@ -39,9 +39,9 @@ from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import hf
 from treeflash_jax.pairs import locate
-from treeflash_jax.planning import plan_of
+from treeflash_jax.planning import plan_of, resolve
 from treeflash_jax.quantized import SCHEMES
-from treeflash_jax.settings import GenerateConfig, resolve
+from treeflash_jax.settings import GenerateConfig
 from treeflash_jax.trees.builders import BUILDERS, SAMPLED
 from treeflash_jax.verifiers import forward as verifier
 from treeflash_jax.verifiers.attention import IMPLEMENTATIONS

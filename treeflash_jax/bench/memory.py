@@ -43,9 +43,8 @@ from treeflash_jax.devices import GPU_MEMORY, TPU_MEMORY
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.inputs import STOP_SLOTS
-from treeflash_jax.planning import plan_of
+from treeflash_jax.planning import plan_of, resolve
 from treeflash_jax.quantized import SCHEMES
-from treeflash_jax.settings import resolve
 from treeflash_jax.trees.builders import BUILDERS
 from treeflash_jax.verifiers import forward as verifier
 from treeflash_jax.verifiers.attention import IMPLEMENTATIONS

@@ -34,8 +34,8 @@ from treeflash_jax.bench import report, standalone
 from treeflash_jax.bench.prompts import BUNDLED, FORMATS, BenchPrompt, draw, empty_chat, format_turn, read_prompts
 from treeflash_jax.bench.report import SCHEMA, Record
 from treeflash_jax.checks import quoted
+from treeflash_jax.planning import drafting, resolve
 from treeflash_jax.quantized import SCHEMES
-from treeflash_jax.settings import drafting, resolve
 from treeflash_jax.trees.builders import CHAINS, SAMPLED, TreeShape
 
 # Fields of GenerateConfig. Trees are measured once for every number of --nodes, or at their own: "treeflash-32", or what
