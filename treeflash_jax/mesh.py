@@ -140,6 +140,11 @@ def place(tree: Any, mesh: Mesh | None, *, by_rows: bool = True) -> Any:
     return jax.tree.map(put, tree)
 
 
+def pin(tree: Any, axes: Any) -> Any:
+    """`constrain` of every array of a tree; `axes` has its structure, with the logical axes of an array as leaf."""
+    return tree if current() is None else jax.tree.map(constrain, tree, axes)
+
+
 def to_host(tree: Any) -> Any:
     """NumPy copies of the arrays of a tree, whole on every process."""
 

@@ -11,13 +11,13 @@ from html import escape
 from typing import Any
 
 from treeflash_jax import mesh as meshes
+from treeflash_jax import trees
 from treeflash_jax.batching import Turn
 from treeflash_jax.checks import whole
 from treeflash_jax.draw import DrawnTree, drawn_tree
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.planning import Row, drafting
 from treeflash_jax.settings import GenerateConfig
-from treeflash_jax.trees import tree as trees
 
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
 

@@ -17,7 +17,7 @@ from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.planning import Row, rows_of, with_builder, with_indices
 from treeflash_jax.results import Reader, Result
 from treeflash_jax.settings import GenerateConfig
-from treeflash_jax.trees.tree import DraftTree
+from treeflash_jax.trees import DraftTree
 
 if TYPE_CHECKING:
     from treeflash_jax.model import TreeFlash

@@ -48,7 +48,7 @@ def test_weights_and_caches_are_sharded(sharded):
     weights = sharded.weights
     assert weights.verifier["embed"].sharding.spec == PartitionSpec("model", None)
     assert weights.verifier["groups"][0][0]["q"].sharding.spec == PartitionSpec(None, "model", None)
-    assert weights.head["token_ug"].sharding.spec == PartitionSpec(None, None, "model")
+    assert weights.drafter["head"]["token_ug"].sharding.spec == PartitionSpec(None, None, "model")
     programs.clear()
     [*_, result] = sharded.stream(PROMPTS[0], **TREE, max_new_tokens=4)
     assert result.ids

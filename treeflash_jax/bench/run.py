@@ -36,7 +36,7 @@ from treeflash_jax.bench.report import SCHEMA, Record
 from treeflash_jax.checks import quoted
 from treeflash_jax.planning import drafting, resolve
 from treeflash_jax.quantized import SCHEMES
-from treeflash_jax.trees.builders import CHAINS, SAMPLED, TreeShape
+from treeflash_jax.trees import BUILDERS, TreeShape, branching
 
 # Fields of GenerateConfig. Trees are measured once for every number of --nodes, or at their own: "treeflash-32", or what
 # pays best by `treeflash calibrate`: "treeflash-auto"; with their own builder and acceptance rule where they name them:
@@ -134,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_shortlist(systems)
     systems.add_argument("--drafter-temperature", type=float, metavar="T", help="default: the drafter's own")
-    systems.add_argument("--builder", choices=("best-first", *SAMPLED), help="builder of systems that name none")
+    systems.add_argument("--builder", choices=branching(), help="builder of systems that name none")
     systems.add_argument("--acceptance", choices=RULES, help="rule of systems that name none (default: by the builder)")
     add_shape(systems)
     output = parser.add_argument_group("sampling and output")
@@ -206,7 +206,7 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
         builder, _, rule = sampled.partition("+")
         fields = SYSTEMS.get(base)
         is_known = fields is not None and (not (dash or plus) or "builder" not in fields)
-        is_known &= (not dash or rows.isdecimal() or rows == "auto") and (not plus or builder in ("best-first", *SAMPLED))
+        is_known &= (not dash or rows.isdecimal() or rows == "auto") and (not plus or builder in branching())
         is_known &= rule in ("", *RULES)
         if not is_known or (at and (base == "ar" or not _is_positive(sharpness))):
             raise ValueError(
@@ -285,7 +285,7 @@ def check(model: tf.TreeFlash, bench: Bench, earlier: Sequence[Record], path: st
     """
     for name, config in bench.systems.items():
         resolve(config, {"temperature": bench.temperatures, "seed": bench.seeds}, model.verifier, model.drafter)
-        if config.builder not in ("none", *CHAINS) and config.head is None and model.drafter.head == "marginal":
+        if config.builder in (None, *branching()) and config.head is None and model.drafter.head == "marginal":
             raise ValueError(f"got system {name!r}, expected 'marginal' trees alone: this drafter has no head")
         ours = {"schema": SCHEMA, "system": name, "settings": settings_of(model, bench, config), **environment(model)}
         for record in earlier:
@@ -403,7 +403,7 @@ def record_of(
 def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) -> dict[str, Any]:
     """The settings of a system as they take effect; those of drafting are None where nothing is drafted."""
     plan = model.plan(config)
-    shape = asdict(drafting(config)[2]) if plan.builder in SAMPLED else dict.fromkeys(SHAPE)
+    shape = asdict(drafting(config)[2]) if BUILDERS[plan.builder].draws else dict.fromkeys(SHAPE)
     fixed = config.drafter_temperature
     sharpness = fixed or model.drafter.drafter_temperature
     names = "max_new_tokens batch_size temperature top_k top_p seed".split()
@@ -414,7 +414,7 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
         "quantize": model.quantize,
         "format": bench.format,
         "nodes": ("auto" if config.nodes == "auto" else plan.num_nodes) if plan.drafts else None,
-        "head": plan.head if plan.drafts else None,
+        "head": plan.draft.head if plan.drafts else None,
         "candidates": config.candidates if plan.drafts else None,
         "children": config.children if plan.drafts else None,
         "shortlist": config.shortlist if plan.drafts else None,

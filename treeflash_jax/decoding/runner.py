@@ -14,7 +14,7 @@ from treeflash_jax import programs
 from treeflash_jax.clock import Clock
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
-from treeflash_jax.trees.tree import DraftTree
+from treeflash_jax.trees import DraftTree
 
 
 @dataclass(frozen=True)
