@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 
 from treeflash_jax import GenerateConfig, TreeFlash, cli, make_mesh, programs
 from treeflash_jax import trees as tree
-from treeflash_jax.adaptive import budget, calibration
+from treeflash_jax.adaptive import budget, calibration, loops, rounds
 from treeflash_jax.adaptive.calibration import Calibration, fit_round_times
 from treeflash_jax.decoding import loops as core
-from treeflash_jax.decoding import rounds
 from treeflash_jax.planning import rows_of
 from treeflash_jax.serving import runner_of
 
@@ -170,7 +169,7 @@ def started(model: TreeFlash, prompts, capacity: int = 256, **settings) -> tuple
     config = GenerateConfig(max_new_tokens=64, stop_ids=(), **AUTO, **settings)
     rows = rows_of(prompts, config, model.verifier)
     runner = runner_of(model, rows, len(rows), capacity - 20, config)
-    return runner.plan, runner.start(model.inputs(rows, config, size=len(rows), capacity=capacity))
+    return runner.adaptive, runner.start(model.inputs(rows, config, size=len(rows), capacity=capacity))
 
 
 def copied(state):
@@ -200,28 +199,29 @@ def test_rounds_go_by_what_their_attention_reads(trained, tmp_path, attention, t
     assert len(plan.buckets) > 1
     few_n = np.arange(len(plan.buckets)) * 8 + 1
     times = budget_of([few_n, few_n[::-1]], 9.0, positions=(64, 512)).times
-    state = core.decode(trained.weights, state.replace(budget=state.budget.replace(times=times)), jnp.int32(2), plan=plan)
+    state = loops.decode(trained.weights, state.replace(budget=state.budget.replace(times=times)), jnp.int32(2), plan=plan)
     assert state.budget.nodes_bs[:, :2].tolist() == [[plan.buckets[taken]] * 2] * len(PROMPTS)
 
 
 @pytest.mark.parametrize("paused", [1, 5, 8, 19])  # eight tokens may be pending
 def test_after_a_pause_the_drafter_has_seen_all_it_would_have_seen(trained, tmp_path, paused):
     plan, state = started(beside(trained, tmp_path / "a.json", table(trained, MIXED, 0.9)), PROMPTS[:2])
-    assert state.budget.features_bpj.shape[1] == plan.path_rows == 8
-    every_round = replace(plan, num_nodes=1, buckets=())
-    expected = core.decode(trained.weights, copied(state).replace(budget=None), jnp.int32(paused), plan=every_round)
+    assert state.budget.features_bpj.shape[1] == plan.base.path_rows == 8
+    every_round = replace(plan.base, num_nodes=1)
+    expected = core.decode(trained.weights, copied(state.decode), jnp.int32(paused), plan=every_round)
     state = state.replace(budget=state.budget.replace(pause=jnp.int32(paused)))
-    state = core.decode(trained.weights, state, jnp.int32(paused), plan=plan)
-    assert state.rounds_b.tolist() == [paused] * 2 and int(state.budget.pause) == 0
-    assert state.drafter.context.length_b.tolist() != expected.drafter.context.length_b.tolist()
+    state = loops.decode(trained.weights, state, jnp.int32(paused), plan=plan)
+    assert state.decode.rounds_b.tolist() == [paused] * 2 and int(state.budget.pause) == 0
+    assert state.decode.drafter.context.length_b.tolist() != expected.drafter.context.length_b.tolist()
     state = rounds.catch_up(trained.weights, state, plan, jnp.bool_(True))
     assert state.budget.pending_b.tolist() == [0, 0]
+    state = state.decode
     ours, theirs = state.drafter.context, expected.drafter.context
     assert ours.length_b.tolist() == theirs.length_b.tolist() == state.cache.length_b.tolist()
     for mine, other in zip(jax.tree.leaves(ours.groups), jax.tree.leaves(theirs.groups), strict=True):
         for row, length in enumerate(ours.length_b.tolist()):
             np.testing.assert_allclose(mine[row, :, :length], other[row, :, :length], atol=1e-5)
-    drafts = [core.draft(trained.weights, at, plan) for at in (state, expected)]
+    drafts = [core.draft(trained.weights, at, plan.base) for at in (state, expected)]
     np.testing.assert_array_equal(drafts[0].tokens_bn, drafts[1].tokens_bn)
 
 
@@ -230,8 +230,8 @@ def test_after_a_pause_rounds_draft_again(trained, plain, tmp_path):
     plan, state = started(beside(trained, tmp_path / "a.json", table(trained, MIXED, 0.9)), PROMPTS)
     for pause, count in ((3, 5), (11, 14)):
         state = state.replace(budget=state.budget.replace(pause=jnp.int32(pause)))
-        state = core.decode(trained.weights, state, jnp.int32(count), plan=plan)
-    nodes = np.asarray(state.budget.nodes_bs)[:, :19]
+        state = loops.decode(trained.weights, state, jnp.int32(count), plan=plan)
+    nodes, state = np.asarray(state.budget.nodes_bs)[:, :19], state.decode
     assert ((nodes == 1) == (np.arange(19) < 3) | ((np.arange(19) >= 5) & (np.arange(19) < 16)))[0].all()
     for row, prompt in enumerate(PROMPTS):
         written = state.tokens_bs[row, len(prompt) : state.end_b[row]].tolist()
@@ -304,18 +304,18 @@ def test_a_round_stays_on_the_device_and_donates_its_state(tmp_path):
     model = beside(pair, tmp_path / "a.json", table(pair, MIXED, 0.9))
     plan, state = started(model, PROMPTS[:2])
     count = jax.device_put(jnp.int32(3))
-    compiled = core.decode.lower(model.weights, state, count, plan=plan).compile()
+    compiled = loops.decode.lower(model.weights, state, count, plan=plan).compile()
     text = compiled.as_text()
     assert text.count("branch_computations={") + text.count("true_computation=") >= 1, "buckets are branches"
     for host in ("callback", "infeed", "outfeed", "send(", "recv("):
         assert host not in text
-    caches = jax.tree.leaves((state.cache.groups, state.drafter.context.groups))
+    caches = jax.tree.leaves((state.decode.cache.groups, state.decode.drafter.context.groups))
     size = sum(array.nbytes for array in caches)
     with jax.transfer_guard("disallow"):
         after = compiled(model.weights, state, count)
     assert all(array.is_deleted() for array in caches)
     assert compiled.memory_analysis().alias_size_in_bytes >= size
-    assert after.rounds_b.tolist() == [3, 3]
+    assert after.decode.rounds_b.tolist() == [3, 3]
 
 
 @pytest.mark.slow
@@ -327,7 +327,7 @@ def test_streaming_and_growing_caches_change_nothing(trained, plain, tmp_path, m
     assert (result.ids, result.nodes) == (whole.ids, whole.nodes) and len(chunks) > 20
     monkeypatch.setattr("treeflash_jax.serving.ROOM_AHEAD", 8)
     grown = model.generate(PROMPTS[0], max_new_tokens=300, stop_ids=[], **AUTO)[0]
-    assert programs.compiled(core.grow) and grown.ids == whole.ids
+    assert programs.compiled(loops.grow) and grown.ids == whole.ids
     for round_index in (0, len(whole.nodes) - 1):
         assert len(whole.tree(round_index).labels) <= whole.nodes[round_index]
 

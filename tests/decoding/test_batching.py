@@ -92,10 +92,10 @@ def test_admission_writes_the_replaced_sequences_only():
     old = [np.asarray(x) for x in (state.tokens_bs, state.cache.groups[0][0].keys_bkse)]
     new = [np.asarray(x) for x in (fresh.tokens_bs, fresh.cache.groups[0][0].keys_bkse)]
     places = jnp.array([2, -1])
-    compiled = core.admit.lower(model.weights, state, fresh, places, plan=plan).compile()
+    compiled = core.admit.lower(state, fresh, places).compile()
     entry = compiled.as_text()
     assert not re.findall(r"= f32\[3,2,256,8\]\S* copy\(", entry)
-    after = compiled(model.weights, state, fresh, places)
+    after = compiled(state, fresh, places)
     for x, before, came in zip((after.tokens_bs, after.cache.groups[0][0].keys_bkse), old, new, strict=True):
         np.testing.assert_array_equal(np.asarray(x)[:2], before[:2])
         np.testing.assert_array_equal(np.asarray(x)[2], came[0])

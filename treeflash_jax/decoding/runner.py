@@ -21,7 +21,7 @@ from treeflash_jax.trees import DraftTree
 class Runner:
     """Runs the compiled programs of one plan.
 
-    Rounds of another kind (`adaptive.runner`) have a state of their own around the DecodeState; they override all methods
+    Rounds of another kind (`adaptive.runner`) have a state of their own around the DecodeState, and override the methods
     that take or return a state. States are donated: what is passed in cannot be used again.
 
     Attributes:
@@ -46,7 +46,7 @@ class Runner:
     def admit(self, state: Any, inputs: tuple[Any, ...], places: list[int], clock: Clock | None = None) -> Any:
         """The state with new sequences, their prompts read, in these places."""
         args = self.prefill(inputs, clock), self.places(places, inputs)
-        return self.call(loops.admit, self.weights, state, *args, clock=clock, plan=self.plan)
+        return self.call(loops.admit, state, *args, clock=clock)
 
     def grow(self, state: Any, capacity: int, clock: Clock | None = None) -> Any:
         """The state with room for `capacity` positions."""
