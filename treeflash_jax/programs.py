@@ -65,6 +65,8 @@ def clear() -> None:
     A process that loads many models of different sizes may need this: on Linux, programs for the CPU take memory maps, of
     which a process may have 65,530.
     """
+    for function in {program.function for program in _programs.values()}:
+        function.clear_cache()  # JAX keeps what it lowered and compiled, too
     _programs.clear()
 
 
