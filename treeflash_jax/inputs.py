@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax import mesh as meshes
-from treeflash_jax.config import DrafterConfig
 from treeflash_jax.decoding.state import Sampling
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.planning import Row, draft_temperature
 from treeflash_jax.settings import GenerateConfig
 

@@ -14,14 +14,15 @@ from treeflash_jax import prompts as prompting
 from treeflash_jax import quantized, serving
 from treeflash_jax.adaptive import calibration
 from treeflash_jax.checks import whole
-from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decoding.state import DecodePlan, Weights
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.inputs import Inputs, inputs_of
 from treeflash_jax.planning import Row, plan_of, resolve, with_builder
 from treeflash_jax.prompts import Prompt
 from treeflash_jax.results import Chunk, Result, warn_of_low_tau, with_totals
 from treeflash_jax.settings import MOST_ROWS, NO_DRAFTER, GenerateConfig, Settings, takes_settings
+from treeflash_jax.verifiers.config import ModelConfig
 
 logger = logging.getLogger("treeflash_jax")
 
