@@ -38,7 +38,7 @@ class ExportStage:
       run: folder of a `train.drafter` or `train.head` run, local or gs://.
       out: new folder, local or gs://.
       step: "last", "best" (by the run's `loop.best`), or a number.
-      dialect: "treeflash", or "dflash" for a backbone alone.
+      dialect: of the files; "dflash" holds a backbone alone. The others are in `formats.dialects`.
       dtype: on disk.
       licence: of the weights, for the card.
       drafter_temperature: default stored with the drafter, as `train.evaluate temperatures` found it; 0 keeps the run's.
@@ -49,7 +49,7 @@ class ExportStage:
     run: str
     out: str
     step: str = "last"
-    dialect: Literal["treeflash", "dflash"] = "treeflash"
+    dialect: str = "treeflash"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     licence: str = "apache-2.0"
     drafter_temperature: float = bounded(0.0, least=0)
@@ -72,6 +72,7 @@ def main(settings: ExportStage) -> None:
         drafter_temperature=settings.drafter_temperature or drafter.drafter_temperature,
         sampled_above=settings.sampled_above or None,
     )
+    models.writable(settings.dialect).to_hf(drafter)  # refused before weights are read
     step, params = read_params(settings, trained, make_stage(trained, model, drafter))
     with folders.filled(settings.out, **replacing) as out:
         models.save_drafter(
@@ -119,7 +120,8 @@ def choose_step(found: list[Any], wanted: str, kept: config.LoopConfig) -> int:
 
 def card(settings: ExportStage, trained: DrafterStage | HeadStage, drafter: DrafterConfig, step: int) -> str:
     """A model card: what it is, how it was trained, what its run measured."""
-    kind = {"marginal": "DFlash drafter", "mlp": "TreeFlash drafter", "linear": "drafter with a linear head"}[drafter.head]
+    kinds = {"marginal": "DFlash drafter", "mlp": "TreeFlash drafter"}
+    kind = kinds.get(drafter.head, f"drafter with a {drafter.head} head")
     measured = [line for line in watch.read_log(settings.run) if line["step"] <= step]
     last: dict[str, Any] = {}
     for line in measured:

@@ -15,6 +15,7 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax.arguments import ModelOptions, Parser, add_fields, add_prompts, prompts_of, spoken, values_of
 from treeflash_jax.bench import calibrate, latency, memory, report, rules, run
 from treeflash_jax.clock import slow
+from treeflash_jax.formats import conversions, dialects, gguf
 from treeflash_jax.pairs import NO_DRAFTER
 from treeflash_jax.settings import GROUPS, REFUSED, GenerateConfig
 
@@ -104,7 +105,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "bfloat16"),
         help="dtype of the weights of a GGUF file (default: float32, which is exact)",
     )
-    parser.add_argument("--to", choices=("dflash", "treeflash"), help="layout in which to write a drafter")
+    parser.add_argument("--to", choices=dialects.written("drafter"), help="layout in which to write a drafter")
     parser.add_argument("--drop-head", action="store_true", help="do not write a trained head; the DFlash layout has none")
     parser.set_defaults(run=_convert)
 
@@ -201,13 +202,12 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from treeflash_jax.formats import conversions, gguf
-
     is_gguf = gguf.is_gguf(arguments.source)
     if is_gguf and (arguments.to or arguments.drop_head):
         raise ValueError("got --to or --drop-head with a GGUF file, expected them with a drafter folder only")
     if not is_gguf and (arguments.to is None or arguments.dtype):
-        raise ValueError("got a drafter folder without --to, or with --dtype; expected --to dflash or --to treeflash alone")
+        known = " or ".join(f"--to {name}" for name in dialects.written("drafter"))
+        raise ValueError(f"got a drafter folder without --to, or with --dtype; expected {known} alone")
     if is_gguf:
         conversions.convert_gguf(arguments.source, arguments.target, arguments.dtype or "float32")
     else:
