@@ -82,6 +82,118 @@ def test_smollm2_135m():
         parse("verifier", raw | {"rope_interleaved": True})
 
 
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SLOW = {**LLAMA3, "factor": 32.0}
+# vocabulary, hidden, ffn, layers, heads, kv heads, head size, rope base (None: no key), positions, tied; other keys
+HUB = {
+    "Qwen3-0.6B": ("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, 1e6, 40960, True, {}),
+    "Qwen3-1.7B": ("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, 1e6, 40960, True, {}),
+    "Qwen3-4B": ("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, 1e6, 40960, True, {}),
+    "Qwen3-4B-Instruct-2507": ("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, 5e6, 262144, True, {}),
+    "Qwen3-8B": ("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, 1e6, 40960, False, {}),
+    "Qwen3-14B": ("qwen3", 151936, 5120, 17408, 40, 40, 8, 128, 1e6, 40960, False, {}),
+    "Qwen3-32B": ("qwen3", 151936, 5120, 25600, 64, 64, 8, 128, 1e6, 40960, False, {}),
+    "Qwen3-8B saved by transformers 4.56": (
+        "qwen3", 151936, 4096, 12288, 36, 32, 8, 128, 1e6, 40960, False,
+        {"dtype": "bfloat16", "layer_types": ["full_attention"] * 36, "unsloth_version": "2025.9"},
+    ),
+    "Llama-2-7b-hf": ("llama", 32000, 4096, 11008, 32, 32, 32, None, None, 4096, False, {"_name_or_path": "x"}),
+    "Llama-2-7b-chat-hf": ("llama", 32000, 4096, 11008, 32, 32, 32, None, None, 4096, False, {"max_length": 4096}),
+    "llama-7b": (
+        "llama", 32000, 4096, 11008, 32, 32, None, None, None, 2048, False,
+        {"max_sequence_length": 2048, "pad_token_id": 0},
+    ),
+    "Meta-Llama-3-8B": ("llama", 128256, 4096, 14336, 32, 32, 8, None, 5e5, 8192, False, {}),
+    "Llama-3.1-8B-Instruct": (
+        "llama", 128256, 4096, 14336, 32, 32, 8, None, 5e5, 131072, False,
+        {"rope_scaling": {**LLAMA3, "rope_type": "llama3"}, "eos_token_id": [128001, 128008, 128009], "mlp_bias": False},
+    ),
+    "Llama-3.2-1B-Instruct": (
+        "llama", 128256, 2048, 8192, 16, 32, 8, 64, 5e5, 131072, True,
+        {"rope_scaling": {**SLOW, "rope_type": "llama3"}, "unsloth_fixed": True, "pad_token_id": 128004},
+    ),
+    "Llama-3.2-3B-Instruct": (
+        "llama", 128256, 3072, 8192, 28, 24, 8, 128, 5e5, 131072, True, {"rope_scaling": {**SLOW, "rope_type": "llama3"}},
+    ),
+    "Llama-3.3-70B-Instruct": (
+        "llama", 128256, 8192, 28672, 80, 64, 8, 128, 5e5, 131072, False,
+        {"rope_scaling": {**LLAMA3, "rope_type": "llama3"}},
+    ),
+    "TinyLlama-1.1B-Chat-v1.0": ("llama", 32000, 2048, 5632, 22, 32, 4, None, 1e4, 2048, False, {}),
+    "vicuna-7b-v1.5": (
+        "llama", 32000, 4096, 11008, 32, 32, 32, None, None, 4096, False, {"pad_token_id": 0, "_name_or_path": "x"},
+    ),
+    "CodeLlama-7b-hf": ("llama", 32016, 4096, 11008, 32, 32, 32, None, 1e6, 16384, False, {}),
+    "Yi-6B": ("llama", 64000, 4096, 11008, 32, 32, 4, None, 5e6, 4096, False, {"pad_token_id": 0}),
+    "SmolLM-135M": ("llama", 49152, 576, 1536, 30, 9, 3, None, 1e4, 2048, True, {"bos_token_id": 0, "eos_token_id": 0}),
+    "SmolLM2-1.7B-Instruct": (
+        "llama", 49152, 2048, 8192, 24, 32, 32, None, 130000, 8192, True,
+        {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
+    ),
+    "a head size of null": ("llama", 32000, 2048, 5632, 22, 32, 4, None, 1e4, 2048, False, {"head_dim": None}),
+    "a whole dump of old settings": (
+        "llama", 32000, 2048, 5632, 22, 32, 4, None, 1e4, 2048, False,
+        {"pruned_heads": {}, "num_beams": 1, "temperature": 1.0, "tf_legacy_loss": False, "suppress_tokens": None,
+         "_flash_attn_2_enabled": True, "use_mrope": False, "torchscript": False, "is_decoder": False},
+    ),
+}  # fmt: skip
+HUB_REFUSED = {
+    "4 bits": ({"quantization_config": {"bits": 4, "quant_method": "gptq"}}, "quantization_config"),
+    "8 bits": ({"quantization_config": {"load_in_8bit": True, "quant_method": "bitsandbytes"}}, "quantization_config"),
+    "MLX": ({"quantization": {"group_size": 64, "bits": 4}}, "quantization"),
+    "sparse": ({"compression_config": {"sparsity_config": {}}}, "compression_config"),
+    "own code": ({"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map"),
+    "scaled as MiniCPM": ({"scale_depth": 1.4}, "scale_depth"),
+    "sinks": ({"attention_sink_bias": True}, "attention_sink_bias"),
+    "values of another size": ({"v_head_dim": 64}, "v_head_dim"),
+    "pruned": ({"pruned_heads": {"0": [1]}}, "pruned_heads"),
+    "rope of three axes": ({"use_mrope": True}, "use_mrope"),
+    "linear rope": ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear"),
+    "dynamic rope": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.8782}}, "yarn"),
+    "a window": ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window"),
+    "a text model inside": ({"text_config": {"hidden_size": 8}}, "text_config"),
+}
+
+
+def hub_file(model_type, vocab, hidden, ffn, layers, heads, kv_heads, head_dim, theta, positions, tied, extra) -> dict:
+    raw = {
+        "architectures": ["X"], "model_type": model_type, "vocab_size": vocab, "hidden_size": hidden,
+        "intermediate_size": ffn, "num_hidden_layers": layers, "num_attention_heads": heads, "hidden_act": "silu",
+        "max_position_embeddings": positions, "tie_word_embeddings": tied, "rms_norm_eps": 1e-05, "use_cache": True,
+        "initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16", "rope_scaling": None,
+        "transformers_version": "4.51.0", "attention_bias": False, "attention_dropout": 0.0,
+    }  # fmt: skip
+    stated = {"num_key_value_heads": kv_heads, "head_dim": head_dim, "rope_theta": theta}
+    return raw | {key: value for key, value in stated.items() if value is not None} | extra
+
+
+@pytest.mark.parametrize("row", HUB.values(), ids=HUB)
+def test_configs_of_the_hub(row):
+    """Every key that these files carry is used or known to be inert."""
+    assert len(HUB) >= 24
+    config = parse("verifier", hub_file(*row))
+    model_type, vocab, hidden, ffn, layers, heads, kv_heads, head_dim, theta, positions, tied, extra = row
+    scaling = extra.get("rope_scaling")
+    stops = extra.get("eos_token_id", 2)
+    assert config == ModelConfig(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_layers=layers, num_heads=heads,
+        num_kv_heads=kv_heads or heads, head_dim=head_dim or hidden // heads, rms_norm_eps=1e-5, max_positions=positions,
+        tie_embeddings=tied, qk_norm=model_type == "qwen3", model_type=model_type,
+        eos_token_ids=tuple(stops) if isinstance(stops, list) else (stops,),
+        rope=Rope(
+            theta=theta or 1e4, kind="llama3", factor=scaling["factor"], low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_positions=8192,
+        ) if scaling else Rope(theta=theta or 1e4),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("change, word", HUB_REFUSED.values(), ids=HUB_REFUSED)
+def test_configs_of_the_hub_that_mean_other_numbers(change, word):
+    for name in ("Qwen3-8B", "TinyLlama-1.1B-Chat-v1.0"):
+        assert_refused(lambda name=name: parse("verifier", hub_file(*HUB[name]) | change), (word,))
+
+
 def test_treeflash_drafter():
     config = parse("drafter", TREEFLASH_4B)
     assert config == DrafterConfig(

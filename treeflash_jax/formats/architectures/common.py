@@ -37,9 +37,11 @@ ONLY = {
     "mlp_bias": (False, None),
     "use_sliding_window": (False, None),
     "pretraining_tp": (1, None),
+    "use_mrope": (False, None),
+    "pruned_heads": ({}, None),
 }
-# Training, bookkeeping, and generation defaults that are read elsewhere. `sliding_window` and `max_window_layers` act only
-# through `use_sliding_window` and `layer_types`, which are checked.
+# Training, bookkeeping, how other programs run a model, and their generation defaults. `sliding_window` and
+# `max_window_layers` act only through `use_sliding_window` and `layer_types`, which are checked.
 INERT = frozenset(
     """architectures attention_dropout bos_token_id pad_token_id sep_token_id decoder_start_token_id cls_token_id
     dtype torch_dtype initializer_range max_window_layers sliding_window transformers_version use_cache _name_or_path
@@ -47,7 +49,11 @@ INERT = frozenset(
     chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type task_specific_params tokenizer_class
     prefix finetuning_task is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder use_bfloat16
     name_or_path unsloth_version unsloth_fixed is_llama_config transformers.js_config
-    max_sequence_length""".split()
+    max_sequence_length tf_legacy_loss _flash_attn_2_enabled _attn_implementation_internal
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""".split()
 )
 LAYER = {
     "attention_norm": Entry("input_layernorm.weight"),
