@@ -253,6 +253,9 @@ BAD_MODELS = {
     "partial rotation inside": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ("partial_rotary_factor",)),
     "yarn": ({"rope_scaling": YARN}, ("yarn",)),
     "yarn, new spelling": ({"rope_parameters": YARN}, ("yarn",)),
+    "two rope types": ({"rope_scaling": {"rope_type": "default", "type": "yarn"}}, ("default", "yarn")),
+    "llama3 that speeds up": ({"rope_scaling": {**LLAMA3, "rope_type": "llama3", "factor": 0.5}}, ("factor", "0.5")),
+    "llama3 without a factor": ({"rope_scaling": {**LLAMA3, "rope_type": "llama3", "factor": None}}, ("factor", "None")),
     "half a llama3": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ("low_freq_factor",)),
     "mixture of experts": ({"model_type": "qwen3_moe"}, ("qwen3_moe",)),
     "attention factor": (
@@ -291,6 +294,7 @@ BAD_DRAFTERS = {
     "null mask": ({"dflash_config": {"mask_token_id": None}}, ("mask_token_id", "None")),
     "no mask": ({"dflash_config": {"target_layer_ids": [1]}}, ("mask_token_id",)),
     "block of one": ({"block_size": 1}, ("block_size", "1")),
+    "two block sizes": ({"dflash_config": {"mask_token_id": 1, "block_size": 10}}, ("block_size", "16", "10")),
     "no block size": ({"block_size": None}, ("block_size", "None")),
     "no layer count": ({"num_target_layers": None}, ("num_target_layers", "None")),
     "sliding layers": ({"layer_types": ["sliding_attention"] * 5}, ("sliding_attention",)),

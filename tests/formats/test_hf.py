@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -262,6 +263,26 @@ def lose_a_listed_tensor(folder: Path) -> None:
     (folder / "lost").write_text(lost)
 
 
+def list_parts(name):
+    """An index that says every tensor lies in a file of this name."""
+
+    def change(folder: Path) -> None:
+        listed = dict.fromkeys(load_file(folder / "model.safetensors"), name)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+
+    return change
+
+
+def pipe(name: str, make=os.mkfifo):
+    """Something else in a file's place."""
+
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return change
+
+
 NORM = "model.norm.weight"
 DAMAGE = {
     "missing tensor": (lose(NORM), (NORM, "missing")),
@@ -282,6 +303,27 @@ DAMAGE = {
         lambda f: (f / "model.safetensors.index.json").write_text("{}"),
         ("model.safetensors.index.json", "weight_map"),
     ),
+    "link out of the folder by name": (list_parts("../x.safetensors"), ("index.json", "'../x.safetensors'")),
+    "absolute path": (list_parts("/x.safetensors"), ("index.json", "'/x.safetensors'")),
+    "null for a part": (list_parts(None), ("index.json", "None")),
+    "number for a part": (list_parts(3), ("index.json", "3")),
+    "list for a part": (list_parts(["model.safetensors"]), ("index.json", "['model.safetensors']")),
+    "folder for a part": (list_parts(".."), ("index.json", "'..'")),
+    "long name of a part": (list_parts("x" * 5000), ("index.json", "xxx")),
+    "deep index": (
+        lambda f: (f / "model.safetensors.index.json").write_text("[" * 200_000),
+        ("model.safetensors.index.json", "nested too deeply"),
+    ),
+    "deep config": (lambda f: (f / "config.json").write_text('{"a":' * 200_000), ("config.json", "nested too deeply")),
+    "number of 5000 digits": (
+        lambda f: (f / "config.json").write_text('{"a": ' + "9" * 5000 + "}"),
+        ("config.json", "JSON"),
+    ),
+    "pipe for weights": (pipe("model.safetensors"), ("model.safetensors", "named pipe")),
+    "pipe for an index": (pipe("model.safetensors.index.json"), ("model.safetensors.index.json", "named pipe")),
+    "pipe for a config": (pipe("config.json"), ("config.json", "named pipe")),
+    "folder for weights": (pipe("model.safetensors", Path.mkdir), ("model.safetensors",)),
+    "folder for a config": (pipe("config.json", Path.mkdir), ("config.json",)),
     "no config": (lambda f: (f / "config.json").unlink(), ("config.json", "not found")),
     "invalid config": (lambda f: (f / "config.json").write_text("{'a': 1}"), ("config.json", "JSON")),
     "no folder": (shutil.rmtree, ("not found", "folder")),
@@ -293,7 +335,7 @@ def assert_refused(call, words: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as caught:
         call()
     message = str(caught.value)
-    assert "\n" not in message
+    assert "\n" not in message and len(message) <= 300
     assert all(word in message for word in words), message
 
 

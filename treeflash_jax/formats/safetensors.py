@@ -9,8 +9,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from treeflash_jax.checks import read_json
+from treeflash_jax.checks import QUOTED, clipped, quoted, read_json
 from treeflash_jax.files import regular
+
+LONGEST_NAME = 255  # bytes of a file's name
 
 
 @contextmanager
@@ -40,9 +42,9 @@ def _listed(index: Path) -> dict[str, str]:
         raise ValueError(f"{index}: got no weight_map, expected a map of tensor names to files")
     for tensor, name in listed.items():
         is_name = isinstance(name, str) and name not in ("", "..") and PurePath(name).name == name
-        if not is_name or set(name) & set("\\\0"):
-            shown = repr(name) if len(repr(name)) < 50 else f"{repr(name)[:50]}..."
-            raise ValueError(f"{index}: got {shown} for tensor {tensor[:50]}, expected the name of a file in this folder")
+        if not is_name or "\\" in name or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
+            got = f"{quoted(name)} for tensor {clipped(tensor, QUOTED)}"
+            raise ValueError(f"{index}: got {got}, expected the name of a file in this folder")
     return listed
 
 

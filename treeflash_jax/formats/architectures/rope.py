@@ -32,7 +32,10 @@ def read(keys: Keys, head_dim: int) -> Rope:
     if len(thetas) > 1:
         raise ValueError(f"{keys.where}: got rope_theta both {' and '.join(map(str, sorted(thetas)))}, expected one")
     theta = thetas.pop() if thetas else 10_000.0
-    kind = settings.raw.get("rope_type", settings.raw.get("type", "default"))
+    kinds = [settings.raw[key] for key in ("rope_type", "type") if key in settings.raw]
+    kind = kinds[0] if kinds else "default"
+    if kinds[1:] not in ([], [kind]):
+        raise ValueError(f"{keys.where}: got rope_type {quoted(kind)} beside type {quoted(kinds[1])}, expected one of them")
     if not isinstance(kind, str) or kind not in _KEYS_OF_KIND:
         raise ValueError(f"{keys.where}: got rope type {quoted(kind)}, expected one of {list(_KEYS_OF_KIND)}")
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KEYS_OF_KIND[kind]}
@@ -65,7 +68,7 @@ def _llama3(keys: Keys, theta: float) -> Rope:
     return Rope(
         theta=theta,
         kind="llama3",
-        factor=keys.number("factor"),
+        factor=keys.value(float, "factor", None, "a number of at least 1", least=1),
         low_freq_factor=low,
         high_freq_factor=high,
         original_max_positions=keys.whole("original_max_position_embeddings"),

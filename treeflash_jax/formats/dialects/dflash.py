@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.checks import INT32
+from treeflash_jax.checks import INT32, quoted
 from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import architectures
@@ -44,6 +44,10 @@ class DFlash(Dialect):
             taps = dflash.ids("target_layer_ids", INT32)
         else:
             taps = default_target_layers(num_target_layers, layers.num_layers)
+        sizes = [one.raw["block_size"] for one in (keys, dflash) if "block_size" in one.raw]
+        if sizes[1:] not in ([], sizes[:1]):
+            got = " and ".join(map(quoted, sizes))
+            raise ValueError(f"{keys.where}: got block_size both {got}, expected one")
         return DrafterConfig(
             layers=layers,
             block_size=Keys({**dflash.raw, **keys.raw}, keys.where).whole("block_size", least=2, most=MOST_NODES),

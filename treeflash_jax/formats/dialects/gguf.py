@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from treeflash_jax.checks import quoted
+from treeflash_jax.checks import INT32, Bounds, fit, quoted
 from treeflash_jax.formats import gguf
 from treeflash_jax.formats.architectures import ARCHITECTURES, Architecture
 from treeflash_jax.formats.dialects.dialect import Dialect
@@ -130,9 +130,9 @@ def verifier_config(file: File) -> ModelConfig:
 
     def number(key: str, default: float | None = None, whole: bool = True) -> Any:
         value = values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value <= 0:
-            raise ValueError(f"{where}: got {kind}.{key} = {value!r}, expected one {'whole ' * whole}number above 0")
-        return value
+        says = f"one {'whole ' * whole}number above 0"
+        bounds = Bounds(above=0, most=INT32 if whole else None, says=says)
+        return fit(int if whole else float, value, f"{kind}.{key} =", bounds, where)
 
     num_heads, hidden_size = number("attention.head_count"), number("embedding_length")
     num_kv_heads = number("attention.head_count_kv", num_heads)
@@ -144,8 +144,9 @@ def verifier_config(file: File) -> ModelConfig:
             raise ValueError(f"{where}: got {kind}.{key} {values[key]}, expected {head_dim}, the length of a key")
     if head_dim % 2:
         raise ValueError(f"{where}: got heads of {head_dim}, expected an even number (their halves are rotated)")
+    vocab_size = _vocab_size(file, values.get("vocab_size"))
     return ModelConfig(
-        vocab_size=_vocab_size(file, values.get("vocab_size")),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=number("feed_forward_length"),
         num_layers=number("block_count"),
@@ -158,7 +159,7 @@ def verifier_config(file: File) -> ModelConfig:
         tie_embeddings="output.weight" not in file.tensors,
         **architecture.constants,
         model_type=architecture.model_type,
-        eos_token_ids=stop_ids(file),
+        eos_token_ids=stop_ids(file, vocab_size),
     )
 
 
@@ -170,10 +171,14 @@ def _architecture(file: File) -> Architecture:
     return known[name]
 
 
-def stop_ids(file: File) -> tuple[int, ...]:
+def stop_ids(file: File, vocab_size: int) -> tuple[int, ...]:
     """Ids that end an answer: those of the end of a text and of a turn, united."""
-    ids = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
-    return tuple(sorted({i for i in ids if isinstance(i, int)}))
+    ids = set()
+    for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"):
+        if key in file.metadata:
+            bounds = Bounds(least=0, most=vocab_size - 1, says=f"an id from 0 to {vocab_size - 1}")
+            ids.add(fit(int, file.metadata[key], key, bounds, str(file.path)))
+    return tuple(sorted(ids))
 
 
 def _vocab_size(file: File, stated: Any) -> int:
