@@ -1,1 +1,1 @@
-"""File formats that weights are read from, each presented as a mapping of names to tensors that are read in slices."""
+"""Files: what model families and file dialects mean, and how weights, configs and tokenizers are read and written."""

@@ -86,23 +86,14 @@ class Architecture:
         Raises:
           ValueError: a key or value that is not implemented, or a missing size.
         """
-        known = {
-            "model_type",
-            "eos_token_id",
-            "layer_types",
-            *rope.KEYS,
-            *self.only,
-            *self.derived,
-            *self.inert,
-            *also_known,
-        }
-        keys.check_known(known | {key.name for key in self.keys})
+        known = {key.name for key in self.keys} | {"model_type", "eos_token_id", "layer_types"}
+        keys.check_known(known.union(rope.KEYS, self.only, self.derived, self.inert, also_known))
         keys.check_only(self.only)
         fields: dict[str, Any] = {}
         for key in self.keys:
             fields[key.field] = key.read(keys, fields)
         self._check_layer_types(keys, fields["num_layers"])
-        self._check_heads(keys, fields)
+        check_heads(keys.where, *(fields[name] for name in ("num_heads", "num_kv_heads", "head_dim")))
         fields |= self.constants
         fields |= self.derive(keys, fields)
         return ModelConfig(
@@ -159,9 +150,10 @@ class Architecture:
         if len(kinds) != num_layers:
             raise ValueError(f"{keys.where}: got {len(kinds)} layer_types for {num_layers} layers")
 
-    def _check_heads(self, keys: Keys, fields: Mapping[str, Any]) -> None:
-        heads, kv_heads, head_dim = (fields[name] for name in ("num_heads", "num_kv_heads", "head_dim"))
-        if heads % kv_heads:
-            raise ValueError(f"{keys.where}: got {heads} heads over {kv_heads} key/value heads, expected a multiple")
-        if head_dim % 2:
-            raise ValueError(f"{keys.where}: got head_dim {head_dim}, expected an even number (its halves are rotated)")
+
+def check_heads(where: str, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Raises ValueError where heads cannot share keys and values evenly, or cannot be rotated."""
+    if heads % kv_heads:
+        raise ValueError(f"{where}: got {heads} heads over {kv_heads} key/value heads, expected a multiple")
+    if head_dim % 2:
+        raise ValueError(f"{where}: got head_dim {head_dim}, expected an even number (its halves are rotated)")

@@ -18,6 +18,7 @@ import numpy as np
 from treeflash_jax.checks import INT32, Bounds, fit, quoted
 from treeflash_jax.formats import gguf
 from treeflash_jax.formats.architectures import ARCHITECTURES, Architecture
+from treeflash_jax.formats.architectures.record import check_heads
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.gguf import File, Tensor
 from treeflash_jax.formats.keys import Keys
@@ -136,14 +137,11 @@ def verifier_config(file: File) -> ModelConfig:
 
     num_heads, hidden_size = number("attention.head_count"), number("embedding_length")
     num_kv_heads = number("attention.head_count_kv", num_heads)
-    if num_heads % num_kv_heads:
-        raise ValueError(f"{where}: got {num_heads} heads over {num_kv_heads} key/value heads, expected a multiple")
     head_dim = number("attention.key_length", hidden_size // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if number(key, head_dim) != head_dim:
             raise ValueError(f"{where}: got {kind}.{key} {values[key]}, expected {head_dim}, the length of a key")
-    if head_dim % 2:
-        raise ValueError(f"{where}: got heads of {head_dim}, expected an even number (their halves are rotated)")
+    check_heads(where, num_heads, num_kv_heads, head_dim)
     vocab_size = _vocab_size(file, values.get("vocab_size"))
     return ModelConfig(
         vocab_size=vocab_size,
