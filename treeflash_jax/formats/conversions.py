@@ -37,7 +37,7 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
         raise ValueError(f"{source}: got tensors of types {sorted(kinds)}, expected one type")
     dtype = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}.get(kinds.pop(), jnp.float32)
     config, params = models.load_drafter(source, dtype=dtype)
-    if drop_head:
+    if drop_head and "head" in params:
         config, params = replace(config, head="marginal"), params | {"head": {}}
     with files.filled(target) as folder:
         models.save_drafter(folder, config, params, dialect=dialect, dtype=dtype)
