@@ -43,6 +43,7 @@ def with_type(path: Path, number: int) -> Path:
     return patched(path, data.index(name) + len(name) + 4 + 8, number)
 
 
+LENGTHS = "attention.key_length", "attention.value_length", "rope.dimension_count"
 ROW = np.ones(64, np.float32), F32
 REFUSED = {
     "no file": (lambda p: p.unlink() or p, "not found"),
@@ -83,10 +84,7 @@ REFUSED = {
     "merges of no token": (lambda p: write_small(p, {"tokenizer.ggml.merges": ["a <|none|>"]}), "damaged vocabulary"),
     "eos of another kind": (lambda p: write_small(p, {"tokenizer.ggml.eos_token_id": "2"}), "eos_token_id '2'"),
     "size beyond 32 bits": (lambda p: write_small(p, changes={"feed_forward_length": 2**31}), "length = 2147483648"),
-    "odd heads": (
-        lambda p: write_small(p, changes={"attention.key_length": 15, "attention.value_length": 15, "rope.dimension_count": 15}),
-        "head_dim 15",
-    ),
+    "odd heads": (lambda p: write_small(p, changes=dict.fromkeys(LENGTHS, 15)), "head_dim 15"),
     "eos": (lambda p: write_small(p, {"tokenizer.ggml.eos_token_id": 9999}), "eos_token_id 9999"),
     "closing texts": (lambda p: write_small(p, {"tokenizer.ggml.add_eos_token": True}), "add_eos_token"),
 }  # fmt: skip
