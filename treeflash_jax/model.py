@@ -25,11 +25,11 @@ from treeflash_jax.batching import Places, Turn, capacity_bucket, refilled, turn
 from treeflash_jax.checks import whole
 from treeflash_jax.clock import Clock
 from treeflash_jax.config import DrafterConfig, ModelConfig
-from treeflash_jax.costs import check_memory, footprint, memory_limit
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.draw import DrawnTree, drawn_tree
 from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.memory import check_memory, footprint, memory_limit
 from treeflash_jax.planning import plan_of
 from treeflash_jax.prompts import Prompt
 from treeflash_jax.results import Chunk, Result

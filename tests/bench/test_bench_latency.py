@@ -19,9 +19,11 @@ from jax.sharding import PartitionSpec
 
 from treeflash_jax import cli, make_mesh
 from treeflash_jax.bench import latency, shapes, stages, timings
-from treeflash_jax.bench.floors import STAGES, Ceilings, Work, measure_ceilings, stage_work
+from treeflash_jax.bench.floors import STAGES, stage_work
+from treeflash_jax.costs import Work
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.loops import DecodePlan
+from treeflash_jax.devices import Ceilings, measure_ceilings
 from treeflash_jax.drafters.block.heads import DraftSettings
 from treeflash_jax.settings import resolve
 

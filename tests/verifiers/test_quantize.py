@@ -19,9 +19,9 @@ from treeflash_jax.bench import report, shapes
 from treeflash_jax.bench.floors import stage_work
 from treeflash_jax.bench.memory import compile_programs
 from treeflash_jax.check import check, meaning
-from treeflash_jax.costs import footprint
 from treeflash_jax.decoding.loops import DecodePlan
 from treeflash_jax.formats import hf
+from treeflash_jax.memory import footprint
 from treeflash_jax.quantized import Quantized, quantize
 from treeflash_jax.verifiers import forward as verifier
 from treeflash_jax.verifiers import layers

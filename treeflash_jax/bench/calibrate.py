@@ -30,11 +30,11 @@ from treeflash_jax import devices
 from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive import calibration
 from treeflash_jax.batching import capacity_bucket
-from treeflash_jax.bench.floors import Work
 from treeflash_jax.bench.progress import Progress
 from treeflash_jax.bench.prompts import BUNDLED, FORMATS, draw, empty_chat, read_prompts
 from treeflash_jax.bench.run import add_shortlist
 from treeflash_jax.bench.stages import ROUNDS, TREE, Bench, divide, slots_for
+from treeflash_jax.costs import Work
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState

@@ -4,8 +4,8 @@
 
 Every combination of batch, context and nodes is measured. Times are medians in milliseconds, with quartiles; that of
 prefill is per prompt token, all sequences counted. A floor is the bytes and FLOPs of a stage over the copy and matmul rates
-that are measured on the device (see floors.py). The output file is written after every batch and context, and keeps results
-of other settings.
+that are measured on the device (see devices.py and floors.py). The output file is written after every batch and context,
+and keeps results of other settings.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.bench import plots, shapes, standalone, timings
 from treeflash_jax.bench import run as side_by_side
-from treeflash_jax.bench.floors import measure_ceilings
 from treeflash_jax.bench.progress import Progress
 from treeflash_jax.bench.stages import Bench, slots_for
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decoding.state import BUILDER_OF_METHOD, DecodePlan
+from treeflash_jax.devices import measure_ceilings
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import hf

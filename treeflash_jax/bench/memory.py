@@ -17,7 +17,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,12 @@ from treeflash_jax.bench.progress import Progress, Tell, nobody
 from treeflash_jax.checks import read_json
 from treeflash_jax.clock import slow
 from treeflash_jax.config import DrafterConfig, ModelConfig
-from treeflash_jax.costs import Footprint, footprint, in_units, memory_limit
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
-from treeflash_jax.devices import GPU_MEMORY, TPU_MEMORY
+from treeflash_jax.devices import GPU_MEMORY, TPU_MEMORY, Device, here
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.memory import Footprint, footprint, in_units, memory_limit
 from treeflash_jax.model import STOP_SLOTS
 from treeflash_jax.planning import plan_of
 from treeflash_jax.quantized import SCHEMES
@@ -90,19 +90,15 @@ def report(arguments: argparse.Namespace) -> int:
     Raises:
       ValueError: an unknown shape, folder, topology or setting, or a mesh larger than the devices.
     """
-    mesh, limit, kind = _devices(arguments)
+    mesh, limit, device = _devices(arguments)
     model, drafter, name = _pair(arguments)
     names = "method nodes candidates children shortlist head builder acceptance attention".split()
     names += "branches trunk skeleton leaves".split()
     config = resolve(None, {name: getattr(arguments, name) for name in names}, model, drafter)
     if min(arguments.batch, arguments.context) < 1:
         raise ValueError(f"got batch {arguments.batch} and context {arguments.context}, expected at least 1 of each")
-    plan = plan_of(config, model, drafter, jnp.dtype(arguments.dtype))
-    capacity = capacity_bucket(arguments.context)
-    if "cpu" not in kind:
-        plan = replace(plan, prefill_chunk=DecodePlan.prefill_chunk, attention=config.attention or DecodePlan.attention)
-
-    dtype, batch = jnp.dtype(arguments.dtype), arguments.batch
+    dtype, batch, capacity = jnp.dtype(arguments.dtype), arguments.batch, capacity_bucket(arguments.context)
+    plan = plan_of(config, model, drafter, dtype, device)
     sizes = dict(mesh.shape)
     if batch % sizes["data"]:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
@@ -114,7 +110,7 @@ def report(arguments: argparse.Namespace) -> int:
     needs = footprint(model, plan.drafter, **request)
     result = {
         "shape": name,
-        "topology": kind,
+        "topology": device.kind,
         "mesh": sizes,
         "batch": batch,
         "context": capacity,
@@ -137,7 +133,7 @@ def report(arguments: argparse.Namespace) -> int:
     memory = result["bytes_per_device"]
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
     result["fits"] = None if limit is None else memory["total"] <= limit
-    key = f"{name} {kind} {sizes['data']}x{sizes['model']} batch {batch}"
+    key = f"{name} {device.kind} {sizes['data']}x{sizes['model']} batch {batch}"
     key += "".join(f" {word}" for word in (arguments.quantize, plan.method if plan.method != "tree" else None) if word)
     if out:
         files.write(out, json.dumps(earlier | {key: result}, indent=1) + "\n")
@@ -272,8 +268,8 @@ def _pair(arguments: argparse.Namespace) -> tuple[ModelConfig, DrafterConfig, st
     return model, drafter, shapes.called(arguments.shape)
 
 
-def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, str]:
-    """The mesh, the bytes a device has, and what the devices are called."""
+def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, Device]:
+    """The mesh, the bytes a device has, and what the devices are; those of a topology are named after it."""
     topology, limit = arguments.topology, None
     if topology:
         family, _, dims = topology.partition(":")
@@ -281,14 +277,15 @@ def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, str]:
         if limit is None or not re.fullmatch(r"\d+(x\d+)+" if family in TPU_MEMORY else r"\d*", dims):
             raise ValueError(f"got topology {topology!r}, expected one like v5e:4x4, v5p:2x2x2, h200 or h200:8")
         jax.config.update("jax_platforms", "cpu")  # devices that are here stay untouched
+    device = Device("tpu" if family in TPU_MEMORY else "gpu", topology) if topology else here()
     if arguments.no_compile:
         count = math.prod(map(int, (dims or "1").split("x"))) if topology else jax.device_count()
         mesh = jax.sharding.AbstractMesh(meshes.sizes_of(arguments.mesh or f"1x{count}"), ("data", "model"))
-        return mesh, limit or memory_limit(), topology or jax.devices()[0].device_kind
+        return mesh, limit or memory_limit(), device
     with slow(f"starting the compiler for {topology}"):
-        devices = programs.topology_devices(topology) if topology else jax.devices()
-    mesh = meshes.make_mesh(*meshes.sizes_of(arguments.mesh or f"1x{len(devices)}"), devices)
+        found = programs.topology_devices(topology) if topology else jax.devices()
+    mesh = meshes.make_mesh(*meshes.sizes_of(arguments.mesh or f"1x{len(found)}"), found)
     if not topology:
-        return mesh, memory_limit(mesh), devices[0].device_kind
-    chips = len({tuple(device.coords) for device in devices}) if family in TPU_MEMORY else len(devices)
-    return mesh, limit * chips // len(devices), topology  # a chip of v4 is two devices
+        return mesh, memory_limit(mesh), device
+    chips = len({tuple(one.coords) for one in found}) if family in TPU_MEMORY else len(found)
+    return mesh, limit * chips // len(found), device  # a chip of v4 is two devices

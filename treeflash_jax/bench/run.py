@@ -432,11 +432,12 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
 
 def environment(model: tf.TreeFlash) -> dict[str, dict[str, Any]]:
     """Versions and hardware: records that differ here are never put side by side."""
+    device = devices.here()
     return {
         "versions": {"jax": jax.__version__, "treeflash_jax": tf.__version__, "python": platform.python_version()},
         "hardware": {
-            "backend": devices.here().backend,
-            "device": jax.devices()[0].device_kind,
+            "backend": device.backend,
+            "device": device.kind,
             "devices": 1 if model.mesh is None else model.mesh.size,
             "cores": os.cpu_count(),
         },

@@ -28,11 +28,13 @@ import numpy as np
 
 from treeflash_jax import mesh as meshes
 from treeflash_jax.batching import capacity_bucket
-from treeflash_jax.bench.floors import Ceilings, Work, stage_work
+from treeflash_jax.bench.floors import stage_work
 from treeflash_jax.bench.progress import Tell, nobody
+from treeflash_jax.costs import Work
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, DecodeState
 from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_block, expand_block, verify_tree
+from treeflash_jax.devices import Ceilings
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.settings import GenerateConfig, rows_of
 

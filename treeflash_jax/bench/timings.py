@@ -12,8 +12,9 @@ import numpy as np
 
 from treeflash_jax import files
 from treeflash_jax.bench import plots
-from treeflash_jax.bench.floors import STAGES, Ceilings
+from treeflash_jax.bench.floors import STAGES
 from treeflash_jax.checks import parse_json
+from treeflash_jax.devices import Ceilings
 
 SCHEMA = 1
 LABELS = {

@@ -1,0 +1,70 @@
+"""What a block drafter has to do, in bytes and FLOPs.
+
+The vocabulary table counts once per reduction over it that has to wait for an earlier one: twice in the second stage of a
+conditional head, which needs its candidates first.
+
+Shape suffixes: q block slots, m previous-token contexts, c children.
+"""
+
+from __future__ import annotations
+
+from treeflash_jax.config import DrafterConfig, ModelConfig
+from treeflash_jax.costs import Counter, Work
+from treeflash_jax.drafters.block import backbone
+from treeflash_jax.drafters.block.heads import HEADS, DraftSettings
+
+
+def weights(count: Counter, config: DrafterConfig) -> Work:
+    """All weights of backbone and head, read once."""
+    return count.weights((backbone.specs(config), HEADS[config.head].specs(config)))
+
+
+def state(count: Counter, config: DrafterConfig, positions: int) -> Work:
+    """What it remembers of so many positions, moved once."""
+    return count.cached(config.layers, positions)
+
+
+def extend(count: Counter, config: DrafterConfig, tokens: float) -> Work:
+    """Takes the features of so many new tokens a sequence into its context."""
+    own = backbone.specs(config)
+    keys_values = [{name: layer[name] for name in ("k", "v")} for group in own["groups"] for layer in group]
+    used = {"fc": own["fc"], "norm": own["hidden_norm"], "layers": keys_values}
+    return count.weights(used, tokens) + count.cached(config.layers, tokens)
+
+
+def block(count: Counter, config: DrafterConfig, tokens: float, seen: float) -> Work:
+    """The pass over so many tokens of blocks, each seeing so many positions; the context's keys and values not counted."""
+    own = backbone.specs(config)
+    used = {name: own[name] for name in ("groups", "norm")}
+    return count.weights(used, tokens) + count.attention(config.layers, tokens, seen)
+
+
+def work(
+    count: Counter, config: DrafterConfig, draft: DraftSettings, verifier: ModelConfig, quantize: str | None = None
+) -> dict[str, tuple[Work, Work]]:
+    """By stage, in order: what it has to do, and what it hands to the next one.
+
+    Args:
+      count: of the device.
+      config: sizes; its `head` is the one that drafts.
+      draft: sizes of a draft.
+      verifier: whose vocabulary table is read.
+      quantize: scheme of that table.
+    """
+    size, depths = config.block_size, config.num_depths
+    drafted = block(count, config, size, count.context + size) + state(count, config, count.context)
+    conditional = config.head != "marginal"
+    contexts = draft.candidates if conditional else 1
+    transitions = Work(count.sequences * depths * contexts * draft.children * 12)  # token, log-probability and next context
+    listed = draft.shortlist if conditional else 0
+    second = count.vocabulary(verifier, depths - 1 if conditional and not listed else depths, quantize)
+    if conditional:
+        pairs, head = 1 + (depths - 1) * contexts, HEADS[config.head].specs(config)
+        slots = {name: spec for name, spec in head.items() if name.startswith("hidden")}  # computed once a slot
+        second += count.weights(slots, depths)
+        second += count.listed(verifier, depths * listed, pairs) if listed else count.vocabulary(verifier, pairs, quantize)
+        second += count.weights({name: spec for name, spec in head.items() if name not in slots}, pairs)
+    return {
+        "draft": (drafted, count.numbers((None, None), (size, verifier.hidden_size))),
+        "expand": (second, transitions),
+    }
