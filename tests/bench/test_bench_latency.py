@@ -25,7 +25,7 @@ from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.loops import DecodePlan
 from treeflash_jax.devices import Ceilings, measure_ceilings
 from treeflash_jax.drafters.block.heads import DraftSettings
-from treeflash_jax.settings import resolve
+from treeflash_jax.planning import resolve
 
 PAIR = DATA / "conformance" / "b_trained"
 SMALL = ["--shape", str(PAIR / "verifier" / "config.json"), "--drafter-shape", str(PAIR / "drafter")]
@@ -337,7 +337,7 @@ def test_files_of_something_else_are_refused_and_left_alone(made_up, tmp_path, c
         (["--context", "0"], "got --context 0"),
         (["--context", "8", "2000"], "got --context 2000, expected at most 1775"),
         (["--nodes", "4", "0"], "got nodes 0"),
-        (["--nodes", "4", "17", "--method", "chain"], "got --nodes 17, expected at most 16 with --method chain"),
+        (["--nodes", "4", "17", "--builder", "chain"], "got --nodes 17, expected at most 16 with --builder chain"),
         (["--candidates", "0"], "got candidates 0"),
         (["--children", "4000"], "got children 4000"),
         (["--temperature", "-1"], "got temperature -1"),

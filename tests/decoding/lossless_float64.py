@@ -33,13 +33,13 @@ from treeflash_jax.verifiers import forward as verifier  # noqa: E402
 
 PAIR = Path(__file__).parents[1] / "data" / "conformance" / "b_trained"
 DRAFTS = [
-    *({"method": "tree", "nodes": nodes, "head": "mlp"} for nodes in (1, 2, 5, 16, 64)),
-    {"method": "tree", "nodes": 16, "head": "marginal"},
-    {"method": "tree", "nodes": 16, "head": "linear"},
-    {"method": "walk", "head": "mlp"},
-    {"method": "chain", "head": "mlp"},
+    *({"builder": "best-first", "nodes": nodes, "head": "mlp"} for nodes in (1, 2, 5, 16, 64)),
+    {"builder": "best-first", "nodes": 16, "head": "marginal"},
+    {"builder": "best-first", "nodes": 16, "head": "linear"},
+    {"builder": "walk", "head": "mlp"},
+    {"builder": "chain", "head": "mlp"},
 ]
-CORE = [draft for draft in DRAFTS if draft.get("nodes") == 16 or draft["method"] == "chain"]
+CORE = [draft for draft in DRAFTS if draft.get("nodes") == 16 or draft["builder"] == "chain"]
 
 
 def main(which: list[dict]) -> None:
@@ -75,7 +75,7 @@ def main(which: list[dict]) -> None:
         return made
 
     def check(made: dict[str, TreeFlash], prompts: list[list[int]], settings: dict, drafts: list[dict]) -> None:
-        plain = made["mlp"].generate(prompts, method="ar", batch_size=5, **settings)
+        plain = made["mlp"].generate(prompts, builder="none", batch_size=5, **settings)
         for draft in drafts:
             model = made["linear" if draft["head"] == "linear" else "mlp"]
             results = model.generate(prompts, batch_size=5, candidates=8, children=8, **draft, **settings)
@@ -108,7 +108,7 @@ def main(which: list[dict]) -> None:
             }
             check(made, prompts, settings, which)
             # A token from the middle of an answer as stop id: the cut then falls inside accepted paths.
-            seen = made["mlp"].generate(prompts[:1], method="ar", batch_size=5, max_new_tokens=40, seed=5)[0].ids
+            seen = made["mlp"].generate(prompts[:1], builder="none", batch_size=5, max_new_tokens=40, seed=5)[0].ids
             check(made, prompts, {"max_new_tokens": 40, "seed": 5, "stop_ids": [seen[len(seen) // 2]]}, stopped)
 
     made = models("trained")

@@ -34,7 +34,7 @@ def sharded():
 
 @pytest.fixture(scope="module")
 def expected():
-    return [result.ids for result in random_pair().generate(PROMPTS, method="ar", **SETTINGS)]
+    return [result.ids for result in random_pair().generate(PROMPTS, builder="none", **SETTINGS)]
 
 
 def programs(model, function) -> list:
@@ -43,7 +43,7 @@ def programs(model, function) -> list:
 
 def test_eight_devices_answer_as_one(sharded, expected):
     tree = sharded.generate(PROMPTS, **TREE, **SETTINGS)
-    plain = sharded.generate(PROMPTS, method="ar", **SETTINGS)
+    plain = sharded.generate(PROMPTS, builder="none", **SETTINGS)
     assert [result.ids for result in tree] == expected
     assert [result.ids for result in plain] == expected
 

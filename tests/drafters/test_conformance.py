@@ -151,17 +151,17 @@ def test_published_chain(pair):
     np.testing.assert_array_equal(pair.stages["chain"].tokens_bn[:, 1:], pair.expected["chain_tokens"][:, 1:])
 
 
-@pytest.mark.parametrize("method, ids, accept", [
-    ("tree", "generate_ids", "generate_accept"),
+@pytest.mark.parametrize("builder, ids, accept", [
+    ("best-first", "generate_ids", "generate_accept"),
     ("chain", "chain_ids", "chain_accept"),
-    ("ar", "vanilla_ids", None),
+    ("none", "vanilla_ids", None),
 ])  # fmt: skip
-def test_generation(pair, method, ids, accept):
+def test_generation(pair, builder, ids, accept):
     settings, prompt = pair.settings, pair.expected["prompt"][0].tolist()
     result = pair.model.generate(
         prompt,
-        method=method,
-        nodes=settings["tree_size"] if method == "tree" else None,
+        builder=builder,
+        nodes=settings["tree_size"] if builder == "best-first" else None,
         candidates=settings["top_m"],
         children=settings["top_k"],
         max_new_tokens=settings["max_new_tokens"],

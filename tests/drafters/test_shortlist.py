@@ -97,7 +97,7 @@ def test_no_logits_of_all_rows_are_formed(pair):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_answers_stay_those_of_one_token_decoding(trained, temperature):
     settings = {"max_new_tokens": 40, "temperature": temperature, "seed": 5}
-    [plain] = trained.generate([[3, 4, 5, 17, 29]], method="ar", **settings)
+    [plain] = trained.generate([[3, 4, 5, 17, 29]], builder="none", **settings)
     [drafted] = trained.generate([[3, 4, 5, 17, 29]], nodes=8, candidates=4, children=4, shortlist=3, **settings)
     assert drafted.ids == plain.ids and drafted.tau > 1
 

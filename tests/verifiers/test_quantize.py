@@ -150,7 +150,7 @@ def test_embedding_rows_and_logits():
 def test_drafted_output_equals_one_token_output(int8, temperature):
     settings = {"max_new_tokens": 40, "temperature": temperature, "stop_ids": ()}
     tree = int8.generate(PROMPTS, nodes=16, candidates=8, children=8, **settings)
-    plain = int8.generate(PROMPTS, method="ar", **settings)
+    plain = int8.generate(PROMPTS, builder="none", **settings)
     assert [one.ids for one in tree] == [one.ids for one in plain]
     assert max(max(one.accept_lengths) for one in tree) > 1
 
@@ -183,7 +183,7 @@ def test_a_mesh_answers_as_one_device_does():
     assert layer["o"].values.sharding.spec == PartitionSpec("model", None, None)
     assert sharded.weights.verifier["embed"].scale.sharding.spec == PartitionSpec("model")
     tree = sharded.generate(prompts, **SIZES, **settings)
-    assert [one.ids for one in tree] == [one.ids for one in single.generate(prompts, method="ar", **settings)]
+    assert [one.ids for one in tree] == [one.ids for one in single.generate(prompts, builder="none", **settings)]
 
 
 @needs_8_devices
@@ -231,7 +231,7 @@ def test_footprints_are_the_bytes_of_real_arrays(sizes, monkeypatch):
     seen = []
     monkeypatch.setattr("treeflash_jax.model.check_memory", lambda needs, *_: seen.append(needs.verifier))
     monkeypatch.setattr(model, "_run", lambda *_: iter(()))
-    model.generate([[1]], max_new_tokens=2, method="ar")
+    model.generate([[1]], max_new_tokens=2, builder="none")
     assert seen == [found.verifier]
 
 
@@ -245,7 +245,7 @@ def test_loading_is_refused_by_the_bytes_of_int8(monkeypatch):
 
 
 def test_programs_compile_from_int8_shapes():
-    plan = DecodePlan(verifier=RANDOM_MODEL, method="ar", num_nodes=1, prefill_chunk=32)
+    plan = DecodePlan(verifier=RANDOM_MODEL, builder="none", num_nodes=1, prefill_chunk=32)
     _, decode = compile_programs(plan, tf.make_mesh(1, 1), 1, 256, jnp.float32, "int8")
     needs = footprint(RANDOM_MODEL, dtype=jnp.float32, batch=1, capacity=256, quantize="int8")
     assert 0 <= decode.memory_analysis().argument_size_in_bytes - needs.total < 4096  # token buffers

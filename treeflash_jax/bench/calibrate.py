@@ -38,7 +38,8 @@ from treeflash_jax.costs import Work
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState
-from treeflash_jax.settings import GenerateConfig, resolve, rows_of
+from treeflash_jax.planning import resolve, rows_of
+from treeflash_jax.settings import GenerateConfig
 from treeflash_jax.verifiers.attention import IMPLEMENTATIONS, positions_read
 
 ROWS = 8  # prompts decoded together, to see what rounds commit

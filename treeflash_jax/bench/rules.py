@@ -33,7 +33,7 @@ from treeflash_jax.bench.prompts import BenchPrompt, draw, read_prompts
 from treeflash_jax.bench.report import RESAMPLES, paired_ratio
 from treeflash_jax.checks import parse_json
 from treeflash_jax.clock import slow
-from treeflash_jax.settings import drafting, resolve
+from treeflash_jax.planning import drafting, resolve
 from treeflash_jax.trees.builders import SAMPLED, law_of
 
 BASELINE = "best-first", "sample-and-match"

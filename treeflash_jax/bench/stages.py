@@ -36,7 +36,8 @@ from treeflash_jax.decoding.loops import DecodePlan, DecodeState
 from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_block, expand_block, verify_tree
 from treeflash_jax.devices import Ceilings
 from treeflash_jax.model import TreeFlash
-from treeflash_jax.settings import GenerateConfig, rows_of
+from treeflash_jax.planning import rows_of
+from treeflash_jax.settings import GenerateConfig
 
 ROUNDS = 16  # of one dispatch of `decode`, at most
 CALLS = 64  # of one sample, at most

@@ -20,7 +20,7 @@ from treeflash_jax import acceptance as rules
 from treeflash_jax import mesh as meshes
 from treeflash_jax import vocab
 from treeflash_jax.adaptive import budget as budgets
-from treeflash_jax.decoding.state import BUILDER_OF_METHOD, DecodePlan, DecodeState, Sampling, Weights
+from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS, Unembed
 from treeflash_jax.trees import builders
@@ -104,7 +104,7 @@ def step_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Decode
     own, tree = replace(plan, num_nodes=1), trees.root_only(_anchor(state))
     verified = verify_tree(weights, state, tree, own)
     accepted = accept_path(state, tree, None, verified.logits_bnv, own)
-    after = commit_path(weights, state, verified, accepted, replace(own, method="ar"))
+    after = commit_path(weights, state, verified, accepted, replace(own, builder="none"))
     budget = budgets.note(state.budget, state.rounds_b, ~state.done_b, 1)
     return after.replace(budget=budgets.put_off(budget, verified.features_btj, after.end_b - state.end_b))
 
@@ -167,14 +167,13 @@ def build_tree(
     """The tree below each anchor, and the law its nodes were drawn from, if they were."""
     with jax.named_scope("tree"):
         anchor_b = _anchor(state)
-        name = plan.builder if plan.method == "tree" else BUILDER_OF_METHOD[plan.method]
-        if name not in builders.SAMPLED:
-            build = partial(trees.BUILDERS[name], num_nodes=plan.num_nodes)
+        if plan.builder not in builders.SAMPLED:
+            build = partial(trees.BUILDERS[plan.builder], num_nodes=plan.num_nodes)
             return meshes.by_rows(build, expander, anchor_b), None
 
         def build(expander, anchor_b, key_b):
             noise_bnc = builders.draw_noise(key_b, expander, plan.num_nodes)
-            return builders.SAMPLED[name](expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc)
+            return builders.SAMPLED[plan.builder](expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc)
 
         return meshes.by_rows(build, expander, anchor_b, _round_keys(state, DRAFT_STREAM))
 

@@ -6,7 +6,7 @@ Shape suffixes: b batch, s token slots, x stop ids.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from flax import struct
@@ -19,9 +19,6 @@ from treeflash_jax.drafters.block.heads import DraftSettings
 from treeflash_jax.trees.builders import TreeShape
 from treeflash_jax.verifiers import cache as caches
 
-Method = Literal["tree", "walk", "chain", "ar"]
-BUILDER_OF_METHOD = {"tree": "best-first", "walk": "walk", "chain": "chain"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class DecodePlan:
@@ -29,13 +26,12 @@ class DecodePlan:
 
     Attributes:
       verifier: sizes of the verifier.
-      drafter: sizes of the drafter; None with method "ar".
-      method: "tree" (any builder), "walk" (greedy chain), "chain" (the published rank-0 chain) or "ar" (one token a round).
+      drafter: sizes of the drafter; None with builder "none".
       head: which head expands the block.
       num_nodes: verified rows a round, root included; the most of them where rounds choose.
       buckets: rows that a round may choose of, increasing, the last being `num_nodes`; empty: every round takes them all.
       draft: candidates M and children K.
-      builder: of a tree: "best-first", or one that draws nodes at random.
+      builder: one of `trees.builders.BUILDERS`, or "none": one token a round.
       shape: sizes of a tree whose nodes are drawn.
       rule: acceptance rule, lossless for the builder's law.
       attention: attention implementation.
@@ -46,7 +42,6 @@ class DecodePlan:
 
     verifier: ModelConfig
     drafter: DrafterConfig | None = None
-    method: Method = "tree"
     head: HeadName = "marginal"
     num_nodes: int = 16
     buckets: tuple[int, ...] = ()
@@ -61,7 +56,7 @@ class DecodePlan:
 
     @property
     def drafts(self) -> bool:
-        return self.method != "ar"
+        return self.builder != "none"
 
     @property
     def path_rows(self) -> int:
@@ -72,12 +67,12 @@ class DecodePlan:
         """The plan that all plans with the same prefill share."""
         names = ("verifier", "drafter", "attention", "prefill_chunk", "log_probs", "expected_lengths")
         shared = {name: getattr(self, name) for name in names}
-        return DecodePlan(method="tree" if self.drafts else "ar", **shared)
+        return DecodePlan(builder="best-first" if self.drafts else "none", **shared)
 
     def one_token(self) -> DecodePlan:
         """The plan of plain one-token decoding beside this one: what drafting is measured against."""
         names = ("verifier", "attention", "prefill_chunk", "log_probs", "expected_lengths")
-        return DecodePlan(method="ar", num_nodes=1, **{name: getattr(self, name) for name in names})
+        return DecodePlan(builder="none", num_nodes=1, **{name: getattr(self, name) for name in names})
 
     @property
     def taps(self) -> tuple[int, ...]:

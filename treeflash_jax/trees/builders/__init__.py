@@ -18,8 +18,9 @@ from treeflash_jax.trees.tree import BUILDERS as DETERMINISTIC
 
 SAMPLED = {"paths": paths, "delayed": delayed, "without-replacement": without_replacement, "hybrid": hybrid}
 BUILDERS = (*DETERMINISTIC, *SAMPLED)
+CHAINS = ("walk", "chain")  # one path, as long as the block unless fewer nodes are asked for
 
-__all__ = ["BUILDERS", "SAMPLED", "TreeShape", "draw_noise", "law_of"]
+__all__ = ["BUILDERS", "CHAINS", "SAMPLED", "TreeShape", "draw_noise", "law_of"]
 
 
 def law_of(builder: str, shape: TreeShape) -> str:
