@@ -73,7 +73,7 @@ PIPES = {
     "tokenizer": ("tokenizer.json", lambda path: Tokenizer.load(path.parent)),
     "calibration": ("budget.json", lambda path: calibration.read(path)),
     "settings": ("head.toml", lambda path: config.read(path)),
-    "results": ("out.jsonl", lambda path: report.read_records(path)),
+    "results": ("out.jsonl", lambda path: kept.read_records(path)),
     "timings": ("out.json", lambda path: timings.read_results(path)),
     "log": ("log.jsonl", lambda path: watch.read_log(path.parent)),
     "output": ("out.json", lambda path: files.check_output(path)),
@@ -160,12 +160,13 @@ def test_a_record_that_was_cut_off_is_measured_again(tmp_path):
     for tail in ("", '{"sch', '{"schema": 2, "prompt_id"'):
         out.write_text(tail)
         with pytest.warns(UserWarning, match="cut off") if tail else pytest.MonkeyPatch.context():
-            run.open_results(out).close()
+            kept.open_results(out).close()
         assert out.read_bytes() == b""
 
 
 def test_figures_replace_figures_alone(tmp_path):
     from treeflash_jax.bench import plots
+from treeflash_jax.bench import records as kept
 
     (tmp_path / "a.png").write_bytes(b"\x89PNG of a cat")
     refused(lambda: plots.check(tmp_path / "a.png"), "holds something else")
