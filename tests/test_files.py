@@ -22,7 +22,8 @@ from train.checkpoint import Checkpoints, claim
 from train.records import Source
 from treeflash_jax import files
 from treeflash_jax.adaptive import calibration
-from treeflash_jax.bench import compare, report, run, timings
+from treeflash_jax.bench import compare, timings
+from treeflash_jax.bench import records as kept
 from treeflash_jax.checks import read_json
 from treeflash_jax.cli import main as cli
 from treeflash_jax.formats import gguf, hf, safetensors, storage
@@ -166,7 +167,6 @@ def test_a_record_that_was_cut_off_is_measured_again(tmp_path):
 
 def test_figures_replace_figures_alone(tmp_path):
     from treeflash_jax.bench import plots
-from treeflash_jax.bench import records as kept
 
     (tmp_path / "a.png").write_bytes(b"\x89PNG of a cat")
     refused(lambda: plots.check(tmp_path / "a.png"), "holds something else")

@@ -28,7 +28,7 @@ from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.costs import Counter
 from treeflash_jax.drafters.block import costs
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.trees.tree import pick
+from treeflash_jax.trees import pick
 from treeflash_jax.verifiers.layers import rms_norm
 
 # A metric is (sum, weight): sums add up over chunks, parts of a step, steps and devices; their quotient is the mean.
@@ -191,7 +191,7 @@ def drafting_flops(
     """
     count = Counter(dtype=jnp.float32, batch=batch)
     teacher = count.layers(verifier, row_tokens, row_tokens / 2).flops
-    context = costs.extend(count, drafter, row_tokens).flops
+    context = costs.extend_work(count, drafter, row_tokens).flops
     blocks_ = costs.block(count, drafter, settings.anchors * drafter.block_size, row_tokens / 2 + drafter.block_size).flops
     slots = settings.anchors * drafter.num_depths
     head = 2 * batch * slots * sum(math.prod(spec.shape) for spec in HEADS[drafter.head].specs(drafter).values())

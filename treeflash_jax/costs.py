@@ -68,6 +68,10 @@ class Counter:
         shard = shape if self.mesh is None else meshes.sharding(axes, shape, self.mesh).shard_shape(shape)
         return math.prod(shard)
 
+    def slots(self, array: jax.ShapeDtypeStruct, axes: meshes.Axes) -> int:
+        """Bytes that one device holds of an array of a state; 0 for one that does not grow with the positions."""
+        return self.local(axes, array.shape) * array.dtype.itemsize if array.ndim > 1 else 0
+
     def numbers(self, axes: meshes.Axes, shape: tuple[int, ...]) -> Work:
         """An array of every sequence, moved once."""
         return Work(self.width * self.local(("batch", *axes), (self.batch, *shape)))

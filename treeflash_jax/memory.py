@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 
-from treeflash_jax import devices
+from treeflash_jax import devices, drafters
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.costs import Counter
-from treeflash_jax.drafters.block import costs as drafters
 from treeflash_jax.verifiers import forward as verifiers
 
 
@@ -62,11 +61,17 @@ def footprint(
       ValueError: an unknown scheme.
     """
     count = Counter(dtype=dtype, batch=batch, mesh=mesh)
+    held, remembered = 0, 0
+    if drafter is not None:
+        own = drafters.of(drafter)
+        held = count.weights(own.specs(drafter)).bytes
+        state = jax.eval_shape(lambda: own.init(drafter, batch, capacity, dtype))
+        remembered = sum(jax.tree.leaves(jax.tree.map(count.slots, state, state.axes()))) if drafts else 0
     return Footprint(
         verifier=count.weights(verifiers.specs(verifier, quantize)).bytes,
-        drafter=drafters.weights(count, drafter).bytes if drafter else 0,
+        drafter=held,
         verifier_cache=count.cached(verifier, capacity).bytes,
-        drafter_cache=drafters.state(count, drafter, capacity).bytes if drafter and drafts else 0,
+        drafter_cache=remembered,
     )
 
 

@@ -63,7 +63,7 @@ def test_weights_and_caches_are_the_bytes_of_real_arrays(sizes):
     found = footprint(RANDOM_MODEL, RANDOM_DRAFTER, mesh=model.mesh, **request)
     assert asdict(found) == {
         "verifier": bytes_on_one_device(model.weights.verifier),
-        "drafter": bytes_on_one_device((model.weights.drafter, model.weights.head)),
+        "drafter": bytes_on_one_device(model.weights.drafter),
         "verifier_cache": bytes_on_one_device(state.cache.groups),
         "drafter_cache": bytes_on_one_device(state.drafter.context.groups),
     }

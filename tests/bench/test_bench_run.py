@@ -14,7 +14,7 @@ import treeflash_jax as tf
 from treeflash_jax.bench import prompts as prompt_files
 from treeflash_jax.bench import records as kept
 from treeflash_jax.bench import run
-from treeflash_jax.bench.run import parse_systems
+from treeflash_jax.bench.systems import parse_systems
 from treeflash_jax.loading import load
 
 FIRST, SECOND = "How many legs do 3 cows have?", "And 5 hens?"

@@ -17,12 +17,11 @@ Floor = max(bytes / copy rate, FLOPs / matmul rate). Collectives count as nothin
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
+from treeflash_jax import drafters
 from treeflash_jax.costs import Counter, Work
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.drafters.block import costs as drafters
 
 STAGES = ("draft", "expand", "tree", "verify", "accept", "commit")  # of a round, in order
 
@@ -45,26 +44,27 @@ def stage_work(
       `context` tokens, all sequences of the batch counted).
     """
     count = Counter(dtype=dtype, batch=batch, context=context, mesh=mesh)
-    model, drafter, nodes, path = plan.verifier, replace(plan.drafter, head=plan.head), plan.num_nodes, plan.path_rows
+    model, drafter, nodes, path = plan.verifier, plan.drafter, plan.num_nodes, plan.path_rows
+    own = drafters.of(drafter)
 
     def verify(tokens: float) -> Work:
         passes = count.layers(model, tokens, context + 1, quantize) + count.vocabulary(model, tokens, quantize)
         return passes + count.cached(model, context)
 
     def features(tokens: int) -> Work:
-        shape = (tokens, len(drafter.target_layer_ids) * model.hidden_size)
+        shape = (tokens, len(drafter.taps) * model.hidden_size)
         return count.numbers((None, None), shape) + count.cached(model, tokens)
 
     logits = count.numbers((None, "vocab"), (nodes, model.vocab_size))
-    commit = drafters.extend(count, drafter, path) + count.cached(model, path)
-    stages = drafters.work(count, drafter, plan.draft, model, quantize)  # what each needs, and what it hands on
+    commit = own.extend_work(count, drafter, path) + count.cached(model, path)
+    stages = own.work(count, drafter, plan.draft, model, quantize)  # what each needs, and what it hands on
     stages |= {"tree": (Work(), Work()), "verify": (verify(nodes), logits + features(nodes))}
     work, before = {}, Work()
     for stage, (need, after) in stages.items():
         work[stage] = need + before + after
         before = after
     prompt = count.layers(model, context, (context + 1) / 2, quantize) + count.vocabulary(model, 1, quantize)
-    prompt += count.cached(model, context) + drafters.extend(count, drafter, context)
+    prompt += count.cached(model, context) + own.extend_work(count, drafter, context)
     return {
         **work,
         "accept": logits,

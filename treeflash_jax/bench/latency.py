@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 import treeflash_jax as tf
-from treeflash_jax import devices, files, params
+from treeflash_jax import devices, drafters, files, params
 from treeflash_jax import mesh as meshes
 from treeflash_jax.arguments import ModelOptions, add_fields, values_of
 from treeflash_jax.bench import plots, shapes, standalone, timings
@@ -34,13 +34,11 @@ from treeflash_jax.bench.stages import Bench, slots_for
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.devices import measure_ceilings
-from treeflash_jax.drafters.block import backbone as dflash
-from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import hf
 from treeflash_jax.pairs import locate
 from treeflash_jax.planning import plan_of, resolve
 from treeflash_jax.settings import DraftConfig, GenerateConfig, RuntimeConfig, SamplingConfig, TreeConfig
-from treeflash_jax.trees.builders import SAMPLED
+from treeflash_jax.trees import BUILDERS
 from treeflash_jax.verifiers import forward as verifier
 
 
@@ -190,7 +188,7 @@ def settings_of(
         "shape": pair.name,
         "weights": pair.weights,
         "verifier_parameters": _count(verifier.specs(plan.verifier)),
-        "drafter_parameters": _count((dflash.specs(plan.drafter), HEADS[plan.head].specs(plan.drafter))),
+        "drafter_parameters": _count(drafters.of(plan.drafter).specs(plan.drafter)),
         "block_size": plan.drafter.block_size,
         "dtype": dtype.name,
         "mesh": None if mesh is None else dict(mesh.shape),
@@ -201,10 +199,10 @@ def settings_of(
         "candidates": plan.draft.candidates,
         "children": plan.draft.children,
         "shortlist": plan.draft.shortlist,
-        "head": plan.head,
+        "head": plan.draft.head,
         "builder": plan.builder,
         "acceptance": plan.rule,
-        "drawn": asdict(plan.shape) if plan.builder in SAMPLED else None,
+        "drawn": asdict(plan.shape) if BUILDERS[plan.builder].draws else None,
         "temperature": temperature,
         "attention": plan.attention,
         "prefill_chunk": plan.prefill_chunk,

@@ -40,7 +40,7 @@ from treeflash_jax.clock import slow
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.planning import drafting, resolve
 from treeflash_jax.settings import DraftConfig, RuntimeConfig, SamplingConfig, TreeConfig, without_method
-from treeflash_jax.trees.builders import CHAINS, SAMPLED, TreeShape
+from treeflash_jax.trees import BUILDERS, TreeShape, branching
 
 SHAPE = list(asdict(TreeShape()))
 
@@ -95,7 +95,7 @@ def add_rules_arguments(parser: argparse.ArgumentParser) -> None:
     """`bench rules`, what `bench run --preset rules` was called in the first edition."""
     add_arguments(parser)
     parser.set_defaults(**systems.PRESETS["rules"], run=_rules)
-    parser.add_argument("--builders", nargs="+", choices=systems.BUILDERS, default=list(systems.BUILDERS))
+    parser.add_argument("--builders", nargs="+", choices=systems.builders())
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--heads", nargs="+", choices=HEADS)
 
@@ -161,7 +161,7 @@ def check(model: tf.TreeFlash, bench: Bench, earlier: Sequence[Record], path: st
     """
     for name, config in bench.systems.items():
         resolve(config, {"temperature": bench.temperatures, "seed": bench.seeds}, model.verifier, model.drafter)
-        if config.builder not in ("none", *CHAINS) and config.head is None and model.drafter.head == "marginal":
+        if config.builder in (None, *branching()) and config.head is None and model.drafter.head == "marginal":
             raise ValueError(f"got system {name!r}, expected 'marginal' trees alone: this drafter has no head")
         ours = {"schema": SCHEMA, "system": name, "settings": settings_of(model, bench, config), **environment(model)}
         for record in earlier:
@@ -282,7 +282,7 @@ def record_of(
 def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) -> dict[str, Any]:
     """The settings of a system as they take effect; those of drafting are None where nothing is drafted."""
     plan = model.plan(config)
-    shape = asdict(drafting(config)[2]) if plan.builder in SAMPLED else dict.fromkeys(SHAPE)
+    shape = asdict(drafting(config)[2]) if BUILDERS[plan.builder].draws else dict.fromkeys(SHAPE)
     fixed = config.drafter_temperature
     sharpness = fixed or model.drafter.drafter_temperature
     names = "max_new_tokens batch_size temperature top_k top_p seed".split()
@@ -293,7 +293,7 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
         "quantize": model.quantize,
         "format": bench.format,
         "nodes": ("auto" if plan.buckets else plan.num_nodes) if plan.drafts else None,
-        "head": plan.head if plan.drafts else None,
+        "head": plan.draft.head if plan.drafts else None,
         "candidates": config.candidates if plan.drafts else None,
         "children": config.children if plan.drafts else None,
         "shortlist": config.shortlist if plan.drafts else None,

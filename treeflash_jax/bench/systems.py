@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.trees.builders import SAMPLED, TreeShape, law_of
+from treeflash_jax.trees import BUILDERS, TreeShape, branching
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "ar": {"builder": "none"},
@@ -21,28 +21,27 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "marginal": {"head": "marginal"},
     "treeflash": {},
 }
-# Builders that a name may add, as fields of GenerateConfig.
-BUILDERS: dict[str, dict[str, Any]] = {
-    "best-first": {"builder": "best-first"},
-    "one-path": {"builder": "paths", "branches": 1},
-    **{name: {"builder": name} for name in SAMPLED},
-}
 
 
-def lawful(builders: Sequence[str] = tuple(BUILDERS), rules: Sequence[str] = tuple(RULES)) -> list[str]:
-    """Names of trees of every lossless pair of these builders and rules, without and with the drafter's head.
+def builders() -> dict[str, dict[str, Any]]:
+    """Builders that a name may add, as fields of GenerateConfig."""
+    return {name: {"builder": name} for name in branching()} | {"one-path": {"builder": "paths", "branches": 1}}
+
+
+def lawful(chosen: Sequence[str] | None = None, rules: Sequence[str] = tuple(RULES)) -> list[str]:
+    """Names of trees of every lossless pair of these builders (None: all) and rules, without and with the drafter's head.
 
     What they are compared with, the best-first tree with sample-and-match, is always among them.
     """
-    pairs = [(builder, rule) for builder in dict.fromkeys(("best-first", *builders)) for rule in RULES]
-    pairs = [
-        (builder, rule)
-        for builder, rule in pairs
-        if law_of(BUILDERS[builder]["builder"], TreeShape(branches=BUILDERS[builder].get("branches", 2)))
-        in RULES[rule].LAWS
-        and (rule in rules or (builder, rule) == ("best-first", "sample-and-match"))
-    ]
-    return [f"{head}+{builder}+{rule}" for head in ("marginal", "treeflash") for builder, rule in pairs]
+
+    def is_lawful(builder: str, rule: str) -> bool:
+        fields = {"branches": TreeShape.branches} | builders()[builder]
+        law = BUILDERS[fields["builder"]].law_of(TreeShape(branches=fields["branches"]))
+        return law in RULES[rule].LAWS and (rule in rules or (builder, rule) == ("best-first", "sample-and-match"))
+
+    names = dict.fromkeys(("best-first", *(builders() if chosen is None else chosen)))
+    pairs = [f"+{builder}+{rule}" for builder in names for rule in RULES if is_lawful(builder, rule)]
+    return [head + pair for head in ("marginal", "treeflash") for pair in pairs]
 
 
 # Options that a preset sets where the command line does not.
@@ -81,14 +80,14 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int | str]) -> dict[str,
         fields = SYSTEMS.get(base)
         is_tree = fields is not None and "builder" not in fields
         is_known = fields is not None and (is_tree or not (dash or plus)) and rule in ("", *RULES)
-        is_known &= (not dash or size.isdecimal() or size == "auto") and (not plus or builder in BUILDERS)
+        is_known &= (not dash or size.isdecimal() or size == "auto") and (not plus or builder in builders())
         if not is_known or (at and (base == "ar" or not _is_positive(sharpness))):
             raise ValueError(
                 f"got unknown system {name!r}, expected one of {', '.join(SYSTEMS)}, or a tree like treeflash-32, "
                 "or one with its own builder, rule and drafter temperature like treeflash-32+hybrid+traversal@0.7"
             )
         if plus:
-            fields = fields | BUILDERS[builder] | {"acceptance": rule or None}
+            fields = fields | builders()[builder] | {"acceptance": rule or None}
         if at:
             fields = fields | {"drafter_temperature": float(sharpness)}
         if not is_tree:

@@ -14,18 +14,8 @@ from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings
 
 
-def weights(count: Counter, config: DrafterConfig) -> Work:
-    """All weights of backbone and head, read once."""
-    return count.weights((backbone.specs(config), HEADS[config.head].specs(config)))
-
-
-def state(count: Counter, config: DrafterConfig, positions: int) -> Work:
-    """What it remembers of so many positions, moved once."""
-    return count.cached(config.layers, positions)
-
-
-def extend(count: Counter, config: DrafterConfig, tokens: float) -> Work:
-    """Takes the features of so many new tokens a sequence into its context."""
+def extend_work(count: Counter, config: DrafterConfig, tokens: float) -> Work:
+    """Of taking the features of so many new tokens a sequence into its context."""
     own = backbone.specs(config)
     keys_values = [{name: layer[name] for name in ("k", "v")} for group in own["groups"] for layer in group]
     used = {"fc": own["fc"], "norm": own["hidden_norm"], "layers": keys_values}
@@ -46,20 +36,20 @@ def work(
 
     Args:
       count: of the device.
-      config: sizes; its `head` is the one that drafts.
-      draft: sizes of a draft.
+      config: sizes.
+      draft: settings of a draft.
       verifier: whose vocabulary table is read.
       quantize: scheme of that table.
     """
     size, depths = config.block_size, config.num_depths
-    drafted = block(count, config, size, count.context + size) + state(count, config, count.context)
-    conditional = config.head != "marginal"
+    drafted = block(count, config, size, count.context + size) + count.cached(config.layers, count.context)
+    conditional = (name := draft.head or config.head) != "marginal"
     contexts = draft.candidates if conditional else 1
     transitions = Work(count.sequences * depths * contexts * draft.children * 12)  # token, log-probability and next context
     listed = draft.shortlist if conditional else 0
     second = count.vocabulary(verifier, depths - 1 if conditional and not listed else depths, quantize)
     if conditional:
-        pairs, head = 1 + (depths - 1) * contexts, HEADS[config.head].specs(config)
+        pairs, head = 1 + (depths - 1) * contexts, HEADS[name].specs(config)
         slots = {name: spec for name, spec in head.items() if name.startswith("hidden")}  # computed once a slot
         second += count.weights(slots, depths)
         second += count.listed(verifier, depths * listed, pairs) if listed else count.vocabulary(verifier, pairs, quantize)
