@@ -83,9 +83,9 @@ class Counter:
         read = sum(size * spec.dtype_in(self.dtype).itemsize for spec, size in sizes)
         return Work(read, 2 * self.sequences * tokens * products)
 
-    def listed(self, config: ModelConfig, listed: int, tokens: float) -> Work:
-        """So many rows of the vocabulary table, of every sequence its own, and their products with so many tokens of it."""
-        size = self.sequences * listed * config.hidden_size
+    def listed(self, width: int, listed: int, tokens: float) -> Work:
+        """So many rows of a table, of every sequence its own, and their products with so many tokens of it."""
+        size = self.sequences * listed * width
         return Work(self.width * size, 2 * tokens * size)
 
     def attention(self, config: ModelConfig, tokens: float, seen: float) -> Work:

@@ -43,17 +43,22 @@ def work(
     """
     size, depths = config.block_size, config.num_depths
     drafted = block(count, config, size, count.context + size) + count.cached(config.layers, count.context)
-    conditional = (name := draft.head or config.head) != "marginal"
-    contexts = draft.candidates if conditional else 1
+    name = draft.head or config.head
+    head, specs = HEADS[name], HEADS[name].specs(config)
+    contexts = 1 if name == "marginal" else draft.candidates
     transitions = Work(count.sequences * depths * contexts * draft.children * 12)  # token, log-probability and next context
-    listed = draft.shortlist if conditional else 0
-    second = count.vocabulary(verifier, depths - 1 if conditional and not listed else depths, quantize)
-    if conditional:
-        pairs, head = 1 + (depths - 1) * contexts, HEADS[name].specs(config)
-        slots = {name: spec for name, spec in head.items() if name.startswith("hidden")}  # computed once a slot
-        second += count.weights(slots, depths)
-        second += count.listed(verifier, depths * listed, pairs) if listed else count.vocabulary(verifier, pairs, quantize)
-        second += count.weights({name: spec for name, spec in head.items() if name not in slots}, pairs)
+    listed = draft.shortlist if head.SECOND_PASS else max(contexts, draft.children, draft.shortlist)
+    again = head.SECOND_PASS and not listed  # what the table's second pass scores is no prediction of the last depth
+    second = count.vocabulary(verifier, depths - 1 if again else depths, quantize)
+    for name in head.LOOKED_UP:  # rows of the contexts' tokens and of the tokens that may follow
+        second += count.listed(specs.pop(name).shape[1], depths * listed, contexts / len(head.LOOKED_UP))
+    pairs = 1 + (depths - 1) * contexts
+    if again:
+        second += count.vocabulary(verifier, pairs, quantize)
+    elif head.SECOND_PASS:
+        second += count.listed(verifier.hidden_size, depths * listed, pairs)
+    slots = {name: specs.pop(name) for name in list(specs) if name.startswith("hidden")}  # computed once a slot
+    second += count.weights(slots, depths) + count.weights(specs, pairs)
     return {
         "draft": (drafted, count.numbers((None, None), (size, verifier.hidden_size))),
         "expand": (second, transitions),
