@@ -34,6 +34,7 @@ from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench.progress import Progress
 from treeflash_jax.bench.prompts import PromptSet, chosen_prompts, empty_chat
 from treeflash_jax.bench.stages import ROUNDS, TREE, Bench, divide, slots_for
+from treeflash_jax.bench.timed import Compiler, again
 from treeflash_jax.costs import Work
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding import rounds
@@ -225,9 +226,11 @@ def time(
 class Rounds(Bench):
     """`Bench` of one-token rounds, rounds that take one bucket each, and trees of as many nodes; nothing else."""
 
-    def _build(self, prompts: tuple[Any, ...], works: dict[DecodePlan, dict[str, Work]], tokens: int) -> None:
+    def _build(
+        self, compiler: Compiler, prompts: tuple[Any, ...], works: dict[DecodePlan, dict[str, Work]], tokens: int
+    ) -> None:
         first, weights, one = self.plans[0], self.weights, jnp.int32(1)
-        state = self._compile(core.prefill, weights, *prompts, plan=first.for_prefill()).result().run(weights, *prompts)
+        state = compiler.compile(core.prefill, weights, *prompts, plan=first.for_prefill()).result().run(weights, *prompts)
         always = calibration.Decision(
             buckets=first.buckets, positions=[1], round_seconds=np.ones((1, 1)), step_seconds=np.full(1, 1e9),
             reliability=1.0, speedup=1e9,
@@ -236,17 +239,17 @@ class Rounds(Bench):
         state = self.state
 
         plain = state.replace(drafter=None, budget=None)
-        step = self._compile(core.decode, weights, plain, one, plan=first.one_token())
-        wholes = [self._compile(core.decode, weights, state, one, plan=plan) for plan in self.plans]
+        step = compiler.compile(core.decode, weights, plain, one, plan=first.one_token())
+        wholes = [compiler.compile(core.decode, weights, state, one, plan=plan) for plan in self.plans]
         expander = EXPANDER(weights, state, plan=first)
         sizes = [replace(plan, num_nodes=plan.buckets[0], buckets=()) for plan in self.plans]
-        builds = [self._compile(TREE, state, expander, plan=plan) for plan in sizes]
+        builds = [compiler.compile(TREE, state, expander, plan=plan) for plan in sizes]
 
-        self._add("step", None, step.result(), works[first], self._rounds, False, least=4, most=ROUNDS)
+        self.add("step", None, step.result(), works[first], self.rounds, False, least=4, most=ROUNDS)
         for plan, build, whole in zip(sizes, builds, wholes, strict=True):
             nodes = plan.num_nodes
-            self._add("tree", nodes, build.result(), works[first], self._again, lambda: (self.state, expander))
-            self._add("round", nodes, whole.result(), works[first], self._rounds, True, least=4, most=ROUNDS)
+            self.add("tree", nodes, build.result(), works[first], again, lambda: (self.state, expander))
+            self.add("round", nodes, whole.result(), works[first], self.rounds, True, least=4, most=ROUNDS)
 
 
 @partial(jax.jit, static_argnames="plan")

@@ -30,7 +30,7 @@ from treeflash_jax.arguments import ModelOptions, add_fields, values_of
 from treeflash_jax.bench import plots, shapes, standalone, timings
 from treeflash_jax.bench import run as side_by_side
 from treeflash_jax.bench.progress import Progress
-from treeflash_jax.bench.stages import Bench, slots_for
+from treeflash_jax.bench.stages import Bench, slots_for, trace
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.devices import measure_ceilings
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
                 text = json.dumps({"schema": timings.SCHEMA, "results": results}, indent=1)
                 files.write(arguments.out, text + "\n")
             if arguments.profile:
-                bench.trace(str(Path(arguments.profile) / f"batch-{batch}-context-{context}"))
+                trace(bench, str(Path(arguments.profile) / f"batch-{batch}-context-{context}"))
             del bench
     if arguments.plot:
         timings.plot([other for other in results if timings.of_one_sweep(other, result)], arguments.plot)
