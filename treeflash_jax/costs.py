@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax import mesh as meshes
-from treeflash_jax.config import ModelConfig
 from treeflash_jax.devices import Ceilings
 from treeflash_jax.params import is_spec
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers import forward as verifiers
+from treeflash_jax.verifiers.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 
 from treeflash_jax import devices, drafters
-from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.costs import Counter
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.verifiers import forward as verifiers
+from treeflash_jax.verifiers.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,11 +22,11 @@ from typing import Any, Protocol
 
 import jax
 
-from treeflash_jax.config import ModelConfig
 from treeflash_jax.costs import Counter, Work
 from treeflash_jax.drafters import block
 from treeflash_jax.drafters.inputs import Inputs
 from treeflash_jax.trees.expander import Expander
+from treeflash_jax.verifiers.config import ModelConfig
 
 
 class DrafterSizes(Protocol):

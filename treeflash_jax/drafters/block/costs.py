@@ -8,10 +8,11 @@ Shape suffixes: q block slots, m previous-token contexts, c children.
 
 from __future__ import annotations
 
-from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.costs import Counter, Work
 from treeflash_jax.drafters.block import backbone
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings
+from treeflash_jax.verifiers.config import ModelConfig
 
 
 def extend_work(count: Counter, config: DrafterConfig, tokens: float) -> Work:
