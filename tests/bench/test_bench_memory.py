@@ -236,7 +236,8 @@ ENTRY %main (x: f32[16]) -> f32[16] {
   %while.9 = (s32[], f32[16]) while(%before), condition=%any, body=%round
 }
 """
-    assert programs.launches(text) == {"draft": 2, "tree": 30, "accept": 6, "rest": 1}
+    stages = ["draft", "expand", "tree", "verify", "accept", "commit"]
+    assert programs.launches(text, stages) == {"draft": 2, "tree": 30, "accept": 6, "rest": 1}
     assert programs.float32_rows(text, 96) == [(1, 2, 96), (4, 96), (4, 96)]
 
 

@@ -23,7 +23,11 @@ from treeflash_jax import drafters
 from treeflash_jax.costs import Counter, Work
 from treeflash_jax.decoding.state import DecodePlan
 
-STAGES = ("draft", "expand", "tree", "verify", "accept", "commit")  # of a round, in order
+
+def stages_of(plan: DecodePlan) -> list[str]:
+    """Names of the stages of a round, in order."""
+    drafting = drafters.of(plan.drafter).stages(plan.drafter) if plan.drafts else ()
+    return [*drafting, "tree", "verify", "accept", "commit"]
 
 
 def stage_work(
@@ -40,7 +44,7 @@ def stage_work(
       quantize: scheme of the verifier's matrices.
 
     Returns:
-      By name: those of STAGES, "round", "step" (one token without drafting) and "prefill" (one token of a prompt of
+      By name: those of `stages_of`, "round", "step" (one token without drafting) and "prefill" (one token of a prompt of
       `context` tokens, all sequences of the batch counted).
     """
     count = Counter(dtype=dtype, batch=batch, context=context, mesh=mesh)

@@ -30,6 +30,7 @@ from treeflash_jax import params as parameters
 from treeflash_jax.arguments import ModelOptions, add_fields, values_of
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench import programs, shapes
+from treeflash_jax.bench.floors import stages_of
 from treeflash_jax.bench.programs import Collective
 from treeflash_jax.bench.progress import Progress, Tell, nobody
 from treeflash_jax.checks import read_json
@@ -230,7 +231,7 @@ def _compiled(result: dict[str, Any], plan: DecodePlan, mesh: Any, dtype: Any, n
         "logits_moved": _count_moved(found, rows, config.vocab_size),
         "caches_moved": _count_moved(found, rows * config.num_kv_heads, capacity * config.head_dim),
         "float32_logits": len(programs.float32_rows(text, shard)),
-        "launches": programs.launches(text) if mesh.devices.flat[0].platform == "gpu" else None,
+        "launches": programs.launches(text, stages_of(plan)) if mesh.devices.flat[0].platform == "gpu" else None,
         "jax": jax.__version__,
     }
 
