@@ -101,11 +101,10 @@ def report(arguments: argparse.Namespace) -> int:
         "context": capacity,
         "dtype": dtype.name,
         "quantize": arguments.quantize,
-        "head": plan.draft.head,
         "nodes": plan.num_nodes,
-        "candidates": plan.draft.candidates,
-        "children": plan.draft.children,
-        "shortlist": plan.draft.shortlist,
+        **{
+            name: getattr(plan.draft, name, None) for name in ("head", "candidates", "children", "shortlist")
+        },  # None: not of this drafter
         "builder": plan.builder,
         "acceptance": plan.rule,
         "attention": plan.attention,

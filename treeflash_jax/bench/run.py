@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     name = None if arguments.pair else "tiny"
     with slow(f"loading {' and '.join(arguments.pair or ['the shipped pair'])}"):
         model = tf.load(name, verifier=verifier, drafter=drafter, **values_of(arguments, ModelOptions))
-    if arguments.systems == systems.PRESETS["rules"]["systems"] and model.drafter.head == "marginal":
+    if arguments.systems == systems.PRESETS["rules"]["systems"] and getattr(model.drafter, "head", None) == "marginal":
         chosen = {name: fields for name, fields in chosen.items() if "head" in fields}
     shared = without_method(values_of(arguments, tf.GenerateConfig))
     for name in ("nodes", "temperature", "seed"):
@@ -159,7 +159,11 @@ def check(model: tf.TreeFlash, bench: Bench, earlier: Sequence[Record], path: st
     """
     for name, config in bench.systems.items():
         resolve(config, {"temperature": bench.temperatures, "seed": bench.seeds}, model.verifier, model.drafter)
-        if config.builder in (None, *branching()) and config.head is None and model.drafter.head == "marginal":
+        if (
+            config.builder in (None, *branching())
+            and config.head is None
+            and getattr(model.drafter, "head", None) == "marginal"
+        ):
             raise ValueError(f"got system {name!r}, expected 'marginal' trees alone: this drafter has no head")
         ours = {"schema": SCHEMA, "system": name, "settings": settings_of(model, bench, config), **environment(model)}
         for record in earlier:
@@ -293,10 +297,7 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
         "quantize": model.quantize,
         "format": bench.format,
         "nodes": ("auto" if config.nodes == "auto" else plan.num_nodes) if plan.drafts else None,
-        "head": plan.draft.head if plan.drafts else None,
-        "candidates": config.candidates if plan.drafts else None,
-        "children": config.children if plan.drafts else None,
-        "shortlist": config.shortlist if plan.drafts else None,
+        **{name: getattr(plan.draft, name, None) for name in ("head", "candidates", "children", "shortlist")},
         "builder": plan.builder,
         "acceptance": plan.rule if plan.drafts else None,
         **shape,
