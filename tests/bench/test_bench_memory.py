@@ -301,7 +301,7 @@ def test_plain_decoding_needs_no_drafter(tmp_path):
     assert main(["bench", "memory", *FOLDERS, "--mesh", "1x1", "--builder", "none", "--out", str(out)]) == 0
     [(key, result)] = json.loads(out.read_text()).items()
     sizes = result["bytes_per_device"]
-    assert key == "verifier cpu 1x1 batch 1 ar", "beside a drafted round, not in its place"
+    assert key == "verifier cpu 1x1 batch 1 none", "beside a drafted round, not in its place"
     assert result["nodes"] == 1 and sizes["drafter"] == sizes["drafter_cache"] == 0
 
 
