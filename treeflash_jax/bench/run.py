@@ -157,13 +157,10 @@ def check(model: tf.TreeFlash, bench: Bench, earlier: Sequence[Record], path: st
     Raises:
       ValueError: settings that the pair cannot serve, prompts that are too long, other settings or texts than before.
     """
+    has_head = getattr(model.drafter, "head", None) != "marginal"
     for name, config in bench.systems.items():
         resolve(config, {"temperature": bench.temperatures, "seed": bench.seeds}, model.verifier, model.drafter)
-        if (
-            config.builder in (None, *branching())
-            and config.head is None
-            and getattr(model.drafter, "head", None) == "marginal"
-        ):
+        if config.builder in (None, *branching()) and config.head is None and not has_head:
             raise ValueError(f"got system {name!r}, expected 'marginal' trees alone: this drafter has no head")
         ours = {"schema": SCHEMA, "system": name, "settings": settings_of(model, bench, config), **environment(model)}
         for record in earlier:
