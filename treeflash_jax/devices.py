@@ -105,13 +105,17 @@ class Device:
 
 def here() -> Device:
     """The devices that programs run on by default."""
-    return of(jax.devices()[0])
+    return _device(jax.default_backend(), jax.devices()[0].device_kind)
 
 
 def of(device: Any) -> Device:
     """What JAX's device is; it may be one that is only described, for compiling ahead of time."""
-    features = usable(cpu_features(), os.environ.get("XLA_FLAGS", "")) if device.platform == "cpu" else frozenset()
-    return Device(device.platform, device.device_kind, features)
+    return _device(device.platform, device.device_kind)
+
+
+def _device(backend: str, kind: str) -> Device:
+    features = usable(cpu_features(), os.environ.get("XLA_FLAGS", "")) if backend == "cpu" else frozenset()
+    return Device(backend, kind, features)
 
 
 def usable(features: frozenset[str], flags: str) -> frozenset[str]:

@@ -99,12 +99,12 @@ def add_rules_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _rules(arguments: argparse.Namespace) -> int:
-    new = "treeflash bench rules is now treeflash bench run --preset rules"
-    print(f"{new}; the old name ends with the next release", file=sys.stderr)
     heads = {"marginal" if head == "marginal" else "treeflash" for head in arguments.heads or ("marginal", "mlp")}
     names = systems.lawful(arguments.builders, arguments.rules)
     arguments.systems = [name for name in names if name.partition("+")[0] in heads]
-    return run(arguments)
+    status, new = run(arguments), "treeflash bench run --preset rules"
+    print(f"treeflash bench rules is now {new}; the old name ends with the next release", file=sys.stderr)
+    return status
 
 
 def run(arguments: argparse.Namespace) -> int:
