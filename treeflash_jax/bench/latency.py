@@ -41,7 +41,7 @@ from treeflash_jax.pairs import locate
 from treeflash_jax.planning import plan_of, resolve
 from treeflash_jax.quantized import SCHEMES
 from treeflash_jax.settings import GenerateConfig
-from treeflash_jax.trees import BUILDERS
+from treeflash_jax.trees import BUILDERS, draws
 from treeflash_jax.verifiers import forward as verifier
 from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
 from treeflash_jax.verifiers.config import ModelConfig
@@ -223,7 +223,7 @@ def settings_of(
         "head": plan.draft.head,
         "builder": plan.builder,
         "acceptance": plan.rule,
-        "drawn": asdict(plan.shape) if BUILDERS[plan.builder].draws else None,
+        "drawn": asdict(plan.shape) if draws(plan.builder) else None,
         "temperature": temperature,
         "attention": plan.attention,
         "prefill_chunk": plan.prefill_chunk,

@@ -36,7 +36,7 @@ from treeflash_jax.bench.report import SCHEMA, Record
 from treeflash_jax.checks import quoted
 from treeflash_jax.planning import drafting, resolve
 from treeflash_jax.quantized import SCHEMES
-from treeflash_jax.trees import BUILDERS, TreeShape, branching
+from treeflash_jax.trees import TreeShape, branching, draws
 
 # Fields of GenerateConfig. Trees are measured once for every number of --nodes, or at their own: "treeflash-32", or what
 # pays best by `treeflash calibrate`: "treeflash-auto"; with their own builder and acceptance rule where they name them:
@@ -403,7 +403,7 @@ def record_of(
 def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) -> dict[str, Any]:
     """The settings of a system as they take effect; those of drafting are None where nothing is drafted."""
     plan = model.plan(config)
-    shape = asdict(drafting(config)[2]) if BUILDERS[plan.builder].draws else dict.fromkeys(SHAPE)
+    shape = asdict(drafting(config)[2]) if draws(plan.builder) else dict.fromkeys(SHAPE)
     fixed = config.drafter_temperature
     sharpness = fixed or model.drafter.drafter_temperature
     names = "max_new_tokens batch_size temperature top_k top_p seed".split()
