@@ -137,3 +137,16 @@ def smollm2(tmp_path_factory) -> TreeFlash:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         return load(verifier=SMOLLM2, drafter=pairs.drafter_of("smollm2"), dtype=jnp.float32)
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch) -> Iterator[dict]:
+    """What is stored behind gs:// URLs, by name; the working directory is one in which nothing may appear."""
+    from buckets import stored
+
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with stored() as files:
+        yield files
+    assert not list(here.iterdir())

@@ -12,49 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from budgets import AUTO, BUCKETS, FLAT, MIXED, STEEP, beside, table
 from conftest import compilations, needs_8_devices, random_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeflash_jax import GenerateConfig, TreeFlash, cli, make_mesh
 from treeflash_jax.adaptive import budget, calibration
-from treeflash_jax.adaptive.calibration import Calibration, fit_round_times
+from treeflash_jax.adaptive.calibration import fit_round_times
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding import rounds
 from treeflash_jax.settings import rows_of
 from treeflash_jax.trees import tree
 
-BUCKETS = [2, 4, 8, 16]
-AUTO = {"nodes": "auto", "candidates": 8, "children": 8}
 PROMPTS = [[3, 4, 5, 17, 29], [7, 8], [100, 3, 50, 60, 61, 62, 63], [9]]
 SAMPLED = {"temperature": [0.0, 0.7, 1.0, 0.0], "top_p": [1.0, 0.9, 1.0, 1.0], "seed": [1, 2, 3, 4]}
-FLAT, STEEP, MIXED = [1.0] * 4, [1.0, 2.0, 4.0, 8.0], [1.0, 1.2, 1.5, 2.1]
-
-
-def table(model, seconds, step, *, tau=(1.8, 2.5, 3.2, 3.8), nodes=BUCKETS, **changes) -> Calibration:
-    """A calibration that was never measured."""
-    plan = model.plan(GenerateConfig(builder="best-first", candidates=AUTO["candidates"], children=AUTO["children"]))
-    return Calibration(
-        identity=calibration.identity_of(model.verifier, model.weights, plan, model.mesh) | changes,
-        nodes=list(nodes),
-        batch=[1],
-        positions=[256],
-        round_seconds=[[list(seconds)]],
-        tree_seconds=[[[0.0] * len(nodes)]],
-        step_seconds=[[step]],
-        temperatures=[0.0, 1.0],
-        tau=[list(tau)] * 2,
-        reliability=[1.0, 1.0],
-    )
-
-
-def beside(model: TreeFlash, path, *entries: Calibration, programs: dict | None = None) -> TreeFlash:
-    """The same model, which reads these entries; `programs`: compiled ones that it shares."""
-    for entry in entries:
-        calibration.write(path, entry)
-    model = TreeFlash(model.verifier, model.weights, drafter=model.drafter, mesh=model.mesh, budget=path)
-    model.programs = {} if programs is None else programs
-    return model
 
 
 @pytest.fixture(scope="module")

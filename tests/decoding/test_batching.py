@@ -8,8 +8,8 @@ from collections import deque
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from budgets import AUTO, MIXED, beside, table
 from conftest import needs_8_devices, random_pair
-from test_budget import AUTO, MIXED, beside, table
 
 from treeflash_jax import make_mesh
 from treeflash_jax.batching import Places
