@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import json
+import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,9 @@ import pytest
 from conftest import DATA
 
 import treeflash_jax as tf
+from treeflash_jax import cli
+from treeflash_jax.arguments import values_of
+from treeflash_jax.checks import default_of
 from treeflash_jax.cli import main
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -23,11 +28,12 @@ MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter"
 OTHER = ["--verifier", str(PAIR / "verifier"), "--drafter", str(DATA / "conformance" / "c_dflash" / "drafter")]
 
 
-CASES = [("a_treeflash", "tree"), ("b_trained", "tree"), ("b_trained", "chain"), ("b_trained", "ar"), ("c_dflash", "tree")]
+CASES = [("a_treeflash", "best-first"), ("b_trained", "best-first"), ("b_trained", "chain"), ("b_trained", "none")]
+CASES += [("c_dflash", "best-first")]
 
 
-@pytest.mark.parametrize(("folder", "method"), CASES)
-def test_generate_gives_the_published_ids(capsys, folder, method):
+@pytest.mark.parametrize(("folder", "builder"), CASES)
+def test_generate_gives_the_published_ids(capsys, folder, builder):
     pair = DATA / "conformance" / folder
     expected, settings = np.load(pair / "expected.npz"), json.loads((pair / "settings.json").read_text())
     prompt = expected["prompt"][0]
@@ -35,8 +41,8 @@ def test_generate_gives_the_published_ids(capsys, folder, method):
     arguments += [
         "--prompt-ids",
         " ".join(map(str, prompt)),
-        "--method",
-        method,
+        "--builder",
+        builder,
         "--json",
         "--log-probs",
         "--stop-ids",
@@ -44,13 +50,13 @@ def test_generate_gives_the_published_ids(capsys, folder, method):
     ]
     sizes = {"max-new-tokens": "max_new_tokens", "candidates": "top_m", "children": "top_k", "nodes": "tree_size"}
     for option, key in sizes.items():
-        if option != "nodes" or method == "tree":
+        if option != "nodes" or builder == "best-first":
             arguments += [f"--{option}", str(settings[key])]
     assert main(arguments) == 0
     record = json.loads(capsys.readouterr().out)
-    key = {"tree": "generate", "chain": "chain", "ar": "vanilla"}[method]
+    key = {"best-first": "generate", "chain": "chain", "none": "vanilla"}[builder]
     assert [*prompt, *record["ids"]] == expected[f"{key}_ids"].reshape(-1).tolist()
-    if method != "ar":
+    if builder != "none":
         *before, last = record["accept_lengths"]
         assert [*before, last + record["cut"]] == expected[f"{key}_accept"].tolist()
         assert record["tau"] == pytest.approx(np.mean(record["accept_lengths"]))
@@ -182,6 +188,18 @@ def test_a_prompt_file_is_text_as_it_is(heard, tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_every_setting_is_an_option_with_its_own_default_and_help(capsys):
+    arguments = cli.parser().parse_args(["generate", "hello"])
+    given = tf.GenerateConfig(**values_of(arguments, tf.GenerateConfig))
+    assert replace(given, stop=()) == tf.GenerateConfig() and given.stop == []
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    shown = re.sub(r"-|\s", "", capsys.readouterr().out)  # lines are broken at spaces and hyphens
+    for field in fields(tf.GenerateConfig):
+        about = field.metadata["help"] + (f" (default: {default_of(field)})" if default_of(field) else "")
+        assert re.sub(r"-|\s|_", "", field.name) in shown and re.sub(r"-|\s", "", about) in shown
+
+
 def test_unknown_options_end_with_one_line(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["generate", "--tree-size", "4"])
@@ -195,3 +213,11 @@ def test_demo_shows_four_systems_with_one_output(capsys):
     for system in ("one token at a time", "chain (DFlash)", "marginal tree (DDTree)", "TreeFlash tree"):
         assert system in printed
     assert printed.count("yes") == 4
+
+
+def test_the_option_of_the_first_edition_still_works(capsys, caplog):
+    arguments = ["generate", *MODEL, "--prompt-ids", "3 4", "--json", "--max-new-tokens", "4"]
+    assert main([*arguments, "--method", "ar"]) == 0
+    assert json.loads(capsys.readouterr().out)["builder"] == "none"
+    said = [record.getMessage().partition(";")[0] for record in caplog.records if "method" in record.getMessage()]
+    assert said == ["method 'ar' is now builder 'none'"]

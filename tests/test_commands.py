@@ -41,7 +41,7 @@ def test_check_finds_the_first_difference_and_its_gap(monkeypatch):
 
     def tampered(prompts, **settings):
         results = generate(prompts, **settings)
-        if settings.get("method") != "ar":
+        if settings.get("builder") != "none":
             results[0].ids[5] = (results[0].ids[5] + 1) % 64
         return results
 

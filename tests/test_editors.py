@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import runpy
 from dataclasses import fields
 from importlib import resources
+from pathlib import Path
 from typing import get_type_hints
 from xml.etree import ElementTree
 
@@ -12,8 +14,11 @@ import pytest
 
 import treeflash_jax as tf
 from treeflash_jax.check import check
-from treeflash_jax.settings import Settings
+from treeflash_jax.settings import GROUPS, DraftConfig, Settings
 
+ROOT = Path(__file__).parent.parent
+TABLES = runpy.run_path(str(ROOT / "notebooks" / "results" / "tables.py"))
+SETTINGS = (ROOT / "treeflash_jax" / "settings.py").read_text(encoding="utf-8")
 HOSTILE = '<b>&amp; "quoted" </pre><script>'
 
 
@@ -29,7 +34,21 @@ def test_types_ship_with_the_package():
 def test_settings_are_those_of_the_dataclass():
     assert get_type_hints(Settings) == get_type_hints(tf.GenerateConfig)
     assert list(Settings.__annotations__) == [field.name for field in fields(tf.GenerateConfig)]
+    assert TABLES["typed_settings"](SETTINGS) == SETTINGS, "run python notebooks/results/tables.py"
+    assert TABLES["typed_settings"](SETTINGS.replace("    top_k: int | Sequence[int]\n", "", 1)) == SETTINGS
     assert not Settings.__required_keys__
+
+
+def test_every_setting_is_described_where_people_look():
+    for field in fields(tf.GenerateConfig):
+        assert field.metadata["help"] and field.metadata["kind"] in ("answer", "speed", "program")
+        assert f"\n  {field.name}: {field.metadata['help'][:30]}" in tf.GenerateConfig.__doc__
+
+
+def test_groups_hold_every_setting_once():
+    names = [field.name for group in GROUPS.values() for field in fields(group)]
+    assert sorted(names) == sorted(field.name for field in fields(tf.GenerateConfig))
+    assert tf.GenerateConfig(candidates=3, nodes=5).group(DraftConfig) == DraftConfig(candidates=3)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +68,12 @@ def parsed(html: str) -> ElementTree.Element:
 
 
 def test_results_are_shown_as_html():
-    about = {"prompt_ids": [1], "ids": [5, 6, 7], "method": "tree", "accept_lengths": [2], "finished": "stop"}
+    about = {"prompt_ids": [1], "ids": [5, 6, 7], "builder": "best-first", "accept_lengths": [2], "finished": "stop"}
     about |= {"seconds": 1.0, "compile_seconds": 0.0, "tokens_per_second": 3.0}
     page = parsed(tf.Result(text=HOSTILE, **about)._repr_html_())
     assert page.find(".//pre").text == HOSTILE
-    assert [cell.text for cell in page.iter("th")] == ["tokens", "rounds", "tau", "tokens/s", "method", "finished"]
-    assert [cell.text for cell in page.iter("td")] == ["3", "1", "2.00", "3", "tree", "stop"]
+    assert [cell.text for cell in page.iter("th")] == ["tokens", "rounds", "tau", "tokens/s", "builder", "finished"]
+    assert [cell.text for cell in page.iter("td")] == ["3", "1", "2.00", "3", "best-first", "stop"]
     assert parsed(tf.Result(text=None, **about)._repr_html_()).find(".//pre").text == "5 6 7"
 
 

@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module imports its own layer and those before it. A directory stands for all its files; `__init__` is the package.
 LAYERS = (
     {"files"},
-    {"checks", "config", "clock", "suggest", "arguments", "chats"},
+    {"checks", "config", "clock", "suggest", "chats"},
     {"devices", "products"},
     {"mesh", "params", "quantized"},
     {"vocab", "kernels"},
@@ -27,7 +27,7 @@ LAYERS = (
     {"costs", "formats", "prompts"},
     {"settings", "draw", "results", "batching", "planning", "model"},
     {"pairs"},
-    {"loading"},
+    {"loading", "arguments"},
     {"bench", "check", "chat", "cli", "demo", "__init__", "__main__"},
 )
 HEAVY = ("torch", "gguf", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx")

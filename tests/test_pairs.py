@@ -76,7 +76,7 @@ def test_a_name_brings_its_drafter_unless_told_otherwise(tiny, named, drafts):
     ([], True),
     (["--verifier", "tiny"], True),
     (["--drafter", str(TINY[1])], True),
-    (["--drafter", "none", "--method", "ar"], False),
+    (["--drafter", "none", "--builder", "none"], False),
 ])  # fmt: skip
 def test_the_same_on_the_command_line(monkeypatch, arguments, drafts):
     loaded = []

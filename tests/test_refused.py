@@ -33,7 +33,8 @@ from treeflash_jax.cli import main
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.formats import hf, storage
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.settings import GenerateConfig, resolve, with_indices
+from treeflash_jax.planning import resolve, with_indices
+from treeflash_jax.settings import GenerateConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "tiny"
 HUGE = 10**400
@@ -389,7 +390,7 @@ def test_other_stages_refuse_too():
 RECORD = {
     "schema": 2, "prompt_id": "a", "prompt_hash": "0", "system": "ar", "rounds": 2, "committed": 2,
     "settings": dict.fromkeys(report.SHARED, 1) | dict.fromkeys(report.OWN)
-    | {"temperature": 0.0, "seed": 0, "method": "ar", "top_p": 1.0},
+    | {"temperature": 0.0, "seed": 0, "builder": "none", "top_p": 1.0},
     "accept_lengths": [[1, 1]], "accepted_by_depth": [], "ids": [[1, 2, 3]], "tokens": 3, "seconds": 1.0,
     "compile_seconds": 0.0, "finished": ["length"], "thinking": False, "versions": {"jax": "1"},
     "hardware": {"backend": "cpu", "device": "cpu", "devices": 1, "cores": 2},

@@ -46,7 +46,7 @@ def test_arguments_of_load_are_no_settings(trained):
 
 
 def test_what_resembles_nothing_lists_what_there_is(trained):
-    with pytest.raises(ValueError, match="unknown setting 'zzz', expected one of max_new_tokens, method"):
+    with pytest.raises(ValueError, match="unknown setting 'zzz', expected one of max_new_tokens, temperature"):
         trained.generate([3], zzz=1)
     with pytest.raises(ValueError, match="unknown argument 'zzz'$"):
         tf.load(zzz=1)
@@ -61,3 +61,19 @@ def test_no_alias_stands_for_a_name_of_ours_that_is_known_beside_it():
     settings = list(inspect.signature(tf.GenerateConfig).parameters)
     assert all(suggest.suggestion(name, settings) == name for name in settings)
     assert not {alias for words in suggest.ALIASES.values() for alias in words.split()} & set(settings)
+
+
+@pytest.mark.parametrize(
+    ("method", "builder"), [("tree", "best-first"), ("walk", "walk"), ("chain", "chain"), ("ar", "none")]
+)
+def test_the_method_of_the_first_edition_is_a_builder(trained, caplog, method, builder):
+    settings = {"max_new_tokens": 8, "nodes": 4, "candidates": 4, "children": 4}
+    [old] = trained.generate([[3, 4]], method=method, **settings)
+    said = [record.getMessage() for record in caplog.records if "method" in record.getMessage()]
+    assert said == [f"method {method!r} is now builder {builder!r}; the old name ends with the next release"]
+    [new] = trained.generate([[3, 4]], builder=builder, **settings)
+    assert (old.ids, old.builder, old.method) == (new.ids, builder, method)
+    assert tf.GenerateConfig(method=method) == tf.GenerateConfig(builder=builder)
+    assert tf.GenerateConfig(method="tree", builder="hybrid").builder == "hybrid"
+    with pytest.raises(ValueError, match="method 'heap', expected one of"):
+        tf.GenerateConfig(method="heap")

@@ -72,7 +72,7 @@ class System:
 
     @property
     def name(self) -> str:
-        return ", ".join([self.dtype, *(f"{key} {value}" for key, value in self.settings if key != "method")])
+        return ", ".join([self.dtype, *(f"{key} {value}" for key, value in self.settings if key != "builder")])
 
 
 def main(settings: MeasureStage) -> None:
@@ -104,7 +104,7 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
         "settings": config.to_dict(settings),
         "machine": f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores",
         "prompts": len(prompts),
-        "trial": {f"{dict(system.settings)['method']}: {system.name}": speed for system, speed in speeds.items()},
+        "trial": {f"{_kind(system)}: {system.name}": speed for system, speed in speeds.items()},
         "systems": {"one token": plain.name, "drafted": drafted.name},
         "options": {"nodes": dict(drafted.settings)["nodes"]} | ({} if drafted.dtype == own else {"dtype": drafted.dtype}),
         "comparable": plain.dtype == drafted.dtype,
@@ -128,7 +128,7 @@ def _trial(
 ) -> tuple[System, System, dict[System, float]]:
     """The fastest one-token and the fastest drafted system, and the tokens/s of all that were tried."""
     plain = [
-        System(dtype, (("method", "ar"), ("attention", attention)))
+        System(dtype, (("builder", "none"), ("attention", attention)))
         for dtype in models
         for attention in ATTENTION.get(devices.here().backend, ("xla",))
     ]
@@ -150,7 +150,11 @@ def _trial(
 
 
 def _tree(dtype: str, nodes: int) -> System:
-    return System(dtype, (("method", "tree"), ("nodes", nodes)))
+    return System(dtype, (("nodes", nodes),))
+
+
+def _kind(system: System) -> str:
+    return "one token" if ("builder", "none") in system.settings else "drafted"
 
 
 def _compare(

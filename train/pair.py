@@ -130,7 +130,7 @@ def _answers_in_time(stage: respond.RespondConfig, settings: PairConfig) -> Choi
     model = respond.load_model(stage)
     prompts = respond.collect_prompts(stage, model)
     chosen = [prompts[i].ids for i in data.spread(min(stage.batch, len(prompts)), len(prompts))]
-    results = model.generate(chosen, method="ar", max_new_tokens=TIMED_TOKENS, batch_size=stage.batch)
+    results = model.generate(chosen, builder="none", max_new_tokens=TIMED_TOKENS, batch_size=stage.batch)
     speed = sum(len(result.ids) for result in results) / results[0].seconds
     seconds = 60 * settings.minutes * SHARES["respond"]
     count = max(stage.batch, compose.LEAST_PROMPTS, int(seconds * speed / stage.max_new_tokens))

@@ -221,7 +221,7 @@ def respond(
     results = model.generate_each(
         [prompts[index].ids for index in indices],
         indices=indices,
-        method="ar" if settings.drafter is None else "tree",
+        builder="none" if settings.drafter is None else "best-first",
         acceptance="sample-and-match",  # the answers of one-token decoding, drafted or not
         temperature=[_temperature(index, settings) for index in indices],
         seed=settings.seed,

@@ -1,15 +1,74 @@
-"""What the commands' arguments share: a parser that answers mistakes in one line, and the options that give prompts."""
+"""Options of commands, made from the fields of dataclasses, and what several commands share: the model and the prompts.
+
+`add_fields` makes an option of every field, with the type, default, choices, unit and help it was declared with;
+`values_of` reads them back.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from treeflash_jax.checks import clipped, quoted
+from treeflash_jax.checks import bounded, clipped, default_of, quoted
 from treeflash_jax.clock import slow
 from treeflash_jax.files import regular
+from treeflash_jax.pairs import DEFAULT, PAIRS
+from treeflash_jax.quantized import SCHEMES
 from treeflash_jax.suggest import suggestion
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """What is loaded, and how."""
+
+    verifier: str = bounded(
+        DEFAULT,
+        unit="model",
+        help=f"language model to serve: a name ({', '.join(PAIRS)}), or the folder, GGUF file or Hub id of a Qwen3 or "
+        "Llama model",
+    )
+    drafter: str | None = bounded(
+        None,
+        unit="model",
+        unset="the drafter that ships for the named verifier, otherwise none",
+        help="DFlash or TreeFlash drafter: a name, folder or Hub id, or 'none' to decode one token at a time",
+    )
+    revision: str | None = bounded(None, unit="rev", help="Hub revision of the verifier")
+    drafter_revision: str | None = bounded(None, unit="rev", help="Hub revision of the drafter")
+    local_files_only: bool = bounded(False, help="use the local cache of the Hub only")
+    dtype: Literal["float32", "bfloat16", "float64"] | None = bounded(
+        None,
+        unset="bfloat16, but float32 on a CPU without bfloat16 instructions",
+        help="dtype of weights, caches and activations",
+    )
+    quantize: str | None = bounded(
+        None, choices=lambda: tuple(SCHEMES), unset="none", help="quantize the verifier's matrices while loading"
+    )
+    mesh: str | None = bounded(
+        None, unit="DxM", unset="one", help="use D x M devices: split the batch D ways, weights and vocabulary M ways"
+    )
+    budget: str | None = bounded(
+        None,
+        unit="file",
+        unset="the path treeflash calibrate writes to",
+        help="calibration file for auto numbers of nodes",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """What is answered; every option may be given several times."""
+
+    prompt: Sequence[str] = bounded((), unit="text", help="text to continue, without a chat template")
+    prompt_file: Sequence[str] = bounded(
+        (), unit="file", help="file of text to continue, without a chat template; - is standard input"
+    )
+    chat: Sequence[str] = bounded((), unit="text", help="a user's message, formatted with the chat template")
+    prompt_ids: Sequence[str] = bounded((), unit="ids", help='token ids, like "3 4 5"')
 
 
 class Words(str):
@@ -38,9 +97,124 @@ class Parser(argparse.ArgumentParser):
         meant = suggestion(word.partition("=")[0].lstrip("-").replace("-", "_"), names)
         return f"; did you mean {names[meant]}?" if meant else ""
 
+    def format_help(self) -> str:
+        """The help text, whose usage names only what must be given."""
+        if self.usage is None:
+            named = [one for one in self._actions if one.option_strings and one.required]
+            places = [one for one in self._actions if not one.option_strings]
+            needed = [f"{one.option_strings[0]} {one.metavar}" for one in named]
+            needed += [f"[{one.metavar} ...]" if one.nargs == "*" else one.metavar or one.dest for one in places]
+            self.usage = " ".join(["%(prog)s [options]", *needed])
+        return super().format_help()
+
     def error(self, message: str) -> NoReturn:
         """One line, without the usage text."""
         self.exit(2, f"{self.prog}: error: {clipped(message, 240)} (see {self.prog} --help)\n")
+
+
+def add_fields(
+    parser: Any,
+    cls: type,
+    names: str = "",
+    *,
+    without: str = "",
+    several: str = "",
+    **defaults: Any,
+) -> None:
+    """An option for every field of a dataclass.
+
+    Args:
+      parser: or a group of options.
+      cls: the dataclass; its fields are declared with `checks.bounded`.
+      names: of the fields to take, separated by spaces; all where it is empty.
+      without: names of fields to leave out.
+      several: names of fields that take a list of values here.
+      **defaults: other than the fields' own.
+    """
+    kinds = get_type_hints(cls)
+    for one in fields(cls):
+        if one.name in (names.split() or kinds) and one.name not in without.split():
+            default = defaults.get(one.name, one.default)
+            _add_option(parser, one, kinds[one.name], default, several=one.name in several.split())
+            if one.name == "builder":
+                add_method(parser)
+
+
+def _add_option(parser: Any, one: Field, kind: Any, default: Any, *, several: bool) -> None:
+    about, bounds, atoms = one.metadata, one.metadata["bounds"], list(_atoms(kind))
+    option, usual = "--" + one.name.replace("_", "-"), _in_words(one, default)
+    text = (about["help"] + (f" (default: {usual})" if usual else "")).replace("%", "%%")
+    if bool in atoms:
+        parser.add_argument(option, action="store_true", help=text)
+        return
+    literals = [atom for atom in atoms if not isinstance(atom, type)]
+    choices = bounds.choices() if bounds.choices else literals if len(literals) == len(atoms) else None
+    item = _item(kind)
+    if choices:
+        how: dict[str, Any] = {"choices": choices}
+    else:
+        unit = about["unit"] if about["unit"] != about["unit"].lower() else (about["unit"] or "number").upper()
+        how = {"metavar": "|".join([unit, *literals])}
+        how["type"] = str if item else _number_or(literals) if literals else atoms[0]
+    if several:
+        how["nargs"] = "+"
+    elif item is str:
+        how["action"], default = "append", list(default)
+    if default is MISSING:
+        how["required"] = True
+    else:
+        how["default"] = default
+    parser.add_argument(option, help=text, **how)
+
+
+def _in_words(one: Field, default: Any) -> str:
+    if isinstance(default, list):
+        return " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in default)
+    return default_of(one) if default is one.default else str(default)
+
+
+def _atoms(kind: Any) -> Iterator[Any]:
+    """Scalar types and literals that a type hint is made of; not None."""
+    if get_origin(kind) is Literal or not get_args(kind):
+        yield from (one for one in get_args(kind) or (kind,) if one is not NoneType)
+    else:
+        for part in get_args(kind):
+            yield from _atoms(part)
+
+
+def _item(kind: Any) -> type | None:
+    """The type of the items of `Sequence[item]` or `Sequence[item] | None`; None where a single value is taken."""
+    parts = [part for part in (get_args(kind) if isinstance(kind, UnionType) else (kind,)) if part is not NoneType]
+    return get_args(parts[0])[0] if len(parts) == 1 and get_origin(parts[0]) is Sequence else None
+
+
+def _number_or(words: Sequence[str]) -> Callable[[str], int | str]:
+    def read(text: str) -> int | str:
+        if text not in words and not (text.lstrip("-").isdecimal() and len(text) < 20):
+            raise argparse.ArgumentTypeError(f"got {quoted(text)}, expected a whole number or {' or '.join(words)}")
+        return text if text in words else int(text)
+
+    return read
+
+
+def values_of(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """Fields of a dataclass as the options give them, those that are options; `method` too where it was given.
+
+    Raises:
+      ValueError: ids that are no numbers.
+    """
+    kinds = get_type_hints(cls)
+    found = {name: getattr(arguments, name) for name in kinds if hasattr(arguments, name)}
+    for name, value in found.items():
+        if _item(kinds[name]) is int and value is not None:
+            found[name] = ids_of(value, "--" + name.replace("_", "-"))
+    method = getattr(arguments, "method", None)
+    return found | ({"method": method} if method and "builder" in found else {})
+
+
+def add_method(parser: Any) -> None:
+    """`--method`, what `--builder` was called in the first edition: it still works, and is no longer shown."""
+    parser.add_argument("--method", help=argparse.SUPPRESS)
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:
@@ -50,20 +224,7 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
         help="a user's message, formatted with the chat template if the tokenizer has one; - reads it from standard input, "
         "which is also the default if no prompt is given",
     )  # fmt: skip
-    group.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="text to continue, without a chat template"
-    )
-    group.add_argument(
-        "--prompt-file",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="file of text to continue, without a chat template; - is standard input",
-    )
-    group.add_argument(
-        "--chat", action="append", default=[], metavar="TEXT", help="a user's message, formatted with the chat template"
-    )
-    group.add_argument("--prompt-ids", action="append", default=[], metavar="IDS", help='token ids, like "3 4 5"')
+    add_fields(group, PromptOptions)
 
 
 def prompts_of(arguments: argparse.Namespace) -> list[Any]:

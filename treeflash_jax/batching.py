@@ -16,7 +16,7 @@ import numpy as np
 
 from treeflash_jax.clock import Clock
 from treeflash_jax.decoding.state import DecodeState
-from treeflash_jax.settings import Row
+from treeflash_jax.planning import Row
 
 REFILLED_SHARE = 1 / 8  # of a batch's places: how many are refilled together
 

@@ -7,8 +7,9 @@ from typing import Unpack
 from rich.console import Console
 
 from treeflash_jax.model import TreeFlash
+from treeflash_jax.planning import resolve, rows_of
 from treeflash_jax.results import Chunk, Result
-from treeflash_jax.settings import GenerateConfig, Settings, resolve, rows_of
+from treeflash_jax.settings import GenerateConfig, Settings
 
 HELP = "/reset forgets the conversation, /tree draws the round that accepted most, /exit leaves"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -29,7 +30,7 @@ def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -
       ValueError: a model that cannot chat, or settings that no turn could be answered with, before anything is read.
     """
     config = _checked(model, settings)
-    if config.method == "ar":
+    if config.builder == "none":
         console.print("[dim]answers come one token at a time: nothing is drafted[/dim]")
     console.print(f"[dim]{HELP}[/dim]")
     messages: list[dict[str, str]] = []

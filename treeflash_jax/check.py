@@ -13,9 +13,10 @@ import numpy as np
 
 from treeflash_jax import mesh as meshes
 from treeflash_jax.model import TreeFlash
+from treeflash_jax.planning import drafting, resolve, values
 from treeflash_jax.prompts import Prompt
 from treeflash_jax.results import Result
-from treeflash_jax.settings import NO_DRAFTER, Settings, drafting, resolve, takes_settings, values
+from treeflash_jax.settings import NO_DRAFTER, Settings, renamed, takes_settings
 from treeflash_jax.verifiers import forward as model_code
 
 
@@ -67,14 +68,14 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Unpack[Settin
     """
     if model.drafter is None:
         raise ValueError(f"{NO_DRAFTER}, expected one: without it there is nothing to compare")
+    settings = renamed(settings)
     config = resolve(None, settings, model.verifier, model.drafter)
-    if config.method != "ar" and drafting(config)[1] != "sample-and-match" and max(values(config.temperature)) > 0:
+    if config.builder != "none" and drafting(config)[1] != "sample-and-match" and max(values(config.temperature)) > 0:
         rule = drafting(config)[1]
         raise ValueError(f"got acceptance {rule!r} at temperature above 0, expected 'sample-and-match' to compare answers")
-    if config.method == "tree":
-        settings = settings | {"builder": drafting(config)[0]}  # answers of a sampled tree are samples of their own
-    drafted = model.generate(prompts, **settings)
-    plain = model.generate(prompts, **settings | {"method": "ar"})
+    own = drafting(config)[0]  # named, so that none is chosen by temperature: answers of a sampled tree are its own samples
+    drafted = model.generate(prompts, **settings | {"builder": own})
+    plain = model.generate(prompts, **settings | {"builder": "none"})
     return [
         Check(drafted=mine, plain=theirs, divergence=_divergence(model, mine, theirs), quantize=model.quantize)
         for mine, theirs in zip(drafted, plain, strict=True)

@@ -7,14 +7,16 @@ added later needs no check of its own. Messages are one line and quote little of
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
 import operator
 import os
 import reprlib
+import textwrap
 import types
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -57,6 +59,7 @@ class Bounds:
       least, most: included.
       above, below: not included.
       nonempty: whether a text, or a list, must hold something; None: a text must, unless its field's default is empty.
+      choices: gives the texts that there are, when a value is checked: registries grow.
       says: the expectation in words; None derives it.
     """
 
@@ -65,6 +68,7 @@ class Bounds:
     above: float | None = None
     below: float | None = None
     nonempty: bool | None = None
+    choices: Callable[[], Sequence[str]] | None = None
     says: str | None = None
 
     def hold(self, value: Any) -> bool:
@@ -83,14 +87,39 @@ class Bounds:
         return f"of {text}" if text.startswith("at ") else text
 
 
-def bounded(default: Any = MISSING, **bounds: Any) -> Any:
-    """A dataclass field whose value is checked: `nodes: int = bounded(16, least=1)`.
+def bounded(
+    default: Any = MISSING, *, help: str = "", unit: str = "", unset: str = "", kind: str = "", **bounds: Any
+) -> Any:
+    """A dataclass field whose value is checked and described: `nodes: int = bounded(16, least=1, help="tree nodes")`.
 
     Args:
       default: of the field; without one it is required.
+      help: what it is, in a few words: for `help`, command lines and tables of options.
+      unit: what it counts, or what kind of text it is.
+      unset: what a default of None means.
+      kind: what it changes: "answer", "speed" or "program".
       **bounds: of Bounds.
     """
-    return field(default=default, metadata={"bounds": Bounds(**bounds)})
+    about = {"help": help, "unit": unit, "unset": unset, "kind": kind}
+    return field(default=default, metadata={"bounds": Bounds(**bounds)} | about)
+
+
+def default_of(one: Field) -> str:
+    """The default of a field in words; "" where there is nothing to say."""
+    if one.default is None:
+        return one.metadata.get("unset", "")
+    return "" if one.default in ((), "", MISSING) or one.default is False else f"{one.default}"
+
+
+def documented(cls: type[T]) -> type[T]:
+    """A dataclass whose docstring lists its fields, with the help they were declared with."""
+    lines = [inspect.cleandoc(cls.__doc__ or ""), "", "Attributes:"]
+    for one in fields(cls):
+        default = default_of(one)
+        text = f"{one.name}: {one.metadata['help']}" + (f" (default: {default})." if default else ".")
+        lines += textwrap.wrap(text, 118, initial_indent="  ", subsequent_indent="    ")
+    cls.__doc__ = "\n".join(lines)
+    return cls
 
 
 class _Misfit(Exception):
@@ -215,7 +244,8 @@ def _fit_one_of(kinds: Sequence[Any], value: Any, bounds: Bounds) -> Any:
 def _fit_scalar(kind: type, value: Any, bounds: Bounds) -> Any:
     if kind is str:
         if isinstance(value, str) and (value or not bounds.nonempty):
-            return value
+            if bounds.choices is None or value in bounds.choices():
+                return value
         raise _Misfit(value)
     if kind is bool:
         if isinstance(value, bool | np.bool_):
@@ -254,6 +284,7 @@ def _name(kind: Any, bounds: Bounds) -> str:
     if origin is not None:
         return f"a list ({_name(arguments[0], bounds)})"
     text = "a text that is not empty" if bounds.nonempty else "a text"
+    text = f"one of {', '.join(map(repr, bounds.choices()))}" if bounds.choices else text
     named = {int: "a whole number", float: "a number", bool: "true or false", str: text, types.NoneType: "None"}
     return named.get(kind) or getattr(kind, "__name__", str(kind))
 

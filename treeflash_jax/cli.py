@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 from typing import Any
@@ -11,18 +12,13 @@ import jax
 
 from treeflash_jax import __version__
 from treeflash_jax import mesh as meshes
-from treeflash_jax.acceptance import RULES
-from treeflash_jax.arguments import Parser, add_prompts, ids_of, prompts_of, spoken
+from treeflash_jax.arguments import ModelOptions, Parser, add_fields, add_prompts, prompts_of, spoken, values_of
 from treeflash_jax.bench import calibrate, latency, memory, report, rules, run
 from treeflash_jax.clock import slow
-from treeflash_jax.pairs import DEFAULT, NO_DRAFTER, PAIRS
-from treeflash_jax.quantized import SCHEMES
-from treeflash_jax.trees.builders import SAMPLED
-from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
+from treeflash_jax.pairs import NO_DRAFTER
+from treeflash_jax.settings import GROUPS, REFUSED, GenerateConfig
 
-BUILDERS = ("best-first", *SAMPLED)
-METHODS = ("tree", "walk", "chain", "ar")
-HEADS = ("mlp", "linear", "marginal")
+DEMO = {"max_new_tokens": 96, "nodes": 8, "block_size": 8, "candidates": 4}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,209 +38,92 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(prog="treeflash", description="Lossless speculative decoding with draft trees.")
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__} (jax {jax.__version__})")
     commands = top.add_subparsers(required=True, metavar="command", parser_class=Parser)
+    for name, (help, add_options) in COMMANDS.items():
+        text = {"description": inspect.cleandoc(add_options.__doc__ or "")}
+        add_options(commands.add_parser(name, help=help, formatter_class=argparse.RawDescriptionHelpFormatter, **text))
+    suites = commands.add_parser("bench", help="run benchmarks, and report their results")
+    suites = suites.add_subparsers(required=True, metavar="suite", parser_class=Parser)
+    for name, (help, add_options) in SUITES.items():
+        add_options(suites.add_parser(name, help=help))
+    return top
 
-    generate = commands.add_parser(
-        "generate",
-        help="answer prompts",
-        description="Answers prompts, by default with the small pair that ships with the package.",
-    )
-    _add_model(generate)
-    add_prompts(generate)
-    _add_drafting(generate)
-    output = _add_output(generate)
-    output.add_argument("--samples", type=int, default=1, help="number of answers per prompt (default: %(default)s)")
-    output.add_argument("--batch-size", type=int, help="sequences decoded together (default: all, at most 8)")
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    add_fields(parser.add_argument_group("model"), ModelOptions)
+
+
+def _add_settings(parser: argparse.ArgumentParser, without: str = "") -> None:
+    for title, group in GROUPS.items():
+        add_fields(parser.add_argument_group(title), group, without=without)
+    for name in REFUSED:
+        parser.add_argument("--" + name.replace("_", "-"), dest=name, help=argparse.SUPPRESS)
+
+
+def _generate_options(parser: argparse.ArgumentParser) -> None:
+    """Answers prompts, by default with the small pair that ships with the package."""
+    add_prompts(parser)
+    _add_model(parser)
+    _add_settings(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object per answer, with all that was returned")
+    parser.set_defaults(run=_generate)
+
+
+def _chat_options(parser: argparse.ArgumentParser) -> None:
+    """Holds a conversation; answers are printed as they are decoded."""
+    _add_model(parser)
+    _add_settings(parser, without="samples batch_size log_probs expected_lengths")
+    parser.set_defaults(run=_chat)
+
+
+def _check_options(parser: argparse.ArgumentParser) -> None:
+    """Decodes every prompt with and without drafting and compares the outputs.
+
+    The exit status is 1 if they differ at a token where the verifier's two largest logits are not nearly equal.
+    """
+    add_prompts(parser)
+    _add_model(parser)
+    _add_settings(parser, without="samples log_probs expected_lengths")
+    output = parser.add_argument_group("output")
     output.add_argument(
-        "--log-probs", action="store_true", help="with --json, also print the verifier's log-probability of every token"
-    )
-    output.add_argument("--json", action="store_true", help="print one JSON object per answer")
-    generate.set_defaults(run=_generate)
-
-    chat = commands.add_parser(
-        "chat", help="talk to a model", description="Holds a conversation; answers are printed as they are decoded."
-    )
-    _add_model(chat)
-    _add_drafting(chat)
-    _add_output(chat)
-    chat.set_defaults(run=_chat)
-
-    check = commands.add_parser(
-        "check",
-        help="check that drafting does not change the output",
-        description="Decodes every prompt with and without drafting and compares the outputs. The exit status is 1 if they "
-        "differ at a token where the verifier's two largest logits are not nearly equal.",
-    )
-    _add_model(check)
-    add_prompts(check)
-    _add_drafting(check)
-    _add_output(check)
-    check.add_argument(
         "--near-tie",
         type=float,
         default=1e-4,
         help="largest gap between two logits that counts as nearly equal (default: %(default)s)",
     )
-    check.add_argument("--json", action="store_true", help="print one JSON object per prompt")
-    check.set_defaults(run=_check)
+    output.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    parser.set_defaults(run=_check)
 
-    convert = commands.add_parser(
-        "convert",
-        help="convert a GGUF file or a drafter to another format",
-        description="Writes a GGUF file as a Hugging Face folder, or a drafter, its weights unchanged, in another layout.",
-    )
-    convert.add_argument("source", help="GGUF file, or folder of a DFlash or TreeFlash drafter")
-    convert.add_argument("target", help="folder to write; it must not exist")
-    convert.add_argument(
+
+def _convert_options(parser: argparse.ArgumentParser) -> None:
+    """Writes a GGUF file as a Hugging Face folder, or a drafter, its weights unchanged, in another layout."""
+    parser.add_argument("source", help="GGUF file, or folder of a DFlash or TreeFlash drafter")
+    parser.add_argument("target", help="folder to write; it must not exist")
+    parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         help="dtype of the weights of a GGUF file (default: float32, which is exact)",
     )
-    convert.add_argument("--to", choices=("dflash", "treeflash"), help="layout in which to write a drafter")
-    convert.add_argument("--drop-head", action="store_true", help="do not write a trained head; the DFlash layout has none")
-    convert.set_defaults(run=_convert)
-
-    measure = commands.add_parser(
-        "calibrate",
-        help="measure round times for --nodes auto",
-        description=calibrate.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_model(measure)
-    calibrate.add_arguments(measure)
-    measure.set_defaults(run=_calibrate)
-
-    bench = commands.add_parser("bench", help="run benchmarks, and report their results")
-    suites = bench.add_subparsers(required=True, metavar="suite", parser_class=Parser)
-    run.add_arguments(suites.add_parser("run", help="compare tokens per round and per second of several systems"))
-    report.add_arguments(suites.add_parser("report", help="print the tables of a results file"))
-    latency.add_arguments(suites.add_parser("latency", help="time every stage of a round"))
-    rules.add_arguments(suites.add_parser("rules", help="compare all combinations of tree builder and acceptance rule"))
-    memory.add_arguments(suites.add_parser("memory", help="compute the memory that a request needs on each device"))
-
-    demo = commands.add_parser(
-        "demo",
-        help="see the pair that ships with the package at work",
-        description="Answers three questions with the pair that ships with the package, draws a draft tree, and compares "
-        "four ways of decoding. Works offline.",
-    )
-    demo.add_argument("--max-new-tokens", type=int, default=96, help="most tokens per answer (default: %(default)s)")
-    demo.add_argument(
-        "--nodes", type=int, default=8, help="tree nodes verified per round, root included (default: %(default)s)"
-    )
-    demo.add_argument(
-        "--candidates", type=int, default=4, metavar="M", help="candidate tokens per depth (default: %(default)s)"
-    )
-    demo.add_argument(
-        "--block-size", type=int, default=8, help="length of the drafted block, at most 16 (default: %(default)s)"
-    )
-    demo.add_argument("--repeats", type=int, default=5, help="timed runs of each way of decoding (default: %(default)s)")
-    demo.set_defaults(run=_demo)
-    return top
+    parser.add_argument("--to", choices=("dflash", "treeflash"), help="layout in which to write a drafter")
+    parser.add_argument("--drop-head", action="store_true", help="do not write a trained head; the DFlash layout has none")
+    parser.set_defaults(run=_convert)
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--verifier", default=DEFAULT, metavar="MODEL",
-        help=f"language model to serve: a name ({', '.join(PAIRS)}), or the folder, GGUF file or Hub id of a Qwen3 or "
-        "Llama model (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--drafter", metavar="MODEL",
-        help="DFlash or TreeFlash drafter: a name, folder or Hub id, or 'none' to decode one token at a time (default: the "
-        "drafter that ships for the named verifier, otherwise none)",
-    )  # fmt: skip
-    group.add_argument("--revision", metavar="REV", help="Hub revision of the verifier")
-    group.add_argument("--drafter-revision", metavar="REV", help="Hub revision of the drafter")
-    group.add_argument("--local-files-only", action="store_true", help="use the local cache of the Hub only")
-    group.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float64"),
-        help="dtype of weights, caches and activations (default: bfloat16, but float32 on a CPU without bfloat16 "
-        "instructions)",
-    )  # fmt: skip
-    group.add_argument("--quantize", choices=SCHEMES, help="quantize the verifier's matrices while loading")
-    group.add_argument(
-        "--mesh",
-        metavar="DxM",
-        help="use D x M devices: split the batch D ways, weights and vocabulary M ways (default: one)",
-    )
+def _calibrate_options(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    calibrate.add_arguments(parser)
+    parser.set_defaults(run=lambda arguments: calibrate.run(_load(arguments), arguments))
 
 
-def _add_drafting(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("drafting (affects speed, never the distribution of the output)")
-    group.add_argument(
-        "--method", choices=METHODS,
-        help="what is drafted: a tree, the chain of the DFlash paper (chain), a greedy chain (walk), or nothing: one token "
-        "at a time (ar) (default: tree with a drafter, ar without)",
-    )  # fmt: skip
-    group.add_argument(
-        "--head", choices=HEADS, help="head of the drafter; marginal is no head (default: the drafter's own)"
-    )
-    group.add_argument(
-        "--nodes", type=run.node_count, metavar="N|auto",
-        help="tree nodes verified per round, root included; auto chooses the fastest number in every round and needs "
-        "treeflash calibrate (default: the drafter's)",
-    )  # fmt: skip
-    group.add_argument(
-        "--budget",
-        metavar="FILE",
-        help="calibration file for --nodes auto (default: the path treeflash calibrate writes to)",
-    )
-    group.add_argument(
-        "--block-size", type=int, help="length of the drafted block, at most the drafter's (default: the drafter's)"
-    )
-    group.add_argument(
-        "--candidates", type=int, default=16, metavar="M", help="candidate tokens per depth (default: %(default)s)"
-    )
-    group.add_argument(
-        "--children", type=int, default=16, metavar="K", help="children per candidate (default: %(default)s)"
-    )
-    run.add_shortlist(group)
-    group.add_argument(
-        "--drafter-temperature",
-        type=float,
-        metavar="T",
-        help="temperature of the draft (default: as measured for the drafter)",
-    )
-    group.add_argument(
-        "--builder",
-        choices=BUILDERS,
-        help="how the tree is built (default: best-first, or hybrid at temperatures where that was measured to be better)",
-    )
-    group.add_argument(
-        "--acceptance", choices=RULES,
-        help="acceptance rule (default: sample-and-match for best-first trees and chains, block for one sampled path, "
-        "traversal for other sampled trees)",
-    )  # fmt: skip
-    group.add_argument(
-        "--attention", choices=IMPLEMENTATIONS, help="attention implementation (default: chosen by the device)"
-    )
-    run.add_shape(group)
+_calibrate_options.__doc__ = calibrate.__doc__
 
 
-def _add_output(parser: argparse.ArgumentParser) -> Any:
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--max-new-tokens", type=int, default=128, metavar="N", help="most tokens per answer (default: %(default)s)"
-    )
-    group.add_argument(
-        "--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: %(default)s)"
-    )
-    group.add_argument(
-        "--top-k", type=int, default=0, help="sample from the K likeliest tokens; 0 keeps all (default: %(default)s)"
-    )
-    group.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the likeliest tokens of this total probability (default: %(default)s)",
-    )
-    group.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
-    group.add_argument("--stop-ids", metavar="IDS", help='token ids that end an answer, like "2 7" (default: the model\'s)')
-    group.add_argument("--stop", action="append", default=[], help="text that ends an answer; may be given several times")
-    for name in ("repetition-penalty", "presence-penalty", "frequency-penalty", "num-beams", "grammar", "min-p"):
-        parser.add_argument(f"--{name}", dest=name.replace("-", "_"), help=argparse.SUPPRESS)
-    return group
+def _demo_options(parser: argparse.ArgumentParser) -> None:
+    """Answers three questions with the pair that ships with the package, draws a draft tree, and compares four ways of
+    decoding. Works offline."""
+    add_fields(parser, GenerateConfig, "max_new_tokens block_size candidates nodes", **DEMO)
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each way of decoding (default: %(default)s)")
+    parser.set_defaults(run=_demo)
 
 
 def _load(arguments: argparse.Namespace) -> Any:
@@ -253,27 +132,19 @@ def _load(arguments: argparse.Namespace) -> Any:
         jax.config.update("jax_enable_x64", True)
     import treeflash_jax as tf
 
-    fields = ("verifier", "drafter", "revision", "drafter_revision", "local_files_only")
-    paths = {name: getattr(arguments, name) for name in fields} | {"budget": getattr(arguments, "budget", None)}
-    sizes = {"dtype": arguments.dtype, "quantize": arguments.quantize, "mesh": _mesh(arguments.mesh)}
+    given = values_of(arguments, ModelOptions)
+    given["mesh"] = tf.make_mesh(*meshes.sizes_of(given["mesh"])) if given["mesh"] else None
     names = [name for name in (arguments.verifier, arguments.drafter) if name not in (None, NO_DRAFTER)]
     with slow(f"loading {' and '.join(names)}"):
-        return tf.load(**paths, **sizes)
+        return tf.load(**given)
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of GenerateConfig that the options give."""
-    from dataclasses import fields
-
-    from treeflash_jax.settings import REFUSED, GenerateConfig
-
     for name, reason in REFUSED.items():
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is not supported: {reason}")
-    given = {
-        field.name: getattr(arguments, field.name) for field in fields(GenerateConfig) if hasattr(arguments, field.name)
-    }
-    return given | {"stop_ids": None if arguments.stop_ids is None else ids_of(arguments.stop_ids, "--stop-ids")}
+    return values_of(arguments, GenerateConfig)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -329,10 +200,6 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0 if excused else 1
 
 
-def _calibrate(arguments: argparse.Namespace) -> int:
-    return calibrate.run(_load(arguments), arguments)
-
-
 def _convert(arguments: argparse.Namespace) -> int:
     from treeflash_jax.formats import gguf, hf
 
@@ -353,7 +220,7 @@ def _record(result: Any) -> dict[str, Any]:
     record: dict[str, Any] = {} if result.text is None else {"text": result.text}
     record |= {
         "ids": result.ids,
-        "method": result.method,
+        "builder": result.builder,
         "accept_lengths": result.accept_lengths,
         "cut": result.cut,
         "tau": result.tau,
@@ -361,20 +228,29 @@ def _record(result: Any) -> dict[str, Any]:
         "compile_seconds": result.compile_seconds,
         "finished": result.finished,
     }
-    return record if result.log_probs is None else record | {"log_probs": result.log_probs}
-
-
-def _mesh(text: str | None) -> Any:
-    if text is None:
-        return None
-    import treeflash_jax as tf
-
-    return tf.make_mesh(*meshes.sizes_of(text))
+    asked = {"log_probs": result.log_probs, "expected_lengths": result.expected_lengths, "nodes": result.nodes}
+    return record | {name: value for name, value in asked.items() if value is not None}
 
 
 def _demo(arguments: argparse.Namespace) -> int:
     from treeflash_jax.demo import run
 
-    names = ("max_new_tokens", "nodes", "block_size", "candidates", "repeats")
-    run(**{name: getattr(arguments, name) for name in names})
+    run(repeats=arguments.repeats, **{name: getattr(arguments, name) for name in DEMO})
     return 0
+
+
+COMMANDS = {
+    "generate": ("answer prompts", _generate_options),
+    "chat": ("talk to a model", _chat_options),
+    "check": ("check that drafting does not change the output", _check_options),
+    "convert": ("convert a GGUF file or a drafter to another format", _convert_options),
+    "calibrate": ("measure round times for --nodes auto", _calibrate_options),
+    "demo": ("see the pair that ships with the package at work", _demo_options),
+}
+SUITES = {
+    "run": ("compare tokens per round and per second of several systems", run.add_arguments),
+    "report": ("print the tables of a results file", report.add_arguments),
+    "latency": ("time every stage of a round", latency.add_arguments),
+    "rules": ("compare all combinations of tree builder and acceptance rule", rules.add_arguments),
+    "memory": ("compute the memory that a request needs on each device", memory.add_arguments),
+}

@@ -18,10 +18,10 @@ QUESTIONS = (
     "Omar reads 14 pages every day for 6 days and then 10 pages on Sunday. How many pages does he read in all?",
 )
 SYSTEMS: dict[str, dict[str, Any]] = {
-    "one token at a time": {"method": "ar"},
-    "chain (DFlash)": {"method": "chain", "head": "marginal"},
-    "marginal tree (DDTree)": {"method": "tree", "head": "marginal"},
-    "TreeFlash tree": {"method": "tree"},
+    "one token at a time": {"builder": "none"},
+    "chain (DFlash)": {"builder": "chain", "head": "marginal"},
+    "marginal tree (DDTree)": {"builder": "best-first", "head": "marginal"},
+    "TreeFlash tree": {"builder": "best-first"},
 }
 PLAIN, OURS = "one token at a time", "TreeFlash tree"
 
@@ -44,7 +44,7 @@ def _run(*, max_new_tokens: int, nodes: int, block_size: int, candidates: int, r
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
 
     def settings(name: str) -> dict[str, Any]:
-        sizes = {"nodes": nodes, "candidates": candidates} if SYSTEMS[name]["method"] == "tree" else {}
+        sizes = {"nodes": nodes, "candidates": candidates} if SYSTEMS[name]["builder"] == "best-first" else {}
         return {"max_new_tokens": max_new_tokens, "block_size": block_size, **sizes, **SYSTEMS[name]}
 
     answers: dict[str, list[tf.Result]] = {}

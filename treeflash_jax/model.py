@@ -18,7 +18,7 @@ import numpy as np
 
 from treeflash_jax import mesh as meshes
 from treeflash_jax import prompts as prompting
-from treeflash_jax import quantized
+from treeflash_jax import quantized, trees
 from treeflash_jax.adaptive import budget as budgets
 from treeflash_jax.adaptive import calibration
 from treeflash_jax.batching import Places, Turn, capacity_bucket, refilled, turn
@@ -30,23 +30,10 @@ from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.draw import DrawnTree, drawn_tree
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.planning import plan_of
+from treeflash_jax.planning import Row, draft_temperature, drafting, plan_of, resolve, rows_of, with_builder, with_indices
 from treeflash_jax.prompts import Prompt
 from treeflash_jax.results import Chunk, Result
-from treeflash_jax.settings import (
-    MOST_ROWS,
-    NO_DRAFTER,
-    GenerateConfig,
-    Row,
-    Settings,
-    draft_temperature,
-    resolve,
-    rows_of,
-    takes_settings,
-    with_builder,
-    with_indices,
-)
-from treeflash_jax.trees import tree as trees
+from treeflash_jax.settings import MOST_ROWS, NO_DRAFTER, GenerateConfig, Settings, takes_settings
 
 ROOM_AHEAD = 1024  # new tokens a cache is made for at first; longer answers grow it
 STOP_SLOTS = 8  # stop ids per row are padded to a multiple of this, so that changing them rarely recompiles
@@ -352,11 +339,11 @@ class TreeFlash:
         return self._place(budget.replace(times=None)).replace(times=budget.times)
 
     def _config(self, config: GenerateConfig | None, settings: Settings) -> GenerateConfig:
-        is_default = getattr(config, "method", None) is None and settings.get("method") is None
+        is_default = getattr(config, "builder", None) is None and not (settings.get("builder") or settings.get("method"))
         config = resolve(config, settings, self.verifier, self.drafter)
         if is_default and self.drafter is None and not self.noted_plain:
             self.noted_plain = True
-            logger.warning(f"{NO_DRAFTER}: decoding one token at a time (method 'ar' does so without this note)")
+            logger.warning(f"{NO_DRAFTER}: decoding one token at a time (builder 'none' does so without this note)")
         if config.stop and self.tokenizer is None:
             raise ValueError("got stop strings, but the verifier's folder has no tokenizer.json; give stop_ids instead")
         return config
@@ -370,7 +357,7 @@ class TreeFlash:
             mesh=self.mesh,
             batch=self._padded(size) + (self._padded(refilled(size)) if 1 < size < len(rows) else 0),
             capacity=capacity_bucket(max(row.length for row in rows) + config.max_new_tokens),
-            drafts=config.method != "ar",
+            drafts=config.builder != "none",
             quantize=self.quantize,
         )
         check_memory(needs, memory_limit(self.mesh), self.mesh)
@@ -537,7 +524,7 @@ class TreeFlash:
         nodes_bs = None if state.budget is None else state.budget.nodes_bs
         log_probs_bs, expected_bs, nodes_bs = meshes.to_host((state.log_probs_bs, state.expected_bs, nodes_bs))
         stop_ids = set(self.stop_ids if config.stop_ids is None else config.stop_ids)
-        drafts = config.method != "ar"
+        drafts = config.builder != "none"
         results = []
         for i in turn.ready:
             row = turn.rows[i]
@@ -562,7 +549,7 @@ class TreeFlash:
                     prompt_ids=row.ids,
                     ids=ids,
                     text=text,
-                    method=config.method,
+                    builder=drafting(config)[0],
                     accept_lengths=kept,
                     cut=cut,
                     finished=finished,

@@ -1,16 +1,126 @@
-"""From settings to the plan of a compiled program: sizes in, plan out. Nothing here reads a weight."""
+"""From what was asked for to what is decoded: settings checked against a pair, the plan of the compiled program, and the
+answers to be made. Nothing here reads a weight."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from treeflash_jax import devices
+import numpy as np
+
+from treeflash_jax import devices, drafters
+from treeflash_jax.acceptance import check_lawful
+from treeflash_jax.checks import Bounds, checked, clipped, fit, quoted
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.drafters.block.heads import DraftSettings
-from treeflash_jax.settings import GenerateConfig, drafting, method_of
-from treeflash_jax.trees.builders import SAMPLED, TreeShape
+from treeflash_jax.settings import (
+    NO_DRAFTER,
+    OF_LOAD,
+    REFUSED,
+    DraftConfig,
+    GenerateConfig,
+    Settings,
+    TreeConfig,
+    without_method,
+)
+from treeflash_jax.suggest import suggestion
+from treeflash_jax.trees import BUILDERS, TreeShape
+
+GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
+
+
+def resolve(
+    config: GenerateConfig | None, settings: Settings, verifier: ModelConfig, drafter: DrafterConfig | None
+) -> GenerateConfig:
+    """`config` with single settings replaced, checked against the loaded pair.
+
+    Raises:
+      ValueError: a setting that is unknown, refused by name, or out of range.
+    """
+    settings = without_method(settings)
+    for name in settings:
+        _check_name(name)
+    config = replace(fit(GenerateConfig | None, config, "config") or GenerateConfig(), **settings)
+    if isinstance(config.stop, str):
+        config = replace(config, stop=(config.stop,))
+    config = checked(config)
+    if config.builder is None and drafter is None:
+        _refuse_drafting(config)
+        config = replace(config, builder="none")
+    vocabulary = verifier.vocab_size
+
+    def expect(ok: bool, what: str, got: Any, expected: str) -> None:
+        if not ok:
+            raise ValueError(f"got {what} {quoted(got)}, expected {expected}")
+
+    if config.builder != "none":
+        expect(drafter is not None, "builder", config.builder, f"'none': {NO_DRAFTER}")
+        auto = config.nodes == "auto"
+        drafters.of(drafter).choose(drafter, config)
+        builder, rule, shape = drafting(config)
+        expect(not BUILDERS[builder].draws or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
+        check_lawful(rule, BUILDERS[builder].law_of(shape))
+        if auto:  # a budget that looks at drawn nodes would not be lossless; those of a chain are no tree's first
+            only = "with nodes 'auto'"
+            expect(builder == "best-first", "builder", builder, f"'best-first' {only}")
+            expect(rule == "sample-and-match", "acceptance", rule, f"'sample-and-match' {only}")
+    for value in config.stop_ids or ():
+        expect(value < vocabulary, "stop id", value, f"0 to {vocabulary - 1}")
+    return config
+
+
+def _check_name(name: str) -> None:
+    known = [field.name for field in fields(GenerateConfig)]
+    if name in REFUSED:
+        raise ValueError(f"{name} is not supported: {REFUSED[name]}")
+    if name in known:
+        return
+    meant = name if name in OF_LOAD else suggestion(name, [*known, *OF_LOAD])
+    if meant in OF_LOAD:
+        raise ValueError(f"got unknown setting {name!r}; {meant} is an argument of tf.load")
+    hint = f"; did you mean {meant}?" if meant else f", expected one of {clipped(', '.join(known), 200)}"
+    raise ValueError(f"got unknown setting {quoted(name)}{hint}")
+
+
+def builder_of(config: GenerateConfig, drafter: DrafterConfig | None) -> str:
+    """The builder that was asked for; else best-first trees if there is a drafter, one token at a time if not."""
+    return config.builder or ("none" if drafter is None else "best-first")
+
+
+def _refuse_drafting(config: GenerateConfig) -> None:
+    """Refuses settings of drafting that were changed from their defaults: without a drafter they would do nothing."""
+    defaults = GenerateConfig()
+    for one in (*fields(DraftConfig), *fields(TreeConfig)):
+        name, value = one.name, getattr(config, one.name)
+        if value != getattr(defaults, name):
+            raise ValueError(f"got {name} {quoted(value)}, expected its default: {NO_DRAFTER}")
+
+
+def drafting(config: GenerateConfig) -> tuple[str, str, TreeShape]:
+    """Builder, acceptance rule and sizes of the sampled part, defaults filled in."""
+    builder = config.builder or "best-first"
+    shape = TreeShape(branches=config.branches, trunk=config.trunk, skeleton=config.skeleton, leaves=config.leaves)
+    law = "deterministic" if builder == "none" else BUILDERS[builder].law_of(shape)
+    usual = {"deterministic": "sample-and-match", "one path": "block"}.get(law, "traversal")
+    return builder, config.acceptance or usual, shape
+
+
+def with_builder(config: GenerateConfig, drafter: DrafterConfig | None, temperature: float) -> GenerateConfig:
+    """The settings of a row of this temperature: with a sampled tree where none was asked for and one is better."""
+    crossover = None if drafter is None else drafter.sampled_above
+    is_free = drafter is not None and config.builder is None and config.acceptance is None
+    is_free &= config.nodes not in (1, "auto")
+    if is_free and crossover is not None and temperature >= crossover and config.head in (None, drafter.head):
+        return replace(config, builder="hybrid")
+    return config
+
+
+def draft_temperature(config: GenerateConfig, drafter: DrafterConfig | None, temperature: float) -> float:
+    """At what temperature a row's draft is made: as asked for, else by the rule of GenerateConfig."""
+    if config.drafter_temperature is not None or drafter is None:
+        return config.drafter_temperature or 1.0
+    return max(drafter.drafter_temperature, min(temperature, 1.0))
 
 
 def plan_of(config: GenerateConfig, verifier: ModelConfig, drafter: DrafterConfig | None, dtype: Any) -> DecodePlan:
@@ -30,20 +140,86 @@ def plan_of(config: GenerateConfig, verifier: ModelConfig, drafter: DrafterConfi
         "attention": config.attention or device.attention(dtype),
         "prefill_chunk": device.prefill_chunk,
     }
-    method = method_of(config, drafter)
-    if method == "ar":
-        return DecodePlan(method="ar", num_nodes=1, **shared)
-    block = config.block_size or drafter.block_size
+    if builder_of(config, drafter) == "none":
+        return DecodePlan(builder="none", num_nodes=1, **shared)
+    sizes, draft = drafters.of(drafter).choose(drafter, config)
     nodes = None if config.nodes == "auto" else config.nodes
     builder, rule, shape = drafting(config)
+    longest = 1 + sizes.num_depths
     return DecodePlan(
-        drafter=replace(drafter, block_size=block),
-        method=method,
-        head=config.head or drafter.head,
-        num_nodes=(nodes or drafter.num_nodes) if method == "tree" else min(nodes or block, block),
-        draft=DraftSettings(candidates=config.candidates, children=config.children, shortlist=config.shortlist),
+        drafter=sizes,
+        num_nodes=min(nodes or longest, longest) if BUILDERS[builder].is_chain else nodes or drafter.num_nodes,
+        draft=draft,
         builder=builder,
-        shape=shape if builder in SAMPLED else TreeShape(),
+        shape=shape if BUILDERS[builder].draws else TreeShape(lanes=shape.lanes),
         rule=rule,
         **shared,
     )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer to be made: a prompt and its own sampling settings."""
+
+    index: int
+    ids: list[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+
+def rows_of(prompts: list[list[int]], config: GenerateConfig, verifier: ModelConfig) -> list[Row]:
+    """One row per prompt and sample, prompt by prompt.
+
+    Raises:
+      ValueError: no prompts, ids outside the vocabulary, more tokens than the context holds, lists of the wrong length.
+    """
+    if not prompts:
+        raise ValueError("got no prompts, expected at least one")
+    vocabulary, context = verifier.vocab_size, verifier.max_positions
+
+    def each(value: Any, name: str) -> list[Any]:
+        if not isinstance(value, Sequence | np.ndarray):
+            return [value] * len(prompts)
+        if len(value) != len(prompts):
+            raise ValueError(f"got {len(value)} values of {name} for {len(prompts)} prompts, expected one per prompt")
+        return list(value)
+
+    settings = zip(*(each(getattr(config, n), n) for n in ("temperature", "top_k", "top_p", "seed")), strict=True)
+    rows = []
+    for index, (ids, (temperature, top_k, top_p, seed)) in enumerate(zip(prompts, settings, strict=True)):
+        outside = [i for i in ids if not 0 <= i < vocabulary]
+        if outside:
+            raise ValueError(f"prompt {index}: got id {quoted(outside[0])}, expected 0 to {vocabulary - 1}")
+        if len(ids) + config.max_new_tokens > context:
+            raise ValueError(
+                f"prompt {index}: got {len(ids)} prompt tokens + {config.max_new_tokens} new tokens, "
+                f"expected at most {context} together (the verifier's context)"
+            )
+        temperature = temperature if temperature >= GREEDY_BELOW else 0.0
+        for sample in range(config.samples):
+            rows.append(Row(index, ids, temperature, top_k, top_p, (seed + sample) % 2**32))
+    return rows
+
+
+def with_indices(rows: list[Row], indices: Sequence[int] | None, num_prompts: int) -> list[Row]:
+    """Rows that draw from the given index of their prompt, where there are such.
+
+    Raises:
+      ValueError: another number of indices than of prompts, or what is no index.
+    """
+    if indices is None:
+        return rows
+    found = fit(Sequence[int], indices, "indices", Bounds(least=0, most=2**32 - 1))
+    if len(found) != num_prompts:
+        raise ValueError(f"got {len(found)} indices for {num_prompts} prompts, expected one per prompt")
+    return [replace(row, index=found[row.index]) for row in rows]
+
+
+def values(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, Sequence | np.ndarray) else [value]

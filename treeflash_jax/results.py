@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from html import escape
 
 from treeflash_jax.checks import whole
-from treeflash_jax.decoding.state import Method
 from treeflash_jax.draw import DrawnTree
 
 
@@ -19,7 +18,7 @@ class Result:
       prompt_ids: what was read.
       ids: generated ids, the stop token included.
       text: decoded without special tokens, up to a stop string; None where there is no tokenizer.
-      method: how it was decoded, as GenerateConfig.method, "ar" where there was no drafter.
+      builder: how it was drafted, as GenerateConfig.builder; "none" where nothing was drafted.
       accept_lengths: tokens that every round added to the answer, bonus included. The token that prefill yields is in no
         entry, so that `1 + sum(accept_lengths) == len(ids)`.
       cut: tokens that the last round accepted beyond the end of the answer, at a stop or at `max_new_tokens`. Published
@@ -36,7 +35,7 @@ class Result:
     prompt_ids: list[int]
     ids: list[int]
     text: str | None
-    method: Method
+    builder: str
     accept_lengths: list[int]
     finished: str
     seconds: float
@@ -51,10 +50,15 @@ class Result:
     @staticmethod
     def unanswered(prompt_ids: list[int], *, has_text: bool) -> Result:
         """What a prompt gets that Ctrl-C left waiting: no tokens, marked "interrupted"."""
-        rest = {"seconds": 0.0, "compile_seconds": 0.0, "tokens_per_second": 0.0, "method": "ar"}
+        rest = {"seconds": 0.0, "compile_seconds": 0.0, "tokens_per_second": 0.0, "builder": "none"}
         return Result(
             prompt_ids=prompt_ids, ids=[], text="" if has_text else None, accept_lengths=[], finished="interrupted", **rest
         )
+
+    @property
+    def method(self) -> str:
+        """What `builder` was called in the first edition: "tree", "walk", "chain" or "ar"."""
+        return {"none": "ar", "walk": "walk", "chain": "chain"}.get(self.builder, "tree")
 
     @property
     def tau(self) -> float:
@@ -70,7 +74,7 @@ class Result:
         """As notebooks show it: the answer, and its statistics below."""
         answer = self.text if self.text is not None else " ".join(map(str, self.ids))
         about = {"tokens": len(self.ids), "rounds": len(self.accept_lengths), "tau": f"{self.tau:.2f}"}
-        about |= {"tokens/s": f"{self.tokens_per_second:.0f}", "method": self.method, "finished": self.finished}
+        about |= {"tokens/s": f"{self.tokens_per_second:.0f}", "builder": self.builder, "finished": self.finished}
         heads = "".join(f"<th>{escape(name)}</th>" for name in about)
         values = "".join(f"<td>{escape(str(value))}</td>" for value in about.values())
         return (

@@ -1,25 +1,27 @@
-"""What a caller may ask for, checked before any compute: settings of a call, and the rows they become."""
+"""What a caller may ask for: every setting of a call once, with its type, default, unit, limits and help.
+
+Signatures, docstrings, command lines, records and the table of options in README.md are derived from the fields.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial, wraps
 from typing import Any, Literal, TypedDict, TypeVar
 
-import numpy as np
-
-from treeflash_jax.acceptance import RULES, check_lawful
-from treeflash_jax.checks import Bounds, bounded, checked, clipped, fit, quoted
-from treeflash_jax.config import MOST_NODES, DrafterConfig, HeadName, ModelConfig
-from treeflash_jax.decoding.state import BUILDER_OF_METHOD, Method
-from treeflash_jax.suggest import suggesting, suggestion
-from treeflash_jax.trees.builders import SAMPLED, TreeShape, law_of
+from treeflash_jax.acceptance import RULES
+from treeflash_jax.checks import bounded, documented, quoted
+from treeflash_jax.config import MOST_NODES, HeadName
+from treeflash_jax.suggest import suggesting
+from treeflash_jax.trees import BUILDERS, TreeShape
 from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Group = TypeVar("Group")
 MOST_ROWS = 2**16  # answers of a prompt, or decoded together; more is a slip
-GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
 # Named so that asking for them is an answer, not a silent difference.
 REFUSED = {
     "repetition_penalty": "penalties change the verifier's distribution with every token",
@@ -29,127 +31,268 @@ REFUSED = {
     "grammar": "constrained decoding needs a mask per tree node",
     "min_p": "only temperature, top-k and top-p are implemented",
 }
-# Fields of GenerateConfig that say how to draft.
-DRAFTING = "nodes block_size candidates children shortlist head builder acceptance".split()
-DRAFTING += "branches trunk skeleton leaves drafter_temperature".split()
 NO_DRAFTER = "no drafter is loaded"
+METHODS = {"tree": "best-first", "walk": "walk", "chain": "chain", "ar": "none"}  # what `builder` was in the first edition
+logger = logging.getLogger("treeflash_jax")
 
 
 OF_LOAD = "verifier drafter dtype quantize mesh revision local_files_only budget".split()  # no settings of a call
 
 
-@suggesting
+def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings, or those of a record, whose `method` of the first edition is turned into `builder`."""
+    rest = dict(settings)
+    method = rest.pop("method", None)
+    if method is None:
+        return rest
+    builder = METHODS.get(method) if isinstance(method, str) else None
+    if builder is None:
+        raise ValueError(f"got method {quoted(method)}, expected one of {tuple(METHODS)}; it is called builder now")
+    if method != "tree" or rest.get("builder") is None:
+        rest["builder"] = builder
+    return rest
+
+
+def without_method(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a call with `builder` for `method`, which works for one more release and says so."""
+    found = renamed(settings)
+    if settings.get("method") is not None:
+        if settings.get("builder") not in (None, found["builder"]):
+            raise ValueError(
+                f"got builder {quoted(settings['builder'])} and method {settings['method']!r}, expected one of them"
+            )
+        logger.warning(
+            f"method {settings['method']!r} is now builder {found['builder']!r}; the old name ends with the next release"
+        )
+    return found
+
+
+def takes_method(cls: type) -> type:
+    """A class of settings that also accepts `method`."""
+    init = cls.__init__
+
+    @wraps(init)
+    def made(self: Any, **settings: Any) -> None:
+        init(self, **without_method(settings))
+
+    cls.__init__ = made
+    return cls
+
+
+# What a setting changes: the text that is sampled; only how fast it comes; or what the program computes besides.
+answer, speed, program = (partial(bounded, kind=kind) for kind in ("answer", "speed", "program"))
+
+
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
+class SamplingConfig:
+    """What is sampled, and where an answer ends. Numbers that are sequences here have one value, or one per prompt."""
+
+    max_new_tokens: int = answer(128, least=1, unit="tokens", help="most tokens of an answer, the stop token included")
+    temperature: float | Sequence[float] = answer(
+        0.0,
+        least=0,
+        says="0 (greedy) or more; one number, or one per prompt",
+        help="sampling temperature of the verifier; 0 is greedy",
+    )
+    top_k: int | Sequence[int] = answer(
+        0,
+        least=0,
+        unit="tokens",
+        says="0 (all tokens) to 2**31 - 1; one, or one per prompt",
+        help="sample from the k most likely tokens; 0 keeps all",
+    )
+    top_p: float | Sequence[float] = answer(
+        1.0,
+        above=0,
+        most=1,
+        unit="probability",
+        says="above 0 and at most 1; one, or one per prompt",
+        help="sample from the most likely tokens of this total probability",
+    )
+    seed: int | Sequence[int] = answer(
+        0,
+        least=0,
+        most=2**32 - 1,
+        says="0 to 2**32 - 1; one, or one per prompt",
+        help="random seed; prompt i uses the key fold_in(seed, i)",
+    )
+    samples: int = answer(
+        1,
+        least=1,
+        most=MOST_ROWS,
+        unit="answers",
+        help="number of answers per prompt; answer j is that of seed + j",
+    )
+    stop: Sequence[str] = answer(
+        (),
+        nonempty=True,
+        says="strings that are not empty",
+        unit="text",
+        help="text that ends an answer and is not part of it",
+    )
+    stop_ids: Sequence[int] | None = answer(
+        None, least=0, unit="ids", unset="the model's own", help="ids of the tokens that end an answer"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """What the drafter proposes."""
+
+    head: HeadName | None = speed(None, unset="the drafter's own", help="head of the drafter; marginal is none")
+    block_size: int | None = speed(
+        None,
+        least=2,
+        unit="tokens",
+        unset="the drafter's",
+        help="length of the drafted block, anchor included, at most the drafter's; shorter blocks make rounds cheaper and "
+        "trees shallower",
+    )
+    candidates: int = speed(16, least=1, unit="tokens", help="candidate tokens per depth (M)")
+    children: int = speed(16, least=1, unit="tokens", help="children kept per candidate token (K)")
+    shortlist: int = speed(
+        0,
+        least=0,
+        unit="tokens",
+        help="tokens per depth that the second stage of a conditional head scores, chosen over all depths together; 0 "
+        "scores the whole vocabulary",
+    )
+    drafter_temperature: float | None = speed(
+        None,
+        above=0,
+        unset="the larger of the drafter's own and the sampling temperature, the latter counted up to 1",
+        help="temperature of the draft",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeConfig:
+    """What tree is verified in a round, and which of its nodes are kept."""
+
+    builder: str | None = speed(
+        None,
+        choices=lambda: ("none", *BUILDERS),
+        unset="none without a drafter; best-first with one, or hybrid at temperatures measured to be better with it",
+        help="what is drafted: a tree (best-first; or paths, delayed, without-replacement or hybrid, whose nodes are "
+        "sampled), one path (walk is greedy, chain is that of the DFlash paper), or nothing: one token at a time (none)",
+    )
+    nodes: int | Literal["auto"] | None = speed(
+        None,
+        least=1,
+        most=MOST_NODES,
+        says=f"at least 1 (the root counts) and at most {MOST_NODES:,}, or 'auto'",
+        unit="nodes",
+        unset="the drafter's for a tree, the whole block for a chain",
+        help="tree nodes verified per round, root included; auto verifies as many as are fastest according to `treeflash "
+        "calibrate` and pauses drafting while it does not pay",
+    )
+    acceptance: str | None = speed(
+        None,
+        choices=lambda: tuple(RULES),
+        unset="sample-and-match, but block for one sampled path and traversal for other sampled trees",
+        help="rule that decides which nodes are kept; with sample-and-match, the answer is also that of one-token decoding "
+        "with the same seed",
+    )
+    branches: int = speed(
+        TreeShape.branches,
+        least=1,
+        most=MOST_NODES,
+        unit="nodes",
+        help="number of sampled paths, or most sampled children of a node",
+    )
+    trunk: int = speed(
+        TreeShape.trunk, least=0, most=MOST_NODES, unit="nodes", help="nodes before the first branching of a delayed tree"
+    )
+    skeleton: float = speed(
+        TreeShape.skeleton,
+        least=0,
+        most=1,
+        unit="share",
+        says="0 to 1, a share of the nodes",
+        help="share of the nodes of a hybrid tree that best-first search chooses",
+    )
+    leaves: bool = speed(TreeShape.leaves, help="let sampled trees contain tokens that end their branch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """How the programs run, and what they return besides the answers."""
+
+    batch_size: int | None = speed(
+        None, least=1, most=MOST_ROWS, unit="sequences", unset="all, at most 8", help="sequences decoded together"
+    )
+    attention: str | None = speed(
+        None,
+        choices=lambda: tuple(IMPLEMENTATIONS),
+        unset="chosen by device and dtype",
+        help="how caches are read: xla reads whole caches; streamed, pallas-gpu and pallas-tpu only their filled part. The "
+        "Pallas kernels were never run on an accelerator",
+    )
+    log_probs: bool = program(False, help="also return the verifier's log-probability of every token")
+    expected_lengths: bool = program(
+        False, help="also return how many tokens each round was expected to commit, given its tree"
+    )
+
+
+GROUPS = {
+    "sampling": SamplingConfig,
+    "drafting (affects the speed, never the distribution of the output)": DraftConfig,
+    "tree (affects the speed, never the distribution of the output)": TreeConfig,
+    "running": RuntimeConfig,
+}
+
+
+@takes_method
+@suggesting
+@documented
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(RuntimeConfig, TreeConfig, DraftConfig, SamplingConfig):
     """Settings of a call to `generate`, `generate_each`, `stream` or `warmup`.
 
     Settings of drafting affect the speed, never the distribution of the output.
 
     Example:
       >>> model.generate(prompts, GenerateConfig(temperature=0.7, top_p=0.9), max_new_tokens=256)
-
-    Attributes:
-      max_new_tokens: maximum number of generated tokens, the stop token included.
-      method: what is drafted: "tree"; "walk", a greedy chain; "chain", the chain of the DFlash paper; or "ar", nothing (one
-        token at a time). The default is "tree" with a drafter and "ar" without one.
-      nodes: tree nodes verified per round, root included. The default is the drafter's for a tree, and the whole block for
-        a chain. With "auto", every round verifies the number of nodes that is fastest according to `treeflash calibrate`,
-        and drafting pauses while it does not pay; this needs best-first trees and sample-and-match.
-      block_size: length of the drafted block, anchor included, at most the length the drafter was trained for (the
-        default). Shorter blocks make rounds cheaper and trees shallower.
-      candidates: candidate tokens per depth (M).
-      children: children kept per candidate token (K).
-      shortlist: number of tokens per depth that the second stage of a conditional head scores, taken over all depths
-        together. 0 scores the whole vocabulary.
-      head: "mlp", "linear" or "marginal". The default is the drafter's own head.
-      builder: how a tree is built: "best-first", which is deterministic, or "paths", "delayed", "without-replacement" or
-        "hybrid", whose nodes are sampled. The default is "best-first"; sequences at temperatures where "hybrid" was
-        measured to be better for this drafter (`DrafterConfig.sampled_above`) get that, unless `acceptance` is given.
-      acceptance: rule that decides which nodes are kept. The default is "sample-and-match" for best-first trees, "block"
-        for one sampled path, and "traversal" for other sampled trees. Every rule keeps the verifier's distribution;
-        "sample-and-match" also gives the same answer as one-token decoding with the same seed.
-      branches: number of sampled paths, or maximum number of sampled children per node.
-      trunk: number of nodes before the first branching of a "delayed" tree.
-      skeleton: share of the nodes of a "hybrid" tree that are chosen by best-first search.
-      leaves: whether sampled trees may contain tokens that end their branch.
-      temperature: sampling temperature of the verifier; 0 is greedy. One value, or one per prompt.
-      top_k: sample from the k most likely tokens; 0 keeps all. One value, or one per prompt.
-      top_p: sample from the most likely tokens of this total probability; 1 keeps all. One value, or one per prompt.
-      drafter_temperature: temperature of the draft. The default is the larger of the drafter's own and the sequence's
-        temperature, the latter counted up to 1: a draft works best when it is about as sharp as the verifier.
-      seed: one value, or one per prompt. Prompt i uses the key fold_in(seed, i).
-      samples: number of answers per prompt. Sample j is the answer that seed + j gives.
-      stop_ids: token ids that end an answer. The default is the model's own.
-      stop: strings that end an answer; the text ends before them.
-      batch_size: number of sequences decoded together. The default is all, at most 8.
-      attention: attention implementation. "xla" reads whole caches; "streamed", "pallas-gpu" and "pallas-tpu" read only the
-        filled part. The default depends on the device and dtype. The Pallas kernels were never run on an accelerator.
-      log_probs: whether to return the verifier's log-probability of every token.
-      expected_lengths: whether to return how many tokens each round was expected to commit, given its tree.
     """
 
-    max_new_tokens: int = bounded(128, least=1)
-    method: Method | None = None
-    nodes: int | Literal["auto"] | None = bounded(
-        None, least=1, most=MOST_NODES, says=f"at least 1 (the root counts) and at most {MOST_NODES:,}, or 'auto'"
-    )
-    block_size: int | None = bounded(None, least=2)
-    candidates: int = bounded(16, least=1)
-    children: int = bounded(16, least=1)
-    shortlist: int = bounded(0, least=0)
-    head: HeadName | None = None
-    builder: str | None = None
-    acceptance: str | None = None
-    branches: int = bounded(TreeShape.branches, least=1, most=MOST_NODES)
-    trunk: int = bounded(TreeShape.trunk, least=0, most=MOST_NODES)
-    skeleton: float = bounded(TreeShape.skeleton, least=0, most=1, says="0 to 1, a share of the nodes")
-    leaves: bool = TreeShape.leaves
-    temperature: float | Sequence[float] = bounded(0.0, least=0, says="0 (greedy) or more; one number, or one per prompt")
-    top_k: int | Sequence[int] = bounded(0, least=0, says="0 (all tokens) to 2**31 - 1; one, or one per prompt")
-    top_p: float | Sequence[float] = bounded(1.0, above=0, most=1, says="above 0 and at most 1; one, or one per prompt")
-    drafter_temperature: float | None = bounded(None, above=0)
-    seed: int | Sequence[int] = bounded(0, least=0, most=2**32 - 1, says="0 to 2**32 - 1; one, or one per prompt")
-    samples: int = bounded(1, least=1, most=MOST_ROWS)
-    stop_ids: Sequence[int] | None = bounded(None, least=0)
-    stop: Sequence[str] = bounded((), nonempty=True, says="strings that are not empty")
-    batch_size: int | None = bounded(None, least=1, most=MOST_ROWS)
-    attention: str | None = None
-    log_probs: bool = False
-    expected_lengths: bool = False
+    def group(self, cls: type[Group]) -> Group:
+        """The settings of one group: `config.group(TreeConfig)`."""
+        return cls(**{one.name: getattr(self, one.name) for one in fields(cls)})
 
 
 class Settings(TypedDict, total=False):
-    """The fields of GenerateConfig as keyword arguments, written out for editors and type checkers.
+    """The fields of GenerateConfig as keyword arguments: type checkers and editors read them here.
 
-    GenerateConfig says what they mean, checks them and has their defaults; a test keeps the two alike.
+    `python notebooks/results/tables.py` writes them.
     """
 
+    # fields
     max_new_tokens: int
-    method: Method | None
-    nodes: int | Literal["auto"] | None
+    temperature: float | Sequence[float]
+    top_k: int | Sequence[int]
+    top_p: float | Sequence[float]
+    seed: int | Sequence[int]
+    samples: int
+    stop: Sequence[str]
+    stop_ids: Sequence[int] | None
+    head: HeadName | None
     block_size: int | None
     candidates: int
     children: int
     shortlist: int
-    head: HeadName | None
+    drafter_temperature: float | None
     builder: str | None
+    nodes: int | Literal["auto"] | None
     acceptance: str | None
     branches: int
     trunk: int
     skeleton: float
     leaves: bool
-    temperature: float | Sequence[float]
-    top_k: int | Sequence[int]
-    top_p: float | Sequence[float]
-    drafter_temperature: float | None
-    seed: int | Sequence[int]
-    samples: int
-    stop_ids: Sequence[int] | None
-    stop: Sequence[str]
     batch_size: int | None
     attention: str | None
     log_probs: bool
     expected_lengths: bool
+    # end
 
 
 def takes_settings(function: Function) -> Function:
@@ -165,175 +308,3 @@ def takes_settings(function: Function) -> Function:
     ]
     function.__signature__ = signature.replace(parameters=own + settings)
     return function
-
-
-@dataclass(frozen=True)
-class Row:
-    """One answer to be made: a prompt and its own sampling settings."""
-
-    index: int
-    ids: list[int]
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-
-    @property
-    def length(self) -> int:
-        return len(self.ids)
-
-
-def resolve(
-    config: GenerateConfig | None, settings: Settings, verifier: ModelConfig, drafter: DrafterConfig | None
-) -> GenerateConfig:
-    """`config` with single settings replaced, checked against the loaded pair.
-
-    Raises:
-      ValueError: a setting that is unknown, refused by name, or out of range.
-    """
-    for name in settings:
-        _check_name(name)
-    config = replace(fit(GenerateConfig | None, config, "config") or GenerateConfig(), **settings)
-    if isinstance(config.stop, str):
-        config = replace(config, stop=(config.stop,))
-    config = checked(config)
-    if config.method is None and drafter is None:
-        _refuse_drafting(config)
-    config = replace(config, method=method_of(config, drafter))
-    vocabulary = verifier.vocab_size
-
-    def expect(ok: bool, what: str, got: Any, expected: str) -> None:
-        if not ok:
-            raise ValueError(f"got {what} {quoted(got)}, expected {expected}")
-
-    if config.method != "ar":
-        expect(drafter is not None, "method", config.method, f"'ar': {NO_DRAFTER}")
-        auto = config.nodes == "auto"
-        trained, size = drafter.block_size, config.block_size
-        expect(size is None or size <= trained, "block_size", size, f"2 to {trained}, as the drafter was trained")
-        for name in ("candidates", "children"):
-            value = getattr(config, name)
-            expect(value <= vocabulary, name, value, f"1 to {vocabulary} (the vocabulary)")
-        listed = config.shortlist
-        expect(listed <= vocabulary, "shortlist", listed, f"0 (all tokens) to {vocabulary} (the vocabulary)")
-        heads = ("marginal", drafter.head)
-        expect(config.head in (None, *heads), "head", config.head, f"one of {heads}, what this drafter has")
-        known_builders = ("best-first", *SAMPLED) if config.method == "tree" else (BUILDER_OF_METHOD[config.method],)
-        builder, rule, shape = drafting(config)
-        expect(builder in known_builders, "builder", builder, f"one of {known_builders} (method {config.method!r})")
-        expect(rule in RULES, "acceptance", rule, f"one of {tuple(RULES)}")
-        expect(builder not in SAMPLED or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
-        check_lawful(rule, law_of(builder, shape))
-        if auto:  # a budget that looks at drawn nodes would not be lossless; those of a chain are no tree's first
-            only = "with nodes 'auto'"
-            expect(builder == "best-first", "builder", builder, f"'best-first' {only}")
-            expect(rule == "sample-and-match", "acceptance", rule, f"'sample-and-match' {only}")
-    known = sorted(IMPLEMENTATIONS)
-    expect(config.attention in (None, *known), "attention", config.attention, f"one of {', '.join(known)}")
-    for value in config.stop_ids or ():
-        expect(value < vocabulary, "stop id", value, f"0 to {vocabulary - 1}")
-    return config
-
-
-def _check_name(name: str) -> None:
-    known = [field.name for field in fields(GenerateConfig)]
-    if name in REFUSED:
-        raise ValueError(f"{name} is not supported: {REFUSED[name]}")
-    if name in known:
-        return
-    meant = name if name in OF_LOAD else suggestion(name, [*known, *OF_LOAD])
-    if meant in OF_LOAD:
-        raise ValueError(f"got unknown setting {name!r}; {meant} is an argument of tf.load")
-    hint = f"; did you mean {meant}?" if meant else f", expected one of {clipped(', '.join(known), 200)}"
-    raise ValueError(f"got unknown setting {quoted(name)}{hint}")
-
-
-def method_of(config: GenerateConfig, drafter: DrafterConfig | None) -> Method:
-    """What is decoded by: the method that was asked for; else trees if there is a drafter, one token at a time if not."""
-    return config.method or ("ar" if drafter is None else "tree")
-
-
-def _refuse_drafting(config: GenerateConfig) -> None:
-    """Refuses settings of drafting that were changed from their defaults: without a drafter they would do nothing."""
-    defaults = GenerateConfig()
-    for name in DRAFTING:
-        value = getattr(config, name)
-        if value != getattr(defaults, name):
-            raise ValueError(f"got {name} {quoted(value)}, expected its default: {NO_DRAFTER}")
-
-
-def drafting(config: GenerateConfig) -> tuple[str, str, TreeShape]:
-    """Builder, acceptance rule and sizes of the sampled part, defaults filled in."""
-    builder = config.builder or BUILDER_OF_METHOD[config.method or "tree"]
-    shape = TreeShape(branches=config.branches, trunk=config.trunk, skeleton=config.skeleton, leaves=config.leaves)
-    usual = {"deterministic": "sample-and-match", "one path": "block"}.get(law_of(builder, shape), "traversal")
-    return builder, config.acceptance or usual, shape
-
-
-def with_builder(config: GenerateConfig, drafter: DrafterConfig | None, temperature: float) -> GenerateConfig:
-    """The settings of a row of this temperature: with a sampled tree where none was asked for and one is better."""
-    crossover = None if drafter is None else drafter.sampled_above
-    is_free = method_of(config, drafter) == "tree" and config.builder is None and config.acceptance is None
-    is_free &= config.nodes not in (1, "auto")
-    if is_free and crossover is not None and temperature >= crossover and config.head in (None, drafter.head):
-        return replace(config, builder="hybrid")
-    return config
-
-
-def draft_temperature(config: GenerateConfig, drafter: DrafterConfig | None, temperature: float) -> float:
-    """At what temperature a row's draft is made: as asked for, else by the rule of GenerateConfig."""
-    if config.drafter_temperature is not None or drafter is None:
-        return config.drafter_temperature or 1.0
-    return max(drafter.drafter_temperature, min(temperature, 1.0))
-
-
-def rows_of(prompts: list[list[int]], config: GenerateConfig, verifier: ModelConfig) -> list[Row]:
-    """One row per prompt and sample, prompt by prompt.
-
-    Raises:
-      ValueError: no prompts, ids outside the vocabulary, more tokens than the context holds, lists of the wrong length.
-    """
-    if not prompts:
-        raise ValueError("got no prompts, expected at least one")
-    vocabulary, context = verifier.vocab_size, verifier.max_positions
-
-    def each(value: Any, name: str) -> list[Any]:
-        if not isinstance(value, Sequence | np.ndarray):
-            return [value] * len(prompts)
-        if len(value) != len(prompts):
-            raise ValueError(f"got {len(value)} values of {name} for {len(prompts)} prompts, expected one per prompt")
-        return list(value)
-
-    settings = zip(*(each(getattr(config, n), n) for n in ("temperature", "top_k", "top_p", "seed")), strict=True)
-    rows = []
-    for index, (ids, (temperature, top_k, top_p, seed)) in enumerate(zip(prompts, settings, strict=True)):
-        outside = [i for i in ids if not 0 <= i < vocabulary]
-        if outside:
-            raise ValueError(f"prompt {index}: got id {quoted(outside[0])}, expected 0 to {vocabulary - 1}")
-        if len(ids) + config.max_new_tokens > context:
-            raise ValueError(
-                f"prompt {index}: got {len(ids)} prompt tokens + {config.max_new_tokens} new tokens, "
-                f"expected at most {context} together (the verifier's context)"
-            )
-        temperature = temperature if temperature >= GREEDY_BELOW else 0.0
-        for sample in range(config.samples):
-            rows.append(Row(index, ids, temperature, top_k, top_p, (seed + sample) % 2**32))
-    return rows
-
-
-def with_indices(rows: list[Row], indices: Sequence[int] | None, num_prompts: int) -> list[Row]:
-    """Rows that draw from the given index of their prompt, where there are such.
-
-    Raises:
-      ValueError: another number of indices than of prompts, or what is no index.
-    """
-    if indices is None:
-        return rows
-    found = fit(Sequence[int], indices, "indices", Bounds(least=0, most=2**32 - 1))
-    if len(found) != num_prompts:
-        raise ValueError(f"got {len(found)} indices for {num_prompts} prompts, expected one per prompt")
-    return [replace(row, index=found[row.index]) for row in rows]
-
-
-def values(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, Sequence | np.ndarray) else [value]

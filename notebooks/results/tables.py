@@ -1,4 +1,4 @@
-"""Writes the tables of the README files from the JSON files in this folder.
+"""Writes the tables of the README files from the JSON files in this folder, and what repeats the settings of a call.
 
     python notebooks/results/tables.py
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted(page for part in ("notebooks", "train", "treeflash_jax") for page in (ROOT / part).rglob("README.md")),
 ]
+SETTINGS = ROOT / "treeflash_jax" / "settings.py"
 SYSTEMS = {
     "ar": "one token at a time",
     "chain": "chain (DFlash)",
@@ -205,10 +207,10 @@ def gpu_rounds() -> str:
             one["batch"],
             f"{one['bytes_per_device']['round'] / GIB:.2f}",
             *(one["launches"][stage] for stage in stages),
-            sum(runs[f"{name} ar"]["launches"].values()),
+            sum(runs[f"{name} none"]["launches"].values()),
         ]
         for name, one in runs.items()
-        if one["method"] == "tree"
+        if one["builder"] == "best-first"
     ]
     return table("model | batch | temporary, GiB | draft | expand | tree | verify | accept | commit | one-token step", rows)
 
@@ -289,11 +291,32 @@ def accept_costs() -> str:
     return "\n".join([made, "", f"{runs['hardware']}:", fenced([runs["command"]], "text")])
 
 
+def options() -> str:
+    """Every setting of a call, from the fields that declare it."""
+    from treeflash_jax.checks import default_of
+    from treeflash_jax.settings import GROUPS
+
+    rows = [
+        [f"`--{one.name.replace('_', '-')}`", one.metadata["help"], default_of(one), one.metadata["kind"]]
+        for group in GROUPS.values()
+        for one in fields(group)
+    ]
+    return table("option | meaning | default | changes", rows)
+
+
+def typed_settings(text: str) -> str:
+    """settings.py with the fields of GenerateConfig as those of the TypedDict that type checkers read."""
+    from treeflash_jax.settings import GenerateConfig
+
+    lines = "".join(f"    {one.name}: {one.type}\n" for one in fields(GenerateConfig)).replace("'", '"')
+    return re.sub(r"(?<=    # fields\n).*?(?=    # end\n)", lines, text, flags=re.DOTALL)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
         *(tau, tau_seen, drafter_temperature, train_head, train_steps, latency, growth, budget),
-        *(tpu_rounds, gpu_rounds, beside_published, sampled_trees, leaves, accept_costs),
+        *(tpu_rounds, gpu_rounds, beside_published, sampled_trees, leaves, accept_costs, options),
     )
 }
 
@@ -307,6 +330,7 @@ def rendered(text: str) -> str:
 def main() -> None:
     for page in PAGES:
         page.write_text(rendered(page.read_text(encoding="utf-8")), encoding="utf-8")
+    SETTINGS.write_text(typed_settings(SETTINGS.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeflash_jax import GenerateConfig, TreeFlash, cli, make_mesh
+from treeflash_jax import trees as tree
 from treeflash_jax.adaptive import budget, calibration
 from treeflash_jax.adaptive.calibration import fit_round_times
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding import rounds
-from treeflash_jax.settings import rows_of
-from treeflash_jax.trees import tree
+from treeflash_jax.planning import rows_of
 
 PROMPTS = [[3, 4, 5, 17, 29], [7, 8], [100, 3, 50, 60, 61, 62, 63], [9]]
 SAMPLED = {"temperature": [0.0, 0.7, 1.0, 0.0], "top_p": [1.0, 0.9, 1.0, 1.0], "seed": [1, 2, 3, 4]}
@@ -38,7 +38,7 @@ def programs() -> dict:
 @pytest.fixture(scope="module")
 def plain(trained):
     return {
-        name: [result.ids for result in trained.generate(PROMPTS, method="ar", max_new_tokens=70, stop_ids=[], **how)]
+        name: [result.ids for result in trained.generate(PROMPTS, builder="none", max_new_tokens=70, stop_ids=[], **how)]
         for name, how in (("greedy", {}), ("sampled", SAMPLED))
     }
 
@@ -167,8 +167,10 @@ def test_what_never_drafts_decodes_as_it_was_asked_to(trained, tmp_path):
     model = beside(trained, tmp_path / "budget.json", entry)
     config = GenerateConfig(**auto)
     plan, decision = model._choose(model.plan(config), rows_of([[3]], config, model.verifier), 1, 256)
-    assert decision is None and plan.method == "ar" and plan == asked.one_token()
-    assert plan.attention == "chunked" and plan.log_probs and plan == model.plan(replace(config, method="ar", nodes=None))
+    assert decision is None and plan.builder == "none" and plan == asked.one_token()
+    assert (
+        plan.attention == "chunked" and plan.log_probs and plan == model.plan(replace(config, builder="none", nodes=None))
+    )
 
 
 @pytest.mark.parametrize(("attention", "taken"), [pytest.param("xla", -1, marks=pytest.mark.slow), ("streamed", 0)])
@@ -274,7 +276,7 @@ def test_nothing_recompiles_when_only_values_change(trained, programs, tmp_path)
         calibration.write(path, table(trained, [1.1, 1.2, 1.6, 2.0], 0.8))
         run(PROMPTS, max_new_tokens=9)
         assert not compiled
-        trained.generate(PROMPTS[:1], method="ar", max_new_tokens=2, batch_size=7)
+        trained.generate(PROMPTS[:1], builder="none", max_new_tokens=2, batch_size=7)
         assert any("decode" in name for name in compiled), "a batch of another size has a program of its own"
 
 
@@ -318,7 +320,7 @@ def test_eight_devices_answer_as_one(tmp_path):
     one, pair = random_pair(), random_pair(make_mesh(4, 2))
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
     how = {"max_new_tokens": 24, "temperature": [0.0, 0.7, 1.0, 0.0], "top_p": [1.0, 0.9, 0.8, 1.0]}
-    expected = [result.ids for result in one.generate(prompts, method="ar", **how)]
+    expected = [result.ids for result in one.generate(prompts, builder="none", **how)]
     for name, seconds, step in (("on", MIXED, 0.9), ("edge", MIXED, 0.42)):
         model = beside(pair, tmp_path / f"{name}.json", table(pair, seconds, step))
         results = model.generate(prompts, **AUTO, **how)
@@ -362,7 +364,7 @@ def test_a_stale_calibration_is_refused(trained, tmp_path, changed):
 
 def test_weights_of_another_drafter_are_another_pair(trained):
     plan = trained.plan(GenerateConfig(builder="best-first"))
-    weights = trained.weights.replace(drafter=trained.weights.drafter | {"fc": trained.weights.drafter["fc"] + 1})
+    weights = trained.weights.replace(drafter=jax.tree.map(lambda x: x + 1, trained.weights.drafter))
     ours, other = (calibration.identity_of(trained.verifier, w, plan, None) for w in (trained.weights, weights))
     assert [name for name in ours if ours[name] != other[name]] == ["pair"]
 
@@ -372,7 +374,7 @@ def test_weights_of_another_drafter_are_another_pair(trained):
     [
         ({"nodes": "many"}, "nodes 'many', expected at least 1 .*, or 'auto'"),
         ({"nodes": "auto", "builder": "hybrid"}, "builder 'hybrid', expected 'best-first' with nodes 'auto'"),
-        ({"nodes": "auto", "method": "chain"}, "builder 'chain', expected 'best-first' with nodes 'auto'"),
+        ({"nodes": "auto", "builder": "chain"}, "builder 'chain', expected 'best-first' with nodes 'auto'"),
         ({"nodes": "auto", "acceptance": "block"}, "acceptance 'block'"),
         ({"nodes": "auto"}, "a.json not found; nodes 'auto' needs what `treeflash calibrate` writes"),
     ],
@@ -420,7 +422,7 @@ def test_calibrate_writes_what_generate_reads(tmp_path, capsys, monkeypatch):
     prompt = ["--prompt-ids", "5 6 7", "--max-new-tokens", "5", "--json", *sizes]
     assert cli.main(["generate", "--nodes", "auto", *prompt]) == 0
     auto = json.loads(capsys.readouterr().out)
-    assert cli.main(["generate", "--method", "ar", *prompt]) == 0
+    assert cli.main(["generate", "--builder", "none", *prompt]) == 0
     assert auto["ids"] == json.loads(capsys.readouterr().out)["ids"]
     assert cli.main(["generate", "--nodes", "auto", *prompt, "--candidates", "5"]) == 2
     assert "got a calibration for candidates 4, expected 5" in capsys.readouterr().err

@@ -64,7 +64,6 @@ def test_weights_and_caches_are_the_bytes_of_real_arrays(sizes):
     assert asdict(found) == {
         "verifier": bytes_on_one_device(model.weights.verifier),
         "drafter": bytes_on_one_device(model.weights.drafter),
-        "head": bytes_on_one_device(model.weights.head),
         "verifier_cache": bytes_on_one_device(state.cache.groups),
         "drafter_cache": bytes_on_one_device(state.drafter.context.groups),
     }
@@ -295,7 +294,7 @@ def test_the_command_writes_what_it_prints_and_keeps_what_was_there(tmp_path, ca
 
 def test_plain_decoding_needs_no_drafter(tmp_path):
     out = tmp_path / "rounds.json"
-    assert main(["bench", "memory", *FOLDERS, "--mesh", "1x1", "--method", "ar", "--out", str(out)]) == 0
+    assert main(["bench", "memory", *FOLDERS, "--mesh", "1x1", "--builder", "none", "--out", str(out)]) == 0
     [(key, result)] = json.loads(out.read_text()).items()
     sizes = result["bytes_per_device"]
     assert key == "verifier cpu 1x1 batch 1 ar", "beside a drafted round, not in its place"
@@ -400,7 +399,7 @@ def test_impossible_requests_are_refused_before_any_compute(monkeypatch, trained
             model.generate(prompts, **{"max_new_tokens": 8} | settings)
     monkeypatch.setattr(generate, "memory_limit", lambda mesh: one.total - one.drafter_cache)
     with pytest.raises(Computed):
-        model.generate([[1], [2]], method="ar", max_new_tokens=8)
+        model.generate([[1], [2]], builder="none", max_new_tokens=8)
     with pytest.raises(ValueError, match="caches"):
         model.generate([[1], [2]], max_new_tokens=8)
 
@@ -414,7 +413,7 @@ def test_no_batch_holds_the_caches_of_the_one_before(monkeypatch, trained):
         return call(function, *args, **static)
 
     monkeypatch.setattr(trained, "_call", counted)
-    trained.generate([[1]] * 3, max_new_tokens=4, batch_size=1, method="ar")
+    trained.generate([[1]] * 3, max_new_tokens=4, batch_size=1, builder="none")
     assert held == [held[0]] * 3
 
 

@@ -19,7 +19,7 @@ def made(prompt, system, lengths, seconds, *, tokens=None, temperature=0.0, seed
     base, _, nodes = system.partition("-")
     flat = [length for turn in lengths for length in turn]
     own = dict.fromkeys(report.OWN) | {
-        "method": "ar" if base == "ar" else "tree",
+        "builder": "none" if base == "ar" else "best-first",
         "nodes": int(nodes.partition("@")[0]) if nodes else None,
     }
     settings = dict.fromkeys(report.SHARED, 1) | own | {"temperature": temperature, "seed": seed}
@@ -207,3 +207,21 @@ def test_report_of_nothing_or_half_a_line(tmp_path, capsys):
 def test_no_resamples_are_refused():
     with pytest.raises(ValueError, match="resamples 0"):
         report.summarise([made("a", "ar", [[1]], 1.0)], resamples=0)
+
+
+def test_files_of_the_first_edition_are_read(tmp_path):
+    """They had a method, and a builder for trees only."""
+    path, builders = tmp_path / "old.jsonl", {}
+    for name, method, builder in (
+        ("ar", "ar", None),
+        ("chain", "chain", None),
+        ("treeflash-4", "tree", "best-first"),
+        ("treeflash-8", "tree", "hybrid"),
+    ):
+        record = made("a", name, [[1]], 1.0)
+        record["settings"] |= {"method": method, "builder": builder, "nodes": 4}
+        path.write_text(path.read_text() + json.dumps(record) + "\n" if path.exists() else json.dumps(record) + "\n")
+        builders[name] = builder or {"ar": "none"}.get(method, method)
+    records, _ = report.read_records(path)
+    assert {record["system"]: record["settings"]["builder"] for record in records} == builders
+    assert not any("method" in record["settings"] for record in records)

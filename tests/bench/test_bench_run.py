@@ -45,7 +45,7 @@ def fake(tiny, monkeypatch):
                 prompt_ids=[1],
                 ids=[5, 6, 7, 8],
                 text=f"answer {len(calls)}",
-                method=config.method,
+                builder=config.builder,
                 accept_lengths=[3, 1],
                 finished=fake.finished,
                 seconds=1000.0 if slow else float(len(inputs)),
@@ -89,7 +89,7 @@ def test_a_run_records_what_generate_gives(tiny, prompts, tmp_path, monkeypatch,
     lengths = answer.accept_lengths + again.accept_lengths
     assert record["rounds"] == len(lengths) and record["committed"] == sum(lengths)
     assert record["finished"] == [answer.finished, again.finished] and record["thinking"] is False
-    drafts = {"nodes": 8, "candidates": 4, "children": 4, "shortlist": 0, "head": "mlp", "method": "tree"}
+    drafts = {"nodes": 8, "candidates": 4, "children": 4, "shortlist": 0, "head": "mlp"}
     drafts |= {"builder": "best-first", "acceptance": "sample-and-match"}
     drafts |= dict.fromkeys(("branches", "trunk", "skeleton", "leaves"))  # sizes of sampled trees only
     drafts |= {"drafter_temperature": tiny.drafter.drafter_temperature, "drafter_temperature_rule": "max(it, min(T, 1))"}
@@ -129,7 +129,7 @@ def test_first_calls_and_calls_that_compile_are_made_again(fake, prompts, tmp_pa
     fake.compiles = lambda call: call in (1, 9)  # the first turn of all, and the tree's call for the second prompt
     out = tmp_path / "out.jsonl"
     assert bench(prompts, out, "--systems", "ar", "treeflash") == 0
-    assert [call.config.method for call in fake.calls] == 4 * ["ar"] + 4 * ["tree"] + 2 * ["tree"] + ["ar"]
+    assert [call.config.builder for call in fake.calls] == 4 * ["none"] + 6 * ["best-first"] + ["none"]
     assert [r["seconds"] for r in read(out)] == [2.0, 2.0, 1.0, 1.0]
     assert [r["compile_seconds"] for r in read(out)] == [9.0, 0.0, 9.0, 0.0]
 
@@ -165,7 +165,7 @@ def test_the_chain_drafts_the_whole_block(fake, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(fake.model, "drafter", replace(fake.model.drafter, num_nodes=4))
     assert bench(prompts, tmp_path / "out.jsonl", "--systems", "chain", "--nodes", "4") == 0
     [settings] = {
-        (r["settings"]["method"], r["settings"]["nodes"], r["settings"]["head"]) for r in read(tmp_path / "out.jsonl")
+        (r["settings"]["builder"], r["settings"]["nodes"], r["settings"]["head"]) for r in read(tmp_path / "out.jsonl")
     }
     assert settings == ("chain", fake.model.drafter.block_size, "marginal")
 
@@ -181,7 +181,9 @@ def test_a_stopped_run_continues_where_it_was(fake, prompts, tmp_path):
         assert bench(prompts, out) == 0
     assert out.read_bytes().startswith(kept)
     assert sorted(map(report.key_of, read(out))) == sorted(report.key_of(json.loads(line)) for line in whole)
-    assert {call.config.method for call in fake.calls} == {"ar", "tree"} and len(fake.calls) == 4  # 2 answers, 2 warm-ups
+    assert {call.config.builder for call in fake.calls} == {"none", "best-first"} and len(
+        fake.calls
+    ) == 4  # 2 answers, 2 warm-ups
 
     out.write_bytes(out.read_bytes()[:-1])  # a whole record without its newline is kept
     fake.calls.clear()
@@ -282,11 +284,11 @@ def test_training_files_are_prompt_files_too(tiny, tmp_path):
     assert found[1].hash == found[3].hash != found[2].hash
     opening = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
     assert prompt_files.empty_chat(found[2], "chat") == opening
-    [[result]] = run.converse(tiny, found[2:3], tf.GenerateConfig(method="ar", max_new_tokens=2, batch_size=1), "chat")
+    [[result]] = run.converse(tiny, found[2:3], tf.GenerateConfig(builder="none", max_new_tokens=2, batch_size=1), "chat")
     assert result.prompt_ids == tiny.encode(opening)
     with pytest.raises(ValueError, match="'mixed-3': got a system message, expected none with the format raw"):
         run.check(
-            tiny, run.Bench(systems={"ar": tf.GenerateConfig(method="ar")}, prompts=found[2:], format="raw"), [], "out"
+            tiny, run.Bench(systems={"ar": tf.GenerateConfig(builder="none")}, prompts=found[2:], format="raw"), [], "out"
         )
 
 
@@ -313,8 +315,8 @@ def test_a_pair_without_a_head_has_no_treeflash(tiny):
 def test_systems_by_name():
     systems = parse_systems(["ar", "chain", "marginal", "treeflash-64", "treeflash"], [4, 16])
     assert list(systems) == "ar chain marginal-4 marginal-16 treeflash-64 treeflash-4 treeflash-16".split()
-    assert systems["marginal-16"] == {"method": "tree", "head": "marginal", "nodes": 16}
-    assert systems["treeflash-64"] == {"method": "tree", "nodes": 64}
+    assert systems["marginal-16"] == {"head": "marginal", "nodes": 16}
+    assert systems["treeflash-64"] == {"nodes": 64}
     assert parse_systems(["treeflash-auto"], [4])["treeflash-auto"]["nodes"] == "auto"
     sharper = parse_systems(["marginal@0.7", "chain@0.5", "treeflash-4@2"], [8])
     assert list(sharper) == "marginal-8@0.7 chain@0.5 treeflash-4@2".split()
@@ -341,5 +343,5 @@ def test_published_formats_and_draw(fake):
 def test_the_bundled_prompts_fit_the_shipped_pair(tiny):
     prompts = prompt_files.read_prompts(prompt_files.BUNDLED)
     assert len(prompts) == 16 and any(len(prompt.turns) == 2 for prompt in prompts)
-    bench = run.Bench(systems={"ar": tf.GenerateConfig(method="ar", max_new_tokens=512)}, prompts=prompts)
+    bench = run.Bench(systems={"ar": tf.GenerateConfig(builder="none", max_new_tokens=512)}, prompts=prompts)
     run.check(tiny, bench, [], "out.jsonl")

@@ -23,7 +23,6 @@ import jax.numpy as jnp  # noqa: E402
 from treeflash_jax import params  # noqa: E402
 from treeflash_jax.adaptive import calibration  # noqa: E402
 from treeflash_jax.batching import capacity_bucket  # noqa: E402
-from treeflash_jax.decoding.loops import Weights  # noqa: E402
 from treeflash_jax.drafters.block import backbone as dflash  # noqa: E402
 from treeflash_jax.drafters.block.heads import HEADS  # noqa: E402
 from treeflash_jax.loading import load  # noqa: E402
@@ -33,13 +32,13 @@ from treeflash_jax.verifiers import forward as verifier  # noqa: E402
 
 PAIR = Path(__file__).parents[1] / "data" / "conformance" / "b_trained"
 DRAFTS = [
-    *({"method": "tree", "nodes": nodes, "head": "mlp"} for nodes in (1, 2, 5, 16, 64)),
-    {"method": "tree", "nodes": 16, "head": "marginal"},
-    {"method": "tree", "nodes": 16, "head": "linear"},
-    {"method": "walk", "head": "mlp"},
-    {"method": "chain", "head": "mlp"},
+    *({"builder": "best-first", "nodes": nodes, "head": "mlp"} for nodes in (1, 2, 5, 16, 64)),
+    {"builder": "best-first", "nodes": 16, "head": "marginal"},
+    {"builder": "best-first", "nodes": 16, "head": "linear"},
+    {"builder": "walk", "head": "mlp"},
+    {"builder": "chain", "head": "mlp"},
 ]
-CORE = [draft for draft in DRAFTS if draft.get("nodes") == 16 or draft["method"] == "chain"]
+CORE = [draft for draft in DRAFTS if draft.get("nodes") == 16 or draft["builder"] == "chain"]
 
 
 def main(which: list[dict]) -> None:
@@ -59,15 +58,20 @@ def main(which: list[dict]) -> None:
         linear = jax.tree.map(lambda x: 0.1 * jax.random.normal(jax.random.key(seed), x.shape, x.dtype), linear)
         if kind != "trained":
             weights = weights.replace(
-                drafter=fresh(dflash.specs(trained.drafter), seed + 1, 0.3),
-                head=fresh(HEADS["mlp"].specs(trained.drafter), seed + 2, 0.3),
+                drafter={
+                    "backbone": fresh(dflash.specs(trained.drafter), seed + 1, 0.3),
+                    "head": fresh(HEADS["mlp"].specs(trained.drafter), seed + 2, 0.3),
+                }
             )
         if kind == "random pair":
             weights = weights.replace(verifier=fresh(verifier.specs(trained.verifier), seed + 3, 0.4))
         made = {
             "mlp": TreeFlash(trained.verifier, weights, drafter=trained.drafter, stop_ids=(2,)),
             "linear": TreeFlash(
-                trained.verifier, Weights(weights.verifier, weights.drafter, linear), drafter=linear_config, stop_ids=(2,)
+                trained.verifier,
+                weights.replace(drafter=weights.drafter | {"head": linear}),
+                drafter=linear_config,
+                stop_ids=(2,),
             ),
         }
         for model in made.values():
@@ -75,7 +79,7 @@ def main(which: list[dict]) -> None:
         return made
 
     def check(made: dict[str, TreeFlash], prompts: list[list[int]], settings: dict, drafts: list[dict]) -> None:
-        plain = made["mlp"].generate(prompts, method="ar", batch_size=5, **settings)
+        plain = made["mlp"].generate(prompts, builder="none", batch_size=5, **settings)
         for draft in drafts:
             model = made["linear" if draft["head"] == "linear" else "mlp"]
             results = model.generate(prompts, batch_size=5, candidates=8, children=8, **draft, **settings)
@@ -108,7 +112,7 @@ def main(which: list[dict]) -> None:
             }
             check(made, prompts, settings, which)
             # A token from the middle of an answer as stop id: the cut then falls inside accepted paths.
-            seen = made["mlp"].generate(prompts[:1], method="ar", batch_size=5, max_new_tokens=40, seed=5)[0].ids
+            seen = made["mlp"].generate(prompts[:1], builder="none", batch_size=5, max_new_tokens=40, seed=5)[0].ids
             check(made, prompts, {"max_new_tokens": 40, "seed": 5, "stop_ids": [seen[len(seen) // 2]]}, stopped)
 
     made = models("trained")

@@ -14,11 +14,12 @@ from conftest import needs_8_devices, random_pair
 from treeflash_jax import make_mesh
 from treeflash_jax.batching import Places
 from treeflash_jax.decoding import loops as core
-from treeflash_jax.settings import GenerateConfig, rows_of
+from treeflash_jax.planning import rows_of
+from treeflash_jax.settings import GenerateConfig
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16], [17] * 20, [18, 19]]
 SETTINGS = {
-    "plain": {"method": "ar"},
+    "plain": {"builder": "none"},
     "tree": {"nodes": 8, "candidates": 4, "children": 4},
     "sampled": {"nodes": 8, "candidates": 4, "children": 4, "temperature": [0.0, 1.0, 0.7, 0.0, 1.0, 1.3, 0.0]},
     "sampled tree": {"nodes": 8, "candidates": 4, "children": 4, "builder": "hybrid", "temperature": 1.0},
@@ -44,12 +45,12 @@ def test_answers_do_not_depend_on_who_else_is_decoded(trained, name):
 
 def test_answers_come_as_they_finish(trained):
     prompts = [[1, 2, 3], [4, 5], [6], [7, 8]]
-    lengths = [len(result.ids) for result in trained.generate(prompts, method="ar", max_new_tokens=60)]
+    lengths = [len(result.ids) for result in trained.generate(prompts, builder="none", max_new_tokens=60)]
     assert len(set(lengths)) > 1 or lengths[0] == 60
-    order = [place for place, _ in trained.generate_each(prompts, method="ar", max_new_tokens=60, batch_size=1)]
+    order = [place for place, _ in trained.generate_each(prompts, builder="none", max_new_tokens=60, batch_size=1)]
     assert order == [0, 1, 2, 3]
     longest = int(np.argmax(lengths))
-    order = [place for place, _ in trained.generate_each(prompts, method="ar", max_new_tokens=60, batch_size=4)]
+    order = [place for place, _ in trained.generate_each(prompts, builder="none", max_new_tokens=60, batch_size=4)]
     assert sorted(order) == [0, 1, 2, 3] and lengths[order[-1]] == lengths[longest]
 
 
@@ -106,7 +107,7 @@ def test_rounds_that_choose_their_nodes_go_on_choosing(trained, tmp_path, step):
     """With pauses in between, too: what the drafter has put off is shown to it before others move in."""
     model = beside(trained, tmp_path / "a.json", table(trained, MIXED, step))
     how = {"max_new_tokens": 60, "stop_ids": [3, 7, 11, 20]}
-    plain = trained.generate(PROMPTS, method="ar", batch_size=7, **how)
+    plain = trained.generate(PROMPTS, builder="none", batch_size=7, **how)
     results = model.generate(PROMPTS, batch_size=2, **AUTO, **how)
     assert [result.ids for result in results] == [result.ids for result in plain]
     assert all(len(result.nodes) == len(result.accept_lengths) for result in results)

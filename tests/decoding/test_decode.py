@@ -15,8 +15,9 @@ from treeflash_jax import clock
 from treeflash_jax import model as generate
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.decoding import loops as core
+from treeflash_jax.planning import draft_temperature, rows_of
 from treeflash_jax.results import Result
-from treeflash_jax.settings import GenerateConfig, draft_temperature, rows_of
+from treeflash_jax.settings import GenerateConfig
 from treeflash_jax.verifiers import forward as verifier
 
 TREE = {"nodes": 16, "candidates": 8, "children": 8}
@@ -110,7 +111,7 @@ def test_nothing_recompiles_when_only_values_change(trained):
         for number in range(50):
             run(1 + number % 4)
         assert not compiled
-        run(2, method="ar", batch_size=7)
+        run(2, builder="none", batch_size=7)
         assert any("decode" in name for name in compiled), "a batch of another size has a program of its own"
 
 
@@ -146,11 +147,11 @@ def copies_in_loops(program, shape: tuple[int, ...]) -> list[str]:
     return copies
 
 
-@pytest.mark.parametrize("method", ["ar", "tree"])
+@pytest.mark.parametrize("builder", ["none", "best-first"])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_no_loop_copies_a_cache(method, batch):
+def test_no_loop_copies_a_cache(builder, batch):
     model = random_pair()
-    settings = GenerateConfig(method=method, max_new_tokens=20, nodes=8, candidates=4, children=4)
+    settings = GenerateConfig(builder=builder, max_new_tokens=20, nodes=8, candidates=4, children=4)
     plan = model.plan(settings)
     inputs = model._inputs(rows_of([[1, 2, 3]] * batch, settings, model.verifier), batch, 256, settings)
     prefill = core.prefill.lower(model.weights, *inputs, plan=plan.for_prefill()).compile()
@@ -183,10 +184,10 @@ def test_a_drafter_of_another_model_is_pointed_out():
 
 
 def test_a_chain_is_a_whole_block_unless_asked_otherwise(trained):
-    sizes = {(method, nodes): trained.plan(GenerateConfig(method=method, nodes=nodes)).num_nodes
-             for method in ("chain", "walk", "tree") for nodes in (None, 4, 99)}  # fmt: skip
+    sizes = {(builder, nodes): trained.plan(GenerateConfig(builder=builder, nodes=nodes)).num_nodes
+             for builder in ("chain", "walk", "best-first") for nodes in (None, 4, 99)}  # fmt: skip
     assert sizes["chain", None] == sizes["walk", None] == sizes["chain", 99] == trained.drafter.block_size == 8
-    assert sizes["chain", 4] == 4 and sizes["tree", None] == 16 and sizes["tree", 99] == 99
+    assert sizes["chain", 4] == 4 and sizes["best-first", None] == 16 and sizes["best-first", 99] == 99
 
 
 def test_a_draft_is_about_as_sharp_as_what_it_has_to_match(trained):
@@ -226,7 +227,7 @@ def test_capacity_ladder():
         ({"seed": -1}, "seed -1"),
         ({"stop_ids": [131]}, "stop id 131"),
         ({"drafter_temperature": 0.0}, "drafter_temperature 0.0"),
-        ({"method": "heap"}, "method 'heap'"),
+        ({"builder": "heap"}, "builder 'heap'"),
         ({"head": "linear"}, "head 'linear'"),
         ({"batch_size": 0}, "batch_size 0"),
         ({"samples": 0}, "samples 0"),

@@ -31,7 +31,7 @@ def test_shorter_blocks_give_the_same_answer_in_shorter_rounds(tiny, answer):
     [short] = tiny.generate([CHAT], max_new_tokens=40, block_size=3, **TREE)
     assert short.ids == answer.ids
     assert max(short.accept_lengths) == 3 < max(answer.accept_lengths)
-    [chain] = tiny.generate([CHAT], max_new_tokens=40, block_size=3, method="chain")
+    [chain] = tiny.generate([CHAT], max_new_tokens=40, block_size=3, builder="chain")
     assert chain.ids == answer.ids and max(chain.accept_lengths) <= 3
 
 

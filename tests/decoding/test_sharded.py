@@ -34,7 +34,7 @@ def sharded():
 
 @pytest.fixture(scope="module")
 def expected():
-    return [result.ids for result in random_pair().generate(PROMPTS, method="ar", **SETTINGS)]
+    return [result.ids for result in random_pair().generate(PROMPTS, builder="none", **SETTINGS)]
 
 
 def programs(model, function) -> list:
@@ -43,7 +43,7 @@ def programs(model, function) -> list:
 
 def test_eight_devices_answer_as_one(sharded, expected):
     tree = sharded.generate(PROMPTS, **TREE, **SETTINGS)
-    plain = sharded.generate(PROMPTS, method="ar", **SETTINGS)
+    plain = sharded.generate(PROMPTS, builder="none", **SETTINGS)
     assert [result.ids for result in tree] == expected
     assert [result.ids for result in plain] == expected
 
@@ -52,7 +52,7 @@ def test_weights_and_caches_are_sharded(sharded):
     weights = sharded.weights
     assert weights.verifier["embed"].sharding.spec == PartitionSpec("model", None)
     assert weights.verifier["groups"][0][0]["q"].sharding.spec == PartitionSpec(None, "model", None)
-    assert weights.head["token_ug"].sharding.spec == PartitionSpec(None, None, "model")
+    assert weights.drafter["head"]["token_ug"].sharding.spec == PartitionSpec(None, None, "model")
     [*_, result] = sharded.stream(PROMPTS[0], **TREE, max_new_tokens=4)
     assert result.ids
     compiled = programs(sharded, core.decode)[0]

@@ -45,25 +45,25 @@ class Lines:
 
 
 def test_the_default_decodes_plainly_and_says_so_once(alone, trained, caplog):
-    expected = trained.generate(PROMPT, max_new_tokens=8, method="ar")[0]
+    expected = trained.generate(PROMPT, max_new_tokens=8, builder="none")[0]
     with caplog.at_level(logging.INFO, logger="treeflash_jax"):
         first = alone.generate(PROMPT, max_new_tokens=8)[0]
         *_, again = alone.stream(PROMPT, max_new_tokens=8)
     assert first.ids == again.ids == expected.ids
-    assert first.method == again.method == expected.method == "ar"
+    assert first.builder == again.builder == expected.builder == "none"
     [note] = [record.message for record in caplog.records if "no drafter" in record.message]
     assert "one token at a time" in note and "\n" not in note
 
 
 def test_with_a_drafter_the_default_drafts(trained):
-    assert trained.plan(GenerateConfig()).method == "tree"
-    assert trained.generate(PROMPT, max_new_tokens=1)[0].method == "tree"
+    assert trained.plan(GenerateConfig()).builder == "best-first"
+    assert trained.generate(PROMPT, max_new_tokens=1)[0].builder == "best-first"
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"method": "tree"}, "method 'tree'"),
+        ({"builder": "chain"}, "builder 'chain', expected 'none'"),
         ({"nodes": 8}, "nodes 8"),
         ({"nodes": "auto"}, "nodes 'auto'"),
         ({"builder": "best-first"}, "builder 'best-first'"),
@@ -79,7 +79,7 @@ def test_drafting_that_was_asked_for_is_refused(alone, settings, words):
 
 
 def test_settings_of_drafting_do_not_matter_where_plain_decoding_is_asked_for(alone, trained):
-    alike = {"method": "ar", "nodes": 8, "max_new_tokens": 8}
+    alike = {"builder": "none", "nodes": 8, "max_new_tokens": 8}
     assert alone.generate(PROMPT, **alike)[0].ids == trained.generate(PROMPT, **alike)[0].ids
 
 
@@ -120,7 +120,7 @@ def test_a_chat_refuses_at_once_what_would_fail_at_every_message(talker, setting
 def test_rounds_that_are_not_there_are_named():
     about = {"prompt_ids": [1], "ids": [5, 6, 7], "text": None, "finished": "length"}
     about |= {"seconds": 1.0, "compile_seconds": 0.0, "tokens_per_second": 3.0}
-    drafted = Result(method="tree", accept_lengths=[1, 1], draft_again=lambda index: f"tree {index}", **about)
+    drafted = Result(builder="best-first", accept_lengths=[1, 1], draft_again=lambda index: f"tree {index}", **about)
     assert drafted.tree(1) == "tree 1"
     for index in (-1, 2):
         with pytest.raises(ValueError, match=f"got round {index}, expected 0 to 1"):
@@ -128,4 +128,4 @@ def test_rounds_that_are_not_there_are_named():
     with pytest.raises(ValueError, match="no rounds"):
         replace(drafted, accept_lengths=[]).tree(0)
     with pytest.raises(ValueError, match="no draft trees"):
-        replace(drafted, draft_again=None, method="ar").tree(0)
+        replace(drafted, draft_again=None, builder="none").tree(0)

@@ -263,7 +263,7 @@ def test_files_without_a_tokenizer_take_ids(tmp_path):
 
 
 def test_a_file_is_a_model_wherever_one_is_named(small, tmp_path, capsys):
-    arguments = ["--drafter", "none", "--method", "ar", "--prompt", "One and two", "--max-new-tokens", "4", "--json"]
+    arguments = ["--drafter", "none", "--builder", "none", "--prompt", "One and two", "--max-new-tokens", "4", "--json"]
     assert main(["generate", "--verifier", str(small), *arguments]) == 0
     assert len(json.loads(capsys.readouterr().out)["ids"]) == 4
     (tmp_path / "alone").mkdir()

@@ -101,7 +101,7 @@ def test_lines_hold_what_was_asked_and_answered(tiny, whole):
 
 def test_an_answer_depends_on_seed_and_index_only(tiny, whole):
     for line in lines_of(whole):
-        named = dict(method="ar", seed=7, max_new_tokens=12, batch_size=4)
+        named = dict(builder="none", seed=7, max_new_tokens=12, batch_size=4)
         [alone] = tiny.generate([line["prompt"]], indices=[line["index"]], temperature=line["temperature"], **named)
         assert alone.ids == line["response"]
     hot = [line for line in lines_of(whole) if line["temperature"] == 1]

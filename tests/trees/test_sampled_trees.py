@@ -18,7 +18,7 @@ from treeflash_jax.bench.run import parse_systems
 from treeflash_jax.check import check
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding import rounds
-from treeflash_jax.settings import drafting, rows_of
+from treeflash_jax.planning import drafting, rows_of
 
 PROMPTS = [[3, 4, 5, 17, 29], [7, 8], [11], [20, 21, 22]]
 TREE = {"nodes": 8, "candidates": 8, "children": 8, "max_new_tokens": 24}
@@ -33,7 +33,7 @@ def model():
 @pytest.mark.filterwarnings("ignore:tau is")
 @pytest.mark.parametrize("settings", [HYBRID, {"builder": "paths", "branches": 1}, {"builder": "paths"}], ids=str)
 def test_greedy_answers_are_those_of_plain_decoding(model, settings):
-    plain = model.generate(PROMPTS, method="ar", max_new_tokens=24)
+    plain = model.generate(PROMPTS, builder="none", max_new_tokens=24)
     drafted = model.generate(PROMPTS, expected_lengths=True, **settings, **TREE)
     assert [result.ids for result in drafted] == [result.ids for result in plain]
     for result in drafted:  # without coins nothing is left to chance
@@ -43,7 +43,7 @@ def test_greedy_answers_are_those_of_plain_decoding(model, settings):
 @pytest.mark.filterwarnings("ignore:tau is")
 def test_sample_and_match_gives_the_answer_of_plain_decoding_whatever_the_tree(model):
     sampling = {"temperature": [0.7, 1.0, 1.3, 1.0], "seed": [1, 2, 3, 4], "max_new_tokens": 24}
-    plain = model.generate(PROMPTS, method="ar", **sampling)
+    plain = model.generate(PROMPTS, builder="none", **sampling)
     drafted = model.generate(PROMPTS, **HYBRID, acceptance="sample-and-match", **TREE | sampling)
     assert [result.ids for result in drafted] == [result.ids for result in plain]
 
@@ -109,7 +109,7 @@ def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_nois
     ("settings", "words"),
     [
         ({"builder": "heap"}, "builder 'heap'"),
-        ({"builder": "paths", "method": "chain"}, "builder 'paths'"),
+        ({"builder": "paths", "method": "chain"}, "builder 'paths' and method 'chain'"),
         ({"acceptance": "luck"}, "acceptance 'luck'"),
         ({"acceptance": "traversal"}, "tree of law 'deterministic', expected sampled nodes with their law"),
         ({"builder": "hybrid", "acceptance": "block"}, "tree of law 'hybrid', expected one sampled path"),
@@ -143,7 +143,7 @@ def test_check_refuses_samples_that_cannot_be_compared(model):
 def test_systems_name_builders_and_rules():
     systems = parse_systems(["treeflash-8+hybrid", "marginal+paths+traversal@0.7"], [4])
     assert list(systems) == ["treeflash-8+hybrid", "marginal-4+paths+traversal@0.7"]
-    assert systems["treeflash-8+hybrid"] == {"method": "tree", "builder": "hybrid", "acceptance": None, "nodes": 8}
+    assert systems["treeflash-8+hybrid"] == {"builder": "hybrid", "acceptance": None, "nodes": 8}
     assert systems["marginal-4+paths+traversal@0.7"]["acceptance"] == "traversal"
     for name in ("chain+hybrid", "treeflash+heap", "treeflash+hybrid+luck"):
         with pytest.raises(ValueError, match="unknown system"):

@@ -17,7 +17,7 @@ from treeflash_jax import cli, make_mesh
 from treeflash_jax import mesh as meshes
 from treeflash_jax.bench import latency
 from treeflash_jax.bench.programs import find_collectives
-from treeflash_jax.trees.tree import ancestor_mask
+from treeflash_jax.trees import ancestor_mask
 from treeflash_jax.verifiers.attention import tree_attention
 from treeflash_jax.verifiers.cache import AXES, LayerKV
 
@@ -161,7 +161,7 @@ def one_by_one(trained):
     """Prompts of unequal length, one over a block's edge, and what "xla" says one token at a time."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, trained.verifier.vocab_size, size).tolist() for size in (508, 40)]
-    return prompts, [result.ids for result in trained.generate(prompts, method="ar", attention="xla", **SETTINGS)]
+    return prompts, [result.ids for result in trained.generate(prompts, builder="none", attention="xla", **SETTINGS)]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_the_command_line_names_it(tmp_path):
 
 def test_the_default_is_what_was_measured(trained, monkeypatch):
     resolved = lambda **settings: trained.plan(trained._config(None, settings)).attention  # noqa: E731
-    assert resolved() == resolved(method="ar") == "streamed" and resolved(attention="xla") == "xla"
+    assert resolved() == resolved(builder="none") == "streamed" and resolved(attention="xla") == "xla"
     with pytest.raises(ValueError, match="got attention 'flash9', expected one of chunked, pallas-gpu"):
         resolved(attention="flash9")
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")

@@ -21,6 +21,7 @@ from treeflash_jax.bench.memory import compile_programs
 from treeflash_jax.check import check, meaning
 from treeflash_jax.costs import footprint
 from treeflash_jax.decoding.loops import DecodePlan
+from treeflash_jax.drafters.block import DraftSettings
 from treeflash_jax.formats import hf
 from treeflash_jax.quantized import Quantized, quantize
 from treeflash_jax.verifiers import forward as verifier
@@ -150,7 +151,7 @@ def test_embedding_rows_and_logits():
 def test_drafted_output_equals_one_token_output(int8, temperature):
     settings = {"max_new_tokens": 40, "temperature": temperature, "stop_ids": ()}
     tree = int8.generate(PROMPTS, nodes=16, candidates=8, children=8, **settings)
-    plain = int8.generate(PROMPTS, method="ar", **settings)
+    plain = int8.generate(PROMPTS, builder="none", **settings)
     assert [one.ids for one in tree] == [one.ids for one in plain]
     assert max(max(one.accept_lengths) for one in tree) > 1
 
@@ -183,7 +184,7 @@ def test_a_mesh_answers_as_one_device_does():
     assert layer["o"].values.sharding.spec == PartitionSpec("model", None, None)
     assert sharded.weights.verifier["embed"].scale.sharding.spec == PartitionSpec("model")
     tree = sharded.generate(prompts, **SIZES, **settings)
-    assert [one.ids for one in tree] == [one.ids for one in single.generate(prompts, method="ar", **settings)]
+    assert [one.ids for one in tree] == [one.ids for one in single.generate(prompts, builder="none", **settings)]
 
 
 @needs_8_devices
@@ -221,7 +222,7 @@ def test_footprints_are_the_bytes_of_real_arrays(sizes, monkeypatch):
     model = shapes.random_pair(RANDOM_MODEL, RANDOM_DRAFTER, jnp.bfloat16, mesh, "int8")
     request = {"dtype": jnp.bfloat16, "mesh": mesh}
     found = footprint(RANDOM_MODEL, RANDOM_DRAFTER, quantize=model.quantize, **request)
-    assert model.quantize == "int8" and quantized.scheme_of((model.weights.drafter, model.weights.head)) is None
+    assert model.quantize == "int8" and quantized.scheme_of(model.weights.drafter) is None
     shards = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(model.weights.verifier)]
     assert found.verifier == sum(shards) < 0.6 * footprint(RANDOM_MODEL, RANDOM_DRAFTER, **request).verifier
     abstract = params.abstract(verifier.specs(RANDOM_MODEL, "int8"), jnp.bfloat16, mesh)
@@ -231,7 +232,7 @@ def test_footprints_are_the_bytes_of_real_arrays(sizes, monkeypatch):
     seen = []
     monkeypatch.setattr("treeflash_jax.model.check_memory", lambda needs, *_: seen.append(needs.verifier))
     monkeypatch.setattr(model, "_run", lambda *_: iter(()))
-    model.generate([[1]], max_new_tokens=2, method="ar")
+    model.generate([[1]], max_new_tokens=2, builder="none")
     assert seen == [found.verifier]
 
 
@@ -245,14 +246,14 @@ def test_loading_is_refused_by_the_bytes_of_int8(monkeypatch):
 
 
 def test_programs_compile_from_int8_shapes():
-    plan = DecodePlan(verifier=RANDOM_MODEL, method="ar", num_nodes=1, prefill_chunk=32)
+    plan = DecodePlan(verifier=RANDOM_MODEL, builder="none", num_nodes=1, prefill_chunk=32)
     _, decode = compile_programs(plan, tf.make_mesh(1, 1), 1, 256, jnp.float32, "int8")
     needs = footprint(RANDOM_MODEL, dtype=jnp.float32, batch=1, capacity=256, quantize="int8")
     assert 0 <= decode.memory_analysis().argument_size_in_bytes - needs.total < 4096  # token buffers
 
 
 def test_floors_read_int8_bytes_and_count_the_same_flops():
-    plan = DecodePlan(verifier=RANDOM_MODEL, drafter=RANDOM_DRAFTER, head="mlp", num_nodes=8)
+    plan = DecodePlan(verifier=RANDOM_MODEL, drafter=RANDOM_DRAFTER, num_nodes=8, draft=DraftSettings())
     wide, small = (stage_work(plan, batch=1, context=10, dtype=jnp.float32, quantize=scheme) for scheme in (None, "int8"))
     table, matrices = 64 * 32, 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 64 * 32
     scales = 3 * (32 + 2 * 16 + 32 + 2 * 64 + 32) + 64

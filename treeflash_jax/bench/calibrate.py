@@ -38,7 +38,8 @@ from treeflash_jax.bench.stages import ROUNDS, TREE, Bench, divide, slots_for
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState
-from treeflash_jax.settings import GenerateConfig, resolve, rows_of
+from treeflash_jax.planning import resolve, rows_of
+from treeflash_jax.settings import GenerateConfig
 from treeflash_jax.verifiers.attention import IMPLEMENTATIONS, positions_read
 
 ROWS = 8  # prompts decoded together, to see what rounds commit
@@ -260,4 +261,4 @@ class Rounds(Bench):
 
 @partial(jax.jit, static_argnames="plan")
 def EXPANDER(weights, state: DecodeState, plan: DecodePlan):
-    return rounds.expand_block(weights, state, rounds.draft_block(weights, state, plan), plan)
+    return rounds.draft_expander(weights, state, plan)

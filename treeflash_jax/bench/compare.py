@@ -28,7 +28,9 @@ import jax.numpy as jnp
 
 import treeflash_jax as tf
 from treeflash_jax import devices, files
+from treeflash_jax.arguments import add_method
 from treeflash_jax.bench.prompts import read_prompts
+from treeflash_jax.settings import without_method
 
 Decode = Callable[[list[int]], dict[str, Any]]
 
@@ -42,7 +44,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     prompts.add_argument("--prompts", metavar="FILE", help="JSONL file of prompts, as for `treeflash bench run`")
     parser.add_argument("--limit", type=int, help="use the first so many prompts of the file")
     parser.add_argument("--dtypes", nargs="+", help="decode in each of these dtypes; default: the device's default")
-    parser.add_argument("--method", default="tree", help="how to draft; default: %(default)s")
+    parser.add_argument("--builder", help="how to draft; default: best-first")
+    add_method(parser)
     parser.add_argument("--nodes", type=int, help="nodes of the tree; default: the drafter's")
     parser.add_argument("--candidates", type=int, default=16)
     parser.add_argument("--children", type=int, default=16)
@@ -86,11 +89,12 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
         found = read_prompts(arguments.prompts)[: arguments.limit]
         prompts = [model.encode([*prompt.opening, {"role": "user", "content": prompt.turns[0]}]) for prompt in found]
     shared = {"max_new_tokens": arguments.max_new_tokens, "stop_ids": list(stop_ids)}
-    drafting = {name: getattr(arguments, name) for name in ("method", "nodes", "candidates", "children")}
+    drafting = {name: getattr(arguments, name) for name in ("builder", "nodes", "candidates", "children")}
+    drafting = without_method(drafting | {"method": arguments.method})
     with ExitStack() as stack:
         systems: dict[str, Decode] = {}
         for dtype, own in models.items():
-            systems[f"one token, {dtype}"] = _ours(own, method="ar", **shared)
+            systems[f"one token, {dtype}"] = _ours(own, builder="none", **shared)
             if own.drafter is not None:
                 systems[f"drafted, {dtype}"] = _ours(own, **drafting, **shared)
         for given in arguments.other:

@@ -24,24 +24,24 @@ import jax
 import jax.numpy as jnp
 
 import treeflash_jax as tf
-from treeflash_jax import devices, files, params
+from treeflash_jax import devices, drafters, files, params
 from treeflash_jax import mesh as meshes
 from treeflash_jax.acceptance import RULES
+from treeflash_jax.arguments import add_method
 from treeflash_jax.bench import plots, shapes, standalone, timings
 from treeflash_jax.bench import run as side_by_side
 from treeflash_jax.bench.floors import measure_ceilings
 from treeflash_jax.bench.progress import Progress
 from treeflash_jax.bench.stages import Bench, slots_for
 from treeflash_jax.config import DrafterConfig, ModelConfig
-from treeflash_jax.decoding.state import BUILDER_OF_METHOD, DecodePlan
-from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import hf
 from treeflash_jax.pairs import locate
-from treeflash_jax.planning import plan_of
+from treeflash_jax.planning import plan_of, resolve
 from treeflash_jax.quantized import SCHEMES
-from treeflash_jax.settings import GenerateConfig, resolve
-from treeflash_jax.trees.builders import SAMPLED
+from treeflash_jax.settings import GenerateConfig
+from treeflash_jax.trees import BUILDERS
 from treeflash_jax.verifiers import forward as verifier
 from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
 
@@ -85,9 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--children", type=int, default=16, metavar="K", help="children per candidate (default: %(default)s)"
     )
     side_by_side.add_shortlist(sizes)
-    sizes.add_argument("--method", choices=tuple(BUILDER_OF_METHOD), default="tree", help="default: %(default)s")
+    add_method(sizes)
     sizes.add_argument("--head", choices=HEADS, help="default: the drafter's own; any with random weights")
-    sizes.add_argument("--builder", choices=("best-first", *SAMPLED), help="default: best-first")
+    sizes.add_argument("--builder", choices=BUILDERS, help="default: best-first")
     sizes.add_argument("--acceptance", choices=RULES, help="acceptance rule (default: chosen by the builder)")
     side_by_side.add_shape(sizes)
     sizes.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
@@ -193,7 +193,8 @@ def plans_of(pair: Pair, arguments: argparse.Namespace, dtype: Any) -> list[Deco
         plan = plan_of(config, pair.verifier, pair.drafter, dtype)
         if nodes not in (None, plan.num_nodes):
             raise ValueError(
-                f"got --nodes {nodes}, expected at most {plan.num_nodes} with --method {plan.method} (the drafter's block)"
+                f"got --nodes {nodes}, expected at most {plan.num_nodes} with --builder {plan.builder} "
+                "(the drafter's block)"
             )
         plans[plan.num_nodes] = plan
     return [plans[nodes] for nodes in sorted(plans)]
@@ -207,7 +208,7 @@ def settings_of(
         "shape": pair.name,
         "weights": pair.weights,
         "verifier_parameters": _count(verifier.specs(plan.verifier)),
-        "drafter_parameters": _count((dflash.specs(plan.drafter), HEADS[plan.head].specs(plan.drafter))),
+        "drafter_parameters": _count(drafters.of(plan.drafter).specs(plan.drafter)),
         "block_size": plan.drafter.block_size,
         "dtype": dtype.name,
         "mesh": None if mesh is None else dict(mesh.shape),
@@ -218,11 +219,10 @@ def settings_of(
         "candidates": plan.draft.candidates,
         "children": plan.draft.children,
         "shortlist": plan.draft.shortlist,
-        "method": plan.method,
-        "head": plan.head,
+        "head": plan.draft.head,
         "builder": plan.builder,
         "acceptance": plan.rule,
-        "drawn": asdict(plan.shape) if plan.builder in SAMPLED else None,
+        "drawn": asdict(plan.shape) if BUILDERS[plan.builder].draws else None,
         "temperature": temperature,
         "attention": plan.attention,
         "prefill_chunk": plan.prefill_chunk,

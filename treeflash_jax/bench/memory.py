@@ -24,10 +24,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax import files
+from treeflash_jax import drafters, files
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.acceptance import RULES
+from treeflash_jax.arguments import add_method
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench import programs, run, shapes
 from treeflash_jax.bench.programs import Collective
@@ -39,13 +40,11 @@ from treeflash_jax.costs import Footprint, footprint, in_units, memory_limit
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
 from treeflash_jax.devices import GPU_MEMORY, TPU_MEMORY
-from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.model import STOP_SLOTS
-from treeflash_jax.planning import plan_of
+from treeflash_jax.planning import plan_of, resolve
 from treeflash_jax.quantized import SCHEMES
-from treeflash_jax.settings import resolve
-from treeflash_jax.trees.builders import SAMPLED
+from treeflash_jax.trees import BUILDERS
 from treeflash_jax.verifiers import forward as verifier
 from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
 
@@ -60,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     request.add_argument("--context", type=int, default=4096, help="cache positions per sequence (default: %(default)s)")
     request.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: %(default)s")
     request.add_argument("--quantize", choices=SCHEMES, help="quantize the verifier's matrices")
-    request.add_argument("--method", choices=("tree", "walk", "chain", "ar"), default="tree")
+    add_method(request)
     request.add_argument("--nodes", type=int, help="tree nodes per round, root included (default: the drafter's)")
     request.add_argument(
         "--candidates", type=int, default=16, metavar="M", help="candidate tokens per depth (default: %(default)s)"
@@ -70,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     run.add_shortlist(request)
     request.add_argument("--head", choices=HEADS, help="default: the drafter's own")
-    request.add_argument("--builder", choices=("best-first", *SAMPLED), help="default: best-first")
+    request.add_argument("--builder", choices=("none", *BUILDERS), help="default: best-first")
     request.add_argument("--acceptance", choices=RULES, help="acceptance rule (default: chosen by the builder)")
     request.add_argument("--attention", choices=IMPLEMENTATIONS, help="default: as in generate")
     run.add_shape(request)
@@ -120,8 +119,7 @@ def report(arguments: argparse.Namespace) -> int:
         "context": capacity,
         "dtype": dtype.name,
         "quantize": arguments.quantize,
-        "method": plan.method,
-        "head": plan.head,
+        "head": plan.draft.head,
         "nodes": plan.num_nodes,
         "candidates": plan.draft.candidates,
         "children": plan.draft.children,
@@ -138,7 +136,8 @@ def report(arguments: argparse.Namespace) -> int:
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
     result["fits"] = None if limit is None else memory["total"] <= limit
     key = f"{name} {kind} {sizes['data']}x{sizes['model']} batch {batch}"
-    key += "".join(f" {word}" for word in (arguments.quantize, plan.method if plan.method != "tree" else None) if word)
+    words = (arguments.quantize, None if plan.builder == "best-first" else plan.builder)
+    key += "".join(f" {word}" for word in words if word)
     if out:
         files.write(out, json.dumps(earlier | {key: result}, indent=1) + "\n")
     print("\n".join(lines(key, result)))
@@ -167,10 +166,7 @@ def compile_programs(
 
     weights = Weights(parameters.abstract(verifier.specs(plan.verifier, quantize), dtype, mesh))
     if plan.drafts:
-        weights = weights.replace(
-            drafter=parameters.abstract(dflash.specs(plan.drafter), dtype, mesh),
-            head=parameters.abstract(HEADS[plan.head].specs(plan.drafter), dtype, mesh),
-        )
+        weights = weights.replace(drafter=parameters.abstract(drafters.of(plan.drafter).specs(plan.drafter), dtype, mesh))
     wide = jnp.promote_types(dtype, jnp.float32)
     sampling = Sampling(
         key_b=rows((batch,), jax.eval_shape(lambda: jax.random.key(0)).dtype),

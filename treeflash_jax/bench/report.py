@@ -29,6 +29,8 @@ from rich.table import Table
 from treeflash_jax.bench import standalone
 from treeflash_jax.checks import Bounds, clipped, fit, parse_json, quoted
 from treeflash_jax.files import regular
+from treeflash_jax.settings import renamed
+from treeflash_jax.trees import BUILDERS
 
 Record = dict[str, Any]
 Answers = dict[tuple[str, int], Record]  # one system's records at one temperature, by (prompt, seed)
@@ -54,13 +56,13 @@ KINDS = {
     "accept_lengths": (list[list[int]], COUNT),
     "accepted_by_depth": (list[int], COUNT),
 }
-SETTINGS_KINDS = {"temperature": float, "seed": int, "method": str, "nodes": int | Literal["auto"] | None, "top_p": float}
+SETTINGS_KINDS = {"temperature": float, "seed": int, "builder": str, "nodes": int | Literal["auto"] | None, "top_p": float}
 HARDWARE = "device backend cores".split()
 # Settings that all records of a file share; the others are a system's own. Temperature and seed tell records apart.
 SHARED = "verifier drafter dtype format max_new_tokens batch_size top_k top_p".split()
 QUANTIZE = "quantize"  # shared too; absent from older files
-OWN = "method head nodes candidates children drafter_temperature drafter_temperature_rule".split()
-SAMPLED = "shortlist builder acceptance branches trunk skeleton leaves".split()  # own too; absent from older files
+OWN = "builder head nodes candidates children drafter_temperature drafter_temperature_rule".split()
+SAMPLED = "shortlist acceptance branches trunk skeleton leaves".split()  # own too; absent from older files
 RESAMPLES = 2000
 WIDTH = 140  # of tables that do not go to a terminal
 
@@ -140,7 +142,7 @@ def read_records(path: str | Path) -> tuple[list[Record], int]:
         for key, (kind, bounds) in KINDS.items():
             if key in record:
                 fit(kind, record[key], key, bounds, at)
-        settings = record.get("settings", {})
+        record["settings"] = settings = _renamed(record.get("settings", {}))
         missing += [f"hardware.{key}" for key in HARDWARE if key not in record.get("hardware", {})]
         missing += [f"settings.{key}" for key in (*SHARED, *OWN, "temperature", "seed") if key not in settings]
         if missing:
@@ -157,6 +159,19 @@ def read_records(path: str | Path) -> tuple[list[Record], int]:
             if change := difference(record, first):
                 raise ValueError(f"{at}: {change} in earlier lines; results of several runs cannot be compared")
     return [record for _, record in objects], size
+
+
+def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the first edition, which had a method, as they are recorded now."""
+    found = renamed(settings)
+    if (
+        "method" in settings
+        and "acceptance" in found
+        and found["builder"] in BUILDERS
+        and BUILDERS[found["builder"]].is_chain
+    ):
+        found["acceptance"] = "sample-and-match"
+    return found
 
 
 def key_of(record: Record) -> tuple[str, str, float, int]:
@@ -230,7 +245,7 @@ def _row(name: str, systems: dict[str, Answers], against: str, resamples: int) -
     responses = [lengths for record in records for lengths in record["accept_lengths"]]
     taus = [sum(lengths) / len(lengths) for lengths in responses if lengths]
     depths = [sum(counts) for counts in zip_longest(*(r["accepted_by_depth"] for r in records), fillvalue=0)]
-    plain = next((other for other in systems.values() if _settings(other)["method"] == "ar"), {})
+    plain = next((other for other in systems.values() if _settings(other)["builder"] == "none"), {})
     wanted = (against, f"{against}-{_settings(mine)['nodes']}")
     beside = next((other for other in systems if {other, other.partition("@")[0]} & {*wanted} and other != name), None)
     return {

@@ -34,18 +34,18 @@ from treeflash_jax.bench import report, standalone
 from treeflash_jax.bench.prompts import BUNDLED, FORMATS, BenchPrompt, draw, empty_chat, format_turn, read_prompts
 from treeflash_jax.bench.report import SCHEMA, Record
 from treeflash_jax.checks import quoted
+from treeflash_jax.planning import drafting, resolve
 from treeflash_jax.quantized import SCHEMES
-from treeflash_jax.settings import drafting, resolve
-from treeflash_jax.trees.builders import SAMPLED, TreeShape
+from treeflash_jax.trees import BUILDERS, TreeShape, branching
 
 # Fields of GenerateConfig. Trees are measured once for every number of --nodes, or at their own: "treeflash-32", or what
 # pays best by `treeflash calibrate`: "treeflash-auto"; with their own builder and acceptance rule where they name them:
 # "treeflash-32+hybrid", "treeflash+paths+traversal"; all but "ar" at their own drafter temperature: "marginal-16@0.7".
 SYSTEMS: dict[str, dict[str, Any]] = {
-    "ar": {"method": "ar"},
-    "chain": {"method": "chain", "head": "marginal"},
-    "marginal": {"method": "tree", "head": "marginal"},
-    "treeflash": {"method": "tree"},
+    "ar": {"builder": "none"},
+    "chain": {"builder": "chain", "head": "marginal"},
+    "marginal": {"head": "marginal"},
+    "treeflash": {},
 }
 
 
@@ -134,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_shortlist(systems)
     systems.add_argument("--drafter-temperature", type=float, metavar="T", help="default: the drafter's own")
-    systems.add_argument("--builder", choices=("best-first", *SAMPLED), help="builder of systems that name none")
+    systems.add_argument("--builder", choices=branching(), help="builder of systems that name none")
     systems.add_argument("--acceptance", choices=RULES, help="rule of systems that name none (default: by the builder)")
     add_shape(systems)
     output = parser.add_argument_group("sampling and output")
@@ -173,7 +173,7 @@ def run(arguments: argparse.Namespace) -> int:
     trees = {"builder": arguments.builder or "best-first", "acceptance": arguments.acceptance}
     bench = Bench(
         systems={
-            name: tf.GenerateConfig(**shared | (trees if _has_free_tree(fields) else {}) | fields)
+            name: tf.GenerateConfig(**shared | ({} if "builder" in fields else trees) | fields)
             for name, fields in systems.items()
         },
         prompts=prompts,
@@ -205,19 +205,20 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
         base, dash, rows = sized.partition("-")
         builder, _, rule = sampled.partition("+")
         fields = SYSTEMS.get(base)
-        is_known = fields is not None and (not (dash or plus) or fields["method"] == "tree")
-        is_known &= (not dash or rows.isdecimal() or rows == "auto") and (not plus or builder in ("best-first", *SAMPLED))
+        is_known = fields is not None and (not (dash or plus) or "builder" not in fields)
+        is_known &= (not dash or rows.isdecimal() or rows == "auto") and (not plus or builder in branching())
         is_known &= rule in ("", *RULES)
         if not is_known or (at and (base == "ar" or not _is_positive(sharpness))):
             raise ValueError(
                 f"got unknown system {name!r}, expected one of {', '.join(SYSTEMS)}, or a tree like treeflash-32, "
                 "or one with its own builder, rule and drafter temperature like treeflash-32+hybrid+traversal@0.7"
             )
+        is_tree = "builder" not in fields
         if plus:
             fields = fields | {"builder": builder, "acceptance": rule or None}
         if at:
             fields = fields | {"drafter_temperature": float(sharpness)}
-        if fields["method"] != "tree":
+        if not is_tree:
             systems[base + at + sharpness] = fields
             continue
         for count in [node_count(rows)] if rows else nodes:
@@ -232,10 +233,6 @@ def node_count(text: str) -> int | str:
     if text != "auto" and not (text.lstrip("-").isdecimal() and len(text) < 20):
         raise argparse.ArgumentTypeError(f"got {quoted(text)}, expected a whole number or auto")
     return text if text == "auto" else int(text)
-
-
-def _has_free_tree(fields: dict[str, Any]) -> bool:
-    return fields["method"] == "tree" and "builder" not in fields
 
 
 def _is_positive(text: str) -> bool:
@@ -288,7 +285,7 @@ def check(model: tf.TreeFlash, bench: Bench, earlier: Sequence[Record], path: st
     """
     for name, config in bench.systems.items():
         resolve(config, {"temperature": bench.temperatures, "seed": bench.seeds}, model.verifier, model.drafter)
-        if config.method == "tree" and config.head is None and model.drafter.head == "marginal":
+        if config.builder in (None, *branching()) and config.head is None and model.drafter.head == "marginal":
             raise ValueError(f"got system {name!r}, expected 'marginal' trees alone: this drafter has no head")
         ours = {"schema": SCHEMA, "system": name, "settings": settings_of(model, bench, config), **environment(model)}
         for record in earlier:
@@ -406,11 +403,10 @@ def record_of(
 def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) -> dict[str, Any]:
     """The settings of a system as they take effect; those of drafting are None where nothing is drafted."""
     plan = model.plan(config)
-    is_tree = plan.method == "tree"
-    shape = asdict(drafting(config)[2]) if is_tree and plan.builder in SAMPLED else dict.fromkeys(SHAPE)
+    shape = asdict(drafting(config)[2]) if BUILDERS[plan.builder].draws else dict.fromkeys(SHAPE)
     fixed = config.drafter_temperature
     sharpness = fixed or model.drafter.drafter_temperature
-    names = "method max_new_tokens batch_size temperature top_k top_p seed".split()
+    names = "max_new_tokens batch_size temperature top_k top_p seed".split()
     return {name: getattr(config, name) for name in names} | {
         "verifier": bench.pair[0],
         "drafter": bench.pair[1],
@@ -418,12 +414,12 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
         "quantize": model.quantize,
         "format": bench.format,
         "nodes": ("auto" if plan.buckets else plan.num_nodes) if plan.drafts else None,
-        "head": plan.head if plan.drafts else None,
+        "head": plan.draft.head if plan.drafts else None,
         "candidates": config.candidates if plan.drafts else None,
         "children": config.children if plan.drafts else None,
         "shortlist": config.shortlist if plan.drafts else None,
-        "builder": plan.builder if is_tree else None,
-        "acceptance": plan.rule if is_tree else None,
+        "builder": plan.builder,
+        "acceptance": plan.rule if plan.drafts else None,
         **shape,
         "drafter_temperature": sharpness if plan.drafts else None,
         "drafter_temperature_rule": ("fixed" if fixed else "max(it, min(T, 1))") if plan.drafts else None,

@@ -14,6 +14,7 @@ from treeflash_jax import files
 from treeflash_jax.bench import plots
 from treeflash_jax.bench.floors import STAGES, Ceilings
 from treeflash_jax.checks import parse_json
+from treeflash_jax.settings import renamed
 
 SCHEMA = 1
 LABELS = {
@@ -102,7 +103,7 @@ def read_results(path: str | Path) -> list[Result]:
         raise ValueError(f"{path}: got malformed JSON ({error}); write to another file") from None
     if not isinstance(held, dict) or held.get("schema") != SCHEMA or not isinstance(held.get("results"), list):
         raise ValueError(f"{path}: got no results of `bench latency` (schema {SCHEMA}); write to another file")
-    return held["results"]
+    return [one | {"settings": renamed(one["settings"])} for one in held["results"]]
 
 
 def merge(results: Sequence[Result], result: Result) -> list[Result]:
@@ -118,7 +119,7 @@ def lines(result: Result) -> list[str]:
     quantized = f", {settings['quantize']} verifier" if settings.get("quantize") else ""
     text = [
         f"{settings['shape']}, {settings['weights']} weights, {settings['dtype']}{quantized}, batch {settings['batch']}, "
-        f"context {settings['context']} ({settings['slots']} slots){mesh}, {settings['method']}, {settings['head']} head, "
+        f"context {settings['context']} ({settings['slots']} slots){mesh}, {settings['builder']}, {settings['head']} head, "
         f"M {settings['candidates']}, K {settings['children']}, T {settings['temperature']:g}",
         f"{hardware['device']} ({hardware['backend']}): copy {ceilings['copy_bytes_per_second'] / 1e9:.4g} GB/s, "
         f"{settings['dtype']} matmul {ceilings['matmul_flops_per_second'] / 1e12:.4g} TFLOP/s a device; "

@@ -6,21 +6,16 @@ Shape suffixes: b batch, s token slots, x stop ids.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from flax import struct
 
 from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive import budget as budgets
-from treeflash_jax.config import DrafterConfig, HeadName, ModelConfig
-from treeflash_jax.drafters.block import backbone as dflash
-from treeflash_jax.drafters.block.heads import DraftSettings
-from treeflash_jax.trees.builders import TreeShape
+from treeflash_jax.config import ModelConfig
+from treeflash_jax.trees import TreeShape
 from treeflash_jax.verifiers import cache as caches
-
-Method = Literal["tree", "walk", "chain", "ar"]
-BUILDER_OF_METHOD = {"tree": "best-first", "walk": "walk", "chain": "chain"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +24,11 @@ class DecodePlan:
 
     Attributes:
       verifier: sizes of the verifier.
-      drafter: sizes of the drafter; None with method "ar".
-      method: "tree" (any builder), "walk" (greedy chain), "chain" (the published rank-0 chain) or "ar" (one token a round).
-      head: which head expands the block.
+      drafter: sizes of the drafter, a config of its kind; None with builder "none".
       num_nodes: verified rows a round, root included; the most of them where rounds choose.
       buckets: rows that a round may choose of, increasing, the last being `num_nodes`; empty: every round takes them all.
-      draft: candidates M and children K.
-      builder: of a tree: "best-first", or one that draws nodes at random.
+      draft: settings of the draft, what the drafter's `choose` returned.
+      builder: one of `trees.BUILDERS`, or "none": one token a round.
       shape: sizes of a tree whose nodes are drawn.
       rule: acceptance rule, lossless for the builder's law.
       attention: attention implementation.
@@ -45,12 +38,10 @@ class DecodePlan:
     """
 
     verifier: ModelConfig
-    drafter: DrafterConfig | None = None
-    method: Method = "tree"
-    head: HeadName = "marginal"
+    drafter: Any = None
     num_nodes: int = 16
     buckets: tuple[int, ...] = ()
-    draft: DraftSettings = DraftSettings()
+    draft: Any = None
     builder: str = "best-first"
     shape: TreeShape = TreeShape()
     rule: str = "sample-and-match"
@@ -61,7 +52,7 @@ class DecodePlan:
 
     @property
     def drafts(self) -> bool:
-        return self.method != "ar"
+        return self.builder != "none"
 
     @property
     def path_rows(self) -> int:
@@ -72,25 +63,24 @@ class DecodePlan:
         """The plan that all plans with the same prefill share."""
         names = ("verifier", "drafter", "attention", "prefill_chunk", "log_probs", "expected_lengths")
         shared = {name: getattr(self, name) for name in names}
-        return DecodePlan(method="tree" if self.drafts else "ar", **shared)
+        return DecodePlan(builder="best-first" if self.drafts else "none", **shared)
 
     def one_token(self) -> DecodePlan:
         """The plan of plain one-token decoding beside this one: what drafting is measured against."""
         names = ("verifier", "attention", "prefill_chunk", "log_probs", "expected_lengths")
-        return DecodePlan(method="ar", num_nodes=1, **{name: getattr(self, name) for name in names})
+        return DecodePlan(builder="none", num_nodes=1, **{name: getattr(self, name) for name in names})
 
     @property
     def taps(self) -> tuple[int, ...]:
-        return self.drafter.target_layer_ids if self.drafts else ()
+        return self.drafter.taps if self.drafts else ()
 
 
 @struct.dataclass
 class Weights:
-    """Parameters of verifier, drafter and head; the latter two are empty for plain decoding."""
+    """Parameters of verifier and drafter, trees of their `specs`; no drafter for plain decoding."""
 
     verifier: Any
     drafter: Any = None
-    head: Any = None
 
 
 @struct.dataclass
@@ -157,6 +147,6 @@ def pin(state: DecodeState) -> DecodeState:
         return state
     rows = state.replace(cache=None, drafter=None, budget=None)
     rows = jax.tree.map(lambda x: meshes.constrain(x, (("batch",) + (None,) * (x.ndim - 1))[: x.ndim]), rows)
-    drafter = None if state.drafter is None else dflash.pin(state.drafter)
+    drafter = None if state.drafter is None else meshes.pin(state.drafter, state.drafter.axes())
     budget = None if state.budget is None else budgets.pin(state.budget)
     return rows.replace(cache=caches.pin(state.cache), drafter=drafter, budget=budget)
