@@ -100,7 +100,9 @@ def _refuse_drafting(config: GenerateConfig) -> None:
 def drafting(config: GenerateConfig) -> tuple[str, str, TreeShape]:
     """Builder, acceptance rule and sizes of the sampled part, defaults filled in."""
     builder = config.builder or "best-first"
-    shape = TreeShape(branches=config.branches, trunk=config.trunk, skeleton=config.skeleton, leaves=config.leaves)
+    shape = TreeShape(
+        branches=config.branches, trunk=config.trunk, skeleton=config.skeleton, leaves=config.leaves, lanes=config.lanes
+    )
     law = "deterministic" if builder == "none" else BUILDERS[builder].law_of(shape)
     usual = {"deterministic": "sample-and-match", "one path": "block"}.get(law, "traversal")
     return builder, config.acceptance or usual, shape

@@ -14,7 +14,8 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.checks import bounded, documented, quoted
-from treeflash_jax.config import MOST_NODES, HeadName
+from treeflash_jax.config import MOST_NODES
+from treeflash_jax.drafters.block import HEADS
 from treeflash_jax.suggest import suggesting
 from treeflash_jax.trees import BUILDERS, TreeShape
 from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
@@ -139,7 +140,9 @@ class SamplingConfig:
 class DraftConfig:
     """What the drafter proposes."""
 
-    head: HeadName | None = speed(None, unset="the drafter's own", help="head of the drafter; marginal is none")
+    head: str | None = speed(
+        None, choices=lambda: tuple(HEADS), unset="the drafter's own", help="head of the drafter; marginal is none"
+    )
     block_size: int | None = speed(
         None,
         least=2,
@@ -212,6 +215,14 @@ class TreeConfig:
         help="share of the nodes of a hybrid tree that best-first search chooses",
     )
     leaves: bool = speed(TreeShape.leaves, help="let sampled trees contain tokens that end their branch")
+    lanes: int | None = speed(
+        TreeShape.lanes,
+        least=1,
+        most=MOST_NODES,
+        unit="nodes",
+        unset="all",
+        help="nodes of each level whose children a best-first tree may take; with few of them the tree is EAGLE-2's",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +286,7 @@ class Settings(TypedDict, total=False):
     samples: int
     stop: Sequence[str]
     stop_ids: Sequence[int] | None
-    head: HeadName | None
+    head: str | None
     block_size: int | None
     candidates: int
     children: int
@@ -288,6 +299,7 @@ class Settings(TypedDict, total=False):
     trunk: int
     skeleton: float
     leaves: bool
+    lanes: int | None
     batch_size: int | None
     attention: str | None
     log_probs: bool
