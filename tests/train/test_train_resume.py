@@ -35,7 +35,7 @@ def command(folder, run, *overrides):
 
 
 def start(arguments, devices=1, **environment):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {"JAX_PLATFORMS": "cpu"}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_") or "CACHE" in k} | {"JAX_PLATFORMS": "cpu"}
     env |= {"TOY_DEVICES": str(devices), "PYTHONPATH": str(HERE.parent), **environment}
     return subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
