@@ -17,9 +17,8 @@ from importlib import metadata
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of the suite's time is compiling for the CPU. Without LLVM's optimisations and with one kernel per instruction or
-# fusion in place of the fusion emitters, that takes half as long. Tests that read compiled programs ask for `optimised`.
-FULL = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+# Most of the suite's time is compiling for the CPU. Without LLVM's optimisations and without the fusion emitters that takes
+# less than half as long. The emitters change a program's instructions, so tests that read those ask for `as_users_compile`.
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 # Pairs load in float32 on every CPU: without instructions for bfloat16 that is the default.
 FLAGS = f"--xla_cpu_max_isa=AVX512_VNNI {QUICK}"
@@ -96,10 +95,11 @@ def forget_programs() -> Iterator[None]:
 
 
 @pytest.fixture
-def optimised(monkeypatch) -> None:
-    """Programs that are compiled ahead of time in a test are those that a user gets."""
+def as_users_compile(monkeypatch) -> None:
+    """Programs that are compiled ahead of time in a test have the instructions and buffers of those that users run."""
     quick = jax.stages.Lowered.compile
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: quick(lowered, compiler_options=FULL))
+    options = {"xla_cpu_use_fusion_emitters": True}
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: quick(lowered, compiler_options=options))
 
 
 @contextmanager

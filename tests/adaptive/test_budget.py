@@ -282,7 +282,7 @@ def test_nothing_recompiles_when_only_values_change(trained, programs, tmp_path)
         assert any("decode" in name for name in compiled), "a batch of another size has a program of its own"
 
 
-@pytest.mark.usefixtures("optimised")
+@pytest.mark.usefixtures("as_users_compile")
 def test_a_round_stays_on_the_device_and_donates_its_state(tmp_path):
     pair = random_pair()
     model = beside(pair, tmp_path / "a.json", table(pair, MIXED, 0.9))

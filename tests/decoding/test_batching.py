@@ -77,7 +77,7 @@ def test_a_batch_keeps_its_places_busy():
     assert rounds < 0.75 * one_after_the_other
 
 
-@pytest.mark.usefixtures("optimised")
+@pytest.mark.usefixtures("as_users_compile")
 def test_admission_writes_the_replaced_sequences_only():
     model = random_pair()
     settings = GenerateConfig(max_new_tokens=20, nodes=8, candidates=4, children=4)
