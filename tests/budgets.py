@@ -28,10 +28,8 @@ def table(model, seconds, step, *, tau=(1.8, 2.5, 3.2, 3.8), nodes=BUCKETS, **ch
     )
 
 
-def beside(model: TreeFlash, path, *entries: Calibration, programs: dict | None = None) -> TreeFlash:
-    """The same model, which reads these entries; `programs`: compiled ones that it shares."""
+def beside(model: TreeFlash, path, *entries: Calibration) -> TreeFlash:
+    """The same model, which reads these entries."""
     for entry in entries:
         calibration.write(path, entry)
-    model = TreeFlash(model.verifier, model.weights, drafter=model.drafter, mesh=model.mesh, budget=path)
-    model.programs = {} if programs is None else programs
-    return model
+    return TreeFlash(model.verifier, model.weights, drafter=model.drafter, mesh=model.mesh, budget=path)

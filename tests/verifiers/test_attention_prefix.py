@@ -13,7 +13,7 @@ import pytest
 from conftest import needs_8_devices
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from treeflash_jax import GenerateConfig, cli, make_mesh
+from treeflash_jax import cli, make_mesh
 from treeflash_jax import mesh as meshes
 from treeflash_jax.bench import latency
 from treeflash_jax.bench.programs import find_collectives
@@ -190,7 +190,7 @@ def test_the_command_line_names_it(tmp_path):
 
 
 def test_the_default_is_what_was_measured(trained, monkeypatch):
-    resolved = lambda **settings: trained.plan(GenerateConfig(**settings)).attention  # noqa: E731
+    resolved = lambda **settings: trained.plan(trained.resolve(None, settings)).attention  # noqa: E731
     assert resolved() == resolved(builder="none") == "streamed" and resolved(attention="xla") == "xla"
     with pytest.raises(ValueError, match="got attention 'flash9', expected one of chunked, pallas-gpu"):
         resolved(attention="flash9")

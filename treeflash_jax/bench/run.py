@@ -413,7 +413,7 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
         "dtype": str(model.dtype),
         "quantize": model.quantize,
         "format": bench.format,
-        "nodes": ("auto" if plan.buckets else plan.num_nodes) if plan.drafts else None,
+        "nodes": ("auto" if config.nodes == "auto" else plan.num_nodes) if plan.drafts else None,
         "head": plan.draft.head if plan.drafts else None,
         "candidates": config.candidates if plan.drafts else None,
         "children": config.children if plan.drafts else None,
