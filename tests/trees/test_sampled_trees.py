@@ -102,9 +102,9 @@ def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_nois
     start = int(state.cache.length_b[0])
     [expected] = (jax.random.fold_in(jax.random.fold_in(state.sampling.key_b[0], s), start) for s in (rounds.COINS_STREAM,))
     assert keys[2] == [jax.random.key_data(expected).tolist()]
-    coins, bonus = rounds.draw_coins(state, 3, jnp.zeros((1, 4, 9)))
+    coins, bonus = rounds.coins(state, 3, jnp.zeros((1, 4, 9)))
     assert coins.shape == (1, 3) and bonus.shape == (1, 9)
-    assert (coins != rounds.draw_coins(later, 3, jnp.zeros((1, 4, 9)))[0]).all()
+    assert (coins != rounds.coins(later, 3, jnp.zeros((1, 4, 9)))[0]).all()
 
 
 @pytest.mark.parametrize(

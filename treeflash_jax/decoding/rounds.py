@@ -150,7 +150,7 @@ def accept_path(
 ) -> Accepted:
     """The path that the plan's rule keeps, and the tokens it emits."""
     with jax.named_scope("accept"):
-        coins_bx, bonus_bv = draw_coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
+        coins_bx, bonus_bv = coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
         noise = rules.Noise(_noise(state, plan.path_rows, logits_bnv), coins_bx, bonus_bv)
         rows = _target_rows(logits_bnv, state.sampling)
         taken = rules.RULES[plan.rule].walk(tree, proposal, rows, noise)
@@ -220,7 +220,7 @@ def _noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.Array:
         )
 
 
-def draw_coins(state: DecodeState, draws: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
+def coins(state: DecodeState, draws: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Uniforms [b, x] for the tests of a round, and Gumbel noise [b, v] for the token after the last accepted node."""
     dtype = jnp.promote_types(logits_bnv.dtype, jnp.float32)
     with jax.named_scope("noise"):
