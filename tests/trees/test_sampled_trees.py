@@ -154,7 +154,7 @@ def test_systems_name_builders_and_rules():
 
 def test_the_comparison_holds_every_lawful_pair_once():
     configs = comparison.combinations({}, list(comparison.KINDS), list(comparison.RULES), [8], ["mlp"])
-    pairs = [comparison._kind(config) for config in configs]
+    pairs = [comparison.kind_of(config) for config in configs]
     assert len(set(pairs)) == len(pairs) == 1 + 8 + 6 + 5 + 4 + 4 - 0
     assert ("best-first", "traversal") not in pairs and ("paths", "block") not in pairs
 
