@@ -40,7 +40,7 @@ from treeflash_jax.clock import slow
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.planning import drafting, resolve
 from treeflash_jax.settings import DraftConfig, RuntimeConfig, SamplingConfig, TreeConfig, without_method
-from treeflash_jax.trees import BUILDERS, branching
+from treeflash_jax.trees import branching, draws
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +282,7 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
     """The settings of a system as they take effect; those of drafting are None where nothing is drafted."""
     plan = model.plan(config)
     shape = asdict(drafting(config)[2])
-    if not (plan.drafts and BUILDERS[plan.builder].draws):
+    if not draws(plan.builder):
         shape = dict.fromkeys(shape) | ({"lanes": shape["lanes"]} if plan.builder == "best-first" else {})
     fixed = config.drafter_temperature
     sharpness = fixed or model.drafter.drafter_temperature
