@@ -15,14 +15,15 @@ from jax.sharding import PartitionSpec
 
 import treeflash_jax as tf
 from treeflash_jax import cli, params, quantized
-from treeflash_jax.bench import report, shapes
+from treeflash_jax.bench import records as kept
+from treeflash_jax.bench import shapes
 from treeflash_jax.bench.floors import stage_work
 from treeflash_jax.bench.memory import compile_programs
 from treeflash_jax.check import check, meaning
-from treeflash_jax.costs import footprint
 from treeflash_jax.decoding.loops import DecodePlan
 from treeflash_jax.drafters.block import DraftSettings
 from treeflash_jax.formats import models
+from treeflash_jax.memory import footprint
 from treeflash_jax.quantized import Quantized, quantize
 from treeflash_jax.verifiers import forward as verifier
 from treeflash_jax.verifiers import layers
@@ -204,12 +205,12 @@ def test_loading_quantises_what_the_files_hold(tmp_path, dtype):
 def test_loading_holds_one_wide_matrix_at_a_time(tmp_path, monkeypatch):
     specs = jax.tree.leaves(verifier.specs(RANDOM_MODEL), is_leaf=params.is_spec)
     models.save_verifier(tmp_path, RANDOM_MODEL, params.initialize(verifier.specs(RANDOM_MODEL), jax.random.key(0)))
-    matrices, program, held = {spec.shape for spec in specs if spec.inputs}, quantized._program, []
+    matrices, program, held = {spec.shape for spec in specs if spec.inputs}, quantized.program_of, []
 
     def wide() -> int:
         return sum(x.shape in matrices and x.dtype == jnp.bfloat16 for x in jax.live_arrays())
 
-    monkeypatch.setattr(quantized, "_program", lambda *args: held.append(wide()) or program(*args))
+    monkeypatch.setattr(quantized, "program_of", lambda *args: held.append(wide()) or program(*args))
     before = wide()
     models.load_verifier(tmp_path, dtype=jnp.bfloat16, quantize="int8")
     assert held == [before + 1] * (3 * 7 + 2) and wide() == before
@@ -323,10 +324,10 @@ def test_rounded_weights_are_not_saved_as_if_they_were_the_files(int8, tmp_path)
 
 
 def test_results_of_another_scheme_are_another_run():
-    own = {name: 1 for name in report.SHARED}
+    own = {name: 1 for name in kept.SHARED}
     records = [
-        {"schema": report.SCHEMA, "system": "ar", "settings": own | more, "versions": {}, "hardware": {}}
+        {"schema": kept.SCHEMA, "system": "ar", "settings": own | more, "versions": {}, "hardware": {}}
         for more in ({}, {"quantize": "int8"})
     ]
-    assert report.difference(*records) == "got quantize None, but 'int8'"
-    assert report.difference(records[0], records[0] | {"settings": own | {"quantize": None}}) is None
+    assert kept.difference(*records) == "got quantize None, but 'int8'"
+    assert kept.difference(records[0], records[0] | {"settings": own | {"quantize": None}}) is None
