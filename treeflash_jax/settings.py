@@ -18,7 +18,7 @@ from treeflash_jax.drafters.block import HEADS
 from treeflash_jax.suggest import suggesting
 from treeflash_jax.trees import BUILDERS, TreeShape
 from treeflash_jax.trees.shape import MOST_NODES
-from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
+from treeflash_jax.verifiers.attention import CHOICES
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Group = TypeVar("Group")
@@ -234,7 +234,7 @@ class RuntimeConfig:
     )
     attention: str | None = speed(
         None,
-        choices=lambda: tuple(IMPLEMENTATIONS),
+        choices=lambda: CHOICES,
         unset="chosen by device and dtype",
         help="how caches are read: xla reads whole caches; streamed, pallas-gpu and pallas-tpu only their filled part. The "
         "Pallas kernels were never run on an accelerator",

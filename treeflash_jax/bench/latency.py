@@ -4,8 +4,8 @@
 
 Every combination of batch, context and nodes is measured. Times are medians in milliseconds, with quartiles; that of
 prefill is per prompt token, all sequences counted. A floor is the bytes and FLOPs of a stage over the copy and matmul rates
-that are measured on the device (see floors.py). The output file is written after every batch and context, and keeps results
-of other settings.
+that are measured on the device (see devices.py and floors.py). The output file is written after every batch and context,
+and keeps results of other settings.
 """
 
 from __future__ import annotations
@@ -26,24 +26,20 @@ import jax.numpy as jnp
 import treeflash_jax as tf
 from treeflash_jax import devices, drafters, files, params
 from treeflash_jax import mesh as meshes
-from treeflash_jax.acceptance import RULES
-from treeflash_jax.arguments import add_method
+from treeflash_jax.arguments import ModelOptions, add_fields, values_of
 from treeflash_jax.bench import plots, shapes, standalone, timings
 from treeflash_jax.bench import run as side_by_side
-from treeflash_jax.bench.floors import measure_ceilings
 from treeflash_jax.bench.progress import Progress
-from treeflash_jax.bench.stages import Bench, slots_for
+from treeflash_jax.bench.stages import Bench, slots_for, trace
 from treeflash_jax.decoding.state import DecodePlan
+from treeflash_jax.devices import measure_ceilings
 from treeflash_jax.drafters.block.config import DrafterConfig
-from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import models
 from treeflash_jax.pairs import locate
 from treeflash_jax.planning import plan_of, resolve
-from treeflash_jax.quantized import SCHEMES
-from treeflash_jax.settings import GenerateConfig
-from treeflash_jax.trees import BUILDERS
+from treeflash_jax.settings import DraftConfig, GenerateConfig, RuntimeConfig, SamplingConfig, TreeConfig
+from treeflash_jax.trees import draws
 from treeflash_jax.verifiers import forward as verifier
-from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
 from treeflash_jax.verifiers.config import ModelConfig
 
 
@@ -71,28 +67,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="measure this pair with its weights")
     model.add_argument("--random", action="store_true", help="use random weights also for tiny and --pair")
     model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16, float32 on a CPU")
-    model.add_argument("--quantize", choices=SCHEMES, help="quantize the verifier's matrices")
-    model.add_argument("--mesh", metavar="DxM", help="use D x M devices: split the batch D ways, the weights M ways")
+    add_fields(model, ModelOptions, "quantize mesh")
     sizes = parser.add_argument_group("sizes (lists are measured in all combinations)")
     sizes.add_argument("--batch", nargs="+", type=int, default=[1], metavar="B", help="sequences decoded together")
     sizes.add_argument(
         "--context", nargs="+", type=int, default=[256], metavar="S", help="tokens in the cache (default: 256)"
     )
     sizes.add_argument("--nodes", nargs="+", type=int, metavar="N", help="tree nodes verified per round, root included")
-    sizes.add_argument(
-        "--candidates", type=int, default=16, metavar="M", help="candidate tokens per depth (default: %(default)s)"
-    )
-    sizes.add_argument(
-        "--children", type=int, default=16, metavar="K", help="children per candidate (default: %(default)s)"
-    )
-    side_by_side.add_shortlist(sizes)
-    add_method(sizes)
-    sizes.add_argument("--head", choices=HEADS, help="default: the drafter's own; any with random weights")
-    sizes.add_argument("--builder", choices=BUILDERS, help="default: best-first")
-    sizes.add_argument("--acceptance", choices=RULES, help="acceptance rule (default: chosen by the builder)")
-    side_by_side.add_shape(sizes)
-    sizes.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
-    sizes.add_argument("--attention", choices=IMPLEMENTATIONS, help="default: as in generate")
+    add_fields(sizes, DraftConfig, without="block_size drafter_temperature")
+    add_fields(sizes, TreeConfig, without="nodes")
+    add_fields(sizes, SamplingConfig, "temperature")
+    add_fields(sizes, RuntimeConfig, "attention")
     output = parser.add_argument_group("measurement and output")
     output.add_argument("--repeats", type=int, default=9, help="timed samples of a stage (default: %(default)s)")
     output.add_argument("--out", metavar="FILE", help="JSON file; results of other settings in it are kept")
@@ -144,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
                 text = json.dumps({"schema": timings.SCHEMA, "results": results}, indent=1)
                 files.write(arguments.out, text + "\n")
             if arguments.profile:
-                bench.trace(str(Path(arguments.profile) / f"batch-{batch}-context-{context}"))
+                trace(bench, str(Path(arguments.profile) / f"batch-{batch}-context-{context}"))
             del bench
     if arguments.plot:
         timings.plot([other for other in results if timings.of_one_sweep(other, result)], arguments.plot)
@@ -183,14 +168,9 @@ def plans_of(pair: Pair, arguments: argparse.Namespace, dtype: Any) -> list[Deco
     Raises:
       ValueError: settings that the pair cannot serve.
     """
-    names = "method candidates children shortlist head builder acceptance attention".split()
-    names += "branches trunk skeleton leaves".split()
-    fields = {name: getattr(arguments, name) for name in names}
-    plans = {}
+    fields, plans = values_of(arguments, GenerateConfig), {}
     for nodes in arguments.nodes or [None]:
-        config = resolve(
-            GenerateConfig(temperature=arguments.temperature), fields | {"nodes": nodes}, pair.verifier, pair.drafter
-        )
+        config = resolve(None, fields | {"nodes": nodes}, pair.verifier, pair.drafter)
         plan = plan_of(config, pair.verifier, pair.drafter, dtype)
         if nodes not in (None, plan.num_nodes):
             raise ValueError(
@@ -210,20 +190,17 @@ def settings_of(
         "weights": pair.weights,
         "verifier_parameters": _count(verifier.specs(plan.verifier)),
         "drafter_parameters": _count(drafters.of(plan.drafter).specs(plan.drafter)),
-        "block_size": plan.drafter.block_size,
+        "block_size": getattr(plan.drafter, "block_size", None),
+        **{name: getattr(plan.draft, name, None) for name in ("head", "candidates", "children", "shortlist")},
         "dtype": dtype.name,
         "mesh": None if mesh is None else dict(mesh.shape),
         "batch": batch,
         "context": context,
         "slots": slots_for(context, plans)[1],
         "nodes": [plan.num_nodes for plan in plans],
-        "candidates": plan.draft.candidates,
-        "children": plan.draft.children,
-        "shortlist": plan.draft.shortlist,
-        "head": plan.draft.head,
         "builder": plan.builder,
         "acceptance": plan.rule,
-        "drawn": asdict(plan.shape) if BUILDERS[plan.builder].draws else None,
+        "drawn": asdict(plan.shape) if draws(plan.builder) else None,
         "temperature": temperature,
         "attention": plan.attention,
         "prefill_chunk": plan.prefill_chunk,
