@@ -102,7 +102,7 @@ class Parser(argparse.ArgumentParser):
         if self.usage is None:
             named = [one for one in self._actions if one.option_strings and one.required]
             places = [one for one in self._actions if not one.option_strings]
-            needed = [f"{one.option_strings[0]} {one.metavar}" for one in named]
+            needed = [f"{one.option_strings[0]} {one.metavar or one.dest.upper()}" for one in named]
             needed += [f"[{one.metavar} ...]" if one.nargs == "*" else one.metavar or one.dest for one in places]
             self.usage = " ".join(["%(prog)s [options]", *needed])
         return super().format_help()
@@ -119,6 +119,7 @@ def add_fields(
     *,
     without: str = "",
     several: str = "",
+    numbers: str = "",
     **defaults: Any,
 ) -> None:
     """An option for every field of a dataclass.
@@ -129,13 +130,15 @@ def add_fields(
       names: of the fields to take, separated by spaces; all where it is empty.
       without: names of fields to leave out.
       several: names of fields that take a list of values here.
+      numbers: names of fields that take no word such as "auto" here.
       **defaults: other than the fields' own.
     """
     kinds = get_type_hints(cls)
     for one in fields(cls):
         if one.name in (names.split() or kinds) and one.name not in without.split():
             default = defaults.get(one.name, one.default)
-            _add_option(parser, one, kinds[one.name], default, several=one.name in several.split())
+            kind = int if one.name in numbers.split() else kinds[one.name]
+            _add_option(parser, one, kind, default, several=one.name in several.split())
             if one.name == "builder":
                 add_method(parser)
 

@@ -17,7 +17,7 @@ from treeflash_jax.checks import bounded, documented, quoted
 from treeflash_jax.config import MOST_NODES, HeadName
 from treeflash_jax.suggest import suggesting
 from treeflash_jax.trees.builders import BUILDERS, TreeShape
-from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
+from treeflash_jax.verifiers.attention import SERVING
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Group = TypeVar("Group")
@@ -223,7 +223,7 @@ class RuntimeConfig:
     )
     attention: str | None = speed(
         None,
-        choices=lambda: tuple(IMPLEMENTATIONS),
+        choices=lambda: SERVING,
         unset="chosen by device and dtype",
         help="how caches are read: xla reads whole caches; streamed, pallas-gpu and pallas-tpu only their filled part. The "
         "Pallas kernels were never run on an accelerator",

@@ -189,16 +189,14 @@ def copied(state):
 
 def test_what_never_drafts_decodes_as_it_was_asked_to(trained, tmp_path):
     """Not by the defaults: its speed was measured with these settings."""
-    auto = {**AUTO, "attention": "chunked", "log_probs": True}  # no default
+    auto = {**AUTO, "attention": "xla", "log_probs": True}  # no default
     asked = trained.plan(GenerateConfig(**auto | {"nodes": None}))
-    entry = table(trained, FLAT, 0.2, attention="chunked")
+    entry = table(trained, FLAT, 0.2, attention="xla")
     model = beside(trained, tmp_path / "budget.json", entry)
     config = GenerateConfig(**auto)
     plan, decision = model._choose(model.plan(config), rows_of([[3]], config, model.verifier), 1, 256)
     assert decision is None and plan.builder == "none" and plan == asked.one_token()
-    assert (
-        plan.attention == "chunked" and plan.log_probs and plan == model.plan(replace(config, builder="none", nodes=None))
-    )
+    assert plan.attention == "xla" and plan.log_probs and plan == model.plan(replace(config, builder="none", nodes=None))
 
 
 @pytest.mark.parametrize(("attention", "taken"), [pytest.param("xla", -1, marks=pytest.mark.slow), ("streamed", 0)])

@@ -55,11 +55,11 @@ def bench(compiled, trained) -> stages.Bench:
 
         def counted(self, function, *args, plan):
             compiled[function.__name__] += 1
-            assert plan.attention == "chunked", "steps, rounds and stages read caches in the same way"
+            assert plan.attention == "xla", "steps, rounds and stages read caches in the same way"
             return submit(self, function, *args, plan=plan)
 
         patch.setattr(stages.Bench, "_compile", counted)
-        return stages.Bench(trained, plans_of(trained, 3, 8, attention="chunked"), batch=2, context=40)
+        return stages.Bench(trained, plans_of(trained, 3, 8, attention="xla"), batch=2, context=40)
 
 
 def test_nothing_is_compiled_per_node_count_that_does_not_depend_on_it(bench, compiled):

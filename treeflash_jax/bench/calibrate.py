@@ -29,18 +29,18 @@ import treeflash_jax as tf
 from treeflash_jax import devices
 from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive import calibration
+from treeflash_jax.arguments import add_fields, values_of
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench.floors import Work
 from treeflash_jax.bench.progress import Progress
 from treeflash_jax.bench.prompts import BUNDLED, FORMATS, draw, empty_chat, read_prompts
-from treeflash_jax.bench.run import add_shortlist
 from treeflash_jax.bench.stages import ROUNDS, TREE, Bench, divide, slots_for
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState
 from treeflash_jax.planning import resolve, rows_of
 from treeflash_jax.settings import GenerateConfig
-from treeflash_jax.verifiers.attention import IMPLEMENTATIONS, positions_read
+from treeflash_jax.verifiers.attention import positions_read
 
 ROWS = 8  # prompts decoded together, to see what rounds commit
 
@@ -55,28 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes", nargs="+", type=int, metavar="N",
         help="tree sizes to choose from, root included (default: 4 to 32 on a CPU, 8 to 256 elsewhere)",
     )  # fmt: skip
-    sizes.add_argument(
-        "--candidates", type=int, default=16, metavar="M", help="candidate tokens per depth (default: %(default)s)"
-    )
-    sizes.add_argument(
-        "--children", type=int, default=16, metavar="K", help="children per candidate (default: %(default)s)"
-    )
-    add_shortlist(sizes)
-    sizes.add_argument(
-        "--attention", choices=IMPLEMENTATIONS, help="attention implementation (default: chosen by the device)"
-    )
-    sizes.add_argument("--head", choices=("mlp", "linear", "marginal"), help="default: the drafter's own")
-    sizes.add_argument("--block-size", type=int, help="length of the drafted block (default: the drafter's)")
+    add_fields(sizes, GenerateConfig, "head block_size candidates children shortlist attention")
     prompts = parser.add_argument_group("prompts (decoded to measure acceptance)")
     prompts.add_argument(
         "--prompts", default=BUNDLED, metavar="FILE", help="JSONL file of prompts (default: a bundled set)"
     )
     prompts.add_argument("--format", choices=FORMATS, default="chat", help="how prompts are worded (default: %(default)s)")
     prompts.add_argument("--limit", type=int, default=32, metavar="N", help="number of prompts (default: %(default)s)")
-    prompts.add_argument("--max-new-tokens", type=int, default=96, help="most tokens per answer (default: %(default)s)")
-    prompts.add_argument(
-        "--temperature", nargs="+", type=float, default=[0.0, 1.0], metavar="T", help="sampling temperatures (default: 0 1)"
-    )
+    again = {"max_new_tokens": 96, "temperature": [0.0, 1.0]}
+    add_fields(prompts, GenerateConfig, " ".join(again), several="temperature", **again)
     output = parser.add_argument_group("measurement and output")
     output.add_argument("--repeats", type=int, default=15, help="timed samples of a round (default: %(default)s)")
     output.add_argument("--out", metavar="FILE", help="default: in the drafter's folder, or in ~/.cache/treeflash")
@@ -101,11 +88,8 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
         if batch % ways:
             raise ValueError(f"got --batch {batch} on a mesh with a data axis of {ways}, expected a multiple of it")
     prompts = draw(read_prompts(arguments.prompts), arguments.limit)
-    names = "candidates children shortlist attention head block_size max_new_tokens".split()
-    fields = {name: getattr(arguments, name) for name in names}
-    config = resolve(
-        GenerateConfig(builder="best-first", nodes=lists["nodes"][-1], **fields), {}, model.verifier, model.drafter
-    )
+    largest = {"builder": "best-first", "nodes": lists["nodes"][-1], "temperature": 0.0}
+    config = resolve(None, values_of(arguments, GenerateConfig) | largest, model.verifier, model.drafter)
     plan = model.plan(config)
     positions, _ = slots_for(lists["context"][-1], [plan])
     if positions > model.verifier.max_positions:

@@ -26,8 +26,7 @@ import jax.numpy as jnp
 import treeflash_jax as tf
 from treeflash_jax import devices, files, params
 from treeflash_jax import mesh as meshes
-from treeflash_jax.acceptance import RULES
-from treeflash_jax.arguments import add_method
+from treeflash_jax.arguments import ModelOptions, add_fields, values_of
 from treeflash_jax.bench import plots, shapes, standalone, timings
 from treeflash_jax.bench import run as side_by_side
 from treeflash_jax.bench.floors import measure_ceilings
@@ -40,11 +39,12 @@ from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import hf
 from treeflash_jax.pairs import locate
 from treeflash_jax.planning import plan_of, resolve
-from treeflash_jax.quantized import SCHEMES
 from treeflash_jax.settings import GenerateConfig
-from treeflash_jax.trees.builders import BUILDERS, SAMPLED
+from treeflash_jax.trees.builders import SAMPLED
 from treeflash_jax.verifiers import forward as verifier
-from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
+
+# Settings that shape a round.
+TIMED = "temperature head candidates children shortlist builder nodes acceptance branches trunk skeleton leaves attention"
 
 
 @dataclass(frozen=True)
@@ -70,29 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--drafter-shape", metavar="FILE", help="a drafter's config.json (default: the published sizes)")
     model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="measure this pair with its weights")
     model.add_argument("--random", action="store_true", help="use random weights also for tiny and --pair")
-    model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16, float32 on a CPU")
-    model.add_argument("--quantize", choices=SCHEMES, help="quantize the verifier's matrices")
-    model.add_argument("--mesh", metavar="DxM", help="use D x M devices: split the batch D ways, the weights M ways")
+    add_fields(model, ModelOptions, "dtype quantize mesh")
     sizes = parser.add_argument_group("sizes (lists are measured in all combinations)")
     sizes.add_argument("--batch", nargs="+", type=int, default=[1], metavar="B", help="sequences decoded together")
     sizes.add_argument(
         "--context", nargs="+", type=int, default=[256], metavar="S", help="tokens in the cache (default: 256)"
     )
-    sizes.add_argument("--nodes", nargs="+", type=int, metavar="N", help="tree nodes verified per round, root included")
-    sizes.add_argument(
-        "--candidates", type=int, default=16, metavar="M", help="candidate tokens per depth (default: %(default)s)"
-    )
-    sizes.add_argument(
-        "--children", type=int, default=16, metavar="K", help="children per candidate (default: %(default)s)"
-    )
-    side_by_side.add_shortlist(sizes)
-    add_method(sizes)
-    sizes.add_argument("--head", choices=HEADS, help="default: the drafter's own; any with random weights")
-    sizes.add_argument("--builder", choices=BUILDERS, help="default: best-first")
-    sizes.add_argument("--acceptance", choices=RULES, help="acceptance rule (default: chosen by the builder)")
-    side_by_side.add_shape(sizes)
-    sizes.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
-    sizes.add_argument("--attention", choices=IMPLEMENTATIONS, help="default: as in generate")
+    add_fields(sizes, GenerateConfig, TIMED, several="nodes", numbers="nodes")
     output = parser.add_argument_group("measurement and output")
     output.add_argument("--repeats", type=int, default=9, help="timed samples of a stage (default: %(default)s)")
     output.add_argument("--out", metavar="FILE", help="JSON file; results of other settings in it are kept")
@@ -183,15 +167,13 @@ def plans_of(pair: Pair, arguments: argparse.Namespace, dtype: Any) -> list[Deco
     Raises:
       ValueError: settings that the pair cannot serve.
     """
-    names = "method candidates children shortlist head builder acceptance attention".split()
-    names += "branches trunk skeleton leaves".split()
-    fields = {name: getattr(arguments, name) for name in names}
+    fields = values_of(arguments, GenerateConfig)
     plans = {}
     for nodes in arguments.nodes or [None]:
-        config = resolve(
-            GenerateConfig(temperature=arguments.temperature), fields | {"nodes": nodes}, pair.verifier, pair.drafter
-        )
+        config = resolve(None, fields | {"nodes": nodes}, pair.verifier, pair.drafter)
         plan = plan_of(config, pair.verifier, pair.drafter, dtype)
+        if not plan.drafts:
+            raise ValueError("got builder 'none', expected one that drafts: one-token steps are always timed")
         if nodes not in (None, plan.num_nodes):
             raise ValueError(
                 f"got --nodes {nodes}, expected at most {plan.num_nodes} with --builder {plan.builder} "

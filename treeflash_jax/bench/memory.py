@@ -27,10 +27,9 @@ import jax.numpy as jnp
 from treeflash_jax import files
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
-from treeflash_jax.acceptance import RULES
-from treeflash_jax.arguments import add_method
+from treeflash_jax.arguments import ModelOptions, add_fields, values_of
 from treeflash_jax.batching import capacity_bucket
-from treeflash_jax.bench import programs, run, shapes
+from treeflash_jax.bench import latency, programs, shapes
 from treeflash_jax.bench.programs import Collective
 from treeflash_jax.bench.progress import Progress, Tell, nobody
 from treeflash_jax.checks import read_json
@@ -44,10 +43,8 @@ from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.model import STOP_SLOTS
 from treeflash_jax.planning import plan_of, resolve
-from treeflash_jax.quantized import SCHEMES
-from treeflash_jax.trees.builders import BUILDERS
+from treeflash_jax.settings import GenerateConfig
 from treeflash_jax.verifiers import forward as verifier
-from treeflash_jax.verifiers.attention import IMPLEMENTATIONS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,22 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     request = parser.add_argument_group("request")
     request.add_argument("--batch", type=int, default=1, help="sequences decoded together (default: %(default)s)")
     request.add_argument("--context", type=int, default=4096, help="cache positions per sequence (default: %(default)s)")
-    request.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: %(default)s")
-    request.add_argument("--quantize", choices=SCHEMES, help="quantize the verifier's matrices")
-    add_method(request)
-    request.add_argument("--nodes", type=int, help="tree nodes per round, root included (default: the drafter's)")
-    request.add_argument(
-        "--candidates", type=int, default=16, metavar="M", help="candidate tokens per depth (default: %(default)s)"
-    )
-    request.add_argument(
-        "--children", type=int, default=16, metavar="K", help="children per candidate (default: %(default)s)"
-    )
-    run.add_shortlist(request)
-    request.add_argument("--head", choices=HEADS, help="default: the drafter's own")
-    request.add_argument("--builder", choices=("none", *BUILDERS), help="default: best-first")
-    request.add_argument("--acceptance", choices=RULES, help="acceptance rule (default: chosen by the builder)")
-    request.add_argument("--attention", choices=IMPLEMENTATIONS, help="default: as in generate")
-    run.add_shape(request)
+    add_fields(request, ModelOptions, "dtype quantize", dtype="bfloat16")
+    add_fields(request, GenerateConfig, latency.TIMED, without="temperature", numbers="nodes")
     devices = parser.add_argument_group("devices")
     devices.add_argument(
         "--mesh", metavar="DxM", help="split the batch D ways, weights and vocabulary M ways (default: 1 x all devices)"
@@ -92,9 +75,7 @@ def report(arguments: argparse.Namespace) -> int:
     """
     mesh, limit, kind = _devices(arguments)
     model, drafter, name = _pair(arguments)
-    names = "method nodes candidates children shortlist head builder acceptance attention".split()
-    names += "branches trunk skeleton leaves".split()
-    config = resolve(None, {name: getattr(arguments, name) for name in names}, model, drafter)
+    config = resolve(None, values_of(arguments, GenerateConfig), model, drafter)
     if min(arguments.batch, arguments.context) < 1:
         raise ValueError(f"got batch {arguments.batch} and context {arguments.context}, expected at least 1 of each")
     plan = plan_of(config, model, drafter, jnp.dtype(arguments.dtype))

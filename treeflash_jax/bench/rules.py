@@ -27,6 +27,7 @@ from rich.console import Console
 import treeflash_jax as tf
 from treeflash_jax import files
 from treeflash_jax.acceptance import RULES
+from treeflash_jax.arguments import add_fields
 from treeflash_jax.bench import plots, report, run, standalone
 from treeflash_jax.bench.progress import Progress, Tell
 from treeflash_jax.bench.prompts import BenchPrompt, draw, read_prompts
@@ -34,6 +35,7 @@ from treeflash_jax.bench.report import RESAMPLES, paired_ratio
 from treeflash_jax.checks import parse_json
 from treeflash_jax.clock import slow
 from treeflash_jax.planning import drafting, resolve
+from treeflash_jax.settings import GenerateConfig
 from treeflash_jax.trees.builders import SAMPLED, law_of
 
 BASELINE = "best-first", "sample-and-match"
@@ -51,20 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trees.add_argument("--builders", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME", help=", ".join(KINDS))
     trees.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), metavar="NAME", help=", ".join(RULES))
     trees.add_argument("--heads", nargs="+", metavar="NAME", help="default: marginal and the drafter's own")
-    trees.add_argument("--nodes", nargs="+", type=int, default=[16, 64], metavar="N", help="tree nodes, root included")
-    trees.add_argument(
-        "--candidates", type=int, default=16, metavar="M", help="candidate tokens per depth (default: %(default)s)"
+    add_fields(
+        trees, GenerateConfig, f"nodes {run.SIZES}", without="shortlist", several="nodes", numbers="nodes", nodes=[16, 64]
     )
-    trees.add_argument(
-        "--children", type=int, default=16, metavar="K", help="children per candidate (default: %(default)s)"
-    )
-    trees.add_argument("--drafter-temperature", type=float, metavar="T", help="default: the drafter's own")
-    run.add_shape(trees)
     output = parser.add_argument_group("sampling and output")
-    output.add_argument("--temperature", nargs="+", type=float, default=[1.0], metavar="T", help="sampling temperatures")
-    output.add_argument("--seed", nargs="+", type=int, default=[0], metavar="S", help="random seeds")
-    output.add_argument("--max-new-tokens", type=int, default=128, help="most tokens per turn (default: %(default)s)")
-    output.add_argument("--batch-size", type=int, default=8, help="prompts decoded together (default: %(default)s)")
+    names, many = "temperature seed max_new_tokens batch_size", "temperature seed"
+    add_fields(output, GenerateConfig, names, several=many, temperature=[1.0], seed=[0], batch_size=8)
     output.add_argument("--resamples", type=int, default=RESAMPLES, help="bootstrap resamples (default: %(default)s)")
     output.add_argument("--out", required=True, metavar="FILE", help="JSON file of the comparison")
     output.add_argument("--plot", metavar="FILE", help="plot of the comparison (needs matplotlib)")

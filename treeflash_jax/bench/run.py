@@ -30,12 +30,13 @@ import jax
 import treeflash_jax as tf
 from treeflash_jax import devices, files
 from treeflash_jax.acceptance import RULES
+from treeflash_jax.arguments import ModelOptions, add_fields
 from treeflash_jax.bench import report, standalone
 from treeflash_jax.bench.prompts import BUNDLED, FORMATS, BenchPrompt, draw, empty_chat, format_turn, read_prompts
 from treeflash_jax.bench.report import SCHEMA, Record
 from treeflash_jax.checks import quoted
 from treeflash_jax.planning import drafting, resolve
-from treeflash_jax.quantized import SCHEMES
+from treeflash_jax.settings import GenerateConfig
 from treeflash_jax.trees.builders import CHAINS, SAMPLED, TreeShape
 
 # Fields of GenerateConfig. Trees are measured once for every number of --nodes, or at their own: "treeflash-32", or what
@@ -50,6 +51,10 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 
 
 SHAPE = list(asdict(TreeShape()))
+# Settings that all systems share: sizes of drafts, and where and how answers end.
+SIZES = "candidates children shortlist drafter_temperature branches trunk skeleton leaves"
+LIMITS = "top_k top_p max_new_tokens batch_size"
+ONE_AT_A_TIME = {"temperature": [0.0], "seed": [0], "batch_size": 1}
 RECORD_START = b'{"schema": '  # of every line of results
 
 
@@ -79,10 +84,7 @@ def add_model_and_prompts(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="folders, Hub ids or names (default: tiny tiny)"
     )
-    model.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float64"), help="dtype of weights, caches and activations"
-    )
-    model.add_argument("--quantize", choices=SCHEMES, help="quantize the verifier's matrices while loading")
+    add_fields(model, ModelOptions, "dtype quantize")
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument(
         "--prompts", default=BUNDLED, metavar="FILE", help="JSONL file of prompts (default: a bundled set)"
@@ -91,63 +93,15 @@ def add_model_and_prompts(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument("--limit", type=int, metavar="N", help="use N prompts, drawn as in the published benchmarks")
 
 
-def add_shortlist(parser: Any) -> None:
-    parser.add_argument(
-        "--shortlist",
-        type=int,
-        default=0,
-        metavar="S",
-        help="tokens per depth that the drafter's second stage scores; 0 scores the vocabulary (default: %(default)s)",
-    )
-
-
-def add_shape(group: Any) -> None:
-    """Sizes of trees whose nodes are drawn at random."""
-    group.add_argument(
-        "--branches", type=int, default=TreeShape.branches, help="number of sampled paths, or of children per node"
-    )
-    group.add_argument("--trunk", type=int, default=TreeShape.trunk, help="nodes before the first branching (delayed)")
-    group.add_argument(
-        "--skeleton", type=float, default=TreeShape.skeleton, help="share of nodes that are not sampled (hybrid)"
-    )
-    group.add_argument("--leaves", action="store_true", help="also sample tokens that end their branch")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_and_prompts(parser)
     systems = parser.add_argument_group("systems")
     systems.add_argument("--systems", nargs="+", default=list(SYSTEMS), metavar="NAME", help="of " + ", ".join(SYSTEMS))
-    systems.add_argument(
-        "--nodes",
-        nargs="+",
-        type=node_count,
-        default=[16],
-        metavar="N",
-        help="tree nodes verified per round, root included (default: 16)",
-    )
-    systems.add_argument("--budget", metavar="FILE", help="calibration file for treeflash-auto")
-    systems.add_argument(
-        "--candidates", type=int, default=16, metavar="M", help="candidate tokens per depth (default: %(default)s)"
-    )
-    systems.add_argument(
-        "--children", type=int, default=16, metavar="K", help="children per candidate (default: %(default)s)"
-    )
-    add_shortlist(systems)
-    systems.add_argument("--drafter-temperature", type=float, metavar="T", help="default: the drafter's own")
+    add_fields(systems, ModelOptions, "budget")
+    add_fields(systems, GenerateConfig, f"nodes acceptance {SIZES}", several="nodes", nodes=[16])
     systems.add_argument("--builder", choices=("best-first", *SAMPLED), help="builder of systems that name none")
-    systems.add_argument("--acceptance", choices=RULES, help="rule of systems that name none (default: by the builder)")
-    add_shape(systems)
     output = parser.add_argument_group("sampling and output")
-    output.add_argument(
-        "--temperature", nargs="+", type=float, default=[0.0], metavar="T", help="sampling temperatures; 0 is greedy"
-    )
-    output.add_argument("--seed", nargs="+", type=int, default=[0], metavar="S", help="random seeds")
-    output.add_argument("--top-k", type=int, default=0, help="sample from the K likeliest tokens; 0 keeps all (default)")
-    output.add_argument(
-        "--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this mass; 1 keeps all (default)"
-    )
-    output.add_argument("--max-new-tokens", type=int, default=128, help="most tokens per turn (default: %(default)s)")
-    output.add_argument("--batch-size", type=int, default=1, help="prompts decoded together (default: %(default)s)")
+    add_fields(output, GenerateConfig, f"temperature seed {LIMITS}", several="temperature seed", **ONE_AT_A_TIME)
     output.add_argument("--out", required=True, metavar="FILE", help="JSONL that results are appended to")
     parser.set_defaults(run=run)
 
@@ -167,9 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     name = None if arguments.pair else "tiny"
     sizes = {"dtype": arguments.dtype, "quantize": arguments.quantize, "budget": arguments.budget}
     model = tf.load(name, verifier=verifier, drafter=drafter, **sizes)
-    names = "candidates children shortlist drafter_temperature top_k top_p max_new_tokens batch_size".split()
-    names += "branches trunk skeleton leaves".split()
-    shared = {name: getattr(arguments, name) for name in names}
+    shared = {name: getattr(arguments, name) for name in f"{SIZES} {LIMITS}".split()}
     trees = {"builder": arguments.builder or "best-first", "acceptance": arguments.acceptance}
     bench = Bench(
         systems={

@@ -290,3 +290,4 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "pallas-gpu": partial(_pallas, "gpu"),
     "pallas-tpu": partial(_pallas, "tpu"),
 }
+SERVING = tuple(name for name in IMPLEMENTATIONS if name != "chunked")  # that one saves memory in training
