@@ -162,9 +162,7 @@ def identity_of(verifier: ModelConfig, weights: Weights, plan: DecodePlan, mesh:
         "jax": jax.__version__,
         "head": plan.head,
         "block_size": plan.drafter.block_size,
-        "candidates": plan.draft.candidates,
-        "children": plan.draft.children,
-        "shortlist": plan.draft.shortlist,
+        **asdict(plan.draft),
         "attention": plan.attention,
     }
 

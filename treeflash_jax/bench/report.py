@@ -17,6 +17,7 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from rich.table import Table
 from treeflash_jax.bench import standalone
 from treeflash_jax.checks import Bounds, clipped, fit, parse_json, quoted
 from treeflash_jax.files import regular
-from treeflash_jax.settings import renamed
+from treeflash_jax.settings import DraftConfig, TreeConfig, renamed
 from treeflash_jax.trees.builders import CHAINS
 
 Record = dict[str, Any]
@@ -62,7 +63,9 @@ HARDWARE = "device backend cores".split()
 SHARED = "verifier drafter dtype format max_new_tokens batch_size top_k top_p".split()
 QUANTIZE = "quantize"  # shared too; absent from older files
 OWN = "builder head nodes candidates children drafter_temperature drafter_temperature_rule".split()
-SAMPLED = "shortlist acceptance branches trunk skeleton leaves".split()  # own too; absent from older files
+LATER = [
+    one.name for group in (DraftConfig, TreeConfig) for one in fields(group) if one.name not in OWN
+]  # not in older files
 RESAMPLES = 2000
 WIDTH = 140  # of tables that do not go to a terminal
 
@@ -179,7 +182,7 @@ def difference(record: Record, other: Record) -> str | None:
     """The first thing that keeps two records from belonging to one run, in words; None where they do."""
     if record["schema"] != other["schema"]:
         return f"got schema {record['schema']}, but {other['schema']}"
-    names = [*SHARED, QUANTIZE] + (OWN + SAMPLED if record["system"] == other["system"] else [])
+    names = [*SHARED, QUANTIZE] + (OWN + LATER if record["system"] == other["system"] else [])
     for part in ("settings", "versions", "hardware"):
         ours, theirs = record[part], other[part]
         for name in names if part == "settings" else sorted({*ours, *theirs}):

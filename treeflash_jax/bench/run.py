@@ -35,8 +35,8 @@ from treeflash_jax.bench import report, standalone
 from treeflash_jax.bench.prompts import BUNDLED, FORMATS, BenchPrompt, draw, empty_chat, format_turn, read_prompts
 from treeflash_jax.bench.report import SCHEMA, Record
 from treeflash_jax.checks import quoted
-from treeflash_jax.planning import drafting, resolve
-from treeflash_jax.settings import GenerateConfig
+from treeflash_jax.planning import resolve
+from treeflash_jax.settings import DraftConfig, GenerateConfig, TreeConfig
 from treeflash_jax.trees.builders import CHAINS, SAMPLED, TreeShape
 
 # Fields of GenerateConfig. Trees are measured once for every number of --nodes, or at their own: "treeflash-32", or what
@@ -50,7 +50,6 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 
 
-SHAPE = list(asdict(TreeShape()))
 # Settings that all systems share: sizes of drafts, and where and how answers end.
 SIZES = "candidates children shortlist drafter_temperature branches trunk skeleton leaves"
 LIMITS = "top_k top_p max_new_tokens batch_size"
@@ -355,9 +354,16 @@ def record_of(
 def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) -> dict[str, Any]:
     """The settings of a system as they take effect; those of drafting are None where nothing is drafted."""
     plan = model.plan(config)
-    shape = asdict(drafting(config)[2]) if plan.builder in SAMPLED else dict.fromkeys(SHAPE)
-    fixed = config.drafter_temperature
-    sharpness = fixed or model.drafter.drafter_temperature
+    drafts = asdict(config.group(DraftConfig)) | asdict(config.group(TreeConfig)) | {"drafter_temperature_rule": None}
+    if plan.drafts:
+        fixed = config.drafter_temperature
+        drafts |= {"head": plan.head, "block_size": plan.drafter.block_size, "acceptance": plan.rule}
+        drafts |= {"nodes": "auto" if plan.buckets else plan.num_nodes}
+        drafts |= {"drafter_temperature": fixed or model.drafter.drafter_temperature}
+        drafts |= {"drafter_temperature_rule": "fixed" if fixed else "max(it, min(T, 1))"}
+        drafts |= {} if plan.builder in SAMPLED else dict.fromkeys(asdict(TreeShape()))
+    else:
+        drafts = dict.fromkeys(drafts)
     names = "max_new_tokens batch_size temperature top_k top_p seed".split()
     return {name: getattr(config, name) for name in names} | {
         "verifier": bench.pair[0],
@@ -365,16 +371,8 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
         "dtype": str(model.dtype),
         "quantize": model.quantize,
         "format": bench.format,
-        "nodes": ("auto" if plan.buckets else plan.num_nodes) if plan.drafts else None,
-        "head": plan.head if plan.drafts else None,
-        "candidates": config.candidates if plan.drafts else None,
-        "children": config.children if plan.drafts else None,
-        "shortlist": config.shortlist if plan.drafts else None,
+        **drafts,
         "builder": plan.builder,
-        "acceptance": plan.rule if plan.drafts else None,
-        **shape,
-        "drafter_temperature": sharpness if plan.drafts else None,
-        "drafter_temperature_rule": ("fixed" if fixed else "max(it, min(T, 1))") if plan.drafts else None,
     }
 
 
