@@ -27,35 +27,32 @@ class ModelOptions:
 
     verifier: str = bounded(
         DEFAULT,
-        unit="model",
-        help=f"language model to serve: a name ({', '.join(PAIRS)}), or the folder, GGUF file or Hub id of a Qwen3 or "
+        f"language model to serve: a name ({', '.join(PAIRS)}), or the folder, GGUF file or Hub id of a Qwen3 or "
         "Llama model",
+        unit="model",
     )
     drafter: str | None = bounded(
         None,
-        unit="model",
+        "DFlash or TreeFlash drafter: a name, folder or Hub id, or 'none' to decode one token at a time",
         unset="the drafter that ships for the named verifier, otherwise none",
-        help="DFlash or TreeFlash drafter: a name, folder or Hub id, or 'none' to decode one token at a time",
+        unit="model",
     )
-    revision: str | None = bounded(None, unit="rev", help="Hub revision of the verifier")
-    drafter_revision: str | None = bounded(None, unit="rev", help="Hub revision of the drafter")
-    local_files_only: bool = bounded(False, help="use the local cache of the Hub only")
+    revision: str | None = bounded(None, "Hub revision of the verifier", unit="rev")
+    drafter_revision: str | None = bounded(None, "Hub revision of the drafter", unit="rev")
+    local_files_only: bool = bounded(False, "use the local cache of the Hub only")
     dtype: Literal["float32", "bfloat16", "float64"] | None = bounded(
         None,
+        "dtype of weights, caches and activations",
         unset="bfloat16, but float32 on a CPU without bfloat16 instructions",
-        help="dtype of weights, caches and activations",
     )
     quantize: str | None = bounded(
-        None, choices=lambda: tuple(SCHEMES), unset="none", help="quantize the verifier's matrices while loading"
+        None, "quantize the verifier's matrices while loading", unset="none", choices=lambda: tuple(SCHEMES)
     )
     mesh: str | None = bounded(
-        None, unit="DxM", unset="one", help="use D x M devices: split the batch D ways, weights and vocabulary M ways"
+        None, "use D x M devices: split the batch D ways, weights and vocabulary M ways", unset="one", unit="DxM"
     )
     budget: str | None = bounded(
-        None,
-        unit="file",
-        unset="the path treeflash calibrate writes to",
-        help="calibration file for auto numbers of nodes",
+        None, "calibration file for --nodes auto", unset="the path treeflash calibrate writes to", unit="file"
     )
 
 
@@ -63,12 +60,12 @@ class ModelOptions:
 class PromptOptions:
     """What is answered; every option may be given several times."""
 
-    prompt: Sequence[str] = bounded((), unit="text", help="text to continue, without a chat template")
+    prompt: Sequence[str] = bounded((), "text to continue, without a chat template", unit="text")
     prompt_file: Sequence[str] = bounded(
-        (), unit="file", help="file of text to continue, without a chat template; - is standard input"
+        (), "file of text to continue, without a chat template; - is standard input", unit="file"
     )
-    chat: Sequence[str] = bounded((), unit="text", help="a user's message, formatted with the chat template")
-    prompt_ids: Sequence[str] = bounded((), unit="ids", help='token ids, like "3 4 5"')
+    chat: Sequence[str] = bounded((), "a user's message, formatted with the chat template", unit="text")
+    prompt_ids: Sequence[str] = bounded((), 'token ids, like "3 4 5"', unit="ids")
 
 
 class Words(str):

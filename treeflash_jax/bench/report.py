@@ -63,9 +63,8 @@ HARDWARE = "device backend cores".split()
 SHARED = "verifier drafter dtype format max_new_tokens batch_size top_k top_p".split()
 QUANTIZE = "quantize"  # shared too; absent from older files
 OWN = "builder head nodes candidates children drafter_temperature drafter_temperature_rule".split()
-LATER = [
-    one.name for group in (DraftConfig, TreeConfig) for one in fields(group) if one.name not in OWN
-]  # not in older files
+# Own too, but absent from older files.
+LATER = [one.name for group in (DraftConfig, TreeConfig) for one in fields(group) if one.name not in OWN]
 RESAMPLES = 2000
 WIDTH = 140  # of tables that do not go to a terminal
 
