@@ -34,8 +34,7 @@ import pytest  # noqa: E402
 from treeflash_jax import load, pairs, params  # noqa: E402
 from treeflash_jax.config import DrafterConfig, ModelConfig  # noqa: E402
 from treeflash_jax.decoding.loops import Weights  # noqa: E402
-from treeflash_jax.drafters.block import backbone as dflash  # noqa: E402
-from treeflash_jax.drafters.block.heads import HEADS  # noqa: E402
+from treeflash_jax.drafters import block  # noqa: E402
 from treeflash_jax.model import TreeFlash  # noqa: E402
 from treeflash_jax.verifiers import forward as verifier  # noqa: E402
 
@@ -112,15 +111,17 @@ def trained() -> TreeFlash:
 
 def random_pair(mesh=None) -> TreeFlash:
     """A pair of random weights whose sizes a model axis of 2 divides, placed on `mesh`."""
+    specs = block.specs(RANDOM_DRAFTER)
     specs = (
         verifier.specs(RANDOM_MODEL),
-        dflash.specs(RANDOM_DRAFTER),
-        HEADS["mlp"].specs(RANDOM_DRAFTER) | {"down": params.Spec((64, 32), ("ffn", None))},
+        specs["backbone"],
+        specs["head"] | {"down": params.Spec((64, 32), ("ffn", None))},
     )
     trees = [params.initialize(spec, jax.random.key(i), scale=0.3) for i, spec in enumerate(specs)]
     if mesh is not None:
         trees = [jax.device_put(tree, params.shardings(spec, mesh)) for tree, spec in zip(trees, specs, strict=True)]
-    return TreeFlash(RANDOM_MODEL, Weights(*trees), drafter=RANDOM_DRAFTER, mesh=mesh)
+    weights = Weights(trees[0], {"backbone": trees[1], "head": trees[2]})
+    return TreeFlash(RANDOM_MODEL, weights, drafter=RANDOM_DRAFTER, mesh=mesh)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,8 @@ from treeflash_jax.acceptance import RULES
 from treeflash_jax.bench import shapes
 from treeflash_jax.bench.floors import Ceilings, stage_work
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.trees.builders import SAMPLED
+from treeflash_jax.drafters.block import DraftSettings
+from treeflash_jax.trees import branching
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "notebooks" / "results"
@@ -87,7 +88,7 @@ def test_named_options_exist(capsys):
 
 def test_every_rule_and_sampled_builder_is_described():
     described = set(re.findall(r"^\| `([a-z-]+)` \|", PAGES["treeflash_jax/acceptance/README.md"], flags=re.MULTILINE))
-    assert described == {*RULES, *SAMPLED, "best-first"}
+    assert described == {*RULES, *branching()}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -158,7 +159,7 @@ def test_rounds_compiled_ahead_of_time_move_neither_logits_nor_caches():
 def test_accepting_costs_little_beside_verifying():
     """The shares in accept_costs.json are those of the library's own count of a verify, and they are small."""
     model = shapes.named("qwen3-4b")
-    plan = DecodePlan(verifier=model, drafter=shapes.drafter_of(model), head="mlp", num_nodes=64)
+    plan = DecodePlan(verifier=model, drafter=shapes.drafter_of(model), num_nodes=64, draft=DraftSettings())
     for row in read("accept_costs.json")["rows"]:
         work = stage_work(plan, batch=row["batch"], context=1024, dtype=jnp.float32)
         floor = work["verify"].seconds(Ceilings(**row["ceilings"]))

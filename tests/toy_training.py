@@ -52,7 +52,7 @@ def write(folder: Path, documents: int = 120) -> Path:
     key = jax.random.key(0)
     hf.save_verifier(folder / "verifier", MODEL, params.initialize(verifier.specs(MODEL), key, scale=0.3))
     backbone = params.initialize(dflash.specs(DRAFTER), jax.random.fold_in(key, 1), scale=0.3)
-    hf.save_drafter(folder / "drafter", DRAFTER, backbone)
+    hf.save_drafter(folder / "drafter", DRAFTER, {"backbone": backbone, "head": {}})
     rng = np.random.default_rng(0)
     with (folder / "responses.jsonl").open("w") as file:
         for _ in range(documents):

@@ -25,7 +25,7 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax import vocab
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.drafters.block import backbone as drafter
-from treeflash_jax.trees.tree import pick
+from treeflash_jax.trees import pick
 from treeflash_jax.verifiers import forward as verifier
 from treeflash_jax.verifiers import layers
 

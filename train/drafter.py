@@ -30,8 +30,7 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.checks import bounded
 from treeflash_jax.config import MOST_NODES, DrafterConfig, ModelConfig, default_target_layers
-from treeflash_jax.drafters.block import backbone as dflash
-from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.drafters import block
 from treeflash_jax.formats import hf
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.pairs import locate
@@ -107,7 +106,7 @@ def drafter_config(settings: DrafterStage, model: ModelConfig) -> DrafterConfig:
 def make_stage(settings: DraftingStage, model: ModelConfig, drafter: DrafterConfig) -> Stage:
     """What `settings.trains` names of a drafter is trained; what else a step needs is frozen."""
     trains = settings.trains
-    specs = {"backbone": dflash.specs(drafter), "head": HEADS[drafter.head].specs(drafter)}
+    specs = block.specs(drafter)
     frozen = {"verifier": verifier.specs(model)} | ({} if "backbone" in trains else {"backbone": specs["backbone"]})
     return Stage(
         specs={name: specs[name] for name in trains},
@@ -168,7 +167,7 @@ def train(settings: DraftingStage, prepare: Callable[[ModelConfig, Any], tuple[D
     if hosts.is_first():
         target = epath.Path(settings.run) / "model"
         with folders.filled(target, overwrite=True) as folder:
-            hf.save_drafter(folder, drafter, whole["backbone"], whole["head"])
+            hf.save_drafter(folder, drafter, whole)
         noun = " and ".join(settings.trains)
         progress.table(f"Trained {noun}", watch.summary(settings.run) | {"model": str(target)})
 
@@ -176,7 +175,7 @@ def train(settings: DraftingStage, prepare: Callable[[ModelConfig, Any], tuple[D
 def main(settings: DrafterStage) -> None:
     def prepare(model: ModelConfig, norm: Any) -> tuple[DrafterConfig, Any, Any]:
         drafter = drafter_config(settings, model)
-        specs = dflash.specs(drafter)
+        specs = block.specs(drafter)["backbone"]
         backbone = parameters.initialize(specs, jax.random.key(settings.loop.seed), scale=settings.init_scale)
         backbone["norm"] = jnp.asarray(norm, jnp.float32)  # the vocabulary matrix was trained behind this scale
         return drafter, {"backbone": backbone}, {}

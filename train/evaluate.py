@@ -72,9 +72,7 @@ class TreeTau:
     ):
         self.config, self.frozen = config, frozen
         self.prompts = held_out_prompts(corpus, config.prompts)
-        self.model = tf.TreeFlash(
-            model, Weights(frozen["verifier"], None, None), drafter=drafter, stop_ids=stop_ids, mesh=mesh
-        )
+        self.model = tf.TreeFlash(model, Weights(frozen["verifier"]), drafter=drafter, stop_ids=stop_ids, mesh=mesh)
         self.cast = jax.jit(lambda params: gather(params, stage.specs, stage.compute_dtype))
         self.marginal: dict[str, float] | None = None
 
@@ -83,8 +81,8 @@ class TreeTau:
         if not self.prompts or not self.config.nodes:
             return {}
         trained = self.cast(params)
-        backbone = trained["backbone"] if "backbone" in trained else self.frozen["backbone"]
-        self.model.weights = Weights(self.frozen["verifier"], backbone, trained.get("head", {}))
+        parts = {"head": {}} | {name: tree for name, tree in self.frozen.items() if name != "verifier"} | trained
+        self.model.weights = Weights(self.frozen["verifier"], parts)
         found = self._tau(None, "held_out/tau", report)
         if "head" in trained:
             if self.marginal is None or "backbone" in trained:

@@ -77,8 +77,7 @@ def main(settings: ExportStage) -> None:
         hf.save_drafter(
             out,
             drafter,
-            params.get("backbone", backbone),
-            params.get("head"),
+            {"backbone": backbone, "head": {}} | params,
             dialect=settings.dialect,
             dtype=jnp.dtype(settings.dtype),
         )

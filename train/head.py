@@ -25,7 +25,7 @@ from train.drafter import DrafterStage, DraftingStage, train
 from treeflash_jax import params as parameters
 from treeflash_jax.checks import bounded
 from treeflash_jax.config import DrafterConfig, ModelConfig
-from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.drafters import block
 from treeflash_jax.formats import hf
 from treeflash_jax.pairs import locate
 
@@ -59,7 +59,7 @@ def read_stage(path: str | PathLike, overrides: Sequence[str] = ()) -> DrafterSt
 
 def fresh_head(drafter: DrafterConfig, seed: int, scale: float) -> Any:
     """Head weights whose output layer is zero, so that training starts from the marginals."""
-    return parameters.initialize(HEADS[drafter.head].specs(drafter), jax.random.key(seed), scale=scale)
+    return parameters.initialize(block.specs(drafter)["head"], jax.random.key(seed), scale=scale)
 
 
 def read_backbone(settings: HeadStage, model: ModelConfig) -> tuple[DrafterConfig, Any]:
@@ -70,10 +70,10 @@ def read_backbone(settings: HeadStage, model: ModelConfig) -> tuple[DrafterConfi
     """
     folder = locate(settings.drafter, "drafter")
     hf.read_drafter_config(folder).check_fits(model)
-    drafter, backbone, _ = hf.load_drafter(folder, dtype=jnp.float32)
+    drafter, params = hf.load_drafter(folder, dtype=jnp.float32)
     temperature = settings.drafter_temperature or drafter.drafter_temperature
     fresh = dataclasses.replace(drafter, head=settings.head, drafter_temperature=temperature, sampled_above=None)
-    return fresh, backbone
+    return fresh, params["backbone"]
 
 
 def main(settings: HeadStage) -> None:

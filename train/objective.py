@@ -26,7 +26,7 @@ from treeflash_jax import vocab
 from treeflash_jax.checks import bounded
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.trees.tree import pick
+from treeflash_jax.trees import pick
 from treeflash_jax.verifiers.layers import rms_norm
 
 # A metric is (sum, weight): sums add up over chunks, parts of a step, steps and devices; their quotient is the mean.

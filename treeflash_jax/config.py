@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from treeflash_jax.checks import INT32, Bounds, fit, quoted
 
@@ -93,6 +93,7 @@ class DrafterConfig:
         this pair; None: no row does.
     """
 
+    kind: ClassVar[str] = "block"
     layers: ModelConfig
     block_size: int
     mask_token_id: int
@@ -106,6 +107,10 @@ class DrafterConfig:
     @property
     def num_depths(self) -> int:
         return self.block_size - 1
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.target_layer_ids
 
     @staticmethod
     def from_hf(raw: Mapping[str, Any], where: str = "config.json") -> DrafterConfig:

@@ -11,12 +11,10 @@ from typing import Any
 
 import jax
 
-from treeflash_jax import devices
+from treeflash_jax import devices, drafters
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.config import DrafterConfig, ModelConfig
-from treeflash_jax.drafters.block import backbone as dflash
-from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers import forward as models
 
@@ -27,7 +25,6 @@ class Footprint:
 
     verifier: int
     drafter: int = 0
-    head: int = 0
     verifier_cache: int = 0
     drafter_cache: int = 0
 
@@ -78,14 +75,19 @@ def footprint(
         shape = (batch, config.num_kv_heads, capacity, config.head_dim)
         return 2 * config.num_layers * local(parameters.Spec(shape, caches.AXES))
 
+    def remembered() -> int:
+        """Of the drafter's state, what grows with the positions it holds."""
+        state = jax.eval_shape(lambda: drafters.of(drafter).init(drafter, batch, capacity, dtype))
+        sizes = jax.tree.map(lambda x, axes: local(parameters.Spec(x.shape, axes, dtype=x.dtype)), state, state.axes())
+        return sum(size for size, x in zip(jax.tree.leaves(sizes), jax.tree.leaves(state), strict=True) if x.ndim > 1)
+
     if drafter is None:
         return Footprint(verifier=weights(models.specs(verifier, quantize)), verifier_cache=slots(verifier))
     return Footprint(
         verifier=weights(models.specs(verifier, quantize)),
-        drafter=weights(dflash.specs(drafter)),
-        head=weights(HEADS[drafter.head].specs(drafter)),
+        drafter=weights(drafters.of(drafter).specs(drafter)),
         verifier_cache=slots(verifier),
-        drafter_cache=slots(drafter.layers) if drafts else 0,
+        drafter_cache=remembered() if drafts else 0,
     )
 
 
@@ -103,7 +105,7 @@ def check_memory(needs: Footprint, limit: int | None, mesh=None) -> None:
     """
     if limit is None or needs.total <= limit:
         return
-    parts = {"verifier": needs.verifier, "drafter": needs.drafter + needs.head, "caches": needs.caches}
+    parts = {"verifier": needs.verifier, "drafter": needs.drafter, "caches": needs.caches}
     shown = "1 device" if mesh is None else "mesh " + " x ".join(str(size) for size in dict(mesh.shape).values())
     raise ValueError(
         f"got {' + '.join(f'{in_units(size)} {name}' for name, size in parts.items() if size)} = {in_units(needs.total)} "

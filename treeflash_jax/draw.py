@@ -8,7 +8,7 @@ from html import escape
 
 import numpy as np
 
-from treeflash_jax.trees.tree import DraftTree
+from treeflash_jax.trees import DraftTree
 
 
 @dataclass(frozen=True, kw_only=True)

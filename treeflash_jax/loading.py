@@ -82,18 +82,18 @@ def load(
     dtype = devices.here().dtype if dtype is None else float_type(dtype)
     verifier = pairs.locate(verifier, "verifier", revision, local_files_only)
     config = hf.read_verifier_config(verifier)
-    drafter_config = drafter_params = head_params = None
+    drafter_config = drafter_params = None
     if drafter is not None:
         drafter = pairs.locate(drafter, "drafter", drafter_revision, local_files_only)
         drafter_config = hf.read_drafter_config(drafter)
         drafter_config.check_fits(config)
     check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), memory_limit(mesh), mesh)
     if drafter is not None:  # from here on weights are read
-        drafter_config, drafter_params, head_params = hf.load_drafter(drafter, dtype=dtype, mesh=mesh)
+        drafter_config, drafter_params = hf.load_drafter(drafter, dtype=dtype, mesh=mesh)
     config, verifier_params = hf.load_verifier(verifier, dtype=dtype, mesh=mesh, quantize=quantize)
     return TreeFlash(
         config,
-        Weights(verifier_params, drafter_params, head_params),
+        Weights(verifier_params, drafter_params),
         drafter=drafter_config,
         tokenizer=Tokenizer.load(verifier),
         stop_ids=hf.stop_ids(verifier, config),

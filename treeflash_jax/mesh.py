@@ -111,6 +111,11 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
 
 
+def pin(tree: Any, axes: Any) -> Any:
+    """`constrain` of every array of a tree; `axes` has its structure, with the logical axes of an array as leaf."""
+    return tree if current() is None else jax.tree.map(constrain, tree, axes)
+
+
 def to_host(tree: Any) -> Any:
     """NumPy copies of the arrays of a tree, whole on every process."""
 

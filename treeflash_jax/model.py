@@ -18,7 +18,7 @@ import numpy as np
 
 from treeflash_jax import mesh as meshes
 from treeflash_jax import prompts as prompting
-from treeflash_jax import quantized
+from treeflash_jax import quantized, trees
 from treeflash_jax.adaptive import budget as budgets
 from treeflash_jax.adaptive import calibration
 from treeflash_jax.batching import Places, Turn, capacity_bucket, refilled, turn
@@ -34,7 +34,6 @@ from treeflash_jax.planning import Row, draft_temperature, drafting, plan_of, re
 from treeflash_jax.prompts import Prompt
 from treeflash_jax.results import Chunk, Result
 from treeflash_jax.settings import MOST_ROWS, NO_DRAFTER, GenerateConfig, Settings, takes_settings
-from treeflash_jax.trees import tree as trees
 
 ROOM_AHEAD = 1024  # new tokens a cache is made for at first; longer answers grow it
 STOP_SLOTS = 8  # stop ids per row are padded to a multiple of this, so that changing them rarely recompiles

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from treeflash_jax import devices
+from treeflash_jax import devices, drafters
 from treeflash_jax.acceptance import check_lawful
 from treeflash_jax.checks import Bounds, checked, clipped, fit, quoted
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.drafters.block.heads import DraftSettings
 from treeflash_jax.settings import (
     NO_DRAFTER,
     OF_LOAD,
@@ -26,7 +25,7 @@ from treeflash_jax.settings import (
     without_method,
 )
 from treeflash_jax.suggest import suggestion
-from treeflash_jax.trees.builders import CHAINS, SAMPLED, TreeShape, law_of
+from treeflash_jax.trees import BUILDERS, TreeShape
 
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
 
@@ -58,18 +57,10 @@ def resolve(
     if config.builder != "none":
         expect(drafter is not None, "builder", config.builder, f"'none': {NO_DRAFTER}")
         auto = config.nodes == "auto"
-        trained, size = drafter.block_size, config.block_size
-        expect(size is None or size <= trained, "block_size", size, f"2 to {trained}, as the drafter was trained")
-        for name in ("candidates", "children"):
-            value = getattr(config, name)
-            expect(value <= vocabulary, name, value, f"1 to {vocabulary} (the vocabulary)")
-        listed = config.shortlist
-        expect(listed <= vocabulary, "shortlist", listed, f"0 (all tokens) to {vocabulary} (the vocabulary)")
-        heads = ("marginal", drafter.head)
-        expect(config.head in (None, *heads), "head", config.head, f"one of {heads}, what this drafter has")
+        drafters.of(drafter).choose(drafter, config)
         builder, rule, shape = drafting(config)
-        expect(builder not in SAMPLED or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
-        check_lawful(rule, law_of(builder, shape))
+        expect(not BUILDERS[builder].draws or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
+        check_lawful(rule, BUILDERS[builder].law_of(shape))
         if auto:  # a budget that looks at drawn nodes would not be lossless; those of a chain are no tree's first
             only = "with nodes 'auto'"
             expect(builder == "best-first", "builder", builder, f"'best-first' {only}")
@@ -110,7 +101,8 @@ def drafting(config: GenerateConfig) -> tuple[str, str, TreeShape]:
     """Builder, acceptance rule and sizes of the sampled part, defaults filled in."""
     builder = config.builder or "best-first"
     shape = TreeShape(branches=config.branches, trunk=config.trunk, skeleton=config.skeleton, leaves=config.leaves)
-    usual = {"deterministic": "sample-and-match", "one path": "block"}.get(law_of(builder, shape), "traversal")
+    law = "deterministic" if builder == "none" else BUILDERS[builder].law_of(shape)
+    usual = {"deterministic": "sample-and-match", "one path": "block"}.get(law, "traversal")
     return builder, config.acceptance or usual, shape
 
 
@@ -150,16 +142,16 @@ def plan_of(config: GenerateConfig, verifier: ModelConfig, drafter: DrafterConfi
     }
     if builder_of(config, drafter) == "none":
         return DecodePlan(builder="none", num_nodes=1, **shared)
-    block = config.block_size or drafter.block_size
+    sizes, draft = drafters.of(drafter).choose(drafter, config)
     nodes = None if config.nodes == "auto" else config.nodes
     builder, rule, shape = drafting(config)
+    longest = 1 + sizes.num_depths
     return DecodePlan(
-        drafter=replace(drafter, block_size=block),
-        head=config.head or drafter.head,
-        num_nodes=min(nodes or block, block) if builder in CHAINS else nodes or drafter.num_nodes,
-        draft=DraftSettings(candidates=config.candidates, children=config.children, shortlist=config.shortlist),
+        drafter=sizes,
+        num_nodes=min(nodes or longest, longest) if BUILDERS[builder].is_chain else nodes or drafter.num_nodes,
+        draft=draft,
         builder=builder,
-        shape=shape if builder in SAMPLED else TreeShape(),
+        shape=shape if BUILDERS[builder].draws else TreeShape(lanes=shape.lanes),
         rule=rule,
         **shared,
     )

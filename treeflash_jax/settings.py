@@ -16,7 +16,7 @@ from treeflash_jax.acceptance import RULES
 from treeflash_jax.checks import bounded, documented, quoted
 from treeflash_jax.config import MOST_NODES, HeadName
 from treeflash_jax.suggest import suggesting
-from treeflash_jax.trees.builders import BUILDERS, TreeShape
+from treeflash_jax.trees import BUILDERS, TreeShape
 from treeflash_jax.verifiers.attention import SERVING
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax import acceptance
+from treeflash_jax import acceptance, trees
 from treeflash_jax.acceptance.rows import TargetRows
-from treeflash_jax.trees import builders
-from treeflash_jax.trees.builders import TreeShape
-from treeflash_jax.trees.builders.without_replacement import _likeliest
-from treeflash_jax.trees.tree import DETERMINISTIC, WITH_REPLACEMENT, TransitionTable
+from treeflash_jax.trees import DETERMINISTIC, WITH_REPLACEMENT, TransitionTable, TreeShape
+from treeflash_jax.trees.without_replacement import _likeliest
 
 FORCED = 1e3  # noise that outweighs any log-probability
 NODES, BATCH = 7, 1024  # of the enumerations, so that all share their compiled rules
@@ -35,7 +33,7 @@ class Case:
 
     @property
     def law(self) -> str:
-        return builders.law_of(self.builder, self.shape)
+        return trees.BUILDERS[self.builder].law_of(self.shape)
 
 
 def paths_case(nodes: int, branches: int, **more) -> Case:
@@ -120,7 +118,7 @@ class World:
 
     def build(self, case: Case, noise: np.ndarray):
         """The library's trees under given noise."""
-        build = partial(builders.SAMPLED[case.builder], num_nodes=case.nodes, shape=case.shape)
+        build = partial(trees.BUILDERS[case.builder].build, num_nodes=case.nodes, shape=case.shape)
         anchor_b = jnp.zeros(noise.shape[0], jnp.int32)
         return jax.jit(lambda table, noise: build(table, anchor_b, noise_bnc=noise))(
             self.table(len(noise)), jnp.asarray(noise)

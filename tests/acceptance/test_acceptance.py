@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 
 from treeflash_jax import acceptance
+from treeflash_jax import trees as tree
 from treeflash_jax.acceptance import RULES, check_lawful
-from treeflash_jax.trees import builders, tree
-from treeflash_jax.trees.builders import TreeShape
-from treeflash_jax.trees.tree import DETERMINISTIC, WITH_REPLACEMENT
+from treeflash_jax.trees import DETERMINISTIC, WITH_REPLACEMENT, TreeShape
 
 CASES = {
     "one path": cases.paths_case(3, 1),
@@ -171,8 +170,8 @@ def forest():
     def grow_all(table):
         grown = []
         for i, (builder, nodes, sizes) in enumerate(LARGE.values()):
-            noise = builders.draw_noise(jax.random.split(jax.random.key(i), 2), table, nodes)
-            drawn = builders.SAMPLED[builder](table, jnp.zeros(2, jnp.int32), nodes, sizes, noise)
+            noise = tree.draw_noise(jax.random.split(jax.random.key(i), 2), table, nodes)
+            drawn = tree.BUILDERS[builder].build(table, jnp.zeros(2, jnp.int32), nodes, sizes, noise)
             grown.append(cases.padded(*drawn, NODES))
         return jax.tree.map(lambda *x: jnp.concatenate(x), *grown)
 
@@ -197,7 +196,7 @@ def test_weights_of_large_trees_are_the_oracles(forest, rule):
     p_bnv /= p_bnv.sum(-1, keepdims=True)
     checked = 0
     for i, (builder, _, sizes) in enumerate(LARGE.values()):
-        if builders.law_of(builder, sizes) not in RULES[rule].LAWS:
+        if tree.BUILDERS[builder].law_of(sizes) not in RULES[rule].LAWS:
             continue
         for b in (2 * i, 2 * i + 1):
             prefixes, seen, _ = cases.read(drawn, proposal, b, VOCABULARY)
@@ -241,8 +240,8 @@ SMALL_LAWFUL = [(name, rule) for name, rule in TESTED if name in SMALL]
 @partial(jax.jit, static_argnames="name")
 def grown(name: str, table, key_b):
     builder, nodes, sizes = SMALL[name]
-    noise = builders.draw_noise(key_b, table, nodes)
-    drawn = builders.SAMPLED[builder](table, jnp.zeros(len(key_b), jnp.int32), nodes, sizes, noise)
+    noise = tree.draw_noise(key_b, table, nodes)
+    drawn = tree.BUILDERS[builder].build(table, jnp.zeros(len(key_b), jnp.int32), nodes, sizes, noise)
     return cases.padded(*drawn, 7)
 
 

@@ -25,7 +25,7 @@ from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings
-from treeflash_jax.trees.builders import TreeShape
+from treeflash_jax.trees import TreeShape
 from treeflash_jax.verifiers import forward as verifier
 
 VOCABULARY, NEW, PROMPT = 4, 6, (1, 2)
@@ -47,7 +47,8 @@ PLANS = {
 @pytest.fixture(scope="module")
 def weights() -> Weights:
     specs = verifier.specs(MODEL), dflash.specs(DRAFTER), HEADS["mlp"].specs(DRAFTER)
-    return Weights(*(params.initialize(spec, jax.random.key(i), scale=0.7) for i, spec in enumerate(specs)))
+    made = [params.initialize(spec, jax.random.key(i), scale=0.7) for i, spec in enumerate(specs)]
+    return Weights(made[0], {"backbone": made[1], "head": made[2]})
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def exact(weights) -> np.ndarray:
 def answers(weights: Weights, rule: str, builder: str, nodes: int, shape: TreeShape, *, batches: int):
     """Tokens [draws, NEW] and rounds [draws] of `batches` of BATCH sequences, each with its own key."""
     plan = DecodePlan(
-        verifier=MODEL, drafter=DRAFTER, head="mlp", num_nodes=nodes, draft=DraftSettings(candidates=3, children=3),
+        verifier=MODEL, drafter=DRAFTER, num_nodes=nodes, draft=DraftSettings(candidates=3, children=3),
         builder=builder, shape=shape, rule=rule, prefill_chunk=len(PROMPT),
     )  # fmt: skip
     full = lambda value, dtype: jnp.full(BATCH, value, dtype)  # noqa: E731

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeflash_jax import GenerateConfig, TreeFlash, cli, make_mesh
+from treeflash_jax import trees as tree
 from treeflash_jax.adaptive import budget, calibration
 from treeflash_jax.adaptive.calibration import Calibration, fit_round_times
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding import rounds
 from treeflash_jax.planning import rows_of
-from treeflash_jax.trees import tree
 
 BUCKETS = [2, 4, 8, 16]
 AUTO = {"nodes": "auto", "candidates": 8, "children": 8}
@@ -390,7 +390,7 @@ def test_a_stale_calibration_is_refused(trained, tmp_path, changed):
 
 def test_weights_of_another_drafter_are_another_pair(trained):
     plan = trained.plan(GenerateConfig(builder="best-first"))
-    weights = trained.weights.replace(drafter=trained.weights.drafter | {"fc": trained.weights.drafter["fc"] + 1})
+    weights = trained.weights.replace(drafter=jax.tree.map(lambda x: x + 1, trained.weights.drafter))
     ours, other = (calibration.identity_of(trained.verifier, w, plan, None) for w in (trained.weights, weights))
     assert [name for name in ours if ours[name] != other[name]] == ["pair"]
 

@@ -53,17 +53,17 @@ def bench(compiled, trained) -> stages.Bench:
     with pytest.MonkeyPatch.context() as patch:
         submit = stages.Bench._compile
 
-        def counted(self, function, *args, plan):
+        def counted(self, function, *args, plan, **static):
             compiled[function.__name__] += 1
             assert plan.attention == "xla", "steps, rounds and stages read caches in the same way"
-            return submit(self, function, *args, plan=plan)
+            return submit(self, function, *args, plan=plan, **static)
 
         patch.setattr(stages.Bench, "_compile", counted)
         return stages.Bench(trained, plans_of(trained, 3, 8, attention="xla"), batch=2, context=40)
 
 
 def test_nothing_is_compiled_per_node_count_that_does_not_depend_on_it(bench, compiled):
-    once = {"prefill": 1, "draft_block": 1, "expand_block": 1, "decode": 1 + 2}  # one-token steps and two kinds of round
+    once = {"prefill": 1, "draft_stage": 2, "decode": 1 + 2}  # one-token steps and two kinds of round
     assert compiled == once | dict.fromkeys(("build_tree", "verify_tree", "accept_path", "COMMIT"), 2)
     kinds = [(timed.stage, timed.nodes) for timed in bench.timed]
     assert kinds == [(stage, None) for stage in SHARED] + [(stage, n) for n in (3, 8) for stage in OF_A_TREE]
@@ -134,7 +134,6 @@ def test_floors_by_hand():
     plan = DecodePlan(
         verifier=RANDOM_MODEL,
         drafter=RANDOM_DRAFTER,
-        head="mlp",
         num_nodes=8,
         draft=DraftSettings(candidates=5, children=3),
     )
@@ -176,7 +175,7 @@ def test_floors_are_those_of_the_published_arithmetic():
     h200 = Ceilings(4.8e12, 990e12)
     for name, milliseconds in {"qwen3-0.6b": 0.27, "qwen3-4b": 1.71, "qwen3-8b": 3.18, "llama-3.1-8b": 3.15}.items():
         model = shapes.named(name)
-        plan = DecodePlan(verifier=model, drafter=shapes.drafter_of(model), head="mlp", num_nodes=64)
+        plan = DecodePlan(verifier=model, drafter=shapes.drafter_of(model), num_nodes=64, draft=DraftSettings())
         work = stage_work(plan, batch=1, context=1024, dtype=jnp.bfloat16)
         assert 1e3 * work["step"].seconds(h200) == pytest.approx(milliseconds, abs=0.006)
     assert 1e3 * work["verify"].flops / 990e12 == pytest.approx(1.0, abs=0.02)
@@ -375,6 +374,6 @@ def test_the_command_has_help(capsys):
 
 
 def test_what_is_timed_is_what_decode_is_made_of():
-    functions = stages.DRAFT, stages.EXPAND, stages.TREE, stages.VERIFY, stages.ACCEPT
-    own = rounds.draft_block, rounds.expand_block, rounds.build_tree, rounds.verify_tree, rounds.accept_path
+    functions = stages.DRAFT, stages.TREE, stages.VERIFY, stages.ACCEPT
+    own = rounds.draft_stage, rounds.build_tree, rounds.verify_tree, rounds.accept_path
     assert [function.__wrapped__ for function in functions] == list(own)

@@ -64,7 +64,6 @@ def test_weights_and_caches_are_the_bytes_of_real_arrays(sizes):
     assert asdict(found) == {
         "verifier": bytes_on_one_device(model.weights.verifier),
         "drafter": bytes_on_one_device(model.weights.drafter),
-        "head": bytes_on_one_device(model.weights.head),
         "verifier_cache": bytes_on_one_device(state.cache.groups),
         "drafter_cache": bytes_on_one_device(state.drafter.context.groups),
     }

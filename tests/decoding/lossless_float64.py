@@ -23,7 +23,6 @@ import jax.numpy as jnp  # noqa: E402
 from treeflash_jax import params  # noqa: E402
 from treeflash_jax.adaptive import calibration  # noqa: E402
 from treeflash_jax.batching import capacity_bucket  # noqa: E402
-from treeflash_jax.decoding.loops import Weights  # noqa: E402
 from treeflash_jax.drafters.block import backbone as dflash  # noqa: E402
 from treeflash_jax.drafters.block.heads import HEADS  # noqa: E402
 from treeflash_jax.loading import load  # noqa: E402
@@ -59,15 +58,20 @@ def main(which: list[dict]) -> None:
         linear = jax.tree.map(lambda x: 0.1 * jax.random.normal(jax.random.key(seed), x.shape, x.dtype), linear)
         if kind != "trained":
             weights = weights.replace(
-                drafter=fresh(dflash.specs(trained.drafter), seed + 1, 0.3),
-                head=fresh(HEADS["mlp"].specs(trained.drafter), seed + 2, 0.3),
+                drafter={
+                    "backbone": fresh(dflash.specs(trained.drafter), seed + 1, 0.3),
+                    "head": fresh(HEADS["mlp"].specs(trained.drafter), seed + 2, 0.3),
+                }
             )
         if kind == "random pair":
             weights = weights.replace(verifier=fresh(verifier.specs(trained.verifier), seed + 3, 0.4))
         made = {
             "mlp": TreeFlash(trained.verifier, weights, drafter=trained.drafter, stop_ids=(2,)),
             "linear": TreeFlash(
-                trained.verifier, Weights(weights.verifier, weights.drafter, linear), drafter=linear_config, stop_ids=(2,)
+                trained.verifier,
+                weights.replace(drafter=weights.drafter | {"head": linear}),
+                drafter=linear_config,
+                stop_ids=(2,),
             ),
         }
         for model in made.values():

@@ -52,7 +52,7 @@ def test_weights_and_caches_are_sharded(sharded):
     weights = sharded.weights
     assert weights.verifier["embed"].sharding.spec == PartitionSpec("model", None)
     assert weights.verifier["groups"][0][0]["q"].sharding.spec == PartitionSpec(None, "model", None)
-    assert weights.head["token_ug"].sharding.spec == PartitionSpec(None, None, "model")
+    assert weights.drafter["head"]["token_ug"].sharding.spec == PartitionSpec(None, None, "model")
     [*_, result] = sharded.stream(PROMPTS[0], **TREE, max_new_tokens=4)
     assert result.ids
     compiled = programs(sharded, core.decode)[0]

@@ -16,10 +16,10 @@ import pytest
 from conftest import CONFORMANCE, DATA
 
 import treeflash_jax as tf
+from treeflash_jax import trees as tree
 from treeflash_jax import vocab
 from treeflash_jax.drafters.block import backbone as drafter
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
-from treeflash_jax.trees import tree
 from treeflash_jax.verifiers import forward as verifier
 
 TOLERANCE = 1e-4
@@ -50,21 +50,24 @@ def run_stages(weights, prompt_bt, config, fit, head, draft, nodes):
     logits_btv = verifier.logits(weights.verifier, out.hidden_btd)
     anchor_b = jnp.argmax(logits_btv[:, -1], axis=-1).astype(jnp.int32)
     state = drafter.extend(
-        weights.drafter, fit, drafter.init(fit, 1, 64, jnp.float32), out.features_btj, jnp.array([length])
+        weights.drafter["backbone"], fit, drafter.init(fit, 1, 64, jnp.float32), out.features_btj, jnp.array([length])
     )
     tables = weights.verifier
-    hidden_bqd = drafter.block(weights.drafter, fit, state, tables["embed"], anchor_b)
+    hidden_bqd = drafter.block(weights.drafter["backbone"], fit, state, tables["embed"], anchor_b)
     unembed = Unembed(
-        tables["embed"], tables.get("unembed", tables["embed"]), weights.drafter["norm"], fit.layers.rms_norm_eps
+        tables["embed"],
+        tables.get("unembed", tables["embed"]),
+        weights.drafter["backbone"]["norm"],
+        fit.layers.rms_norm_eps,
     )
     logits_bqv = vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bqd))
-    table = HEADS[head].expand(weights.head, unembed, hidden_bqd, anchor_b, draft, jnp.ones(1))
+    table = HEADS[head].expand(weights.drafter["head"], unembed, hidden_bqd, anchor_b, draft, jnp.ones(1))
     grown = tree.best_first(table, anchor_b, nodes)
     return {
         "verifier_logits": logits_btv,
         "context_features": out.features_btj,
         "anchor": anchor_b,
-        "fused_context": drafter.fuse(weights.drafter, fit, out.features_btj),
+        "fused_context": drafter.fuse(weights.drafter["backbone"], fit, out.features_btj),
         "block_hidden": hidden_bqd,
         "block_logits": logits_bqv,
         "candidates": vocab.top_k(logits_bqv, draft.candidates)[1],

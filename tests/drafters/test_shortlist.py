@@ -27,11 +27,11 @@ def expand(pair, shortlist: int, mesh=None):
     keys = jax.random.split(jax.random.key(3), 2)
     hidden_bqd = jax.random.normal(keys[0], (BATCH, DEPTHS + 1, RANDOM_MODEL.hidden_size))
     anchor_b = jax.random.randint(keys[1], (BATCH,), 0, VOCAB)
-    tables, drafter = pair.weights.verifier, pair.weights.drafter
+    tables, drafter = pair.weights.verifier, pair.weights.drafter["backbone"]
     unembed = Unembed(tables["embed"][:VOCAB], tables["unembed"][:VOCAB], drafter["norm"], eps=1e-6)
     settings = DraftSettings(candidates=M, children=K, shortlist=shortlist)
     return jax.jit(HEADS["mlp"].expand, static_argnums=4), (
-        *(pair.weights.head, unembed, hidden_bqd, anchor_b, settings),
+        *(pair.weights.drafter["head"], unembed, hidden_bqd, anchor_b, settings),
         jnp.array([0.5, 1.0, 1.6]),
     )
 

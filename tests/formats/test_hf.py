@@ -66,7 +66,7 @@ def fresh(specs, seed: int = 0, dtype=jnp.float32):
 
 
 def drafter_params(config: DrafterConfig, dtype=jnp.float32):
-    return fresh(drafter.specs(config), 1, dtype), fresh(HEADS[config.head].specs(config), 2, dtype)
+    return {"backbone": fresh(drafter.specs(config), 1, dtype), "head": fresh(HEADS[config.head].specs(config), 2, dtype)}
 
 
 def assert_same_bits(got, expected) -> None:
@@ -81,7 +81,7 @@ def assert_same_bits(got, expected) -> None:
 def pair(tmp_path) -> tuple[Path, Path]:
     """Folders of a verifier and the drafter that fits it."""
     hf.save_verifier(tmp_path / "verifier", MODEL, fresh(verifier.specs(MODEL)), jnp.float32)
-    hf.save_drafter(tmp_path / "drafter", DRAFTER, *drafter_params(DRAFTER), dtype=jnp.float32)
+    hf.save_drafter(tmp_path / "drafter", DRAFTER, drafter_params(DRAFTER), dtype=jnp.float32)
     return tmp_path / "verifier", tmp_path / "drafter"
 
 
@@ -104,11 +104,11 @@ def test_drafter_round_trip(tmp_path, head, dialect, dtype):
     config = replace(DRAFTER, head=head)
     if dialect == "dflash":  # has no place for these
         config = replace(config, num_nodes=16, drafter_temperature=1.0, sampled_above=None)
-    backbone, head_params = drafter_params(config, dtype)
-    hf.save_drafter(tmp_path, config, backbone, head_params, dialect=dialect, dtype=dtype)
-    loaded_config, *loaded = hf.load_drafter(tmp_path, dtype=dtype)
+    params = drafter_params(config, dtype)
+    hf.save_drafter(tmp_path, config, params, dialect=dialect, dtype=dtype)
+    loaded_config, loaded = hf.load_drafter(tmp_path, dtype=dtype)
     assert loaded_config == config
-    assert_same_bits(loaded, [backbone, head_params])
+    assert_same_bits(loaded, params)
 
 
 def test_saving_rounds_to_the_dtype_on_disk(tmp_path):
@@ -121,22 +121,23 @@ def test_saving_rounds_to_the_dtype_on_disk(tmp_path):
 def test_published_names_and_shapes(tmp_path):
     """Tensor for tensor what the released PyTorch classes list in their state dicts."""
     backbone = {f"layers.{i}.{name}": shape for i in (0, 1) for name, shape in LAYER.items()} | OUTSIDE
-    hf.save_drafter(tmp_path / "treeflash", DRAFTER, *drafter_params(DRAFTER))
+    hf.save_drafter(tmp_path / "treeflash", DRAFTER, drafter_params(DRAFTER))
     written = {name: list(x.shape) for name, x in load_file(tmp_path / "treeflash/model.safetensors").items()}
     assert written == {f"model.{name}": shape for name, shape in backbone.items()} | HEAD
 
     plain = replace(DRAFTER, head="marginal")
-    hf.save_drafter(tmp_path / "dflash", plain, *drafter_params(plain), dialect="dflash")
+    hf.save_drafter(tmp_path / "dflash", plain, drafter_params(plain), dialect="dflash")
     written = {name: list(x.shape) for name, x in load_file(tmp_path / "dflash/model.safetensors").items()}
     assert written == backbone
 
     with pytest.raises(ValueError, match="got a mlp head, expected none"):
-        hf.save_drafter(tmp_path / "no", DRAFTER, *drafter_params(DRAFTER), dialect="dflash")
+        hf.save_drafter(tmp_path / "no", DRAFTER, drafter_params(DRAFTER), dialect="dflash")
 
 
 def test_tensors_hold_their_weights_out_by_in(tmp_path):
-    backbone, head = drafter_params(DRAFTER)
-    hf.save_drafter(tmp_path, DRAFTER, backbone, head, dtype=jnp.float32)
+    params = drafter_params(DRAFTER)
+    backbone, head = params["backbone"], params["head"]
+    hf.save_drafter(tmp_path, DRAFTER, params, dtype=jnp.float32)
     disk, layer = load_file(tmp_path / "model.safetensors"), backbone["groups"][0][1]
     on_disk = {name: disk[f"model.layers.1.{name}"] for name in LAYER}
     np.testing.assert_array_equal(on_disk["self_attn.q_proj.weight"], np.reshape(layer["q"], (8, 24)).T)
@@ -204,7 +205,8 @@ def test_any_slice_of_a_weight_can_be_read():
 def test_published_folders_load(name):
     folder = DATA / "conformance" / name
     config, params = hf.load_verifier(folder / "verifier")
-    fit, _, head = hf.load_drafter(folder / "drafter")
+    fit, params = hf.load_drafter(folder / "drafter")
+    head = params["head"]
     fit.check_fits(config)
     assert ("unembed" in params) == (name != "b_trained")
     assert (fit.head, bool(head)) == (("marginal", False) if name == "c_dflash" else ("mlp", True))

@@ -18,7 +18,7 @@ from treeflash_jax import params as parameters
 from treeflash_jax import vocab
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
-from treeflash_jax.trees.tree import pick
+from treeflash_jax.trees import pick
 from treeflash_jax.verifiers import forward as verifier
 
 WITH_HEAD = toy_training.with_head()
@@ -328,7 +328,7 @@ def run_stage(toy, *overrides):
 def final_weights(settings):
     from treeflash_jax.formats import hf
 
-    return hf.load_drafter(f"{settings.run}/model")[1:]
+    return hf.load_drafter(f"{settings.run}/model")[1]
 
 
 def assert_same_losses(one, other, tolerance):
@@ -383,7 +383,7 @@ def test_state_lies_over_fsdp_and_model(toy):
 def test_muon_and_linear_heads_train_too(toy, tmp_path):
     log, settings = run_stage(toy, f"run={tmp_path}/run", "head=linear", "optimizer.name=muon")
     assert log[-1]["loss"] < log[0]["loss"]
-    _, weights = final_weights(settings)
+    weights = final_weights(settings)["head"]
     assert set(weights) == {"norm", "token", "hidden"} and np.any(weights["token"])
 
 

@@ -64,10 +64,10 @@ def test_a_run_leaves_its_model_there(bucket, toy, tmp_path, monkeypatch, capsys
     head.main(toy_training.settings(toy, "run=gs://bucket/runs/head"))
     assert set(bucket) == {"/bucket/runs/head/model/config.json", "/bucket/runs/head/model/model.safetensors"}
     assert "  model: gs://bucket/runs/head/model\n" in capsys.readouterr().out
-    drafter, backbone, weights = hf.load_drafter(fetched("gs://bucket/runs/head/model", tmp_path))
-    assert drafter.head == "mlp" and set(weights) == {"norm", "token_ug", "hidden_ug", "bias", "down"}
+    drafter, params = hf.load_drafter(fetched("gs://bucket/runs/head/model", tmp_path))
+    assert drafter.head == "mlp" and set(params["head"]) == {"norm", "token_ug", "hidden_ug", "bias", "down"}
     before = hf.load_drafter(toy.parent / "drafter")[1]
-    jax.tree.map(np.testing.assert_array_equal, backbone, before)
+    jax.tree.map(np.testing.assert_array_equal, params["backbone"], before["backbone"])
 
 
 def test_a_verifier_and_its_tokenizer_lie_there(bucket, toy, tmp_path, monkeypatch):
@@ -104,7 +104,7 @@ def test_settings_logs_and_exports_lie_there(bucket, toy, tmp_path, monkeypatch)
     fresh = head.fresh_head(toy_training.with_head(), 0, 0.3)
     monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": fresh}))
     export.main(export.ExportStage(run=settings.run, out="gs://bucket/out", dtype="float32"))
-    weights = hf.load_drafter(fetched("gs://bucket/out", tmp_path))[2]
+    weights = hf.load_drafter(fetched("gs://bucket/out", tmp_path))[1]["head"]
     jax.tree.map(np.testing.assert_array_equal, weights, fresh)
     card = (tmp_path / "README.md").read_text()
     assert "step 2" in card and "| tau_64 | 3.500 |" in card, "what was measured up to that step"

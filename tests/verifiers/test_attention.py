@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from treeflash_jax.config import ModelConfig
-from treeflash_jax.trees.tree import ancestor_mask
+from treeflash_jax.trees import ancestor_mask
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers.attention import tree_attention
 from treeflash_jax.verifiers.cache import LayerKV

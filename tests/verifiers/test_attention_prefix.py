@@ -17,7 +17,7 @@ from treeflash_jax import cli, make_mesh
 from treeflash_jax import mesh as meshes
 from treeflash_jax.bench import latency
 from treeflash_jax.bench.programs import find_collectives
-from treeflash_jax.trees.tree import ancestor_mask
+from treeflash_jax.trees import ancestor_mask
 from treeflash_jax.verifiers.attention import tree_attention
 from treeflash_jax.verifiers.cache import AXES, LayerKV
 

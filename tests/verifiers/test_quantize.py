@@ -21,6 +21,7 @@ from treeflash_jax.bench.memory import compile_programs
 from treeflash_jax.check import check, meaning
 from treeflash_jax.costs import footprint
 from treeflash_jax.decoding.loops import DecodePlan
+from treeflash_jax.drafters.block import DraftSettings
 from treeflash_jax.formats import hf
 from treeflash_jax.quantized import Quantized, quantize
 from treeflash_jax.verifiers import forward as verifier
@@ -221,7 +222,7 @@ def test_footprints_are_the_bytes_of_real_arrays(sizes, monkeypatch):
     model = shapes.random_pair(RANDOM_MODEL, RANDOM_DRAFTER, jnp.bfloat16, mesh, "int8")
     request = {"dtype": jnp.bfloat16, "mesh": mesh}
     found = footprint(RANDOM_MODEL, RANDOM_DRAFTER, quantize=model.quantize, **request)
-    assert model.quantize == "int8" and quantized.scheme_of((model.weights.drafter, model.weights.head)) is None
+    assert model.quantize == "int8" and quantized.scheme_of(model.weights.drafter) is None
     shards = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(model.weights.verifier)]
     assert found.verifier == sum(shards) < 0.6 * footprint(RANDOM_MODEL, RANDOM_DRAFTER, **request).verifier
     abstract = params.abstract(verifier.specs(RANDOM_MODEL, "int8"), jnp.bfloat16, mesh)
@@ -252,7 +253,7 @@ def test_programs_compile_from_int8_shapes():
 
 
 def test_floors_read_int8_bytes_and_count_the_same_flops():
-    plan = DecodePlan(verifier=RANDOM_MODEL, drafter=RANDOM_DRAFTER, head="mlp", num_nodes=8)
+    plan = DecodePlan(verifier=RANDOM_MODEL, drafter=RANDOM_DRAFTER, num_nodes=8, draft=DraftSettings())
     wide, small = (stage_work(plan, batch=1, context=10, dtype=jnp.float32, quantize=scheme) for scheme in (None, "int8"))
     table, matrices = 64 * 32, 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 64 * 32
     scales = 3 * (32 + 2 * 16 + 32 + 2 * 64 + 32) + 64

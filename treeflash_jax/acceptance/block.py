@@ -18,7 +18,7 @@ from jax import lax
 
 from treeflash_jax.acceptance.draws import Draws, draws_of, expect, finish
 from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows
-from treeflash_jax.trees.tree import DraftTree, Proposal
+from treeflash_jax.trees import DraftTree, Proposal
 
 LAWS = ("one path",)
 NEEDS = "one sampled path"

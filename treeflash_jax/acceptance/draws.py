@@ -23,7 +23,7 @@ from jax import lax
 from treeflash_jax import mesh as meshes
 from treeflash_jax import vocab
 from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows, accept
-from treeflash_jax.trees.tree import DETERMINISTIC, WITHOUT_REPLACEMENT, DraftTree, Proposal, ancestor_mask, pick
+from treeflash_jax.trees import DETERMINISTIC, WITHOUT_REPLACEMENT, DraftTree, Proposal, ancestor_mask, pick
 
 NEVER = 1 << 20  # rank of a test that does not happen
 

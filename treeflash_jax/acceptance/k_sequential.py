@@ -15,7 +15,7 @@ from jax import lax
 
 from treeflash_jax.acceptance.draws import Draws, draws_of, expect, finish, first_hits, reach
 from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows, follow
-from treeflash_jax.trees.tree import DraftTree, Proposal, pick
+from treeflash_jax.trees import DraftTree, Proposal, pick
 
 LAWS = ("one path", "paths", "delayed")
 NEEDS = "siblings drawn independently, with replacement"

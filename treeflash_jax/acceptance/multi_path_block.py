@@ -21,7 +21,7 @@ from treeflash_jax.acceptance import block
 from treeflash_jax.acceptance.block import Path
 from treeflash_jax.acceptance.draws import Draws, draws_of, expect, finish
 from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows
-from treeflash_jax.trees.tree import DraftTree, Proposal, pick
+from treeflash_jax.trees import DraftTree, Proposal, pick
 
 LAWS = ("one path", "paths")
 NEEDS = "sampled paths that are independent from the anchor on"

@@ -16,7 +16,7 @@ import jax
 from treeflash_jax.acceptance import recursive
 from treeflash_jax.acceptance.draws import expect, finish
 from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows
-from treeflash_jax.trees.tree import DraftTree, Proposal
+from treeflash_jax.trees import DraftTree, Proposal
 
 LAWS, NEEDS = recursive.LAWS, recursive.NEEDS
 

@@ -14,7 +14,7 @@ import jax
 
 from treeflash_jax.acceptance.draws import draws_of, expect, finish, first_hits, reach, reject_all
 from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows, follow
-from treeflash_jax.trees.tree import DraftTree, Proposal, pick
+from treeflash_jax.trees import DraftTree, Proposal, pick
 
 LAWS = ("one path", "paths", "delayed", "without-replacement", "hybrid")
 NEEDS = "sampled nodes with their law"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from treeflash_jax.acceptance.draws import draws_of, expect, finish, first_hits, reach
 from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows, follow
-from treeflash_jax.trees.tree import DraftTree, Proposal, pick
+from treeflash_jax.trees import DraftTree, Proposal, pick
 
 LAWS = ("one path",)
 NEEDS = "one sampled path: it tests a single draw a node"

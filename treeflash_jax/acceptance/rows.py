@@ -12,7 +12,7 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax import vocab
-from treeflash_jax.trees.tree import DraftTree, ancestor_mask, pick
+from treeflash_jax.trees import DraftTree, ancestor_mask, pick
 
 
 @struct.dataclass

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows, accept, follow
-from treeflash_jax.trees.tree import DraftTree, Proposal, pick
+from treeflash_jax.trees import DraftTree, Proposal, pick
 
 LAWS = ("deterministic", "one path", "paths", "delayed", "without-replacement", "hybrid")
 NEEDS = "a tree that was built without looking at the verifier's noise"

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from treeflash_jax.acceptance.draws import Draws, draws_of, expect, finish, reject_all
 from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows
-from treeflash_jax.trees.tree import DraftTree, Proposal, ancestor_mask, pick
+from treeflash_jax.trees import DraftTree, Proposal, ancestor_mask, pick
 
 LAWS = ("one path", "paths", "delayed", "without-replacement", "hybrid")
 NEEDS = "sampled nodes with their law"

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from treeflash_jax import mesh as meshes
-from treeflash_jax.trees.tree import DraftTree
+from treeflash_jax.trees import DraftTree
 
 PATIENCE = 3.0  # one-token rounds
 PROBE_SHARE = 0.01  # of a pause's rounds: what trying again may cost, in one-token rounds

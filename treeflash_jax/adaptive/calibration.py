@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from treeflash_jax import files, quantized
+from treeflash_jax import drafters, files, quantized
 from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive.budget import PATIENCE
 from treeflash_jax.checks import bounded, checked, clipped, parse_json, quoted
@@ -148,9 +148,10 @@ def fit_round_times(nodes: Sequence[int], seconds: Sequence[float]) -> np.ndarra
 def identity_of(verifier: ModelConfig, weights: Weights, plan: DecodePlan, mesh: Any) -> dict[str, Any]:
     """Everything that round times and acceptance depend on: an entry of another identity is stale."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    leaves = [weights.verifier["norm"], weights.drafter["fc"], weights.drafter["norm"], *jax.tree.leaves(weights.head)]
+    named, arrays = drafters.of(plan.drafter).identity(weights.drafter, plan.drafter, plan.draft)
+    leaves = [weights.verifier["norm"], *arrays]
     pieces = meshes.to_host([leaf[(0,) * (leaf.ndim - 1)][:16] for leaf in leaves])
-    pair = hashlib.sha256(repr((verifier, plan.drafter.layers, plan.drafter.target_layer_ids)).encode())
+    pair = hashlib.sha256(repr((verifier, getattr(plan.drafter, "layers", None), plan.drafter.taps)).encode())
     for piece in pieces:
         pair.update(np.asarray(piece, np.float32).tobytes())
     return {
@@ -160,9 +161,7 @@ def identity_of(verifier: ModelConfig, weights: Weights, plan: DecodePlan, mesh:
         "dtype": str(weights.verifier["embed"].dtype),
         "quantize": quantized.scheme_of(weights.verifier),
         "jax": jax.__version__,
-        "head": plan.head,
-        "block_size": plan.drafter.block_size,
-        **asdict(plan.draft),
+        **named,
         "attention": plan.attention,
     }
 

@@ -245,4 +245,4 @@ class Rounds(Bench):
 
 @partial(jax.jit, static_argnames="plan")
 def EXPANDER(weights, state: DecodeState, plan: DecodePlan):
-    return rounds.expand_block(weights, state, rounds.draft_block(weights, state, plan), plan)
+    return rounds.draft_expander(weights, state, plan)

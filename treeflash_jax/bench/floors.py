@@ -33,11 +33,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax import devices, products
+from treeflash_jax import devices, drafters, products
 from treeflash_jax import mesh as meshes
 from treeflash_jax.config import ModelConfig
 from treeflash_jax.decoding.loops import DecodePlan
-from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.params import Spec, is_spec
 from treeflash_jax.verifiers import cache as caches
@@ -123,8 +122,8 @@ def stage_work(
     count = _Counter(batch, context, dtype, mesh)
     model, drafter = plan.verifier, plan.drafter
     nodes, block, path = plan.num_nodes, drafter.block_size, plan.path_rows
-    depths, rows = drafter.num_depths, 1 if plan.head == "marginal" else plan.draft.candidates
-    specs, own = verifier.specs(model, quantize), dflash.specs(drafter)
+    depths, rows = drafter.num_depths, 1 if plan.draft.head == "marginal" else plan.draft.candidates
+    specs, own = verifier.specs(model, quantize), drafters.of(drafter).specs(drafter)["backbone"]
     body = {name: spec for name, spec in specs.items() if name not in ("embed", "unembed")}
     table = specs["embed"]
     features = len(drafter.target_layer_ids) * model.hidden_size
@@ -137,10 +136,10 @@ def stage_work(
     def verify(rows: float, seen: float) -> Work:
         return count.weights(body, rows) + count.attention(model, rows, seen)
 
-    head = HEADS[plan.head].specs(drafter)
+    head = HEADS[plan.draft.head].specs(drafter)
     slots = {name: spec for name, spec in head.items() if name.startswith("hidden")}  # computed once a slot
     second = count.weights(table, depths)
-    if plan.head != "marginal":
+    if plan.draft.head != "marginal":
         pairs = 1 + (depths - 1) * rows
         listed = plan.draft.shortlist
         second = count.weights(table, depths if listed else depths - 1) + count.weights(slots, depths)

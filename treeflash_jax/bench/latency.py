@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 import treeflash_jax as tf
-from treeflash_jax import devices, files, params
+from treeflash_jax import devices, drafters, files, params
 from treeflash_jax import mesh as meshes
 from treeflash_jax.arguments import ModelOptions, add_fields, values_of
 from treeflash_jax.bench import plots, shapes, standalone, timings
@@ -34,13 +34,11 @@ from treeflash_jax.bench.progress import Progress
 from treeflash_jax.bench.stages import Bench, slots_for
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.drafters.block import backbone as dflash
-from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import hf
 from treeflash_jax.pairs import locate
 from treeflash_jax.planning import plan_of, resolve
 from treeflash_jax.settings import GenerateConfig
-from treeflash_jax.trees.builders import SAMPLED
+from treeflash_jax.trees import BUILDERS
 from treeflash_jax.verifiers import forward as verifier
 
 # Settings that shape a round.
@@ -191,7 +189,7 @@ def settings_of(
         "shape": pair.name,
         "weights": pair.weights,
         "verifier_parameters": _count(verifier.specs(plan.verifier)),
-        "drafter_parameters": _count((dflash.specs(plan.drafter), HEADS[plan.head].specs(plan.drafter))),
+        "drafter_parameters": _count(drafters.of(plan.drafter).specs(plan.drafter)),
         "block_size": plan.drafter.block_size,
         "dtype": dtype.name,
         "mesh": None if mesh is None else dict(mesh.shape),
@@ -200,10 +198,9 @@ def settings_of(
         "slots": slots_for(context, plans)[1],
         "nodes": [plan.num_nodes for plan in plans],
         **asdict(plan.draft),
-        "head": plan.head,
         "builder": plan.builder,
         "acceptance": plan.rule,
-        "drawn": asdict(plan.shape) if plan.builder in SAMPLED else None,
+        "drawn": asdict(plan.shape) if BUILDERS[plan.builder].draws else None,
         "temperature": temperature,
         "attention": plan.attention,
         "prefill_chunk": plan.prefill_chunk,

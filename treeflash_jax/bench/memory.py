@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax import files
+from treeflash_jax import drafters, files
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.arguments import ModelOptions, add_fields, values_of
@@ -39,8 +39,6 @@ from treeflash_jax.costs import Footprint, footprint, in_units, memory_limit
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
 from treeflash_jax.devices import GPU_MEMORY, TPU_MEMORY
-from treeflash_jax.drafters.block import backbone as dflash
-from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.model import STOP_SLOTS
 from treeflash_jax.planning import plan_of, resolve
 from treeflash_jax.settings import GenerateConfig
@@ -101,7 +99,6 @@ def report(arguments: argparse.Namespace) -> int:
         "context": capacity,
         "dtype": dtype.name,
         "quantize": arguments.quantize,
-        "head": plan.head,
         "nodes": plan.num_nodes,
         **asdict(plan.draft),
         "builder": plan.builder,
@@ -146,10 +143,7 @@ def compile_programs(
 
     weights = Weights(parameters.abstract(verifier.specs(plan.verifier, quantize), dtype, mesh))
     if plan.drafts:
-        weights = weights.replace(
-            drafter=parameters.abstract(dflash.specs(plan.drafter), dtype, mesh),
-            head=parameters.abstract(HEADS[plan.head].specs(plan.drafter), dtype, mesh),
-        )
+        weights = weights.replace(drafter=parameters.abstract(drafters.of(plan.drafter).specs(plan.drafter), dtype, mesh))
     wide = jnp.promote_types(dtype, jnp.float32)
     sampling = Sampling(
         key_b=rows((batch,), jax.eval_shape(lambda: jax.random.key(0)).dtype),

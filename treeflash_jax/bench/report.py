@@ -31,7 +31,7 @@ from treeflash_jax.bench import standalone
 from treeflash_jax.checks import Bounds, clipped, fit, parse_json, quoted
 from treeflash_jax.files import regular
 from treeflash_jax.settings import DraftConfig, TreeConfig, renamed
-from treeflash_jax.trees.builders import CHAINS
+from treeflash_jax.trees import BUILDERS
 
 Record = dict[str, Any]
 Answers = dict[tuple[str, int], Record]  # one system's records at one temperature, by (prompt, seed)
@@ -166,7 +166,12 @@ def read_records(path: str | Path) -> tuple[list[Record], int]:
 def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings of the first edition, which had a method, as they are recorded now."""
     found = renamed(settings)
-    if "method" in settings and "acceptance" in found and found["builder"] in CHAINS:
+    if (
+        "method" in settings
+        and "acceptance" in found
+        and found["builder"] in BUILDERS
+        and BUILDERS[found["builder"]].is_chain
+    ):
         found["acceptance"] = "sample-and-match"
     return found
 

@@ -36,14 +36,14 @@ from treeflash_jax.checks import parse_json
 from treeflash_jax.clock import slow
 from treeflash_jax.planning import drafting, resolve
 from treeflash_jax.settings import GenerateConfig
-from treeflash_jax.trees.builders import SAMPLED, law_of
+from treeflash_jax.trees import BUILDERS
 
 BASELINE = "best-first", "sample-and-match"
 # Builders as they are compared; other sizes come from the options.
 KINDS: dict[str, dict[str, Any]] = {
     "best-first": {"builder": "best-first"},
     "one-path": {"builder": "paths", "branches": 1},
-    **{name: {"builder": name} for name in SAMPLED},
+    **{name: {"builder": name} for name, builder in BUILDERS.items() if builder.draws},
 }
 
 
@@ -132,7 +132,7 @@ def combinations(
                     fields = shared | KINDS[kind] | {"head": head, "nodes": rows, "acceptance": rule}
                     config = tf.GenerateConfig(expected_lengths=True, **fields)
                     builder, _, shape = drafting(config)
-                    lawful = law_of(builder, shape) in RULES[rule].LAWS
+                    lawful = BUILDERS[builder].law_of(shape) in RULES[rule].LAWS
                     if lawful and (rule in rules or (kind, rule) == BASELINE):
                         configs.append(config)
     return configs
@@ -272,7 +272,7 @@ def _over_rounds(answers: report.Answers, top: str, resamples: int) -> dict[str,
 
 def _kind(config: tf.GenerateConfig) -> tuple[str, str]:
     builder, rule, shape = drafting(config)
-    return ("one-path" if law_of(builder, shape) == "one path" else builder), rule
+    return ("one-path" if BUILDERS[builder].law_of(shape) == "one path" else builder), rule
 
 
 def _place(config: tf.GenerateConfig) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ from treeflash_jax.bench.report import SCHEMA, Record
 from treeflash_jax.checks import quoted
 from treeflash_jax.planning import resolve
 from treeflash_jax.settings import DraftConfig, GenerateConfig, TreeConfig
-from treeflash_jax.trees.builders import CHAINS, SAMPLED, TreeShape
+from treeflash_jax.trees import BUILDERS, branching
 
 # Fields of GenerateConfig. Trees are measured once for every number of --nodes, or at their own: "treeflash-32", or what
 # pays best by `treeflash calibrate`: "treeflash-auto"; with their own builder and acceptance rule where they name them:
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     systems.add_argument("--systems", nargs="+", default=list(SYSTEMS), metavar="NAME", help="of " + ", ".join(SYSTEMS))
     add_fields(systems, ModelOptions, "budget")
     add_fields(systems, GenerateConfig, f"nodes acceptance {SIZES}", several="nodes", nodes=[16])
-    systems.add_argument("--builder", choices=("best-first", *SAMPLED), help="builder of systems that name none")
+    systems.add_argument("--builder", choices=branching(), help="builder of systems that name none")
     output = parser.add_argument_group("sampling and output")
     add_fields(output, GenerateConfig, f"temperature seed {LIMITS}", several="temperature seed", **ONE_AT_A_TIME)
     output.add_argument("--out", required=True, metavar="FILE", help="JSONL that results are appended to")
@@ -157,7 +157,7 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[
         builder, _, rule = sampled.partition("+")
         fields = SYSTEMS.get(base)
         is_known = fields is not None and (not (dash or plus) or "builder" not in fields)
-        is_known &= (not dash or rows.isdecimal() or rows == "auto") and (not plus or builder in ("best-first", *SAMPLED))
+        is_known &= (not dash or rows.isdecimal() or rows == "auto") and (not plus or builder in branching())
         is_known &= rule in ("", *RULES)
         if not is_known or (at and (base == "ar" or not _is_positive(sharpness))):
             raise ValueError(
@@ -236,7 +236,7 @@ def check(model: tf.TreeFlash, bench: Bench, earlier: Sequence[Record], path: st
     """
     for name, config in bench.systems.items():
         resolve(config, {"temperature": bench.temperatures, "seed": bench.seeds}, model.verifier, model.drafter)
-        if config.builder not in ("none", *CHAINS) and config.head is None and model.drafter.head == "marginal":
+        if config.builder in (None, *branching()) and config.head is None and model.drafter.head == "marginal":
             raise ValueError(f"got system {name!r}, expected 'marginal' trees alone: this drafter has no head")
         ours = {"schema": SCHEMA, "system": name, "settings": settings_of(model, bench, config), **environment(model)}
         for record in earlier:
@@ -357,11 +357,10 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
     drafts = asdict(config.group(DraftConfig)) | asdict(config.group(TreeConfig)) | {"drafter_temperature_rule": None}
     if plan.drafts:
         fixed = config.drafter_temperature
-        drafts |= {"head": plan.head, "block_size": plan.drafter.block_size, "acceptance": plan.rule}
-        drafts |= {"nodes": "auto" if plan.buckets else plan.num_nodes}
+        drafts |= asdict(plan.draft) | {"acceptance": plan.rule, "nodes": "auto" if plan.buckets else plan.num_nodes}
         drafts |= {"drafter_temperature": fixed or model.drafter.drafter_temperature}
         drafts |= {"drafter_temperature_rule": "fixed" if fixed else "max(it, min(T, 1))"}
-        drafts |= {} if plan.builder in SAMPLED else dict.fromkeys(asdict(TreeShape()))
+        drafts |= {} if BUILDERS[plan.builder].draws else dict.fromkeys("branches trunk skeleton leaves".split())
     else:
         drafts = dict.fromkeys(drafts)
     names = "max_new_tokens batch_size temperature top_k top_p seed".split()

@@ -14,13 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from treeflash_jax import drafters, quantized
 from treeflash_jax import mesh as meshes
-from treeflash_jax import quantized
 from treeflash_jax.checks import read_json
 from treeflash_jax.config import DrafterConfig, ModelConfig, Rope, default_target_layers
 from treeflash_jax.decoding.loops import Weights
-from treeflash_jax.drafters.block import backbone as dflash
-from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import gguf, hf
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.pairs import locate
@@ -133,14 +131,14 @@ def random_pair(
     that its trees fill up as those of a trained head would.
     """
     quantized.check_scheme(quantize)
-    specs = verifier.specs(model), dflash.specs(drafter), HEADS[drafter.head].specs(drafter)
+    specs = verifier.specs(model), drafters.of(drafter).specs(drafter)
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs, is_leaf=is_spec))))
 
     def draw(specs: Any, scheme: str | None) -> Any:
         finish = partial(quantized.compress, scheme=scheme, mesh=mesh)
         return jax.tree.map(lambda spec: finish(_draw(next(keys), spec, dtype, mesh), spec), specs, is_leaf=is_spec)
 
-    weights = Weights(*(draw(each, scheme) for each, scheme in zip(specs, (quantize, None, None), strict=True)))
+    weights = Weights(*(draw(each, scheme) for each, scheme in zip(specs, (quantize, None), strict=True)))
     return TreeFlash(model, weights, drafter=drafter, mesh=mesh)
 
 

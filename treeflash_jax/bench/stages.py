@@ -26,13 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treeflash_jax import drafters
 from treeflash_jax import mesh as meshes
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench.floors import Ceilings, Work, stage_work
 from treeflash_jax.bench.progress import Tell, nobody
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, DecodeState
-from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_block, expand_block, verify_tree
+from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_stage, verify_tree
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.planning import rows_of
 from treeflash_jax.settings import GenerateConfig
@@ -43,8 +44,7 @@ SAMPLE_SECONDS = 0.02
 STAGE_SECONDS = 6.0  # slow stages get fewer samples, two at least
 COMPILERS = 8  # programs compiled side by side, at most
 
-DRAFT = jax.jit(draft_block, static_argnames="plan")
-EXPAND = jax.jit(expand_block, static_argnames="plan")
+DRAFT = jax.jit(draft_stage, static_argnames=("plan", "name"))
 TREE = jax.jit(build_tree, static_argnames="plan")
 VERIFY = jax.jit(verify_tree, static_argnames="plan")
 ACCEPT = jax.jit(accept_path, static_argnames="plan")
@@ -233,10 +233,11 @@ class Bench:
         step = self._compile(core.decode, weights, state.replace(drafter=None), one, plan=first.one_token())
         rounds = [self._compile(core.decode, weights, state, one, plan=plan) for plan in plans]
 
-        draft = self._compile(DRAFT, weights, state, plan=first).result()
-        hidden_bqd = draft.run(weights, state)
-        expand = self._compile(EXPAND, weights, state, hidden_bqd, plan=first).result()
-        expander = expand.run(weights, state, hidden_bqd)
+        drafting, expander = [], None  # what each of the drafter's stages takes and gives
+        for name in drafters.of(first.drafter).stages(first.drafter):
+            program = self._compile(DRAFT, weights, state, expander, plan=first, name=name).result()
+            drafting.append((name, program, expander))
+            expander = program.run(weights, state, expander)
         builds = self._each(TREE, [(state, expander) for _ in plans])
         trees = [build.run(state, expander) for build in builds]
         verifies = self._each(VERIFY, [(weights, state, tree) for tree, _ in trees])
@@ -252,8 +253,8 @@ class Bench:
         work = works[first]
         self._add("step", None, step.result(), work, self._rounds, False, least=4, most=ROUNDS)
         self._add("prefill", None, prefill, work, self._again, lambda: (weights, *prompts), most=4, units=tokens)
-        self._add("draft", None, draft, work, self._again, lambda: (weights, self.state))
-        self._add("expand", None, expand, work, self._again, lambda: (weights, self.state, hidden_bqd))
+        for name, program, given in drafting:
+            self._add(name, None, program, work, self._again, lambda given=given: (weights, self.state, given))
         for i, plan in enumerate(plans):
             nodes, work = plan.num_nodes, works[plan]
             tree, args, pair = trees[i][0], judged[i], kept[i]
@@ -325,10 +326,10 @@ class Bench:
         futures = [self._compile(function, *given, plan=plan) for plan, given in zip(self.plans, args, strict=True)]
         return [future.result() for future in futures]
 
-    def _compile(self, function: Any, *args: Any, plan: DecodePlan) -> Future[Program]:
+    def _compile(self, function: Any, *args: Any, **static: Any) -> Future[Program]:
         """Lowers here, compiles on another thread."""
         since = time.perf_counter()
-        lowered = function.lower(*args, plan=plan)
+        lowered = function.lower(*args, **static)
         seconds = time.perf_counter() - since
 
         def finish() -> Program:

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from treeflash_jax import drafters, trees
+from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive import budget as budgets
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights, pin
-from treeflash_jax.drafters.block import backbone as dflash
-from treeflash_jax.trees import tree as trees
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers import forward as verifier
 
@@ -41,15 +41,18 @@ def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, samplin
     batch, capacity = tokens_bs.shape
     chunk = min(plan.prefill_chunk, capacity)
     dtype = weights.verifier["embed"].dtype
-    cache = caches.allocate(plan.verifier, batch, capacity, dtype)
-    drafter = dflash.init(plan.drafter, batch, capacity, dtype) if plan.drafts else None
-    mask_btt = verifier.causal_mask(batch, chunk)
+    drafter = drafters.of(plan.drafter).init(plan.drafter, batch, capacity, dtype) if plan.drafts else None
+    waits = plan.drafts and drafters.of(plan.drafter).READS_TOKENS  # for the first token, which belongs to the last row
+    width = plan.verifier.hidden_size
+    last = {"hidden": jnp.zeros((batch, width), dtype)}
+    last |= {"features": jnp.zeros((batch, width * len(plan.taps)), dtype)} if waits else {}
+    mask_btt, next_bs = verifier.causal_mask(batch, chunk), jnp.roll(tokens_bs, -1, axis=1)
 
     def step(carry):
-        index, cache, drafter, last_bd = carry
-        cache, drafter = caches.pin(cache), dflash.pin(drafter) if plan.drafts else None
+        index, cache, drafter, last = carry
+        cache = caches.pin(cache)
         offset = index * chunk
-        tokens_bt = lax.dynamic_slice_in_dim(tokens_bs, offset, chunk, axis=1)
+        tokens_bt, next_bt = (lax.dynamic_slice_in_dim(x_bs, offset, chunk, axis=1) for x_bs in (tokens_bs, next_bs))
         count_b = jnp.clip(length_b - offset, 0, chunk)
         positions_bt = cache.length_b[:, None] + jnp.arange(chunk)
         out = verifier.forward(
@@ -57,19 +60,23 @@ def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, samplin
             taps=plan.taps, attention=plan.attention,
         )  # fmt: skip
         if plan.drafts:
-            drafter = dflash.extend(weights.drafter, plan.drafter, drafter, out.features_btj, count_b)
-        row_b = jnp.maximum(count_b - 1, 0)
-        ends_bd = jnp.take_along_axis(out.hidden_btd, row_b[:, None, None], axis=1)[:, 0]
-        last_bd = jnp.where((count_b > 0)[:, None], ends_bd, last_bd)
-        kept_b = jnp.where(
-            jnp.isnan(last_bd[:, 0]), 0, count_b
-        )  # always all: it makes stores wait for the pass, see `append`
-        return index + 1, caches.append(cache, out.rows, kept_b), drafter, last_bd
+            known_b = jnp.clip(length_b - 1 - offset, 0, chunk) if waits else count_b
+            drafter = meshes.pin(drafter, drafter.axes())
+            drafter = rounds.extend_drafter(weights, drafter, plan, out.features_btj, next_bt, known_b)
 
-    last_bd = jnp.zeros((batch, plan.verifier.hidden_size), dtype)
+        def ends(x_btd: jax.Array, before_bd: jax.Array) -> jax.Array:
+            end_bd = jnp.take_along_axis(x_btd, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)[:, 0]
+            return jnp.where((count_b > 0)[:, None], end_bd, before_bd)
+
+        found = {"hidden": out.hidden_btd, "features": out.features_btj}
+        last = {name: ends(found[name], before_bd) for name, before_bd in last.items()}
+        # Always all of them: it makes stores wait for the pass, see `append`.
+        kept_b = jnp.where(jnp.isnan(last["hidden"][:, 0]), 0, count_b)
+        return index + 1, caches.append(cache, out.rows, kept_b), drafter, last
+
     chunks = (jnp.max(length_b) + chunk - 1) // chunk
-    carry = (jnp.zeros_like(chunks), cache, drafter, last_bd)
-    _, cache, drafter, last_bd = lax.while_loop(lambda carry: carry[0] < chunks, step, carry)
+    carry = (jnp.zeros_like(chunks), caches.allocate(plan.verifier, batch, capacity, dtype), drafter, last)
+    _, cache, drafter, last = lax.while_loop(lambda carry: carry[0] < chunks, step, carry)
 
     state = DecodeState(
         tokens_bs=tokens_bs,
@@ -83,7 +90,11 @@ def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, samplin
         expected_bs=jnp.zeros((batch, capacity), jnp.float32) if plan.expected_lengths else None,
         sampling=sampling,
     )
-    return pin(rounds.first_token(weights, state, last_bd, plan))
+    state = rounds.first_token(weights, state, last["hidden"], plan)
+    if waits:
+        first_b1, one_b = trees.pick(state.tokens_bs, length_b[:, None]), jnp.ones_like(length_b)
+        drafter = rounds.extend_drafter(weights, drafter, plan, last["features"][:, None], first_b1, one_b)
+    return pin(state.replace(drafter=drafter))
 
 
 @partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
@@ -182,7 +193,7 @@ def grow(state: DecodeState, capacity: int) -> DecodeState:
         log_probs_bs=None if state.log_probs_bs is None else pad(state.log_probs_bs),
         expected_bs=None if state.expected_bs is None else pad(state.expected_bs),
         cache=caches.grow(state.cache, capacity),
-        drafter=None if state.drafter is None else dflash.grow(state.drafter, capacity),
+        drafter=None if state.drafter is None else state.drafter.grow(capacity),
         budget=None if state.budget is None else budgets.grow(state.budget, capacity),
     )
     return pin(grown)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,10 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax import acceptance as rules
+from treeflash_jax import drafters, trees, vocab
 from treeflash_jax import mesh as meshes
-from treeflash_jax import vocab
 from treeflash_jax.adaptive import budget as budgets
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights
-from treeflash_jax.drafters.block import backbone as dflash
-from treeflash_jax.drafters.block.heads import HEADS, Unembed
-from treeflash_jax.trees import builders
-from treeflash_jax.trees import tree as trees
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers import forward as verifier
 from treeflash_jax.verifiers.attention import positions_read
@@ -115,10 +112,12 @@ def catch_up(weights: Weights, state: DecodeState, plan: DecodePlan, wanted: jax
     A loop of one turn or none: a branch would copy the drafter's context.
     """
     features_bpj = state.budget.features_bpj
+    first_b = state.cache.length_b - state.budget.pending_b + 1  # where the tokens after these positions begin
 
     def extend(carry):
         drafter, pending_b = carry
-        drafter = dflash.extend(weights.drafter, plan.drafter, dflash.pin(drafter), features_bpj, pending_b)
+        tokens_bp = trees.pick(state.tokens_bs, first_b[:, None] + jnp.arange(features_bpj.shape[1]))
+        drafter = extend_drafter(weights, meshes.pin(drafter, drafter.axes()), plan, features_bpj, tokens_bp, pending_b)
         return drafter, jnp.zeros_like(pending_b)
 
     with jax.named_scope("catch_up"):
@@ -131,51 +130,56 @@ def draft_tree(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[
     """The tree of one round, drafted from the anchors, and the law its nodes were drawn from, if they were."""
     if not plan.drafts:
         return trees.root_only(_anchor(state)), None
-    return build_tree(state, expand_block(weights, state, draft_block(weights, state, plan), plan), plan)
+    return build_tree(state, draft_expander(weights, state, plan), plan)
+
+
+def draft_expander(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.Expander:
+    """All stages of the drafter."""
+    value = None
+    for name in drafters.of(plan.drafter).stages(plan.drafter):
+        value = draft_stage(weights, state, value, plan, name)
+    return value
 
 
 # The stages of a round, in order. Each is a pure function of its own, so that it can be compiled and timed by itself.
 
 
-def draft_block(weights: Weights, state: DecodeState, plan: DecodePlan) -> jax.Array:
-    """The drafter's block after each anchor, [b, q, d], before its final norm."""
-    with jax.named_scope("draft"):
-        embed_vd = weights.verifier["embed"]
-        return dflash.block(
-            weights.drafter, plan.drafter, state.drafter, embed_vd, _anchor(state), attention=plan.attention
-        )
-
-
-def expand_block(weights: Weights, state: DecodeState, hidden_bqd: jax.Array, plan: DecodePlan) -> trees.Expander:
-    """The second stage: next-token laws at every depth, given the token before."""
-    tables = weights.verifier
-    with jax.named_scope("expand"):
-        unembed = Unembed(
-            embed_vd=tables["embed"],
-            unembed_vd=tables.get("unembed", tables["embed"]),
-            norm=weights.drafter["norm"],
-            eps=plan.drafter.layers.rms_norm_eps,
-        )
-        return HEADS[plan.head].expand(
-            weights.head, unembed, hidden_bqd, _anchor(state), plan.draft, state.sampling.drafter_temperature_b
-        )
+def draft_stage(weights: Weights, state: DecodeState, value: Any, plan: DecodePlan, name: str) -> Any:
+    """One of the drafter's stages, after the one before it returned `value`; the last returns an Expander."""
+    inputs = drafters.Inputs(
+        params=weights.drafter,
+        tables=weights.verifier,
+        config=plan.drafter,
+        settings=plan.draft,
+        state=state.drafter,
+        anchor_b=_anchor(state),
+        temperature_b=state.sampling.drafter_temperature_b,
+        attention=plan.attention,
+    )
+    with jax.named_scope(name):
+        return drafters.of(plan.drafter).stages(plan.drafter)[name](inputs, value)
 
 
 def build_tree(
     state: DecodeState, expander: trees.Expander, plan: DecodePlan
 ) -> tuple[trees.DraftTree, trees.Proposal | None]:
     """The tree below each anchor, and the law its nodes were drawn from, if they were."""
+    builder = trees.BUILDERS[plan.builder]
+    keys = (_round_keys(state, DRAFT_STREAM),) if builder.draws else ()
+
+    def build(expander, anchor_b, *key_b):
+        noise_bnc = trees.draw_noise(*key_b, expander, plan.num_nodes) if key_b else None
+        return builder.build(expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc)
+
     with jax.named_scope("tree"):
-        anchor_b = _anchor(state)
-        if plan.builder not in builders.SAMPLED:
-            build = partial(trees.BUILDERS[plan.builder], num_nodes=plan.num_nodes)
-            return meshes.by_rows(build, expander, anchor_b), None
+        return meshes.by_rows(build, expander, _anchor(state), *keys)
 
-        def build(expander, anchor_b, key_b):
-            noise_bnc = builders.draw_noise(key_b, expander, plan.num_nodes)
-            return builders.SAMPLED[plan.builder](expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc)
 
-        return meshes.by_rows(build, expander, anchor_b, _round_keys(state, DRAFT_STREAM))
+def extend_drafter(
+    weights: Weights, drafter: Any, plan: DecodePlan, features_btj: jax.Array, tokens_bt: jax.Array, count_b: jax.Array
+) -> Any:
+    """The drafter's state after it was shown committed positions; see `drafters.Drafter.extend`."""
+    return drafters.of(plan.drafter).extend(weights.drafter, plan.drafter, drafter, features_btj, tokens_bt, count_b)
 
 
 def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, plan: DecodePlan) -> Verified:
@@ -237,7 +241,7 @@ def commit_path(
         drafter = state.drafter
         if plan.drafts:
             features_bpj = trees.pick(verified.features_btj, accepted.path_bp)
-            drafter = dflash.extend(weights.drafter, plan.drafter, drafter, features_bpj, kept_b)
+            drafter = extend_drafter(weights, drafter, plan, features_bpj, accepted.tokens_bp, kept_b)
         cache = caches.append(state.cache, verified.rows, kept_b, accepted.path_bp)
         return state.replace(cache=cache, drafter=drafter)
 

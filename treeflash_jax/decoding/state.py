@@ -13,10 +13,8 @@ from flax import struct
 
 from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive import budget as budgets
-from treeflash_jax.config import DrafterConfig, HeadName, ModelConfig
-from treeflash_jax.drafters.block import backbone as dflash
-from treeflash_jax.drafters.block.heads import DraftSettings
-from treeflash_jax.trees.builders import TreeShape
+from treeflash_jax.config import ModelConfig
+from treeflash_jax.trees import TreeShape
 from treeflash_jax.verifiers import cache as caches
 
 
@@ -26,12 +24,11 @@ class DecodePlan:
 
     Attributes:
       verifier: sizes of the verifier.
-      drafter: sizes of the drafter; None with builder "none".
-      head: which head expands the block.
+      drafter: sizes of the drafter, a config of its kind; None with builder "none".
       num_nodes: verified rows a round, root included; the most of them where rounds choose.
       buckets: rows that a round may choose of, increasing, the last being `num_nodes`; empty: every round takes them all.
-      draft: candidates M and children K.
-      builder: one of `trees.builders.BUILDERS`, or "none": one token a round.
+      draft: settings of the draft, what the drafter's `choose` returned.
+      builder: one of `trees.BUILDERS`, or "none": one token a round.
       shape: sizes of a tree whose nodes are drawn.
       rule: acceptance rule, lossless for the builder's law.
       attention: attention implementation.
@@ -41,11 +38,10 @@ class DecodePlan:
     """
 
     verifier: ModelConfig
-    drafter: DrafterConfig | None = None
-    head: HeadName = "marginal"
+    drafter: Any = None
     num_nodes: int = 16
     buckets: tuple[int, ...] = ()
-    draft: DraftSettings = DraftSettings()
+    draft: Any = None
     builder: str = "best-first"
     shape: TreeShape = TreeShape()
     rule: str = "sample-and-match"
@@ -76,16 +72,15 @@ class DecodePlan:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        return self.drafter.target_layer_ids if self.drafts else ()
+        return self.drafter.taps if self.drafts else ()
 
 
 @struct.dataclass
 class Weights:
-    """Parameters of verifier, drafter and head; the latter two are empty for plain decoding."""
+    """Parameters of verifier and drafter, trees of their `specs`; no drafter for plain decoding."""
 
     verifier: Any
     drafter: Any = None
-    head: Any = None
 
 
 @struct.dataclass
@@ -152,6 +147,6 @@ def pin(state: DecodeState) -> DecodeState:
         return state
     rows = state.replace(cache=None, drafter=None, budget=None)
     rows = jax.tree.map(lambda x: meshes.constrain(x, (("batch",) + (None,) * (x.ndim - 1))[: x.ndim]), rows)
-    drafter = None if state.drafter is None else dflash.pin(state.drafter)
+    drafter = None if state.drafter is None else meshes.pin(state.drafter, state.drafter.axes())
     budget = None if state.budget is None else budgets.pin(state.budget)
     return rows.replace(cache=caches.pin(state.cache), drafter=drafter, budget=budget)

@@ -1,1 +1,122 @@
-"""Drafters: what proposes continuations to the verifier."""
+"""Drafters: what proposes continuations of a text to the verifier.
+
+A drafter is one module, with one line in DRAFTERS, that has what `Drafter` lists. Decoding, benchmarks, training and files
+reach a drafter through it and know nothing else about it.
+
+Example of a round (decoding/rounds.py):
+  >>> own = drafters.of(config)
+  >>> inputs = Inputs(weights.drafter, tables, config, settings, state, anchor_b, temperature_b)
+  >>> expander = None
+  >>> for stage in own.stages(config).values():
+  ...     expander = stage(inputs, expander)
+  >>> tree = best_first(expander, anchor_b, num_nodes)  # then verified and accepted
+  >>> state = own.extend(weights.drafter, config, state, features_btj, tokens_bt, count_b)
+
+Shape suffixes: b batch, t rows, j tapped layers x model, v vocabulary, d model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+
+from treeflash_jax.drafters import block
+from treeflash_jax.drafters.inputs import Inputs
+from treeflash_jax.trees.expander import Expander
+
+
+class DrafterSizes(Protocol):
+    """What everybody may ask of a drafter's config, which is a frozen dataclass of its own kind.
+
+    Attributes:
+      kind: its name in DRAFTERS.
+      num_depths: the deepest level that it can draft.
+      taps: 0-based verifier layers whose output (residual stream) it reads, in the order it reads them.
+      num_nodes: default number of verified nodes, root included.
+      drafter_temperature: default temperature of the draft distribution.
+      sampled_above: sequences of at least this temperature get a sampled tree where no builder is asked for; None: none do.
+    """
+
+    kind: str
+    num_depths: int
+    taps: tuple[int, ...]
+    num_nodes: int
+    drafter_temperature: float
+    sampled_above: float | None
+
+    def check_fits(self, verifier: Any) -> None:
+        """Raises ValueError where this drafter was made for another verifier."""
+
+
+class State(Protocol):
+    """What a drafter remembers between rounds: a pytree whose arrays have the batch as first axis."""
+
+    def axes(self) -> Any:
+        """The logical axes (mesh.Axes) of every array, in the structure of the state."""
+
+    def grow(self, capacity: int) -> State:
+        """The same state with room for `capacity` positions."""
+
+
+class Drafter(Protocol):
+    """The functions of a drafter's module. Its state (`State`) is opaque to everyone else.
+
+    Attributes:
+      OPTIONS: fields of GenerateConfig that it understands; others that say how to draft are refused.
+      READS_TOKENS: whether `extend` reads the tokens. A row's token is known one step after its features.
+    """
+
+    OPTIONS: tuple[str, ...]
+    READS_TOKENS: bool
+
+    def choose(self, config: Any, options: Any) -> tuple[Any, Any]:
+        """The config and the static settings of a draft that a user's options ask for; both hashable.
+
+        Raises:
+          ValueError: options that this drafter does not have.
+        """
+
+    def specs(self, config: Any) -> Any:
+        """A tree with one `params.Spec` per weight."""
+
+    def init(self, config: Any, batch: int, capacity: int, dtype: Any) -> State:
+        """The state before any context, with room for `capacity` positions."""
+
+    def extend(
+        self, params: Any, config: Any, state: Any, features_btj: jax.Array, tokens_bt: jax.Array, count_b: jax.Array
+    ) -> Any:
+        """Adds the next committed positions to the state.
+
+        Args:
+          params: weights of `specs`.
+          config: static.
+          state: so far.
+          features_btj: verifier features at consecutive positions, the first following those of the state.
+          tokens_bt: the token that follows each of these positions.
+          count_b: how many of the rows are real; the rest is padding. 0 leaves a sequence as it was.
+        """
+
+    def stages(self, config: Any) -> Mapping[str, Callable[[Inputs, Any], Any]]:
+        """What drafting does, in order, each step a function of the inputs and of what the step before it returned.
+
+        The first gets None and the last returns an `Expander`. Benchmarks time each of them by its name.
+        """
+
+    def work(self, count: Any, config: Any, settings: Any, verifier: Any) -> dict[str, Any]:
+        """Bytes and FLOPs (`costs.Work`) of every stage, and of `extend` for one row, under its name."""
+
+    def identity(self, params: Any, config: Any, settings: Any) -> tuple[dict[str, Any], list[jax.Array]]:
+        """What measurements of this drafter depend on: named sizes and settings, and arrays that tell weights apart."""
+
+
+DRAFTERS: dict[str, Drafter] = {"block": block}
+
+
+def of(config: DrafterSizes) -> Drafter:
+    """The module of a drafter, by its config."""
+    return DRAFTERS[config.kind]
+
+
+__all__ = ["DRAFTERS", "Drafter", "DrafterSizes", "Expander", "Inputs", "State", "of"]

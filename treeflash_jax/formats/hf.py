@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from treeflash_jax import files, quantized
 from treeflash_jax.checks import read_json
 from treeflash_jax.config import FILE_OF_HEAD, DrafterConfig, ModelConfig, token_ids
-from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.drafters import block
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import gguf, gguf_models, gguf_tokenizer, safetensors, storage
 from treeflash_jax.params import Entry, Spec
@@ -123,21 +123,19 @@ def load_verifier(
         return config, storage.load(folder, tensors, specs, entries, dtype, mesh, spare, finish)
 
 
-def load_drafter(
-    folder: str | Path, *, dtype: Any = jnp.float32, mesh=None
-) -> tuple[DrafterConfig, dict[str, Any], dict[str, Any]]:
-    """Reads a drafter folder in either dialect: its config, backbone weights and head weights ({} without a head).
+def load_drafter(folder: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tuple[DrafterConfig, dict[str, Any]]:
+    """Reads a drafter folder in either dialect: its config, and the weights of its `specs`.
 
     Raises:
       ValueError: as `load_verifier`.
     """
     folder = Path(folder)
     config = read_drafter_config(folder)
-    specs = {"backbone": dflash.specs(config), "head": HEADS[config.head].specs(config)}
+    specs = block.specs(config)
     with safetensors.open_folder(folder) as tensors:
         prefix = "model." if any(name.startswith("model.") for name in tensors) else ""
         params = storage.load(folder, tensors, specs, _drafter_entries(specs, config, prefix), dtype, mesh)
-    return config, params["backbone"], params["head"]
+    return config, params
 
 
 def stop_ids(folder: str | Path, config: ModelConfig) -> tuple[int, ...]:
@@ -172,8 +170,7 @@ def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any
 def save_drafter(
     folder: str | Path,
     config: DrafterConfig,
-    backbone: dict[str, Any],
-    head: dict[str, Any] | None = None,
+    params: dict[str, Any],
     *,
     dialect: Dialect = "treeflash",
     dtype: Any = jnp.bfloat16,
@@ -183,8 +180,7 @@ def save_drafter(
     Args:
       folder: created if missing.
       config: of the drafter.
-      backbone: weights of `drafter.specs`.
-      head: weights of the head; {} or None without one.
+      params: weights of its `specs`, "backbone" and "head".
       dialect: "treeflash" (`model.` prefix, head weights) or "dflash" (no prefix, no head).
       dtype: on disk.
 
@@ -193,7 +189,7 @@ def save_drafter(
     """
     if dialect == "dflash" and config.head != "marginal":
         raise ValueError(f"got a {config.head} head, expected none: the DFlash dialect stores no head")
-    specs = {"backbone": dflash.specs(config), "head": HEADS[config.head].specs(config)}
+    specs = block.specs(config)
     prefix = "model." if dialect == "treeflash" else ""
     raw = {
         "architectures": ["TreeFlashDraftModel" if dialect == "treeflash" else "DFlashDraftModel"],
@@ -210,7 +206,6 @@ def save_drafter(
             "ar_approximation": FILE_OF_HEAD[config.head],
             "drafter_temperature": config.drafter_temperature,
         } | ({} if config.sampled_above is None else {"sampled_above": config.sampled_above})
-    params = {"backbone": backbone, "head": head or {}}
     _save(Path(folder), raw, specs, _drafter_entries(specs, config, prefix), params, dtype)
 
 
@@ -232,15 +227,15 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: Dialect, *,
     if len(kinds) > 1:
         raise ValueError(f"{source}: got tensors of types {sorted(kinds)}, expected one")
     dtype = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}.get(kinds.pop(), jnp.float32)
-    config, backbone, head = load_drafter(source, dtype=dtype)
+    config, params = load_drafter(source, dtype=dtype)
     if drop_head:
-        config, head = replace(config, head="marginal"), {}
+        config, params = replace(config, head="marginal"), params | {"head": {}}
     elif dialect == "dflash" and config.head != "marginal":
         raise ValueError(
             f"got a drafter with a {config.head} head, which DFlash files cannot hold; drop it with --drop-head"
         )
     with files.filled(target) as folder:
-        save_drafter(folder, config, backbone, head, dialect=dialect, dtype=dtype)
+        save_drafter(folder, config, params, dialect=dialect, dtype=dtype)
 
 
 def convert_gguf(source: str | Path, target: str | Path, dtype: Any = jnp.float32) -> None:

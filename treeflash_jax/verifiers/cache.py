@@ -97,10 +97,12 @@ def append(cache: KVCache, rows: NewRows, count_b: jax.Array, path_bp: jax.Array
 
 def pin(cache: KVCache) -> KVCache:
     """Constrains a cache to its layout on the ambient mesh, so that loops carry it in that layout and no other."""
-    return KVCache(
-        groups=jax.tree.map(lambda slots_bkse: meshes.constrain(slots_bkse, AXES), cache.groups),
-        length_b=meshes.constrain(cache.length_b, ("batch",)),
-    )
+    return meshes.pin(cache, axes(cache))
+
+
+def axes(cache: KVCache) -> KVCache:
+    """The logical axes of every array of a cache, in its structure."""
+    return KVCache(groups=jax.tree.map(lambda _: AXES, cache.groups), length_b=("batch",))
 
 
 def grow(cache: KVCache, capacity: int) -> KVCache:

@@ -1,1 +1,120 @@
-"""DFlash block drafters, with or without a head on top."""
+"""DFlash block drafters with or without a head on top: marginal trees (DDTree), TreeFlash, and heads of other kinds.
+
+This module is what `drafters.Drafter` describes; backbone.py has the forward pass, heads/ what turns a block into a tree.
+
+Shape suffixes: b batch, t rows, j tapped layers x model, q block slots, d model.
+
+Source: DFlash (arXiv 2602.06036), TreeFlash (arXiv 2606.03819).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from treeflash_jax.checks import quoted
+from treeflash_jax.config import DrafterConfig
+from treeflash_jax.drafters.block import backbone
+from treeflash_jax.drafters.block.backbone import DrafterState, init
+from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
+from treeflash_jax.drafters.inputs import Inputs
+from treeflash_jax.trees import TransitionTable
+
+OPTIONS = ("head", "block_size", "candidates", "children", "shortlist")
+READS_TOKENS = False
+
+
+def choose(config: DrafterConfig, options: Any) -> tuple[DrafterConfig, DraftSettings]:
+    """The config and the settings of a draft that a user's options ask for; see `drafters.Drafter`.
+
+    Raises:
+      ValueError: a head or a block that this drafter does not have, or more tokens than the vocabulary has.
+    """
+    vocabulary, own = config.layers.vocab_size, config.block_size
+
+    def expect(ok: bool, name: str, expected: str) -> None:
+        if not ok:
+            raise ValueError(f"got {name} {quoted(getattr(options, name))}, expected {expected}")
+
+    size = options.block_size or own
+    expect(2 <= size <= own, "block_size", f"2 to {own}, as the drafter was trained")
+    for name in ("candidates", "children"):
+        expect(getattr(options, name) <= vocabulary, name, f"1 to {vocabulary} (the vocabulary)")
+    expect(options.shortlist <= vocabulary, "shortlist", f"0 (all tokens) to {vocabulary} (the vocabulary)")
+    heads = ("marginal", config.head)
+    expect(options.head in (None, *heads), "head", f"one of {heads}, what this drafter has")
+    settings = DraftSettings(
+        candidates=options.candidates,
+        children=options.children,
+        shortlist=options.shortlist,
+        head=options.head or config.head,
+    )
+    return replace(config, block_size=size), settings
+
+
+def specs(config: DrafterConfig) -> dict[str, Any]:
+    """Weights of backbone and head. Embedding and vocabulary matrix are the verifier's."""
+    return {"backbone": backbone.specs(config), "head": HEADS[config.head].specs(config)}
+
+
+def extend(
+    params: Any,
+    config: DrafterConfig,
+    state: DrafterState,
+    features_btj: jax.Array,
+    tokens_bt: jax.Array,
+    count_b: jax.Array,
+) -> DrafterState:
+    """Adds verifier features of the next committed positions to the context; the tokens are not read."""
+    return backbone.extend(params["backbone"], config, state, features_btj, count_b)
+
+
+def draft_block(inputs: Inputs, _: None) -> jax.Array:
+    """The block after each anchor, [b, q, d], before its final norm."""
+    return backbone.block(
+        inputs.params["backbone"],
+        inputs.config,
+        inputs.state,
+        inputs.tables["embed"],
+        inputs.anchor_b,
+        attention=inputs.attention,
+    )
+
+
+def expand_block(inputs: Inputs, hidden_bqd: jax.Array) -> TransitionTable:
+    """The second stage: next-token laws at every depth, given the token before."""
+    unembed = Unembed(
+        embed_vd=inputs.tables["embed"],
+        unembed_vd=inputs.tables.get("unembed", inputs.tables["embed"]),
+        norm=inputs.params["backbone"]["norm"],
+        eps=inputs.config.layers.rms_norm_eps,
+    )
+    head = HEADS[inputs.settings.head or inputs.config.head]
+    return head.expand(inputs.params["head"], unembed, hidden_bqd, inputs.anchor_b, inputs.settings, inputs.temperature_b)
+
+
+def stages(config: DrafterConfig) -> Mapping[str, Callable[[Inputs, Any], Any]]:
+    """One pass over the block, then the head."""
+    return {"draft": draft_block, "expand": expand_block}
+
+
+def identity(params: Any, config: DrafterConfig, settings: DraftSettings) -> tuple[dict[str, Any], list[jax.Array]]:
+    """What round times and acceptance depend on: sizes and settings by name, and weights that tell drafters apart."""
+    named = {
+        "head": settings.head or config.head,
+        "block_size": config.block_size,
+        "candidates": settings.candidates,
+        "children": settings.children,
+        "shortlist": settings.shortlist,
+    }
+    own = params["backbone"]
+    return named, [own["fc"], own["norm"], *jax.tree.leaves(params["head"])]
+
+
+__all__ = [
+    "OPTIONS", "READS_TOKENS", "DraftSettings", "DrafterState", "HEADS", "Unembed", "choose", "draft_block",
+    "expand_block", "extend", "identity", "init", "specs", "stages",
+]  # fmt: skip

@@ -31,6 +31,12 @@ class DrafterState:
 
     context: caches.KVCache
 
+    def axes(self) -> DrafterState:
+        return DrafterState(context=caches.axes(self.context))
+
+    def grow(self, capacity: int) -> DrafterState:
+        return DrafterState(context=caches.grow(self.context, capacity))
+
 
 def specs(config: DrafterConfig) -> dict[str, Any]:
     """Weights of the backbone. Embedding and vocabulary matrix are the verifier's."""
@@ -46,15 +52,6 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
 def init(config: DrafterConfig, batch: int, capacity: int, dtype: Any) -> DrafterState:
     """The state before any context, with room for `capacity` positions."""
     return DrafterState(context=caches.allocate(config.layers, batch, capacity, dtype))
-
-
-def grow(state: DrafterState, capacity: int) -> DrafterState:
-    return state.replace(context=caches.grow(state.context, capacity))
-
-
-def pin(state: DrafterState) -> DrafterState:
-    """Constrains the state to its layout on the ambient mesh."""
-    return DrafterState(context=caches.pin(state.context))
 
 
 def fuse(params: dict[str, Any], config: DrafterConfig, features_btj: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from treeflash_jax.config import DrafterConfig
 from treeflash_jax.drafters.block.heads.mlp import NORM_EPS
 from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, first_order_table
 from treeflash_jax.params import Entry, Spec
-from treeflash_jax.trees.tree import TransitionTable
+from treeflash_jax.trees import TransitionTable
 from treeflash_jax.verifiers.layers import linear, rms_norm
 
 FILE_NAME = "linear"

@@ -12,7 +12,7 @@ import jax
 from treeflash_jax.config import DrafterConfig
 from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, marginal_table
 from treeflash_jax.params import Entry
-from treeflash_jax.trees.tree import TransitionTable
+from treeflash_jax.trees import TransitionTable
 
 FILE_NAME = None
 ENTRIES: dict[str, Entry] = {}

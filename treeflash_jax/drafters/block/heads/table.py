@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from treeflash_jax import vocab
-from treeflash_jax.trees.tree import TransitionTable
+from treeflash_jax.trees import TransitionTable
 from treeflash_jax.verifiers.layers import rms_norm
 
 
@@ -29,11 +29,13 @@ class DraftSettings:
       children: kept per row (K).
       shortlist: the second stage scores this many likeliest marginal tokens of every depth, those of all depths together;
         0: the whole vocabulary.
+      head: which head expands the block; None: the drafter's own.
     """
 
     candidates: int = 16
     children: int = 16
     shortlist: int = 0
+    head: str | None = None
 
 
 @struct.dataclass

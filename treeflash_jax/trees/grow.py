@@ -9,7 +9,6 @@ Shape suffixes: b batch, n places of the outline = tree nodes (root included), c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -17,34 +16,11 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from treeflash_jax.trees.tree import (
-    DETERMINISTIC,
-    WITHOUT_REPLACEMENT,
-    DraftTree,
-    Expander,
-    Proposal,
-    over_depths,
-    pick,
-)
+from treeflash_jax.trees.containers import DETERMINISTIC, WITHOUT_REPLACEMENT, DraftTree, Proposal, pick
+from treeflash_jax.trees.expander import Expander
+from treeflash_jax.trees.levels import over_depths
 
 UNUSED = -1  # depth of a place that holds no node
-
-
-@dataclass(frozen=True, kw_only=True)
-class TreeShape:
-    """Sizes of a sampled tree; static.
-
-    Attributes:
-      branches: paths, or children per node at most.
-      trunk: nodes drafted as one path before the branches (delayed expansion).
-      skeleton: share of the nodes, root not counted, that best-first search chooses (hybrid).
-      leaves: whether tokens that end their branch may be drawn where the tree goes on below.
-    """
-
-    branches: int = 2
-    trunk: int = 2
-    skeleton: float = 0.25
-    leaves: bool = False
 
 
 @struct.dataclass

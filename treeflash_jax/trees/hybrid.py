@@ -6,16 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from treeflash_jax.trees.builders.grow import UNUSED, Outline, TreeShape, grow
-from treeflash_jax.trees.tree import (
-    DETERMINISTIC,
-    WITHOUT_REPLACEMENT,
-    DraftTree,
-    Expander,
-    Proposal,
-    best_first_search,
-    pick,
-)
+from treeflash_jax.trees.best_first import best_first_search
+from treeflash_jax.trees.containers import DETERMINISTIC, WITHOUT_REPLACEMENT, DraftTree, Proposal, pick
+from treeflash_jax.trees.expander import Expander
+from treeflash_jax.trees.grow import UNUSED, Outline, grow
+from treeflash_jax.trees.shape import TreeShape
 
 REACH = 0.6  # assumed chance that a sampled node is accepted, for sharing the budget only
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import jax
 
-from treeflash_jax.trees.builders.grow import TreeShape, grow, outline
-from treeflash_jax.trees.tree import WITH_REPLACEMENT, DraftTree, Expander, Proposal
+from treeflash_jax.trees.containers import WITH_REPLACEMENT, DraftTree, Proposal
+from treeflash_jax.trees.expander import Expander
+from treeflash_jax.trees.grow import grow, outline
+from treeflash_jax.trees.shape import TreeShape
 
 
 def paths(

@@ -6,8 +6,10 @@ import heapq
 
 import jax
 
-from treeflash_jax.trees.builders.grow import TreeShape, grow, outline
-from treeflash_jax.trees.tree import WITHOUT_REPLACEMENT, DraftTree, Expander, Proposal
+from treeflash_jax.trees.containers import WITHOUT_REPLACEMENT, DraftTree, Proposal
+from treeflash_jax.trees.expander import Expander
+from treeflash_jax.trees.grow import grow, outline
+from treeflash_jax.trees.shape import TreeShape
 
 ACCEPTANCE = 0.7  # assumed chance that one test accepts: a sibling of rank r is reached and kept with a (1 - a)^r
 

@@ -1,0 +1,33 @@
+"""What a drafter reads in a round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that the stages of a drafter may read in one round.
+
+    Attributes:
+      params: the drafter's weights.
+      tables: the verifier's weights, whose embedding and vocabulary tables drafters share.
+      config: of the drafter, static.
+      settings: of the draft, static; what the drafter's `choose` returned.
+      state: of the drafter.
+      anchor_b: the last committed token of each sequence.
+      temperature_b: of the drafted distribution, above 0.
+      attention: implementation name.
+    """
+
+    params: Any
+    tables: Any
+    config: Any
+    settings: Any
+    state: Any
+    anchor_b: jax.Array
+    temperature_b: jax.Array
+    attention: str = "xla"

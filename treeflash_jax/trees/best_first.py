@@ -1,0 +1,98 @@
+"""Best-first search over the continuations of an anchor, as one top-k per level.
+
+Shape suffixes: b batch, n tree nodes (root included), c children kept per row, w nodes below the root (n - 1), l lanes:
+nodes of a level that are followed, x ledger entries (i w of them, depth-major).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from treeflash_jax.trees.containers import DraftTree, below_root, pick, root_only
+from treeflash_jax.trees.expander import Expander
+from treeflash_jax.trees.levels import over_depths, stable_top_k
+
+
+def best_first(expander: Expander, anchor_b: jax.Array, num_nodes: int, lanes: int | None = None) -> DraftTree:
+    """Keeps the `num_nodes - 1` most probable continuations of the anchor.
+
+    A path scores the sum of its log-probabilities, so no node outscores its parent: level by level, the best nodes so far
+    compete with the children of those that came in last. One stable top-k per depth therefore replaces the heap of
+    best-first search, with static shapes and no host step.
+
+    Args:
+      expander: the drafter's view of one round.
+      anchor_b: last committed token of each sequence.
+      num_nodes: number of verified nodes, root included; static, at least 1.
+      lanes: how many nodes of a level offer their children: the best of them. With fewer than `num_nodes - 1` (the default)
+        the tree is EAGLE-2's, whose network runs once per level and lane. Static.
+
+    Returns:
+      A tree in order of decreasing probability. Where fewer continuations exist, the tail is padding (`valid_bn` False).
+
+    Source: DDTree (arXiv 2604.12989) section 4 for the objective; TreeFlash (arXiv 2606.03819) for conditional rows;
+    EAGLE-2 (arXiv 2406.16858) for few lanes.
+    """
+    return best_first_search(expander, anchor_b, num_nodes, lanes)[0]
+
+
+def best_first_search(
+    expander: Expander, anchor_b: jax.Array, num_nodes: int, lanes: int | None = None
+) -> tuple[DraftTree, jax.Array, jax.Array]:
+    """The tree of `best_first`; for every node also its place among the parent's children, and whether it has children."""
+    width = num_nodes - 1
+    if width == 0 or expander.num_depths == 0:
+        tree = root_only(anchor_b)
+        return tree, jnp.zeros_like(tree.tokens_bn), jnp.full(tree.tokens_bn.shape, expander.num_depths > 0)
+    lanes = width if lanes is None else min(lanes, width)
+    depths = range(1, min(expander.num_depths, width))
+    places = jnp.arange(width, dtype=jnp.int32)
+
+    def grow(best, depth):
+        score_bw, entry_bw, frontier_bl, entry_bl, state_bl = best
+        tokens_blc, log_probs_blc = expander.children(depth, state_bl)
+        grown_bx = (frontier_bl[..., None] + log_probs_blc).reshape(len(anchor_b), -1)
+        score_bw, place_bw = stable_top_k(jnp.concatenate([score_bw, grown_bx], axis=1), width)
+        is_new_bw, index_bw = place_bw >= width, jnp.maximum(place_bw - width, 0)
+        lane_bw, child_bw = jnp.divmod(index_bw, tokens_blc.shape[2])
+        token_bw = jnp.take_along_axis(tokens_blc.reshape(grown_bx.shape), index_bw, axis=1)
+        open_bw = jnp.take_along_axis(expander.continues(depth, state_bl).reshape(grown_bx.shape), index_bw, axis=1)
+        above_bw = pick(entry_bw if entry_bl is None else entry_bl, lane_bw)
+        entry_bw = jnp.where(is_new_bw, depth * width + places, pick(entry_bw, place_bw))
+        frontier_bl, parent_bl, child_bl = jnp.where(is_new_bw, score_bw, -jnp.inf), lane_bw, child_bw
+        if entry_bl is not None:
+            frontier_bl, chosen_bl = stable_top_k(frontier_bl, lanes)
+            parent_bl, child_bl, entry_bl = (pick(x_bw, chosen_bl) for x_bw in (lane_bw, child_bw, entry_bw))
+        parent_state_bl = jax.tree.map(lambda x_bl: pick(x_bl, parent_bl), state_bl)
+        best = score_bw, entry_bw, frontier_bl, entry_bl, expander.follow(depth, parent_state_bl, child_bl)
+        # Without the barrier a GPU computes the states of all levels above anew, for every child.
+        return lax.optimization_barrier(best), (above_bw, token_bw, child_bw, open_bw)
+
+    anchor_depth, anchor_state_b1 = jnp.int32(0), expander.start(1)
+    tokens_b1c, log_probs_b1c = expander.children(anchor_depth, anchor_state_b1)
+    ranks = np.minimum(np.arange(width), tokens_b1c.shape[2] - 1)
+    score_bw = jnp.where(np.arange(width) == ranks, log_probs_b1c[:, 0, ranks], -jnp.inf)
+    score_bw = jnp.where(score_bw == 0, 0, score_bw)  # top-k ranks -0.0 below the 0.0 of a certain child
+    rank_bw, entry_bw = (jnp.broadcast_to(jnp.asarray(x_w, jnp.int32), score_bw.shape) for x_w in (ranks, places))
+    open_bw = expander.continues(anchor_depth, anchor_state_b1)[:, 0, ranks]
+    entry_bl = None if lanes == width else entry_bw[:, :lanes]  # None: the lanes are the nodes
+    state_bl = expander.follow(anchor_depth, expander.start(lanes), rank_bw[:, :lanes])
+    best = score_bw, entry_bw, score_bw[:, :lanes], entry_bl, state_bl
+    # In the first level nothing reads what lies above: its nodes hang below the root.
+    best, ledger = over_depths(grow, best, depths, goes_on=lambda best: jnp.any(best[2] > -jnp.inf))
+    above_bx, token_bx, child_bx, open_bx = (
+        jnp.concatenate([x_bw, jnp.moveaxis(x_ibw, 0, 1).reshape(len(anchor_b), -1)], axis=1)
+        for x_bw, x_ibw in zip((entry_bw, tokens_b1c[:, 0, ranks], rank_bw, open_bw), ledger, strict=True)
+    )
+
+    log_prob_bw, kept_bw = best[:2]
+    depth_bw = kept_bw // width
+    node_bx = jax.vmap(lambda kept_w: jnp.zeros_like(above_bx[0]).at[kept_w].set(places + 1))(kept_bw)
+    parent_bw = jnp.where(depth_bw == 0, 0, pick(node_bx, pick(above_bx, kept_bw)))
+    tree = below_root(anchor_b, pick(token_bx, kept_bw), parent_bw, depth_bw + 1, log_prob_bw)
+    for_root = ((0, 0), (1, 0))
+    open_bn = jnp.pad(pick(open_bx, kept_bw), for_root, constant_values=True)
+    return tree, jnp.pad(pick(child_bx, kept_bw), for_root), open_bn & tree.valid_bn

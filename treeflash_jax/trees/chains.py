@@ -1,0 +1,49 @@
+"""Chains: trees of one branch.
+
+Shape suffixes: b batch, w nodes below the root, c children kept per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from treeflash_jax.trees.containers import DraftTree, below_root, root_only
+from treeflash_jax.trees.expander import Expander
+from treeflash_jax.trees.levels import over_depths
+
+
+def walk(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
+    """A greedy walk: the likeliest child of the token just drafted, until its branch ends."""
+    return _chain(expander, anchor_b, num_nodes, expander.follow)
+
+
+def rank_0_chain(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
+    """The published chain: at each depth the likeliest child of that depth's first row, whatever was drafted before.
+
+    For a marginal table (one row a depth) this is DFlash's chain and equal to `walk`.
+
+    Source: TreeFlash (arXiv 2606.03819), released code; DFlash (arXiv 2602.06036).
+    """
+    return _chain(expander, anchor_b, num_nodes, lambda depth, state, child: state)
+
+
+def _chain(expander: Expander, anchor_b: jax.Array, num_nodes: int, follow: Callable) -> DraftTree:
+    length = min(num_nodes - 1, expander.num_depths)
+    if length == 0:
+        return root_only(anchor_b)
+    best_b1 = jnp.zeros_like(anchor_b)[:, None]
+
+    def step(carry, depth):
+        score_b1, state_b1 = carry
+        tokens_b1c, log_probs_b1c = expander.children(depth, state_b1)
+        score_b1 += log_probs_b1c[..., 0]
+        return (score_b1, follow(depth, state_b1, best_b1)), (tokens_b1c[:, 0, 0], score_b1[:, 0])
+
+    state_b1 = expander.start(1)
+    dtype = jax.eval_shape(expander.children, jnp.int32(0), state_b1)[1].dtype
+    _, (tokens_wb, score_wb) = over_depths(step, (jnp.zeros(best_b1.shape, dtype), state_b1), range(length))
+    index_bw = jnp.broadcast_to(jnp.arange(length), (anchor_b.shape[0], length))
+    return below_root(anchor_b, tokens_wb.T, index_bw, index_bw + 1, score_wb.T)

@@ -1,0 +1,112 @@
+"""Draft trees as arrays: nodes, their parents, and the law that sampled nodes were drawn from.
+
+Shape suffixes: b batch, n tree nodes (root included), c children kept per row, w nodes below the root, x draws.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+
+@struct.dataclass
+class DraftTree:
+    """A prefix-closed set of continuations of the anchor. Node 0 is the anchor; parents precede children.
+
+    Attributes:
+      tokens_bn: token ids; 0 in padding.
+      parent_bn: index of the parent; 0 for the root and for padding.
+      depth_bn: 0 for the root and for padding.
+      log_prob_bn: of the path from the anchor, float32; -inf in padding.
+      valid_bn: False in padding, which never matches anything.
+    """
+
+    tokens_bn: jax.Array
+    parent_bn: jax.Array
+    depth_bn: jax.Array
+    log_prob_bn: jax.Array
+    valid_bn: jax.Array
+
+
+# How a node came into the tree.
+DETERMINISTIC, WITHOUT_REPLACEMENT, WITH_REPLACEMENT = 0, 1, 2
+
+
+@struct.dataclass
+class Proposal:
+    """The law that sampled nodes were drawn from; builders of deterministic trees have none.
+
+    The children of a node are tested in the order of their draws. The first sampled child has the law `log_q`; a later one
+    has it again (with replacement) or restricted to what is left and renormalised (without). Deterministic children have
+    probability 0 under it: they are the law's other part, known before anything was drawn.
+
+    Attributes:
+      support_bnc: distinct token ids that the children of a node come from.
+      log_q_bnc: their log-probabilities; -inf where a token could not be drawn, everywhere where a node has no draws.
+      node_bx: the node each draw landed on, in the order of the tests; i.i.d. duplicates share a node but are tested with
+        multiplicity. 0 (the root) where there was no draw.
+      slot_bx: where the support of the parent holds the drawn token.
+      kind_bx: DETERMINISTIC, WITHOUT_REPLACEMENT or WITH_REPLACEMENT.
+      depths: the deepest level a node can have; static.
+    """
+
+    support_bnc: jax.Array
+    log_q_bnc: jax.Array
+    node_bx: jax.Array
+    slot_bx: jax.Array
+    kind_bx: jax.Array
+    depths: int = struct.field(pytree_node=False)
+
+
+def root_only(anchor_b: jax.Array) -> DraftTree:
+    """The tree of plain one-token decoding."""
+    zero_b1 = jnp.zeros_like(anchor_b)[:, None]
+    return DraftTree(
+        tokens_bn=anchor_b[:, None],
+        parent_bn=zero_b1,
+        depth_bn=zero_b1,
+        log_prob_bn=zero_b1.astype(jnp.float32),
+        valid_bn=zero_b1 == 0,
+    )
+
+
+def below_root(anchor_b, tokens_bw, parent_bw, depth_bw, log_prob_bw) -> DraftTree:
+    """The anchor followed by the nodes; nodes of probability zero become padding."""
+    valid_bw = jnp.isfinite(log_prob_bw)
+
+    def with_root(root_b, nodes_bw, padding):
+        return jnp.concatenate([root_b[:, None], jnp.where(valid_bw, nodes_bw, padding).astype(root_b.dtype)], axis=1)
+
+    zero_b = jnp.zeros_like(anchor_b)
+    return DraftTree(
+        tokens_bn=with_root(anchor_b, tokens_bw, 0),
+        parent_bn=with_root(zero_b, parent_bw, 0),
+        depth_bn=with_root(zero_b, depth_bw, 0),
+        log_prob_bn=with_root(zero_b.astype(log_prob_bw.dtype), log_prob_bw, -jnp.inf),
+        valid_bn=with_root(zero_b == 0, valid_bw, False),
+    )
+
+
+def first(tree: DraftTree, nodes: int) -> DraftTree:
+    """The first nodes of a tree: of a best-first tree, the best-first tree of so many nodes."""
+    return jax.tree.map(lambda x_bn: x_bn[:, :nodes], tree)
+
+
+def ancestor_mask(parent_bn: jax.Array, max_depth: int) -> jax.Array:
+    """True at [b, i, j] where node j is node i or one of its ancestors. Bool [b, n, n]."""
+    nodes = parent_bn.shape[1]
+    word_n, bit_n = np.divmod(np.arange(nodes), 32)
+    self_nw = np.where(np.arange(word_n[-1] + 1) == word_n[:, None], 1 << bit_n[:, None], 0).astype(np.uint32)
+    bits_bnw, above_bn = jnp.broadcast_to(self_nw, (*parent_bn.shape, self_nw.shape[1])), parent_bn
+    # Every step doubles how far up it sees: a chain of `max_depth` gathers takes XLA's GPU compiler exponential time.
+    for _ in range(max_depth.bit_length()):
+        bits_bnw |= pick(bits_bnw, above_bn)
+        above_bn = pick(above_bn, above_bn)
+    return (jnp.repeat(bits_bnw, 32, axis=2)[:, :, :nodes] >> bit_n.astype(np.uint32)) & 1 == 1
+
+
+def pick(x_bx: jax.Array, index_by: jax.Array) -> jax.Array:
+    """x[b, index[b, y], ...]: gathers along the second axis, per sequence."""
+    return jax.vmap(lambda x_x, index_y: x_x[index_y])(x_bx, index_by)
