@@ -100,7 +100,7 @@ def report(arguments: argparse.Namespace) -> int:
         "dtype": dtype.name,
         "quantize": arguments.quantize,
         "nodes": plan.num_nodes,
-        **asdict(plan.draft),
+        **(asdict(plan.draft) if plan.drafts else {}),
         "builder": plan.builder,
         "acceptance": plan.rule,
         "attention": plan.attention,
