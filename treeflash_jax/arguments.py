@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from treeflash_jax.checks import bounded, clipped, default_of, quoted
 from treeflash_jax.clock import slow
@@ -153,17 +153,14 @@ def _add_option(parser: Any, one: Field, kind: Any, default: Any, *, several: bo
     if choices:
         how: dict[str, Any] = {"choices": choices}
     else:
-        unit = about["unit"] if about["unit"] != about["unit"].lower() else (about["unit"] or "number").upper()
-        how = {"metavar": "|".join([unit, *literals])}
+        unit = about["unit"] or "number"
+        how = {"metavar": "|".join([unit.upper() if unit.islower() else unit, *literals])}
         how["type"] = str if item else _number_or(literals) if literals else atoms[0]
     if several:
         how["nargs"] = "+"
     elif item is str:
         how["action"], default = "append", list(default)
-    if default is MISSING:
-        how["required"] = True
-    else:
-        how["default"] = default
+    how |= {"required": True} if default is MISSING else {"default": default}
     parser.add_argument(option, help=text, **how)
 
 
@@ -184,7 +181,9 @@ def _atoms(kind: Any) -> Iterator[Any]:
 
 def _item(kind: Any) -> type | None:
     """The type of the items of `Sequence[item]` or `Sequence[item] | None`; None where a single value is taken."""
-    parts = [part for part in (get_args(kind) if isinstance(kind, UnionType) else (kind,)) if part is not NoneType]
+    parts = [
+        part for part in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)) if part is not NoneType
+    ]
     return get_args(parts[0])[0] if len(parts) == 1 and get_origin(parts[0]) is Sequence else None
 
 
