@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from train import config
 from train.drafter import DrafterStage, DraftingStage, train
 from treeflash_jax import params as parameters
-from treeflash_jax.checks import bounded
+from treeflash_jax.checks import bounded, quoted
 from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.drafters import block
 from treeflash_jax.formats import hf
@@ -36,15 +36,20 @@ class HeadStage(DraftingStage):
 
     Attributes:
       drafter: the name of a pair, a folder or a Hub id of a DFlash or TreeFlash drafter; its head is not read.
-      head: "mlp" (TreeFlash) or "linear".
+      head: a name in drafters.block.heads: "mlp" (TreeFlash), "linear" or "lowrank".
       train_backbone: also trains the backbone (the paper's main runs; frozen is its nearly equal ablation).
       drafter_temperature: default stored with the drafter; 0 keeps the backbone's.
     """
 
     drafter: str = "tiny"
-    head: Literal["mlp", "linear"] = "mlp"
+    head: str = "mlp"
     train_backbone: bool = False
     drafter_temperature: float = bounded(0.0, least=0)
+
+    def __post_init__(self) -> None:
+        trainable = [name for name, head in block.HEADS.items() if head.ENTRIES]
+        if self.head not in trainable:
+            raise ValueError(f"got head {quoted(self.head)}, expected one of {', '.join(trainable)}")
 
     @property
     def trains(self) -> tuple[str, ...]:

@@ -25,9 +25,8 @@ from train.data import Rows
 from treeflash_jax import vocab
 from treeflash_jax.checks import bounded
 from treeflash_jax.config import DrafterConfig, ModelConfig
-from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.drafters.block.heads import HEADS, Unembed
 from treeflash_jax.trees import pick
-from treeflash_jax.verifiers.layers import rms_norm
 
 # A metric is (sum, weight): sums add up over chunks, parts of a step, steps and devices; their quotient is the mean.
 Sums = dict[str, tuple[jax.Array, jax.Array]]
@@ -128,18 +127,17 @@ def _score(
     targets = losses.Targets(labels=pick(rows.tokens_rt, targets_bnq), log_probs=log_p_bnqv)
     measure = losses.LOSSES[settings.loss]
 
-    normed_bnqd = rms_norm(hidden_bnqd, norm, eps)
-    after_bnqd = hidden_bnqd
-    if head is not None:
-        embedding_bnqd = vocab.embed(tables["embed"], pick(rows.tokens_rt, previous_bnq))
-        flat = (x.reshape(x.shape[0], -1, x.shape[-1]) for x in (embedding_bnqd, hidden_bnqd, normed_bnqd))
-        embedding_brd, hidden_brd, normed_brd = flat
-        after_brd = HEADS[drafter.head].correct(head, embedding_brd, slice(None), hidden_brd, normed_brd)
-        after_bnqd = after_brd.reshape(hidden_bnqd.shape)
-    logits_bnqv = vocab.unembed(unembed_vd, rms_norm(after_bnqd, norm, eps))
+    unembed = Unembed(embed_vd=tables["embed"], unembed_vd=unembed_vd, norm=norm, eps=eps)
+    previous_br = pick(rows.tokens_rt, previous_bnq).reshape(len(hidden_bnqd), -1)
+    hidden_brd = hidden_bnqd.reshape(*previous_br.shape, -1)
+
+    def logits_of(name: str, weights: Any) -> jax.Array:
+        return HEADS[name].logits(weights, unembed, previous_br, hidden_brd).reshape(*previous_bnq.shape, -1)
+
+    logits_bnqv = logits_of(drafter.head, head) if head is not None else logits_of("marginal", {})
     loss_bnq = measure(logits_bnqv, targets)
     if head is not None and settings.base_weight > 0:
-        loss_bnq += settings.base_weight * measure(vocab.unembed(unembed_vd, normed_bnqd), targets)
+        loss_bnq += settings.base_weight * measure(logits_of("marginal", {}), targets)
 
     real_bnq = (weights_bnq > 0).astype(jnp.float32)
     top1_bnq = (vocab.argmax(lax.stop_gradient(logits_bnqv)) == targets.labels) * real_bnq

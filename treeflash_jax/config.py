@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Literal
 
 from treeflash_jax.checks import INT32, Bounds, fit, quoted
 
-HeadName = Literal["marginal", "mlp", "linear"]
+HeadName = str
 MOST_NODES = 4096  # of a draft tree
 
 # Published names of the correction in `treeflash_config.ar_approximation`; "linear" is the paper's ablation.
-HEAD_OF_FILE: dict[str | None, HeadName] = {None: "marginal", "swiglu": "mlp", "linear": "linear"}
+HEAD_OF_FILE: dict[str | None, HeadName] = {None: "marginal", "swiglu": "mlp", "linear": "linear", "lowrank": "lowrank"}
 FILE_OF_HEAD: dict[str, str | None] = {head: name for name, head in HEAD_OF_FILE.items()}
 
 

@@ -14,7 +14,8 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.checks import bounded, documented, quoted
-from treeflash_jax.config import MOST_NODES, HeadName
+from treeflash_jax.config import MOST_NODES
+from treeflash_jax.drafters.block import HEADS
 from treeflash_jax.suggest import suggesting
 from treeflash_jax.trees import BUILDERS, TreeShape
 from treeflash_jax.verifiers.attention import SERVING
@@ -110,7 +111,9 @@ class SamplingConfig:
 class DraftConfig:
     """What the drafter proposes."""
 
-    head: HeadName | None = speed(None, "head of the drafter; marginal is none", unset="the drafter's own")
+    head: str | None = speed(
+        None, "head of the drafter; marginal is none", unset="the drafter's own", choices=lambda: tuple(HEADS)
+    )
     block_size: int | None = speed(
         None,
         "length of the drafted block, anchor included, at most the drafter's; shorter blocks make rounds cheaper and trees "
@@ -172,6 +175,12 @@ class TreeConfig:
         unit="share",
     )
     leaves: bool = speed(TreeShape.leaves, "let sampled trees contain tokens that end their branch")
+    lanes: int | None = speed(
+        TreeShape.lanes,
+        "nodes of each level whose children a best-first tree may take; with few of them the tree is EAGLE-2's",
+        unset="all",
+        **_NODES,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +242,7 @@ class Settings(TypedDict, total=False):
     samples: int
     stop: Sequence[str]
     stop_ids: Sequence[int] | None
-    head: HeadName | None
+    head: str | None
     block_size: int | None
     candidates: int
     children: int
@@ -246,6 +255,7 @@ class Settings(TypedDict, total=False):
     trunk: int
     skeleton: float
     leaves: bool
+    lanes: int | None
     batch_size: int | None
     attention: str | None
     log_probs: bool

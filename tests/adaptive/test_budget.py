@@ -402,6 +402,7 @@ def test_weights_of_another_drafter_are_another_pair(trained):
         ({"nodes": "auto", "builder": "hybrid"}, "builder 'hybrid', expected 'best-first' with nodes 'auto'"),
         ({"nodes": "auto", "builder": "chain"}, "builder 'chain', expected 'best-first' with nodes 'auto'"),
         ({"nodes": "auto", "acceptance": "block"}, "acceptance 'block'"),
+        ({"nodes": "auto", "lanes": 2}, "lanes 2, expected None with nodes 'auto'"),
         ({"nodes": "auto"}, "a.json not found; nodes 'auto' needs what `treeflash calibrate` writes"),
     ],
 )

@@ -237,3 +237,40 @@ def test_a_loop_ends_where_nothing_better_lies_below():
 def test_levels_are_a_loop_on_a_cpu_only(platform, loops):
     program = jax.jit(tree.best_first, static_argnums=2).trace(random_tables("plain"), anchors(), 12)
     assert program.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while") == loops
+
+
+def eagle_2(tokens_imc, log_probs_imc, next_row_imc, budget: int, lanes: int) -> dict[tuple[int, ...], np.float32]:
+    """The published ledger: `lanes` nodes of a level offer their children, all of which it keeps until the end."""
+    ledger: dict[tuple[int, ...], np.float32] = {}
+    frontier = [((), np.float32(0), 0)]
+    for depth in range(DEPTHS):
+        offered = []
+        for path, score, row in frontier:
+            for rank in range(tokens_imc.shape[2]):
+                total = np.float32(score + log_probs_imc[depth, row, rank])
+                if np.isfinite(total):
+                    offered.append(((*path, int(tokens_imc[depth, row, rank])), total, next_row_imc[depth, row, rank]))
+        ledger |= {path: score for path, score, _ in offered}
+        frontier = [node for node in sorted(offered, key=lambda node: -node[1])[:lanes] if node[2] >= 0]
+        if not frontier:
+            break
+    return dict(sorted(ledger.items(), key=lambda item: -item[1])[: budget - 1])
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 8])
+def test_few_lanes_grow_the_tree_of_eagle_2(lanes):
+    """Tables without ties; a branch that ends keeps its lane, as nodes of the last level do in the published code."""
+    table, anchor_b, nodes = random_tables("plain"), anchors(), 12
+    built = jax.jit(lambda table, anchor_b: tree.best_first(table, anchor_b, nodes, lanes))(table, anchor_b)
+    assert_documented(built, anchor_b)
+    for b in range(64):
+        expected = eagle_2(
+            *(np.asarray(x[b]) for x in (table.tokens_bimc, table.log_probs_bimc, table.next_row_bimc)), nodes, lanes
+        )
+        assert set(paths(built, b)[1:]) == set(expected)
+
+
+def test_as_many_lanes_as_nodes_is_the_search_without_lanes():
+    table, anchor_b = random_tables("ties"), anchors()
+    whole, wide = (jax.jit(lambda t, a, n=n: tree.best_first(t, a, 12, n))(table, anchor_b) for n in (None, 11))
+    assert_same_tree(whole, wide)

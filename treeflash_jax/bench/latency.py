@@ -37,12 +37,9 @@ from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.formats import hf
 from treeflash_jax.pairs import locate
 from treeflash_jax.planning import plan_of, resolve
-from treeflash_jax.settings import GenerateConfig
+from treeflash_jax.settings import DraftConfig, GenerateConfig, RuntimeConfig, SamplingConfig, TreeConfig
 from treeflash_jax.trees import BUILDERS
 from treeflash_jax.verifiers import forward as verifier
-
-# Settings that shape a round.
-TIMED = "temperature head candidates children shortlist builder nodes acceptance branches trunk skeleton leaves attention"
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument(
         "--context", nargs="+", type=int, default=[256], metavar="S", help="tokens in the cache (default: 256)"
     )
-    add_fields(sizes, GenerateConfig, TIMED, several="nodes", numbers="nodes")
+    add_fields(sizes, SamplingConfig, "temperature")
+    for group in (DraftConfig, TreeConfig):
+        add_fields(sizes, group, several="nodes", numbers="nodes")
+    add_fields(sizes, RuntimeConfig, "attention")
     output = parser.add_argument_group("measurement and output")
     output.add_argument("--repeats", type=int, default=9, help="timed samples of a stage (default: %(default)s)")
     output.add_argument("--out", metavar="FILE", help="JSON file; results of other settings in it are kept")
@@ -200,7 +200,7 @@ def settings_of(
         **asdict(plan.draft),
         "builder": plan.builder,
         "acceptance": plan.rule,
-        "drawn": asdict(plan.shape) if BUILDERS[plan.builder].draws else None,
+        "drawn": asdict(plan.shape) if BUILDERS[plan.builder].draws or plan.shape.lanes else None,
         "temperature": temperature,
         "attention": plan.attention,
         "prefill_chunk": plan.prefill_chunk,

@@ -29,7 +29,7 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.arguments import ModelOptions, add_fields, values_of
 from treeflash_jax.batching import capacity_bucket
-from treeflash_jax.bench import latency, programs, shapes
+from treeflash_jax.bench import programs, shapes
 from treeflash_jax.bench.programs import Collective
 from treeflash_jax.bench.progress import Progress, Tell, nobody
 from treeflash_jax.checks import read_json
@@ -41,7 +41,7 @@ from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
 from treeflash_jax.devices import GPU_MEMORY, TPU_MEMORY
 from treeflash_jax.model import STOP_SLOTS
 from treeflash_jax.planning import plan_of, resolve
-from treeflash_jax.settings import GenerateConfig
+from treeflash_jax.settings import DraftConfig, GenerateConfig, RuntimeConfig, TreeConfig
 from treeflash_jax.verifiers import forward as verifier
 
 
@@ -54,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     request.add_argument("--batch", type=int, default=1, help="sequences decoded together (default: %(default)s)")
     request.add_argument("--context", type=int, default=4096, help="cache positions per sequence (default: %(default)s)")
     add_fields(request, ModelOptions, "dtype quantize", dtype="bfloat16")
-    add_fields(request, GenerateConfig, latency.TIMED, without="temperature", numbers="nodes")
+    for group in (DraftConfig, TreeConfig):
+        add_fields(request, group, numbers="nodes")
+    add_fields(request, RuntimeConfig, "attention")
     devices = parser.add_argument_group("devices")
     devices.add_argument(
         "--mesh", metavar="DxM", help="split the batch D ways, weights and vocabulary M ways (default: 1 x all devices)"

@@ -53,9 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trees.add_argument("--builders", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME", help=", ".join(KINDS))
     trees.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), metavar="NAME", help=", ".join(RULES))
     trees.add_argument("--heads", nargs="+", metavar="NAME", help="default: marginal and the drafter's own")
-    add_fields(
-        trees, GenerateConfig, f"nodes {run.SIZES}", without="shortlist", several="nodes", numbers="nodes", nodes=[16, 64]
-    )
+    add_fields(trees, GenerateConfig, f"nodes {run.SIZES}", several="nodes", numbers="nodes", nodes=[16, 64])
     output = parser.add_argument_group("sampling and output")
     names, many = "temperature seed max_new_tokens batch_size", "temperature seed"
     add_fields(output, GenerateConfig, names, several=many, temperature=[1.0], seed=[0], batch_size=8)
@@ -81,8 +79,7 @@ def compare(arguments: argparse.Namespace) -> int:
     name, sizes = None if arguments.pair else "tiny", {"dtype": arguments.dtype, "quantize": arguments.quantize}
     with slow(f"loading {' and '.join(arguments.pair or ['the shipped pair'])}"):
         model = tf.load(name, verifier=verifier, drafter=drafter, **sizes)
-    names = "candidates children drafter_temperature branches trunk skeleton leaves max_new_tokens batch_size".split()
-    shared = {name: getattr(arguments, name) for name in names}
+    shared = {name: getattr(arguments, name) for name in f"{run.SIZES} max_new_tokens batch_size".split()}
     heads = arguments.heads or list(dict.fromkeys(("marginal", model.drafter.head)))
     configs = combinations(shared, arguments.builders, arguments.rules, arguments.nodes, heads)
     for config in configs:

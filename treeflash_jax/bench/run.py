@@ -21,7 +21,7 @@ import platform
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,7 +51,8 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 
 
 # Settings that all systems share: sizes of drafts, and where and how answers end.
-SIZES = "candidates children shortlist drafter_temperature branches trunk skeleton leaves"
+CHOSEN = "head builder nodes acceptance".split()  # by the name of a system
+SIZES = " ".join(one.name for group in (DraftConfig, TreeConfig) for one in fields(group) if one.name not in CHOSEN)
 LIMITS = "top_k top_p max_new_tokens batch_size"
 ONE_AT_A_TIME = {"temperature": [0.0], "seed": [0], "batch_size": 1}
 RECORD_START = b'{"schema": '  # of every line of results

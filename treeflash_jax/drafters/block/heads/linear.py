@@ -16,11 +16,13 @@ import jax
 
 from treeflash_jax.config import DrafterConfig
 from treeflash_jax.drafters.block.heads.mlp import NORM_EPS
-from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, first_order_table
+from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, corrected_logits, first_order_table
 from treeflash_jax.params import Entry, Spec
 from treeflash_jax.trees import TransitionTable
 from treeflash_jax.verifiers.layers import linear, rms_norm
 
+SECOND_PASS = True
+LOOKED_UP = ()
 FILE_NAME = "linear"
 ENTRIES = {
     "norm": Entry("ar_approximation.norm.weight"),
@@ -49,6 +51,11 @@ def correct(
     by_slot_bqd = hidden_bqd + linear("bqd,de->bqe", normed_bqd, params["hidden"])
     normed_brd = rms_norm(embedding_brd, params["norm"], NORM_EPS)
     return by_slot_bqd[:, slot_r] + linear("brd,de->bre", normed_brd, params["token"])
+
+
+def logits(params: dict[str, Any], unembed: Unembed, previous_br: jax.Array, hidden_brd: jax.Array) -> jax.Array:
+    """Next-token logits [b, r, v], the token before each slot being given; see `heads`."""
+    return corrected_logits(partial(correct, params), unembed, previous_br, hidden_brd)
 
 
 def expand(

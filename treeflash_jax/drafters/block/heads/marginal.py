@@ -9,17 +9,25 @@ from typing import Any
 
 import jax
 
+from treeflash_jax import vocab
 from treeflash_jax.config import DrafterConfig
 from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, marginal_table
 from treeflash_jax.params import Entry
 from treeflash_jax.trees import TransitionTable
 
+SECOND_PASS = False
+LOOKED_UP = ()
 FILE_NAME = None
 ENTRIES: dict[str, Entry] = {}
 
 
 def specs(config: DrafterConfig) -> dict[str, Any]:
     return {}
+
+
+def logits(params: dict[str, Any], unembed: Unembed, previous_br: jax.Array, hidden_brd: jax.Array) -> jax.Array:
+    """Next-token logits [b, r, v] of the block's marginals; see `heads`."""
+    return vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_brd))
 
 
 def expand(

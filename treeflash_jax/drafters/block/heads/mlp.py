@@ -18,11 +18,13 @@ from typing import Any
 import jax
 
 from treeflash_jax.config import DrafterConfig
-from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, first_order_table
+from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, corrected_logits, first_order_table
 from treeflash_jax.params import Entry, Spec
 from treeflash_jax.trees import TransitionTable
 from treeflash_jax.verifiers.layers import linear, rms_norm
 
+SECOND_PASS = True
+LOOKED_UP = ()
 FILE_NAME = "swiglu"  # `ar_approximation` in config.json
 ENTRIES = {
     "norm": Entry("ar_approximation.norm.weight"),
@@ -65,6 +67,11 @@ def correct(
     token_ug = linear("brd,dxf->brxf", rms_norm(embedding_brd, params["norm"], NORM_EPS), params["token_ug"])
     ug = token_ug + hidden_ug + params["bias"].astype(token_ug.dtype)
     return hidden_bqd[:, slot_r] + linear("brf,fd->brd", jax.nn.silu(ug[:, :, 1]) * ug[:, :, 0], params["down"])
+
+
+def logits(params: dict[str, Any], unembed: Unembed, previous_br: jax.Array, hidden_brd: jax.Array) -> jax.Array:
+    """Next-token logits [b, r, v], the token before each slot being given; see `heads`."""
+    return corrected_logits(partial(correct, params), unembed, previous_br, hidden_brd)
 
 
 def expand(

@@ -115,6 +115,27 @@ def first_order_table(
     return TransitionTable(tokens_bimc, table(log_probs_brc), jnp.concatenate([row_bimc, leaves_bimc], axis=1))
 
 
+def mass_elsewhere(marginal_biv: jax.Array, listed_biz: jax.Array, temperature_b: jax.Array) -> jax.Array:
+    """log of the sum of exp over what is not listed, [b, i], of marginal logits at a temperature.
+
+    Args:
+      marginal_biv: logits.
+      listed_biz: those of the listed tokens, divided by the temperature; -inf where a token is listed again.
+      temperature_b: above 0.
+    """
+    scale_b11 = temperature_b[:, None, None].astype(listed_biz.dtype)
+    whole_bi = vocab.log_sum_exp(marginal_biv.astype(listed_biz.dtype) / scale_b11)
+    share_bi = jnp.sum(jnp.exp(listed_biz - whole_bi[..., None]), axis=-1)
+    return whole_bi + jnp.log(jnp.maximum(1 - share_bi, 0))
+
+
+def corrected_logits(correct: Correct, unembed: Unembed, previous_br: jax.Array, hidden_brd: jax.Array) -> jax.Array:
+    """`logits` of a head that corrects hidden states: one row per slot."""
+    embedding_brd, normed_brd = vocab.embed(unembed.embed_vd, previous_br), unembed.normed(hidden_brd)
+    corrected_brd = correct(embedding_brd, slice(None), hidden_brd, normed_brd)
+    return vocab.unembed(unembed.unembed_vd, unembed.normed(corrected_brd))
+
+
 def _shortlisted(
     unembed: Unembed,
     corrected_brd: jax.Array,
@@ -144,9 +165,7 @@ def _shortlisted(
     listed_biz = scaled(
         vocab.take(marginal_biv, jnp.broadcast_to(tokens_bz[:, None], (*marginal_biv.shape[:2], tokens_bz.shape[1])))
     )
-    whole_bi = vocab.log_sum_exp(marginal_biv.astype(wide) / temperature_b11)
-    share_bi = jnp.sum(jnp.exp(listed_biz - whole_bi[..., None]), axis=-1)
-    rest_bi = whole_bi + jnp.log(jnp.maximum(1 - share_bi, 0))
+    rest_bi = mass_elsewhere(marginal_biv, listed_biz, temperature_b)
     total_br = jnp.logaddexp(jax.nn.logsumexp(scores_brz, axis=-1), rest_bi[:, depth_r])
     values_brc, at_brc = vocab.local_top_k(scores_brz, min(settings.children, scores_brz.shape[-1]))
     tokens_brc = jnp.take_along_axis(tokens_bz[:, None], at_brc, axis=-1)

@@ -1,0 +1,80 @@
+"""A bigram correction of low rank, added to the marginal logits:
+
+    logits(v | previous token a) = marginal(v) + <W1[a], W2[v]>
+
+Rows of two tables are read in place of a second pass over the vocabulary: the candidates of a depth are the likeliest
+tokens of its marginal. With W2 = 0 (how training starts) the head is the marginal one.
+
+Shape suffixes: b batch, q block slots, r rows, i draft depth, m previous-token rows, x candidates of a depth, c children
+kept, d model, k rank, v vocabulary.
+
+Source: DSpark / DeepSpec, "vanilla" Markov head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from treeflash_jax import vocab
+from treeflash_jax.config import DrafterConfig
+from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, mass_elsewhere
+from treeflash_jax.params import Entry, Spec
+from treeflash_jax.trees import TransitionTable
+
+SECOND_PASS = False
+LOOKED_UP = ("previous", "following")
+FILE_NAME = "lowrank"
+ENTRIES = {
+    "previous": Entry("markov_head.markov_w1.weight", order=(0, 1)),
+    "following": Entry("markov_head.markov_w2.weight", order=(0, 1)),
+}
+RANK = 256  # at most, as published
+
+
+def specs(config: DrafterConfig) -> dict[str, Any]:
+    shape = config.layers.vocab_size, min(RANK, config.layers.hidden_size)
+    return {"previous": Spec(shape, ("vocab", None)), "following": Spec(shape, ("vocab", None), "zeros")}
+
+
+def logits(params: dict[str, Any], unembed: Unembed, previous_br: jax.Array, hidden_brd: jax.Array) -> jax.Array:
+    """Next-token logits [b, r, v], the token before each slot being given; see `heads`."""
+    before_brk = vocab.embed(params["previous"], previous_br)
+    marginal_brv = vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_brd))
+    return marginal_brv + vocab.unembed(params["following"], before_brk).astype(marginal_brv.dtype)
+
+
+def expand(
+    params: dict[str, Any],
+    unembed: Unembed,
+    hidden_bqd: jax.Array,
+    anchor_b: jax.Array,
+    settings: DraftSettings,
+    temperature_b: jax.Array,
+) -> TransitionTable:
+    """Transition table [b, i, m, c] of q(token | previous token); arguments as for the MLP head.
+
+    Children come from the likeliest marginal tokens of their depth; tokens off that list keep their marginal mass.
+    """
+    m, batch = settings.candidates, anchor_b.shape[0]
+    listed = max(m, settings.children, settings.shortlist)
+    marginal_biv = vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bqd[:, 1:]))
+    wide = jnp.promote_types(marginal_biv.dtype, jnp.float32)
+    likely_bix, tokens_bix = vocab.top_k(marginal_biv, listed)
+    scale_b = temperature_b.astype(wide)
+    likely_bix = likely_bix.astype(wide) / scale_b[:, None, None]
+    rest_bi = mass_elsewhere(marginal_biv, likely_bix, scale_b)
+
+    anchor_b1m = jnp.broadcast_to(anchor_b[:, None, None], (batch, 1, m))
+    previous_bim = jnp.concatenate([anchor_b1m, tokens_bix[:, :-1, :m]], axis=1)
+    before_bimk, after_bixk = vocab.embed(params["previous"], previous_bim), vocab.embed(params["following"], tokens_bix)
+    change_bimx = jnp.einsum("bimk,bixk->bimx", before_bimk, after_bixk, preferred_element_type=wide)
+    scores_bimx = likely_bix[:, :, None] + change_bimx / scale_b[:, None, None, None]
+    total_bim = jnp.logaddexp(jax.nn.logsumexp(scores_bimx, axis=-1), rest_bi[..., None])
+    values_bimc, at_bimc = vocab.local_top_k(scores_bimx, settings.children)
+    found_bimc = jnp.take_along_axis(tokens_bix[:, :, None], at_bimc, axis=-1)
+    is_last_i111 = (jnp.arange(tokens_bix.shape[1]) == tokens_bix.shape[1] - 1)[:, None, None]
+    next_row_bimc = jnp.where((at_bimc < m) & ~is_last_i111, at_bimc, -1).astype(jnp.int32)
+    return TransitionTable(found_bimc, jnp.minimum(values_bimc - total_bim[..., None], 0), next_row_bimc)
