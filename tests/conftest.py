@@ -32,11 +32,12 @@ import jax.numpy as jnp  # noqa: E402
 import pytest  # noqa: E402
 
 from treeflash_jax import load, pairs, params  # noqa: E402
-from treeflash_jax.config import DrafterConfig, ModelConfig  # noqa: E402
 from treeflash_jax.decoding.loops import Weights  # noqa: E402
 from treeflash_jax.drafters import block  # noqa: E402
+from treeflash_jax.drafters.block.config import DrafterConfig  # noqa: E402
 from treeflash_jax.model import TreeFlash  # noqa: E402
 from treeflash_jax.verifiers import forward as verifier  # noqa: E402
+from treeflash_jax.verifiers.config import ModelConfig  # noqa: E402
 
 
 def smollm2_file() -> Path | None:

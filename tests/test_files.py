@@ -25,10 +25,10 @@ from treeflash_jax.adaptive import calibration
 from treeflash_jax.bench import compare, report, run, timings
 from treeflash_jax.checks import read_json
 from treeflash_jax.cli import main as cli
-from treeflash_jax.formats import gguf, hf, safetensors, storage
+from treeflash_jax.formats import conversions, gguf, models, safetensors, storage
 from treeflash_jax.formats.tokenizer import Tokenizer
 
-PAIR = Path(hf.__file__).parent / "assets" / "tiny"
+PAIR = Path(files.__file__).parent / "assets" / "tiny"
 
 
 @pytest.fixture
@@ -268,10 +268,10 @@ def small_disk():
 
 def test_a_full_disk_leaves_no_weights_and_no_target(tmp_path, small_disk):
     source, target = PAIR / "drafter", tmp_path / "out"
-    refused(lambda: hf.convert_drafter(source, target, "dflash", drop_head=True), "cannot write", "File too large")
+    refused(lambda: conversions.convert_drafter(source, target, "dflash", drop_head=True), "cannot write", "File too large")
     assert not list(tmp_path.iterdir())
     small_disk()
-    hf.convert_drafter(source, target, "dflash", drop_head=True)
+    conversions.convert_drafter(source, target, "dflash", drop_head=True)
     assert storage.is_own(target / "model.safetensors") and not storage.is_own(source / "model.safetensors")
 
 
@@ -305,7 +305,7 @@ def test_exports_replace_exports_alone(toy, tmp_path, monkeypatch):
     (tmp_path / "out" / "notes").write_text("mine")
     exported(tmp_path / "out", overwrite=True, drafter_temperature=0.5)
     assert snapshot(tmp_path / "out").keys() == {*written, "notes"}
-    assert hf.read_drafter_config(tmp_path / "out").drafter_temperature == 0.5
+    assert models.read_drafter_config(tmp_path / "out").drafter_temperature == 0.5
 
 
 # The file of answers and its settings.

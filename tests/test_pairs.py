@@ -15,7 +15,7 @@ import treeflash_jax as tf
 from treeflash_jax import pairs
 from treeflash_jax.adaptive import calibration
 from treeflash_jax.cli import main
-from treeflash_jax.formats import hf
+from treeflash_jax.formats import models
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TINY = pairs.locate("tiny"), pairs.locate("tiny", "drafter")
@@ -177,4 +177,4 @@ def test_hub_ids_are_read_from_the_local_cache(tmp_path):
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     assert pairs.locate("someone/something", local_files_only=True) == folder
     with pytest.raises(ValueError, match="gpt2"):
-        hf.read_verifier_config(pairs.locate("someone/something", local_files_only=True))
+        models.read_verifier_config(pairs.locate("someone/something", local_files_only=True))

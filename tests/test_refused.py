@@ -30,8 +30,8 @@ from treeflash_jax import checks, prompts
 from treeflash_jax.adaptive import budget, calibration
 from treeflash_jax.bench import report
 from treeflash_jax.cli import main
-from treeflash_jax.config import DrafterConfig, ModelConfig
-from treeflash_jax.formats import hf, storage
+from treeflash_jax.formats import models, storage
+from treeflash_jax.formats.dialects import parse
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.planning import resolve, with_indices
 from treeflash_jax.settings import GenerateConfig
@@ -266,10 +266,10 @@ def test_keys_of_config_json():
         True,
         ["x"] * 10**4,
     )
-    for raw, kind in ((QWEN3_4B, ModelConfig), (LLAMA_31_8B, ModelConfig), (TREEFLASH_4B, DrafterConfig)):
+    for raw, part in ((QWEN3_4B, "verifier"), (LLAMA_31_8B, "verifier"), (TREEFLASH_4B, "drafter")):
         for key in raw:
             for value in wrong:
-                if understood(kind.from_hf, {**raw, key: value}):
+                if understood(parse, part, {**raw, key: value}):
                     assert not (isinstance(value, int) and value >= 2**31) or key in hf_inert(), (key, value)
                 count += 1
     settle("keys of config.json", count)
@@ -281,9 +281,9 @@ def test_keys_of_config_json():
         ({"layer_types": [3]}, "layer_types"),
         ({"layer_types": "full_attention"}, "layer_types"),
     ):
-        refused(lambda change=change: ModelConfig.from_hf({**LLAMA_31_8B, **change}), words)
+        refused(lambda change=change: parse("verifier", {**LLAMA_31_8B, **change}), words)
     tree = {"treeflash_config": {"candidate_tokens": 2**31}}
-    refused(lambda: DrafterConfig.from_hf({**TREEFLASH_4B, **tree}), "candidate_tokens")
+    refused(lambda: parse("drafter", {**TREEFLASH_4B, **tree}), "candidate_tokens")
 
 
 def hf_inert() -> set[str]:
@@ -298,14 +298,14 @@ def test_files_of_json(tmp_path):
     texts = ["", "{", "[]", "3", DEEP, '{"a": ' * 50_000, '{"eos_token_id": ' + "9" * 5000 + "}", "\ud800"]
     for text in texts:
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        refused(lambda: hf.stop_ids(tmp_path, RANDOM_MODEL), str(path)) if len(str(path)) < 150 else None
+        refused(lambda: models.stop_ids(tmp_path, RANDOM_MODEL), str(path)) if len(str(path)) < 150 else None
     settle("files of JSON", len(texts))
     for content, words in (('{"eos_token_id": 64}', "eos_token_id"), ('{"eos_token_id": "2"}', "eos_token_id")):
         path.write_text(content)
-        refused(lambda: hf.stop_ids(tmp_path, RANDOM_MODEL), words)
+        refused(lambda: models.stop_ids(tmp_path, RANDOM_MODEL), words)
     path.unlink()
     path.symlink_to(tmp_path / "nowhere")
-    refused(lambda: hf.stop_ids(tmp_path, RANDOM_MODEL), "not found")
+    refused(lambda: models.stop_ids(tmp_path, RANDOM_MODEL), "not found")
 
 
 # Training
@@ -500,8 +500,8 @@ def test_weights_that_are_no_numbers():
 def test_weights_are_refused_by_name(trained, tmp_path):
     spoilt = jax.tree.map(np.array, trained.weights.verifier)
     spoilt["norm"][3] = math.nan
-    hf.save_verifier(tmp_path, trained.verifier, spoilt)
-    refused(lambda: hf.load_verifier(tmp_path), "tensor model.norm.weight", "NaN")
+    models.save_verifier(tmp_path, trained.verifier, spoilt)
+    refused(lambda: models.load_verifier(tmp_path), "tensor model.norm.weight", "NaN")
 
 
 def test_a_budget_keeps_its_types_in_float64():

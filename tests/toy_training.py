@@ -17,10 +17,11 @@ import numpy as np
 
 from train import config, head, watch
 from treeflash_jax import params
-from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.drafters.block import backbone as dflash
-from treeflash_jax.formats import hf
+from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.formats import models
 from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.verifiers.config import ModelConfig
 
 SIZES = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8)
 MODEL = ModelConfig(num_layers=3, tie_embeddings=True, max_positions=256, eos_token_ids=(2,), **SIZES)
@@ -50,9 +51,9 @@ mesh = {{ data = 1 }}
 def write(folder: Path, documents: int = 120) -> Path:
     """Writes the pair, its responses and head.toml; returns the TOML file."""
     key = jax.random.key(0)
-    hf.save_verifier(folder / "verifier", MODEL, params.initialize(verifier.specs(MODEL), key, scale=0.3))
+    models.save_verifier(folder / "verifier", MODEL, params.initialize(verifier.specs(MODEL), key, scale=0.3))
     backbone = params.initialize(dflash.specs(DRAFTER), jax.random.fold_in(key, 1), scale=0.3)
-    hf.save_drafter(folder / "drafter", DRAFTER, {"backbone": backbone, "head": {}})
+    models.save_drafter(folder / "drafter", DRAFTER, {"backbone": backbone, "head": {}})
     rng = np.random.default_rng(0)
     with (folder / "responses.jsonl").open("w") as file:
         for _ in range(documents):

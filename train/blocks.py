@@ -23,11 +23,12 @@ from flax import struct
 from train.data import Rows
 from treeflash_jax import mesh as meshes
 from treeflash_jax import vocab
-from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.drafters.block import backbone as drafter
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.trees import pick
 from treeflash_jax.verifiers import forward as verifier
 from treeflash_jax.verifiers import layers
+from treeflash_jax.verifiers.config import ModelConfig
 
 Layers = list[tuple[jax.Array, jax.Array]]
 

@@ -10,8 +10,9 @@ import numpy as np
 from train import hosts
 from train.data import Corpus
 from treeflash_jax import devices
-from treeflash_jax.config import DrafterConfig, ModelConfig, default_target_layers
+from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers
 from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.verifiers.config import ModelConfig
 
 MOST_TAPS = 5  # of the published drafters
 LAYERS_PER_DRAFTER_LAYER = 10

@@ -25,10 +25,11 @@ from train.records import Source, read
 from train.respond import RespondConfig, question
 from treeflash_jax import devices
 from treeflash_jax.checks import bounded
-from treeflash_jax.config import MOST_NODES, ModelConfig
-from treeflash_jax.formats import hf
+from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.pairs import locate
+from treeflash_jax.trees.shape import MOST_NODES
+from treeflash_jax.verifiers.config import ModelConfig
 
 PASSES = {"drafter": 6, "head": 3}  # over the rows; the published backbones took six
 LEAST_STEPS = {"drafter": 200, "head": 100}
@@ -95,7 +96,7 @@ class Verifier:
     def open(name: str) -> Verifier:
         """Config and tokenizer of a verifier; no weights are read."""
         path = locate(name, "verifier")
-        return Verifier(hf.read_verifier_config(path), Tokenizer.load(path))
+        return Verifier(models.read_verifier_config(path), Tokenizer.load(path))
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,14 @@ from train.state import Stage, place
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.checks import bounded
-from treeflash_jax.config import MOST_NODES, DrafterConfig, ModelConfig, default_target_layers
 from treeflash_jax.drafters import block
-from treeflash_jax.formats import hf
+from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers
+from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.pairs import locate
+from treeflash_jax.trees.shape import MOST_NODES
 from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.verifiers.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,13 +142,13 @@ def train(settings: DraftingStage, prepare: Callable[[ModelConfig, Any], tuple[D
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
     folder = locate(settings.verifier, "verifier")
     tokenizer = Tokenizer.load(folder)
-    model = hf.read_verifier_config(folder)
+    model = models.read_verifier_config(folder)
     if settings.data.row_tokens > model.max_positions:
         raise ValueError(
             f"got data.row_tokens {settings.data.row_tokens}, expected at most {model.max_positions} (verifier)"
         )
     corpus = data.open_sources(settings.sources, settings.data, tokenizer, settings.loop.seed, vocab_size=model.vocab_size)
-    _, weights = hf.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
+    _, weights = models.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
     drafter, params, frozen = prepare(model, meshes.to_host(weights["norm"]))
     if "backbone" in settings.trains:
         choices.check_taps(drafter, model)
@@ -161,13 +163,13 @@ def train(settings: DraftingStage, prepare: Callable[[ModelConfig, Any], tuple[D
         f"{' and '.join(settings.trains)} of {parameters.count(params):,} weights, {corpus.num_rows} rows of "
         f"{settings.data.row_tokens} tokens, mesh {dict(mesh.shape)}"
     )
-    measure = TreeTau(settings.evaluate, stage, model, drafter, corpus, frozen, mesh, hf.stop_ids(folder, model))
+    measure = TreeTau(settings.evaluate, stage, model, drafter, corpus, frozen, mesh, models.stop_ids(folder, model))
     params = loop.fit(stage, config=settings, mesh=mesh, params=params, frozen=frozen, corpus=corpus, evaluate=measure)
     whole = meshes.to_host({name: (params | frozen).get(name, {}) for name in ("backbone", "head")})
     if hosts.is_first():
         target = epath.Path(settings.run) / "model"
         with folders.filled(target, overwrite=True) as folder:
-            hf.save_drafter(folder, drafter, whole)
+            models.save_drafter(folder, drafter, whole)
         noun = " and ".join(settings.trains)
         progress.table(f"Trained {noun}", watch.summary(settings.run) | {"model": str(target)})
 

@@ -27,9 +27,11 @@ from train.loop import Evaluating
 from train.records import Source, read
 from train.state import Stage, gather
 from treeflash_jax.checks import bounded
-from treeflash_jax.config import MOST_NODES, DrafterConfig, ModelConfig
 from treeflash_jax.decoding.loops import Weights
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.pairs import DEFAULT
+from treeflash_jax.trees.shape import MOST_NODES
+from treeflash_jax.verifiers.config import ModelConfig
 
 BEFORE, AFTER = 8, 8
 TEMPERATURES = (0.4, 0.55, 0.7, 0.85, 1.0, 1.2)

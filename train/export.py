@@ -25,8 +25,8 @@ from train.state import Stage, abstract_rows, abstract_state, make_optimizer
 from treeflash_jax import files
 from treeflash_jax import mesh as meshes
 from treeflash_jax.checks import bounded
-from treeflash_jax.config import DrafterConfig
-from treeflash_jax.formats import hf, storage
+from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.formats import models, storage
 from treeflash_jax.pairs import locate
 
 
@@ -61,7 +61,7 @@ def main(settings: ExportStage) -> None:
     replacing = {"overwrite": settings.overwrite, "own": lambda folder: storage.is_own(folder / "model.safetensors")}
     folders.check(settings.out, **replacing)
     trained = read_settings(settings.run)
-    model = hf.read_verifier_config(locate(trained.verifier, "verifier"))
+    model = models.read_verifier_config(locate(trained.verifier, "verifier"))
     backbone = None
     if isinstance(trained, HeadStage):
         drafter, backbone = read_backbone(trained, model)
@@ -74,7 +74,7 @@ def main(settings: ExportStage) -> None:
     )
     step, params = read_params(settings, trained, make_stage(trained, model, drafter))
     with folders.filled(settings.out, **replacing) as out:
-        hf.save_drafter(
+        models.save_drafter(
             out,
             drafter,
             {"backbone": backbone, "head": {}} | params,

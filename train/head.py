@@ -24,10 +24,11 @@ from train import config
 from train.drafter import DrafterStage, DraftingStage, train
 from treeflash_jax import params as parameters
 from treeflash_jax.checks import bounded, quoted
-from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.drafters import block
-from treeflash_jax.formats import hf
+from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.formats import models
 from treeflash_jax.pairs import locate
+from treeflash_jax.verifiers.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +75,8 @@ def read_backbone(settings: HeadStage, model: ModelConfig) -> tuple[DrafterConfi
       ValueError: a drafter that cannot be read, or of another verifier than `model`.
     """
     folder = locate(settings.drafter, "drafter")
-    hf.read_drafter_config(folder).check_fits(model)
-    drafter, params = hf.load_drafter(folder, dtype=jnp.float32)
+    models.read_drafter_config(folder).check_fits(model)
+    drafter, params = models.load_drafter(folder, dtype=jnp.float32)
     temperature = settings.drafter_temperature or drafter.drafter_temperature
     fresh = dataclasses.replace(drafter, head=settings.head, drafter_temperature=temperature, sampled_above=None)
     return fresh, params["backbone"]

@@ -24,7 +24,7 @@ import treeflash_jax as tf
 from train import config, data, progress, respond
 from treeflash_jax import devices, files
 from treeflash_jax.checks import bounded
-from treeflash_jax.config import MOST_NODES
+from treeflash_jax.trees.shape import MOST_NODES
 
 TRIAL_PROMPTS = 2
 # What is tried, by backend; elsewhere the library's defaults. Kernels for accelerators were never run, so none is tried.

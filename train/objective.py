@@ -24,9 +24,10 @@ from train import blocks, losses
 from train.data import Rows
 from treeflash_jax import vocab
 from treeflash_jax.checks import bounded
-from treeflash_jax.config import DrafterConfig, ModelConfig
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS, Unembed
 from treeflash_jax.trees import pick
+from treeflash_jax.verifiers.config import ModelConfig
 
 # A metric is (sum, weight): sums add up over chunks, parts of a step, steps and devices; their quotient is the mean.
 Sums = dict[str, tuple[jax.Array, jax.Array]]

@@ -27,10 +27,10 @@ from treeflash_jax import files, vocab
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.checks import bounded
-from treeflash_jax.config import ModelConfig, Rope
-from treeflash_jax.formats import hf
+from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.verifiers.config import ModelConfig, Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ def main(settings: VerifierStage) -> None:
     if hosts.is_first():
         target = epath.Path(settings.run) / "model"
         with folders.filled(target, overwrite=True) as folder:
-            hf.save_verifier(folder, model, params)
+            models.save_verifier(folder, model, params)
             for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
                 source = Path(settings.tokenizer) / name
                 if source.exists():

@@ -201,7 +201,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from treeflash_jax.formats import gguf, hf
+    from treeflash_jax.formats import conversions, gguf
 
     is_gguf = gguf.is_gguf(arguments.source)
     if is_gguf and (arguments.to or arguments.drop_head):
@@ -209,9 +209,9 @@ def _convert(arguments: argparse.Namespace) -> int:
     if not is_gguf and (arguments.to is None or arguments.dtype):
         raise ValueError("got a drafter folder without --to, or with --dtype; expected --to dflash or --to treeflash alone")
     if is_gguf:
-        hf.convert_gguf(arguments.source, arguments.target, arguments.dtype or "float32")
+        conversions.convert_gguf(arguments.source, arguments.target, arguments.dtype or "float32")
     else:
-        hf.convert_drafter(arguments.source, arguments.target, arguments.to, drop_head=arguments.drop_head)
+        conversions.convert_drafter(arguments.source, arguments.target, arguments.to, drop_head=arguments.drop_head)
     print(f"wrote {arguments.target}")
     return 0
 

@@ -14,9 +14,10 @@ import jax
 from treeflash_jax import devices, drafters
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
-from treeflash_jax.config import DrafterConfig, ModelConfig
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers import forward as models
+from treeflash_jax.verifiers.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

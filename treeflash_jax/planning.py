@@ -12,8 +12,8 @@ import numpy as np
 from treeflash_jax import devices, drafters
 from treeflash_jax.acceptance import check_lawful
 from treeflash_jax.checks import Bounds, checked, clipped, fit, quoted
-from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decoding.state import DecodePlan
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.settings import (
     NO_DRAFTER,
     OF_LOAD,
@@ -26,6 +26,7 @@ from treeflash_jax.settings import (
 )
 from treeflash_jax.suggest import suggestion
 from treeflash_jax.trees import BUILDERS, TreeShape
+from treeflash_jax.verifiers.config import ModelConfig
 
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
 

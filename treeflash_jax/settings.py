@@ -14,10 +14,10 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.checks import bounded, documented, quoted
-from treeflash_jax.config import MOST_NODES
 from treeflash_jax.drafters.block import HEADS
 from treeflash_jax.suggest import suggesting
 from treeflash_jax.trees import BUILDERS, TreeShape
+from treeflash_jax.trees.shape import MOST_NODES
 from treeflash_jax.verifiers.attention import SERVING
 
 Function = TypeVar("Function", bound=Callable[..., Any])

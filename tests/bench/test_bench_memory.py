@@ -26,7 +26,7 @@ from treeflash_jax.cli import main
 from treeflash_jax.costs import Footprint, check_memory, footprint, memory_limit
 from treeflash_jax.decoding.loops import DecodePlan
 from treeflash_jax.drafters.block.heads import DraftSettings
-from treeflash_jax.formats import hf
+from treeflash_jax.formats import models
 
 PAIR = DATA / "conformance" / "b_trained"
 FOLDERS = ["--shape", str(PAIR / "verifier"), "--drafter-shape", str(PAIR / "drafter" / "config.json")]
@@ -354,9 +354,9 @@ def test_a_gpu_without_its_compiler_says_what_to_install(monkeypatch):
 
 def test_impossible_pairs_are_refused_before_weights_are_read(monkeypatch):
     for name in ("load_verifier", "load_drafter"):
-        monkeypatch.setattr(hf, name, lambda *_, **__: pytest.fail("weights were read"))
+        monkeypatch.setattr(models, name, lambda *_, **__: pytest.fail("weights were read"))
     paths = {"verifier": PAIR / "verifier", "drafter": PAIR / "drafter"}
-    configs = hf.read_verifier_config(paths["verifier"]), hf.read_drafter_config(paths["drafter"])
+    configs = models.read_verifier_config(paths["verifier"]), models.read_drafter_config(paths["drafter"])
     needs = footprint(*configs, dtype=jnp.float32)
     monkeypatch.setattr(loading, "memory_limit", lambda mesh: needs.total - 1)
     with pytest.raises(ValueError) as refused:

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
-from treeflash_jax.config import ModelConfig, Rope
-from treeflash_jax.formats import hf
+from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.pairs import locate
 from treeflash_jax.params import is_spec
 from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.verifiers.config import ModelConfig, Rope
 
 F32, F16, BF16 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16"))
 QWEN3 = ModelConfig(
@@ -161,7 +161,7 @@ def save_hf(folder: Path, config: ModelConfig, dtype=jnp.float32) -> dict[str, n
     """A folder of random weights, norms included; its tensors by name."""
     random = np.random.default_rng(0)
     draw = lambda spec: random.normal(scale=0.4, size=spec.shape).astype(np.float32)  # noqa: E731
-    hf.save_verifier(folder, config, jax.tree.map(draw, verifier.specs(config), is_leaf=is_spec), dtype)
+    models.save_verifier(folder, config, jax.tree.map(draw, verifier.specs(config), is_leaf=is_spec), dtype)
     return load_file(folder / "model.safetensors")
 
 

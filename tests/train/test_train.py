@@ -326,9 +326,9 @@ def run_stage(toy, *overrides):
 
 
 def final_weights(settings):
-    from treeflash_jax.formats import hf
+    from treeflash_jax.formats import models
 
-    return hf.load_drafter(f"{settings.run}/model")[1]
+    return models.load_drafter(f"{settings.run}/model")[1]
 
 
 def assert_same_losses(one, other, tolerance):

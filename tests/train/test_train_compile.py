@@ -13,7 +13,7 @@ import pytest
 
 from train import compile as compiling
 from treeflash_jax.bench import shapes
-from treeflash_jax.config import DrafterConfig
+from treeflash_jax.drafters.block.config import DrafterConfig
 
 ROOT = str(Path(__file__).parents[2])
 HEAD = f"{ROOT}/configs/qwen3-4b/head.toml"

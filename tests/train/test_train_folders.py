@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from train import config, export, folders, head, loop, respond, verifier, watch
 from train.checkpoint import claim
 from train.records import Source
-from treeflash_jax.formats import hf
+from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.pairs import locate
 
@@ -64,9 +64,9 @@ def test_a_run_leaves_its_model_there(bucket, toy, tmp_path, monkeypatch, capsys
     head.main(toy_training.settings(toy, "run=gs://bucket/runs/head"))
     assert set(bucket) == {"/bucket/runs/head/model/config.json", "/bucket/runs/head/model/model.safetensors"}
     assert "  model: gs://bucket/runs/head/model\n" in capsys.readouterr().out
-    drafter, params = hf.load_drafter(fetched("gs://bucket/runs/head/model", tmp_path))
+    drafter, params = models.load_drafter(fetched("gs://bucket/runs/head/model", tmp_path))
     assert drafter.head == "mlp" and set(params["head"]) == {"norm", "token_ug", "hidden_ug", "bias", "down"}
-    before = hf.load_drafter(toy.parent / "drafter")[1]
+    before = models.load_drafter(toy.parent / "drafter")[1]
     jax.tree.map(np.testing.assert_array_equal, params["backbone"], before["backbone"])
 
 
@@ -86,7 +86,7 @@ def test_a_verifier_and_its_tokenizer_lie_there(bucket, toy, tmp_path, monkeypat
     verifier.main(settings)
     (tmp_path / "copy").mkdir()
     copy = fetched("gs://bucket/verifier/model", tmp_path / "copy")
-    assert hf.load_verifier(copy)[0].num_layers == 1 and Tokenizer.load(copy).encode("one")
+    assert models.load_verifier(copy)[0].num_layers == 1 and Tokenizer.load(copy).encode("one")
 
 
 def test_settings_logs_and_exports_lie_there(bucket, toy, tmp_path, monkeypatch):
@@ -104,11 +104,11 @@ def test_settings_logs_and_exports_lie_there(bucket, toy, tmp_path, monkeypatch)
     fresh = head.fresh_head(toy_training.with_head(), 0, 0.3)
     monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": fresh}))
     export.main(export.ExportStage(run=settings.run, out="gs://bucket/out", dtype="float32"))
-    weights = hf.load_drafter(fetched("gs://bucket/out", tmp_path))[1]["head"]
+    weights = models.load_drafter(fetched("gs://bucket/out", tmp_path))[1]["head"]
     jax.tree.map(np.testing.assert_array_equal, weights, fresh)
     card = (tmp_path / "README.md").read_text()
     assert "step 2" in card and "| tau_64 | 3.500 |" in card, "what was measured up to that step"
-    stored = hf.read_drafter_config(tmp_path)
+    stored = models.read_drafter_config(tmp_path)
     assert stored.drafter_temperature == 1 and stored.sampled_above is None
 
 
@@ -119,7 +119,7 @@ def test_exports_store_what_was_found_after_training(toy, tmp_path, monkeypatch)
     monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": fresh}))
     found = dict(drafter_temperature=0.7, sampled_above=0.6)
     export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "out"), dtype="float32", **found))
-    stored = hf.read_drafter_config(tmp_path / "out")
+    stored = models.read_drafter_config(tmp_path / "out")
     assert {name: getattr(stored, name) for name in found} == found
     for name in found:
         with pytest.raises(ValueError, match=f"got {name} -1.0, expected"):

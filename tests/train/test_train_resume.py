@@ -19,7 +19,7 @@ from etils import epath
 
 from train import data, head, objective
 from train.checkpoint import Checkpoints, claim
-from treeflash_jax.formats import hf
+from treeflash_jax.formats import models
 
 HERE = Path(__file__).parents[1]
 STEPS = ("loop.steps=24", "loop.save_every=3", "loop.evaluate_every=12", "loop.batch=4")
@@ -55,7 +55,7 @@ def outcome(run):
     """(log without times, final weights) of a finished run."""
     lines = [json.loads(line) for line in (Path(run) / "log.jsonl").read_text().splitlines()]
     log = [{k: v for k, v in line.items() if k not in ("tokens_per_second", "mfu", "seconds")} for line in lines]
-    weights = jax.tree.map(np.asarray, hf.load_drafter(Path(run) / "model")[1:])
+    weights = jax.tree.map(np.asarray, models.load_drafter(Path(run) / "model")[1])
     return log, weights
 
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from treeflash_jax.config import ModelConfig
 from treeflash_jax.trees import ancestor_mask
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers.attention import tree_attention
 from treeflash_jax.verifiers.cache import LayerKV
+from treeflash_jax.verifiers.config import ModelConfig
 
 B, T, S, H, K, E = 3, 7, 12, 6, 2, 8
 LENGTHS = np.array([0, 5, 12])

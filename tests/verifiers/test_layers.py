@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from treeflash_jax.config import ModelConfig, Rope
 from treeflash_jax.params import initialize
 from treeflash_jax.verifiers import layers
+from treeflash_jax.verifiers.config import ModelConfig, Rope
 
 LLAMA3 = Rope(
     theta=500_000.0, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192

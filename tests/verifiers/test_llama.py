@@ -6,14 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 from conftest import DATA
 
-from treeflash_jax.formats import hf
+from treeflash_jax.formats import models
 from treeflash_jax.verifiers import forward as verifier
 
 FOLDER = DATA / "llama"
 
 
 def test_llama_logits_and_features():
-    config, params = hf.load_verifier(FOLDER)
+    config, params = models.load_verifier(FOLDER)
     expected = np.load(FOLDER / "expected.npz")
     assert config.rope.kind == "llama3" and not config.qk_norm
     tokens = jnp.asarray(expected["prompt"])
@@ -22,4 +22,4 @@ def test_llama_logits_and_features():
     out = verifier.forward(params, config, tokens, positions, verifier.causal_mask(1, size), taps=(0,))
     np.testing.assert_allclose(verifier.logits(params, out.hidden_btd), expected["logits"], atol=1e-4)
     np.testing.assert_allclose(out.features_btj, expected["after_first_layer"], atol=1e-4)
-    assert hf.stop_ids(FOLDER, config) == (3, 4)
+    assert models.stop_ids(FOLDER, config) == (3, 4)

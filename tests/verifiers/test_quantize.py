@@ -22,7 +22,7 @@ from treeflash_jax.check import check, meaning
 from treeflash_jax.costs import footprint
 from treeflash_jax.decoding.loops import DecodePlan
 from treeflash_jax.drafters.block import DraftSettings
-from treeflash_jax.formats import hf
+from treeflash_jax.formats import models
 from treeflash_jax.quantized import Quantized, quantize
 from treeflash_jax.verifiers import forward as verifier
 from treeflash_jax.verifiers import layers
@@ -192,10 +192,10 @@ def test_a_mesh_answers_as_one_device_does():
 def test_loading_quantises_what_the_files_hold(tmp_path, dtype):
     specs = verifier.specs(RANDOM_MODEL)
     weights = params.initialize(specs, jax.random.key(0))
-    hf.save_verifier(tmp_path, RANDOM_MODEL, weights, jnp.bfloat16)
+    models.save_verifier(tmp_path, RANDOM_MODEL, weights, jnp.bfloat16)
     for mesh in (None, tf.make_mesh(4, 2)):
-        _, wide = hf.load_verifier(tmp_path, dtype=dtype, mesh=mesh)
-        _, small = hf.load_verifier(tmp_path, dtype=dtype, mesh=mesh, quantize="int8")
+        _, wide = models.load_verifier(tmp_path, dtype=dtype, mesh=mesh)
+        _, small = models.load_verifier(tmp_path, dtype=dtype, mesh=mesh, quantize="int8")
         quantise = lambda spec, weight: quantize(weight, spec.inputs) if spec.inputs else weight  # noqa: E731
         assert_same(small, jax.tree.map(quantise, specs, wide, is_leaf=params.is_spec))
         assert small["embed"].dtype == dtype and quantized.scheme_of(small) == "int8" and quantized.scheme_of(wide) is None
@@ -203,7 +203,7 @@ def test_loading_quantises_what_the_files_hold(tmp_path, dtype):
 
 def test_loading_holds_one_wide_matrix_at_a_time(tmp_path, monkeypatch):
     specs = jax.tree.leaves(verifier.specs(RANDOM_MODEL), is_leaf=params.is_spec)
-    hf.save_verifier(tmp_path, RANDOM_MODEL, params.initialize(verifier.specs(RANDOM_MODEL), jax.random.key(0)))
+    models.save_verifier(tmp_path, RANDOM_MODEL, params.initialize(verifier.specs(RANDOM_MODEL), jax.random.key(0)))
     matrices, program, held = {spec.shape for spec in specs if spec.inputs}, quantized._program, []
 
     def wide() -> int:
@@ -211,7 +211,7 @@ def test_loading_holds_one_wide_matrix_at_a_time(tmp_path, monkeypatch):
 
     monkeypatch.setattr(quantized, "_program", lambda *args: held.append(wide()) or program(*args))
     before = wide()
-    hf.load_verifier(tmp_path, dtype=jnp.bfloat16, quantize="int8")
+    models.load_verifier(tmp_path, dtype=jnp.bfloat16, quantize="int8")
     assert held == [before + 1] * (3 * 7 + 2) and wide() == before
 
 
@@ -237,7 +237,7 @@ def test_footprints_are_the_bytes_of_real_arrays(sizes, monkeypatch):
 
 
 def test_loading_is_refused_by_the_bytes_of_int8(monkeypatch):
-    config, drafter = hf.read_verifier_config(FOLDERS["verifier"]), hf.read_drafter_config(FOLDERS["drafter"])
+    config, drafter = models.read_verifier_config(FOLDERS["verifier"]), models.read_drafter_config(FOLDERS["drafter"])
     limit = footprint(config, drafter, dtype=jnp.float32, quantize="int8").total
     monkeypatch.setattr("treeflash_jax.loading.memory_limit", lambda mesh: limit)
     assert tf.load(**FOLDERS, quantize="int8").quantize == "int8"
@@ -266,7 +266,7 @@ def test_floors_read_int8_bytes_and_count_the_same_flops():
 def test_unknown_schemes_are_refused_before_anything_is_looked_for(capsys):
     for call in (
         lambda: tf.load(verifier="nobody/nothing", quantize="int4"),
-        lambda: hf.load_verifier("nowhere", quantize="int4"),
+        lambda: models.load_verifier("nowhere", quantize="int4"),
         lambda: verifier.specs(RANDOM_MODEL, "int4"),
         lambda: shapes.random_pair(RANDOM_MODEL, RANDOM_DRAFTER, jnp.float32, None, "int4"),
     ):
@@ -318,7 +318,7 @@ def test_check_says_what_is_exact(capsys, monkeypatch, int8):
 
 def test_rounded_weights_are_not_saved_as_if_they_were_the_files(int8, tmp_path):
     with pytest.raises(ValueError, match="got weights in int8, expected those of the files"):
-        hf.save_verifier(tmp_path, int8.verifier, int8.weights.verifier)
+        models.save_verifier(tmp_path, int8.verifier, int8.weights.verifier)
     assert not list(tmp_path.iterdir())
 
 

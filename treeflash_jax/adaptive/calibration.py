@@ -25,8 +25,8 @@ from treeflash_jax import drafters, files, quantized
 from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive.budget import PATIENCE
 from treeflash_jax.checks import bounded, checked, clipped, parse_json, quoted
-from treeflash_jax.config import ModelConfig
 from treeflash_jax.decoding.state import DecodePlan, Weights
+from treeflash_jax.verifiers.config import ModelConfig
 
 SCHEMA = 2
 FILE = "treeflash_budget.json"

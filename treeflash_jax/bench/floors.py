@@ -35,12 +35,12 @@ import jax.numpy as jnp
 
 from treeflash_jax import devices, drafters, products
 from treeflash_jax import mesh as meshes
-from treeflash_jax.config import ModelConfig
 from treeflash_jax.decoding.loops import DecodePlan
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.params import Spec, is_spec
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.verifiers.config import ModelConfig
 
 STAGES = ("draft", "expand", "tree", "verify", "accept", "commit")  # of a round, in order
 

@@ -32,14 +32,15 @@ from treeflash_jax.bench import run as side_by_side
 from treeflash_jax.bench.floors import measure_ceilings
 from treeflash_jax.bench.progress import Progress
 from treeflash_jax.bench.stages import Bench, slots_for
-from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.formats import hf
+from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.formats import models
 from treeflash_jax.pairs import locate
 from treeflash_jax.planning import plan_of, resolve
 from treeflash_jax.settings import DraftConfig, GenerateConfig, RuntimeConfig, SamplingConfig, TreeConfig
 from treeflash_jax.trees import BUILDERS
 from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.verifiers.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def find_pair(arguments: argparse.Namespace) -> Pair:
             raise ValueError("got --pair and a shape, expected one of them")
         folders = [locate(name, part) for name, part in zip(arguments.pair, ("verifier", "drafter"), strict=True)]
         name, is_real = " + ".join(shapes.called(name) for name in arguments.pair), True
-        model, drafter = hf.read_verifier_config(folders[0]), hf.read_drafter_config(folders[1])
+        model, drafter = models.read_verifier_config(folders[0]), models.read_drafter_config(folders[1])
         load = partial(tf.load, verifier=folders[0], drafter=folders[1])
     else:
         shape, own = arguments.shape or "tiny", arguments.drafter_shape

@@ -34,15 +34,16 @@ from treeflash_jax.bench.programs import Collective
 from treeflash_jax.bench.progress import Progress, Tell, nobody
 from treeflash_jax.checks import read_json
 from treeflash_jax.clock import slow
-from treeflash_jax.config import DrafterConfig, ModelConfig
 from treeflash_jax.costs import Footprint, footprint, in_units, memory_limit
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
 from treeflash_jax.devices import GPU_MEMORY, TPU_MEMORY
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.model import STOP_SLOTS
 from treeflash_jax.planning import plan_of, resolve
 from treeflash_jax.settings import DraftConfig, GenerateConfig, RuntimeConfig, TreeConfig
 from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.verifiers.config import ModelConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

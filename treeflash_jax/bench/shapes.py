@@ -16,14 +16,14 @@ import jax.numpy as jnp
 
 from treeflash_jax import drafters, quantized
 from treeflash_jax import mesh as meshes
-from treeflash_jax.checks import read_json
-from treeflash_jax.config import DrafterConfig, ModelConfig, Rope, default_target_layers
 from treeflash_jax.decoding.loops import Weights
-from treeflash_jax.formats import gguf, hf
+from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers
+from treeflash_jax.formats import models
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.pairs import locate
 from treeflash_jax.params import Spec, is_spec
 from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.verifiers.config import ModelConfig, Rope
 
 _QWEN3 = dict(
     vocab_size=151_936, num_kv_heads=8, head_dim=128, rope=Rope(theta=1e6), max_positions=40_960, eos_token_ids=(151_645,)
@@ -66,7 +66,7 @@ VERIFIERS: dict[str, ModelConfig] = {
         model_type="llama",
         eos_token_ids=(2,),
     ),
-    "tiny": hf.read_verifier_config(locate("tiny", "verifier")),
+    "tiny": models.read_verifier_config(locate("tiny", "verifier")),
 }
 
 
@@ -74,7 +74,7 @@ def drafter_of(verifier: ModelConfig, *, num_layers: int = 5, block_size: int = 
     """The shipped drafter for the shipped verifier; else a TreeFlash drafter in the published sizes: the verifier's own
     widths, five layers, blocks of 16."""
     if verifier == VERIFIERS["tiny"]:
-        return hf.read_drafter_config(locate("tiny", "drafter"))
+        return models.read_drafter_config(locate("tiny", "drafter"))
     return DrafterConfig(
         layers=dataclasses.replace(verifier, num_layers=num_layers),
         block_size=block_size,
@@ -97,9 +97,7 @@ def named(name: str) -> ModelConfig:
         raise ValueError(
             f"got shape {name!r}, expected one of {', '.join(VERIFIERS)}, or a config.json, its folder or a GGUF file"
         )
-    if gguf.is_gguf(name):
-        return hf.read_verifier_config(name)
-    return ModelConfig.from_hf(*_config_file(name))
+    return models.read_verifier_config(name)
 
 
 def named_drafter(path: str) -> DrafterConfig:
@@ -108,18 +106,13 @@ def named_drafter(path: str) -> DrafterConfig:
     Raises:
       ValueError: nothing there, or a config that is not implemented.
     """
-    return DrafterConfig.from_hf(*_config_file(path))
+    return models.read_drafter_config(path)
 
 
 def called(path: str) -> str:
     """What a shape, path or Hub id is called: a record names no place on a machine."""
     path = Path(path).absolute() if Path(path).exists() else Path(path)
     return path.parent.name if path.name == "config.json" else path.stem if path.is_file() else path.name
-
-
-def _config_file(name: str) -> tuple[dict[str, Any], str]:
-    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-    return read_json(path), str(path)
 
 
 def random_pair(

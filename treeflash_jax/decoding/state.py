@@ -13,9 +13,9 @@ from flax import struct
 
 from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive import budget as budgets
-from treeflash_jax.config import ModelConfig
 from treeflash_jax.trees import TreeShape
 from treeflash_jax.verifiers import cache as caches
+from treeflash_jax.verifiers.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_NODES = 4096  # of a draft tree
+
 
 @dataclass(frozen=True, kw_only=True)
 class TreeShape:

@@ -16,7 +16,7 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax import mesh as meshes
-from treeflash_jax.config import ModelConfig
+from treeflash_jax.verifiers.config import ModelConfig
 
 # Heads before slots: a head's rows are contiguous, which is what both attention products read.
 AXES: meshes.Axes = ("batch", "kv_heads", None, None)

@@ -16,11 +16,11 @@ from flax import struct
 
 from treeflash_jax import mesh as meshes
 from treeflash_jax import quantized, vocab
-from treeflash_jax.config import ModelConfig
 from treeflash_jax.params import Spec
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers import layers
 from treeflash_jax.verifiers.attention import tree_attention
+from treeflash_jax.verifiers.config import ModelConfig
 
 
 @struct.dataclass

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax import quantized
-from treeflash_jax.config import ModelConfig, Rope
 from treeflash_jax.params import Spec
+from treeflash_jax.verifiers.config import ModelConfig, Rope
 
 Params = dict[str, Any]
 Attend = Callable[[Params, jax.Array], tuple[jax.Array, Any]]

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 
 from treeflash_jax.checks import quoted
-from treeflash_jax.config import DrafterConfig
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.backbone import DrafterState, init
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
 from treeflash_jax.drafters.inputs import Inputs
 from treeflash_jax.trees import TransitionTable

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from treeflash_jax import vocab
-from treeflash_jax.config import DrafterConfig
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.params import Spec
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers import layers

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from treeflash_jax.config import DrafterConfig
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.drafters.block.heads.mlp import NORM_EPS
 from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, corrected_logits, first_order_table
 from treeflash_jax.params import Entry, Spec

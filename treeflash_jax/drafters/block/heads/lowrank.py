@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax import vocab
-from treeflash_jax.config import DrafterConfig
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, mass_elsewhere
 from treeflash_jax.params import Entry, Spec
 from treeflash_jax.trees import TransitionTable

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from treeflash_jax import vocab
-from treeflash_jax.config import DrafterConfig
+from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, marginal_table
 from treeflash_jax.params import Entry
 from treeflash_jax.trees import TransitionTable

@@ -6,13 +6,22 @@ Source: ggml-org/llama.cpp, convert_hf_to_gguf.py and src/llama-arch.cpp.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from treeflash_jax.config import ModelConfig, Rope
+from treeflash_jax.checks import quoted
+from treeflash_jax.formats import gguf
+from treeflash_jax.formats.architectures import ARCHITECTURES, Architecture
+from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.gguf import File, Tensor
+from treeflash_jax.formats.keys import Keys
+from treeflash_jax.verifiers.config import ModelConfig, Rope
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -31,7 +40,6 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 _ROPE_DIVISORS = "rope_freqs.weight"
-SPARE = (_ROPE_DIVISORS,)  # part of the config
 
 _SIZES = frozenset(
     """block_count context_length embedding_length feed_forward_length vocab_size attention.head_count
@@ -51,6 +59,33 @@ _NEUTRAL: dict[str, Any] = {
 }
 
 
+class Gguf(Dialect):
+    """The dialect of llama.cpp: config, weights and tokenizer in one file, of the architectures that say `gguf`."""
+
+    name = "gguf"
+    part = "verifier"
+
+    def recognises(self, path: Path, keys: Keys) -> bool:
+        return gguf.is_gguf(path)
+
+    def read_config(self, path: Path, keys: Keys) -> ModelConfig:
+        return verifier_config(gguf.read(path))
+
+    @contextmanager
+    def opened(self, path: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
+        yield tensors(gguf.read(path), config)
+
+    def entries(self, config: ModelConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
+        published = ARCHITECTURES[config.model_type].entries(specs)
+        return jax.tree.map(lambda entry: replace(entry, name=tensor_name(entry.name)), published)
+
+    def stop_ids(self, path: Path, config: ModelConfig) -> tuple[int, ...]:
+        return config.eos_token_ids
+
+    def spare(self, config: ModelConfig, specs: Any) -> tuple[str, ...]:
+        return (_ROPE_DIVISORS,)  # part of the config
+
+
 def tensor_name(name: str) -> str:
     """The name in GGUF files of a tensor in Hugging Face's."""
     layer, _, rest = re.fullmatch(r"(?:model\.layers\.(\d+)(\.))?(.*)", name).groups()
@@ -58,13 +93,12 @@ def tensor_name(name: str) -> str:
     return (f"blk.{layer}." if layer else "") + f"{_NAMES[stem]}.{kind}"
 
 
-def tensors(file: File) -> dict[str, Tensor]:
+def tensors(file: File, config: ModelConfig) -> dict[str, Tensor]:
     """The tensors of a file by its own names, rows in Hugging Face's order.
 
     llama.cpp rotates neighbouring rows of a Llama head against each other, not its halves, and files hold the rows so.
     """
-    config = verifier_config(file)
-    if config.model_type != "llama":
+    if not ARCHITECTURES[config.model_type].gguf_rotates_pairs:
         return file.tensors
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
 
@@ -88,9 +122,7 @@ def verifier_config(file: File) -> ModelConfig:
       ValueError: an architecture, key or value that is not implemented, or a missing size.
     """
     where, raw = str(file.path), file.metadata
-    kind = raw.get("general.architecture")
-    if kind not in ("llama", "qwen3"):
-        raise ValueError(f"{where}: got general.architecture {kind!r}, expected 'llama' or 'qwen3'")
+    kind, architecture = raw.get("general.architecture"), _architecture(file)
     values = {key.removeprefix(f"{kind}."): value for key, value in raw.items() if key.startswith(f"{kind}.")}
     for key, value in values.items():
         if key not in _SIZES and (key not in _NEUTRAL or _NEUTRAL[key] not in (None, value)):
@@ -124,10 +156,18 @@ def verifier_config(file: File) -> ModelConfig:
         rope=_rope(file, float(number("rope.freq_base", 10_000.0, whole=False)), head_dim, values.get("rope.scaling.type")),
         max_positions=number("context_length"),
         tie_embeddings="output.weight" not in file.tensors,
-        qk_norm=kind == "qwen3",
-        model_type=kind,
+        **architecture.constants,
+        model_type=architecture.model_type,
         eos_token_ids=stop_ids(file),
     )
+
+
+def _architecture(file: File) -> Architecture:
+    name, known = file.metadata.get("general.architecture"), {one.gguf: one for one in ARCHITECTURES.values() if one.gguf}
+    if not isinstance(name, str) or name not in known:
+        expected = " or ".join(map(repr, sorted(known)))
+        raise ValueError(f"{file.path}: got general.architecture {quoted(name)}, expected {expected}")
+    return known[name]
 
 
 def stop_ids(file: File) -> tuple[int, ...]:

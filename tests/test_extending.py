@@ -1,0 +1,225 @@
+"""The doors: a toy of each kind, defined here and registered, works everywhere without an edit to the package."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy_training
+from flax import struct
+
+import treeflash_jax as tf
+from train import export
+from train import head as head_stage
+from treeflash_jax import drafters, params
+from treeflash_jax import trees as tree
+from treeflash_jax.acceptance import RULES, sample_and_match
+from treeflash_jax.cli import main
+from treeflash_jax.decoding.state import Weights
+from treeflash_jax.drafters.block.heads import HEADS, table
+from treeflash_jax.formats import models
+from treeflash_jax.params import Entry, Spec
+
+CHAT = [{"role": "user", "content": "Ada has 3 pens and buys 5 more. How many pens has she?"}]
+SMALL = {"nodes": 4, "candidates": 2, "children": 2}
+OPTIONS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+
+
+# A head: the hidden state is shifted by a learned multiple of the embedding of the token before.
+
+
+def _shifted(own, embedding_brd, slot_r, hidden_bqd, normed_bqd):
+    return hidden_bqd[:, slot_r] + own["scale"] * embedding_brd
+
+
+TOY_HEAD = SimpleNamespace(
+    SECOND_PASS=True,
+    LOOKED_UP=(),
+    FILE_NAME="toy",
+    ENTRIES={"scale": Entry("toy.scale")},
+    specs=lambda config: {"scale": Spec((config.layers.hidden_size,), (None,), "zeros")},
+    expand=lambda own, *args: table.first_order_table(lambda *xs: _shifted(own, *xs), *args),
+    logits=lambda own, *args: table.corrected_logits(lambda *xs: _shifted(own, *xs), *args),
+)
+
+
+def test_a_head(monkeypatch, tmp_path, capsys, tiny):
+    monkeypatch.setitem(HEADS, "toy", TOY_HEAD)
+    config = replace(tiny.drafter, head="toy")
+    own = {"scale": 0.01 * jnp.arange(config.layers.hidden_size, dtype=jnp.float32)}
+    folder = tmp_path / "drafter"
+    models.save_drafter(folder, config, tiny.weights.drafter | {"head": own}, dtype=jnp.float32)
+    model = tf.load("tiny", drafter=folder)
+    assert model.drafter.head == "toy"
+    np.testing.assert_array_equal(model.weights.drafter["head"]["scale"], own["scale"])
+    goes_through_everything(model, folder, tmp_path, capsys)
+
+
+def goes_through_everything(model: tf.TreeFlash, folder, tmp_path, capsys) -> None:
+    """Python, the command line, benchmarks and calibration."""
+    answers = [model.generate(CHAT, max_new_tokens=12, **how)[0] for how in ({"builder": "none"}, SMALL)]
+    assert answers[0].ids == answers[1].ids
+    pair = ["--verifier", "tiny", "--drafter", str(folder)]
+    chat = ["--chat", CHAT[0]["content"], "--max-new-tokens", "12"]
+    assert main(["generate", *pair, *chat, "--json", *OPTIONS]) == 0
+    assert json.loads(capsys.readouterr().out)["ids"] == answers[0].ids
+    results, prompts = tmp_path / "results.jsonl", tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"id": 1, "turns": [CHAT[0]["content"]]}) + "\n")
+    words = ["--pair", "tiny", str(folder), "--systems", "ar", "treeflash", "--prompts", str(prompts), *OPTIONS]
+    assert main(["bench", "run", *words, "--max-new-tokens", "8", "--out", str(results)]) == 0
+    assert main(["bench", "report", str(results)]) == 0
+    assert "treeflash" in capsys.readouterr().out
+    words = ["--pair", "tiny", str(folder), "--context", "20", "--repeats", "1", *OPTIONS]
+    assert main(["bench", "latency", *words, "--out", str(tmp_path / "latency.json")]) == 0
+    words = ["--shape", "tiny", "--drafter-shape", str(folder / "config.json"), "--no-compile", "--dtype", "float32"]
+    assert main(["bench", "memory", *words]) == 0
+    budget = ["--out", str(tmp_path / "budget.json"), "--limit", "1", "--repeats", "1", "--max-new-tokens", "24"]
+    words = ["--batch", "1", "--context", "40", "--nodes", "2", "4", "--candidates", "2", "--children", "2"]
+    assert main(["calibrate", *pair, *words, *budget]) == 0
+    assert json.loads((tmp_path / "budget.json").read_text())
+
+
+def test_a_head_is_trained_and_exported(monkeypatch, tmp_path):
+    monkeypatch.setitem(HEADS, "toy", TOY_HEAD)
+    toml = toy_training.write(tmp_path)
+    run = tmp_path / "run"
+    settings = toy_training.settings(toml, f"run={run}", "head=toy", "loop.steps=3", "evaluate.prompts=0")
+    head_stage.main(settings)
+    export.main(export.ExportStage(run=str(run), out=str(tmp_path / "out"), dtype="float32"))
+    model = tf.load(verifier=tmp_path / "verifier", drafter=tmp_path / "out", dtype="float32")
+    assert np.any(np.asarray(model.weights.drafter["head"]["scale"]))
+    plain, drafted = (model.generate([[5, 6, 7]], max_new_tokens=6, **how)[0] for how in ({"builder": "none"}, SMALL))
+    assert plain.ids == drafted.ids
+
+
+# A builder: the two likeliest tokens after the anchor.
+
+
+def _fork(expander, anchor_b, num_nodes, shape, noise_bnc):
+    return tree.first(tree.best_first(expander, anchor_b, 3, lanes=1), min(num_nodes, 3)), None
+
+
+def test_a_builder(monkeypatch, tiny, capsys):
+    monkeypatch.setitem(tree.BUILDERS, "fork", tree.Builder(_fork))
+    plain = tiny.generate(CHAT, max_new_tokens=12, builder="none")[0]
+    drafted = tiny.generate(CHAT, max_new_tokens=12, builder="fork", **SMALL)[0]
+    assert drafted.ids == plain.ids and 1 < max(drafted.accept_lengths) <= 3
+    words = ["--chat", CHAT[0]["content"], "--max-new-tokens", "12", "--json", "--builder", "fork", *OPTIONS]
+    assert main(["generate", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["ids"] == plain.ids
+
+
+# An acceptance rule: never more than one drafted token, which is lossless as well.
+
+
+def _one_at_most(tree_, proposal, rows, noise):
+    taken = sample_and_match.walk(tree_, proposal, rows, noise)
+    drafted_bp = tree.pick(tree_.tokens_bn, taken.path_bp)
+    is_cut_b = taken.length_b > 2
+    third_b = drafted_bp[:, 2] if drafted_bp.shape[1] > 2 else taken.bonus_b
+    return taken.replace(length_b=jnp.minimum(taken.length_b, 2), bonus_b=jnp.where(is_cut_b, third_b, taken.bonus_b))
+
+
+def test_an_acceptance_rule(monkeypatch, tiny, capsys):
+    toy = SimpleNamespace(
+        walk=_one_at_most, weights=sample_and_match.weights, LAWS=("deterministic",), NEEDS="a tree of no random nodes"
+    )
+    monkeypatch.setitem(RULES, "one at most", toy)
+    plain = tiny.generate(CHAT, max_new_tokens=12, builder="none")[0]
+    drafted = tiny.generate(CHAT, max_new_tokens=12, acceptance="one at most", **SMALL)[0]
+    assert drafted.ids == plain.ids and max(drafted.accept_lengths) == 2
+    words = ["--chat", CHAT[0]["content"], "--max-new-tokens", "12", "--json", "--acceptance", "one at most", *OPTIONS]
+    assert main(["generate", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["ids"] == plain.ids
+    with pytest.raises(ValueError, match="a tree of no random nodes"):
+        tiny.generate(CHAT, acceptance="one at most", builder="paths")
+
+
+# A drafter: after each token, the tokens of a table; it remembers the last token it was shown.
+
+
+@dataclass(frozen=True, kw_only=True)
+class BigramConfig:
+    kind: ClassVar[str] = "bigram"
+    vocab_size: int
+    num_depths: int = 3
+    taps: tuple[int, ...] = (0,)
+    num_nodes: int = 4
+    drafter_temperature: float = 1.0
+    sampled_above: float | None = None
+
+    def check_fits(self, verifier) -> None:
+        assert self.vocab_size == verifier.vocab_size
+
+
+@struct.dataclass
+class LastToken:
+    token_b: jax.Array
+
+    def axes(self):
+        return LastToken(("batch",))
+
+    def grow(self, capacity):
+        return self
+
+
+def _extended(own, config, state, features_btj, tokens_bt, count_b):
+    last_b = jnp.take_along_axis(tokens_bt, jnp.maximum(count_b - 1, 0)[:, None], axis=1)[:, 0]
+    return LastToken(jnp.where(count_b > 0, last_b, state.token_b))
+
+
+def _looked_up(inputs, _):
+    """A path along the table; nothing at all where the state does not hold the anchor."""
+    token_b, found = inputs.anchor_b, []
+    for _ in range(inputs.config.num_depths):
+        token_b = inputs.params["next"][token_b].astype(jnp.int32)
+        found.append(token_b)
+    tokens_bi11 = jnp.stack(found, axis=1)[:, :, None, None]
+    is_known_b = inputs.state.token_b == inputs.anchor_b
+    log_probs = jnp.where(is_known_b[:, None, None, None], jnp.log(0.9), -jnp.inf) + jnp.zeros(tokens_bi11.shape)
+    last = jnp.arange(tokens_bi11.shape[1])[None, :, None, None] == tokens_bi11.shape[1] - 1
+    return tree.TransitionTable(tokens_bi11, log_probs, jnp.where(last, -1, 0) + jnp.zeros_like(tokens_bi11))
+
+
+BIGRAM = SimpleNamespace(
+    OPTIONS=(),
+    READS_TOKENS=True,
+    choose=lambda config, options: (config, None),
+    specs=lambda config: {"next": Spec((config.vocab_size,), (None,))},
+    init=lambda config, batch, capacity, dtype: LastToken(jnp.full(batch, -1, jnp.int32)),
+    extend=_extended,
+    stages=lambda config: {"look up": _looked_up},
+    identity=lambda own, config, settings: ({"depths": config.num_depths}, [own["next"]]),
+)
+
+
+def bigram_of(text: list[int], vocab_size: int) -> dict[str, jax.Array]:
+    table = np.zeros(vocab_size, np.float32)
+    table[text[:-1]] = text[1:]
+    return {"next": jnp.asarray(table)}
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_a_drafter(monkeypatch, trained, prompts):
+    """Its tokens come in the right order, whatever the length of a prompt: else it would draft nothing."""
+    monkeypatch.setitem(drafters.DRAFTERS, "bigram", BIGRAM)
+    verifier = trained.verifier
+    texts = [[7, 8, 9, 10] * n + [5, 6] for n in (1, 2, 40)][:prompts]
+    plain = trained.generate(texts, max_new_tokens=24, builder="none")
+    own = bigram_of(texts[0] + plain[0].ids, verifier.vocab_size)
+    config = BigramConfig(vocab_size=verifier.vocab_size)
+    weights = Weights(trained.weights.verifier, own)
+    model = tf.TreeFlash(verifier, weights, drafter=config, stop_ids=trained.stop_ids)
+    for how in ({}, {"builder": "walk"}, {"temperature": 1.0, "seed": 3}):
+        expected = trained.generate(texts, max_new_tokens=24, builder="none", **how | {"builder": "none"})
+        found = model.generate(texts, max_new_tokens=24, nodes=4, **how)
+        assert [result.ids for result in found] == [result.ids for result in expected]
+    greedy = model.generate(texts, max_new_tokens=24, nodes=4)
+    assert greedy[0].tau > 1.2
+    assert params.count(own) == verifier.vocab_size

@@ -1,0 +1,80 @@
+"""Sizes of a DFlash block drafter and of the head on top of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from treeflash_jax.verifiers.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """A DFlash block drafter and the head on top of it.
+
+    Attributes:
+      layers: sizes of the drafter's own decoder layers.
+      block_size: drafted block, anchor included; draft depths run 1 .. block_size - 1.
+      mask_token_id: the token that fills the block's open slots.
+      target_layer_ids: 0-based verifier layers whose output (residual stream) the drafter reads, in file order.
+      num_target_layers: layers of the verifier this drafter was trained for.
+      head: how a drafted token depends on the one before it; a name in `heads.HEADS`.
+      num_nodes: default budget of verified nodes, root included.
+      drafter_temperature: default temperature of the draft distribution.
+      sampled_above: sequences of at least this temperature get a sampled tree where no builder is asked for, as measured
+        for this pair; None: no sequence does.
+    """
+
+    kind: ClassVar[str] = "block"
+
+    layers: ModelConfig
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    head: str = "marginal"
+    num_nodes: int = 16
+    drafter_temperature: float = 1.0
+    sampled_above: float | None = None
+
+    @property
+    def num_depths(self) -> int:
+        return self.block_size - 1
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Verifier layers whose output the drafter reads."""
+        return self.target_layer_ids
+
+    def check_fits(self, verifier: ModelConfig) -> None:
+        """Raises ValueError where this drafter was made for another verifier."""
+
+        def expect(what: str, got: Any, expected: Any) -> None:
+            if got != expected:
+                raise ValueError(
+                    f"drafter does not fit the verifier: {what} is {got} in the drafter and {expected} in the verifier; "
+                    "load the drafter that was trained for this verifier"
+                )
+
+        expect("hidden size", self.layers.hidden_size, verifier.hidden_size)
+        expect("number of verifier layers", self.num_target_layers, verifier.num_layers)
+        expect("vocabulary size", self.layers.vocab_size, verifier.vocab_size)
+        outside = [i for i in self.target_layer_ids if not 0 <= i < verifier.num_layers]
+        if outside:
+            raise ValueError(
+                f"drafter does not fit the verifier: it reads verifier layers {outside}, "
+                f"but the verifier has layers 0 to {verifier.num_layers - 1}"
+            )
+        if not 0 <= self.mask_token_id < verifier.vocab_size:
+            raise ValueError(
+                f"drafter does not fit the verifier: mask id {self.mask_token_id} lies outside "
+                f"the verifier's vocabulary of {verifier.vocab_size}"
+            )
+
+
+def default_target_layers(num_target_layers: int, num_features: int) -> tuple[int, ...]:
+    """Verifier layers a drafter reads where its config names none. Source: DFlash (arXiv 2602.06036) section 4."""
+    if num_features == 1:
+        return (num_target_layers // 2,)
+    step = (num_target_layers - 4) / (num_features - 1)
+    return tuple(round(1 + i * step) for i in range(num_features))

@@ -1,0 +1,67 @@
+"""What the families of decoder-only models share: most keys of config.json and the names of most tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from treeflash_jax.formats.architectures.record import Key
+from treeflash_jax.params import Entry
+
+LINEAR: dict[str, Any] = {"order": (1, 0), "rows": 1}  # [in, out] here, [out, in] on disk
+TO_HEADS: dict[str, Any] = {"order": (1, 2, 0), "rows": 2}  # [in, heads, head_dim] here, [heads head_dim, in] on disk
+
+
+def keys(head_dim: Any) -> tuple[Key, ...]:
+    """The sizes of a dense model.
+
+    Args:
+      head_dim: where the file states none, from the fields read before.
+    """
+    return (
+        Key(name="vocab_size", field="vocab_size"),
+        Key(name="hidden_size", field="hidden_size"),
+        Key(name="intermediate_size", field="intermediate_size"),
+        Key(name="num_hidden_layers", field="num_layers"),
+        Key(name="num_attention_heads", field="num_heads"),
+        Key(name="num_key_value_heads", field="num_kv_heads", default=lambda fields: fields["num_heads"]),
+        Key(name="head_dim", field="head_dim", default=head_dim),
+        Key(name="rms_norm_eps", field="rms_norm_eps", kind=float, default=1e-6),
+        Key(name="max_position_embeddings", field="max_positions"),
+        Key(name="tie_word_embeddings", field="tie_embeddings", kind=bool, default=False),
+    )
+
+
+ONLY = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "pretraining_tp": (1, None),
+}
+# Training, bookkeeping, and generation defaults that are read elsewhere. `sliding_window` and `max_window_layers` act only
+# through `use_sliding_window` and `layer_types`, which are checked.
+INERT = frozenset(
+    """architectures attention_dropout bos_token_id pad_token_id sep_token_id decoder_start_token_id cls_token_id
+    dtype torch_dtype initializer_range max_window_layers sliding_window transformers_version use_cache _name_or_path
+    _attn_implementation _attn_implementation_autoset return_dict output_hidden_states output_attentions torchscript
+    chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type task_specific_params tokenizer_class
+    prefix finetuning_task is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder use_bfloat16
+    name_or_path unsloth_version unsloth_fixed is_llama_config transformers.js_config
+    max_sequence_length""".split()
+)
+LAYER = {
+    "attention_norm": Entry("input_layernorm.weight"),
+    "q": Entry("self_attn.q_proj.weight", **TO_HEADS),
+    "k": Entry("self_attn.k_proj.weight", **TO_HEADS),
+    "v": Entry("self_attn.v_proj.weight", **TO_HEADS),
+    "o": Entry("self_attn.o_proj.weight", order=(2, 0, 1), rows=1),
+    "mlp_norm": Entry("post_attention_layernorm.weight"),
+    "gate": Entry("mlp.gate_proj.weight", **LINEAR),
+    "up": Entry("mlp.up_proj.weight", **LINEAR),
+    "down": Entry("mlp.down_proj.weight", **LINEAR),
+}
+OUTSIDE = {
+    "embed": Entry("model.embed_tokens.weight", order=(0, 1)),
+    "norm": Entry("model.norm.weight"),
+    "unembed": Entry("lm_head.weight", order=(0, 1)),
+}

@@ -1,0 +1,167 @@
+"""What is known of one model family's files: its keys in config.json, its tensors, and how both map to ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from treeflash_jax.checks import quoted
+from treeflash_jax.formats.architectures import rope
+from treeflash_jax.formats.keys import Keys
+from treeflash_jax.params import Entry
+from treeflash_jax.verifiers.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """A key of config.json and the field of ModelConfig that holds its value.
+
+    Attributes:
+      name: in config.json.
+      field: of ModelConfig.
+      kind: int (at least 1), float (above 0) or bool.
+      default: of a missing key; None: the key is required. A function of the fields read so far stands for null, too.
+    """
+
+    name: str
+    field: str
+    kind: type = int
+    default: Any = None
+
+    def read(self, keys: Keys, fields: Mapping[str, Any]) -> Any:
+        if callable(self.default) and self.name not in keys:
+            try:
+                return self.default(fields)
+            except ValueError as error:
+                raise ValueError(f"{keys.where}: {error}") from None
+        default = None if callable(self.default) else self.default
+        return {int: keys.whole, float: keys.number, bool: keys.truth}[self.kind](self.name, default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One model family. Every key of its config.json is used, known to be inert, or refused.
+
+    Attributes:
+      model_type: its name in config.json, and in ModelConfig.
+      class_name: `architectures` in config.json.
+      keys: keys that become fields of ModelConfig as they are; both directions.
+      constants: fields of ModelConfig that the family fixes.
+      only: keys with the values that are implemented; an absent key means the first one.
+      layer_types: names in the key `layer_types` that are implemented.
+      inert: keys that no number of a forward pass depends on.
+      derive: fields of ModelConfig that take more than one key, such as the layers of each kind in a mixture of experts;
+        it is given the config's keys and the fields read so far, and may raise ValueError.
+      derived: the keys that `derive` reads.
+      write: keys for these fields, from a ModelConfig.
+      layer: where each weight of a layer lies, by our name, for all kinds of layers; names follow "model.layers.0.".
+      outside: where the other weights lie.
+      gguf: `general.architecture` of the family's GGUF files; None: they are not read.
+      gguf_rotates_pairs: these files hold query and key rows for a rotation of neighbouring rows.
+    """
+
+    model_type: str
+    class_name: str
+    keys: tuple[Key, ...]
+    constants: Mapping[str, Any]
+    only: Mapping[str, tuple[Any, ...]]
+    layer_types: Collection[str] = ("full_attention",)
+    inert: frozenset[str]
+    derive: Callable[[Keys, Mapping[str, Any]], dict[str, Any]] = lambda keys, fields: {}
+    derived: tuple[str, ...] = ()
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    layer: Mapping[str, Entry]
+    outside: Mapping[str, Entry]
+    gguf: str | None = None
+    gguf_rotates_pairs: bool = False
+
+    def read(self, keys: Keys, also_known: Collection[str] = ()) -> ModelConfig:
+        """The sizes that a config.json states.
+
+        Args:
+          keys: of the file.
+          also_known: keys that someone else reads.
+
+        Raises:
+          ValueError: a key or value that is not implemented, or a missing size.
+        """
+        known = {
+            "model_type",
+            "eos_token_id",
+            "layer_types",
+            *rope.KEYS,
+            *self.only,
+            *self.derived,
+            *self.inert,
+            *also_known,
+        }
+        keys.check_known(known | {key.name for key in self.keys})
+        keys.check_only(self.only)
+        fields: dict[str, Any] = {}
+        for key in self.keys:
+            fields[key.field] = key.read(keys, fields)
+        self._check_layer_types(keys, fields["num_layers"])
+        self._check_heads(keys, fields)
+        fields |= self.constants
+        fields |= self.derive(keys, fields)
+        return ModelConfig(
+            **fields,
+            model_type=self.model_type,
+            rope=rope.read(keys, fields["head_dim"]),
+            eos_token_ids=keys.stop_ids(fields["vocab_size"]),
+        )
+
+    def to_hf(self, config: ModelConfig) -> dict[str, Any]:
+        """config.json for these sizes, as transformers would write it; without `architectures` and dtype."""
+        eos = list(config.eos_token_ids)
+        return {
+            "model_type": self.model_type,
+            **{key.name: getattr(config, key.field) for key in self.keys},
+            **{key: self.only[key][0] for key in ("hidden_act", "attention_bias")},
+            **rope.write(config),
+            **self.write(config),
+            "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
+        }
+
+    def entries(self, specs: Mapping[str, Any]) -> dict[str, Any]:
+        """Where each weight of a verifier lies.
+
+        Args:
+          specs: tree of Spec, of which "groups" holds the layers.
+        """
+        entries = {name: entry for name, entry in self.outside.items() if name in specs}
+        return entries | {"groups": self.layer_entries(specs["groups"], "model.")}
+
+    def layer_entries(self, groups: list[list[dict[str, Any]]], prefix: str) -> list[list[dict[str, Entry]]]:
+        """Where each weight of a stack of layers lies; of `layer`, the weights that the specs ask for."""
+        index = iter(range(sum(map(len, groups))))
+
+        def one(specs: Mapping[str, Any]) -> dict[str, Entry]:
+            at = f"{prefix}layers.{next(index)}."
+            return {name: replace(self.layer[name], name=at + self.layer[name].name) for name in specs}
+
+        return [[one(specs) for specs in group] for group in groups]
+
+    def spare(self, specs: Mapping[str, Any]) -> tuple[str, ...]:
+        """Tensors that files may hold though no weight wants them: some repeat a tied table."""
+        return tuple(entry.name for name, entry in self.outside.items() if name not in specs)
+
+    def _check_layer_types(self, keys: Keys, num_layers: int) -> None:
+        kinds = keys.value(list[str] | None, "layer_types", None, "a list of names")
+        if kinds is None:
+            return
+        if unknown := sorted({*kinds} - {*self.layer_types}):
+            raise ValueError(
+                f"{keys.where}: layer_types {quoted(unknown)} are not implemented, "
+                f"expected only {', '.join(map(repr, self.layer_types))}"
+            )
+        if len(kinds) != num_layers:
+            raise ValueError(f"{keys.where}: got {len(kinds)} layer_types for {num_layers} layers")
+
+    def _check_heads(self, keys: Keys, fields: Mapping[str, Any]) -> None:
+        heads, kv_heads, head_dim = (fields[name] for name in ("num_heads", "num_kv_heads", "head_dim"))
+        if heads % kv_heads:
+            raise ValueError(f"{keys.where}: got {heads} heads over {kv_heads} key/value heads, expected a multiple")
+        if head_dim % 2:
+            raise ValueError(f"{keys.where}: got head_dim {head_dim}, expected an even number (its halves are rotated)")

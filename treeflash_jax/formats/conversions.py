@@ -1,0 +1,68 @@
+"""Files of one dialect written in another."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from treeflash_jax import files
+from treeflash_jax.formats import gguf, gguf_tokenizer, models, safetensors
+
+
+def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, drop_head: bool = False) -> None:
+    """Writes a drafter's files in another dialect, bit for bit.
+
+    Args:
+      source: folder in any dialect of drafters.
+      target: new folder; it appears when all of it is written.
+      dialect: of the new files, by name.
+      drop_head: leave a head behind that the dialect cannot hold.
+
+    Raises:
+      ValueError: a dialect that cannot be written; a drafter that it cannot hold, such as one with a head; or a target
+        that is there already.
+    """
+    files.check_folder(target)
+    config = models.read_drafter_config(source)
+    if not drop_head:
+        models.writable(dialect).to_hf(config)  # refuses before weights are read
+    with safetensors.open_folder(Path(source)) as tensors:
+        kinds = {tensor.get_dtype() for tensor in tensors.values()}
+    if len(kinds) != 1:
+        raise ValueError(f"{source}: got tensors of types {sorted(kinds)}, expected one type")
+    dtype = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}.get(kinds.pop(), jnp.float32)
+    config, params = models.load_drafter(source, dtype=dtype)
+    if drop_head:
+        config, params = replace(config, head="marginal"), params | {"head": {}}
+    with files.filled(target) as folder:
+        models.save_drafter(folder, config, params, dialect=dialect, dtype=dtype)
+
+
+def convert_gguf(source: str | Path, target: str | Path, dtype: Any = jnp.float32) -> None:
+    """Writes a GGUF file as a Hugging Face folder: configs, weights and tokenizer.
+
+    Args:
+      source: GGUF file.
+      target: new folder; it appears when all of it is written.
+      dtype: on disk; float32 holds what the quantised types mean exactly.
+
+    Raises:
+      ValueError: as `models.load_verifier`, or a target that is there already.
+    """
+    files.check_folder(target)
+    file = gguf.read(source)
+    texts = gguf_tokenizer.files(file)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        config, params = models.load_verifier(source, dtype=dtype)
+    roles = {"bos": "bos_token_id", "padding": "pad_token_id"}
+    ids = {roles[role]: i for role, i in gguf_tokenizer.special_ids(file).items() if role in roles}
+    texts["generation_config.json"] = json.dumps({"eos_token_id": list(config.eos_token_ids), **ids}, indent=2) + "\n"
+    with files.filled(target) as folder:
+        models.save_verifier(folder, config, params, dtype)
+        for name, text in texts.items():
+            files.write(folder / name, text)

@@ -1,0 +1,65 @@
+"""File dialects: the forms in which verifiers and drafters are published.
+
+A dialect is one file with a subclass of `dialect.Dialect`, whose docstrings say what it must answer, and one line in
+DIALECTS. `load`, `convert`, `train.export` and the command line then read it, and write it where it has `to_hf`. Dialects
+are asked from the last to the first whether a folder is theirs: one that refines another stands after it.
+
+A dialect of another kind of drafter returns that drafter's own config, whose `kind` says where its specs are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from treeflash_jax.formats.dialects.dflash import DFlash
+from treeflash_jax.formats.dialects.dialect import Dialect
+from treeflash_jax.formats.dialects.gguf import Gguf
+from treeflash_jax.formats.dialects.huggingface import HuggingFace
+from treeflash_jax.formats.dialects.treeflash import TreeFlash
+from treeflash_jax.formats.keys import Keys
+
+DIALECTS: dict[str, Dialect] = {one.name: one for one in (HuggingFace(), Gguf(), DFlash(), TreeFlash())}
+
+
+def of(path: Path, keys: Keys, part: str) -> Dialect:
+    """The dialect of a folder or file.
+
+    Args:
+      path: of it.
+      keys: of its config.json.
+      part: "verifier" or "drafter", what it has to hold.
+
+    Raises:
+      ValueError: it holds the other one.
+    """
+    found = next(one for one in reversed(DIALECTS.values()) if one.recognises(path, keys))
+    if found.part == part:
+        return found
+    if part == "verifier":
+        raise ValueError(
+            f"{keys.where}: got a {found.part}'s config (it has {' and '.join(found.marks)}), expected a verifier's"
+        )
+    known = " or ".join(f"{' and '.join(one.marks)} ({one.name})" for one in DIALECTS.values() if one.part == part)
+    raise ValueError(f"{keys.where}: got a {found.part}'s config, expected a {part}'s with {known}")
+
+
+def parse(part: str, raw: Mapping[str, Any], where: str = "config.json") -> Any:
+    """The config that the object of a config.json states.
+
+    Args:
+      part: "verifier" or "drafter".
+      raw: the object.
+      where: the file, for messages.
+
+    Raises:
+      ValueError: another part's config; a key or value that is not implemented; or a missing size.
+    """
+    keys, path = Keys(raw, where), Path(where)
+    return of(path, keys, part).read_config(path, keys)
+
+
+def written(part: str) -> tuple[str, ...]:
+    """Names of the dialects that can be written."""
+    return tuple(name for name, one in DIALECTS.items() if one.part == part and type(one).to_hf is not Dialect.to_hf)

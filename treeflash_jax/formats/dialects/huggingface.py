@@ -1,0 +1,41 @@
+"""Folders of verifiers as transformers writes them: config.json and safetensors, by architecture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from treeflash_jax.checks import read_json
+from treeflash_jax.formats import architectures
+from treeflash_jax.formats.architectures import ARCHITECTURES
+from treeflash_jax.formats.dialects.dialect import Dialect
+from treeflash_jax.formats.keys import Keys
+from treeflash_jax.verifiers.config import ModelConfig
+
+
+class HuggingFace(Dialect):
+    """The dialect of verifiers on the Hub."""
+
+    name = "huggingface"
+    part = "verifier"
+
+    def read_config(self, path: Path, keys: Keys) -> ModelConfig:
+        return architectures.of(keys).read(keys)
+
+    def entries(self, config: ModelConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
+        return ARCHITECTURES[config.model_type].entries(specs)
+
+    def stop_ids(self, path: Path, config: ModelConfig) -> tuple[int, ...]:
+        """Those of config.json and of generation_config.json, united."""
+        beside = path / "generation_config.json"
+        raw = read_json(beside) if os.path.lexists(beside) else {}
+        return tuple(sorted({*config.eos_token_ids, *Keys(raw, str(beside)).stop_ids(config.vocab_size)}))
+
+    def spare(self, config: ModelConfig, specs: Any) -> tuple[str, ...]:
+        return ARCHITECTURES[config.model_type].spare(specs)
+
+    def to_hf(self, config: ModelConfig) -> dict[str, Any]:
+        architecture = ARCHITECTURES[config.model_type]
+        return {"architectures": [architecture.class_name], **architecture.to_hf(config)}

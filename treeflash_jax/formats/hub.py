@@ -1,0 +1,40 @@
+"""Models on the Hugging Face Hub and in its local cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+
+def is_hub_id(name: str | Path) -> bool:
+    """Whether a name has the form of a Hub id, owner/model."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) is not None
+
+
+def cached(hub_id: str, revision: str | None = None) -> Path | None:
+    """The folder of a Hub id in the Hub's local cache; None unless config and weights are there."""
+    try:
+        folder = download(hub_id, revision, local_files_only=True)
+    except ValueError:
+        return None
+    return folder if (folder / "config.json").exists() and any(folder.glob("*.safetensors")) else None
+
+
+def download(hub_id: str, revision: str | None = None, local_files_only: bool = False) -> Path:
+    """The folder of a Hub id in the Hub's local cache, its files downloaded where needed.
+
+    Raises:
+      ValueError: not reachable on the Hub.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        kinds = ["*.json", "*.safetensors", "*.jinja"]
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=kinds, local_files_only=local_files_only))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        cause = type(error).__name__
+        raise ValueError(
+            f"{hub_id} is no folder here and could not be had from the Hub ({cause}); "
+            "give a local folder with config.json and model.safetensors instead"
+        ) from None

@@ -1,0 +1,71 @@
+"""Values of a config file: read by key, each of its type and within its bounds, or refused in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from treeflash_jax.checks import INT32, Bounds, fit, quoted
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The object of a config file, or one inside it.
+
+    Attributes:
+      raw: its keys and values.
+      where: the file, and the place in it, for messages.
+    """
+
+    raw: Mapping[str, Any]
+    where: str
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self.raw.get(key) is not None
+
+    def whole(self, key: str, default: Any = None, least: int = 1, most: int = INT32) -> int:
+        says = f"a whole number of at least {least}" + ("" if most == INT32 else f" and at most {most}")
+        return self.value(int, key, default, says, least=least, most=most)
+
+    def number(self, key: str, default: Any = None) -> float:
+        return self.value(float, key, default, "a number above 0", above=0)
+
+    def truth(self, key: str, default: Any = None) -> bool:
+        return self.value(bool, key, default, "true or false")
+
+    def table(self, key: str, required: bool = False) -> Keys:
+        """An object inside this one; where it is optional, an absent one is empty."""
+        raw = self.value(dict[str, Any], key, None, "an object") if key in self or required else {}
+        return Keys(raw, f"{self.where}: {key}")
+
+    def stop_ids(self, vocab_size: int) -> tuple[int, ...]:
+        """`eos_token_id`: one id, a list of ids, or nothing."""
+        return () if self.raw.get("eos_token_id") in (None, []) else self.ids("eos_token_id", vocab_size - 1)
+
+    def ids(self, key: str, most: int) -> tuple[int, ...]:
+        """One id or a list of ids."""
+        value = self.raw.get(key)
+        bounds = Bounds(least=0, most=most, nonempty=True, says=f"ids (whole numbers from 0 to {most})")
+        return fit(Sequence[int], value if isinstance(value, list | tuple) else [value], f"{key} =", bounds, self.where)
+
+    def value(self, kind: Any, key: str, default: Any, says: str, **bounds: Any) -> Any:
+        """The value of a key as a type or type hint; `default` stands for a missing key only."""
+        return fit(kind, self.raw.get(key, default), f"{key} =", Bounds(says=says, **bounds), self.where)
+
+    def check_known(self, known: Collection[str]) -> None:
+        """Raises ValueError at a key that is none of `known`."""
+        unknown = sorted(set(self.raw) - set(known))
+        if unknown:
+            raise ValueError(
+                f"{self.where}: unknown key {quoted(unknown[0])} might change the numbers; expected {sorted(known)[:6]} ..."
+            )
+
+    def check_only(self, accepted: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raises ValueError where a key has a value that is not implemented; an absent key has the first one."""
+        for key, values in accepted.items():
+            if self.raw.get(key, values[0]) not in values:
+                raise ValueError(
+                    f"{self.where}: {key} = {quoted(self.raw[key])} is not implemented, expected {values[0]!r}"
+                )

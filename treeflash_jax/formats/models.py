@@ -1,0 +1,138 @@
+"""Verifiers and drafters in folders and files: configs and weights, read in any dialect and written in those that can be.
+
+No key and no tensor name is known here: `dialects` and `architectures` say what files mean, `storage` moves the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from treeflash_jax import drafters, files, quantized
+from treeflash_jax.checks import quoted, read_json
+from treeflash_jax.formats import dialects, gguf, storage
+from treeflash_jax.formats.dialects import Dialect
+from treeflash_jax.formats.keys import Keys
+from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.verifiers.config import ModelConfig
+
+
+def read_verifier_config(path: str | Path) -> ModelConfig:
+    """The sizes of the verifier in a folder, a GGUF file or a config.json. Raises ValueError as `load_verifier`."""
+    return _found(path, "verifier")[1]
+
+
+def read_drafter_config(path: str | Path) -> Any:
+    """The config of the drafter in a folder or a config.json. Raises ValueError as `load_drafter`."""
+    return _found(path, "drafter")[1]
+
+
+def load_verifier(
+    path: str | Path, *, dtype: Any = jnp.float32, mesh=None, quantize: str | None = None
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """Reads a verifier: its config and its weights.
+
+    Args:
+      path: a folder with config.json and model.safetensors, whole or in parts; or a GGUF file.
+      dtype: of the parameters; bfloat16 files load bit for bit into bfloat16.
+      mesh: where they go; each device's host reads its own slices only. None: the default device.
+      quantize: "int8" rounds every matrix as it arrives; devices hold one of them in `dtype` at a time.
+
+    Raises:
+      ValueError: anything missing, unknown, damaged, mis-shaped or not implemented.
+    """
+    quantized.check_scheme(quantize)
+    dialect, config = _found(path, "verifier")
+    finish = partial(quantized.compress, scheme=quantize, mesh=mesh)
+    with dialect.opened(Path(path), config) as tensors:
+        if quantize and any(getattr(tensor, "is_quantized", False) for tensor in tensors.values()):
+            warnings.warn(f"{path} holds quantised weights; quantize={quantize!r} rounds them again", stacklevel=2)
+        return config, _load(path, dialect, config, verifier.specs(config), tensors, dtype, mesh, finish)
+
+
+def load_drafter(path: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tuple[Any, dict[str, Any]]:
+    """Reads a drafter in any dialect: its config and its weights, one tree as its kind of drafter wants them.
+
+    Raises:
+      ValueError: as `load_verifier`.
+    """
+    dialect, config = _found(path, "drafter")
+    with dialect.opened(Path(path), config) as tensors:
+        return config, _load(path, dialect, config, drafters.of(config).specs(config), tensors, dtype, mesh)
+
+
+def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
+    """Ids that end an answer of a verifier.
+
+    Raises:
+      ValueError: a file of them that cannot be read, or ids outside the vocabulary.
+    """
+    path = Path(path)
+    return dialects.of(path, Keys({}, str(path)), "verifier").stop_ids(path, config)
+
+
+def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any], dtype: Any = jnp.bfloat16) -> None:
+    """Writes config.json and model.safetensors as transformers would.
+
+    Raises:
+      ValueError: quantised weights, or shapes that are not the config's.
+    """
+    scheme = quantized.scheme_of(params)
+    if scheme:
+        raise ValueError(f"got weights in {scheme}, expected those of the files: load without quantize to save them")
+    _save(Path(folder), dialects.DIALECTS["huggingface"], config, verifier.specs(config), params, dtype)
+
+
+def save_drafter(
+    folder: str | Path, config: Any, params: dict[str, Any], *, dialect: str = "treeflash", dtype: Any = jnp.bfloat16
+) -> None:
+    """Writes a drafter that the published PyTorch code of its dialect loads.
+
+    Args:
+      folder: created if missing.
+      config: of the drafter.
+      params: weights of its specs; those of a block drafter are {"backbone": ..., "head": ...}.
+      dialect: of the files, by name; one of `dialects.written("drafter")`.
+      dtype: on disk.
+
+    Raises:
+      ValueError: no such dialect, or one that cannot hold this drafter.
+    """
+    _save(Path(folder), writable(dialect), config, drafters.of(config).specs(config), params, dtype)
+
+
+def writable(dialect: str) -> Dialect:
+    """A dialect of drafters by name. Raises ValueError where there is none that can be written."""
+    known = dialects.written("drafter")
+    if dialect not in known:
+        raise ValueError(f"got dialect {quoted(dialect)}, expected one of {', '.join(known)}")
+    return dialects.DIALECTS[dialect]
+
+
+def _found(path: str | Path, part: str) -> tuple[Dialect, Any]:
+    """The dialect of a folder or file, and its config."""
+    path = Path(path)
+    if gguf.is_gguf(path):
+        keys = Keys({}, str(path))
+    else:
+        place = path if path.is_file() else path / "config.json"
+        keys = Keys(read_json(place), str(place))
+    dialect = dialects.of(path, keys, part)
+    return dialect, dialect.read_config(path, keys)
+
+
+def _load(path, dialect: Dialect, config, specs, tensors, dtype, mesh, finish=lambda weight, _: weight) -> Any:
+    entries = dialect.entries(config, specs, tensors.keys())
+    return storage.load(Path(path), tensors, specs, entries, dtype, mesh, dialect.spare(config, specs), finish)
+
+
+def _save(folder: Path, dialect: Dialect, config: Any, specs: Any, params: Any, dtype: Any) -> None:
+    raw = dialect.to_hf(config) | {"dtype": jnp.dtype(dtype).name}
+    folder.mkdir(parents=True, exist_ok=True)
+    storage.save(folder / "model.safetensors", specs, dialect.entries(config, specs, ()), params, dtype)
+    files.write(folder / "config.json", json.dumps(raw, indent=2) + "\n")
