@@ -31,7 +31,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 import jax.numpy as jnp  # noqa: E402
 import pytest  # noqa: E402
 
-from treeflash_jax import load, pairs, params  # noqa: E402
+from treeflash_jax import load, pairs, params, programs  # noqa: E402
 from treeflash_jax.decoding.loops import Weights  # noqa: E402
 from treeflash_jax.drafters import block  # noqa: E402
 from treeflash_jax.drafters.block.config import DrafterConfig  # noqa: E402
@@ -50,6 +50,7 @@ def smollm2_file() -> Path | None:
 
 
 SMOLLM2 = smollm2_file()
+MOST_MAPS = 25_000  # a module may add as many again
 DATA = Path(__file__).parent / "data"
 needs_8_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices (fake ones on a CPU)")
 CONFORMANCE = ("a_treeflash", "b_trained", "c_dflash")
@@ -75,11 +76,19 @@ RANDOM_DRAFTER = DrafterConfig(
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs() -> Iterator[None]:
-    """Frees the programs that a module compiled: all together need more memory maps than Linux gives a process (65,530),
-    and XLA then crashes. Those of the shared pairs below stay."""
+    """Frees what a module compiled: all programs together need more memory maps than Linux gives a process (65,530), and
+    XLA then crashes. Programs of models stay for the modules that follow while enough maps are left."""
     yield
     jax.clear_caches()
+    if memory_maps() > MOST_MAPS:
+        programs.clear()
     gc.collect()
+
+
+def memory_maps() -> int:
+    """Memory maps of this process; 0 where that is not said."""
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 @contextmanager

@@ -1,20 +1,21 @@
-"""Which prompt each sequence of a batch decodes, and when waiting prompts take the places of finished ones.
+"""A batch: which prompt each of its places decodes, and the turns of reading prompts and running rounds.
 
 A batch has a fixed number of places, so that its programs are compiled once. When enough sequences have finished, a group
-of waiting prompts is read in a smaller batch of its own and moved into their places ("continuous batching"). Everything
-here runs on the host and knows indices only.
+of waiting prompts is read in a smaller batch of its own and moved into their places ("continuous batching").
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from treeflash_jax import mesh as meshes
 from treeflash_jax.clock import Clock
+from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.planning import Row
 
@@ -104,7 +105,8 @@ class Turn:
     """What is known between two dispatches.
 
     Attributes:
-      state: donated to the next dispatch.
+      state: donated to the next dispatch: read a turn before asking for another.
+      nodes_bs: nodes that every round verified; None where all rounds verify equally many.
       rows: per place, the sequence it decodes; None where it is free.
       indices: per place, the index of that sequence in the call.
       ready: places whose answers are to be read now: finished ones, or all after an interrupt.
@@ -113,6 +115,7 @@ class Turn:
     """
 
     state: DecodeState
+    nodes_bs: Any
     rows: tuple[Row | None, ...]
     indices: tuple[int | None, ...]
     ready: tuple[int, ...]
@@ -120,7 +123,111 @@ class Turn:
     interrupted: bool = False
 
 
-def turn(places: Places, rows: Sequence[Row], ready: Sequence[int], **rest: Any) -> Turn:
-    """The Turn of a batch whose places hold some of `rows`."""
-    held = tuple(None if index is None else rows[index] for index in places.held)
-    return Turn(rows=held, indices=tuple(places.held), ready=tuple(ready), **rest)
+class Batch:
+    """Sequences that are decoded together, from their prompts to the last token.
+
+    Attributes:
+      rows: the sequences, waiting ones included.
+      runner: of their rounds.
+      inputs: rows, and keywords `size` and `capacity` -> what the runner reads prompts from.
+      places: which sequence is where.
+      clock: seconds so far.
+      state: the runner's.
+    """
+
+    def __init__(self, rows: Sequence[Row], size: int, capacity: int, runner: Runner, inputs: Callable[..., Any]):
+        """Reads the prompts of the first sequences.
+
+        Args:
+          rows: the sequences.
+          size: how many of them are decoded together.
+          capacity: positions that the caches have at first.
+          runner, inputs: see the class.
+        """
+        self.rows, self.runner, self.inputs = rows, runner, inputs
+        sizes = (meshes.padded(count, runner.mesh) for count in (size, refilled(size)))
+        self.places = Places(*sizes, deque(range(len(rows))))
+        self.clock = Clock()
+        self.state = None
+        self._start(capacity)
+
+    def turns(self, rounds: int, is_over: Callable[[list[int]], bool] | None = None) -> Iterator[Turn]:
+        """Decodes all sequences; yields after the prompts are read and after every dispatch.
+
+        Ctrl-C ends the turns with one of all that is there, if the state can still be read.
+
+        Args:
+          rounds: of one dispatch, at most.
+          is_over: whether tokens are the end of an answer for a reason that programs do not know, such as a stop string.
+        """
+        try:
+            while not self.places.is_empty:
+                done_b = meshes.to_host(self.runner.inner(self.state).done_b)
+                with self.clock.paused():
+                    if is_over is not None and not done_b.all():
+                        done_b = self._finish(done_b, is_over)
+                    ready = self.places.done(done_b)
+                    yield self._turn(ready)
+                self.places.release(ready)
+                self._go_on(rounds)
+        except KeyboardInterrupt:
+            if self.state is None or self.runner.inner(self.state).end_b.is_deleted():
+                raise  # the interrupt fell between a donation and its result
+            self.clock.stop()
+            yield self._turn(self.places.taken, interrupted=True)
+
+    def compile(self) -> None:
+        """Compiles what `turns` runs, growing caches excepted, and decodes nothing."""
+        self.state = self.runner.run(self.state, 0, self.places.enough, self.clock)
+        if self.places.waiting:
+            self.places.release(self.places.taken[: self.places.group])
+            self._admit()
+
+    def _go_on(self, rounds: int) -> None:
+        """One dispatch of what comes next: prompts to read, or rounds."""
+        if self.places.is_empty and self.places.waiting:
+            capacity, self.state = self.runner.inner(self.state).capacity, None  # nobody needs its caches
+            self._start(capacity)
+        elif self.places.is_refill_due:
+            self._admit()
+        elif not self.places.is_empty:
+            capacity = self.runner.inner(self.state).capacity
+            longest = int(np.max(meshes.to_host(self.runner.inner(self.state).end_b)))
+            if longest + self.runner.plan.path_rows > capacity:
+                self.state = self.runner.grow(self.state, capacity_bucket(2 * capacity), self.clock)
+            self.state = self.runner.run(self.state, rounds, self.places.enough, self.clock)
+
+    def _start(self, capacity: int) -> None:
+        """Reads the prompts of as many sequences as an empty batch has places for."""
+        new = [self.rows[self.places.held[place]] for place in self.places.fill()]
+        self.state = self.runner.start(self.inputs(new, size=self.places.size, capacity=capacity), self.clock)
+
+    def _admit(self) -> None:
+        """Reads the prompts of waiting sequences and moves them into free places."""
+        taken = self.places.admit()
+        new = [self.rows[self.places.held[place]] for place in taken]
+        inputs = self.inputs(new, size=self.places.group, capacity=self.runner.inner(self.state).capacity)
+        self.state = self.runner.admit(self.state, inputs, taken, self.clock)
+
+    def _finish(self, done_b: np.ndarray, is_over: Callable[[list[int]], bool]) -> np.ndarray:
+        """Which sequences are done, now that their tokens were looked at."""
+        inner = self.runner.inner(self.state)
+        tokens_bs, end_b = meshes.to_host((inner.tokens_bs, inner.end_b))
+        done_b = done_b.copy()
+        for place in self.places.taken:
+            if not done_b[place]:
+                length = self.rows[self.places.held[place]].length
+                done_b[place] = is_over(tokens_bs[place, length : end_b[place]].tolist())
+        self.state = self.runner.finish(self.state, done_b)
+        return done_b
+
+    def _turn(self, ready: Sequence[int], interrupted: bool = False) -> Turn:
+        return Turn(
+            state=self.runner.inner(self.state),
+            nodes_bs=self.runner.nodes(self.state),
+            rows=tuple(None if index is None else self.rows[index] for index in self.places.held),
+            indices=tuple(self.places.held),
+            ready=tuple(ready),
+            clock=self.clock,
+            interrupted=interrupted,
+        )

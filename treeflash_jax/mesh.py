@@ -111,6 +111,35 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
 
 
+def padded(size: int, mesh: Mesh | None) -> int:
+    """The smallest batch of at least `size` sequences that the mesh's data axis divides."""
+    ways = 1 if mesh is None else dict(mesh.shape)["data"]
+    return -(-size // ways) * ways
+
+
+def place(tree: Any, mesh: Mesh | None, *, by_rows: bool = True) -> Any:
+    """Puts the arrays of a tree on the mesh.
+
+    Args:
+      tree: arrays that every process holds whole.
+      mesh: None leaves them where they are.
+      by_rows: whether the first axis of each array is the batch, split over the mesh; otherwise all devices hold all of it.
+    """
+    if mesh is None:
+        return tree
+
+    def put(x: jax.Array) -> jax.Array:
+        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):  # cannot be put on the devices of other processes
+            return jax.random.wrap_key_data(put(jax.random.key_data(x)))
+        axes = ("batch" if by_rows else None,) + (None,) * (x.ndim - 1) if x.ndim else ()
+        spec = partition(axes, x.shape, mesh)
+        while spec and spec[-1] is None:  # as programs spell the layout of what they return
+            spec = PartitionSpec(*spec[:-1])
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(put, tree)
+
+
 def pin(tree: Any, axes: Any) -> Any:
     """`constrain` of every array of a tree; `axes` has its structure, with the logical axes of an array as leaf."""
     return tree if current() is None else jax.tree.map(constrain, tree, axes)

@@ -1,13 +1,25 @@
-"""What generation hands back: answers with their statistics, pieces of a stream."""
+"""What generation returns: answers with their statistics, pieces of a stream; and how they are read off a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from html import escape
+from typing import Any
 
+from treeflash_jax import mesh as meshes
+from treeflash_jax import trees
+from treeflash_jax.batching import Turn
 from treeflash_jax.checks import whole
-from treeflash_jax.draw import DrawnTree
+from treeflash_jax.draw import DrawnTree, drawn_tree
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.planning import Row, drafting
+from treeflash_jax.settings import GenerateConfig
+
+LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,3 +114,125 @@ class Chunk:
     ids: list[int]
     text: str
     rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Makes Results of what a batch has decoded.
+
+    Attributes:
+      config: settings of the call.
+      stop_ids: ids that end an answer.
+      tokenizer: of the verifier; None where there are only ids.
+      draft: a sequence, and its tokens up to an anchor -> the tree below that anchor, drafted again.
+    """
+
+    config: GenerateConfig
+    stop_ids: frozenset[int]
+    tokenizer: Tokenizer | None
+    draft: Callable[[Row, list[int]], trees.DraftTree]
+
+    def read(self, turn: Turn, places: Sequence[int] | None = None) -> list[Result]:
+        """The answers so far of these places; None: of those that are ready."""
+        state = turn.state
+        arrays = (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
+        kept = (state.log_probs_bs, state.expected_bs, turn.nodes_bs)
+        arrays, kept = meshes.to_host((arrays, kept))
+        results = []
+        for place in turn.ready if places is None else places:
+            row = turn.rows[place]
+            tokens_s, end, done, rounds, accepted_s = (array[place] for array in arrays)
+            ids, accepted = tokens_s[row.length : end].tolist(), accepted_s[:rounds].tolist()
+            finished = "stop" if ids[-1] in self.stop_ids else "length"
+            if turn.interrupted and not done:
+                finished = "interrupted"
+            ids, text, accepted, is_cut = self._until_stop(ids, accepted)
+            log_probs, expected, nodes = (None if array is None else array[place] for array in kept)
+            cut = 1 + sum(accepted) - len(ids) if accepted else 0
+            nodes = None if nodes is None else nodes[: len(accepted)].tolist()
+            result = Result(
+                prompt_ids=row.ids,
+                ids=ids,
+                text=text,
+                builder=drafting(self.config)[0],
+                accept_lengths=[*accepted[:-1], accepted[-1] - cut] if accepted else [],
+                cut=cut,
+                finished="stop" if is_cut else finished,
+                seconds=turn.clock.seconds,
+                compile_seconds=turn.clock.compile_seconds,
+                tokens_per_second=len(ids) / max(turn.clock.seconds, 1e-9),
+                log_probs=None if log_probs is None else log_probs[row.length :][: len(ids)].tolist(),
+                expected_lengths=None if expected is None else expected[: len(accepted)].tolist(),
+                nodes=nodes,
+                draft_again=partial(self._tree, row, ids, accepted, nodes) if self.config.builder != "none" else None,
+            )
+            results.append(result)
+        return results
+
+    def has_stop(self, ids: list[int]) -> bool:
+        """Whether the text of these tokens holds a stop string."""
+        text = self._text(ids) or ""
+        return any(stop in text for stop in self.config.stop)
+
+    @property
+    def is_over(self) -> Callable[[list[int]], bool] | None:
+        """`has_stop`, where there are stop strings."""
+        return self.has_stop if self.config.stop else None
+
+    def certain(self, text: str) -> str:
+        """A growing text without what may still change at its end: half a character, or the start of a stop string."""
+        held = len(text) - len(text.rstrip("\ufffd"))
+        for stop in self.config.stop:
+            for size in range(1, len(stop)):
+                if text.endswith(stop[:size]):
+                    held = max(held, size)
+        return text[: len(text) - held]
+
+    def _until_stop(self, ids: list[int], accepted: list[int]) -> tuple[list[int], str | None, list[int], bool]:
+        """Tokens, text and accept lengths of an answer up to its first stop string, and whether it has one."""
+        text = self._text(ids)
+        cuts = [text.index(stop) for stop in self.config.stop if text and stop in text]
+        if not cuts:
+            return ids, text, accepted, False
+        ids = ids[: bisect_left(range(len(ids)), True, key=lambda count: self.has_stop(ids[:count]))]
+        while accepted and 1 + sum(accepted[:-1]) >= len(ids):
+            accepted = accepted[:-1]
+        return ids, text[: min(cuts)], accepted, True
+
+    def _tree(self, row: Row, ids: list[int], accepted: list[int], nodes: list[int] | None, round_index: int) -> DrawnTree:
+        """The tree of one round, drafted again from all tokens before it."""
+        start = 1 + sum(accepted[:round_index])
+        tree = self.draft(row, row.ids + ids[:start])
+        if nodes is not None:
+            tree = trees.first(tree, nodes[round_index])
+        label = str if self.tokenizer is None else lambda token: repr(self.tokenizer.inner.decode([token]))
+        return drawn_tree(tree, ids[start:], accepted[round_index], label)
+
+    def _text(self, ids: list[int]) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode(ids)
+
+
+def with_totals(results: dict[int, Result]) -> dict[int, Result]:
+    """The results of sequences that were decoded together, with the time and speed of all of them."""
+    tokens = sum(len(result.ids) for result in results.values())
+    seconds = max((result.seconds for result in results.values()), default=0.0)
+    totals: dict[str, Any] = {"seconds": seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
+    totals["compile_seconds"] = max((result.compile_seconds for result in results.values()), default=0.0)
+    return {index: replace(result, **totals) for index, result in results.items()}
+
+
+def warn_of_low_tau(results: Sequence[Result]) -> None:
+    """Warns where drafted rounds commit so little that the drafter may be that of another verifier."""
+    rounds = [
+        length
+        for result in results
+        for length, nodes in zip(result.accepted_before_cut, result.nodes or [2] * len(result.accept_lengths), strict=True)
+        if nodes > 1
+    ]
+    tau = sum(rounds) / len(rounds) if rounds else 1.0
+    if len(rounds) >= LOW_TAU_ROUNDS and tau < LOW_TAU:
+        warnings.warn(
+            f"tau is {tau:.2f} over {len(rounds)} rounds, expected above {LOW_TAU}: a drafter that was trained for another "
+            "verifier, revision or prompt format looks like this",
+            stacklevel=3,
+        )

@@ -16,13 +16,13 @@ from conftest import compilations, needs_8_devices, random_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeflash_jax import GenerateConfig, TreeFlash, cli, make_mesh
+from treeflash_jax import GenerateConfig, TreeFlash, cli, make_mesh, programs
 from treeflash_jax import trees as tree
-from treeflash_jax.adaptive import budget, calibration
+from treeflash_jax.adaptive import budget, calibration, loops, rounds
 from treeflash_jax.adaptive.calibration import Calibration, fit_round_times
 from treeflash_jax.decoding import loops as core
-from treeflash_jax.decoding import rounds
 from treeflash_jax.planning import rows_of
+from treeflash_jax.serving import runner_of
 
 BUCKETS = [2, 4, 8, 16]
 AUTO = {"nodes": "auto", "candidates": 8, "children": 8}
@@ -48,19 +48,11 @@ def table(model, seconds, step, *, tau=(1.8, 2.5, 3.2, 3.8), nodes=BUCKETS, **ch
     )
 
 
-def beside(model: TreeFlash, path, *entries: Calibration, programs: dict | None = None) -> TreeFlash:
-    """The same model, which reads these entries; `programs`: compiled ones that it shares."""
+def beside(model: TreeFlash, path, *entries: Calibration) -> TreeFlash:
+    """The same model, which reads these entries."""
     for entry in entries:
         calibration.write(path, entry)
-    model = TreeFlash(model.verifier, model.weights, drafter=model.drafter, mesh=model.mesh, budget=path)
-    model.programs = {} if programs is None else programs
-    return model
-
-
-@pytest.fixture(scope="module")
-def programs() -> dict:
-    """What the models of this module's tests have compiled; tables of times are no part of a program."""
-    return {}
+    return TreeFlash(model.verifier, model.weights, drafter=model.drafter, mesh=model.mesh, budget=path)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +133,7 @@ def test_times_lie_on_the_line_between_cache_sizes_and_stay_at_the_ends():
 def test_a_cut_tree_is_the_smaller_tree(trained):
     config = GenerateConfig(nodes=16, candidates=8, children=8, max_new_tokens=8)
     plan = trained.plan(config)
-    inputs = trained._inputs(rows_of(PROMPTS, config, trained.verifier), 4, 256, config)
+    inputs = trained.inputs(rows_of(PROMPTS, config, trained.verifier), config, size=4, capacity=256)
     state = core.prefill(trained.weights, *inputs, plan=plan.for_prefill())
     whole = core.draft(trained.weights, state, plan)
     for nodes in (2, 5, 8):
@@ -161,10 +153,8 @@ def test_a_cut_tree_is_the_smaller_tree(trained):
     ],
 )
 @pytest.mark.parametrize("how", ["greedy", "sampled"])
-def test_whatever_is_chosen_the_answer_is_that_of_one_token_decoding(
-    trained, plain, programs, tmp_path, seconds, step, taken, how
-):
-    model = beside(trained, tmp_path / "a.json", table(trained, seconds, step), programs=programs)
+def test_whatever_is_chosen_the_answer_is_that_of_one_token_decoding(trained, plain, tmp_path, seconds, step, taken, how):
+    model = beside(trained, tmp_path / "a.json", table(trained, seconds, step))
     results = model.generate(PROMPTS, max_new_tokens=70, stop_ids=[], **AUTO, **(SAMPLED if how == "sampled" else {}))
     assert [result.ids for result in results] == plain[how]
     nodes = {n for result in results for n in result.nodes}
@@ -178,9 +168,8 @@ def started(model: TreeFlash, prompts, capacity: int = 256, **settings) -> tuple
     """Plan and state of rounds that choose, after the prompts."""
     config = GenerateConfig(max_new_tokens=64, stop_ids=(), **AUTO, **settings)
     rows = rows_of(prompts, config, model.verifier)
-    plan, decision = model._choose(model.plan(config), rows, len(rows), capacity)
-    state = core.prefill(model.weights, *model._inputs(rows, len(rows), capacity, config), plan=plan.for_prefill())
-    return plan, state.replace(budget=model._budget(plan, decision, state))
+    runner = runner_of(model, rows, len(rows), capacity - 20, config)
+    return runner.adaptive, runner.start(model.inputs(rows, config, size=len(rows), capacity=capacity))
 
 
 def copied(state):
@@ -194,9 +183,11 @@ def test_what_never_drafts_decodes_as_it_was_asked_to(trained, tmp_path):
     entry = table(trained, FLAT, 0.2, attention="xla")
     model = beside(trained, tmp_path / "budget.json", entry)
     config = GenerateConfig(**auto)
-    plan, decision = model._choose(model.plan(config), rows_of([[3]], config, model.verifier), 1, 256)
-    assert decision is None and plan.builder == "none" and plan == asked.one_token()
-    assert plan.attention == "xla" and plan.log_probs and plan == model.plan(replace(config, builder="none", nodes=None))
+    runner = runner_of(model, rows_of([[3]], config, model.verifier), 1, 200, config)
+    plan = runner.plan
+    assert plan.builder == "none" and plan == asked.one_token()
+    assert plan.attention == "xla" and plan.log_probs
+    assert plan == model.plan(replace(config, builder="none", nodes=None))
 
 
 @pytest.mark.parametrize(("attention", "taken"), [pytest.param("xla", -1, marks=pytest.mark.slow), ("streamed", 0)])
@@ -207,28 +198,29 @@ def test_rounds_go_by_what_their_attention_reads(trained, tmp_path, attention, t
     assert len(plan.buckets) > 1
     few_n = np.arange(len(plan.buckets)) * 8 + 1
     times = budget_of([few_n, few_n[::-1]], 9.0, positions=(64, 512)).times
-    state = core.decode(trained.weights, state.replace(budget=state.budget.replace(times=times)), jnp.int32(2), plan=plan)
+    state = loops.decode(trained.weights, state.replace(budget=state.budget.replace(times=times)), jnp.int32(2), plan=plan)
     assert state.budget.nodes_bs[:, :2].tolist() == [[plan.buckets[taken]] * 2] * len(PROMPTS)
 
 
 @pytest.mark.parametrize("paused", [1, 5, 8, 19])  # eight tokens may be pending
 def test_after_a_pause_the_drafter_has_seen_all_it_would_have_seen(trained, tmp_path, paused):
     plan, state = started(beside(trained, tmp_path / "a.json", table(trained, MIXED, 0.9)), PROMPTS[:2])
-    assert state.budget.features_bpj.shape[1] == plan.path_rows == 8
-    every_round = replace(plan, num_nodes=1, buckets=())
-    expected = core.decode(trained.weights, copied(state).replace(budget=None), jnp.int32(paused), plan=every_round)
+    assert state.budget.features_bpj.shape[1] == plan.base.path_rows == 8
+    every_round = replace(plan.base, num_nodes=1)
+    expected = core.decode(trained.weights, copied(state.decode), jnp.int32(paused), plan=every_round)
     state = state.replace(budget=state.budget.replace(pause=jnp.int32(paused)))
-    state = core.decode(trained.weights, state, jnp.int32(paused), plan=plan)
-    assert state.rounds_b.tolist() == [paused] * 2 and int(state.budget.pause) == 0
-    assert state.drafter.context.length_b.tolist() != expected.drafter.context.length_b.tolist()
+    state = loops.decode(trained.weights, state, jnp.int32(paused), plan=plan)
+    assert state.decode.rounds_b.tolist() == [paused] * 2 and int(state.budget.pause) == 0
+    assert state.decode.drafter.context.length_b.tolist() != expected.drafter.context.length_b.tolist()
     state = rounds.catch_up(trained.weights, state, plan, jnp.bool_(True))
     assert state.budget.pending_b.tolist() == [0, 0]
+    state = state.decode
     ours, theirs = state.drafter.context, expected.drafter.context
     assert ours.length_b.tolist() == theirs.length_b.tolist() == state.cache.length_b.tolist()
     for mine, other in zip(jax.tree.leaves(ours.groups), jax.tree.leaves(theirs.groups), strict=True):
         for row, length in enumerate(ours.length_b.tolist()):
             np.testing.assert_allclose(mine[row, :, :length], other[row, :, :length], atol=1e-5)
-    drafts = [core.draft(trained.weights, at, plan) for at in (state, expected)]
+    drafts = [core.draft(trained.weights, at, plan.base) for at in (state, expected)]
     np.testing.assert_array_equal(drafts[0].tokens_bn, drafts[1].tokens_bn)
 
 
@@ -237,8 +229,8 @@ def test_after_a_pause_rounds_draft_again(trained, plain, tmp_path):
     plan, state = started(beside(trained, tmp_path / "a.json", table(trained, MIXED, 0.9)), PROMPTS)
     for pause, count in ((3, 5), (11, 14)):
         state = state.replace(budget=state.budget.replace(pause=jnp.int32(pause)))
-        state = core.decode(trained.weights, state, jnp.int32(count), plan=plan)
-    nodes = np.asarray(state.budget.nodes_bs)[:, :19]
+        state = loops.decode(trained.weights, state, jnp.int32(count), plan=plan)
+    nodes, state = np.asarray(state.budget.nodes_bs)[:, :19], state.decode
     assert ((nodes == 1) == (np.arange(19) < 3) | ((np.arange(19) >= 5) & (np.arange(19) < 16)))[0].all()
     for row, prompt in enumerate(PROMPTS):
         written = state.tokens_bs[row, len(prompt) : state.end_b[row]].tolist()
@@ -288,9 +280,9 @@ def test_reliability_is_what_came_true():
     assert float(now.drafted) == budget.PRIOR_TOKENS + 4 and float(now.committed) == budget.PRIOR_TOKENS / 2 + 2
 
 
-def test_nothing_recompiles_when_only_values_change(trained, programs, tmp_path):
+def test_nothing_recompiles_when_only_values_change(trained, tmp_path):
     path = tmp_path / "a.json"
-    model = beside(trained, path, table(trained, MIXED, 0.9), programs=programs)
+    model = beside(trained, path, table(trained, MIXED, 0.9))
     run = lambda prompts, **how: model.generate(prompts, batch_size=4, **AUTO, **how)  # noqa: E731
     for rows in (2, 3, 4):  # host arrays of as many rows are made by programs of their own
         run(PROMPTS[:rows], max_new_tokens=5)
@@ -302,8 +294,9 @@ def test_nothing_recompiles_when_only_values_change(trained, programs, tmp_path)
         calibration.write(path, table(trained, [1.1, 1.2, 1.6, 2.0], 0.8))
         run(PROMPTS, max_new_tokens=9)
         assert not compiled
-        trained.generate(PROMPTS[:1], builder="none", max_new_tokens=2, batch_size=7)
-        assert any("decode" in name for name in compiled), "a batch of another size has a program of its own"
+        programs.clear()
+        run(PROMPTS, max_new_tokens=9)
+        assert {"jit(prefill)", "jit(decode)"} <= {*compiled}, "control: these names are heard of when programs compile"
 
 
 def test_a_round_stays_on_the_device_and_donates_its_state(tmp_path):
@@ -311,30 +304,30 @@ def test_a_round_stays_on_the_device_and_donates_its_state(tmp_path):
     model = beside(pair, tmp_path / "a.json", table(pair, MIXED, 0.9))
     plan, state = started(model, PROMPTS[:2])
     count = jax.device_put(jnp.int32(3))
-    compiled = core.decode.lower(model.weights, state, count, plan=plan).compile()
+    compiled = loops.decode.lower(model.weights, state, count, plan=plan).compile()
     text = compiled.as_text()
     assert text.count("branch_computations={") + text.count("true_computation=") >= 1, "buckets are branches"
     for host in ("callback", "infeed", "outfeed", "send(", "recv("):
         assert host not in text
-    caches = jax.tree.leaves((state.cache.groups, state.drafter.context.groups))
+    caches = jax.tree.leaves((state.decode.cache.groups, state.decode.drafter.context.groups))
     size = sum(array.nbytes for array in caches)
     with jax.transfer_guard("disallow"):
         after = compiled(model.weights, state, count)
     assert all(array.is_deleted() for array in caches)
     assert compiled.memory_analysis().alias_size_in_bytes >= size
-    assert after.rounds_b.tolist() == [3, 3]
+    assert after.decode.rounds_b.tolist() == [3, 3]
 
 
 @pytest.mark.slow
-def test_streaming_and_growing_caches_change_nothing(trained, plain, programs, tmp_path, monkeypatch):
-    model = beside(trained, tmp_path / "a.json", table(trained, MIXED, 0.42), programs=programs)
+def test_streaming_and_growing_caches_change_nothing(trained, plain, tmp_path, monkeypatch):
+    model = beside(trained, tmp_path / "a.json", table(trained, MIXED, 0.42))
     whole = model.generate(PROMPTS[0], max_new_tokens=300, stop_ids=[], **AUTO)[0]
     assert {1} < set(whole.nodes) and whole.ids[:70] == plain["greedy"][0]
     *chunks, result = model.stream(PROMPTS[0], max_new_tokens=300, stop_ids=[], rounds_per_dispatch=5, **AUTO)
     assert (result.ids, result.nodes) == (whole.ids, whole.nodes) and len(chunks) > 20
-    monkeypatch.setattr("treeflash_jax.model.ROOM_AHEAD", 8)
+    monkeypatch.setattr("treeflash_jax.serving.ROOM_AHEAD", 8)
     grown = model.generate(PROMPTS[0], max_new_tokens=300, stop_ids=[], **AUTO)[0]
-    assert any(key[0] is core.grow for key in model.programs) and grown.ids == whole.ids
+    assert programs.compiled(loops.grow) and grown.ids == whole.ids
     for round_index in (0, len(whole.nodes) - 1):
         assert len(whole.tree(round_index).labels) <= whole.nodes[round_index]
 
@@ -348,13 +341,14 @@ def test_eight_devices_answer_as_one(tmp_path):
     how = {"max_new_tokens": 24, "temperature": [0.0, 0.7, 1.0, 0.0], "top_p": [1.0, 0.9, 0.8, 1.0]}
     expected = [result.ids for result in one.generate(prompts, builder="none", **how)]
     for name, seconds, step in (("on", MIXED, 0.9), ("edge", MIXED, 0.42)):
+        programs.clear()
         model = beside(pair, tmp_path / f"{name}.json", table(pair, seconds, step))
         results = model.generate(prompts, **AUTO, **how)
         assert [result.ids for result in results] == expected
         assert max(results[0].nodes) > 1
-        assert len(model.programs) == 2
+        assert len(programs.compiled()) == 2
         [*_, streamed] = model.stream(prompts[0], **AUTO, max_new_tokens=24, rounds_per_dispatch=2)
-        assert streamed.ids == expected[0] and len(model.programs) == 2, "one layout from dispatch to dispatch"
+        assert streamed.ids == expected[0] and len(programs.compiled()) == 2, "one layout from dispatch to dispatch"
 
 
 def test_a_decision_by_hand(trained):
@@ -379,10 +373,10 @@ def test_a_decision_by_hand(trained):
 @pytest.mark.parametrize("changed", ["pair", "device", "mesh", "dtype", "jax", "head", "block_size", "candidates"])
 def test_a_stale_calibration_is_refused(trained, tmp_path, changed):
     path = tmp_path / "a.json"
-    model = beside(trained, path, table(trained, MIXED, 0.9, **{changed: "other"}))
+    model, before = beside(trained, path, table(trained, MIXED, 0.9, **{changed: "other"})), len(programs.compiled())
     with pytest.raises(ValueError, match=f"got a calibration for {changed} 'other', expected") as error:
         model.generate(PROMPTS[0], **AUTO)
-    assert "\n" not in str(error.value) and not model.programs
+    assert "\n" not in str(error.value) and len(programs.compiled()) == before
     calibration.write(path, table(trained, MIXED, 0.9))
     assert model.calibrated(model.plan(GenerateConfig(**AUTO))).identity[changed] != "other"
     assert len(calibration.read(path)) == 2, "the other one is kept"
@@ -407,10 +401,10 @@ def test_weights_of_another_drafter_are_another_pair(trained):
     ],
 )
 def test_mistakes_are_one_line(trained, tmp_path, settings, words):
-    model = beside(trained, tmp_path / "a.json")
+    model, before = beside(trained, tmp_path / "a.json"), len(programs.compiled())
     with pytest.raises(ValueError, match=words) as error:
         model.generate(PROMPTS[0], **settings)
-    assert "\n" not in str(error.value) and not model.programs
+    assert "\n" not in str(error.value) and len(programs.compiled()) == before
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": 0, "entries": []}', '{"schema": 2, "entries": [{"nodes": 1}]}'])

@@ -19,14 +19,17 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import treeflash_jax as tf
 from treeflash_jax import costs as footprints
-from treeflash_jax import devices, loading, vocab
-from treeflash_jax import model as generate
+from treeflash_jax import devices, loading, serving, vocab
+from treeflash_jax import programs as compiled
 from treeflash_jax.bench import memory, programs, shapes
 from treeflash_jax.cli import main
 from treeflash_jax.costs import Footprint, check_memory, footprint, memory_limit
+from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan
+from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.drafters.block.heads import DraftSettings
 from treeflash_jax.formats import models
+from treeflash_jax.planning import Row
 
 PAIR = DATA / "conformance" / "b_trained"
 FOLDERS = ["--shape", str(PAIR / "verifier"), "--drafter-shape", str(PAIR / "drafter" / "config.json")]
@@ -44,9 +47,9 @@ def bytes_on_one_device(tree) -> int:
 def state_of(model, batch: int, capacity: int, plan: DecodePlan):
     """A real state after prefill: `batch` one-token prompts in caches of `capacity` positions."""
     config = tf.GenerateConfig(max_new_tokens=4)
-    row = generate.Row(index=0, ids=[1], temperature=0.0, top_k=0, top_p=1.0, seed=0)
-    inputs = model._inputs([row] * batch, batch, capacity, config)
-    return model._call(generate.core.prefill, (model.weights, *inputs), generate.Clock(), plan=plan.for_prefill())
+    row = Row(index=0, ids=[1], temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    inputs = model.inputs([row] * batch, config, size=batch, capacity=capacity)
+    return Runner(plan, model.weights, model.mesh).prefill(inputs)
 
 
 def plan_of(nodes: int, **sizes) -> DecodePlan:
@@ -373,18 +376,18 @@ class Computed(Exception):
     """A request went through."""
 
 
-def refuse_to_compute(monkeypatch, model):
+def refuse_to_compute(monkeypatch):
     def call(*_, **__):
         raise Computed
 
-    monkeypatch.setattr(model, "_call", call)
+    monkeypatch.setattr(compiled, "call", call)
 
 
 def test_impossible_requests_are_refused_before_any_compute(monkeypatch, trained):
-    refuse_to_compute(monkeypatch, trained)
+    refuse_to_compute(monkeypatch)
     model = trained
     one = footprint(model.verifier, model.drafter, dtype=jnp.float32, batch=2, capacity=256)
-    monkeypatch.setattr(generate, "memory_limit", lambda mesh: one.total)
+    monkeypatch.setattr(serving, "memory_limit", lambda mesh: one.total)
     words = r"verifier \+ .* drafter \+ .* caches = .* on a device of .* \(1 device\)"
     with pytest.raises(ValueError, match=words):
         model.generate([[1], [2]], max_new_tokens=500)
@@ -397,7 +400,7 @@ def test_impossible_requests_are_refused_before_any_compute(monkeypatch, trained
     for prompts, settings in (([[1], [2]], {}), ([[1]] * 6, {"batch_size": 1}), ([[1]], {"max_new_tokens": 500})):
         with pytest.raises(Computed):
             model.generate(prompts, **{"max_new_tokens": 8} | settings)
-    monkeypatch.setattr(generate, "memory_limit", lambda mesh: one.total - one.drafter_cache)
+    monkeypatch.setattr(serving, "memory_limit", lambda mesh: one.total - one.drafter_cache)
     with pytest.raises(Computed):
         model.generate([[1], [2]], builder="none", max_new_tokens=8)
     with pytest.raises(ValueError, match="caches"):
@@ -405,14 +408,14 @@ def test_impossible_requests_are_refused_before_any_compute(monkeypatch, trained
 
 
 def test_no_batch_holds_the_caches_of_the_one_before(monkeypatch, trained):
-    call, held = trained._call, []
+    call, held = compiled.call, []
 
     def counted(function, *args, **static):
-        if function is generate.core.prefill:
+        if function is core.prefill:
             held.append(sum(x.shape[1:3] == (trained.verifier.num_kv_heads, 256) for x in jax.live_arrays()))
         return call(function, *args, **static)
 
-    monkeypatch.setattr(trained, "_call", counted)
+    monkeypatch.setattr(compiled, "call", counted)
     trained.generate([[1]] * 3, max_new_tokens=4, batch_size=1, builder="none")
     assert held == [held[0]] * 3
 
@@ -426,9 +429,9 @@ def test_a_mesh_shares_what_one_device_cannot_hold(monkeypatch):
     with pytest.raises(ValueError, match=r"\(mesh 4 x 2\)"):
         check_memory(shared, shared.total - 1, mesh)
     asked = []
-    monkeypatch.setattr(generate, "memory_limit", lambda mesh: asked.append(mesh) or shared.total)
+    monkeypatch.setattr(serving, "memory_limit", lambda mesh: asked.append(mesh) or shared.total)
     model = random_pair(mesh)
-    refuse_to_compute(monkeypatch, model)
+    refuse_to_compute(monkeypatch)
     with pytest.raises(Computed):
         model.generate([[1]] * 3, max_new_tokens=4)
     with pytest.raises(ValueError, match="mesh 4 x 2"):  # five rows are padded to eight

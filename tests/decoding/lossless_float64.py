@@ -20,7 +20,7 @@ jax.config.update("jax_enable_x64", True)
 
 import jax.numpy as jnp  # noqa: E402
 
-from treeflash_jax import params  # noqa: E402
+from treeflash_jax import params, programs  # noqa: E402
 from treeflash_jax.adaptive import calibration  # noqa: E402
 from treeflash_jax.batching import capacity_bucket  # noqa: E402
 from treeflash_jax.drafters.block import backbone as dflash  # noqa: E402
@@ -44,7 +44,6 @@ CORE = [draft for draft in DRAFTS if draft.get("nodes") == 16 or draft["builder"
 def main(which: list[dict]) -> None:
     trained = load(verifier=PAIR / "verifier", drafter=PAIR / "drafter", dtype=jnp.float64)
     linear_config = replace(trained.drafter, head="linear")
-    programs: dict = {}
     counts = {"cases": 0, "tokens": 0, "rounds": 0, "stops_inside_a_path": 0, "cut_at_the_limit": 0, "nearly_full": 0}
     draw = random.Random(0)
 
@@ -74,8 +73,6 @@ def main(which: list[dict]) -> None:
                 stop_ids=(2,),
             ),
         }
-        for model in made.values():
-            model.programs = programs
         return made
 
     def check(made: dict[str, TreeFlash], prompts: list[list[int]], settings: dict, drafts: list[dict]) -> None:
@@ -145,12 +142,11 @@ def main(which: list[dict]) -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         trained_pair.budget = Path(folder) / "budget.json"
-        trained_pair.programs = dict(programs)
         calibration.write(trained_pair.budget, entry)
         settings = {"max_new_tokens": 60, "temperature": [0.0, 0.7, 1.3, 0.0, 1.3]}
         check(made, prompts, settings, [{"nodes": "auto", "head": "mlp"}])
 
-    counts |= {"programs": len(programs), "tau": counts["tokens"] / max(counts["rounds"], 1)}
+    counts |= {"programs": len(programs.compiled()), "tau": counts["tokens"] / max(counts["rounds"], 1)}
     print(json.dumps(counts))
 
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import needs_8_devices, random_pair
 from test_budget import AUTO, MIXED, beside, table
 
-from treeflash_jax import make_mesh
+from treeflash_jax import make_mesh, programs
 from treeflash_jax.batching import Places
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.planning import rows_of
@@ -30,17 +30,17 @@ SETTINGS = {
 def test_answers_do_not_depend_on_who_else_is_decoded(trained, name):
     how = {"max_new_tokens": 24, "stop_ids": [3, 7, 11, 20, 33, 40], **SETTINGS[name]}
     whole = trained.generate(PROMPTS, batch_size=7, **how)
-    before = set(trained.programs)
+    before = len(programs.compiled())
     few = trained.generate(PROMPTS, batch_size=2, **how)
     assert [result.ids for result in few] == [result.ids for result in whole]
     assert [result.accept_lengths for result in few] == [result.accept_lengths for result in whole]
     assert len({len(result.ids) for result in few}) > 1, "sequences have to finish at different times"
-    added = [key[0].__name__ for key in trained.programs if key not in before]
+    added = [program.function.__name__ for program in programs.compiled()[before:]]
     assert all(added.count(name) <= most for name, most in (("decode", 1), ("admit", 1), ("prefill", 2)))
-    count = len(trained.programs)
+    count = len(programs.compiled())
     again = dict(trained.generate_each(PROMPTS, batch_size=2, **how))
     assert [again[i].ids for i in range(len(PROMPTS))] == [result.ids for result in whole]
-    assert len(trained.programs) == count
+    assert len(programs.compiled()) == count
 
 
 def test_answers_come_as_they_finish(trained):
@@ -84,7 +84,7 @@ def test_admission_writes_the_replaced_sequences_only():
     state, fresh = (
         core.prefill(
             model.weights,
-            *model._inputs(rows_of(prompts, settings, model.verifier), len(prompts), 256, settings),
+            *model.inputs(rows_of(prompts, settings, model.verifier), settings, size=len(prompts), capacity=256),
             plan=plan.for_prefill(),
         )
         for prompts in ([[1, 2], [3, 4], [5]], [[6, 7, 8], [9]])
@@ -92,10 +92,10 @@ def test_admission_writes_the_replaced_sequences_only():
     old = [np.asarray(x) for x in (state.tokens_bs, state.cache.groups[0][0].keys_bkse)]
     new = [np.asarray(x) for x in (fresh.tokens_bs, fresh.cache.groups[0][0].keys_bkse)]
     places = jnp.array([2, -1])
-    compiled = core.admit.lower(model.weights, state, fresh, places, plan=plan).compile()
+    compiled = core.admit.lower(state, fresh, places).compile()
     entry = compiled.as_text()
     assert not re.findall(r"= f32\[3,2,256,8\]\S* copy\(", entry)
-    after = compiled(model.weights, state, fresh, places)
+    after = compiled(state, fresh, places)
     for x, before, came in zip((after.tokens_bs, after.cache.groups[0][0].keys_bkse), old, new, strict=True):
         np.testing.assert_array_equal(np.asarray(x)[:2], before[:2])
         np.testing.assert_array_equal(np.asarray(x)[2], came[0])

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from conftest import compilations, random_pair
 
-from treeflash_jax import clock
-from treeflash_jax import model as generate
+from treeflash_jax import TreeFlash, clock, programs, serving
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.planning import draft_temperature, rows_of
@@ -66,10 +65,10 @@ def test_tau_counts_only_tokens_of_the_answer(trained, greedy):
 def test_a_growing_cache_changes_nothing(trained, monkeypatch):
     settings = {"max_new_tokens": 300, "temperature": 0.7, "stop_ids": [], **TREE}
     roomy = trained.generate(PROMPT, **settings)[0]
-    monkeypatch.setattr(generate, "ROOM_AHEAD", 8)
-    before = len(trained.programs)
+    monkeypatch.setattr(serving, "ROOM_AHEAD", 8)
+    before = len(programs.compiled(core.grow))
     grown = trained.generate(PROMPT, **settings)[0]
-    assert any(key[0] is core.grow for key in list(trained.programs)[before:])
+    assert len(programs.compiled(core.grow)) > before
     assert grown.ids == roomy.ids and len(grown.ids) == 300
     assert grown.accept_lengths == roomy.accept_lengths
 
@@ -111,8 +110,9 @@ def test_nothing_recompiles_when_only_values_change(trained):
         for number in range(50):
             run(1 + number % 4)
         assert not compiled
-        run(2, builder="none", batch_size=7)
-        assert any("decode" in name for name in compiled), "a batch of another size has a program of its own"
+        programs.clear()
+        run(1)
+        assert {"jit(prefill)", "jit(decode)"} <= {*compiled}, "control: these names are heard of when programs compile"
 
 
 def test_a_round_stays_on_the_device_and_donates_its_state():
@@ -120,7 +120,7 @@ def test_a_round_stays_on_the_device_and_donates_its_state():
     settings = GenerateConfig(max_new_tokens=20, nodes=8, candidates=4, children=4)
     plan = model.plan(settings)
     rows = rows_of([[1, 2, 3], [4, 5]], settings, model.verifier)
-    inputs = model._inputs(rows, 2, 256, settings)
+    inputs = model.inputs(rows, settings, size=2, capacity=256)
     state = core.prefill(model.weights, *inputs, plan=plan.for_prefill())
     rounds = jax.device_put(jnp.int32(3))
     compiled = core.decode.lower(model.weights, state, rounds, plan=plan).compile()
@@ -153,7 +153,7 @@ def test_no_loop_copies_a_cache(builder, batch):
     model = random_pair()
     settings = GenerateConfig(builder=builder, max_new_tokens=20, nodes=8, candidates=4, children=4)
     plan = model.plan(settings)
-    inputs = model._inputs(rows_of([[1, 2, 3]] * batch, settings, model.verifier), batch, 256, settings)
+    inputs = model.inputs(rows_of([[1, 2, 3]] * batch, settings, model.verifier), settings, size=batch, capacity=256)
     prefill = core.prefill.lower(model.weights, *inputs, plan=plan.for_prefill()).compile()
     state = prefill(model.weights, *inputs)
     [shape] = {x.shape for x in jax.tree.leaves(state.cache.groups)}  # the drafter's cache has the same
@@ -241,11 +241,11 @@ def test_capacity_ladder():
     ],
 )
 def test_bad_settings_are_refused_before_any_compute(trained, settings, words):
-    before = len(trained.programs)
+    before = len(programs.compiled())
     with pytest.raises(ValueError, match=words.replace("+", r"\+")) as error:
         trained.generate(PROMPT, **settings)
     assert "\n" not in str(error.value)
-    assert len(trained.programs) == before
+    assert len(programs.compiled()) == before
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,24 @@ def test_bad_prompts_are_refused(trained, prompts, words):
         trained.generate(prompts)
 
 
+def test_models_of_equal_sizes_share_programs():
+    """Other weights, another model: values, as everything else that shapes no program."""
+    programs.clear()
+    model = random_pair()
+    other = TreeFlash(model.verifier, jax.tree.map(lambda x: -x, model.weights), drafter=model.drafter)
+    how = {"nodes": 4, "candidates": 4, "children": 4, "max_new_tokens": 9, "stop_ids": []}
+    [first] = model.generate(PROMPT, **how)
+    compiled = programs.compiled()
+    assert {program.function for program in compiled} == {core.prefill, core.decode} and first.compile_seconds > 0
+    [second] = other.generate(PROMPT, **how)
+    assert programs.compiled() == compiled and second.compile_seconds == 0
+    assert second.ids != first.ids
+    other.generate(PROMPT, **how | {"nodes": 5})
+    assert len(programs.compiled()) == len(compiled) + 1, "a tree of another size has a program of its own"
+
+
 def test_after_a_warmup_nothing_compiles(monkeypatch, caplog):
+    programs.clear()
     monkeypatch.setattr(clock, "SILENT_SECONDS", 0.0)
     model = random_pair()
     settings = {"nodes": 4, "candidates": 4, "children": 4, "max_new_tokens": 20}
@@ -265,10 +282,10 @@ def test_after_a_warmup_nothing_compiles(monkeypatch, caplog):
     assert model.warmup(prompt_tokens=30, num_prompts=3, **settings) > 0
     [note] = [record.message for record in caplog.records]
     assert note.startswith("compiling, once for this batch size, length and tree")
-    programs = dict(model.programs)
-    assert {key[0] for key in programs} == {core.prefill, core.decode, core.admit}
+    compiled = programs.compiled()
+    assert {program.function for program in compiled} == {core.prefill, core.decode, core.admit}
     results = model.generate([PROMPT, [7, 8], [9]], temperature=[0.0, 0.9, 0.0], stop_ids=[1, 2], **settings)
-    assert model.programs == programs and [result.compile_seconds for result in results] == [0, 0, 0]
+    assert programs.compiled() == compiled and [result.compile_seconds for result in results] == [0, 0, 0]
     assert model.warmup(prompt_tokens=30, num_prompts=3, **settings) == 0
     for sizes, words in (({"prompt_tokens": 0}, "prompt_tokens 0"), ({"prompt_tokens": 5000}, "5000 prompt tokens")):
         with pytest.raises(ValueError, match=words):

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import treeflash_jax as tf
+from treeflash_jax import programs, serving
 from treeflash_jax.decoding import loops as core
 
 CHAT = [{"role": "user", "content": "Nora has 4 boxes with 6 cups in each box. She breaks 5 cups. How many cups are left?"}]
@@ -74,8 +75,8 @@ def test_a_drawn_tree_holds_the_accepted_path(tiny, answer):
 
 
 def test_an_interrupt_keeps_what_there_is(tiny, monkeypatch, answer):
-    monkeypatch.setattr(tf.generate, "ROUNDS_PER_DISPATCH", 2)
-    call, calls = tiny._call, []
+    monkeypatch.setattr(serving, "ROUNDS_PER_DISPATCH", 2)
+    call, calls = programs.call, []
 
     def interrupted_later(function, *args, **static):
         calls.append(function)
@@ -83,7 +84,7 @@ def test_an_interrupt_keeps_what_there_is(tiny, monkeypatch, answer):
             raise KeyboardInterrupt
         return call(function, *args, **static)
 
-    monkeypatch.setattr(tiny, "_call", interrupted_later)
+    monkeypatch.setattr(programs, "call", interrupted_later)
     results = tiny.generate([CHAT, CHAT], max_new_tokens=40, batch_size=1, **TREE)
     assert [result.finished for result in results] == ["interrupted", "interrupted"]
     assert 1 < len(results[0].ids) < 40 and (results[1].ids, results[1].text) == ([], "")

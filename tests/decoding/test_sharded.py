@@ -9,7 +9,7 @@ import pytest
 from conftest import RANDOM_MODEL, needs_8_devices, random_pair
 from jax.sharding import PartitionSpec
 
-from treeflash_jax import make_mesh
+from treeflash_jax import make_mesh, programs
 from treeflash_jax.decoding import loops as core
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
@@ -37,10 +37,6 @@ def expected():
     return [result.ids for result in random_pair().generate(PROMPTS, builder="none", **SETTINGS)]
 
 
-def programs(model, function) -> list:
-    return [compiled for key, compiled in model.programs.items() if key[0] is function]
-
-
 def test_eight_devices_answer_as_one(sharded, expected):
     tree = sharded.generate(PROMPTS, **TREE, **SETTINGS)
     plain = sharded.generate(PROMPTS, builder="none", **SETTINGS)
@@ -53,32 +49,33 @@ def test_weights_and_caches_are_sharded(sharded):
     assert weights.verifier["embed"].sharding.spec == PartitionSpec("model", None)
     assert weights.verifier["groups"][0][0]["q"].sharding.spec == PartitionSpec(None, "model", None)
     assert weights.drafter["head"]["token_ug"].sharding.spec == PartitionSpec(None, None, "model")
+    programs.clear()
     [*_, result] = sharded.stream(PROMPTS[0], **TREE, max_new_tokens=4)
     assert result.ids
-    compiled = programs(sharded, core.decode)[0]
-    state = compiled.output_shardings
+    state = programs.compiled(core.decode)[-1].run.output_shardings
     for cache in (state.cache, state.drafter.context):
         for sharding in jax.tree.leaves(cache.groups):
             assert sharding.spec[:2] == ("data", "model")
 
 
 def test_no_round_gathers_logits_or_caches(sharded, expected):
+    programs.clear()
     sharded.generate(PROMPTS, **TREE, **SETTINGS)
-    assert_small_gathers(sharded)
+    assert_small_gathers()
 
 
 def test_heads_that_the_mesh_does_not_divide_are_replicated_not_gathered(expected):
     model = random_pair(make_mesh(2, 4))  # two key/value heads over four devices
-    before = len(model.programs)
+    programs.clear()
     [*_, result] = model.stream(PROMPTS[0], **TREE, max_new_tokens=24, rounds_per_dispatch=2)
     assert result.ids == expected[0]
-    assert len(model.programs) == before + 2, "prefill and decode: a program hands on the layout that the next one takes"
-    assert_small_gathers(model)
+    assert len(programs.compiled()) == 2, "prefill and decode: a program hands on the layout that the next one takes"
+    assert_small_gathers()
 
 
-def assert_small_gathers(model) -> None:
+def assert_small_gathers() -> None:
     """Candidates of the vocabulary's shards travel in a round, but no row of logits and no cache."""
-    text = "".join(compiled.as_text() for compiled in programs(model, core.decode))
+    text = "".join(program.run.as_text() for program in programs.compiled(core.decode))
     gathered = re.findall(r"= \(?\w+\[([\d,]*)\][^=]* all-gather", text)
     assert gathered, "top-k over a sharded vocabulary gathers its candidates"
     for shape in gathered:
@@ -88,11 +85,11 @@ def assert_small_gathers(model) -> None:
 
 
 def test_streaming_on_a_mesh_compiles_once(sharded):
-    before = len(sharded.programs)
+    before = len(programs.compiled())
     settings = TREE | {"nodes": 7}
     list(sharded.stream(PROMPTS[0], **settings, max_new_tokens=24, rounds_per_dispatch=2))
-    assert len(sharded.programs) <= before + 2
-    before = len(sharded.programs)
+    assert len(programs.compiled()) <= before + 2
+    before = len(programs.compiled())
     chunks = list(sharded.stream(PROMPTS[1], **settings, max_new_tokens=20, rounds_per_dispatch=3))
     assert len(chunks) > 3
-    assert len(sharded.programs) == before
+    assert len(programs.compiled()) == before

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import random_pair
 
-from treeflash_jax import GenerateConfig, TreeFlash, make_mesh
+from treeflash_jax import GenerateConfig, TreeFlash, make_mesh, programs
 from treeflash_jax.bench import rules as comparison
 from treeflash_jax.bench import run
 from treeflash_jax.bench.run import parse_systems
@@ -76,20 +76,22 @@ def test_hot_rows_get_the_builder_measured_for_the_drafter(model):
 def test_answers_do_not_depend_on_the_batch_or_on_devices_and_values_do_not_recompile(model):
     sampling = {"temperature": [0.7, 1.0, 0.0, 1.0], "top_p": [1.0, 0.9, 1.0, 1.0], "seed": 5}
     together = [result.ids for result in model.generate(PROMPTS, **HYBRID, **TREE, **sampling)]
-    before = len(model.programs)
+    before = len(programs.compiled())
     other = {"temperature": 1.2, "seed": 6, "drafter_temperature": 0.7}
     assert [result.ids for result in model.generate(PROMPTS, **HYBRID, **TREE, **other)] != together
-    assert len(model.programs) == before
-    sharded = random_pair(make_mesh(4, 2))
+    assert len(programs.compiled()) == before
+    sharded, before = random_pair(make_mesh(4, 2)), len(programs.compiled(core.decode))
     assert [result.ids for result in sharded.generate(PROMPTS, **HYBRID, **TREE, **sampling)] == together
-    [text] = [compiled.as_text() for key, compiled in sharded.programs.items() if key[0] is core.decode]
+    [text] = [program.run.as_text() for program in programs.compiled(core.decode)[before:]]
     assert not any(host in text for host in ("callback", "infeed", "outfeed"))
 
 
 def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_noise(model):
     config = GenerateConfig(**TREE)
     rows = rows_of(PROMPTS[:1], config, model.verifier)
-    state = core.prefill(model.weights, *model._inputs(rows, 1, 256, config), plan=model.plan(config).for_prefill())
+    state = core.prefill(
+        model.weights, *model.inputs(rows, config, size=1, capacity=256), plan=model.plan(config).for_prefill()
+    )
     later = state.replace(cache=state.cache.replace(length_b=state.cache.length_b + 1))
     keys = [
         jax.random.key_data(rounds._round_keys(at, stream)).tolist()
@@ -121,10 +123,10 @@ def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_nois
     ],
 )
 def test_what_cannot_be_served_is_refused_before_any_compute(model, settings, words):
-    before = len(model.programs)
+    before = len(programs.compiled())
     with pytest.raises(ValueError, match=words):
         model.generate(PROMPTS, **settings)
-    assert len(model.programs) == before
+    assert len(programs.compiled()) == before
 
 
 def test_rules_that_suit_the_builder_are_the_default():

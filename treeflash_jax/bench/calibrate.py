@@ -15,7 +15,7 @@ mesh, JAX version or pair, or with other draft settings, are kept in the same fi
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,12 +29,15 @@ import treeflash_jax as tf
 from treeflash_jax import devices
 from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive import calibration
+from treeflash_jax.adaptive.loops import decode as adaptive_decode
+from treeflash_jax.adaptive.runner import AdaptiveRunner
+from treeflash_jax.adaptive.state import AdaptivePlan, AdaptiveState
 from treeflash_jax.arguments import add_fields, values_of
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench.floors import Work
 from treeflash_jax.bench.progress import Progress
 from treeflash_jax.bench.prompts import BUNDLED, FORMATS, draw, empty_chat, read_prompts
-from treeflash_jax.bench.stages import ROUNDS, TREE, Bench, divide, slots_for
+from treeflash_jax.bench.stages import ROUNDS, TREE, Bench, copied, divide, slots_for
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState
@@ -178,7 +181,7 @@ def accept(
         progress.detail(f"{first} of them done")
         rows = rows_of(chats[first : first + ROWS], config, model.verifier)
         size = max(row.length for row in rows) + config.max_new_tokens + plan.path_rows + 1
-        inputs = model._inputs(rows, ROWS, capacity_bucket(size), config)
+        inputs = model.inputs(rows, config, size=ROWS, capacity=capacity_bucket(size))
         with meshes.ambient(model.mesh):
             state = core.prefill(model.weights, *inputs, plan=plan.for_prefill())
             while not np.all(meshes.to_host(state.done_b)):
@@ -207,7 +210,7 @@ def time(
     progress: Progress,
 ) -> tuple[list[float], list[float], float]:
     """Median seconds of rounds by nodes, of building their trees, and of a one-token round."""
-    plans = [replace(plan, num_nodes=nodes[-1], buckets=(n,)) for n in nodes]
+    plans = [replace(plan, num_nodes=n) for n in nodes]
     progress.step(f"compiling rounds at batch {batch}, context {context}")
     bench = Rounds(model, plans, batch=batch, context=context, tell=progress.detail)
     progress.step(f"timing them at batch {batch}, context {context}")
@@ -217,30 +220,42 @@ def time(
 
 
 class Rounds(Bench):
-    """`Bench` of one-token rounds, rounds that take one bucket each, and trees of as many nodes; nothing else."""
+    """`Bench` of one-token rounds, rounds that build the largest tree and take one bucket, and trees of as many nodes."""
 
     def _build(self, prompts: tuple[Any, ...], works: dict[DecodePlan, dict[str, Work]], tokens: int) -> None:
-        first, weights, one = self.plans[0], self.weights, jnp.int32(1)
-        state = self._compile(core.prefill, weights, *prompts, plan=first.for_prefill()).result().run(weights, *prompts)
+        largest, weights, one = self.plans[-1], self.weights, jnp.int32(1)
+        prefill = self._compile(core.prefill, weights, *prompts, plan=largest.for_prefill()).result()
+        self.slots, self.marks = divide(prefill.run(weights, *prompts))
         always = calibration.Decision(
-            buckets=first.buckets, positions=[1], round_seconds=np.ones((1, 1)), step_seconds=np.full(1, 1e9),
+            buckets=(largest.num_nodes,), positions=[1], round_seconds=np.ones((1, 1)), step_seconds=np.full(1, 1e9),
             reliability=1.0, speedup=1e9,
         )  # fmt: skip
-        self.slots, self.marks = divide(state.replace(budget=self.model._budget(first, always, state)))
-        state = self.state
+        runner = AdaptiveRunner(plan=largest, weights=weights, mesh=self.model.mesh, decision=always)
+        self.budget, state = runner.begin(self.state).budget, self.state
 
-        plain = state.replace(drafter=None, budget=None)
-        step = self._compile(core.decode, weights, plain, one, plan=first.one_token())
-        wholes = [self._compile(core.decode, weights, state, one, plan=plan) for plan in self.plans]
-        expander = EXPANDER(weights, state, plan=first)
-        sizes = [replace(plan, num_nodes=plan.buckets[0], buckets=()) for plan in self.plans]
-        builds = [self._compile(TREE, state, expander, plan=plan) for plan in sizes]
+        plain, whole = state.replace(drafter=None), AdaptiveState(state, self.budget)
+        step = self._compile(core.decode, weights, plain, one, plan=largest.one_token())
+        adaptive = [AdaptivePlan(base=largest, buckets=(plan.num_nodes,)) for plan in self.plans]
+        wholes = [self._compile(adaptive_decode, weights, whole, one, plan=plan) for plan in adaptive]
+        expander = EXPANDER(weights, state, plan=largest)
+        builds = [self._compile(TREE, state, expander, plan=plan) for plan in self.plans]
 
-        self._add("step", None, step.result(), works[first], self._rounds, False, least=4, most=ROUNDS)
-        for plan, build, whole in zip(sizes, builds, wholes, strict=True):
+        work = works[largest]
+        self._add("step", None, step.result(), work, self._rounds, False, least=4, most=ROUNDS)
+        for plan, build, whole in zip(self.plans, builds, wholes, strict=True):
             nodes = plan.num_nodes
-            self._add("tree", nodes, build.result(), works[first], self._again, lambda: (self.state, expander))
-            self._add("round", nodes, whole.result(), works[first], self._rounds, True, least=4, most=ROUNDS)
+            self._add("tree", nodes, build.result(), work, self._again, lambda: (self.state, expander))
+            self._add("round", nodes, whole.result(), work, self._rounds, True, least=4, most=ROUNDS)
+
+    def _rounds(self, run: Callable[..., Any], drafts: bool, calls: int) -> Callable[[], Any]:
+        if not drafts:
+            return super()._rounds(run, drafts, calls)
+        budget = jax.block_until_ready(copied(self.budget))  # donated
+
+        def adaptive(weights: Any, state: DecodeState, count: jax.Array) -> DecodeState:
+            return run(weights, AdaptiveState(state, budget), count).decode
+
+        return super()._rounds(adaptive, drafts, calls)
 
 
 @partial(jax.jit, static_argnames="plan")

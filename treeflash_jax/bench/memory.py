@@ -39,7 +39,7 @@ from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
 from treeflash_jax.devices import GPU_MEMORY, TPU_MEMORY
 from treeflash_jax.drafters.block.config import DrafterConfig
-from treeflash_jax.model import STOP_SLOTS
+from treeflash_jax.inputs import STOP_SLOTS
 from treeflash_jax.planning import plan_of, resolve
 from treeflash_jax.settings import DraftConfig, GenerateConfig, RuntimeConfig, TreeConfig
 from treeflash_jax.verifiers import forward as verifier

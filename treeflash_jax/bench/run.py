@@ -358,7 +358,10 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
     drafts = asdict(config.group(DraftConfig)) | asdict(config.group(TreeConfig)) | {"drafter_temperature_rule": None}
     if plan.drafts:
         fixed = config.drafter_temperature
-        drafts |= asdict(plan.draft) | {"acceptance": plan.rule, "nodes": "auto" if plan.buckets else plan.num_nodes}
+        drafts |= asdict(plan.draft) | {
+            "acceptance": plan.rule,
+            "nodes": "auto" if config.nodes == "auto" else plan.num_nodes,
+        }
         drafts |= {"drafter_temperature": fixed or model.drafter.drafter_temperature}
         drafts |= {"drafter_temperature_rule": "fixed" if fixed else "max(it, min(T, 1))"}
         drafts |= {} if BUILDERS[plan.builder].draws else dict.fromkeys("branches trunk skeleton leaves".split())

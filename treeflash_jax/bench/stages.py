@@ -56,7 +56,7 @@ def COMMIT(weights, slots, marks, verified, accepted, plan):
     return divide(core.pin(commit_path(weights, unite(slots, marks), verified, accepted, plan)))
 
 
-_copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 def divide(state: DecodeState) -> tuple[DecodeState, DecodeState]:
@@ -183,7 +183,7 @@ class Bench:
         positions, self.capacity = slots_for(context, plans)
         config = GenerateConfig(max_new_tokens=positions - context, temperature=temperature, stop_ids=())
         ids = np.random.default_rng(0).integers(0, model.verifier.vocab_size, (batch, context)).tolist()
-        prompts = model._inputs(rows_of(ids, config, model.verifier), batch, self.capacity, config)
+        prompts = model.inputs(rows_of(ids, config, model.verifier), config, size=batch, capacity=self.capacity)
         sizes = {"batch": batch, "context": context, "dtype": model.dtype, "mesh": model.mesh}
         sizes["quantize"] = model.quantize
         works = {plan: stage_work(plan, **sizes) for plan in self.plans}
@@ -311,12 +311,12 @@ class Bench:
 
     def _rounds(self, run: Callable[..., Any], drafts: bool, calls: int) -> Callable[[], Any]:
         """So many rounds in one dispatch, from where the prompts ended."""
-        marks = jax.block_until_ready(_copy(self.marks))  # donated
+        marks = jax.block_until_ready(copied(self.marks))  # donated
         state, count = unite(self.slots, marks), jnp.int32(calls)
 
         def enqueue() -> Any:
-            out = run(self.weights, state if drafts else state.replace(drafter=None, budget=None), count)
-            self.slots = divide(out if drafts else out.replace(drafter=state.drafter, budget=state.budget))[0]
+            out = run(self.weights, state if drafts else state.replace(drafter=None), count)
+            self.slots = divide(out if drafts else out.replace(drafter=state.drafter))[0]
             return out
 
         return enqueue

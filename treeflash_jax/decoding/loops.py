@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,12 @@ from jax import lax
 
 from treeflash_jax import drafters, trees
 from treeflash_jax import mesh as meshes
-from treeflash_jax.adaptive import budget as budgets
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights, pin
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers import forward as verifier
+
+State = TypeVar("State")
 
 
 @partial(jax.jit, static_argnames=("plan",))
@@ -103,9 +105,7 @@ def decode(
 ) -> DecodeState:
     """Runs rounds until enough sequences are done, `max_rounds` have run, or the next round might not fit the caches.
 
-    The state is donated. Nothing leaves the device in between. Where rounds choose their nodes, drafted and
-    one-token rounds are loops of their own inside it: a branch that commits would copy the caches, a loop that does not
-    run copies nothing.
+    The state is donated. Nothing leaves the device in between.
 
     Args:
       weights: parameters.
@@ -115,48 +115,52 @@ def decode(
       plan: static.
     """
     enough = state.done_b.size if enough is None else enough
-
-    def goes_on(carry):
-        state, count = carry
-        return (jnp.sum(state.done_b) < enough) & (count < max_rounds) & fits(state, plan)
-
-    def run(one_round: Callable[..., DecodeState], carry, holds: Callable = goes_on):
-        def step(carry):
-            state, count = carry
-            return pin(one_round(weights, pin(state), plan)), count + 1
-
-        return lax.while_loop(holds, step, carry)
-
-    def turn(carry):
-        carry = run(rounds.step_round, carry, lambda c: goes_on(c) & (c[0].budget.pause > 0) & ~c[0].budget.is_full)
-        state, count = carry
-        wanted = goes_on(carry) & ((state.budget.pause == 0) | state.budget.is_full)
-        carry = pin(rounds.catch_up(weights, state, plan, wanted)), count
-        return run(rounds.choosing_round, carry, lambda c: goes_on(c) & (c[0].budget.pause == 0))
-
     carry = pin(state), jnp.zeros_like(max_rounds)
-    if not plan.buckets:
-        return run(rounds.decode_round, carry)[0]
-    return lax.while_loop(goes_on, turn, carry)[0]
+    one_round = lambda state: rounds.decode_round(weights, state, plan)  # noqa: E731
+    return repeat(one_round, carry, lambda carry: goes_on(*carry, max_rounds, enough, plan), pin)[0]
 
 
-@partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
-def admit(weights: Weights, state: DecodeState, fresh: DecodeState, slots_a: jax.Array, plan: DecodePlan) -> DecodeState:
+def repeat(
+    one_round: Callable[[State], State],
+    carry: tuple[State, jax.Array],
+    holds: Callable[[tuple[State, jax.Array]], jax.Array],
+    pin: Callable[[State], State],
+) -> tuple[State, jax.Array]:
+    """Runs rounds while a condition holds.
+
+    Args:
+      one_round: a state -> the state after a round.
+      carry: the state, and how many rounds have run.
+      holds: whether another round runs.
+      pin: constrains a state to its layout on the ambient mesh.
+    """
+
+    def step(carry):
+        state, count = carry
+        return pin(one_round(pin(state))), count + 1
+
+    return lax.while_loop(holds, step, carry)
+
+
+def goes_on(
+    state: DecodeState, count: jax.Array, max_rounds: jax.Array, enough: jax.Array | int, plan: DecodePlan
+) -> jax.Array:
+    """Whether `decode` runs another round after `count` of them."""
+    fits = jnp.max(state.end_b) + plan.path_rows <= state.capacity
+    return (jnp.sum(state.done_b) < enough) & (count < max_rounds) & fits
+
+
+@partial(jax.jit, donate_argnames=("state",))
+def admit(state: DecodeState, fresh: DecodeState, slots_a: jax.Array) -> DecodeState:
     """Puts sequences that have just read their prompts into the places of sequences that are done.
 
     The state is donated; of the caches, only the rows that are replaced are written.
 
     Args:
-      weights: parameters.
       state: of the sequences being decoded.
       fresh: what `prefill` gave for the new ones, with caches of the same capacity.
       slots_a: int32, where each of the first sequences of `fresh` goes; -1 ends the list.
-      plan: static.
     """
-    budget = state.budget
-    if budget is not None:  # the drafter sees what it has put off, so that all sequences have equally much pending: nothing
-        state = rounds.catch_up(weights, state, plan, jnp.bool_(True))
-        budget = budgets.forget(state.budget, jnp.any(jnp.arange(state.end_b.size)[:, None] == slots_a, axis=1))
 
     def put(index, state):
         def one(x: jax.Array, new: jax.Array) -> jax.Array:
@@ -165,19 +169,13 @@ def admit(weights: Weights, state: DecodeState, fresh: DecodeState, slots_a: jax
 
         return pin(jax.tree.map(one, state, fresh))
 
-    state = lax.fori_loop(0, jnp.sum(slots_a >= 0), put, pin(state.replace(budget=None)))
-    return pin(state.replace(budget=budget))
+    return lax.fori_loop(0, jnp.sum(slots_a >= 0), put, pin(state))
 
 
 @partial(jax.jit, static_argnames=("plan",))
 def draft(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.DraftTree:
     """The tree the next round would verify."""
     return rounds.draft_tree(weights, state, plan)[0]
-
-
-def fits(state: DecodeState, plan: DecodePlan) -> jax.Array:
-    """Whether one more round stays inside the buffers."""
-    return jnp.max(state.end_b) + plan.path_rows <= state.capacity
 
 
 @partial(jax.jit, static_argnames=("capacity",))
@@ -194,6 +192,5 @@ def grow(state: DecodeState, capacity: int) -> DecodeState:
         expected_bs=None if state.expected_bs is None else pad(state.expected_bs),
         cache=caches.grow(state.cache, capacity),
         drafter=None if state.drafter is None else state.drafter.grow(capacity),
-        budget=None if state.budget is None else budgets.grow(state.budget, capacity),
     )
     return pin(grown)

@@ -8,8 +8,6 @@ Shape suffixes: b batch, n tree nodes, p rows of an accepted path, s token slots
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,11 +18,9 @@ from jax import lax
 from treeflash_jax import acceptance as rules
 from treeflash_jax import drafters, trees, vocab
 from treeflash_jax import mesh as meshes
-from treeflash_jax.adaptive import budget as budgets
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers import forward as verifier
-from treeflash_jax.verifiers.attention import positions_read
 
 # Random streams of a row's key. Never shared: a tree that looked at verify noise would not be lossless. Verify noise
 # belongs to positions of the text; draws and coins to the round, that is to the position of its root.
@@ -71,59 +67,6 @@ def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Deco
     verified = verify_tree(weights, state, tree, plan)
     accepted = accept_path(state, tree, proposal, verified.logits_bnv, plan)
     return commit_path(weights, state, verified, accepted, plan)
-
-
-def choosing_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
-    """A round of the best-first tree's first nodes, as many of `plan.buckets` as pay best.
-
-    Every bucket is a branch that reads the caches and hands on what its path commits, in the shapes of the largest.
-    """
-    tree, _ = draft_tree(weights, state, plan)
-    live_b = ~state.done_b
-    with jax.named_scope("choose"):
-        positions = positions_read(plan.attention, state.capacity, jnp.max(state.cache.length_b))
-        choice = budgets.choose(state.budget, tree, live_b, positions, plan.buckets)
-
-    def judge(nodes: int) -> tuple[Verified, Accepted]:
-        own, part = replace(plan, num_nodes=nodes), trees.first(tree, nodes)
-        verified = verify_tree(weights, state, part, own)
-        accepted = accept_path(state, part, None, verified.logits_bnv, own)
-        return _along_path(verified, accepted, plan.path_rows)
-
-    kept, accepted = lax.switch(choice.index, [partial(judge, nodes) for nodes in plan.buckets])
-    budget = budgets.note(state.budget, state.rounds_b, live_b, choice.nodes)
-    budget = budgets.learn(budget, choice, accepted.length_b, live_b)
-    return commit_path(weights, state, kept, accepted, plan).replace(budget=budget)
-
-
-def step_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
-    """A one-token round while drafting pauses; the drafter gets to see its token later, by `catch_up`."""
-    own, tree = replace(plan, num_nodes=1), trees.root_only(_anchor(state))
-    verified = verify_tree(weights, state, tree, own)
-    accepted = accept_path(state, tree, None, verified.logits_bnv, own)
-    after = commit_path(weights, state, verified, accepted, replace(own, builder="none"))
-    budget = budgets.note(state.budget, state.rounds_b, ~state.done_b, 1)
-    return after.replace(budget=budgets.put_off(budget, verified.features_btj, after.end_b - state.end_b))
-
-
-def catch_up(weights: Weights, state: DecodeState, plan: DecodePlan, wanted: jax.Array) -> DecodeState:
-    """Shows the drafter the tokens that are pending, if that is wanted.
-
-    A loop of one turn or none: a branch would copy the drafter's context.
-    """
-    features_bpj = state.budget.features_bpj
-    first_b = state.cache.length_b - state.budget.pending_b + 1  # where the tokens after these positions begin
-
-    def extend(carry):
-        drafter, pending_b = carry
-        tokens_bp = trees.pick(state.tokens_bs, first_b[:, None] + jnp.arange(features_bpj.shape[1]))
-        drafter = extend_drafter(weights, meshes.pin(drafter, drafter.axes()), plan, features_bpj, tokens_bp, pending_b)
-        return drafter, jnp.zeros_like(pending_b)
-
-    with jax.named_scope("catch_up"):
-        carry = state.drafter, state.budget.pending_b
-        drafter, pending_b = lax.while_loop(lambda carry: wanted & jnp.any(carry[1] > 0), extend, carry)
-    return state.replace(drafter=drafter, budget=state.budget.replace(pending_b=pending_b))
 
 
 def draft_tree(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[trees.DraftTree, trees.Proposal | None]:
@@ -244,21 +187,6 @@ def commit_path(
             drafter = extend_drafter(weights, drafter, plan, features_bpj, accepted.tokens_bp, kept_b)
         cache = caches.append(state.cache, verified.rows, kept_b, accepted.path_bp)
         return state.replace(cache=cache, drafter=drafter)
-
-
-def _along_path(verified: Verified, accepted: Accepted, rows: int) -> tuple[Verified, Accepted]:
-    """What a commit reads of a verified tree: its rows along the path, padded to `rows` of them."""
-
-    def pad(x_bp: jax.Array) -> jax.Array:
-        return jnp.pad(x_bp, ((0, 0), (0, rows - x_bp.shape[1]), *((0, 0),) * (x_bp.ndim - 2)))
-
-    def cut(x_bn: jax.Array) -> jax.Array:
-        return pad(trees.pick(x_bn, accepted.path_bp))
-
-    kept = Verified(None, cut(verified.features_btj), jax.tree.map(cut, verified.rows))
-    path_bp = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (accepted.length_b.size, rows))
-    log_probs_bp = None if accepted.log_probs_bp is None else pad(accepted.log_probs_bp)
-    return kept, accepted.replace(path_bp=path_bp, tokens_bp=pad(accepted.tokens_bp), log_probs_bp=log_probs_bp)
 
 
 def first_token(weights: Weights, state: DecodeState, last_bd: jax.Array, plan: DecodePlan) -> DecodeState:

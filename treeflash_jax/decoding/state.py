@@ -12,7 +12,6 @@ import jax
 from flax import struct
 
 from treeflash_jax import mesh as meshes
-from treeflash_jax.adaptive import budget as budgets
 from treeflash_jax.trees import TreeShape
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers.config import ModelConfig
@@ -25,8 +24,7 @@ class DecodePlan:
     Attributes:
       verifier: sizes of the verifier.
       drafter: sizes of the drafter, a config of its kind; None with builder "none".
-      num_nodes: verified rows a round, root included; the most of them where rounds choose.
-      buckets: rows that a round may choose of, increasing, the last being `num_nodes`; empty: every round takes them all.
+      num_nodes: nodes verified per round, root included.
       draft: settings of the draft, what the drafter's `choose` returned.
       builder: one of `trees.BUILDERS`, or "none": one token a round.
       shape: sizes of a tree whose nodes are drawn.
@@ -40,7 +38,6 @@ class DecodePlan:
     verifier: ModelConfig
     drafter: Any = None
     num_nodes: int = 16
-    buckets: tuple[int, ...] = ()
     draft: Any = None
     builder: str = "best-first"
     shape: TreeShape = TreeShape()
@@ -121,7 +118,6 @@ class DecodeState:
       log_probs_bs: the verifier's log-probability (temperature 1, no filters) of each token; None unless planned.
       expected_bs: tokens each round was expected to commit, given its tree; None unless planned.
       sampling: per-row settings.
-      budget: where rounds choose their nodes; attached after the prefill.
     """
 
     tokens_bs: jax.Array
@@ -134,7 +130,6 @@ class DecodeState:
     log_probs_bs: jax.Array | None
     expected_bs: jax.Array | None
     sampling: Sampling
-    budget: budgets.Budget | None = None
 
     @property
     def capacity(self) -> int:
@@ -145,8 +140,7 @@ def pin(state: DecodeState) -> DecodeState:
     """Constrains the whole state to its layout on the ambient mesh: what a program returns is what the next one takes."""
     if meshes.current() is None:
         return state
-    rows = state.replace(cache=None, drafter=None, budget=None)
+    rows = state.replace(cache=None, drafter=None)
     rows = jax.tree.map(lambda x: meshes.constrain(x, (("batch",) + (None,) * (x.ndim - 1))[: x.ndim]), rows)
     drafter = None if state.drafter is None else meshes.pin(state.drafter, state.drafter.axes())
-    budget = None if state.budget is None else budgets.pin(state.budget)
-    return rows.replace(cache=caches.pin(state.cache), drafter=drafter, budget=budget)
+    return rows.replace(cache=caches.pin(state.cache), drafter=drafter)
