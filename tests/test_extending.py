@@ -217,7 +217,7 @@ def test_a_drafter(monkeypatch, trained, prompts):
     weights = Weights(trained.weights.verifier, own)
     model = tf.TreeFlash(verifier, weights, drafter=config, stop_ids=trained.stop_ids)
     for how in ({}, {"builder": "walk"}, {"temperature": 1.0, "seed": 3}):
-        expected = trained.generate(texts, max_new_tokens=24, builder="none", **how | {"builder": "none"})
+        expected = trained.generate(texts, max_new_tokens=24, **how | {"builder": "none"})
         found = model.generate(texts, max_new_tokens=24, nodes=4, **how)
         assert [result.ids for result in found] == [result.ids for result in expected]
     greedy = model.generate(texts, max_new_tokens=24, nodes=4)

@@ -27,7 +27,6 @@ from treeflash_jax.drafters.block import backbone as drafter
 from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.trees import pick
 from treeflash_jax.verifiers import forward as verifier
-from treeflash_jax.verifiers import layers
 from treeflash_jax.verifiers.config import ModelConfig
 
 Layers = list[tuple[jax.Array, jax.Array]]
@@ -102,34 +101,26 @@ def sample_blocks(rows: Rows, num_anchors: int, size: int, decay: float, keys_b:
 
 def context(params: Any, config: DrafterConfig, rows: Rows, features_bsj: jax.Array) -> Layers:
     """Keys and values [b, s, k, e] of the fused features, layer by layer: what the drafter's cache would hold."""
-    own = config.layers
-    table = layers.rotary_table(own.rope, own.head_dim, rows.positions_rt)
-    fused_bsd = drafter.fuse(params, config, features_bsj)
-    return [layers.keys_values(weights, own, fused_bsd, table) for group in params["groups"] for weights in group]
+    groups = drafter.context_rows(params, config, features_bsj, rows.positions_rt)
+    return [rows for group in groups for rows in group]
 
 
 def hidden_states(
     params: Any, config: DrafterConfig, embed_vd: jax.Array, rows: Rows, context: Layers, anchors_bn: jax.Array
 ) -> jax.Array:
     """What `drafter.block` gives for every anchor, [b, n, q, d], before the final norm."""
-    own, size = config.layers, config.block_size
+    size = config.block_size
     batch, count = anchors_bn.shape
-    block_positions = pick(rows.positions_rt, anchors_bn)[:, :, None] + jnp.arange(size)
-    table = layers.rotary_table(own.rope, own.head_dim, block_positions.reshape(batch, -1))
+    positions_bnq = pick(rows.positions_rt, anchors_bn)[:, :, None] + jnp.arange(size)
     before_bns = jnp.arange(rows.tokens_rt.shape[1]) < anchors_bn[:, :, None]
-    same_bns = rows.segments_rt[:, None] == pick(rows.segments_rt, anchors_bn)[:, :, None]
-
+    seen_bns = before_bns & (rows.segments_rt[:, None] == pick(rows.segments_rt, anchors_bn)[:, :, None])
     tokens_bnq = jnp.full((batch, count, size), config.mask_token_id).at[:, :, 0].set(pick(rows.tokens_rt, anchors_bn))
     x_btd = meshes.constrain(vocab.embed(embed_vd, tokens_bnq.reshape(batch, -1)), ("batch", None, None))
-    for weights, prefix in zip((w for group in params["groups"] for w in group), context, strict=True):
 
-        def attend(weights, x_btd, prefix=prefix):
-            q_bthe = layers.queries(weights, own, x_btd, table)
-            new = layers.keys_values(weights, own, x_btd, table)
-            return block_attention(q_bthe, *new, *prefix, before_bns & same_bns), None
+    def attend(q_bthe, k_btke, v_btke, context):
+        return block_attention(q_bthe, k_btke, v_btke, *context, seen_bns)
 
-        x_btd, _ = layers.decoder_layer(weights, x_btd, attend, own.rms_norm_eps)
-        x_btd = meshes.constrain(x_btd, ("batch", None, None))
+    x_btd = drafter.through_layers(params, config, x_btd, positions_bnq.reshape(batch, -1), context, attend)
     return x_btd.reshape(batch, count, size, -1)
 
 

@@ -119,7 +119,9 @@ def choose_step(found: list[Any], wanted: str, kept: config.LoopConfig) -> int:
 
 def card(settings: ExportStage, trained: DrafterStage | HeadStage, drafter: DrafterConfig, step: int) -> str:
     """A model card: what it is, how it was trained, what its run measured."""
-    kind = {"marginal": "DFlash drafter", "mlp": "TreeFlash drafter", "linear": "drafter with a linear head"}[drafter.head]
+    kind = {"marginal": "DFlash drafter", "mlp": "TreeFlash drafter"}.get(
+        drafter.head, f"drafter with a {drafter.head} head"
+    )
     measured = [line for line in watch.read_log(settings.run) if line["step"] <= step]
     last: dict[str, Any] = {}
     for line in measured:

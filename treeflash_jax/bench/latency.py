@@ -38,7 +38,7 @@ from treeflash_jax.formats import models
 from treeflash_jax.pairs import locate
 from treeflash_jax.planning import plan_of, resolve
 from treeflash_jax.settings import DraftConfig, GenerateConfig, RuntimeConfig, SamplingConfig, TreeConfig
-from treeflash_jax.trees import BUILDERS
+from treeflash_jax.trees import draws
 from treeflash_jax.verifiers import forward as verifier
 from treeflash_jax.verifiers.config import ModelConfig
 
@@ -201,7 +201,7 @@ def settings_of(
         **asdict(plan.draft),
         "builder": plan.builder,
         "acceptance": plan.rule,
-        "drawn": asdict(plan.shape) if BUILDERS[plan.builder].draws or plan.shape.lanes else None,
+        "drawn": asdict(plan.shape) if draws(plan.builder) or plan.shape.lanes else None,
         "temperature": temperature,
         "attention": plan.attention,
         "prefill_chunk": plan.prefill_chunk,

@@ -37,7 +37,7 @@ from treeflash_jax.bench.report import SCHEMA, Record
 from treeflash_jax.checks import quoted
 from treeflash_jax.planning import resolve
 from treeflash_jax.settings import DraftConfig, GenerateConfig, TreeConfig
-from treeflash_jax.trees import BUILDERS, branching
+from treeflash_jax.trees import branching, draws
 
 # Fields of GenerateConfig. Trees are measured once for every number of --nodes, or at their own: "treeflash-32", or what
 # pays best by `treeflash calibrate`: "treeflash-auto"; with their own builder and acceptance rule where they name them:
@@ -364,7 +364,7 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
         }
         drafts |= {"drafter_temperature": fixed or model.drafter.drafter_temperature}
         drafts |= {"drafter_temperature_rule": "fixed" if fixed else "max(it, min(T, 1))"}
-        drafts |= {} if BUILDERS[plan.builder].draws else dict.fromkeys("branches trunk skeleton leaves".split())
+        drafts |= {} if draws(plan.builder) else dict.fromkeys("branches trunk skeleton leaves".split())
     else:
         drafts = dict.fromkeys(drafts)
     names = "max_new_tokens batch_size temperature top_k top_p seed".split()

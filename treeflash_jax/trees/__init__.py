@@ -78,6 +78,11 @@ BUILDERS: dict[str, Builder] = {
 }
 
 
+def draws(name: str) -> bool:
+    """Whether a builder draws nodes at random; "none" does not."""
+    return name in BUILDERS and BUILDERS[name].draws
+
+
 def branching() -> list[str]:
     """Names of the builders whose trees may branch."""
     return [name for name, builder in BUILDERS.items() if not builder.is_chain]
@@ -98,6 +103,7 @@ __all__ = [
     "best_first",
     "branching",
     "draw_noise",
+    "draws",
     "first",
     "pick",
     "rank_0_chain",

@@ -11,12 +11,14 @@ Source: DFlash (arXiv 2602.06036) section 4; the same backbone carries the TreeF
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from treeflash_jax import mesh as meshes
 from treeflash_jax import vocab
 from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.params import Spec
@@ -73,13 +75,51 @@ def extend(
       count_b: how many of them are real; the rest is padding.
     """
     positions_bt = state.context.length_b[:, None] + jnp.arange(features_btj.shape[1])
+    rows = context_rows(params, config, features_btj, positions_bt)
+    return DrafterState(context=caches.append(state.context, rows, count_b))
+
+
+def context_rows(
+    params: dict[str, Any], config: DrafterConfig, features_btj: jax.Array, positions_bt: jax.Array
+) -> caches.NewRows:
+    """Keys and values [b, t, k, e] of the context at these positions, per group and layer."""
     table = layers.rotary_table(config.layers.rope, config.layers.head_dim, positions_bt)
     fused_btd = fuse(params, config, features_btj)
-    rows = tuple(
+    return tuple(
         tuple(layers.keys_values(weights, config.layers, fused_btd, table) for weights in group)
         for group in params["groups"]
     )
-    return DrafterState(context=caches.append(state.context, rows, count_b))
+
+
+def through_layers(
+    params: dict[str, Any],
+    config: DrafterConfig,
+    x_btd: jax.Array,
+    positions_bt: jax.Array,
+    context: Iterable[Any],
+    attend: Callable[..., jax.Array],
+) -> jax.Array:
+    """Block slots through all layers, [b, t, d], before the final norm.
+
+    Args:
+      params: weights of `specs`.
+      config: static.
+      x_btd: embeddings of the slots, of one block or of several.
+      positions_bt: their positions.
+      context: what each layer's slots see besides themselves.
+      attend: (queries, keys, values, context of the layer) -> mixed values [b, t, h, e].
+    """
+    own = config.layers
+    table = layers.rotary_table(own.rope, own.head_dim, positions_bt)
+    for weights, seen in zip((weights for group in params["groups"] for weights in group), context, strict=True):
+
+        def mix(weights, x_btd, seen=seen):
+            q_bthe = layers.queries(weights, own, x_btd, table)
+            new = layers.keys_values(weights, own, x_btd, table)
+            return attend(q_bthe, *new, seen), None
+
+        x_btd = meshes.constrain(layers.decoder_layer(weights, x_btd, mix, own.rms_norm_eps)[0], ("batch", None, None))
+    return x_btd
 
 
 def block(
@@ -105,16 +145,10 @@ def block(
     masks_bq = jnp.full((batch, size - 1), config.mask_token_id, anchor_b.dtype)
     x_bqd = vocab.embed(embed_vd, jnp.concatenate([anchor_b[:, None], masks_bq], axis=1))
     length_b = state.context.length_b
-    table = layers.rotary_table(config.layers.rope, config.layers.head_dim, length_b[:, None] + jnp.arange(size))
     everything_bqq = jnp.ones((batch, size, size), bool)
-    for group, cached in zip(params["groups"], state.context.groups, strict=True):
-        for weights, prefix in zip(group, cached, strict=True):
 
-            def attend(weights, x_bqd, prefix=prefix):
-                q_bqhe = layers.queries(weights, config.layers, x_bqd, table)
-                new = layers.keys_values(weights, config.layers, x_bqd, table)
-                mixed = tree_attention(q_bqhe, *new, everything_bqq, prefix, length_b, implementation=attention)
-                return mixed, None
+    def attend(q_bqhe, k_bqke, v_bqke, prefix):
+        return tree_attention(q_bqhe, k_bqke, v_bqke, everything_bqq, prefix, length_b, implementation=attention)
 
-            x_bqd, _ = layers.decoder_layer(weights, x_bqd, attend, config.layers.rms_norm_eps)
-    return x_bqd
+    cached = (layer for group in state.context.groups for layer in group)
+    return through_layers(params, config, x_bqd, length_b[:, None] + jnp.arange(size), cached, attend)
