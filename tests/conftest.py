@@ -5,8 +5,11 @@ Settings must be in place before JAX starts its backend, hence the module-level 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,13 +17,23 @@ from importlib import metadata
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of the suite's time is compiling for the CPU. Without LLVM's optimisations and without the fusion emitters that takes
+# less than half as long. The emitters change a program's instructions, so tests that read those ask for `as_users_compile`.
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 # Pairs load in float32 on every CPU: without instructions for bfloat16 that is the default.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_max_isa=AVX512_VNNI"
-# Programs of other runs would hide what compiles. TREEFLASH_TESTS_CACHE names a folder where a developer keeps them anyway.
-KEPT = os.environ.get("TREEFLASH_TESTS_CACHE")
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "true" if KEPT else "false"
-if KEPT:
-    os.environ |= {"JAX_COMPILATION_CACHE_DIR": KEPT, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
+FLAGS = f"--xla_cpu_max_isa=AVX512_VNNI {QUICK}"
+if FLAGS not in os.environ.get("XLA_FLAGS", ""):  # workers and subprocesses inherit it
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
+# Compiled programs are shared by the modules, workers and subprocesses of one run, and deleted with it: those of other
+# runs would hide what compiles. TREEFLASH_TESTS_CACHE names a folder where a developer keeps them anyway.
+if "TREEFLASH_TESTS_CACHE" not in os.environ:
+    os.environ["TREEFLASH_TESTS_CACHE"] = tempfile.mkdtemp(prefix="treeflash-tests-")
+    atexit.register(shutil.rmtree, os.environ["TREEFLASH_TESTS_CACHE"], ignore_errors=True)
+os.environ |= {
+    "JAX_ENABLE_COMPILATION_CACHE": "true",
+    "JAX_COMPILATION_CACHE_DIR": os.environ["TREEFLASH_TESTS_CACHE"],
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 
 import jax  # noqa: E402
 
@@ -83,6 +96,14 @@ def forget_programs() -> Iterator[None]:
     if memory_maps() > MOST_MAPS:
         programs.clear()
     gc.collect()
+
+
+@pytest.fixture
+def as_users_compile(monkeypatch) -> None:
+    """Programs that are compiled ahead of time in a test have the instructions and buffers of those that users run."""
+    quick = jax.stages.Lowered.compile
+    options = {"xla_cpu_use_fusion_emitters": True}
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: quick(lowered, compiler_options=options))
 
 
 def memory_maps() -> int:
@@ -148,3 +169,16 @@ def smollm2(tmp_path_factory) -> TreeFlash:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         return load(verifier=SMOLLM2, drafter=pairs.drafter_of("smollm2"), dtype=jnp.float32)
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch) -> Iterator[dict]:
+    """What is stored behind gs:// URLs, by name; the working directory is one in which nothing may appear."""
+    from buckets import stored
+
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with stored() as files:
+        yield files
+    assert not list(here.iterdir())

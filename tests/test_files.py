@@ -15,7 +15,6 @@ import pytest
 import toy_training
 from etils import epath
 from safetensors.numpy import save_file
-from test_train_folders import bucket  # noqa: F401
 
 from train import answers, compile, config, export, folders, head, lock, measure, respond, watch
 from train.checkpoint import Checkpoints, claim
@@ -404,7 +403,7 @@ LOCKS = {
 
 @pytest.mark.parametrize("place", ["here", "gs://bucket/run"])
 @pytest.mark.parametrize("name", LOCKS)
-def test_locks_are_taken_over_from_the_dead_alone(tmp_path, monkeypatch, bucket, name, place):  # noqa: F811
+def test_locks_are_taken_over_from_the_dead_alone(tmp_path, monkeypatch, bucket, name, place):
     monkeypatch.setattr(lock, "STALE", 1.5)
     path = (epath.Path(tmp_path) if place == "here" else epath.Path(place)) / "run.lock"
     says, is_free = LOCKS[name]

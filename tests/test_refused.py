@@ -21,7 +21,7 @@ import pytest
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL
 from hypothesis import strategies
 from ml_dtypes import bfloat16
-from test_config import LLAMA_31_8B, QWEN3_4B, TREEFLASH_4B
+from published_configs import LLAMA_31_8B, QWEN3_4B, TREEFLASH_4B
 
 import treeflash_jax as tf
 from train import config, data, drafter, evaluate, head, measure, respond

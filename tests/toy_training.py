@@ -10,12 +10,13 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from train import config, head, watch
+from train import config, head, loop
 from treeflash_jax import params
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.config import DrafterConfig
@@ -72,15 +73,18 @@ def settings(toml: Path, *overrides: str) -> head.HeadStage:
 
 
 def terminate_after(steps: int) -> None:
-    """Has this process send itself SIGTERM once it has done so many steps of training."""
-    advance = watch.Watch.advance
+    """Has this process send itself SIGTERM once it has done so many steps of training, and be told of it in that step."""
 
-    def advance_and_end(self, done: int) -> None:
-        advance(self, done)
-        if done == steps:
-            os.kill(os.getpid(), signal.SIGTERM)
+    class Terminated(loop.Termination):
+        def requested(self, step: int) -> bool:
+            if step == steps:
+                os.kill(os.getpid(), signal.SIGTERM)
+                deadline = time.monotonic() + 60
+                while self.received is None and time.monotonic() < deadline:
+                    time.sleep(0.01)  # a thread of its own hears of signals; without a wait one more step may be done
+            return super().requested(step)
 
-    watch.Watch.advance = advance_and_end
+    loop.Termination = Terminated
 
 
 if __name__ == "__main__":

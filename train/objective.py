@@ -98,14 +98,14 @@ def drafting_sums(
     def part(sums: Sums, chunk: blocks.Blocks) -> tuple[Sums, None]:
         run = jax.checkpoint(hidden_states) if "backbone" in params else hidden_states
         hidden_bnqd = run(backbone, context, chunk.anchors_bn)
-        score = jax.checkpoint(partial(_score, settings=settings, drafter=drafter))
+        score = jax.checkpoint(partial(score_sums, settings=settings, drafter=drafter))
         new = score(params.get("head"), backbone["norm"], frozen["verifier"], rows, teacher, chunk, hidden_bnqd)
         return jax.tree.map(jnp.add, sums, new), None
 
     return lax.scan(part, _no_sums(settings, drafter), _chunks(chosen, settings.chunk))[0]
 
 
-def _score(
+def score_sums(
     head: Any,
     norm: jax.Array,
     tables: Any,

@@ -95,7 +95,7 @@ def _compose(name: str, settings: PairConfig, verifier: compose.Verifier, stages
     """Settings of the next stage, from those before it and what they left."""
     if name == "respond":
         made = compose.respond_stage(settings, verifier)
-        limit = _answers_in_time(made.stage, settings) if settings.minutes else None
+        limit = answers_in_time(made.stage, settings) if settings.minutes else None
         return made if limit is None else compose.respond_stage(settings, verifier, limit)
     if name == "export":
         return compose.export_stage(settings)
@@ -110,7 +110,7 @@ def _compose(name: str, settings: PairConfig, verifier: compose.Verifier, stages
         return compose.head_stage(settings, verifier, asked, answers, stages["drafter"].block_size, steps)
 
     made, given = stage(None), settings.steps if name == "drafter" else settings.head_steps
-    steps = _steps_in_time(name, made.stage, settings) if settings.minutes and not given else None
+    steps = steps_in_time(name, made.stage, settings) if settings.minutes and not given else None
     return made if steps is None else stage(steps)
 
 
@@ -125,7 +125,7 @@ def _check_overrides(settings: PairConfig, verifier: compose.Verifier) -> None:
     compose.measure_stage(settings)
 
 
-def _answers_in_time(stage: respond.RespondConfig, settings: PairConfig) -> Choice | None:
+def answers_in_time(stage: respond.RespondConfig, settings: PairConfig) -> Choice | None:
     """How many prompts can be answered in their share of the time, by the speed of one short batch; None: all of them."""
     model = respond.load_model(stage)
     prompts = respond.collect_prompts(stage, model)
@@ -139,7 +139,7 @@ def _answers_in_time(stage: respond.RespondConfig, settings: PairConfig) -> Choi
     return Choice(count, f"as many as {progress.duration(seconds)} are enough for, at {speed:,.0f} tokens/s as timed")
 
 
-def _steps_in_time(name: str, stage: drafter.DraftingStage, settings: PairConfig) -> Choice | None:
+def steps_in_time(name: str, stage: drafter.DraftingStage, settings: PairConfig) -> Choice | None:
     """How many steps fit into their share of the time, by the speed of a few; None: those of the rule."""
     folder = compose.file(settings, f"timing-{name}")
     shutil.rmtree(folder, ignore_errors=True)

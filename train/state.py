@@ -185,7 +185,7 @@ def make_update(
         if accumulate == 1:
             grads, sums = grads_of(params, (batch, keys_b))
         else:
-            parts = jax.tree.map(lambda x: _parts(x, accumulate), (batch, keys_b))
+            parts = jax.tree.map(lambda x: parts_of(x, accumulate), (batch, keys_b))
             first = jax.tree.map(lambda x: x[0], parts)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grads_of, params, first))
             grads, sums = lax.scan(
@@ -317,6 +317,6 @@ def _with_norm(sums: Sums, norm: jax.Array) -> Sums:
     return sums | {"grad_norm": (norm, jnp.ones_like(norm))}
 
 
-def _parts(x: jax.Array, count: int) -> jax.Array:
+def parts_of(x: jax.Array, count: int) -> jax.Array:
     """[b, ...] -> [count, b / count, ...], every device's rows dealt out to all parts."""
     return jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)

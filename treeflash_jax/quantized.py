@@ -106,7 +106,7 @@ def compress(weight: jax.Array, spec: Spec, scheme: str | None, mesh=None) -> An
     if scheme is None or not spec.inputs:
         return weight
     place = None if mesh is None else shardings(_parts(spec), mesh)
-    return jax.block_until_ready(_program(spec.inputs, place)(weight))
+    return jax.block_until_ready(program_of(spec.inputs, place)(weight))
 
 
 def product(equation: str, x: jax.Array, weight: jax.Array | Quantized) -> jax.Array:
@@ -132,5 +132,5 @@ def _parts(spec: Spec) -> Quantized:
 
 
 @cache
-def _program(inputs: tuple[int, ...], place: Quantized | None) -> Callable[[jax.Array], Quantized]:
+def program_of(inputs: tuple[int, ...], place: Quantized | None) -> Callable[[jax.Array], Quantized]:
     return jax.jit(partial(quantize, inputs=inputs), out_shardings=place)

@@ -215,11 +215,11 @@ def filter_threshold(logits: jax.Array, temperature: jax.Array | float, top_k: j
       Thresholds [...], in the dtype of the logits; -inf where nothing is cut.
     """
     temperature = jnp.asarray(temperature, _wide(logits[..., 0]).dtype)[..., None]
-    lowest = _ordered(jnp.asarray(-jnp.inf, logits.dtype))
+    lowest = ordered(jnp.asarray(-jnp.inf, logits.dtype))
     peak = jnp.max(logits, axis=-1, keepdims=True)
 
     def at_least(cut: jax.Array) -> jax.Array:
-        return _ordered(logits) >= cut[..., None]
+        return ordered(logits) >= cut[..., None]
 
     def mass(cut: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(at_least(cut), jnp.exp((_wide(logits) - _wide(peak)) / temperature), 0), axis=-1)
@@ -228,8 +228,8 @@ def filter_threshold(logits: jax.Array, temperature: jax.Array | float, top_k: j
     kth = jnp.where(top_k > 0, kth, lowest)
     wanted = top_p * mass(kth)
     crossing = _bisect(lambda cut: mass(cut) >= wanted, logits)
-    crossing = jnp.minimum(crossing, _ordered(peak[..., 0]))  # p below the smallest float keeps the likeliest token
-    return _unordered(jnp.where(top_p < 1, jnp.maximum(kth, crossing), kth), logits.dtype)
+    crossing = jnp.minimum(crossing, ordered(peak[..., 0]))  # p below the smallest float keeps the likeliest token
+    return unordered(jnp.where(top_p < 1, jnp.maximum(kth, crossing), kth), logits.dtype)
 
 
 def _bisect(holds: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
@@ -241,19 +241,19 @@ def _bisect(holds: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.A
         true = holds(middle)
         return jnp.where(true, middle, low), jnp.where(true, high, middle)
 
-    bounds = [_ordered(jnp.asarray(end, logits.dtype)) for end in (-jnp.inf, jnp.inf)]
+    bounds = [ordered(jnp.asarray(end, logits.dtype)) for end in (-jnp.inf, jnp.inf)]
     low, high = (jnp.broadcast_to(end, logits.shape[:-1]) for end in (bounds[0], bounds[1] + 1))
     return lax.fori_loop(0, 8 * logits.dtype.itemsize, halve, (low, high))[0]
 
 
-def _ordered(x: jax.Array) -> jax.Array:
+def ordered(x: jax.Array) -> jax.Array:
     """Integer keys in the order of the floating-point values; int32 for 16 bits too."""
     bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
     bits = bits.astype(jnp.promote_types(bits.dtype, jnp.int32))
     return jnp.where(bits < 0, -(2 ** (8 * x.dtype.itemsize - 1)) - bits, bits)
 
 
-def _unordered(key: jax.Array, dtype) -> jax.Array:
+def unordered(key: jax.Array, dtype) -> jax.Array:
     size = 8 * jnp.dtype(dtype).itemsize
     bits = jnp.where(key < 0, -(2 ** (size - 1)) - key, key).astype(f"int{size}")
     return lax.bitcast_convert_type(bits, dtype)

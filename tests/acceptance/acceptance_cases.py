@@ -15,7 +15,7 @@ import numpy as np
 from treeflash_jax import acceptance, trees
 from treeflash_jax.acceptance.rows import TargetRows
 from treeflash_jax.trees import DETERMINISTIC, WITH_REPLACEMENT, TransitionTable, TreeShape
-from treeflash_jax.trees.without_replacement import _likeliest
+from treeflash_jax.trees.without_replacement import likeliest
 
 FORCED = 1e3  # noise that outweighs any log-probability
 NODES, BATCH = 7, 1024  # of the enumerations, so that all share their compiled rules
@@ -48,7 +48,7 @@ def delayed_case(nodes: int, trunk: int, branches: int) -> Case:
 
 def without_replacement_case(nodes: int, branches: int) -> Case:
     def draft(drafter, run, depths):
-        return oracle.draft_without_replacement(drafter, run, _likeliest(nodes - 1, branches, depths)[0])
+        return oracle.draft_without_replacement(drafter, run, likeliest(nodes - 1, branches, depths)[0])
 
     return Case("without-replacement", nodes, TreeShape(branches=branches), draft)
 

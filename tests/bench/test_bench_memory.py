@@ -100,14 +100,14 @@ def test_a_round_is_counted_once_with_its_collectives(monkeypatch):
         return [one for one in programs.find_collectives(decode.as_text()) if one.in_loop]
 
     shipped = of_a_round(plan_of(8))
-    assert memory._count_moved(shipped, 1, MODEL.vocab_size) == 0
+    assert memory.count_moved(shipped, 1, MODEL.vocab_size) == 0
     assert sum(one.kind == "all-gather" for one in shipped if not one.in_branch) >= 2, "candidates and children travel"
     layers = {"verifier": replace(MODEL, num_layers=4), "drafter": replace(DRAFTER, num_target_layers=4)}
     counts = [programs.totals(found)["all-reduce"]["count"] for found in (shipped, of_a_round(plan_of(8, **layers)))]
     assert counts[1] - counts[0] == 2, "attention and feed-forward of one more layer, in one round"
 
     monkeypatch.setattr(vocab, "top_k", jax.lax.top_k)
-    assert memory._count_moved(of_a_round(plan_of(7)), 1, MODEL.vocab_size) > 0, "automatic partitioning gathers logits"
+    assert memory.count_moved(of_a_round(plan_of(7)), 1, MODEL.vocab_size) > 0, "automatic partitioning gathers logits"
 
 
 @needs_8_devices
@@ -260,8 +260,8 @@ def test_a_gathered_cache_is_seen():
     copy = jax.jit(lambda x: x * 2, out_shardings=whole)
     text = copy.lower(jax.ShapeDtypeStruct((4, 2, 256, 8), jnp.float32, sharding=place)).compile().as_text()
     found = programs.find_collectives(text)
-    assert memory._count_moved(found, 1 * 2, 256 * 8) == 1
-    assert memory._count_moved(found, 1 * 2, 512 * 8) == 0 and memory._count_moved(found, 1 * 2, 250 * 8) == 0
+    assert memory.count_moved(found, 1 * 2, 256 * 8) == 1
+    assert memory.count_moved(found, 1 * 2, 512 * 8) == 0 and memory.count_moved(found, 1 * 2, 250 * 8) == 0
 
 
 @needs_8_devices

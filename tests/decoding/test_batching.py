@@ -8,8 +8,8 @@ from collections import deque
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from budgets import AUTO, MIXED, beside, table
 from conftest import needs_8_devices, random_pair
-from test_budget import AUTO, MIXED, beside, table
 
 from treeflash_jax import make_mesh, programs
 from treeflash_jax.batching import Places
@@ -77,6 +77,7 @@ def test_a_batch_keeps_its_places_busy():
     assert rounds < 0.75 * one_after_the_other
 
 
+@pytest.mark.usefixtures("as_users_compile")
 def test_admission_writes_the_replaced_sequences_only():
     model = random_pair()
     settings = GenerateConfig(max_new_tokens=20, nodes=8, candidates=4, children=4)

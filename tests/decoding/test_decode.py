@@ -115,6 +115,7 @@ def test_nothing_recompiles_when_only_values_change(trained):
         assert {"jit(prefill)", "jit(decode)"} <= {*compiled}, "control: these names are heard of when programs compile"
 
 
+@pytest.mark.usefixtures("as_users_compile")
 def test_a_round_stays_on_the_device_and_donates_its_state():
     model = random_pair()
     settings = GenerateConfig(max_new_tokens=20, nodes=8, candidates=4, children=4)
@@ -147,6 +148,7 @@ def copies_in_loops(program, shape: tuple[int, ...]) -> list[str]:
     return copies
 
 
+@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("builder", ["none", "best-first"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_no_loop_copies_a_cache(builder, batch):
@@ -162,6 +164,7 @@ def test_no_loop_copies_a_cache(builder, batch):
         assert copies_in_loops(program, shape) == []
 
 
+@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_loop_that_copies_a_cache_is_found(bad):
     """Control of the test above: rows that are read after the write need the cache as it was."""

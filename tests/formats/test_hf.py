@@ -198,7 +198,7 @@ def test_any_slice_of_a_weight_can_be_read():
     disk = np.concatenate([np.zeros((18, 4), int), weight_dhe.transpose(1, 2, 0).reshape(18, 4)], axis=1)
     entry = Entry("either half", order=(1, 2, 0), rows=2, part=(1, 2))
     for index in (np.s_[:, :, :], np.s_[1:3, 1:2, 2:5], np.s_[0:2, 2:3, :], np.s_[:, 1:3, 3:6]):
-        got = storage._read(disk, Spec((4, 3, 6), (None, "heads", "ffn")), entry, index)
+        got = storage.read_slice(disk, Spec((4, 3, 6), (None, "heads", "ffn")), entry, index)
         np.testing.assert_array_equal(got, weight_dhe[index])
 
 

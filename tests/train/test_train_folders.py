@@ -5,9 +5,8 @@ import jax
 import numpy as np
 import pytest
 import toy_training
+from buckets import reopened
 from etils import epath
-from etils.epath import backend
-from fsspec.implementations.memory import MemoryFileSystem
 
 from train import config, export, folders, head, loop, respond, verifier, watch
 from train.checkpoint import claim
@@ -15,32 +14,6 @@ from train.records import Source
 from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.pairs import locate
-
-
-class Bucket(MemoryFileSystem):
-    """Google Cloud Storage in memory."""
-
-    protocol = ("gs", "gcs")
-    store, pseudo_dirs = {}, [""]
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return "/" + path.removeprefix("gs://").strip("/")
-
-
-@pytest.fixture
-def bucket(tmp_path, monkeypatch):
-    """What is stored, by name; the working directory is one in which nothing may appear."""
-    real = fsspec.filesystem
-    monkeypatch.setattr(fsspec, "filesystem", lambda name, **named: Bucket() if name == "gcs" else real(name, **named))
-    monkeypatch.setattr(Bucket, "store", {})
-    backend.fsspec_backend._get_filesystem.cache_clear()
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    yield Bucket.store
-    backend.fsspec_backend._get_filesystem.cache_clear()
-    assert not list(here.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +124,7 @@ def test_urls_that_cannot_be_opened_are_one_line(monkeypatch):
     def missing(name, **_):
         raise ImportError("Please install gcsfs to access Google Storage\nand more")
 
-    backend.fsspec_backend._get_filesystem.cache_clear()
+    reopened()
     monkeypatch.setattr(fsspec, "filesystem", missing)
     for place, message in (
         ("gs://b/run", r"\(Please install gcsfs.*\); gs:// needs pip install gcsfs"),

@@ -128,9 +128,9 @@ def test_minutes_size_answers_and_steps_by_their_speed(prompts, tmp_path, monkey
     verifier = compose.Verifier.open("tiny")
     settings = settings_of(prompts, tmp_path, "minutes=10", "respond.batch=4")
     stage = compose.respond_stage(settings, verifier).stage
-    choice = pair._answers_in_time(stage, settings)
+    choice = pair.answers_in_time(stage, settings)
     assert choice.value == int(0.45 * 600 * (4 * 32 / 8) / stage.max_new_tokens)
-    assert pair._answers_in_time(stage, replace(settings, minutes=1000.0)) is None, "all of them"
+    assert pair.answers_in_time(stage, replace(settings, minutes=1000.0)) is None, "all of them"
     assert compose.respond_stage(settings, verifier, choices.Choice(9, "timed")).stage.sources[0].limit == 9
 
     log = tmp_path / "timing-head"
@@ -145,8 +145,8 @@ def test_minutes_size_answers_and_steps_by_their_speed(prompts, tmp_path, monkey
     answers = compose.Answers(count=900, rows=80_000, mask=choices.Choice(3, "unused"))
     made = compose.head_stage(replace(settings, head_steps=0), verifier, stage, answers, 4).stage
     assert made.loop.steps == 3 * 80_000 // 8
-    assert pair._steps_in_time("head", made, replace(settings, minutes=1e6)) is None
-    choice = pair._steps_in_time("head", made, settings)
+    assert pair.steps_in_time("head", made, replace(settings, minutes=1e6)) is None
+    choice = pair.steps_in_time("head", made, settings)
     assert choice.value == int(0.15 * 600 / (made.loop.batch * made.data.row_tokens / 512)) and not log.exists()
     made = compose.head_stage(settings, verifier, stage, answers, 4, choice)
     assert made.stage.loop.steps == choice.value and f"loop.steps = {choice.value}: {choice.reason}" in made.lines

@@ -136,7 +136,7 @@ def test_updates_are_those_of_the_whole_batch(expected, sizes, accumulate):
 
 
 def test_every_part_has_rows_of_every_device():
-    parts = state._parts(jnp.arange(16), 4)
+    parts = state.parts_of(jnp.arange(16), 4)
     assert parts.shape == (4, 4)
     for part in np.asarray(parts):
         assert {row // 4 for row in part} == {0, 1, 2, 3}, "rows 4 d to 4 d + 3 lie on device d of 4"

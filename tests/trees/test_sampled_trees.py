@@ -94,7 +94,7 @@ def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_nois
     )
     later = state.replace(cache=state.cache.replace(length_b=state.cache.length_b + 1))
     keys = [
-        jax.random.key_data(rounds._round_keys(at, stream)).tolist()
+        jax.random.key_data(rounds.round_keys(at, stream)).tolist()
         for at in (state, later)
         for stream in (rounds.VERIFY_STREAM, rounds.DRAFT_STREAM, rounds.COINS_STREAM)
     ]
@@ -102,9 +102,9 @@ def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_nois
     start = int(state.cache.length_b[0])
     [expected] = (jax.random.fold_in(jax.random.fold_in(state.sampling.key_b[0], s), start) for s in (rounds.COINS_STREAM,))
     assert keys[2] == [jax.random.key_data(expected).tolist()]
-    coins, bonus = rounds._coins(state, 3, jnp.zeros((1, 4, 9)))
+    coins, bonus = rounds.coins(state, 3, jnp.zeros((1, 4, 9)))
     assert coins.shape == (1, 3) and bonus.shape == (1, 9)
-    assert (coins != rounds._coins(later, 3, jnp.zeros((1, 4, 9)))[0]).all()
+    assert (coins != rounds.coins(later, 3, jnp.zeros((1, 4, 9)))[0]).all()
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_systems_name_builders_and_rules():
 
 def test_the_comparison_holds_every_lawful_pair_once():
     configs = comparison.combinations({}, list(comparison.KINDS), list(comparison.RULES), [8], ["mlp"])
-    pairs = [comparison._kind(config) for config in configs]
+    pairs = [comparison.kind_of(config) for config in configs]
     assert len(set(pairs)) == len(pairs) == 1 + 8 + 6 + 5 + 4 + 4 - 0
     assert ("best-first", "traversal") not in pairs and ("paths", "block") not in pairs
 

@@ -192,7 +192,7 @@ def test_the_command_line_names_it(tmp_path):
 def test_the_default_is_what_was_measured(trained, monkeypatch):
     resolved = lambda **settings: trained.plan(trained.resolve(None, settings)).attention  # noqa: E731
     assert resolved() == resolved(builder="none") == "streamed" and resolved(attention="xla") == "xla"
-    with pytest.raises(ValueError, match="got attention 'flash9', expected one of chunked, pallas-gpu"):
+    with pytest.raises(ValueError, match="got attention 'flash9', expected one of .*'pallas-gpu'"):
         resolved(attention="flash9")
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert resolved() == "xla"

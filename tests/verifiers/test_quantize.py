@@ -204,12 +204,12 @@ def test_loading_quantises_what_the_files_hold(tmp_path, dtype):
 def test_loading_holds_one_wide_matrix_at_a_time(tmp_path, monkeypatch):
     specs = jax.tree.leaves(verifier.specs(RANDOM_MODEL), is_leaf=params.is_spec)
     models.save_verifier(tmp_path, RANDOM_MODEL, params.initialize(verifier.specs(RANDOM_MODEL), jax.random.key(0)))
-    matrices, program, held = {spec.shape for spec in specs if spec.inputs}, quantized._program, []
+    matrices, program, held = {spec.shape for spec in specs if spec.inputs}, quantized.program_of, []
 
     def wide() -> int:
         return sum(x.shape in matrices and x.dtype == jnp.bfloat16 for x in jax.live_arrays())
 
-    monkeypatch.setattr(quantized, "_program", lambda *args: held.append(wide()) or program(*args))
+    monkeypatch.setattr(quantized, "program_of", lambda *args: held.append(wide()) or program(*args))
     before = wide()
     models.load_verifier(tmp_path, dtype=jnp.bfloat16, quantize="int8")
     assert held == [before + 1] * (3 * 7 + 2) and wide() == before

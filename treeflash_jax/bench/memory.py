@@ -247,15 +247,15 @@ def _compiled(result: dict[str, Any], plan: DecodePlan, mesh: Any, dtype: Any, n
         "collectives": programs.totals(one for one in per_round if not one.in_branch),
         "collectives_in_branches": programs.totals(one for one in per_round if one.in_branch),
         "largest_all_gather_bytes": max(gathers, default=0),
-        "logits_moved": _count_moved(found, rows, config.vocab_size),
-        "caches_moved": _count_moved(found, rows * config.num_kv_heads, capacity * config.head_dim),
+        "logits_moved": count_moved(found, rows, config.vocab_size),
+        "caches_moved": count_moved(found, rows * config.num_kv_heads, capacity * config.head_dim),
         "float32_logits": len(programs.float32_rows(text, shard)),
         "launches": programs.launches(text) if mesh.devices.flat[0].platform == "gpu" else None,
         "jax": jax.__version__,
     }
 
 
-def _count_moved(found: Sequence[Collective], rows: int, size: int) -> int:
+def count_moved(found: Sequence[Collective], rows: int, size: int) -> int:
     """Collectives whose result holds `rows` or more whole rows of `size` numbers, in whatever layout."""
     moved = [shape for one in found for shape in one.shapes]
     return sum(math.prod(shape) >= rows * size and math.prod(shape) % size == 0 for shape in moved)

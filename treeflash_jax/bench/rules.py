@@ -206,12 +206,12 @@ def rows_of(measured: Sequence[tuple[tf.GenerateConfig, report.Answers]], resamp
 
     Intervals are None for one prompt.
     """
-    plain = {_place(config): answers for config, answers in measured if _kind(config) == BASELINE}
+    plain = {_place(config): answers for config, answers in measured if kind_of(config) == BASELINE}
     rows = []
     for config, answers in measured:
         beside = plain[_place(config)]
         row = {"temperature": config.temperature, "nodes": config.nodes, "head": config.head}
-        row |= dict(zip(("builder", "acceptance"), _kind(config), strict=True))
+        row |= dict(zip(("builder", "acceptance"), kind_of(config), strict=True))
         for top, name in (("committed", "tau"), ("expected", "expected_tau")):
             row[name] = _over_rounds(answers, top, resamples)
             row[f"{name}_ratio"] = paired_ratio(answers, beside, top, "rounds", resamples)
@@ -276,7 +276,7 @@ def _over_rounds(answers: report.Answers, top: str, resamples: int) -> dict[str,
     return paired_ratio(answers, beside, top, "rounds", resamples)
 
 
-def _kind(config: tf.GenerateConfig) -> tuple[str, str]:
+def kind_of(config: tf.GenerateConfig) -> tuple[str, str]:
     builder, rule, shape = drafting(config)
     return ("one-path" if BUILDERS[builder].law_of(shape) == "one path" else builder), rule
 
@@ -286,7 +286,7 @@ def _place(config: tf.GenerateConfig) -> tuple[Any, ...]:
 
 
 def _name(config: tf.GenerateConfig) -> str:
-    return " ".join([*_kind(config), str(config.head), f"{config.nodes} rows"])
+    return " ".join([*kind_of(config), str(config.head), f"{config.nodes} rows"])
 
 
 def main(argv: list[str] | None = None) -> int:

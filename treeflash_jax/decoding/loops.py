@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +40,37 @@ def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, samplin
     Returns:
       The DecodeState after the first token.
     """
+    cache, drafter, last = _read(weights, tokens_bs, length_b, plan)
+    batch, capacity = tokens_bs.shape
+    state = DecodeState(
+        tokens_bs=tokens_bs,
+        end_b=length_b,
+        done_b=jnp.zeros(batch, bool),
+        cache=cache,
+        drafter=drafter,
+        rounds_b=jnp.zeros(batch, jnp.int32),
+        accepted_bs=jnp.zeros((batch, capacity), jnp.int32),
+        log_probs_bs=jnp.zeros((batch, capacity), jnp.float32) if plan.log_probs else None,
+        expected_bs=jnp.zeros((batch, capacity), jnp.float32) if plan.expected_lengths else None,
+        sampling=sampling,
+    )
+    state = rounds.first_token(weights, state, last["hidden"], plan)
+    if plan.drafts and drafters.of(plan.drafter).READS_TOKENS:  # the first token belongs to the last row
+        first_b1, one_b = trees.pick(state.tokens_bs, length_b[:, None]), jnp.ones_like(length_b)
+        drafter = rounds.extend_drafter(weights, drafter, plan, last["features"][:, None], first_b1, one_b)
+    return pin(state.replace(drafter=drafter))
+
+
+def _read(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, plan: DecodePlan) -> tuple[Any, Any, dict[str, Any]]:
+    """The caches of verifier and drafter after the prompts, and what both need of the last position of each [b, d].
+
+    A drafter that reads tokens has not seen the last position, whose token is not known yet.
+    """
     batch, capacity = tokens_bs.shape
     chunk = min(plan.prefill_chunk, capacity)
     dtype = weights.verifier["embed"].dtype
     drafter = drafters.of(plan.drafter).init(plan.drafter, batch, capacity, dtype) if plan.drafts else None
-    waits = plan.drafts and drafters.of(plan.drafter).READS_TOKENS  # for the first token, which belongs to the last row
+    waits = plan.drafts and drafters.of(plan.drafter).READS_TOKENS
     width = plan.verifier.hidden_size
     last = {"hidden": jnp.zeros((batch, width), dtype)}
     last |= {"features": jnp.zeros((batch, width * len(plan.taps)), dtype)} if waits else {}
@@ -78,25 +104,7 @@ def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, samplin
 
     chunks = (jnp.max(length_b) + chunk - 1) // chunk
     carry = (jnp.zeros_like(chunks), caches.allocate(plan.verifier, batch, capacity, dtype), drafter, last)
-    _, cache, drafter, last = lax.while_loop(lambda carry: carry[0] < chunks, step, carry)
-
-    state = DecodeState(
-        tokens_bs=tokens_bs,
-        end_b=length_b,
-        done_b=jnp.zeros(batch, bool),
-        cache=cache,
-        drafter=drafter,
-        rounds_b=jnp.zeros(batch, jnp.int32),
-        accepted_bs=jnp.zeros((batch, capacity), jnp.int32),
-        log_probs_bs=jnp.zeros((batch, capacity), jnp.float32) if plan.log_probs else None,
-        expected_bs=jnp.zeros((batch, capacity), jnp.float32) if plan.expected_lengths else None,
-        sampling=sampling,
-    )
-    state = rounds.first_token(weights, state, last["hidden"], plan)
-    if waits:
-        first_b1, one_b = trees.pick(state.tokens_bs, length_b[:, None]), jnp.ones_like(length_b)
-        drafter = rounds.extend_drafter(weights, drafter, plan, last["features"][:, None], first_b1, one_b)
-    return pin(state.replace(drafter=drafter))
+    return lax.while_loop(lambda carry: carry[0] < chunks, step, carry)[1:]
 
 
 @partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))

@@ -108,7 +108,7 @@ def build_tree(
 ) -> tuple[trees.DraftTree, trees.Proposal | None]:
     """The tree below each anchor, and the law its nodes were drawn from, if they were."""
     builder = trees.BUILDERS[plan.builder]
-    keys = (_round_keys(state, DRAFT_STREAM),) if builder.draws else ()
+    keys = (round_keys(state, DRAFT_STREAM),) if builder.draws else ()
 
     def build(expander, anchor_b, *key_b):
         noise_bnc = trees.draw_noise(*key_b, expander, plan.num_nodes) if key_b else None
@@ -150,7 +150,7 @@ def accept_path(
 ) -> Accepted:
     """The path that the plan's rule keeps, and the tokens it emits."""
     with jax.named_scope("accept"):
-        coins_bx, bonus_bv = _coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
+        coins_bx, bonus_bv = coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
         noise = rules.Noise(_noise(state, plan.path_rows, logits_bnv), coins_bx, bonus_bv)
         rows = _target_rows(logits_bnv, state.sampling)
         taken = rules.RULES[plan.rule].walk(tree, proposal, rows, noise)
@@ -220,16 +220,16 @@ def _noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.Array:
         )
 
 
-def _coins(state: DecodeState, draws: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
+def coins(state: DecodeState, draws: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Uniforms [b, x] for the tests of a round, and Gumbel noise [b, v] for the token after the last accepted node."""
     dtype = jnp.promote_types(logits_bnv.dtype, jnp.float32)
     with jax.named_scope("noise"):
-        key_b2 = jax.vmap(jax.random.split)(_round_keys(state, COINS_STREAM))
+        key_b2 = jax.vmap(jax.random.split)(round_keys(state, COINS_STREAM))
         coins_bx = jax.vmap(lambda key: jax.random.uniform(key, (draws,), dtype))(key_b2[:, 0])
         return coins_bx, vocab.gumbel(key_b2[:, 1], logits_bnv.shape[-1], dtype)
 
 
-def _round_keys(state: DecodeState, stream: int) -> jax.Array:
+def round_keys(state: DecodeState, stream: int) -> jax.Array:
     """One key per row for this round: fold_in(fold_in(key, stream), position of the root)."""
     stream_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, stream)
     return jax.vmap(jax.random.fold_in)(stream_b, state.cache.length_b)

@@ -79,7 +79,7 @@ def load(
 
     def leaf(spec: Spec, entry: Entry) -> Any:
         def read(index: tuple[slice, ...]) -> np.ndarray:
-            part = _read(tensors[entry.name], spec, entry, index).astype(dtype)
+            part = read_slice(tensors[entry.name], spec, entry, index).astype(dtype)
             if not all_finite(part):
                 raise ValueError(
                     f"{where}: tensor {entry.name} holds NaN or infinity in {np.dtype(dtype)}, expected numbers"
@@ -108,7 +108,7 @@ def all_finite(values: np.ndarray) -> bool:
     )
 
 
-def _read(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...]) -> np.ndarray:
+def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...]) -> np.ndarray:
     """One slice of a weight, reading only the tensor rows it needs."""
     view = entry.view(spec)
     spans = [slice(*index[axis].indices(spec.shape[axis])[:2]) for axis in entry.order]

@@ -29,12 +29,12 @@ def without_replacement(
     Source: Sequoia (arXiv 2402.12374) for fixed outlines and sampling without replacement; EAGLE (arXiv 2401.15077).
     """
     ranks = min(shape.branches, noise_bnc.shape[2])
-    parents, siblings = _likeliest(num_nodes - 1, ranks, expander.num_depths)
+    parents, siblings = likeliest(num_nodes - 1, ranks, expander.num_depths)
     plan = outline(parents, WITHOUT_REPLACEMENT, anchor_b.shape[0], siblings)
     return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves, ranks=ranks)
 
 
-def _likeliest(count: int, ranks: int, depths: int) -> tuple[list[int], list[int]]:
+def likeliest(count: int, ranks: int, depths: int) -> tuple[list[int], list[int]]:
     """Parents and sibling ranks of the `count` places that are reached most often, parents first."""
     parents: list[int] = []
     siblings: list[int] = []
