@@ -11,6 +11,7 @@ import pytest
 import treeflash_jax as tf
 from treeflash_jax import devices
 from treeflash_jax.devices import Device
+from treeflash_jax.planning import plan_of
 
 FILES = sorted(
     path for root in (Path(tf.__file__).parent, Path(__file__).parents[1] / "train") for path in root.rglob("*.py")
@@ -67,6 +68,18 @@ def test_a_pair_is_loaded_in_the_default_dtype(monkeypatch):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_only_devices_asks_which_backend_runs(path):
-    asked = [node for node in ast.walk(ast.parse(path.read_text())) if getattr(node, "attr", None) == "default_backend"]
-    assert not asked or path.name == "devices.py"
+def test_only_devices_asks_which_backend_or_chip_runs(path):
+    names = {getattr(node, "attr", None) for node in ast.walk(ast.parse(path.read_text()))}
+    assert not names & {"default_backend", "device_kind"} or path.name == "devices.py"
+
+
+def test_peak_rates_are_those_of_the_chip():
+    rates = {"NVIDIA H200": 989e12, "NVIDIA A100-SXM4-80GB": 312e12, "TPU v5": 459e12, "TPU v5 lite": 197e12, "cpu": None}
+    assert {kind: Device("any", kind).peak_flops for kind in rates} == rates
+
+
+def test_a_plan_is_made_for_a_device_that_is_not_here(tiny):
+    plans = [
+        plan_of(tf.GenerateConfig(), tiny.verifier, tiny.drafter, jnp.float32, Device(kind)) for kind in ("cpu", "gpu")
+    ]
+    assert [(plan.prefill_chunk, plan.attention) for plan in plans] == [(32, "streamed"), (128, "xla")]

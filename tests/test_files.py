@@ -21,7 +21,8 @@ from train.checkpoint import Checkpoints, claim
 from train.records import Source
 from treeflash_jax import files
 from treeflash_jax.adaptive import calibration
-from treeflash_jax.bench import compare, report, run, timings
+from treeflash_jax.bench import compare, timings
+from treeflash_jax.bench import records as kept
 from treeflash_jax.checks import read_json
 from treeflash_jax.cli import main as cli
 from treeflash_jax.formats import conversions, gguf, models, safetensors, storage
@@ -72,7 +73,7 @@ PIPES = {
     "tokenizer": ("tokenizer.json", lambda path: Tokenizer.load(path.parent)),
     "calibration": ("budget.json", lambda path: calibration.read(path)),
     "settings": ("head.toml", lambda path: config.read(path)),
-    "results": ("out.jsonl", lambda path: report.read_records(path)),
+    "results": ("out.jsonl", lambda path: kept.read_records(path)),
     "timings": ("out.json", lambda path: timings.read_results(path)),
     "log": ("log.jsonl", lambda path: watch.read_log(path.parent)),
     "output": ("out.json", lambda path: files.check_output(path)),
@@ -159,7 +160,7 @@ def test_a_record_that_was_cut_off_is_measured_again(tmp_path):
     for tail in ("", '{"sch', '{"schema": 2, "prompt_id"'):
         out.write_text(tail)
         with pytest.warns(UserWarning, match="cut off") if tail else pytest.MonkeyPatch.context():
-            run.open_results(out).close()
+            kept.open_results(out).close()
         assert out.read_bytes() == b""
 
 

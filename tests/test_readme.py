@@ -18,8 +18,9 @@ from train import config
 from treeflash_jax import cli
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.bench import shapes
-from treeflash_jax.bench.floors import Ceilings, stage_work
+from treeflash_jax.bench.floors import stage_work
 from treeflash_jax.decoding.state import DecodePlan
+from treeflash_jax.devices import Ceilings
 from treeflash_jax.drafters.block import DraftSettings
 from treeflash_jax.trees import branching
 

@@ -28,7 +28,7 @@ from train import config, data, drafter, evaluate, head, measure, respond
 from train.records import Source, read
 from treeflash_jax import checks, prompts
 from treeflash_jax.adaptive import budget, calibration
-from treeflash_jax.bench import report
+from treeflash_jax.bench import records as kept
 from treeflash_jax.cli import main
 from treeflash_jax.formats import models, storage
 from treeflash_jax.formats.dialects import parse
@@ -389,7 +389,7 @@ def test_other_stages_refuse_too():
 
 RECORD = {
     "schema": 2, "prompt_id": "a", "prompt_hash": "0", "system": "ar", "rounds": 2, "committed": 2,
-    "settings": dict.fromkeys(report.SHARED, 1) | dict.fromkeys(report.OWN)
+    "settings": dict.fromkeys(kept.SHARED, 1) | dict.fromkeys(kept.OWN)
     | {"temperature": 0.0, "seed": 0, "builder": "none", "top_p": 1.0},
     "accept_lengths": [[1, 1]], "accepted_by_depth": [], "ids": [[1, 2, 3]], "tokens": 3, "seconds": 1.0,
     "compile_seconds": 0.0, "finished": ["length"], "thinking": False, "versions": {"jax": "1"},

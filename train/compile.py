@@ -23,11 +23,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from train import hosts, watch
+from train import hosts
 from train.data import Rows
 from train.drafter import DrafterStage, drafter_config, make_stage
 from train.head import HeadStage, read_stage
 from train.state import Stage, TrainState, abstract_rows, abstract_state, initial_state, make_optimizer, make_update
+from treeflash_jax import devices as chips
 from treeflash_jax import files
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
@@ -67,7 +68,7 @@ def compile_step(settings: DrafterStage | HeadStage, shape: str, devices: list[A
         if steps:
             arrays = random_arrays(stage, transform, state, frozen, rows, model.vocab_size)
             seconds = run_steps(compiled, *arrays, steps=steps)
-            peak = watch.peak_flops(mesh.size)
+            peak = chips.peak_flops(mesh.size)
             measured = {
                 "steps": steps,
                 "seconds_per_step": seconds,
@@ -157,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.topology:
             jax.config.update("jax_platforms", "cpu")  # devices at hand stay free
         devices = topology_devices(args.topology) if args.topology else jax.devices()
-        result = {"topology": args.topology or devices[0].device_kind}
+        result = {"topology": args.topology or chips.of(devices[0]).kind}
         result |= compile_step(settings, args.shape, devices, steps=args.steps)
         key = f"{args.shape} {'+'.join(result['trains'])} {result['topology']}"
         if args.out:

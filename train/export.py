@@ -42,7 +42,7 @@ class ExportStage:
       dtype: on disk.
       licence: of the weights, for the card.
       drafter_temperature: default stored with the drafter, as `train.evaluate temperatures` found it; 0 keeps the run's.
-      sampled_above: temperature from which `treeflash bench rules` found sampled trees better; 0 stores none.
+      sampled_above: temperature from which `treeflash bench run --preset rules` found sampled trees better; 0 stores none.
       overwrite: `out` may hold an earlier export, whose files are replaced; nothing else ever is.
     """
 

@@ -39,6 +39,7 @@ from train.state import (
     schedule,
     shared_axes,
 )
+from treeflash_jax import devices
 from treeflash_jax import mesh as meshes
 
 Evaluating = Callable[[int, int, str], None]  # told during an evaluation: how many are done, of how many, of what
@@ -120,7 +121,7 @@ def fit(
             epath.Path(config.run), steps=steps, resumed_at=start, tensorboard=loop.tensorboard, shown=hosts.is_first()
         )
         held_out = HeldOut(stage, corpus, loop, mesh)
-        peak = watch.peak_flops(mesh.size) if hosts.is_first() else None
+        peak = devices.peak_flops(mesh.size) if hosts.is_first() else None
         clock = _Clock()
         try:
             for step, batch in zip(range(start, steps), data.batches(corpus, start=start, stop=steps, **rows), strict=True):

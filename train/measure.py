@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 import treeflash_jax as tf
@@ -102,7 +101,7 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
     plain, drafted, speeds = _trial(models, prompts[:: max(1, len(prompts) // TRIAL_PROMPTS)][:TRIAL_PROMPTS], settings)
     return {
         "settings": config.to_dict(settings),
-        "machine": f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores",
+        "machine": f"{devices.here().kind}, {os.cpu_count()} cores",
         "prompts": len(prompts),
         "trial": {f"{_kind(system)}: {system.name}": speed for system, speed in speeds.items()},
         "systems": {"one token": plain.name, "drafted": drafted.name},

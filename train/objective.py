@@ -24,6 +24,8 @@ from train import blocks, losses
 from train.data import Rows
 from treeflash_jax import vocab
 from treeflash_jax.checks import bounded
+from treeflash_jax.costs import Counter
+from treeflash_jax.drafters.block import costs
 from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS, Unembed
 from treeflash_jax.trees import pick
@@ -186,24 +188,15 @@ def drafting_flops(
     and a vocabulary pass each for drafter and (where the loss reads it) verifier. A trained map counts three times, the
     drafter's vocabulary pass twice (gradient of its input only), frozen maps once.
     """
-    own, slots = drafter.layers, batch * settings.anchors * drafter.num_depths
-    tokens, block_rows = batch * row_tokens, batch * settings.anchors * drafter.block_size
-    width, heads = own.hidden_size, verifier.num_heads * verifier.head_dim
-    teacher = tokens * verifier.num_layers * (layer_flops(verifier) + 2 * heads * row_tokens)
-    cached = 4 * width * own.num_kv_heads * own.head_dim
-    context = tokens * (2 * len(drafter.target_layer_ids) * width**2 + own.num_layers * cached)
-    seen = row_tokens / 2 + drafter.block_size
-    blocks_ = block_rows * own.num_layers * (layer_flops(own) + 4 * own.num_heads * own.head_dim * seen)
-    head = slots * sum(2 * math.prod(spec.shape) for spec in HEADS[drafter.head].specs(drafter).values())
-    vocabulary = 2 * slots * width * own.vocab_size
+    count = Counter(dtype=jnp.float32, batch=batch)
+    teacher = count.layers(verifier, row_tokens, row_tokens / 2).flops
+    context = costs.extend_work(count, drafter, row_tokens).flops
+    blocks_ = costs.block(count, drafter, settings.anchors * drafter.block_size, row_tokens / 2 + drafter.block_size).flops
+    slots = settings.anchors * drafter.num_depths
+    head = 2 * batch * slots * sum(math.prod(spec.shape) for spec in HEADS[drafter.head].specs(drafter).values())
+    vocabulary = count.vocabulary(drafter.layers, slots).flops
     trained = 3 if trains_backbone else 1
     passes = 2 + (settings.loss in losses.NEEDS_VERIFIER)
     if drafter.head != "marginal" and settings.base_weight > 0:
         passes += 2
     return float(teacher + trained * (context + blocks_) + 3 * head + passes * vocabulary)
-
-
-def layer_flops(config: ModelConfig) -> int:
-    """Of the linear maps of one decoder layer, per token."""
-    d, q, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return 2 * d * (2 * q + 2 * kv + 3 * config.intermediate_size)

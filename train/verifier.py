@@ -20,13 +20,14 @@ from jax import lax
 
 from train import blocks, config, data, folders, hosts, loop, losses, progress, watch
 from train.documents import DataConfig
-from train.objective import Sums, layer_flops
+from train.objective import Sums
 from train.records import Source
 from train.state import Stage, place
 from treeflash_jax import files, vocab
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.checks import bounded
+from treeflash_jax.costs import Counter
 from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.verifiers import forward as verifier
@@ -116,14 +117,14 @@ def make_stage(settings: VerifierStage, model: ModelConfig) -> Stage:
     row, batch = settings.data.row_tokens, settings.loop.batch
     if row % settings.chunk:
         raise ValueError(f"got chunk {settings.chunk}, expected a divisor of data.row_tokens {row}")
-    heads = model.num_heads * model.head_dim
-    per_token = model.num_layers * (layer_flops(model) + 2 * heads * row) + 2 * model.hidden_size * model.vocab_size
+    count = Counter(dtype=settings.compute_dtype, batch=batch)
+    forward = count.layers(model, row, row / 2) + count.vocabulary(model, row)
     return Stage(
         specs=verifier.specs(model),
         frozen_specs={},
         sums=partial(next_token_sums, model=model, chunk=settings.chunk, dtype=jnp.dtype(settings.compute_dtype)),
         compute_dtype=jnp.dtype(settings.compute_dtype),
-        flops=3.0 * batch * row * per_token,
+        flops=3.0 * forward.flops,
     )
 
 

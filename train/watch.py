@@ -16,25 +16,11 @@ import sys
 import time
 from typing import Any, Protocol
 
-import jax
 from etils import epath
 
 from train import folders, hosts
 from train.progress import Bar, duration
 from treeflash_jax import files
-
-# Dense bf16 peak of one chip, FLOP/s, as its maker states it.
-PEAK_FLOPS = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA L4": 121e12,
-    "Tesla T4": 65e12,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-}
 
 Metrics = dict[str, Any]
 TRAINED = {"loss": "loss", "tau_estimate": "estimated tau"}  # what lines and tables say of a metric
@@ -198,29 +184,6 @@ def _taus(metrics: Metrics) -> str:
             beside = "" if marginal is None else f" (marginal {marginal:.2f})"
             words.append(f"{value:.2f} at {nodes} nodes{beside}")
     return ", ".join(words)
-
-
-def peak_flops(devices: int) -> float | None:
-    """Peak FLOP/s of this many devices: a known chip's, else what a large matmul reaches here (CPUs share their cores)."""
-    device = jax.devices()[0]
-    for name, peak in sorted(PEAK_FLOPS.items(), key=lambda item: -len(item[0])):
-        if device.device_kind.startswith(name):
-            return peak * devices
-    if jax.process_count() > 1 or device.platform != "cpu":
-        return None
-    return _matmul_flops()
-
-
-def _matmul_flops(size: int = 1024, repeats: int = 5) -> float:
-    x = jax.numpy.ones((size, size), jax.numpy.float32)
-    multiply = jax.jit(lambda x: x @ x)
-    multiply(x).block_until_ready()
-    best = float("inf")
-    for _ in range(repeats):
-        began = time.perf_counter()
-        multiply(x).block_until_ready()
-        best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best
 
 
 def plot(folder: Any) -> epath.Path:

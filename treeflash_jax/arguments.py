@@ -116,7 +116,6 @@ def add_fields(
     *,
     without: str = "",
     several: str = "",
-    numbers: str = "",
     **defaults: Any,
 ) -> None:
     """An option for every field of a dataclass.
@@ -127,15 +126,13 @@ def add_fields(
       names: of the fields to take, separated by spaces; all where it is empty.
       without: names of fields to leave out.
       several: names of fields that take a list of values here.
-      numbers: names of fields that take no word such as "auto" here.
       **defaults: other than the fields' own.
     """
     kinds = get_type_hints(cls)
     for one in fields(cls):
         if one.name in (names.split() or kinds) and one.name not in without.split():
             default = defaults.get(one.name, one.default)
-            kind = int if one.name in numbers.split() else kinds[one.name]
-            _add_option(parser, one, kind, default, several=one.name in several.split())
+            _add_option(parser, one, kinds[one.name], default, several=one.name in several.split())
             if one.name == "builder":
                 add_method(parser)
 

@@ -13,7 +13,7 @@ import jax
 from treeflash_jax import __version__
 from treeflash_jax import mesh as meshes
 from treeflash_jax.arguments import ModelOptions, Parser, add_fields, add_prompts, prompts_of, spoken, values_of
-from treeflash_jax.bench import calibrate, latency, memory, report, rules, run
+from treeflash_jax.bench import calibrate, latency, memory, report, run
 from treeflash_jax.clock import slow
 from treeflash_jax.pairs import NO_DRAFTER
 from treeflash_jax.settings import GROUPS, REFUSED, GenerateConfig
@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     suites = suites.add_subparsers(required=True, metavar="suite", parser_class=Parser)
     for name, (help, add_options) in SUITES.items():
         add_options(suites.add_parser(name, help=help))
+    run.add_rules_arguments(suites.add_parser("rules"))
     return top
 
 
@@ -251,6 +252,5 @@ SUITES = {
     "run": ("compare tokens per round and per second of several systems", run.add_arguments),
     "report": ("print the tables of a results file", report.add_arguments),
     "latency": ("time every stage of a round", latency.add_arguments),
-    "rules": ("compare all combinations of tree builder and acceptance rule", rules.add_arguments),
     "memory": ("compute the memory that a request needs on each device", memory.add_arguments),
 }

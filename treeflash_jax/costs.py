@@ -1,121 +1,109 @@
-"""Bytes of weights and caches on each device, from sizes alone, and the refusal of what no device can hold.
+"""Counts bytes and FLOPs: the one count that memory checks, floors and MFU read.
 
-What a program needs besides is the compiler's to say: `treeflash bench memory`.
+Bytes are those of one device of the mesh. FLOPs are those of matrix products, two per multiply-add. Activations inside a
+part, embedding rows, positions and masks count as nothing.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from treeflash_jax import devices, drafters
 from treeflash_jax import mesh as meshes
-from treeflash_jax import params as parameters
-from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.devices import Ceilings
+from treeflash_jax.params import is_spec
 from treeflash_jax.verifiers import cache as caches
-from treeflash_jax.verifiers import forward as models
+from treeflash_jax.verifiers import forward as verifiers
 from treeflash_jax.verifiers.config import ModelConfig
 
 
+@dataclass(frozen=True)
+class Work:
+    """The least a device has to do."""
+
+    bytes: float = 0
+    flops: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.bytes + other.bytes, self.flops + other.flops)
+
+    def over(self, parts: float) -> Work:
+        return Work(self.bytes / parts, self.flops / parts)
+
+    def seconds(self, ceilings: Ceilings) -> float:
+        return max(self.bytes / ceilings.copy_bytes_per_second, self.flops / ceilings.matmul_flops_per_second)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Footprint:
-    """Bytes on one device of a mesh; all its devices hold as much."""
+class Counter:
+    """Counts the work of one device for a batch of sequences.
 
-    verifier: int
-    drafter: int = 0
-    verifier_cache: int = 0
-    drafter_cache: int = 0
-
-    @property
-    def caches(self) -> int:
-        return self.verifier_cache + self.drafter_cache
-
-    @property
-    def total(self) -> int:
-        return sum(asdict(self).values())
-
-
-def footprint(
-    verifier: ModelConfig,
-    drafter: DrafterConfig | None = None,
-    *,
-    dtype: Any,
-    mesh=None,
-    batch: int = 0,
-    capacity: int = 0,
-    drafts: bool = True,
-    quantize: str | None = None,
-) -> Footprint:
-    """What a pair and the caches of a request hold on each device.
-
-    Args:
-      verifier: sizes of the verifier.
-      drafter: sizes of the drafter, whose head is loaded with it; None for plain decoding.
-      dtype: of weights and caches.
-      mesh: that they lie on, an abstract one will do; None: one device.
-      batch: rows decoded together, of all devices.
-      capacity: positions a row's caches hold.
-      drafts: whether the request has caches of the drafter.
-      quantize: scheme of the verifier's matrices.
-
-    Raises:
-      ValueError: an unknown scheme.
+    Attributes:
+      dtype: of weights, caches and activations.
+      batch: sequences decoded together, on all devices.
+      context: committed positions of each of them.
+      mesh: sizes of one device's share; None: one device.
     """
 
-    def local(spec: parameters.Spec) -> int:
-        shape = spec.shape if mesh is None else meshes.sharding(spec.axes, spec.shape, mesh).shard_shape(spec.shape)
-        return math.prod(shape) * spec.dtype_in(dtype).itemsize
+    dtype: Any
+    batch: int = 0
+    context: int = 0
+    mesh: Any = None
 
-    def weights(specs: Any) -> int:
-        return sum(map(local, jax.tree.leaves(specs, is_leaf=parameters.is_spec)))
+    @property
+    def width(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
 
-    def slots(config: ModelConfig) -> int:
-        shape = (batch, config.num_kv_heads, capacity, config.head_dim)
-        return 2 * config.num_layers * local(parameters.Spec(shape, caches.AXES))
+    @property
+    def sequences(self) -> int:
+        """Of one device."""
+        return self.local(("batch",), (self.batch,))
 
-    def remembered() -> int:
-        """Of the drafter's state, what grows with the positions it holds."""
-        state = jax.eval_shape(lambda: drafters.of(drafter).init(drafter, batch, capacity, dtype))
-        sizes = jax.tree.map(lambda x, axes: local(parameters.Spec(x.shape, axes, dtype=x.dtype)), state, state.axes())
-        return sum(size for size, x in zip(jax.tree.leaves(sizes), jax.tree.leaves(state), strict=True) if x.ndim > 1)
+    def local(self, axes: meshes.Axes, shape: tuple[int, ...]) -> int:
+        """Numbers that one device holds of an array."""
+        shard = shape if self.mesh is None else meshes.sharding(axes, shape, self.mesh).shard_shape(shape)
+        return math.prod(shard)
 
-    if drafter is None:
-        return Footprint(verifier=weights(models.specs(verifier, quantize)), verifier_cache=slots(verifier))
-    return Footprint(
-        verifier=weights(models.specs(verifier, quantize)),
-        drafter=weights(drafters.of(drafter).specs(drafter)),
-        verifier_cache=slots(verifier),
-        drafter_cache=remembered() if drafts else 0,
-    )
+    def slots(self, array: jax.ShapeDtypeStruct, axes: meshes.Axes) -> int:
+        """Bytes that one device holds of an array of a state; 0 for one that does not grow with the positions."""
+        return self.local(axes, array.shape) * array.dtype.itemsize if array.ndim > 1 else 0
 
+    def numbers(self, axes: meshes.Axes, shape: tuple[int, ...]) -> Work:
+        """An array of every sequence, moved once."""
+        return Work(self.width * self.local(("batch", *axes), (self.batch, *shape)))
 
-def memory_limit(mesh=None) -> int | None:
-    """Bytes that JAX may use on a device of the mesh, or on the default device; None where nobody says, as on a CPU."""
-    limits = [devices.memory(device) for device in (jax.local_devices()[:1] if mesh is None else mesh.local_devices)]
-    return min((limit for limit in limits if limit), default=None)
+    def weights(self, specs: Any, tokens: float = 0) -> Work:
+        """Weights read once, and their products with so many tokens of every sequence. Norms and scales are no products."""
+        sizes = [(spec, self.local(spec.axes, spec.shape)) for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
+        products = sum(size for spec, size in sizes if len(spec.shape) > 1 and spec.init != "ones")
+        read = sum(size * spec.dtype_in(self.dtype).itemsize for spec, size in sizes)
+        return Work(read, 2 * self.sequences * tokens * products)
 
+    def listed(self, width: int, listed: int, tokens: float) -> Work:
+        """So many rows of a table, of every sequence its own, and their products with so many tokens of it."""
+        size = self.sequences * listed * width
+        return Work(self.width * size, 2 * tokens * size)
 
-def check_memory(needs: Footprint, limit: int | None, mesh=None) -> None:
-    """Refuses what a device of `limit` bytes cannot hold; None refuses nothing.
+    def attention(self, config: ModelConfig, tokens: float, seen: float) -> Work:
+        """Both products of so many queries a sequence with the positions that each sees, in all layers."""
+        heads = self.local(("batch", "heads"), (self.batch, config.num_heads))
+        return Work(0, 4 * config.num_layers * heads * config.head_dim * tokens * seen)
 
-    Raises:
-      ValueError: with the sum.
-    """
-    if limit is None or needs.total <= limit:
-        return
-    parts = {"verifier": needs.verifier, "drafter": needs.drafter, "caches": needs.caches}
-    shown = "1 device" if mesh is None else "mesh " + " x ".join(str(size) for size in dict(mesh.shape).values())
-    raise ValueError(
-        f"got {' + '.join(f'{in_units(size)} {name}' for name, size in parts.items() if size)} = {in_units(needs.total)} "
-        f"on a device of {in_units(limit)} ({shown}), expected at most what it has; "
-        "use a larger mesh, a smaller dtype, or a smaller batch or context"
-    )
+    def cached(self, config: ModelConfig, positions: int) -> Work:
+        """Keys and values of so many positions a sequence, moved once, in all layers."""
+        shape = (self.batch, config.num_kv_heads, 1, config.head_dim)
+        return Work(2 * config.num_layers * positions * self.width * self.local(caches.AXES, shape))
 
+    def layers(self, config: ModelConfig, tokens: float, seen: float, quantize: str | None = None) -> Work:
+        """A verifier's pass over so many new tokens a sequence, each seeing so many positions; no vocabulary, no cache."""
+        specs = verifiers.specs(config, quantize)
+        body = {name: spec for name, spec in specs.items() if name not in ("embed", "unembed")}
+        return self.weights(body, tokens) + self.attention(config, tokens, seen)
 
-def in_units(size: int) -> str:
-    """Bytes as people read them: in GiB, MiB or KiB."""
-    unit = next((unit for unit in (30, 20) if size >= 2**unit // 10), 10)
-    return f"{size / 2**unit:.2f} {'KMG'[unit // 10 - 1]}iB"
+    def vocabulary(self, config: ModelConfig, tokens: float, quantize: str | None = None) -> Work:
+        """Logits of so many tokens a sequence, in one pass over the vocabulary table."""
+        return self.weights(verifiers.specs(config, quantize)["embed"], tokens)

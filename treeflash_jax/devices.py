@@ -1,6 +1,6 @@
-"""What the devices are, and the defaults that follow from it: the only place that asks which backend runs.
+"""What a backend or chip is: facts, defaults and peak rates. The only place that asks which backend runs.
 
-Everything here is a plain value, so that the defaults of a device can be tested without it.
+A `Device` is a plain value, so that what follows from a device can be asked and tested without it.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 import functools
 import os
 import re
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from treeflash_jax import products
+
 # Bytes of a chip, and what JAX calls its kind. Source: Google Cloud's pages on each TPU version; NVIDIA's data sheets.
 TPU_MEMORY = {"v4": 32 * 2**30, "v5e": 16 * 2**30, "v5p": 95 * 2**30, "v6e": 32 * 2**30}
 GPU_MEMORY = {"a100": 80 * 2**30, "h100": 80 * 2**30, "h200": 139 * 2**30}
 TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
+# Dense bfloat16 peak of one chip in FLOP/s, by the start of JAX's name of its kind. Source: as above.
+PEAK_FLOPS = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA L4": 121e12,
+    "Tesla T4": 65e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
 # Instructions that multiply bfloat16 numbers, by their names in the flags of /proc/cpuinfo; and what XLA calls the
 # instruction sets that hold them in --xla_cpu_max_isa.
 BFLOAT16_INSTRUCTIONS = frozenset({"amx_bf16", "avx512_bf16"})
@@ -75,6 +92,12 @@ class Device:
         return 32 if self.is_cpu else 128
 
     @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s that the maker of the chip states, or None for a chip that is not in the table."""
+        names = [name for name in PEAK_FLOPS if self.kind.startswith(name)]
+        return PEAK_FLOPS[max(names, key=len)] if names else None
+
+    @property
     def nodes(self) -> tuple[int, ...]:
         """Sizes of trees that a calibration tries."""
         return (4, 8, 16, 32) if self.is_cpu else (8, 16, 32, 64, 128, 256)
@@ -82,9 +105,17 @@ class Device:
 
 def here() -> Device:
     """The devices that programs run on by default."""
-    backend = jax.default_backend()
+    return _device(jax.default_backend(), jax.devices()[0].device_kind)
+
+
+def of(device: Any) -> Device:
+    """What JAX's device is; it may be one that is only described, for compiling ahead of time."""
+    return _device(device.platform, device.device_kind)
+
+
+def _device(backend: str, kind: str) -> Device:
     features = usable(cpu_features(), os.environ.get("XLA_FLAGS", "")) if backend == "cpu" else frozenset()
-    return Device(backend, jax.devices()[0].device_kind, features)
+    return Device(backend, kind, features)
 
 
 def usable(features: frozenset[str], flags: str) -> frozenset[str]:
@@ -111,3 +142,50 @@ def memory(device: Any) -> int | None:
     except (jax.errors.JaxRuntimeError, NotImplementedError):  # devices that are described, not here
         stats = None
     return (stats or {}).get("bytes_limit") or TPU_MEMORY.get(TPU_KINDS.get(device.device_kind))
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Rates of one device. Bytes of a copy count twice: read and written."""
+
+    copy_bytes_per_second: float
+    matmul_flops_per_second: float
+
+
+def measure_ceilings(dtype: Any) -> Ceilings:
+    """Measures the first device: a large pass that reads and writes every byte once, and a large matrix product."""
+    size, calls = (2**27, 1) if here().is_cpu else (2**30, 8)
+    negate = jax.jit(jnp.negative, donate_argnums=0)  # in place, so that a CPU does not spend the time on fresh pages
+    numbers = jax.jit(lambda: jnp.arange(size // 4, dtype=jnp.float32))()
+    return Ceilings(2 * size / _seconds(negate, numbers, calls), measure_flops(dtype))
+
+
+def measure_flops(dtype: Any) -> float:
+    """FLOP/s of a large matrix product on the first device, in the form that the model's products have there.
+
+    The numbers are random, since zeros multiply faster, and the precision is JAX's ambient one.
+    """
+    side, calls = (1024, 1) if here().is_cpu else (8192, 8)
+    left, right = (jax.random.normal(jax.random.key(i), (side, side), dtype) for i in range(2))
+    multiply = jax.jit(functools.partial(products.product, "ri,io->ro"))
+    return 2 * side**3 / _seconds(lambda _: multiply(left, right), None, calls)
+
+
+def peak_flops(count: int) -> float | None:
+    """Peak FLOP/s of so many devices, or None where nobody says: stated by the chip's maker or, on one CPU, measured."""
+    device = here()
+    if device.peak_flops:
+        return device.peak_flops * count
+    return measure_flops(jnp.float32) if device.is_cpu and jax.process_count() == 1 else None  # its devices share the cores
+
+
+def _seconds(step: Callable[[Any], Any], carry: Any, calls: int, samples: int = 8) -> float:
+    """Median seconds of one of `calls` steps in a row; the first sample is warm-up."""
+    seconds = []
+    for _ in range(samples):
+        since = time.perf_counter()
+        for _ in range(calls):
+            carry = step(carry)
+        jax.block_until_ready(carry)
+        seconds.append((time.perf_counter() - since) / calls)
+    return statistics.median(seconds[1:])

@@ -14,10 +14,10 @@ from treeflash_jax import devices, pairs, quantized
 from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive import calibration
 from treeflash_jax.checks import fit, quoted
-from treeflash_jax.costs import check_memory, footprint, memory_limit
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.memory import check_memory, footprint, memory_limit
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.suggest import suggesting
 

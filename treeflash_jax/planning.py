@@ -125,16 +125,23 @@ def draft_temperature(config: GenerateConfig, drafter: DrafterConfig | None, tem
     return max(drafter.drafter_temperature, min(temperature, 1.0))
 
 
-def plan_of(config: GenerateConfig, verifier: ModelConfig, drafter: DrafterConfig | None, dtype: Any) -> DecodePlan:
-    """What `generate` compiles for these settings on the devices at hand.
+def plan_of(
+    config: GenerateConfig,
+    verifier: ModelConfig,
+    drafter: DrafterConfig | None,
+    dtype: Any,
+    device: devices.Device | None = None,
+) -> DecodePlan:
+    """What `generate` compiles for these settings.
 
     Args:
       config: checked settings; `nodes` "auto" counts as None, since its buckets come from a calibration.
       verifier: sizes of the verifier.
       drafter: sizes of the drafter; None decodes one token at a time.
       dtype: of weights, caches and activations.
+      device: that the program is for; None: the devices at hand.
     """
-    device = devices.here()
+    device = device or devices.here()
     shared: dict[str, Any] = {
         "verifier": verifier,
         "log_probs": config.log_probs,

@@ -11,9 +11,9 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax import prompts as prompting
 from treeflash_jax.adaptive.runner import choosing
 from treeflash_jax.batching import Batch, capacity_bucket, refilled
-from treeflash_jax.costs import check_memory, footprint, memory_limit
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.memory import check_memory, footprint, memory_limit
 from treeflash_jax.planning import Row, rows_of, with_builder, with_indices
 from treeflash_jax.results import Reader, Result
 from treeflash_jax.settings import GenerateConfig

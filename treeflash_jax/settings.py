@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial, wraps
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.checks import bounded, documented, quoted
@@ -18,7 +18,7 @@ from treeflash_jax.drafters.block import HEADS
 from treeflash_jax.suggest import suggesting
 from treeflash_jax.trees import BUILDERS, TreeShape
 from treeflash_jax.trees.shape import MOST_NODES
-from treeflash_jax.verifiers.attention import SERVING
+from treeflash_jax.verifiers.attention import CHOICES
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Group = TypeVar("Group")
@@ -195,7 +195,7 @@ class RuntimeConfig:
         "how caches are read: xla reads whole caches; streamed, pallas-gpu and pallas-tpu only their filled part. The "
         "Pallas kernels were never run on an accelerator",
         unset="chosen by device and dtype",
-        choices=lambda: SERVING,
+        choices=lambda: CHOICES,
     )
     log_probs: bool = program(False, "also return the verifier's log-probability of every token")
     expected_lengths: bool = program(False, "also return how many tokens each round was expected to commit, given its tree")
@@ -270,8 +270,9 @@ def takes_settings(function: Function) -> Function:
     """
     signature = inspect.signature(function)
     own = [parameter for parameter in signature.parameters.values() if parameter.kind != parameter.VAR_KEYWORD]
+    kinds = get_type_hints(GenerateConfig)
     settings = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name])
         for field in fields(GenerateConfig)
     ]
     function.__signature__ = signature.replace(parameters=own + settings)

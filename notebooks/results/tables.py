@@ -187,7 +187,7 @@ def tpu_rounds() -> str:
     for one in read("tpu_rounds.json").values():
         size = {name: count / GIB for name, count in one["bytes_per_device"].items()}
         moved = {kind: part["bytes"] / MIB for kind, part in one["collectives"].items()}
-        parts = [size["verifier"], size["drafter"] + size["head"], size["verifier_cache"] + size["drafter_cache"]]
+        parts = [size["verifier"], size["drafter"] + size.get("head", 0), size["verifier_cache"] + size["drafter_cache"]]
         parts += [max(size["round"], size["prefill"])]
         total = f"{size['total']:.2f} of {one['bytes_limit'] / GIB:.0f}"
         ends = [total, f"{moved['all-gather']:.2f} MiB", f"{moved['all-reduce']:.0f} MiB"]

@@ -19,9 +19,12 @@ from jax.sharding import PartitionSpec
 
 from treeflash_jax import cli, make_mesh
 from treeflash_jax.bench import latency, shapes, stages, timings
-from treeflash_jax.bench.floors import STAGES, Ceilings, Work, measure_ceilings, stage_work
+from treeflash_jax.bench import timed as timers
+from treeflash_jax.bench.floors import stage_work, stages_of
+from treeflash_jax.costs import Work
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.loops import DecodePlan
+from treeflash_jax.devices import Ceilings, measure_ceilings
 from treeflash_jax.drafters.block.heads import DraftSettings
 from treeflash_jax.planning import resolve
 
@@ -51,14 +54,14 @@ def compiled() -> Counter:
 def bench(compiled, trained) -> stages.Bench:
     """A pair that accepts several tokens a round, so that a wrong tree commits something else."""
     with pytest.MonkeyPatch.context() as patch:
-        submit = stages.Bench._compile
+        submit = timers.Compiler.compile
 
         def counted(self, function, *args, plan, **static):
             compiled[function.__name__] += 1
             assert plan.attention == "xla", "steps, rounds and stages read caches in the same way"
             return submit(self, function, *args, plan=plan, **static)
 
-        patch.setattr(stages.Bench, "_compile", counted)
+        patch.setattr(timers.Compiler, "compile", counted)
         return stages.Bench(trained, plans_of(trained, 3, 8, attention="xla"), batch=2, context=40)
 
 
@@ -92,7 +95,7 @@ def test_samples_do_not_move_the_rows(bench):
     assert [(row["stage"], row["nodes"]) for row in rows] == [(timed.stage, timed.nodes) for timed in bench.timed]
     for row in rows:
         assert row["samples"] == 3 and 0 < row["low_ms"] <= row["ms"] <= row["high_ms"]
-        assert 1 <= row["calls"] <= (stages.ROUNDS if row["stage"] in ("step", "round") else stages.CALLS)
+        assert 1 <= row["calls"] <= (stages.ROUNDS if row["stage"] in ("step", "round") else timers.CALLS)
         work = Work(row["bytes"], row["flops"])
         assert row["floor_ms"] == 1e3 * max(work.bytes / 1e9, work.flops / 1e12) > 0
     state = bench.state
@@ -102,9 +105,9 @@ def test_samples_do_not_move_the_rows(bench):
 
 def test_a_sample_is_divided_by_its_calls_and_tokens(monkeypatch):
     now = iter([10.0, 18.0])
-    monkeypatch.setattr(stages.time, "perf_counter", lambda: next(now))
-    program = stages.Program(None, 0.0)
-    assert stages.Timed("prefill", None, program, Work(), lambda calls: lambda: calls, calls=4, units=20).sample() == 0.1
+    monkeypatch.setattr(timers.time, "perf_counter", lambda: next(now))
+    program = timers.Program(None, 0.0)
+    assert timers.Timed("prefill", None, program, Work(), lambda calls: lambda: calls, calls=4, units=20).sample() == 0.1
 
 
 def test_a_dispatch_that_ends_early_is_no_measurement(bench):
@@ -113,7 +116,7 @@ def test_a_dispatch_that_ends_early_is_no_measurement(bench):
     marks, timed = bench.marks, list(bench.timed)
     bench.marks = marks.replace(end_b=jnp.full_like(marks.end_b, bench.capacity - 4))
     with pytest.raises(RuntimeError, match="got 1 rounds of round, expected 16"):
-        bench._add("round", 3, program, {"round": Work()}, bench._rounds, True, least=4, most=stages.ROUNDS)
+        bench.add("round", 3, program, {"round": Work()}, bench.rounds, True, least=4, most=stages.ROUNDS)
     bench.marks, bench.timed = marks, timed
 
 
@@ -162,8 +165,8 @@ def test_floors_by_hand():
         assert work["commit"].bytes == 4 * (fc + 32 + extend / half + b * (written + 4 * 2 * 32 + 4 * kv / half))
         assert work["commit"].flops == 2 * b * 4 * (fc + extend / half)
         moved = b * (4 * (2 * 4 * 32 + handed + 8 * 64 / half + 4 * 2 * 32 + 4 * kv / half) + 2 * ones)
-        assert work["round"].bytes == sum(work[stage].bytes for stage in STAGES) - moved
-        assert work["round"].flops == sum(work[stage].flops for stage in STAGES)
+        assert work["round"].bytes == sum(work[stage].bytes for stage in stages_of(plan)) - moved
+        assert work["round"].flops == sum(work[stage].flops for stage in stages_of(plan))
         every = b * 10 * (2 * (3 * layer / half + fc + extend / half) + mixing * 5.5 / half) + 2 * b * table / half
         assert work["prefill"].flops == pytest.approx(every / 20)
         prompt = verifier + fc + 32 + extend / half + b * 10 * (kv + kv / 3) / half
@@ -224,7 +227,7 @@ def test_the_command_measures_prints_keeps_and_draws(tmp_path, capsys):
     assert steps.startswith("[1/4] measuring the machine's copy and matmul rates\n")
     assert "[3/4] compiling the stages at batch 1, context 24\n" in steps and "[4/4] timing them" in steps
     assert printed[0].startswith(
-        "verifier, random weights, float32, batch 1, context 24 (256 slots), tree, mlp head, M 4, K 4"
+        "verifier, random weights, float32, batch 1, context 24 (256 slots), best-first, mlp head, M 4, K 4"
     )
     for row, line in zip(result["stages"], printed[3:], strict=False):
         assert line.split()[-5:-3] != [] and line.strip().startswith(timings.LABELS[row["stage"]])
@@ -334,7 +337,6 @@ def test_files_of_something_else_are_refused_and_left_alone(made_up, tmp_path, c
         (["--context", "0"], "got --context 0"),
         (["--context", "8", "2000"], "got --context 2000, expected at most 1775"),
         (["--nodes", "4", "0"], "got nodes 0"),
-        (["--builder", "none"], "got builder 'none', expected one that drafts"),
         (["--nodes", "4", "17", "--builder", "chain"], "got --nodes 17, expected at most 16 with --builder chain"),
         (["--candidates", "0"], "got candidates 0"),
         (["--children", "4000"], "got children 4000"),
@@ -361,9 +363,9 @@ def test_mistakes_end_with_one_line_before_anything_is_measured(made_up, monkeyp
 
 def test_too_little_memory_is_one_line(bench):
     with pytest.raises(ValueError, match="^batch 2, context 40: the devices have too little memory for it$"):
-        with bench._running():
+        with timers.running(None, bench.where):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
-    with pytest.raises(jax.errors.JaxRuntimeError), bench._running():
+    with pytest.raises(jax.errors.JaxRuntimeError), timers.running(None, bench.where):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
 

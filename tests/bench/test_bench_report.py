@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from treeflash_jax.bench import records as kept
 from treeflash_jax.bench import report, run
 
 HARDWARE = {"backend": "cpu", "device": "cpu", "devices": 1, "cores": 2}
@@ -18,13 +19,13 @@ def made(prompt, system, lengths, seconds, *, tokens=None, temperature=0.0, seed
     """A record made by hand; `lengths` by turn."""
     base, _, nodes = system.partition("-")
     flat = [length for turn in lengths for length in turn]
-    own = dict.fromkeys(report.OWN) | {
+    own = dict.fromkeys(kept.OWN) | {
         "builder": "none" if base == "ar" else "best-first",
         "nodes": int(nodes.partition("@")[0]) if nodes else None,
     }
-    settings = dict.fromkeys(report.SHARED, 1) | own | {"temperature": temperature, "seed": seed}
+    settings = dict.fromkeys(kept.SHARED, 1) | own | {"temperature": temperature, "seed": seed}
     return {
-        "schema": report.SCHEMA,
+        "schema": kept.SCHEMA,
         "prompt_id": prompt,
         "prompt_hash": "0",
         "system": system,
@@ -157,7 +158,7 @@ def test_tables_keep_their_key_column_where_space_is_short(width):
 
 def test_records_that_count_cut_rounds_in_full_are_shown_as_such(tmp_path, capsys):
     path = tmp_path / "results.jsonl"
-    for schema in report.SCHEMAS:
+    for schema in kept.SCHEMAS:
         path.write_text(json.dumps(made("a", "ar", [[1, 1]], 1.0) | {"schema": schema}) + "\n")
         assert report.main([str(path)]) == 0
         assert ("in full" in capsys.readouterr().out) == (schema == 1)
@@ -222,6 +223,6 @@ def test_files_of_the_first_edition_are_read(tmp_path):
         record["settings"] |= {"method": method, "builder": builder, "nodes": 4}
         path.write_text(path.read_text() + json.dumps(record) + "\n" if path.exists() else json.dumps(record) + "\n")
         builders[name] = builder or {"ar": "none"}.get(method, method)
-    records, _ = report.read_records(path)
+    records, _ = kept.read_records(path)
     assert {record["system"]: record["settings"]["builder"] for record in records} == builders
     assert not any("method" in record["settings"] for record in records)

@@ -12,8 +12,9 @@ import pytest
 
 import treeflash_jax as tf
 from treeflash_jax.bench import prompts as prompt_files
-from treeflash_jax.bench import report, run
-from treeflash_jax.bench.run import parse_systems
+from treeflash_jax.bench import records as kept
+from treeflash_jax.bench import run
+from treeflash_jax.bench.systems import parse_systems
 from treeflash_jax.loading import load
 
 FIRST, SECOND = "How many legs do 3 cows have?", "And 5 hens?"
@@ -75,7 +76,7 @@ def test_a_run_records_what_generate_gives(tiny, prompts, tmp_path, monkeypatch,
     assert bench(prompts, out, "--temperature", "0", "1") == 0
     records = read(out)
     keys = [(p, s, t, 0) for p in ("cows", "7") for t in (0.0, 1.0) for s in SYSTEMS]
-    assert sorted(report.key_of(record) for record in records) == sorted(keys)
+    assert sorted(kept.key_of(record) for record in records) == sorted(keys)
     assert [r["system"] for r in records] == 2 * SYSTEMS + 2 * (SYSTEMS[1:] + SYSTEMS[:1])  # interleaved, rotating
 
     chat = [{"role": "user", "content": FIRST}]
@@ -83,13 +84,13 @@ def test_a_run_records_what_generate_gives(tiny, prompts, tmp_path, monkeypatch,
     answer = tiny.generate([chat], **settings)[0]
     chat += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": SECOND}]
     again = tiny.generate([chat], **settings)[0]
-    record = next(r for r in records if report.key_of(r) == ("cows", "treeflash-8", 0.0, 0))
+    record = next(r for r in records if kept.key_of(r) == ("cows", "treeflash-8", 0.0, 0))
     assert record["ids"] == [answer.ids, again.ids] and record["tokens"] == len(answer.ids) + len(again.ids)
     assert record["accept_lengths"] == [answer.accept_lengths, again.accept_lengths]
     lengths = answer.accept_lengths + again.accept_lengths
     assert record["rounds"] == len(lengths) and record["committed"] == sum(lengths)
     assert record["finished"] == [answer.finished, again.finished] and record["thinking"] is False
-    drafts = {"nodes": 8, "candidates": 4, "children": 4, "shortlist": 0, "head": "mlp", "block_size": None}
+    drafts = {"nodes": 8, "candidates": 4, "children": 4, "shortlist": 0, "head": "mlp"}
     drafts |= {"builder": "best-first", "acceptance": "sample-and-match"}
     drafts |= dict.fromkeys(("branches", "trunk", "skeleton", "leaves", "lanes"))  # sizes of sampled trees only
     drafts |= {"drafter_temperature": tiny.drafter.drafter_temperature, "drafter_temperature_rule": "max(it, min(T, 1))"}
@@ -180,7 +181,7 @@ def test_a_stopped_run_continues_where_it_was(fake, prompts, tmp_path):
     with pytest.warns(UserWarning, match=r"out.jsonl:5: the last line is cut off"):
         assert bench(prompts, out) == 0
     assert out.read_bytes().startswith(kept)
-    assert sorted(map(report.key_of, read(out))) == sorted(report.key_of(json.loads(line)) for line in whole)
+    assert sorted(map(kept.key_of, read(out))) == sorted(kept.key_of(json.loads(line)) for line in whole)
     assert {call.config.builder for call in fake.calls} == {"none", "best-first"} and len(
         fake.calls
     ) == 4  # 2 answers, 2 warm-ups

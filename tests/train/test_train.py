@@ -421,7 +421,7 @@ def test_flops_count_every_pass_once():
     assert more_vocab - base == 3 * 2 * slots * 16  # forward and input gradient of the drafter, forward of the verifier
     frozen = objective.drafting_flops(OBJECTIVE, MODEL, DRAFTER, **(count | {"trains_backbone": False}))
     deeper = dataclasses.replace(MODEL, num_layers=4)
-    layer = objective.layer_flops(MODEL) + 2 * 32 * 32
+    layer = 2 * 16 * (2 * 32 + 2 * 16 + 3 * 32) + 2 * 32 * 32
     assert objective.drafting_flops(OBJECTIVE, deeper, DRAFTER, **count) - base == 64 * layer
     assert 1 < base / frozen < 3
 

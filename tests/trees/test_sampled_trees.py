@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,10 @@ import numpy as np
 import pytest
 from conftest import random_pair
 
-from treeflash_jax import GenerateConfig, TreeFlash, make_mesh, programs
-from treeflash_jax.bench import rules as comparison
-from treeflash_jax.bench import run
-from treeflash_jax.bench.run import parse_systems
+from treeflash_jax import GenerateConfig, TreeFlash, cli, make_mesh, programs
+from treeflash_jax.bench import records as kept
+from treeflash_jax.bench import report, run
+from treeflash_jax.bench.systems import PRESETS, lawful, parse_systems
 from treeflash_jax.check import check
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding import rounds
@@ -153,48 +152,35 @@ def test_systems_name_builders_and_rules():
 
 
 def test_the_comparison_holds_every_lawful_pair_once():
-    configs = comparison.combinations({}, list(comparison.KINDS), list(comparison.RULES), [8], ["mlp"])
-    pairs = [comparison.kind_of(config) for config in configs]
-    assert len(set(pairs)) == len(pairs) == 1 + 8 + 6 + 5 + 4 + 4 - 0
-    assert ("best-first", "traversal") not in pairs and ("paths", "block") not in pairs
+    names = [name.removeprefix("treeflash+") for name in lawful() if name.startswith("treeflash+")]
+    assert len(set(names)) == len(names) == 1 + 8 + 6 + 5 + 4 + 4 - 0
+    assert "best-first+traversal" not in names and "paths+block" not in names and "one-path+block" in names
+    assert parse_systems(["treeflash+one-path+block"], [4])["treeflash-4+one-path+block"]["branches"] == 1
 
 
 @pytest.mark.slow
-def test_the_comparison_writes_numbers_and_a_picture_and_goes_on_after_a_stop(tmp_path, monkeypatch, capsys):
-    out, picture = tmp_path / "rules.json", tmp_path / "rules.png"
-    arguments = "--builders hybrid --rules traversal --heads mlp --nodes 6 --candidates 4 --children 4".split()
-    arguments += "--temperature 1 --limit 3 --max-new-tokens 12 --resamples 50".split()
-    assert comparison.main([*arguments, "--out", str(out), "--plot", str(picture)]) == 0
+def test_the_comparison_writes_numbers_and_a_picture_under_its_old_name_too(tmp_path, monkeypatch, capsys):
+    out, picture = tmp_path / "rules.jsonl", tmp_path / "rules.png"
+    sizes = "--nodes 6 --candidates 4 --children 4 --limit 3 --max-new-tokens 12".split()
+    old = "bench rules --builders hybrid --rules traversal --heads mlp --temperature 1".split()
+    assert cli.main([*old, *sizes, "--out", str(out), "--plot", str(picture)]) == 0
     printed = capsys.readouterr()
-    assert printed.err.startswith("[1/2] best-first sample-and-match") and "[2/2] hybrid traversal" in printed.err
-    assert "T = 1, mlp head, 6 nodes" in printed.out and "hybrid" in printed.out and "1.00 [1.00, 1.00]" in printed.out
-    again, partial, converse, asked = tmp_path / "again.json", tmp_path / "again.json.partial", run.converse, []
-
-    def stops(model, batch, config, form):
-        asked.append(config.builder)
-        if len(asked) == 2:
-            raise KeyboardInterrupt
-        return converse(model, batch, config, form)
-
-    monkeypatch.setattr(run, "converse", stops)
-    with pytest.raises(KeyboardInterrupt):
-        comparison.main([*arguments, "--out", str(again)])
-    with partial.open("a") as file:
-        file.write('{"system": "cut o')
-    before = partial.read_text()
-    assert comparison.main([*arguments, "--seed", "1", "--out", str(again)]) == 2
-    assert "got results of another comparison" in capsys.readouterr().err
-    assert partial.read_text().splitlines()[:2] == before.splitlines()[:2]
-    assert comparison.main([*arguments, "--out", str(again)]) == 0
-    assert asked == ["best-first", "hybrid", "hybrid"] and not partial.exists()
-    assert again.read_text() == out.read_text()
-    result = json.loads(out.read_text())
-    plain, sampled = result["rows"]
-    assert (plain["builder"], plain["acceptance"]) == comparison.BASELINE and plain["tau_ratio"]["value"] == 1
-    assert (sampled["builder"], sampled["acceptance"], sampled["nodes"]) == ("hybrid", "traversal", 6)
-    for row in result["rows"]:
-        assert row["tau"]["low"] <= row["tau"]["value"] <= row["tau"]["high"] and row["rounds"] > 10
-        assert 1 <= row["expected_tau"]["value"] <= 8
-        assert abs(row["expected_tau"]["value"] - row["tau"]["value"]) < 1
+    assert printed.err.count("bench run --preset rules") == 1 and "best-first+sample-and-match" in printed.err
+    assert "whole rounds" in printed.out and "hybrid" in printed.out and "1.00 [1.00, 1.00]" in printed.out
     assert picture.stat().st_size > 1000
-    assert result["hardware"]["backend"] and result["settings"]["dtype"] == "float32"
+    names = ["treeflash+best-first+sample-and-match", "treeflash+hybrid+traversal"]
+    monkeypatch.setitem(PRESETS["rules"], "systems", names)
+    asked, converse = [], run.converse
+    monkeypatch.setattr(run, "converse", lambda *args: asked.append(args) or converse(*args))
+    assert cli.main(["bench", "run", "--preset", "rules", *sizes, "--out", str(out)]) == 0
+    assert not asked, "the new name continues the file"
+    summary = report.summarise(kept.read_records(out)[0])
+    plain, sampled = summary["rows"]
+    assert (plain["builder"], plain["acceptance"]) == ("best-first", "sample-and-match")
+    assert plain["whole_rounds"]["tau_ratio"]["value"] == 1
+    assert (sampled["builder"], sampled["acceptance"], sampled["nodes"]) == ("hybrid", "traversal", 6)
+    for row in summary["rows"]:
+        whole = row["whole_rounds"]
+        assert whole["tau"]["low"] <= whole["tau"]["value"] <= whole["tau"]["high"] and row["rounds"] > 10
+        assert 1 <= whole["expected_tau"]["value"] <= 8
+        assert abs(whole["expected_tau"]["value"] - whole["tau"]["value"]) < 1

@@ -18,7 +18,7 @@ from treeflash_jax.verifiers.config import ModelConfig
 B, T, S, H, K, E = 3, 7, 12, 6, 2, 8
 LENGTHS = np.array([0, 5, 12])
 PARENT = jnp.asarray([[0, 0, 0, 1, 1, 2, 5], [0, 0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0, 0]], jnp.int32)
-attention = jax.jit(tree_attention, static_argnames=("window", "scale", "implementation"))
+attention = jax.jit(tree_attention, static_argnames=("scale", "implementation"))
 
 
 def rows(*axes: int, seed: int = 0) -> np.ndarray:
@@ -40,22 +40,18 @@ def prefix_of(keys_bske, values_bske) -> LayerKV:
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(H, K), (4, 4), (4, 1)])
-@pytest.mark.parametrize("window, scale", [(None, None), (3, None), (None, 0.7), (1, 0.3)])
-def test_dense_softmax(heads, kv_heads, window, scale):
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_dense_softmax(heads, kv_heads, scale):
     q_bthe, k_buke, v_buke = rows(B, T, heads, E), rows(B, T, kv_heads, E, seed=1), rows(B, T, kv_heads, E, seed=2)
     keys_bske, values_bske = rows(B, S, kv_heads, E, seed=3), rows(B, S, kv_heads, E, seed=4)
     above_btu = np.asarray(ancestor_mask(PARENT, T))
-    positions_bt = LENGTHS[:, None] + above_btu.sum(-1) - 1
     got = attention(
         q_bthe, k_buke, v_buke, jnp.asarray(above_btu), prefix_of(keys_bske, values_bske), jnp.asarray(LENGTHS),
-        positions_bt=jnp.asarray(positions_bt), window=window, scale=scale,
+        scale=scale,
     )  # fmt: skip
 
     past_bts = np.broadcast_to((np.arange(S) < LENGTHS[:, None])[:, None], (B, T, S))
     mask_btx = np.concatenate([past_bts, above_btu], axis=2)
-    at_bx = np.concatenate([np.broadcast_to(np.arange(S), (B, S)), positions_bt], axis=1)
-    if window is not None:
-        mask_btx = mask_btx & (positions_bt[:, :, None] - at_bx[:, None] < window)
     k_bxke, v_bxke = np.concatenate([keys_bske, k_buke], axis=1), np.concatenate([values_bske, v_buke], axis=1)
     expected = dense(q_bthe, k_bxke, v_bxke, mask_btx, E**-0.5 if scale is None else scale)
     np.testing.assert_allclose(got, expected, atol=3e-6)

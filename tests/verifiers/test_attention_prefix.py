@@ -25,7 +25,7 @@ B, T, S, H, K, E = 4, 7, 704, 6, 2, 16
 LENGTHS = {"edges": (0, 1, 127, 128), "full": (129, 640, 703, 704), "short": (0, 0, 64, 65), "ragged": (704, 3, 0, 130)}
 NAMES = ("streamed", "pallas-gpu", "pallas-tpu")
 PARENT = jnp.asarray([[0, 0, 0, 1, 1, 2, 5], [0, 0, 1, 2, 3, 4, 5], [0] * T, [0, 0, 0, 2, 2, 2, 4]], jnp.int32)
-attention = jax.jit(tree_attention, static_argnames=("window", "scale", "implementation"))
+attention = jax.jit(tree_attention, static_argnames=("scale", "implementation"))
 
 
 def arguments(lengths, dtype=np.float32, rows: int = T, heads: int = H, slots: int = S, poison=lambda x: x):
@@ -131,14 +131,6 @@ def test_kernels_lower_for_their_device(name, platform, marker, monkeypatch):
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         traced = jax.jit(lambda *arrays: tree_attention(*arrays, implementation=f"pallas-{name}")).trace(*shapes)
         assert marker in traced.lower(lowering_platforms=(platform,)).as_text()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_windows_are_refused(name):
-    arrays = arguments(LENGTHS["full"])
-    positions_bt = jnp.zeros((B, T), jnp.int32)
-    with pytest.raises(ValueError, match=f"'{name}' with a window, expected 'xla'"):
-        tree_attention(*arrays, positions_bt=positions_bt, window=8, implementation=name)
 
 
 def test_kernels_of_other_devices_and_odd_sizes_are_refused(monkeypatch):

@@ -15,14 +15,15 @@ from jax.sharding import PartitionSpec
 
 import treeflash_jax as tf
 from treeflash_jax import cli, params, quantized
-from treeflash_jax.bench import report, shapes
+from treeflash_jax.bench import records as kept
+from treeflash_jax.bench import shapes
 from treeflash_jax.bench.floors import stage_work
 from treeflash_jax.bench.memory import compile_programs
 from treeflash_jax.check import check, meaning
-from treeflash_jax.costs import footprint
 from treeflash_jax.decoding.loops import DecodePlan
 from treeflash_jax.drafters.block import DraftSettings
 from treeflash_jax.formats import models
+from treeflash_jax.memory import footprint
 from treeflash_jax.quantized import Quantized, quantize
 from treeflash_jax.verifiers import forward as verifier
 from treeflash_jax.verifiers import layers
@@ -323,10 +324,10 @@ def test_rounded_weights_are_not_saved_as_if_they_were_the_files(int8, tmp_path)
 
 
 def test_results_of_another_scheme_are_another_run():
-    own = {name: 1 for name in report.SHARED}
+    own = {name: 1 for name in kept.SHARED}
     records = [
-        {"schema": report.SCHEMA, "system": "ar", "settings": own | more, "versions": {}, "hardware": {}}
+        {"schema": kept.SCHEMA, "system": "ar", "settings": own | more, "versions": {}, "hardware": {}}
         for more in ({}, {"quantize": "int8"})
     ]
-    assert report.difference(*records) == "got quantize None, but 'int8'"
-    assert report.difference(records[0], records[0] | {"settings": own | {"quantize": None}}) is None
+    assert kept.difference(*records) == "got quantize None, but 'int8'"
+    assert kept.difference(records[0], records[0] | {"settings": own | {"quantize": None}}) is None

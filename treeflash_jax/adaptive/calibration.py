@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from treeflash_jax import drafters, files, quantized
+from treeflash_jax import devices, drafters, files, quantized
 from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive.budget import PATIENCE
 from treeflash_jax.checks import bounded, checked, clipped, parse_json, quoted
@@ -156,7 +156,7 @@ def identity_of(verifier: ModelConfig, weights: Weights, plan: DecodePlan, mesh:
         pair.update(np.asarray(piece, np.float32).tobytes())
     return {
         "pair": pair.hexdigest()[:16],
-        "device": device.device_kind,
+        "device": devices.of(device).kind,
         "mesh": None if mesh is None else dict(mesh.shape),
         "dtype": str(weights.verifier["embed"].dtype),
         "quantize": quantized.scheme_of(weights.verifier),

@@ -34,15 +34,16 @@ from treeflash_jax.adaptive.runner import AdaptiveRunner
 from treeflash_jax.adaptive.state import AdaptivePlan, AdaptiveState
 from treeflash_jax.arguments import add_fields, values_of
 from treeflash_jax.batching import capacity_bucket
-from treeflash_jax.bench.floors import Work
 from treeflash_jax.bench.progress import Progress
-from treeflash_jax.bench.prompts import BUNDLED, FORMATS, draw, empty_chat, read_prompts
+from treeflash_jax.bench.prompts import PromptSet, chosen_prompts, empty_chat
 from treeflash_jax.bench.stages import ROUNDS, TREE, Bench, copied, divide, slots_for
+from treeflash_jax.bench.timed import Compiler, again
+from treeflash_jax.costs import Work
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState
 from treeflash_jax.planning import resolve, rows_of
-from treeflash_jax.settings import GenerateConfig
+from treeflash_jax.settings import DraftConfig, GenerateConfig, RuntimeConfig, SamplingConfig
 from treeflash_jax.verifiers.attention import positions_read
 
 ROWS = 8  # prompts decoded together, to see what rounds commit
@@ -58,18 +59,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes", nargs="+", type=int, metavar="N",
         help="tree sizes to choose from, root included (default: 4 to 32 on a CPU, 8 to 256 elsewhere)",
     )  # fmt: skip
-    add_fields(sizes, GenerateConfig, "head block_size candidates children shortlist attention")
+    add_fields(sizes, DraftConfig, without="drafter_temperature")
+    add_fields(sizes, RuntimeConfig, "attention")
     prompts = parser.add_argument_group("prompts (decoded to measure acceptance)")
-    prompts.add_argument(
-        "--prompts", default=BUNDLED, metavar="FILE", help="JSONL file of prompts (default: a bundled set)"
-    )
-    prompts.add_argument("--format", choices=FORMATS, default="chat", help="how prompts are worded (default: %(default)s)")
-    prompts.add_argument("--limit", type=int, default=32, metavar="N", help="number of prompts (default: %(default)s)")
-    again = {"max_new_tokens": 96, "temperature": [0.0, 1.0]}
-    add_fields(prompts, GenerateConfig, " ".join(again), several="temperature", **again)
+    add_fields(prompts, PromptSet, limit=32)
+    defaults = {"max_new_tokens": 96, "temperature": [0.0, 1.0]}
+    add_fields(prompts, SamplingConfig, "max_new_tokens temperature", several="temperature", **defaults)
     output = parser.add_argument_group("measurement and output")
     output.add_argument("--repeats", type=int, default=15, help="timed samples of a round (default: %(default)s)")
     output.add_argument("--out", metavar="FILE", help="default: in the drafter's folder, or in ~/.cache/treeflash")
+
+
+def _lists(arguments: argparse.Namespace, model: tf.TreeFlash) -> dict[str, list[Any]]:
+    """What is measured in all combinations, in increasing order.
+
+    Raises:
+      ValueError: values that cannot be.
+    """
+    lists = {name: sorted(set(getattr(arguments, name))) for name in ("batch", "context", "temperature")}
+    lists["nodes"] = sorted(set(arguments.nodes or devices.here().nodes))
+    for name, least in (("batch", 1), ("context", 1), ("nodes", 2), ("temperature", 0)):
+        if lists[name][0] < least:
+            raise ValueError(f"got --{name} {lists[name][0]}, expected at least {least}")
+    ways = 1 if model.mesh is None else dict(model.mesh.shape)["data"]
+    for batch in lists["batch"]:
+        if batch % ways:
+            raise ValueError(f"got --batch {batch} on a mesh with a data axis of {ways}, expected a multiple of it")
+    return lists
 
 
 def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
@@ -80,19 +96,10 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
     """
     if model.drafter is None:
         raise ValueError("got no drafter, expected one: without it there is nothing to choose")
-    given = arguments.nodes or devices.here().nodes
-    lists = {name: sorted(set(getattr(arguments, name))) for name in ("batch", "context", "temperature")}
-    lists["nodes"] = sorted(set(given))
-    for name, least in (("batch", 1), ("context", 1), ("nodes", 2), ("temperature", 0)):
-        if lists[name][0] < least:
-            raise ValueError(f"got --{name} {lists[name][0]}, expected at least {least}")
-    ways = 1 if model.mesh is None else dict(model.mesh.shape)["data"]
-    for batch in lists["batch"]:
-        if batch % ways:
-            raise ValueError(f"got --batch {batch} on a mesh with a data axis of {ways}, expected a multiple of it")
-    prompts = draw(read_prompts(arguments.prompts), arguments.limit)
-    largest = {"builder": "best-first", "nodes": lists["nodes"][-1], "temperature": 0.0}
-    config = resolve(None, values_of(arguments, GenerateConfig) | largest, model.verifier, model.drafter)
+    lists = _lists(arguments, model)
+    prompts = chosen_prompts(arguments)
+    fields = values_of(arguments, GenerateConfig) | {"nodes": lists["nodes"][-1], "temperature": 0.0}
+    config = resolve(GenerateConfig(builder="best-first", **fields), {}, model.verifier, model.drafter)
     plan = model.plan(config)
     positions, _ = slots_for(lists["context"][-1], [plan])
     if positions > model.verifier.max_positions:
@@ -222,9 +229,11 @@ def time(
 class Rounds(Bench):
     """`Bench` of one-token rounds, rounds that build the largest tree and take one bucket, and trees of as many nodes."""
 
-    def _build(self, prompts: tuple[Any, ...], works: dict[DecodePlan, dict[str, Work]], tokens: int) -> None:
+    def _build(
+        self, compiler: Compiler, prompts: tuple[Any, ...], works: dict[DecodePlan, dict[str, Work]], tokens: int
+    ) -> None:
         largest, weights, one = self.plans[-1], self.weights, jnp.int32(1)
-        prefill = self._compile(core.prefill, weights, *prompts, plan=largest.for_prefill()).result()
+        prefill = compiler.compile(core.prefill, weights, *prompts, plan=largest.for_prefill()).result()
         self.slots, self.marks = divide(prefill.run(weights, *prompts))
         always = calibration.Decision(
             buckets=(largest.num_nodes,), positions=[1], round_seconds=np.ones((1, 1)), step_seconds=np.full(1, 1e9),
@@ -234,28 +243,28 @@ class Rounds(Bench):
         self.budget, state = runner.begin(self.state).budget, self.state
 
         plain, whole = state.replace(drafter=None), AdaptiveState(state, self.budget)
-        step = self._compile(core.decode, weights, plain, one, plan=largest.one_token())
+        step = compiler.compile(core.decode, weights, plain, one, plan=largest.one_token())
         adaptive = [AdaptivePlan(base=largest, buckets=(plan.num_nodes,)) for plan in self.plans]
-        wholes = [self._compile(adaptive_decode, weights, whole, one, plan=plan) for plan in adaptive]
+        wholes = [compiler.compile(adaptive_decode, weights, whole, one, plan=plan) for plan in adaptive]
         expander = EXPANDER(weights, state, plan=largest)
-        builds = [self._compile(TREE, state, expander, plan=plan) for plan in self.plans]
+        builds = [compiler.compile(TREE, state, expander, plan=plan) for plan in self.plans]
 
         work = works[largest]
-        self._add("step", None, step.result(), work, self._rounds, False, least=4, most=ROUNDS)
+        self.add("step", None, step.result(), work, self.rounds, False, least=4, most=ROUNDS)
         for plan, build, whole in zip(self.plans, builds, wholes, strict=True):
             nodes = plan.num_nodes
-            self._add("tree", nodes, build.result(), work, self._again, lambda: (self.state, expander))
-            self._add("round", nodes, whole.result(), work, self._rounds, True, least=4, most=ROUNDS)
+            self.add("tree", nodes, build.result(), work, again, lambda: (self.state, expander))
+            self.add("round", nodes, whole.result(), work, self.rounds, True, least=4, most=ROUNDS)
 
-    def _rounds(self, run: Callable[..., Any], drafts: bool, calls: int) -> Callable[[], Any]:
+    def rounds(self, run: Callable[..., Any], drafts: bool, calls: int) -> Callable[[], Any]:
         if not drafts:
-            return super()._rounds(run, drafts, calls)
+            return super().rounds(run, drafts, calls)
         budget = jax.block_until_ready(copied(self.budget))  # donated
 
         def adaptive(weights: Any, state: DecodeState, count: jax.Array) -> DecodeState:
             return run(weights, AdaptiveState(state, budget), count).decode
 
-        return super()._rounds(adaptive, drafts, calls)
+        return super().rounds(adaptive, drafts, calls)
 
 
 @partial(jax.jit, static_argnames="plan")

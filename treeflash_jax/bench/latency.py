@@ -4,8 +4,8 @@
 
 Every combination of batch, context and nodes is measured. Times are medians in milliseconds, with quartiles; that of
 prefill is per prompt token, all sequences counted. A floor is the bytes and FLOPs of a stage over the copy and matmul rates
-that are measured on the device (see floors.py). The output file is written after every batch and context, and keeps results
-of other settings.
+that are measured on the device (see devices.py and floors.py). The output file is written after every batch and context,
+and keeps results of other settings.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax.arguments import ModelOptions, add_fields, values_of
 from treeflash_jax.bench import plots, shapes, standalone, timings
 from treeflash_jax.bench import run as side_by_side
-from treeflash_jax.bench.floors import measure_ceilings
 from treeflash_jax.bench.progress import Progress
-from treeflash_jax.bench.stages import Bench, slots_for
+from treeflash_jax.bench.stages import Bench, slots_for, trace
 from treeflash_jax.decoding.state import DecodePlan
+from treeflash_jax.devices import measure_ceilings
 from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.formats import models
 from treeflash_jax.pairs import locate
@@ -66,15 +66,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--drafter-shape", metavar="FILE", help="a drafter's config.json (default: the published sizes)")
     model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="measure this pair with its weights")
     model.add_argument("--random", action="store_true", help="use random weights also for tiny and --pair")
-    add_fields(model, ModelOptions, "dtype quantize mesh")
+    model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16, float32 on a CPU")
+    add_fields(model, ModelOptions, "quantize mesh")
     sizes = parser.add_argument_group("sizes (lists are measured in all combinations)")
     sizes.add_argument("--batch", nargs="+", type=int, default=[1], metavar="B", help="sequences decoded together")
     sizes.add_argument(
         "--context", nargs="+", type=int, default=[256], metavar="S", help="tokens in the cache (default: 256)"
     )
+    sizes.add_argument("--nodes", nargs="+", type=int, metavar="N", help="tree nodes verified per round, root included")
+    add_fields(sizes, DraftConfig, without="block_size drafter_temperature")
+    add_fields(sizes, TreeConfig, without="nodes")
     add_fields(sizes, SamplingConfig, "temperature")
-    for group in (DraftConfig, TreeConfig):
-        add_fields(sizes, group, several="nodes", numbers="nodes")
     add_fields(sizes, RuntimeConfig, "attention")
     output = parser.add_argument_group("measurement and output")
     output.add_argument("--repeats", type=int, default=9, help="timed samples of a stage (default: %(default)s)")
@@ -127,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
                 text = json.dumps({"schema": timings.SCHEMA, "results": results}, indent=1)
                 files.write(arguments.out, text + "\n")
             if arguments.profile:
-                bench.trace(str(Path(arguments.profile) / f"batch-{batch}-context-{context}"))
+                trace(bench, str(Path(arguments.profile) / f"batch-{batch}-context-{context}"))
             del bench
     if arguments.plot:
         timings.plot([other for other in results if timings.of_one_sweep(other, result)], arguments.plot)
@@ -166,13 +168,10 @@ def plans_of(pair: Pair, arguments: argparse.Namespace, dtype: Any) -> list[Deco
     Raises:
       ValueError: settings that the pair cannot serve.
     """
-    fields = values_of(arguments, GenerateConfig)
-    plans = {}
+    fields, plans = values_of(arguments, GenerateConfig), {}
     for nodes in arguments.nodes or [None]:
         config = resolve(None, fields | {"nodes": nodes}, pair.verifier, pair.drafter)
         plan = plan_of(config, pair.verifier, pair.drafter, dtype)
-        if not plan.drafts:
-            raise ValueError("got builder 'none', expected one that drafts: one-token steps are always timed")
         if nodes not in (None, plan.num_nodes):
             raise ValueError(
                 f"got --nodes {nodes}, expected at most {plan.num_nodes} with --builder {plan.builder} "
@@ -191,17 +190,17 @@ def settings_of(
         "weights": pair.weights,
         "verifier_parameters": _count(verifier.specs(plan.verifier)),
         "drafter_parameters": _count(drafters.of(plan.drafter).specs(plan.drafter)),
-        "block_size": plan.drafter.block_size,
+        "block_size": getattr(plan.drafter, "block_size", None),
+        **{name: getattr(plan.draft, name, None) for name in ("head", "candidates", "children", "shortlist")},
         "dtype": dtype.name,
         "mesh": None if mesh is None else dict(mesh.shape),
         "batch": batch,
         "context": context,
         "slots": slots_for(context, plans)[1],
         "nodes": [plan.num_nodes for plan in plans],
-        **asdict(plan.draft),
         "builder": plan.builder,
         "acceptance": plan.rule,
-        "drawn": asdict(plan.shape) if draws(plan.builder) or plan.shape.lanes else None,
+        "drawn": asdict(plan.shape) if draws(plan.builder) else None,
         "temperature": temperature,
         "attention": plan.attention,
         "prefill_chunk": plan.prefill_chunk,

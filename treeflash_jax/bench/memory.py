@@ -17,7 +17,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,17 @@ from treeflash_jax import params as parameters
 from treeflash_jax.arguments import ModelOptions, add_fields, values_of
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench import programs, shapes
+from treeflash_jax.bench.floors import stages_of
 from treeflash_jax.bench.programs import Collective
 from treeflash_jax.bench.progress import Progress, Tell, nobody
 from treeflash_jax.checks import read_json
 from treeflash_jax.clock import slow
-from treeflash_jax.costs import Footprint, footprint, in_units, memory_limit
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
-from treeflash_jax.devices import GPU_MEMORY, TPU_MEMORY
+from treeflash_jax.devices import GPU_MEMORY, TPU_MEMORY, Device, here
 from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.inputs import STOP_SLOTS
+from treeflash_jax.memory import Footprint, footprint, in_units, memory_limit
 from treeflash_jax.planning import plan_of, resolve
 from treeflash_jax.settings import DraftConfig, GenerateConfig, RuntimeConfig, TreeConfig
 from treeflash_jax.verifiers import forward as verifier
@@ -54,9 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     request = parser.add_argument_group("request")
     request.add_argument("--batch", type=int, default=1, help="sequences decoded together (default: %(default)s)")
     request.add_argument("--context", type=int, default=4096, help="cache positions per sequence (default: %(default)s)")
-    add_fields(request, ModelOptions, "dtype quantize", dtype="bfloat16")
-    for group in (DraftConfig, TreeConfig):
-        add_fields(request, group, numbers="nodes")
+    request.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: %(default)s")
+    add_fields(request, ModelOptions, "quantize")
+    request.add_argument("--nodes", type=int, help="tree nodes per round, root included (default: the drafter's)")
+    add_fields(request, DraftConfig, without="block_size drafter_temperature")
+    add_fields(request, TreeConfig, without="nodes")
     add_fields(request, RuntimeConfig, "attention")
     devices = parser.add_argument_group("devices")
     devices.add_argument(
@@ -74,17 +77,13 @@ def report(arguments: argparse.Namespace) -> int:
     Raises:
       ValueError: an unknown shape, folder, topology or setting, or a mesh larger than the devices.
     """
-    mesh, limit, kind = _devices(arguments)
+    mesh, limit, device = _devices(arguments)
     model, drafter, name = _pair(arguments)
     config = resolve(None, values_of(arguments, GenerateConfig), model, drafter)
     if min(arguments.batch, arguments.context) < 1:
         raise ValueError(f"got batch {arguments.batch} and context {arguments.context}, expected at least 1 of each")
-    plan = plan_of(config, model, drafter, jnp.dtype(arguments.dtype))
-    capacity = capacity_bucket(arguments.context)
-    if "cpu" not in kind:
-        plan = replace(plan, prefill_chunk=DecodePlan.prefill_chunk, attention=config.attention or DecodePlan.attention)
-
-    dtype, batch = jnp.dtype(arguments.dtype), arguments.batch
+    dtype, batch, capacity = jnp.dtype(arguments.dtype), arguments.batch, capacity_bucket(arguments.context)
+    plan = plan_of(config, model, drafter, dtype, device)
     sizes = dict(mesh.shape)
     if batch % sizes["data"]:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
@@ -96,14 +95,14 @@ def report(arguments: argparse.Namespace) -> int:
     needs = footprint(model, plan.drafter, **request)
     result = {
         "shape": name,
-        "topology": kind,
+        "topology": device.kind,
         "mesh": sizes,
         "batch": batch,
         "context": capacity,
         "dtype": dtype.name,
         "quantize": arguments.quantize,
         "nodes": plan.num_nodes,
-        **(asdict(plan.draft) if plan.drafts else {}),
+        **{name: getattr(plan.draft, name, None) for name in ("head", "candidates", "children", "shortlist")},
         "builder": plan.builder,
         "acceptance": plan.rule,
         "attention": plan.attention,
@@ -115,7 +114,7 @@ def report(arguments: argparse.Namespace) -> int:
     memory = result["bytes_per_device"]
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
     result["fits"] = None if limit is None else memory["total"] <= limit
-    key = f"{name} {kind} {sizes['data']}x{sizes['model']} batch {batch}"
+    key = f"{name} {device.kind} {sizes['data']}x{sizes['model']} batch {batch}"
     words = (arguments.quantize, None if plan.builder == "best-first" else plan.builder)
     key += "".join(f" {word}" for word in words if word)
     if out:
@@ -229,7 +228,7 @@ def _compiled(result: dict[str, Any], plan: DecodePlan, mesh: Any, dtype: Any, n
         "logits_moved": count_moved(found, rows, config.vocab_size),
         "caches_moved": count_moved(found, rows * config.num_kv_heads, capacity * config.head_dim),
         "float32_logits": len(programs.float32_rows(text, shard)),
-        "launches": programs.launches(text) if mesh.devices.flat[0].platform == "gpu" else None,
+        "launches": programs.launches(text, stages_of(plan)) if mesh.devices.flat[0].platform == "gpu" else None,
         "jax": jax.__version__,
     }
 
@@ -248,8 +247,8 @@ def _pair(arguments: argparse.Namespace) -> tuple[ModelConfig, DrafterConfig, st
     return model, drafter, shapes.called(arguments.shape)
 
 
-def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, str]:
-    """The mesh, the bytes a device has, and what the devices are called."""
+def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, Device]:
+    """The mesh, the bytes a device has, and what the devices are; those of a topology are named after it."""
     topology, limit = arguments.topology, None
     if topology:
         family, _, dims = topology.partition(":")
@@ -257,14 +256,15 @@ def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, str]:
         if limit is None or not re.fullmatch(r"\d+(x\d+)+" if family in TPU_MEMORY else r"\d*", dims):
             raise ValueError(f"got topology {topology!r}, expected one like v5e:4x4, v5p:2x2x2, h200 or h200:8")
         jax.config.update("jax_platforms", "cpu")  # devices that are here stay untouched
+    device = Device("tpu" if family in TPU_MEMORY else "gpu", topology) if topology else here()
     if arguments.no_compile:
         count = math.prod(map(int, (dims or "1").split("x"))) if topology else jax.device_count()
         mesh = jax.sharding.AbstractMesh(meshes.sizes_of(arguments.mesh or f"1x{count}"), ("data", "model"))
-        return mesh, limit or memory_limit(), topology or jax.devices()[0].device_kind
+        return mesh, limit or memory_limit(), device
     with slow(f"starting the compiler for {topology}"):
-        devices = programs.topology_devices(topology) if topology else jax.devices()
-    mesh = meshes.make_mesh(*meshes.sizes_of(arguments.mesh or f"1x{len(devices)}"), devices)
+        found = programs.topology_devices(topology) if topology else jax.devices()
+    mesh = meshes.make_mesh(*meshes.sizes_of(arguments.mesh or f"1x{len(found)}"), found)
     if not topology:
-        return mesh, memory_limit(mesh), devices[0].device_kind
-    chips = len({tuple(device.coords) for device in devices}) if family in TPU_MEMORY else len(devices)
-    return mesh, limit * chips // len(devices), topology  # a chip of v4 is two devices
+        return mesh, memory_limit(mesh), device
+    chips = len({tuple(one.coords) for one in found}) if family in TPU_MEMORY else len(found)
+    return mesh, limit * chips // len(found), device  # a chip of v4 is two devices

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treeflash_jax.bench.floors import STAGES
 from treeflash_jax.devices import GPU_MEMORY
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
@@ -170,18 +169,18 @@ def find_collectives(text: str) -> list[Collective]:
     return found
 
 
-def launches(text: str) -> dict[str, int]:
+def launches(text: str, stages: Sequence[str]) -> dict[str, int]:
     """Operations that one round of `decode` runs one after another, by stage: on a GPU one kernel each, large sorts a few.
 
     Branches (top-k and top-p, sampling) are left out. What has no name counts with the stage that it follows.
     """
-    counts, stage = dict.fromkeys((*STAGES, "rest"), 0), "rest"
+    counts, stage = dict.fromkeys((*stages, "rest"), 0), "rest"
     for op in operations(text):
         if not op.in_loop or op.in_branch or op.kind in (*FREE, *CONTROL):
             continue
         name = re.search(r'op_name="([^"]*)"', op.line)
         if name:
-            stage = next((word for word in name.group(1).split("/") if word in STAGES), "rest")
+            stage = next((word for word in name.group(1).split("/") if word in stages), "rest")
         counts[stage] += op.trips
     return {stage: count for stage, count in counts.items() if count}
 

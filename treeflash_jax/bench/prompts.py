@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax import chats
-from treeflash_jax.bench.report import read_jsonl
+from treeflash_jax.bench.records import read_jsonl
+from treeflash_jax.checks import bounded
 
 BUNDLED = Path(__file__).parent / "prompts.jsonl"
 # What a user turn becomes, in the words of the published benchmarks. All but raw go through the chat template.
@@ -22,6 +23,19 @@ FORMATS = {
         "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{turn}\n```"
     ),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSet:
+    """Which prompts are answered, and how they are worded."""
+
+    prompts: str | None = bounded(None, unit="file", unset="a bundled set", help="JSONL file of prompts")
+    format: str = bounded("chat", choices=lambda: tuple(FORMATS), help="how prompts are worded")
+    limit: int | None = bounded(
+        None, least=1, unit="prompts", unset="all", help="number of prompts, drawn as in the published benchmarks"
+    )
+
+
 PUBLISHED_DRAW = 42  # random.Random(42).sample picks the prompts of the published benchmarks
 
 
@@ -46,6 +60,11 @@ class BenchPrompt:
     def opening(self) -> list[dict[str, str]]:
         """The messages before the first user turn."""
         return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+
+def chosen_prompts(arguments: Any) -> list[BenchPrompt]:
+    """The prompts that the options of PromptSet name."""
+    return draw(read_prompts(arguments.prompts or BUNDLED), arguments.limit)
 
 
 def read_prompts(path: str | Path) -> list[BenchPrompt]:

@@ -8,6 +8,10 @@ turn is a response; those without a round are left out). tokens/s: all tokens ov
 tokens/s over that of the one-token system, and tau ratio: pooled tau over that of a named system, both over the answers
 that the two have in common at one temperature: same prompt, same seed, same run. Intervals are 95 % percentile bootstraps
 over prompts; both systems, and all seeds of a prompt, are drawn together.
+
+Where rounds recorded what they were expected to commit, a further table counts the last round of an answer in full, also
+where a stop or the limit cut it, since what is expected of a round knows no cut. It compares trees with the best-first tree
+of as many nodes.
 """
 
 from __future__ import annotations
@@ -15,56 +19,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import warnings
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import zip_longest
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from treeflash_jax.bench import standalone
-from treeflash_jax.checks import Bounds, clipped, fit, parse_json, quoted
-from treeflash_jax.files import regular
-from treeflash_jax.settings import DraftConfig, TreeConfig, renamed
-from treeflash_jax.trees import BUILDERS
+from treeflash_jax.bench import plots, standalone
+from treeflash_jax.bench.records import QUANTIZE, SHARED, Answers, Record, key_of, read_records
 
-Record = dict[str, Any]
-Answers = dict[tuple[str, int], Record]  # one system's records at one temperature, by (prompt, seed)
-
-SCHEMA = 2
-SCHEMAS = 1, 2  # 1 counts the last round of an answer in full, also where a stop or the limit cut it
-KEYS = (
-    "prompt_id prompt_hash system settings rounds committed accept_lengths accepted_by_depth ids tokens seconds "
-    "compile_seconds finished thinking versions hardware"
-).split()
-# What is computed with; the other keys are only compared.
-COUNT, SECONDS = Bounds(least=0, most=2**53), Bounds(least=0)
-KINDS = {
-    "prompt_id": (str, Bounds()),
-    "system": (str, Bounds(nonempty=True)),
-    "settings": (dict[str, Any], Bounds()),
-    "versions": (dict[str, Any], Bounds()),
-    "hardware": (dict[str, Any], Bounds()),
-    "rounds": (int, COUNT),
-    "committed": (int, COUNT),
-    "tokens": (int, COUNT),
-    "seconds": (float, SECONDS),
-    "accept_lengths": (list[list[int]], COUNT),
-    "accepted_by_depth": (list[int], COUNT),
-}
-SETTINGS_KINDS = {"temperature": float, "seed": int, "builder": str, "nodes": int | Literal["auto"] | None, "top_p": float}
-HARDWARE = "device backend cores".split()
-# Settings that all records of a file share; the others are a system's own. Temperature and seed tell records apart.
-SHARED = "verifier drafter dtype format max_new_tokens batch_size top_k top_p".split()
-QUANTIZE = "quantize"  # shared too; absent from older files
-OWN = "builder head nodes candidates children drafter_temperature drafter_temperature_rule".split()
-# Own too, but absent from older files.
-LATER = [one.name for group in (DraftConfig, TreeConfig) for one in fields(group) if one.name not in OWN]
 RESAMPLES = 2000
 WIDTH = 140  # of tables that do not go to a terminal
 
@@ -77,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="system that tau ratios divide by (default: the marginal tree with as many nodes)",
     )
     parser.add_argument("--resamples", type=int, default=RESAMPLES, help="bootstrap resamples (default: %(default)s)")
+    parser.add_argument("--plot", metavar="FILE", help="picture of tokens per round over nodes (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
 
@@ -89,110 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
     """
     records, _ = read_records(arguments.results)
     summary = summarise(records, against=arguments.against, resamples=arguments.resamples, source=arguments.results)
+    if arguments.plot:
+        plots.check(arguments.plot)
+        plots.draw_trees(summary["rows"], arguments.plot)
     if arguments.json:
         print(json.dumps(summary, indent=2))
     else:
         show(summary)
     return 0
-
-
-def read_jsonl(path: str | Path, *, unfinished_tail: bool = False) -> tuple[list[tuple[int, Record]], int]:
-    """Objects of a JSONL file with their line numbers, and how many bytes of the file they take.
-
-    Args:
-      path: the file; blank lines are skipped.
-      unfinished_tail: a last line cut off in the middle is left out with a warning.
-
-    Raises:
-      ValueError: a file that cannot be read, or a line that is no JSON object.
-    """
-    try:
-        lines = regular(path, streams=True).read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    objects, size = [], 0
-    for number, line in enumerate(lines, start=1):
-        try:
-            value = parse_json(line) if line.strip() else None
-        except ValueError as error:
-            if unfinished_tail and number == len(lines) and not line.endswith(b"\n"):
-                warnings.warn(f"{path}:{number}: the last line is cut off and left out", stacklevel=2)
-                break
-            raise ValueError(f"{path}:{number}: got malformed JSON ({error}), expected one object a line") from None
-        if line.strip():
-            if not isinstance(value, dict):
-                raise ValueError(f"{path}:{number}: got {type(value).__name__}, expected a JSON object")
-            objects.append((number, value))
-        size += len(line)
-    return objects, size
-
-
-def read_records(path: str | Path) -> tuple[list[Record], int]:
-    """Records of one run, and how many bytes of the file they take. A last line that was cut off is left out.
-
-    Raises:
-      ValueError: malformed lines, another schema version, missing keys, an answer given twice, records of several runs.
-    """
-    objects, size = read_jsonl(path, unfinished_tail=True)
-    seen: set[tuple[str, str, float, int]] = set()
-    firsts: dict[str, Record] = {}
-    for number, record in objects:
-        at = f"{path}:{number}"
-        if record.get("schema") not in SCHEMAS:
-            raise ValueError(f"{at}: got schema {quoted(record.get('schema'))}, expected {SCHEMA}; write to another file")
-        missing = [key for key in KEYS if key not in record]
-        for key, (kind, bounds) in KINDS.items():
-            if key in record:
-                fit(kind, record[key], key, bounds, at)
-        record["settings"] = settings = _renamed(record.get("settings", {}))
-        missing += [f"hardware.{key}" for key in HARDWARE if key not in record.get("hardware", {})]
-        missing += [f"settings.{key}" for key in (*SHARED, *OWN, "temperature", "seed") if key not in settings]
-        if missing:
-            raise ValueError(f"{at}: got a record without {clipped(', '.join(missing), 120)}")
-        for key, kind in SETTINGS_KINDS.items():
-            fit(kind, settings[key], f"settings.{key}", Bounds(least=0), at)
-        if len(record["accepted_by_depth"]) and not record["rounds"]:
-            raise ValueError(f"{at}: got accepted_by_depth without rounds, expected an empty list")
-        if key_of(record) in seen:
-            raise ValueError(f"{at}: got a second answer to {quoted(key_of(record), 120)}, expected one")
-        seen.add(key_of(record))
-        firsts.setdefault(record["system"], record)
-        for first in (next(iter(firsts.values())), firsts[record["system"]]):
-            if change := difference(record, first):
-                raise ValueError(f"{at}: {change} in earlier lines; results of several runs cannot be compared")
-    return [record for _, record in objects], size
-
-
-def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of the first edition, which had a method, as they are recorded now."""
-    found = renamed(settings)
-    if (
-        "method" in settings
-        and "acceptance" in found
-        and found["builder"] in BUILDERS
-        and BUILDERS[found["builder"]].is_chain
-    ):
-        found["acceptance"] = "sample-and-match"
-    return found
-
-
-def key_of(record: Record) -> tuple[str, str, float, int]:
-    """(prompt, system, temperature, seed): what tells the records of a file apart."""
-    settings = record["settings"]
-    return record["prompt_id"], record["system"], settings["temperature"], settings["seed"]
-
-
-def difference(record: Record, other: Record) -> str | None:
-    """The first thing that keeps two records from belonging to one run, in words; None where they do."""
-    if record["schema"] != other["schema"]:
-        return f"got schema {record['schema']}, but {other['schema']}"
-    names = [*SHARED, QUANTIZE] + (OWN + LATER if record["system"] == other["system"] else [])
-    for part in ("settings", "versions", "hardware"):
-        ours, theirs = record[part], other[part]
-        for name in names if part == "settings" else sorted({*ours, *theirs}):
-            if ours.get(name) != theirs.get(name):
-                return f"got {name} {quoted(ours.get(name))}, but {quoted(theirs.get(name))}"
-    return None
 
 
 def summarise(
@@ -242,6 +113,8 @@ def summarise(
 
 def _row(name: str, systems: dict[str, Answers], against: str, resamples: int) -> dict[str, Any]:
     mine = systems[name]
+    settings = _settings(mine)
+    builder = settings["builder"]
     records = list(mine.values())
     total = {what: sum(record[what] for record in records) for what in ("tokens", "seconds", "rounds", "committed")}
     responses = [lengths for record in records for lengths in record["accept_lengths"]]
@@ -251,7 +124,8 @@ def _row(name: str, systems: dict[str, Answers], against: str, resamples: int) -
     wanted = (against, f"{against}-{_settings(mine)['nodes']}")
     beside = next((other for other in systems if {other, other.partition("@")[0]} & {*wanted} and other != name), None)
     return {
-        "nodes": _settings(mine)["nodes"],
+        **{name: settings.get(name) for name in ("nodes", "head", "acceptance")},
+        "builder": "one-path" if settings.get("branches") == 1 and builder != "hybrid" else builder,
         "prompts": len({prompt for prompt, _ in mine}),
         "responses": len(responses),
         **total,
@@ -263,7 +137,24 @@ def _row(name: str, systems: dict[str, Answers], against: str, resamples: int) -
         "identical": sum(mine[key]["ids"] == plain[key]["ids"] for key in mine.keys() & plain.keys()),
         "against": beside,
         "tau_ratio": paired_ratio(mine, systems.get(beside, {}), "committed", "rounds", resamples),
+        "whole_rounds": _whole_rounds(mine, systems, resamples) if "expected" in records[0] else None,
     }
+
+
+def _whole_rounds(mine: Answers, systems: dict[str, Answers], resamples: int) -> dict[str, Any]:
+    """tau and expected tau with the cut parts of rounds, and their ratios over the best-first tree of as many nodes."""
+
+    def whole(answers: Answers) -> Answers:
+        return {key: record | {"whole": record["committed"] + sum(record["cut"])} for key, record in answers.items()}
+
+    wanted = {**{name: _settings(mine)[name] for name in ("head", "nodes")}, "builder": "best-first"}
+    plain = (other for other in systems.values() if wanted.items() <= _settings(other).items())
+    beside, single = whole(next(plain, {})), {key: {"whole": 1, "expected": 1, "rounds": 1} for key in mine}
+    mine, found = whole(mine), {}
+    for top, name in (("whole", "tau"), ("expected", "expected_tau")):
+        found[name] = paired_ratio(mine, single, top, "rounds", resamples)
+        found[f"{name}_ratio"] = paired_ratio(mine, beside, top, "rounds", resamples)
+    return found
 
 
 def _settings(answers: Answers) -> dict[str, Any]:
@@ -320,6 +211,15 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
         same = f"{row['identical']} of {row['speedup']['answers']}" if row["speedup"] else "-"
         speed.add_row(*key, f"{row['tokens_per_second']:.0f}", interval(row["speedup"]), same)
     console.print(tokens, speed)
+    if found := [row for row in summary["rows"] if row["whole_rounds"]]:
+        columns = ["T", "*system", "tau", "ratio", "expected ratio"]
+        rules = table("whole rounds: ratios over the best-first tree of as many nodes", columns)
+        for row in found:
+            whole = row["whole_rounds"]
+            tau = _number(whole["tau"] and whole["tau"]["value"])
+            ratios = interval(whole["tau_ratio"]), interval(whole["expected_tau_ratio"])
+            rules.add_row(f"{row['temperature']:g}", row["system"], tau, *ratios)
+        console.print(rules)
     depth = max(len(row["acceptance_by_depth"]) for row in summary["rows"])
     if depth:
         depths = map(str, range(1, depth + 1))

@@ -2,6 +2,8 @@
 
     python -m treeflash_jax.bench.run --pair VERIFIER DRAFTER --prompts gsm8k.jsonl --format math --limit 64 \\
         --systems ar chain marginal treeflash --nodes 16 64 --temperature 0 1 --seed 0 1 --out results.jsonl
+    python -m treeflash_jax.bench.run --preset rules --limit 64 --out rules.jsonl --plot rules.png
+    python -m treeflash_jax.bench.run --preset rules --limit 64 --nodes 16 64 --out rules.jsonl --plot rules.png
 
 Later turns of a prompt see the model's own answers. For every prompt, temperature and seed all systems take turns, in an
 order that rotates from prompt to prompt. The first call of a system, and any call that had to compile, is warm-up: it is
@@ -21,41 +23,24 @@ import platform
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import jax
 
 import treeflash_jax as tf
-from treeflash_jax import devices, files
+from treeflash_jax import devices
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.arguments import ModelOptions, add_fields
-from treeflash_jax.bench import report, standalone
-from treeflash_jax.bench.prompts import BUNDLED, FORMATS, BenchPrompt, draw, empty_chat, format_turn, read_prompts
-from treeflash_jax.bench.report import SCHEMA, Record
-from treeflash_jax.checks import quoted
-from treeflash_jax.planning import resolve
-from treeflash_jax.settings import DraftConfig, GenerateConfig, TreeConfig
+from treeflash_jax.arguments import ModelOptions, add_fields, values_of
+from treeflash_jax.bench import plots, records, report, standalone, systems
+from treeflash_jax.bench.prompts import BenchPrompt, PromptSet, chosen_prompts, empty_chat, format_turn
+from treeflash_jax.bench.records import SCHEMA, Record
+from treeflash_jax.clock import slow
+from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.planning import drafting, resolve
+from treeflash_jax.settings import DraftConfig, RuntimeConfig, SamplingConfig, TreeConfig, without_method
 from treeflash_jax.trees import branching, draws
-
-# Fields of GenerateConfig. Trees are measured once for every number of --nodes, or at their own: "treeflash-32", or what
-# pays best by `treeflash calibrate`: "treeflash-auto"; with their own builder and acceptance rule where they name them:
-# "treeflash-32+hybrid", "treeflash+paths+traversal"; all but "ar" at their own drafter temperature: "marginal-16@0.7".
-SYSTEMS: dict[str, dict[str, Any]] = {
-    "ar": {"builder": "none"},
-    "chain": {"builder": "chain", "head": "marginal"},
-    "marginal": {"head": "marginal"},
-    "treeflash": {},
-}
-
-
-# Settings that all systems share: sizes of drafts, and where and how answers end.
-CHOSEN = "head builder nodes acceptance".split()  # by the name of a system
-SIZES = " ".join(one.name for group in (DraftConfig, TreeConfig) for one in fields(group) if one.name not in CHOSEN)
-LIMITS = "top_k top_p max_new_tokens batch_size"
-ONE_AT_A_TIME = {"temperature": [0.0], "seed": [0], "batch_size": 1}
-RECORD_START = b'{"schema": '  # of every line of results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,32 +63,48 @@ class Bench:
     pair: tuple[str, str] = ("tiny", "tiny")
 
 
-def add_model_and_prompts(parser: argparse.ArgumentParser) -> None:
-    """Options that all suites of a pair share."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument(
         "--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="folders, Hub ids or names (default: tiny tiny)"
     )
-    add_fields(model, ModelOptions, "dtype quantize")
-    prompts = parser.add_argument_group("prompts")
-    prompts.add_argument(
-        "--prompts", default=BUNDLED, metavar="FILE", help="JSONL file of prompts (default: a bundled set)"
+    add_fields(model, ModelOptions, "dtype quantize budget")
+    add_fields(parser.add_argument_group("prompts"), PromptSet)
+    chosen = parser.add_argument_group("systems")
+    chosen.add_argument(
+        "--systems", nargs="+", default=list(systems.SYSTEMS), metavar="NAME", help="of " + ", ".join(systems.SYSTEMS)
     )
-    prompts.add_argument("--format", choices=FORMATS, default="chat", help="how prompts are worded (default: %(default)s)")
-    prompts.add_argument("--limit", type=int, metavar="N", help="use N prompts, drawn as in the published benchmarks")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_and_prompts(parser)
-    systems = parser.add_argument_group("systems")
-    systems.add_argument("--systems", nargs="+", default=list(SYSTEMS), metavar="NAME", help="of " + ", ".join(SYSTEMS))
-    add_fields(systems, ModelOptions, "budget")
-    add_fields(systems, GenerateConfig, f"nodes acceptance {SIZES}", several="nodes", nodes=[16])
-    systems.add_argument("--builder", choices=branching(), help="builder of systems that name none")
-    output = parser.add_argument_group("sampling and output")
-    add_fields(output, GenerateConfig, f"temperature seed {LIMITS}", several="temperature seed", **ONE_AT_A_TIME)
-    output.add_argument("--out", required=True, metavar="FILE", help="JSONL that results are appended to")
+    chosen.add_argument(
+        "--preset", choices=systems.PRESETS, action=systems.Preset,
+        help="rules: all lossless combinations of tree builder and acceptance rule, by default at temperature 1",
+    )  # fmt: skip
+    add_fields(chosen, TreeConfig, several="nodes", nodes=[16])
+    add_fields(chosen, DraftConfig, without="head block_size")
+    sampling = parser.add_argument_group("sampling and output")
+    taken = "max_new_tokens temperature top_k top_p seed"
+    add_fields(sampling, SamplingConfig, taken, several="temperature seed", temperature=[0.0], seed=[0])
+    add_fields(sampling, RuntimeConfig, "batch_size expected_lengths", batch_size=1)
+    sampling.add_argument("--out", required=True, metavar="FILE", help="JSONL that results are appended to")
+    sampling.add_argument("--plot", metavar="FILE", help="picture of tokens per round over nodes (needs matplotlib)")
     parser.set_defaults(run=run)
+
+
+def add_rules_arguments(parser: argparse.ArgumentParser) -> None:
+    """`bench rules`, what `bench run --preset rules` was called in the first edition."""
+    add_arguments(parser)
+    parser.set_defaults(**systems.PRESETS["rules"], run=_rules)
+    parser.add_argument("--builders", nargs="+", choices=systems.builders())
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--heads", nargs="+", choices=HEADS)
+
+
+def _rules(arguments: argparse.Namespace) -> int:
+    heads = {"marginal" if head == "marginal" else "treeflash" for head in arguments.heads or ("marginal", "mlp")}
+    names = systems.lawful(arguments.builders, arguments.rules)
+    arguments.systems = [name for name in names if name.partition("+")[0] in heads]
+    status, new = run(arguments), "treeflash bench run --preset rules"
+    print(f"treeflash bench rules is now {new}; the old name ends with the next release", file=sys.stderr)
+    return status
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -112,21 +113,27 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
       ValueError: bad prompts, systems, settings or output; nothing that was measured before is lost.
     """
-    systems = parse_systems(arguments.systems, arguments.nodes)
-    prompts = draw(read_prompts(arguments.prompts), arguments.limit)
-    earlier, _ = read_results(arguments.out)
+    chosen = systems.parse_systems(arguments.systems, arguments.nodes)
+    prompts = chosen_prompts(arguments)
+    earlier, _ = records.read_results(arguments.out)
+    if arguments.plot:
+        plots.check(arguments.plot)
     if arguments.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     verifier, drafter = arguments.pair or (None, None)
     name = None if arguments.pair else "tiny"
-    sizes = {"dtype": arguments.dtype, "quantize": arguments.quantize, "budget": arguments.budget}
-    model = tf.load(name, verifier=verifier, drafter=drafter, **sizes)
-    shared = {name: getattr(arguments, name) for name in f"{SIZES} {LIMITS}".split()}
-    trees = {"builder": arguments.builder or "best-first", "acceptance": arguments.acceptance}
+    with slow(f"loading {' and '.join(arguments.pair or ['the shipped pair'])}"):
+        model = tf.load(name, verifier=verifier, drafter=drafter, **values_of(arguments, ModelOptions))
+    if arguments.systems == systems.PRESETS["rules"]["systems"] and getattr(model.drafter, "head", None) == "marginal":
+        chosen = {name: fields for name, fields in chosen.items() if "head" in fields}
+    shared = without_method(values_of(arguments, tf.GenerateConfig))
+    for name in ("nodes", "temperature", "seed"):
+        del shared[name]
+    shared["builder"] = shared["builder"] or "best-first"
     bench = Bench(
         systems={
-            name: tf.GenerateConfig(**shared | ({} if "builder" in fields else trees) | fields)
-            for name, fields in systems.items()
+            name: tf.GenerateConfig(**shared | ({"acceptance": None} if "builder" in fields else {}) | fields)
+            for name, fields in chosen.items()
         },
         prompts=prompts,
         format=arguments.format,
@@ -135,98 +142,13 @@ def run(arguments: argparse.Namespace) -> int:
         pair=tuple(arguments.pair or ("tiny", "tiny")),
     )
     check(model, bench, earlier, arguments.out)
-    with open_results(arguments.out) as output:
+    with records.open_results(arguments.out) as output:
         measure(model, bench, earlier, output)
-    report.show(report.summarise(report.read_records(arguments.out)[0]))
+    summary = report.summarise(records.read_records(arguments.out)[0])
+    report.show(summary)
+    if arguments.plot:
+        plots.draw_trees(summary["rows"], arguments.plot)
     return 0
-
-
-def parse_systems(names: Sequence[str], nodes: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Fields of GenerateConfig by system name: "ar", "chain", and "marginal-16", "treeflash-64" for trees of so many rows,
-    "treeflash-auto" for as many as pay best.
-
-    "treeflash-64+hybrid+traversal@0.7" adds a builder, an acceptance rule and a drafter temperature.
-
-    Raises:
-      ValueError: an unknown system, or fewer rows than one.
-    """
-    systems: dict[str, dict[str, Any]] = {}
-    for name in names:
-        whole, at, sharpness = name.partition("@")
-        sized, plus, sampled = whole.partition("+")
-        base, dash, rows = sized.partition("-")
-        builder, _, rule = sampled.partition("+")
-        fields = SYSTEMS.get(base)
-        is_known = fields is not None and (not (dash or plus) or "builder" not in fields)
-        is_known &= (not dash or rows.isdecimal() or rows == "auto") and (not plus or builder in branching())
-        is_known &= rule in ("", *RULES)
-        if not is_known or (at and (base == "ar" or not _is_positive(sharpness))):
-            raise ValueError(
-                f"got unknown system {name!r}, expected one of {', '.join(SYSTEMS)}, or a tree like treeflash-32, "
-                "or one with its own builder, rule and drafter temperature like treeflash-32+hybrid+traversal@0.7"
-            )
-        is_tree = "builder" not in fields
-        if plus:
-            fields = fields | {"builder": builder, "acceptance": rule or None}
-        if at:
-            fields = fields | {"drafter_temperature": float(sharpness)}
-        if not is_tree:
-            systems[base + at + sharpness] = fields
-            continue
-        for count in [node_count(rows)] if rows else nodes:
-            if count != "auto" and count < 1:
-                raise ValueError(f"got nodes {count}, expected at least 1 (the root counts)")
-            systems[f"{base}-{count}{plus}{sampled}{at}{sharpness}"] = fields | {"nodes": count}
-    return systems
-
-
-def node_count(text: str) -> int | str:
-    """A number of nodes, or "auto"."""
-    if text != "auto" and not (text.lstrip("-").isdecimal() and len(text) < 20):
-        raise argparse.ArgumentTypeError(f"got {quoted(text)}, expected a whole number or auto")
-    return text if text == "auto" else int(text)
-
-
-def _is_positive(text: str) -> bool:
-    try:
-        return 0 < float(text) < float("inf")
-    except ValueError:
-        return False
-
-
-def read_results(path: str | Path) -> tuple[list[Record], int]:
-    """Records of a results file, none where there is no file yet, and how many bytes of it they take. Writes nothing.
-
-    Raises:
-      ValueError: a path that cannot be written, or a file that holds anything but records of one run.
-    """
-    files.check_output(path)
-    if not Path(path).exists():
-        return [], 0
-    records, size = report.read_records(path)
-    tail = Path(path).read_bytes()[size:]
-    if not tail.startswith(RECORD_START[: len(tail)]):
-        raise ValueError(f"{path} holds something else than results of this command; write to another file")
-    return records, size
-
-
-def open_results(path: str | Path) -> BinaryIO:
-    """The results file, open for appending. A last record that was cut off is removed; all before it stays.
-
-    Raises:
-      ValueError: as `read_results`.
-    """
-    _, size = read_results(path)
-    try:
-        file = open(path, "a+b")
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from None
-    file.truncate(size)
-    file.seek(max(size - 1, 0))
-    if file.read(1) not in (b"", b"\n"):
-        file.write(b"\n")
-        file.flush()
-    return file
 
 
 def check(model: tf.TreeFlash, bench: Bench, earlier: Sequence[Record], path: str | Path) -> None:
@@ -235,13 +157,14 @@ def check(model: tf.TreeFlash, bench: Bench, earlier: Sequence[Record], path: st
     Raises:
       ValueError: settings that the pair cannot serve, prompts that are too long, other settings or texts than before.
     """
+    has_head = getattr(model.drafter, "head", None) != "marginal"
     for name, config in bench.systems.items():
         resolve(config, {"temperature": bench.temperatures, "seed": bench.seeds}, model.verifier, model.drafter)
-        if config.builder in (None, *branching()) and config.head is None and model.drafter.head == "marginal":
+        if config.builder in (None, *branching()) and config.head is None and not has_head:
             raise ValueError(f"got system {name!r}, expected 'marginal' trees alone: this drafter has no head")
         ours = {"schema": SCHEMA, "system": name, "settings": settings_of(model, bench, config), **environment(model)}
         for record in earlier:
-            if change := report.difference(ours, record):
+            if change := records.difference(ours, record):
                 raise ValueError(f"{path}: {change} in the file; write to another file")
     hashes = {record["prompt_id"]: record["prompt_hash"] for record in earlier}
     new_tokens = max(config.max_new_tokens for config in bench.systems.values())
@@ -262,7 +185,7 @@ def check(model: tf.TreeFlash, bench: Bench, earlier: Sequence[Record], path: st
 
 def measure(model: tf.TreeFlash, bench: Bench, earlier: Sequence[Record], output: BinaryIO) -> None:
     """Appends a record for every prompt, temperature, seed and system that `earlier` lacks, each as soon as it is known."""
-    done = {report.key_of(record) for record in earlier}
+    done = {records.key_of(record) for record in earlier}
     warm: set[str] = set()
     names = list(bench.systems)
     size = bench.systems[names[0]].batch_size
@@ -328,9 +251,11 @@ def record_of(
 
     `accept_lengths` and their sum `committed` count what rounds added to the answers, and `cut` what the last round of each
     turn accepted beyond its end; `tokens` includes the token of every turn's prefill.
-    `accepted_by_depth[i]` counts the rounds that accepted more than i draft tokens.
+    `expected` sums what rounds were expected to commit, cut ones in full. `accepted_by_depth[i]` counts the rounds that
+    accepted more than i draft tokens.
     """
     lengths = [length for result in results for length in result.accept_lengths]
+    lists = [result.expected_lengths or [] for result in results]
     return {
         "schema": SCHEMA,
         "prompt_id": prompt.id,
@@ -347,6 +272,7 @@ def record_of(
         "tokens": sum(len(result.ids) for result in results),
         "seconds": sum(result.seconds for result in results),
         "finished": [result.finished for result in results],
+        **({"expected": float(sum(map(sum, lists)))} if config.expected_lengths else {}),
         "thinking": False,  # chat templates are asked for no thinking
         **environment(model),
     }
@@ -355,18 +281,11 @@ def record_of(
 def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) -> dict[str, Any]:
     """The settings of a system as they take effect; those of drafting are None where nothing is drafted."""
     plan = model.plan(config)
-    drafts = asdict(config.group(DraftConfig)) | asdict(config.group(TreeConfig)) | {"drafter_temperature_rule": None}
-    if plan.drafts:
-        fixed = config.drafter_temperature
-        drafts |= asdict(plan.draft) | {
-            "acceptance": plan.rule,
-            "nodes": "auto" if config.nodes == "auto" else plan.num_nodes,
-        }
-        drafts |= {"drafter_temperature": fixed or model.drafter.drafter_temperature}
-        drafts |= {"drafter_temperature_rule": "fixed" if fixed else "max(it, min(T, 1))"}
-        drafts |= {} if draws(plan.builder) else dict.fromkeys("branches trunk skeleton leaves".split())
-    else:
-        drafts = dict.fromkeys(drafts)
+    shape = asdict(drafting(config)[2])
+    if not draws(plan.builder):
+        shape = dict.fromkeys(shape) | ({"lanes": shape["lanes"]} if plan.builder == "best-first" else {})
+    fixed = config.drafter_temperature
+    sharpness = fixed or model.drafter.drafter_temperature
     names = "max_new_tokens batch_size temperature top_k top_p seed".split()
     return {name: getattr(config, name) for name in names} | {
         "verifier": bench.pair[0],
@@ -374,18 +293,24 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
         "dtype": str(model.dtype),
         "quantize": model.quantize,
         "format": bench.format,
-        **drafts,
+        "nodes": ("auto" if config.nodes == "auto" else plan.num_nodes) if plan.drafts else None,
+        **{name: getattr(plan.draft, name, None) for name in ("head", "candidates", "children", "shortlist")},
         "builder": plan.builder,
+        "acceptance": plan.rule if plan.drafts else None,
+        **shape,
+        "drafter_temperature": sharpness if plan.drafts else None,
+        "drafter_temperature_rule": ("fixed" if fixed else "max(it, min(T, 1))") if plan.drafts else None,
     }
 
 
 def environment(model: tf.TreeFlash) -> dict[str, dict[str, Any]]:
     """Versions and hardware: records that differ here are never put side by side."""
+    device = devices.here()
     return {
         "versions": {"jax": jax.__version__, "treeflash_jax": tf.__version__, "python": platform.python_version()},
         "hardware": {
-            "backend": devices.here().backend,
-            "device": jax.devices()[0].device_kind,
+            "backend": device.backend,
+            "device": device.kind,
             "devices": 1 if model.mesh is None else model.mesh.size,
             "cores": os.cpu_count(),
         },

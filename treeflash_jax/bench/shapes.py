@@ -106,6 +106,8 @@ def named_drafter(path: str) -> DrafterConfig:
     Raises:
       ValueError: nothing there, or a config that is not implemented.
     """
+    if not Path(path).exists():
+        raise ValueError(f"{path} not found, expected a drafter's config.json or its folder")
     return models.read_drafter_config(path)
 
 

@@ -12,13 +12,8 @@ Shape suffixes: b batch, s token slots, q block slots, n tree nodes, v vocabular
 
 from __future__ import annotations
 
-import math
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,22 +22,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax import drafters
-from treeflash_jax import mesh as meshes
 from treeflash_jax.batching import capacity_bucket
-from treeflash_jax.bench.floors import Ceilings, Work, stage_work
+from treeflash_jax.bench.floors import stage_work
 from treeflash_jax.bench.progress import Tell, nobody
+from treeflash_jax.bench.timed import Compiler, Program, Timed, again, running, sample_in_turn
+from treeflash_jax.costs import Work
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, DecodeState
-from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_stage, verify_tree
+from treeflash_jax.decoding.rounds import (
+    accept_path,
+    build_tree,
+    commit_path,
+    draft_stage,
+    verify_tree,
+)
+from treeflash_jax.devices import Ceilings
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.planning import rows_of
 from treeflash_jax.settings import GenerateConfig
 
 ROUNDS = 16  # of one dispatch of `decode`, at most
-CALLS = 64  # of one sample, at most
-SAMPLE_SECONDS = 0.02
-STAGE_SECONDS = 6.0  # slow stages get fewer samples, two at least
-COMPILERS = 8  # programs compiled side by side, at most
 
 DRAFT = jax.jit(draft_stage, static_argnames=("plan", "name"))
 TREE = jax.jit(build_tree, static_argnames="plan")
@@ -68,75 +67,6 @@ def divide(state: DecodeState) -> tuple[DecodeState, DecodeState]:
 
 def unite(slots: DecodeState, marks: DecodeState) -> DecodeState:
     return jax.tree.map(lambda x, y: y if x is None else x, slots, marks, is_leaf=lambda x: x is None)
-
-
-@dataclass(frozen=True)
-class Program:
-    """A compiled program, and the seconds that lowering and compiling it took, others compiling beside it."""
-
-    run: Callable[..., Any]
-    compile_seconds: float
-
-
-@dataclass
-class Timed:
-    """One stage of one configuration.
-
-    Attributes:
-      stage: its name.
-      nodes: of the tree; None where the stage does not depend on it.
-      program: what runs.
-      work: the least it has to do.
-      prepare: how many calls -> a function that enqueues them and returns what to wait for.
-      least, most: calls of a sample.
-      units: what a call's time is divided by (tokens of a prefill).
-      calls: of one sample.
-      samples: how many are wanted.
-      seconds: of one unit, per sample.
-    """
-
-    stage: str
-    nodes: int | None
-    program: Program
-    work: Work
-    prepare: Callable[[int], Callable[[], Any]]
-    least: int = 1
-    most: int = CALLS
-    units: int = 1
-    calls: int = 1
-    samples: int = 1
-    seconds: list[float] = field(default_factory=list)
-
-    def sample(self) -> float:
-        """Seconds of one unit, over one sample."""
-        enqueue = self.prepare(self.calls)
-        since = time.perf_counter()
-        jax.block_until_ready(enqueue())
-        return (time.perf_counter() - since) / self.calls / self.units
-
-    def calibrate(self, repeats: int) -> None:
-        """Chooses calls a sample, and samples."""
-        self.calls, self.seconds = self.least, []
-        seconds = min(self.sample(), self.sample()) * self.units
-        self.calls = max(self.least, min(self.most, math.ceil(SAMPLE_SECONDS / seconds)))
-        self.samples = min(repeats, max(2, int(STAGE_SECONDS / (self.calls * seconds))))
-
-    def row(self, ceilings: Ceilings) -> dict[str, Any]:
-        """The result: milliseconds (median and quartiles) of one call or token, beside their floor."""
-        low, median, high = (1e3 * float(x) for x in np.percentile(self.seconds, (25, 50, 75)))
-        return {
-            "stage": self.stage,
-            "nodes": self.nodes,
-            "ms": median,
-            "low_ms": low,
-            "high_ms": high,
-            "floor_ms": 1e3 * self.work.seconds(ceilings),
-            "bytes": self.work.bytes,
-            "flops": self.work.flops,
-            "samples": len(self.seconds),
-            "calls": self.calls,
-            "compile_seconds": self.program.compile_seconds,
-        }
 
 
 def slots_for(context: int, plans: Sequence[DecodePlan]) -> tuple[int, int]:
@@ -179,7 +109,6 @@ class Bench:
         self.model, self.plans, self.weights = model, list(plans), model.weights
         self.where, self.tell = f"batch {batch}, context {context}", tell
         self.timed: list[Timed] = []
-        self.compiled = 0
         positions, self.capacity = slots_for(context, plans)
         config = GenerateConfig(max_new_tokens=positions - context, temperature=temperature, stop_ids=())
         ids = np.random.default_rng(0).integers(0, model.verifier.vocab_size, (batch, context)).tolist()
@@ -188,8 +117,9 @@ class Bench:
         sizes["quantize"] = model.quantize
         works = {plan: stage_work(plan, **sizes) for plan in self.plans}
         since = time.perf_counter()
-        with self._running(), ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as self.pool:
-            self._build(prompts, works, tokens=batch * context)
+        compiler = Compiler(tell)
+        with running(model.mesh, self.where), compiler.pool:
+            self._build(compiler, prompts, works, tokens=batch * context)
         self.compile_seconds = time.perf_counter() - since
 
     def measure(self, ceilings: Ceilings, repeats: int) -> list[dict[str, Any]]:
@@ -199,72 +129,58 @@ class Bench:
 
     def sample(self, repeats: int) -> None:
         """Times all stages in turn, in an order that rotates."""
-        with self._running():
-            for timed in self.timed:
-                self.tell(f"trying {timed.stage}" + (f" of {timed.nodes} nodes" if timed.nodes else ""))
-                timed.calibrate(repeats)
-            for turn in range(repeats):
-                self.tell(f"sample {turn + 1} of {repeats}")
-                at = turn % len(self.timed)
-                for timed in self.timed[at:] + self.timed[:at]:
-                    if len(timed.seconds) < timed.samples:
-                        timed.seconds.append(timed.sample())
-
-    def trace(self, folder: str, rounds: int = 4) -> None:
-        """Writes a profiler trace of a few rounds of every plan."""
-        with self._running(), jax.profiler.trace(folder):
-            for timed in self.timed:
-                if timed.stage == "round":
-                    with jax.profiler.TraceAnnotation(f"{timed.nodes} nodes"):
-                        jax.block_until_ready(timed.prepare(rounds)())
+        with running(self.model.mesh, self.where):
+            sample_in_turn(self.timed, repeats, self.tell)
 
     @property
     def state(self) -> DecodeState:
         return unite(self.slots, self.marks)
 
-    def _build(self, prompts: tuple[Any, ...], works: dict[DecodePlan, dict[str, Work]], tokens: int) -> None:
+    def _build(
+        self, compiler: Compiler, prompts: tuple[Any, ...], works: dict[DecodePlan, dict[str, Work]], tokens: int
+    ) -> None:
         """Level by level: what a stage hands to the next has the values, and the layout, that its program gave it."""
         first, plans, weights = self.plans[0], self.plans, self.weights
-        prefill = self._compile(core.prefill, weights, *prompts, plan=first.for_prefill()).result()
+        prefill = compiler.compile(core.prefill, weights, *prompts, plan=first.for_prefill()).result()
         self.slots, self.marks = divide(prefill.run(weights, *prompts))
         state = self.state
 
         one = jnp.int32(1)
-        step = self._compile(core.decode, weights, state.replace(drafter=None), one, plan=first.one_token())
-        rounds = [self._compile(core.decode, weights, state, one, plan=plan) for plan in plans]
+        step = compiler.compile(core.decode, weights, state.replace(drafter=None), one, plan=first.one_token())
+        rounds = [compiler.compile(core.decode, weights, state, one, plan=plan) for plan in plans]
 
         drafting, expander = [], None  # what each of the drafter's stages takes and gives
         for name in drafters.of(first.drafter).stages(first.drafter):
-            program = self._compile(DRAFT, weights, state, expander, plan=first, name=name).result()
+            program = compiler.compile(DRAFT, weights, state, expander, plan=first, name=name).result()
             drafting.append((name, program, expander))
             expander = program.run(weights, state, expander)
-        builds = self._each(TREE, [(state, expander) for _ in plans])
+        builds = compiler.each(TREE, plans, [(state, expander) for _ in plans])
         trees = [build.run(state, expander) for build in builds]
-        verifies = self._each(VERIFY, [(weights, state, tree) for tree, _ in trees])
+        verifies = compiler.each(VERIFY, plans, [(weights, state, tree) for tree, _ in trees])
         verified = [verify.run(weights, state, tree) for verify, (tree, _) in zip(verifies, trees, strict=True)]
         if not all(bool(jnp.isfinite(each.logits_bnv).all()) for each in verified):
             raise ValueError(f"{self.where}: got logits that are not finite")
         judged = [(*pair, each.logits_bnv) for pair, each in zip(trees, verified, strict=True)]
-        accepts = self._each(ACCEPT, [(state, *args) for args in judged])
+        accepts = compiler.each(ACCEPT, plans, [(state, *args) for args in judged])
         accepted = [accept.run(state, *args) for accept, args in zip(accepts, judged, strict=True)]
         kept = list(zip(verified, accepted, strict=True))
-        commits = self._each(COMMIT, [(weights, self.slots, self.marks, *pair) for pair in kept])
+        commits = compiler.each(COMMIT, plans, [(weights, self.slots, self.marks, *pair) for pair in kept])
 
         work = works[first]
-        self._add("step", None, step.result(), work, self._rounds, False, least=4, most=ROUNDS)
-        self._add("prefill", None, prefill, work, self._again, lambda: (weights, *prompts), most=4, units=tokens)
+        self.add("step", None, step.result(), work, self.rounds, False, least=4, most=ROUNDS)
+        self.add("prefill", None, prefill, work, again, lambda: (weights, *prompts), most=4, units=tokens)
         for name, program, given in drafting:
-            self._add(name, None, program, work, self._again, lambda given=given: (weights, self.state, given))
+            self.add(name, None, program, work, again, lambda given=given: (weights, self.state, given))
         for i, plan in enumerate(plans):
             nodes, work = plan.num_nodes, works[plan]
             tree, args, pair = trees[i][0], judged[i], kept[i]
-            self._add("tree", nodes, builds[i], work, self._again, lambda: (self.state, expander))
-            self._add("verify", nodes, verifies[i], work, self._again, lambda tree=tree: (weights, self.state, tree))
-            self._add("accept", nodes, accepts[i], work, self._again, lambda args=args: (self.state, *args))
-            self._add("commit", nodes, commits[i], work, self._onward, pair)
-            self._add("round", nodes, rounds[i].result(), work, self._rounds, True, least=4, most=ROUNDS)
+            self.add("tree", nodes, builds[i], work, again, lambda: (self.state, expander))
+            self.add("verify", nodes, verifies[i], work, again, lambda tree=tree: (weights, self.state, tree))
+            self.add("accept", nodes, accepts[i], work, again, lambda args=args: (self.state, *args))
+            self.add("commit", nodes, commits[i], work, self._onward, pair)
+            self.add("round", nodes, rounds[i].result(), work, self.rounds, True, least=4, most=ROUNDS)
 
-    def _add(
+    def add(
         self,
         stage: str,
         nodes: int | None,
@@ -281,23 +197,12 @@ class Bench:
         """
         timed = Timed(stage, nodes, program, work[stage], partial(kind, program.run, *args), **sizes)
         self.timed.append(timed)
-        if kind != self._rounds:
+        if kind != self.rounds:
             jax.block_until_ready(timed.prepare(1)())
             return
         done = int(timed.prepare(timed.most)().rounds_b.min())
         if done != timed.most:
             raise RuntimeError(f"{self.where}: got {done} rounds of {stage}, expected {timed.most}")
-
-    def _again(self, run: Callable[..., Any], args: Callable[[], tuple[Any, ...]], calls: int) -> Callable[[], Any]:
-        """The same call over and over; it changes nothing."""
-        given = args()
-
-        def enqueue() -> Any:
-            for _ in range(calls):
-                out = run(*given)
-            return out
-
-        return enqueue
 
     def _onward(self, run: Callable[..., Any], pair: tuple[Any, Any], calls: int) -> Callable[[], Any]:
         """Commits at the same place over and over, each into the slots that the one before handed on."""
@@ -309,7 +214,7 @@ class Bench:
 
         return enqueue
 
-    def _rounds(self, run: Callable[..., Any], drafts: bool, calls: int) -> Callable[[], Any]:
+    def rounds(self, run: Callable[..., Any], drafts: bool, calls: int) -> Callable[[], Any]:
         """So many rounds in one dispatch, from where the prompts ended."""
         marks = jax.block_until_ready(copied(self.marks))  # donated
         state, count = unite(self.slots, marks), jnp.int32(calls)
@@ -321,33 +226,11 @@ class Bench:
 
         return enqueue
 
-    def _each(self, function: Any, args: Sequence[tuple[Any, ...]]) -> list[Program]:
-        """The programs of a stage, one for every plan."""
-        futures = [self._compile(function, *given, plan=plan) for plan, given in zip(self.plans, args, strict=True)]
-        return [future.result() for future in futures]
 
-    def _compile(self, function: Any, *args: Any, **static: Any) -> Future[Program]:
-        """Lowers here, compiles on another thread."""
-        since = time.perf_counter()
-        lowered = function.lower(*args, **static)
-        seconds = time.perf_counter() - since
-
-        def finish() -> Program:
-            since = time.perf_counter()
-            program = lowered.compile()
-            self.compiled += 1
-            self.tell(f"{self.compiled} programs compiled")
-            return Program(program, seconds + time.perf_counter() - since)
-
-        return self.pool.submit(finish)
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """The model's mesh around, and one line where its devices are too small."""
-        try:
-            with meshes.ambient(self.model.mesh):
-                yield
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise ValueError(f"{self.where}: the devices have too little memory for it") from None
+def trace(bench: Bench, folder: str, rounds: int = 4) -> None:
+    """Writes a profiler trace of a few rounds of every plan."""
+    with running(bench.model.mesh, bench.where), jax.profiler.trace(folder):
+        for timed in bench.timed:
+            if timed.stage == "round":
+                with jax.profiler.TraceAnnotation(f"{timed.nodes} nodes"):
+                    jax.block_until_ready(timed.prepare(rounds)())

@@ -12,8 +12,8 @@ import numpy as np
 
 from treeflash_jax import files
 from treeflash_jax.bench import plots
-from treeflash_jax.bench.floors import STAGES, Ceilings
 from treeflash_jax.checks import parse_json
+from treeflash_jax.devices import Ceilings
 from treeflash_jax.settings import renamed
 
 SCHEMA = 1
@@ -46,7 +46,7 @@ def result_of(
     rounds = []
     for nodes in settings["nodes"]:
         whole = at["round", nodes]
-        parts = [at.get((stage, nodes)) or at[stage, None] for stage in STAGES]
+        parts = [row for row in rows if row["nodes"] in (None, nodes) and row["stage"] not in ("step", "prefill", "round")]
         rounds.append(
             {
                 "nodes": nodes,
@@ -128,9 +128,10 @@ def lines(result: Result) -> list[str]:
     ]
     for row in result["stages"]:
         ratio = row["ms"] / row["floor_ms"] if row["floor_ms"] else math.inf
+        label = LABELS.get(row["stage"], row["stage"])
         spread = f"{row['low_ms']:.4f} - {row['high_ms']:.4f}"
         text.append(
-            f"  {LABELS[row['stage']]:17}{row['nodes'] or '-':>6}{row['ms']:11.4f}{spread:>24}{row['floor_ms']:11.4f}"
+            f"  {label:17}{row['nodes'] or '-':>6}{row['ms']:11.4f}{spread:>24}{row['floor_ms']:11.4f}"
             + (f"{ratio:12.2f}" if ratio < 1000 else f"{'> 1000':>12}")
         )
     for one in result["rounds"]:

@@ -22,9 +22,11 @@ from typing import Any, Protocol
 
 import jax
 
+from treeflash_jax.costs import Counter, Work
 from treeflash_jax.drafters import block
 from treeflash_jax.drafters.inputs import Inputs
 from treeflash_jax.trees.expander import Expander
+from treeflash_jax.verifiers.config import ModelConfig
 
 
 class DrafterSizes(Protocol):
@@ -104,8 +106,20 @@ class Drafter(Protocol):
         The first gets None and the last returns an `Expander`. Benchmarks time each of them by its name.
         """
 
-    def work(self, count: Any, config: Any, settings: Any, verifier: Any) -> dict[str, Any]:
-        """Bytes and FLOPs (`costs.Work`) of every stage, and of `extend` for one row, under its name."""
+    def work(
+        self, count: Counter, config: Any, settings: Any, verifier: ModelConfig, quantize: str | None = None
+    ) -> dict[str, tuple[Work, Work]]:
+        """Bytes and FLOPs of every stage, by its name: what it has to do, and what it hands to the next one.
+
+        Args:
+          count: of the device, the batch and its context.
+          config, settings: static.
+          verifier: whose embedding and vocabulary tables are read.
+          quantize: scheme of these tables.
+        """
+
+    def extend_work(self, count: Counter, config: Any, tokens: float) -> Work:
+        """Bytes and FLOPs of `extend` for so many positions of every sequence."""
 
     def identity(self, params: Any, config: Any, settings: Any) -> tuple[dict[str, Any], list[jax.Array]]:
         """What measurements of this drafter depend on: named sizes and settings, and arrays that tell weights apart."""

@@ -39,8 +39,6 @@ def tree_attention(
     prefix: LayerKV | None = None,
     length_b: jax.Array | None = None,
     *,
-    positions_bt: jax.Array | None = None,
-    window: int | None = None,
     scale: float | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
@@ -53,8 +51,6 @@ def tree_attention(
       mask_btu: True where new row t sees new row u. Every row must see itself.
       prefix: committed keys and values; cache slot s holds absolute position s. None: no prefix.
       length_b: committed rows per sequence.
-      positions_bt: absolute positions of the new rows; needed with a window only.
-      window: rows further back than this many positions are invisible (sliding-window layers); over a prefix, "xla" only.
       scale: of the logits; 1 / sqrt(e) if None.
       implementation: a name in IMPLEMENTATIONS.
 
@@ -62,18 +58,13 @@ def tree_attention(
       [b, t, h, e] in the dtype of the queries; softmax in float32 at least.
 
     Raises:
-      ValueError: an implementation nobody registered, one that knows no windows, or that these devices or sizes cannot run.
+      ValueError: an implementation nobody registered or that these devices or sizes cannot run.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"got attention implementation {implementation!r}, expected one of {sorted(IMPLEMENTATIONS)}")
     scale = q_bthe.shape[-1] ** -0.5 if scale is None else scale
-    if window is not None:
-        if prefix is not None and implementation != "xla":
-            raise ValueError(f"got attention implementation {implementation!r} with a window, expected 'xla'")
-        gap_btu = positions_bt[:, :, None] - positions_bt[:, None, :]
-        mask_btu = mask_btu & (gap_btu < window)
     attend = IMPLEMENTATIONS[implementation]
-    return attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale)
+    return attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
 
 
 def positions_read(implementation: str, slots: int, length: jax.Array | int) -> jax.Array | int:
@@ -85,7 +76,7 @@ def positions_read(implementation: str, slots: int, length: jax.Array | int) -> 
     return slots if reads_all else length
 
 
-def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale):
+def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale):
     batch, rows = q_bthe.shape[:2]
     q_bkre, k_bkue, v_bkue = _stacked(q_bthe, k_buke.shape[2]), jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)
     own_bkru = _logits(q_bkre, k_bkue, mask_btu, scale)
@@ -93,8 +84,6 @@ def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, windo
     if prefix is not None:
         slots = jnp.arange(prefix.keys_bkse.shape[2])
         seen_bts = jnp.broadcast_to((slots < length_b[:, None])[:, None], (batch, rows, slots.size))
-        if window is not None:
-            seen_bts &= positions_bt[:, :, None] - slots < window
         past_bkrs = _logits(q_bkre, prefix.keys_bkse, seen_bts, scale)
         peak_bkr1 = jnp.maximum(peak_bkr1, jnp.max(past_bkrs, axis=-1, keepdims=True))
 
@@ -108,16 +97,16 @@ def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, windo
     return _unstacked(mixed_bkre / total_bkr[..., None], q_bthe)
 
 
-def _chunked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale):
+def _chunked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale):
     """`_xla` over 256 queries at a time, formed again in a backward pass: long rows, as in training, in bounded memory."""
     rows, size = q_bthe.shape[1], 256
-    if rows <= size or rows % size or positions_bt is not None:
-        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale)
+    if rows <= size or rows % size:
+        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
 
     @jax.checkpoint
     def attend(chunk):
         q_bche, mask_bcu = chunk
-        return _xla(q_bche, k_buke, v_buke, mask_bcu, prefix, length_b, None, window, scale)
+        return _xla(q_bche, k_buke, v_buke, mask_bcu, prefix, length_b, scale)
 
     def split(x):
         return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
@@ -139,14 +128,14 @@ class Part(NamedTuple):
     peak_bkr: jax.Array
 
 
-def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale):
+def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale):
     """Chunk by chunk up to the longest prefix; no array of logits is longer than a chunk.
 
     A chunk is copied before it is multiplied, which a single row does not make up for in a short cache.
     """
     slots = 0 if prefix is None else prefix.keys_bkse.shape[2]
     if slots < (SHORT_FOR_ONE_ROW if q_bthe.shape[1] == 1 else SHORT):
-        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale)
+        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
     size = max(LEAST_CHUNK, -(-slots // CHUNKS))
 
     def past(own: Part, q_bkre: jax.Array, prefix: LayerKV, length_b: jax.Array) -> Part:
@@ -164,10 +153,10 @@ def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, 
     return _over_parts(past, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
 
 
-def _pallas(kind, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale):
+def _pallas(kind, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale):
     """A kernel for the prefix, merged with the rows' own part; interpreted, slowly, on a CPU."""
     if prefix is None:
-        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, positions_bt, window, scale)
+        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
     backend = devices.here().backend
     if backend not in ("cpu", kind):
         raise ValueError(f"got attention implementation 'pallas-{kind}' on a {backend}, expected 'xla' or 'streamed'")
@@ -290,4 +279,6 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "pallas-gpu": partial(_pallas, "gpu"),
     "pallas-tpu": partial(_pallas, "tpu"),
 }
-SERVING = tuple(name for name in IMPLEMENTATIONS if name != "chunked")  # that one saves memory in training
+
+TRAINING = "chunked"  # for rows without a prefix; the others are what a caller may choose
+CHOICES = tuple(name for name in IMPLEMENTATIONS if name != TRAINING)

@@ -19,6 +19,7 @@ from treeflash_jax.checks import quoted
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.backbone import DrafterState, init
 from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.drafters.block.costs import extend_work, work
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
 from treeflash_jax.drafters.inputs import Inputs
 from treeflash_jax.trees import TransitionTable
@@ -116,5 +117,5 @@ def identity(params: Any, config: DrafterConfig, settings: DraftSettings) -> tup
 
 __all__ = [
     "OPTIONS", "READS_TOKENS", "DraftSettings", "DrafterState", "HEADS", "Unembed", "choose", "draft_block",
-    "expand_block", "extend", "identity", "init", "specs", "stages",
+    "expand_block", "extend", "extend_work", "identity", "init", "specs", "stages", "work",
 ]  # fmt: skip
