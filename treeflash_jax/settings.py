@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial, wraps
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.checks import bounded, documented, quoted
@@ -314,8 +314,9 @@ def takes_settings(function: Function) -> Function:
     """
     signature = inspect.signature(function)
     own = [parameter for parameter in signature.parameters.values() if parameter.kind != parameter.VAR_KEYWORD]
+    kinds = get_type_hints(GenerateConfig)
     settings = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name])
         for field in fields(GenerateConfig)
     ]
     function.__signature__ = signature.replace(parameters=own + settings)
