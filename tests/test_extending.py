@@ -17,13 +17,14 @@ from flax import struct
 import treeflash_jax as tf
 from train import export
 from train import head as head_stage
-from treeflash_jax import drafters, params
+from treeflash_jax import drafters
 from treeflash_jax import trees as tree
 from treeflash_jax.acceptance import RULES, sample_and_match
 from treeflash_jax.cli import main
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters.block.heads import HEADS, table
-from treeflash_jax.formats import models
+from treeflash_jax.formats import architectures, dialects, models
+from treeflash_jax.formats.dialects import dialect
 from treeflash_jax.params import Entry, Spec
 
 CHAT = [{"role": "user", "content": "Ada has 3 pens and buys 5 more. How many pens has she?"}]
@@ -205,21 +206,71 @@ def bigram_of(text: list[int], vocab_size: int) -> dict[str, jax.Array]:
     return {"next": jnp.asarray(table)}
 
 
-@pytest.mark.parametrize("prompts", [1, 3])
-def test_a_drafter(monkeypatch, trained, prompts):
-    """Its tokens come in the right order, whatever the length of a prompt: else it would draft nothing."""
+# A file dialect: folders that hold such a table.
+
+
+class BigramFiles(dialect.Dialect):
+    name, part, marks = "bigram", "drafter", ("bigram_config",)
+
+    def read_config(self, path, keys):
+        return BigramConfig(vocab_size=keys.table("bigram_config").whole("size"))
+
+    def entries(self, config, specs, names):
+        return {"next": Entry("bigram.table")}
+
+    def to_hf(self, config):
+        return {"bigram_config": {"size": config.vocab_size}}
+
+
+@pytest.fixture
+def bigram(monkeypatch):
     monkeypatch.setitem(drafters.DRAFTERS, "bigram", BIGRAM)
+    monkeypatch.setitem(dialects.DIALECTS, "bigram", BigramFiles())
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_a_drafter(bigram, trained, prompts):
+    """Its tokens come in the right order, whatever the length of a prompt: else it would draft nothing."""
     verifier = trained.verifier
     texts = [[7, 8, 9, 10] * n + [5, 6] for n in (1, 2, 40)][:prompts]
     plain = trained.generate(texts, max_new_tokens=24, builder="none")
-    own = bigram_of(texts[0] + plain[0].ids, verifier.vocab_size)
+    weights = Weights(trained.weights.verifier, bigram_of(texts[0] + plain[0].ids, verifier.vocab_size))
     config = BigramConfig(vocab_size=verifier.vocab_size)
-    weights = Weights(trained.weights.verifier, own)
     model = tf.TreeFlash(verifier, weights, drafter=config, stop_ids=trained.stop_ids)
     for how in ({}, {"builder": "walk"}, {"temperature": 1.0, "seed": 3}):
         expected = trained.generate(texts, max_new_tokens=24, **how | {"builder": "none"})
         found = model.generate(texts, max_new_tokens=24, nodes=4, **how)
         assert [result.ids for result in found] == [result.ids for result in expected]
-    greedy = model.generate(texts, max_new_tokens=24, nodes=4)
-    assert greedy[0].tau > 1.2
-    assert params.count(own) == verifier.vocab_size
+    assert model.generate(texts, max_new_tokens=24, nodes=4)[0].tau > 1.2
+
+
+def test_a_dialect_and_the_drafter_in_it(bigram, tiny, tmp_path, capsys):
+    plain = tiny.generate(CHAT, max_new_tokens=12, builder="none")[0]
+    own = bigram_of(plain.prompt_ids + plain.ids, tiny.verifier.vocab_size)
+    folder, config = tmp_path / "drafter", BigramConfig(vocab_size=tiny.verifier.vocab_size)
+    models.save_drafter(folder, config, own, dialect="bigram", dtype=jnp.float32)
+    model = tf.load("tiny", drafter=folder)
+    assert model.drafter == config
+    np.testing.assert_array_equal(model.weights.drafter["next"], own["next"])
+    goes_through_everything(model, folder, tmp_path, capsys)
+
+
+# An architecture: other names for the tensors of the trained pair.
+
+
+def test_an_architecture(monkeypatch, trained, tmp_path, capsys):
+    known = architectures.ARCHITECTURES[trained.verifier.model_type]
+    toy = replace(known, model_type="toy", class_name="ToyForCausalLM", layer=dict(known.layer), gguf=None)
+    toy.layer["q"] = replace(toy.layer["q"], name="attention.query.weight")
+    monkeypatch.setitem(architectures.ARCHITECTURES, "toy", toy)
+    folder = tmp_path / "verifier"
+    models.save_verifier(folder, replace(trained.verifier, model_type="toy"), trained.weights.verifier, jnp.float32)
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["ToyForCausalLM"]
+    model = tf.load(verifier=folder)
+    prompt = [7, 8, 9]
+    expected = trained.generate([prompt], max_new_tokens=8, builder="none")[0].ids
+    assert model.generate([prompt], max_new_tokens=8, stop_ids=trained.stop_ids)[0].ids == expected
+    words = ["--verifier", str(folder), "--prompt-ids", "7 8 9", "--max-new-tokens", "8", "--json"]
+    assert main(["generate", *words, "--stop-ids", " ".join(map(str, trained.stop_ids))]) == 0
+    assert json.loads(capsys.readouterr().out)["ids"] == expected
+    assert main(["bench", "memory", "--shape", str(folder), "--no-compile", "--builder", "none"]) == 0
