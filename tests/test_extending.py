@@ -21,6 +21,7 @@ from treeflash_jax import drafters
 from treeflash_jax import trees as tree
 from treeflash_jax.acceptance import RULES, sample_and_match
 from treeflash_jax.cli import main
+from treeflash_jax.costs import Work
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters.block.heads import HEADS, table
 from treeflash_jax.formats import architectures, dialects, models
@@ -196,6 +197,8 @@ BIGRAM = SimpleNamespace(
     init=lambda config, batch, capacity, dtype: LastToken(jnp.full(batch, -1, jnp.int32)),
     extend=_extended,
     stages=lambda config: {"look up": _looked_up},
+    work=lambda count, config, settings, verifier, quantize=None: {"look up": (Work(), Work())},
+    extend_work=lambda count, config, tokens: Work(),
     identity=lambda own, config, settings: ({"depths": config.num_depths}, [own["next"]]),
 )
 
