@@ -13,22 +13,19 @@ import numpy as np
 import pytest
 import toy_training
 from flax import struct
-from safetensors.numpy import load_file
 
 import treeflash_jax as tf
 from train import export
 from train import head as head_stage
-from treeflash_jax import drafters, params
+from treeflash_jax import drafters
 from treeflash_jax import trees as tree
 from treeflash_jax.acceptance import RULES, sample_and_match
 from treeflash_jax.cli import main
+from treeflash_jax.costs import Work
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters.block.heads import HEADS, table
-from treeflash_jax.formats import models
-from treeflash_jax.formats.architectures import ARCHITECTURES, common
-from treeflash_jax.formats.architectures.record import Architecture, Key
-from treeflash_jax.formats.dialects import DIALECTS
-from treeflash_jax.formats.dialects.dflash import DFlash
+from treeflash_jax.formats import architectures, dialects, models
+from treeflash_jax.formats.dialects import dialect
 from treeflash_jax.params import Entry, Spec
 
 CHAT = [{"role": "user", "content": "Ada has 3 pens and buys 5 more. How many pens has she?"}]
@@ -200,6 +197,8 @@ BIGRAM = SimpleNamespace(
     init=lambda config, batch, capacity, dtype: LastToken(jnp.full(batch, -1, jnp.int32)),
     extend=_extended,
     stages=lambda config: {"look up": _looked_up},
+    work=lambda count, config, settings, verifier, quantize=None: {"look up": (Work(), Work())},
+    extend_work=lambda count, config, tokens: Work(),
     identity=lambda own, config, settings: ({"depths": config.num_depths}, [own["next"]]),
 )
 
@@ -210,100 +209,71 @@ def bigram_of(text: list[int], vocab_size: int) -> dict[str, jax.Array]:
     return {"next": jnp.asarray(table)}
 
 
-@pytest.mark.parametrize("prompts", [1, 3])
-def test_a_drafter(monkeypatch, trained, prompts):
-    """Its tokens come in the right order, whatever the length of a prompt: else it would draft nothing."""
+# A file dialect: folders that hold such a table.
+
+
+class BigramFiles(dialect.Dialect):
+    name, part, marks = "bigram", "drafter", ("bigram_config",)
+
+    def read_config(self, path, keys):
+        return BigramConfig(vocab_size=keys.table("bigram_config").whole("size"))
+
+    def entries(self, config, specs, names):
+        return {"next": Entry("bigram.table")}
+
+    def to_hf(self, config):
+        return {"bigram_config": {"size": config.vocab_size}}
+
+
+@pytest.fixture
+def bigram(monkeypatch):
     monkeypatch.setitem(drafters.DRAFTERS, "bigram", BIGRAM)
+    monkeypatch.setitem(dialects.DIALECTS, "bigram", BigramFiles())
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_a_drafter(bigram, trained, prompts):
+    """Its tokens come in the right order, whatever the length of a prompt: else it would draft nothing."""
     verifier = trained.verifier
     texts = [[7, 8, 9, 10] * n + [5, 6] for n in (1, 2, 40)][:prompts]
     plain = trained.generate(texts, max_new_tokens=24, builder="none")
-    own = bigram_of(texts[0] + plain[0].ids, verifier.vocab_size)
+    weights = Weights(trained.weights.verifier, bigram_of(texts[0] + plain[0].ids, verifier.vocab_size))
     config = BigramConfig(vocab_size=verifier.vocab_size)
-    weights = Weights(trained.weights.verifier, own)
     model = tf.TreeFlash(verifier, weights, drafter=config, stop_ids=trained.stop_ids)
     for how in ({}, {"builder": "walk"}, {"temperature": 1.0, "seed": 3}):
         expected = trained.generate(texts, max_new_tokens=24, **how | {"builder": "none"})
         found = model.generate(texts, max_new_tokens=24, nodes=4, **how)
         assert [result.ids for result in found] == [result.ids for result in expected]
-    greedy = model.generate(texts, max_new_tokens=24, nodes=4)
-    assert greedy[0].tau > 1.2
-    assert params.count(own) == verifier.vocab_size
+    assert model.generate(texts, max_new_tokens=24, nodes=4)[0].tau > 1.2
 
 
-# An architecture: Qwen3 under other names, with a key of its own that must not change the numbers.
-
-
-TOY_ARCHITECTURE = Architecture(
-    model_type="toy",
-    class_name="ToyForCausalLM",
-    keys=(*common.keys(head_dim=lambda fields: 32)[1:], Key(name="words", field="vocab_size")),
-    constants={"qk_norm": True},
-    only=common.ONLY | {"logit_scale": (1.0,)},
-    inert=common.INERT | {"recipe"},
-    layer={name: replace(entry, name=f"toy.{name}") for name, entry in ARCHITECTURES["qwen3"].layer.items()},
-    outside=common.OUTSIDE | {"norm": Entry("the.norm")},
-)
-
-
-def test_an_architecture(monkeypatch, tiny, tmp_path, capsys):
-    monkeypatch.setitem(ARCHITECTURES, "toy", TOY_ARCHITECTURE)
-    config, folder = replace(tiny.verifier, model_type="toy"), tmp_path / "verifier"
-    models.save_verifier(folder, config, tiny.weights.verifier, jnp.float32)
-    raw = json.loads((folder / "config.json").read_text())
-    assert raw["words"] == config.vocab_size and "vocab_size" not in raw and raw["architectures"] == ["ToyForCausalLM"]
-    assert {"the.norm", "model.layers.0.toy.q"} < load_file(folder / "model.safetensors").keys()
-    (folder / "config.json").write_text(json.dumps(raw | {"logit_scale": 1.0, "recipe": "ours"}))
-    model = tf.load(verifier=folder, drafter="tiny")
-    assert model.verifier == config
-    prompt = tiny.encode(CHAT)
-    plain = tiny.generate([prompt], max_new_tokens=8, builder="none")[0]
-    assert model.generate([prompt], max_new_tokens=8, **SMALL)[0].ids == plain.ids
-    words = ["--prompt-ids", " ".join(map(str, prompt)), "--max-new-tokens", "8", "--json", *OPTIONS]
-    assert main(["generate", "--verifier", str(folder), "--drafter", "tiny", *words]) == 0
-    assert json.loads(capsys.readouterr().out)["ids"] == plain.ids
-    words = ["--shape", str(folder), "--no-compile", "--dtype", "float32"]
-    assert main(["bench", "memory", *words]) == 0
-    for change, word in (({"logit_scale": 2.0}, "logit_scale"), ({"vocab_size": 3}, "vocab_size")):
-        (folder / "config.json").write_text(json.dumps(raw | change))
-        with pytest.raises(ValueError, match=word):
-            models.read_verifier_config(folder)
-
-
-# A file dialect: DFlash files marked with a version, their tensors under a prefix of their own.
-
-
-class ToyDialect(DFlash):
-    name = "toy"
-    marks = ("toy_version",)
-    keys = (*DFlash.keys, "toy_version")
-    heads = ("marginal", "mlp")
-
-    def read_config(self, path, keys):
-        return replace(super().read_config(path, keys), head="mlp", num_nodes=5)
-
-    def entries(self, config, specs, names):
-        moved = super().entries(config, specs, ())
-        return jax.tree.map(lambda entry: replace(entry, name="toy." + entry.name), moved)
-
-    def to_hf(self, config):
-        return super().to_hf(config) | {"toy_version": 1}
-
-
-def test_a_file_dialect(monkeypatch, tiny, tmp_path, capsys):
-    monkeypatch.setitem(DIALECTS, "toy", ToyDialect())
-    folder, back = tmp_path / "toy", tmp_path / "back"
-    models.save_drafter(folder, tiny.drafter, tiny.weights.drafter, dialect="toy", dtype=jnp.float32)
-    assert all(name.startswith("toy.") for name in load_file(folder / "model.safetensors"))
+def test_a_dialect_and_the_drafter_in_it(bigram, tiny, tmp_path, capsys):
+    plain = tiny.generate(CHAT, max_new_tokens=12, builder="none")[0]
+    own = bigram_of(plain.prompt_ids + plain.ids, tiny.verifier.vocab_size)
+    folder, config = tmp_path / "drafter", BigramConfig(vocab_size=tiny.verifier.vocab_size)
+    models.save_drafter(folder, config, own, dialect="bigram", dtype=jnp.float32)
     model = tf.load("tiny", drafter=folder)
-    assert model.drafter == replace(tiny.drafter, num_nodes=5, drafter_temperature=1.0, sampled_above=None)
-    jax.tree.map(np.testing.assert_array_equal, model.weights.drafter, tiny.weights.drafter)
-    assert main(["convert", str(folder), str(back), "--to", "treeflash"]) == 0
-    assert main(["convert", str(back), str(tmp_path / "again"), "--to", "toy"]) == 0
-    assert load_file(tmp_path / "again/model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
-    capsys.readouterr()
-    chat = ["--chat", CHAT[0]["content"], "--max-new-tokens", "8", "--json"]
-    plain = tiny.generate(CHAT, max_new_tokens=8, builder="none")[0]
-    assert main(["generate", "--verifier", "tiny", "--drafter", str(folder), *chat, *OPTIONS]) == 0
-    assert json.loads(capsys.readouterr().out)["ids"] == plain.ids
-    with pytest.raises(ValueError, match="got a drafter's config"):
-        models.read_verifier_config(folder)
+    assert model.drafter == config
+    np.testing.assert_array_equal(model.weights.drafter["next"], own["next"])
+    goes_through_everything(model, folder, tmp_path, capsys)
+
+
+# An architecture: other names for the tensors of the trained pair.
+
+
+def test_an_architecture(monkeypatch, trained, tmp_path, capsys):
+    known = architectures.ARCHITECTURES[trained.verifier.model_type]
+    toy = replace(known, model_type="toy", class_name="ToyForCausalLM", layer=dict(known.layer), gguf=None)
+    toy.layer["q"] = replace(toy.layer["q"], name="attention.query.weight")
+    monkeypatch.setitem(architectures.ARCHITECTURES, "toy", toy)
+    folder = tmp_path / "verifier"
+    models.save_verifier(folder, replace(trained.verifier, model_type="toy"), trained.weights.verifier, jnp.float32)
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["ToyForCausalLM"]
+    model = tf.load(verifier=folder)
+    prompt = [7, 8, 9]
+    expected = trained.generate([prompt], max_new_tokens=8, builder="none")[0].ids
+    assert model.generate([prompt], max_new_tokens=8, stop_ids=trained.stop_ids)[0].ids == expected
+    words = ["--verifier", str(folder), "--prompt-ids", "7 8 9", "--max-new-tokens", "8", "--json"]
+    assert main(["generate", *words, "--stop-ids", " ".join(map(str, trained.stop_ids))]) == 0
+    assert json.loads(capsys.readouterr().out)["ids"] == expected
+    assert main(["bench", "memory", "--shape", str(folder), "--no-compile", "--builder", "none"]) == 0

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from treeflash_jax.checks import bounded, clipped, default_of, quoted
 from treeflash_jax.clock import slow
@@ -27,35 +27,32 @@ class ModelOptions:
 
     verifier: str = bounded(
         DEFAULT,
-        unit="model",
-        help=f"language model to serve: a name ({', '.join(PAIRS)}), or the folder, GGUF file or Hub id of a Qwen3 or "
+        f"language model to serve: a name ({', '.join(PAIRS)}), or the folder, GGUF file or Hub id of a Qwen3 or "
         "Llama model",
+        unit="model",
     )
     drafter: str | None = bounded(
         None,
-        unit="model",
+        "DFlash or TreeFlash drafter: a name, folder or Hub id, or 'none' to decode one token at a time",
         unset="the drafter that ships for the named verifier, otherwise none",
-        help="DFlash or TreeFlash drafter: a name, folder or Hub id, or 'none' to decode one token at a time",
+        unit="model",
     )
-    revision: str | None = bounded(None, unit="rev", help="Hub revision of the verifier")
-    drafter_revision: str | None = bounded(None, unit="rev", help="Hub revision of the drafter")
-    local_files_only: bool = bounded(False, help="use the local cache of the Hub only")
+    revision: str | None = bounded(None, "Hub revision of the verifier", unit="rev")
+    drafter_revision: str | None = bounded(None, "Hub revision of the drafter", unit="rev")
+    local_files_only: bool = bounded(False, "use the local cache of the Hub only")
     dtype: Literal["float32", "bfloat16", "float64"] | None = bounded(
         None,
+        "dtype of weights, caches and activations",
         unset="bfloat16, but float32 on a CPU without bfloat16 instructions",
-        help="dtype of weights, caches and activations",
     )
     quantize: str | None = bounded(
-        None, choices=lambda: tuple(SCHEMES), unset="none", help="quantize the verifier's matrices while loading"
+        None, "quantize the verifier's matrices while loading", unset="none", choices=lambda: tuple(SCHEMES)
     )
     mesh: str | None = bounded(
-        None, unit="DxM", unset="one", help="use D x M devices: split the batch D ways, weights and vocabulary M ways"
+        None, "use D x M devices: split the batch D ways, weights and vocabulary M ways", unset="one", unit="DxM"
     )
     budget: str | None = bounded(
-        None,
-        unit="file",
-        unset="the path treeflash calibrate writes to",
-        help="calibration file for auto numbers of nodes",
+        None, "calibration file for --nodes auto", unset="the path treeflash calibrate writes to", unit="file"
     )
 
 
@@ -63,12 +60,12 @@ class ModelOptions:
 class PromptOptions:
     """What is answered; every option may be given several times."""
 
-    prompt: Sequence[str] = bounded((), unit="text", help="text to continue, without a chat template")
+    prompt: Sequence[str] = bounded((), "text to continue, without a chat template", unit="text")
     prompt_file: Sequence[str] = bounded(
-        (), unit="file", help="file of text to continue, without a chat template; - is standard input"
+        (), "file of text to continue, without a chat template; - is standard input", unit="file"
     )
-    chat: Sequence[str] = bounded((), unit="text", help="a user's message, formatted with the chat template")
-    prompt_ids: Sequence[str] = bounded((), unit="ids", help='token ids, like "3 4 5"')
+    chat: Sequence[str] = bounded((), "a user's message, formatted with the chat template", unit="text")
+    prompt_ids: Sequence[str] = bounded((), 'token ids, like "3 4 5"', unit="ids")
 
 
 class Words(str):
@@ -102,7 +99,7 @@ class Parser(argparse.ArgumentParser):
         if self.usage is None:
             named = [one for one in self._actions if one.option_strings and one.required]
             places = [one for one in self._actions if not one.option_strings]
-            needed = [f"{one.option_strings[0]} {one.metavar}" for one in named]
+            needed = [f"{one.option_strings[0]} {one.metavar or one.dest.upper()}" for one in named]
             needed += [f"[{one.metavar} ...]" if one.nargs == "*" else one.metavar or one.dest for one in places]
             self.usage = " ".join(["%(prog)s [options]", *needed])
         return super().format_help()
@@ -153,17 +150,14 @@ def _add_option(parser: Any, one: Field, kind: Any, default: Any, *, several: bo
     if choices:
         how: dict[str, Any] = {"choices": choices}
     else:
-        unit = about["unit"] if about["unit"] != about["unit"].lower() else (about["unit"] or "number").upper()
-        how = {"metavar": "|".join([unit, *literals])}
+        unit = about["unit"] or "number"
+        how = {"metavar": "|".join([unit.upper() if unit.islower() else unit, *literals])}
         how["type"] = str if item else _number_or(literals) if literals else atoms[0]
     if several:
         how["nargs"] = "+"
     elif item is str:
         how["action"], default = "append", list(default)
-    if default is MISSING:
-        how["required"] = True
-    else:
-        how["default"] = default
+    how |= {"required": True} if default is MISSING else {"default": default}
     parser.add_argument(option, help=text, **how)
 
 
@@ -184,7 +178,9 @@ def _atoms(kind: Any) -> Iterator[Any]:
 
 def _item(kind: Any) -> type | None:
     """The type of the items of `Sequence[item]` or `Sequence[item] | None`; None where a single value is taken."""
-    parts = [part for part in (get_args(kind) if isinstance(kind, UnionType) else (kind,)) if part is not NoneType]
+    parts = [
+        part for part in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)) if part is not NoneType
+    ]
     return get_args(parts[0])[0] if len(parts) == 1 and get_origin(parts[0]) is Sequence else None
 
 

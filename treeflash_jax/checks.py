@@ -88,9 +88,9 @@ class Bounds:
 
 
 def bounded(
-    default: Any = MISSING, *, help: str = "", unit: str = "", unset: str = "", kind: str = "", **bounds: Any
+    default: Any = MISSING, help: str = "", *, unit: str = "", unset: str = "", kind: str = "", **bounds: Any
 ) -> Any:
-    """A dataclass field whose value is checked and described: `nodes: int = bounded(16, least=1, help="tree nodes")`.
+    """A dataclass field whose value is checked and described: `nodes: int = bounded(16, "tree nodes", least=1)`.
 
     Args:
       default: of the field; without one it is required.

@@ -141,7 +141,7 @@ def _load(arguments: argparse.Namespace) -> Any:
         return tf.load(**given)
 
 
-def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of GenerateConfig that the options give."""
     for name, reason in REFUSED.items():
         if getattr(arguments, name) is not None:
@@ -150,7 +150,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    settings, prompts = _settings(arguments), prompts_of(arguments)
+    settings, prompts = settings_of(arguments), prompts_of(arguments)
     model = _load(arguments)
     for result in model.generate(spoken(model, prompts), **settings):
         if arguments.json:
@@ -170,7 +170,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
     from treeflash_jax.chat import converse
 
-    settings = _settings(arguments)
+    settings = settings_of(arguments)
     converse(_load(arguments), Console(highlight=False), **settings)
     return 0
 
@@ -180,7 +180,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
     from treeflash_jax.check import check, meaning
 
-    settings, prompts = _settings(arguments), prompts_of(arguments)
+    settings, prompts = settings_of(arguments), prompts_of(arguments)
     excused = True
     model = _load(arguments)
     for index, case in enumerate(check(model, spoken(model, prompts), **settings)):

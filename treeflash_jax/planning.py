@@ -66,6 +66,7 @@ def resolve(
             only = "with nodes 'auto'"
             expect(builder == "best-first", "builder", builder, f"'best-first' {only}")
             expect(rule == "sample-and-match", "acceptance", rule, f"'sample-and-match' {only}")
+            expect(config.lanes is None, "lanes", config.lanes, f"None {only}: a calibration measures whole trees")
     for value in config.stop_ids or ():
         expect(value < vocabulary, "stop id", value, f"0 to {vocabulary - 1}")
     return config
@@ -101,9 +102,7 @@ def _refuse_drafting(config: GenerateConfig) -> None:
 def drafting(config: GenerateConfig) -> tuple[str, str, TreeShape]:
     """Builder, acceptance rule and sizes of the sampled part, defaults filled in."""
     builder = config.builder or "best-first"
-    shape = TreeShape(
-        branches=config.branches, trunk=config.trunk, skeleton=config.skeleton, leaves=config.leaves, lanes=config.lanes
-    )
+    shape = TreeShape(**{one.name: getattr(config, one.name) for one in fields(TreeShape)})
     law = "deterministic" if builder == "none" else BUILDERS[builder].law_of(shape)
     usual = {"deterministic": "sample-and-match", "one path": "block"}.get(law, "traversal")
     return builder, config.acceptance or usual, shape

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial, wraps
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.checks import bounded, documented, quoted
@@ -82,57 +82,28 @@ def takes_method(cls: type) -> type:
 
 # What a setting changes: the text that is sampled; only how fast it comes; or what the program computes besides.
 answer, speed, program = (partial(bounded, kind=kind) for kind in ("answer", "speed", "program"))
+_NODES = {"least": 1, "most": MOST_NODES, "unit": "nodes"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """What is sampled, and where an answer ends. Numbers that are sequences here have one value, or one per prompt."""
+    """What is sampled, and where an answer ends. Numbers that may be lists have one value, or one per prompt."""
 
-    max_new_tokens: int = answer(128, least=1, unit="tokens", help="most tokens of an answer, the stop token included")
-    temperature: float | Sequence[float] = answer(
-        0.0,
-        least=0,
-        says="0 (greedy) or more; one number, or one per prompt",
-        help="sampling temperature of the verifier; 0 is greedy",
-    )
-    top_k: int | Sequence[int] = answer(
-        0,
-        least=0,
-        unit="tokens",
-        says="0 (all tokens) to 2**31 - 1; one, or one per prompt",
-        help="sample from the k most likely tokens; 0 keeps all",
-    )
+    max_new_tokens: int = answer(128, "most tokens of an answer, the stop token included", least=1, unit="tokens")
+    temperature: float | Sequence[float] = answer(0.0, "sampling temperature of the verifier; 0 is greedy", least=0)
+    top_k: int | Sequence[int] = answer(0, "sample from the k most likely tokens; 0 keeps all", least=0, unit="tokens")
     top_p: float | Sequence[float] = answer(
-        1.0,
-        above=0,
-        most=1,
-        unit="probability",
-        says="above 0 and at most 1; one, or one per prompt",
-        help="sample from the most likely tokens of this total probability",
+        1.0, "sample from the most likely tokens of this total probability", above=0, most=1, unit="probability"
     )
-    seed: int | Sequence[int] = answer(
-        0,
-        least=0,
-        most=2**32 - 1,
-        says="0 to 2**32 - 1; one, or one per prompt",
-        help="random seed; prompt i uses the key fold_in(seed, i)",
-    )
+    seed: int | Sequence[int] = answer(0, "random seed; prompt i uses the key fold_in(seed, i)", least=0, most=2**32 - 1)
     samples: int = answer(
-        1,
-        least=1,
-        most=MOST_ROWS,
-        unit="answers",
-        help="number of answers per prompt; answer j is that of seed + j",
+        1, "number of answers per prompt; answer j is that of seed + j", least=1, most=MOST_ROWS, unit="answers"
     )
     stop: Sequence[str] = answer(
-        (),
-        nonempty=True,
-        says="strings that are not empty",
-        unit="text",
-        help="text that ends an answer and is not part of it",
+        (), "text that ends an answer and is not part of it", nonempty=True, says="strings that are not empty", unit="text"
     )
     stop_ids: Sequence[int] | None = answer(
-        None, least=0, unit="ids", unset="the model's own", help="ids of the tokens that end an answer"
+        None, "ids of the tokens that end an answer", unset="the model's own", least=0, unit="ids"
     )
 
 
@@ -141,30 +112,30 @@ class DraftConfig:
     """What the drafter proposes."""
 
     head: str | None = speed(
-        None, choices=lambda: tuple(HEADS), unset="the drafter's own", help="head of the drafter; marginal is none"
+        None, "head of the drafter; marginal is none", unset="the drafter's own", choices=lambda: tuple(HEADS)
     )
     block_size: int | None = speed(
         None,
+        "length of the drafted block, anchor included, at most the drafter's; shorter blocks make rounds cheaper and trees "
+        "shallower",
+        unset="the drafter's",
         least=2,
         unit="tokens",
-        unset="the drafter's",
-        help="length of the drafted block, anchor included, at most the drafter's; shorter blocks make rounds cheaper and "
-        "trees shallower",
     )
-    candidates: int = speed(16, least=1, unit="tokens", help="candidate tokens per depth (M)")
-    children: int = speed(16, least=1, unit="tokens", help="children kept per candidate token (K)")
+    candidates: int = speed(16, "candidate tokens per depth (M)", least=1, unit="tokens")
+    children: int = speed(16, "children kept per candidate token (K)", least=1, unit="tokens")
     shortlist: int = speed(
         0,
+        "tokens per depth that the second stage of a conditional head scores, chosen over all depths together; 0 "
+        "scores the whole vocabulary",
         least=0,
         unit="tokens",
-        help="tokens per depth that the second stage of a conditional head scores, chosen over all depths together; 0 "
-        "scores the whole vocabulary",
     )
     drafter_temperature: float | None = speed(
         None,
-        above=0,
+        "temperature of the draft",
         unset="the larger of the drafter's own and the sampling temperature, the latter counted up to 1",
-        help="temperature of the draft",
+        above=0,
     )
 
 
@@ -174,54 +145,41 @@ class TreeConfig:
 
     builder: str | None = speed(
         None,
-        choices=lambda: ("none", *BUILDERS),
-        unset="none without a drafter; best-first with one, or hybrid at temperatures measured to be better with it",
-        help="what is drafted: a tree (best-first; or paths, delayed, without-replacement or hybrid, whose nodes are "
+        "what is drafted: a tree (best-first; or paths, delayed, without-replacement or hybrid, whose nodes are "
         "sampled), one path (walk is greedy, chain is that of the DFlash paper), or nothing: one token at a time (none)",
+        unset="none without a drafter; best-first with one, or hybrid at temperatures measured to be better with it",
+        choices=lambda: ("none", *BUILDERS),
     )
     nodes: int | Literal["auto"] | None = speed(
         None,
-        least=1,
-        most=MOST_NODES,
-        says=f"at least 1 (the root counts) and at most {MOST_NODES:,}, or 'auto'",
-        unit="nodes",
-        unset="the drafter's for a tree, the whole block for a chain",
-        help="tree nodes verified per round, root included; auto verifies as many as are fastest according to `treeflash "
+        "tree nodes verified per round, root included; auto verifies as many as are fastest according to `treeflash "
         "calibrate` and pauses drafting while it does not pay",
+        unset="the drafter's for a tree, the whole block for a chain",
+        says=f"at least 1 (the root counts) and at most {MOST_NODES:,}, or 'auto'",
+        **_NODES,
     )
     acceptance: str | None = speed(
         None,
-        choices=lambda: tuple(RULES),
+        "rule that decides which nodes are kept; with sample-and-match, the answer is also that of one-token decoding with "
+        "the same seed",
         unset="sample-and-match, but block for one sampled path and traversal for other sampled trees",
-        help="rule that decides which nodes are kept; with sample-and-match, the answer is also that of one-token decoding "
-        "with the same seed",
+        choices=lambda: tuple(RULES),
     )
-    branches: int = speed(
-        TreeShape.branches,
-        least=1,
-        most=MOST_NODES,
-        unit="nodes",
-        help="number of sampled paths, or most sampled children of a node",
-    )
-    trunk: int = speed(
-        TreeShape.trunk, least=0, most=MOST_NODES, unit="nodes", help="nodes before the first branching of a delayed tree"
-    )
+    branches: int = speed(TreeShape.branches, "number of sampled paths, or most sampled children of a node", **_NODES)
+    trunk: int = speed(TreeShape.trunk, "nodes before the first branching of a delayed tree", **_NODES | {"least": 0})
     skeleton: float = speed(
         TreeShape.skeleton,
+        "share of the nodes of a hybrid tree that best-first search chooses",
         least=0,
         most=1,
         unit="share",
-        says="0 to 1, a share of the nodes",
-        help="share of the nodes of a hybrid tree that best-first search chooses",
     )
-    leaves: bool = speed(TreeShape.leaves, help="let sampled trees contain tokens that end their branch")
+    leaves: bool = speed(TreeShape.leaves, "let sampled trees contain tokens that end their branch")
     lanes: int | None = speed(
         TreeShape.lanes,
-        least=1,
-        most=MOST_NODES,
-        unit="nodes",
+        "nodes of each level whose children a best-first tree may take; with few of them the tree is EAGLE-2's",
         unset="all",
-        help="nodes of each level whose children a best-first tree may take; with few of them the tree is EAGLE-2's",
+        **_NODES,
     )
 
 
@@ -230,19 +188,17 @@ class RuntimeConfig:
     """How the programs run, and what they return besides the answers."""
 
     batch_size: int | None = speed(
-        None, least=1, most=MOST_ROWS, unit="sequences", unset="all, at most 8", help="sequences decoded together"
+        None, "sequences decoded together", unset="all, at most 8", least=1, most=MOST_ROWS, unit="sequences"
     )
     attention: str | None = speed(
         None,
-        choices=lambda: CHOICES,
-        unset="chosen by device and dtype",
-        help="how caches are read: xla reads whole caches; streamed, pallas-gpu and pallas-tpu only their filled part. The "
+        "how caches are read: xla reads whole caches; streamed, pallas-gpu and pallas-tpu only their filled part. The "
         "Pallas kernels were never run on an accelerator",
+        unset="chosen by device and dtype",
+        choices=lambda: CHOICES,
     )
-    log_probs: bool = program(False, help="also return the verifier's log-probability of every token")
-    expected_lengths: bool = program(
-        False, help="also return how many tokens each round was expected to commit, given its tree"
-    )
+    log_probs: bool = program(False, "also return the verifier's log-probability of every token")
+    expected_lengths: bool = program(False, "also return how many tokens each round was expected to commit, given its tree")
 
 
 GROUPS = {
@@ -314,8 +270,9 @@ def takes_settings(function: Function) -> Function:
     """
     signature = inspect.signature(function)
     own = [parameter for parameter in signature.parameters.values() if parameter.kind != parameter.VAR_KEYWORD]
+    kinds = get_type_hints(GenerateConfig)
     settings = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name])
         for field in fields(GenerateConfig)
     ]
     function.__signature__ = signature.replace(parameters=own + settings)

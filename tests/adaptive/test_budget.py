@@ -162,7 +162,8 @@ def test_what_never_drafts_decodes_as_it_was_asked_to(trained, tmp_path):
     runner = runner_of(model, rows_of([[3]], config, model.verifier), 1, 200, config)
     plan = runner.plan
     assert plan.builder == "none" and plan == asked.one_token()
-    assert plan.attention == "xla" and plan.log_probs and plan == model.plan(replace(config, builder="none", nodes=None))
+    assert plan.attention == "xla" and plan.log_probs
+    assert plan == model.plan(replace(config, builder="none", nodes=None))
 
 
 @pytest.mark.parametrize(("attention", "taken"), [pytest.param("xla", -1, marks=pytest.mark.slow), ("streamed", 0)])
@@ -372,6 +373,7 @@ def test_weights_of_another_drafter_are_another_pair(trained):
         ({"nodes": "auto", "builder": "hybrid"}, "builder 'hybrid', expected 'best-first' with nodes 'auto'"),
         ({"nodes": "auto", "builder": "chain"}, "builder 'chain', expected 'best-first' with nodes 'auto'"),
         ({"nodes": "auto", "acceptance": "block"}, "acceptance 'block'"),
+        ({"nodes": "auto", "lanes": 2}, "lanes 2, expected None with nodes 'auto'"),
         ({"nodes": "auto"}, "a.json not found; nodes 'auto' needs what `treeflash calibrate` writes"),
     ],
 )

@@ -337,6 +337,7 @@ def test_files_of_something_else_are_refused_and_left_alone(made_up, tmp_path, c
         (["--context", "0"], "got --context 0"),
         (["--context", "8", "2000"], "got --context 2000, expected at most 1775"),
         (["--nodes", "4", "0"], "got nodes 0"),
+        (["--builder", "none"], "got builder 'none', expected one that drafts"),
         (["--nodes", "4", "17", "--builder", "chain"], "got --nodes 17, expected at most 16 with --builder chain"),
         (["--candidates", "0"], "got candidates 0"),
         (["--children", "4000"], "got children 4000"),

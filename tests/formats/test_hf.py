@@ -175,7 +175,7 @@ def test_two_parts_read_like_one_file(pair):
 def test_loading_onto_a_mesh(pair):
     """Shards read their own slices; sizes the mesh does not divide (2 key/value heads over 4) are replicated."""
     mesh = tf.make_mesh(2, 4)
-    specs = [verifier.specs(MODEL), drafter.specs(DRAFTER), HEADS["mlp"].specs(DRAFTER)]
+    specs = [verifier.specs(MODEL), {"backbone": drafter.specs(DRAFTER), "head": HEADS["mlp"].specs(DRAFTER)}]
     plain = [models.load_verifier(pair[0])[1], *models.load_drafter(pair[1])[1:]]
     placed = [models.load_verifier(pair[0], mesh=mesh)[1], *models.load_drafter(pair[1], mesh=mesh)[1:]]
     assert_same_bits(placed, plain)
@@ -190,7 +190,7 @@ def test_loading_onto_a_mesh(pair):
     local = {name: layer[name].addressable_shards[0].data.shape for name in ("q", "k", "o", "gate", "down")}
     assert local == {"q": (8, 1, 6), "k": (8, 2, 6), "o": (1, 6, 8), "gate": (8, 5), "down": (5, 8)}
     assert placed[0]["embed"].addressable_shards[0].data.shape == (3, 8)
-    assert placed[2]["token_ug"].addressable_shards[0].data.shape == (8, 2, 5)
+    assert placed[1]["head"]["token_ug"].addressable_shards[0].data.shape == (8, 2, 5)
 
 
 def test_any_slice_of_a_weight_can_be_read():

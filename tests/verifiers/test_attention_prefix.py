@@ -170,7 +170,7 @@ def test_the_command_line_names_it(tmp_path):
         return cli.parser().parse_args([*words, "--attention", "pallas-tpu"])
 
     for command in ("generate", "chat", "check"):
-        assert cli._settings(parsed(command))["attention"] == "pallas-tpu"
+        assert cli.settings_of(parsed(command))["attention"] == "pallas-tpu"
     arguments = parsed("bench", "latency", "--nodes", "8", "16")
     assert [plan.attention for plan in latency.plans_of(latency.find_pair(arguments), arguments, jnp.float32)] == [
         "pallas-tpu"

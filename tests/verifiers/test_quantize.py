@@ -230,11 +230,13 @@ def test_footprints_are_the_bytes_of_real_arrays(sizes, monkeypatch):
     for described, real in zip(jax.tree.leaves(abstract), jax.tree.leaves(model.weights.verifier), strict=True):
         assert (described.shape, described.dtype) == (real.shape, real.dtype)
         assert mesh is None or described.sharding.is_equivalent_to(real.sharding, real.ndim)
-    seen = []
-    monkeypatch.setattr("treeflash_jax.model.check_memory", lambda needs, *_: seen.append(needs.verifier))
-    monkeypatch.setattr(model, "_run", lambda *_: iter(()))
-    model.generate([[1]], max_new_tokens=2, builder="none")
-    assert seen == [found.verifier]
+
+    def refuse(needs, *_):
+        raise MemoryError(needs.verifier)
+
+    monkeypatch.setattr("treeflash_jax.serving.check_memory", refuse)
+    with pytest.raises(MemoryError, match=f"^{found.verifier}$"):
+        model.generate([[1]], max_new_tokens=2, builder="none")
 
 
 def test_loading_is_refused_by_the_bytes_of_int8(monkeypatch):

@@ -28,9 +28,9 @@ import jax.numpy as jnp
 
 import treeflash_jax as tf
 from treeflash_jax import devices, files
-from treeflash_jax.arguments import add_method
+from treeflash_jax.arguments import add_fields, values_of
 from treeflash_jax.bench.prompts import read_prompts
-from treeflash_jax.settings import without_method
+from treeflash_jax.settings import GenerateConfig, without_method
 
 Decode = Callable[[list[int]], dict[str, Any]]
 
@@ -44,13 +44,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     prompts.add_argument("--prompts", metavar="FILE", help="JSONL file of prompts, as for `treeflash bench run`")
     parser.add_argument("--limit", type=int, help="use the first so many prompts of the file")
     parser.add_argument("--dtypes", nargs="+", help="decode in each of these dtypes; default: the device's default")
-    parser.add_argument("--builder", help="how to draft; default: best-first")
-    add_method(parser)
-    parser.add_argument("--nodes", type=int, help="nodes of the tree; default: the drafter's")
-    parser.add_argument("--candidates", type=int, default=16)
-    parser.add_argument("--children", type=int, default=16)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--stop-ids", metavar="IDS", help="default: the model's own")
+    add_fields(parser, GenerateConfig, "builder nodes candidates children max_new_tokens stop_ids", max_new_tokens=96)
     parser.add_argument("--repeats", type=int, default=9, help="passes over the prompts; default: %(default)s")
     parser.add_argument("--other", action="append", default=[], metavar="NAME=COMMAND", help="may be given several times")
     parser.add_argument("--out", help="JSON file for the record")
@@ -82,15 +76,15 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
         for dtype in arguments.dtypes or [devices.here().dtype.name]
     }
     model = next(iter(models.values()))
-    stop_ids = model.stop_ids if arguments.stop_ids is None else [int(word) for word in arguments.stop_ids.split()]
+    drafting = without_method(values_of(arguments, GenerateConfig))
+    drafting["builder"] = drafting["builder"] or "best-first"
+    limit, stop_ids = drafting.pop("max_new_tokens"), drafting.pop("stop_ids")
+    shared = {"max_new_tokens": limit, "stop_ids": list(model.stop_ids if stop_ids is None else stop_ids)}
     if arguments.prompt_ids is not None:
         prompts = [[int(word) for word in arguments.prompt_ids.split()]]
     else:
         found = read_prompts(arguments.prompts)[: arguments.limit]
         prompts = [model.encode([*prompt.opening, {"role": "user", "content": prompt.turns[0]}]) for prompt in found]
-    shared = {"max_new_tokens": arguments.max_new_tokens, "stop_ids": list(stop_ids)}
-    drafting = {name: getattr(arguments, name) for name in ("builder", "nodes", "candidates", "children")}
-    drafting = without_method(drafting | {"method": arguments.method})
     with ExitStack() as stack:
         systems: dict[str, Decode] = {}
         for dtype, own in models.items():

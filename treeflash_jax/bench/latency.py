@@ -172,6 +172,8 @@ def plans_of(pair: Pair, arguments: argparse.Namespace, dtype: Any) -> list[Deco
     for nodes in arguments.nodes or [None]:
         config = resolve(None, fields | {"nodes": nodes}, pair.verifier, pair.drafter)
         plan = plan_of(config, pair.verifier, pair.drafter, dtype)
+        if not plan.drafts:
+            raise ValueError("got builder 'none', expected one that drafts: one-token steps are always timed")
         if nodes not in (None, plan.num_nodes):
             raise ValueError(
                 f"got --nodes {nodes}, expected at most {plan.num_nodes} with --builder {plan.builder} "

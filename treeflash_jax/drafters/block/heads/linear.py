@@ -9,16 +9,14 @@ Source: TreeFlash (arXiv 2606.03819), ablations.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
 
 from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.drafters.block.heads.mlp import NORM_EPS
-from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, corrected_logits, first_order_table
+from treeflash_jax.drafters.block.heads.table import first_order
 from treeflash_jax.params import Entry, Spec
-from treeflash_jax.trees import TransitionTable
 from treeflash_jax.verifiers.layers import linear, rms_norm
 
 SECOND_PASS = True
@@ -53,18 +51,4 @@ def correct(
     return by_slot_bqd[:, slot_r] + linear("brd,de->bre", normed_brd, params["token"])
 
 
-def logits(params: dict[str, Any], unembed: Unembed, previous_br: jax.Array, hidden_brd: jax.Array) -> jax.Array:
-    """Next-token logits [b, r, v], the token before each slot being given; see `heads`."""
-    return corrected_logits(partial(correct, params), unembed, previous_br, hidden_brd)
-
-
-def expand(
-    params: dict[str, Any],
-    unembed: Unembed,
-    hidden_bqd: jax.Array,
-    anchor_b: jax.Array,
-    settings: DraftSettings,
-    temperature_b: jax.Array,
-) -> TransitionTable:
-    """Transition table [b, i, m, c]; arguments as for the MLP head."""
-    return first_order_table(partial(correct, params), unembed, hidden_bqd, anchor_b, settings, temperature_b)
+logits, expand = first_order(correct)

@@ -12,15 +12,13 @@ Source: TreeFlash (arXiv 2606.03819), AR approximation.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
 
 from treeflash_jax.drafters.block.config import DrafterConfig
-from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, corrected_logits, first_order_table
+from treeflash_jax.drafters.block.heads.table import first_order
 from treeflash_jax.params import Entry, Spec
-from treeflash_jax.trees import TransitionTable
 from treeflash_jax.verifiers.layers import linear, rms_norm
 
 SECOND_PASS = True
@@ -69,27 +67,4 @@ def correct(
     return hidden_bqd[:, slot_r] + linear("brf,fd->brd", jax.nn.silu(ug[:, :, 1]) * ug[:, :, 0], params["down"])
 
 
-def logits(params: dict[str, Any], unembed: Unembed, previous_br: jax.Array, hidden_brd: jax.Array) -> jax.Array:
-    """Next-token logits [b, r, v], the token before each slot being given; see `heads`."""
-    return corrected_logits(partial(correct, params), unembed, previous_br, hidden_brd)
-
-
-def expand(
-    params: dict[str, Any],
-    unembed: Unembed,
-    hidden_bqd: jax.Array,
-    anchor_b: jax.Array,
-    settings: DraftSettings,
-    temperature_b: jax.Array,
-) -> TransitionTable:
-    """Transition table [b, i, m, c] of q'(token | previous token).
-
-    Args:
-      params: weights of `specs`.
-      unembed: verifier tables and the drafter's final norm.
-      hidden_bqd: the drafter's block before its final norm.
-      anchor_b: last committed tokens.
-      settings: M and K.
-      temperature_b: of the drafted distribution, > 0.
-    """
-    return first_order_table(partial(correct, params), unembed, hidden_bqd, anchor_b, settings, temperature_b)
+logits, expand = first_order(correct)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +136,18 @@ def corrected_logits(correct: Correct, unembed: Unembed, previous_br: jax.Array,
     embedding_brd, normed_brd = vocab.embed(unembed.embed_vd, previous_br), unembed.normed(hidden_brd)
     corrected_brd = correct(embedding_brd, slice(None), hidden_brd, normed_brd)
     return vocab.unembed(unembed.unembed_vd, unembed.normed(corrected_brd))
+
+
+def first_order(correct: Callable[..., jax.Array]) -> tuple[Callable[..., jax.Array], Callable[..., TransitionTable]]:
+    """`logits` and `expand` of a head whose `correct` takes its weights before the arguments of `Correct`; see `heads`."""
+
+    def logits(params: Any, unembed: Unembed, previous_br: jax.Array, hidden_brd: jax.Array) -> jax.Array:
+        return corrected_logits(partial(correct, params), unembed, previous_br, hidden_brd)
+
+    def expand(params: Any, unembed: Unembed, hidden_bqd: jax.Array, *args: Any) -> TransitionTable:
+        return first_order_table(partial(correct, params), unembed, hidden_bqd, *args)
+
+    return logits, expand
 
 
 def _shortlisted(
