@@ -207,6 +207,7 @@ def test_unknown_options_end_with_one_line(capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_demo_shows_four_systems_with_one_output(capsys):
     assert main(["demo", "--max-new-tokens", "16", "--nodes", "8", "--repeats", "1"]) == 0
     printed = capsys.readouterr().out

@@ -51,6 +51,7 @@ TOY_HEAD = SimpleNamespace(
 )
 
 
+@pytest.mark.slow
 def test_a_head(monkeypatch, tmp_path, capsys, tiny):
     monkeypatch.setitem(HEADS, "toy", TOY_HEAD)
     config = replace(tiny.drafter, head="toy")
@@ -247,6 +248,7 @@ def test_a_drafter(bigram, trained, prompts):
     assert model.generate(texts, max_new_tokens=24, nodes=4)[0].tau > 1.2
 
 
+@pytest.mark.slow
 def test_a_dialect_and_the_drafter_in_it(bigram, tiny, tmp_path, capsys):
     plain = tiny.generate(CHAT, max_new_tokens=12, builder="none")[0]
     own = bigram_of(plain.prompt_ids + plain.ids, tiny.verifier.vocab_size)

@@ -435,6 +435,7 @@ def test_locks_are_taken_over_from_the_dead_alone(tmp_path, monkeypatch, bucket,
             worker.join()
 
 
+@pytest.mark.slow
 def test_one_of_many_gets_the_lock(tmp_path):
     """Processes that start together, on a lock that a killed one left."""
     written_lock(tmp_path / "x.lock", pid=ended_process())

@@ -166,6 +166,7 @@ def test_what_never_drafts_decodes_as_it_was_asked_to(trained, tmp_path):
     assert plan == model.plan(replace(config, builder="none", nodes=None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "taken"), [pytest.param("xla", -1, marks=pytest.mark.slow), ("streamed", 0)])
 def test_rounds_go_by_what_their_attention_reads(trained, tmp_path, attention, taken):
     """A few positions of a cache of 512, or all of them."""
@@ -178,6 +179,7 @@ def test_rounds_go_by_what_their_attention_reads(trained, tmp_path, attention, t
     assert state.budget.nodes_bs[:, :2].tolist() == [[plan.buckets[taken]] * 2] * len(PROMPTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paused", [1, 5, 8, 19])  # eight tokens may be pending
 def test_after_a_pause_the_drafter_has_seen_all_it_would_have_seen(trained, tmp_path, paused):
     plan, state = started(beside(trained, tmp_path / "a.json", table(trained, MIXED, 0.9)), PROMPTS[:2])
@@ -275,6 +277,7 @@ def test_nothing_recompiles_when_only_values_change(trained, tmp_path):
         assert {"jit(prefill)", "jit(decode)"} <= {*compiled}, "control: these names are heard of when programs compile"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_users_compile")
 def test_a_round_stays_on_the_device_and_donates_its_state(tmp_path):
     pair = random_pair()

@@ -209,6 +209,7 @@ def test_the_shapes_of_tiny_are_those_of_the_shipped_pair(tiny):
 # The command. Its measurements are made up; those of the first test are real.
 
 
+@pytest.mark.slow
 def test_the_command_measures_prints_keeps_and_draws(tmp_path, capsys):
     out, picture, traces = tmp_path / "latency.json", tmp_path / "ratio.png", tmp_path / "traces"
     files = ["--out", str(out), "--plot", str(picture), "--profile", str(traces)]

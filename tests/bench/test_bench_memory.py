@@ -91,6 +91,7 @@ def test_programs_compiled_from_shapes_take_what_real_ones_take():
     assert int(generated.rounds_b[0]) > 0
 
 
+@pytest.mark.slow
 @needs_8_devices
 def test_a_round_is_counted_once_with_its_collectives(monkeypatch):
     mesh = tf.make_mesh(4, 2)

@@ -175,16 +175,15 @@ def test_a_stopped_run_continues_where_it_was(fake, prompts, tmp_path):
     out = tmp_path / "out.jsonl"
     assert bench(prompts, out) == 0
     whole = out.read_bytes().splitlines(keepends=True)
-    kept = b"".join(whole[:4])
-    out.write_bytes(kept + whole[4][:40])
+    start = b"".join(whole[:4])
+    out.write_bytes(start + whole[4][:40])
     fake.calls.clear()
     with pytest.warns(UserWarning, match=r"out.jsonl:5: the last line is cut off"):
         assert bench(prompts, out) == 0
-    assert out.read_bytes().startswith(kept)
+    assert out.read_bytes().startswith(start)
     assert sorted(map(kept.key_of, read(out))) == sorted(kept.key_of(json.loads(line)) for line in whole)
-    assert {call.config.builder for call in fake.calls} == {"none", "best-first"} and len(
-        fake.calls
-    ) == 4  # 2 answers, 2 warm-ups
+    assert {call.config.builder for call in fake.calls} == {"none", "best-first"}
+    assert len(fake.calls) == 4  # two answers and two warm-ups
 
     out.write_bytes(out.read_bytes()[:-1])  # a whole record without its newline is kept
     fake.calls.clear()

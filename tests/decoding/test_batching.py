@@ -26,7 +26,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [name if name in ("tree", "sampled") else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
+)
 def test_answers_do_not_depend_on_who_else_is_decoded(trained, name):
     how = {"max_new_tokens": 24, "stop_ids": [3, 7, 11, 20, 33, 40], **SETTINGS[name]}
     whole = trained.generate(PROMPTS, batch_size=7, **how)

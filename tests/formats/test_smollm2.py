@@ -32,6 +32,7 @@ def test_sizes(smollm2):
     assert config == shapes.VERIFIERS["smollm2"]
 
 
+@pytest.mark.slow
 def test_greedy_answers_are_those_of_transformers(smollm2):
     chats = json.loads((DATA / "smollm2.json").read_text(encoding="utf-8"))["chats"]
     assert [smollm2.encode(chat["messages"]) for chat in chats] == [chat["prompt"] for chat in chats]
@@ -45,6 +46,7 @@ def test_the_tokenizer_is_llama_cpps(smollm2):
     assert digests(smollm2.tokenizer, held["strings"]) == held["digests"]["SmolLM2-135M-Instruct"]
 
 
+@pytest.mark.slow
 def test_the_converted_folder_is_the_same_model(smollm2, tmp_path):
     folder = tmp_path / "folder"
     try:

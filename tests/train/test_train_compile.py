@@ -50,6 +50,7 @@ def test_collectives_are_counted_with_their_trips():
     assert compiling.collectives(jax.jit(jnp.sin).lower(jnp.ones(3)).compile().as_text()) == {}
 
 
+@pytest.mark.slow
 def test_a_step_compiles_for_the_devices_at_hand(small_shape, tmp_path, capsys):
     out = tmp_path / "compiled.json"
     out.write_text('{"earlier": {"bytes_per_chip": {}}}')
@@ -83,6 +84,7 @@ def test_steps_are_run_and_timed(small_shape, tmp_path, capsys, monkeypatch):
     assert "4 s a step (median of 3), MFU" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_random_arrays_are_what_the_step_takes(small_shape):
     """Steps on them train: masters move and stay finite, the frozen verifier is of the compute dtype."""
     settings = compiling.read_stage(HEAD, [*SMALL, "mesh.data=1", "optimizer.learning_rate=1e-2", "optimizer.warmup=0.0"])
@@ -106,6 +108,7 @@ def test_random_arrays_are_what_the_step_takes(small_shape):
     assert rows.tokens_rt.shape == (8, 32) and 200 < rows.tokens_rt.max() < 256 and rows.weights_rt.sum() == 8 * 31
 
 
+@pytest.mark.slow
 def test_steps_run_where_only_compiling_is_installed():
     """No grain, datasets, tokenizers, transformers or Orbax, and a shape by name."""
     script = (

@@ -324,6 +324,7 @@ def test_plain_text_is_cut_and_counted_in_characters(tmp_path, tokenizer):
     assert [record.content for record in records.read(Source(path=str(lines), format="text"), 0)] == ["one", "two"]
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_text(tokenizer):
     source = Source(path=records.STDLIB, format="text", limit=60_000)
     opened = open_sources([source], DataConfig(row_tokens=64, prompt_weight=0.5), tokenizer, 1)

@@ -38,6 +38,7 @@ def settings_of(prompts, out, *more):
     return config.load(pair.PairConfig, None, ["verifier=tiny", f"prompts={prompts}", f"out={out}", *SMALL, *more])
 
 
+@pytest.mark.slow
 def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tmp_path, monkeypatch, capsys):
     """Killed before the head; the same command then ends, and the last line it prints runs."""
     monkeypatch.setattr(measure, "DTYPES", {})

@@ -107,6 +107,7 @@ def kill_until_done(toy, run, kills, rng, shortest=1.0, longest=6.0):
         done += 1
 
 
+@pytest.mark.slow
 def test_killed_runs_end_identically(toy, whole, tmp_path):
     """Two kills here; `python tests/test_train_resume.py` makes twenty and more."""
     assert kill_until_done(toy, tmp_path / "run", 2, random.Random(0), 4.0, 9.0) >= 1

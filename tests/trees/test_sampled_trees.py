@@ -71,6 +71,7 @@ def test_hot_rows_get_the_builder_measured_for_the_drafter(model):
     assert not any(one.divergence for one in check(measured, PROMPTS, **TREE, **sampling))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:tau is")
 def test_answers_do_not_depend_on_the_batch_or_on_devices_and_values_do_not_recompile(model):
     sampling = {"temperature": [0.7, 1.0, 0.0, 1.0], "top_p": [1.0, 0.9, 1.0, 1.0], "seed": 5}
