@@ -232,7 +232,7 @@ def bigram(monkeypatch):
     monkeypatch.setitem(dialects.DIALECTS, "bigram", BigramFiles())
 
 
-@pytest.mark.parametrize("prompts", [1, 3])
+@pytest.mark.parametrize("prompts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_drafter(bigram, trained, prompts):
     """Its tokens come in the right order, whatever the length of a prompt: else it would draft nothing."""
     verifier = trained.verifier

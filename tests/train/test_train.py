@@ -348,7 +348,7 @@ def one_device(toy, tmp_path_factory):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("mesh.data=2", "mesh.fsdp=2", "mesh.model=2"),
+        pytest.param(("mesh.data=2", "mesh.fsdp=2", "mesh.model=2"), marks=pytest.mark.slow),
         pytest.param(("mesh.fsdp=8", "mesh.data=1", "loop.batch=8"), marks=pytest.mark.slow),
         pytest.param(("loop.accumulate=4",), marks=pytest.mark.slow),
         pytest.param(("loop.accumulate=2", "mesh.data=2", "mesh.model=4"), marks=pytest.mark.slow),

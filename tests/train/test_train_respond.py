@@ -111,7 +111,7 @@ def test_an_answer_depends_on_seed_and_index_only(tiny, whole):
         tiny.generate([[1], [2]], indices=[0])
 
 
-@pytest.mark.parametrize("drafter", [None, "tiny"])
+@pytest.mark.parametrize("drafter", [None, pytest.param("tiny", marks=pytest.mark.slow)])
 def test_drafted_answers_are_the_same(model, settings, whole, drafter):
     respond.main(replace(settings, drafter=drafter))
     assert Path(settings.out).read_bytes() == whole
