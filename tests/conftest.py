@@ -19,7 +19,10 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the suite's time is compiling for the CPU. Without LLVM's optimisations and without the fusion emitters that takes
 # less than half as long. The emitters change a program's instructions, so tests that read those ask for `as_users_compile`.
-QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+QUICK = "--xla_backend_optimization_level=0"
+HAS_EMITTERS = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11)  # that can be turned off
+if HAS_EMITTERS:
+    QUICK += " --xla_cpu_use_fusion_emitters=false"
 # Pairs load in float32 on every CPU: without instructions for bfloat16 that is the default.
 FLAGS = f"--xla_cpu_max_isa=AVX512_VNNI {QUICK}"
 if FLAGS not in os.environ.get("XLA_FLAGS", ""):  # workers and subprocesses inherit it
@@ -102,7 +105,7 @@ def forget_programs() -> Iterator[None]:
 def as_users_compile(monkeypatch) -> None:
     """Programs that are compiled ahead of time in a test have the instructions and buffers of those that users run."""
     quick = jax.stages.Lowered.compile
-    options = {"xla_cpu_use_fusion_emitters": True}
+    options = {"xla_cpu_use_fusion_emitters": True} if HAS_EMITTERS else {}
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: quick(lowered, compiler_options=options))
 
 
