@@ -47,7 +47,7 @@ def resolve(
         config = replace(config, stop=(config.stop,))
     config = checked(config)
     if config.builder is None and drafter is None:
-        _refuse_drafting(config)
+        _refuse_changed(config, [one.name for one in (*fields(DraftConfig), *fields(TreeConfig))], NO_DRAFTER)
         config = replace(config, builder="none")
     vocabulary = verifier.vocab_size
 
@@ -58,7 +58,11 @@ def resolve(
     if config.builder != "none":
         expect(drafter is not None, "builder", config.builder, f"'none': {NO_DRAFTER}")
         auto = config.nodes == "auto"
-        drafters.of(drafter).choose(drafter, config)
+        own = drafters.of(drafter)
+        known = (*own.OPTIONS, "drafter_temperature")
+        unknown = [one.name for one in fields(DraftConfig) if one.name not in known]
+        _refuse_changed(config, unknown, f"drafters of kind {drafter.kind!r} do not have it")
+        own.choose(drafter, config)
         builder, rule, shape = drafting(config)
         expect(not BUILDERS[builder].draws or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
         check_lawful(rule, BUILDERS[builder].law_of(shape))
@@ -90,13 +94,12 @@ def builder_of(config: GenerateConfig, drafter: DrafterConfig | None) -> str:
     return config.builder or ("none" if drafter is None else "best-first")
 
 
-def _refuse_drafting(config: GenerateConfig) -> None:
-    """Refuses settings of drafting that were changed from their defaults: without a drafter they would do nothing."""
+def _refuse_changed(config: GenerateConfig, names: Sequence[str], why: str) -> None:
+    """Refuses settings that were changed from their defaults although they would do nothing."""
     defaults = GenerateConfig()
-    for one in (*fields(DraftConfig), *fields(TreeConfig)):
-        name, value = one.name, getattr(config, one.name)
-        if value != getattr(defaults, name):
-            raise ValueError(f"got {name} {quoted(value)}, expected its default: {NO_DRAFTER}")
+    for name in names:
+        if getattr(config, name) != getattr(defaults, name):
+            raise ValueError(f"got {name} {quoted(getattr(config, name))}, expected its default: {why}")
 
 
 def drafting(config: GenerateConfig) -> tuple[str, str, TreeShape]:
@@ -113,7 +116,12 @@ def with_builder(config: GenerateConfig, drafter: DrafterConfig | None, temperat
     crossover = None if drafter is None else drafter.sampled_above
     is_free = drafter is not None and config.builder is None and config.acceptance is None
     is_free &= config.nodes not in (1, "auto")
-    if is_free and crossover is not None and temperature >= crossover and config.head in (None, drafter.head):
+    if (
+        is_free
+        and crossover is not None
+        and temperature >= crossover
+        and config.head in (None, getattr(drafter, "head", None))
+    ):
         return replace(config, builder="hybrid")
     return config
 

@@ -1,7 +1,7 @@
 """Drafters: what proposes continuations of a text to the verifier.
 
-A drafter is one module, with one line in DRAFTERS, that has what `Drafter` lists. Decoding, benchmarks, training and files
-reach a drafter through it and know nothing else about it.
+A drafter is one module, with one line in DRAFTERS, that has what `Drafter` lists. Decoding, benchmarks and files reach a
+drafter through it. Training does not yet: the objectives in `train` are those of block drafters.
 
 Example of a round (decoding/rounds.py):
   >>> own = drafters.of(config)
@@ -66,7 +66,8 @@ class Drafter(Protocol):
     """The functions of a drafter's module. Its state (`State`) is opaque to everyone else.
 
     Attributes:
-      OPTIONS: fields of GenerateConfig that it understands; others that say how to draft are refused.
+      OPTIONS: fields of `settings.DraftConfig` that `choose` reads; others are refused unless they have their defaults. The
+        temperature of the draft is every drafter's.
       READS_TOKENS: whether `extend` reads the tokens. A row's token is known one step after its features.
     """
 

@@ -67,10 +67,22 @@ class Builder:
         return self.one_path if self.one_path and shape.branches == 1 else self.law
 
 
+def _best_first(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
+    return best_first(expander, anchor_b, num_nodes, shape.lanes), None
+
+
+def _walk(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
+    return walk(expander, anchor_b, num_nodes), None
+
+
+def _rank_0_chain(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
+    return rank_0_chain(expander, anchor_b, num_nodes), None
+
+
 BUILDERS: dict[str, Builder] = {
-    "best-first": Builder(lambda table, anchor_b, nodes, shape, _: (best_first(table, anchor_b, nodes, shape.lanes), None)),
-    "walk": Builder(lambda table, anchor_b, nodes, *_: (walk(table, anchor_b, nodes), None), is_chain=True),
-    "chain": Builder(lambda table, anchor_b, nodes, *_: (rank_0_chain(table, anchor_b, nodes), None), is_chain=True),
+    "best-first": Builder(_best_first),
+    "walk": Builder(_walk, is_chain=True),
+    "chain": Builder(_rank_0_chain, is_chain=True),
     "paths": Builder(paths, "paths", "one path"),
     "delayed": Builder(delayed, "delayed", "one path"),
     "without-replacement": Builder(without_replacement, "without-replacement", "one path"),
