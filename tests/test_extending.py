@@ -22,11 +22,13 @@ from treeflash_jax import trees as tree
 from treeflash_jax.acceptance import RULES, sample_and_match
 from treeflash_jax.cli import main
 from treeflash_jax.costs import Work
+from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters.block.heads import HEADS, table
 from treeflash_jax.formats import architectures, dialects, models
 from treeflash_jax.formats.dialects import dialect
 from treeflash_jax.params import Entry, Spec
+from treeflash_jax.planning import rows_of
 
 CHAT = [{"role": "user", "content": "Ada has 3 pens and buys 5 more. How many pens has she?"}]
 SMALL = {"nodes": 4, "candidates": 2, "children": 2}
@@ -164,10 +166,14 @@ class BigramConfig:
 
 @struct.dataclass
 class LastToken:
+    """The last token that was shown, how many were, and their sum, each token counted with its place."""
+
     token_b: jax.Array
+    number_b: jax.Array
+    sum_b: jax.Array
 
     def axes(self):
-        return LastToken(("batch",))
+        return LastToken(("batch",), ("batch",), ("batch",))
 
     def grow(self, capacity):
         return self
@@ -175,7 +181,13 @@ class LastToken:
 
 def _extended(own, config, state, features_btj, tokens_bt, count_b):
     last_b = jnp.take_along_axis(tokens_bt, jnp.maximum(count_b - 1, 0)[:, None], axis=1)[:, 0]
-    return LastToken(jnp.where(count_b > 0, last_b, state.token_b))
+    place_t = jnp.arange(tokens_bt.shape[1])
+    weighted_bt = jnp.where(place_t < count_b[:, None], (state.number_b[:, None] + place_t + 1) * tokens_bt, 0)
+    return LastToken(
+        token_b=jnp.where(count_b > 0, last_b, state.token_b),
+        number_b=state.number_b + count_b.astype(jnp.int32),
+        sum_b=state.sum_b + jnp.sum(weighted_bt, axis=1, dtype=jnp.int32),
+    )
 
 
 def _looked_up(inputs, _):
@@ -196,7 +208,7 @@ BIGRAM = SimpleNamespace(
     READS_TOKENS=True,
     choose=lambda config, options: (config, None),
     specs=lambda config: {"next": Spec((config.vocab_size,), (None,))},
-    init=lambda config, batch, capacity, dtype: LastToken(jnp.full(batch, -1, jnp.int32)),
+    init=lambda config, batch, capacity, dtype: LastToken(*(jnp.full(batch, x, jnp.int32) for x in (-1, 0, 0))),
     extend=_extended,
     stages=lambda config: {"look up": _looked_up},
     work=lambda count, config, settings, verifier, quantize=None: {"look up": (Work(), Work())},
@@ -233,6 +245,7 @@ def bigram(monkeypatch):
     monkeypatch.setitem(dialects.DIALECTS, "bigram", BigramFiles())
 
 
+@pytest.mark.filterwarnings("ignore:tau is")
 @pytest.mark.parametrize("prompts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_drafter(bigram, trained, prompts):
     """Its tokens come in the right order, whatever the length of a prompt: else it would draft nothing."""
@@ -247,6 +260,28 @@ def test_a_drafter(bigram, trained, prompts):
         found = model.generate(texts, max_new_tokens=24, nodes=4, **how)
         assert [result.ids for result in found] == [result.ids for result in expected]
     assert model.generate(texts, max_new_tokens=24, nodes=4)[0].tau > 1.2
+
+
+def test_a_drafter_is_shown_every_token_once(bigram, trained):
+    """By the prefill and by rounds: the token after each position whose features it sees, in order."""
+    verifier = trained.verifier
+    texts = [[7, 8, 9, 10] * n + [5, 6] for n in (1, 2, 40)]  # the last is longer than a chunk of the prefill
+    weights = Weights(trained.weights.verifier, bigram_of(texts[0], verifier.vocab_size))
+    model = tf.TreeFlash(verifier, weights, drafter=BigramConfig(vocab_size=verifier.vocab_size))
+    config = tf.GenerateConfig(nodes=4, max_new_tokens=20)
+    plan = model.plan(config)
+    inputs = model.inputs(rows_of(texts, config, verifier), config, size=3, capacity=256)
+    state = loops.prefill(model.weights, *inputs, plan=plan.for_prefill())
+
+    def check(state):
+        tokens_bs, end_b, shown = np.asarray(state.tokens_bs), np.asarray(state.end_b), state.drafter
+        for b, end in enumerate(end_b):
+            after = tokens_bs[b, 1:end]
+            assert (int(shown.number_b[b]), int(shown.token_b[b])) == (len(after), after[-1])
+            assert int(shown.sum_b[b]) == int(np.sum(np.arange(1, len(after) + 1) * after))
+
+    check(state)
+    check(loops.decode(model.weights, state, jnp.int32(5), plan=plan))
 
 
 @pytest.mark.slow
