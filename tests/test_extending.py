@@ -160,8 +160,9 @@ class BigramConfig:
     drafter_temperature: float = 1.0
     sampled_above: float | None = None
 
-    def check_fits(self, verifier) -> None:
+    def fitted(self, verifier):
         assert self.vocab_size == verifier.vocab_size
+        return self
 
 
 @struct.dataclass

@@ -48,8 +48,12 @@ class DrafterSizes(Protocol):
     drafter_temperature: float
     sampled_above: float | None
 
-    def check_fits(self, verifier: Any) -> None:
-        """Raises ValueError where this drafter was made for another verifier."""
+    def fitted(self, verifier: Any) -> Any:
+        """This config, with what only the verifier's tells filled in.
+
+        Raises:
+          ValueError: the drafter was made for another verifier.
+        """
 
 
 class State(Protocol):
