@@ -1,7 +1,7 @@
 """Drafters: what proposes continuations of a text to the verifier.
 
 A drafter is one module, with one line in DRAFTERS, that has what `Drafter` lists. Decoding, benchmarks and files reach a
-drafter through it. Training does not yet: the objectives in `train` are those of block drafters.
+drafter through it. How it is trained is a stage of its own, behind the door in `train/drafting.py`.
 
 Example of a round (decoding/rounds.py):
   >>> own = drafters.of(config)
@@ -69,10 +69,12 @@ class Drafter(Protocol):
       OPTIONS: fields of `settings.DraftConfig` that `choose` reads; others are refused unless they have their defaults. The
         temperature of the draft is every drafter's.
       READS_TOKENS: whether `extend` reads the tokens. A row's token is known one step after its features.
+      DIALECT: the file dialect (`formats.dialects`) that it is saved in unless another one is asked for.
     """
 
     OPTIONS: tuple[str, ...]
     READS_TOKENS: bool
+    DIALECT: str
 
     def choose(self, config: Any, options: Any) -> tuple[Any, Any]:
         """The config and the static settings of a draft that a user's options ask for; both hashable.
