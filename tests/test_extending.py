@@ -339,17 +339,19 @@ def test_a_drafter_is_trained_and_exported(bigram, monkeypatch, tmp_path):
     lines = [line for line in text.splitlines() if not line.startswith(("objective", "drafter"))]
     (tmp_path / "bigram.toml").write_text("\n".join(["size = 64", *lines]))
     run, evaluate = tmp_path / "run", "evaluate={prompts = 1, nodes = [4], new_tokens = 4}"
-    settings = stages.read_stage(tmp_path / "bigram.toml", [f"run={run}", "loop.steps=6", "loop.log_every=1", evaluate])
+    often = "loop.log_every=1", "optimizer.learning_rate=6"
+    settings = stages.read_stage(tmp_path / "bigram.toml", [f"run={run}", "loop.steps=12", *often, evaluate])
     drafting.train(settings)
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    assert log[-1]["loss"] < log[0]["loss"] and log[-1]["held_out/tau_4"] >= 1
+    assert log[-1]["loss"] < 0.5 * log[0]["loss"] and log[-1]["held_out/tau_4"] >= 1
     export.main(export.ExportStage(run=str(run), out=str(tmp_path / "out"), dtype="float32"))
     assert "| depths | 3 |" in (tmp_path / "out" / "README.md").read_text()
     model = tf.load(verifier=tmp_path / "verifier", drafter=tmp_path / "out", dtype="float32")
-    np.testing.assert_array_equal(model.weights.drafter["next"], models.load_drafter(run / "model")[1]["next"])
-    plain, drafted = (
-        model.generate([[5, 6, 7]], max_new_tokens=6, **how)[0] for how in ({"builder": "none"}, {"nodes": 4})
-    )
+    rounded = models.load_drafter(run / "model")[1]["next"]  # in bfloat16
+    np.testing.assert_allclose(model.weights.drafter["next"], rounded, rtol=1e-2)
+    assert np.asarray(rounded).max() > 10
+    arms = {"builder": "none"}, {"nodes": 4}
+    plain, drafted = (model.generate([[5, 6, 7]], max_new_tokens=6, **how)[0] for how in arms)
     assert plain.ids == drafted.ids
     compiled = compiling.compile_step(settings, "tiny", jax.devices()[:1])
     assert compiled["trains"] == ["next"] and compiled["flops_per_step"] == 8 * 32
