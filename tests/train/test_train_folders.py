@@ -136,7 +136,7 @@ def test_urls_that_cannot_be_opened_are_one_line(monkeypatch):
 
 
 def test_exports_name_what_is_no_run(tmp_path):
-    with pytest.raises(ValueError, match="got no settings.toml, expected the run= of train.drafter or train.head"):
+    with pytest.raises(ValueError, match="got no settings.toml, expected the run= of a stage that trains a drafter"):
         export.read_settings(str(tmp_path))
 
 
