@@ -9,7 +9,6 @@ Source: DFlash (arXiv 2602.06036) sections 4.2 and 5.
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.checks import bounded
 from treeflash_jax.drafters import block
-from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers
+from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers, fresh_layers
 from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.pairs import locate
@@ -93,7 +92,7 @@ class DrafterStage(DraftingStage):
 
 def drafter_config(settings: DrafterStage, model: ModelConfig) -> DrafterConfig:
     made = DrafterConfig(
-        layers=dataclasses.replace(model, num_layers=settings.num_layers),
+        layers=fresh_layers(model, settings.num_layers),
         block_size=settings.block_size,
         mask_token_id=settings.mask_token_id,
         target_layer_ids=settings.target_layer_ids or default_target_layers(model.num_layers, settings.num_layers),
