@@ -157,6 +157,7 @@ class BigramConfig:
     num_depths: int = 3
     taps: tuple[int, ...] = (0,)
     num_nodes: int = 4
+    lanes: int | None = None
     drafter_temperature: float = 1.0
     sampled_above: float | None = None
 

@@ -26,6 +26,7 @@ class DrafterConfig:
     """
 
     kind: ClassVar[str] = "block"
+    lanes: ClassVar[int | None] = None
 
     layers: ModelConfig
     block_size: int
