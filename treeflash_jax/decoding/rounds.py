@@ -125,7 +125,8 @@ def extend_drafter(
     weights: Weights, drafter: Any, plan: DecodePlan, features_btj: jax.Array, tokens_bt: jax.Array, count_b: jax.Array
 ) -> Any:
     """The drafter's state after it was shown committed positions; see `drafters.Drafter.extend`."""
-    return drafters.of(plan.drafter).extend(weights.drafter, plan.drafter, drafter, features_btj, tokens_bt, count_b)
+    own = drafters.of(plan.drafter)
+    return own.extend(weights.drafter, weights.verifier, plan.drafter, drafter, features_btj, tokens_bt, count_b)
 
 
 def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, plan: DecodePlan) -> Verified:

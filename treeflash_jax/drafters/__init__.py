@@ -10,7 +10,7 @@ Example of a round (decoding/rounds.py):
   >>> for stage in own.stages(config).values():
   ...     expander = stage(inputs, expander)
   >>> tree = best_first(expander, anchor_b, num_nodes)  # then verified and accepted
-  >>> state = own.extend(weights.drafter, config, state, features_btj, tokens_bt, count_b)
+  >>> state = own.extend(weights.drafter, weights.verifier, config, state, features_btj, tokens_bt, count_b)
 
 Shape suffixes: b batch, t rows, j tapped layers x model, v vocabulary, d model.
 """
@@ -50,8 +50,12 @@ class DrafterSizes(Protocol):
     drafter_temperature: float
     sampled_above: float | None
 
-    def check_fits(self, verifier: Any) -> None:
-        """Raises ValueError where this drafter was made for another verifier."""
+    def fitted(self, verifier: Any) -> Any:
+        """This config, with what only the verifier's tells filled in.
+
+        Raises:
+          ValueError: the drafter was made for another verifier.
+        """
 
 
 class State(Protocol):
@@ -90,12 +94,20 @@ class Drafter(Protocol):
         """The state before any context, with room for `capacity` positions."""
 
     def extend(
-        self, params: Any, config: Any, state: Any, features_btj: jax.Array, tokens_bt: jax.Array, count_b: jax.Array
+        self,
+        params: Any,
+        tables: Any,
+        config: Any,
+        state: Any,
+        features_btj: jax.Array,
+        tokens_bt: jax.Array,
+        count_b: jax.Array,
     ) -> Any:
         """Adds the next committed positions to the state.
 
         Args:
           params: weights of `specs`.
+          tables: the verifier's weights, whose embedding table drafters share.
           config: static.
           state: so far.
           features_btj: verifier features at consecutive positions, the first following those of the state.
