@@ -100,8 +100,7 @@ def drafter_config(settings: DrafterStage, model: ModelConfig) -> DrafterConfig:
         num_nodes=settings.num_nodes,
         drafter_temperature=settings.drafter_temperature,
     )
-    made.check_fits(model)
-    return made
+    return made.fitted(model)
 
 
 def make_stage(settings: DraftingStage, model: ModelConfig, drafter: DrafterConfig) -> Stage:

@@ -75,7 +75,7 @@ def read_backbone(settings: HeadStage, model: ModelConfig) -> tuple[DrafterConfi
       ValueError: a drafter that cannot be read, or of another verifier than `model`.
     """
     folder = locate(settings.drafter, "drafter")
-    models.read_drafter_config(folder).check_fits(model)
+    models.read_drafter_config(folder).fitted(model)
     drafter, params = models.load_drafter(folder, dtype=jnp.float32)
     temperature = settings.drafter_temperature or drafter.drafter_temperature
     fresh = dataclasses.replace(drafter, head=settings.head, drafter_temperature=temperature, sampled_above=None)

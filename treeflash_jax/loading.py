@@ -85,11 +85,10 @@ def load(
     drafter_config = drafter_params = None
     if drafter is not None:
         drafter = pairs.locate(drafter, "drafter", drafter_revision, local_files_only)
-        drafter_config = models.read_drafter_config(drafter)
-        drafter_config.check_fits(config)
+        drafter_config = models.read_drafter_config(drafter).fitted(config)
     check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), memory_limit(mesh), mesh)
     if drafter is not None:  # from here on weights are read
-        drafter_config, drafter_params = models.load_drafter(drafter, dtype=dtype, mesh=mesh)
+        drafter_params = models.load_drafter(drafter, dtype=dtype, mesh=mesh)[1]
     config, verifier_params = models.load_verifier(verifier, dtype=dtype, mesh=mesh, quantize=quantize)
     return TreeFlash(
         config,

@@ -176,7 +176,7 @@ def test_treeflash_drafter():
         mask_token_id=151669, target_layer_ids=(1, 9, 17, 25, 33), num_target_layers=36, head="mlp", num_nodes=64,
     )  # fmt: skip
     assert config.num_depths == 15
-    config.check_fits(parse("verifier", QWEN3_4B))
+    config.fitted(parse("verifier", QWEN3_4B))
 
 
 def test_dflash_drafter_and_heads():
@@ -344,14 +344,14 @@ def test_a_verifier_is_no_drafter():
 @pytest.mark.parametrize("change, words", MISFITS.values(), ids=MISFITS)
 def test_a_drafter_for_another_verifier(change, words):
     drafter, verifier = parse("drafter", TREEFLASH_4B), parse("verifier", {**QWEN3_4B, **change})
-    assert_refused(lambda: drafter.check_fits(verifier), ("does not fit", *words))
+    assert_refused(lambda: drafter.fitted(verifier), ("does not fit", *words))
 
 
 def test_tapped_layers_and_mask_lie_inside_the_verifier():
     verifier, drafter = parse("verifier", QWEN3_4B), parse("drafter", TREEFLASH_4B)
     taps, mask = replace(drafter, target_layer_ids=(1, 36)), replace(drafter, mask_token_id=151936)
-    assert_refused(lambda: taps.check_fits(verifier), ("does not fit", "[36]", "0 to 35"))
-    assert_refused(lambda: mask.check_fits(verifier), ("does not fit", "mask id 151936"))
+    assert_refused(lambda: taps.fitted(verifier), ("does not fit", "[36]", "0 to 35"))
+    assert_refused(lambda: mask.fitted(verifier), ("does not fit", "mask id 151936"))
 
 
 @pytest.mark.parametrize("text, words", [("{", ("not valid JSON",)), ("[1]", ("list",)), (None, ("not found",))])

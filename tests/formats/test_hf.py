@@ -212,7 +212,7 @@ def test_published_folders_load(name):
     folder = DATA / "conformance" / name
     config, params = models.load_verifier(folder / "verifier")
     fit, weights = models.load_drafter(folder / "drafter")
-    fit.check_fits(config)
+    fit.fitted(config)
     assert ("unembed" in params) == (name != "b_trained")
     assert (fit.head, bool(weights["head"])) == (("marginal", False) if name == "c_dflash" else ("mlp", True))
     assert models.stop_ids(folder / "verifier", config) == (2,)

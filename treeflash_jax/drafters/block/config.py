@@ -26,6 +26,7 @@ class DrafterConfig:
     """
 
     kind: ClassVar[str] = "block"
+    lanes: ClassVar[int | None] = None
 
     layers: ModelConfig
     block_size: int
@@ -46,8 +47,8 @@ class DrafterConfig:
         """Verifier layers whose output the drafter reads."""
         return self.target_layer_ids
 
-    def check_fits(self, verifier: ModelConfig) -> None:
-        """Raises ValueError where this drafter was made for another verifier."""
+    def fitted(self, verifier: ModelConfig) -> DrafterConfig:
+        """This config, which says all by itself. Raises ValueError where the drafter was made for another verifier."""
 
         def expect(what: str, got: Any, expected: Any) -> None:
             if got != expected:
@@ -70,6 +71,7 @@ class DrafterConfig:
                 f"drafter does not fit the verifier: mask id {self.mask_token_id} lies outside "
                 f"the verifier's vocabulary of {verifier.vocab_size}"
             )
+        return self
 
 
 def fresh_layers(verifier: ModelConfig, num_layers: int) -> ModelConfig:
