@@ -159,11 +159,13 @@ class BigramConfig:
     num_depths: int = 3
     taps: tuple[int, ...] = (0,)
     num_nodes: int = 4
+    lanes: int | None = None
     drafter_temperature: float = 1.0
     sampled_above: float | None = None
 
-    def check_fits(self, verifier) -> None:
+    def fitted(self, verifier):
         assert self.vocab_size == verifier.vocab_size
+        return self
 
 
 @struct.dataclass
@@ -181,7 +183,7 @@ class LastToken:
         return self
 
 
-def _extended(own, config, state, features_btj, tokens_bt, count_b):
+def _extended(own, tables, config, state, features_btj, tokens_bt, count_b):
     last_b = jnp.take_along_axis(tokens_bt, jnp.maximum(count_b - 1, 0)[:, None], axis=1)[:, 0]
     place_t = jnp.arange(tokens_bt.shape[1])
     weighted_bt = jnp.where(place_t < count_b[:, None], (state.number_b[:, None] + place_t + 1) * tokens_bt, 0)

@@ -9,7 +9,6 @@ Source: DFlash (arXiv 2602.06036) sections 4.2 and 5.
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax.checks import bounded
 from treeflash_jax.drafters import block
-from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers
+from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers, fresh_layers
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.trees.shape import MOST_NODES
 from treeflash_jax.verifiers.config import ModelConfig
@@ -107,7 +106,7 @@ class DrafterStage(BlockStage):
 
     def drafter_config(self, model: ModelConfig) -> DrafterConfig:
         made = DrafterConfig(
-            layers=dataclasses.replace(model, num_layers=self.num_layers),
+            layers=fresh_layers(model, self.num_layers),
             block_size=self.block_size,
             mask_token_id=self.mask_token_id,
             target_layer_ids=self.target_layer_ids or default_target_layers(model.num_layers, self.num_layers),
@@ -115,8 +114,7 @@ class DrafterStage(BlockStage):
             num_nodes=self.num_nodes,
             drafter_temperature=self.drafter_temperature,
         )
-        made.check_fits(model)
-        return made
+        return made.fitted(model)
 
     def fresh(self, drafter: DrafterConfig, weights: Any) -> dict[str, Any]:
         specs = block.specs(drafter)["backbone"]

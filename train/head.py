@@ -74,8 +74,7 @@ class HeadStage(BlockStage):
         Raises:
           ValueError: a drafter that cannot be read, or of another verifier than `model`.
         """
-        drafter = models.read_drafter_config(self._folder)
-        drafter.check_fits(model)
+        drafter = models.read_drafter_config(self._folder).fitted(model)
         if not isinstance(drafter, DrafterConfig):
             raise ValueError(f"{self.drafter}: got a drafter of kind {drafter.kind!r}, expected a block drafter (DFlash)")
         temperature = self.drafter_temperature or drafter.drafter_temperature

@@ -90,6 +90,6 @@ def initialize(specs: Any, key: jax.Array, dtype: Any = jnp.float32, scale: floa
     def leaf(index: int, spec: Spec) -> jax.Array:
         if spec.init == "normal":
             return (scale * jax.random.normal(jax.random.fold_in(key, index), spec.shape)).astype(dtype)
-        return jnp.full(spec.shape, float(spec.init == "ones"), dtype)
+        return jnp.full(spec.shape, spec.init == "ones", spec.dtype_in(dtype))
 
     return jax.tree.unflatten(treedef, [leaf(i, spec) for i, spec in enumerate(leaves)])

@@ -154,7 +154,7 @@ def test_errors_are_one_line(small_shape, capsys, words, message):
 def test_named_shapes_are_those_published():
     own = shapes.drafter_of(shapes.named("qwen3-4b"))
     assert isinstance(own, DrafterConfig) and own.target_layer_ids == (1, 9, 17, 25, 33)
-    own.check_fits(shapes.named("qwen3-4b"))
+    own.fitted(shapes.named("qwen3-4b"))
     for name, billions in (("qwen3-0.6b", 0.596), ("qwen3-4b", 4.022), ("qwen3-8b", 8.19), ("llama-3.1-8b", 8.03)):
         from treeflash_jax import params
         from treeflash_jax.verifiers import forward as verifier

@@ -155,10 +155,11 @@ def find_pair(arguments: argparse.Namespace) -> Pair:
         model = shapes.named(shape)
         drafter = shapes.drafter_of(model) if own is None else shapes.named_drafter(own)
         load = partial(tf.load, "tiny")
-    drafter.check_fits(model)
+    drafter = drafter.fitted(model)
     if is_real and not arguments.random:
         return Pair(name, "real", model, drafter, load)
-    drafter = replace(drafter, head=arguments.head or drafter.head)
+    if arguments.head and hasattr(drafter, "head"):
+        drafter = replace(drafter, head=arguments.head)
     return Pair(name, "random", model, drafter, partial(shapes.random_pair, model, drafter))
 
 

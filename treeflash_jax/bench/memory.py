@@ -243,8 +243,7 @@ def _pair(arguments: argparse.Namespace) -> tuple[ModelConfig, DrafterConfig, st
     """Sizes of verifier and drafter, and what the verifier is called."""
     model, own = shapes.named(arguments.shape), arguments.drafter_shape
     drafter = shapes.drafter_of(model) if own is None else shapes.named_drafter(own)
-    drafter.check_fits(model)
-    return model, drafter, shapes.called(arguments.shape)
+    return model, drafter.fitted(model), shapes.called(arguments.shape)
 
 
 def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, Device]:

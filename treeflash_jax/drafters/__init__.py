@@ -5,12 +5,12 @@ drafter through it. How it is trained is a stage of its own, behind the door in 
 
 Example of a round (decoding/rounds.py):
   >>> own = drafters.of(config)
-  >>> inputs = Inputs(weights.drafter, tables, config, settings, state, anchor_b, temperature_b)
+  >>> inputs = Inputs(weights.drafter, tables, config, settings, state, anchor_b, temperature_b, depths)
   >>> expander = None
   >>> for stage in own.stages(config).values():
   ...     expander = stage(inputs, expander)
   >>> tree = best_first(expander, anchor_b, num_nodes)  # then verified and accepted
-  >>> state = own.extend(weights.drafter, config, state, features_btj, tokens_bt, count_b)
+  >>> state = own.extend(weights.drafter, weights.verifier, config, state, features_btj, tokens_bt, count_b)
 
 Shape suffixes: b batch, t rows, j tapped layers x model, v vocabulary, d model.
 """
@@ -37,6 +37,7 @@ class DrafterSizes(Protocol):
       num_depths: the deepest level that it can draft.
       taps: 0-based verifier layers whose output (residual stream) it reads, in the order it reads them.
       num_nodes: default number of verified nodes, root included.
+      lanes: default number of nodes of a level that best-first search follows; None: all of them.
       drafter_temperature: default temperature of the draft distribution.
       sampled_above: sequences of at least this temperature get a sampled tree where no builder is asked for; None: none do.
     """
@@ -45,11 +46,16 @@ class DrafterSizes(Protocol):
     num_depths: int
     taps: tuple[int, ...]
     num_nodes: int
+    lanes: int | None
     drafter_temperature: float
     sampled_above: float | None
 
-    def check_fits(self, verifier: Any) -> None:
-        """Raises ValueError where this drafter was made for another verifier."""
+    def fitted(self, verifier: Any) -> Any:
+        """This config, with what only the verifier's tells filled in.
+
+        Raises:
+          ValueError: the drafter was made for another verifier.
+        """
 
 
 class State(Protocol):
@@ -90,12 +96,20 @@ class Drafter(Protocol):
         """The state before any context, with room for `capacity` positions."""
 
     def extend(
-        self, params: Any, config: Any, state: Any, features_btj: jax.Array, tokens_bt: jax.Array, count_b: jax.Array
+        self,
+        params: Any,
+        tables: Any,
+        config: Any,
+        state: Any,
+        features_btj: jax.Array,
+        tokens_bt: jax.Array,
+        count_b: jax.Array,
     ) -> Any:
         """Adds the next committed positions to the state.
 
         Args:
           params: weights of `specs`.
+          tables: the verifier's weights, whose embedding table drafters share.
           config: static.
           state: so far.
           features_btj: verifier features at consecutive positions, the first following those of the state.
@@ -106,13 +120,17 @@ class Drafter(Protocol):
     def stages(self, config: Any) -> Mapping[str, Callable[[Inputs, Any], Any]]:
         """What drafting does, in order, each step a function of the inputs and of what the step before it returned.
 
-        The first gets None and the last returns an `Expander`. Benchmarks time each of them by its name.
+        The first gets None and the last returns an `Expander`: a table of all levels, or one whose network runs once per
+        level (`lanes.LaneExpander`). Benchmarks time each of them by its name; levels that run a network are part of the
+        stage "tree".
         """
 
     def work(
         self, count: Counter, config: Any, settings: Any, verifier: ModelConfig, quantize: str | None = None
     ) -> dict[str, tuple[Work, Work]]:
         """Bytes and FLOPs of every stage, by its name: what it has to do, and what it hands to the next one.
+
+        Networks that run while the tree is built count under "tree".
 
         Args:
           count: of the device, the batch and its context.

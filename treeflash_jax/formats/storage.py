@@ -25,6 +25,7 @@ MARK = {"written_by": "treeflash_jax"}  # in the metadata of files that `save` w
 _HEADER_BYTES = 100_000_000  # the format's own limit
 CHECKED_AT_ONCE = 2**17
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_WHOLE = ("I64", "I32", "U32", "I16", "U16", "I8", "U8")
 
 
 class Tensor(Protocol):
@@ -55,7 +56,7 @@ def load(
       tensors: of an open file or folder.
       specs: tree of Spec.
       entries: tree of Entry.
-      dtype: of the weights; bfloat16 files load bit for bit into bfloat16.
+      dtype: of the weights whose spec has none of its own; bfloat16 files load bit for bit into bfloat16.
       mesh: where they go; None: the default device.
       spare: names that may be in the files though no weight wants them.
       finish: what takes a weight's place, as soon as it is read.
@@ -63,27 +64,27 @@ def load(
     Raises:
       ValueError: tensors missing, unknown, of the wrong shape or type, or with NaN or infinity in them.
     """
-    wanted = {entry.name: entry.disk_shape(spec) for spec, entry in _pairs(specs, entries)}
+    wanted = {entry.name: (entry.disk_shape(spec), spec.dtype_in(dtype)) for spec, entry in _pairs(specs, entries)}
     missing = sorted(set(wanted) - set(tensors))
     if missing:
         raise ValueError(f"{where}: {len(missing)} tensors missing, the first is {missing[0]}")
     unknown = sorted(n for n in set(tensors) - set(wanted) - set(spare) if not n.endswith("rotary_emb.inv_freq"))
     if unknown:
         raise ValueError(f"{where}: {len(unknown)} unknown tensors, the first is {unknown[0]}")
-    for name, shape in wanted.items():
+    for name, (shape, kind) in wanted.items():
         found = tensors[name]
         if tuple(found.get_shape()) != shape:
             raise ValueError(f"{where}: tensor {name} has shape {list(found.get_shape())}, expected {list(shape)}")
-        if found.get_dtype() not in _FLOATS:
-            raise ValueError(f"{where}: tensor {name} has type {found.get_dtype()}, expected one of {_FLOATS}")
+        kinds = _WHOLE if jnp.issubdtype(kind, jnp.integer) else _FLOATS
+        if found.get_dtype() not in kinds:
+            raise ValueError(f"{where}: tensor {name} has type {found.get_dtype()}, expected one of {kinds}")
 
     def leaf(spec: Spec, entry: Entry) -> Any:
         def read(index: tuple[slice, ...]) -> np.ndarray:
-            part = read_slice(tensors[entry.name], spec, entry, index).astype(dtype)
-            if not all_finite(part):
-                raise ValueError(
-                    f"{where}: tensor {entry.name} holds NaN or infinity in {np.dtype(dtype)}, expected numbers"
-                )
+            kind = spec.dtype_in(dtype)
+            part = read_slice(tensors[entry.name], spec, entry, index).astype(kind)
+            if not jnp.issubdtype(kind, jnp.integer) and not all_finite(part):
+                raise ValueError(f"{where}: tensor {entry.name} holds NaN or infinity in {kind}, expected numbers")
             return part
 
         if mesh is None:
@@ -141,7 +142,7 @@ def _pairs(specs: Any, entries: Any) -> Iterator[tuple[Spec, Entry]]:
 
 
 def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any) -> None:
-    """Writes a tree of weights to one safetensors file, converted to `dtype`.
+    """Writes a tree of weights to one safetensors file, converted to `dtype` where their specs have none of their own.
 
     Raises:
       ValueError: a weight whose shape is not its spec's.
@@ -153,7 +154,7 @@ def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any) -> None:
             raise ValueError(f"{entry.name}: got shape {leaf.shape}, expected {spec.shape}")
         rows, *columns = entry.disk_shape(spec)
         width = [columns[0] // entry.part[1]] if columns else []
-        block = np.asarray(leaf).astype(dtype).transpose(entry.order).reshape(rows, *width)
+        block = np.asarray(leaf).astype(spec.dtype_in(dtype)).transpose(entry.order).reshape(rows, *width)
         parts.setdefault(entry.name, []).append((entry.part[0], block))
     tensors = {
         name: np.ascontiguousarray(np.concatenate([block for _, block in sorted(blocks, key=lambda b: b[0])], axis=-1))

@@ -64,13 +64,14 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
 
 def extend(
     params: Any,
+    tables: Any,
     config: DrafterConfig,
     state: DrafterState,
     features_btj: jax.Array,
     tokens_bt: jax.Array,
     count_b: jax.Array,
 ) -> DrafterState:
-    """Adds verifier features of the next committed positions to the context; the tokens are not read."""
+    """Adds verifier features of the next committed positions to the context; tables and tokens are not read."""
     return backbone.extend(params["backbone"], config, state, features_btj, count_b)
 
 
