@@ -113,6 +113,13 @@ def test_settings_of_generate():
         assert None not in values or defaults[name] is None, f"{name} takes None"
 
 
+def test_lanes_that_nothing_would_follow():
+    asked(lanes=3, nodes=4)
+    refused(lambda: asked(lanes=4, nodes=4), "lanes 4", "at most 3")
+    refused(lambda: asked(lanes=2, builder="walk"), "lanes 2", "None with builder 'walk'")
+    refused(lambda: asked(depths=2), "depths 2", "drafters of kind 'block' do not have it")
+
+
 def test_a_setting_added_later_is_checked():
     added = make_dataclass("Added", [("fresh", int, checks.bounded(3, least=1))], kw_only=True)
     assert checks.checked(added(fresh=np.int64(4))).fresh == 4

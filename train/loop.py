@@ -25,9 +25,9 @@ from jax.experimental import multihost_utils
 from train import data, folders, hosts, lock, watch
 from train.checkpoint import Checkpoints
 from train.config import LoopConfig
-from train.objective import Sums
 from train.state import (
     Stage,
+    Sums,
     TrainState,
     abstract_rows,
     abstract_state,

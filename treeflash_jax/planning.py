@@ -71,6 +71,10 @@ def resolve(
             expect(builder == "best-first", "builder", builder, f"'best-first' {only}")
             expect(rule == "sample-and-match", "acceptance", rule, f"'sample-and-match' {only}")
             expect(config.lanes is None, "lanes", config.lanes, f"None {only}: a calibration measures whole trees")
+        if config.lanes is not None:
+            expect(builder == "best-first", "lanes", config.lanes, f"None with builder {builder!r}")
+            most = (config.nodes or drafter.num_nodes) - 1
+            expect(config.lanes <= most, "lanes", config.lanes, f"at most {most}: the nodes below the root")
     for value in config.stop_ids or ():
         expect(value < vocabulary, "stop id", value, f"0 to {vocabulary - 1}")
     return config
@@ -163,12 +167,13 @@ def plan_of(
     nodes = None if config.nodes == "auto" else config.nodes
     builder, rule, shape = drafting(config)
     longest = 1 + sizes.num_depths
+    lanes = sizes.lanes if shape.lanes is None and builder == "best-first" else shape.lanes
     return DecodePlan(
         drafter=sizes,
         num_nodes=min(nodes or longest, longest) if BUILDERS[builder].is_chain else nodes or drafter.num_nodes,
         draft=draft,
         builder=builder,
-        shape=shape if BUILDERS[builder].draws else TreeShape(lanes=shape.lanes),
+        shape=shape if BUILDERS[builder].draws else TreeShape(lanes=lanes),
         rule=rule,
         **shared,
     )

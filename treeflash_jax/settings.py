@@ -122,6 +122,14 @@ class DraftConfig:
         least=2,
         unit="tokens",
     )
+    depths: int | None = speed(
+        None,
+        "deepest level of the tree, or length of the chain, of a drafter whose network runs once per level",
+        unset="the drafter's",
+        least=1,
+        most=MOST_NODES - 1,
+        unit="levels",
+    )
     candidates: int = speed(16, "candidate tokens per depth (M)", least=1, unit="tokens")
     children: int = speed(16, "children kept per candidate token (K)", least=1, unit="tokens")
     shortlist: int = speed(
@@ -178,7 +186,7 @@ class TreeConfig:
     lanes: int | None = speed(
         TreeShape.lanes,
         "nodes of each level whose children a best-first tree may take; with few of them the tree is EAGLE-2's",
-        unset="all",
+        unset="the drafter's; all, where it knows every level after one pass",
         **_NODES,
     )
 
@@ -244,6 +252,7 @@ class Settings(TypedDict, total=False):
     stop_ids: Sequence[int] | None
     head: str | None
     block_size: int | None
+    depths: int | None
     candidates: int
     children: int
     shortlist: int

@@ -62,7 +62,7 @@ def stage_work(
     logits = count.numbers((None, "vocab"), (nodes, model.vocab_size))
     commit = own.extend_work(count, drafter, path) + count.cached(model, path)
     stages = own.work(count, drafter, plan.draft, model, quantize)  # what each needs, and what it hands on
-    stages |= {"tree": (Work(), Work()), "verify": (verify(nodes), logits + features(nodes))}
+    stages = stages | {"tree": stages.get("tree", (Work(), Work())), "verify": (verify(nodes), logits + features(nodes))}
     work, before = {}, Work()
     for stage, (need, after) in stages.items():
         work[stage] = need + before + after

@@ -283,7 +283,7 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
     plan = model.plan(config)
     shape = asdict(drafting(config)[2])
     if not draws(plan.builder):
-        shape = dict.fromkeys(shape) | ({"lanes": shape["lanes"]} if plan.builder == "best-first" else {})
+        shape = dict.fromkeys(shape) | ({"lanes": plan.shape.lanes} if plan.builder == "best-first" else {})
     fixed = config.drafter_temperature
     sharpness = fixed or model.drafter.drafter_temperature
     names = "max_new_tokens batch_size temperature top_k top_p seed".split()

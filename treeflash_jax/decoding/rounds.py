@@ -8,6 +8,7 @@ Shape suffixes: b batch, n tree nodes, p rows of an accepted path, s token slots
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -97,6 +98,7 @@ def draft_stage(weights: Weights, state: DecodeState, value: Any, plan: DecodePl
         state=state.drafter,
         anchor_b=_anchor(state),
         temperature_b=state.sampling.drafter_temperature_b,
+        depths=max(plan.path_rows - 1, 1),
         attention=plan.attention,
     )
     with jax.named_scope(name):
@@ -115,7 +117,8 @@ def build_tree(
         return builder.build(expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc)
 
     with jax.named_scope("tree"):
-        return meshes.by_rows(build, expander, _anchor(state), *keys)
+        build = partial(meshes.by_rows, build) if expander.is_table else build
+        return build(expander, _anchor(state), *keys)
 
 
 def extend_drafter(

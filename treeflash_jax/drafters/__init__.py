@@ -1,11 +1,11 @@
 """Drafters: what proposes continuations of a text to the verifier.
 
 A drafter is one module, with one line in DRAFTERS, that has what `Drafter` lists. Decoding, benchmarks and files reach a
-drafter through it. Training does not yet: the objectives in `train` are those of block drafters.
+drafter through it. How it is trained is a stage of its own, behind the door in `train/drafting.py`.
 
 Example of a round (decoding/rounds.py):
   >>> own = drafters.of(config)
-  >>> inputs = Inputs(weights.drafter, tables, config, settings, state, anchor_b, temperature_b)
+  >>> inputs = Inputs(weights.drafter, tables, config, settings, state, anchor_b, temperature_b, depths)
   >>> expander = None
   >>> for stage in own.stages(config).values():
   ...     expander = stage(inputs, expander)
@@ -37,6 +37,7 @@ class DrafterSizes(Protocol):
       num_depths: the deepest level that it can draft.
       taps: 0-based verifier layers whose output (residual stream) it reads, in the order it reads them.
       num_nodes: default number of verified nodes, root included.
+      lanes: default number of nodes of a level that best-first search follows; None: all of them.
       drafter_temperature: default temperature of the draft distribution.
       sampled_above: sequences of at least this temperature get a sampled tree where no builder is asked for; None: none do.
     """
@@ -45,6 +46,7 @@ class DrafterSizes(Protocol):
     num_depths: int
     taps: tuple[int, ...]
     num_nodes: int
+    lanes: int | None
     drafter_temperature: float
     sampled_above: float | None
 
@@ -73,10 +75,12 @@ class Drafter(Protocol):
       OPTIONS: fields of `settings.DraftConfig` that `choose` reads; others are refused unless they have their defaults. The
         temperature of the draft is every drafter's.
       READS_TOKENS: whether `extend` reads the tokens. A row's token is known one step after its features.
+      DIALECT: the file dialect (`formats.dialects`) that it is saved in unless another one is asked for.
     """
 
     OPTIONS: tuple[str, ...]
     READS_TOKENS: bool
+    DIALECT: str
 
     def choose(self, config: Any, options: Any) -> tuple[Any, Any]:
         """The config and the static settings of a draft that a user's options ask for; both hashable.
@@ -116,13 +120,17 @@ class Drafter(Protocol):
     def stages(self, config: Any) -> Mapping[str, Callable[[Inputs, Any], Any]]:
         """What drafting does, in order, each step a function of the inputs and of what the step before it returned.
 
-        The first gets None and the last returns an `Expander`. Benchmarks time each of them by its name.
+        The first gets None and the last returns an `Expander`: a table of all levels, or one whose network runs once per
+        level (`lanes.LaneExpander`). Benchmarks time each of them by its name; levels that run a network are part of the
+        stage "tree".
         """
 
     def work(
         self, count: Counter, config: Any, settings: Any, verifier: ModelConfig, quantize: str | None = None
     ) -> dict[str, tuple[Work, Work]]:
         """Bytes and FLOPs of every stage, by its name: what it has to do, and what it hands to the next one.
+
+        Networks that run while the tree is built count under "tree".
 
         Args:
           count: of the device, the batch and its context.

@@ -20,6 +20,7 @@ class Inputs:
       state: of the drafter.
       anchor_b: the last committed token of each sequence.
       temperature_b: of the drafted distribution, above 0.
+      depths: the deepest level that the round's tree can have, at least 1 and at most the drafter's; static.
       attention: implementation name.
     """
 
@@ -30,4 +31,5 @@ class Inputs:
     state: Any
     anchor_b: jax.Array
     temperature_b: jax.Array
+    depths: int
     attention: str = "xla"

@@ -23,11 +23,14 @@ def walk(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
 def rank_0_chain(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
     """The published chain: at each depth the likeliest child of that depth's first row, whatever was drafted before.
 
-    For a marginal table (one row a depth) this is DFlash's chain and equal to `walk`.
+    For a marginal table (one row a depth) this is DFlash's chain and equal to `walk`. A drafter whose expander is no table
+    has no rows besides those of the path: its chain is the walk too.
 
     Source: TreeFlash (arXiv 2606.03819), released code; DFlash (arXiv 2602.06036).
     """
-    return _chain(expander, anchor_b, num_nodes, lambda depth, state, child: state)
+    return _chain(
+        expander, anchor_b, num_nodes, (lambda depth, state, child: state) if expander.is_table else expander.follow
+    )
 
 
 def _chain(expander: Expander, anchor_b: jax.Array, num_nodes: int, follow: Callable) -> DraftTree:

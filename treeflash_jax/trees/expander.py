@@ -16,10 +16,19 @@ from treeflash_jax.trees.containers import pick
 
 
 class Expander(Protocol):
-    """What a tree builder may ask of a drafter; `state` is any pytree with leading axes [b, w]."""
+    """What a tree builder may ask of a drafter; `state` is any pytree with leading axes [b, w].
+
+    Attributes:
+      num_depths: the deepest level that it can draft.
+      is_table: whether everything is computed already and each array starts with the batch axis, so that every device of a
+        mesh can build the trees of its own sequences alone. Otherwise `follow` runs a network, once per level.
+    """
 
     @property
     def num_depths(self) -> int: ...
+
+    @property
+    def is_table(self) -> bool: ...
 
     def start(self, width: int) -> Any:
         """The state of the anchor, in every lane."""
@@ -51,6 +60,10 @@ class TransitionTable:
     @property
     def num_depths(self) -> int:
         return self.tokens_bimc.shape[1]
+
+    @property
+    def is_table(self) -> bool:
+        return True
 
     def start(self, width: int) -> jax.Array:
         return jnp.zeros((self.tokens_bimc.shape[0], width), jnp.int32)

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from treeflash_jax import mesh as meshes
+
 
 def over_depths(level: Callable, start: Any, depths: range, goes_on: Callable | None = None) -> tuple[Any, Any]:
     """`lax.scan` of a builder's levels: a loop on a CPU, where that is faster, and unrolled elsewhere.
@@ -48,11 +50,17 @@ def over_depths(level: Callable, start: Any, depths: range, goes_on: Callable | 
 
 
 def stable_top_k(scores_bx: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """`lax.top_k`, the lower index first among equals: so XLA does it on a CPU, elsewhere it takes a stable sort."""
+    """`lax.top_k`, the lower index first among equals: so XLA does it on a CPU, elsewhere it takes a stable sort.
+
+    On a mesh every device sorts the rows of its own sequences.
+    """
 
     def by_sort(scores_bx: jax.Array) -> list[jax.Array]:
         order_bx = lax.broadcasted_iota(jnp.int32, scores_bx.shape, 1)
         cost_bx, order_bx = lax.sort((-scores_bx, order_bx), num_keys=1, is_stable=True)
         return [-cost_bx[:, :k], order_bx[:, :k]]
 
-    return lax.platform_dependent(scores_bx, cpu=lambda scores_bx: lax.top_k(scores_bx, k), default=by_sort)
+    def best(scores_bx: jax.Array) -> list[jax.Array]:
+        return lax.platform_dependent(scores_bx, cpu=lambda scores_bx: lax.top_k(scores_bx, k), default=by_sort)
+
+    return meshes.by_rows(best, scores_bx)

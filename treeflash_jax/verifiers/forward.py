@@ -1,4 +1,4 @@
-"""The verifier: a Qwen3 (dense) or Llama language model as one pure forward pass.
+"""The verifier: a Qwen3 (dense), Qwen2 or Llama language model as one pure forward pass.
 
 One function serves prefill chunks, single tokens, chains and trees: they differ in positions and mask only. Logits are a
 separate call on the rows that are read (`vocab.unembed`).

@@ -99,7 +99,7 @@ class Architecture:
         return ModelConfig(
             **fields,
             model_type=self.model_type,
-            rope=rope.read(keys, fields["head_dim"]),
+            rope=rope.read(keys, fields["head_dim"], fields["max_positions"]),
             eos_token_ids=keys.stop_ids(fields["vocab_size"]),
         )
 
@@ -109,7 +109,7 @@ class Architecture:
         return {
             "model_type": self.model_type,
             **{key.name: getattr(config, key.field) for key in self.keys},
-            **{key: self.only[key][0] for key in ("hidden_act", "attention_bias")},
+            **{key: self.only[key][0] for key in ("hidden_act", "attention_bias") if self.only[key][0] is not None},
             **rope.write(config),
             **self.write(config),
             "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),

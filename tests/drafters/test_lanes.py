@@ -1,0 +1,200 @@
+"""Drafters whose network runs once per level, on a small recurrent network with attention over its own path."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from treeflash_jax import trees as tree
+from treeflash_jax.drafters.lanes import Below, LaneExpander, Row, children_of, kept_of
+from treeflash_jax.params import Spec
+from treeflash_jax.verifiers.attention import tree_attention
+from treeflash_jax.verifiers.cache import KVCache, LayerKV
+
+BATCH, VOCAB, DRAFT_VOCAB, WIDTH, DEPTHS, SLOTS, CHILDREN = 3, 29, 17, 8, 4, 6, 5
+LENGTHS = [0, 2, 6]
+ANCHORS = jnp.asarray([3, 4, 5], jnp.int32)
+NAMES = ("embed", "unembed", "q", "k", "v")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared() -> dict:
+    """Weights of the network, the keys and values of three texts, and which tokens it may draft."""
+    rng = np.random.default_rng(0)
+    own = {name: jnp.asarray(rng.normal(size=(WIDTH, WIDTH))) for name in ("q", "k", "v")}
+    own |= {
+        "embed": jnp.asarray(rng.normal(size=(VOCAB, WIDTH))),
+        "unembed": jnp.asarray(rng.normal(size=(DRAFT_VOCAB, WIDTH))),
+    }
+    cached = LayerKV(*(jnp.asarray(rng.normal(size=(BATCH, 1, SLOTS, WIDTH))) for _ in range(2)))
+    own["context"] = KVCache(((cached,),), jnp.asarray(LENGTHS, jnp.int32))
+    own["first"] = jnp.asarray(rng.normal(size=(BATCH, WIDTH)))
+    own["ids"] = jnp.asarray(np.sort(rng.choice(VOCAB, DRAFT_VOCAB, replace=False)), jnp.int32)
+    return own
+
+
+def step(shared: dict, row: Row) -> Below:
+    """What follows a token: its embedding, what was carried, its position and a look at the path and the text."""
+    x_bwd = jnp.tanh(row.carry + shared["embed"][row.token_bw] + jnp.sin(row.position_bw.astype(float))[..., None])
+    q_bwhe, k_bwke, v_bwke = (jnp.einsum("bwd,de->bwe", x_bwd, shared[name])[:, :, None] for name in ("q", "k", "v"))
+    [[[earlier_k, earlier_v]]] = row.earlier
+    mixed_bwhe = tree_attention(
+        q_bwhe,
+        row.joined(earlier_k, k_bwke),
+        row.joined(earlier_v, v_bwke),
+        row.seen_bwx,
+        shared["context"].groups[0][0],
+        shared["context"].length_b,
+    )
+    hidden_bwd = x_bwd + mixed_bwhe[:, :, 0]
+    return Below(hidden_bwd, (((k_bwke, v_bwke),),), *offered(shared, hidden_bwd))
+
+
+def offered(shared: dict, hidden_bwd: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return children_of(shared["unembed"], hidden_bwd, CHILDREN, jnp.ones(BATCH), shared["ids"])
+
+
+def expander(shared: dict, depths: int = DEPTHS, step=step) -> LaneExpander:
+    first = Below(shared["first"][:, None], (), *offered(shared, shared["first"][:, None]))
+    context = shared["context"]
+    return LaneExpander(shared, context.length_b, first, step=step, kept=kept_of(context), num_depths=depths)
+
+
+class Rollout:
+    """The network along single paths of one sequence, in NumPy, without lanes or a scratch."""
+
+    def __init__(self, shared: dict, b: int):
+        self.own, self.b, self.known = jax.tree.map(np.asarray, shared), b, {}
+
+    def children(self, path: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and log-probabilities after a path of drafted tokens, likeliest first."""
+        if path not in self.known:
+            logits = self._hidden(path) @ self.own["unembed"].T
+            log_probs = logits - np.log(np.sum(np.exp(logits)))
+            best = np.argsort(-log_probs)[:CHILDREN]
+            self.known[path] = self.own["ids"][best], log_probs[best]
+        return self.known[path]
+
+    def _hidden(self, path: tuple[int, ...]) -> np.ndarray:
+        own, b, length = self.own, self.b, LENGTHS[self.b]
+        hidden, cached = own["first"][b], own["context"].groups[0][0]
+        keys, values = ([*x[b, 0, :length]] for x in (cached.keys_bkse, cached.values_bkse))
+        for depth, token in enumerate(path):
+            x = np.tanh(hidden + own["embed"][token] + np.sin(length + depth))
+            keys, values = [*keys, x @ own["k"]], [*values, x @ own["v"]]
+            weights = np.exp(np.stack(keys) @ (x @ own["q"]) / np.sqrt(WIDTH))
+            hidden = x + weights @ np.stack(values) / np.sum(weights)
+        return hidden
+
+
+def paths(built: tree.DraftTree, b: int) -> dict[tuple[int, ...], float]:
+    tokens, parent, log_prob = (np.asarray(x)[b] for x in (built.tokens_bn, built.parent_bn, built.log_prob_bn))
+    found = [()]
+    for node in range(1, int(np.asarray(built.valid_bn)[b].sum())):
+        found.append((*found[parent[node]], int(tokens[node])))
+    return dict(zip(found, log_prob.tolist(), strict=False))
+
+
+def eagle_2(rollout: Rollout, nodes: int, lanes: int) -> dict[tuple[int, ...], float]:
+    """The published ledger: the best `lanes` nodes of a level offer children, all of which it keeps until the end."""
+    ledger, frontier = {}, {(): 0.0}
+    for _ in range(DEPTHS):
+        offered = {
+            (*path, int(token)): score + log_prob
+            for path, score in frontier.items()
+            for token, log_prob in zip(*rollout.children(path), strict=True)
+        }
+        ledger |= offered
+        frontier = dict(sorted(offered.items(), key=lambda item: -item[1])[:lanes])
+    return dict(sorted(ledger.items(), key=lambda item: -item[1])[: nodes - 1])
+
+
+@pytest.mark.parametrize(("nodes", "lanes"), [(14, 3), (14, 13), (6, 1)])
+def test_the_tree_is_the_ledger_of_eagle_2_over_paths_run_alone(shared, nodes, lanes):
+    built = jax.jit(lambda shared: tree.best_first(expander(shared), ANCHORS, nodes, lanes))(shared)
+    for b in range(BATCH):
+        expected = eagle_2(Rollout(shared, b), nodes, lanes)
+        found = {path: score for path, score in paths(built, b).items() if path}
+        assert found.keys() == expected.keys()
+        np.testing.assert_allclose([found[path] for path in expected], [*expected.values()], atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["walk", "chain"])
+def test_a_chain_takes_the_likeliest_child_of_its_own_path(shared, name):
+    build = tree.BUILDERS[name].build
+    built = jax.jit(lambda shared: build(expander(shared), ANCHORS, 9, tree.TreeShape(), None)[0])(shared)
+    for b in range(BATCH):
+        rollout, path = Rollout(shared, b), ()
+        for _ in range(DEPTHS):
+            path = (*path, int(rollout.children(path)[0][0]))
+        assert max(paths(built, b), key=len) == path
+
+
+@pytest.mark.parametrize("name", ["paths", "delayed", "without-replacement", "hybrid"])
+def test_draws_have_the_law_of_their_path(shared, name):
+    nodes = 9
+
+    def build(shared):
+        own = expander(shared)
+        noise_bnc = tree.draw_noise(jax.random.split(jax.random.key(1), BATCH), own, nodes)
+        return tree.BUILDERS[name].build(own, ANCHORS, nodes, tree.TreeShape(), noise_bnc)
+
+    built, proposal = jax.jit(build)(shared)
+    support_bnc, log_q_bnc = np.asarray(proposal.support_bnc), np.asarray(proposal.log_q_bnc)
+    for b in range(BATCH):
+        rollout, drawn = Rollout(shared, b), 0
+        for node, (path, score) in enumerate(paths(built, b).items()):
+            along = [dict(zip(*map(np.ndarray.tolist, rollout.children(path[:i])), strict=True)) for i in range(len(path))]
+            np.testing.assert_allclose(score, sum(law[token] for law, token in zip(along, path, strict=True)), atol=1e-10)
+            can = np.isfinite(log_q_bnc[b, node])
+            if can.all():  # nothing before it was fixed or is held back: the law of its path, renormalised
+                tokens, log_probs = rollout.children(path)
+                np.testing.assert_array_equal(support_bnc[b, node], tokens)
+                np.testing.assert_allclose(log_q_bnc[b, node], log_probs - np.log(np.exp(log_probs).sum()), atol=1e-10)
+                drawn += 1
+        assert drawn or name == "hybrid"
+
+
+@pytest.mark.parametrize("depths", [1, 2, DEPTHS])
+@pytest.mark.parametrize("name", ["best-first", "walk"])
+def test_the_network_runs_once_per_level_and_not_below_the_deepest(shared, name, depths):
+    runs = []
+
+    def counted(shared, row):
+        jax.debug.callback(lambda width: runs.append(int(width)), row.token_bw.shape[1])
+        return step(shared, row)
+
+    shape = tree.TreeShape(lanes=2)
+    build = partial(tree.BUILDERS[name].build, num_nodes=7, shape=shape, noise_bnc=None)
+    built = jax.jit(lambda shared: build(expander(shared, depths, counted), ANCHORS)[0])(shared)
+    jax.block_until_ready(built)
+    jax.effects_barrier()
+    assert runs == [2 if name == "best-first" else 1] * (depths - 1)
+    assert int(built.depth_bn.max()) == depths
+
+
+def test_a_network_may_keep_nothing(shared):
+    """A recurrent network: what it carries is all that it knows."""
+
+    def recurrent(shared, row):
+        assert row.earlier == ()
+        hidden_bwd = jnp.tanh(row.carry + shared["embed"][row.token_bw])
+        return Below(hidden_bwd, (), *offered(shared, hidden_bwd))
+
+    own = expander(shared, step=recurrent).replace(kept=())
+    built = jax.jit(lambda own: tree.best_first(own, ANCHORS, 9, 3))(own)
+    assert np.asarray(built.valid_bn).all()
+
+
+def test_scratch_has_the_axes_of_the_cache(shared):
+    assert kept_of(shared["context"]) == (((Spec((1, WIDTH), ("kv_heads", None), dtype=jnp.dtype("float64")),) * 2,),)
