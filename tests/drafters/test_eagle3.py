@@ -19,6 +19,7 @@ from treeflash_jax import drafters
 from treeflash_jax import trees as tree
 from treeflash_jax.drafters import Inputs, eagle3
 from treeflash_jax.formats import models
+from treeflash_jax.settings import DraftConfig
 
 FOLDER = DATA / "eagle3"
 FORMS = sorted(path.name for path in FOLDER.iterdir())
@@ -168,9 +169,7 @@ def test_every_node_has_the_law_of_its_path_run_alone():
 
 def test_a_draft_may_be_deeper_and_offer_fewer_tokens():
     config = opened("eagle")[0]
-    options = type("Options", (), {"block_size": 5, "children": 3})
-    sizes, settings = eagle3.choose(config, options)
+    sizes, settings = eagle3.choose(config, DraftConfig(depths=4, children=3))
     assert sizes == replace(config, num_depths=4) and settings.children == 3
-    for name, value in (("block_size", 1), ("block_size", 100), ("children", config.draft_vocab_size + 1)):
-        with pytest.raises(ValueError, match=f"got {name} {value}, expected"):
-            eagle3.choose(config, type("Options", (), {"block_size": 5, "children": 3, name: value}))
+    with pytest.raises(ValueError, match=f"got children {config.draft_vocab_size + 1}, expected"):
+        eagle3.choose(config, DraftConfig(children=config.draft_vocab_size + 1))

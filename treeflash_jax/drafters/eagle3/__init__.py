@@ -30,9 +30,9 @@ from treeflash_jax.drafters.lanes import Below, LaneExpander, Row, children_of, 
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers.attention import tree_attention
 
-OPTIONS = ("block_size", "children")
+OPTIONS = ("depths", "children")
 READS_TOKENS = True
-MOST_DEPTHS = 64  # of a draft: every level is a pass of the layer
+DIALECT = "speculators"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +69,12 @@ def choose(config: EagleConfig, options: Any) -> tuple[EagleConfig, EagleSetting
     """The config and the settings of a draft that a user's options ask for; see `drafters.Drafter`.
 
     Raises:
-      ValueError: too deep a draft, or more tokens than can be drafted.
+      ValueError: more tokens than can be drafted.
     """
-    size, children = options.block_size or 1 + config.num_depths, options.children
-    if not 2 <= size <= 1 + MOST_DEPTHS:
-        raise ValueError(f"got block_size {quoted(size)}, expected 2 to {1 + MOST_DEPTHS}")
+    children = options.children
     if children > config.draft_vocab_size:
         raise ValueError(f"got children {quoted(children)}, expected 1 to {config.draft_vocab_size} (the draft vocabulary)")
-    return replace(config, num_depths=size - 1), EagleSettings(children=children)
+    return replace(config, num_depths=options.depths or config.num_depths), EagleSettings(children=children)
 
 
 def init(config: EagleConfig, batch: int, capacity: int, dtype: Any) -> EagleState:
@@ -188,6 +186,6 @@ def identity(params: Any, config: EagleConfig, settings: EagleSettings) -> tuple
 
 
 __all__ = [
-    "OPTIONS", "READS_TOKENS", "EagleConfig", "EagleSettings", "EagleState", "choose", "draft", "extend", "extend_work",
-    "identity", "init", "specs", "stages", "work",
+    "DIALECT", "OPTIONS", "READS_TOKENS", "EagleConfig", "EagleSettings", "EagleState", "choose", "draft", "extend",
+    "extend_work", "identity", "init", "specs", "stages", "work",
 ]  # fmt: skip
