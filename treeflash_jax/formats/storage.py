@@ -26,7 +26,7 @@ MARK = {"written_by": "treeflash_jax"}  # in the metadata of files that `save` w
 _HEADER_BYTES = 100_000_000  # the format's own limit
 CHECKED_AT_ONCE = 2**17
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_WHOLE = ("I64", "I32", "U32", "I16", "U16", "I8", "U8")
+WHOLE = ("I64", "I32", "U32", "I16", "U16", "I8", "U8")
 
 
 class Tensor(Protocol):
@@ -80,7 +80,7 @@ def load(
         found = tensors[name]
         if tuple(found.get_shape()) != shape:
             raise ValueError(f"{where}: tensor {name} has shape {list(found.get_shape())}, expected {list(shape)}")
-        kinds = _WHOLE if jnp.issubdtype(kind, jnp.integer) else _FLOATS
+        kinds = WHOLE if jnp.issubdtype(kind, jnp.integer) else _FLOATS
         if found.get_dtype() not in kinds:
             raise ValueError(f"{where}: tensor {name} has type {found.get_dtype()}, expected one of {kinds}")
 
