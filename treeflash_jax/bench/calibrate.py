@@ -38,7 +38,6 @@ from treeflash_jax.bench.progress import Progress
 from treeflash_jax.bench.prompts import PromptSet, chosen_prompts, empty_chat
 from treeflash_jax.bench.stages import ROUNDS, TREE, Bench, copied, divide, slots_for
 from treeflash_jax.bench.timed import Compiler, again
-from treeflash_jax.costs import Work
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState
@@ -229,9 +228,7 @@ def time(
 class Rounds(Bench):
     """`Bench` of one-token rounds, rounds that build the largest tree and take one bucket, and trees of as many nodes."""
 
-    def _build(
-        self, compiler: Compiler, prompts: tuple[Any, ...], works: dict[DecodePlan, dict[str, Work]], tokens: int
-    ) -> None:
+    def _build(self, compiler: Compiler, prompts: tuple[Any, ...], tokens: int) -> None:
         largest, weights, one = self.plans[-1], self.weights, jnp.int32(1)
         prefill = compiler.compile(core.prefill, weights, *prompts, plan=largest.for_prefill()).result()
         self.slots, self.marks = divide(prefill.run(weights, *prompts))
@@ -249,7 +246,7 @@ class Rounds(Bench):
         expander = EXPANDER(weights, state, plan=largest)
         builds = [compiler.compile(TREE, state, expander, plan=plan) for plan in self.plans]
 
-        work = works[largest]
+        work = self.works()[largest]
         self.add("step", None, step.result(), work, self.rounds, False, least=4, most=ROUNDS)
         for plan, build, whole in zip(self.plans, builds, wholes, strict=True):
             nodes = plan.num_nodes
