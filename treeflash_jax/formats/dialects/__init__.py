@@ -43,8 +43,8 @@ def of(path: Path, keys: Keys, part: str) -> Dialect:
         raise ValueError(
             f"{keys.where}: got a {found.part}'s config (it has {' and '.join(found.marks)}), expected a verifier's"
         )
-    known = " or ".join(f"{' and '.join(one.marks)} ({one.name})" for one in DIALECTS.values() if one.part == part)
-    raise ValueError(f"{keys.where}: got a {found.part}'s config, expected a {part}'s with {known}")
+    known = dict.fromkeys(one.marks[0] for one in DIALECTS.values() if one.part == part and one.marks)
+    raise ValueError(f"{keys.where}: got a {found.part}'s config, expected a {part}'s with {' or '.join(known)}")
 
 
 def parse(part: str, raw: Mapping[str, Any], where: str = "config.json") -> Any:
