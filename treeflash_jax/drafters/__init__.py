@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import jax
 
 from treeflash_jax.costs import Counter, Work
-from treeflash_jax.drafters import block
+from treeflash_jax.drafters import block, eagle3
 from treeflash_jax.drafters.inputs import Inputs
 from treeflash_jax.trees.expander import Expander
 from treeflash_jax.verifiers.config import ModelConfig
@@ -146,7 +146,7 @@ class Drafter(Protocol):
         """What measurements of this drafter depend on: named sizes and settings, and arrays that tell weights apart."""
 
 
-DRAFTERS: dict[str, Drafter] = {"block": block}
+DRAFTERS: dict[str, Drafter] = {"block": block, "eagle3": eagle3}
 
 
 def of(config: DrafterSizes) -> Drafter:

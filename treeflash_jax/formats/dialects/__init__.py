@@ -15,12 +15,14 @@ from typing import Any
 
 from treeflash_jax.formats.dialects.dflash import DFlash
 from treeflash_jax.formats.dialects.dialect import Dialect
+from treeflash_jax.formats.dialects.eagle3 import DeepSpec, Eagle3, Speculators
 from treeflash_jax.formats.dialects.gguf import Gguf
 from treeflash_jax.formats.dialects.huggingface import HuggingFace
 from treeflash_jax.formats.dialects.treeflash import TreeFlash
 from treeflash_jax.formats.keys import Keys
 
-DIALECTS: dict[str, Dialect] = {one.name: one for one in (HuggingFace(), Gguf(), DFlash(), TreeFlash())}
+KNOWN = (HuggingFace(), Gguf(), DFlash(), TreeFlash(), Eagle3(), Speculators(), DeepSpec())
+DIALECTS: dict[str, Dialect] = {one.name: one for one in KNOWN}
 
 
 def of(path: Path, keys: Keys, part: str) -> Dialect:
