@@ -269,7 +269,7 @@ BAD_MODELS = {
     "llama3 that speeds up": ({"rope_scaling": {**LLAMA3, "rope_type": "llama3", "factor": 0.5}}, ("factor", "0.5")),
     "llama3 without a factor": ({"rope_scaling": {**LLAMA3, "rope_type": "llama3", "factor": None}}, ("factor", "None")),
     "half a llama3": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ("low_freq_factor",)),
-    "mixture of experts": ({"model_type": "qwen3_moe"}, ("qwen3_moe",)),
+    "mixture of experts": ({"model_type": "mixtral"}, ("mixtral",)),
     "attention factor": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "attention_factor": 2.0}},
         ("attention_factor",),

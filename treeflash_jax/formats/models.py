@@ -128,7 +128,10 @@ def _found(path: str | Path, part: str) -> tuple[Dialect, Any]:
 
 
 def _load(path, dialect: Dialect, config, specs, tensors, dtype, mesh, finish=lambda weight, _: weight) -> Any:
-    entries = dialect.entries(config, specs, tensors.keys())
+    try:
+        entries = dialect.entries(config, specs, tensors.keys())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return storage.load(Path(path), tensors, specs, entries, dtype, mesh, dialect.spare(config, specs), finish)
 
 
