@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+
+def without(raw: dict, *keys: str) -> dict:
+    return {key: value for key, value in raw.items() if key not in keys}
+
+
 QWEN3_4B = {
     "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
     "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560, "initializer_range": 0.02,

@@ -24,13 +24,15 @@ from treeflash_jax import params, programs  # noqa: E402
 from treeflash_jax.adaptive import calibration  # noqa: E402
 from treeflash_jax.batching import capacity_bucket  # noqa: E402
 from treeflash_jax.drafters.block import backbone as dflash  # noqa: E402
+from treeflash_jax.drafters.block.config import DrafterConfig, fresh_layers  # noqa: E402
 from treeflash_jax.drafters.block.heads import HEADS  # noqa: E402
 from treeflash_jax.loading import load  # noqa: E402
 from treeflash_jax.model import TreeFlash  # noqa: E402
 from treeflash_jax.settings import GenerateConfig  # noqa: E402
 from treeflash_jax.verifiers import forward as verifier  # noqa: E402
 
-PAIR = Path(__file__).parents[1] / "data" / "conformance" / "b_trained"
+DATA = Path(__file__).parents[1] / "data"
+PAIR, QWEN2 = DATA / "conformance" / "b_trained", DATA / "qwen2"
 DRAFTS = [
     *({"builder": "best-first", "nodes": nodes, "head": "mlp"} for nodes in (1, 2, 5, 16, 64)),
     {"builder": "best-first", "nodes": 16, "head": "marginal"},
@@ -124,6 +126,18 @@ def main(which: list[dict]) -> None:
     settings = {"max_new_tokens": 40, "temperature": [0.0, 0.7, 1.3, 0.0, 1.3], "nodes": 16, "candidates": 8, "children": 8}
     together = [result.ids for result in made["mlp"].generate(prompts, batch_size=5, **settings)]
     assert together == [result.ids for result in made["mlp"].generate(prompts, batch_size=1, **settings)]
+
+    # A verifier with biases and YaRN; its drafter has neither.
+    scaled, qwen2 = load(verifier=QWEN2, dtype=jnp.float64), {}
+    own = DrafterConfig(
+        layers=fresh_layers(scaled.verifier, 1), block_size=6, mask_token_id=63, target_layer_ids=(0, 1),
+        num_target_layers=2, head="mlp",
+    )  # fmt: skip
+    assert scaled.verifier.rope.kind == "yarn" and own.layers.rope.kind == "default"
+    drafter = {"backbone": fresh(dflash.specs(own), 5, 0.3), "head": fresh(HEADS["mlp"].specs(own), 6, 0.3)}
+    qwen2["mlp"] = TreeFlash(scaled.verifier, scaled.weights.replace(drafter=drafter), drafter=own, stop_ids=(3,))
+    short = [[draw.randrange(4, 63) for _ in range(size)] for size in (3, 50, 17, 9, 1)]
+    check(qwen2, short, {"max_new_tokens": 60, "temperature": [0.0, 0.7, 1.3, 0.0, 1.3]}, DRAFTS[3:4])
 
     # Rounds that choose their nodes, and pause: the budget must keep its types, and choose nothing but speed.
     trained_pair = made["mlp"]

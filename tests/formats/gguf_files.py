@@ -28,6 +28,7 @@ QWEN3 = ModelConfig(
     vocab_size=96, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
     max_positions=128, rope=Rope(theta=5e5), eos_token_ids=(2,),
 )  # fmt: skip
+QWEN2 = replace(QWEN3, model_type="qwen2", qk_norm=False, qkv_bias=True, head_dim=16)
 LLAMA = replace(QWEN3, model_type="llama", qk_norm=False, tie_embeddings=True, rms_norm_eps=1e-5, head_dim=16)
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -69,7 +70,12 @@ def stored(name: str, rows: np.ndarray, config: ModelConfig) -> np.ndarray:
 
 def metadata(config: ModelConfig) -> dict[str, Any]:
     """What the converter writes of a config, tokenizer apart."""
-    return {
+    yarn = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": config.rope.factor,
+        "rope.scaling.original_context_length": config.rope.original_max_positions,
+    }
+    return (yarn if config.rope.kind == "yarn" else {}) | {
         "block_count": config.num_layers,
         "context_length": config.max_positions,
         "embedding_length": config.hidden_size,

@@ -6,16 +6,13 @@ import json
 from dataclasses import replace
 
 import pytest
-from published_configs import LLAMA_31_8B, QWEN3_4B, TREEFLASH_4B
+from published_configs import LLAMA_31_8B, QWEN3_4B, TREEFLASH_4B, without
 
 from treeflash_jax.checks import read_json
 from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers
+from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.dialects import parse
 from treeflash_jax.verifiers.config import ModelConfig, Rope
-
-
-def without(raw: dict, *keys: str) -> dict:
-    return {key: value for key, value in raw.items() if key not in keys}
 
 
 def test_qwen3_4b():
@@ -57,6 +54,7 @@ def test_smollm2_135m():
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SLOW = {**LLAMA3, "factor": 32.0}
+WINDOW = {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21, "use_mrope": False}
 # vocabulary, hidden, ffn, layers, heads, kv heads, head size, rope base (None: no key), positions, tied; other keys
 HUB = {
     "Qwen3-0.6B": ("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, 1e6, 40960, True, {}),
@@ -70,6 +68,10 @@ HUB = {
         "qwen3", 151936, 4096, 12288, 36, 32, 8, 128, 1e6, 40960, False,
         {"dtype": "bfloat16", "layer_types": ["full_attention"] * 36, "unsloth_version": "2025.9"},
     ),
+    "Qwen2.5-0.5B": ("qwen2", 151936, 896, 4864, 24, 14, 2, None, 1e6, 32768, True, WINDOW),
+    "Qwen2.5-1.5B-Instruct": ("qwen2", 151936, 1536, 8960, 28, 12, 2, None, 1e6, 32768, True, WINDOW),
+    "Qwen2.5-7B-Instruct": ("qwen2", 152064, 3584, 18944, 28, 28, 4, None, 1e6, 32768, False, WINDOW),
+    "Qwen2-0.5B": ("qwen2", 151936, 896, 4864, 24, 14, 2, None, 1e6, 131072, True, WINDOW),
     "Llama-2-7b-hf": ("llama", 32000, 4096, 11008, 32, 32, 32, None, None, 4096, False, {"_name_or_path": "x"}),
     "Llama-2-7b-chat-hf": ("llama", 32000, 4096, 11008, 32, 32, 32, None, None, 4096, False, {"max_length": 4096}),
     "llama-7b": (
@@ -152,7 +154,7 @@ def test_configs_of_the_hub(row):
     assert config == ModelConfig(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_layers=layers, num_heads=heads,
         num_kv_heads=kv_heads or heads, head_dim=head_dim or hidden // heads, rms_norm_eps=1e-5, max_positions=positions,
-        tie_embeddings=tied, qk_norm=model_type == "qwen3", model_type=model_type,
+        tie_embeddings=tied, qk_norm=model_type == "qwen3", qkv_bias=model_type == "qwen2", model_type=model_type,
         eos_token_ids=tuple(stops) if isinstance(stops, list) else (stops,),
         rope=Rope(
             theta=theta or 1e4, kind="llama3", factor=scaling["factor"], low_freq_factor=1.0, high_freq_factor=4.0,
@@ -206,6 +208,36 @@ def test_both_rope_spellings(raw):
     assert parse("verifier", new) == parse("verifier", oldest) == parse("verifier", raw)
 
 
+def test_yarn():
+    """Qwen3's documented recipe, and the keys that stand for others."""
+    recipe = QWEN3_4B | {"rope_scaling": YARN, "max_position_embeddings": 131072}
+    rope = parse("verifier", recipe).rope
+    assert rope == Rope(
+        theta=1e6, kind="yarn", factor=4.0, original_max_positions=32768, attention_factor=rope.attention_factor
+    )
+    assert rope.attention_factor == pytest.approx(1.1386294361, abs=1e-9)
+    for same in (
+        {"rope_scaling": YARN | {"factor": None}},
+        {"rope_scaling": YARN | {"beta_fast": None, "attention_factor": None, "mscale": 1.0, "mscale_all_dim": 0.0}},
+        {"rope_scaling": without(YARN, "original_max_position_embeddings"), "original_max_position_embeddings": 32768},
+        {"rope_scaling": YARN | {"original_max_position_embeddings": 8}, "original_max_position_embeddings": 32768},
+    ):
+        assert parse("verifier", recipe | same).rope == rope
+    nowhere = recipe | {"rope_scaling": without(YARN, "original_max_position_embeddings")}
+    assert parse("verifier", nowhere).rope.original_max_positions == 131072
+    assert parse("verifier", recipe | {"rope_scaling": YARN | {"attention_factor": 0.9}}).rope.attention_factor == 0.9
+    written = ARCHITECTURES["qwen3"].to_hf(parse("verifier", recipe))
+    assert parse("verifier", written) == parse("verifier", recipe)
+
+
+def test_qwen2_refuses_what_its_layers_do_not_have():
+    for change, words in (({"attention_bias": True}, ("attention_bias",)), ({"head_dim": 32}, ("head_dim 32", "896"))):
+        assert_refused(lambda change=change: parse("verifier", hub_file(*HUB["Qwen2.5-0.5B"]) | change), words)
+    config = parse("verifier", hub_file(*HUB["Qwen2.5-0.5B"]))
+    assert parse("verifier", hub_file(*HUB["Qwen2.5-0.5B"]) | {"head_dim": 64}) == config
+    assert parse("verifier", ARCHITECTURES["qwen2"].to_hf(config)) == config
+
+
 def test_missing_defaults_are_those_of_the_architectures():
     assert parse("verifier", without(LLAMA_31_8B, "num_key_value_heads")).num_kv_heads == 32
     assert parse("verifier", without(QWEN3_4B, "head_dim")).head_dim == 128
@@ -224,13 +256,20 @@ BAD_MODELS = {
     "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, ("sliding_attention",)),
     "partial rotation": ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5")),
     "partial rotation inside": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ("partial_rotary_factor",)),
-    "yarn": ({"rope_scaling": YARN}, ("yarn",)),
-    "yarn, new spelling": ({"rope_parameters": YARN}, ("yarn",)),
+    "yarn without a factor": ({"rope_scaling": without(YARN, "factor")}, ("factor", "None")),
+    "yarn that speeds up": ({"rope_parameters": YARN | {"factor": 0.5}}, ("factor", "0.5")),
+    "yarn for fewer positions": ({"rope_scaling": YARN | {"factor": None}, "max_position_embeddings": 4096}, ("0.125",)),
+    "yarn with another key": ({"rope_scaling": YARN | {"attn_factor": 1.0}}, ("attn_factor", "yarn")),
+    "yarn the wrong way round": ({"rope_scaling": YARN | {"beta_fast": 1.0}}, ("beta_fast 1.0", "beta_slow 1.0")),
+    "yarn of no context": ({"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, ("original_max", "0")),
+    "yarn with text for truth": ({"rope_scaling": YARN | {"truncate": "no"}}, ("truncate", "no")),
+    "yarn on one frequency": ({"rope_scaling": YARN, "rope_theta": 1.0}, ("rope_theta 1.0", "yarn")),
+    "yarn that stops attention": ({"rope_scaling": YARN | {"attention_factor": 0}}, ("attention_factor", "0")),
     "two rope types": ({"rope_scaling": {"rope_type": "default", "type": "yarn"}}, ("default", "yarn")),
     "llama3 that speeds up": ({"rope_scaling": {**LLAMA3, "rope_type": "llama3", "factor": 0.5}}, ("factor", "0.5")),
     "llama3 without a factor": ({"rope_scaling": {**LLAMA3, "rope_type": "llama3", "factor": None}}, ("factor", "None")),
     "half a llama3": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ("low_freq_factor",)),
-    "mixture of experts": ({"model_type": "qwen3_moe"}, ("qwen3_moe",)),
+    "mixture of experts": ({"model_type": "mixtral"}, ("mixtral",)),
     "attention factor": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "attention_factor": 2.0}},
         ("attention_factor",),

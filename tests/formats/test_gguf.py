@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from gguf_files import (  # noqa: E402
     F16,
     F32,
     LLAMA,
+    QWEN2,
     QWEN3,
     add,
     as_gguf,
@@ -47,7 +49,14 @@ from treeflash_jax.verifiers import forward as verifier  # noqa: E402
 from treeflash_jax.verifiers import layers  # noqa: E402
 from treeflash_jax.verifiers.config import ModelConfig, Rope  # noqa: E402
 
-MODELS = {"qwen3": QWEN3, "llama": LLAMA, "untied llama": replace(LLAMA, tie_embeddings=False)}
+YARN = Rope(theta=5e5, kind="yarn", factor=4.0, original_max_positions=32, attention_factor=0.1 * math.log(4) + 1)
+MODELS = {
+    "qwen3": QWEN3,
+    "llama": LLAMA,
+    "untied llama": replace(LLAMA, tie_embeddings=False),
+    "qwen2": QWEN2,
+    "qwen2 with yarn": replace(QWEN2, tie_embeddings=True, rope=YARN),
+}
 WIDE = replace(LLAMA, hidden_size=256, intermediate_size=256, num_layers=1, head_dim=64)  # rows of whole K-quant blocks
 EOS = {"tokenizer.ggml.eos_token_id": 2}
 
@@ -173,6 +182,19 @@ def test_rope_divisors_are_llama3_scaling(tmp_path):
     config, params = models.load_verifier(tmp_path / "written")
     assert config == both[0][0] and config.rope.kind == "longrope"
     assert_same(params, both[0][1])
+
+
+def test_yarn_of_llama_cpp(tmp_path):
+    """Its attention factor is multiplied with the one of the scaling."""
+    written = {"rope.scaling.attn_factor": 0.5, "rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 2.0}
+    neutral = {"rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.finetuned": True}
+    config = replace(QWEN2, rope=YARN, tie_embeddings=True)
+    tensors = as_gguf(save_hf(tmp_path, config), config)
+    rope = models.read_verifier_config(write(tmp_path / "x.gguf", config, tensors, None, written | neutral)).rope
+    assert rope == replace(YARN, attention_factor=YARN.attention_factor / 2, beta_fast=16.0, beta_slow=2.0)
+    without = {"rope.scaling.original_context_length": None}
+    rope = models.read_verifier_config(write(tmp_path / "x.gguf", config, tensors, None, without)).rope
+    assert rope.original_max_positions == config.max_positions
 
 
 @partial(jax.jit, static_argnums=0)

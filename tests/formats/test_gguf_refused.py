@@ -44,6 +44,7 @@ def with_type(path: Path, number: int) -> Path:
 
 
 LENGTHS = "attention.key_length", "attention.value_length", "rope.dimension_count"
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
 ROW = np.ones(64, np.float32), F32
 REFUSED = {
     "no file": (lambda p: p.unlink() or p, "not found"),
@@ -57,8 +58,8 @@ REFUSED = {
     "a part": (lambda p: write_small(p, {"split.count": 3}), "gguf-split --merge"),
     "unknown type": (lambda p: with_type(p, 99), "output_norm.weight has the unknown type 99"),
     "not for weights": (lambda p: with_type(p, 26), "output_norm.weight has type I32 (26)"),
-    "architecture": (lambda p: write_small(p, {"general.architecture": "gemma3"}), "'gemma3', expected 'llama' or 'qwen3'"),
-    "qwen2": (lambda p: write_small(p, {"general.architecture": "qwen2"}), "'qwen2'"),
+    "architecture": (lambda p: write_small(p, {"general.architecture": "gemma3"}), "'gemma3', expected 'llama' or 'qwen2'"),
+    "sizes of another kind": (lambda p: write_small(p, {"general.architecture": "qwen2"}), "got qwen2."),
     "missing tensor": (lambda p: write_small(p, lose="blk.1.ffn_up.weight"), "tensors missing, the first is blk.1.ffn_up"),
     "missing table": (lambda p: write_small(p, lose="token_embd.weight"), "token_embd.weight"),
     "extra tensor": (lambda p: write_small(p, **{"blk.0.attn_q.bias": ROW}), "unknown tensors, the first is blk.0.attn_q"),
@@ -70,7 +71,14 @@ REFUSED = {
     "lengths": (lambda p: write_small(p, changes={"attention.value_length": 8}), "value_length 8, expected 16"),
     "rotated part": (lambda p: write_small(p, changes={"rope.dimension_count": 8}), "dimension_count 8, expected 16"),
     "linear": (lambda p: write_small(p, changes={"rope.scaling.type": "linear"}), "rope.scaling.type 'linear'"),
-    "yarn": (lambda p: write_small(p, changes={"rope.scaling.type": "yarn"}), "rope.scaling.type 'yarn'"),
+    "yarn without a factor": (lambda p: write_small(p, changes={"rope.scaling.type": "yarn"}), "scaling.factor = None"),
+    "yarn that speeds up": (lambda p: write_small(p, changes=YARN | {"rope.scaling.factor": 0.5}), "yarn factor 0.5"),
+    "betas": (lambda p: write_small(p, changes=YARN | {"rope.scaling.yarn_beta_fast": 0.5}), "beta_fast 0.5"),
+    "half of yarn": (lambda p: write_small(p, changes=YARN | {"rope.scaling.yarn_ext_factor": 0.5}), "ext_factor = 0.5"),
+    "yarn and divisors": (
+        lambda p: write_small(p, changes=YARN, **{"rope_freqs.weight": (np.ones(8, np.float32), F32)}),
+        "rope_freqs.weight beside",
+    ),
     "experts": (lambda p: write_small(p, changes={"expert_count": 8}), "llama.expert_count = 8"),
     "unknown key": (lambda p: write_small(p, changes={"logit_scale": 2.0}), "llama.logit_scale = 2.0"),
     "vocab_size": (lambda p: write_small(p, changes={"vocab_size": 7}), "vocab_size 7"),

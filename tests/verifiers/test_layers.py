@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import DATA
+from published_configs import QWEN3_4B, without
 
+from treeflash_jax.formats.dialects import parse
 from treeflash_jax.params import initialize
 from treeflash_jax.verifiers import layers
 from treeflash_jax.verifiers.config import ModelConfig, Rope
@@ -14,6 +20,7 @@ from treeflash_jax.verifiers.config import ModelConfig, Rope
 LLAMA3 = Rope(
     theta=500_000.0, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
 )  # fmt: skip
+YARN = Rope(theta=10_000.0, kind="yarn", factor=8.0, original_max_positions=2048, attention_factor=1.25)
 CONFIG = ModelConfig(
     vocab_size=8, hidden_size=12, intermediate_size=20, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=6
 )  # fmt: skip
@@ -53,17 +60,21 @@ def test_rms_norm_sums_bfloat16_in_float32():
     )
 
 
-@pytest.mark.parametrize("rope", [Rope(theta=10_000.0), Rope(theta=1_000_000.0), LLAMA3], ids=["small", "large", "llama3"])
+@pytest.mark.parametrize(
+    "rope", [Rope(theta=10_000.0), Rope(theta=1_000_000.0), LLAMA3, YARN], ids=["small", "large", "llama3", "yarn"]
+)
 def test_rotation_is_multiplication_by_a_complex_number(rope):
     positions_bt, x_bthe = np.array([[0, 1, 17], [5, 100, 3000]]), normal(2, 3, 4, 16)
     got = layers.rotate(jnp.asarray(x_bthe), layers.rotary_table(rope, 16, jnp.asarray(positions_bt)))
     plane = x_bthe[..., :8].astype(complex) + 1j * x_bthe[..., 8:]
-    turned = plane * np.exp(1j * positions_bt[:, :, None, None] * published_frequencies(rope, 16))
+    frequencies = published_frequencies(rope, 16) if rope.kind != "yarn" else layers.rope_frequencies(rope, 16)
+    turned = plane * rope.attention_factor * np.exp(1j * positions_bt[:, :, None, None] * frequencies)
     np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], axis=-1), atol=2e-3)
     np.testing.assert_allclose(
         np.asarray(got)[:, :2], np.concatenate([turned.real, turned.imag], axis=-1)[:, :2], atol=6e-5
     )
-    np.testing.assert_allclose(np.linalg.norm(got, axis=-1), np.linalg.norm(x_bthe, axis=-1), rtol=1e-5)
+    lengths = rope.attention_factor * np.linalg.norm(x_bthe, axis=-1)
+    np.testing.assert_allclose(np.linalg.norm(got, axis=-1), lengths, rtol=1e-5)
 
 
 def published_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
@@ -88,6 +99,27 @@ def test_llama3_frequencies_have_three_bands():
     kept, slowed = np.isclose(got, plain, rtol=1e-12), np.isclose(got, plain / 8, rtol=1e-12)
     assert kept.sum() == 29 and slowed.sum() == 29 and (~kept & ~slowed).sum() == 6
     assert kept[:29].all() and slowed[-29:].all()
+
+
+@pytest.mark.parametrize("case", json.loads((DATA / "yarn.json").read_text()), ids=lambda case: str(case["rope"]["factor"]))
+def test_yarn_is_that_of_transformers(case):
+    """Frequencies and attention factors that transformers 5.23 computed in float32."""
+    raw = QWEN3_4B | {"head_dim": case["head_dim"], "max_position_embeddings": case["max_positions"]}
+    for spelling in ("rope_scaling", "rope_parameters"):
+        rope = parse("verifier", without(raw, "rope_theta", "rope_scaling") | {spelling: case["rope"]}).rope
+        np.testing.assert_allclose(layers.rope_frequencies(rope, case["head_dim"]), case["frequencies"], rtol=2e-6)
+        np.testing.assert_allclose(rope.attention_factor, case["attention_factor"], rtol=1e-12)
+
+
+def test_yarn_slows_the_pairs_of_the_specification():
+    rope = Rope(theta=1e6, kind="yarn", factor=4.0, original_max_positions=32768)
+    slowed = layers.rope_frequencies(Rope(theta=1e6), 128) / layers.rope_frequencies(rope, 128)
+    np.testing.assert_allclose(slowed[:24], 1)
+    np.testing.assert_allclose(slowed[40:], 4)
+    assert (np.diff(slowed[23:41]) > 0).all()
+    np.testing.assert_allclose(
+        layers.rope_frequencies(replace(rope, factor=1.0), 128), layers.rope_frequencies(Rope(theta=1e6), 128)
+    )
 
 
 def test_attention_logits_depend_on_distance_alone():

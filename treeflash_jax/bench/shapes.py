@@ -5,7 +5,6 @@ Sources: the models' config.json files; DFlash (arXiv 2602.06036) for the drafte
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from treeflash_jax import drafters, quantized
 from treeflash_jax import mesh as meshes
 from treeflash_jax.decoding.loops import Weights
-from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers
+from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers, fresh_layers
 from treeflash_jax.drafters.language_model import LanguageModelConfig
 from treeflash_jax.formats import models
 from treeflash_jax.model import TreeFlash
@@ -29,6 +28,21 @@ from treeflash_jax.verifiers.config import ModelConfig, Rope
 _QWEN3 = dict(
     vocab_size=151_936, num_kv_heads=8, head_dim=128, rope=Rope(theta=1e6), max_positions=40_960, eos_token_ids=(151_645,)
 )
+_QWEN3_MOE = _QWEN3 | dict(
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    num_experts=128,
+    experts_per_token=8,
+    expert_size=768,
+    normalize_experts=True,
+    model_type="qwen3_moe",
+)
+_QWEN25 = dict(
+    rope=Rope(theta=1e6), max_positions=32_768, qk_norm=False, qkv_bias=True, model_type="qwen2", eos_token_ids=(151_645,)
+)
 VERIFIERS: dict[str, ModelConfig] = {
     "qwen3-0.6b": ModelConfig(
         hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_embeddings=True, **_QWEN3
@@ -37,6 +51,51 @@ VERIFIERS: dict[str, ModelConfig] = {
         hidden_size=2560, intermediate_size=9728, num_layers=36, num_heads=32, tie_embeddings=True, **_QWEN3
     ),
     "qwen3-8b": ModelConfig(hidden_size=4096, intermediate_size=12_288, num_layers=36, num_heads=32, **_QWEN3),
+    "qwen3-30b-a3b": ModelConfig(**_QWEN3_MOE),
+    "qwen3-coder-30b-a3b": ModelConfig(**_QWEN3_MOE | {"rope": Rope(theta=1e7), "max_positions": 262_144}),
+    "qwen2.5-0.5b": ModelConfig(
+        vocab_size=151_936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_layers=24,
+        num_heads=14,
+        num_kv_heads=2,
+        head_dim=64,
+        tie_embeddings=True,
+        **_QWEN25,
+    ),
+    "qwen2.5-1.5b": ModelConfig(
+        vocab_size=151_936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_layers=28,
+        num_heads=12,
+        num_kv_heads=2,
+        head_dim=128,
+        tie_embeddings=True,
+        **_QWEN25,
+    ),
+    "qwen2.5-3b": ModelConfig(
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=11_008,
+        num_layers=36,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=128,
+        tie_embeddings=True,
+        **_QWEN25,
+    ),
+    "qwen2.5-7b": ModelConfig(
+        vocab_size=152_064,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_layers=28,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        **_QWEN25,
+    ),
     "llama-3.1-8b": ModelConfig(
         vocab_size=128_256,
         hidden_size=4096,
@@ -71,16 +130,18 @@ VERIFIERS: dict[str, ModelConfig] = {
 }
 
 
-def drafter_of(verifier: ModelConfig, *, num_layers: int = 5, block_size: int = 16) -> DrafterConfig:
+def drafter_of(verifier: ModelConfig, *, num_layers: int | None = None, block_size: int = 16) -> DrafterConfig:
     """The shipped drafter for the shipped verifier; else a TreeFlash drafter in the published sizes: the verifier's own
-    widths, five layers, blocks of 16."""
+    widths, five layers (eight for a mixture of experts) that read five of its layers, blocks of 16."""
     if verifier == VERIFIERS["tiny"]:
         return models.read_drafter_config(locate("tiny", "drafter"))
+    taps = num_layers or 5
+    num_layers = num_layers or (8 if verifier.num_experts else 5)
     return DrafterConfig(
-        layers=dataclasses.replace(verifier, num_layers=num_layers),
+        layers=fresh_layers(verifier, num_layers),
         block_size=block_size,
         mask_token_id=verifier.vocab_size - 1,
-        target_layer_ids=default_target_layers(verifier.num_layers, num_layers),
+        target_layer_ids=default_target_layers(verifier.num_layers, taps),
         num_target_layers=verifier.num_layers,
         head="mlp",
     )

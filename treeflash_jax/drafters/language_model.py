@@ -31,6 +31,7 @@ from treeflash_jax.verifiers.config import ModelConfig
 OPTIONS = ("children", "depths")
 READS_TOKENS = True
 READS_PROMPT = True
+DIALECT = "language-model"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ Shape suffixes: b batch, t tokens, d model, h query heads, k key/value heads, e 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +15,15 @@ import numpy as np
 
 from treeflash_jax import quantized
 from treeflash_jax.params import Spec
+from treeflash_jax.verifiers import experts
 from treeflash_jax.verifiers.config import ModelConfig, Rope
 
 Params = dict[str, Any]
 Attend = Callable[[Params, jax.Array], tuple[jax.Array, Any]]
 
 
-def layer_specs(config: ModelConfig) -> Params:
-    """Weights of one decoder layer. Linear maps are stored [in, out], heads apart."""
+def layer_specs(config: ModelConfig, is_sparse: bool = False) -> Params:
+    """Weights of one decoder layer, dense or a mixture of experts. Linear maps are stored [in, out], heads apart."""
     d, h, k, e, f = (
         config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
     )  # fmt: skip
@@ -32,12 +34,20 @@ def layer_specs(config: ModelConfig) -> Params:
         "v": Spec((d, k, e), ("embed", "kv_heads", None), inputs=(0,)),
         "o": Spec((h, e, d), ("heads", None, "embed"), inputs=(0, 1)),
         "mlp_norm": Spec((d,), (None,), "ones"),
-        "gate": Spec((d, f), ("embed", "ffn"), inputs=(0,)),
-        "up": Spec((d, f), ("embed", "ffn"), inputs=(0,)),
-        "down": Spec((f, d), ("ffn", "embed"), inputs=(0,)),
     }
+    if is_sparse:
+        specs |= experts.specs(config)
+    else:
+        specs |= {
+            "gate": Spec((d, f), ("embed", "ffn"), inputs=(0,)),
+            "up": Spec((d, f), ("embed", "ffn"), inputs=(0,)),
+            "down": Spec((f, d), ("ffn", "embed"), inputs=(0,)),
+        }
     if config.qk_norm:
         specs |= {"q_norm": Spec((e,), (None,), "ones"), "k_norm": Spec((e,), (None,), "ones")}
+    if config.qkv_bias:
+        specs["q_bias"] = Spec((h, e), ("heads", None), "zeros")
+        specs |= {name: Spec((k, e), ("kv_heads", None), "zeros") for name in ("k_bias", "v_bias")}
     return specs
 
 
@@ -57,13 +67,17 @@ def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """Radians per position of each rotated pair, [e / 2].
 
     Source: RoFormer (arXiv 2104.09864); for `llama3`, the Llama 3.1 model card: wavelengths beyond the original context
-    are slowed by `factor`, short ones kept, those between blended; for `longrope`, LongRoPE (arXiv 2402.13753).
+    are slowed by `factor`, short ones kept, those between blended; for `longrope`, LongRoPE (arXiv 2402.13753); for
+    `yarn`, YaRN (arXiv 2309.00071) section 3.2.
     """
     frequencies = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "default":
         return frequencies
     if rope.kind == "longrope":
         return frequencies / np.array(rope.divisors)
+    if rope.kind == "yarn":
+        kept = 1.0 - _yarn_ramp(rope, head_dim)
+        return frequencies * (kept + (1.0 - kept) / rope.factor)
     wavelengths = 2 * np.pi / frequencies
     blend = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
@@ -72,12 +86,30 @@ def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     return frequencies * (kept + (1.0 - kept) / rope.factor)
 
 
+def _yarn_ramp(rope: Rope, head_dim: int) -> np.ndarray:
+    """How far each pair is slowed, [e / 2]: 0 keeps its frequency, 1 divides it by `factor`."""
+
+    def pair(turns: float) -> float:
+        """The pair, as a real number, that turns so often within the original context."""
+        return head_dim * math.log(rope.original_max_positions / (2 * math.pi * turns)) / (2 * math.log(rope.theta))
+
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = (high - low) or 0.001
+    return np.clip((np.arange(head_dim // 2) - low) / width, 0.0, 1.0)
+
+
 def rotary_table(rope: Rope, head_dim: int, positions_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every position, [b, t, 1, e / 2], computed once for all layers."""
+    """Cosine and sine of every position, [b, t, 1, e / 2], times the attention factor; computed once for all layers."""
     dtype = jnp.promote_types(jnp.float32, jax.dtypes.canonicalize_dtype(jnp.float64))
     frequencies = jnp.asarray(rope_frequencies(rope, head_dim), dtype)
     angles = positions_bt[:, :, None, None].astype(dtype) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if rope.attention_factor == 1.0:
+        return cos, sin
+    return cos * rope.attention_factor, sin * rope.attention_factor
 
 
 def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -89,9 +121,16 @@ def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     return rotated.astype(x_bthe.dtype)
 
 
+def _projected(equation: str, x_btd: jax.Array, params: Params, name: str) -> jax.Array:
+    """A linear map of the normed input into heads, with its bias where the layer has one."""
+    out = linear(equation, x_btd, params[name])
+    bias = params.get(f"{name}_bias")
+    return out if bias is None else out + bias.astype(out.dtype)
+
+
 def queries(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -> jax.Array:
     """Rotated queries [b, t, h, e]; QK-norm comes before the rotation."""
-    q_bthe = linear("btd,dhe->bthe", x_btd, params["q"])
+    q_bthe = _projected("btd,dhe->bthe", x_btd, params, "q")
     if config.qk_norm:
         q_bthe = rms_norm(q_bthe, params["q_norm"], config.rms_norm_eps)
     return rotate(q_bthe, table)
@@ -99,10 +138,10 @@ def queries(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -
 
 def keys_values(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -> tuple[jax.Array, jax.Array]:
     """Rotated keys and values, each [b, t, k, e]: what a cache holds."""
-    k_btke = linear("btd,dke->btke", x_btd, params["k"])
+    k_btke = _projected("btd,dke->btke", x_btd, params, "k")
     if config.qk_norm:
         k_btke = rms_norm(k_btke, params["k_norm"], config.rms_norm_eps)
-    return rotate(k_btke, table), linear("btd,dke->btke", x_btd, params["v"])
+    return rotate(k_btke, table), _projected("btd,dke->btke", x_btd, params, "v")
 
 
 def merge_heads(params: Params, mixed_bthe: jax.Array) -> jax.Array:
@@ -121,8 +160,10 @@ def swiglu(params: Params, x_btd: jax.Array) -> jax.Array:
     return linear("btf,fd->btd", jax.nn.silu(gate_btf) * up_btf, params["down"])
 
 
-def decoder_layer(params: Params, x_btd: jax.Array, attend: Attend, eps: float) -> tuple[jax.Array, Any]:
-    """One pre-norm layer: x + attention(norm x), then x + swiglu(norm x).
+def decoder_layer(
+    params: Params, x_btd: jax.Array, attend: Attend, eps: float, mlp: Callable[[Params, jax.Array], jax.Array] = swiglu
+) -> tuple[jax.Array, Any]:
+    """One pre-norm layer: x + attention(norm x), then x + mlp(norm x).
 
     Args:
       params: weights of `layer_specs`.
@@ -130,10 +171,11 @@ def decoder_layer(params: Params, x_btd: jax.Array, attend: Attend, eps: float) 
       attend: maps the layer's weights and the normed input to attention output [b, t, h, e] and anything to hand back
         (new keys and values). Verifier and drafter differ here only.
       eps: of both norms.
+      mlp: the feed-forward part, of the layer's weights and the normed input.
 
     Returns:
       The new residual stream and what `attend` handed back.
     """
     mixed_bthe, extra = attend(params, rms_norm(x_btd, params["attention_norm"], eps))
     x_btd = x_btd + merge_heads(params, mixed_bthe)
-    return x_btd + swiglu(params, rms_norm(x_btd, params["mlp_norm"], eps)), extra
+    return x_btd + mlp(params, rms_norm(x_btd, params["mlp_norm"], eps)), extra

@@ -26,6 +26,7 @@ from treeflash_jax.trees import TransitionTable
 
 OPTIONS = ("head", "block_size", "candidates", "children", "shortlist")
 READS_TOKENS = False
+DIALECT = "treeflash"
 
 
 def choose(config: DrafterConfig, options: Any) -> tuple[DrafterConfig, DraftSettings]:
@@ -117,6 +118,6 @@ def identity(params: Any, config: DrafterConfig, settings: DraftSettings) -> tup
 
 
 __all__ = [
-    "OPTIONS", "READS_TOKENS", "DraftSettings", "DrafterState", "HEADS", "Unembed", "choose", "draft_block",
+    "DIALECT", "OPTIONS", "READS_TOKENS", "DraftSettings", "DrafterState", "HEADS", "Unembed", "choose", "draft_block",
     "expand_block", "extend", "extend_work", "identity", "init", "specs", "stages", "work",
 ]  # fmt: skip

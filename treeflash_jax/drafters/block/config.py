@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from treeflash_jax.verifiers.config import ModelConfig
+from treeflash_jax.verifiers.config import ModelConfig, Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,20 @@ class DrafterConfig:
                 f"the verifier's vocabulary of {verifier.vocab_size}"
             )
         return self
+
+
+def fresh_layers(verifier: ModelConfig, num_layers: int) -> ModelConfig:
+    """Layers of a new drafter: in the verifier's widths and with its rotary base, but its own kind of layer and no YaRN.
+
+    The published PyTorch drafters have Qwen3's dense layers, so one for a Qwen2 or a mixture of experts has them, too.
+    """
+    sizes = "vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim rms_norm_eps rope max_positions"
+    sizes += " tie_embeddings eos_token_ids"
+    if verifier.model_type in ("qwen3", "llama"):
+        own = replace(verifier, num_layers=num_layers)
+    else:
+        own = ModelConfig(**{name: getattr(verifier, name) for name in sizes.split()}, num_layers=num_layers)
+    return replace(own, rope=Rope(theta=own.rope.theta)) if own.rope.kind == "yarn" else own
 
 
 def default_target_layers(num_target_layers: int, num_features: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from treeflash_jax.formats.architectures.record import Key
@@ -9,6 +10,14 @@ from treeflash_jax.params import Entry
 
 LINEAR: dict[str, Any] = {"order": (1, 0), "rows": 1}  # [in, out] here, [out, in] on disk
 TO_HEADS: dict[str, Any] = {"order": (1, 2, 0), "rows": 2}  # [in, heads, head_dim] here, [heads head_dim, in] on disk
+
+
+def even_heads(fields: Mapping[str, int]) -> int:
+    """The hidden size over the heads, where a file states no head_dim. Raises ValueError where it is not whole."""
+    width, heads = fields["hidden_size"], fields["num_heads"]
+    if width % heads:
+        raise ValueError(f"got hidden_size {width} over {heads} heads, expected a multiple")
+    return width // heads
 
 
 def keys(head_dim: Any) -> tuple[Key, ...]:

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from treeflash_jax.formats.architectures import common
 from treeflash_jax.formats.architectures.record import Architecture
-
-
-def _head_dim(fields: Mapping[str, int]) -> int:
-    width, heads = fields["hidden_size"], fields["num_heads"]
-    if width % heads:
-        raise ValueError(f"got hidden_size {width} over {heads} heads, expected a multiple")
-    return width // heads
-
 
 LLAMA = Architecture(
     model_type="llama",
     class_name="LlamaForCausalLM",
-    keys=common.keys(head_dim=_head_dim),
+    keys=common.keys(head_dim=common.even_heads),
     constants={"qk_norm": False},
     only=common.ONLY,
     inert=common.INERT,

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from treeflash_jax.checks import quoted
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.verifiers.config import ModelConfig, Rope
 
-KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_interleaved")
+_ORIGINAL = "original_max_position_embeddings"
+KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_interleaved", _ORIGINAL)
 _KEYS_OF_KIND = {
     "default": (),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "longrope": ("short_factor", "long_factor", "factor", "attention_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "longrope": ("short_factor", "long_factor", "factor", "attention_factor", _ORIGINAL),
+    "yarn": (
+        "factor",
+        _ORIGINAL,
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+    ),
 }
 
 
-def read(keys: Keys, head_dim: int) -> Rope:
+def read(keys: Keys, head_dim: int, max_positions: int) -> Rope:
     """The rotation that a config asks for, in either spelling.
+
+    Args:
+      keys: of the config.
+      head_dim: numbers of a head.
+      max_positions: what the config gives the model room for.
 
     Raises:
       ValueError: a kind, key or value that is not implemented, or two spellings that disagree.
@@ -40,8 +57,12 @@ def read(keys: Keys, head_dim: int) -> Rope:
         raise ValueError(f"{keys.where}: got rope type {quoted(kind)}, expected one of {list(_KEYS_OF_KIND)}")
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KEYS_OF_KIND[kind]}
     Keys(settings.raw, f"{keys.where}: rope settings of type {kind!r}").check_known(known)
+    if _ORIGINAL in keys:  # outside the rope settings: transformers prefers it
+        settings = Keys({**settings.raw, _ORIGINAL: keys.raw[_ORIGINAL]}, keys.where)
     if kind == "longrope":
         return Rope(theta=theta, kind="longrope", divisors=_divisors(settings, head_dim))
+    if kind == "yarn":
+        return _yarn(settings, theta, max_positions)
     return _llama3(settings, theta) if kind == "llama3" else Rope(theta=theta)
 
 
@@ -51,11 +72,14 @@ def write(config: ModelConfig) -> dict[str, Any]:
     raw: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.kind == "llama3":
         raw |= {key: getattr(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        raw["original_max_position_embeddings"] = rope.original_max_positions
+        raw[_ORIGINAL] = rope.original_max_positions
+    if rope.kind == "yarn":
+        names = ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate")
+        raw |= {key: getattr(rope, key) for key in names} | {_ORIGINAL: rope.original_max_positions}
     if rope.kind == "longrope":
         divisors = list(rope.divisors)
         raw |= {"short_factor": divisors, "long_factor": divisors, "factor": 1.0, "attention_factor": 1.0}
-        raw["original_max_position_embeddings"] = config.max_positions
+        raw[_ORIGINAL] = config.max_positions
     return {"rope_theta": rope.theta, "rope_parameters": raw}
 
 
@@ -71,7 +95,73 @@ def _llama3(keys: Keys, theta: float) -> Rope:
         factor=keys.value(float, "factor", None, "a number of at least 1", least=1),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_positions=keys.whole("original_max_position_embeddings"),
+        original_max_positions=keys.whole(_ORIGINAL),
+    )
+
+
+def yarn(
+    where: str, *, theta: float, factor: float, original: int, beta_fast: float, beta_slow: float, **others: Any
+) -> Rope:
+    """YaRN scaling, in whatever file it stands.
+
+    Args:
+      where: the file, for messages.
+      theta, factor, beta_fast, beta_slow: of Rope.
+      original: positions of the original context.
+      **others: of Rope.
+
+    Raises:
+      ValueError: settings that no model means.
+    """
+    if not factor >= 1:
+        raise ValueError(f"{where}: got yarn factor {factor}, expected a number of at least 1")
+    if beta_fast <= beta_slow:
+        raise ValueError(f"{where}: got beta_fast {beta_fast} and beta_slow {beta_slow}, expected the fast one higher")
+    if theta <= 1:
+        raise ValueError(f"{where}: got rope_theta {theta} with yarn, expected a number above 1")
+    return Rope(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_positions=original,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        **others,
+    )
+
+
+def attention_growth(factor: float, scale: float = 1.0) -> float:
+    """What cosines and sines are multiplied by for a context `factor` times as long. Source: YaRN, section 3.4."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _yarn(keys: Keys, theta: float, max_positions: int) -> Rope:
+    """As transformers 5 computes it: null stands for a default, and a `factor` of null for the ratio of the contexts."""
+    original = keys.whole(_ORIGINAL) if _ORIGINAL in keys else max_positions
+    if keys.raw.get("factor", 0) is None:
+        factor = max_positions / original
+    else:
+        factor = keys.value(float, "factor", None, "a number of at least 1", least=1)
+    scales = [
+        keys.value(float, key, None, "a number of at least 0", least=0)
+        for key in ("mscale", "mscale_all_dim")
+        if key in keys
+    ]
+    if "attention_factor" in keys:
+        growth = keys.number("attention_factor")
+    elif len(scales) == 2 and all(scales):
+        growth = attention_growth(factor, scales[0]) / attention_growth(factor, scales[1])
+    else:
+        growth = attention_growth(factor)
+    betas = {key: keys.number(key) for key in ("beta_fast", "beta_slow") if key in keys}
+    return yarn(
+        keys.where,
+        theta=theta,
+        factor=factor,
+        original=original,
+        **{"beta_fast": 32.0, "beta_slow": 1.0} | betas,
+        attention_factor=growth,
+        truncate=keys.truth("truncate", True),
     )
 
 

@@ -17,13 +17,15 @@ from treeflash_jax.checks import quoted
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.dialects.dflash import DFlash
 from treeflash_jax.formats.dialects.dialect import Dialect
+from treeflash_jax.formats.dialects.eagle3 import DeepSpec, Eagle3, Speculators
 from treeflash_jax.formats.dialects.gguf import Gguf
 from treeflash_jax.formats.dialects.huggingface import HuggingFace
 from treeflash_jax.formats.dialects.language_model import LanguageModel
 from treeflash_jax.formats.dialects.treeflash import TreeFlash
 from treeflash_jax.formats.keys import Keys
 
-DIALECTS: dict[str, Dialect] = {one.name: one for one in (HuggingFace(), Gguf(), DFlash(), TreeFlash())}
+KNOWN = (HuggingFace(), Gguf(), DFlash(), TreeFlash(), Eagle3(), Speculators(), DeepSpec(), LanguageModel(HuggingFace()))
+DIALECTS: dict[str, Dialect] = {one.name: one for one in KNOWN}
 
 
 def of(path: Path, keys: Keys, part: str) -> Dialect:
@@ -49,10 +51,10 @@ def of(path: Path, keys: Keys, part: str) -> Dialect:
         raise ValueError(
             f"{keys.where}: got a {found.part}'s config (it has {' and '.join(found.marks)}), expected a verifier's"
         )
-    known = " or ".join(f"{' and '.join(one.marks)} ({one.name})" for one in DIALECTS.values() if one.part == part)
+    known = dict.fromkeys(one.marks[0] for one in DIALECTS.values() if one.part == part and one.marks)
     raise ValueError(
-        f"{keys.where}: got model_type {quoted(model_type)}, expected a drafter's config with {known}, or a language model "
-        f"of {', '.join(map(repr, ARCHITECTURES))}"
+        f"{keys.where}: got model_type {quoted(model_type)}, expected a drafter's config with {' or '.join(known)}, or a "
+        f"language model of {', '.join(map(repr, ARCHITECTURES))}"
     )
 
 

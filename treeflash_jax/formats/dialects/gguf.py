@@ -1,4 +1,4 @@
-"""What GGUF files of Llama and Qwen3 models mean: their sizes, and where each weight lies.
+"""What GGUF files of Llama, Qwen2 and Qwen3 models mean: their sizes, and where each weight lies.
 
 Source: ggml-org/llama.cpp, convert_hf_to_gguf.py and src/llama-arch.cpp.
 """
@@ -6,7 +6,7 @@ Source: ggml-org/llama.cpp, convert_hf_to_gguf.py and src/llama-arch.cpp.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 
 from treeflash_jax.checks import INT32, Bounds, fit, quoted
 from treeflash_jax.formats import gguf
-from treeflash_jax.formats.architectures import ARCHITECTURES, Architecture
+from treeflash_jax.formats.architectures import ARCHITECTURES, Architecture, rope
 from treeflash_jax.formats.architectures.record import check_heads
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.gguf import File, Tensor
@@ -45,7 +45,8 @@ _ROPE_DIVISORS = "rope_freqs.weight"
 _SIZES = frozenset(
     """block_count context_length embedding_length feed_forward_length vocab_size attention.head_count
     attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon
-    rope.freq_base rope.dimension_count rope.scaling.type""".split()
+    rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor rope.scaling.original_context_length
+    rope.scaling.attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow""".split()
 )
 # Other keys of an architecture and the only value that changes nothing; None: any value.
 _NEUTRAL: dict[str, Any] = {
@@ -53,9 +54,10 @@ _NEUTRAL: dict[str, Any] = {
     "expert_used_count": 0,
     "attention.sliding_window": 0,
     "rope.scale_linear": 1.0,
-    "rope.scaling.factor": None,  # these three act through rope.scaling.type
-    "rope.scaling.original_context_length": None,
     "rope.scaling.finetuned": None,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
     "tensor_data_layout": "Meta AI original pth",
 }
 
@@ -143,6 +145,7 @@ def verifier_config(file: File) -> ModelConfig:
             raise ValueError(f"{where}: got {kind}.{key} {values[key]}, expected {head_dim}, the length of a key")
     check_heads(where, num_heads, num_kv_heads, head_dim)
     vocab_size = _vocab_size(file, values.get("vocab_size"))
+    max_positions = number("context_length")
     return ModelConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -152,8 +155,8 @@ def verifier_config(file: File) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=number("attention.layer_norm_rms_epsilon", whole=False),
-        rope=_rope(file, float(number("rope.freq_base", 10_000.0, whole=False)), head_dim, values.get("rope.scaling.type")),
-        max_positions=number("context_length"),
+        rope=_rope(file, number, values.get("rope.scaling.type"), head_dim, max_positions),
+        max_positions=max_positions,
         tie_embeddings="output.weight" not in file.tensors,
         **architecture.constants,
         model_type=architecture.model_type,
@@ -190,10 +193,25 @@ def _vocab_size(file: File, stated: Any) -> int:
     return rows
 
 
-def _rope(file: File, theta: float, head_dim: int, scaling: Any) -> Rope:
-    if scaling not in (None, "none"):
-        raise ValueError(f"{file.path}: got rope.scaling.type {scaling!r}, expected none: it is not implemented")
+def _rope(file: File, number: Callable[..., Any], scaling: Any, head_dim: int, max_positions: int) -> Rope:
+    """The rotation. llama.cpp multiplies `attn_factor` with what YaRN says, where transformers takes one for the other."""
+    if scaling not in (None, "none", "yarn"):
+        raise ValueError(f"{file.path}: got rope.scaling.type {quoted(scaling)}, expected none or 'yarn'")
+    theta = float(number("rope.freq_base", 10_000.0, whole=False))
     divisors = file.tensors.get(_ROPE_DIVISORS)
+    if scaling == "yarn":
+        if divisors is not None:
+            raise ValueError(f"{file.path}: got {_ROPE_DIVISORS} beside rope.scaling.type 'yarn', expected one of them")
+        factor = number("rope.scaling.factor", whole=False)
+        return rope.yarn(
+            str(file.path),
+            theta=theta,
+            factor=factor,
+            original=number("rope.scaling.original_context_length", max_positions),
+            beta_fast=number("rope.scaling.yarn_beta_fast", 32.0, whole=False),
+            beta_slow=number("rope.scaling.yarn_beta_slow", 1.0, whole=False),
+            attention_factor=number("rope.scaling.attn_factor", 1.0, whole=False) * rope.attention_growth(factor),
+        )
     if divisors is None:
         return Rope(theta=theta)
     if divisors.shape != (head_dim // 2,):

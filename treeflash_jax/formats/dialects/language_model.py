@@ -14,16 +14,16 @@ from treeflash_jax.formats.storage import Tensor
 
 
 class LanguageModel(Dialect):
-    """A dialect of verifiers, read as that of a drafter.
+    """A dialect of verifiers, read and written as that of a drafter: `dialects.of` makes it of what a folder is in."""
 
-    It is in no registry: `dialects.of` makes it where a drafter is asked for.
-    """
-
-    name = "language model"
+    name = "language-model"
     part = "drafter"
 
     def __init__(self, inner: Dialect):
         self.inner = inner
+
+    def recognises(self, path: Path, keys: Keys) -> bool:
+        return False  # folders of language models are verifiers' unless a drafter is asked for
 
     def read_config(self, path: Path, keys: Keys) -> LanguageModelConfig:
         return LanguageModelConfig(layers=self.inner.read_config(path, keys))
@@ -36,3 +36,6 @@ class LanguageModel(Dialect):
 
     def spare(self, config: LanguageModelConfig, specs: Any) -> tuple[str, ...]:
         return self.inner.spare(config.layers, specs)
+
+    def to_hf(self, config: LanguageModelConfig) -> dict[str, Any]:
+        return self.inner.to_hf(config.layers)
