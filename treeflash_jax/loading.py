@@ -17,7 +17,7 @@ from treeflash_jax.checks import fit, quoted
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.memory import check_memory, footprint, memory_limit
+from treeflash_jax.memory import check_memory, footprint, room
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.suggest import suggesting
 
@@ -86,7 +86,7 @@ def load(
     if drafter is not None:
         drafter = pairs.locate(drafter, "drafter", drafter_revision, local_files_only)
         drafter_config = models.read_drafter_config(drafter).fitted(config)
-    check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), memory_limit(mesh), mesh)
+    check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), room(mesh), mesh)
     if drafter is not None:  # from here on weights are read
         drafter_params = models.load_drafter(drafter, dtype=dtype, mesh=mesh)[1]
     config, verifier_params = models.load_verifier(verifier, dtype=dtype, mesh=mesh, quantize=quantize)
