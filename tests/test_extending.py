@@ -15,9 +15,11 @@ import toy_training
 from flax import struct
 
 import treeflash_jax as tf
-from train import export
+from train import compile as compiling
+from train import drafting, export, stages
 from train import head as head_stage
 from treeflash_jax import drafters
+from treeflash_jax import params as parameters
 from treeflash_jax import trees as tree
 from treeflash_jax.acceptance import RULES, sample_and_match
 from treeflash_jax.cli import main
@@ -208,6 +210,7 @@ def _looked_up(inputs, _):
 BIGRAM = SimpleNamespace(
     OPTIONS=(),
     READS_TOKENS=True,
+    DIALECT="bigram",
     choose=lambda config, options: (config, None),
     specs=lambda config: {"next": Spec((config.vocab_size,), (None,))},
     init=lambda config, batch, capacity, dtype: LastToken(*(jnp.full(batch, x, jnp.int32) for x in (-1, 0, 0))),
@@ -298,6 +301,62 @@ def test_a_dialect_and_the_drafter_in_it(bigram, tiny, tmp_path, capsys):
     with pytest.raises(ValueError, match="got shortlist 4, expected its default: drafters of kind 'bigram'"):
         model.generate(CHAT, shortlist=4)
     goes_through_everything(model, folder, tmp_path, capsys, {"nodes": 4})
+
+
+# A stage that trains it: the table learns the mean of the tokens that follow.
+
+
+@dataclass(frozen=True, kw_only=True)
+class BigramStage(drafting.DraftingStage):
+    size: int
+    trains = ("next",)
+
+    @classmethod
+    def recognises(cls, raw):
+        return "size" in raw
+
+    def drafter_config(self, model):
+        return BigramConfig(vocab_size=self.size)
+
+    def fresh(self, drafter, weights):
+        return parameters.initialize(BIGRAM.specs(drafter), jax.random.key(self.loop.seed), scale=self.init_scale)
+
+    def sums(self, params, frozen, rows, keys_b, *, verifier, drafter):
+        here_bt, after_bt = rows.tokens_rt[:, :-1], rows.tokens_rt[:, 1:]
+        weight_bt = rows.weights_rt[:, 1:] * (rows.segments_rt[:, 1:] == rows.segments_rt[:, :-1])
+        error_bt = jnp.square(params["next"][here_bt] - after_bt)
+        return {"loss": (jnp.sum(weight_bt * error_bt), jnp.sum(weight_bt))}
+
+    def flops(self, verifier, drafter):
+        return float(self.loop.batch * self.data.row_tokens)
+
+    def described(self, drafter):
+        return "bigram table", {"depths": drafter.num_depths}
+
+
+@pytest.mark.filterwarnings("ignore:tau is")
+def test_a_drafter_is_trained_and_exported(bigram, monkeypatch, tmp_path):
+    monkeypatch.setitem(stages.STAGES, "bigram", BigramStage)
+    text = toy_training.write(tmp_path).read_text()
+    lines = [line for line in text.splitlines() if not line.startswith(("objective", "drafter"))]
+    (tmp_path / "bigram.toml").write_text("\n".join(["size = 64", *lines]))
+    run, evaluate = tmp_path / "run", "evaluate={prompts = 1, nodes = [4], new_tokens = 4}"
+    often = "loop.log_every=1", "optimizer.learning_rate=6"
+    settings = stages.read_stage(tmp_path / "bigram.toml", [f"run={run}", "loop.steps=12", *often, evaluate])
+    drafting.train(settings)
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["loss"] < 0.5 * log[0]["loss"] and log[-1]["held_out/tau_4"] >= 1
+    export.main(export.ExportStage(run=str(run), out=str(tmp_path / "out"), dtype="float32"))
+    assert "| depths | 3 |" in (tmp_path / "out" / "README.md").read_text()
+    model = tf.load(verifier=tmp_path / "verifier", drafter=tmp_path / "out", dtype="float32")
+    rounded = models.load_drafter(run / "model")[1]["next"]  # in bfloat16
+    np.testing.assert_allclose(model.weights.drafter["next"], rounded, rtol=1e-2)
+    assert np.asarray(rounded).max() > 10
+    arms = {"builder": "none"}, {"nodes": 4}
+    plain, drafted = (model.generate([[5, 6, 7]], max_new_tokens=6, **how)[0] for how in arms)
+    assert plain.ids == drafted.ids
+    compiled = compiling.compile_step(settings, "tiny", jax.devices()[:1])
+    assert compiled["trains"] == ["next"] and compiled["flops_per_step"] == 8 * 32
 
 
 # An architecture: other names for the tensors of the trained pair.

@@ -283,7 +283,7 @@ def toy(tmp_path_factory):
 def test_exports_replace_exports_alone(toy, tmp_path, monkeypatch):
     settings = toy_training.settings(toy, f"run={tmp_path}/run")
     claim(epath.Path(settings.run), settings)
-    fresh = head.fresh_head(toy_training.with_head(), 0, 0.3)
+    fresh = toy_training.fresh_head()
     monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": fresh}))
 
     def exported(out, **named):

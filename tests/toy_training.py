@@ -18,6 +18,7 @@ import numpy as np
 
 from train import config, head, loop
 from treeflash_jax import params
+from treeflash_jax.drafters import block
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.formats import models
@@ -66,6 +67,11 @@ def write(folder: Path, documents: int = 120) -> Path:
 
 def with_head(kind: str = "mlp") -> DrafterConfig:
     return dataclasses.replace(DRAFTER, head=kind)
+
+
+def fresh_head() -> dict:
+    """Head weights whose output layer is zero."""
+    return params.initialize(block.specs(with_head())["head"], jax.random.key(0), scale=0.3)
 
 
 def settings(toml: Path, *overrides: str) -> head.HeadStage:

@@ -12,7 +12,6 @@ rows full of random tokens. Sizes are those of --shape, whatever verifier the se
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import sys
@@ -25,8 +24,8 @@ import jax.numpy as jnp
 
 from train import hosts
 from train.data import Rows
-from train.drafter import DrafterStage, drafter_config, make_stage
-from train.head import HeadStage, read_stage
+from train.drafting import DraftingStage, make_stage
+from train.stages import read_stage
 from train.state import Stage, TrainState, abstract_rows, abstract_state, initial_state, make_optimizer, make_update
 from treeflash_jax import devices as chips
 from treeflash_jax import files
@@ -40,17 +39,14 @@ from treeflash_jax.checks import read_json
 WARM_UP = 2  # steps before the clock runs
 
 
-def compile_step(settings: DrafterStage | HeadStage, shape: str, devices: list[Any], *, steps: int = 0) -> dict[str, Any]:
+def compile_step(settings: DraftingStage, shape: str, devices: list[Any], *, steps: int = 0) -> dict[str, Any]:
     """What one training step of these settings needs on these devices, and takes where `steps` of them are run.
 
     Raises:
       ValueError: no such shape, a batch or mesh that does not divide, or a loss that is not finite.
     """
     model = shapes.named(shape)
-    if isinstance(settings, HeadStage):
-        drafter = dataclasses.replace(shapes.drafter_of(model), head=settings.head)
-    else:
-        drafter = drafter_config(settings, model)
+    drafter = settings.shaped_config(model)
     stage = make_stage(settings, model, drafter)
     mesh = hosts.make_mesh(settings.mesh, devices)
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
@@ -85,8 +81,7 @@ def compile_step(settings: DrafterStage | HeadStage, shape: str, devices: list[A
         "batch": settings.loop.batch,
         "accumulate": settings.loop.accumulate,
         "row_tokens": settings.data.row_tokens,
-        "anchors": settings.objective.anchors,
-        "chunk": settings.objective.chunk,
+        **settings.sizes,
         "bytes_per_chip": {
             "state_and_weights": held,
             "temporary": memory.temp_size_in_bytes,
@@ -137,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(
         prog="python -m train.compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("settings", nargs="+", metavar="FILE.toml | key=value", help="of train.head or train.drafter")
+    parser.add_argument("settings", nargs="+", metavar="FILE.toml | key=value", help="of a stage that trains a drafter")
     parser.add_argument("--shape", required=True, help=f"one of {', '.join(shapes.VERIFIERS)}")
     parser.add_argument("--topology", help="devices that are not here, such as v5e:4x4 or h200:8")
     parser.add_argument("--steps", type=int, default=0, help="also run so many steps on the devices at hand, and time them")
@@ -146,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         names = [word for word in args.settings if "=" not in word]
         if len(names) != 1:
-            raise ValueError(f"got {len(names)} files, expected one TOML file of train.head or train.drafter")
+            raise ValueError(f"got {len(names)} files, expected one TOML file of a stage that trains a drafter")
         if args.steps < 0:
             raise ValueError(f"got --steps {args.steps}, expected 0 (compile only) or more")
         if args.steps and args.topology:

@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,10 @@ from train import data
 from train.loop import Evaluating
 from train.records import Source, read
 from train.state import Stage, gather
+from treeflash_jax import drafters
 from treeflash_jax.bench.records import read_jsonl, read_records
 from treeflash_jax.checks import bounded, fit
 from treeflash_jax.decoding.loops import Weights
-from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.pairs import DEFAULT
 from treeflash_jax.trees.shape import MOST_NODES
 from treeflash_jax.verifiers.config import ModelConfig
@@ -61,14 +61,16 @@ class EvaluateConfig:
 
 
 class TreeTau:
-    """Committed tokens per round of the drafter being trained, beside those of its own marginals."""
+    """Committed tokens per round of the drafter being trained, in every way of drafting that its stage names."""
 
     def __init__(
         self,
         config: EvaluateConfig,
+        systems: Mapping[str, Mapping[str, Any]],
+        constant: Collection[str],
         stage: Stage,
         model: ModelConfig,
-        drafter: DrafterConfig,
+        drafter: Any,
         corpus: data.Corpus,
         frozen: Any,
         mesh: jax.sharding.Mesh,
@@ -78,33 +80,35 @@ class TreeTau:
         self.prompts = held_out_prompts(corpus, config.prompts)
         self.model = tf.TreeFlash(model, Weights(frozen["verifier"]), drafter=drafter, stop_ids=stop_ids, mesh=mesh)
         self.cast = jax.jit(lambda params: gather(params, stage.specs, stage.compute_dtype))
-        self.marginal: dict[str, float] | None = None
+        self.systems, self.constant = systems, constant
+        own = drafters.of(drafter)
+        self.options = {name: config.candidates for name in ("candidates", "children") if name in own.OPTIONS}
+        self.names = tuple(own.specs(drafter))
+        self.known: dict[str, dict[str, float]] = {}
 
     def __call__(self, params: Any, report: Evaluating) -> dict[str, float]:
         """Tau of these weights by budget; `report` is told how many prompts are done."""
         if not self.prompts or not self.config.nodes:
             return {}
-        trained = self.cast(params)
-        parts = {"head": {}} | {name: tree for name, tree in self.frozen.items() if name != "verifier"} | trained
-        self.model.weights = Weights(self.frozen["verifier"], parts)
-        found = self._tau(None, "held_out/tau", report)
-        if "head" in trained:
-            if self.marginal is None or "backbone" in trained:
-                self.marginal = self._tau("marginal", "held_out/tau_marginal", report)
-            found |= self.marginal
+        parts = self.frozen | self.cast(params)
+        self.model.weights = Weights(self.frozen["verifier"], {name: parts.get(name, {}) for name in self.names})
+        found: dict[str, float] = {}
+        for name, options in self.systems.items():
+            if name not in self.constant or name not in self.known:
+                self.known[name] = self._tau(name, options, report)
+            found |= self.known[name]
         return found
 
-    def _tau(self, head: str | None, name: str, report: Evaluating) -> dict[str, float]:
+    def _tau(self, name: str, options: Mapping[str, Any], report: Evaluating) -> dict[str, float]:
         config, found, count = self.config, {}, len(self.prompts)
+        settings = " ".join(map(str, options.values()))
         for nodes in config.nodes:
-            what = f"prompts with {'marginal trees' if head else 'trees'} of {nodes} nodes"
+            what = f"prompts with {f'{settings} trees' if settings else 'trees'} of {nodes} nodes"
             report(0, count, what)
             answers = self.model.generate_each(
                 self.prompts,
                 nodes=nodes,
-                head=head,
-                candidates=config.candidates,
-                children=config.candidates,
+                **self.options | options,
                 temperature=config.temperature,
                 max_new_tokens=config.new_tokens,
                 batch_size=min(config.batch, count),
@@ -115,7 +119,7 @@ class TreeTau:
                     raise KeyboardInterrupt
                 lengths += [float(length) for length in result.accept_lengths]
                 report(done, count, what)
-            found[f"{name}_{nodes}"] = mean(lengths)
+            found[f"held_out/{name}_{nodes}"] = mean(lengths)
         return found
 
 

@@ -19,13 +19,12 @@ import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from train import config, folders, watch
-from train.drafter import DrafterStage, drafter_config, make_stage
-from train.head import HeadStage, read_backbone, read_stage
+from train.drafting import DraftingStage, assembled, make_stage
+from train.stages import read_stage
 from train.state import Stage, abstract_rows, abstract_state, make_optimizer
-from treeflash_jax import files
+from treeflash_jax import drafters, files
 from treeflash_jax import mesh as meshes
 from treeflash_jax.checks import bounded
-from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.formats import models, storage
 from treeflash_jax.pairs import locate
 
@@ -35,10 +34,11 @@ class ExportStage:
     """Settings of this stage.
 
     Attributes:
-      run: folder of a `train.drafter` or `train.head` run, local or gs://.
+      run: folder of a run of any stage that trains a drafter, local or gs://.
       out: new folder, local or gs://.
       step: "last", "best" (by the run's `loop.best`), or a number.
-      dialect: of the files; "dflash" holds a backbone alone. The others are in `formats.dialects`.
+      dialect: of the files; empty takes the one of this kind of drafter ("treeflash" for block drafters, of which "dflash"
+        holds the backbone alone). All of them are in `formats.dialects`.
       dtype: on disk.
       licence: of the weights, for the card.
       drafter_temperature: default stored with the drafter, as `train.evaluate temperatures` found it; 0 keeps the run's.
@@ -49,7 +49,7 @@ class ExportStage:
     run: str
     out: str
     step: str = "last"
-    dialect: str = "treeflash"
+    dialect: str = ""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     licence: str = "apache-2.0"
     drafter_temperature: float = bounded(0.0, least=0)
@@ -62,39 +62,36 @@ def main(settings: ExportStage) -> None:
     folders.check(settings.out, **replacing)
     trained = read_settings(settings.run)
     model = models.read_verifier_config(locate(trained.verifier, "verifier"))
-    backbone = None
-    if isinstance(trained, HeadStage):
-        drafter, backbone = read_backbone(trained, model)
-    else:
-        drafter = drafter_config(trained, model)
+    drafter = trained.drafter_config(model)
     drafter = dataclasses.replace(
         drafter,
         drafter_temperature=settings.drafter_temperature or drafter.drafter_temperature,
         sampled_above=settings.sampled_above or None,
     )
-    models.writable(settings.dialect).to_hf(drafter)  # refused before weights are read
+    dialect = settings.dialect or drafters.of(drafter).DIALECT
+    models.writable(dialect).to_hf(drafter)  # refused before weights are read
     step, params = read_params(settings, trained, make_stage(trained, model, drafter))
     with folders.filled(settings.out, **replacing) as out:
         models.save_drafter(
             out,
             drafter,
-            {"backbone": backbone, "head": {}} | params,
-            dialect=settings.dialect,
+            assembled(drafter, trained.kept(drafter) | params),
+            dialect=dialect,
             dtype=jnp.dtype(settings.dtype),
         )
-        files.write(out / "README.md", card(settings, trained, drafter, step))
+        files.write(out / "README.md", card(settings, trained, drafter, dialect, step))
     print(f"wrote {settings.out} from step {step}")
 
 
-def read_settings(run: str) -> DrafterStage | HeadStage:
+def read_settings(run: str) -> DraftingStage:
     """What a run was started with. Raises ValueError where `run` is no run of a drafter."""
     path = folders.absolute(run) / "settings.toml"
     if not path.exists():
-        raise ValueError(f"{run}: got no settings.toml, expected the run= of train.drafter or train.head")
+        raise ValueError(f"{run}: got no settings.toml, expected the run= of a stage that trains a drafter")
     return read_stage(path)
 
 
-def read_params(settings: ExportStage, trained: DrafterStage | HeadStage, stage: Stage) -> tuple[int, Any]:
+def read_params(settings: ExportStage, trained: DraftingStage, stage: Stage) -> tuple[int, Any]:
     """The chosen step and its weights, whole, on one device."""
     mesh = meshes.make_mesh(devices=jax.devices()[:1])
     transform = make_optimizer(trained.optimizer, 1)
@@ -118,10 +115,9 @@ def choose_step(found: list[Any], wanted: str, kept: config.LoopConfig) -> int:
     raise ValueError(f"got step {wanted!r}, expected last, best (needs evaluations of {kept.best}) or one of {steps}")
 
 
-def card(settings: ExportStage, trained: DrafterStage | HeadStage, drafter: DrafterConfig, step: int) -> str:
+def card(settings: ExportStage, trained: DraftingStage, drafter: Any, dialect: str, step: int) -> str:
     """A model card: what it is, how it was trained, what its run measured."""
-    kinds = {"marginal": "DFlash drafter", "mlp": "TreeFlash drafter"}
-    kind = kinds.get(drafter.head, f"drafter with a {drafter.head} head")
+    kind, sizes = trained.described(drafter)
     measured = [line for line in watch.read_log(settings.run) if line["step"] <= step]
     last: dict[str, Any] = {}
     for line in measured:
@@ -131,13 +127,13 @@ def card(settings: ExportStage, trained: DrafterStage | HeadStage, drafter: Draf
 license: {settings.licence}
 base_model: {trained.verifier}
 library_name: treeflash-jax
-tags: [speculative-decoding, dflash, treeflash]
+tags: [speculative-decoding, {dialect}]
 ---
 
 # A {kind} for {trained.verifier}
 
-Drafts blocks of {drafter.block_size} tokens (the anchor included) for lossless speculative decoding: it changes the speed
-of its verifier, never its output. Trained with treeflash_jax (DFlash, arXiv 2602.06036; TreeFlash, arXiv 2606.03819).
+Drafts continuations for lossless speculative decoding: it changes the speed of its verifier, never its output. Trained with
+treeflash_jax.
 
     import treeflash_jax as tf
     model = tf.load(verifier={json.dumps(trained.verifier)}, drafter={json.dumps(settings.out)})
@@ -146,11 +142,9 @@ or, on the command line (the second path is this folder, wherever it lies):
 
     treeflash generate --verifier {shlex.quote(trained.verifier)} --drafter {shlex.quote(settings.out)} --chat "Hello"
 
-| backbone | |
+| drafter | |
 |---|---|
-| layers, width | {drafter.layers.num_layers}, {drafter.layers.hidden_size} |
-| reads verifier layers | {", ".join(map(str, drafter.target_layer_ids))} |
-| head | {drafter.head} |
+{chr(10).join(f"| {name} | {value} |" for name, value in sizes.items())}
 | drafter temperature | {drafter.drafter_temperature} |
 | sampled trees from temperature | {drafter.sampled_above or "never"} |
 

@@ -12,17 +12,18 @@ Source: TreeFlash (arXiv 2606.03819).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from os import PathLike
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from train import config
-from train.drafter import DrafterStage, DraftingStage, train
+from train.drafter import BlockStage
+from train.drafting import train as main
 from treeflash_jax import params as parameters
+from treeflash_jax.bench import shapes
 from treeflash_jax.checks import bounded, quoted
 from treeflash_jax.drafters import block
 from treeflash_jax.drafters.block.config import DrafterConfig
@@ -32,15 +33,18 @@ from treeflash_jax.verifiers.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadStage(DraftingStage):
+class HeadStage(BlockStage):
     """Settings of this stage, besides those of DraftingStage.
 
     Attributes:
+      objective: loss and blocks.
       drafter: the name of a pair, a folder or a Hub id of a DFlash or TreeFlash drafter; its head is not read.
       head: a name in drafters.block.heads: "mlp" (TreeFlash), "linear" or "lowrank".
       train_backbone: also trains the backbone (the paper's main runs; frozen is its nearly equal ablation).
       drafter_temperature: default stored with the drafter; 0 keeps the backbone's.
     """
+
+    SYSTEMS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"tau": {}, "tau_marginal": {"head": "marginal"}}
 
     drafter: str = "tiny"
     head: str = "mlp"
@@ -56,41 +60,44 @@ class HeadStage(DraftingStage):
     def trains(self) -> tuple[str, ...]:
         return ("backbone", "head") if self.train_backbone else ("head",)
 
+    @property
+    def constant(self) -> tuple[str, ...]:
+        return () if self.train_backbone else ("tau_marginal",)
 
-def read_stage(path: str | PathLike, overrides: Sequence[str] = ()) -> DrafterStage | HeadStage:
-    """Settings of whichever drafter stage a file is for: backbones from scratch name a mask token, heads do not."""
-    kind = DrafterStage if "mask_token_id" in config.read(path, overrides) else HeadStage
-    return config.load(kind, path, overrides)
+    @classmethod
+    def recognises(cls, raw: Mapping[str, Any]) -> bool:
+        return any(name in raw for name in ("head", "drafter", "train_backbone"))
 
+    def drafter_config(self, model: ModelConfig) -> DrafterConfig:
+        """The drafter to be trained, its head replaced.
 
-def fresh_head(drafter: DrafterConfig, seed: int, scale: float) -> Any:
-    """Head weights whose output layer is zero, so that training starts from the marginals."""
-    return parameters.initialize(block.specs(drafter)["head"], jax.random.key(seed), scale=scale)
+        Raises:
+          ValueError: a drafter that cannot be read, or of another verifier than `model`.
+        """
+        drafter = models.read_drafter_config(self._folder).fitted(model)
+        if not isinstance(drafter, DrafterConfig):
+            raise ValueError(f"{self.drafter}: got a drafter of kind {drafter.kind!r}, expected a block drafter (DFlash)")
+        temperature = self.drafter_temperature or drafter.drafter_temperature
+        return dataclasses.replace(drafter, head=self.head, drafter_temperature=temperature, sampled_above=None)
 
+    def shaped_config(self, model: ModelConfig) -> DrafterConfig:
+        return dataclasses.replace(shapes.drafter_of(model), head=self.head)
 
-def read_backbone(settings: HeadStage, model: ModelConfig) -> tuple[DrafterConfig, Any]:
-    """The drafter to be trained, its head replaced, and the weights of its backbone.
+    def fresh(self, drafter: DrafterConfig, weights: Any) -> dict[str, Any]:
+        """A head whose output layer is zero, so that training starts from the marginals."""
+        key = jax.random.key(self.loop.seed + 1)
+        head = parameters.initialize(block.specs(drafter)["head"], key, scale=self.init_scale)
+        return {"head": head} | (self._backbone() if self.train_backbone else {})
 
-    Raises:
-      ValueError: a drafter that cannot be read, or of another verifier than `model`.
-    """
-    folder = locate(settings.drafter, "drafter")
-    models.read_drafter_config(folder).fitted(model)
-    drafter, params = models.load_drafter(folder, dtype=jnp.float32)
-    temperature = settings.drafter_temperature or drafter.drafter_temperature
-    fresh = dataclasses.replace(drafter, head=settings.head, drafter_temperature=temperature, sampled_above=None)
-    return fresh, params["backbone"]
+    def kept(self, drafter: DrafterConfig) -> dict[str, Any]:
+        return {} if self.train_backbone else self._backbone()
 
+    @property
+    def _folder(self) -> Any:
+        return locate(self.drafter, "drafter")
 
-def main(settings: HeadStage) -> None:
-    def prepare(model: ModelConfig, norm: Any) -> tuple[DrafterConfig, Any, Any]:
-        drafter, backbone = read_backbone(settings, model)
-        head = fresh_head(drafter, settings.loop.seed + 1, settings.init_scale)
-        if settings.train_backbone:
-            return drafter, {"backbone": backbone, "head": head}, {}
-        return drafter, {"head": head}, {"backbone": backbone}
-
-    train(settings, prepare)
+    def _backbone(self) -> dict[str, Any]:
+        return {"backbone": models.load_drafter(self._folder, dtype=jnp.float32)[1]["backbone"]}
 
 
 if __name__ == "__main__":

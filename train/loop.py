@@ -25,9 +25,9 @@ from jax.experimental import multihost_utils
 from train import data, folders, hosts, lock, watch
 from train.checkpoint import Checkpoints
 from train.config import LoopConfig
-from train.objective import Sums
 from train.state import (
     Stage,
+    Sums,
     TrainState,
     abstract_rows,
     abstract_state,
@@ -92,31 +92,17 @@ def fit(
     loop: LoopConfig = config.loop
     hosts.check_batch(loop.batch, loop.accumulate, mesh)
     steps = resolve_steps(loop, corpus.num_rows)
-    log_every = loop.log_every or steps
-    transform = make_optimizer(config.optimizer, steps)
     rate = schedule(config.optimizer, steps, config.optimizer.learning_rate)
     rows = dict(batch=loop.batch, seed=loop.seed, host=jax.process_index(), hosts=jax.process_count())
-    example = abstract_rows(loop.batch, config.data.row_tokens)
     with (
         meshes.ambient(mesh),
         lock.held(folders.absolute(config.run) / "run.lock", f"run={config.run}") as mine,
         Checkpoints(config.run, config, keep=loop.keep, best=loop.best, mode=loop.best_mode) as saved,
         Termination() as termination,
     ):
-        abstract = abstract_state(stage, transform, example, mesh)
-        shardings = jax.tree.map(lambda x: x.sharding, abstract)
-        state = saved.restore(abstract)
-        if state is None:
-            state = jax.jit(lambda params: initial_state(stage, transform, params, example), out_shardings=shardings)(
-                params
-            )
+        state, update = _started(stage, config, mesh, params, saved, steps)
         del params
         start = int(meshes.to_host(state.step))
-        update = jax.jit(
-            make_update(stage, transform, accumulate=loop.accumulate, seed=loop.seed, log_every=log_every),
-            donate_argnums=0,
-            out_shardings=shardings,
-        )
         shown = watch.Watch(
             epath.Path(config.run), steps=steps, resumed_at=start, tensorboard=loop.tensorboard, shown=hosts.is_first()
         )
@@ -132,10 +118,10 @@ def fit(
                 saves = ends or _is_due(done, loop.save_every)
                 evaluates = done == steps or _is_due(done, loop.evaluate_every)
                 line: dict[str, Any] = {}
-                if _is_due(done, log_every) or saves or evaluates:
+                if _is_due(done, loop.log_every or steps) or saves or evaluates:
                     _stop_if_bad(state)
-                if _is_due(done, log_every) or done == steps:
-                    seconds = clock.lap() / ((done - 1) % log_every + 1)
+                if _is_due(done, loop.log_every or steps) or done == steps:
+                    seconds = clock.lap() / ((done - 1) % (loop.log_every or steps) + 1)
                     line = means(meshes.to_host(state.window)) | {"learning_rate": float(rate(step))}
                     line |= {"tokens_per_second": batch.tokens_rt.size * jax.process_count() / seconds}
                     line |= {"mfu": stage.flops / seconds / peak} if peak else {}
@@ -156,6 +142,23 @@ def fit(
         finally:
             shown.close()
     return state.params
+
+
+def _started(
+    stage: Stage, config: Any, mesh: jax.sharding.Mesh, params: Any, saved: Checkpoints, steps: int
+) -> tuple[TrainState, Callable[..., TrainState]]:
+    """The state of the last checkpoint, else a fresh one, and the compiled step, which donates it."""
+    loop: LoopConfig = config.loop
+    transform = make_optimizer(config.optimizer, steps)
+    example = abstract_rows(loop.batch, config.data.row_tokens)
+    abstract = abstract_state(stage, transform, example, mesh)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    state = saved.restore(abstract)
+    if state is None:
+        fresh = jax.jit(lambda params: initial_state(stage, transform, params, example), out_shardings=shardings)
+        state = fresh(params)
+    update = make_update(stage, transform, accumulate=loop.accumulate, seed=loop.seed, log_every=loop.log_every or steps)
+    return state, jax.jit(update, donate_argnums=0, out_shardings=shardings)
 
 
 class HeldOut:

@@ -1,4 +1,4 @@
-"""The training objective of a drafter: backbone and head, against the verifier, a chunk of anchors at a time.
+"""The training objective of block drafters: backbone and head, against the verifier, a chunk of anchors at a time.
 
 One verifier pass gives features and final hidden states. A scan over chunks of anchors then runs blocks, head and both
 vocabulary passes, and keeps nothing of a chunk but its hidden states: logits are formed again in the backward pass. No
@@ -22,6 +22,7 @@ from jax import lax
 
 from train import blocks, losses
 from train.data import Rows
+from train.state import Sums
 from treeflash_jax import vocab
 from treeflash_jax.checks import bounded
 from treeflash_jax.costs import Counter
@@ -30,9 +31,6 @@ from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS, Unembed
 from treeflash_jax.trees import pick
 from treeflash_jax.verifiers.config import ModelConfig
-
-# A metric is (sum, weight): sums add up over chunks, parts of a step, steps and devices; their quotient is the mean.
-Sums = dict[str, tuple[jax.Array, jax.Array]]
 
 
 @dataclass(frozen=True, kw_only=True)

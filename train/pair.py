@@ -41,6 +41,7 @@ from train import (
 )
 from train.choices import Choice
 from train.compose import Composed, PairConfig
+from train.drafting import DraftingStage
 from treeflash_jax import files
 from treeflash_jax.checks import read_json
 
@@ -120,7 +121,7 @@ def _check_overrides(settings: PairConfig, verifier: compose.Verifier) -> None:
     asked = compose.respond_stage(settings, verifier).stage
     nothing = compose.Answers(count=0, rows=0, mask=Choice(0, ""))
     made = compose.drafter_stage(settings, verifier, asked, nothing).stage
-    choices.check_taps(drafter.drafter_config(made, verifier.model), verifier.model)
+    choices.check_taps(made.drafter_config(verifier.model), verifier.model)
     compose.head_stage(settings, verifier, asked, nothing, made.block_size)
     compose.export_stage(settings)
     compose.measure_stage(settings)
@@ -140,7 +141,7 @@ def answers_in_time(stage: respond.RespondConfig, settings: PairConfig) -> Choic
     return Choice(count, f"as many as {progress.duration(seconds)} are enough for, at {speed:,.0f} tokens/s as timed")
 
 
-def steps_in_time(name: str, stage: drafter.DraftingStage, settings: PairConfig) -> Choice | None:
+def steps_in_time(name: str, stage: DraftingStage, settings: PairConfig) -> Choice | None:
     """How many steps fit into their share of the time, by the speed of a few; None: those of the rule."""
     folder = compose.file(settings, f"timing-{name}")
     shutil.rmtree(folder, ignore_errors=True)

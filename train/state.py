@@ -20,7 +20,6 @@ from jax import lax
 
 from train.config import OptimizerConfig
 from train.data import Rows
-from train.objective import Sums
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 
@@ -31,6 +30,8 @@ MATRIX_AXES = {
     **{name: ((0,), (1,)) for name in ("gate", "up", "down", "fc", "token", "hidden")},
 }
 
+# A metric is (sum, weight): sums add up over chunks, parts of a step, steps and devices; their quotient is the mean.
+Sums = dict[str, tuple[jax.Array, jax.Array]]
 SumsOf = Callable[[Any, Any, Rows, jax.Array], Sums]
 
 

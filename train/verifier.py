@@ -20,9 +20,8 @@ from jax import lax
 
 from train import blocks, config, data, folders, hosts, loop, losses, progress, watch
 from train.documents import DataConfig
-from train.objective import Sums
 from train.records import Source
-from train.state import Stage, place
+from train.state import Stage, Sums, place
 from treeflash_jax import files, vocab
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters

@@ -1,7 +1,8 @@
 """Counts bytes and FLOPs: the one count that memory checks, floors and MFU read.
 
 Bytes are those of one device of the mesh. FLOPs are those of matrix products, two per multiply-add. Activations inside a
-part, embedding rows, positions and masks count as nothing.
+part, embedding rows, positions and masks count as nothing. Of a mixture of experts, only experts that some row goes through
+are read, and a row is multiplied by its own.
 """
 
 from __future__ import annotations
@@ -36,6 +37,14 @@ class Work:
 
     def seconds(self, ceilings: Ceilings) -> float:
         return max(self.bytes / ceilings.copy_bytes_per_second, self.flops / ceilings.matmul_flops_per_second)
+
+
+def distinct_experts(experts: int, per_row: int, rows: float) -> float:
+    """Experts that so many rows go through together, if each chooses among all of them at random: E (1 - (1 - k / E)^n).
+
+    Rows of one text choose alike, so that real counts are lower: `treeflash bench latency` measures them.
+    """
+    return experts * (1 - (1 - per_row / experts) ** rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +107,34 @@ class Counter:
         shape = (self.batch, config.num_kv_heads, 1, config.head_dim)
         return Work(2 * config.num_layers * positions * self.width * self.local(caches.AXES, shape))
 
-    def layers(self, config: ModelConfig, tokens: float, seen: float, quantize: str | None = None) -> Work:
-        """A verifier's pass over so many new tokens a sequence, each seeing so many positions; no vocabulary, no cache."""
+    def layers(
+        self,
+        config: ModelConfig,
+        tokens: float,
+        seen: float,
+        quantize: str | None = None,
+        experts: float | None = None,
+    ) -> Work:
+        """A verifier's pass over so many new tokens a sequence, each seeing so many positions; no vocabulary, no cache.
+
+        Args:
+          config: of the verifier.
+          tokens: of a sequence.
+          seen: positions that each of them attends to.
+          quantize: scheme of the matrices.
+          experts: distinct experts of a layer that the tokens of one device go through, as measured; None: as many as
+            routing at random would choose (`distinct_experts`).
+        """
         specs = verifiers.specs(config, quantize)
-        body = {name: spec for name, spec in specs.items() if name not in ("embed", "unembed")}
-        return self.weights(body, tokens) + self.attention(config, tokens, seen)
+        leaves = jax.tree.leaves([specs["groups"], specs["norm"]], is_leaf=is_spec)
+        of_experts = [spec for spec in leaves if spec.axes[0] == "experts"]
+        work = self.weights([spec for spec in leaves if spec.axes[0] != "experts"], tokens)
+        if of_experts:
+            if experts is None:
+                experts = distinct_experts(config.num_experts, config.experts_per_token, self.sequences * tokens)
+            whole, count = self.weights(of_experts, tokens), config.num_experts
+            work += Work(whole.bytes * experts / count, whole.flops * config.experts_per_token / count)
+        return work + self.attention(config, tokens, seen)
 
     def vocabulary(self, config: ModelConfig, tokens: float, quantize: str | None = None) -> Work:
         """Logits of so many tokens a sequence, in one pass over the vocabulary table."""

@@ -23,6 +23,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": ("model",),
     "kv_heads": ("model",),
     "ffn": ("model",),
+    "experts": ("model",),
+    "expert_ffn": ("model",),  # where the experts themselves leave that axis free
     "vocab": ("model",),
     "embed": ("fsdp",),  # the model width of weights; activations never carry it
 }
@@ -30,16 +32,28 @@ RULES: dict[str, tuple[str, ...]] = {
 Axes = tuple[str | None, ...]
 
 
-def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None, *, fsdp: int = 1) -> Mesh:
+def make_mesh(
+    data: int = 1,
+    model: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    fsdp: int = 1,
+    experts: int | None = None,
+) -> Mesh:
     """A (data, model) mesh, or (data, fsdp, model) for training.
 
     Batch rows lie over `data` and `fsdp`; heads, feed-forward and vocabulary over `model`; stored weights over `fsdp` too.
+    The experts of a mixture lie over `model`, each of them whole. `experts` gives them an axis of their own, and `model`
+    then splits the width of every expert: with `experts=1`, all devices along `model` hold a slice of every expert, which
+    reads less in passes over few rows.
 
     Raises:
       ValueError: the product is more than the number of devices.
     """
     available = list(devices if devices is not None else jax.devices())
     sizes = {name: whole(size, name, least=1) for name, size in (("data", data), ("fsdp", fsdp), ("model", model))}
+    if experts is not None:
+        sizes["experts"] = whole(experts, "experts", least=1)
     count = math.prod(sizes.values())
     if count > len(available):
         shown = f"{data} x {model}" if fsdp == 1 else f"{data} x {fsdp} x {model}"
@@ -72,14 +86,20 @@ def sizes_of(text: str) -> tuple[int, int]:
 def partition(axes: Axes, shape: Sequence[int], mesh) -> PartitionSpec:
     """The PartitionSpec of an array with these logical axes; indivisible axes are replicated.
 
+    Of axes that ask for the same mesh axis, the first gets it. A mesh with an axis "experts" splits those over it alone.
+
     Inside `jax.shard_map` arrays are already local along its axes, so those are left out.
     """
     sizes = {name: size for name, size in mesh.shape.items() if name not in manual_axes(mesh)}
 
+    taken: set[str] = set()
+
     def mesh_axis(axis: str | None, size: int) -> str | tuple[str, ...] | None:
-        names = tuple(name for name in RULES.get(axis, ()) if name in sizes)
-        if not names or size % math.prod(sizes[name] for name in names):
+        rule = (axis,) if axis == "experts" and axis in mesh.shape else RULES.get(axis, ())
+        names = tuple(name for name in rule if name in sizes)
+        if not names or size % math.prod(sizes[name] for name in names) or taken & {*names}:
             return None
+        taken.update(names)
         return names if len(names) > 1 else names[0]
 
     return PartitionSpec(*(mesh_axis(axis, size) for axis, size in zip(axes, shape, strict=True)))

@@ -6,7 +6,7 @@ An `Entry` says where a weight lies in a file. Specs, entries and weights are tr
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -39,25 +39,56 @@ class Spec:
 class Entry:
     """Where a weight lies: tensor `name`, whose axes are the weight's in `order`, the first `rows` of them flattened.
 
+    Weights of many experts lie in a tensor for each, or in one of three axes: their first axis is then none of `order`,
+    `rows` and the tensor's rows and columns.
+
     Attributes:
-      name: in the file, without a dialect's prefix.
+      name: in the file, without a dialect's prefix; with "{}" in it, the name of a tensor for each index of the first axis.
       order: the weight's axes in disk order.
       rows: how many of these make the tensor's rows; all of them make a vector.
-      part: (index, count) where the weight is one of `count` equal column blocks.
+      part: (index, count) where the weight is one of `count` equal blocks.
+      part_axis: whether these are blocks of rows (0) or of columns (1).
+      is_stacked: whether the tensor has the weight's first axis as its own first axis.
     """
 
     name: str
     order: tuple[int, ...] = (0,)
     rows: int = 1
     part: tuple[int, int] = (0, 1)
+    part_axis: int = 1
+    is_stacked: bool = False
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the weight lies in a tensor for each index of its first axis."""
+        return "{}" in self.name
+
+    def names(self, spec: Spec) -> list[str]:
+        """All tensors that the weight lies in."""
+        return [self.name.format(i) for i in range(spec.shape[0])] if self.is_apart else [self.name]
+
+    def one(self, index: int) -> Entry:
+        """Of one index of the first axis, where that is none of `order`."""
+        return replace(self, name=self.name.format(index), is_stacked=False)
 
     def view(self, spec: Spec) -> tuple[int, ...]:
         return tuple(spec.shape[axis] for axis in self.order)
 
     def disk_shape(self, spec: Spec) -> tuple[int, ...]:
-        view = self.view(spec)
-        columns = math.prod(view[self.rows :]) * self.part[1]
-        return (math.prod(view[: self.rows]), columns) if self.rows < len(view) else (math.prod(view),)
+        """Of each tensor."""
+        if self.is_apart or self.is_stacked:
+            inner = replace(self, name="", is_stacked=False).disk_shape(inside(spec))
+            return (spec.shape[0], *inner) if self.is_stacked else inner
+        view, parts = self.view(spec), self.part[1]
+        rows = math.prod(view[: self.rows]) * (parts if self.part_axis == 0 else 1)
+        columns = math.prod(view[self.rows :]) * (parts if self.part_axis == 1 else 1)
+        return (rows, columns) if self.rows < len(view) else (math.prod(view),)
+
+
+def inside(spec: Spec) -> Spec:
+    """The spec of one index of a weight's first axis."""
+    inputs = tuple(axis - 1 for axis in spec.inputs)
+    return replace(spec, shape=spec.shape[1:], axes=spec.axes[1:], inputs=inputs)
 
 
 def count(tree: Any) -> int:

@@ -174,7 +174,13 @@ class TreeConfig:
         choices=lambda: tuple(RULES),
     )
     branches: int = speed(TreeShape.branches, "number of sampled paths, or most sampled children of a node", **_NODES)
-    trunk: int = speed(TreeShape.trunk, "nodes before the first branching of a delayed tree", **_NODES | {"least": 0})
+    trunk: int | Literal["auto"] = speed(
+        TreeShape.trunk,
+        "nodes before the first branching of a delayed tree; auto branches where recent rounds of the same sequence "
+        "ended on average",
+        says=f"at least 0 and at most {MOST_NODES:,}, or 'auto'",
+        **_NODES | {"least": 0},
+    )
     skeleton: float = speed(
         TreeShape.skeleton,
         "share of the nodes of a hybrid tree that best-first search chooses",
@@ -261,7 +267,7 @@ class Settings(TypedDict, total=False):
     nodes: int | Literal["auto"] | None
     acceptance: str | None
     branches: int
-    trunk: int
+    trunk: int | Literal["auto"]
     skeleton: float
     leaves: bool
     lanes: int | None

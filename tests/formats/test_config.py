@@ -269,7 +269,7 @@ BAD_MODELS = {
     "llama3 that speeds up": ({"rope_scaling": {**LLAMA3, "rope_type": "llama3", "factor": 0.5}}, ("factor", "0.5")),
     "llama3 without a factor": ({"rope_scaling": {**LLAMA3, "rope_type": "llama3", "factor": None}}, ("factor", "None")),
     "half a llama3": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ("low_freq_factor",)),
-    "mixture of experts": ({"model_type": "qwen3_moe"}, ("qwen3_moe",)),
+    "mixture of experts": ({"model_type": "mixtral"}, ("mixtral",)),
     "attention factor": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "attention_factor": 2.0}},
         ("attention_factor",),
@@ -337,8 +337,11 @@ def test_bad_drafter_configs(change, words):
     assert_refused(lambda: parse("drafter", {**TREEFLASH_4B, **change}, "there/config.json"), ("there/config.json", *words))
 
 
-def test_a_verifier_is_no_drafter():
-    assert_refused(lambda: parse("drafter", QWEN3_4B, "there/config.json"), ("there/config.json", "dflash_config"))
+def test_a_verifier_may_draft_for_another():
+    drafter = parse("drafter", QWEN3_4B)
+    assert (drafter.kind, drafter.layers) == ("language model", parse("verifier", QWEN3_4B))
+    unknown = {**QWEN3_4B, "model_type": "gpt2"}
+    assert_refused(lambda: parse("drafter", unknown, "there/config.json"), ("there/config.json", "gpt2", "dflash_config"))
 
 
 @pytest.mark.parametrize("change, words", MISFITS.values(), ids=MISFITS)

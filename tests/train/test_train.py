@@ -12,7 +12,7 @@ import pytest
 import toy_training
 from toy_training import DRAFTER, MODEL
 
-from train import blocks, config, data, drafter, evaluate, head, hosts, losses, objective, state, watch
+from train import blocks, config, data, drafter, drafting, evaluate, head, hosts, losses, objective, state, watch
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax import vocab
@@ -233,7 +233,7 @@ def test_nothing_holds_the_logits_of_a_batch_or_all_blocks_against_all(case):
 
 def test_a_zero_output_layer_is_exactly_the_marginal(case):
     frozen, rows, keys, _ = case
-    started = head.fresh_head(WITH_HEAD, 0, 0.3)
+    started = toy_training.fresh_head()
     assert not np.any(started["down"]) and np.any(started["token_ug"])
     arguments = dict(settings=OBJECTIVE, verifier=MODEL)
     with_head = objective.drafting_sums({"head": started}, frozen, rows, keys, drafter=WITH_HEAD, **arguments)
@@ -364,7 +364,7 @@ def test_meshes_parts_and_chunks_follow_one_device(toy, one_device, tmp_path, ov
 def test_state_lies_over_fsdp_and_model(toy):
     settings = toy_training.settings(toy, "train_backbone=true", "mesh.data=2", "mesh.fsdp=2", "mesh.model=2")
     mesh = hosts.make_mesh(settings.mesh)
-    stage = drafter.make_stage(settings, MODEL, WITH_HEAD)
+    stage = drafting.make_stage(settings, MODEL, WITH_HEAD)
     transform = state.make_optimizer(settings.optimizer, 10)
     abstract = jax.eval_shape(
         lambda: state.initial_state(

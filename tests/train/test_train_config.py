@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from train import config, drafter, head, respond, tokenizer, verifier
+from train import config, drafter, head, respond, stages, tokenizer, verifier
 
 ROOT = Path(__file__).parents[2]
 STAGES = {
@@ -110,8 +110,8 @@ def test_changes_name_what_differs(tmp_path):
 def test_drafter_stages_are_told_apart():
     for path in FILES:
         if path.stem in ("head", "drafter"):
-            assert type(head.read_stage(path)) is STAGES[path.stem]
-    settings = head.read_stage(HEAD, ["loop.batch=2", "run=drafter = 3"])
+            assert type(stages.read_stage(path)) is STAGES[path.stem]
+    settings = stages.read_stage(HEAD, ["loop.batch=2", "run=drafter = 3"])
     assert isinstance(settings, head.HeadStage) and settings.loop.batch == 2
 
 

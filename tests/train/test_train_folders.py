@@ -74,7 +74,7 @@ def test_settings_logs_and_exports_lie_there(bucket, toy, tmp_path, monkeypatch)
     for step, tau in ((2, 3.5), (4, 4.5)):
         log.write(step, {"held_out/tau_64": tau})
     log.close()
-    fresh = head.fresh_head(toy_training.with_head(), 0, 0.3)
+    fresh = toy_training.fresh_head()
     monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": fresh}))
     export.main(export.ExportStage(run=settings.run, out="gs://bucket/out", dtype="float32"))
     weights = models.load_drafter(fetched("gs://bucket/out", tmp_path))[1]["head"]
@@ -88,7 +88,7 @@ def test_settings_logs_and_exports_lie_there(bucket, toy, tmp_path, monkeypatch)
 def test_exports_store_what_was_found_after_training(toy, tmp_path, monkeypatch):
     settings = toy_training.settings(toy, f"run={tmp_path}/run")
     claim(folders.absolute(settings.run), settings)
-    fresh = head.fresh_head(toy_training.with_head(), 0, 0.3)
+    fresh = toy_training.fresh_head()
     monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": fresh}))
     found = dict(drafter_temperature=0.7, sampled_above=0.6)
     export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "out"), dtype="float32", **found))
@@ -136,7 +136,7 @@ def test_urls_that_cannot_be_opened_are_one_line(monkeypatch):
 
 
 def test_exports_name_what_is_no_run(tmp_path):
-    with pytest.raises(ValueError, match="got no settings.toml, expected the run= of train.drafter or train.head"):
+    with pytest.raises(ValueError, match="got no settings.toml, expected the run= of a stage that trains a drafter"):
         export.read_settings(str(tmp_path))
 
 

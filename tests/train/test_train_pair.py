@@ -12,7 +12,7 @@ import pytest
 import toy_training
 
 import treeflash_jax as tf
-from train import choices, compose, config, data, drafter, measure, pair
+from train import choices, compose, config, data, drafter, loop, measure, pair
 from train.records import Source
 from treeflash_jax import cli
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -228,7 +228,7 @@ def test_backbones_that_cannot_learn_are_refused(toy, tmp_path, monkeypatch, cap
             drafter.main(backbone(toy, tmp_path, *more))
         assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
     monkeypatch.setattr(choices, "mask_token", lambda *_: choices.Choice(9, "rare"))
-    monkeypatch.setattr(drafter.loop, "fit", lambda stage, *, params, **_: params)
+    monkeypatch.setattr(loop, "fit", lambda stage, *, params, **_: params)
     drafter.main(backbone(toy, tmp_path, "mask_token_id=9", "mesh.data=1"))
     assert "warning: got mask_token_id 9, which occurs" in capsys.readouterr().out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import random_pair
 
-from treeflash_jax import GenerateConfig, TreeFlash, cli, make_mesh, programs
+from treeflash_jax import GenerateConfig, TreeFlash, cli, make_mesh, programs, trees
 from treeflash_jax.bench import records as kept
 from treeflash_jax.bench import report, run
 from treeflash_jax.bench.systems import PRESETS, lawful, parse_systems
@@ -185,3 +186,39 @@ def test_the_comparison_writes_numbers_and_a_picture_under_its_old_name_too(tmp_
         assert whole["tau"]["low"] <= whole["tau"]["value"] <= whole["tau"]["high"] and row["rounds"] > 10
         assert 1 <= whole["expected_tau"]["value"] <= 8
         assert abs(whole["expected_tau"]["value"] - whole["tau"]["value"]) < 1
+
+
+def test_a_trunk_goes_by_what_recent_rounds_kept():
+    """Row by row: the tree is that of the trunk that the mean of the past asks for, and of the same draws."""
+    depths, nodes = 4, 8
+    log_probs = jnp.log(jnp.asarray([0.4, 0.3, 0.2, 0.1]))
+    shape = (5, depths, 4, 4)
+    table = trees.TransitionTable(
+        jnp.broadcast_to(jnp.arange(10, 14), shape),
+        jnp.broadcast_to(log_probs, shape),
+        jnp.broadcast_to(jnp.arange(4), shape),
+    )
+    anchor_b = jnp.zeros(5, jnp.int32)
+    noise_bnc = trees.draw_noise(jax.random.split(jax.random.key(0), 5), table, nodes)
+
+    def tree(trunk, **past):
+        return trees.BUILDERS["delayed"].build(table, anchor_b, nodes, trees.TreeShape(trunk=trunk), noise_bnc, **past)[0]
+
+    chosen = tree("auto", recent_b=jnp.asarray([0.7, 1.6, 3.4, 4.2, 90.0]))
+    for b, trunk in enumerate((0, 1, 2, 3, 4)):
+        expected = tree(trunk)
+        size = expected.tokens_bn.shape[1]
+        for name in ("tokens_bn", "parent_bn", "depth_bn", "log_prob_bn"):
+            found = getattr(chosen, name)[b]
+            np.testing.assert_array_equal(found[:size], getattr(expected, name)[b])
+        assert not np.any(chosen.valid_bn[b, size:])
+
+
+def test_recent_lengths_are_a_moving_mean():
+    accepted_bs = np.asarray([[4, 1, 2, 9, 0], [5, 5, 5, 5, 0], [9, 9, 9, 9, 9]])
+    past = SimpleNamespace(accepted_bs=jnp.asarray(accepted_bs), rounds_b=jnp.asarray([3, 4, 0]))
+    for found, lengths, count in zip(rounds.recent_lengths(past), accepted_bs, past.rounds_b, strict=True):
+        mean = trees.TreeShape().trunk + 1.0
+        for length in lengths[:count]:
+            mean = 0.8 * mean + 0.2 * length
+        assert abs(float(found) - mean) < 1e-5

@@ -17,6 +17,7 @@ from treeflash_jax import drafters, quantized
 from treeflash_jax import mesh as meshes
 from treeflash_jax.decoding.loops import Weights
 from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers, fresh_layers
+from treeflash_jax.drafters.language_model import LanguageModelConfig
 from treeflash_jax.formats import models
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.pairs import locate
@@ -26,6 +27,18 @@ from treeflash_jax.verifiers.config import ModelConfig, Rope
 
 _QWEN3 = dict(
     vocab_size=151_936, num_kv_heads=8, head_dim=128, rope=Rope(theta=1e6), max_positions=40_960, eos_token_ids=(151_645,)
+)
+_QWEN3_MOE = _QWEN3 | dict(
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    num_experts=128,
+    experts_per_token=8,
+    expert_size=768,
+    normalize_experts=True,
+    model_type="qwen3_moe",
 )
 _QWEN25 = dict(
     rope=Rope(theta=1e6), max_positions=32_768, qk_norm=False, qkv_bias=True, model_type="qwen2", eos_token_ids=(151_645,)
@@ -38,6 +51,8 @@ VERIFIERS: dict[str, ModelConfig] = {
         hidden_size=2560, intermediate_size=9728, num_layers=36, num_heads=32, tie_embeddings=True, **_QWEN3
     ),
     "qwen3-8b": ModelConfig(hidden_size=4096, intermediate_size=12_288, num_layers=36, num_heads=32, **_QWEN3),
+    "qwen3-30b-a3b": ModelConfig(**_QWEN3_MOE),
+    "qwen3-coder-30b-a3b": ModelConfig(**_QWEN3_MOE | {"rope": Rope(theta=1e7), "max_positions": 262_144}),
     "qwen2.5-0.5b": ModelConfig(
         vocab_size=151_936,
         hidden_size=896,
@@ -115,16 +130,18 @@ VERIFIERS: dict[str, ModelConfig] = {
 }
 
 
-def drafter_of(verifier: ModelConfig, *, num_layers: int = 5, block_size: int = 16) -> DrafterConfig:
+def drafter_of(verifier: ModelConfig, *, num_layers: int | None = None, block_size: int = 16) -> DrafterConfig:
     """The shipped drafter for the shipped verifier; else a TreeFlash drafter in the published sizes: the verifier's own
-    widths, five layers, blocks of 16."""
+    widths, five layers (eight for a mixture of experts) that read five of its layers, blocks of 16."""
     if verifier == VERIFIERS["tiny"]:
         return models.read_drafter_config(locate("tiny", "drafter"))
+    taps = num_layers or 5
+    num_layers = num_layers or (8 if verifier.num_experts else 5)
     return DrafterConfig(
         layers=fresh_layers(verifier, num_layers),
         block_size=block_size,
         mask_token_id=verifier.vocab_size - 1,
-        target_layer_ids=default_target_layers(verifier.num_layers, num_layers),
+        target_layer_ids=default_target_layers(verifier.num_layers, taps),
         num_target_layers=verifier.num_layers,
         head="mlp",
     )
@@ -145,14 +162,18 @@ def named(name: str) -> ModelConfig:
     return models.read_verifier_config(name)
 
 
-def named_drafter(path: str) -> DrafterConfig:
-    """The sizes of a drafter from its config.json or folder.
+def named_drafter(path: str) -> Any:
+    """The sizes of a drafter from its config.json or folder; of a verifier's, or by its name, a language model that drafts.
 
     Raises:
       ValueError: nothing there, or a config that is not implemented.
     """
+    if path in VERIFIERS:
+        return LanguageModelConfig(layers=VERIFIERS[path])
     if not Path(path).exists():
-        raise ValueError(f"{path} not found, expected a drafter's config.json or its folder")
+        raise ValueError(
+            f"{path} not found, expected a drafter's config.json or its folder, or one of {', '.join(VERIFIERS)}"
+        )
     return models.read_drafter_config(path)
 
 

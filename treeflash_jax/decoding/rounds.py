@@ -26,6 +26,7 @@ from treeflash_jax.verifiers import forward as verifier
 # Random streams of a row's key. Never shared: a tree that looked at verify noise would not be lossless. Verify noise
 # belongs to positions of the text; draws and coins to the round, that is to the position of its root.
 VERIFY_STREAM, DRAFT_STREAM, COINS_STREAM = 0, 1, 2
+KEPT = 0.8  # of the mean of recent rounds, with every further round
 
 
 @struct.dataclass
@@ -36,11 +37,13 @@ class Verified:
       logits_bnv: of all nodes, in the compute dtype, possibly sharded over the vocabulary; None once judged.
       features_btj: tapped features of all nodes; None without a drafter.
       rows: keys and values of all nodes, for `cache.append`.
+      routes: experts of all nodes, by sparse layer; no stage of a round reads them.
     """
 
     logits_bnv: jax.Array | None
     features_btj: jax.Array | None
     rows: caches.NewRows
+    routes: tuple[jax.Array, ...] = ()
 
 
 @struct.dataclass
@@ -112,13 +115,26 @@ def build_tree(
     builder = trees.BUILDERS[plan.builder]
     keys = (round_keys(state, DRAFT_STREAM),) if builder.draws else ()
 
-    def build(expander, anchor_b, *key_b):
+    past = {"recent_b": recent_lengths(state)} if builder.reads_past(plan.shape) else {}
+
+    def build(expander, anchor_b, past, *key_b):
         noise_bnc = trees.draw_noise(*key_b, expander, plan.num_nodes) if key_b else None
-        return builder.build(expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc)
+        return builder.build(expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc, **past)
 
     with jax.named_scope("tree"):
         build = partial(meshes.by_rows, build) if expander.is_table else build
-        return build(expander, _anchor(state), *keys)
+        return build(expander, _anchor(state), past, *keys)
+
+
+def recent_lengths(state: DecodeState) -> jax.Array:
+    """Tokens that a round of each sequence commits, averaged with a weight that falls by a fifth a round, [b].
+
+    Before its first round a sequence counts as one that keeps the default trunk of a delayed tree.
+    """
+    age_bs = state.rounds_b[:, None] - 1 - jnp.arange(state.accepted_bs.shape[1])
+    weight_bs = jnp.where(age_bs >= 0, (1 - KEPT) * KEPT ** age_bs.astype(jnp.float32), 0)
+    start_b = KEPT ** state.rounds_b.astype(jnp.float32) * (trees.TreeShape().trunk + 1)
+    return start_b + jnp.sum(weight_bs * state.accepted_bs, axis=1)
 
 
 def extend_drafter(
@@ -142,7 +158,14 @@ def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, pla
             taps=plan.taps,
             attention=plan.attention,
         )
-        return Verified(verifier.logits(weights.verifier, out.hidden_btd), out.features_btj, out.rows)
+        return Verified(verifier.logits(weights.verifier, out.hidden_btd), features_of(out, plan), out.rows, out.routes)
+
+
+def features_of(out: verifier.Output, plan: DecodePlan) -> jax.Array | None:
+    """What a drafter reads of new rows: their tapped features, of no width where it taps no layer."""
+    if plan.taps or not plan.drafts:
+        return out.features_btj
+    return jnp.zeros((*out.hidden_btd.shape[:2], 0), out.hidden_btd.dtype)
 
 
 def accept_path(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax import files
-from treeflash_jax.formats import gguf, gguf_tokenizer, models, safetensors
+from treeflash_jax.formats import gguf, gguf_tokenizer, models, safetensors, storage
 
 
 def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, drop_head: bool = False) -> None:
@@ -32,7 +32,7 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
     if not drop_head:
         models.writable(dialect).to_hf(config)  # refuses before weights are read
     with safetensors.open_folder(Path(source)) as tensors:
-        kinds = {tensor.get_dtype() for tensor in tensors.values()}
+        kinds = {tensor.get_dtype() for tensor in tensors.values()} - {*storage.WHOLE, "BOOL"}
     if len(kinds) != 1:
         raise ValueError(f"{source}: got tensors of types {sorted(kinds)}, expected one type")
     dtype = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}.get(kinds.pop(), jnp.float32)

@@ -89,7 +89,7 @@ def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any
 
 
 def save_drafter(
-    folder: str | Path, config: Any, params: dict[str, Any], *, dialect: str = "treeflash", dtype: Any = jnp.bfloat16
+    folder: str | Path, config: Any, params: dict[str, Any], *, dialect: str | None = None, dtype: Any = jnp.bfloat16
 ) -> None:
     """Writes a drafter that the published PyTorch code of its dialect loads.
 
@@ -97,13 +97,14 @@ def save_drafter(
       folder: created if missing.
       config: of the drafter.
       params: weights of its specs; those of a block drafter are {"backbone": ..., "head": ...}.
-      dialect: of the files, by name; one of `dialects.written("drafter")`.
+      dialect: of the files, by name; one of `dialects.written("drafter")`. None: the drafter's own.
       dtype: on disk.
 
     Raises:
       ValueError: no such dialect, or one that cannot hold this drafter.
     """
-    _save(Path(folder), writable(dialect), config, drafters.of(config).specs(config), params, dtype)
+    own = drafters.of(config)
+    _save(Path(folder), writable(dialect or own.DIALECT), config, own.specs(config), params, dtype)
 
 
 def writable(dialect: str) -> Dialect:
@@ -127,7 +128,10 @@ def _found(path: str | Path, part: str) -> tuple[Dialect, Any]:
 
 
 def _load(path, dialect: Dialect, config, specs, tensors, dtype, mesh, finish=lambda weight, _: weight) -> Any:
-    entries = dialect.entries(config, specs, tensors.keys())
+    try:
+        entries = dialect.entries(config, specs, tensors.keys())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return storage.load(Path(path), tensors, specs, entries, dtype, mesh, dialect.spare(config, specs), finish)
 
 

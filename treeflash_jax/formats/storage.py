@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,13 +20,13 @@ from safetensors.numpy import save as serialize
 
 from treeflash_jax import files
 from treeflash_jax import mesh as meshes
-from treeflash_jax.params import Entry, Spec, is_spec
+from treeflash_jax.params import Entry, Spec, inside, is_spec
 
 MARK = {"written_by": "treeflash_jax"}  # in the metadata of files that `save` writes
 _HEADER_BYTES = 100_000_000  # the format's own limit
 CHECKED_AT_ONCE = 2**17
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_WHOLE = ("I64", "I32", "U32", "I16", "U16", "I8", "U8")
+WHOLE = ("I64", "I32", "U32", "I16", "U16", "I8", "U8")
 
 
 class Tensor(Protocol):
@@ -64,7 +65,11 @@ def load(
     Raises:
       ValueError: tensors missing, unknown, of the wrong shape or type, or with NaN or infinity in them.
     """
-    wanted = {entry.name: (entry.disk_shape(spec), spec.dtype_in(dtype)) for spec, entry in _pairs(specs, entries)}
+    wanted = {
+        name: (entry.disk_shape(spec), spec.dtype_in(dtype))
+        for spec, entry in _pairs(specs, entries)
+        for name in entry.names(spec)
+    }
     missing = sorted(set(wanted) - set(tensors))
     if missing:
         raise ValueError(f"{where}: {len(missing)} tensors missing, the first is {missing[0]}")
@@ -75,16 +80,28 @@ def load(
         found = tensors[name]
         if tuple(found.get_shape()) != shape:
             raise ValueError(f"{where}: tensor {name} has shape {list(found.get_shape())}, expected {list(shape)}")
-        kinds = _WHOLE if jnp.issubdtype(kind, jnp.integer) else _FLOATS
+        kinds = WHOLE if jnp.issubdtype(kind, jnp.integer) else _FLOATS
         if found.get_dtype() not in kinds:
             raise ValueError(f"{where}: tensor {name} has type {found.get_dtype()}, expected one of {kinds}")
+
+    def checked(name: str, part: np.ndarray) -> np.ndarray:
+        if not jnp.issubdtype(part.dtype, jnp.integer) and not all_finite(part):
+            raise ValueError(f"{where}: tensor {name} holds NaN or infinity in {part.dtype}, expected numbers")
+        return part
 
     def leaf(spec: Spec, entry: Entry) -> Any:
         def read(index: tuple[slice, ...]) -> np.ndarray:
             kind = spec.dtype_in(dtype)
-            part = read_slice(tensors[entry.name], spec, entry, index).astype(kind)
-            if not jnp.issubdtype(kind, jnp.integer) and not all_finite(part):
-                raise ValueError(f"{where}: tensor {entry.name} holds NaN or infinity in {kind}, expected numbers")
+            if not entry.is_apart and not entry.is_stacked:
+                return checked(entry.name, read_slice(tensors[entry.name], spec, entry, index).astype(kind))
+            own = range(*index[0].indices(spec.shape[0]))
+            sizes = [len(range(size)[at]) for size, at in zip(spec.shape, index, strict=True)]
+            part = np.empty(sizes, kind)
+            for place, i in enumerate(own):  # into place: many experts at once are large
+                one = entry.one(i)
+                source = _Plane(tensors[one.name], i) if entry.is_stacked else tensors[one.name]
+                part[place] = read_slice(source, inside(spec), one, index[1:])
+                checked(one.name, part[place])
             return part
 
         if mesh is None:
@@ -115,14 +132,27 @@ def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...
     spans = [slice(*index[axis].indices(spec.shape[axis])[:2]) for axis in entry.order]
     inner = view[entry.rows :]
     width = math.prod(inner)
-    first = entry.part[0] * width
+    above, first = (
+        (entry.part[0] * math.prod(view[: entry.rows]), 0) if entry.part_axis == 0 else (0, entry.part[0] * width)
+    )
     blocks = []
-    for rows in _row_ranges(view[: entry.rows], spans[: entry.rows]):
+    for own in _row_ranges(view[: entry.rows], spans[: entry.rows]):
+        rows = slice(own.start + above, own.stop + above)
         block = source[rows.start : rows.stop, first : first + width] if inner else source[rows.start : rows.stop]
         blocks.append(block.reshape(-1, *inner)[(slice(None), *spans[entry.rows :])])
     rows_shape = [span.stop - span.start for span in spans[: entry.rows]]
     joined = np.concatenate(blocks).reshape(*rows_shape, *blocks[0].shape[1:])
     return joined.transpose(np.argsort(entry.order))
+
+
+class _Plane:
+    """One index of a tensor's first axis, read as a tensor of the others."""
+
+    def __init__(self, source: Tensor, index: int):
+        self.source, self.index = source, slice(index, index + 1)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        return self.source[(self.index, *index)][0]
 
 
 def _row_ranges(view: tuple[int, ...], spans: list[slice]) -> Iterator[slice]:
@@ -147,19 +177,27 @@ def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any) -> None:
     Raises:
       ValueError: a weight whose shape is not its spec's.
     """
-    parts: dict[str, list[tuple[int, np.ndarray]]] = {}
-    leaves = jax.tree.leaves(params)
-    for (spec, entry), leaf in zip(_pairs(specs, entries), leaves, strict=True):
+    parts: dict[str, list[tuple[int, int, np.ndarray]]] = {}
+
+    def keep(spec: Spec, entry: Entry, weight: np.ndarray) -> None:
+        if entry.is_apart:
+            for i, one in enumerate(weight):
+                keep(inside(spec), entry.one(i), one)
+            return
+        own = inside(spec) if entry.is_stacked else spec
+        shape = replace(entry, part=(0, 1), is_stacked=False).disk_shape(own)
+        order = (0, *(axis + 1 for axis in entry.order)) if entry.is_stacked else entry.order
+        block = weight.transpose(order).reshape(*weight.shape[: int(entry.is_stacked)], *shape)
+        parts.setdefault(entry.name, []).append((entry.part[0], entry.part_axis - 2, block))
+
+    for (spec, entry), leaf in zip(_pairs(specs, entries), jax.tree.leaves(params), strict=True):
         if leaf.shape != spec.shape:
             raise ValueError(f"{entry.name}: got shape {leaf.shape}, expected {spec.shape}")
-        rows, *columns = entry.disk_shape(spec)
-        width = [columns[0] // entry.part[1]] if columns else []
-        block = np.asarray(leaf).astype(spec.dtype_in(dtype)).transpose(entry.order).reshape(rows, *width)
-        parts.setdefault(entry.name, []).append((entry.part[0], block))
-    tensors = {
-        name: np.ascontiguousarray(np.concatenate([block for _, block in sorted(blocks, key=lambda b: b[0])], axis=-1))
-        for name, blocks in parts.items()
-    }
+        keep(spec, entry, np.asarray(leaf).astype(spec.dtype_in(dtype)))
+    tensors = {}
+    for name, blocks in parts.items():
+        joined = [block for *_, block in sorted(blocks, key=lambda block: block[0])]
+        tensors[name] = np.ascontiguousarray(np.concatenate(joined, axis=blocks[0][1]))
     files.write(path, serialize(tensors, metadata={"format": "pt", **MARK}))  # save_file's are for their owner alone
 
 

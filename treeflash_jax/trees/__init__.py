@@ -4,6 +4,8 @@ A builder reads a drafter only through an `Expander`. It is one function, and on
 
     build(expander, anchor_b, num_nodes, shape, noise_bnc) -> (DraftTree, Proposal or None)
 
+One whose `reads_past` says so for a shape is also given `recent_b`, the recent mean of the tokens that a round commits.
+
 Deterministic builders get no noise and return no proposal: any rule that compares tokens keeps the verifier's distribution.
 Builders that draw nodes at random say from which law (`Proposal`, and in words for the acceptance rules): at temperature
 above 0 a deterministic tree accepts at most the verifier's mass on it, while acceptance of sampled trees is limited only by
@@ -17,8 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import jax
 
 from treeflash_jax.trees.best_first import best_first
 from treeflash_jax.trees.chains import rank_0_chain, walk
@@ -40,7 +40,7 @@ from treeflash_jax.trees.paths import delayed, paths
 from treeflash_jax.trees.shape import TreeShape
 from treeflash_jax.trees.without_replacement import without_replacement
 
-Build = Callable[[Expander, jax.Array, int, TreeShape, jax.Array | None], tuple[DraftTree, Proposal | None]]
+Build = Callable[..., tuple[DraftTree, Proposal | None]]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Builder:
       build: the function described above.
       law: the law that nodes are drawn from, in the words of the acceptance rules (their LAWS).
       one_path: the law where TreeShape.branches is 1, if that is another one.
+      reads_past: whether trees of a shape depend on how past rounds ended.
       is_chain: whether trees have one branch, hence at most as many nodes as the drafter has depths, and the root.
     """
 
@@ -58,6 +59,7 @@ class Builder:
     law: str = "deterministic"
     one_path: str | None = None
     is_chain: bool = False
+    reads_past: Callable[[TreeShape], bool] = lambda shape: False
 
     @property
     def draws(self) -> bool:
@@ -84,7 +86,7 @@ BUILDERS: dict[str, Builder] = {
     "walk": Builder(_walk, is_chain=True),
     "chain": Builder(_rank_0_chain, is_chain=True),
     "paths": Builder(paths, "paths", "one path"),
-    "delayed": Builder(delayed, "delayed", "one path"),
+    "delayed": Builder(delayed, "delayed", "one path", reads_past=lambda shape: shape.trunk == "auto"),
     "without-replacement": Builder(without_replacement, "without-replacement", "one path"),
     "hybrid": Builder(hybrid, "hybrid"),
 }

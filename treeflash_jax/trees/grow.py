@@ -90,20 +90,12 @@ def grow(
     batch, n = plan.parent_bn.shape
     depths = min(expander.num_depths, n - 1)
     places = jnp.arange(n, dtype=jnp.int32)
-    parent_bn, is_fixed_bn = plan.parent_bn, plan.kind_bn == DETERMINISTIC
     support_bnc = jnp.broadcast_to(jnp.arange(noise_bnc.shape[2], dtype=jnp.int32), (batch, n, noise_bnc.shape[2]))
     dtype = jax.eval_shape(expander.children, jnp.int32(0), expander.start(n))[1].dtype
     noise_bnc = noise_bnc[:, :n].astype(dtype)
-    noise_bnc = jnp.where((plan.kind_bn == WITHOUT_REPLACEMENT)[..., None], pick(noise_bnc, parent_bn), noise_bnc)
-    rank_bn = jnp.minimum(plan.rank_bn, ranks - 1)
-
-    is_child_bnn = (parent_bn[:, None] == places[:, None]) & (plan.depth_bn > 0)[:, None]  # [b, node, child]
-    has_children_bn = jnp.any(is_child_bnn, axis=-1)
-    goes_on_bn = jnp.any(is_child_bnn & (has_children_bn & ~is_fixed_bn)[:, None], axis=-1)
-    nothing_nc = jnp.zeros(support_bnc.shape[1:], bool)
-    taken_bnc = jax.vmap(lambda parent_n, slot_n, fixed_n: nothing_nc.at[parent_n, slot_n].max(fixed_n))(
-        parent_bn, plan.slot_bn, is_fixed_bn & (plan.depth_bn > 0)
-    )
+    is_drawn_once_bn = plan.kind_bn == WITHOUT_REPLACEMENT
+    noise_bnc = jnp.where(is_drawn_once_bn[..., None], pick(noise_bnc, plan.parent_bn), noise_bnc)
+    goes_on_bn, taken_bnc = _below(plan, support_bnc)
 
     def level(carry, depth):
         state_bn, nodes = carry
@@ -112,34 +104,12 @@ def grow(
         open_bnc = free_bnc & expander.continues(depth, state_bn)
         restricted_bn = goes_on_bn & jnp.any(open_bnc, axis=-1) & (not leaves)
         log_q_bnc = _normalised(log_p_bnc, jnp.where(restricted_bn[..., None], open_bnc, free_bnc))
-        drawn_bn = jnp.take_along_axis(_largest(pick(log_q_bnc, parent_bn) + noise_bnc, ranks), rank_bn[..., None], axis=2)
-        slot_bn = jnp.where(is_fixed_bn, plan.slot_bn, drawn_bn[..., 0])
-
-        def drawn(x_bnc: jax.Array) -> jax.Array:
-            return jnp.take_along_axis(pick(x_bnc, parent_bn), slot_bn[..., None], axis=2)[..., 0]
-
-        here_bn1, below_bn = (plan.depth_bn == depth)[..., None], plan.depth_bn == depth + 1
-        is_possible_bn = jnp.isfinite(jnp.where(is_fixed_bn, drawn(log_p_bnc), drawn(log_q_bnc)))
-        alive_bn = jnp.where(below_bn, pick(nodes["alive"], parent_bn) & is_possible_bn, nodes["alive"])
-        token_bn = jnp.where(below_bn, drawn(tokens_bnc), nodes["token"])
-        home_bn = pick(nodes["home"], parent_bn)
-        same_bnn = (home_bn[:, None] == home_bn[..., None]) & (token_bn[:, None] == token_bn[..., None])
-        same_bnn &= (below_bn & alive_bn)[:, None] & (below_bn & alive_bn)[..., None]
-        above_bn = pick(nodes["log_prob"], parent_bn)
-        nodes = {
-            "token": token_bn,
-            "slot": jnp.where(below_bn, slot_bn, nodes["slot"]),
-            "alive": alive_bn,
-            "home": jnp.where(below_bn & alive_bn, jnp.argmax(same_bnn, axis=-1).astype(jnp.int32), nodes["home"]),
-            "log_prob": jnp.where(below_bn, above_bn + drawn(log_p_bnc), nodes["log_prob"]),
-            "support": jnp.where(here_bn1, tokens_bnc, nodes["support"]),
-            "log_q": jnp.where(here_bn1, log_q_bnc, nodes["log_q"]),
-        }
-        above_state_bn = jax.tree.map(lambda x_bn: pick(x_bn, parent_bn), state_bn)
-        below_state_bn = expander.follow(depth, above_state_bn, slot_bn)
+        nodes = _drawn(plan, nodes, depth, tokens_bnc, log_p_bnc, log_q_bnc, noise_bnc, ranks)
+        above_state_bn = jax.tree.map(lambda x_bn: pick(x_bn, plan.parent_bn), state_bn)
+        below_bn = plan.depth_bn == depth + 1
         state_bn = jax.tree.map(
             lambda new, old: jnp.where(below_bn.reshape(*below_bn.shape, *[1] * (old.ndim - 2)), new, old),
-            below_state_bn,
+            expander.follow(depth, above_state_bn, nodes["slot"]),
             state_bn,
         )
         return (state_bn, nodes), None
@@ -155,6 +125,57 @@ def grow(
     }
     (_, nodes), _ = over_depths(level, (expander.start(n), start), range(depths))
     return _compact(anchor_b, plan, nodes, skeleton, depths)
+
+
+def _below(plan: Outline, support_bnc: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which places have sampled children with children of their own [b, n], and children that are planned [b, n, c]."""
+    parent_bn, is_fixed_bn = plan.parent_bn, plan.kind_bn == DETERMINISTIC
+    places = jnp.arange(parent_bn.shape[1], dtype=jnp.int32)
+    is_child_bnn = (parent_bn[:, None] == places[:, None]) & (plan.depth_bn > 0)[:, None]  # [b, node, child]
+    has_children_bn = jnp.any(is_child_bnn, axis=-1)
+    goes_on_bn = jnp.any(is_child_bnn & (has_children_bn & ~is_fixed_bn)[:, None], axis=-1)
+    nothing_nc = jnp.zeros(support_bnc.shape[1:], bool)
+    taken_bnc = jax.vmap(lambda parent_n, slot_n, fixed_n: nothing_nc.at[parent_n, slot_n].max(fixed_n))(
+        parent_bn, plan.slot_bn, is_fixed_bn & (plan.depth_bn > 0)
+    )
+    return goes_on_bn, taken_bnc
+
+
+def _drawn(
+    plan: Outline,
+    nodes: dict[str, jax.Array],
+    depth: jax.Array,
+    tokens_bnc: jax.Array,
+    log_p_bnc: jax.Array,
+    log_q_bnc: jax.Array,
+    noise_bnc: jax.Array,
+    ranks: int,
+) -> dict[str, jax.Array]:
+    """The nodes once those at `depth` + 1 have their tokens, drawn from the rows of their parents."""
+    parent_bn, is_fixed_bn = plan.parent_bn, plan.kind_bn == DETERMINISTIC
+    rank_bn = jnp.minimum(plan.rank_bn, ranks - 1)
+    drawn_bn = jnp.take_along_axis(_largest(pick(log_q_bnc, parent_bn) + noise_bnc, ranks), rank_bn[..., None], axis=2)
+    slot_bn = jnp.where(is_fixed_bn, plan.slot_bn, drawn_bn[..., 0])
+
+    def drawn(x_bnc: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(pick(x_bnc, parent_bn), slot_bn[..., None], axis=2)[..., 0]
+
+    here_bn1, below_bn = (plan.depth_bn == depth)[..., None], plan.depth_bn == depth + 1
+    is_possible_bn = jnp.isfinite(jnp.where(is_fixed_bn, drawn(log_p_bnc), drawn(log_q_bnc)))
+    alive_bn = jnp.where(below_bn, pick(nodes["alive"], parent_bn) & is_possible_bn, nodes["alive"])
+    token_bn = jnp.where(below_bn, drawn(tokens_bnc), nodes["token"])
+    home_bn = pick(nodes["home"], parent_bn)
+    same_bnn = (home_bn[:, None] == home_bn[..., None]) & (token_bn[:, None] == token_bn[..., None])
+    same_bnn &= (below_bn & alive_bn)[:, None] & (below_bn & alive_bn)[..., None]
+    return {
+        "token": token_bn,
+        "slot": jnp.where(below_bn, slot_bn, nodes["slot"]),
+        "alive": alive_bn,
+        "home": jnp.where(below_bn & alive_bn, jnp.argmax(same_bnn, axis=-1).astype(jnp.int32), nodes["home"]),
+        "log_prob": jnp.where(below_bn, pick(nodes["log_prob"], parent_bn) + drawn(log_p_bnc), nodes["log_prob"]),
+        "support": jnp.where(here_bn1, tokens_bnc, nodes["support"]),
+        "log_q": jnp.where(here_bn1, log_q_bnc, nodes["log_q"]),
+    }
 
 
 def _compact(anchor_b, plan: Outline, nodes, skeleton: int, depths: int) -> tuple[DraftTree, Proposal]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from treeflash_jax.trees.containers import WITH_REPLACEMENT, DraftTree, Proposal
 from treeflash_jax.trees.expander import Expander
-from treeflash_jax.trees.grow import grow, outline
+from treeflash_jax.trees.grow import UNUSED, Outline, grow, outline
 from treeflash_jax.trees.shape import TreeShape
 
 
@@ -24,27 +25,57 @@ def paths(
 
     Source: SpecInfer (arXiv 2305.09781); SpecTr (arXiv 2310.15141).
     """
-    return _from_trunk(expander, anchor_b, num_nodes, 0, shape, noise_bnc)
+    plan = _outline(expander.num_depths, num_nodes, 0, shape.branches, anchor_b.shape[0])
+    return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves)
 
 
 def delayed(
-    expander: Expander, anchor_b: jax.Array, num_nodes: int, shape: TreeShape, noise_bnc: jax.Array
+    expander: Expander,
+    anchor_b: jax.Array,
+    num_nodes: int,
+    shape: TreeShape,
+    noise_bnc: jax.Array,
+    recent_b: jax.Array | None = None,
 ) -> tuple[DraftTree, Proposal]:
     """One path of `trunk` draws, then `branches` i.i.d. paths from its end.
 
-    Near the anchor drafter and verifier agree and a second path adds little; their distance grows with depth.
+    Near the anchor drafter and verifier agree and a second path adds little; their distance grows with depth. With
+    trunk="auto" every sequence branches where its recent rounds ended on average. That is known before anything is drawn.
+
+    Args:
+      expander, anchor_b, num_nodes, noise_bnc: as for `paths`.
+      shape: `branches` and `trunk` count.
+      recent_b: recent mean of the tokens that a round of each sequence commits; read where `trunk` is "auto".
 
     Source: delayed tree expansion (arXiv 2602.16994).
     """
-    return _from_trunk(expander, anchor_b, num_nodes, shape.trunk, shape, noise_bnc)
+    depths, batch = expander.num_depths, anchor_b.shape[0]
+    if shape.trunk == "auto":
+        most = min(num_nodes - 1, depths)
+        table = [_padded(_outline(depths, num_nodes, trunk, shape.branches, 1), num_nodes) for trunk in range(most + 1)]
+        trunk_b = jnp.clip(jnp.round(recent_b).astype(jnp.int32) - 1, 0, most)
+        plan = jax.tree.map(lambda *x_1n: jnp.concatenate(x_1n)[trunk_b], *table)
+    else:
+        plan = _outline(depths, num_nodes, shape.trunk, shape.branches, batch)
+    return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves)
 
 
-def _from_trunk(expander, anchor_b, num_nodes, trunk, shape: TreeShape, noise_bnc) -> tuple[DraftTree, Proposal]:
-    trunk = min(trunk, num_nodes - 1, expander.num_depths)
-    branches = min(shape.branches, max(num_nodes - 1 - trunk, 1))
-    length = min((num_nodes - 1 - trunk) // branches, expander.num_depths - trunk)
+def _outline(depths: int, num_nodes: int, trunk: int, branches: int, batch: int) -> Outline:
+    """A path of `trunk` places and as many places below its end as fit, in `branches` paths of equal length."""
+    trunk = min(trunk, num_nodes - 1, depths)
+    branches = min(branches, max(num_nodes - 1 - trunk, 1))
+    length = min((num_nodes - 1 - trunk) // branches, depths - trunk)
     parents = list(range(trunk))
     for step in range(length):
         parents += [trunk] * branches if step == 0 else [len(parents) - branches + 1 + k for k in range(branches)]
-    plan = outline(parents, WITH_REPLACEMENT, anchor_b.shape[0])
-    return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves)
+    return outline(parents, WITH_REPLACEMENT, batch)
+
+
+def _padded(plan: Outline, num_nodes: int) -> Outline:
+    """The same outline with `num_nodes` places, those that it lacks unused."""
+    missing = (0, 0), (0, num_nodes - plan.parent_bn.shape[1])
+    plan = jax.tree.map(lambda x_bn: jnp.pad(x_bn, missing), plan)
+    is_used_bn = jnp.pad(jnp.ones((1, num_nodes - missing[1][1]), bool), missing)
+    return plan.replace(
+        depth_bn=jnp.where(is_used_bn, plan.depth_bn, UNUSED), kind_bn=jnp.full_like(plan.kind_bn, WITH_REPLACEMENT)
+    )

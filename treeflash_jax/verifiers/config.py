@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 
@@ -45,6 +46,11 @@ class ModelConfig:
       qk_norm: whether queries and keys are normalised before the rotation.
       qkv_bias: whether queries, keys and values have biases.
       model_type: the architecture, by its name in `formats.architectures`.
+      num_experts: of a sparse layer; 0: all layers are dense.
+      experts_per_token: that a sparse layer runs each row through.
+      expert_size: feed-forward width of an expert; `intermediate_size` is that of the dense layers.
+      normalize_experts: whether the weights of a row's experts are divided by their sum.
+      dense_layers: layers of a mixture of experts that are dense all the same.
     """
 
     vocab_size: int
@@ -62,8 +68,19 @@ class ModelConfig:
     qkv_bias: bool = False
     model_type: str = "qwen3"
     eos_token_ids: tuple[int, ...] = ()
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    normalize_experts: bool = False
+    dense_layers: tuple[int, ...] = ()
+
+    @property
+    def runs(self) -> tuple[tuple[bool, int], ...]:
+        """The runs of equal layers: whether its layers are sparse, and how many they are."""
+        sparse = (self.num_experts > 0 and i not in self.dense_layers for i in range(self.num_layers))
+        return tuple((is_sparse, len(list(run))) for is_sparse, run in groupby(sparse))
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Sizes of the runs of identical layers. All layers are alike in the models supported today: one run."""
-        return (self.num_layers,)
+        """Sizes of the runs of equal layers."""
+        return tuple(size for _, size in self.runs)

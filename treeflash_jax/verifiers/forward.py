@@ -1,9 +1,10 @@
-"""The verifier: a Qwen3 (dense), Qwen2 or Llama language model as one pure forward pass.
+"""The verifier: a Qwen3 (dense or a mixture of experts), Qwen2 or Llama language model as one pure forward pass.
 
 One function serves prefill chunks, single tokens, chains and trees: they differ in positions and mask only. Logits are a
 separate call on the rows that are read (`vocab.unembed`).
 
-Shape suffixes: b batch, t new rows, d model, j tapped layers x model, v vocabulary.
+Shape suffixes: b batch, t new rows, d model, j tapped layers x model, v vocabulary,
+k experts of a row.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax import quantized, vocab
 from treeflash_jax.params import Spec
 from treeflash_jax.verifiers import cache as caches
-from treeflash_jax.verifiers import layers
+from treeflash_jax.verifiers import experts, layers
 from treeflash_jax.verifiers.attention import tree_attention
 from treeflash_jax.verifiers.config import ModelConfig
 
@@ -31,11 +32,13 @@ class Output:
       hidden_btd: after the final norm; `vocab.unembed` turns chosen rows into logits.
       features_btj: outputs of the tapped layers (residual stream, before the final norm), concatenated in tap order.
       rows: keys and values of the new rows, for `cache.append`.
+      routes: experts of the new rows, [b, t, k] for every sparse layer; a program that does not read them has none.
     """
 
     hidden_btd: jax.Array
     features_btj: jax.Array | None
     rows: caches.NewRows
+    routes: tuple[jax.Array, ...] = ()
 
 
 def specs(config: ModelConfig, quantize: str | None = None) -> dict[str, Any]:
@@ -48,7 +51,7 @@ def specs(config: ModelConfig, quantize: str | None = None) -> dict[str, Any]:
     table = Spec((config.vocab_size, config.hidden_size), ("vocab", "embed"), inputs=(1,))
     tree = {
         "embed": table,
-        "groups": [[layers.layer_specs(config) for _ in range(size)] for size in config.groups],
+        "groups": [[layers.layer_specs(config, is_sparse) for _ in range(size)] for is_sparse, size in config.runs],
         "norm": Spec((config.hidden_size,), (None,), "ones"),
     }
     return quantized.specs(tree if config.tie_embeddings else tree | {"unembed": table}, quantize)
@@ -62,6 +65,7 @@ def forward(
     mask_btu: jax.Array,
     cache: caches.KVCache | None = None,
     *,
+    earlier: caches.NewRows | None = None,
     taps: tuple[int, ...] = (),
     attention: str = "xla",
 ) -> Output:
@@ -74,6 +78,8 @@ def forward(
       positions_bt: their absolute positions.
       mask_btu: True where new row t sees new row u (causal for a chunk, ancestors for a tree).
       cache: committed rows, all visible to every new row; None for none.
+      earlier: keys and values [b, x, k, e] of rows that are in no cache yet, per group and layer. The mask [b, t, x + t]
+        then says for them, and after them for the new rows, whether row t sees them.
       taps: 0-based layers whose outputs are returned.
       attention: implementation name.
     """
@@ -82,19 +88,29 @@ def forward(
     length_b = None if cache is None else cache.length_b
     tapped: dict[int, jax.Array] = {}
     rows = []
+    routes = []
     index = 0
+
+    def mixture(weights, x_btd):
+        y_btd, ids_btk = experts.mixture(weights, config, x_btd)
+        routes.append(ids_btk)
+        return y_btd
+
     for g, group in enumerate(params["groups"]):
         group_rows = []
         for i, weights in enumerate(group):
+            before = None if earlier is None else earlier[g][i]
 
-            def attend(weights, x_btd, prefix=None if cache is None else cache.groups[g][i]):
+            def attend(weights, x_btd, prefix=None if cache is None else cache.groups[g][i], before=before):
                 q_bthe = layers.queries(weights, config, x_btd, table)
                 new = layers.keys_values(weights, config, x_btd, table)
-                mixed = tree_attention(q_bthe, *new, mask_btu, prefix, length_b, implementation=attention)
+                seen = new if before is None else [jnp.concatenate(pair, axis=1) for pair in zip(before, new, strict=True)]
+                mixed = tree_attention(q_bthe, *seen, mask_btu, prefix, length_b, implementation=attention)
                 return mixed, new
 
             with jax.named_scope(f"layer_{index}"):
-                x_btd, new = layers.decoder_layer(weights, x_btd, attend, config.rms_norm_eps)
+                mlp = mixture if "router" in weights else layers.swiglu
+                x_btd, new = layers.decoder_layer(weights, x_btd, attend, config.rms_norm_eps, mlp)
                 x_btd = meshes.constrain(x_btd, ("batch", None, None))
             if index in taps:
                 tapped[index] = x_btd
@@ -105,6 +121,7 @@ def forward(
         hidden_btd=layers.rms_norm(x_btd, params["norm"], config.rms_norm_eps),
         features_btj=jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None,
         rows=tuple(rows),
+        routes=tuple(routes),
     )
 
 

@@ -15,14 +15,15 @@ import numpy as np
 
 from treeflash_jax import quantized
 from treeflash_jax.params import Spec
+from treeflash_jax.verifiers import experts
 from treeflash_jax.verifiers.config import ModelConfig, Rope
 
 Params = dict[str, Any]
 Attend = Callable[[Params, jax.Array], tuple[jax.Array, Any]]
 
 
-def layer_specs(config: ModelConfig) -> Params:
-    """Weights of one decoder layer. Linear maps are stored [in, out], heads apart."""
+def layer_specs(config: ModelConfig, is_sparse: bool = False) -> Params:
+    """Weights of one decoder layer, dense or a mixture of experts. Linear maps are stored [in, out], heads apart."""
     d, h, k, e, f = (
         config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
     )  # fmt: skip
@@ -33,10 +34,15 @@ def layer_specs(config: ModelConfig) -> Params:
         "v": Spec((d, k, e), ("embed", "kv_heads", None), inputs=(0,)),
         "o": Spec((h, e, d), ("heads", None, "embed"), inputs=(0, 1)),
         "mlp_norm": Spec((d,), (None,), "ones"),
-        "gate": Spec((d, f), ("embed", "ffn"), inputs=(0,)),
-        "up": Spec((d, f), ("embed", "ffn"), inputs=(0,)),
-        "down": Spec((f, d), ("ffn", "embed"), inputs=(0,)),
     }
+    if is_sparse:
+        specs |= experts.specs(config)
+    else:
+        specs |= {
+            "gate": Spec((d, f), ("embed", "ffn"), inputs=(0,)),
+            "up": Spec((d, f), ("embed", "ffn"), inputs=(0,)),
+            "down": Spec((f, d), ("ffn", "embed"), inputs=(0,)),
+        }
     if config.qk_norm:
         specs |= {"q_norm": Spec((e,), (None,), "ones"), "k_norm": Spec((e,), (None,), "ones")}
     if config.qkv_bias:
@@ -154,8 +160,10 @@ def swiglu(params: Params, x_btd: jax.Array) -> jax.Array:
     return linear("btf,fd->btd", jax.nn.silu(gate_btf) * up_btf, params["down"])
 
 
-def decoder_layer(params: Params, x_btd: jax.Array, attend: Attend, eps: float) -> tuple[jax.Array, Any]:
-    """One pre-norm layer: x + attention(norm x), then x + swiglu(norm x).
+def decoder_layer(
+    params: Params, x_btd: jax.Array, attend: Attend, eps: float, mlp: Callable[[Params, jax.Array], jax.Array] = swiglu
+) -> tuple[jax.Array, Any]:
+    """One pre-norm layer: x + attention(norm x), then x + mlp(norm x).
 
     Args:
       params: weights of `layer_specs`.
@@ -163,10 +171,11 @@ def decoder_layer(params: Params, x_btd: jax.Array, attend: Attend, eps: float) 
       attend: maps the layer's weights and the normed input to attention output [b, t, h, e] and anything to hand back
         (new keys and values). Verifier and drafter differ here only.
       eps: of both norms.
+      mlp: the feed-forward part, of the layer's weights and the normed input.
 
     Returns:
       The new residual stream and what `attend` handed back.
     """
     mixed_bthe, extra = attend(params, rms_norm(x_btd, params["attention_norm"], eps))
     x_btd = x_btd + merge_heads(params, mixed_bthe)
-    return x_btd + swiglu(params, rms_norm(x_btd, params["mlp_norm"], eps)), extra
+    return x_btd + mlp(params, rms_norm(x_btd, params["mlp_norm"], eps)), extra

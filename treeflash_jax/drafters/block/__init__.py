@@ -27,6 +27,7 @@ from treeflash_jax.trees import TransitionTable
 OPTIONS = ("head", "block_size", "candidates", "children", "shortlist")
 READS_TOKENS = False
 MOST_LINKS = 2**26  # of a level: a table compares every child with every candidate below it
+DIALECT = "treeflash"
 
 
 def choose(config: DrafterConfig, options: Any) -> tuple[DrafterConfig, DraftSettings]:
@@ -122,6 +123,6 @@ def identity(params: Any, config: DrafterConfig, settings: DraftSettings) -> tup
 
 
 __all__ = [
-    "OPTIONS", "READS_TOKENS", "DraftSettings", "DrafterState", "HEADS", "Unembed", "choose", "draft_block",
+    "DIALECT", "OPTIONS", "READS_TOKENS", "DraftSettings", "DrafterState", "HEADS", "Unembed", "choose", "draft_block",
     "expand_block", "extend", "extend_work", "identity", "init", "specs", "stages", "work",
 ]  # fmt: skip

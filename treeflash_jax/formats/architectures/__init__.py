@@ -5,9 +5,10 @@ together in that record; `record.Architecture` says what each field means, `comm
 whose layers have other weights or other maths also needs them in `verifiers.layers.layer_specs`, by fields of
 `ModelConfig`.
 
-`qwen2` is one: `constants` says `qk_norm=False` and that queries, keys and values have biases, and `layer` names them. A
-mixture of experts: `keys` adds the number of experts, `derive` finds which layers are dense, and `layer` names the weights
-of both kinds; every layer takes those that its specs ask for.
+`qwen2` is one: `constants` says `qk_norm=False` and that queries, keys and values have biases, and `layer` names them.
+`qwen3_moe`, a mixture of experts, is another: `keys` adds the sizes of the experts, `derive` finds which layers are dense,
+`layer` names the weights of both kinds, of which every layer takes those that its specs ask for, and `layouts` has another
+form of them.
 
     from treeflash_jax.formats.architectures import ARCHITECTURES, common
     from treeflash_jax.formats.architectures.record import Architecture
@@ -32,10 +33,11 @@ from treeflash_jax.checks import quoted
 from treeflash_jax.formats.architectures.llama import LLAMA
 from treeflash_jax.formats.architectures.qwen2 import QWEN2
 from treeflash_jax.formats.architectures.qwen3 import QWEN3
+from treeflash_jax.formats.architectures.qwen3_moe import QWEN3_MOE
 from treeflash_jax.formats.architectures.record import Architecture
 from treeflash_jax.formats.keys import Keys
 
-ARCHITECTURES = {architecture.model_type: architecture for architecture in (QWEN3, LLAMA, QWEN2)}
+ARCHITECTURES = {architecture.model_type: architecture for architecture in (QWEN3, LLAMA, QWEN2, QWEN3_MOE)}
 
 
 def of(keys: Keys) -> Architecture:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,6 +58,7 @@ class Architecture:
       write: keys for these fields, from a ModelConfig.
       layer: where each weight of a layer lies, by our name, for all kinds of layers; names follow "model.layers.0.".
       outside: where the other weights lie.
+      layouts: other forms of `layer` that files may have; the tensors that they hold say which one it is.
       gguf: `general.architecture` of the family's GGUF files; None: they are not read.
       gguf_rotates_pairs: these files hold query and key rows for a rotation of neighbouring rows.
     """
@@ -73,6 +75,7 @@ class Architecture:
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     layer: Mapping[str, Entry]
     outside: Mapping[str, Entry]
+    layouts: tuple[Mapping[str, Entry], ...] = ()
     gguf: str | None = None
     gguf_rotates_pairs: bool = False
 
@@ -115,24 +118,45 @@ class Architecture:
             "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
         }
 
-    def entries(self, specs: Mapping[str, Any]) -> dict[str, Any]:
+    def entries(self, specs: Mapping[str, Any], names: Collection[str] = ()) -> dict[str, Any]:
         """Where each weight of a verifier lies.
 
         Args:
           specs: tree of Spec, of which "groups" holds the layers.
+          names: of the tensors in the files, where the family has several layouts; empty where files are to be written.
+
+        Raises:
+          ValueError: tensors of several layouts, or of none.
         """
         entries = {name: entry for name, entry in self.outside.items() if name in specs}
-        return entries | {"groups": self.layer_entries(specs["groups"], "model.")}
+        return entries | {"groups": self.layer_entries(specs["groups"], "model.", names)}
 
-    def layer_entries(self, groups: list[list[dict[str, Any]]], prefix: str) -> list[list[dict[str, Entry]]]:
+    def layer_entries(
+        self, groups: list[list[dict[str, Any]]], prefix: str, names: Collection[str] = ()
+    ) -> list[list[dict[str, Entry]]]:
         """Where each weight of a stack of layers lies; of `layer`, the weights that the specs ask for."""
         index = iter(range(sum(map(len, groups))))
+        table = self._table({name for group in groups for specs in group for name in specs}, names)
 
         def one(specs: Mapping[str, Any]) -> dict[str, Entry]:
             at = f"{prefix}layers.{next(index)}."
-            return {name: replace(self.layer[name], name=at + self.layer[name].name) for name in specs}
+            return {name: replace(table[name], name=at + table[name].name) for name in specs}
 
         return [[one(specs) for specs in group] for group in groups]
+
+    def _table(self, weights: Collection[str], names: Collection[str]) -> Mapping[str, Entry]:
+        """The form of `layer` that these tensors have."""
+        tables = (self.layer, *self.layouts)
+        own = [{table[name].name for name in weights} for table in tables]  # of each form
+        marks = [here - set.union(set(), *(other for other in own if other != here)) for here in own]
+        if not names or not any(marks):
+            return self.layer
+        kinds = {re.sub(r"\.\d+\.", ".{}.", name.partition(".layers.")[2].partition(".")[2]) for name in names}
+        found = [i for i, mark in enumerate(marks) if mark & kinds]
+        if len(found) != 1:
+            shown = " or ".join(min(mark) for mark in marks)
+            raise ValueError(f"got tensors of {'several' if found else 'none'} of these layouts, expected one: {shown}")
+        return tables[found[0]]
 
     def spare(self, specs: Mapping[str, Any]) -> tuple[str, ...]:
         """Tensors that files may hold though no weight wants them: some repeat a tied table."""

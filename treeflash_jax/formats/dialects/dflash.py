@@ -39,6 +39,9 @@ class DFlash(Dialect):
         dflash = keys.table("dflash_config", required=True)
         dflash.check_known({"mask_token_id", "target_layer_ids", "block_size"})
         layers = architectures.of(keys).read(keys, self.keys)
+        if layers.num_experts:
+            kind = quoted(layers.model_type)
+            raise ValueError(f"{keys.where}: got a drafter of model_type {kind}, expected one without experts")
         num_target_layers = keys.whole("num_target_layers")
         if "target_layer_ids" in dflash:
             taps = dflash.ids("target_layer_ids", INT32)

@@ -53,6 +53,9 @@ class Dialect:
           config: what `read_config` read.
           specs: tree of Spec, of the verifier or of the drafter.
           names: of the tensors in the files, where a dialect has several layouts; empty where files are to be written.
+
+        Raises:
+          ValueError: names of several layouts, or of none.
         """
         raise NotImplementedError
 

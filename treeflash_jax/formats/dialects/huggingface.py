@@ -25,7 +25,7 @@ class HuggingFace(Dialect):
         return architectures.of(keys).read(keys)
 
     def entries(self, config: ModelConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
-        return ARCHITECTURES[config.model_type].entries(specs)
+        return ARCHITECTURES[config.model_type].entries(specs, names)
 
     def stop_ids(self, path: Path, config: ModelConfig) -> tuple[int, ...]:
         """Those of config.json and of generation_config.json, united."""

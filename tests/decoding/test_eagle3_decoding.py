@@ -1,0 +1,242 @@
+"""Decoding with an EAGLE-3 drafter: the answers are those of one-token decoding, in one program that copies no cache.
+
+The vocabulary is small, so that even random weights draft tokens that are kept, and answers stop inside rounds.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import DATA, compilations
+
+import treeflash_jax as tf
+from treeflash_jax import params
+from treeflash_jax.cli import main
+from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.state import Weights
+from treeflash_jax.drafters import eagle3
+from treeflash_jax.formats import models
+from treeflash_jax.planning import rows_of
+from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.verifiers.config import ModelConfig
+
+VERIFIER = ModelConfig(
+    vocab_size=12, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
+    max_positions=512,
+)  # fmt: skip
+DRAFTER = eagle3.EagleConfig(
+    layers=replace(VERIFIER, num_layers=1, num_kv_heads=1),
+    target_hidden_size=16,
+    draft_vocab_size=10,
+    norm_output=True,
+    taps=(0, 0, 1),
+    num_depths=3,
+).fitted(VERIFIER)
+PROMPTS = [[3, 4, 5, 6, 7], [8], [2, 9, 4, 4, 1, 0, 3, 5, 7, 6, 2]]
+
+
+def pair(dtype=jnp.float64, mesh=None) -> tf.TreeFlash:
+    specs = verifier.specs(VERIFIER), eagle3.specs(DRAFTER)
+    trees = [params.initialize(one, jax.random.key(i), dtype, scale=0.5) for i, one in enumerate(specs)]
+    trees[1]["offsets"] = jnp.asarray([0] * 4 + [1] * 3 + [2] * 3, jnp.int32)  # neither 4 nor 8 can be drafted
+    if mesh is not None:
+        trees = [jax.device_put(tree, params.shardings(one, mesh)) for tree, one in zip(trees, specs, strict=True)]
+    return tf.TreeFlash(VERIFIER, Weights(*trees), drafter=DRAFTER, stop_ids=(), mesh=mesh)
+
+
+TREE = {"nodes": 12, "lanes": 4, "children": 6}
+DRAFTS = {
+    "best-first": TREE,
+    "all lanes": {"nodes": 16, "lanes": 15},
+    "best-first, few lanes": {"nodes": 8, "lanes": 2, "children": 3},
+    "one node": {"nodes": 1},
+    "two nodes": {"nodes": 2},
+    "many nodes": {"nodes": 64, "depths": 5},
+    "walk": {"builder": "walk", "depths": 4},
+}
+QUICK = ("best-first",)
+SAMPLED = {
+    "paths": {"builder": "paths", "nodes": 9},
+    "without replacement": {"builder": "without-replacement", "nodes": 9},
+    "hybrid": {"builder": "hybrid", "nodes": 9},
+}
+
+
+@pytest.fixture(scope="module")
+def wide():
+    with jax.enable_x64(True):
+        yield pair()
+
+
+@pytest.mark.filterwarnings("ignore:tau is")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in DRAFTS])
+def test_answers_are_those_of_one_token_decoding(wide, name):
+    """In float64, greedy and sampled with the same seed, three lengths together, with stops inside rounds."""
+    kept = stopped = 0
+    for temperature in (0.0, 0.7, [0.0, 0.7, 1.3]):
+        for seed in range(3):
+            how = {"max_new_tokens": 30 - seed, "temperature": temperature, "seed": seed}
+            how["stop_ids"] = [] if seed == 0 else [seed + 4]
+            plain = wide.generate(PROMPTS, builder="none", **how)
+            children = {"children": 6} | DRAFTS[name]
+            for found, expected in zip(wide.generate(PROMPTS, **children, **how), plain, strict=True):
+                assert found.ids == expected.ids and found.finished == expected.finished
+                kept += sum(found.accept_lengths) - len(found.accept_lengths)
+                stopped += found.finished == "stop" and found.cut > 0
+    assert kept > 20 or name == "one node"
+    assert stopped or name in ("one node", "two nodes", "walk")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_trees_give_the_greedy_answer(wide, name):
+    plain = wide.generate(PROMPTS, builder="none", max_new_tokens=20)
+    drafted = wide.generate(PROMPTS, max_new_tokens=20, children=6, **SAMPLED[name])
+    assert [one.ids for one in drafted] == [one.ids for one in plain]
+    assert wide.generate(PROMPTS, max_new_tokens=20, children=6, temperature=0.7, **SAMPLED[name])
+
+
+@pytest.mark.slow
+def test_a_batch_does_not_change_an_answer(wide):
+    how = {"max_new_tokens": 25, "temperature": [0.0, 0.7, 1.3], **TREE}
+    together = wide.generate(PROMPTS, batch_size=3, **how)
+    assert [one.ids for one in together] == [one.ids for one in wide.generate(PROMPTS, batch_size=1, **how)]
+
+
+def prefilled(model: tf.TreeFlash, settings: tf.GenerateConfig):
+    plan = model.plan(settings)
+    inputs = model.inputs(rows_of(PROMPTS, settings, VERIFIER), settings, size=3, capacity=256)
+    prefill = loops.prefill.lower(model.weights, *inputs, plan=plan.for_prefill()).compile()
+    return plan, prefill, prefill(model.weights, *inputs)
+
+
+@pytest.mark.usefixtures("as_users_compile")
+@pytest.mark.parametrize("builder", ["best-first", pytest.param("walk", marks=pytest.mark.slow)])
+def test_a_round_is_one_program_that_copies_no_cache(builder):
+    """It runs without a transfer, donates its state, and no loop in it copies a cache."""
+    model = pair(jnp.float32)
+    settings = tf.GenerateConfig(max_new_tokens=20, builder=builder, children=4, depths=2)
+    plan, prefill, state = prefilled(model, settings)
+    rounds = jax.device_put(jnp.int32(3))
+    decode = loops.decode.lower(model.weights, state, rounds, plan=plan).compile()
+    shapes = {x.shape for x in jax.tree.leaves((state.cache.groups, state.drafter.context.groups))}
+    assert len(shapes) == 2
+    for text in (prefill.as_text(), decode.as_text()):
+        for host in ("callback", "infeed", "outfeed", "send(", "recv("):
+            assert host not in text
+        inside = ""
+        for line in text.splitlines():
+            inside = line if line.endswith("{") and not line.startswith(" ") else inside
+            for shape in shapes:
+                copied = re.search(rf"= f32\[{','.join(map(str, shape))}\]\S* copy\(", line)
+                assert not copied or "ENTRY" in inside, line
+    held = jax.tree.leaves((state.cache.groups, state.drafter))
+    with jax.transfer_guard("disallow"):
+        after = decode(model.weights, state, rounds)
+    assert all(array.is_deleted() for array in held)
+    assert np.asarray(after.rounds_b).tolist() == [3, 3, 3]
+
+
+@pytest.mark.filterwarnings("ignore:tau is")
+def test_nothing_recompiles_when_only_values_change(wide):
+    def run(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        wide.generate(
+            [rng.integers(0, 12, rng.integers(1, 30)).tolist() for _ in range(3)],
+            max_new_tokens=int(rng.integers(1, 20)), batch_size=3, **TREE,
+            temperature=rng.choice([0.0, 0.6], 3).tolist(), seed=rng.integers(0, 99, 3).tolist(),
+            stop_ids=rng.integers(0, 12, rng.integers(0, 3)).tolist(), drafter_temperature=float(rng.choice([0.3, 1.0])),
+        )  # fmt: skip
+
+    run(0)
+    with compilations() as compiled:
+        for seed in range(1, 9):
+            run(seed)
+    assert not compiled
+
+
+def test_the_drafter_is_shown_every_token_once(wide):
+    """After a few rounds its context has the length of the verifier's, and holds what one prefill of the text gives."""
+    settings = tf.GenerateConfig(max_new_tokens=20, **TREE)
+    plan = wide.plan(settings)
+    inputs = wide.inputs(rows_of(PROMPTS, settings, VERIFIER), settings, size=3, capacity=256)
+    state = loops.prefill(wide.weights, *inputs, plan=plan.for_prefill())
+    state = loops.decode(wide.weights, state, jnp.int32(4), plan=plan)
+    end_b, drafter = np.asarray(state.end_b), state.drafter
+    np.testing.assert_array_equal(drafter.context.length_b, end_b - 1)
+    assert (end_b > [len(prompt) + 4 for prompt in PROMPTS]).any()
+    size = int(end_b.max()) - 1
+
+    @jax.jit
+    def at_once(weights, tokens_bt, count_b):
+        out = verifier.forward(
+            weights.verifier, VERIFIER, tokens_bt[:, :-1], jnp.broadcast_to(jnp.arange(size), (3, size)),
+            verifier.causal_mask(3, size), taps=DRAFTER.taps,
+        )  # fmt: skip
+        nothing, tables = eagle3.init(DRAFTER, 3, 256, jnp.float64), weights.verifier
+        return eagle3.extend(weights.drafter, tables, DRAFTER, nothing, out.features_btj, tokens_bt[:, 1:], count_b)
+
+    whole = at_once(wide.weights, state.tokens_bs[:, : size + 1], jnp.asarray(end_b - 1))
+    np.testing.assert_allclose(drafter.hidden_bd, whole.hidden_bd, atol=1e-10)
+    for x, y in zip(jax.tree.leaves(drafter.context.groups), jax.tree.leaves(whole.context.groups), strict=True):
+        for b, end in enumerate(end_b):
+            np.testing.assert_allclose(x[b, :, : end - 1], y[b, :, : end - 1], atol=1e-10)
+
+
+@pytest.mark.slow
+def test_through_every_command(tmp_path, capsys, tiny):
+    """A random drafter of the shipped verifier: generate, check, benchmarks, memory and calibration."""
+    sizes = replace(tiny.verifier, num_layers=1)
+    config = eagle3.EagleConfig(
+        layers=sizes, target_hidden_size=sizes.hidden_size, draft_vocab_size=sizes.vocab_size, num_depths=3
+    )
+    weights = params.initialize(eagle3.specs(config), jax.random.key(0))
+    folder, small = tmp_path / "drafter", ["--nodes", "4", "--depths", "2", "--children", "2"]
+    models.save_drafter(folder, config, weights)
+    prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    prompts.write_text('{"id": 1, "turns": ["Ada has 3 pens and buys 5 more. How many has she?"]}\n')
+    pair, short = ["--verifier", "tiny", "--drafter", str(folder)], ["--max-new-tokens", "12"]
+    assert main(["generate", *pair, "--chat", "How many legs have 3 cows?", *short, *small]) == 0
+    words = ["--pair", "tiny", str(folder), "--systems", "ar", "treeflash", "--prompts", str(prompts), *small, *short]
+    assert main(["bench", "run", *words, "--out", str(results)]) == 0
+    assert main(["bench", "report", str(results)]) == 0
+    words = ["--pair", "tiny", str(folder), "--context", "20", "--repeats", "1", *small]
+    assert main(["bench", "latency", *words, "--out", str(tmp_path / "latency.json")]) == 0
+    words = ["--shape", "tiny", "--drafter-shape", str(folder / "config.json"), "--dtype", "float32"]
+    assert main(["bench", "memory", *words, *small]) == 0
+    words = ["--batch", "1", "--context", "40", "--depths", "2", "--children", "2", "--nodes", "2", "4", "--limit", "1"]
+    budget = ["--out", str(tmp_path / "budget.json"), "--repeats", "1", "--max-new-tokens", "24"]
+    assert main(["calibrate", *pair, *words, *budget]) == 0
+    auto = ["--nodes", "auto", "--depths", "2", "--children", "2", "--budget", str(tmp_path / "budget.json")]
+    assert main(["generate", *pair, "--chat", "How many legs have 3 cows?", *short, *auto]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"candidates": 4}, "candidates"), ({"shortlist": 4}, "shortlist"), ({"head": "mlp"}, "head"),
+        ({"lanes": 16, "children": 4}, "lanes 16, expected at most 15"), ({"lanes": 0}, "lanes"),
+        ({"children": 11}, "children 11"),
+    ],
+)  # fmt: skip
+def test_options_that_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words) as error:
+        pair(jnp.float32).generate(PROMPTS, **settings)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_loads_with_its_verifier(tmp_path):
+    """By `load`, whose layer ids follow from the verifier; a misfit is refused before any weight is read."""
+    form = DATA / "eagle3" / "eagle"
+    sizes = replace(VERIFIER, vocab_size=48, hidden_size=12, num_layers=6)
+    models.save_verifier(tmp_path / "verifier", sizes, params.initialize(verifier.specs(sizes), jax.random.key(0)))
+    model = tf.load(verifier=tmp_path / "verifier", drafter=form, dtype="float32")
+    assert model.drafter.taps == (1, 2, 2) and model.weights.drafter["offsets"].dtype == jnp.int32
+    with pytest.raises(ValueError, match="hidden size"):
+        tf.load("tiny", drafter=form)

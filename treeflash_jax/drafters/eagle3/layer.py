@@ -1,0 +1,133 @@
+"""The one layer of an EAGLE-3 drafter, and what goes into and comes out of it.
+
+Row t pairs the feature of position t (or, while drafting, what the layer gave for position t - 1) with the token at t + 1:
+
+    carried_t = fc(features_t)                       or the fed-back output of row t - 1
+    read_t    = [norm(embed(token_{t+1})), norm(carried_t)]
+    hidden_t  = layer(queries, keys, values of read_t; residual carried_t; rotation at t)
+    unembed(norm(hidden_t))                          logits of the token at t + 2
+
+Shape suffixes: b batch, t rows, j tapped layers x verifier width, d drafter width, r 2 d, z draft vocabulary.
+
+Source: EAGLE-3 (arXiv 2503.01840); EAGLE-3.1 (arXiv 2605.09992).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from treeflash_jax import mesh as meshes
+from treeflash_jax import vocab
+from treeflash_jax.drafters.eagle3.config import EagleConfig
+from treeflash_jax.params import Spec
+from treeflash_jax.verifiers import layers
+
+Params = dict[str, Any]
+KeysValues = tuple[jax.Array, jax.Array]
+
+
+def specs(config: EagleConfig) -> Params:
+    """Weights of a drafter. Without `embed` the verifier's embedding table is read; token i of a draft is the verifier's
+    token i + offsets[i]."""
+    own, width = config.layers, config.layers.hidden_size
+    joined = config.num_taps * config.target_hidden_size
+    layer = layers.layer_specs(own) | {"hidden_norm": Spec((width,), (None,), "ones")}
+    for name in ("q", "k", "v"):
+        layer[name] = replace(layer[name], shape=(2 * width, *layer[name].shape[1:]))
+    tree = {
+        "fc": Spec((joined, width), ("embed", None)),
+        "layer": layer,
+        "norm": Spec((width,), (None,), "ones"),
+        "unembed": Spec((config.draft_vocab_size, width), ("vocab", "embed"), inputs=(1,)),
+    }
+    if config.own_embedding:
+        tree["embed"] = Spec((own.vocab_size, width), ("vocab", "embed"), inputs=(1,))
+    if config.draft_vocab_size < own.vocab_size:
+        tree["offsets"] = Spec((config.draft_vocab_size,), (None,), "zeros", dtype=jnp.int32)
+    if config.norm_before_fc:
+        tree["input_norm"] = Spec((joined,), (None,), "ones")
+    if config.fc_norm:
+        tree["fc_norm"] = [Spec((config.target_hidden_size,), (None,), "ones") for _ in range(config.num_taps)]
+    return tree
+
+
+def fuse(params: Params, config: EagleConfig, features_btj: jax.Array) -> jax.Array:
+    """The features of all tapped layers in the drafter's width, [b, t, d]."""
+    eps = config.layers.rms_norm_eps
+    if config.fc_norm:
+        parts = jnp.split(features_btj, config.num_taps, axis=-1)
+        normed = [layers.rms_norm(part, scale, eps) for part, scale in zip(parts, params["fc_norm"], strict=True)]
+        features_btj = jnp.concatenate(normed, axis=-1)
+    if config.norm_before_fc:
+        features_btj = layers.rms_norm(features_btj, params["input_norm"], eps)
+    return layers.linear("btj,jd->btd", features_btj, params["fc"])
+
+
+def feed_back(params: Params, config: EagleConfig, hidden_btd: jax.Array) -> jax.Array:
+    """What the next step carries of this one's output."""
+    return normed(params, config, hidden_btd) if config.norm_output else hidden_btd
+
+
+def normed(params: Params, config: EagleConfig, hidden_btd: jax.Array) -> jax.Array:
+    """What the vocabulary table reads."""
+    return layers.rms_norm(hidden_btd, params["norm"], config.layers.rms_norm_eps)
+
+
+def read(params: Params, tables: Any, config: EagleConfig, tokens_bt: jax.Array, carried_btd: jax.Array) -> jax.Array:
+    """What queries, keys and values are made of: the token that follows each row beside what the row carries, [b, t, r]."""
+    eps, layer = config.layers.rms_norm_eps, params["layer"]
+    embedded_btd = vocab.embed(params["embed"] if config.own_embedding else tables["embed"], tokens_bt)
+    parts = (
+        layers.rms_norm(embedded_btd.astype(carried_btd.dtype), layer["attention_norm"], eps),
+        layers.rms_norm(carried_btd, layer["hidden_norm"], eps),
+    )
+    return meshes.constrain(jnp.concatenate(parts, axis=-1), ("batch", None, None))
+
+
+def rotations(config: EagleConfig, positions_bt: jax.Array) -> Any:
+    """Of the rows at these positions."""
+    return layers.rotary_table(config.layers.rope, config.layers.head_dim, positions_bt)
+
+
+def keys_values(params: Params, config: EagleConfig, read_btr: jax.Array, table: Any) -> KeysValues:
+    """Keys and values of rows, each [b, t, k, e]."""
+    return layers.keys_values(params["layer"], config.layers, read_btr, table)
+
+
+def hidden(
+    params: Params,
+    config: EagleConfig,
+    read_btr: jax.Array,
+    carried_btd: jax.Array,
+    table: Any,
+    attend: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """The layer's output, [b, t, d].
+
+    Args:
+      params: weights of `specs`.
+      config: static.
+      read_btr: of `read`.
+      carried_btd: what `read` was given.
+      table: rotations of the rows.
+      attend: queries [b, t, h, e] -> mixed values [b, t, h, e] of what each row sees.
+    """
+    layer, eps = params["layer"], config.layers.rms_norm_eps
+    residual_btd = carried_btd
+    if config.norm_before_residual:
+        residual_btd = layers.rms_norm(carried_btd, layer["hidden_norm"], eps)
+    mixed_bthe = attend(layers.queries(layer, config.layers, read_btr, table))
+    x_btd = residual_btd + layers.merge_heads(layer, mixed_bthe)
+    x_btd += layers.swiglu(layer, layers.rms_norm(x_btd, layer["mlp_norm"], eps))
+    return meshes.constrain(x_btd, ("batch", None, None))
+
+
+def draft_ids(params: Params) -> jax.Array | None:
+    """The verifier's ids of the tokens that can be drafted; None: all tokens."""
+    offsets_z = params.get("offsets")
+    return None if offsets_z is None else jnp.arange(offsets_z.size, dtype=jnp.int32) + offsets_z
