@@ -18,7 +18,7 @@ from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters.language_model import LanguageModelConfig
 from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
-from treeflash_jax.memory import check_memory, footprint, memory_limit
+from treeflash_jax.memory import check_memory, footprint, room
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.suggest import suggesting
 
@@ -93,7 +93,7 @@ def load(
     tokenizer = Tokenizer.load(verifier)
     if isinstance(drafter_config, LanguageModelConfig):
         check_same_tokens(tokenizer, Tokenizer.load(drafter))
-    check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), memory_limit(mesh), mesh)
+    check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), room(mesh), mesh)
     if drafter is not None:  # from here on weights are read
         drafter_params = models.load_drafter(drafter, dtype=dtype, mesh=mesh)[1]
     config, verifier_params = models.load_verifier(verifier, dtype=dtype, mesh=mesh, quantize=quantize)

@@ -19,6 +19,7 @@ from train.data import Rows
 from train.stages import read_stage
 from treeflash_jax import params
 from treeflash_jax.drafters import Inputs, eagle3
+from treeflash_jax.drafters.lanes import LaneSettings
 from treeflash_jax.verifiers import forward as verifier
 from treeflash_jax.verifiers.config import ModelConfig
 
@@ -65,7 +66,7 @@ def drafted_along(weights, own, tokens_1s, *, drafter):
     out = verifier.forward(
         weights, MODEL, tokens_1s, jnp.arange(size)[None], verifier.causal_mask(1, size), taps=drafter.taps
     )
-    settings = eagle3.EagleSettings(children=drafter.draft_vocab_size)
+    settings = LaneSettings(children=drafter.draft_vocab_size, depths=STEPS, rows=1)
     padded_s = jnp.pad(tokens_1s[0], (0, STEPS + 2))
 
     def one(state, t):
