@@ -21,6 +21,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from treeflash_jax.drafters.language_model import LanguageModelConfig
 
 from train import blocks, config, losses
 from train.data import Rows
@@ -33,7 +34,6 @@ from treeflash_jax import vocab
 from treeflash_jax.checks import bounded
 from treeflash_jax.costs import Counter
 from treeflash_jax.drafters import language_model, steering
-from treeflash_jax.drafters.language_model import LanguageModelConfig
 from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.formats import models
 from treeflash_jax.pairs import locate
@@ -123,7 +123,14 @@ class LanguageModelStage(DraftingStage):
         return {name: tree for name, tree in stored.items() if name not in self.trains}
 
     def sums(
-        self, params: Any, frozen: Any, rows: Rows, keys_b: jax.Array, *, verifier: ModelConfig, drafter: LanguageModelConfig
+        self,
+        params: Any,
+        frozen: Any,
+        rows: Rows,
+        keys_b: jax.Array,
+        *,
+        verifier: ModelConfig,
+        drafter: LanguageModelConfig,
     ) -> Sums:
         return language_model_sums(params, frozen, rows, keys_b, settings=self, verifier=verifier, drafter=drafter)
 
@@ -134,7 +141,10 @@ class LanguageModelStage(DraftingStage):
         return float(teacher.flops + (3 if self.train_model else 2) * own.flops)
 
     def described(self, drafter: LanguageModelConfig) -> tuple[str, dict[str, Any]]:
-        sizes = {"layers, width": f"{drafter.layers.num_layers}, {drafter.layers.hidden_size}", "depths": drafter.num_depths}
+        sizes = {
+            "layers, width": f"{drafter.layers.num_layers}, {drafter.layers.hidden_size}",
+            "depths": drafter.num_depths,
+        }
         if drafter.steering is None:
             return "language model as a drafter", sizes
         sizes["reads verifier layers"] = ", ".join(map(str, drafter.steering.taps))
@@ -183,9 +193,11 @@ def language_model_sums(
         shift = training_shift(own["steering"], rows, keys_b, teacher.features_bsj, settings.offset)
     mask_btu = blocks.document_mask(rows.segments_rt)
     run = jax.checkpoint(
-        lambda own: model_of.forward(
-            own, drafter.layers, rows.tokens_rt, rows.positions_rt, mask_btu, attention="chunked", shift=shift
-        ).hidden_btd
+        lambda own: (
+            model_of.forward(
+                own, drafter.layers, rows.tokens_rt, rows.positions_rt, mask_btu, attention="chunked", shift=shift
+            ).hidden_btd
+        )
     )
     hidden_btd = run(own["model"])
     labels_bt, weights_bt = (jnp.roll(x, -1, axis=1).at[:, -1].set(0) for x in (rows.tokens_rt, rows.weights_rt))

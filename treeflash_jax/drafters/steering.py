@@ -58,7 +58,7 @@ class SteeringConfig:
             )
         if not all(0 <= tap < verifier.num_layers for tap in self.taps):
             raise ValueError(
-                f"got steering that reads layers {quoted(list(self.taps))}, expected 0 to {verifier.num_layers - 1} (verifier)"
+                f"got steering by layers {quoted(list(self.taps))}, expected 0 to {verifier.num_layers - 1} (verifier)"
             )
 
 
@@ -105,7 +105,7 @@ def shifts(own: dict[str, Any], normed_bd: jax.Array) -> jax.Array:
 
 
 def layer_shifts(own: dict[str, Any], normed_btd: jax.Array) -> Callable[[int], jax.Array]:
-    """The shift of one layer at every row, [b, t, f]: for training, where all rows of all layers would take too much room."""
+    """The shift of one layer at every row, [b, t, f]: training has too many rows for all layers at once."""
     if "project" in own:
         return lambda layer: jnp.einsum("btd,df->btf", normed_btd, own["project"][:, layer])
     low_btr = jnp.einsum("btd,dr->btr", normed_btd, own["down"])
