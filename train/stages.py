@@ -8,9 +8,10 @@ from os import PathLike
 from train import config
 from train.drafter import DrafterStage
 from train.drafting import DraftingStage
+from train.eagle3 import Eagle3Stage
 from train.head import HeadStage
 
-STAGES: dict[str, type[DraftingStage]] = {"head": HeadStage, "drafter": DrafterStage}
+STAGES: dict[str, type[DraftingStage]] = {"head": HeadStage, "drafter": DrafterStage, "eagle3": Eagle3Stage}
 
 
 def read_stage(path: str | PathLike, overrides: Sequence[str] = ()) -> DraftingStage:

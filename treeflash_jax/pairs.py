@@ -37,7 +37,7 @@ def locate(name: str | Path, part: Part = "verifier", revision: str | None = Non
 
     Args:
       name: of a pair, meaning its `part`; a folder, a GGUF file, or a Hub id.
-      part: of a pair.
+      part: of a pair. Without a drafter of its own, its verifier drafts, as a language model.
       revision: of a Hub id.
       local_files_only: take Hub ids from the local cache only.
 
@@ -49,15 +49,10 @@ def locate(name: str | Path, part: Part = "verifier", revision: str | None = Non
     """
     pair = PAIRS.get(str(name))
     if pair is None:
-        path = _path(name, revision, local_files_only)
-        if part == "drafter" and gguf.is_gguf(path):
-            raise ValueError(f"{path}: got a GGUF file, expected a drafter's folder or Hub id: such files hold verifiers")
-        return path
-    if part == "verifier":
-        return pair.verifier(revision, local_files_only)
-    if not pair.drafter.is_dir():
-        raise ValueError(f"no drafter ships for {name!r} in this version; give drafter=<folder or Hub id>, or 'none'")
-    return pair.drafter
+        return _path(name, revision, local_files_only)
+    if part == "drafter" and pair.drafter.is_dir():
+        return pair.drafter
+    return pair.verifier(revision, local_files_only)
 
 
 def choose(

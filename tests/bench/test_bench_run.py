@@ -90,7 +90,7 @@ def test_a_run_records_what_generate_gives(tiny, prompts, tmp_path, monkeypatch,
     lengths = answer.accept_lengths + again.accept_lengths
     assert record["rounds"] == len(lengths) and record["committed"] == sum(lengths)
     assert record["finished"] == [answer.finished, again.finished] and record["thinking"] is False
-    drafts = {"nodes": 8, "candidates": 4, "children": 4, "shortlist": 0, "head": "mlp"}
+    drafts = {"nodes": 8, "candidates": 4, "children": 4, "shortlist": 0, "depths": None, "head": "mlp"}
     drafts |= {"builder": "best-first", "acceptance": "sample-and-match"}
     drafts |= dict.fromkeys(("branches", "trunk", "skeleton", "leaves", "lanes"))  # sizes of sampled trees only
     drafts |= {"drafter_temperature": tiny.drafter.drafter_temperature, "drafter_temperature_rule": "max(it, min(T, 1))"}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import copies_in_loops
 from conftest import compilations, random_pair
 
 from treeflash_jax import TreeFlash, clock, programs, serving
@@ -136,16 +136,6 @@ def test_a_round_stays_on_the_device_and_donates_its_state():
         array.nbytes for array in jax.tree.leaves(after.cache.groups)
     )
     assert np.asarray(after.rounds_b).tolist() == [3, 3]
-
-
-def copies_in_loops(program, shape: tuple[int, ...]) -> list[str]:
-    """Lines of a compiled program, outside its entry, that copy a float32 array of this shape."""
-    inside, copies = "", []
-    copy = re.compile(rf"= f32\[{','.join(map(str, shape))}\]\S* copy\(")
-    for line in program.as_text().splitlines():
-        inside = line if line.endswith("{") and not line.startswith(" ") else inside
-        copies += [line] if copy.search(line) and "ENTRY" not in inside else []
-    return copies
 
 
 @pytest.mark.usefixtures("as_users_compile")

@@ -337,8 +337,11 @@ def test_bad_drafter_configs(change, words):
     assert_refused(lambda: parse("drafter", {**TREEFLASH_4B, **change}, "there/config.json"), ("there/config.json", *words))
 
 
-def test_a_verifier_is_no_drafter():
-    assert_refused(lambda: parse("drafter", QWEN3_4B, "there/config.json"), ("there/config.json", "dflash_config"))
+def test_a_verifier_may_draft_for_another():
+    drafter = parse("drafter", QWEN3_4B)
+    assert (drafter.kind, drafter.layers) == ("language model", parse("verifier", QWEN3_4B))
+    unknown = {**QWEN3_4B, "model_type": "gpt2"}
+    assert_refused(lambda: parse("drafter", unknown, "there/config.json"), ("there/config.json", "gpt2", "dflash_config"))
 
 
 @pytest.mark.parametrize("change, words", MISFITS.values(), ids=MISFITS)

@@ -355,7 +355,7 @@ def test_damaged_folders(pair, which, damage, words):
 
 def test_swapped_folders(pair):
     assert_refused(lambda: models.load_verifier(pair[1]), ("drafter", "dflash_config"))
-    assert_refused(lambda: models.load_drafter(pair[0]), (str(pair[0]), "dflash_config"))
+    assert models.load_drafter(pair[0])[0].kind == "language model"
     assert_refused(lambda: tf.load(verifier=pair[1], drafter=pair[0]), ("dflash_config",))
 
 

@@ -194,7 +194,7 @@ def settings_of(
         "verifier_parameters": _count(verifier.specs(plan.verifier)),
         "drafter_parameters": _count(drafters.of(plan.drafter).specs(plan.drafter)),
         "block_size": getattr(plan.drafter, "block_size", None),
-        **{name: getattr(plan.draft, name, None) for name in ("head", "candidates", "children", "shortlist")},
+        **{name: getattr(plan.draft, name, None) for name in ("head", "candidates", "children", "shortlist", "depths")},
         "dtype": dtype.name,
         "mesh": None if mesh is None else dict(mesh.shape),
         "batch": batch,

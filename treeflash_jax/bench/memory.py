@@ -102,7 +102,7 @@ def report(arguments: argparse.Namespace) -> int:
         "dtype": dtype.name,
         "quantize": arguments.quantize,
         "nodes": plan.num_nodes,
-        **{name: getattr(plan.draft, name, None) for name in ("head", "candidates", "children", "shortlist")},
+        **{name: getattr(plan.draft, name, None) for name in ("head", "candidates", "children", "shortlist", "depths")},
         "builder": plan.builder,
         "acceptance": plan.rule,
         "attention": plan.attention,

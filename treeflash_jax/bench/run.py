@@ -294,7 +294,7 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
         "quantize": model.quantize,
         "format": bench.format,
         "nodes": ("auto" if config.nodes == "auto" else plan.num_nodes) if plan.drafts else None,
-        **{name: getattr(plan.draft, name, None) for name in ("head", "candidates", "children", "shortlist")},
+        **{name: getattr(plan.draft, name, None) for name in ("head", "candidates", "children", "shortlist", "depths")},
         "builder": plan.builder,
         "acceptance": plan.rule if plan.drafts else None,
         **shape,

@@ -17,6 +17,7 @@ from treeflash_jax import drafters, quantized
 from treeflash_jax import mesh as meshes
 from treeflash_jax.decoding.loops import Weights
 from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers, fresh_layers
+from treeflash_jax.drafters.language_model import LanguageModelConfig
 from treeflash_jax.formats import models
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.pairs import locate
@@ -161,14 +162,18 @@ def named(name: str) -> ModelConfig:
     return models.read_verifier_config(name)
 
 
-def named_drafter(path: str) -> DrafterConfig:
-    """The sizes of a drafter from its config.json or folder.
+def named_drafter(path: str) -> Any:
+    """The sizes of a drafter from its config.json or folder; of a verifier's, or by its name, a language model that drafts.
 
     Raises:
       ValueError: nothing there, or a config that is not implemented.
     """
+    if path in VERIFIERS:
+        return LanguageModelConfig(layers=VERIFIERS[path])
     if not Path(path).exists():
-        raise ValueError(f"{path} not found, expected a drafter's config.json or its folder")
+        raise ValueError(
+            f"{path} not found, expected a drafter's config.json or its folder, or one of {', '.join(VERIFIERS)}"
+        )
     return models.read_drafter_config(path)
 
 

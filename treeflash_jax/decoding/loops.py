@@ -70,6 +70,7 @@ def _read(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, plan: Dec
     chunk = min(plan.prefill_chunk, capacity)
     dtype = weights.verifier["embed"].dtype
     drafter = drafters.of(plan.drafter).init(plan.drafter, batch, capacity, dtype) if plan.drafts else None
+    reads_prompt = plan.drafts and drafters.reads_prompt(plan.drafter)
     waits = plan.drafts and drafters.of(plan.drafter).READS_TOKENS
     width = plan.verifier.hidden_size
     last = {"hidden": jnp.zeros((batch, width), dtype)}
@@ -88,15 +89,16 @@ def _read(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, plan: Dec
             taps=plan.taps, attention=plan.attention,
         )  # fmt: skip
         if plan.drafts:
-            known_b = jnp.clip(length_b - 1 - offset, 0, chunk) if waits else count_b
+            known_b = jnp.clip(length_b - 1 - offset, 0, chunk) if waits and not reads_prompt else count_b
+            shown = (None, tokens_bt) if reads_prompt else (out.features_btj, next_bt)
             drafter = meshes.pin(drafter, drafter.axes())
-            drafter = rounds.extend_drafter(weights, drafter, plan, out.features_btj, next_bt, known_b)
+            drafter = rounds.extend_drafter(weights, drafter, plan, *shown, known_b)
 
         def ends(x_btd: jax.Array, before_bd: jax.Array) -> jax.Array:
             end_bd = jnp.take_along_axis(x_btd, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)[:, 0]
             return jnp.where((count_b > 0)[:, None], end_bd, before_bd)
 
-        found = {"hidden": out.hidden_btd, "features": out.features_btj}
+        found = {"hidden": out.hidden_btd, "features": rounds.features_of(out, plan)}
         last = {name: ends(found[name], before_bd) for name, before_bd in last.items()}
         # Always all of them: it makes stores wait for the pass, see `append`.
         kept_b = jnp.where(jnp.isnan(last["hidden"][:, 0]), 0, count_b)

@@ -156,7 +156,14 @@ def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, pla
             taps=plan.taps,
             attention=plan.attention,
         )
-        return Verified(verifier.logits(weights.verifier, out.hidden_btd), out.features_btj, out.rows)
+        return Verified(verifier.logits(weights.verifier, out.hidden_btd), features_of(out, plan), out.rows)
+
+
+def features_of(out: verifier.Output, plan: DecodePlan) -> jax.Array | None:
+    """What a drafter reads of new rows: their tapped features, of no width where it taps no layer."""
+    if plan.taps or not plan.drafts:
+        return out.features_btj
+    return jnp.zeros((*out.hidden_btd.shape[:2], 0), out.hidden_btd.dtype)
 
 
 def accept_path(

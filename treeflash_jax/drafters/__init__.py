@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import jax
 
 from treeflash_jax.costs import Counter, Work
-from treeflash_jax.drafters import block, eagle3
+from treeflash_jax.drafters import block, eagle3, language_model
 from treeflash_jax.drafters.inputs import Inputs
 from treeflash_jax.trees.expander import Expander
 from treeflash_jax.verifiers.config import ModelConfig
@@ -76,6 +76,8 @@ class Drafter(Protocol):
         temperature of the draft is every drafter's.
       READS_TOKENS: whether `extend` reads the tokens. A row's token is known one step after its features.
       DIALECT: the file dialect (`formats.dialects`) that it is saved in unless another one is asked for.
+      READS_PROMPT: optional. Where it is True, prompts are shown as their own tokens, from the first on, and without
+        features (None): for drafters that read a text as the verifier does. Tokens after the prompt come as to any other.
     """
 
     OPTIONS: tuple[str, ...]
@@ -146,7 +148,12 @@ class Drafter(Protocol):
         """What measurements of this drafter depend on: named sizes and settings, and arrays that tell weights apart."""
 
 
-DRAFTERS: dict[str, Drafter] = {"block": block, "eagle3": eagle3}
+DRAFTERS: dict[str, Drafter] = {"block": block, "eagle3": eagle3, "language model": language_model}
+
+
+def reads_prompt(config: DrafterSizes) -> bool:
+    """Whether this drafter is shown prompts as their own tokens; see `Drafter`."""
+    return getattr(of(config), "READS_PROMPT", False)
 
 
 def of(config: DrafterSizes) -> Drafter:
@@ -154,4 +161,4 @@ def of(config: DrafterSizes) -> Drafter:
     return DRAFTERS[config.kind]
 
 
-__all__ = ["DRAFTERS", "Drafter", "DrafterSizes", "Expander", "Inputs", "State", "of"]
+__all__ = ["DRAFTERS", "Drafter", "DrafterSizes", "Expander", "Inputs", "State", "of", "reads_prompt"]

@@ -37,6 +37,7 @@ Source: EAGLE-2 (arXiv 2406.16858) and EAGLE-3 (arXiv 2503.01840), tree drafting
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -47,6 +48,7 @@ from jax import lax
 from treeflash_jax import mesh as meshes
 from treeflash_jax import vocab
 from treeflash_jax.params import Spec
+from treeflash_jax.trees import BUILDERS
 from treeflash_jax.verifiers.cache import KVCache
 
 
@@ -91,6 +93,32 @@ class Below:
 
 
 Step = Callable[[Any, Row], Below]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneSettings:
+    """Static sizes of a draft in lanes: what `choose` of such a drafter returns.
+
+    Attributes:
+      children: of a row.
+      depths: the deepest level drafted.
+      rows: that the network runs in a level: the lanes of best-first search, 1 of a chain, all nodes of a sampled tree.
+    """
+
+    children: int
+    depths: int
+    rows: int
+
+    @staticmethod
+    def of(config: Any, options: Any) -> LaneSettings:
+        """Of a call with these options (`settings.GenerateConfig`), with a drafter of this config."""
+        builder = BUILDERS[options.builder or "best-first"] if options.builder != "none" else None
+        nodes = config.num_nodes if options.nodes in (None, "auto") else options.nodes
+        if builder is None or builder.is_chain:
+            rows = 1
+        else:
+            rows = nodes if builder.draws else min(options.lanes or config.lanes or nodes, max(nodes - 1, 1))
+        return LaneSettings(children=options.children, depths=config.num_depths, rows=rows)
 
 
 @struct.dataclass

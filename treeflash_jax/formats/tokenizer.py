@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.checks import clipped
+from treeflash_jax.checks import clipped, quoted
 from treeflash_jax.files import regular
 from treeflash_jax.formats import gguf, gguf_tokenizer
 
@@ -149,6 +149,25 @@ class Tokenizer:
     def _longest(self) -> int:
         """Bytes of the longest token."""
         return max((len(token.encode("utf-8", "replace")) for token in self.inner.get_vocab()), default=1)
+
+
+def check_same_tokens(verifier: Tokenizer | None, drafter: Tokenizer | None) -> None:
+    """Compares the tokens of all ids, added ones included; where one of them has no tokenizer there is nothing to compare.
+
+    Raises:
+      ValueError: an id that stands for another token, or for none.
+    """
+    if verifier is None or drafter is None:
+        return
+    ours, theirs = ({id: token for token, id in one.inner.get_vocab().items()} for one in (verifier, drafter))
+    different = [id for id in ours.keys() | theirs.keys() if ours.get(id) != theirs.get(id)]
+    if different:
+        first = min(different)
+        got, expected = ("no token" if one.get(first) is None else quoted(one[first]) for one in (theirs, ours))
+        raise ValueError(
+            f"drafter does not fit the verifier: got {got} as token {first} of the language model that drafts, expected "
+            f"{expected} ({len(different)} tokens differ); use a smaller model of the same family"
+        )
 
 
 @contextmanager

@@ -65,6 +65,7 @@ def forward(
     mask_btu: jax.Array,
     cache: caches.KVCache | None = None,
     *,
+    earlier: caches.NewRows | None = None,
     taps: tuple[int, ...] = (),
     attention: str = "xla",
 ) -> Output:
@@ -77,6 +78,8 @@ def forward(
       positions_bt: their absolute positions.
       mask_btu: True where new row t sees new row u (causal for a chunk, ancestors for a tree).
       cache: committed rows, all visible to every new row; None for none.
+      earlier: keys and values [b, x, k, e] of rows that are in no cache yet, per group and layer. The mask [b, t, x + t]
+        then says for them, and after them for the new rows, whether row t sees them.
       taps: 0-based layers whose outputs are returned.
       attention: implementation name.
     """
@@ -96,11 +99,13 @@ def forward(
     for g, group in enumerate(params["groups"]):
         group_rows = []
         for i, weights in enumerate(group):
+            before = None if earlier is None else earlier[g][i]
 
-            def attend(weights, x_btd, prefix=None if cache is None else cache.groups[g][i]):
+            def attend(weights, x_btd, prefix=None if cache is None else cache.groups[g][i], before=before):
                 q_bthe = layers.queries(weights, config, x_btd, table)
                 new = layers.keys_values(weights, config, x_btd, table)
-                mixed = tree_attention(q_bthe, *new, mask_btu, prefix, length_b, implementation=attention)
+                seen = new if before is None else [jnp.concatenate(pair, axis=1) for pair in zip(before, new, strict=True)]
+                mixed = tree_attention(q_bthe, *seen, mask_btu, prefix, length_b, implementation=attention)
                 return mixed, new
 
             with jax.named_scope(f"layer_{index}"):

@@ -1,0 +1,244 @@
+"""Language models as drafters: their state, full acceptance of the verifier's own drafts, and losslessness in float64."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import copies_in_loops
+from conftest import RANDOM_MODEL, needs_8_devices
+from test_extending import goes_through_everything
+
+import treeflash_jax as tf
+from treeflash_jax import params, programs
+from treeflash_jax.cli import main
+from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.state import Weights
+from treeflash_jax.drafters import language_model as own
+from treeflash_jax.formats import models
+from treeflash_jax.planning import rows_of
+from treeflash_jax.verifiers import forward as verifier
+
+SMALL = replace(RANDOM_MODEL, num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, intermediate_size=32)
+TEXTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12] * 5, [13]]  # the second is longer than a chunk of the prefill
+pytestmark = pytest.mark.filterwarnings("ignore:tau is")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float64():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def fresh(config, seed: int, scale: float = 0.3, dtype=jnp.float64):
+    return params.initialize(verifier.specs(config), jax.random.key(seed), dtype, scale)
+
+
+def a_pair(noise: float, mesh=None, dtype=jnp.float64, **sizes) -> tf.TreeFlash:
+    """A random verifier, and as its drafter the same weights with noise on them."""
+    weights = fresh(RANDOM_MODEL, 0, dtype=dtype)
+    drafter = jax.tree.map(lambda x, y: x + noise * y, weights, fresh(RANDOM_MODEL, 1, dtype=dtype))
+    config = own.LanguageModelConfig(layers=RANDOM_MODEL, **sizes)
+    if mesh is not None:
+        place = params.shardings(verifier.specs(RANDOM_MODEL), mesh)
+        weights, drafter = (jax.device_put(tree, place) for tree in (weights, drafter))
+    return tf.TreeFlash(RANDOM_MODEL, Weights(weights, drafter), drafter=config, mesh=mesh)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tf.TreeFlash:
+    return a_pair(0.15)
+
+
+@pytest.fixture(scope="module")
+def oracle() -> tf.TreeFlash:
+    return a_pair(0.0)
+
+
+def a_state(config, batch: int = 2):
+    return own.init(config, batch, 64, jnp.float64)
+
+
+def assert_same_state(found, expected) -> None:
+    """Up to the slots past the end of a text."""
+    np.testing.assert_array_equal(found.context.length_b, expected.context.length_b)
+    np.testing.assert_allclose(found.hidden_bd, expected.hidden_bd, atol=1e-12)
+    for x, y in zip(jax.tree.leaves(found.context.groups), jax.tree.leaves(expected.context.groups), strict=True):
+        for b, length in enumerate(np.asarray(expected.context.length_b)):
+            np.testing.assert_allclose(x[b, :, :length], y[b, :, :length], atol=1e-12)
+
+
+def test_reading_in_one_call_is_reading_row_by_row_and_the_whole_text_at_once():
+    config = own.LanguageModelConfig(layers=SMALL)
+    weights = fresh(SMALL, 2)
+    extend = jax.jit(partial(own.extend, weights, None, config))
+    tokens_bt = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 12)))
+    counts = jnp.asarray([12, 7])
+    at_once = extend(a_state(config), None, tokens_bt, counts)
+    by_rows = a_state(config)
+    for i in range(12):
+        by_rows = extend(by_rows, None, tokens_bt[:, i : i + 1], (i < counts).astype(int))
+    assert_same_state(by_rows, at_once)
+    in_parts = extend(
+        extend(a_state(config), None, tokens_bt[:, :5], jnp.asarray([5, 5])), None, tokens_bt[:, 5:], counts - 5
+    )
+    assert_same_state(in_parts, at_once)
+    whole = verifier.forward(weights, SMALL, tokens_bt, jnp.arange(12)[None], verifier.causal_mask(2, 12))
+    np.testing.assert_allclose(at_once.hidden_bd, whole.hidden_btd[jnp.arange(2), counts - 1], atol=1e-12)
+    assert_same_state(extend(at_once, None, tokens_bt, jnp.zeros(2, int)), at_once)
+
+
+@pytest.mark.slow
+def test_the_context_holds_the_text_and_the_anchor(pair):
+    """After the prompts and after rounds: one row more than the verifier's cache, those of the text read from its start."""
+    config = tf.GenerateConfig(nodes=8, max_new_tokens=30)
+    plan = pair.plan(config)
+    inputs = pair.inputs(rows_of(TEXTS, config, pair.verifier), config, size=3, capacity=256)
+    state = loops.prefill(pair.weights, *inputs, plan=plan.for_prefill())
+
+    def check(state) -> None:
+        np.testing.assert_array_equal(state.drafter.context.length_b, state.cache.length_b + 1)
+        np.testing.assert_array_equal(state.drafter.context.length_b, state.end_b)
+        empty = own.init(pair.drafter, 3, 256, jnp.float64)
+        whole = own.extend(pair.weights.drafter, None, pair.drafter, empty, None, state.tokens_bs[:, :128], state.end_b)
+        assert_same_state(state.drafter, whole)
+
+    check(state)
+    check(loops.decode(pair.weights, state, jnp.int32(4), plan=plan))
+
+
+ORACLES = [{"builder": "walk"}, {"builder": "walk", "depths": 3}]
+ORACLES += [{"builder": "hybrid", "nodes": 9, "skeleton": 1.0, "drafter_temperature": 0.02}]
+
+
+@pytest.mark.parametrize(
+    "how", [{"nodes": 17, "drafter_temperature": 0.02}, *(pytest.param(how, marks=pytest.mark.slow) for how in ORACLES)]
+)
+def test_what_the_verifier_itself_drafts_is_accepted_to_full_depth(oracle, how):
+    result = oracle.generate([[1, 2, 3]], max_new_tokens=40, stop_ids=(), **how)[0]
+    depths = how.get("depths", 8)
+    assert set(result.accepted_before_cut[:-1]) == {depths + 1}
+
+
+BUDGETS = [{"nodes": 16}, {"builder": "walk"}]
+MORE = [{"nodes": nodes} for nodes in (1, 2, 5, 64)] + [{"builder": "walk", "depths": 1}]
+MORE += [{"nodes": 16, "lanes": lanes, "depths": 5} for lanes in (1, 15)]
+
+
+def plain_and_drafted(model: tf.TreeFlash, draft: dict, **settings) -> None:
+    expected = model.generate(TEXTS, builder="none", batch_size=3, **settings)
+    found = model.generate(TEXTS, batch_size=3, children=8, **draft, **settings)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.ids, one.finished) == (other.ids, other.finished), draft
+        assert 1 + sum(one.accept_lengths) == len(one.ids)
+
+
+@pytest.mark.parametrize("draft", BUDGETS + [pytest.param(draft, marks=pytest.mark.slow) for draft in MORE], ids=str)
+def test_drafted_output_is_one_token_output(pair, draft):
+    mixed = {"temperature": [0.0, 0.7, 1.3], "top_k": [0, 0, 9], "seed": 3}
+    for settings in ({}, mixed, mixed | {"seed": 4, "max_new_tokens": 1}):
+        plain_and_drafted(pair, draft, **{"max_new_tokens": 24, "stop_ids": ()} | settings)
+    for text in pair.generate(TEXTS, builder="none", batch_size=3, max_new_tokens=24, stop_ids=(), **mixed):
+        plain_and_drafted(pair, draft, max_new_tokens=24, stop_ids=(text.ids[11],), **mixed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("builder", ["paths", "delayed", "without-replacement", "hybrid"])
+def test_sampled_trees_leave_greedy_answers_as_they_are(pair, builder):
+    plain_and_drafted(pair, {"builder": builder, "nodes": 7}, max_new_tokens=20, stop_ids=())
+
+
+@pytest.mark.usefixtures("as_users_compile")
+@pytest.mark.parametrize("builder", ["best-first", pytest.param("walk", marks=pytest.mark.slow)])
+def test_a_round_is_one_program_that_copies_no_cache(builder):
+    model = a_pair(0.15, dtype=jnp.float32)
+    config = tf.GenerateConfig(builder=builder, max_new_tokens=20, nodes=8, children=4)
+    plan = model.plan(config)
+    inputs = model.inputs(rows_of([[1, 2, 3], [4, 5]], config, model.verifier), config, size=2, capacity=256)
+    prefill = loops.prefill.lower(model.weights, *inputs, plan=plan.for_prefill()).compile()
+    state, rounds = prefill(model.weights, *inputs), jax.device_put(jnp.int32(3))
+    decode = loops.decode.lower(model.weights, state, rounds, plan=plan).compile()
+    [shape] = {x.shape for x in jax.tree.leaves((state.cache.groups, state.drafter.context.groups))}
+    for program in (prefill, decode):
+        assert copies_in_loops(program, shape) == []
+    assert not [word for word in ("callback", "infeed", "outfeed", "send(", "recv(") if word in decode.as_text()]
+    caches = jax.tree.leaves((state.cache.groups, state.drafter.context.groups))
+    with jax.transfer_guard("disallow"):
+        after = decode(model.weights, state, rounds)
+    assert all(array.is_deleted() for array in caches)
+    assert np.asarray(after.rounds_b).tolist() == [3, 3]
+
+
+@needs_8_devices
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"nodes": 8}, {"builder": "walk"}, {"builder": "paths", "nodes": 8}], ids=str)
+def test_eight_devices_answer_as_one(pair, how):
+    settings = {"max_new_tokens": 20, "stop_ids": (), "children": 4}
+    texts = [*TEXTS, [9, 8]]
+    expected = [result.ids for result in pair.generate(texts, builder="none", **settings)]
+    programs.clear()
+    model = a_pair(0.15, mesh=tf.make_mesh(4, 2))
+    assert [result.ids for result in model.generate(texts, **how, **settings)] == expected
+    [text] = [program.run.as_text() for program in programs.compiled(loops.decode)]
+    gathered = [line.split(" all-gather")[0] for line in text.splitlines() if " all-gather(" in line]
+    assert gathered and not [line for line in gathered if "64]" in line.split("{")[0] or ",256," in line]
+
+
+# Files
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    """A verifier and two small models, one of them with another vocabulary."""
+    where = tmp_path_factory.mktemp("models")
+    for name, config in (("big", RANDOM_MODEL), ("small", SMALL), ("other", replace(SMALL, vocab_size=60))):
+        models.save_verifier(where / name, config, fresh(config, 3, dtype=jnp.float32), jnp.float32)
+    return {name: str(where / name) for name in ("big", "small", "other")}
+
+
+def test_a_folder_of_a_language_model_drafts(folders, capsys):
+    model = tf.load(folders["big"], drafter=folders["small"], dtype="float32")
+    assert model.drafter == own.LanguageModelConfig(layers=models.read_verifier_config(folders["small"]))
+    expected = model.generate([[1, 2, 3]], max_new_tokens=8, builder="none")[0].ids
+    words = ["--verifier", folders["big"], "--drafter", folders["small"], "--dtype", "float32", "--nodes", "5"]
+    assert main(["generate", *words, "--prompt-ids", "1 2 3", "--max-new-tokens", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ids"] == expected
+
+
+def test_what_does_not_fit_is_refused_before_weights_are_read(folders, tmp_path):
+    with pytest.raises(ValueError, match="got a language model with a vocabulary of 60, expected the verifier's, of 64"):
+        tf.load(folders["big"], drafter=folders["other"])
+    model = tf.load(folders["big"], drafter=folders["small"], dtype="float32")
+    for settings, says in (
+        ({"candidates": 4}, "candidates 4"),
+        ({"shortlist": 4}, "shortlist 4"),
+        ({"head": "mlp"}, "head 'mlp'"),
+        ({"block_size": 4}, "block_size 4"),
+        ({"children": 65}, "children 65"),
+        ({"depths": 0}, "depths 0"),
+        ({"lanes": 2, "builder": "walk"}, "lanes 2"),
+        ({"lanes": 16, "nodes": 16}, "lanes 16"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            model.generate([[1]], **settings)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match="got model_type 'gpt2', expected a drafter's .* or a language model of"):
+        models.read_drafter_config(tmp_path)
+
+
+@pytest.mark.slow
+def test_every_command_serves_it(tiny, tmp_path, capsys):
+    """The shipped verifier drafts for itself."""
+    folder = tmp_path / "drafter"
+    models.save_verifier(folder, tiny.verifier, tiny.weights.verifier, jnp.float32)
+    jax.config.update("jax_enable_x64", False)
+    try:
+        goes_through_everything(tf.load("tiny", drafter=folder), folder, tmp_path, capsys, {"nodes": 4})
+    finally:
+        jax.config.update("jax_enable_x64", True)

@@ -1,0 +1,171 @@
+"""Training of EAGLE-3 drafters: the objective is what drafting would give, and a run goes through every door."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy_training
+
+import treeflash_jax as tf
+from train import config, export, rollout
+from train import eagle3 as stage
+from train.data import Rows
+from train.stages import read_stage
+from treeflash_jax import params
+from treeflash_jax.drafters import Inputs, eagle3
+from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.verifiers.config import ModelConfig
+
+MODEL = ModelConfig(
+    vocab_size=12, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
+    tie_embeddings=True,
+)  # fmt: skip
+DRAFTER = eagle3.EagleConfig(
+    layers=replace(MODEL, num_layers=1), target_hidden_size=16, draft_vocab_size=12, norm_output=True, taps=(0, 1, 1)
+)
+LENGTHS, SIZE, STEPS = (7, 4), 12, 3
+
+
+def rows() -> Rows:
+    """One row with two documents and padding; the first two tokens of each are a prompt."""
+    rng = np.random.default_rng(0)
+    segments, positions, weights = [], [], []
+    for number, length in enumerate(LENGTHS, start=1):
+        segments += [number] * length
+        positions += range(length)
+        weights += [0.0, 0.0] + [1.0] * (length - 2)
+    pad = SIZE - len(segments)
+    return Rows(
+        tokens_rt=jnp.asarray([[*rng.integers(0, 12, len(segments)), *[0] * pad]], jnp.int32),
+        segments_rt=jnp.asarray([segments + [0] * pad], jnp.int32),
+        positions_rt=jnp.asarray([positions + [0] * pad], jnp.int32),
+        weights_rt=jnp.asarray([weights + [0.0] * pad], jnp.float64),
+    )
+
+
+def weights_of(drafter: eagle3.EagleConfig):
+    weights = params.initialize(verifier.specs(MODEL), jax.random.key(0), jnp.float64, scale=0.5)
+    own = params.initialize(eagle3.specs(drafter), jax.random.key(1), jnp.float64, scale=0.5)
+    if "offsets" in own:
+        own["offsets"] = jnp.asarray([0] * 3 + [1] * 3 + [2] * 3, jnp.int32)
+    return weights, own
+
+
+@partial(jax.jit, static_argnames="drafter")
+def drafted_along(weights, own, tokens_1s, *, drafter):
+    """Log-probabilities of all tokens that can be drafted, [row, step, z], by extending and drafting row after row; and the
+    verifier's logits. The labels have to be tokens that can be drafted."""
+    size, steps = tokens_1s.shape[1], jnp.arange(STEPS)
+    out = verifier.forward(
+        weights, MODEL, tokens_1s, jnp.arange(size)[None], verifier.causal_mask(1, size), taps=drafter.taps
+    )
+    settings = eagle3.EagleSettings(children=drafter.draft_vocab_size)
+    padded_s = jnp.pad(tokens_1s[0], (0, STEPS + 2))
+
+    def one(state, t):
+        features_11j, token_11 = (jax.lax.dynamic_slice_in_dim(x, at, 1, axis=1) for x, at in (
+            (out.features_btj, t), (tokens_1s, t + 1)
+        ))  # fmt: skip
+        state = eagle3.extend(own, weights, drafter, state, features_11j, token_11, jnp.ones(1, jnp.int32))
+        inputs = Inputs(own, weights, drafter, settings, state, token_11[:, 0], jnp.ones(1), STEPS)
+        expander = eagle3.draft(inputs, None)
+
+        def level(lane, i):
+            ids_11c, log_probs_11c = expander.children(i, lane)
+            chosen_11 = jnp.argmax(ids_11c == padded_s[t + 2 + i], axis=-1).astype(jnp.int32)
+            law_c = log_probs_11c[0, 0][jnp.argsort(ids_11c[0, 0])]
+            return expander.follow(i, lane, chosen_11), law_c
+
+        return state, jax.lax.scan(level, expander.start(1), steps)[1]
+
+    laws = jax.lax.scan(one, eagle3.init(drafter, 1, size, jnp.float64), jnp.arange(size - 2))[1]
+    return laws, verifier.logits(weights, out.hidden_btd)[0]
+
+
+@pytest.mark.parametrize("vocabulary", [pytest.param(12, marks=pytest.mark.slow), 9])
+def test_a_step_is_what_drafting_gives(vocabulary):
+    """Sums over rows and steps of a packed row, against every document extended and drafted by itself."""
+    with jax.enable_x64(True):
+        drafter = replace(DRAFTER, draft_vocab_size=vocabulary)
+        weights, own = weights_of(drafter)
+        packed = rows()
+        if vocabulary < 12:  # what follows in the documents can be drafted: the rollout takes it
+            allowed = np.arange(9) + np.asarray(own["offsets"])
+            packed = replace(packed, tokens_rt=jnp.asarray(allowed[np.asarray(packed.tokens_rt) % 9], jnp.int32))
+        settings = rollout.RolloutConfig(steps=STEPS, decay=0.7, chunk=4)
+        trained = {name: tree for name, tree in own.items() if name != "offsets"}
+        frozen = {"verifier": weights} | {name: tree for name, tree in own.items() if name == "offsets"}
+        objective = partial(rollout.rollout_sums, settings=settings, verifier=MODEL, drafter=drafter)
+        sums = jax.jit(objective)(trained, frozen, packed)
+        ids = np.arange(12) if vocabulary == 12 else allowed
+        loss = weight = 0.0
+        overlap, top1, count = np.zeros(STEPS), np.zeros(STEPS), np.zeros(STEPS)
+        begin = 0
+        for length in LENGTHS:
+            tokens = packed.tokens_rt[:, begin : begin + length]
+            laws, logits = map(np.asarray, drafted_along(weights, own, tokens, drafter=drafter))
+            for t, row in enumerate(laws):
+                for i, log_q in enumerate(row[: length - 2 - t]):
+                    label, wanted = int(tokens[0, t + 2 + i]), logits[t + 1 + i]
+                    log_p = wanted[ids] - np.log(np.exp(wanted[ids]).sum())
+                    p, q = np.exp(log_p), np.exp(log_q)
+                    share = 0.7**i * (int(wanted.argmax()) in ids)
+                    loss, weight = loss - share * (p * log_q).sum(), weight + share
+                    overlap[i] += np.minimum(p, q).sum()
+                    top1[i] += ids[log_q.argmax()] == label
+                    count[i] += 1
+            begin += length
+        np.testing.assert_array_equal(sums["overlap"][1], count)
+        np.testing.assert_allclose(sums["loss"][1], weight, rtol=1e-6)
+        np.testing.assert_allclose(sums["loss"][0], loss, rtol=1e-6)
+        np.testing.assert_allclose(sums["overlap"][0], overlap, rtol=1e-6)
+        np.testing.assert_allclose(sums["top1"][0], top1)
+
+
+TOML = """
+run = "{folder}/run"
+verifier = "{folder}/verifier"
+target_layer_ids = [0, 1, 2]
+init_scale = 0.3
+compute_dtype = "float32"
+sources = [{{ path = "{folder}/responses.jsonl", format = "responses", hold_out = 10 }}]
+data = {{ row_tokens = 32 }}
+objective = {{ steps = 2, chunk = 16 }}
+evaluate = {{ prompts = 0 }}
+optimizer = {{ learning_rate = 1e-2 }}
+loop = {{ steps = 12, batch = 8, log_every = 2, save_every = 4, evaluate_every = 6 }}
+mesh = {{ data = 1 }}
+"""
+
+
+@pytest.fixture
+def toml(tmp_path):
+    toy_training.write(tmp_path)
+    path = tmp_path / "eagle3.toml"
+    path.write_text(TOML.format(folder=tmp_path))
+    return path
+
+
+def test_a_run_learns_and_is_exported(toml, tmp_path):
+    settings = config.load(stage.Eagle3Stage, toml, ["loop.steps=8"])
+    stage.main(settings)
+    lines = [json.loads(line) for line in (tmp_path / "run/log.jsonl").open()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < losses[0]
+    export.main(export.ExportStage(run=str(tmp_path / "run"), out=str(tmp_path / "out"), dtype="float32"))
+    model = tf.load(verifier=tmp_path / "verifier", drafter=tmp_path / "out", dtype="float32")
+    assert model.drafter.taps == (0, 1, 2) and model.drafter.kind == "eagle3"
+    last = tf.load(verifier=tmp_path / "verifier", drafter=tmp_path / "run/model", dtype="float32")
+    assert last.drafter == model.drafter
+
+
+def test_settings_of_a_run_are_known_by_their_objective(toml):
+    assert isinstance(read_stage(toml), stage.Eagle3Stage)
+    with pytest.raises(ValueError, match=r"objective\.chunk 9, expected a divisor of data\.row_tokens 32"):
+        config.load(stage.Eagle3Stage, toml, ["objective.chunk=9"])

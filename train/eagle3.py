@@ -1,0 +1,122 @@
+"""Trains an EAGLE-3 drafter from scratch on the verifier's own responses; the verifier stays frozen.
+
+    python -m train.eagle3 configs/tiny/eagle3.toml run=runs/eagle3 verifier=tiny
+
+Its layer is unrolled for a few steps on its own outputs, against the verifier's law ("training-time test", rollout.py). The
+vocabulary matrix starts as the verifier's, whose embedding is shared. Leaves a folder in RUN/model that
+`treeflash_jax.load` and vLLM's speculators read.
+
+Source: EAGLE-3 (arXiv 2503.01840).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from train import config
+from train.data import Rows
+from train.drafting import DraftingStage
+from train.drafting import train as main
+from train.rollout import RolloutConfig, rollout_sums
+from train.state import Sums
+from treeflash_jax import mesh as meshes
+from treeflash_jax import params as parameters
+from treeflash_jax.checks import bounded
+from treeflash_jax.costs import Counter
+from treeflash_jax.drafters import eagle3
+from treeflash_jax.drafters.block.config import fresh_layers
+from treeflash_jax.drafters.eagle3 import EagleConfig
+from treeflash_jax.drafters.eagle3.config import default_taps
+from treeflash_jax.trees.shape import MOST_NODES
+from treeflash_jax.verifiers.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Stage(DraftingStage):
+    """Settings of this stage, besides those of DraftingStage.
+
+    Attributes:
+      objective: how far every row is unrolled.
+      target_layer_ids: verifier layers whose outputs are read; empty takes the rule of the EAGLE repository.
+      fc_norm, norm_before_residual, norm_output: options of EAGLE-3.1, see `EagleConfig`.
+      num_depths, num_nodes, drafter_temperature: defaults stored with the drafter.
+    """
+
+    objective: RolloutConfig
+    target_layer_ids: tuple[int, ...] = bounded((), least=0)
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    num_depths: int = bounded(7, least=1, most=MOST_NODES - 1)
+    num_nodes: int = bounded(16, least=1, most=MOST_NODES)
+    drafter_temperature: float = bounded(1.0, above=0)
+
+    @property
+    def trains(self) -> tuple[str, ...]:
+        return ("fc", "layer", "norm", "unembed", *(("fc_norm",) if self.fc_norm else ()))
+
+    @classmethod
+    def recognises(cls, raw: Mapping[str, Any]) -> bool:
+        return "steps" in raw.get("objective", {})  # those of block drafters have blocks
+
+    def drafter_config(self, model: ModelConfig) -> EagleConfig:
+        taps = self.target_layer_ids or default_taps(model.num_layers)
+        made = EagleConfig(
+            layers=fresh_layers(model, 1),
+            target_hidden_size=model.hidden_size,
+            taps=taps,
+            num_taps=len(taps),
+            draft_vocab_size=model.vocab_size,
+            fc_norm=self.fc_norm,
+            norm_before_residual=self.norm_before_residual,
+            norm_output=self.norm_output,
+            num_depths=self.num_depths,
+            num_nodes=self.num_nodes,
+            drafter_temperature=self.drafter_temperature,
+        )
+        return made.fitted(model)
+
+    def fresh(self, drafter: EagleConfig, weights: Any) -> dict[str, Any]:
+        made = parameters.initialize(eagle3.specs(drafter), jax.random.key(self.loop.seed), scale=self.init_scale)
+        tables = {"norm": weights["norm"], "unembed": weights.get("unembed", weights["embed"])}
+        return made | jax.tree.map(lambda x: jnp.asarray(meshes.to_host(x), jnp.float32), tables)
+
+    def sums(
+        self, params: Any, frozen: Any, rows: Rows, keys_b: jax.Array, *, verifier: ModelConfig, drafter: EagleConfig
+    ) -> Sums:
+        return rollout_sums(params, frozen, rows, settings=self.objective, verifier=verifier, drafter=drafter)
+
+    def flops(self, verifier: ModelConfig, drafter: EagleConfig) -> float:
+        """The verifier's pass and its logits count once; features, and layer and logits of every step, three times."""
+        count, size = Counter(dtype=jnp.float32, batch=self.loop.batch), self.data.row_tokens
+        own, steps = eagle3.specs(drafter), self.objective.steps
+        teacher = count.layers(verifier, size, size / 2) + count.vocabulary(verifier, steps * size)
+        each = count.weights({"layer": own["layer"], "unembed": own["unembed"]}, steps * size)
+        drafted = each + count.attention(drafter.layers, steps * size, size / 2) + count.weights(own["fc"], size)
+        return float(teacher.flops + 3 * drafted.flops)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"steps": self.objective.steps, "chunk": self.objective.chunk}
+
+    def described(self, drafter: EagleConfig) -> tuple[str, dict[str, Any]]:
+        return "EAGLE-3 drafter", {
+            "layers, width": f"1, {drafter.layers.hidden_size}",
+            "reads verifier layers": ", ".join(map(str, drafter.taps)),
+            "depth": drafter.num_depths,
+        }
+
+    def __post_init__(self) -> None:
+        if self.data.row_tokens % self.objective.chunk:
+            raise ValueError(
+                f"got objective.chunk {self.objective.chunk}, expected a divisor of data.row_tokens {self.data.row_tokens}"
+            )
+
+
+if __name__ == "__main__":
+    config.run(main, Eagle3Stage, __doc__)
