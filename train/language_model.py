@@ -21,7 +21,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from treeflash_jax.drafters.language_model import LanguageModelConfig
 
 from train import blocks, config, losses
 from train.data import Rows
@@ -34,12 +33,15 @@ from treeflash_jax import vocab
 from treeflash_jax.checks import bounded
 from treeflash_jax.costs import Counter
 from treeflash_jax.drafters import language_model, steering
+from treeflash_jax.drafters.language_model import LanguageModelConfig
 from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.formats import models
 from treeflash_jax.pairs import locate
 from treeflash_jax.trees import pick
 from treeflash_jax.verifiers import forward as model_of
 from treeflash_jax.verifiers.config import ModelConfig
+
+TABLES = ("embed", "groups", "norm", "unembed")  # of the model, apart from its steering
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,8 @@ class LanguageModelStage(DraftingStage):
     def __post_init__(self) -> None:
         if not (self.train_model or self.steers):
             raise ValueError("got train_model=false and steers=false, expected one of them: nothing would be trained")
+        if not (self.train_model or self.language_model):
+            raise ValueError("got train_model=false and no language_model, expected the model that is to be steered")
         if self.data.row_tokens % self.chunk:
             raise ValueError(f"got chunk {self.chunk}, expected a divisor of data.row_tokens {self.data.row_tokens}")
         if len(self.taps) not in (0, 3):
@@ -83,7 +87,11 @@ class LanguageModelStage(DraftingStage):
 
     @property
     def trains(self) -> tuple[str, ...]:
-        return ("model",) * self.train_model + ("steering",) * self.steers
+        return TABLES * self.train_model + ("steering",) * self.steers
+
+    @property
+    def noun(self) -> str:
+        return " and ".join(["language model"] * self.train_model + ["steering"] * self.steers)
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
@@ -113,13 +121,11 @@ class LanguageModelStage(DraftingStage):
         ).fitted(model)
 
     def fresh(self, drafter: LanguageModelConfig, weights: Any) -> dict[str, Any]:
-        made = {"model": self._model(drafter, weights)} if self.train_model else {}
+        made = self._model(drafter, weights) if self.train_model else {}
         return made | ({"steering": self._steering(drafter)} if self.steers else {})
 
     def kept(self, drafter: LanguageModelConfig) -> dict[str, Any]:
-        if not self.language_model:
-            return {}
-        stored = models.load_drafter(self._folder, dtype=jnp.float32)[1]
+        stored = self._stored() if self.language_model else {}
         return {name: tree for name, tree in stored.items() if name not in self.trains}
 
     def sums(
@@ -154,16 +160,19 @@ class LanguageModelStage(DraftingStage):
     def _folder(self) -> Any:
         return locate(self.language_model, "drafter")
 
+    def _stored(self) -> dict[str, Any]:
+        return models.load_drafter(self._folder, dtype=jnp.float32)[1]
+
     def _model(self, drafter: LanguageModelConfig, weights: Any) -> Any:
         if self.language_model:
-            return models.load_drafter(self._folder, dtype=jnp.float32)[1]["model"]
+            return {name: tree for name, tree in self._stored().items() if name in TABLES}
         sizes = [size for _, size in drafter.layers.runs]
         groups = [group[:size] for group, size in zip(weights["groups"], sizes, strict=False)]
         return meshes.to_host(weights | {"groups": groups})
 
     def _steering(self, drafter: LanguageModelConfig) -> Any:
         if self.language_model and models.read_drafter_config(self._folder).steering is not None:
-            return models.load_drafter(self._folder, dtype=jnp.float32)[1]["steering"]
+            return self._stored()["steering"]
         key = jax.random.key(self.loop.seed)
         return steering.start(parameters.initialize(steering.specs(drafter.steering), key, scale=self.init_scale))
 
@@ -199,13 +208,13 @@ def language_model_sums(
             ).hidden_btd
         )
     )
-    hidden_btd = run(own["model"])
+    hidden_btd = run(own)
     labels_bt, weights_bt = (jnp.roll(x, -1, axis=1).at[:, -1].set(0) for x in (rows.tokens_rt, rows.weights_rt))
     needs_verifier = settings.loss in losses.NEEDS_VERIFIER
 
     @jax.checkpoint
     def part(hidden_btd: jax.Array, verifier_btd: jax.Array, labels_bt: jax.Array, weights_bt: jax.Array) -> Sums:
-        logits_btv = model_of.logits(own["model"], hidden_btd)
+        logits_btv = model_of.logits(own, hidden_btd)
         log_p_btv = losses.log_softmax(model_of.logits(tables, verifier_btd)) if needs_verifier else None
         targets = losses.Targets(labels_bt, log_p_btv)
         total = jnp.sum(weights_bt)

@@ -56,6 +56,8 @@ class SteeringConfig:
                 f"got steering for widths and layers {found} (verifier width, drafter layers, drafter feed-forward width), "
                 f"expected {expected}; it was trained for another pair of models"
             )
+        if drafter.num_experts:
+            raise ValueError("got steering of a mixture of experts, expected a dense model: its experts are not steered")
         if not all(0 <= tap < verifier.num_layers for tap in self.taps):
             raise ValueError(
                 f"got steering by layers {quoted(list(self.taps))}, expected 0 to {verifier.num_layers - 1} (verifier)"
