@@ -16,7 +16,7 @@ import toy_training
 from etils import epath
 from safetensors.numpy import save_file
 
-from train import answers, compile, config, export, folders, head, lock, measure, respond, watch
+from train import answers, compile, config, evaluate, export, folders, head, lock, measure, respond, watch
 from train.checkpoint import Checkpoints, claim
 from train.records import Source
 from treeflash_jax import files
@@ -375,6 +375,26 @@ def test_doubled_answers_are_repaired(tmp_path, name):
         assert snapshot(tmp_path) == {"out.jsonl": lines_of(0, 1, 2).encode()}
 
 
+LINES = {
+    "text for an index": b'{"index": "0", "prompt": [1], "response": [7]}\n',
+    "fraction for an index": b'{"index": 0.5, "prompt": [1], "response": [7]}\n',
+    "list": b"[]\n",
+    "deep": b"[" * 100_000 + b"\n",
+    "bytes": b"\xff\xfe\n",
+    "no prompt": b'{"index": 0}\n',
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_damaged_answers_are_named(tmp_path, capsys, name):
+    out = tmp_path / "out.jsonl"
+    out.write_bytes(lines_of(0).encode() + LINES[name])
+    refused(lambda: answers.finished(out, ASKED), "out.jsonl, line 2: got no answer")
+    words = ["seen", "--responses", str(out), "--results", str(out)]
+    refused(lambda: evaluate.main(words), "error: ", "out.jsonl")
+    assert snapshot(tmp_path).keys() == {"out.jsonl"}
+
+
 # The lock.
 
 
@@ -506,6 +526,8 @@ LOGS = {
     "nulls": b"\0" * 20 + b"\n",
     "deep": b"[" * 100_000 + b"\n",
     "number": b"7\n",
+    "text for a loss": b'{"step": 2, "loss": "x"}\n',
+    "object for a loss": b'{"step": 2, "seconds": {}}\n',
 }
 
 

@@ -26,7 +26,7 @@ from published_configs import LLAMA_31_8B, QWEN3_4B, TREEFLASH_4B
 import treeflash_jax as tf
 from train import config, data, drafter, evaluate, head, measure, respond
 from train.records import Source, read
-from treeflash_jax import checks, prompts
+from treeflash_jax import checks, devices, prompts
 from treeflash_jax.adaptive import budget, calibration
 from treeflash_jax.bench import records as kept
 from treeflash_jax.cli import main
@@ -44,7 +44,7 @@ FEWEST = {
     "settings of generate": 400,
     "exact scalars": 20,
     "prompts": 25,
-    "templates": 9,
+    "templates": 21,
     "keys of config.json": 900,
     "files of JSON": 8,
     "training settings": 500,
@@ -203,6 +203,18 @@ BAD_TEMPLATES = {
     "doubles": "{% set ns = namespace(x='xxxxxxxx') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "writes half a character": "{{ '\\ud800' }}",
+    "repeats a text": "{{ 'x' * 10**10 }}",
+    "repeats a list": "{{ ([1] * 10**10)|length }}",
+    "repeats lists of lists": "{{ ([[1] * 10**4] * 10**4)|tojson }}",
+    "raises a power": "{{ 9**9**9 }}",
+    "pads by a method": "{{ 'a'.ljust(10**10) }}",
+    "pads by a filter": "{{ 'a'|center(10**10) }}",
+    "formats": "{{ '%10000000000d' % 3 }}",
+    "formats by a method": "{{ '{:>10000000000}'.format(3) }}",
+    "formats by an argument": "{{ '%*d' % (10**10, 3) }}",
+    "replaces": "{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}",
+    "joins": "{{ (('a' * 10**6)|list)|join('b' * 10**6) }}",
+    "doubles a list": "{% set ns = namespace(x=[1]) %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
 }
 
 
@@ -445,7 +457,7 @@ def test_calibrations(tmp_path):
 # Python and the command line
 
 
-def test_arguments_of_functions(trained, tmp_path):
+def test_arguments_of_functions(trained, monkeypatch):
     result = trained.generate([5, 6], max_new_tokens=2)[0]
     rows, count = [], 0
     for indices in ([-1], ["0"], [0.5], 3, "0", [2**32], [None], [0, 1]):
@@ -460,6 +472,13 @@ def test_arguments_of_functions(trained, tmp_path):
     ):  # fmt: skip
         refused(lambda arguments=arguments: tf.load(**({"verifier": "tiny"} | arguments)), next(iter(arguments)))
         count += 1
+    wide = replace(RANDOM_DRAFTER, layers=replace(RANDOM_DRAFTER.layers, vocab_size=2**17))
+    for sizes in ({"candidates": 2048, "children": 2048}, {"candidates": 2**17, "children": 1}):
+        model = replace(RANDOM_MODEL, vocab_size=2**17)
+        refused(lambda sizes=sizes, model=model: resolve(None, sizes, model, wide), "candidates", "67,108,864")
+        count += 1
+    monkeypatch.setattr(devices, "host_memory", lambda: 2**34)
+    refused(lambda: tf.load("tiny").generate([[5]], batch_size=2**16, max_new_tokens=2000), "caches", "16.00 GiB")
     for data_axis in ("x", None, 1.5, 0, HUGE):
         refused(lambda data_axis=data_axis: tf.make_mesh(data_axis), "data")
         count += 1

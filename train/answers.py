@@ -7,6 +7,7 @@ they are left out), OUT.settings.toml and OUT.lock.
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -104,8 +105,8 @@ def finished(out: Path, prompts: Sequence[list[int]]) -> dict[int, Place]:
                     break
                 try:
                     record = json.loads(line)
-                    index, ids = record["index"], record["prompt"]
-                except (ValueError, KeyError, TypeError):
+                    index, ids = operator.index(record["index"]), record["prompt"]
+                except (ValueError, KeyError, TypeError, RecursionError):
                     raise ValueError(f"{path}, line {number}: got no answer, expected what this stage writes") from None
                 if not 0 <= index < len(prompts) or prompts[index] != ids:
                     raise ValueError(

@@ -34,6 +34,7 @@ from treeflash_jax import params as parameters
 from treeflash_jax.arguments import Parser
 from treeflash_jax.bench import shapes
 from treeflash_jax.bench.programs import collectives, topology_devices
+from treeflash_jax.checks import read_json
 
 WARM_UP = 2  # steps before the clock runs
 
@@ -157,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
         result |= compile_step(settings, args.shape, devices, steps=args.steps)
         key = f"{args.shape} {'+'.join(result['trains'])} {result['topology']}"
         if args.out:
-            earlier = json.loads(args.out.read_text(encoding="utf-8") or "{}") if args.out.exists() else {}
+            earlier = read_json(args.out) if args.out.exists() and args.out.stat().st_size else {}
             files.write(args.out, json.dumps(earlier | {key: result}, indent=1) + "\n")
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:  # the last where memory runs out
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ from train.loop import Evaluating
 from train.records import Source, read
 from train.state import Stage, gather
 from treeflash_jax import drafters
-from treeflash_jax.checks import bounded
+from treeflash_jax.bench.records import read_jsonl, read_records
+from treeflash_jax.checks import bounded, fit
 from treeflash_jax.decoding.loops import Weights
 from treeflash_jax.pairs import DEFAULT
 from treeflash_jax.trees.shape import MOST_NODES
@@ -173,7 +175,7 @@ def by_seen(records: Sequence[dict], known: set[tuple[int, ...]]) -> dict[str, d
     }
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     questions = parser.add_subparsers(dest="question", required=True)
     sweep = questions.add_parser("temperatures")
@@ -185,16 +187,29 @@ def main() -> None:
     seen = questions.add_parser("seen")
     seen.add_argument("--responses", type=Path, required=True, help="what train.respond wrote")
     seen.add_argument("--results", type=Path, required=True, help="what `treeflash bench run` wrote")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.question == "temperatures":
         model = tf.load(verifier=args.verifier, drafter=args.drafter)
         for row in temperatures(model, args.data, args.prompts, args.seed):
             print(json.dumps(row), flush=True)
         return
-    answers = [json.loads(line) for line in args.responses.open(encoding="utf-8")]
-    records = [json.loads(line) for line in args.results.open(encoding="utf-8")]
-    known = grams([(answer["prompt"], answer["response"]) for answer in answers])
+    try:
+        known = grams(read_answers(args.responses))
+        records, _ = read_records(args.results)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     print(json.dumps(by_seen([record for record in records if record["system"] != "ar"], known), indent=1))
+
+
+def read_answers(path: Path) -> list[tuple[list[int], list[int]]]:
+    """Prompts and responses of a file that `train.respond` wrote.
+
+    Raises:
+      ValueError: a file that cannot be read, or a line that is no answer, by its number.
+    """
+    lines, _ = read_jsonl(path)
+    names, kind = ("prompt", "response"), list[int]
+    return [tuple(fit(kind, line.get(name), name, where=f"{path}:{number}") for name in names) for number, line in lines]
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ from train.choices import Choice
 from train.compose import Composed, PairConfig
 from train.drafting import DraftingStage
 from treeflash_jax import files
+from treeflash_jax.checks import read_json
 
 MAINS: dict[str, Callable[[Any], None]] = {
     "respond": respond.main,
@@ -89,7 +90,7 @@ def _run_stages(settings: PairConfig, verifier: compose.Verifier) -> None:
         MAINS[name](stages[name])
         finished = _finished(settings) | {name: path.read_text(encoding="utf-8")}
         files.write(_finished_path(settings), json.dumps(finished, indent=1) + "\n")
-    _conclude(settings, json.loads(Path(stages["measure"].out).read_text(encoding="utf-8")))
+    _conclude(settings, read_json(stages["measure"].out))
 
 
 def _compose(name: str, settings: PairConfig, verifier: compose.Verifier, stages: dict[str, Any]) -> Composed:
@@ -192,7 +193,7 @@ def _finished_path(settings: PairConfig) -> Path:
 def _finished(settings: PairConfig) -> dict[str, str]:
     """Stages that ended, and the settings they ended with."""
     path = _finished_path(settings)
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return read_json(path) if path.exists() else {}
 
 
 def _conclude(settings: PairConfig, measured: dict[str, Any]) -> None:

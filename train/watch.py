@@ -99,10 +99,16 @@ def read_log(folder: Any) -> list[Metrics]:
             line = None
         if not text.endswith(b"\n") and number == len(texts) and line is None:
             break
-        if not isinstance(line, dict) or type(line.get("step")) is not int:
+        if not isinstance(line, dict) or type(line.get("step")) is not int or not all(map(_is_metric, line.values())):
             raise ValueError(f"{path}, line {number}: got no line of a log; remove it, or move the file away to begin anew")
         lines.append(line)
     return lines
+
+
+def _is_metric(value: Any) -> bool:
+    """Whether a log may hold it: a number, none, or a list of these."""
+    many = value if isinstance(value, list) else [value]
+    return all(one is None or type(one) in (int, float) for one in many)
 
 
 class Watch:

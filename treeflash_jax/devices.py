@@ -144,6 +144,25 @@ def memory(device: Any) -> int | None:
     return (stats or {}).get("bytes_limit") or TPU_MEMORY.get(TPU_KINDS.get(device.device_kind))
 
 
+def host_memory() -> int | None:
+    """Bytes of memory that this process can have on its host, swap included; None where nobody says."""
+
+    def number(path: str, name: str) -> int | None:
+        """A number of KiB that /proc names, or the one in a file of a control group."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError:
+            return None
+        found = re.search(rf"^{name}:\s*(\d+) kB" if name else r"^(\d+)$", text, flags=re.MULTILINE)
+        return int(found[1]) * (1024 if name else 1) if found else None
+
+    memory = number("/proc/meminfo", "MemTotal")
+    swap = number("/proc/meminfo", "SwapTotal") or 0
+    groups = [number("/sys/fs/cgroup/memory.max", ""), number("/sys/fs/cgroup/memory/memory.limit_in_bytes", "")]
+    known = [size + swap for size in (memory, *groups) if size]
+    return min(known, default=None)
+
+
 @dataclass(frozen=True)
 class Ceilings:
     """Rates of one device. Bytes of a copy count twice: read and written."""

@@ -20,7 +20,7 @@ from treeflash_jax.drafters.language_model import LanguageModelConfig
 from treeflash_jax.formats import models
 from treeflash_jax.formats import steering as steering_files
 from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
-from treeflash_jax.memory import check_memory, footprint, memory_limit
+from treeflash_jax.memory import check_memory, footprint, room
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.suggest import suggesting
 
@@ -106,7 +106,7 @@ def load(
     tokenizer = Tokenizer.load(verifier)
     if isinstance(drafter_config, LanguageModelConfig):
         check_same_tokens(tokenizer, Tokenizer.load(drafter))
-    check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), memory_limit(mesh), mesh)
+    check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), room(mesh), mesh)
     if drafter is not None:  # from here on weights are read
         drafter_params = models.load_drafter(drafter, dtype=dtype, mesh=mesh)[1]
         if steering is not None:

@@ -82,6 +82,16 @@ def memory_limit(mesh=None) -> int | None:
     return min((limit for limit in limits if limit), default=None)
 
 
+def room(mesh=None) -> int | None:
+    """Bytes that a device of the mesh can hold at most: `memory_limit`, or on CPUs its share of the host's memory."""
+    limit = memory_limit(mesh)
+    held = jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
+    if limit is None and held and devices.of(held[0]).is_cpu:
+        total = devices.host_memory()
+        return total and total // len(held)
+    return limit
+
+
 def check_memory(needs: Footprint, limit: int | None, mesh=None) -> None:
     """Refuses what a device of `limit` bytes cannot hold; None refuses nothing.
 

@@ -13,7 +13,7 @@ from treeflash_jax.adaptive.runner import choosing
 from treeflash_jax.batching import Batch, capacity_bucket, refilled
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.drafters.block.config import DrafterConfig
-from treeflash_jax.memory import check_memory, footprint, memory_limit
+from treeflash_jax.memory import check_memory, footprint, room
 from treeflash_jax.planning import Row, rows_of, with_builder, with_indices
 from treeflash_jax.results import Reader, Result
 from treeflash_jax.settings import GenerateConfig
@@ -71,7 +71,7 @@ def request_of(model: TreeFlash, prompts: Any, config: GenerateConfig, indices: 
         drafts=config.builder != "none",
         quantize=model.quantize,
     )
-    check_memory(needs, memory_limit(model.mesh), model.mesh)
+    check_memory(needs, room(model.mesh), model.mesh)
     return Request(rows, config, size)
 
 

@@ -54,6 +54,23 @@ def test_a_convex_table_is_its_own_fit(first, slopes):
     np.testing.assert_allclose(fit_round_times(nodes, seconds), seconds, rtol=1e-6)
 
 
+def test_times_of_a_mixture_of_experts_may_rise_most_at_first():
+    """They follow distinct experts, 128 (1 - (1 - 8 / 128)^n), which a convex fit would make a straight line."""
+    nodes = (2, 4, 8, 16, 32, 64)
+    seconds = [2.5 + 57 * (1 - (1 - 8 / 128) ** n) for n in nodes]
+    np.testing.assert_allclose(fit_round_times(nodes, seconds, is_convex=False), seconds, rtol=1e-6)
+    assert fit_round_times(nodes, seconds)[1] < 0.9 * seconds[1]
+    noisy = np.array([1.0, 0.9, 2.0, 1.9])
+    fitted = fit_round_times((2, 4, 8, 16), noisy, is_convex=False)
+    assert np.all(np.diff(fitted) >= 0) and np.all(np.abs(fitted - noisy) <= 0.06)
+    tau = [1.7, 2.3, 2.6, 2.8, 2.9, 3.0]
+    tables = {"round_seconds": [[seconds]], "tree_seconds": [[[0.0] * 6]], "step_seconds": [[6.0]], "tau": [tau]}
+    sizes = {"identity": {}, "nodes": list(nodes), "batch": [1], "positions": [256], "temperatures": [0.0]}
+    entry = calibration.Calibration(**sizes, **tables, reliability=[1.0], sparse=True)
+    assert entry.decide(1, 256, [0.0]).buckets[0] == 2
+    np.testing.assert_allclose(entry.decide(1, 256, [0.0]).round_seconds[0, 0], seconds[0], rtol=1e-6)
+
+
 def test_no_convex_increasing_function_is_nearer():
     nodes, seconds = [4, 8, 16, 32, 64], np.array([3.0, 2.6, 3.1, 3.0, 7.0])
     error = lambda y: np.sum((y / seconds - 1) ** 2)  # noqa: E731

@@ -363,13 +363,13 @@ def test_impossible_pairs_are_refused_before_weights_are_read(monkeypatch):
     paths = {"verifier": PAIR / "verifier", "drafter": PAIR / "drafter"}
     configs = models.read_verifier_config(paths["verifier"]), models.read_drafter_config(paths["drafter"])
     needs = footprint(*configs, dtype=jnp.float32)
-    monkeypatch.setattr(loading, "memory_limit", lambda mesh: needs.total - 1)
+    monkeypatch.setattr(loading, "room", lambda mesh: needs.total - 1)
     with pytest.raises(ValueError) as refused:
         tf.load(**paths)
     drafter, verifier = needs.drafter, needs.verifier
     shown = f"got {verifier / 2**20:.2f} MiB verifier + {drafter / 2**20:.2f} MiB drafter = {needs.total / 2**20:.2f} MiB"
     assert shown in str(refused.value) and "\n" not in str(refused.value)
-    monkeypatch.setattr(loading, "memory_limit", lambda mesh: needs.total)
+    monkeypatch.setattr(loading, "room", lambda mesh: needs.total)
     with pytest.raises(pytest.fail.Exception, match="weights were read"):
         tf.load(**paths)
 
@@ -389,7 +389,7 @@ def test_impossible_requests_are_refused_before_any_compute(monkeypatch, trained
     refuse_to_compute(monkeypatch)
     model = trained
     one = footprint(model.verifier, model.drafter, dtype=jnp.float32, batch=2, capacity=256)
-    monkeypatch.setattr(serving, "memory_limit", lambda mesh: one.total)
+    monkeypatch.setattr(serving, "room", lambda mesh: one.total)
     words = r"verifier \+ .* drafter \+ .* caches = .* on a device of .* \(1 device\)"
     with pytest.raises(ValueError, match=words):
         model.generate([[1], [2]], max_new_tokens=500)
@@ -402,7 +402,7 @@ def test_impossible_requests_are_refused_before_any_compute(monkeypatch, trained
     for prompts, settings in (([[1], [2]], {}), ([[1]] * 6, {"batch_size": 1}), ([[1]], {"max_new_tokens": 500})):
         with pytest.raises(Computed):
             model.generate(prompts, **{"max_new_tokens": 8} | settings)
-    monkeypatch.setattr(serving, "memory_limit", lambda mesh: one.total - one.drafter_cache)
+    monkeypatch.setattr(serving, "room", lambda mesh: one.total - one.drafter_cache)
     with pytest.raises(Computed):
         model.generate([[1], [2]], builder="none", max_new_tokens=8)
     with pytest.raises(ValueError, match="caches"):
@@ -431,7 +431,7 @@ def test_a_mesh_shares_what_one_device_cannot_hold(monkeypatch):
     with pytest.raises(ValueError, match=r"\(mesh 4 x 2\)"):
         check_memory(shared, shared.total - 1, mesh)
     asked = []
-    monkeypatch.setattr(serving, "memory_limit", lambda mesh: asked.append(mesh) or shared.total)
+    monkeypatch.setattr(serving, "room", lambda mesh: asked.append(mesh) or shared.total)
     model = random_pair(mesh)
     refuse_to_compute(monkeypatch)
     with pytest.raises(Computed):

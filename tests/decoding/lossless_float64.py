@@ -20,9 +20,10 @@ jax.config.update("jax_enable_x64", True)
 
 import jax.numpy as jnp  # noqa: E402
 
-from treeflash_jax import params, programs  # noqa: E402
+from treeflash_jax import params, programs, trees  # noqa: E402
 from treeflash_jax.adaptive import calibration  # noqa: E402
 from treeflash_jax.batching import capacity_bucket  # noqa: E402
+from treeflash_jax.decoding.state import Weights  # noqa: E402
 from treeflash_jax.drafters.block import backbone as dflash  # noqa: E402
 from treeflash_jax.drafters.block.config import DrafterConfig, fresh_layers  # noqa: E402
 from treeflash_jax.drafters.block.heads import HEADS  # noqa: E402
@@ -30,6 +31,7 @@ from treeflash_jax.loading import load  # noqa: E402
 from treeflash_jax.model import TreeFlash  # noqa: E402
 from treeflash_jax.settings import GenerateConfig  # noqa: E402
 from treeflash_jax.verifiers import forward as verifier  # noqa: E402
+from treeflash_jax.verifiers.config import ModelConfig  # noqa: E402
 
 DATA = Path(__file__).parents[1] / "data"
 PAIR, QWEN2 = DATA / "conformance" / "b_trained", DATA / "qwen2"
@@ -138,6 +140,26 @@ def main(which: list[dict]) -> None:
     qwen2["mlp"] = TreeFlash(scaled.verifier, scaled.weights.replace(drafter=drafter), drafter=own, stop_ids=(3,))
     short = [[draw.randrange(4, 63) for _ in range(size)] for size in (3, 50, 17, 9, 1)]
     check(qwen2, short, {"max_new_tokens": 60, "temperature": [0.0, 0.7, 1.3, 0.0, 1.3]}, DRAFTS[3:4])
+
+    # A mixture of experts: steps gather matrices, trees run all experts. Sampled trees are greedy at temperature 0.
+    sparse = ModelConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8,
+        max_positions=512, num_experts=32, experts_per_token=2, expert_size=8, normalize_experts=True, dense_layers=(1,),
+        model_type="qwen3_moe",
+    )  # fmt: skip
+    own = replace(own, layers=fresh_layers(sparse, 1), num_target_layers=3)
+    mixture, weights = (
+        {},
+        Weights(
+            fresh(verifier.specs(sparse), 7, 0.4),
+            {"backbone": fresh(dflash.specs(own), 8, 0.3), "head": fresh(HEADS["mlp"].specs(own), 9, 0.3)},
+        ),
+    )
+    mixture["mlp"] = TreeFlash(sparse, weights, drafter=own, stop_ids=(3,))
+    check(mixture, short, {"max_new_tokens": 60, "temperature": [0.0, 0.7, 1.3, 0.0, 1.3]}, DRAFTS[3:4])
+    if which == DRAFTS:
+        greedy = [{"builder": builder, "nodes": 6, "head": "mlp"} for builder in trees.BUILDERS]
+        check(mixture, short, {"max_new_tokens": 40, "temperature": 0.0}, greedy)
 
     # Rounds that choose their nodes, and pause: the budget must keep its types, and choose nothing but speed.
     trained_pair = made["mlp"]

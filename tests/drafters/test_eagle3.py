@@ -18,8 +18,9 @@ from conftest import DATA
 from treeflash_jax import drafters
 from treeflash_jax import trees as tree
 from treeflash_jax.drafters import Inputs, eagle3
+from treeflash_jax.drafters.lanes import LaneSettings
 from treeflash_jax.formats import models
-from treeflash_jax.settings import DraftConfig
+from treeflash_jax.settings import GenerateConfig
 
 FOLDER = DATA / "eagle3"
 FORMS = sorted(path.name for path in FOLDER.iterdir())
@@ -44,7 +45,7 @@ def opened(form: str):
 def drafted(params, tables, config, state, depths: int):
     """The expander of a state."""
     ones = jnp.ones(state.hidden_bd.shape[0])
-    settings = eagle3.EagleSettings(children=5)
+    settings = LaneSettings(children=5, depths=depths, rows=1)
     inputs = Inputs(params, tables, config, settings, state, jnp.zeros(len(ones), jnp.int32), ones, depths)
     return eagle3.draft(inputs, None)
 
@@ -169,7 +170,7 @@ def test_every_node_has_the_law_of_its_path_run_alone():
 
 def test_a_draft_may_be_deeper_and_offer_fewer_tokens():
     config = opened("eagle")[0]
-    sizes, settings = eagle3.choose(config, DraftConfig(depths=4, children=3))
-    assert sizes == replace(config, num_depths=4) and settings.children == 3
+    sizes, settings = eagle3.choose(config, GenerateConfig(depths=4, children=3))
+    assert sizes == replace(config, num_depths=4) and settings == LaneSettings(children=3, depths=4, rows=10)
     with pytest.raises(ValueError, match=f"got children {config.draft_vocab_size + 1}, expected"):
-        eagle3.choose(config, DraftConfig(children=config.draft_vocab_size + 1))
+        eagle3.choose(config, GenerateConfig(children=config.draft_vocab_size + 1))

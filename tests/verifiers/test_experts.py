@@ -12,7 +12,9 @@ from conftest import RANDOM_MODEL, needs_8_devices
 
 from treeflash_jax import make_mesh, params, quantized
 from treeflash_jax import mesh as meshes
+from treeflash_jax.costs import Counter, distinct_experts
 from treeflash_jax.verifiers import experts
+from treeflash_jax.verifiers import forward as verifier
 
 CONFIG = replace(RANDOM_MODEL, hidden_size=8, num_experts=6, experts_per_token=2, expert_size=4, normalize_experts=True)
 FORMS = experts.FORMS | {"on TPUs": experts.ragged, "on GPUs": experts.reduced}
@@ -77,6 +79,35 @@ def test_every_form_is_the_loop_over_rows_and_experts(name):
     got_btd, ids_btk = experts.mixture(weights, config, jnp.asarray(x_nd)[None])
     np.testing.assert_allclose(got_btd[0], expected_nd, atol=1e-12)
     np.testing.assert_array_equal(ids_btk[0], expected_nk)
+
+
+def test_distinct_experts_are_counted_and_match_the_formula_of_random_routing():
+    rng = np.random.default_rng(0)
+    ids_btk = np.argsort(rng.random((4, 5, 6)), axis=-1)[..., :2]
+    expected = [len(np.unique(rows)) for rows in (ids_btk, ids_btk[:2], ids_btk[2:])]
+    assert experts.distinct(jnp.asarray(ids_btk), 6) == expected[0]
+    assert experts.distinct(jnp.asarray(ids_btk), 6, shards=2) == sum(expected[1:]) / 2
+    for rows in (1, 4, 16, 64):
+        drawn = [len(np.unique(np.argsort(rng.random((rows, 128)), axis=-1)[:, :8])) for _ in range(100)]
+        uniform = distinct_experts(128, 8, rows)
+        assert abs(np.mean(drawn) - uniform) <= 3 * np.std(drawn) / 10 + 1e-9
+
+
+def test_bytes_and_flops_of_a_pass_count_the_experts_that_are_read():
+    config = replace(RANDOM_MODEL, num_experts=8, experts_per_token=2, expert_size=16, dense_layers=(1,))
+    count = Counter(dtype=jnp.float32, batch=2)
+    dense = replace(RANDOM_MODEL, num_layers=1)
+    bare = count.layers(dense, 3, 0).bytes - 4 * 3 * 32 * 64  # attention and norms of a layer, and the last norm
+    expert, router = 4 * 3 * 32 * 16, 4 * 32 * 8
+    norm = 4 * 32
+    of_layers = 3 * (bare - norm) + norm + 4 * 3 * 32 * 64 + 2 * router
+    work = count.layers(config, 3, 0, experts=5.0)
+    assert work.bytes == of_layers + 2 * 5 * expert
+    assert count.layers(config, 3, 0).bytes == pytest.approx(of_layers + 2 * distinct_experts(8, 2, 6) * expert)
+    whole = count.weights(verifier.specs(config)).bytes - 2 * 4 * 64 * 32
+    assert whole == of_layers + 2 * 8 * expert
+    more = count.layers(replace(config, experts_per_token=3), 3, 0).flops - work.flops
+    assert more == 2 * 2 * 3 * 6 * 32 * 16, "two layers, three matrices, six rows, one expert more of each"
 
 
 def test_rows_choose_the_form():

@@ -242,7 +242,7 @@ def test_footprints_are_the_bytes_of_real_arrays(sizes, monkeypatch):
 def test_loading_is_refused_by_the_bytes_of_int8(monkeypatch):
     config, drafter = models.read_verifier_config(FOLDERS["verifier"]), models.read_drafter_config(FOLDERS["drafter"])
     limit = footprint(config, drafter, dtype=jnp.float32, quantize="int8").total
-    monkeypatch.setattr("treeflash_jax.loading.memory_limit", lambda mesh: limit)
+    monkeypatch.setattr("treeflash_jax.loading.room", lambda mesh: limit)
     assert tf.load(**FOLDERS, quantize="int8").quantize == "int8"
     with pytest.raises(ValueError, match="on a device of"):
         tf.load(**FOLDERS)

@@ -3,7 +3,8 @@
 A file holds one entry per pair, device, dtype, mesh and draft settings; an entry serves exactly what it was measured with.
 Round times are fitted, for each batch and number of cached positions that a round reads, by the convex and increasing
 function of the nodes that is nearest (least squares of relative errors), and taken linearly between batches and positions,
-clamped at the ends. They are those of greedy rounds.
+clamped at the ends. They are those of greedy rounds. The first nodes cost most with a mixture of experts, since each brings
+experts of its own, until all are read: its times are fitted by an increasing function, convex or not.
 
 Source: CaDDTree, cost model.
 """
@@ -15,6 +16,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ class Calibration:
       temperatures: of the verifier, increasing.
       tau: tokens that rounds of so many nodes committed on prompts, bonus included, [temperatures][nodes].
       reliability: tokens committed over those drafted, both below the root, [temperatures].
+      sparse: whether the verifier is a mixture of experts.
     """
 
     identity: dict[str, Any]
@@ -61,6 +64,7 @@ class Calibration:
     temperatures: list[float] = bounded(least=0)
     tau: list[list[float]] = bounded(least=0)
     reliability: list[float] = bounded(least=0)
+    sparse: bool = False
 
     def decide(self, batch: int, positions: int, temperatures: Sequence[float]) -> Decision:
         """How a call should decode.
@@ -70,7 +74,8 @@ class Calibration:
           positions: of their caches, read by the last of their rounds.
           temperatures: of the rows, one each.
         """
-        fitted_bcn = np.apply_along_axis(lambda y_n: fit_round_times(self.nodes, y_n), 2, np.array(self.round_seconds))
+        fit = partial(fit_round_times, self.nodes, is_convex=not self.sparse)
+        fitted_bcn = np.apply_along_axis(fit, 2, np.array(self.round_seconds))
         round_cn, tree_cn, step_c = (
             _between(batch, self.batch, np.array(x)) for x in (fitted_bcn, self.tree_seconds, self.step_seconds)
         )
@@ -130,16 +135,17 @@ class Decision:
         return 0.0 if self.speedup >= 1 else PATIENCE - 1
 
 
-def fit_round_times(nodes: Sequence[int], seconds: Sequence[float]) -> np.ndarray:
-    """The convex and increasing function of the nodes that is nearest to the measured seconds, relatively.
+def fit_round_times(nodes: Sequence[int], seconds: Sequence[float], is_convex: bool = True) -> np.ndarray:
+    """The increasing and, if wanted, convex function of the nodes that is nearest to the measured seconds, relatively.
 
-    A constant plus hinges max(0, n - node) with weights of 0 or more: all such functions, piecewise linear between the
-    measured nodes, and no other.
+    A constant plus hinges max(0, n - node), or steps [n > node], with weights of 0 or more: all such functions, piecewise
+    linear between the measured nodes, and no other.
     """
     from scipy.optimize import nnls
 
     x, y = np.asarray(nodes, float), np.asarray(seconds, float)
-    basis = np.concatenate([np.ones((x.size, 1)), np.maximum(0, x[:, None] - x[None, :-1])], axis=1)
+    beyond = np.maximum(0, x[:, None] - x[None, :-1])
+    basis = np.concatenate([np.ones((x.size, 1)), beyond if is_convex else np.sign(beyond)], axis=1)
     scale = np.linalg.norm(basis, axis=0)  # hinges are hundreds, times are milliseconds
     weights, _ = nnls(basis / scale / y[:, None], np.ones(x.size))
     return basis / scale @ weights

@@ -38,14 +38,15 @@ from treeflash_jax.bench.progress import Progress
 from treeflash_jax.bench.prompts import PromptSet, chosen_prompts, empty_chat
 from treeflash_jax.bench.stages import ROUNDS, TREE, Bench, copied, divide, slots_for
 from treeflash_jax.bench.timed import Compiler, again
-from treeflash_jax.costs import Work
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState
 from treeflash_jax.planning import resolve, rows_of
 from treeflash_jax.settings import DraftConfig, GenerateConfig, RuntimeConfig, SamplingConfig
 from treeflash_jax.verifiers.attention import positions_read
+from treeflash_jax.verifiers.config import ModelConfig
 
+SMALL = (2, 4, 8)  # trees that go through few experts
 ROWS = 8  # prompts decoded together, to see what rounds commit
 
 
@@ -57,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sizes.add_argument(
         "--nodes", nargs="+", type=int, metavar="N",
-        help="tree sizes to choose from, root included (default: 4 to 32 on a CPU, 8 to 256 elsewhere)",
+        help="tree sizes to choose from, root included (default: 4 to 32 on a CPU, 8 to 256 elsewhere; from 2 where the "
+        "verifier is a mixture of experts)",
     )  # fmt: skip
     add_fields(sizes, DraftConfig, without="drafter_temperature")
     add_fields(sizes, RuntimeConfig, "attention")
@@ -77,7 +79,7 @@ def _lists(arguments: argparse.Namespace, model: tf.TreeFlash) -> dict[str, list
       ValueError: values that cannot be.
     """
     lists = {name: sorted(set(getattr(arguments, name))) for name in ("batch", "context", "temperature")}
-    lists["nodes"] = sorted(set(arguments.nodes or devices.here().nodes))
+    lists["nodes"] = sorted(set(arguments.nodes or tried(model.verifier)))
     for name, least in (("batch", 1), ("context", 1), ("nodes", 2), ("temperature", 0)):
         if lists[name][0] < least:
             raise ValueError(f"got --{name} {lists[name][0]}, expected at least {least}")
@@ -86,6 +88,11 @@ def _lists(arguments: argparse.Namespace, model: tf.TreeFlash) -> dict[str, list
         if batch % ways:
             raise ValueError(f"got --batch {batch} on a mesh with a data axis of {ways}, expected a multiple of it")
     return lists
+
+
+def tried(verifier: ModelConfig) -> tuple[int, ...]:
+    """Sizes of trees that are measured where none are asked for; a mixture of experts needs small ones to pay."""
+    return (*(SMALL if verifier.num_experts else ()), *devices.here().nodes)
 
 
 def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
@@ -136,6 +143,7 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
         temperatures=lists["temperature"],
         tau=list(tau),
         reliability=list(reliability),
+        sparse=model.verifier.num_experts > 0,
     )
     calibration.write(out, entry)
     for batch in lists["batch"]:
@@ -229,9 +237,7 @@ def time(
 class Rounds(Bench):
     """`Bench` of one-token rounds, rounds that build the largest tree and take one bucket, and trees of as many nodes."""
 
-    def _build(
-        self, compiler: Compiler, prompts: tuple[Any, ...], works: dict[DecodePlan, dict[str, Work]], tokens: int
-    ) -> None:
+    def _build(self, compiler: Compiler, prompts: tuple[Any, ...], tokens: int) -> None:
         largest, weights, one = self.plans[-1], self.weights, jnp.int32(1)
         prefill = compiler.compile(core.prefill, weights, *prompts, plan=largest.for_prefill()).result()
         self.slots, self.marks = divide(prefill.run(weights, *prompts))
@@ -249,7 +255,7 @@ class Rounds(Bench):
         expander = EXPANDER(weights, state, plan=largest)
         builds = [compiler.compile(TREE, state, expander, plan=plan) for plan in self.plans]
 
-        work = works[largest]
+        work = self.works()[largest]
         self.add("step", None, step.result(), work, self.rounds, False, least=4, most=ROUNDS)
         for plan, build, whole in zip(self.plans, builds, wholes, strict=True):
             nodes = plan.num_nodes

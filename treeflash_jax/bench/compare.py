@@ -30,6 +30,7 @@ import treeflash_jax as tf
 from treeflash_jax import devices, files
 from treeflash_jax.arguments import add_fields, values_of
 from treeflash_jax.bench.prompts import read_prompts
+from treeflash_jax.checks import parse_json
 from treeflash_jax.settings import GenerateConfig, without_method
 
 Decode = Callable[[list[int]], dict[str, Any]]
@@ -146,7 +147,10 @@ def _other(stack: ExitStack, command: str, shared: dict[str, Any]) -> Decode:
         line = program.stdout.readline()
         if not line:
             raise ValueError(f"got no answer from {command!r}, expected one JSON line per prompt")
-        return json.loads(line)
+        try:
+            return parse_json(line)
+        except ValueError as error:
+            raise ValueError(f"got an answer of {command!r} that is {error}, expected one JSON line per prompt") from None
 
     return decode
 

@@ -2,7 +2,8 @@
 
 Bytes of a stage, on one device of the mesh:
 
-- weights that the stage uses, read once.
+- weights that the stage uses, read once; of a mixture of experts, those of the experts that some row was routed to, as
+  measured on the rows that are timed (in a prefill: as many as routing at random would choose).
 - keys and values of the `context` committed positions, read once; new ones that are kept, written once. Slots of the cache
   beyond the context are nobody's need, though an implementation may read them.
 - what a stage hands to the next one (block, transition table, logits, features, new keys and values), where it is timed as
@@ -17,6 +18,7 @@ Floor = max(bytes / copy rate, FLOPs / matmul rate). Collectives count as nothin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from treeflash_jax import drafters
@@ -31,7 +33,14 @@ def stages_of(plan: DecodePlan) -> list[str]:
 
 
 def stage_work(
-    plan: DecodePlan, *, batch: int, context: int, dtype: Any, mesh: Any = None, quantize: str | None = None
+    plan: DecodePlan,
+    *,
+    batch: int,
+    context: int,
+    dtype: Any,
+    mesh: Any = None,
+    quantize: str | None = None,
+    experts: Mapping[int, float] | None = None,
 ) -> dict[str, Work]:
     """The work of every stage of a plan that drafts; see the module for what counts.
 
@@ -42,6 +51,8 @@ def stage_work(
       dtype: of weights, caches and activations.
       mesh: sizes of one device's share; None: one device.
       quantize: scheme of the verifier's matrices.
+      experts: distinct experts that a layer reads on one device, by tokens of a sequence, where that was measured; others
+        are those of routing at random.
 
     Returns:
       By name: those of `stages_of`, "round", "step" (one token without drafting) and "prefill" (one token of a prompt of
@@ -51,8 +62,9 @@ def stage_work(
     model, drafter, nodes, path = plan.verifier, plan.drafter, plan.num_nodes, plan.path_rows
     own = drafters.of(drafter)
 
-    def verify(tokens: float) -> Work:
-        passes = count.layers(model, tokens, context + 1, quantize) + count.vocabulary(model, tokens, quantize)
+    def verify(tokens: int) -> Work:
+        read = (experts or {}).get(tokens)
+        passes = count.layers(model, tokens, context + 1, quantize, read) + count.vocabulary(model, tokens, quantize)
         return passes + count.cached(model, context)
 
     def features(tokens: int) -> Work:

@@ -123,6 +123,11 @@ def run(arguments: argparse.Namespace) -> int:
             settings = settings_of(pair, plans, dtype, mesh, batch, context, arguments.temperature)
             settings |= {"quantize": arguments.quantize} if arguments.quantize else {}  # absent from older files
             result = timings.result_of(settings, side_by_side.environment(model), ceilings, rows, bench.compile_seconds)
+            if bench.experts:
+                result["experts"] = [
+                    {"tokens": tokens, "of": pair.verifier.num_experts, "by_layer": counts, "at_random": at_random}
+                    for tokens, (counts, at_random) in bench.experts.items()
+                ]
             print("\n".join(timings.lines(result)), flush=True)
             results = timings.merge(results, result)
             if arguments.out:

@@ -35,6 +35,7 @@ from treeflash_jax.bench.programs import Collective
 from treeflash_jax.bench.progress import Progress, Tell, nobody
 from treeflash_jax.checks import read_json
 from treeflash_jax.clock import slow
+from treeflash_jax.costs import Counter, distinct_experts
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
 from treeflash_jax.devices import GPU_MEMORY, TPU_MEMORY, Device, here
@@ -109,6 +110,8 @@ def report(arguments: argparse.Namespace) -> int:
         "bytes_per_device": asdict(needs),
         "bytes_limit": limit,
     }
+    if model.num_experts:
+        result["experts_read"] = _experts_read(model, mesh, batch, plan.num_nodes, dtype, arguments.quantize)
     if not arguments.no_compile and (limit is None or needs.total <= limit):
         result = _compiled(result, plan, mesh, dtype, needs)
     memory = result["bytes_per_device"]
@@ -187,6 +190,11 @@ def lines(key: str, result: dict[str, Any]) -> list[str]:
     text += [f"  {names.get(part, part):24}{in_units(size):>12}" for part, size in memory.items() if part != "resident"]
     if limit is not None:
         text.append(f"  of {in_units(limit)}: {'fits' if result['fits'] else 'does not fit'}")
+    for tokens, read in result.get("experts_read", {}).items():
+        text.append(
+            f"  a pass over {tokens} tokens a sequence, routed at random, reads {in_units(read['bytes'])} of layers and "
+            f"vocabulary: {read['distinct']:.1f} experts a layer"
+        )
     if "collectives" not in result:
         return [*text, "weights and caches only: nothing was compiled"]
     for name, found in (("a round", "collectives"), ("its branches (top-k, top-p)", "collectives_in_branches")):
@@ -201,6 +209,19 @@ def lines(key: str, result: dict[str, Any]) -> list[str]:
         shown = ", ".join(f"{stage} {count}" for stage, count in result["launches"].items())
         text.append(f"operations that a round launches: {sum(result['launches'].values())} ({shown})")
     return text
+
+
+def _experts_read(
+    model: ModelConfig, mesh: Any, batch: int, nodes: int, dtype: Any, quantize: str | None
+) -> dict[int, dict[str, float]]:
+    """Distinct experts a layer, and bytes of weights that one device reads, of a one-token step and of a round."""
+    count, read = Counter(dtype=dtype, batch=batch, mesh=mesh), {}
+    for tokens in dict.fromkeys((1, nodes)):
+        work = count.layers(model, tokens, 0, quantize) + count.vocabulary(model, tokens, quantize)
+        rows = count.sequences * tokens
+        distinct = distinct_experts(model.num_experts, model.experts_per_token, rows)
+        read[tokens] = {"distinct": distinct, "bytes": round(work.bytes)}
+    return read
 
 
 def _compiled(result: dict[str, Any], plan: DecodePlan, mesh: Any, dtype: Any, needs: Footprint) -> dict[str, Any]:

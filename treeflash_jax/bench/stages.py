@@ -22,11 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax import drafters
+from treeflash_jax import mesh as meshes
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench.floors import stage_work
 from treeflash_jax.bench.progress import Tell, nobody
 from treeflash_jax.bench.timed import Compiler, Program, Timed, again, running, sample_in_turn
-from treeflash_jax.costs import Work
+from treeflash_jax.costs import Work, distinct_experts
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, DecodeState
 from treeflash_jax.decoding.rounds import (
@@ -40,6 +41,7 @@ from treeflash_jax.devices import Ceilings
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.planning import rows_of
 from treeflash_jax.settings import GenerateConfig
+from treeflash_jax.verifiers.experts import distinct
 
 ROUNDS = 16  # of one dispatch of `decode`, at most
 
@@ -81,7 +83,11 @@ class Bench:
     Attributes:
       timed: the stages.
       compile_seconds: that compiling and warming up all of them took; their own seconds overlap.
+      experts: of a mixture of experts, by tokens of a sequence in one pass: distinct experts that each layer reads on one
+        device, and how many routing at random would choose.
     """
+
+    experts: dict[int, tuple[list[float], float]]
 
     def __init__(
         self,
@@ -109,17 +115,17 @@ class Bench:
         self.model, self.plans, self.weights = model, list(plans), model.weights
         self.where, self.tell = f"batch {batch}, context {context}", tell
         self.timed: list[Timed] = []
+        self.experts = {}
         positions, self.capacity = slots_for(context, plans)
         config = GenerateConfig(max_new_tokens=positions - context, temperature=temperature, stop_ids=())
         ids = np.random.default_rng(0).integers(0, model.verifier.vocab_size, (batch, context)).tolist()
         prompts = model.inputs(rows_of(ids, config, model.verifier), config, size=batch, capacity=self.capacity)
-        sizes = {"batch": batch, "context": context, "dtype": model.dtype, "mesh": model.mesh}
-        sizes["quantize"] = model.quantize
-        works = {plan: stage_work(plan, **sizes) for plan in self.plans}
+        self.sizes = {"batch": batch, "context": context, "dtype": model.dtype, "mesh": model.mesh}
+        self.sizes["quantize"] = model.quantize
         since = time.perf_counter()
         compiler = Compiler(tell)
         with running(model.mesh, self.where), compiler.pool:
-            self._build(compiler, prompts, works, tokens=batch * context)
+            self._build(compiler, prompts, tokens=batch * context)
         self.compile_seconds = time.perf_counter() - since
 
     def measure(self, ceilings: Ceilings, repeats: int) -> list[dict[str, Any]]:
@@ -136,9 +142,22 @@ class Bench:
     def state(self) -> DecodeState:
         return unite(self.slots, self.marks)
 
-    def _build(
-        self, compiler: Compiler, prompts: tuple[Any, ...], works: dict[DecodePlan, dict[str, Work]], tokens: int
-    ) -> None:
+    def works(self) -> dict[DecodePlan, dict[str, Work]]:
+        """The work of every stage of every plan."""
+        experts = {tokens: float(np.mean(counts)) for tokens, (counts, _) in self.experts.items()}
+        return {plan: stage_work(plan, **self.sizes, experts=experts) for plan in self.plans}
+
+    def _count_experts(self, routes: Sequence[tuple[jax.Array, ...]]) -> None:
+        """Fills `experts` from the routes of every plan's tree; its root is the row of a one-token step."""
+        model, mesh = self.model.verifier, self.model.mesh
+        shards = 1 if mesh is None else dict(mesh.shape)["data"]
+        trees = [(plan.num_nodes, layers) for plan, layers in zip(self.plans, routes, strict=True)]
+        for tokens, layers in [(1, [ids_bnk[:, :1] for ids_bnk in routes[0]]), *trees]:
+            counts = [float(x) for x in meshes.to_host([distinct(ids, model.num_experts, shards) for ids in layers])]
+            rows = self.sizes["batch"] // shards * tokens
+            self.experts[tokens] = counts, distinct_experts(model.num_experts, model.experts_per_token, rows)
+
+    def _build(self, compiler: Compiler, prompts: tuple[Any, ...], tokens: int) -> None:
         """Level by level: what a stage hands to the next has the values, and the layout, that its program gave it."""
         first, plans, weights = self.plans[0], self.plans, self.weights
         prefill = compiler.compile(core.prefill, weights, *prompts, plan=first.for_prefill()).result()
@@ -160,12 +179,15 @@ class Bench:
         verified = [verify.run(weights, state, tree) for verify, (tree, _) in zip(verifies, trees, strict=True)]
         if not all(bool(jnp.isfinite(each.logits_bnv).all()) for each in verified):
             raise ValueError(f"{self.where}: got logits that are not finite")
+        if verified[0].routes:
+            self._count_experts([each.routes for each in verified])
         judged = [(*pair, each.logits_bnv) for pair, each in zip(trees, verified, strict=True)]
         accepts = compiler.each(ACCEPT, plans, [(state, *args) for args in judged])
         accepted = [accept.run(state, *args) for accept, args in zip(accepts, judged, strict=True)]
         kept = list(zip(verified, accepted, strict=True))
         commits = compiler.each(COMMIT, plans, [(weights, self.slots, self.marks, *pair) for pair in kept])
 
+        works = self.works()
         work = works[first]
         self.add("step", None, step.result(), work, self.rounds, False, least=4, most=ROUNDS)
         self.add("prefill", None, prefill, work, again, lambda: (weights, *prompts), most=4, units=tokens)

@@ -139,6 +139,12 @@ def lines(result: Result) -> list[str]:
             f"  round / step at {one['nodes']} nodes: {one['round_over_step']:.2f} (of the floors: "
             f"{one['floor_round_over_step']:.2f}); its stages alone sum to {one['sum_of_stages_ms']:.4f} ms"
         )
+    for one in result.get("experts", ()):
+        counts = one["by_layer"]
+        text.append(
+            f"  experts that a layer reads in a pass over {one['tokens']} tokens a sequence: {np.mean(counts):.1f} of "
+            f"{one['of']} (from {min(counts):.1f} to {max(counts):.1f} by layer; {one['at_random']:.1f} at random)"
+        )
     if result["growth"]:
         powers = (f"{name} {one['exponent']:.2f} ({one['steepest']:.2f})" for name, one in result["growth"].items())
         text.append("  growth as a power of the nodes, and where it is steepest: " + ", ".join(powers))

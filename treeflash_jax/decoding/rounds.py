@@ -37,11 +37,13 @@ class Verified:
       logits_bnv: of all nodes, in the compute dtype, possibly sharded over the vocabulary; None once judged.
       features_btj: tapped features of all nodes; None without a drafter.
       rows: keys and values of all nodes, for `cache.append`.
+      routes: experts of all nodes, by sparse layer; no stage of a round reads them.
     """
 
     logits_bnv: jax.Array | None
     features_btj: jax.Array | None
     rows: caches.NewRows
+    routes: tuple[jax.Array, ...] = ()
 
 
 @struct.dataclass
@@ -156,7 +158,7 @@ def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, pla
             taps=plan.taps,
             attention=plan.attention,
         )
-        return Verified(verifier.logits(weights.verifier, out.hidden_btd), features_of(out, plan), out.rows)
+        return Verified(verifier.logits(weights.verifier, out.hidden_btd), features_of(out, plan), out.rows, out.routes)
 
 
 def features_of(out: verifier.Output, plan: DecodePlan) -> jax.Array | None:

@@ -7,8 +7,6 @@ and text that no context holds are refused before they are tokenised, and a temp
 from __future__ import annotations
 
 import os
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -18,14 +16,9 @@ from typing import Any
 from treeflash_jax.checks import clipped, quoted
 from treeflash_jax.files import regular
 from treeflash_jax.formats import gguf, gguf_tokenizer
+from treeflash_jax.formats.templates import limited
 
 SHORT = 2**17  # characters of a text that is tokenised before its length is looked at
-TEMPLATE_SECONDS = 3.0  # of the processor
-TEMPLATE_CHARACTERS = 2**26
-
-
-class TemplateLimit(Exception):
-    """A chat template ran for too long or wrote too much."""
 
 
 class Tokenizer:
@@ -119,9 +112,7 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             raise ValueError("got a chat, but the verifier's tokenizer has no chat template; give text or ids instead")
-        import jinja2.sandbox  # noqa: F401  what transformers renders templates with; importing it is not the template's time
-
-        with _one_line("got a chat that the verifier's chat template refuses"), _limited():
+        with _one_line("got a chat that the verifier's chat template refuses"), limited():
             text = self.inner.apply_chat_template(
                 list(messages), add_generation_prompt=add_generation_prompt, enable_thinking=False, tokenize=False
             )
@@ -180,34 +171,3 @@ def _one_line(what: str) -> Iterator[None]:
         if not isinstance(error, Exception) and not is_panic:
             raise
         raise ValueError(f"{what}: {clipped(str(error) or type(error).__name__, 160)}") from None
-
-
-@contextmanager
-def _limited() -> Iterator[None]:
-    """Ends what runs in this thread by TemplateLimit when it has taken TEMPLATE_SECONDS or made TEMPLATE_CHARACTERS.
-
-    Templates are Python functions: tracing sees their lines, and the texts that they and jinja2's helpers hand on.
-    """
-    soon, end, written = time.perf_counter() + TEMPLATE_SECONDS, time.thread_time() + TEMPLATE_SECONDS, 0
-
-    def trace(frame: Any, event: str, value: Any) -> Any:
-        nonlocal written
-        if time.perf_counter() > soon and time.thread_time() > end:  # the first clock is quick to read
-            raise TemplateLimit(f"it ran for more than {TEMPLATE_SECONDS:g} s")
-        is_template = frame.f_code.co_filename == "<template>"
-        if event == "return" and isinstance(value, str):
-            written += len(value)
-        elif event == "line" and is_template:
-            held = sum(len(kept) for kept in frame.f_locals.values() if isinstance(kept, str))
-            if held > TEMPLATE_CHARACTERS:
-                written = held
-        if written > TEMPLATE_CHARACTERS:
-            raise TemplateLimit(f"it wrote more than {TEMPLATE_CHARACTERS:,} characters")
-        return trace if is_template or "jinja2" in frame.f_code.co_filename else None
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)

@@ -102,6 +102,19 @@ def form_of(rows: int, per_row: int, held: int) -> str:
     return "dense" if rows <= MANY_ROWS else "sorted"
 
 
+def distinct(ids_btk: jax.Array, experts: int, shards: int = 1) -> jax.Array:
+    """How many experts the rows of one device go through, on average over the devices that split the batch.
+
+    Args:
+      ids_btk: experts of every row.
+      experts: that there are.
+      shards: of the batch.
+    """
+    ids_ya = ids_btk.reshape(shards, -1)
+    is_read_yx = jnp.any(ids_ya[..., None] == jnp.arange(experts), axis=1)
+    return jnp.sum(is_read_yx) / shards
+
+
 def _of_device(
     weights: dict[str, Any], x_btd: jax.Array, config: ModelConfig, experts: str | None = None, ffn: str | None = None
 ) -> tuple[jax.Array, jax.Array]:

@@ -26,6 +26,7 @@ from treeflash_jax.trees import TransitionTable
 
 OPTIONS = ("head", "block_size", "candidates", "children", "shortlist")
 READS_TOKENS = False
+MOST_LINKS = 2**26  # of a level: a table compares every child with every candidate below it
 DIALECT = "treeflash"
 
 
@@ -45,6 +46,10 @@ def choose(config: DrafterConfig, options: Any) -> tuple[DrafterConfig, DraftSet
     expect(2 <= size <= own, "block_size", f"2 to {own}, as the drafter was trained")
     for name in ("candidates", "children"):
         expect(getattr(options, name) <= vocabulary, name, f"1 to {vocabulary} (the vocabulary)")
+    links = options.candidates**2 * options.children
+    expect(
+        links <= MOST_LINKS, "candidates", f"at most {MOST_LINKS:,} for candidates x candidates x children, not {links:,}"
+    )
     expect(options.shortlist <= vocabulary, "shortlist", f"0 (all tokens) to {vocabulary} (the vocabulary)")
     heads = ("marginal", config.head)
     expect(options.head in (None, *heads), "head", f"one of {heads}, what this drafter has")

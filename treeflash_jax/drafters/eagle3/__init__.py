@@ -12,7 +12,7 @@ Source: EAGLE-3 (arXiv 2503.01840); EAGLE-2 (arXiv 2406.16858) for the tree.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -20,30 +20,20 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from treeflash_jax import devices
 from treeflash_jax.checks import quoted
 from treeflash_jax.drafters.eagle3 import layer
 from treeflash_jax.drafters.eagle3.config import EagleConfig
 from treeflash_jax.drafters.eagle3.costs import extend_work, work
 from treeflash_jax.drafters.eagle3.layer import specs
 from treeflash_jax.drafters.inputs import Inputs
-from treeflash_jax.drafters.lanes import Below, LaneExpander, Row, children_of, kept_of
+from treeflash_jax.drafters.lanes import Below, LaneExpander, LaneSettings, Row, children_of, kept_of
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers.attention import tree_attention
 
 OPTIONS = ("depths", "children")
 READS_TOKENS = True
 DIALECT = "speculators"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EagleSettings:
-    """Settings of a draft.
-
-    Attributes:
-      children: tokens that every followed node offers.
-    """
-
-    children: int
 
 
 @struct.dataclass
@@ -65,7 +55,7 @@ class EagleState:
         return self.replace(context=caches.grow(self.context, capacity))
 
 
-def choose(config: EagleConfig, options: Any) -> tuple[EagleConfig, EagleSettings]:
+def choose(config: EagleConfig, options: Any) -> tuple[EagleConfig, LaneSettings]:
     """The config and the settings of a draft that a user's options ask for; see `drafters.Drafter`.
 
     Raises:
@@ -74,7 +64,8 @@ def choose(config: EagleConfig, options: Any) -> tuple[EagleConfig, EagleSetting
     children = options.children
     if children > config.draft_vocab_size:
         raise ValueError(f"got children {quoted(children)}, expected 1 to {config.draft_vocab_size} (the draft vocabulary)")
-    return replace(config, num_depths=options.depths or config.num_depths), EagleSettings(children=children)
+    sizes = replace(config, num_depths=options.depths or config.num_depths, attention=options.attention)
+    return sizes, LaneSettings.of(sizes, options)
 
 
 def init(config: EagleConfig, batch: int, capacity: int, dtype: Any) -> EagleState:
@@ -104,6 +95,7 @@ def extend(
       count_b: how many of the rows are real; 0 leaves a sequence as it was.
     """
     prefix, length_b, rows = state.context.groups[0][0], state.context.length_b, features_btj.shape[1]
+    attention = config.attention or devices.here().attention(features_btj.dtype)
     carried_btd = layer.fuse(params, config, features_btj)
     read_btr = layer.read(params, tables, config, tokens_bt, carried_btd)
     positions_bt = length_b[:, None] + jnp.arange(rows)
@@ -115,7 +107,7 @@ def extend(
     table = layer.rotations(config, length_b[:, None] + last_b1)
 
     def attend(q_b1he: jax.Array) -> jax.Array:
-        return tree_attention(q_b1he, k_btke, v_btke, seen_b1t, prefix, length_b)
+        return tree_attention(q_b1he, k_btke, v_btke, seen_b1t, prefix, length_b, implementation=attention)
 
     hidden_bd = layer.hidden(params, config, read_b1r, carried_b1d, table, attend)[:, 0]
     # Always all of them: it makes stores wait for the attention, see `append`.
@@ -179,13 +171,13 @@ def _below(shared: Any, config: EagleConfig, children: int, hidden_bwd: jax.Arra
     return Below(hidden_bwd, rows, *offered)
 
 
-def identity(params: Any, config: EagleConfig, settings: EagleSettings) -> tuple[dict[str, Any], list[jax.Array]]:
+def identity(params: Any, config: EagleConfig, settings: LaneSettings) -> tuple[dict[str, Any], list[jax.Array]]:
     """What round times and acceptance depend on: sizes and settings by name, and weights that tell drafters apart."""
-    named = {"depths": config.num_depths, "lanes": config.lanes, "children": settings.children}
+    named = {"depths": settings.depths, "children": settings.children, "rows": settings.rows}
     return named, [params["fc"], params["norm"], params["layer"]["attention_norm"]]
 
 
 __all__ = [
-    "DIALECT", "OPTIONS", "READS_TOKENS", "EagleConfig", "EagleSettings", "EagleState", "choose", "draft", "extend",
+    "DIALECT", "OPTIONS", "READS_TOKENS", "EagleConfig", "EagleState", "choose", "draft", "extend",
     "extend_work", "identity", "init", "specs", "stages", "work",
 ]  # fmt: skip

@@ -28,6 +28,7 @@ class EagleConfig:
       num_depths: default depth of a draft.
       lanes: default number of nodes of a level that are followed.
       num_nodes, drafter_temperature, sampled_above: defaults, as of every drafter.
+      attention: how `extend` reads the context; None: as the devices at hand do it best.
 
     Source: EAGLE-3 (arXiv 2503.01840); EAGLE-3.1 (arXiv 2605.09992) for the options; EAGLE-2 (arXiv 2406.16858) for lanes.
     """
@@ -50,6 +51,7 @@ class EagleConfig:
     num_nodes: int = 16
     drafter_temperature: float = 1.0
     sampled_above: float | None = None
+    attention: str | None = None
 
     def fitted(self, verifier: ModelConfig) -> EagleConfig:
         """This config with its tapped layers.

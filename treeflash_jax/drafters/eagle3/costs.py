@@ -1,12 +1,11 @@
-"""What an EAGLE-3 drafter has to do, in bytes and FLOPs. The layer runs once per level below the first."""
+"""What an EAGLE-3 drafter has to do, in bytes and FLOPs."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from treeflash_jax.costs import Counter, Work
 from treeflash_jax.drafters.eagle3 import layer
 from treeflash_jax.drafters.eagle3.config import EagleConfig
+from treeflash_jax.drafters.lanes import LaneSettings
 from treeflash_jax.verifiers.config import ModelConfig
 
 
@@ -20,9 +19,11 @@ def extend_work(count: Counter, config: EagleConfig, tokens: float) -> Work:
 
 
 def work(
-    count: Counter, config: EagleConfig, draft: Any, verifier: ModelConfig, quantize: str | None = None
+    count: Counter, config: EagleConfig, settings: LaneSettings, verifier: ModelConfig, quantize: str | None = None
 ) -> dict[str, tuple[Work, Work]]:
-    """By stage: what it has to do, and what it hands to the next one."""
-    own = layer.specs(config)
-    children = Work(count.sequences * draft.children * 8)  # tokens and log-probabilities
-    return {"draft": (count.weights({"unembed": own["unembed"], "norm": own["norm"]}, 1), children)}
+    """Of the anchor's children one pass over the vocabulary matrix; of every level below, the layer and that pass again."""
+    own, rows = layer.specs(config), settings.rows
+    first = count.weights({"unembed": own["unembed"], "norm": own["norm"]}, 1)
+    level = count.weights({name: own[name] for name in ("layer", "norm", "unembed")}, rows)
+    level += count.attention(config.layers, rows, count.context + 1) + count.cached(config.layers, count.context)
+    return {"draft": (first, Work()), "tree": (sum([level] * (config.num_depths - 1), Work()), Work())}
