@@ -5,7 +5,6 @@ No key and no tensor name is known here: `dialects` and `architectures` say what
 
 from __future__ import annotations
 
-import json
 import warnings
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from treeflash_jax import drafters, files, quantized
+from treeflash_jax import drafters, quantized
 from treeflash_jax.checks import quoted, read_json
 from treeflash_jax.formats import dialects, gguf, storage
 from treeflash_jax.formats.dialects import Dialect
@@ -146,7 +145,6 @@ def _load(path, dialect: Dialect, config, specs, tensors, dtype, mesh, finish=la
 
 
 def _save(folder: Path, dialect: Dialect, config: Any, specs: Any, params: Any, dtype: Any) -> None:
-    raw = dialect.to_hf(config) | {"dtype": jnp.dtype(dtype).name}
+    dialect.to_hf(config)  # refused before there is a folder
     folder.mkdir(parents=True, exist_ok=True)
-    storage.save(folder / "model.safetensors", specs, dialect.entries(config, specs, ()), params, dtype)
-    files.write(folder / "config.json", json.dumps(raw, indent=2) + "\n")
+    dialect.save(folder, config, specs, params, dtype)
