@@ -39,6 +39,12 @@ class ModelOptions:
     )
     revision: str | None = bounded(None, "Hub revision of the verifier", unit="rev")
     drafter_revision: str | None = bounded(None, "Hub revision of the drafter", unit="rev")
+    steering: str | None = bounded(
+        None,
+        "folder of what steers a language model that drafts (SD squared)",
+        unset="what lies in the drafter's folder",
+        unit="folder",
+    )
     local_files_only: bool = bounded(False, "use the local cache of the Hub only")
     dtype: Literal["float32", "bfloat16", "float64"] | None = bounded(
         None,
