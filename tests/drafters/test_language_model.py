@@ -15,12 +15,12 @@ from conftest import RANDOM_MODEL, needs_8_devices
 from test_extending import goes_through_everything
 
 import treeflash_jax as tf
-from treeflash_jax import params, programs
+from treeflash_jax import pairs, params, programs
 from treeflash_jax.cli import main
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import language_model as own
-from treeflash_jax.formats import models
+from treeflash_jax.formats import conversions, models
 from treeflash_jax.planning import rows_of
 from treeflash_jax.verifiers import forward as verifier
 
@@ -227,6 +227,9 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(folders, tmp_path)
     ):
         with pytest.raises(ValueError, match=says):
             model.generate([[1]], **settings)
+    for folder, dialect in ((folders["small"], "dflash"), (pairs.locate("tiny", "drafter"), own.DIALECT)):
+        with pytest.raises(ValueError, match=f"got dialect '{dialect}' for a drafter of kind"):
+            conversions.convert_drafter(folder, tmp_path / "converted", dialect)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(ValueError, match="got model_type 'gpt2', expected a drafter's .* or a language model of"):
         models.read_drafter_config(tmp_path)

@@ -103,15 +103,25 @@ def save_drafter(
       ValueError: no such dialect, or one that cannot hold this drafter.
     """
     own = drafters.of(config)
-    _save(Path(folder), writable(dialect or own.DIALECT), config, own.specs(config), params, dtype)
+    _save(Path(folder), writable(dialect or own.DIALECT, config), config, own.specs(config), params, dtype)
 
 
-def writable(dialect: str) -> Dialect:
-    """A dialect of drafters by name. Raises ValueError where there is none that can be written."""
+def writable(dialect: str, config: Any = None) -> Dialect:
+    """A dialect of drafters by name.
+
+    Raises:
+      ValueError: there is none that can be written, or it is one of another kind of drafter than this config's.
+    """
     known = dialects.written("drafter")
     if dialect not in known:
         raise ValueError(f"got dialect {quoted(dialect)}, expected one of {', '.join(known)}")
-    return dialects.DIALECTS[dialect]
+    found = dialects.DIALECTS[dialect]
+    if config is not None and found.kind not in (None, config.kind):
+        raise ValueError(
+            f"got dialect {quoted(dialect)} for a drafter of kind {config.kind!r}, expected one of that kind; this dialect "
+            f"holds drafters of kind {found.kind!r}"
+        )
+    return found
 
 
 def _found(path: str | Path, part: str) -> tuple[Dialect, Any]:

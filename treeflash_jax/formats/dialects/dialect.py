@@ -27,11 +27,13 @@ class Dialect:
       name: in the registry, on the command line and in settings of export.
       part: what its files hold.
       marks: keys of config.json that its folders are known by.
+      kind: of the drafters that it writes; None: of verifiers, or not checked.
     """
 
     name: ClassVar[str]
     part: ClassVar[Literal["verifier", "drafter"]]
     marks: ClassVar[tuple[str, ...]] = ()
+    kind: ClassVar[str | None] = None
 
     def recognises(self, path: Path, keys: Keys) -> bool:
         """Whether these files are in this dialect.

@@ -22,6 +22,7 @@ class LanguageModel(Dialect):
 
     name = "language-model"
     part = "drafter"
+    kind = "language model"
 
     def __init__(self, inner: Dialect):
         self.inner = inner
