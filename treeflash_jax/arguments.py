@@ -55,7 +55,10 @@ class ModelOptions:
         None, "quantize the verifier's matrices while loading", unset="none", choices=lambda: tuple(SCHEMES)
     )
     mesh: str | None = bounded(
-        None, "use D x M devices: split the batch D ways, weights and vocabulary M ways", unset="one", unit="DxM"
+        None,
+        "use D x M devices: split the batch D ways, weights and vocabulary M ways; with DxMxE, experts E ways",
+        unset="one",
+        unit="DxM",
     )
     budget: str | None = bounded(
         None, "calibration file for --nodes auto", unset="the path treeflash calibrate writes to", unit="file"

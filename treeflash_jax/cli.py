@@ -135,7 +135,7 @@ def _load(arguments: argparse.Namespace) -> Any:
     import treeflash_jax as tf
 
     given = values_of(arguments, ModelOptions)
-    given["mesh"] = tf.make_mesh(*meshes.sizes_of(given["mesh"])) if given["mesh"] else None
+    given["mesh"] = tf.make_mesh(**meshes.sizes_of(given["mesh"])) if given["mesh"] else None
     names = [name for name in (arguments.verifier, arguments.drafter) if name not in (None, NO_DRAFTER)]
     with slow(f"loading {' and '.join(names)}"):
         return tf.load(**given)

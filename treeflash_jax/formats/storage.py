@@ -132,9 +132,8 @@ def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...
     spans = [slice(*index[axis].indices(spec.shape[axis])[:2]) for axis in entry.order]
     inner = view[entry.rows :]
     width = math.prod(inner)
-    above, first = (
-        (entry.part[0] * math.prod(view[: entry.rows]), 0) if entry.part_axis == 0 else (0, entry.part[0] * width)
-    )
+    place = entry.part[0]
+    above, first = (place * math.prod(view[: entry.rows]), 0) if entry.part_axis == 0 else (0, place * width)
     blocks = []
     for own in _row_ranges(view[: entry.rows], spans[: entry.rows]):
         rows = slice(own.start + above, own.stop + above)
