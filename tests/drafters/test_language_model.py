@@ -154,6 +154,15 @@ def test_sampled_trees_leave_greedy_answers_as_they_are(pair, builder):
     plain_and_drafted(pair, {"builder": builder, "nodes": 7}, max_new_tokens=20, stop_ids=())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"builder": "paths", "nodes": 9}, {"nodes": 9}], ids=str)
+def test_a_tree_is_drawn_from_the_anchor_that_the_round_had(pair, how):
+    """Rules for sampled trees draw anchors that sampling after the prompt would not give."""
+    result = pair.generate([[1, 2, 3]], max_new_tokens=24, stop_ids=(), temperature=1.0, seed=5, children=8, **how)[0]
+    for index, length in enumerate(result.accept_lengths):
+        assert sum(result.tree(index).accepted) >= length or index == len(result.accept_lengths) - 1
+
+
 @pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("builder", ["best-first", pytest.param("walk", marks=pytest.mark.slow)])
 def test_a_round_is_one_program_that_copies_no_cache(builder):
