@@ -69,7 +69,15 @@ class DraftingStage(ABC):
     @property
     @abstractmethod
     def trains(self) -> tuple[str, ...]:
-        """Names at the top of the drafter's weights (`drafters.Drafter.specs`) that are trained; the others are frozen."""
+        """Names at the top of the drafter's weights (`drafters.Drafter.specs`) that are trained; the others are frozen.
+
+        Names that a drafter of these settings does not have are left out.
+        """
+
+    @property
+    def noun(self) -> str:
+        """What is trained, for people."""
+        return " and ".join(self.trains)
 
     @property
     def constant(self) -> tuple[str, ...]:
@@ -145,7 +153,7 @@ def make_stage(settings: DraftingStage, model: ModelConfig, drafter: Any) -> Sta
     specs = drafters.of(drafter).specs(drafter)
     others = {name: tree for name, tree in specs.items() if name not in settings.trains and tree}
     return Stage(
-        specs={name: specs[name] for name in settings.trains},
+        specs={name: specs[name] for name in settings.trains if name in specs},
         frozen_specs={"verifier": verifier.specs(model)} | others,
         sums=sums,
         compute_dtype=jnp.dtype(settings.compute_dtype),
@@ -179,10 +187,9 @@ def train(settings: DraftingStage) -> None:
         name: place(tree, stage.frozen_specs[name], mesh, stage.compute_dtype)
         for name, tree in settings.kept(drafter).items()
     }
-    noun = " and ".join(settings.trains)
     hosts.say(corpus.summary())
     hosts.say(
-        f"{noun} of {parameters.count(params):,} weights, {corpus.num_rows} rows of "
+        f"{settings.noun} of {parameters.count(params):,} weights, {corpus.num_rows} rows of "
         f"{settings.data.row_tokens} tokens, mesh {dict(mesh.shape)}"
     )
     stops = models.stop_ids(folder, model)
@@ -195,7 +202,7 @@ def train(settings: DraftingStage) -> None:
         target = epath.Path(settings.run) / "model"
         with folders.filled(target, overwrite=True) as folder:
             models.save_drafter(folder, drafter, whole)
-        progress.table(f"Trained {noun}", watch.summary(settings.run) | {"model": str(target)})
+        progress.table(f"Trained {settings.noun}", watch.summary(settings.run) | {"model": str(target)})
 
 
 def assembled(drafter: Any, parts: Mapping[str, Any]) -> dict[str, Any]:

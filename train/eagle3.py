@@ -89,20 +89,20 @@ class Eagle3Stage(DraftingStage):
     def sums(
         self, params: Any, frozen: Any, rows: Rows, keys_b: jax.Array, *, verifier: ModelConfig, drafter: EagleConfig
     ) -> Sums:
-        return rollout_sums(params, frozen, rows, settings=self.objective, verifier=verifier, drafter=drafter)
+        return rollout_sums(params, frozen, rows, keys_b, settings=self.objective, verifier=verifier, drafter=drafter)
 
     def flops(self, verifier: ModelConfig, drafter: EagleConfig) -> float:
         """The verifier's pass and its logits count once; features, and layer and logits of every step, three times."""
         count, size = Counter(dtype=jnp.float32, batch=self.loop.batch), self.data.row_tokens
-        own, steps = eagle3.specs(drafter), self.objective.steps
-        teacher = count.layers(verifier, size, size / 2) + count.vocabulary(verifier, steps * size)
-        each = count.weights({"layer": own["layer"], "unembed": own["unembed"]}, steps * size)
-        drafted = each + count.attention(drafter.layers, steps * size, size / 2) + count.weights(own["fc"], size)
+        own, rows = eagle3.specs(drafter), self.objective.steps * (self.objective.anchors or size)
+        teacher = count.layers(verifier, size, size / 2) + count.vocabulary(verifier, rows)
+        each = count.weights({"layer": own["layer"], "unembed": own["unembed"]}, rows)
+        drafted = each + count.attention(drafter.layers, rows, size / 2) + count.weights(own["fc"], size)
         return float(teacher.flops + 3 * drafted.flops)
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {"steps": self.objective.steps, "chunk": self.objective.chunk}
+        return {"steps": self.objective.steps, "anchors": self.objective.anchors, "chunk": self.objective.chunk}
 
     def described(self, drafter: EagleConfig) -> tuple[str, dict[str, Any]]:
         return "EAGLE-3 drafter", {
@@ -112,10 +112,12 @@ class Eagle3Stage(DraftingStage):
         }
 
     def __post_init__(self) -> None:
-        if self.data.row_tokens % self.objective.chunk:
-            raise ValueError(
-                f"got objective.chunk {self.objective.chunk}, expected a divisor of data.row_tokens {self.data.row_tokens}"
-            )
+        whole, anchors, chunk = self.data.row_tokens, self.objective.anchors, self.objective.chunk
+        if anchors > whole:
+            raise ValueError(f"got objective.anchors {anchors}, expected at most data.row_tokens {whole}")
+        if (anchors or whole) % chunk:
+            of = "objective.anchors" if anchors else "data.row_tokens"
+            raise ValueError(f"got objective.chunk {chunk}, expected a divisor of {of} {anchors or whole}")
 
 
 if __name__ == "__main__":

@@ -137,9 +137,10 @@ def mean(values: Sequence[float]) -> float:
 def temperatures(model: tf.TreeFlash, path: str, prompts: int, seed: int) -> Iterator[dict]:
     """One row per verifier temperature, budget and head: tau at every drafter temperature."""
     chats = [record.content[:1] for record in read(Source(path=path, limit=prompts), seed)]
+    heads = (model.drafter.head, "marginal") if hasattr(model.drafter, "head") else (None,)
     for temperature in (0.0, 1.0):
         for nodes in (16, 64):
-            for head in (model.drafter.head, "marginal"):
+            for head in heads:
                 settings = {"temperature": temperature, "nodes": nodes, "head": head, "max_new_tokens": 128, "seed": 3}
                 settings |= {"builder": "best-first"}
                 taus = {}

@@ -191,7 +191,9 @@ def drafting_flops(
     context = costs.extend_work(count, drafter, row_tokens).flops
     blocks_ = costs.block(count, drafter, settings.anchors * drafter.block_size, row_tokens / 2 + drafter.block_size).flops
     slots = settings.anchors * drafter.num_depths
-    head = 2 * batch * slots * sum(math.prod(spec.shape) for spec in HEADS[drafter.head].specs(drafter).values())
+    kind = HEADS[drafter.head]
+    products = {name: spec for name, spec in kind.specs(drafter).items() if name not in kind.LOOKED_UP[:1]}
+    head = 2 * batch * slots * sum(math.prod(spec.shape) for spec in products.values())
     vocabulary = count.vocabulary(drafter.layers, slots).flops
     trained = 3 if trains_backbone else 1
     passes = 2 + (settings.loss in losses.NEEDS_VERIFIER)

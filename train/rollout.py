@@ -9,7 +9,7 @@ Rows are worked on a chunk at a time, and every step forms its logits again in t
 vocabulary and all rows or all steps as axes.
 
 Shape suffixes: b batch, s row tokens, n rows of a chunk, i steps, u keys of a row's own steps, d drafter width, r 2 d,
-v tokens that can be drafted, x chunks.
+v tokens that can be drafted.
 
 Source: EAGLE-3 (arXiv 2503.01840) section 3; losses and masks as in SpecForge and DeepSpec.
 """
@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
 from train import blocks, losses
@@ -31,6 +30,7 @@ from train.state import Sums
 from treeflash_jax import vocab
 from treeflash_jax.checks import bounded
 from treeflash_jax.drafters.eagle3 import EagleConfig, layer
+from treeflash_jax.trees import pick
 from treeflash_jax.verifiers.config import ModelConfig
 
 
@@ -41,53 +41,33 @@ class RolloutConfig:
     Attributes:
       steps: how many tokens are drafted from every row (training-time test steps).
       decay: step i weighs decay ** i.
-      chunk: tokens of a row worked on at a time; divides the row.
+      anchors: rows of a sequence that are unrolled, drawn anew in every step; 0: all of them.
+      chunk: rows of a sequence worked on at a time; divides `anchors`, or the sequence.
     """
 
     steps: int = bounded(7, least=1)
     decay: float = bounded(0.8, above=0, most=1)
+    anchors: int = bounded(0, least=0)
     chunk: int = bounded(128, least=1)
-
-
-@struct.dataclass
-class Chunk:
-    """Some consecutive rows of each sequence.
-
-    Attributes:
-      index_n: where they stand in the sequence.
-      carried_bnd: what step 0 carries: the fused features.
-      position_bn, segment_bn: of each row.
-      token_bni: the token that each step reads.
-      label_bni: the token that follows it.
-      weight_bni: loss weights; 0 where a step leaves the document or predicts what the verifier did not write.
-      teacher_bnid: the verifier's final hidden states that predict the labels.
-    """
-
-    index_n: jax.Array
-    carried_bnd: jax.Array
-    position_bn: jax.Array
-    segment_bn: jax.Array
-    token_bni: jax.Array
-    label_bni: jax.Array
-    weight_bni: jax.Array
-    teacher_bnid: jax.Array
 
 
 def rollout_sums(
     params: Any,
     frozen: Any,
     rows: Rows,
+    keys_b: jax.Array,
     *,
     settings: RolloutConfig,
     verifier: ModelConfig,
     drafter: EagleConfig,
 ) -> Sums:
-    """Weighted sums of the loss and of what a person watches, over all rows and steps.
+    """Weighted sums of the loss and of what a person watches, over the rows drawn and their steps.
 
     Args:
       params: trained weights of the drafter, of any float dtype.
       frozen: "verifier", and "offsets" where the draft vocabulary is a part of the verifier's.
       rows: packed responses.
+      keys_b: one random key per sequence.
       settings: static.
       verifier: static.
       drafter: static.
@@ -102,36 +82,43 @@ def rollout_sums(
     own = jax.tree.map(lambda x: x.astype(dtype), params) | {n: x for n, x in frozen.items() if n in ("offsets", "embed")}
     teacher = blocks.teach(tables, verifier, drafter.taps, rows)
     carried_bsd = layer.fuse(own, drafter, teacher.features_bsj)
-    next_bs = _ahead(rows.tokens_rt, 1)
+    next_bs = jnp.pad(rows.tokens_rt[:, 1:], ((0, 0), (0, 1)))
     read_bsr = layer.read(own, tables, drafter, next_bs, carried_bsd)
     first = layer.keys_values(own, drafter, read_bsr, layer.rotations(drafter, rows.positions_rt))
-    chunks = _chunks(rows, teacher, carried_bsd, settings)
+    shared = own, tables, rows, teacher, carried_bsd, first
 
-    def part(sums: Sums, chunk: Chunk) -> tuple[Sums, None]:
-        return jax.tree.map(jnp.add, sums, _chunk_sums(own, tables, rows, first, chunk, settings, drafter)), None
+    def part(sums: Sums, drawn: tuple[jax.Array, jax.Array]) -> tuple[Sums, None]:
+        return jax.tree.map(jnp.add, sums, _chunk_sums(shared, *drawn, settings, drafter)), None
 
+    chunks = jax.tree.map(
+        lambda x_bn: jnp.moveaxis(x_bn.reshape(x_bn.shape[0], -1, settings.chunk), 1, 0), draw_rows(rows, settings, keys_b)
+    )
     return lax.scan(part, _no_sums(settings), chunks)[0]
 
 
 def _chunk_sums(
-    own: Any, tables: Any, rows: Rows, first: Any, chunk: Chunk, settings: RolloutConfig, drafter: EagleConfig
+    shared: Any, index_bn: jax.Array, is_there_bn: jax.Array, settings: RolloutConfig, drafter: EagleConfig
 ) -> Sums:
     """The sums of some rows: all of their steps, one after the other."""
-    earlier_ns = jnp.arange(rows.tokens_rt.shape[1]) < chunk.index_n[:, None]
-    seen_bns = earlier_ns & (rows.segments_rt[:, None] == chunk.segment_bn[..., None])
+    own, tables, rows, teacher, carried_bsd, first = shared
+    steps = settings.steps
+    position_bn, segment_bn = pick(rows.positions_rt, index_bn), pick(rows.segments_rt, index_bn)
+    token_bni, label_bni = (_after(rows.tokens_rt, index_bn, first_at, steps) for first_at in (1, 2))
+    seen_bns = jnp.arange(rows.tokens_rt.shape[1]) < index_bn[..., None]
+    seen_bns &= rows.segments_rt[:, None] == segment_bn[..., None]
     step = jax.checkpoint(partial(_step, drafter=drafter))
     score = jax.checkpoint(partial(_score, drafter=drafter))
-    carried_bnd, own_keys, scores = chunk.carried_bnd, (), []
-    for i in range(settings.steps):
-        position_bn, token_bn = chunk.position_bn + i, chunk.token_bni[:, :, i]
-        hidden_bnd, new = step(own, tables, first, seen_bns, carried_bnd, own_keys, position_bn, token_bn)
+    carried_bnd, own_keys, scores = pick(carried_bsd, index_bn), (), []
+    for i in range(steps):
+        hidden_bnd, new = step(own, tables, first, seen_bns, carried_bnd, own_keys, position_bn + i, token_bni[:, :, i])
         own_keys = (*own_keys, new)
-        teacher_bnd = chunk.teacher_bnid[:, :, i]
-        scores.append(score(own, tables, hidden_bnd, teacher_bnd, chunk.label_bni[:, :, i]))
+        teacher_bnd = _after(teacher.hidden_bsd, index_bn, 1 + i, 1)[:, :, 0]
+        scores.append(score(own, tables, hidden_bnd, teacher_bnd, label_bni[:, :, i]))
         carried_bnd = layer.feed_back(own, drafter, hidden_bnd)
     loss_bni, top1_bni, overlap_bni, known_bni = (jnp.stack(x, axis=-1) for x in zip(*scores, strict=True))
-    weight_bni = chunk.weight_bni * known_bni * settings.decay ** jnp.arange(settings.steps)
-    real_bni = (chunk.weight_bni > 0).astype(jnp.float32)
+    weight_bni = jnp.where(is_there_bn[..., None], _weights(rows, index_bn, steps), 0.0)
+    real_bni = (weight_bni > 0).astype(jnp.float32)
+    weight_bni *= known_bni * settings.decay ** jnp.arange(steps)
     run_bn = 1.0 + jnp.sum(jnp.cumprod(overlap_bni * real_bni, axis=-1), axis=-1)
     whole_bn, total_i = jnp.prod(real_bni, axis=-1), jnp.sum(real_bni, axis=(0, 1))
     return {
@@ -173,33 +160,28 @@ def _score(own, tables, hidden_bnd, teacher_bnd, label_bn, *, drafter: EagleConf
     return loss_bn, (drafted_bn == label_bn).astype(overlap_bn.dtype), overlap_bn, known_bn
 
 
-def _chunks(rows: Rows, teacher: blocks.Teacher, carried_bsd: jax.Array, settings: RolloutConfig) -> Chunk:
-    """All rows, [x, ...]."""
+def draw_rows(rows: Rows, settings: RolloutConfig, keys_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which rows are unrolled, [b, n], and which are there: random ones whose first step predicts an answer token."""
     size = rows.tokens_rt.shape[1]
-    steps = range(1, settings.steps + 1)
-    inside_bsi = jnp.stack([_ahead(rows.segments_rt, i + 1) == rows.segments_rt for i in steps], axis=-1)
-    weight_bsi = jnp.stack([_ahead(rows.weights_rt, i + 1) for i in steps], axis=-1)
-    whole = Chunk(
-        index_n=jnp.arange(size)[None],
-        carried_bnd=carried_bsd,
-        position_bn=rows.positions_rt,
-        segment_bn=rows.segments_rt,
-        token_bni=jnp.stack([_ahead(rows.tokens_rt, i) for i in steps], axis=-1),
-        label_bni=jnp.stack([_ahead(rows.tokens_rt, i + 1) for i in steps], axis=-1),
-        weight_bni=jnp.where(inside_bsi & (rows.segments_rt > 0)[..., None], weight_bsi, 0.0),
-        teacher_bnid=jnp.stack([_ahead(teacher.hidden_bsd, i) for i in steps], axis=2),
-    )
-
-    def cut(x_bs: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x_bs.reshape(x_bs.shape[0], -1, settings.chunk, *x_bs.shape[2:]), 1, 0)
-
-    made = jax.tree.map(cut, whole)
-    return made.replace(index_n=made.index_n[:, 0])
+    starts_bs = _weights(rows, jnp.broadcast_to(jnp.arange(size), rows.tokens_rt.shape), 1)[..., 0] > 0
+    if not settings.anchors:
+        return jnp.broadcast_to(jnp.arange(size), starts_bs.shape), jnp.ones(starts_bs.shape, bool)
+    uniform_bs = jax.vmap(lambda key: jax.random.uniform(key, (size,)))(keys_b)
+    drawn_bn, index_bn = lax.top_k(jnp.where(starts_bs, uniform_bs, -1.0), settings.anchors)
+    return index_bn, drawn_bn >= 0
 
 
-def _ahead(x_bs: jax.Array, by: int) -> jax.Array:
-    """What stands `by` places further in each row; zeros past its end."""
-    return jnp.pad(x_bs[:, by:], [(0, 0), (0, min(by, x_bs.shape[1]))] + [(0, 0)] * (x_bs.ndim - 2))
+def _weights(rows: Rows, index_bn: jax.Array, steps: int) -> jax.Array:
+    """Loss weights of the steps of these rows, [b, n, i]."""
+    segment_bn1 = pick(rows.segments_rt, index_bn)[..., None]
+    is_inside_bni = (_after(rows.segments_rt, index_bn, 2, steps) == segment_bn1) & (segment_bn1 > 0)
+    return jnp.where(is_inside_bni, _after(rows.weights_rt, index_bn, 2, steps), 0.0)
+
+
+def _after(x_bs: jax.Array, index_bn: jax.Array, first: int, steps: int) -> jax.Array:
+    """What stands `first`, `first + 1`, ... places after these rows, [b, n, i, ...]; zeros past the end."""
+    padded_bs = jnp.pad(x_bs, [(0, 0), (0, first + steps)] + [(0, 0)] * (x_bs.ndim - 2))
+    return pick(padded_bs, index_bn[..., None] + first + jnp.arange(steps))
 
 
 def _no_sums(settings: RolloutConfig) -> Sums:

@@ -10,8 +10,14 @@ from train.drafter import DrafterStage
 from train.drafting import DraftingStage
 from train.eagle3 import Eagle3Stage
 from train.head import HeadStage
+from train.language_model import LanguageModelStage
 
-STAGES: dict[str, type[DraftingStage]] = {"head": HeadStage, "drafter": DrafterStage, "eagle3": Eagle3Stage}
+STAGES: dict[str, type[DraftingStage]] = {
+    "head": HeadStage,
+    "drafter": DrafterStage,
+    "eagle3": Eagle3Stage,
+    "language_model": LanguageModelStage,
+}
 
 
 def read_stage(path: str | PathLike, overrides: Sequence[str] = ()) -> DraftingStage:

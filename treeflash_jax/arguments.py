@@ -39,6 +39,12 @@ class ModelOptions:
     )
     revision: str | None = bounded(None, "Hub revision of the verifier", unit="rev")
     drafter_revision: str | None = bounded(None, "Hub revision of the drafter", unit="rev")
+    steering: str | None = bounded(
+        None,
+        "folder of what steers a language model that drafts (SD squared)",
+        unset="what lies in the drafter's folder",
+        unit="folder",
+    )
     local_files_only: bool = bounded(False, "use the local cache of the Hub only")
     dtype: Literal["float32", "bfloat16", "float64"] | None = bounded(
         None,
@@ -49,7 +55,10 @@ class ModelOptions:
         None, "quantize the verifier's matrices while loading", unset="none", choices=lambda: tuple(SCHEMES)
     )
     mesh: str | None = bounded(
-        None, "use D x M devices: split the batch D ways, weights and vocabulary M ways", unset="one", unit="DxM"
+        None,
+        "use D x M devices: split the batch D ways, weights and vocabulary M ways; with DxMxE, experts E ways",
+        unset="one",
+        unit="DxM",
     )
     budget: str | None = bounded(
         None, "calibration file for --nodes auto", unset="the path treeflash calibrate writes to", unit="file"

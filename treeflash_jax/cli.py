@@ -13,7 +13,7 @@ import jax
 from treeflash_jax import __version__
 from treeflash_jax import mesh as meshes
 from treeflash_jax.arguments import ModelOptions, Parser, add_fields, add_prompts, prompts_of, spoken, values_of
-from treeflash_jax.bench import calibrate, latency, memory, report, run
+from treeflash_jax.bench import calibrate, drafters, latency, memory, report, run
 from treeflash_jax.clock import slow
 from treeflash_jax.formats import conversions, dialects, gguf
 from treeflash_jax.pairs import NO_DRAFTER
@@ -135,7 +135,7 @@ def _load(arguments: argparse.Namespace) -> Any:
     import treeflash_jax as tf
 
     given = values_of(arguments, ModelOptions)
-    given["mesh"] = tf.make_mesh(*meshes.sizes_of(given["mesh"])) if given["mesh"] else None
+    given["mesh"] = tf.make_mesh(**meshes.sizes_of(given["mesh"])) if given["mesh"] else None
     names = [name for name in (arguments.verifier, arguments.drafter) if name not in (None, NO_DRAFTER)]
     with slow(f"loading {' and '.join(names)}"):
         return tf.load(**given)
@@ -251,6 +251,10 @@ COMMANDS = {
 SUITES = {
     "run": ("compare tokens per round and per second of several systems", run.add_arguments),
     "report": ("print the tables of a results file", report.add_arguments),
+    "drafters": (
+        "compare drafters of one verifier: chains and trees, acceptance by depth",
+        drafters.add_arguments,
+    ),
     "latency": ("time every stage of a round", latency.add_arguments),
     "memory": ("compute the memory that a request needs on each device", memory.add_arguments),
 }

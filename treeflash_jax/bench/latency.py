@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"got --{name} {least}, expected at least 1")
     if arguments.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    mesh = None if arguments.mesh is None else tf.make_mesh(*meshes.sizes_of(arguments.mesh))
+    mesh = None if arguments.mesh is None else tf.make_mesh(**meshes.sizes_of(arguments.mesh))
     pair = find_pair(arguments)
     dtype = jnp.dtype(arguments.dtype or devices.here().dtype)
     plans = plans_of(pair, arguments, dtype)

@@ -64,7 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_fields(request, RuntimeConfig, "attention")
     devices = parser.add_argument_group("devices")
     devices.add_argument(
-        "--mesh", metavar="DxM", help="split the batch D ways, weights and vocabulary M ways (default: 1 x all devices)"
+        "--mesh",
+        metavar="DxM",
+        help="split the batch D ways, weights and vocabulary M ways (default: 1 x all devices); with DxMxE, "
+        "experts E ways and each of them M ways",
     )
     devices.add_argument("--topology", help="compile for devices that this machine lacks, such as v5e:4x4, h200 or h200:8")
     devices.add_argument("--no-compile", action="store_true", help="count weights and caches only, for a mesh of any size")
@@ -117,7 +120,7 @@ def report(arguments: argparse.Namespace) -> int:
     memory = result["bytes_per_device"]
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
     result["fits"] = None if limit is None else memory["total"] <= limit
-    key = f"{name} {device.kind} {sizes['data']}x{sizes['model']} batch {batch}"
+    key = f"{name} {device.kind} {'x'.join(map(str, sizes.values()))} batch {batch}"
     words = (arguments.quantize, None if plan.builder == "best-first" else plan.builder)
     key += "".join(f" {word}" for word in words if word)
     if out:
@@ -279,11 +282,12 @@ def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, Device]:
     device = Device("tpu" if family in TPU_MEMORY else "gpu", topology) if topology else here()
     if arguments.no_compile:
         count = math.prod(map(int, (dims or "1").split("x"))) if topology else jax.device_count()
-        mesh = jax.sharding.AbstractMesh(meshes.sizes_of(arguments.mesh or f"1x{count}"), ("data", "model"))
+        sizes = meshes.sizes_of(arguments.mesh or f"1x{count}")
+        mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
         return mesh, limit or memory_limit(), device
     with slow(f"starting the compiler for {topology}"):
         found = programs.topology_devices(topology) if topology else jax.devices()
-    mesh = meshes.make_mesh(*meshes.sizes_of(arguments.mesh or f"1x{len(found)}"), found)
+    mesh = meshes.make_mesh(**meshes.sizes_of(arguments.mesh or f"1x{len(found)}"), devices=found)
     if not topology:
         return mesh, memory_limit(mesh), device
     chips = len({tuple(one.coords) for one in found}) if family in TPU_MEMORY else len(found)

@@ -8,6 +8,7 @@ Shape suffixes: b batch, n tree nodes, p rows of an accepted path, s token slots
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -68,9 +69,53 @@ class Accepted:
 def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
     """Draft, verify, accept, commit: at least one token for every row that is not done."""
     tree, proposal = draft_tree(weights, state, plan)
-    verified = verify_tree(weights, state, tree, plan)
-    accepted = accept_path(state, tree, proposal, verified.logits_bnv, plan)
+    if plan.drafts and drafters.may_offer_nothing(plan.drafter):
+        verified, accepted = _judged_if_drafted(weights, state, tree, proposal, plan)
+    else:
+        verified, accepted = judged(weights, state, tree, proposal, plan)
     return commit_path(weights, state, verified, accepted, plan)
+
+
+def _judged_if_drafted(
+    weights: Weights, state: DecodeState, tree: trees.DraftTree, proposal: trees.Proposal | None, plan: DecodePlan
+) -> tuple[Verified, Accepted]:
+    """`judged`, of the roots alone where no tree of the batch has anything else: that takes no longer than one token.
+
+    Both branches read the caches and hand on what a path commits. Whether something was drafted is known from the text, so
+    that a rule of its own for the roots leaves the verifier's distribution as it is.
+    """
+    root = replace(plan, num_nodes=1, rule="sample-and-match")
+
+    def whole() -> tuple[Verified, Accepted]:
+        return along_path(*judged(weights, state, tree, proposal, plan), plan.path_rows)
+
+    def alone() -> tuple[Verified, Accepted]:
+        return along_path(*judged(weights, state, trees.first(tree, 1), None, root), plan.path_rows)
+
+    return lax.cond(jnp.any(tree.valid_bn[:, 1:] & ~state.done_b[:, None]), whole, alone)
+
+
+def judged(
+    weights: Weights, state: DecodeState, tree: trees.DraftTree, proposal: trees.Proposal | None, plan: DecodePlan
+) -> tuple[Verified, Accepted]:
+    """One verifier pass over a tree, and the path that the plan's rule keeps of it."""
+    verified = verify_tree(weights, state, tree, plan)
+    return verified, accept_path(state, tree, proposal, verified.logits_bnv, plan)
+
+
+def along_path(verified: Verified, accepted: Accepted, rows: int) -> tuple[Verified, Accepted]:
+    """What a commit reads of a verified tree: its rows along the path, padded to `rows` of them."""
+
+    def pad(x_bp: jax.Array) -> jax.Array:
+        return jnp.pad(x_bp, ((0, 0), (0, rows - x_bp.shape[1]), *((0, 0),) * (x_bp.ndim - 2)))
+
+    def cut(x_bn: jax.Array) -> jax.Array:
+        return pad(trees.pick(x_bn, accepted.path_bp))
+
+    kept = Verified(None, cut(verified.features_btj), jax.tree.map(cut, verified.rows))
+    path_bp = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (accepted.length_b.size, rows))
+    log_probs_bp = None if accepted.log_probs_bp is None else pad(accepted.log_probs_bp)
+    return kept, accepted.replace(path_bp=path_bp, tokens_bp=pad(accepted.tokens_bp), log_probs_bp=log_probs_bp)
 
 
 def draft_tree(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[trees.DraftTree, trees.Proposal | None]:
@@ -216,10 +261,13 @@ def commit_path(
         return state.replace(cache=cache, drafter=drafter)
 
 
-def first_token(weights: Weights, state: DecodeState, last_bd: jax.Array, plan: DecodePlan) -> DecodeState:
-    """The state after the token that follows each prompt, whose last row is `last_bd`."""
+def first_token(
+    weights: Weights, state: DecodeState, last_bd: jax.Array, plan: DecodePlan, given_b: jax.Array | None = None
+) -> DecodeState:
+    """The state after the token that follows each prompt, whose last row is `last_bd`: sampled, unless it is given."""
     logits_bnv = verifier.logits(weights.verifier, last_bd[:, None])
     picks_bp = _target_rows(logits_bnv, state.sampling).sample(_noise(state, 1, logits_bnv))
+    picks_bp = picks_bp if given_b is None else given_b[:, None]
     log_probs_bp = _token_log_probs(logits_bnv, picks_bp) if plan.log_probs else None
     return _emit(state, picks_bp, jnp.ones_like(state.end_b), log_probs_bp)[0]
 

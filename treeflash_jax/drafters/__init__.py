@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import jax
 
 from treeflash_jax.costs import Counter, Work
-from treeflash_jax.drafters import block, eagle3, language_model
+from treeflash_jax.drafters import block, eagle3, language_model, ngram
 from treeflash_jax.drafters.inputs import Inputs
 from treeflash_jax.trees.expander import Expander
 from treeflash_jax.verifiers.config import ModelConfig
@@ -75,6 +75,8 @@ class Drafter(Protocol):
       OPTIONS: fields of `settings.DraftConfig` that `choose` reads; others are refused unless they have their defaults. The
         temperature of the draft is every drafter's.
       READS_TOKENS: whether `extend` reads the tokens. A row's token is known one step after its features.
+      MAY_OFFER_NOTHING: optional. Where it is True, trees are often the root alone, and rounds in which all are then verify
+        nothing but the roots.
       DIALECT: the file dialect (`formats.dialects`) that it is saved in unless another one is asked for.
       READS_PROMPT: optional. Where it is True, prompts are shown as their own tokens, from the first on, and without
         features (None): for drafters that read a text as the verifier does. Tokens after the prompt come as to any other.
@@ -148,7 +150,7 @@ class Drafter(Protocol):
         """What measurements of this drafter depend on: named sizes and settings, and arrays that tell weights apart."""
 
 
-DRAFTERS: dict[str, Drafter] = {"block": block, "eagle3": eagle3, "language model": language_model}
+DRAFTERS: dict[str, Drafter] = {"block": block, "eagle3": eagle3, "language model": language_model, "ngram": ngram}
 
 
 def reads_prompt(config: DrafterSizes) -> bool:
@@ -156,9 +158,14 @@ def reads_prompt(config: DrafterSizes) -> bool:
     return getattr(of(config), "READS_PROMPT", False)
 
 
+def may_offer_nothing(config: DrafterSizes) -> bool:
+    """Whether rounds have to be ready for trees without a node below the root; see `Drafter`."""
+    return getattr(of(config), "MAY_OFFER_NOTHING", False)
+
+
 def of(config: DrafterSizes) -> Drafter:
     """The module of a drafter, by its config."""
     return DRAFTERS[config.kind]
 
 
-__all__ = ["DRAFTERS", "Drafter", "DrafterSizes", "Expander", "Inputs", "State", "of", "reads_prompt"]
+__all__ = ["DRAFTERS", "Drafter", "DrafterSizes", "Expander", "Inputs", "State", "may_offer_nothing", "of", "reads_prompt"]

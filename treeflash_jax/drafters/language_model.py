@@ -22,8 +22,10 @@ from flax import struct
 from treeflash_jax import devices
 from treeflash_jax.checks import quoted
 from treeflash_jax.costs import Counter, Work
+from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.inputs import Inputs
 from treeflash_jax.drafters.lanes import Below, LaneExpander, LaneSettings, Row, children_of, kept_of
+from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.verifiers import cache as caches
 from treeflash_jax.verifiers import forward as model
 from treeflash_jax.verifiers.config import ModelConfig
@@ -42,6 +44,7 @@ class LanguageModelConfig:
       layers: of the model.
       num_depths: the deepest level drafted.
       lanes: nodes of a level that best-first search follows.
+      steering: how the verifier's hidden states steer it; None: not at all.
       attention: how `extend` reads the context; None: as the devices at hand do it best.
     """
 
@@ -53,32 +56,43 @@ class LanguageModelConfig:
     lanes: int | None = 4
     drafter_temperature: float = 1.0
     sampled_above: float | None = None
+    steering: SteeringConfig | None = None
     attention: str | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """It reads the tokens and nothing of the verifier."""
-        return ()
+        """It reads the tokens, and of the verifier only what steers it."""
+        return () if self.steering is None else self.steering.taps
 
     def fitted(self, verifier: ModelConfig) -> LanguageModelConfig:
-        """This config. Raises ValueError where the vocabularies differ in size."""
+        """This config. Raises ValueError where the vocabularies differ in size, or the steering is of other models."""
         if self.layers.vocab_size != verifier.vocab_size:
             raise ValueError(
                 f"drafter does not fit the verifier: got a language model with a vocabulary of {self.layers.vocab_size}, "
                 f"expected the verifier's, of {verifier.vocab_size}; use a smaller model of the same family"
             )
+        if self.steering is not None:
+            self.steering.check_fits(verifier, self.layers)
         return self
 
 
 @struct.dataclass
 class LanguageModelState:
-    """What the small model remembers: its cache, and its hidden state (after the final norm) at the last row, [b, d]."""
+    """What the small model remembers.
+
+    Attributes:
+      context: its cache.
+      hidden_bd: its hidden state (after the final norm) at the last row.
+      shift_byf: what steers its next rows; None where nothing does. Rows of the context keep what steered them.
+    """
 
     context: caches.KVCache
     hidden_bd: jax.Array
+    shift_byf: jax.Array | None = None
 
     def axes(self) -> LanguageModelState:
-        return LanguageModelState(caches.axes(self.context), ("batch", None))
+        shift = None if self.shift_byf is None else ("batch", None, "ffn")
+        return LanguageModelState(caches.axes(self.context), ("batch", None), shift)
 
     def grow(self, capacity: int) -> LanguageModelState:
         return self.replace(context=caches.grow(self.context, capacity))
@@ -98,14 +112,18 @@ def choose(config: LanguageModelConfig, options: Any) -> tuple[LanguageModelConf
 
 
 def specs(config: LanguageModelConfig) -> dict[str, Any]:
-    """All weights of the model, its tables among them."""
-    return model.specs(config.layers)
+    """All weights of the model, its tables among them, and of its steering."""
+    steered = {} if config.steering is None else {"steering": steering.specs(config.steering)}
+    return model.specs(config.layers) | steered
 
 
 def init(config: LanguageModelConfig, batch: int, capacity: int, dtype: Any) -> LanguageModelState:
     """The state before any text, with room for `capacity` positions."""
     context = caches.allocate(config.layers, batch, capacity, dtype)
-    return LanguageModelState(context, jnp.zeros((batch, config.layers.hidden_size), dtype))
+    shift_byf = None
+    if config.steering is not None:
+        shift_byf = jnp.zeros((batch, config.steering.num_layers, config.steering.ffn), dtype)
+    return LanguageModelState(context, jnp.zeros((batch, config.layers.hidden_size), dtype), shift_byf)
 
 
 def extend(
@@ -117,13 +135,22 @@ def extend(
     tokens_bt: jax.Array,
     count_b: jax.Array,
 ) -> LanguageModelState:
-    """Reads the next tokens of the text, the prompt's from the first on; tables and features are not read."""
+    """Reads the next tokens of the text, the prompt's from the first on; tables are not read.
+
+    A steered model runs its last row under what the verifier knew there, and the rows before it as it did when it drafted
+    them. Prompts, whose features it is not shown, are not steered.
+    """
     batch, rows = tokens_bt.shape
+    shift, shift_byf = None, state.shift_byf
+    if shift_byf is not None and features_btj is not None:
+        shift, shift_byf = _steered(params["steering"], state, features_btj, count_b)
+    elif shift_byf is not None:
+        shift = _held(shift_byf)
     positions_bt = state.context.length_b[:, None] + jnp.arange(rows)
     attention = config.attention or devices.here().attention(params["embed"].dtype)
     mask_btt = model.causal_mask(batch, rows)
     out = model.forward(
-        params, config.layers, tokens_bt, positions_bt, mask_btt, state.context, attention=attention
+        params, config.layers, tokens_bt, positions_bt, mask_btt, state.context, shift=shift, attention=attention
     )  # fmt: skip
     last_bd = jnp.take_along_axis(out.hidden_btd, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)[:, 0]
     # Always all of them: it makes stores wait for the pass, see `append`.
@@ -131,7 +158,25 @@ def extend(
     return LanguageModelState(
         context=caches.append(state.context, out.rows, kept_b),
         hidden_bd=jnp.where((count_b > 0)[:, None], last_bd, state.hidden_bd),
+        shift_byf=shift_byf,
     )
+
+
+def _steered(
+    own: Any, state: LanguageModelState, features_btj: jax.Array, count_b: jax.Array
+) -> tuple[Callable[[int], jax.Array], jax.Array]:
+    """What steers each of the new rows, by layer, and what steers the rows to come."""
+    last_b1j = jnp.take_along_axis(features_btj, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)
+    new_byf = steering.shifts(own, steering.normed(own, last_b1j)[:, 0]).astype(state.shift_byf.dtype)
+    new_byf = jnp.where((count_b > 0)[:, None, None], new_byf, state.shift_byf)
+    is_last_bt1 = (jnp.arange(features_btj.shape[1]) == count_b[:, None] - 1)[..., None]
+    shift = lambda layer: jnp.where(is_last_bt1, new_byf[:, None, layer], state.shift_byf[:, None, layer])  # noqa: E731
+    return shift, new_byf
+
+
+def _held(shift_byf: jax.Array) -> Callable[[int], jax.Array]:
+    """The same for all rows, by layer."""
+    return lambda layer: shift_byf[:, None, layer]
 
 
 @dataclass(frozen=True)
@@ -142,11 +187,12 @@ class Level:
     children: int
     attention: str
 
-    def __call__(self, shared: tuple[Any, caches.KVCache, jax.Array], row: Row) -> Below:
-        params, context, temperature_b = shared
+    def __call__(self, shared: tuple[Any, LanguageModelState, jax.Array], row: Row) -> Below:
+        params, state, temperature_b = shared
         out = model.forward(
-            params, self.config.layers, row.token_bw, row.position_bw, row.seen_bwx, context,
+            params, self.config.layers, row.token_bw, row.position_bw, row.seen_bwx, state.context,
             earlier=row.earlier, attention=self.attention,
+            shift=None if state.shift_byf is None else _held(state.shift_byf),
         )  # fmt: skip
         return Below((), out.rows, *self.offered(params, out.hidden_btd, temperature_b))
 
@@ -162,7 +208,7 @@ def draft(inputs: Inputs, _: None) -> LaneExpander:
     own, state = Level(inputs.config, inputs.settings.children, inputs.attention), inputs.state
     offered = own.offered(inputs.params, state.hidden_bd[:, None], inputs.temperature_b)
     return LaneExpander(
-        (inputs.params, state.context, inputs.temperature_b),
+        (inputs.params, state, inputs.temperature_b),
         state.context.length_b,
         Below((), (), *offered),
         step=own,
@@ -189,10 +235,11 @@ def work(
 def extend_work(count: Counter, config: LanguageModelConfig, tokens: float) -> Work:
     """Of reading so many new tokens of a text: a pass over them, and their keys and values."""
     passed = count.layers(config.layers, tokens, count.context + tokens / 2)
-    return passed + count.cached(config.layers, count.context) + count.cached(config.layers, tokens)
+    steered = Work() if config.steering is None else count.weights(steering.specs(config.steering), 1)
+    return passed + steered + count.cached(config.layers, count.context) + count.cached(config.layers, tokens)
 
 
 def identity(params: Any, config: LanguageModelConfig, settings: LaneSettings) -> tuple[dict[str, Any], list[jax.Array]]:
     """What round times and acceptance depend on: sizes and settings by name, and weights that tell models apart."""
     named = {"depths": settings.depths, "children": settings.children, "rows": settings.rows}
-    return named, [params["embed"], params["norm"], params["groups"][0][0]["o"]]
+    return named, [params["embed"], params["norm"], params["groups"][0][0]["o"], *jax.tree.leaves(params.get("steering"))]

@@ -29,8 +29,9 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
     """
     files.check_folder(target)
     config = models.read_drafter_config(source)
+    found = models.writable(dialect, config)
     if not drop_head:
-        models.writable(dialect).to_hf(config)  # refuses before weights are read
+        found.to_hf(config)  # refuses before weights are read
     with safetensors.open_folder(Path(source)) as tensors:
         kinds = {tensor.get_dtype() for tensor in tensors.values()} - {*storage.WHOLE, "BOOL"}
     if len(kinds) != 1:

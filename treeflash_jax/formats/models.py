@@ -5,7 +5,6 @@ No key and no tensor name is known here: `dialects` and `architectures` say what
 
 from __future__ import annotations
 
-import json
 import warnings
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from treeflash_jax import drafters, files, quantized
+from treeflash_jax import drafters, quantized
 from treeflash_jax.checks import quoted, read_json
 from treeflash_jax.formats import dialects, gguf, storage
 from treeflash_jax.formats.dialects import Dialect
@@ -104,15 +103,25 @@ def save_drafter(
       ValueError: no such dialect, or one that cannot hold this drafter.
     """
     own = drafters.of(config)
-    _save(Path(folder), writable(dialect or own.DIALECT), config, own.specs(config), params, dtype)
+    _save(Path(folder), writable(dialect or own.DIALECT, config), config, own.specs(config), params, dtype)
 
 
-def writable(dialect: str) -> Dialect:
-    """A dialect of drafters by name. Raises ValueError where there is none that can be written."""
+def writable(dialect: str, config: Any = None) -> Dialect:
+    """A dialect of drafters by name.
+
+    Raises:
+      ValueError: there is none that can be written, or it is one of another kind of drafter than this config's.
+    """
     known = dialects.written("drafter")
     if dialect not in known:
         raise ValueError(f"got dialect {quoted(dialect)}, expected one of {', '.join(known)}")
-    return dialects.DIALECTS[dialect]
+    found = dialects.DIALECTS[dialect]
+    if config is not None and found.kind not in (None, config.kind):
+        raise ValueError(
+            f"got dialect {quoted(dialect)} for a drafter of kind {config.kind!r}, expected one of that kind; this dialect "
+            f"holds drafters of kind {found.kind!r}"
+        )
+    return found
 
 
 def _found(path: str | Path, part: str) -> tuple[Dialect, Any]:
@@ -136,7 +145,6 @@ def _load(path, dialect: Dialect, config, specs, tensors, dtype, mesh, finish=la
 
 
 def _save(folder: Path, dialect: Dialect, config: Any, specs: Any, params: Any, dtype: Any) -> None:
-    raw = dialect.to_hf(config) | {"dtype": jnp.dtype(dtype).name}
+    dialect.to_hf(config)  # refused before there is a folder
     folder.mkdir(parents=True, exist_ok=True)
-    storage.save(folder / "model.safetensors", specs, dialect.entries(config, specs, ()), params, dtype)
-    files.write(folder / "config.json", json.dumps(raw, indent=2) + "\n")
+    dialect.save(folder, config, specs, params, dtype)

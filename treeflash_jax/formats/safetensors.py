@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePath
 from typing import Any
@@ -26,12 +26,28 @@ def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
     index = folder / "model.safetensors.index.json"
     listed = _listed(index) if index.exists() else {}
     names = sorted(set(listed.values())) if index.exists() else ["model.safetensors"]
+    with open_files(folder, names, listed) as tensors:
+        yield tensors
+
+
+@contextmanager
+def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
+    """The tensors of some files of a folder by name; the files close at the end.
+
+    Args:
+      folder: where they are.
+      names: of the files.
+      listed: file of every tensor, where something says so.
+
+    Raises:
+      ValueError: files that are missing or damaged, or that lack a tensor which is listed.
+    """
     with ExitStack() as stack:
         held = {name: _open(folder / name, stack) for name in names}
         file_of = {tensor: name for name, handle in held.items() for tensor in handle.keys()}
-        for tensor, name in listed.items():
+        for tensor, name in (listed or {}).items():
             if file_of.get(tensor) != name:
-                raise ValueError(f"{folder / name}: no tensor {tensor}, which {index.name} says it holds")
+                raise ValueError(f"{folder / name}: no tensor {tensor}, which the index says it holds")
         yield {tensor: held[name].get_slice(tensor) for tensor, name in file_of.items()}
 
 

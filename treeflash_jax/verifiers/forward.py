@@ -9,6 +9,8 @@ k experts of a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -66,6 +68,7 @@ def forward(
     cache: caches.KVCache | None = None,
     *,
     earlier: caches.NewRows | None = None,
+    shift: Callable[[int], jax.Array] | None = None,
     taps: tuple[int, ...] = (),
     attention: str = "xla",
 ) -> Output:
@@ -80,6 +83,7 @@ def forward(
       cache: committed rows, all visible to every new row; None for none.
       earlier: keys and values [b, x, k, e] of rows that are in no cache yet, per group and layer. The mask [b, t, x + t]
         then says for them, and after them for the new rows, whether row t sees them.
+      shift: of a layer, counted from 0: what steers its feed-forward part, [b, 1 or t, f] (`layers.swiglu`); None: nothing.
       taps: 0-based layers whose outputs are returned.
       attention: implementation name.
     """
@@ -110,6 +114,7 @@ def forward(
 
             with jax.named_scope(f"layer_{index}"):
                 mlp = mixture if "router" in weights else layers.swiglu
+                mlp = mlp if shift is None else partial(mlp, shift_btf=shift(index))
                 x_btd, new = layers.decoder_layer(weights, x_btd, attend, config.rms_norm_eps, mlp)
                 x_btd = meshes.constrain(x_btd, ("batch", None, None))
             if index in taps:

@@ -153,10 +153,11 @@ def merge_heads(params: Params, mixed_bthe: jax.Array) -> jax.Array:
     return linear("btz,zd->btd", x_btz, params["o"].reshape(x_btz.shape[-1], -1))
 
 
-def swiglu(params: Params, x_btd: jax.Array) -> jax.Array:
-    """down(silu(gate x) * up x)."""
+def swiglu(params: Params, x_btd: jax.Array, shift_btf: jax.Array | None = None) -> jax.Array:
+    """down(silu(gate x) * (up x + shift)); without a shift, a plain SwiGLU."""
     gate_btf = linear("btd,df->btf", x_btd, params["gate"])
     up_btf = linear("btd,df->btf", x_btd, params["up"])
+    up_btf = up_btf if shift_btf is None else up_btf + shift_btf.astype(up_btf.dtype)
     return linear("btf,fd->btd", jax.nn.silu(gate_btf) * up_btf, params["down"])
 
 

@@ -21,10 +21,21 @@ from treeflash_jax.formats.dialects.eagle3 import DeepSpec, Eagle3, Speculators
 from treeflash_jax.formats.dialects.gguf import Gguf
 from treeflash_jax.formats.dialects.huggingface import HuggingFace
 from treeflash_jax.formats.dialects.language_model import LanguageModel
+from treeflash_jax.formats.dialects.ngram import Ngram
 from treeflash_jax.formats.dialects.treeflash import TreeFlash
 from treeflash_jax.formats.keys import Keys
 
-KNOWN = (HuggingFace(), Gguf(), DFlash(), TreeFlash(), Eagle3(), Speculators(), DeepSpec(), LanguageModel(HuggingFace()))
+KNOWN = (
+    HuggingFace(),
+    Gguf(),
+    DFlash(),
+    TreeFlash(),
+    Eagle3(),
+    Speculators(),
+    DeepSpec(),
+    LanguageModel(HuggingFace()),
+    Ngram(),
+)
 DIALECTS: dict[str, Dialect] = {one.name: one for one in KNOWN}
 
 

@@ -30,6 +30,7 @@ class DFlash(Dialect):
     name = "dflash"
     part = "drafter"
     marks = ("dflash_config",)
+    kind = "block"
     class_name = "DFlashDraftModel"
     keys: tuple[str, ...] = ("dflash_config", "block_size", "num_target_layers", "auto_map")  # beside those of the layers
     heads: Collection[str] = ("marginal",)  # that its files can hold

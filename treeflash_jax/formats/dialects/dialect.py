@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from treeflash_jax.formats import safetensors
+import jax.numpy as jnp
+
+from treeflash_jax import files
+from treeflash_jax.formats import safetensors, storage
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
 
@@ -23,11 +27,13 @@ class Dialect:
       name: in the registry, on the command line and in settings of export.
       part: what its files hold.
       marks: keys of config.json that its folders are known by.
+      kind: of the drafters that it writes; None: of verifiers, or not checked.
     """
 
     name: ClassVar[str]
     part: ClassVar[Literal["verifier", "drafter"]]
     marks: ClassVar[tuple[str, ...]] = ()
+    kind: ClassVar[str | None] = None
 
     def recognises(self, path: Path, keys: Keys) -> bool:
         """Whether these files are in this dialect.
@@ -66,6 +72,23 @@ class Dialect:
     def spare(self, config: Any, specs: Any) -> tuple[str, ...]:
         """Names of tensors that files may hold though no weight wants them."""
         return ()
+
+    def save(self, folder: Path, config: Any, specs: Any, params: Any, dtype: Any) -> None:
+        """Writes config.json and model.safetensors into a folder that exists.
+
+        Args:
+          folder: for the files.
+          config: sizes.
+          specs: tree of Spec.
+          params: weights of the specs.
+          dtype: on disk.
+
+        Raises:
+          ValueError: sizes that the dialect cannot hold, or weights that are not of the specs.
+        """
+        raw = self.to_hf(config) | {"dtype": jnp.dtype(dtype).name}
+        storage.save(folder / "model.safetensors", specs, self.entries(config, specs, ()), params, dtype)
+        files.write(folder / "config.json", json.dumps(raw, indent=2) + "\n")
 
     def to_hf(self, config: Any) -> dict[str, Any]:
         """config.json of these sizes, dtype left out. Raises ValueError where the dialect cannot hold them."""

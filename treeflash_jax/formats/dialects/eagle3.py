@@ -52,6 +52,7 @@ class Eagle3(Dialect):
 
     name = "eagle3"
     part = "drafter"
+    kind = "eagle3"
     marks: tuple[str, ...] = ("draft_vocab_size",)
     prefix = "midlayer."
     ids_are_inputs = False

@@ -8,7 +8,7 @@ A head is one file with one line in HEADS. It has:
     logits(params, unembed, previous_br, hidden_brd) -> [b, r, v]
         what training compares with the verifier: the next-token logits of block slots, the token before each being given
     SECOND_PASS    whether `expand` reads the whole vocabulary table again for its rows
-    LOOKED_UP      names of weights of which `expand` reads single rows only
+    LOOKED_UP      names of weights of which `expand` reads single rows only; the first, if any, is read so in training too
     FILE_NAME      `ar_approximation` in a TreeFlash drafter's config.json; None: no head
     ENTRIES        name -> `params.Entry`: where each weight lies in a file
 

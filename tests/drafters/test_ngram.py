@@ -1,0 +1,220 @@
+"""n-gram drafting: its trees against a plain search of the text, losslessness in float64, and rounds without a draft."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import copies_in_loops
+from conftest import RANDOM_MODEL
+from test_extending import goes_through_everything
+
+import treeflash_jax as tf
+from treeflash_jax import params
+from treeflash_jax import trees as tree
+from treeflash_jax.cli import main
+from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.state import Weights
+from treeflash_jax.drafters import Inputs
+from treeflash_jax.drafters import ngram as own
+from treeflash_jax.formats import models
+from treeflash_jax.planning import rows_of
+from treeflash_jax.verifiers import forward as verifier
+
+CONFIG = own.NgramConfig(longest=4, shortest=2, num_depths=5)
+SETTINGS = own.NgramSettings(children=6, depths=5)
+pytestmark = pytest.mark.filterwarnings("ignore:tau is")
+
+
+def shown(texts: list[list[int]], capacity: int = 48) -> own.NgramState:
+    """The state of texts that were read in pieces."""
+    state = own.init(CONFIG, len(texts), capacity, jnp.float32)
+    tokens_bs = np.zeros((len(texts), capacity), np.int32)
+    for b, text in enumerate(texts):
+        tokens_bs[b, : len(text)] = text
+    length_b = jnp.asarray([len(text) for text in texts])
+    for start in range(0, capacity, 16):
+        count_b = jnp.clip(length_b - start, 0, 16)
+        state = own.extend({}, None, CONFIG, state, None, jnp.asarray(tokens_bs[:, start : start + 16]), count_b)
+    return state
+
+
+def offered(texts: list[list[int]], temperature: float = 1.0) -> own.Continuations:
+    state, batch = shown(texts), len(texts)
+    anchor_b, temperature_b = jnp.asarray([text[-1] for text in texts], jnp.int32), jnp.full(batch, temperature)
+    return own.look_up(Inputs({}, None, CONFIG, SETTINGS, state, anchor_b, temperature_b, SETTINGS.depths), None)
+
+
+def continuations(text: list[int]) -> list[tuple[float, list[int]]]:
+    """Weight and tokens of every match that is followed, found by a search of the text."""
+    found = []
+    for at in range(1, len(text)):
+        length = 0
+        while length < min(CONFIG.longest, at) and text[at - 1 - length] == text[-1 - length]:
+            length += 1
+        if length >= CONFIG.shortest:
+            after = list(text)
+            while len(after) < at + SETTINGS.depths:  # at the end of the text it repeats itself
+                after.append(after[len(after) - len(text) + at])
+            found.append((length, at, after[at : at + SETTINGS.depths]))
+    best = sorted(found, key=lambda one: one[:2], reverse=True)[: SETTINGS.children]
+    return [(own.LONGER ** (one[0] - best[0][0]) * own.OLDER**rank, one[2]) for rank, one in enumerate(best)]
+
+
+def law(matches: list[tuple[float, list[int]]], path: tuple[int, ...], temperature: float) -> dict[int, float]:
+    """Probabilities of the tokens that follow a path."""
+    weights: dict[int, float] = {}
+    for weight, tokens in matches:
+        if tuple(tokens[: len(path)]) == path:
+            weights[tokens[len(path)]] = weights.get(tokens[len(path)], 0) + weight ** (1 / temperature)
+    total = sum(weights.values()) + own.UNSEEN ** (1 / temperature)
+    return {token: weight / total for token, weight in weights.items()}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_trees_hold_what_followed_earlier(temperature):
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, size, rng.integers(1, 44)).tolist() for size in (2, 2, 3, 3, 4, 6) * 6]
+    built = jax.jit(lambda own: tree.best_first(own, jnp.zeros(len(texts), jnp.int32), 9))(offered(texts, temperature))
+    tokens, parent, log_prob, valid = (
+        np.asarray(x) for x in (built.tokens_bn, built.parent_bn, built.log_prob_bn, built.valid_bn)
+    )
+    sizes = set()
+    for b, text in enumerate(texts):
+        matches, paths = continuations(text), [()]
+        everything = {tuple(one[:depth]) for _, one in matches for depth in range(1, SETTINGS.depths + 1)}
+        assert valid[b].sum() == 1 + min(8, len(everything))
+        for node in range(1, int(valid[b].sum())):
+            paths.append((*paths[parent[b, node]], int(tokens[b, node])))
+            steps = [law(matches, paths[-1][:depth], temperature)[token] for depth, token in enumerate(paths[-1])]
+            np.testing.assert_allclose(log_prob[b, node], np.sum(np.log(steps)), atol=1e-5)
+        assert len({*paths}) == len(paths), "siblings are distinct"
+        sizes.add(len(paths))
+    assert {1, 9} < sizes, "texts without a match and with many"
+
+
+def test_the_longest_and_most_recent_match_comes_first():
+    text = [1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6, 7, 1, 2, 3, 0, 0, 1, 2, 3]  # after 1 2 3: 4, then 0; after 2 3 once more: 5
+    tokens_b1c, log_probs_b1c = offered([text]).children(jnp.int32(0), offered([text]).start(1))
+    order = tokens_b1c[0, 0][jnp.isfinite(log_probs_b1c[0, 0])].tolist()
+    assert order == [0, 4, 5]
+
+
+# Decoding
+
+TEXTS = [[7, 8, 9, 10, 11] * 6 + [7, 8], [3], [1, 2, 3, 4] * 12]
+
+
+@pytest.fixture(scope="module")
+def float64():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def a_model(dtype) -> tf.TreeFlash:
+    """Random weights of the verifier: small ones repeat themselves."""
+    weights = params.initialize(verifier.specs(RANDOM_MODEL), jax.random.key(0), dtype, 0.3)
+    return tf.TreeFlash(RANDOM_MODEL, Weights(weights, {}), drafter=own.NgramConfig())
+
+
+@pytest.fixture(scope="module")
+def model(float64) -> tf.TreeFlash:
+    return a_model(jnp.float64)
+
+
+MORE = [{"builder": "walk", "depths": 4}, *({"nodes": nodes} for nodes in (1, 2, 64))]
+MORE += [{"nodes": 8, "lanes": 2, "children": 3}, {"builder": "chain"}]
+
+
+@pytest.mark.parametrize("how", [{"nodes": 8}, *(pytest.param(how, marks=pytest.mark.slow) for how in MORE)], ids=str)
+def test_drafted_output_is_one_token_output(model, how):
+    mixed = {"temperature": [0.0, 0.7, 0.05], "seed": 3}
+    for settings in ({}, mixed, mixed | {"max_new_tokens": 1}):
+        settings = {"max_new_tokens": 40, "stop_ids": (), "batch_size": 3} | settings
+        expected = model.generate(TEXTS, builder="none", **settings)
+        found = model.generate(TEXTS, **how, **settings)
+        assert [one.ids for one in found] == [one.ids for one in expected]
+        if settings["max_new_tokens"] > 1 and how.get("nodes") != 1:
+            assert max(max(one.accept_lengths) for one in found) > 1, "control: something was drafted and accepted"
+    stops = {one.ids[20] for one in expected if len(one.ids) > 20} or {expected[0].ids[0]}
+    for stop in stops:
+        settings = {"max_new_tokens": 40, "stop_ids": (stop,), "batch_size": 3} | mixed
+        expected = model.generate(TEXTS, builder="none", **settings)
+        assert [one.ids for one in model.generate(TEXTS, **how, **settings)] == [one.ids for one in expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("builder", ["paths", "without-replacement", "hybrid"])
+def test_sampled_trees_leave_greedy_answers_as_they_are(model, builder):
+    settings = {"max_new_tokens": 40, "stop_ids": (), "batch_size": 3}
+    expected = [one.ids for one in model.generate(TEXTS, builder="none", **settings)]
+    assert [one.ids for one in model.generate(TEXTS, builder=builder, nodes=8, **settings)] == expected
+
+
+@pytest.mark.usefixtures("as_users_compile")
+def test_a_round_is_one_program_that_copies_no_cache():
+    model = a_model(jnp.float32)
+    config = tf.GenerateConfig(max_new_tokens=20, nodes=8)
+    plan = model.plan(config)
+    inputs = model.inputs(rows_of([[1, 2, 1, 2], [4, 5]], config, model.verifier), config, size=2, capacity=256)
+    prefill = loops.prefill.lower(model.weights, *inputs, plan=plan.for_prefill()).compile()
+    state, rounds = prefill(model.weights, *inputs), jax.device_put(jnp.int32(3))
+    decode = loops.decode.lower(model.weights, state, rounds, plan=plan).compile()
+    [shape] = {x.shape for x in jax.tree.leaves(state.cache.groups)}
+    assert copies_in_loops(decode, shape) == []
+    assert not [word for word in ("callback", "infeed", "outfeed", "send(", "recv(") if word in decode.as_text()]
+    with jax.transfer_guard("disallow"):
+        after = decode(model.weights, state, rounds)
+    assert np.asarray(after.rounds_b).tolist() == [3, 3]
+
+
+def test_where_nothing_matches_the_verifier_reads_the_anchor_alone():
+    """A round has two passes to choose from: one over the tree, one over a single token of each sequence."""
+    model = a_model(jnp.float32)
+    config = tf.GenerateConfig(max_new_tokens=20, nodes=8)
+    inputs = model.inputs(rows_of([[1, 2]], config, model.verifier), config, size=1, capacity=256)
+    state = loops.prefill(model.weights, *inputs, plan=model.plan(config).for_prefill())
+    text = loops.decode.lower(model.weights, state, jnp.int32(1), plan=model.plan(config)).as_text()
+    products = re.findall(r"dot_general .* -> tensor<1x(\d+)x64xf32>", text)  # up, gate and vocabulary
+    assert {*products} == {"1", "8"} and products.count("1") == products.count("8")
+
+
+# By name, and as a folder
+
+
+def test_it_is_known_by_name(tiny, capsys, tmp_path):
+    model = tf.load("tiny", drafter="ngram")
+    assert model.drafter == own.NgramConfig()
+    expected = tiny.generate([[5, 6, 7] * 5], max_new_tokens=8, builder="none")[0].ids
+    words = ["--verifier", "tiny", "--drafter", "ngram", "--prompt-ids", " ".join(["5 6 7"] * 5), "--nodes", "4"]
+    assert main(["generate", *words, "--max-new-tokens", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ids"] == expected
+    (tmp_path / "config.json").write_text(json.dumps({"ngram_config": {"longest": 3, "num_nodes": 6}}))
+    assert models.load_drafter(tmp_path) == (replace(own.NgramConfig(), longest=3, num_nodes=6), {})
+    for wrong in ({"longest": 0}, {"longest": 2, "shortest": 3}, {"width": 3}):
+        (tmp_path / "config.json").write_text(json.dumps({"ngram_config": wrong}))
+        with pytest.raises(ValueError, match=next(iter(reversed(wrong)))):
+            models.load_drafter(tmp_path)
+    with pytest.raises(ValueError, match="candidates 4"):
+        model.generate([[1]], candidates=4)
+
+
+@pytest.mark.filterwarnings("error")
+def test_rounds_without_a_draft_are_no_reason_to_warn(tiny):
+    model = tf.TreeFlash(tiny.verifier, tiny.weights.replace(drafter={}), drafter=own.NgramConfig(longest=8, shortest=9))
+    result = model.generate([[5, 6, 7]], max_new_tokens=60, stop_ids=(), nodes=4)[0]
+    assert result.tau == 1.0 and len(result.accept_lengths) == 59
+
+
+@pytest.mark.slow
+def test_every_command_serves_it(tmp_path, capsys):
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"ngram_config": {}}))
+    goes_through_everything(tf.load("tiny", drafter=folder), folder, tmp_path, capsys, {"nodes": 4})

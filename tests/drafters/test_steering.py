@@ -1,0 +1,196 @@
+"""Steered language models: numbers of PyTorch, losslessness, and steering that is zero.
+
+data/steering holds a Llama model of two layers, its steering, and the logits of ten tokens: four of a prompt, which nothing
+steers, four under the features of the prompt's last position, and two under those of a later one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import DATA, RANDOM_MODEL
+from safetensors.numpy import save_file
+
+import treeflash_jax as tf
+from treeflash_jax import params
+from treeflash_jax.cli import main
+from treeflash_jax.decoding.state import Weights
+from treeflash_jax.drafters import Inputs, steering
+from treeflash_jax.drafters import language_model as own
+from treeflash_jax.drafters.lanes import LaneSettings
+from treeflash_jax.formats import models
+from treeflash_jax.formats import steering as steering_files
+from treeflash_jax.verifiers import forward as verifier
+
+MODEL = {
+    "model_type": "llama", "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+OWN = {"taps": [0, 1, 2], "width": 12, "num_layers": 2, "ffn": 24, "rank": 0}
+TEXTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
+pytestmark = pytest.mark.filterwarnings("ignore:tau is")
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, np.ndarray]:
+    return dict(np.load(DATA / "steering" / "steering.npz"))
+
+
+@pytest.fixture(scope="module")
+def folder(expected, tmp_path_factory):
+    """The model and its steering as files."""
+    where = tmp_path_factory.mktemp("steered")
+    tensors = {name.removeprefix("tensor:"): value for name, value in expected.items() if name.startswith("tensor:")}
+    steers = {name: value for name, value in tensors.items() if name.startswith("steering.")}
+    save_file({name: value for name, value in tensors.items() if name not in steers}, where / "model.safetensors")
+    save_file(steers, where / "steering.safetensors")
+    (where / "config.json").write_text(json.dumps(MODEL))
+    (where / "steering_config.json").write_text(json.dumps(OWN))
+    return where
+
+
+def drafted_logits(config, weights, tokens_t, features_tj) -> np.ndarray:
+    """Logits after the ninth token, which was read, and after the tenth, a row of a lane."""
+    tokens_bt, features_btj = jnp.asarray(tokens_t)[None], jnp.asarray(features_tj)[None]
+    extend = partial(own.extend, weights, None, config)
+    state = own.init(config, 1, 32, jnp.float32)
+    state = extend(state, None, tokens_bt[:, :4], jnp.asarray([4]))
+    state = extend(state, features_btj[:, :1], tokens_bt[:, 4:5], jnp.asarray([1]))
+    padding = jnp.zeros((1, 2), tokens_bt.dtype), jnp.ones((1, 2, features_btj.shape[2]))
+    state = extend(
+        state,
+        jnp.concatenate([features_btj[:, 1:], padding[1]], axis=1),
+        jnp.concatenate([tokens_bt[:, 5:9], padding[0]], axis=1),
+        jnp.asarray([4]),
+    )
+    settings = LaneSettings(children=40, depths=2, rows=1)
+    expander = own.draft(Inputs(weights, None, config, settings, state, tokens_bt[:, 8], jnp.ones(1), 2), None)
+    start = expander.start(1)
+    child_bw = jnp.argmax(start.tokens_bwc == tokens_bt[0, 9], axis=-1)
+    laws = [expander.children(0, start), expander.children(1, expander.follow(jnp.int32(0), start, child_bw))]
+    return np.stack([np.asarray(p[0, 0])[np.argsort(np.asarray(t[0, 0]))] for t, p in laws])
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+
+
+def test_a_steered_draft_is_that_of_pytorch(folder, expected):
+    """Read from files; rows keep what steered them, and what lies past the real rows steers nothing."""
+    config, weights = models.load_drafter(folder)
+    assert config.taps == (0, 1, 2)
+    found = drafted_logits(config, weights, expected["tokens"], expected["features"])
+    np.testing.assert_allclose(found, log_softmax(expected["logits"][8:]), atol=1e-4)
+    assert np.max(np.abs(found - log_softmax(expected["plain_logits"][8:]))) > 0.1, "control: steering does something"
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_zero_steering_is_no_steering_bit_for_bit(folder, expected, rank):
+    config, weights = models.load_drafter(folder)
+    fresh = replace(config.steering, rank=rank)
+    drawn = params.initialize(steering.specs(fresh), jax.random.key(0))
+    plain = {name: value for name, value in weights.items() if name != "steering"}
+    found = drafted_logits(
+        replace(config, steering=fresh), plain | {"steering": drawn}, expected["tokens"], expected["features"]
+    )
+    unsteered = drafted_logits(replace(config, steering=None), plain, expected["tokens"], expected["features"])
+    np.testing.assert_array_equal(found, unsteered)
+    np.testing.assert_allclose(unsteered, log_softmax(expected["plain_logits"][8:]), atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def float64():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def a_steered_pair(rank: int) -> tf.TreeFlash:
+    """A random verifier, and as its drafter the same weights under a little steering."""
+    size = RANDOM_MODEL
+    config = steering.SteeringConfig(
+        taps=(0, 1, 2), width=size.hidden_size, num_layers=size.num_layers, ffn=size.intermediate_size, rank=rank
+    )
+    weights = params.initialize(verifier.specs(size), jax.random.key(0), jnp.float64, 0.3)
+    steers = params.initialize(steering.specs(config), jax.random.key(1), jnp.float64, 0.1)
+    shape = steers["up" if rank else "project"].shape
+    steers |= {"up" if rank else "project": 0.02 * jax.random.normal(jax.random.key(2), shape, jnp.float64)}
+    drafter = own.LanguageModelConfig(layers=size, steering=config)
+    return tf.TreeFlash(size, Weights(weights, weights | {"steering": steers}), drafter=drafter)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"nodes": 9}, {"nodes": 2}, {"builder": "walk"}], ids=str)
+def test_drafted_output_is_one_token_output(float64, how):
+    model = a_steered_pair(rank=4)
+    mixed = {"temperature": [0.0, 0.7, 1.3], "seed": 3}
+    settings = {"max_new_tokens": 24, "stop_ids": (), "batch_size": 3}
+    for more in ({}, mixed):
+        expected = model.generate(TEXTS, builder="none", **settings | more)
+        found = model.generate(TEXTS, **how, **settings | more)
+        assert [one.ids for one in found] == [one.ids for one in expected]
+    assert max(max(one.accept_lengths) for one in found) > 1
+    stopped = settings | mixed | {"stop_ids": (expected[0].ids[9],)}
+    expected = model.generate(TEXTS, builder="none", **stopped)
+    assert [one.ids for one in model.generate(TEXTS, **how, **stopped)] == [one.ids for one in expected]
+
+
+def test_steering_lies_in_a_folder_of_its_own_too(tmp_path, capsys):
+    """Beside a small model, or named by --steering; that of other models is refused before weights are read."""
+    size = replace(RANDOM_MODEL, num_layers=2)
+    for name, config in (("big", RANDOM_MODEL), ("small", size)):
+        models.save_verifier(
+            tmp_path / name, config, params.initialize(verifier.specs(config), jax.random.key(0)), jnp.float32
+        )
+    config = steering.SteeringConfig(taps=(0, 1, 2), width=32, num_layers=2, ffn=64, rank=2)
+    drawn = params.initialize(steering.specs(config), jax.random.key(1))
+    (tmp_path / "steers").mkdir()
+    steering_files.save(tmp_path / "steers", config, drawn, jnp.float32)
+    pair = {"verifier": tmp_path / "big", "drafter": tmp_path / "small", "dtype": "float32"}
+    model = tf.load(**pair, steering=tmp_path / "steers")
+    assert model.drafter.steering == config and model.drafter.taps == (0, 1, 2)
+    jax.tree.map(np.testing.assert_array_equal, model.weights.drafter["steering"], drawn)
+    expected = model.generate([[1, 2, 3]], max_new_tokens=6, builder="none")[0].ids
+    words = ["--verifier", str(pair["verifier"]), "--drafter", str(pair["drafter"]), "--dtype", "float32", "--nodes", "3"]
+    words += ["--steering", str(tmp_path / "steers"), "--prompt-ids", "1 2 3", "--max-new-tokens", "6", "--json"]
+    assert main(["generate", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["ids"] == expected
+
+    for change, says in (
+        ({"width": 31}, "another pair"),
+        ({"num_layers": 3}, "another pair"),
+        ({"taps": [0, 1, 3]}, "0 to 2"),
+    ):
+        (tmp_path / "steers" / "steering_config.json").write_text(json.dumps(asdict(config) | change))
+        with pytest.raises(ValueError, match=says):
+            tf.load(**pair, steering=tmp_path / "steers")
+    for change, says in (({"rank": -1}, "rank"), ({"taps": [0, 1]}, "three layers"), ({"wide": 1}, "wide")):
+        (tmp_path / "steers" / "steering_config.json").write_text(json.dumps(asdict(config) | change))
+        with pytest.raises(ValueError, match=says):
+            tf.load(**pair, steering=tmp_path / "steers")
+    with pytest.raises(ValueError, match="no steering_config.json"):
+        tf.load(**pair, steering=tmp_path / "small")
+    with pytest.raises(ValueError, match="drafter of kind 'ngram'"):
+        tf.load(**pair | {"drafter": "ngram"}, steering=tmp_path / "steers")
+    with pytest.raises(ValueError, match="no drafter"):
+        tf.load(**pair | {"drafter": "none"}, steering=tmp_path / "steers")
+
+
+def test_two_factors_are_their_product_and_layers_are_slices_of_all(float64):
+    config = steering.SteeringConfig(taps=(0, 1, 2), width=6, num_layers=2, ffn=5, rank=3)
+    random = jax.tree.map(lambda spec: replace(spec, init="normal"), steering.specs(config), is_leaf=params.is_spec)
+    factors = params.initialize(random, jax.random.key(3), jnp.float64, 0.5)
+    whole = {name: x for name, x in factors.items() if name not in ("down", "up")}
+    whole["project"] = jnp.einsum("dr,ryf->dyf", factors["down"], factors["up"])
+    rows_bd = jax.random.normal(jax.random.key(4), (3, 6), jnp.float64)
+    expected = steering.shifts(whole, rows_bd)
+    np.testing.assert_allclose(steering.shifts(factors, rows_bd), expected, atol=1e-12)
+    for of_layer in (steering.layer_shifts(own_, rows_bd[:, None]) for own_ in (factors, whole)):
+        np.testing.assert_allclose(jnp.stack([of_layer(i)[:, 0] for i in range(2)], axis=1), expected, atol=1e-12)

@@ -1,0 +1,81 @@
+"""How far a drafter's laws are from the verifier's, by depth, on the paths that the verifier accepts.
+
+Shape suffixes: b batch, i depth, p rows of an accepted path, c children, v vocabulary.
+
+Source: the total variation distance by depth of TreeFlash (arXiv 2606.03819), Figure 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treeflash_jax.batching import capacity_bucket
+from treeflash_jax.decoding import loops, rounds
+from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
+from treeflash_jax.mesh import ambient
+from treeflash_jax.model import TreeFlash
+from treeflash_jax.planning import rows_of
+from treeflash_jax.settings import GenerateConfig
+from treeflash_jax.trees import Expander, pick
+
+
+def distances(expander: Expander, logits_bpv: jax.Array, tokens_bp: jax.Array) -> jax.Array:
+    """Total variation distance of the drafter's law from the verifier's after every prefix of a path, [b, i].
+
+    Tokens that the drafter does not list count as one: what is found is a lower bound, exact where all are listed.
+
+    Args:
+      expander: the drafter's view of the round.
+      logits_bpv: of the verifier, after 0, 1, ... tokens of the path.
+      tokens_bp: the tokens of the path; once one is not listed, what follows means nothing.
+    """
+    state_b1, found = expander.start(1), []
+    for depth in range(min(expander.num_depths, logits_bpv.shape[1])):
+        tokens_b1c, log_q_b1c = expander.children(jnp.int32(depth), state_b1)
+        tokens_bc, q_bc = tokens_b1c[:, 0], jnp.exp(log_q_b1c[:, 0].astype(jnp.float32))
+        p_bv = jax.nn.softmax(logits_bpv[:, depth].astype(jnp.float32))
+        p_bc = jnp.where(q_bc > 0, jnp.take_along_axis(p_bv, tokens_bc, axis=1), 0)
+        others_b = jnp.abs(jnp.sum(p_bc, axis=1) - jnp.sum(q_bc, axis=1))
+        found.append((jnp.sum(jnp.abs(p_bc - q_bc), axis=1) + others_b) / 2)
+        child_b1 = jnp.argmax(tokens_bc == tokens_bp[:, depth, None], axis=1)[:, None].astype(jnp.int32)
+        state_b1 = expander.follow(jnp.int32(depth), state_b1, child_b1)
+    return jnp.stack(found, axis=1)
+
+
+@partial(jax.jit, static_argnames="plan")
+def observed_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[DecodeState, jax.Array, jax.Array]:
+    """A round, the distances along its accepted path [b, i], and how many of them mean something, [b]."""
+    expander = rounds.draft_expander(weights, state, plan)
+    tree, proposal = rounds.build_tree(state, expander, plan)
+    verified = rounds.verify_tree(weights, state, tree, plan)
+    accepted = rounds.accept_path(state, tree, proposal, verified.logits_bnv, plan)
+    distances_bi = distances(expander, pick(verified.logits_bnv, accepted.path_bp), accepted.tokens_bp)
+    count_b = jnp.where(state.done_b, 0, accepted.length_b)
+    return rounds.commit_path(weights, state, verified, accepted, plan), distances_bi, count_b
+
+
+def by_depth(model: TreeFlash, prompts: Sequence[Any], config: GenerateConfig) -> dict[str, list[float]]:
+    """Mean distance at every depth, over all rounds of the answers that accepted the tokens above it.
+
+    Returns:
+      "distance" and "rounds", how many there were, by depth; depth 0 is the law after the anchor.
+    """
+    plan = model.plan(config)
+    encoded = rows_of([model.encode(prompt) for prompt in prompts], config, model.verifier)
+    capacity = capacity_bucket(max(row.length for row in encoded) + config.max_new_tokens + 1 + plan.path_rows)
+    inputs = model.inputs(encoded, config, size=len(encoded), capacity=capacity)
+    with ambient(model.mesh):
+        state = loops.prefill(model.weights, *inputs, plan=plan.for_prefill())
+        total, count = 0.0, 0
+        while not bool(jnp.all(state.done_b)):
+            state, distances_bi, count_b = observed_round(model.weights, state, plan)
+            distances_bi, count_b = np.asarray(distances_bi), np.asarray(count_b)
+            means = np.arange(distances_bi.shape[1]) < count_b[:, None]
+            total, count = total + np.sum(distances_bi, axis=0, where=means), count + np.sum(means, axis=0)
+    return {"distance": [round(float(t / n), 4) for t, n in zip(total, count, strict=True) if n], "rounds": count.tolist()}

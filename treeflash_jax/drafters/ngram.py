@@ -1,0 +1,235 @@
+"""n-gram drafting (prompt lookup): what followed the last tokens of a text where they stood before. There are no weights.
+
+The drafter keeps the text itself. A round finds the places where the last tokens, as many of them as possible, have been
+seen; what followed there is offered as one tree, continuations that begin alike sharing their nodes. A token's probability
+grows with the number of places that agree on it, with the length of their matches, and with how recent they are; some of it
+is kept for tokens that never followed. Continuations that reach the end of the text go on from their own beginning, as
+repeating texts do. Where nothing matches, the round is one of one token (`decoding.rounds`).
+
+Shape suffixes: b batch, t rows, s token slots, m matches, i draft depth, w lanes, c children (one for each match, at most).
+
+Source: prompt lookup decoding (Saxena, 2023); LLMA (arXiv 2304.04487). The tree and its weights are this library's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from treeflash_jax import mesh as meshes
+from treeflash_jax.costs import Counter, Work
+from treeflash_jax.drafters.inputs import Inputs
+from treeflash_jax.trees.containers import pick
+from treeflash_jax.verifiers.config import ModelConfig
+
+OPTIONS = ("children", "depths")
+READS_TOKENS = True
+READS_PROMPT = True
+MAY_OFFER_NOTHING = True
+DIALECT = "ngram"
+
+LONGER = 4.0  # weight of a match over one that is a token shorter
+OLDER = 0.9  # weight of a match over the next one that is as long and more recent
+UNSEEN = 0.25  # weight of all tokens that never followed; the longest, most recent match weighs 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramConfig:
+    """What is looked up.
+
+    Attributes:
+      longest: last tokens that are compared, at most.
+      shortest: tokens that a match has at least.
+      num_depths: the deepest level drafted.
+    """
+
+    kind: ClassVar[str] = "ngram"
+    taps: ClassVar[tuple[int, ...]] = ()
+    lanes: ClassVar[int | None] = None
+
+    longest: int = 8
+    shortest: int = 2
+    num_depths: int = 15
+    num_nodes: int = 16
+    drafter_temperature: float = 1.0
+    sampled_above: float | None = None
+
+    def fitted(self, verifier: ModelConfig) -> NgramConfig:
+        """It fits every verifier."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramSettings:
+    """Settings of a draft.
+
+    Attributes:
+      children: matches that are followed, at most: the longest, and of equally long ones the most recent.
+      depths: the deepest level drafted.
+    """
+
+    children: int
+    depths: int
+
+
+@struct.dataclass
+class NgramState:
+    """The text so far, the anchor last.
+
+    Attributes:
+      tokens_bs: its tokens; what lies past them is garbage.
+      length_b: how many.
+    """
+
+    tokens_bs: jax.Array
+    length_b: jax.Array
+
+    def axes(self) -> NgramState:
+        return NgramState(("batch", None), ("batch",))
+
+    def grow(self, capacity: int) -> NgramState:
+        return self.replace(tokens_bs=jnp.pad(self.tokens_bs, ((0, 0), (0, capacity - self.tokens_bs.shape[1]))))
+
+
+def choose(config: NgramConfig, options: Any) -> tuple[NgramConfig, NgramSettings]:
+    """The config and the settings of a draft that a user's options ask for; see `drafters.Drafter`."""
+    depths = options.depths or config.num_depths
+    return replace(config, num_depths=depths), NgramSettings(children=options.children, depths=depths)
+
+
+def specs(config: NgramConfig) -> dict[str, Any]:
+    """There are no weights."""
+    return {}
+
+
+def init(config: NgramConfig, batch: int, capacity: int, dtype: Any) -> NgramState:
+    """The state before any text, with room for `capacity` tokens."""
+    return NgramState(jnp.zeros((batch, capacity), jnp.int32), jnp.zeros(batch, jnp.int32))
+
+
+def extend(
+    params: Any,
+    tables: Any,
+    config: NgramConfig,
+    state: NgramState,
+    features_btj: jax.Array | None,
+    tokens_bt: jax.Array,
+    count_b: jax.Array,
+) -> NgramState:
+    """Adds the next tokens to the text, the prompt's from the first on."""
+    write = jax.vmap(lambda text_s, new_t, at: lax.dynamic_update_slice(text_s, new_t, (at,)))
+    tokens_bs = write(state.tokens_bs, tokens_bt.astype(jnp.int32), state.length_b)
+    return NgramState(tokens_bs, state.length_b + count_b.astype(jnp.int32))
+
+
+@struct.dataclass
+class Continuations:
+    """What followed the matches of a round: an `Expander` whose state says which of them agree with a lane's path.
+
+    Attributes:
+      tokens_bmi: what followed each match.
+      log_weight_bm: of each match; -inf where there are fewer.
+      unseen_b: log-weight of the tokens that never followed.
+    """
+
+    tokens_bmi: jax.Array
+    log_weight_bm: jax.Array
+    unseen_b: jax.Array
+
+    @property
+    def num_depths(self) -> int:
+        return self.tokens_bmi.shape[2]
+
+    @property
+    def is_table(self) -> bool:
+        return True
+
+    def start(self, width: int) -> jax.Array:
+        agrees_bm = jnp.isfinite(self.log_weight_bm)
+        return jnp.broadcast_to(agrees_bm[:, None], (agrees_bm.shape[0], width, agrees_bm.shape[1]))
+
+    def children(self, depth: jax.Array, agrees_bwm: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Distinct next tokens of the matches that agree, by the sum of their weights."""
+        token_bm = self.tokens_bmi[:, :, depth]
+        same_bmm = token_bm[:, :, None] == token_bm[:, None]
+        weight_bwm = jnp.where(agrees_bwm, jnp.exp(self.log_weight_bm)[:, None], 0)
+        together_bwm = jnp.einsum("bmn,bwn->bwm", same_bmm.astype(weight_bwm.dtype), weight_bwm)
+        earlier_mm = jnp.tri(token_bm.shape[1], k=-1, dtype=bool)
+        is_again_bwm = jnp.any((same_bmm & earlier_mm)[:, None] & agrees_bwm[:, :, None], axis=-1)
+        total_bw1 = jnp.sum(weight_bwm, axis=-1, keepdims=True) + jnp.exp(self.unseen_b)[:, None, None]
+        log_prob_bwm = jnp.log(jnp.where(agrees_bwm & ~is_again_bwm, together_bwm, 0)) - jnp.log(total_bw1)
+        cost_bwm, token_bwm = jnp.broadcast_arrays(-log_prob_bwm, token_bm[:, None])
+        cost_bwc, token_bwc = lax.sort((cost_bwm, token_bwm), num_keys=1, is_stable=True)
+        return token_bwc, -cost_bwc
+
+    def follow(self, depth: jax.Array, agrees_bwm: jax.Array, child_bw: jax.Array) -> jax.Array:
+        tokens_bwc = self.children(depth, agrees_bwm)[0]
+        token_bw1 = jnp.take_along_axis(tokens_bwc, child_bw[..., None], axis=2)
+        return agrees_bwm & (self.tokens_bmi[:, :, depth][:, None] == token_bw1)
+
+    def continues(self, depth: jax.Array, agrees_bwm: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(depth + 1 < self.num_depths, agrees_bwm.shape)
+
+
+def look_up(inputs: Inputs, _: None) -> Continuations:
+    """The continuations of the longest matches of the text's last tokens; none where no match is long enough."""
+    config, text = inputs.config, inputs.state
+    count = min(inputs.settings.children, text.tokens_bs.shape[1])
+
+    def find(tokens_bs: jax.Array, length_b: jax.Array, temperature_b: jax.Array) -> tuple[jax.Array, ...]:
+        matched_bs = match_lengths(tokens_bs, length_b, config.longest)
+        slots = tokens_bs.shape[1]
+        rank_bs = jnp.where(matched_bs >= config.shortest, matched_bs * slots + jnp.arange(slots), -1)
+        rank_bm, at_bm = lax.top_k(rank_bs, count)
+        length_bm = pick(matched_bs, at_bm)
+        log_weight_bm = (length_bm - length_bm[:, :1]) * jnp.log(LONGER) + jnp.arange(count) * jnp.log(OLDER)
+        scale_b = temperature_b.astype(log_weight_bm.dtype)
+        log_weight_bm = jnp.where(rank_bm >= 0, log_weight_bm / scale_b[:, None], -jnp.inf)
+        after_bmi = jnp.arange(inputs.depths) % jnp.maximum(length_b[:, None] - at_bm, 1)[..., None]
+        return pick(tokens_bs, at_bm[..., None] + after_bmi), log_weight_bm, jnp.log(UNSEEN) / scale_b
+
+    return Continuations(*meshes.by_rows(find, text.tokens_bs, text.length_b, inputs.temperature_b))
+
+
+def match_lengths(tokens_bs: jax.Array, length_b: jax.Array, longest: int) -> jax.Array:
+    """How many of a text's last tokens, `longest` at most, stand right before each of its positions, int32 [b, s].
+
+    0 outside the text, and at its end.
+    """
+    at_s = jnp.arange(tokens_bs.shape[1])
+    matched_bs = jnp.zeros(tokens_bs.shape, jnp.int32)
+    is_matched_bs = (at_s < length_b[:, None]) & (at_s > 0)
+    for back in range(1, longest + 1):
+        last_b1 = jnp.take_along_axis(tokens_bs, jnp.maximum(length_b - back, 0)[:, None], axis=1)
+        is_matched_bs &= (jnp.roll(tokens_bs, back, axis=1) == last_b1) & (at_s >= back)
+        matched_bs += is_matched_bs
+    return matched_bs
+
+
+def stages(config: NgramConfig) -> Mapping[str, Callable[[Inputs, Any], Any]]:
+    """One look at the text."""
+    return {"draft": look_up}
+
+
+def work(
+    count: Counter, config: NgramConfig, settings: NgramSettings, verifier: ModelConfig, quantize: str | None = None
+) -> dict[str, tuple[Work, Work]]:
+    """The text is read once."""
+    return {"draft": (Work(4 * count.sequences * count.context), Work())}
+
+
+def extend_work(count: Counter, config: NgramConfig, tokens: float) -> Work:
+    """The tokens are written once."""
+    return Work(4 * count.sequences * tokens)
+
+
+def identity(params: Any, config: NgramConfig, settings: NgramSettings) -> tuple[dict[str, Any], list[jax.Array]]:
+    """What round times and acceptance depend on."""
+    named = {"longest": config.longest, "shortest": config.shortest}
+    return named | {"children": settings.children, "depths": settings.depths}, []

@@ -1,0 +1,114 @@
+"""Steering of a small language model by the verifier's hidden states (SD squared).
+
+What the verifier knew where it committed its last token shifts every layer of the small model's next draft: a vector per
+layer is added inside its feed-forward part, down(silu(gate x) * (up x + shift)). Shifts that are zero change nothing.
+
+    s = [low; mid; high]             outputs of three layers of the verifier, at the last accepted position
+    g = mix s + mix_bias
+    shift = project(LayerNorm(g))    one vector per layer of the small model; in two factors where `rank` is not 0
+
+Shape suffixes: b batch, t rows, j three tapped layers x verifier width, d verifier width, y layers and f feed-forward width
+of the small model, r rank.
+
+Source: SD squared (arXiv 2511.09844) sections 3 and 4; the two factors are this library's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from treeflash_jax.checks import quoted
+from treeflash_jax.params import Spec
+from treeflash_jax.verifiers.config import ModelConfig
+
+EPS = 1e-5  # of the LayerNorm
+SPREAD = 12  # verifiers of fewer layers are tapped at their quarters
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteeringConfig:
+    """Sizes of the steering of one pair of models.
+
+    Attributes:
+      taps: 0-based layers of the verifier whose outputs are read: low, mid, high.
+      width: of the verifier's hidden states.
+      num_layers, ffn: of the small model.
+      rank: of the projection to the shifts; 0 is the published form, one whole matrix.
+    """
+
+    taps: tuple[int, int, int]
+    width: int
+    num_layers: int
+    ffn: int
+    rank: int = 0
+
+    def check_fits(self, verifier: ModelConfig, drafter: ModelConfig) -> None:
+        """Raises ValueError where it was made for another verifier or another small model."""
+        found = (self.width, self.num_layers, self.ffn)
+        expected = (verifier.hidden_size, drafter.num_layers, drafter.intermediate_size)
+        if found != expected:
+            raise ValueError(
+                f"got steering for widths and layers {found} (verifier width, drafter layers, drafter feed-forward width), "
+                f"expected {expected}; it was trained for another pair of models"
+            )
+        if drafter.num_experts:
+            raise ValueError("got steering of a mixture of experts, expected a dense model: its experts are not steered")
+        if not all(0 <= tap < verifier.num_layers for tap in self.taps):
+            raise ValueError(
+                f"got steering by layers {quoted(list(self.taps))}, expected 0 to {verifier.num_layers - 1} (verifier)"
+            )
+
+
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """The published layers (outputs 2, L // 2 - 1 and L - 4), or the ends and the middle of a verifier of few layers."""
+    if num_layers < SPREAD:
+        return 0, num_layers // 2, num_layers - 1
+    return 2, num_layers // 2 - 1, num_layers - 4
+
+
+def specs(config: SteeringConfig) -> dict[str, Spec]:
+    """Weights; fresh ones shift nothing."""
+    d, y, f, r = config.width, config.num_layers, config.ffn, config.rank
+    whole = {"project": Spec((d, y, f), ("embed", None, "ffn"), "zeros")}
+    factors = {"down": Spec((d, r), ("embed", None)), "up": Spec((r, y, f), (None, None, "ffn"), "zeros")}
+    return {
+        "mix": Spec((3 * d, d), ("embed", None)),
+        "mix_bias": Spec((d,), (None,), "zeros"),
+        "norm": Spec((d,), (None,), "ones"),
+        "norm_bias": Spec((d,), (None,), "zeros"),
+    } | (factors if r else whole)
+
+
+def start(own: dict[str, Any]) -> dict[str, Any]:
+    """Fresh weights as published: the mix starts as the sum of the three layers."""
+    width = own["mix"].shape[1]
+    return own | {"mix": jnp.tile(jnp.eye(width, dtype=own["mix"].dtype), (3, 1))}
+
+
+def normed(own: dict[str, Any], features_btj: jax.Array) -> jax.Array:
+    """LayerNorm(g) of rows of features, [b, t, d]; the statistics are taken in float32 at least."""
+    g_btd = jnp.einsum("btj,jd->btd", features_btj, own["mix"]) + own["mix_bias"]
+    wide = g_btd.astype(jnp.promote_types(g_btd.dtype, jnp.float32))
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    scaled = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + EPS)
+    return scaled.astype(g_btd.dtype) * own["norm"] + own["norm_bias"]
+
+
+def shifts(own: dict[str, Any], normed_bd: jax.Array) -> jax.Array:
+    """The shifts of every layer from rows of `normed`, [b, y, f]."""
+    if "project" in own:
+        return jnp.einsum("bd,dyf->byf", normed_bd, own["project"])
+    return jnp.einsum("br,ryf->byf", jnp.einsum("bd,dr->br", normed_bd, own["down"]), own["up"])
+
+
+def layer_shifts(own: dict[str, Any], normed_btd: jax.Array) -> Callable[[int], jax.Array]:
+    """The shift of one layer at every row, [b, t, f]: training has too many rows for all layers at once."""
+    if "project" in own:
+        return lambda layer: jnp.einsum("btd,df->btf", normed_btd, own["project"][:, layer])
+    low_btr = jnp.einsum("btd,dr->btr", normed_btd, own["down"])
+    return lambda layer: jnp.einsum("btr,rf->btf", low_btr, own["up"][:, layer])

@@ -1,0 +1,76 @@
+"""Steering in files: steering.safetensors and steering_config.json, beside the small model's files or on their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from treeflash_jax import files
+from treeflash_jax.checks import read_json
+from treeflash_jax.drafters import steering
+from treeflash_jax.drafters.steering import SteeringConfig
+from treeflash_jax.formats import safetensors, storage
+from treeflash_jax.formats.keys import Keys
+from treeflash_jax.params import Entry
+
+CONFIG, WEIGHTS = "steering_config.json", "steering.safetensors"
+ENTRIES = {
+    "mix": Entry("steering.mix.weight", (1, 0)),
+    "mix_bias": Entry("steering.mix.bias"),
+    "norm": Entry("steering.norm.weight"),
+    "norm_bias": Entry("steering.norm.bias"),
+    "project": Entry("steering.project.weight", (1, 2, 0), rows=2),
+    "down": Entry("steering.down.weight", (1, 0)),
+    "up": Entry("steering.up.weight", (1, 2, 0), rows=2),
+}
+
+
+def has(folder: Path) -> bool:
+    """Whether a folder holds steering."""
+    return (folder / CONFIG).is_file()
+
+
+def read_config(folder: Path) -> SteeringConfig:
+    """Raises ValueError where the folder has none, or at a key or value that is not implemented."""
+    path = folder / CONFIG
+    if not path.exists():
+        raise ValueError(f"{folder}: got no {CONFIG}, expected a folder that train.language_model wrote with steers=true")
+    keys = Keys(read_json(path), str(path))
+    keys.check_known({"taps", "width", "num_layers", "ffn", "rank"})
+    sizes = {name: keys.whole(name) for name in ("width", "num_layers", "ffn")}
+    taps = keys.raw.get("taps")
+    if not isinstance(taps, list) or len(taps) != 3 or not all(type(tap) is int and tap >= 0 for tap in taps):
+        raise ValueError(f"{path}: got taps {taps!r:.60}, expected three layers of the verifier")
+    return SteeringConfig(taps=tuple(taps), rank=keys.whole("rank", 0, least=0), **sizes)
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[dict[str, Any]]:
+    """The tensors by name, while they can be read."""
+    with safetensors.open_files(folder, [WEIGHTS]) as tensors:
+        yield tensors
+
+
+def entries(config: SteeringConfig) -> dict[str, Entry]:
+    return {name: ENTRIES[name] for name in steering.specs(config)}
+
+
+def load(folder: Path, dtype: Any, mesh: Any = None) -> tuple[SteeringConfig, dict[str, Any]]:
+    """Steering of a small model: its sizes and its weights.
+
+    Raises:
+      ValueError: files that are missing or damaged, or tensors that are not those of the sizes.
+    """
+    config = read_config(folder)
+    with opened(folder) as tensors:
+        return config, storage.load(folder, tensors, steering.specs(config), entries(config), dtype, mesh)
+
+
+def save(folder: Path, config: SteeringConfig, params: dict[str, Any], dtype: Any) -> None:
+    """Writes both files into a folder that exists."""
+    storage.save(folder / WEIGHTS, steering.specs(config), entries(config), params, dtype)
+    files.write(folder / CONFIG, json.dumps(asdict(config), indent=2) + "\n")
