@@ -157,6 +157,15 @@ def test_rounds_compiled_ahead_of_time_move_neither_logits_nor_caches():
     assert {(one["topology"], one["context"], one["float32_logits"]) for one in gpus} == {("h200", 4096, 0)}
 
 
+def test_rounds_of_a_mixture_of_experts_gather_no_expert():
+    rounds = read("experts_rounds.json").values()
+    assert {(one["topology"], one["nodes"]) for one in rounds} >= {("v5e:4x4", 64), ("h200:8", 64)}
+    expert = 3 * 2048 * 768 * 2
+    for one in rounds:
+        assert one["fits"] and not one["logits_moved"] and not one["caches_moved"]
+        assert one["largest_all_gather_bytes"] < expert / 3
+
+
 def test_accepting_costs_little_beside_verifying():
     """The shares in accept_costs.json are those of the library's own count of a verify, and they are small."""
     model = shapes.named("qwen3-4b")

@@ -10,8 +10,8 @@ from typing import Any, Unpack
 
 import jax.numpy as jnp
 
+from treeflash_jax import drafters, quantized, serving
 from treeflash_jax import prompts as prompting
-from treeflash_jax import quantized, serving
 from treeflash_jax.adaptive import calibration
 from treeflash_jax.checks import whole
 from treeflash_jax.decoding.state import DecodePlan, Weights
@@ -100,7 +100,7 @@ class TreeFlash:
         for answers in serving.serve(self, request):
             results |= with_totals(dict(answers))
         plan = self.plan(request.config)
-        if plan.drafts and plan.num_nodes > 1:
+        if plan.drafts and plan.num_nodes > 1 and not drafters.may_offer_nothing(plan.drafter):
             warn_of_low_tau(list(results.values()))
         return [results[index] for index in range(len(request.rows))]
 

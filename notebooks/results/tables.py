@@ -183,20 +183,30 @@ def budget() -> str:
 
 
 def tpu_rounds() -> str:
+    return compiled("tpu_rounds.json")
+
+
+def experts_rounds() -> str:
+    return compiled("experts_rounds.json", reads="one token reads | a round reads")
+
+
+def compiled(name: str, reads: str = "") -> str:
+    """Memory and collectives of rounds; `reads` heads the columns of the weights that a mixture of experts reads."""
     rows = []
-    for one in read("tpu_rounds.json").values():
+    for one in read(name).values():
         size = {name: count / GIB for name, count in one["bytes_per_device"].items()}
         moved = {kind: part["bytes"] / MIB for kind, part in one["collectives"].items()}
         parts = [size["verifier"], size["drafter"] + size.get("head", 0), size["verifier_cache"] + size["drafter_cache"]]
         parts += [max(size["round"], size["prefill"])]
         total = f"{size['total']:.2f} of {one['bytes_limit'] / GIB:.0f}"
         ends = [total, f"{moved['all-gather']:.2f} MiB", f"{moved['all-reduce']:.0f} MiB"]
-        mesh = "{data}x{model}".format(**one["mesh"])
+        ends += [f"{passed['bytes'] / GIB:.2f}" for passed in one.get("experts_read", {}).values()]
+        mesh = "x".join(map(str, one["mesh"].values()))
         rows.append([one["shape"], one["topology"], mesh, *(f"{part:.2f}" for part in parts), *ends])
     header = (
         "model | topology | mesh | verifier | drafter and head | caches | temporary | total | all-gathers | all-reduces"
     )
-    return table(header, rows)
+    return table(f"{header} | {reads}" if reads else header, rows)
 
 
 def gpu_rounds() -> str:
@@ -317,7 +327,7 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
         *(tau, tau_seen, drafter_temperature, train_head, train_steps, latency, growth, budget),
-        *(tpu_rounds, gpu_rounds, beside_published, sampled_trees, leaves, accept_costs, options),
+        *(tpu_rounds, experts_rounds, gpu_rounds, beside_published, sampled_trees, leaves, accept_costs, options),
     )
 }
 

@@ -16,6 +16,7 @@ from test_extending import goes_through_everything
 
 import treeflash_jax as tf
 from treeflash_jax import pairs, params, programs
+from treeflash_jax.adaptive import calibration
 from treeflash_jax.cli import main
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
@@ -152,6 +153,42 @@ def test_drafted_output_is_one_token_output(pair, draft):
 @pytest.mark.parametrize("builder", ["paths", "delayed", "without-replacement", "hybrid"])
 def test_sampled_trees_leave_greedy_answers_as_they_are(pair, builder):
     plain_and_drafted(pair, {"builder": builder, "nodes": 7}, max_new_tokens=20, stop_ids=())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [0.15, 0.5])
+def test_rounds_that_choose_their_nodes_and_pause(float64, tmp_path, noise):
+    """A pause puts off what the small model reads; a drafter that is wrong most of the time is paused."""
+    model = a_pair(noise)
+    model.budget = tmp_path / "budget.json"
+    entry = calibration.Calibration(
+        identity=calibration.identity_of(model.verifier, model.weights, model.plan(tf.GenerateConfig(children=8)), None),
+        nodes=[2, 4, 8],
+        batch=[1],
+        positions=[256],
+        round_seconds=[[[1.0, 1.2, 1.5]]],
+        tree_seconds=[[[0.0, 0.0, 0.0]]],
+        step_seconds=[[0.7]],
+        temperatures=[0.0],
+        tau=[[1.8, 2.5, 3.2]],
+        reliability=[1.0],
+    )
+    calibration.write(model.budget, entry)
+    settings = {"max_new_tokens": 60, "stop_ids": (), "batch_size": 3, "temperature": [0.0, 0.7, 1.3]}
+    expected = model.generate(TEXTS, builder="none", **settings)
+    found = model.generate(TEXTS, nodes="auto", children=8, **settings)
+    assert [one.ids for one in found] == [one.ids for one in expected]
+    nodes = {count for one in found for count in one.nodes}
+    assert 1 in nodes and max(nodes) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"builder": "paths", "nodes": 9}, {"nodes": 9}], ids=str)
+def test_a_tree_is_drawn_from_the_anchor_that_the_round_had(pair, how):
+    """Rules for sampled trees draw anchors that sampling after the prompt would not give."""
+    result = pair.generate([[1, 2, 3]], max_new_tokens=24, stop_ids=(), temperature=1.0, seed=5, children=8, **how)[0]
+    for index, length in enumerate(result.accept_lengths):
+        assert sum(result.tree(index).accepted) >= length or index == len(result.accept_lengths) - 1
 
 
 @pytest.mark.usefixtures("as_users_compile")

@@ -205,6 +205,13 @@ def test_it_is_known_by_name(tiny, capsys, tmp_path):
         model.generate([[1]], candidates=4)
 
 
+@pytest.mark.filterwarnings("error")
+def test_rounds_without_a_draft_are_no_reason_to_warn(tiny):
+    model = tf.TreeFlash(tiny.verifier, tiny.weights.replace(drafter={}), drafter=own.NgramConfig(longest=8, shortest=9))
+    result = model.generate([[5, 6, 7]], max_new_tokens=60, stop_ids=(), nodes=4)[0]
+    assert result.tau == 1.0 and len(result.accept_lengths) == 59
+
+
 @pytest.mark.slow
 def test_every_command_serves_it(tmp_path, capsys):
     folder = tmp_path / "drafter"

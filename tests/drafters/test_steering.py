@@ -181,3 +181,16 @@ def test_steering_lies_in_a_folder_of_its_own_too(tmp_path, capsys):
         tf.load(**pair | {"drafter": "ngram"}, steering=tmp_path / "steers")
     with pytest.raises(ValueError, match="no drafter"):
         tf.load(**pair | {"drafter": "none"}, steering=tmp_path / "steers")
+
+
+def test_two_factors_are_their_product_and_layers_are_slices_of_all(float64):
+    config = steering.SteeringConfig(taps=(0, 1, 2), width=6, num_layers=2, ffn=5, rank=3)
+    random = jax.tree.map(lambda spec: replace(spec, init="normal"), steering.specs(config), is_leaf=params.is_spec)
+    factors = params.initialize(random, jax.random.key(3), jnp.float64, 0.5)
+    whole = {name: x for name, x in factors.items() if name not in ("down", "up")}
+    whole["project"] = jnp.einsum("dr,ryf->dyf", factors["down"], factors["up"])
+    rows_bd = jax.random.normal(jax.random.key(4), (3, 6), jnp.float64)
+    expected = steering.shifts(whole, rows_bd)
+    np.testing.assert_allclose(steering.shifts(factors, rows_bd), expected, atol=1e-12)
+    for of_layer in (steering.layer_shifts(own_, rows_bd[:, None]) for own_ in (factors, whole)):
+        np.testing.assert_allclose(jnp.stack([of_layer(i)[:, 0] for i in range(2)], axis=1), expected, atol=1e-12)

@@ -27,7 +27,15 @@ State = TypeVar("State")
 
 
 @partial(jax.jit, static_argnames=("plan",))
-def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, sampling: Sampling, plan: DecodePlan):
+def prefill(
+    weights: Weights,
+    tokens_bs: jax.Array,
+    length_b: jax.Array,
+    sampling: Sampling,
+    first_b: jax.Array | None = None,
+    *,
+    plan: DecodePlan,
+) -> DecodeState:
     """Reads the prompts and emits each row's first token.
 
     Args:
@@ -35,6 +43,7 @@ def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, samplin
       tokens_bs: prompts, right-padded to the cache capacity, a multiple of the chunk.
       length_b: prompt lengths, at least 1.
       sampling: per-row settings.
+      first_b: the first tokens, where they are known already; None: they are sampled.
       plan: static.
 
     Returns:
@@ -54,7 +63,7 @@ def prefill(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, samplin
         expected_bs=jnp.zeros((batch, capacity), jnp.float32) if plan.expected_lengths else None,
         sampling=sampling,
     )
-    state = rounds.first_token(weights, state, last["hidden"], plan)
+    state = rounds.first_token(weights, state, last["hidden"], plan, first_b)
     if plan.drafts and drafters.of(plan.drafter).READS_TOKENS:  # the first token belongs to the last row
         first_b1, one_b = trees.pick(state.tokens_bs, length_b[:, None]), jnp.ones_like(length_b)
         drafter = rounds.extend_drafter(weights, drafter, plan, last["features"][:, None], first_b1, one_b)

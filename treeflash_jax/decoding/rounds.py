@@ -261,10 +261,13 @@ def commit_path(
         return state.replace(cache=cache, drafter=drafter)
 
 
-def first_token(weights: Weights, state: DecodeState, last_bd: jax.Array, plan: DecodePlan) -> DecodeState:
-    """The state after the token that follows each prompt, whose last row is `last_bd`."""
+def first_token(
+    weights: Weights, state: DecodeState, last_bd: jax.Array, plan: DecodePlan, given_b: jax.Array | None = None
+) -> DecodeState:
+    """The state after the token that follows each prompt, whose last row is `last_bd`: sampled, unless it is given."""
     logits_bnv = verifier.logits(weights.verifier, last_bd[:, None])
     picks_bp = _target_rows(logits_bnv, state.sampling).sample(_noise(state, 1, logits_bnv))
+    picks_bp = picks_bp if given_b is None else given_b[:, None]
     log_probs_bp = _token_log_probs(logits_bnv, picks_bp) if plan.log_probs else None
     return _emit(state, picks_bp, jnp.ones_like(state.end_b), log_probs_bp)[0]
 

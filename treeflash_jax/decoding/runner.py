@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treeflash_jax import drafters, programs
 from treeflash_jax import mesh as meshes
-from treeflash_jax import programs
 from treeflash_jax.clock import Clock
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
@@ -66,8 +66,12 @@ class Runner:
 
     def draft(self, inputs: tuple[Any, ...], length: int, anchor: int) -> DraftTree:
         """The tree below `anchor`, the token that follows the one prompt, of this length, in these inputs."""
-        state = self.prefill(inputs)
-        state = state.replace(tokens_bs=state.tokens_bs.at[0, length].set(anchor))
+        if drafters.of(self.plan.drafter).READS_TOKENS:  # and has to be shown this one
+            first_b = meshes.place(jnp.full(inputs[1].shape, anchor, jnp.int32), self.mesh)
+            state = self.call(loops.prefill, self.weights, *inputs, first_b, plan=self.plan.for_prefill())
+        else:
+            state = self.prefill(inputs)
+            state = state.replace(tokens_bs=state.tokens_bs.at[0, length].set(anchor))
         return self.call(loops.draft, self.weights, state, plan=self.plan)
 
     # What overriding methods are made of.

@@ -1,0 +1,135 @@
+"""Distillation of language-model drafters and training of their steering: what is seen, what learns, what is written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy_training
+from toy_training import MODEL
+
+import treeflash_jax as tf
+from train import config, data, drafting, export, stages
+from train.language_model import LanguageModelStage, language_model_sums, training_shift
+from treeflash_jax import params as parameters
+from treeflash_jax.drafters import language_model as own
+from treeflash_jax.drafters import steering
+from treeflash_jax.formats import models
+from treeflash_jax.trees import pick
+from treeflash_jax.verifiers import forward as verifier
+
+ROWS = data.Rows(
+    tokens_rt=jnp.asarray([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14]]),
+    segments_rt=jnp.asarray([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2]]),
+    positions_rt=jnp.asarray([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]),
+    weights_rt=jnp.asarray([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1.0]]),
+)
+SIZES = steering.SteeringConfig(taps=(0, 1, 2), width=16, num_layers=2, ffn=32)
+DRAFTER = own.LanguageModelConfig(layers=replace(MODEL, num_layers=2), steering=SIZES)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """The toy verifier and its responses, and the settings of a stage on them."""
+    folder = tmp_path_factory.mktemp("toy")
+    text = toy_training.write(folder).read_text()
+    lines = [line for line in text.splitlines() if not line.startswith(("objective", "drafter"))]
+    (folder / "small.toml").write_text("\n".join(["num_layers = 2", "train_model = true", "chunk = 16", *lines]))
+    return folder
+
+
+def stage_of(toy, *words) -> LanguageModelStage:
+    settings = stages.read_stage(toy / "small.toml", words)
+    assert isinstance(settings, LanguageModelStage)
+    return settings
+
+
+def test_a_token_is_steered_from_a_few_tokens_back_within_its_document():
+    """By hand: what steers token t is the state at max(t - offset, start), where the next token is the verifier's."""
+    features_bsj = jnp.arange(10.0)[None, :, None] * jnp.ones(48)
+    made = parameters.initialize(steering.specs(SIZES), jax.random.key(0), scale=0.5)
+    made |= {"project": jax.random.normal(jax.random.key(1), made["project"].shape)}
+    per_row = steering.layer_shifts(made, steering.normed(made, features_bsj))
+    seen = set()
+    for seed in range(12):
+        shift_bt = training_shift(made, ROWS, jax.random.split(jax.random.key(seed), 1), features_bsj, offset=3)
+        for offset in (1, 2, 3):
+            source = [max(t - offset, 0 if t < 6 else 6) for t in range(10)]
+            expected = np.where(
+                np.asarray([0, 1, 1, 1, 1, 0, 0, 1, 1, 0])[None, :, None], pick(per_row(1), jnp.asarray([source])), 0
+            )
+            if np.allclose(shift_bt(1), expected, atol=1e-5):
+                seen.add(offset)
+                break
+        else:
+            raise AssertionError("no offset from 1 to 3 explains the shifts")
+    assert seen == {1, 2, 3}
+    farther = training_shift(made, ROWS, jax.random.split(jax.random.key(0), 1), features_bsj, offset=1000)
+    assert np.all(np.isfinite(farther(0)))
+
+
+def test_steering_learns_from_zero_first_its_projection_then_its_mix(toy):
+    settings = stage_of(toy, "steers=true", "chunk=16")
+    weights = parameters.initialize(verifier.specs(MODEL), jax.random.key(0), scale=0.3)
+    small = weights | {"groups": [weights["groups"][0][:2]]}
+    own_steering = steering.start(parameters.initialize(steering.specs(SIZES), jax.random.key(1), scale=0.3))
+    rows = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 22))), ROWS)
+    keys = jax.random.split(jax.random.key(2), 1)
+
+    @jax.jit
+    def loss(own_steering):
+        frozen = {"verifier": weights} | small
+        arguments = dict(settings=settings, verifier=MODEL, drafter=DRAFTER)
+        total, weight = language_model_sums({"steering": own_steering}, frozen, rows, keys, **arguments)["loss"]
+        return total / weight
+
+    before, first = jax.value_and_grad(loss)(own_steering)
+    assert np.any(first["project"]) and not np.any(first["mix"])
+    moved = own_steering | {"project": own_steering["project"] - 0.3 * first["project"]}
+    after, second = jax.value_and_grad(loss)(moved)
+    assert after < before and np.any(second["mix"]) and np.any(second["norm_bias"])
+
+
+@pytest.mark.filterwarnings("ignore:tau is")
+def test_a_model_cut_from_its_verifier_is_distilled_then_steered(toy, tmp_path):
+    evaluate = "evaluate={prompts = 1, nodes = [4], new_tokens = 4}"
+    settings = stage_of(toy, f"run={tmp_path}/small", "loop.steps=20", "loop.log_every=1", "loss=total-variation", evaluate)
+    drafting.train(settings)
+    log = [json.loads(line) for line in (tmp_path / "small" / "log.jsonl").read_text().splitlines()]
+    assert np.mean([line["loss"] for line in log[-5:]]) < 0.9 * np.mean([line["loss"] for line in log[:5]])
+    assert log[-1]["held_out/tau_4"] >= 1 and 0 < log[-1]["held_out/overlap"] < 1
+    words = [f"run={tmp_path}/steered", f"language_model={tmp_path}/small/model", "train_model=false", "steers=true"]
+    settings = stage_of(toy, *words, "loop.steps=3", "rank=2", "evaluate.prompts=0")
+    drafting.train(settings)
+    export.main(export.ExportStage(run=f"{tmp_path}/steered", out=f"{tmp_path}/out", dtype="float32"))
+    assert "| rank of the steering | 2 |" in (tmp_path / "out" / "README.md").read_text()
+    for name, tree in models.load_drafter(tmp_path / "small" / "model")[1].items():
+        kept = models.load_drafter(tmp_path / "out")[1][name]
+        jax.tree.map(np.testing.assert_array_equal, kept, tree)
+    model = tf.load(verifier=toy / "verifier", drafter=tmp_path / "out", dtype="float32")
+    assert np.any(np.asarray(model.weights.drafter["steering"]["up"]))
+    plain, drafted = (
+        model.generate([[5, 6, 7]], max_new_tokens=6, **how)[0] for how in ({"builder": "none"}, {"nodes": 4})
+    )
+    assert plain.ids == drafted.ids
+
+
+def test_settings_that_train_nothing_or_fit_nothing_are_refused(toy):
+    for words, says in (
+        (("train_model=false",), "nothing would be trained"),
+        (("train_model=false", "steers=true"), "no language_model"),
+        (("chunk=5",), "chunk 5, expected a divisor"),
+        (("taps=[1, 2]",), "got 2 taps"),
+        (("offset=0",), "offset"),
+        (("rank=-1",), "rank"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            config.load(LanguageModelStage, toy / "small.toml", words)
+    with pytest.raises(ValueError, match="num_layers 4, expected at most 3"):
+        stage_of(toy, "num_layers=4").drafter_config(MODEL)
+    with pytest.raises(ValueError, match="got a drafter of kind 'block', expected a language model"):
+        stage_of(toy, f"language_model={toy}/drafter").drafter_config(MODEL)
