@@ -128,8 +128,9 @@ def run(arguments: argparse.Namespace) -> int:
         times = times_of(arms, arguments)
     rows = [row_of(arm, arms[0], depths.get((arm.drafter, arm.way)), times) for arm in arms]
     first = next(iter(models.values()))
-    names = "verifier drafter max_new_tokens temperature seed batch_size context".split()
-    settings = {name: getattr(arguments, name) for name in names} | {"dtype": str(first.dtype), "prompts": len(prompts)}
+    names = "verifier max_new_tokens temperature seed batch_size context".split()
+    settings = {name: getattr(arguments, name) for name in names}
+    settings |= {"drafters": list(models), "dtype": str(first.dtype), "prompts": len(prompts)}
     found = {"schema": SCHEMA, "settings": settings, **environment(first), "arms": rows}
     files.write(arguments.out, json.dumps(found, indent=1) + "\n")
     show(rows)
