@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from train import config
+from train import config, data
 from train.data import Rows
 from train.drafting import DraftingStage
 from train.drafting import train as main
@@ -30,8 +32,11 @@ from treeflash_jax.checks import bounded
 from treeflash_jax.costs import Counter
 from treeflash_jax.drafters import eagle3
 from treeflash_jax.drafters.block.config import fresh_layers
-from treeflash_jax.drafters.eagle3 import EagleConfig
+from treeflash_jax.drafters.eagle3 import EagleConfig, layer
 from treeflash_jax.drafters.eagle3.config import default_taps
+from treeflash_jax.formats import models
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.pairs import locate
 from treeflash_jax.trees.shape import MOST_NODES
 from treeflash_jax.verifiers.config import ModelConfig
 
@@ -44,6 +49,7 @@ class Eagle3Stage(DraftingStage):
       objective: how far every row is unrolled.
       target_layer_ids: verifier layers whose outputs are read; empty takes the rule of the EAGLE repository.
       fc_norm, norm_before_residual, norm_output: options of EAGLE-3.1, see `EagleConfig`.
+      draft_vocab_size: how many tokens can be drafted, the most frequent ones of the answers; 0: all.
       num_depths, num_nodes, drafter_temperature: defaults stored with the drafter.
     """
 
@@ -52,6 +58,7 @@ class Eagle3Stage(DraftingStage):
     fc_norm: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
+    draft_vocab_size: int = bounded(0, least=0)
     num_depths: int = bounded(7, least=1, most=MOST_NODES - 1)
     num_nodes: int = bounded(16, least=1, most=MOST_NODES)
     drafter_temperature: float = bounded(1.0, above=0)
@@ -66,12 +73,16 @@ class Eagle3Stage(DraftingStage):
 
     def drafter_config(self, model: ModelConfig) -> EagleConfig:
         taps = self.target_layer_ids or default_taps(model.num_layers)
+        if self.draft_vocab_size > model.vocab_size:
+            raise ValueError(
+                f"got draft_vocab_size {self.draft_vocab_size}, expected at most {model.vocab_size} (verifier)"
+            )
         made = EagleConfig(
             layers=fresh_layers(model, 1),
             target_hidden_size=model.hidden_size,
             taps=taps,
             num_taps=len(taps),
-            draft_vocab_size=model.vocab_size,
+            draft_vocab_size=self.draft_vocab_size or model.vocab_size,
             fc_norm=self.fc_norm,
             norm_before_residual=self.norm_before_residual,
             norm_output=self.norm_output,
@@ -84,7 +95,26 @@ class Eagle3Stage(DraftingStage):
     def fresh(self, drafter: EagleConfig, weights: Any) -> dict[str, Any]:
         made = parameters.initialize(eagle3.specs(drafter), jax.random.key(self.loop.seed), scale=self.init_scale)
         tables = {"norm": weights["norm"], "unembed": weights.get("unembed", weights["embed"])}
-        return made | jax.tree.map(lambda x: jnp.asarray(meshes.to_host(x), jnp.float32), tables)
+        made |= jax.tree.map(lambda x: jnp.asarray(meshes.to_host(x), jnp.float32), tables)
+        if "offsets" in made:
+            made["unembed"] = made["unembed"][layer.draft_ids(self.kept(drafter))]
+            del made["offsets"]
+        return made
+
+    def kept(self, drafter: EagleConfig) -> dict[str, Any]:
+        """The tokens that can be drafted, where they are not all: as a run has saved them, else counted in its sources."""
+        vocab_size, size = drafter.layers.vocab_size, drafter.draft_vocab_size
+        if size == vocab_size:
+            return {}
+        saved = Path(self.run) / "model"
+        if (saved / "config.json").exists():
+            return {"offsets": models.load_drafter(saved)[1]["offsets"]}
+        tokenizer = Tokenizer.load(locate(self.verifier, "verifier"))
+        corpus = data.open_sources(self.sources, self.data, tokenizer, self.loop.seed, vocab_size=vocab_size)
+        answers = [packed.tokens[packed.weights > 0] for packed in corpus.train.values()]
+        counts_v = np.bincount(np.concatenate(answers), minlength=vocab_size)
+        ids_z = np.sort(np.argsort(-counts_v, kind="stable")[:size])
+        return {"offsets": jnp.asarray(ids_z - np.arange(size), jnp.int32)}
 
     def sums(
         self, params: Any, frozen: Any, rows: Rows, keys_b: jax.Array, *, verifier: ModelConfig, drafter: EagleConfig
@@ -108,6 +138,7 @@ class Eagle3Stage(DraftingStage):
         return "EAGLE-3 drafter", {
             "layers, width": f"1, {drafter.layers.hidden_size}",
             "reads verifier layers": ", ".join(map(str, drafter.taps)),
+            "tokens it drafts": drafter.draft_vocab_size,
             "depth": drafter.num_depths,
         }
 

@@ -246,7 +246,7 @@ def gather(tree: Any, specs: Any, dtype: Any) -> Any:
     """Weights in the compute dtype, whole along fsdp: what the maths reads."""
 
     def leaf(spec: parameters.Spec, x: jax.Array) -> jax.Array:
-        x = x.astype(dtype)
+        x = x.astype(spec.dtype_in(dtype))
         at = _fsdp_axis(spec)
         if at is not None and "fsdp" in shared_axes():
             return lax.all_gather(x, "fsdp", axis=at, tiled=True)
@@ -306,9 +306,10 @@ def place(tree: Any, specs: Any, mesh: jax.sharding.Mesh, dtype: Any) -> Any:
 
     def leaf(spec: parameters.Spec, x: Any) -> jax.Array:
         sharding = meshes.sharding(spec.axes, spec.shape, mesh)
-        if isinstance(x, jax.Array) and x.dtype == dtype and x.sharding == sharding:
+        kind = spec.dtype_in(dtype)
+        if isinstance(x, jax.Array) and x.dtype == kind and x.sharding == sharding:
             return x
-        host = np.asarray(x).astype(dtype)
+        host = np.asarray(x).astype(kind)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
     return jax.tree.map(leaf, specs, tree, is_leaf=parameters.is_spec)

@@ -154,8 +154,9 @@ def toml(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_learns_and_is_exported(toml, tmp_path):
-    settings = config.load(stage.Eagle3Stage, toml, ["loop.steps=8"])
+@pytest.mark.parametrize("vocabulary", [0, 20])
+def test_a_run_learns_and_is_exported(toml, tmp_path, vocabulary):
+    settings = config.load(stage.Eagle3Stage, toml, ["loop.steps=8", f"draft_vocab_size={vocabulary}"])
     stage.main(settings)
     lines = [json.loads(line) for line in (tmp_path / "run/log.jsonl").open()]
     losses = [line["loss"] for line in lines if "loss" in line]
@@ -165,12 +166,22 @@ def test_a_run_learns_and_is_exported(toml, tmp_path):
     assert model.drafter.taps == (0, 1, 2) and model.drafter.kind == "eagle3"
     last = tf.load(verifier=tmp_path / "verifier", drafter=tmp_path / "run/model", dtype="float32")
     assert last.drafter == model.drafter
+    if vocabulary:
+        answers = [json.loads(line)["response"] for line in (tmp_path / "responses.jsonl").open()]
+        kept = [answer for number, answer in enumerate(answers) if number % 10 != 9]  # the others are held out
+        counts = np.bincount(np.concatenate(kept), minlength=64)
+        ids = np.arange(vocabulary) + np.asarray(model.weights.drafter["offsets"])
+        assert counts[ids].min() >= np.delete(counts, ids).max() and model.weights.drafter["unembed"].shape == (20, 16)
+        plain, drafted = (model.generate([[5, 6]], max_new_tokens=6, **how) for how in ({"builder": "none"}, {"nodes": 4}))
+        assert plain[0].ids == drafted[0].ids
 
 
 def test_settings_of_a_run_are_known_by_their_objective(toml):
     assert isinstance(read_stage(toml), stage.Eagle3Stage)
     with pytest.raises(ValueError, match=r"objective\.chunk 9, expected a divisor of data\.row_tokens 32"):
         config.load(stage.Eagle3Stage, toml, ["objective.anchors=0", "objective.chunk=9"])
+    with pytest.raises(ValueError, match="draft_vocab_size 65, expected at most 64"):
+        config.load(stage.Eagle3Stage, toml, ["draft_vocab_size=65"]).drafter_config(toy_training.MODEL)
     with pytest.raises(ValueError, match=r"objective\.anchors 64, expected at most data\.row_tokens 32"):
         config.load(stage.Eagle3Stage, toml, ["objective.anchors=64"])
 

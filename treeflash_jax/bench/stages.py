@@ -77,6 +77,30 @@ def slots_for(context: int, plans: Sequence[DecodePlan]) -> tuple[int, int]:
     return positions, capacity_bucket(positions)
 
 
+def experts_of(
+    plans: Sequence[DecodePlan], routes: Sequence[tuple[jax.Array, ...]], batch: int, mesh: Any
+) -> dict[int, tuple[list[float], float]]:
+    """Distinct experts that each layer reads on one device, and how many routing at random would choose.
+
+    Args:
+      plans: with a mixture of experts as verifier.
+      routes: experts of every plan's tree, by layer. A tree's root is the row of a one-token step.
+      batch: sequences decoded together, on all devices.
+      mesh: that they lie on.
+
+    Returns:
+      By tokens of a sequence: 1, and the nodes of each plan.
+    """
+    model, shards = plans[0].verifier, 1 if mesh is None else dict(mesh.shape)["data"]
+    passes = {1: [ids_bnk[:, :1] for ids_bnk in routes[0]]}
+    passes |= {plan.num_nodes: layers for plan, layers in zip(plans, routes, strict=True)}
+    found = {}
+    for tokens, layers in passes.items():
+        counts = [float(x) for x in meshes.to_host([distinct(ids, model.num_experts, shards) for ids in layers])]
+        found[tokens] = counts, distinct_experts(model.num_experts, model.experts_per_token, batch // shards * tokens)
+    return found
+
+
 class Bench:
     """Rows of one batch that have read `context` random tokens, and every stage of every plan over them, warm.
 
@@ -147,16 +171,6 @@ class Bench:
         experts = {tokens: float(np.mean(counts)) for tokens, (counts, _) in self.experts.items()}
         return {plan: stage_work(plan, **self.sizes, experts=experts) for plan in self.plans}
 
-    def _count_experts(self, routes: Sequence[tuple[jax.Array, ...]]) -> None:
-        """Fills `experts` from the routes of every plan's tree; its root is the row of a one-token step."""
-        model, mesh = self.model.verifier, self.model.mesh
-        shards = 1 if mesh is None else dict(mesh.shape)["data"]
-        trees = [(plan.num_nodes, layers) for plan, layers in zip(self.plans, routes, strict=True)]
-        for tokens, layers in [(1, [ids_bnk[:, :1] for ids_bnk in routes[0]]), *trees]:
-            counts = [float(x) for x in meshes.to_host([distinct(ids, model.num_experts, shards) for ids in layers])]
-            rows = self.sizes["batch"] // shards * tokens
-            self.experts[tokens] = counts, distinct_experts(model.num_experts, model.experts_per_token, rows)
-
     def _build(self, compiler: Compiler, prompts: tuple[Any, ...], tokens: int) -> None:
         """Level by level: what a stage hands to the next has the values, and the layout, that its program gave it."""
         first, plans, weights = self.plans[0], self.plans, self.weights
@@ -180,7 +194,7 @@ class Bench:
         if not all(bool(jnp.isfinite(each.logits_bnv).all()) for each in verified):
             raise ValueError(f"{self.where}: got logits that are not finite")
         if verified[0].routes:
-            self._count_experts([each.routes for each in verified])
+            self.experts = experts_of(self.plans, [each.routes for each in verified], self.sizes["batch"], self.model.mesh)
         judged = [(*pair, each.logits_bnv) for pair, each in zip(trees, verified, strict=True)]
         accepts = compiler.each(ACCEPT, plans, [(state, *args) for args in judged])
         accepted = [accept.run(state, *args) for accept, args in zip(accepts, judged, strict=True)]

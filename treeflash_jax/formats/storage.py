@@ -65,24 +65,7 @@ def load(
     Raises:
       ValueError: tensors missing, unknown, of the wrong shape or type, or with NaN or infinity in them.
     """
-    wanted = {
-        name: (entry.disk_shape(spec), spec.dtype_in(dtype))
-        for spec, entry in _pairs(specs, entries)
-        for name in entry.names(spec)
-    }
-    missing = sorted(set(wanted) - set(tensors))
-    if missing:
-        raise ValueError(f"{where}: {len(missing)} tensors missing, the first is {missing[0]}")
-    unknown = sorted(n for n in set(tensors) - set(wanted) - set(spare) if not n.endswith("rotary_emb.inv_freq"))
-    if unknown:
-        raise ValueError(f"{where}: {len(unknown)} unknown tensors, the first is {unknown[0]}")
-    for name, (shape, kind) in wanted.items():
-        found = tensors[name]
-        if tuple(found.get_shape()) != shape:
-            raise ValueError(f"{where}: tensor {name} has shape {list(found.get_shape())}, expected {list(shape)}")
-        kinds = WHOLE if jnp.issubdtype(kind, jnp.integer) else _FLOATS
-        if found.get_dtype() not in kinds:
-            raise ValueError(f"{where}: tensor {name} has type {found.get_dtype()}, expected one of {kinds}")
+    _check(where, tensors, specs, entries, dtype, spare)
 
     def checked(name: str, part: np.ndarray) -> np.ndarray:
         if not jnp.issubdtype(part.dtype, jnp.integer) and not all_finite(part):
@@ -110,6 +93,30 @@ def load(
         return finish(jax.make_array_from_callback(spec.shape, place, read), spec)
 
     return jax.tree.map(leaf, specs, entries, is_leaf=is_spec)
+
+
+def _check(
+    where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, spare: tuple[str, ...]
+) -> None:
+    """Raises ValueError where tensors are missing or unknown, or have another shape or type than `load` expects."""
+    wanted = {
+        name: (entry.disk_shape(spec), spec.dtype_in(dtype))
+        for spec, entry in _pairs(specs, entries)
+        for name in entry.names(spec)
+    }
+    missing = sorted(set(wanted) - set(tensors))
+    if missing:
+        raise ValueError(f"{where}: {len(missing)} tensors missing, the first is {missing[0]}")
+    unknown = sorted(n for n in set(tensors) - set(wanted) - set(spare) if not n.endswith("rotary_emb.inv_freq"))
+    if unknown:
+        raise ValueError(f"{where}: {len(unknown)} unknown tensors, the first is {unknown[0]}")
+    for name, (shape, kind) in wanted.items():
+        found = tensors[name]
+        if tuple(found.get_shape()) != shape:
+            raise ValueError(f"{where}: tensor {name} has shape {list(found.get_shape())}, expected {list(shape)}")
+        kinds = WHOLE if jnp.issubdtype(kind, jnp.integer) else _FLOATS
+        if found.get_dtype() not in kinds:
+            raise ValueError(f"{where}: tensor {name} has type {found.get_dtype()}, expected one of {kinds}")
 
 
 def all_finite(values: np.ndarray) -> bool:
