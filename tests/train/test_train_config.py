@@ -5,15 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from train import config, drafter, eagle3, head, respond, stages, tokenizer, verifier
+from train import config, drafter, head, respond, stages, tokenizer, verifier
 
 ROOT = Path(__file__).parents[2]
-STAGES = {
+STAGES = stages.STAGES | {
     "verifier": verifier.VerifierStage,
     "respond": respond.RespondConfig,
-    "drafter": drafter.DrafterStage,
-    "eagle3": eagle3.Eagle3Stage,
-    "head": head.HeadStage,
     "tokenizer": tokenizer.TokenizerConfig,
 }
 FILES = sorted((ROOT / "configs").rglob("*.toml"))
