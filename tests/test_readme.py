@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from train import compile as train_compile
-from train import config
+from train import config, stages
 from treeflash_jax import cli
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.bench import shapes
@@ -69,7 +69,8 @@ def test_printed_training_commands_are_understood():
     staged = [(stage, words.split()) for stage, words in commands if stage != "compile"]  # tests/test_train_compile.py
     assert {stage for stage, _ in staged} >= {"pair", "respond", "head", "drafter", "export"}
     for stage, words in staged:
-        kind = typing.get_type_hints(importlib.import_module(f"train.{stage}").main)["settings"]
+        hints = typing.get_type_hints(importlib.import_module(f"train.{stage}").main)
+        kind = stages.STAGES.get(stage, hints["settings"])
         files = [ROOT / word for word in words if "=" not in word]
         config.load(kind, files[0] if files else None, [word for word in words if "=" in word])
 

@@ -144,6 +144,7 @@ def memory(device: Any) -> int | None:
     return (stats or {}).get("bytes_limit") or TPU_MEMORY.get(TPU_KINDS.get(device.device_kind))
 
 
+@functools.cache
 def host_memory() -> int | None:
     """Bytes of memory that this process can have on its host, swap included; None where nobody says."""
 

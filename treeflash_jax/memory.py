@@ -5,6 +5,7 @@ What a program needs besides is the compiler's to say: `treeflash bench memory`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ class Footprint:
         return sum(asdict(self).values())
 
 
+@functools.lru_cache(256)  # a call asks, and counting takes it more than a millisecond
 def footprint(
     verifier: ModelConfig,
     drafter: DrafterConfig | None = None,

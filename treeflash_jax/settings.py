@@ -202,7 +202,12 @@ class RuntimeConfig:
     """How the programs run, and what they return besides the answers."""
 
     batch_size: int | None = speed(
-        None, "sequences decoded together", unset="all, at most 8", least=1, most=MOST_ROWS, unit="sequences"
+        None,
+        "sequences decoded together; one program serves any number of prompts, so places beyond it decode padding",
+        unset="all, at most 8",
+        least=1,
+        most=MOST_ROWS,
+        unit="sequences",
     )
     attention: str | None = speed(
         None,

@@ -8,7 +8,8 @@ import pytest
 from train import config, drafter, head, respond, stages, tokenizer, verifier
 
 ROOT = Path(__file__).parents[2]
-STAGES = stages.STAGES | {
+STAGES = {
+    **stages.STAGES,
     "verifier": verifier.VerifierStage,
     "respond": respond.RespondConfig,
     "tokenizer": tokenizer.TokenizerConfig,

@@ -1,0 +1,74 @@
+"""Drafters side by side: distances by depth against a plain loop, and the command from models to files."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from treeflash_jax import trees
+from treeflash_jax.bench.depths import distances
+from treeflash_jax.cli import main
+
+
+def a_table(size: int, depths: int, kept: int):
+    """Random laws after every token at every depth, the likeliest `kept` tokens listed; and all of them, [b, i, m, v]."""
+    q_bimv = np.random.default_rng(0).dirichlet(np.ones(size), (2, depths, size)).astype(np.float32)
+    log_q, tokens = jax.lax.top_k(jnp.log(q_bimv), kept)
+    return trees.TransitionTable(tokens, log_q, tokens), q_bimv
+
+
+@pytest.mark.parametrize("kept", [6, 4])
+def test_distances_are_those_along_the_path(kept):
+    table, q_bimv = a_table(6, 3, kept)
+    logits_bpv = np.random.default_rng(1).normal(size=(2, 4, 6)).astype(np.float32)
+    listed_bp = [[int(table.tokens_bimc[b, 0, 0, 1])] for b in range(2)]
+    for b in range(2):
+        for depth in (1, 2):
+            listed_bp[b].append(int(table.tokens_bimc[b, depth, listed_bp[b][-1], 2]))
+    found = np.asarray(jax.jit(distances)(table, logits_bpv, jnp.asarray([[*row, 0] for row in listed_bp])))
+    for b in range(2):
+        row = 0
+        for depth in range(3):
+            p, q = np.asarray(jax.nn.softmax(logits_bpv[b, depth])), q_bimv[b, depth, row]
+            seen = np.isin(np.arange(6), table.tokens_bimc[b, depth, row])
+            expected = (np.abs(p - q)[seen].sum() + abs(p[~seen].sum() - q[~seen].sum())) / 2
+            assert abs(found[b, depth] - expected) < 1e-5
+            assert found[b, depth] <= np.abs(p - q).sum() / 2 + 1e-6
+            row = listed_bp[b][depth]
+
+
+@pytest.mark.slow
+def test_the_command_compares_drafters(tmp_path, capsys):
+    prompts, out, plot = (tmp_path / name for name in ("prompts.jsonl", "found.json", "found.png"))
+    prompts.write_text(json.dumps({"id": 1, "turns": ["Ada has 3 pens and buys 5 more. How many pens has she?"]}) + "\n")
+    words = ["bench", "drafters", "--drafter", "shipped=tiny", "ngram", "--prompts", str(prompts), "--nodes", "4"]
+    words += ["--max-new-tokens", "12", "--repeats", "1", "--context", "30", "--out", str(out), "--plot", str(plot)]
+    assert main(words) == 0
+    assert "ngram" in capsys.readouterr().out and plot.stat().st_size > 1000
+    found = json.loads(out.read_text())
+    arms = {(row["drafter"], row["way"], row["nodes"]): row for row in found["arms"]}
+    assert {("none", "one token", None), ("shipped", "tree", 4), ("shipped", "tree, no head", 4), ("ngram", "tree", 4)} <= {
+        *arms
+    }
+    assert all(row["identical"] for row in arms.values())
+    own = arms["shipped", "tree", 4]
+    assert own["tau"] > 1 and 0 < own["distance_by_depth"]["distance"][0] < 1 and own["distance_by_depth"]["rounds"][0] > 1
+    assert {"draft", "expand", "tree", "verify", "accept", "commit", "round", "step"} == {*own["stages_ms"]}
+    assert main(words) == 0, "its own file is replaced"
+    out.write_text("mine")
+    assert main(words) == 2 and out.read_text() == "mine"
+
+
+def test_mistakes_are_one_line(tmp_path, capsys):
+    for words, says in (
+        (["--nodes", "1"], "--nodes 1, expected at least 2"),
+        (["--context", "0"], "--context 0"),
+        (["--drafter", "a=tiny", "a=tiny"], "two drafters called 'a'"),
+    ):
+        assert main(["bench", "drafters", *words, "--out", str(tmp_path / "x.json")]) == 2
+        error = capsys.readouterr().err
+        assert says in error and error.count("\n") == 1 and not (tmp_path / "x.json").exists()

@@ -1,0 +1,133 @@
+"""Every stage may be killed at any moment: run again, the same command ends with the files that it would have written.
+
+Kills of a head's training are in test_train_resume.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import toy_training
+
+from treeflash_jax.pairs import locate
+
+ROOT = Path(__file__).parents[2]
+RESPOND = """
+verifier = "tiny"
+temperatures = [0.0, 0.9]
+max_new_tokens = 40
+batch = 2
+out = "OUT"
+sources = [{ path = "FOLDER/asked.jsonl", hold_out = 0 }]
+"""
+DRAFTER = """
+run = "OUT"
+verifier = "FOLDER/verifier"
+num_layers = 1
+block_size = 5
+mask_token_id = 3
+target_layer_ids = [2]
+init_scale = 0.3
+compute_dtype = "float32"
+sources = [{ path = "FOLDER/responses.jsonl", format = "responses", hold_out = 10 }]
+data = { row_tokens = 32 }
+objective = { loss = "cross-entropy", decay = 4.0, anchors = 4, chunk = 2 }
+evaluate = { prompts = 0 }
+optimizer = { learning_rate = 1e-2 }
+loop = { steps = 24, batch = 4, log_every = 2, save_every = 3, evaluate_every = 12 }
+mesh = { data = 1 }
+"""
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A toy pair, questions, and a finished run of a head."""
+    folder = tmp_path_factory.mktemp("toy")
+    toml = toy_training.write(folder)
+    asked = [{"messages": [{"role": "user", "content": f"What is {i} + {i * i}?"}]} for i in range(12)]
+    (folder / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
+    finish(start([sys.executable, str(ROOT / "tests" / "toy_training.py"), str(folder), "loop.steps=4"]))
+    assert toml.exists() and (folder / "run" / "checkpoints").is_dir()
+    return folder
+
+
+def commands(stage: str, toy: Path, out: Path) -> list[str]:
+    """The command of a stage that writes its results to `out`."""
+    python = [sys.executable, "-m"]
+    if stage == "export":
+        return [*python, "train.export", f"run={toy / 'run'}", f"out={out}"]
+    if stage == "convert":
+        drafter = locate("tiny", "drafter")
+        return [*python, "treeflash_jax", "convert", str(drafter), str(out), "--to", "dflash", "--drop-head"]
+    toml = out.with_suffix(".toml")
+    text = {"respond": RESPOND, "drafter": DRAFTER}[stage]
+    toml.write_text(text.replace("OUT", str(out)).replace("FOLDER", str(toy)))
+    return [*python, f"train.{stage}", str(toml)]
+
+
+def start(command: list[str]) -> subprocess.Popen:
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "TOY_DEVICES": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen) -> float:
+    """Waits until a command has ended well; returns how long that took."""
+    since = time.monotonic()
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    return time.monotonic() - since
+
+
+def written(out: Path) -> dict[str, object]:
+    """What a stage has left for the next one; of logs, all but times; of weights, all but the order of a header."""
+    if out.is_file():
+        return {"answers": out.read_bytes()}
+    found: dict[str, object] = {}
+    model = out / "model" if (out / "model").is_dir() else out
+    for path in model.iterdir():
+        found[path.name] = path.read_bytes().replace(str(out).encode(), b"OUT")  # a card names its folder
+    found["model.safetensors"] = in_order(found["model.safetensors"])
+    if (out / "log.jsonl").exists():
+        lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+        times = ("tokens_per_second", "mfu", "seconds")
+        found["log"] = [{name: value for name, value in line.items() if name not in times} for line in lines]
+    return found
+
+
+def in_order(tensors: bytes) -> tuple[dict, bytes]:
+    """Header and numbers of a safetensors file. The library that writes it puts its metadata in any order."""
+    end = 8 + int.from_bytes(tensors[:8], "little")
+    return json.loads(tensors[8:end]), tensors[end:]
+
+
+@pytest.mark.parametrize("stage", ["respond", "drafter", "export", "convert"])
+def test_killed_stages_end_as_others_do(toy, tmp_path, stage):
+    whole, killed = tmp_path / "whole" / "out", tmp_path / "killed" / "out"
+    for out in (whole, killed):
+        out.parent.mkdir()
+    took, draw, kills = finish(start(commands(stage, toy, whole))), random.Random(stage), 0
+    for share in (0.5, 0.75, 0.97):
+        process = start(commands(stage, toy, killed))
+        try:
+            process.wait(timeout=took * min(1.0, share + draw.uniform(-0.2, 0.03)))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.communicate()
+        if process.returncode == 0 or (stage in ("export", "convert") and killed.exists()):  # moved there when it was whole
+            break
+    else:
+        finish(start(commands(stage, toy, killed)))
+    assert kills, "nothing was killed"
+    assert written(killed) == written(whole)
+    left = {path.name for path in killed.parent.iterdir()} - {path.name for path in whole.parent.iterdir()}
+    assert not [name for name in left if not name.startswith(".")], left
