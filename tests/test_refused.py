@@ -21,7 +21,7 @@ import pytest
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL
 from hypothesis import strategies
 from ml_dtypes import bfloat16
-from published_configs import LLAMA_31_8B, QWEN3_4B, TREEFLASH_4B
+from published_configs import LLAMA_31_8B, QWEN3_4B, QWEN25_7B_YARN, TREEFLASH_4B
 
 import treeflash_jax as tf
 from train import config, data, drafter, evaluate, head, measure, respond
@@ -45,7 +45,7 @@ FEWEST = {
     "exact scalars": 20,
     "prompts": 25,
     "templates": 21,
-    "keys of config.json": 900,
+    "keys of config.json": 1600,
     "files of JSON": 8,
     "training settings": 500,
     "training settings by name": 25,
@@ -285,12 +285,22 @@ def test_keys_of_config_json():
         True,
         ["x"] * 10**4,
     )
-    for raw, part in ((QWEN3_4B, "verifier"), (LLAMA_31_8B, "verifier"), (TREEFLASH_4B, "drafter")):
+    verifiers = QWEN3_4B, LLAMA_31_8B, QWEN25_7B_YARN
+    for raw, part in (*((raw, "verifier") for raw in verifiers), (TREEFLASH_4B, "drafter")):
         for key in raw:
             for value in wrong:
                 if understood(parse, part, {**raw, key: value}):
                     assert not (isinstance(value, int) and value >= 2**31) or key in hf_inert(), (key, value)
                 count += 1
+    yarn = (
+        "factor original_max_position_embeddings attention_factor mscale mscale_all_dim beta_fast beta_slow truncate type"
+    )
+    for key in yarn.split():
+        for value in wrong:
+            rope = QWEN25_7B_YARN["rope_scaling"] | {key: value}
+            if understood(parse, "verifier", QWEN25_7B_YARN | {"rope_scaling": rope}):
+                assert value is None or isinstance(value, int | float) and math.isfinite(value), (key, value)
+            count += 1
     settle("keys of config.json", count)
     llama3 = LLAMA_31_8B["rope_scaling"]
     for change, words in (
@@ -309,7 +319,7 @@ def hf_inert() -> set[str]:
     """Keys that no number depends on, whatever they hold."""
     used = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     used += "max_position_embeddings block_size num_target_layers eos_token_id rope_theta rms_norm_eps"
-    return {*QWEN3_4B, *LLAMA_31_8B, *TREEFLASH_4B} - {*used.split()} | {"rms_norm_eps", "rope_theta"}
+    return {*QWEN3_4B, *LLAMA_31_8B, *QWEN25_7B_YARN, *TREEFLASH_4B} - {*used.split()} | {"rms_norm_eps", "rope_theta"}
 
 
 def test_files_of_json(tmp_path):

@@ -24,3 +24,19 @@ def test_drafted_output_is_one_token_output_in_float64(which, cases, programs):
     assert counts["stops_inside_a_path"] >= 20
     assert counts["cut_at_the_limit"] >= 20
     assert counts["programs"] <= programs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["0"])
+def test_random_verifiers_and_trees_lose_nothing_in_float64(seed):
+    """See lossless_fuzz.py; `python tests/decoding/lossless_fuzz.py SEED 7` tries more."""
+    words = [sys.executable, Path(__file__).parent / "lossless_fuzz.py", seed]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=1800)
+    assert run.returncode == 0, run.stderr[-4000:]
+    counts = json.loads(run.stdout.splitlines()[-1])
+    assert counts["sequences"] >= 60 and counts["tokens"] >= 1.1 * counts["rounds"] and counts["met int8"]
+    met = {key for key in counts if key.startswith("met ")}
+    for words in ("verifier", "head", "builder", "nodes auto", "shortlist", "block_size", "lanes"):
+        assert any(words in key for key in met), (words, met)
+    assert len(met) >= 15, met

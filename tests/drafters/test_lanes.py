@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from treeflash_jax import trees as tree
 from treeflash_jax.drafters.lanes import Below, LaneExpander, Row, children_of, kept_of
@@ -181,6 +182,13 @@ def test_the_network_runs_once_per_level_and_not_below_the_deepest(shared, name,
     jax.effects_barrier()
     assert runs == [2 if name == "best-first" else 1] * (depths - 1)
     assert int(built.depth_bn.max()) == depths
+
+
+def test_on_other_platforms_than_a_cpu_no_level_is_a_branch(shared, monkeypatch):
+    """A GPU would wait for the host at each of them."""
+    monkeypatch.setattr(lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+    program = jax.jit(lambda shared: tree.best_first(expander(shared), ANCHORS, 14, 3)).lower(shared).compile()
+    assert " conditional(" not in program.as_text()
 
 
 def test_a_network_may_keep_nothing(shared):

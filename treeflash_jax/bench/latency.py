@@ -63,7 +63,11 @@ class Pair:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--shape", help=f"one of {', '.join(shapes.VERIFIERS)}, or a verifier's config.json (default: tiny)")
-    model.add_argument("--drafter-shape", metavar="FILE", help="a drafter's config.json (default: the published sizes)")
+    model.add_argument(
+        "--drafter-shape",
+        metavar="FILE",
+        help="a drafter's config.json, or the name of a language model (default: the published sizes)",
+    )
     model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="measure this pair with its weights")
     model.add_argument("--random", action="store_true", help="use random weights also for tiny and --pair")
     model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16, float32 on a CPU")

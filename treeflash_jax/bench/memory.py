@@ -52,7 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     shape = f"one of {', '.join(shapes.VERIFIERS)}, or a verifier's config.json or its folder"
     model.add_argument("--shape", required=True, help=shape)
-    model.add_argument("--drafter-shape", metavar="FILE", help="a drafter's config.json (default: the published sizes)")
+    model.add_argument(
+        "--drafter-shape",
+        metavar="FILE",
+        help="a drafter's config.json, or the name of a language model (default: the published sizes)",
+    )
     request = parser.add_argument_group("request")
     request.add_argument("--batch", type=int, default=1, help="sequences decoded together (default: %(default)s)")
     request.add_argument("--context", type=int, default=4096, help="cache positions per sequence (default: %(default)s)")

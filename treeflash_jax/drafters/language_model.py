@@ -241,5 +241,5 @@ def extend_work(count: Counter, config: LanguageModelConfig, tokens: float) -> W
 
 def identity(params: Any, config: LanguageModelConfig, settings: LaneSettings) -> tuple[dict[str, Any], list[jax.Array]]:
     """What round times and acceptance depend on: sizes and settings by name, and weights that tell models apart."""
-    named = {"depths": settings.depths, "children": settings.children, "rows": settings.rows}
+    named = {"depths": settings.depths, "children": settings.children, "lanes": config.lanes}
     return named, [params["embed"], params["norm"], params["groups"][0][0]["o"], *jax.tree.leaves(params.get("steering"))]

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from treeflash_jax import mesh as meshes
@@ -45,7 +46,7 @@ def over_depths(level: Callable, start: Any, depths: range, goes_on: Callable | 
 
         return lax.while_loop(is_on, body, (jnp.int32(depths.start), start, nothing))[1:]
 
-    unrolled = partial(lax.scan, level, xs=jnp.arange(depths.start, depths.stop, dtype=jnp.int32), unroll=True)
+    unrolled = partial(lax.scan, level, xs=np.arange(depths.start, depths.stop, dtype=np.int32), unroll=True)
     return lax.platform_dependent(start, cpu=loop, default=unrolled)
 
 
