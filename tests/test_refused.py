@@ -44,7 +44,7 @@ FEWEST = {
     "settings of generate": 400,
     "exact scalars": 20,
     "prompts": 25,
-    "templates": 21,
+    "templates": 23,
     "keys of config.json": 1600,
     "files of JSON": 8,
     "training settings": 500,
@@ -214,6 +214,9 @@ BAD_TEMPLATES = {
     "formats by an argument": "{{ '%*d' % (10**10, 3) }}",
     "replaces": "{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}",
     "joins": "{{ (('a' * 10**6)|list)|join('b' * 10**6) }}",
+    "nests a list in itself": "{% set ns = namespace(x=[1]) %}{% for a in range(40) %}{% set ns.x = [ns.x, ns.x] %}"
+    "{% endfor %}{{ ns.x }}",
+    "nests lists in lists": "{% set a = [1] %}" + "{% set a = {'x': a, 'y': a} %}" * 40 + "{{ a }}",
     "doubles a list": "{% set ns = namespace(x=[1]) %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
 }
 

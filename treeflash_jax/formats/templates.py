@@ -12,12 +12,13 @@ import operator
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 SECONDS = 3.0  # of the processor
 CHARACTERS = 2**26
+ENTRIES = 2**18  # of a list
 _WIDTH = re.compile(r"\d{8,}")  # in a format string
 
 
@@ -34,6 +35,7 @@ def limited() -> Iterator[None]:
     """
     _guard_operators()
     soon, end, written = time.perf_counter() + SECONDS, time.thread_time() + SECONDS, 0
+    weigh = _Scale()
 
     def trace(frame: Any, event: str, value: Any) -> Any:
         nonlocal written
@@ -44,8 +46,7 @@ def limited() -> Iterator[None]:
             written += len(value)
         elif event == "line" and is_template:
             held = sum(len(kept) for kept in frame.f_locals.values() if isinstance(kept, str | list | tuple))
-            if held > CHARACTERS:
-                written = held
+            _check_size(max(held, weigh.largest(frame.f_locals.values())))
         elif event == "call" and _makes_texts(frame.f_code) and frame.f_back is not None:
             if _is_jinja(frame.f_back.f_code.co_filename):
                 _check_call(frame)
@@ -77,6 +78,43 @@ def _makes_texts(code: Any) -> bool:
 @functools.cache
 def _is_traced(file: str) -> bool:
     return _is_jinja(file) or file.endswith("textwrap.py")  # what a filter may spend long in
+
+
+class _Scale:
+    """How long texts of lists would be. Lists of lists that share parts are small, and printing them is one operation.
+
+    Templates cannot change a list, so each is weighed once.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[Any, int]] = {}
+
+    def largest(self, values: Iterable[Any]) -> int:
+        """The longest text of the lists among these values, and of those that jinja2's namespaces hold."""
+        held = list(values)
+        for value in [*held]:
+            if _is_namespace(type(value)):  # it hides its attributes, which change
+                for attributes in object.__getattribute__(value, "__dict__").values():
+                    held += attributes.values()
+        return max((self.of(value) for value in held if isinstance(value, list | tuple | dict)), default=0)
+
+    def of(self, value: Any) -> int:
+        if isinstance(value, str):
+            return len(value)
+        if not isinstance(value, list | tuple | dict):
+            return 1
+        if len(value) > ENTRIES:
+            return CHARACTERS + 1  # not worth the time that weighing it takes
+        if id(value) not in self.known:
+            inner = value.values() if isinstance(value, dict) else value
+            self.known[id(value)] = value, 2 + sum(map(self.of, inner))
+        return self.known[id(value)][1]
+
+
+@functools.cache
+def _is_namespace(kind: type) -> bool:
+    """Whether this is jinja2's class of namespaces or one made from it."""
+    return any(cls.__name__ == "Namespace" and _is_jinja(cls.__module__) for cls in kind.__mro__)
 
 
 def _check_size(size: float) -> None:
