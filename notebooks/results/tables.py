@@ -240,6 +240,30 @@ def beside_published() -> str:
     return "\n".join([made, "", f"{note[0].upper()}{note[1:]}:", fenced([runs["command"]], "text")])
 
 
+def drafters() -> str:
+    runs = read("drafters_tiny.json")
+
+    def listed(values: Iterable[float]) -> str:
+        return " ".join(f"{value:.2f}" for value in list(values)[:5])
+
+    rows = []
+    for row in runs["arms"]:
+        times, distances = row["stages_ms"], row["distance_by_depth"]
+        if times:
+            drafting = sum(times[name] for name in (*row["drafter_stages"], "tree"))
+            more = [listed(row["accepted_by_depth"]), listed(distances["distance"]) if distances else ""]
+            costs = [f"{drafting:.1f}", f"{times['round'] / times['step']:.1f}"]
+            rows.append([row["drafter"], row["way"], row["nodes"], f"{row['tau']:.2f}", *more, *costs])
+    header = "drafter | way | nodes | tau | accepted at depth 1 to 5 | distance at depth 1 to 5"
+    header += " | draft and tree, ms | round / step"
+    settings = runs["settings"]
+    note = (
+        f"{settings['prompts']} GSM8K test prompts, greedy, {settings['max_new_tokens']} new tokens, float32, 2 CPU cores "
+        f"that other programs used as well, jax {runs['versions']['jax']}:"
+    )
+    return "\n".join([table(header, rows), "", note, fenced([runs["command"]])])
+
+
 def sampled_trees() -> str:
     runs = read("rules_shipped.json")
     plain = {_tree(row): row for row in runs["rows"] if row["builder"] == "best-first"}
@@ -327,7 +351,7 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
         *(tau, tau_seen, drafter_temperature, train_head, train_steps, latency, growth, budget),
-        *(tpu_rounds, experts_rounds, gpu_rounds, beside_published, sampled_trees, leaves, accept_costs, options),
+        *(tpu_rounds, experts_rounds, gpu_rounds, beside_published, drafters, sampled_trees, leaves, accept_costs, options),
     )
 }
 

@@ -28,7 +28,8 @@ from treeflash_jax.trees import Expander, pick
 def distances(expander: Expander, logits_bpv: jax.Array, tokens_bp: jax.Array) -> jax.Array:
     """Total variation distance of the drafter's law from the verifier's after every prefix of a path, [b, i].
 
-    Tokens that the drafter does not list count as one: what is found is a lower bound, exact where all are listed.
+    Tokens that the drafter does not list count as one: what is found is a lower bound, exact where all are listed, and NaN
+    where none is.
 
     Args:
       expander: the drafter's view of the round.
@@ -42,7 +43,8 @@ def distances(expander: Expander, logits_bpv: jax.Array, tokens_bp: jax.Array) -
         p_bv = jax.nn.softmax(logits_bpv[:, depth].astype(jnp.float32))
         p_bc = jnp.where(q_bc > 0, jnp.take_along_axis(p_bv, tokens_bc, axis=1), 0)
         others_b = jnp.abs(jnp.sum(p_bc, axis=1) - jnp.sum(q_bc, axis=1))
-        found.append((jnp.sum(jnp.abs(p_bc - q_bc), axis=1) + others_b) / 2)
+        distance_b = (jnp.sum(jnp.abs(p_bc - q_bc), axis=1) + others_b) / 2
+        found.append(jnp.where(jnp.any(q_bc > 0, axis=1), distance_b, jnp.nan))
         child_b1 = jnp.argmax(tokens_bc == tokens_bp[:, depth, None], axis=1)[:, None].astype(jnp.int32)
         state_b1 = expander.follow(jnp.int32(depth), state_b1, child_b1)
     return jnp.stack(found, axis=1)
@@ -61,7 +63,7 @@ def observed_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> tu
 
 
 def by_depth(model: TreeFlash, prompts: Sequence[Any], config: GenerateConfig) -> dict[str, list[float]]:
-    """Mean distance at every depth, over all rounds of the answers that accepted the tokens above it.
+    """Mean distance at every depth, over all rounds that accepted the tokens above it and drafted any there.
 
     Returns:
       "distance" and "rounds", how many there were, by depth; depth 0 is the law after the anchor.
@@ -76,6 +78,6 @@ def by_depth(model: TreeFlash, prompts: Sequence[Any], config: GenerateConfig) -
         while not bool(jnp.all(state.done_b)):
             state, distances_bi, count_b = observed_round(model.weights, state, plan)
             distances_bi, count_b = np.asarray(distances_bi), np.asarray(count_b)
-            means = np.arange(distances_bi.shape[1]) < count_b[:, None]
+            means = (np.arange(distances_bi.shape[1]) < count_b[:, None]) & ~np.isnan(distances_bi)
             total, count = total + np.sum(distances_bi, axis=0, where=means), count + np.sum(means, axis=0)
     return {"distance": [round(float(t / n), 4) for t, n in zip(total, count, strict=True) if n], "rounds": count.tolist()}
