@@ -24,6 +24,7 @@ def tensors(folder) -> dict[str, np.ndarray]:
         return {name: file.get_tensor(name) for name in file.keys()}
 
 
+@pytest.mark.slow
 def test_check_reports_identical_output(capsys):
     arguments = ["check", *MODEL, "--nodes", "16", "--prompt-ids", "3 4 5", "--prompt-ids", "9 8", "--json"]
     assert main([*arguments, "--temperature", "0.8", "--max-new-tokens", "30"]) == 0
@@ -121,7 +122,7 @@ def test_every_command_has_help(capsys):
     commands = [[name] for name in commands_of(help_of(capsys)) if name != "bench"]
     commands += [["bench", name] for name in commands_of(help_of(capsys, "bench"))]
     expected = {"generate", "chat", "check", "convert", "calibrate", "demo"}
-    expected |= {f"bench {suite}" for suite in ("run", "report", "latency", "memory")}
+    expected |= {f"bench {suite}" for suite in ("run", "report", "drafters", "latency", "memory")}
     assert {" ".join(words) for words in commands} == expected
     for words in commands:
         text = help_of(capsys, *words)

@@ -93,6 +93,7 @@ def goes_through_everything(model: tf.TreeFlash, folder, tmp_path, capsys, setti
     assert json.loads((tmp_path / "budget.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_head_is_trained_and_exported(monkeypatch, tmp_path):
     monkeypatch.setitem(HEADS, "toy", TOY_HEAD)
     toml = toy_training.write(tmp_path)

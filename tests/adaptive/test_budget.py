@@ -139,7 +139,7 @@ def test_a_cut_tree_is_the_smaller_tree(trained):
     [
         (FLAT, 1.0, {16}),
         pytest.param(STEEP, 0.9, {2}, marks=pytest.mark.slow),  # a program of its own
-        (MIXED, 0.9, {4, 8}),
+        pytest.param(MIXED, 0.9, {4, 8}, marks=pytest.mark.slow),
         (FLAT, 0.25, {1, 16}),  # on the edge: with pauses
         (MIXED, 0.42, {1, 4}),
         (FLAT, 0.2, {1}),  # never drafts at all

@@ -18,6 +18,7 @@ def answer(tiny) -> tf.Result:
     return tiny.generate([CHAT], max_new_tokens=40, **TREE)[0]
 
 
+@pytest.mark.slow
 def test_samples_are_the_seeds_that_follow(tiny):
     settings = {"max_new_tokens": 20, "temperature": 1.0, "batch_size": 4, **TREE}
     sampled = tiny.generate([CHAT, "def add("], samples=2, seed=7, **settings)

@@ -157,6 +157,7 @@ def test_sampled_trees_leave_greedy_answers_as_they_are(model, builder):
     assert [one.ids for one in model.generate(TEXTS, builder=builder, nodes=8, **settings)] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_users_compile")
 def test_a_round_is_one_program_that_copies_no_cache():
     model = a_model(jnp.float32)

@@ -94,6 +94,7 @@ def test_steering_learns_from_zero_first_its_projection_then_its_mix(toy):
     assert after < before and np.any(second["mix"]) and np.any(second["norm_bias"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:tau is")
 def test_a_model_cut_from_its_verifier_is_distilled_then_steered(toy, tmp_path):
     evaluate = "evaluate={prompts = 1, nodes = [4], new_tokens = 4}"

@@ -70,6 +70,7 @@ def test_a_step_compiles_for_the_devices_at_hand(small_shape, tmp_path, capsys):
     assert 0.25 * replicated < held < 0.3 * replicated
 
 
+@pytest.mark.slow
 def test_steps_are_run_and_timed(small_shape, tmp_path, capsys, monkeypatch):
     out, ran = tmp_path / "compiled.json", []
     monkeypatch.setattr(compiling.chips, "peak_flops", lambda devices: 1e9 * devices)

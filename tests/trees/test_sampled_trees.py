@@ -204,9 +204,10 @@ def test_a_trunk_goes_by_what_recent_rounds_kept():
     def tree(trunk, **past):
         return trees.BUILDERS["delayed"].build(table, anchor_b, nodes, trees.TreeShape(trunk=trunk), noise_bnc, **past)[0]
 
-    chosen = tree("auto", recent_b=jnp.asarray([0.7, 1.6, 3.4, 4.2, 90.0]))
-    for b, trunk in enumerate((0, 1, 2, 3, 4)):
-        expected = tree(trunk)
+    chosen = tree("auto", recent_b=jnp.asarray([0.7, 1.6, 3.4, 2.6, 90.0]))
+    fixed = {trunk: tree(trunk) for trunk in (0, 1, 2, 4)}
+    for b, trunk in enumerate((0, 1, 2, 2, 4)):
+        expected = fixed[trunk]
         size = expected.tokens_bn.shape[1]
         for name in ("tokens_bn", "parent_bn", "depth_bn", "log_prob_bn"):
             found = getattr(chosen, name)[b]
