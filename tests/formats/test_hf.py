@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import CONFORMANCE, DATA
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import treeflash_jax as tf
@@ -122,6 +123,21 @@ def test_saving_rounds_to_the_dtype_on_disk(tmp_path):
     models.save_verifier(tmp_path, MODEL, params)
     _, loaded = models.load_verifier(tmp_path)
     assert_same_bits(loaded, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params))
+
+
+def test_equal_weights_give_equal_files(tmp_path):
+    """Byte for byte: what writes safetensors puts their metadata in any order."""
+    specs, entries = {"x": Spec((2, 3), (None, None))}, {"x": Entry("a.é.weight", (1, 0))}
+    written = set()
+    for number in range(8):
+        path = tmp_path / f"{number}.safetensors"
+        storage.save(path, specs, entries, {"x": np.arange(6.0).reshape(2, 3)}, np.float32)
+        assert storage.is_own(path)
+        written.add(path.read_bytes())
+    assert len(written) == 1
+    with safe_open(path, framework="np") as file:
+        np.testing.assert_array_equal(file.get_tensor("a.é.weight"), np.arange(6.0).reshape(2, 3).T)
+        assert file.metadata()["format"] == "pt"
 
 
 def test_published_names_and_shapes(tmp_path):

@@ -23,6 +23,7 @@ from treeflash_jax import mesh as meshes
 from treeflash_jax.params import Entry, Spec, inside, is_spec
 
 MARK = {"written_by": "treeflash_jax"}  # in the metadata of files that `save` writes
+METADATA = {"format": "pt", **MARK}
 _HEADER_BYTES = 100_000_000  # the format's own limit
 CHECKED_AT_ONCE = 2**17
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -204,7 +205,15 @@ def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any) -> None:
     for name, blocks in parts.items():
         joined = [block for *_, block in sorted(blocks, key=lambda block: block[0])]
         tensors[name] = np.ascontiguousarray(np.concatenate(joined, axis=blocks[0][1]))
-    files.write(path, serialize(tensors, metadata={"format": "pt", **MARK}))  # save_file's are for their owner alone
+    files.write(path, _in_order(serialize(tensors, metadata=METADATA)))  # save_file's are for their owner alone
+
+
+def _in_order(content: bytes) -> bytes:
+    """The same file with its metadata in our order, so that equal weights give equal files: the package's is random."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size]) | {"__metadata__": METADATA}
+    ordered = json.dumps({name: header[name] for name in sorted(header)}, separators=(",", ":"), ensure_ascii=False)
+    return b"".join([content[:8], ordered.encode().ljust(size), memoryview(content)[8 + size :]])
 
 
 def is_own(path: Any) -> bool:
