@@ -33,7 +33,8 @@ class ModelOptions:
     )
     drafter: str | None = bounded(
         None,
-        "DFlash or TreeFlash drafter: a name, folder or Hub id, or 'none' to decode one token at a time",
+        "a name, folder or Hub id of a DFlash, TreeFlash or EAGLE-3 drafter or of a small language model; 'ngram'; or 'none' "
+        "to decode one token at a time",
         unset="the drafter that ships for the named verifier, otherwise none",
         unit="model",
     )
