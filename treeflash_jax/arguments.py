@@ -27,14 +27,14 @@ class ModelOptions:
 
     verifier: str = bounded(
         DEFAULT,
-        f"language model to serve: a name ({', '.join(PAIRS)}), or the folder, GGUF file or Hub id of a Qwen3 or "
-        "Llama model",
+        f"language model to serve: a name ({', '.join(PAIRS)}), or the folder, GGUF file or Hub id of a Qwen3, "
+        "Qwen2 or Llama model",
         unit="model",
     )
     drafter: str | None = bounded(
         None,
-        "a name, folder or Hub id of a DFlash, TreeFlash or EAGLE-3 drafter or of a small language model; 'ngram'; or 'none' "
-        "to decode one token at a time",
+        "a name, folder or Hub id of a DFlash, TreeFlash or EAGLE-3 drafter, or of a small language model; 'ngram'; or "
+        "'none' to decode one token at a time",
         unset="the drafter that ships for the named verifier, otherwise none",
         unit="model",
     )
