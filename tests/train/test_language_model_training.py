@@ -50,7 +50,7 @@ def stage_of(toy, *words) -> LanguageModelStage:
 
 def test_a_token_is_steered_from_a_few_tokens_back_within_its_document():
     """By hand: what steers token t is the state at max(t - offset, start), where the next token is the verifier's."""
-    features_bsj = jnp.arange(10.0)[None, :, None] * jnp.ones(48)
+    features_bsj = jax.random.normal(jax.random.key(3), (1, 10, 48))
     made = parameters.initialize(steering.specs(SIZES), jax.random.key(0), scale=0.5)
     made |= {"project": jax.random.normal(jax.random.key(1), made["project"].shape)}
     per_row = steering.layer_shifts(made, steering.normed(made, features_bsj))
