@@ -258,8 +258,8 @@ def drafters() -> str:
     header += " | draft and tree, ms | round / step"
     settings = runs["settings"]
     note = (
-        f"{settings['prompts']} GSM8K test prompts, greedy, {settings['max_new_tokens']} new tokens, float32, 2 CPU cores "
-        f"that other programs used as well, jax {runs['versions']['jax']}:"
+        f"{settings['prompts']} GSM8K test prompts, greedy, batch 1, {settings['max_new_tokens']} new tokens, float32, "
+        f"2 CPU cores that other programs used as well, jax {runs['versions']['jax']}:"
     )
     return "\n".join([table(header, rows), "", note, fenced([runs["command"]])])
 
