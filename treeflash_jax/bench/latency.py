@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sizes.add_argument("--nodes", nargs="+", type=int, metavar="N", help="tree nodes verified per round, root included")
     add_fields(sizes, DraftConfig, without="block_size drafter_temperature")
-    add_fields(sizes, TreeConfig, without="nodes")
+    add_fields(sizes, TreeConfig, without="nodes selector")
     add_fields(sizes, SamplingConfig, "temperature")
     add_fields(sizes, RuntimeConfig, "attention")
     output = parser.add_argument_group("measurement and output")

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_fields(request, ModelOptions, "quantize")
     request.add_argument("--nodes", type=int, help="tree nodes per round, root included (default: the drafter's)")
     add_fields(request, DraftConfig, without="block_size drafter_temperature")
-    add_fields(request, TreeConfig, without="nodes")
+    add_fields(request, TreeConfig, without="nodes selector")
     add_fields(request, RuntimeConfig, "attention")
     devices = parser.add_argument_group("devices")
     devices.add_argument(
