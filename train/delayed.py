@@ -63,40 +63,41 @@ class DelayedStage:
     seed: int = bounded(0, least=0)
 
 
-def main(stage: DelayedStage) -> None:
-    files.check_output(stage.out, files.json_with("settings", "machine", "rows"))
-    model = tf.load(verifier=stage.verifier, drafter=stage.drafter)
-    prompts = [prompt.opening + [{"role": "user", "content": prompt.turns[0]}] for prompt in asked(stage)]
-    delayed: dict[str, Any] = {"builder": "delayed"} | ({"depths": stage.depths} if stage.depths else {})
-    sized = delayed | {"nodes": stage.nodes, "branches": stage.branches}
+def main(settings: DelayedStage) -> None:
+    files.check_output(settings.out, files.json_with("settings", "machine", "rows"))
+    model = tf.load(verifier=settings.verifier, drafter=settings.drafter)
+    prompts = [prompt.opening + [{"role": "user", "content": prompt.turns[0]}] for prompt in asked(settings)]
+    delayed: dict[str, Any] = {"builder": "delayed"} | ({"depths": settings.depths} if settings.depths else {})
+    sized = delayed | {"nodes": settings.nodes, "branches": settings.branches}
     systems: dict[str, dict[str, Any]] = {"one token": {"builder": "none"}}
-    systems |= {f"trunk {trunk}": sized | {"trunk": trunk} for trunk in stage.trunks}
-    systems |= {f"trunk auto, {nodes} nodes": sized | {"trunk": "auto", "nodes": nodes} for nodes in stage.fewer}
-    systems |= {"trunk auto": sized | {"trunk": "auto"}, "selector": delayed | {"selector": stage.selector}}
+    systems |= {f"trunk {trunk}": sized | {"trunk": trunk} for trunk in settings.trunks}
+    systems |= {f"trunk auto, {nodes} nodes": sized | {"trunk": "auto", "nodes": nodes} for nodes in settings.fewer}
+    systems |= {"trunk auto": sized | {"trunk": "auto"}, "selector": delayed | {"selector": settings.selector}}
     rows = []
-    for temperature in stage.temperatures:
-        answers = answered(model, systems, prompts, stage, temperature)
+    for temperature in settings.temperatures:
+        answers = answered(model, systems, prompts, settings, temperature)
         rows += [{"temperature": temperature, "system": name, **figures(answers, name)} for name in systems]
     device = devices.here()
     result = {
-        "settings": config.to_dict(stage),
+        "settings": config.to_dict(settings),
         "command": " ".join(["python -m train.delayed", *sys.argv[1:]]),
         "machine": f"{device.kind}, {os.cpu_count()} cores, {model.dtype.name}, jax {jax.__version__}",
         "prompts": len(prompts),
         "rows": rows,
     }
-    files.write(stage.out, json.dumps(result, indent=1) + "\n")
+    files.write(settings.out, json.dumps(result, indent=1) + "\n")
     progress.table(result["machine"], {f"T {row['temperature']:g}, {row['system']}": shown(row) for row in rows})
 
 
-def asked(stage: DelayedStage) -> list[Any]:
-    return draw(read_prompts(stage.prompts), stage.limit)
+def asked(settings: DelayedStage) -> list[Any]:
+    return draw(read_prompts(settings.prompts), settings.limit)
 
 
 def answered(
-    model: tf.TreeFlash, systems: dict[str, dict[str, Any]], prompts: list[Any], stage: DelayedStage, temperature: float
+    model: tf.TreeFlash, systems: dict[str, dict[str, Any]], prompts: list[Any], settings: DelayedStage, temperature: float
 ) -> dict[str, np.ndarray]:
-    """Per system, of every prompt: rounds, tokens that they committed, tokens of the answer, seconds; [prompts, 4]."""
+    """Per system, of every prompt: rounds, tokens that they committed, tokens of the answer, seconds, and CPU seconds of
+    this process, which other programs on the machine disturb less; [prompts, 5]."""
     found: dict[str, list[list[float]]] = {name: [] for name in systems}
     names = list(systems)
     with progress.Bar(f"prompts at T = {temperature:g}", len(prompts)) as bar, warnings.catch_warnings():
@@ -104,14 +105,14 @@ def answered(
         for number, prompt in enumerate(prompts):
             turn = number % len(names)
             for name in names[turn:] + names[:turn]:
-                own = dict(max_new_tokens=stage.new_tokens, temperature=temperature, seed=stage.seed, batch_size=1)
+                own = dict(max_new_tokens=settings.new_tokens, temperature=temperature, seed=settings.seed, batch_size=1)
                 for _ in range(2):
-                    began = time.perf_counter()
+                    began, burnt = time.perf_counter(), time.process_time()
                     [one] = model.generate([prompt], indices=[number], **systems[name], **own)
-                    seconds = time.perf_counter() - began
+                    seconds = time.perf_counter() - began, time.process_time() - burnt
                     if not one.compile_seconds:
                         break
-                found[name].append([len(one.accept_lengths), sum(one.accept_lengths), len(one.ids), seconds])
+                found[name].append([len(one.accept_lengths), sum(one.accept_lengths), len(one.ids), *seconds])
             bar.update(number + 1)
     return {name: np.array(values) for name, values in found.items()}
 
@@ -120,7 +121,7 @@ def figures(answers: dict[str, np.ndarray], name: str) -> dict[str, Any]:
     """Tau and tokens per second of a system with their errors, and against trunk="auto"."""
     picks = np.random.default_rng(0).integers(len(answers[name]), size=(RESAMPLES, len(answers[name])))
     found: dict[str, Any] = {}
-    for what, top, bottom in (("tau", 1, 0), ("tokens_per_second", 2, 3)):
+    for what, top, bottom in (("tau", 1, 0), ("tokens_per_second", 2, 3), ("tokens_per_cpu_second", 2, 4)):
 
         def rates(who: str, top: int = top, bottom: int = bottom) -> np.ndarray:
             """On all prompts, and on every resample."""
@@ -141,7 +142,7 @@ def shown(row: dict[str, Any]) -> str:
         interval = f"[{found['low']:.3f}, {found['high']:.3f}]"
         return f"{found['value']:.2f} ± {found['error']:.2f} ({found['against auto']:.3f} of auto {interval})"
 
-    return f"tau {one(row['tau'])}, tokens/s {one(row['tokens_per_second'])}"
+    return ", ".join(f"{what.replace('_', ' ')} {one(row[what])}" for what in ("tau", "tokens_per_second"))
 
 
 if __name__ == "__main__":

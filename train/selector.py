@@ -129,33 +129,34 @@ class Labels:
         return Features(self.hidden_rj, self.scalars_rs)
 
 
-def main(stage: SelectorStage) -> None:
-    folder = Path(stage.run).expanduser()
-    with lock.held(folders.absolute(f"{folder}/run.lock"), stage.run):
-        model = tf.load(verifier=stage.verifier, drafter=stage.drafter)
-        made, plan = made_for(model, stage)
+def main(settings: SelectorStage) -> None:
+    folder = Path(settings.run).expanduser()
+    with lock.held(folders.absolute(f"{folder}/run.lock"), settings.run):
+        model = tf.load(verifier=settings.verifier, drafter=settings.drafter)
+        made, plan = made_for(model, settings)
         began = time.perf_counter()
-        labels = recorded(model, stage, made, plan, folder / "labels.npz")
+        labels = recorded(model, settings, made, plan, folder / "labels.npz")
         print(f"{labels.setting_r.size} roots, {progress.duration(time.perf_counter() - began)}", flush=True)
-        seconds_a = np.array(stage.costs) if stage.costs else measured_costs(model, stage, made, plan)
-        weights = trained(labels, seconds_a, stage, made)
+        seconds_a = np.array(settings.costs) if settings.costs else measured_costs(model, settings, made, plan)
+        weights = trained(labels, seconds_a, settings, made)
         selector_files.save(folder / selector_files.FILE, made, weights)
-        result = {"settings": config.to_dict(stage), "roots": int(labels.setting_r.size), "seconds": seconds_a.tolist()}
+        result = {"settings": config.to_dict(settings), "roots": int(labels.setting_r.size), "seconds": seconds_a.tolist()}
         result["held_out"] = summary(weights, labels.at(labels.prompt_r % HELD_OUT == 0), seconds_a)
         files.write(folder / "result.json", json.dumps(result, indent=1) + "\n")
     progress.table("held-out roots", {name: json.dumps(value) for name, value in result["held_out"].items()})
     print(f"wrote {folder / selector_files.FILE}; decode with --builder delayed --selector and this file")
 
 
-def made_for(model: tf.TreeFlash, stage: SelectorStage) -> tuple[SelectorConfig, DecodePlan]:
+def made_for(model: tf.TreeFlash, settings: SelectorStage) -> tuple[SelectorConfig, DecodePlan]:
     """What the selector of a stage chooses between, and the plan of its rounds.
 
     Raises:
       ValueError: no drafter, buckets that are no trees, or settings that the pair cannot serve.
     """
-    buckets = tuple(Bucket(*bucket) for bucket in stage.buckets)
-    settings = {"builder": "delayed", "acceptance": stage.acceptance} | ({"depths": stage.depths} if stage.depths else {})
-    plan = model.plan(model.resolve(None, settings))
+    buckets = tuple(Bucket(*bucket) for bucket in settings.buckets)
+    own: dict[str, Any] = {"builder": "delayed", "acceptance": settings.acceptance}
+    own |= {"depths": settings.depths} if settings.depths else {}
+    plan = model.plan(model.resolve(None, own))
     width, pair = len(plan.taps) * model.verifier.hidden_size, calibration.pair_of(model.verifier, model.weights, plan)
     made = SelectorConfig(buckets=buckets, width=width, pair=pair, rule=plan.rule)
     deepest = max(bucket.depth for bucket in buckets)
@@ -164,17 +165,17 @@ def made_for(model: tf.TreeFlash, stage: SelectorStage) -> tuple[SelectorConfig,
     return made, made.planned(plan, None)
 
 
-def recorded(model: tf.TreeFlash, stage: SelectorStage, made: SelectorConfig, plan: DecodePlan, path: Path) -> Labels:
+def recorded(model: tf.TreeFlash, settings: SelectorStage, made: SelectorConfig, plan: DecodePlan, path: Path) -> Labels:
     """The labels in a file of the same pair, prompts and settings; else they are recorded and written there."""
     shaping = "verifier drafter sources buckets acceptance depths temperatures top_p new_tokens every draws batch seed"
-    own = {name: config.to_dict(stage)[name] for name in shaping.split()} | {"pair": made.pair}
+    own = {name: config.to_dict(settings)[name] for name in shaping.split()} | {"pair": made.pair}
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
     if path.exists():
         with np.load(path) as held:
             if str(held["digest"]) == digest:
                 return Labels(**{one.name: held[one.name] for one in fields(Labels)})
         raise ValueError(f"{path} holds labels of other settings; give another run, or delete it")
-    labels = record(model, stage, made, plan)
+    labels = record(model, settings, made, plan)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part.npz")
     np.savez_compressed(part, digest=np.array(digest), **vars(labels))
@@ -182,49 +183,52 @@ def recorded(model: tf.TreeFlash, stage: SelectorStage, made: SelectorConfig, pl
     return labels
 
 
-def record(model: tf.TreeFlash, stage: SelectorStage, made: SelectorConfig, plan: DecodePlan) -> Labels:
+def record(model: tf.TreeFlash, settings: SelectorStage, made: SelectorConfig, plan: DecodePlan) -> Labels:
     """Labels of roots every few rounds of decoding; each batch of prompts is decoded with one of the buckets."""
     prompts = [
-        model.encode(found.content[:1]) for source in stage.sources for found in read(source, stage.seed) if found.content
+        model.encode(found.content[:1])
+        for source in settings.sources
+        for found in read(source, settings.seed)
+        if found.content
     ]
-    settings = [(temperature, top_p) for temperature in stage.temperatures for top_p in stage.top_p]
+    pairs = [(temperature, top_p) for temperature in settings.temperatures for top_p in settings.top_p]
     found: list[Labels] = []
-    capacity = capacity_bucket(max(map(len, prompts)) + stage.new_tokens + 1 + plan.path_rows)
+    capacity = capacity_bucket(max(map(len, prompts)) + settings.new_tokens + 1 + plan.path_rows)
     with progress.Bar("prompts", len(prompts)) as bar:
-        for group, at in enumerate(range(0, len(prompts), stage.batch)):
-            numbers = np.arange(at, min(at + stage.batch, len(prompts)))
-            setting_b = (numbers + group) % len(settings)  # shifted, so that every bucket meets every setting
+        for group, at in enumerate(range(0, len(prompts), settings.batch)):
+            numbers = np.arange(at, min(at + settings.batch, len(prompts)))
+            setting_b = (numbers + group) % len(pairs)  # shifted, so that every bucket meets every setting
             own = model.resolve(
                 None,
                 {
-                    "temperature": [settings[i][0] for i in setting_b],
-                    "top_p": [settings[i][1] for i in setting_b],
-                    "max_new_tokens": stage.new_tokens,
-                    "seed": stage.seed,
+                    "temperature": [pairs[i][0] for i in setting_b],
+                    "top_p": [pairs[i][1] for i in setting_b],
+                    "max_new_tokens": settings.new_tokens,
+                    "seed": settings.seed,
                 },
             )
             rows = planning.rows_of([prompts[i] for i in numbers], own, model.verifier)
             rows = [replace(row, index=int(i)) for row, i in zip(rows, numbers, strict=True)]
             bucket = selector.constant(made, group % len(made.buckets))
             runner = selecting.SelectingRunner(plan, model.weights, model.mesh, params=bucket)
-            state = runner.start(model.inputs(rows, own, size=stage.batch, capacity=capacity))
+            state = runner.start(model.inputs(rows, own, size=settings.batch, capacity=capacity))
             while True:
                 live_b = ~np.asarray(state.decode.done_b)[: len(rows)]
                 if not live_b.any():
                     break
                 features, expected_ba = runner.call(
-                    selecting.expected_lengths, model.weights, state, plan=plan, draws=stage.draws
+                    selecting.expected_lengths, model.weights, state, plan=plan, draws=settings.draws
                 )
                 rooted = Labels(
                     *map(np.asarray, (features.hidden_bj, features.scalars_bs, expected_ba)), setting_b, numbers
                 )
                 found.append(jax.tree.map(lambda x, live_b=live_b: x[: live_b.size][live_b], rooted))
-                state = runner.run(state, stage.every, stage.batch)
+                state = runner.run(state, settings.every, settings.batch)
             bar.update(int(numbers[-1]) + 1)
     return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 
 
-def measured_costs(model: tf.TreeFlash, stage: SelectorStage, made: SelectorConfig, plan: DecodePlan) -> np.ndarray:
+def measured_costs(model: tf.TreeFlash, settings: SelectorStage, made: SelectorConfig, plan: DecodePlan) -> np.ndarray:
     """Seconds of a round of every bucket at batch 1: the fastest of a few repeats, equal for those of one size."""
     own = model.resolve(None, {"temperature": 1.0, "max_new_tokens": 2 + TIMED_ROUNDS * plan.path_rows, "stop_ids": []})
     rows = planning.rows_of([[1] * 32], own, model.verifier)
@@ -280,7 +284,7 @@ def best_buckets(labels: Labels, seconds_a: np.ndarray) -> np.ndarray:
     return best_r
 
 
-def trained(labels: Labels, seconds_a: np.ndarray, stage: SelectorStage, made: SelectorConfig) -> dict[str, jax.Array]:
+def trained(labels: Labels, seconds_a: np.ndarray, settings: SelectorStage, made: SelectorConfig) -> dict[str, jax.Array]:
     """Weights of a selector: those of the step with the least loss on the held-out prompts, looked at 20 times."""
     is_held_r = labels.prompt_r % HELD_OUT == 0
     if not is_held_r.any() or is_held_r.all():
@@ -288,23 +292,23 @@ def trained(labels: Labels, seconds_a: np.ndarray, stage: SelectorStage, made: S
     chosen_r, roots = best_buckets(labels, seconds_a), np.arange(labels.setting_r.size)
     base_r = labels.expected_ra[roots, chosen_r] / seconds_a[chosen_r]
     ours, theirs = ((labels.at(held), base_r[held]) for held in (~is_held_r, is_held_r))
-    fresh = params.initialize(selector.specs(made), jax.random.key(stage.seed), scale=0.05)
+    fresh = params.initialize(selector.specs(made), jax.random.key(settings.seed), scale=0.05)
     spread = np.std(ours[0].scalars_rs, axis=0)
     fixed = {"mean": np.mean(ours[0].scalars_rs, axis=0), "scale": 1 / np.where(spread > 1e-6, spread, 1)}
     fixed = {name: jnp.asarray(value, jnp.float32) for name, value in fixed.items()}
     weights = {name: value for name, value in fresh.items() if name not in fixed}
-    rule = optax.adamw(optax.cosine_decay_schedule(stage.learning_rate, stage.steps), weight_decay=1e-3)
-    tail = {"tail_weight": stage.tail_weight, "tail_share": stage.tail_share}
+    rule = optax.adamw(optax.cosine_decay_schedule(settings.learning_rate, settings.steps), weight_decay=1e-3)
+    tail = {"tail_weight": settings.tail_weight, "tail_share": settings.tail_share}
 
     def loss(weights: Any, some: tuple[Labels, jax.Array], key: jax.Array | None) -> jax.Array:
-        scores_ra = selector.scores(weights | fixed, some[0].features, dropout=stage.dropout, key=key)
+        scores_ra = selector.scores(weights | fixed, some[0].features, dropout=settings.dropout, key=key)
         return loss_of(scores_ra, some[0].expected_ra, jnp.asarray(seconds_a, jnp.float32), some[1], **tail)
 
     @jax.jit
     def step(carry: Any, index: jax.Array, ours: Any) -> Any:
         weights, memory = carry
-        key = jax.random.fold_in(jax.random.key(stage.seed), index)
-        picked = jax.random.randint(jax.random.fold_in(key, 1), (min(stage.roots, ours[1].size),), 0, ours[1].size)
+        key = jax.random.fold_in(jax.random.key(settings.seed), index)
+        picked = jax.random.randint(jax.random.fold_in(key, 1), (min(settings.roots, ours[1].size),), 0, ours[1].size)
         grads = jax.grad(loss)(weights, jax.tree.map(lambda x: x[picked], ours), key)
         updates, memory = rule.update(grads, memory, weights)
         return optax.apply_updates(weights, updates), memory
@@ -312,9 +316,9 @@ def trained(labels: Labels, seconds_a: np.ndarray, stage: SelectorStage, made: S
     ours, theirs = jax.tree.map(jnp.asarray, (ours, theirs))
     judge = jax.jit(partial(loss, key=None))
     carry, best = (weights, rule.init(weights)), (np.inf, weights)
-    for index in range(stage.steps):
+    for index in range(settings.steps):
         carry = step(carry, index, ours)
-        if (index + 1) % max(1, stage.steps // 20) == 0 or index + 1 == stage.steps:
+        if (index + 1) % max(1, settings.steps // 20) == 0 or index + 1 == settings.steps:
             best = min(best, (float(judge(carry[0], theirs)), carry[0]), key=lambda pair: pair[0])
     return best[1] | fixed
 
