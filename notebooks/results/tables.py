@@ -30,7 +30,6 @@ SYSTEMS = {
     "treeflash": "TreeFlash tree",
 }
 GIB, MIB = 2**30, 2**20
-FIGURES = (("tau", 2), ("tokens_per_second", 0))
 
 
 def read(name: str) -> Any:
@@ -310,24 +309,6 @@ def leaves() -> str:
     return "\n".join([made, fenced([runs["leaves"]["command"]])])
 
 
-def delayed_trees() -> str:
-    parts = []
-    for run in read("delayed_tiny.json")["runs"]:
-        rows = [
-            [
-                f"{row['temperature']:g}",
-                row["system"],
-                *(f"{row[what]['value']:.{digits}f} ± {row[what]['error']:.{digits}f}" for what, digits in FIGURES),
-                *(interval(row[what] | {"value": row[what]["against auto"]}) for what, _ in FIGURES),
-            ]
-            for row in run["rows"]
-        ]
-        header = "T | trees | tau | tokens/s | tau over `auto` | tokens/s over `auto`"
-        caption = f"{run['title']}: {run['prompts']} prompts, {run['settings']['new_tokens']} new tokens, {run['machine']}."
-        parts += [caption, "", table(header, rows), fenced([run["trained"], run["command"]])]
-    return "\n".join(parts)
-
-
 def accept_costs() -> str:
     runs = read("accept_costs.json")
     rows = [
@@ -370,18 +351,7 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
         *(tau, tau_seen, drafter_temperature, train_head, train_steps, latency, growth, budget),
-        *(
-            tpu_rounds,
-            experts_rounds,
-            gpu_rounds,
-            beside_published,
-            drafters,
-            sampled_trees,
-            delayed_trees,
-            leaves,
-            accept_costs,
-            options,
-        ),
+        *(tpu_rounds, experts_rounds, gpu_rounds, beside_published, drafters, sampled_trees, leaves, accept_costs, options),
     )
 }
 

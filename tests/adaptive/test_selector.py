@@ -173,7 +173,7 @@ def test_mistakes_are_one_line(tmp_path, trained):
     pair = random_pair()
     path = written(trained, tmp_path / "a.safetensors")
     ask = lambda model, **how: partial(model.generate, [[1, 2]], max_new_tokens=2, **HOW | {"selector": path} | how)  # noqa: E731
-    refused(ask(pair), "selector for pair", "train one")
+    refused(ask(pair), "selector for the pair", "train one")
     refused(ask(trained, acceptance="traversal"), "acceptance 'traversal'", "'sample-and-match'")
     refused(ask(trained, builder="best-first"), "builder 'best-first'", "'delayed'")
     refused(ask(trained, builder=None), "'delayed'")
