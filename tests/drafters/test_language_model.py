@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import copies_in_loops
 from conftest import RANDOM_MODEL, needs_8_devices
 from test_extending import goes_through_everything
 
@@ -131,12 +130,14 @@ MORE = [{"nodes": nodes} for nodes in (1, 2, 5, 64)] + [{"builder": "walk", "dep
 MORE += [{"nodes": 16, "lanes": lanes, "depths": 5} for lanes in (1, 15)]
 
 
-def plain_and_drafted(model: tf.TreeFlash, draft: dict, **settings) -> None:
+def plain_and_drafted(model: tf.TreeFlash, draft: dict, **settings) -> int:
+    """Compares the answers; returns how many stopped inside a path that the verifier had accepted."""
     expected = model.generate(TEXTS, builder="none", batch_size=3, **settings)
     found = model.generate(TEXTS, batch_size=3, children=8, **draft, **settings)
     for one, other in zip(found, expected, strict=True):
         assert (one.ids, one.finished) == (other.ids, other.finished), draft
         assert 1 + sum(one.accept_lengths) == len(one.ids)
+    return sum(one.finished == "stop" and one.cut > 0 for one in found)
 
 
 @pytest.mark.parametrize("draft", BUDGETS + [pytest.param(draft, marks=pytest.mark.slow) for draft in MORE], ids=str)
@@ -144,8 +145,11 @@ def test_drafted_output_is_one_token_output(pair, draft):
     mixed = {"temperature": [0.0, 0.7, 1.3], "top_k": [0, 0, 9], "seed": 3}
     for settings in ({}, mixed, mixed | {"seed": 4, "max_new_tokens": 1}):
         plain_and_drafted(pair, draft, **{"max_new_tokens": 24, "stop_ids": ()} | settings)
-    for text in pair.generate(TEXTS, builder="none", batch_size=3, max_new_tokens=24, stop_ids=(), **mixed):
-        plain_and_drafted(pair, draft, max_new_tokens=24, stop_ids=(text.ids[11],), **mixed)
+    stops = {
+        text.ids[11] for text in pair.generate(TEXTS, builder="none", batch_size=3, max_new_tokens=24, stop_ids=(), **mixed)
+    }
+    stopped = sum(plain_and_drafted(pair, draft, max_new_tokens=24, stop_ids=(stop,), **mixed) for stop in stops)
+    assert stopped or draft.get("nodes") in (1, 2) or draft.get("depths") == 1
 
 
 @pytest.mark.slow
@@ -188,27 +192,6 @@ def test_a_tree_is_drawn_from_the_anchor_that_the_round_had(pair, how):
     result = pair.generate([[1, 2, 3]], max_new_tokens=24, stop_ids=(), temperature=1.0, seed=5, children=8, **how)[0]
     for index, length in enumerate(result.accept_lengths):
         assert sum(result.tree(index).accepted) >= length or index == len(result.accept_lengths) - 1
-
-
-@pytest.mark.usefixtures("as_users_compile")
-@pytest.mark.parametrize("builder", ["best-first", pytest.param("walk", marks=pytest.mark.slow)])
-def test_a_round_is_one_program_that_copies_no_cache(builder):
-    model = a_pair(0.15, dtype=jnp.float32)
-    config = tf.GenerateConfig(builder=builder, max_new_tokens=20, nodes=8, children=4)
-    plan = model.plan(config)
-    inputs = model.inputs(rows_of([[1, 2, 3], [4, 5]], config, model.verifier), config, size=2, capacity=256)
-    prefill = loops.prefill.lower(model.weights, *inputs, plan=plan.for_prefill()).compile()
-    state, rounds = prefill(model.weights, *inputs), jax.device_put(jnp.int32(3))
-    decode = loops.decode.lower(model.weights, state, rounds, plan=plan).compile()
-    [shape] = {x.shape for x in jax.tree.leaves((state.cache.groups, state.drafter.context.groups))}
-    for program in (prefill, decode):
-        assert copies_in_loops(program, shape) == []
-    assert not [word for word in ("callback", "infeed", "outfeed", "send(", "recv(") if word in decode.as_text()]
-    caches = jax.tree.leaves((state.cache.groups, state.drafter.context.groups))
-    with jax.transfer_guard("disallow"):
-        after = decode(model.weights, state, rounds)
-    assert all(array.is_deleted() for array in caches)
-    assert np.asarray(after.rounds_b).tolist() == [3, 3]
 
 
 @needs_8_devices
