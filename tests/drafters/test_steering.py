@@ -229,6 +229,7 @@ def test_steering_lies_in_a_folder_of_its_own_too(tmp_path, capsys):
             tf.load(**pair, steering=tmp_path / "steers")
     with pytest.raises(ValueError, match="no steering_config.json"):
         tf.load(**pair, steering=tmp_path / "small")
+    (tmp_path / "steers" / "steering_config.json").write_text(json.dumps(asdict(config)))
     with pytest.raises(ValueError, match="drafter of kind 'ngram'"):
         tf.load(**pair | {"drafter": "ngram"}, steering=tmp_path / "steers")
     with pytest.raises(ValueError, match="no drafter"):
