@@ -145,9 +145,8 @@ def test_drafted_output_is_one_token_output(pair, draft):
     mixed = {"temperature": [0.0, 0.7, 1.3], "top_k": [0, 0, 9], "seed": 3}
     for settings in ({}, mixed, mixed | {"seed": 4, "max_new_tokens": 1}):
         plain_and_drafted(pair, draft, **{"max_new_tokens": 24, "stop_ids": ()} | settings)
-    stops = {
-        text.ids[11] for text in pair.generate(TEXTS, builder="none", batch_size=3, max_new_tokens=24, stop_ids=(), **mixed)
-    }
+    plain = pair.generate(TEXTS, builder="none", batch_size=3, max_new_tokens=24, stop_ids=(), **mixed)
+    stops = {token for one in plain for token in one.ids[8:16:3]}
     stopped = sum(plain_and_drafted(pair, draft, max_new_tokens=24, stop_ids=(stop,), **mixed) for stop in stops)
     assert stopped or draft.get("nodes") in (1, 2) or draft.get("depths") == 1
 
@@ -241,14 +240,52 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(folders, tmp_path)
         ({"lanes": 2, "builder": "walk"}, "lanes 2"),
         ({"lanes": 16, "nodes": 16}, "lanes 16"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=says) as error:
             model.generate([[1]], **settings)
+        assert "\n" not in str(error.value)
     for folder, dialect in ((folders["small"], "dflash"), (pairs.locate("tiny", "drafter"), own.DIALECT)):
         with pytest.raises(ValueError, match=f"got dialect '{dialect}' for a drafter of kind"):
             conversions.convert_drafter(folder, tmp_path / "converted", dialect)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(ValueError, match="got model_type 'gpt2', expected a drafter's .* or a language model of"):
         models.read_drafter_config(tmp_path)
+
+
+def _swapped(raw):
+    ids = raw["model"]["vocab"]
+    first, second = (token for token, id in ids.items() if id in (700, 900))
+    ids[first], ids[second] = ids[second], ids[first]
+
+
+def _renamed(raw):
+    ids, merges = raw["model"]["vocab"], raw["model"]["merges"]
+    last = next(token for token, id in ids.items() if id == 2047)
+    ids["\u0120qq"] = ids.pop(last)
+    merges.remove(next(pair for pair in merges if "".join(pair.split(" ") if isinstance(pair, str) else pair) == last))
+
+
+def _added(raw):
+    raw["added_tokens"].append({**raw["added_tokens"][0], "id": 2048, "content": "<new>"})
+
+
+OTHER_TOKENS = {
+    _swapped: "as token 700 .*2 tokens differ",
+    _renamed: "as token 2047 .*1 tokens differ",
+    _added: "as token 2048",
+}
+
+
+@pytest.mark.parametrize(("change", "says"), OTHER_TOKENS.items(), ids=lambda one: getattr(one, "__name__", ""))
+def test_other_tokens_are_refused_before_weights_are_read(tmp_path, change, says):
+    """Vocabularies of one size are compared token by token; the folder has no weights."""
+    verifier_folder = pairs.locate("tiny", "verifier")
+    raw = json.loads((verifier_folder / "tokenizer.json").read_text())
+    change(raw)
+    (tmp_path / "config.json").write_text((verifier_folder / "config.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=f"drafter does not fit the verifier: .* {says}") as error:
+        tf.load("tiny", drafter=tmp_path)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow

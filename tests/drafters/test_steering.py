@@ -221,12 +221,14 @@ def test_steering_lies_in_a_folder_of_its_own_too(tmp_path, capsys):
         ({"taps": [0, 1, 3]}, "0 to 2"),
     ):
         (tmp_path / "steers" / "steering_config.json").write_text(json.dumps(asdict(config) | change))
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=says) as error:
             tf.load(**pair, steering=tmp_path / "steers")
+        assert "\n" not in str(error.value)
     for change, says in (({"rank": -1}, "rank"), ({"taps": [0, 1]}, "three layers"), ({"wide": 1}, "wide")):
         (tmp_path / "steers" / "steering_config.json").write_text(json.dumps(asdict(config) | change))
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=says) as error:
             tf.load(**pair, steering=tmp_path / "steers")
+        assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="no steering_config.json"):
         tf.load(**pair, steering=tmp_path / "small")
     (tmp_path / "steers" / "steering_config.json").write_text(json.dumps(asdict(config)))
