@@ -140,7 +140,9 @@ def oracle(lookahead: float) -> tf.TreeFlash:
         return tf.TreeFlash(sizes, Weights(weights, drafter), drafter=own, stop_ids=())
 
 
-@pytest.mark.parametrize("how", [{"nodes": 17}, {"builder": "walk", "depths": 3}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"nodes": 17}, pytest.param({"builder": "walk", "depths": 3}, marks=pytest.mark.slow)], ids=str
+)
 def test_a_drafter_with_the_verifiers_law_is_accepted_to_full_depth(how):
     with jax.enable_x64(True):
         how = {"max_new_tokens": 40, "drafter_temperature": 0.02, "children": 4} | how
