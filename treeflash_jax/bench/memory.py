@@ -126,7 +126,11 @@ def report(arguments: argparse.Namespace) -> int:
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
     result["fits"] = None if limit is None else memory["total"] <= limit
     key = f"{name} {device.kind} {'x'.join(map(str, sizes.values()))} batch {batch}"
-    words = (drafter_name and plan.drafts and f"drafted by {drafter_name}", arguments.quantize, None if plan.builder == "best-first" else plan.builder)
+    words = (
+        result["drafter"] and f"drafted by {result['drafter']}",
+        arguments.quantize,
+        None if plan.builder == "best-first" else plan.builder,
+    )
     key += "".join(f" {word}" for word in words if word)
     if out:
         files.write(out, json.dumps(earlier | {key: result}, indent=1) + "\n")
