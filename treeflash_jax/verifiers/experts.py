@@ -174,7 +174,10 @@ def one_by_one(weights: dict[str, Any], x_nd: jax.Array, weight_nk: jax.Array, i
 
 
 def in_turns(weights: dict[str, Any], x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array) -> jax.Array:
-    """A few input rows of all chosen matrices at a time: a CPU compiles each turn to one loop that reads them in place."""
+    """A few input rows of all chosen matrices at a time: a CPU compiles each turn to one loop that reads them in place.
+
+    On two cores it takes 0.9 to 1.5 times as long as plain products with as many float32 weights; slices take 2 to 3.5.
+    """
     wide, ids_a = weight_nk.dtype, ids_nk.reshape(-1)
 
     def products(names: tuple[str, ...], x_am: jax.Array, narrow: bool = True) -> list[jax.Array]:
