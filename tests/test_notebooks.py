@@ -9,12 +9,18 @@ import json
 import os
 import re
 import shutil
+import sys
+from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
 from ipykernel.kernelspec import write_kernel_spec
+from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
+
+import treeflash_jax as tf
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -91,6 +97,34 @@ def test_names_no_path_of_a_machine(path):
             texts += [json.dumps(data), output.get("text", "")]
         for text in texts:
             assert not MACHINE_PATH.search(text), text
+
+
+@pytest.mark.parametrize(
+    "found, is_clone, wanted",
+    [([], False, "treeflash-jax[{}]"), (["/dev/nvidia*"], True, "..[{},cuda]"), (["/dev/vfio/*"], True, "..[{},tpu]")],
+)
+@each_notebook
+def test_installs_what_belongs_to_the_device(path, found, is_clone, wanted, monkeypatch):
+    """Its first cell that imports the library, where it cannot be imported yet."""
+    source = next(cell.source for cell in code_cells(nbformat.read(path, as_version=4)) if "%pip" in cell.source)
+    cell = TransformerManager().transform_cell(source)
+    asked = []
+
+    def install(magic: str, line: str) -> None:
+        asked.append(line)
+        monkeypatch.setitem(sys.modules, "treeflash_jax", tf)
+
+    namespace: dict = {}
+    namespace["get_ipython"] = lambda: SimpleNamespace(
+        run_line_magic=lambda magic, line: install(magic, line.format(**namespace))
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "treeflash_jax", None)
+    monkeypatch.setattr("os.path.exists", lambda place: is_clone)
+    monkeypatch.setattr("glob.glob", lambda pattern: [x for x in found if fnmatch(pattern, x)])
+    exec(cell, namespace)
+    extras = "train,plots" if "import train" in source else "plots"
+    assert asked == ['install -q "' + wanted.format(extras) + '"']
 
 
 def save(path: Path, folder: Path) -> None:

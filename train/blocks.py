@@ -26,18 +26,8 @@ from treeflash_jax import vocab
 from treeflash_jax.drafters.block import backbone as drafter
 from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.trees import pick
-from treeflash_jax.verifiers import forward as verifier
-from treeflash_jax.verifiers.config import ModelConfig
 
 Layers = list[tuple[jax.Array, jax.Array]]
-
-
-@struct.dataclass
-class Teacher:
-    """One clean pass of the frozen verifier over packed rows."""
-
-    features_bsj: jax.Array
-    hidden_bsd: jax.Array
 
 
 @struct.dataclass
@@ -53,25 +43,6 @@ class Blocks:
     anchors_bn: jax.Array
     targets_bnq: jax.Array
     weights_bnq: jax.Array
-
-
-def document_mask(segments_bt: jax.Array) -> jax.Array:
-    """Causal inside each document, [b, t, t]."""
-    same_btu = segments_bt[:, :, None] == segments_bt[:, None, :]
-    return same_btu & jnp.tri(segments_bt.shape[1], dtype=bool)
-
-
-def teach(params: Any, config: ModelConfig, taps: tuple[int, ...], rows: Rows) -> Teacher:
-    out = verifier.forward(
-        params,
-        config,
-        rows.tokens_rt,
-        rows.positions_rt,
-        document_mask(rows.segments_rt),
-        taps=taps,
-        attention="chunked",
-    )
-    return jax.lax.stop_gradient(Teacher(out.features_btj, out.hidden_btd))
 
 
 def sample_blocks(rows: Rows, num_anchors: int, size: int, decay: float, keys_b: jax.Array) -> Blocks:

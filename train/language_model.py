@@ -22,11 +22,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from train import blocks, config, losses
+from train import config, losses
 from train.data import Rows
 from train.drafting import DraftingStage
 from train.drafting import train as main
 from train.state import Sums
+from train.teacher import document_mask, teach
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax import vocab
@@ -196,11 +197,11 @@ def language_model_sums(
     tables = frozen["verifier"]
     dtype = tables["embed"].dtype
     own = jax.tree.map(lambda x: x.astype(dtype), {name: (params | frozen)[name] for name in language_model.specs(drafter)})
-    teacher = blocks.teach(tables, verifier, drafter.taps, rows)
+    teacher = teach(tables, verifier, drafter.taps, rows)
     shift = None
     if drafter.steering is not None:
         shift = training_shift(own["steering"], rows, keys_b, teacher.features_bsj, settings.offset)
-    mask_btu = blocks.document_mask(rows.segments_rt)
+    mask_btu = document_mask(rows.segments_rt)
     run = jax.checkpoint(
         lambda own: (
             model_of.forward(

@@ -23,6 +23,7 @@ from jax import lax
 from train import blocks, losses
 from train.data import Rows
 from train.state import Sums
+from train.teacher import Teacher, teach
 from treeflash_jax import vocab
 from treeflash_jax.checks import bounded
 from treeflash_jax.costs import Counter
@@ -87,7 +88,7 @@ def drafting_sums(
     """
     backbone = params["backbone"] if "backbone" in params else frozen["backbone"]
     dtype = frozen["verifier"]["embed"].dtype
-    teacher = blocks.teach(frozen["verifier"], verifier, drafter.target_layer_ids, rows)
+    teacher = teach(frozen["verifier"], verifier, drafter.target_layer_ids, rows)
     chosen = blocks.sample_blocks(rows, settings.anchors, drafter.block_size, settings.decay, keys_b)
     context = blocks.context(_cast(backbone, dtype), drafter, rows, teacher.features_bsj)
 
@@ -110,7 +111,7 @@ def score_sums(
     norm: jax.Array,
     tables: Any,
     rows: Rows,
-    teacher: blocks.Teacher,
+    teacher: Teacher,
     chunk: blocks.Blocks,
     hidden_bnqd: jax.Array,
     *,

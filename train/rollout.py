@@ -27,6 +27,7 @@ from jax import lax
 from train import blocks, losses
 from train.data import Rows
 from train.state import Sums
+from train.teacher import teach
 from treeflash_jax import vocab
 from treeflash_jax.checks import bounded
 from treeflash_jax.drafters.eagle3 import EagleConfig, layer
@@ -80,7 +81,7 @@ def rollout_sums(
     tables = frozen["verifier"]
     dtype = tables["embed"].dtype
     own = jax.tree.map(lambda x: x.astype(dtype), params) | {n: x for n, x in frozen.items() if n in ("offsets", "embed")}
-    teacher = blocks.teach(tables, verifier, drafter.taps, rows)
+    teacher = teach(tables, verifier, drafter.taps, rows)
     carried_bsd = layer.fuse(own, drafter, teacher.features_bsj)
     next_bs = jnp.pad(rows.tokens_rt[:, 1:], ((0, 0), (0, 1)))
     read_bsr = layer.read(own, tables, drafter, next_bs, carried_bsd)

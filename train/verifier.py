@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from etils import epath
 from jax import lax
 
-from train import blocks, config, data, folders, hosts, loop, losses, progress, watch
+from train import config, data, folders, hosts, loop, losses, progress, watch
 from train.documents import DataConfig
 from train.records import Source
 from train.state import Stage, Sums, place
+from train.teacher import document_mask
 from treeflash_jax import files, vocab
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
@@ -94,7 +95,7 @@ def next_token_sums(
 ) -> Sums:
     """Weighted sums of -log p(token | document so far), logits of `chunk` tokens of each row at a time."""
     params = jax.tree.map(lambda x: x.astype(dtype), params)
-    mask_btu = blocks.document_mask(rows.segments_rt)
+    mask_btu = document_mask(rows.segments_rt)
     out = verifier.forward(params, model, rows.tokens_rt, rows.positions_rt, mask_btu, attention="chunked")
     labels_bt, weights_bt = (jnp.roll(x, -1, axis=1) for x in (rows.tokens_rt, rows.weights_rt))
     weights_bt = weights_bt.at[:, -1].set(0)

@@ -11,7 +11,7 @@ import numpy as np
 
 from treeflash_jax import mesh as meshes
 from treeflash_jax.decoding.state import Sampling
-from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.planning import Row, draft_temperature
 from treeflash_jax.settings import GenerateConfig
 
@@ -28,7 +28,7 @@ def inputs_of(
     capacity: int,
     stop_ids: Sequence[int],
     dtype: Any,
-    drafter: DrafterConfig | None = None,
+    drafter: DrafterSizes | None = None,
     mesh: Any = None,
 ) -> Inputs:
     """What `prefill` takes besides the weights, in place on the mesh.

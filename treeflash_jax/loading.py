@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from treeflash_jax import devices, pairs, quantized
+from treeflash_jax import devices, drafters, pairs, quantized
 from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive import calibration
 from treeflash_jax.checks import fit, quoted
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters.language_model import LanguageModelConfig
 from treeflash_jax.formats import models
 from treeflash_jax.formats import steering as steering_files
 from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
@@ -94,7 +92,7 @@ def load(
     keep_programs()
     verifier, drafter = pairs.choose(name, verifier, drafter)
     if budget is None:
-        budget = calibration.place(None if str(drafter) in (*pairs.PAIRS, pairs.NGRAM) else drafter)
+        budget = calibration.place(None if str(drafter) in pairs.NAMES else drafter)
     dtype = devices.here().dtype if dtype is None else float_type(dtype)
     verifier = pairs.locate(verifier, "verifier", revision, local_files_only)
     config = models.read_verifier_config(verifier)
@@ -104,9 +102,11 @@ def load(
     if drafter is not None:
         drafter = pairs.locate(drafter, "drafter", drafter_revision, local_files_only)
         drafter_config = models.read_drafter_config(drafter)
-        drafter_config = (drafter_config if steering is None else steered(drafter_config, steering)).fitted(config)
+        if steering is not None:
+            drafter_config = drafters.steered(drafter_config, steering_files.read_config(Path(steering)))
+        drafter_config = drafter_config.fitted(config)
     tokenizer = Tokenizer.load(verifier)
-    if isinstance(drafter_config, LanguageModelConfig):
+    if drafter is not None and drafters.own_tokenizer(drafter_config):
         check_same_tokens(tokenizer, Tokenizer.load(drafter))
     check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), room(mesh), mesh)
     if drafter is not None:  # from here on weights are read
@@ -123,17 +123,6 @@ def load(
         mesh=mesh,
         budget=Path(budget),
     )
-
-
-def steered(drafter: Any, folder: str | Path) -> LanguageModelConfig:
-    """The config of a language model that drafts, steered by what lies in a folder.
-
-    Raises:
-      ValueError: another kind of drafter, or a folder without steering.
-    """
-    if not isinstance(drafter, LanguageModelConfig):
-        raise ValueError(f"got steering with a drafter of kind {drafter.kind!r}, expected a language model to be steered")
-    return replace(drafter, steering=steering_files.read_config(Path(folder)))
 
 
 def float_type(dtype: Any) -> Any:

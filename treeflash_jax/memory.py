@@ -13,7 +13,7 @@ import jax
 
 from treeflash_jax import devices, drafters
 from treeflash_jax.costs import Counter
-from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.verifiers import forward as verifiers
 from treeflash_jax.verifiers.config import ModelConfig
 
@@ -39,7 +39,7 @@ class Footprint:
 @functools.lru_cache(256)  # a call asks, and counting takes it more than a millisecond
 def footprint(
     verifier: ModelConfig,
-    drafter: DrafterConfig | None = None,
+    drafter: DrafterSizes | None = None,
     *,
     dtype: Any,
     mesh=None,

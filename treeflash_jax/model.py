@@ -15,7 +15,7 @@ from treeflash_jax import prompts as prompting
 from treeflash_jax.adaptive import calibration
 from treeflash_jax.checks import whole
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.inputs import Inputs, inputs_of
 from treeflash_jax.planning import Row, plan_of, resolve, with_builder
@@ -42,7 +42,7 @@ class TreeFlash:
         verifier: ModelConfig,
         weights: Weights,
         *,
-        drafter: DrafterConfig | None = None,
+        drafter: DrafterSizes | None = None,
         tokenizer: Tokenizer | None = None,
         stop_ids: Sequence[int] = (),
         mesh=None,

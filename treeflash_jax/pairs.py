@@ -16,8 +16,9 @@ Part = Literal["verifier", "drafter"]
 
 DEFAULT = "tiny"  # where nothing is named
 NO_DRAFTER = "none"  # as a drafter's name: decode plainly
-NGRAM = "ngram"  # as a drafter's name: look up the text itself; it has no weights and fits every verifier
 _ASSETS = Path(str(resources.files("treeflash_jax"))) / "assets"
+# Drafters that are known by name, have no weights and fit every verifier: "ngram" looks up the text itself.
+DRAFTERS = {"ngram": _ASSETS / "ngram"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,8 @@ def locate(name: str | Path, part: Part = "verifier", revision: str | None = Non
       ValueError: none of these, or not reachable on the Hub.
     """
     pair = PAIRS.get(str(name))
-    if part == "drafter" and str(name) == NGRAM:
-        return _ASSETS / NGRAM
+    if part == "drafter" and str(name) in DRAFTERS:
+        return DRAFTERS[str(name)]
     if pair is None:
         return _path(name, revision, local_files_only)
     if part == "drafter" and pair.drafter.is_dir():
@@ -141,3 +142,4 @@ PAIRS = {
     "tiny": Pair(verifier=partial(_shipped, "verifier"), drafter=_ASSETS / "tiny" / "drafter"),
     "smollm2": Pair(verifier=_smollm2, drafter=_ASSETS / "smollm2" / "drafter"),
 }
+NAMES = (*PAIRS, *DRAFTERS)

@@ -13,7 +13,7 @@ from treeflash_jax import devices, drafters
 from treeflash_jax.acceptance import check_lawful
 from treeflash_jax.checks import Bounds, checked, clipped, fit, quoted
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.settings import (
     NO_DRAFTER,
     OF_LOAD,
@@ -32,7 +32,7 @@ GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code
 
 
 def resolve(
-    config: GenerateConfig | None, settings: Settings, verifier: ModelConfig, drafter: DrafterConfig | None
+    config: GenerateConfig | None, settings: Settings, verifier: ModelConfig, drafter: DrafterSizes | None
 ) -> GenerateConfig:
     """`config` with single settings replaced, checked against the loaded pair.
 
@@ -93,7 +93,7 @@ def _check_name(name: str) -> None:
     raise ValueError(f"got unknown setting {quoted(name)}{hint}")
 
 
-def builder_of(config: GenerateConfig, drafter: DrafterConfig | None) -> str:
+def builder_of(config: GenerateConfig, drafter: DrafterSizes | None) -> str:
     """The builder that was asked for; else best-first trees if there is a drafter, one token at a time if not."""
     return config.builder or ("none" if drafter is None else "best-first")
 
@@ -115,7 +115,7 @@ def drafting(config: GenerateConfig) -> tuple[str, str, TreeShape]:
     return builder, config.acceptance or usual, shape
 
 
-def with_builder(config: GenerateConfig, drafter: DrafterConfig | None, temperature: float) -> GenerateConfig:
+def with_builder(config: GenerateConfig, drafter: DrafterSizes | None, temperature: float) -> GenerateConfig:
     """The settings of a row of this temperature: with a sampled tree where none was asked for and one is better."""
     crossover = None if drafter is None else drafter.sampled_above
     is_free = drafter is not None and config.builder is None and config.acceptance is None
@@ -130,7 +130,7 @@ def with_builder(config: GenerateConfig, drafter: DrafterConfig | None, temperat
     return config
 
 
-def draft_temperature(config: GenerateConfig, drafter: DrafterConfig | None, temperature: float) -> float:
+def draft_temperature(config: GenerateConfig, drafter: DrafterSizes | None, temperature: float) -> float:
     """At what temperature a row's draft is made: as asked for, else by the rule of GenerateConfig."""
     if config.drafter_temperature is not None or drafter is None:
         return config.drafter_temperature or 1.0
@@ -140,7 +140,7 @@ def draft_temperature(config: GenerateConfig, drafter: DrafterConfig | None, tem
 def plan_of(
     config: GenerateConfig,
     verifier: ModelConfig,
-    drafter: DrafterConfig | None,
+    drafter: DrafterSizes | None,
     dtype: Any,
     device: devices.Device | None = None,
 ) -> DecodePlan:

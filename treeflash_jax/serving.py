@@ -12,7 +12,7 @@ from treeflash_jax import prompts as prompting
 from treeflash_jax.adaptive.runner import choosing
 from treeflash_jax.batching import Batch, capacity_bucket, refilled
 from treeflash_jax.decoding.runner import Runner
-from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.memory import check_memory, footprint, room
 from treeflash_jax.planning import Row, rows_of, with_builder, with_indices
 from treeflash_jax.results import Reader, Result
@@ -42,7 +42,7 @@ class Request:
     config: GenerateConfig
     size: int
 
-    def by_builder(self, drafter: DrafterConfig | None) -> dict[str | None, list[int]]:
+    def by_builder(self, drafter: DrafterSizes | None) -> dict[str | None, list[int]]:
         """Indices of the rows by the builder of their trees, which may depend on their temperature."""
         found: dict[str | None, list[int]] = {}
         for index, row in enumerate(self.rows):

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import copies_in_loops
 from conftest import RANDOM_MODEL, needs_8_devices
 from test_extending import goes_through_everything
 
@@ -126,17 +125,19 @@ def test_what_the_verifier_itself_drafts_is_accepted_to_full_depth(oracle, how):
     assert set(result.accepted_before_cut[:-1]) == {depths + 1}
 
 
-BUDGETS = [{"nodes": 16}, {"builder": "walk"}]
-MORE = [{"nodes": nodes} for nodes in (1, 2, 5, 64)] + [{"builder": "walk", "depths": 1}]
+BUDGETS = [{"nodes": 16}]
+MORE = [{"builder": "walk"}] + [{"nodes": nodes} for nodes in (1, 2, 5, 64)] + [{"builder": "walk", "depths": 1}]
 MORE += [{"nodes": 16, "lanes": lanes, "depths": 5} for lanes in (1, 15)]
 
 
-def plain_and_drafted(model: tf.TreeFlash, draft: dict, **settings) -> None:
+def plain_and_drafted(model: tf.TreeFlash, draft: dict, **settings) -> int:
+    """Compares the answers; returns how many stopped inside a path that the verifier had accepted."""
     expected = model.generate(TEXTS, builder="none", batch_size=3, **settings)
     found = model.generate(TEXTS, batch_size=3, children=8, **draft, **settings)
     for one, other in zip(found, expected, strict=True):
         assert (one.ids, one.finished) == (other.ids, other.finished), draft
         assert 1 + sum(one.accept_lengths) == len(one.ids)
+    return sum(one.finished == "stop" and one.cut > 0 for one in found)
 
 
 @pytest.mark.parametrize("draft", BUDGETS + [pytest.param(draft, marks=pytest.mark.slow) for draft in MORE], ids=str)
@@ -144,8 +145,10 @@ def test_drafted_output_is_one_token_output(pair, draft):
     mixed = {"temperature": [0.0, 0.7, 1.3], "top_k": [0, 0, 9], "seed": 3}
     for settings in ({}, mixed, mixed | {"seed": 4, "max_new_tokens": 1}):
         plain_and_drafted(pair, draft, **{"max_new_tokens": 24, "stop_ids": ()} | settings)
-    for text in pair.generate(TEXTS, builder="none", batch_size=3, max_new_tokens=24, stop_ids=(), **mixed):
-        plain_and_drafted(pair, draft, max_new_tokens=24, stop_ids=(text.ids[11],), **mixed)
+    plain = pair.generate(TEXTS, builder="none", batch_size=3, max_new_tokens=24, stop_ids=(), **mixed)
+    stops = {token for one in plain for token in one.ids[8:16:3]}
+    stopped = sum(plain_and_drafted(pair, draft, max_new_tokens=24, stop_ids=(stop,), **mixed) for stop in stops)
+    assert stopped or draft.get("nodes") in (1, 2) or draft.get("depths") == 1
 
 
 @pytest.mark.slow
@@ -188,27 +191,6 @@ def test_a_tree_is_drawn_from_the_anchor_that_the_round_had(pair, how):
     result = pair.generate([[1, 2, 3]], max_new_tokens=24, stop_ids=(), temperature=1.0, seed=5, children=8, **how)[0]
     for index, length in enumerate(result.accept_lengths):
         assert sum(result.tree(index).accepted) >= length or index == len(result.accept_lengths) - 1
-
-
-@pytest.mark.usefixtures("as_users_compile")
-@pytest.mark.parametrize("builder", ["best-first", pytest.param("walk", marks=pytest.mark.slow)])
-def test_a_round_is_one_program_that_copies_no_cache(builder):
-    model = a_pair(0.15, dtype=jnp.float32)
-    config = tf.GenerateConfig(builder=builder, max_new_tokens=20, nodes=8, children=4)
-    plan = model.plan(config)
-    inputs = model.inputs(rows_of([[1, 2, 3], [4, 5]], config, model.verifier), config, size=2, capacity=256)
-    prefill = loops.prefill.lower(model.weights, *inputs, plan=plan.for_prefill()).compile()
-    state, rounds = prefill(model.weights, *inputs), jax.device_put(jnp.int32(3))
-    decode = loops.decode.lower(model.weights, state, rounds, plan=plan).compile()
-    [shape] = {x.shape for x in jax.tree.leaves((state.cache.groups, state.drafter.context.groups))}
-    for program in (prefill, decode):
-        assert copies_in_loops(program, shape) == []
-    assert not [word for word in ("callback", "infeed", "outfeed", "send(", "recv(") if word in decode.as_text()]
-    caches = jax.tree.leaves((state.cache.groups, state.drafter.context.groups))
-    with jax.transfer_guard("disallow"):
-        after = decode(model.weights, state, rounds)
-    assert all(array.is_deleted() for array in caches)
-    assert np.asarray(after.rounds_b).tolist() == [3, 3]
 
 
 @needs_8_devices
@@ -258,14 +240,52 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(folders, tmp_path)
         ({"lanes": 2, "builder": "walk"}, "lanes 2"),
         ({"lanes": 16, "nodes": 16}, "lanes 16"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=says) as error:
             model.generate([[1]], **settings)
+        assert "\n" not in str(error.value)
     for folder, dialect in ((folders["small"], "dflash"), (pairs.locate("tiny", "drafter"), own.DIALECT)):
         with pytest.raises(ValueError, match=f"got dialect '{dialect}' for a drafter of kind"):
             conversions.convert_drafter(folder, tmp_path / "converted", dialect)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(ValueError, match="got model_type 'gpt2', expected a drafter's .* or a language model of"):
         models.read_drafter_config(tmp_path)
+
+
+def _swapped(raw):
+    ids = raw["model"]["vocab"]
+    first, second = (token for token, id in ids.items() if id in (700, 900))
+    ids[first], ids[second] = ids[second], ids[first]
+
+
+def _renamed(raw):
+    ids, merges = raw["model"]["vocab"], raw["model"]["merges"]
+    last = next(token for token, id in ids.items() if id == 2047)
+    ids["\u0120qq"] = ids.pop(last)
+    merges.remove(next(pair for pair in merges if "".join(pair.split(" ") if isinstance(pair, str) else pair) == last))
+
+
+def _added(raw):
+    raw["added_tokens"].append({**raw["added_tokens"][0], "id": 2048, "content": "<new>"})
+
+
+OTHER_TOKENS = {
+    _swapped: "as token 700 .*2 tokens differ",
+    _renamed: "as token 2047 .*1 tokens differ",
+    _added: "as token 2048",
+}
+
+
+@pytest.mark.parametrize(("change", "says"), OTHER_TOKENS.items(), ids=lambda one: getattr(one, "__name__", ""))
+def test_other_tokens_are_refused_before_weights_are_read(tmp_path, change, says):
+    """Vocabularies of one size are compared token by token; the folder has no weights."""
+    verifier_folder = pairs.locate("tiny", "verifier")
+    raw = json.loads((verifier_folder / "tokenizer.json").read_text())
+    change(raw)
+    (tmp_path / "config.json").write_text((verifier_folder / "config.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=f"drafter does not fit the verifier: .* {says}") as error:
+        tf.load("tiny", drafter=tmp_path)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow

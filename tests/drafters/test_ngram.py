@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import copies_in_loops
-from conftest import RANDOM_MODEL
+from conftest import RANDOM_MODEL, needs_8_devices
 from test_extending import goes_through_everything
 
 import treeflash_jax as tf
-from treeflash_jax import params
+from treeflash_jax import params, programs
 from treeflash_jax import trees as tree
 from treeflash_jax.cli import main
 from treeflash_jax.decoding import loops
@@ -117,10 +116,12 @@ def float64():
     jax.config.update("jax_enable_x64", False)
 
 
-def a_model(dtype) -> tf.TreeFlash:
+def a_model(dtype, mesh=None) -> tf.TreeFlash:
     """Random weights of the verifier: small ones repeat themselves."""
-    weights = params.initialize(verifier.specs(RANDOM_MODEL), jax.random.key(0), dtype, 0.3)
-    return tf.TreeFlash(RANDOM_MODEL, Weights(weights, {}), drafter=own.NgramConfig())
+    specs = verifier.specs(RANDOM_MODEL)
+    weights = params.initialize(specs, jax.random.key(0), dtype, 0.3)
+    weights = weights if mesh is None else jax.device_put(weights, params.shardings(specs, mesh))
+    return tf.TreeFlash(RANDOM_MODEL, Weights(weights, {}), drafter=own.NgramConfig(), mesh=mesh)
 
 
 @pytest.fixture(scope="module")
@@ -142,11 +143,20 @@ def test_drafted_output_is_one_token_output(model, how):
         assert [one.ids for one in found] == [one.ids for one in expected]
         if settings["max_new_tokens"] > 1 and how.get("nodes") != 1:
             assert max(max(one.accept_lengths) for one in found) > 1, "control: something was drafted and accepted"
-    stops = {one.ids[20] for one in expected if len(one.ids) > 20} or {expected[0].ids[0]}
-    for stop in stops:
-        settings = {"max_new_tokens": 40, "stop_ids": (stop,), "batch_size": 3} | mixed
-        expected = model.generate(TEXTS, builder="none", **settings)
-        assert [one.ids for one in model.generate(TEXTS, **how, **settings)] == [one.ids for one in expected]
+
+
+@pytest.mark.parametrize("how", [{"nodes": 8}, pytest.param({"builder": "walk"}, marks=pytest.mark.slow)], ids=str)
+def test_answers_stop_inside_rounds(model, how):
+    """What can be drafted has been seen, so the texts are those above with the answers that repeat themselves."""
+    settings = {"max_new_tokens": 40, "stop_ids": (), "batch_size": 3, "temperature": [0.0, 0.7, 0.05], "seed": 3}
+    texts = [[*one.prompt_ids, *one.ids] for one in model.generate(TEXTS, builder="none", **settings)]
+    going_on, cut = model.generate(texts, builder="none", **settings), 0
+    for stop in {one.ids[4] for one in going_on}:
+        expected = model.generate(texts, builder="none", **settings | {"stop_ids": (stop,)})
+        found = model.generate(texts, **how, **settings | {"stop_ids": (stop,)})
+        assert [one.ids for one in found] == [one.ids for one in expected]
+        cut += sum(one.finished == "stop" and one.cut > 0 for one in found)
+    assert cut
 
 
 @pytest.mark.slow
@@ -157,22 +167,22 @@ def test_sampled_trees_leave_greedy_answers_as_they_are(model, builder):
     assert [one.ids for one in model.generate(TEXTS, builder=builder, nodes=8, **settings)] == expected
 
 
+@needs_8_devices
 @pytest.mark.slow
-@pytest.mark.usefixtures("as_users_compile")
-def test_a_round_is_one_program_that_copies_no_cache():
-    model = a_model(jnp.float32)
-    config = tf.GenerateConfig(max_new_tokens=20, nodes=8)
-    plan = model.plan(config)
-    inputs = model.inputs(rows_of([[1, 2, 1, 2], [4, 5]], config, model.verifier), config, size=2, capacity=256)
-    prefill = loops.prefill.lower(model.weights, *inputs, plan=plan.for_prefill()).compile()
-    state, rounds = prefill(model.weights, *inputs), jax.device_put(jnp.int32(3))
-    decode = loops.decode.lower(model.weights, state, rounds, plan=plan).compile()
-    [shape] = {x.shape for x in jax.tree.leaves(state.cache.groups)}
-    assert copies_in_loops(decode, shape) == []
-    assert not [word for word in ("callback", "infeed", "outfeed", "send(", "recv(") if word in decode.as_text()]
-    with jax.transfer_guard("disallow"):
-        after = decode(model.weights, state, rounds)
-    assert np.asarray(after.rounds_b).tolist() == [3, 3]
+@pytest.mark.parametrize("how", [{"nodes": 8}, {"builder": "walk"}, {"builder": "paths", "nodes": 8}], ids=str)
+def test_eight_devices_answer_as_one(model, how):
+    """Every device looks up the texts that it holds; the vocabulary and the heads are split too."""
+    settings = {"max_new_tokens": 40, "stop_ids": ()}
+    settings |= {} if how.get("builder") == "paths" else {"temperature": [0.0, 0.7, 0.0, 0.05], "seed": 3}
+    texts = [*TEXTS, [9, 8, 9, 8, 9]]
+    expected = [one.ids for one in model.generate(texts, builder="none", **settings)]
+    programs.clear()
+    found = a_model(jnp.float64, tf.make_mesh(4, 2)).generate(texts, **how, **settings)
+    assert [one.ids for one in found] == expected
+    assert max(max(one.accept_lengths) for one in found) > 1, "control: something was drafted and accepted"
+    [text] = [program.run.as_text() for program in programs.compiled(loops.decode)]
+    gathered = [line.split(" all-gather")[0] for line in text.splitlines() if " all-gather(" in line]
+    assert " all-reduce(" in text and not [line for line in gathered if "64]" in line.split("{")[0] or ",256" in line]
 
 
 def test_where_nothing_matches_the_verifier_reads_the_anchor_alone():

@@ -13,6 +13,7 @@ import toy_training
 from toy_training import DRAFTER, MODEL
 
 from train import blocks, config, data, drafter, drafting, evaluate, head, hosts, losses, objective, state, watch
+from train.teacher import teach
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax import vocab
@@ -59,7 +60,7 @@ def drafted(frozen, document_1t, start):
 
 def test_training_blocks_equal_inference(case):
     frozen, rows, _, chosen = case
-    teacher = blocks.teach(frozen["verifier"], MODEL, DRAFTER.target_layer_ids, rows)
+    teacher = teach(frozen["verifier"], MODEL, DRAFTER.target_layer_ids, rows)
     context = blocks.context(frozen["backbone"], DRAFTER, rows, teacher.features_bsj)
     hidden = blocks.hidden_states(
         frozen["backbone"], DRAFTER, frozen["verifier"]["embed"], rows, context, chosen.anchors_bn
@@ -149,7 +150,7 @@ def plain_sums(params, frozen, rows, keys, settings, drafter_):
     """The objective without chunks, from its definition."""
     backbone = params.get("backbone", frozen.get("backbone"))
     own, eps = frozen["verifier"], drafter_.layers.rms_norm_eps
-    teacher = blocks.teach(own, MODEL, drafter_.target_layer_ids, rows)
+    teacher = teach(own, MODEL, drafter_.target_layer_ids, rows)
     chosen = blocks.sample_blocks(rows, settings.anchors, drafter_.block_size, settings.decay, keys)
     context = blocks.context(backbone, drafter_, rows, teacher.features_bsj)
     hidden = blocks.hidden_states(backbone, drafter_, own["embed"], rows, context, chosen.anchors_bn)[:, :, 1:]
@@ -249,7 +250,7 @@ def test_estimated_tau_and_slots_equal_their_definitions(case, loss):
     settings, own = dataclasses.replace(OBJECTIVE, loss=loss, chunk=2), frozen["verifier"]
     params = {"backbone": frozen["backbone"]}
     sums = objective.drafting_sums(params, frozen, rows, keys, settings=settings, verifier=MODEL, drafter=DRAFTER)
-    teacher = blocks.teach(own, MODEL, DRAFTER.target_layer_ids, rows)
+    teacher = teach(own, MODEL, DRAFTER.target_layer_ids, rows)
     context = blocks.context(frozen["backbone"], DRAFTER, rows, teacher.features_bsj)
     hidden = blocks.hidden_states(frozen["backbone"], DRAFTER, own["embed"], rows, context, chosen.anchors_bn)
     norm = hidden / np.sqrt(np.mean(np.square(hidden), -1, keepdims=True) + DRAFTER.layers.rms_norm_eps)

@@ -33,7 +33,6 @@ from treeflash_jax.bench.run import converse, environment
 from treeflash_jax.bench.stages import Bench
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.devices import measure_ceilings
-from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.settings import RuntimeConfig, SamplingConfig
 
 SCHEMA = 1
@@ -160,7 +159,7 @@ def arms_of(models: dict[str, tf.TreeFlash], base: tf.GenerateConfig, nodes: Seq
     for label, model in models.items():
         config = model.drafter
         heads = [(None, "")]
-        if isinstance(config, DrafterConfig) and config.head != "marginal":
+        if "head" in drafters.of(config).OPTIONS and config.head != "marginal":
             heads = [("marginal", ", no head"), (None, "")]
         for head, note in heads:
             chain = replace(base, builder="walk", head=head)

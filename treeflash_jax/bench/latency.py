@@ -33,7 +33,7 @@ from treeflash_jax.bench.progress import Progress
 from treeflash_jax.bench.stages import Bench, slots_for, trace
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.devices import measure_ceilings
-from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.formats import models
 from treeflash_jax.pairs import locate
 from treeflash_jax.planning import plan_of, resolve
@@ -56,7 +56,7 @@ class Pair:
     name: str
     weights: str
     verifier: ModelConfig
-    drafter: DrafterConfig
+    drafter: DrafterSizes
     load: Callable[..., tf.TreeFlash]
 
 

@@ -39,7 +39,7 @@ from treeflash_jax.costs import Counter, distinct_experts
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
 from treeflash_jax.devices import GPU_MEMORY, TPU_MEMORY, Device, here
-from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.inputs import STOP_SLOTS
 from treeflash_jax.memory import Footprint, footprint, in_units, memory_limit
 from treeflash_jax.planning import plan_of, resolve
@@ -272,7 +272,7 @@ def count_moved(found: Sequence[Collective], rows: int, size: int) -> int:
     return sum(math.prod(shape) >= rows * size and math.prod(shape) % size == 0 for shape in moved)
 
 
-def _pair(arguments: argparse.Namespace) -> tuple[ModelConfig, DrafterConfig, str, str | None]:
+def _pair(arguments: argparse.Namespace) -> tuple[ModelConfig, DrafterSizes, str, str | None]:
     """Sizes of verifier and drafter, and what they are called; None: the drafter of the published sizes."""
     model, own = shapes.named(arguments.shape), arguments.drafter_shape
     drafter = shapes.drafter_of(model) if own is None else shapes.named_drafter(own)

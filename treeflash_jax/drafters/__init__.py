@@ -25,6 +25,7 @@ import jax
 from treeflash_jax.costs import Counter, Work
 from treeflash_jax.drafters import block, eagle3, language_model, ngram
 from treeflash_jax.drafters.inputs import Inputs
+from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.trees.expander import Expander
 from treeflash_jax.verifiers.config import ModelConfig
 
@@ -80,6 +81,9 @@ class Drafter(Protocol):
       DIALECT: the file dialect (`formats.dialects`) that it is saved in unless another one is asked for.
       READS_PROMPT: optional. Where it is True, prompts are shown as their own tokens, from the first on, and without
         features (None): for drafters that read a text as the verifier does. Tokens after the prompt come as to any other.
+      OWN_TOKENIZER: optional. Where it is True, the drafter's folder has a tokenizer, which must be the verifier's, token
+        for token.
+      steered: optional function (config, SteeringConfig) -> the config of the drafter steered by it.
     """
 
     OPTIONS: tuple[str, ...]
@@ -161,6 +165,19 @@ def reads_prompt(config: DrafterSizes) -> bool:
 def may_offer_nothing(config: DrafterSizes) -> bool:
     """Whether rounds have to be ready for trees without a node below the root; see `Drafter`."""
     return getattr(of(config), "MAY_OFFER_NOTHING", False)
+
+
+def own_tokenizer(config: DrafterSizes) -> bool:
+    """Whether this drafter comes with a tokenizer that has to be the verifier's; see `Drafter`."""
+    return getattr(of(config), "OWN_TOKENIZER", False)
+
+
+def steered(config: DrafterSizes, steering: SteeringConfig) -> DrafterSizes:
+    """The config of this drafter, steered by the verifier's hidden states. Raises ValueError where it cannot be."""
+    own = of(config)
+    if not hasattr(own, "steered"):
+        raise ValueError(f"got steering with a drafter of kind {config.kind!r}, expected a language model to be steered")
+    return own.steered(config, steering)
 
 
 def of(config: DrafterSizes) -> Drafter:

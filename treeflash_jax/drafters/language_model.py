@@ -33,6 +33,7 @@ from treeflash_jax.verifiers.config import ModelConfig
 OPTIONS = ("children", "depths")
 READS_TOKENS = True
 READS_PROMPT = True
+OWN_TOKENIZER = True
 DIALECT = "language-model"
 
 
@@ -96,6 +97,11 @@ class LanguageModelState:
 
     def grow(self, capacity: int) -> LanguageModelState:
         return self.replace(context=caches.grow(self.context, capacity))
+
+
+def steered(config: LanguageModelConfig, steering: SteeringConfig) -> LanguageModelConfig:
+    """See `Drafter.steered`."""
+    return replace(config, steering=steering)
 
 
 def choose(config: LanguageModelConfig, options: Any) -> tuple[LanguageModelConfig, LaneSettings]:

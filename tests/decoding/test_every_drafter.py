@@ -1,0 +1,127 @@
+"""What holds of rounds with a drafter of any kind: one program, no recompilation, and caches filled to their last slot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import copies_in_loops
+from conftest import RANDOM_DRAFTER, RANDOM_MODEL, compilations
+
+import treeflash_jax as tf
+from treeflash_jax import drafters, params
+from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.state import DecodePlan, Weights
+from treeflash_jax.drafters import eagle3, language_model, ngram, steering
+from treeflash_jax.planning import rows_of
+from treeflash_jax.verifiers import forward as verifier
+
+SMALL = replace(RANDOM_MODEL, num_layers=2, num_kv_heads=1)
+STEERS = steering.SteeringConfig(taps=(0, 1, 2), width=32, num_layers=2, ffn=64, rank=3)
+KINDS = {
+    "block": RANDOM_DRAFTER,
+    "eagle3": eagle3.EagleConfig(
+        layers=replace(RANDOM_MODEL, num_layers=1), target_hidden_size=32, draft_vocab_size=64, num_depths=3, taps=(0, 1, 2)
+    ).fitted(RANDOM_MODEL),
+    "language model": language_model.LanguageModelConfig(layers=SMALL, num_depths=3),
+    "steered language model": language_model.LanguageModelConfig(layers=SMALL, num_depths=3, steering=STEERS),
+    "ngram": ngram.NgramConfig(num_depths=3),
+}
+PROMPTS = [[3, 4, 5, 3, 4], [8]]
+TREE = {"nodes": 8, "children": 4}
+pytestmark = pytest.mark.filterwarnings("ignore:tau is")
+
+
+def a_pair(kind: str) -> tf.TreeFlash:
+    """Random weights of a verifier and of a drafter of this kind."""
+    config = KINDS[kind]
+    specs = verifier.specs(RANDOM_MODEL), drafters.of(config).specs(config)
+    weights = [params.initialize(one, jax.random.key(i), scale=0.3) for i, one in enumerate(specs)]
+    return tf.TreeFlash(RANDOM_MODEL, Weights(*weights), drafter=config, stop_ids=())
+
+
+def planned(model: tf.TreeFlash, prompts: list[list[int]], **settings) -> tuple[DecodePlan, tuple]:
+    """The plan of a call, and what its prompts are read from into caches of 256 positions."""
+    config = tf.GenerateConfig(max_new_tokens=20, **settings)
+    return model.plan(config), model.inputs(rows_of(prompts, config, model.verifier), config, size=2, capacity=256)
+
+
+BUILDERS = [(kind, builder) for kind in KINDS for builder in ("best-first", "walk")]
+QUICK = {("eagle3", "best-first"), ("language model", "best-first")}
+
+
+@pytest.mark.usefixtures("as_users_compile")
+@pytest.mark.parametrize(
+    ("kind", "builder"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in BUILDERS]
+)
+def test_a_round_is_one_program_that_copies_no_cache(kind, builder):
+    """It runs without a transfer, donates its state, and no loop in it copies a cache."""
+    model = a_pair(kind)
+    plan, inputs = planned(model, PROMPTS, builder=builder, **TREE if builder == "best-first" else {"children": 4})
+    prefill = loops.prefill.lower(model.weights, *inputs, plan=plan.for_prefill()).compile()
+    state, rounds = prefill(model.weights, *inputs), jax.device_put(jnp.int32(3))
+    decode = loops.decode.lower(model.weights, state, rounds, plan=plan).compile()
+    own = [x for x in jax.tree.leaves(state.drafter) if x.ndim == 4]  # keys and values, [b, k, s, e]
+    assert bool(own) == (kind != "ngram")
+    shapes = {x.shape for x in [*jax.tree.leaves(state.cache.groups), *own]}
+    for program in (prefill, decode):
+        assert [line for shape in shapes for line in copies_in_loops(program, shape)] == []
+        assert not [word for word in ("callback", "infeed", "outfeed", "send(", "recv(") if word in program.as_text()]
+    held = jax.tree.leaves((state.cache.groups, state.drafter))
+    with jax.transfer_guard("disallow"):
+        after = decode(model.weights, state, rounds)
+    assert all(array.is_deleted() for array in held)
+    assert np.asarray(after.rounds_b).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "kind", ["eagle3", "language model", pytest.param("steered language model", marks=pytest.mark.slow), "ngram"]
+)
+def test_nothing_recompiles_when_only_values_change(kind):
+    model = a_pair(kind)
+
+    def run(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        model.generate(
+            [rng.integers(0, 64, rng.integers(1, 30)).tolist() for _ in range(2)],
+            max_new_tokens=int(rng.integers(5, 20)), batch_size=2, **TREE,
+            temperature=rng.choice([0.0, 0.6], 2).tolist(), top_k=rng.choice([0, 5], 2).tolist(),
+            seed=rng.integers(0, 99, 2).tolist(), stop_ids=rng.integers(0, 64, rng.integers(0, 3)).tolist(),
+            drafter_temperature=float(rng.choice([0.3, 1.0])),
+        )  # fmt: skip
+
+    run(0)
+    with compilations() as compiled:
+        for seed in range(1, 6):
+            run(seed)
+    assert not compiled
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "language model" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
+def test_the_last_round_before_a_cache_grows_writes_where_it_should(kind):
+    """Rows of a whole path are stored past the end of a text: where they do not fit, a store would begin too early.
+
+    Texts of language models and of n-grams hold one token more than the verifier's cache.
+    """
+    model = a_pair(kind)
+    plan, _ = planned(model, PROMPTS, **TREE)
+    texts = [np.random.default_rng(0).integers(0, 64, 255 - plan.path_rows).tolist(), [1, 2, 1, 2]]
+
+    def after_a_round(texts: list[list[int]], grown: bool):
+        _, inputs = planned(model, texts, **TREE)
+        state = loops.prefill(model.weights, *inputs, plan=plan.for_prefill())
+        return loops.decode(model.weights, loops.grow(state, 384) if grown else state, jnp.int32(1), plan=plan)
+
+    filled, roomy = after_a_round(texts, grown=False), after_a_round(texts, grown=True)
+    assert filled.rounds_b.tolist() == [1, 1] and filled.capacity == 256, "the path of the longest text fills its cache"
+    found, expected = (
+        jax.tree.leaves((state.drafter, state.cache, state.tokens_bs)) for state in (loops.grow(filled, 384), roomy)
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    assert after_a_round([[0, *texts[0]], texts[1]], grown=False).rounds_b.tolist() == [0, 0], "a longer path would not fit"
