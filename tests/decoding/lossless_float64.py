@@ -151,7 +151,7 @@ def others(trained_pair: TreeFlash, prompts: list[list[int]], check: Callable, f
     short = [[draw.randrange(4, 63) for _ in range(size)] for size in (3, 50, 17, 9, 1)]
     check(qwen2, short, {"max_new_tokens": 60, "temperature": [0.0, 0.7, 1.3, 0.0, 1.3]}, DRAFTS[3:4])
 
-    # A mixture of experts: steps gather matrices, trees run all experts. Sampled trees are greedy at temperature 0.
+    # A mixture of experts, of which CPUs gather those that rows choose. Sampled trees are greedy at temperature 0.
     sparse = ModelConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8,
         max_positions=512, num_experts=32, experts_per_token=2, expert_size=8, normalize_experts=True, dense_layers=(1,),
