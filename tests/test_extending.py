@@ -339,6 +339,7 @@ class BigramStage(drafting.DraftingStage):
         return "bigram table", {"depths": drafter.num_depths}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:tau is")
 def test_a_drafter_is_trained_and_exported(bigram, monkeypatch, tmp_path):
     monkeypatch.setitem(stages.STAGES, "bigram", BigramStage)

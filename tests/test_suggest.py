@@ -64,7 +64,12 @@ def test_no_alias_stands_for_a_name_of_ours_that_is_known_beside_it():
 
 
 @pytest.mark.parametrize(
-    ("method", "builder"), [("tree", "best-first"), ("walk", "walk"), ("chain", "chain"), ("ar", "none")]
+    ("method", "builder"),
+    [
+        ("tree", "best-first"),
+        ("ar", "none"),
+        *(pytest.param(name, name, marks=pytest.mark.slow) for name in ("walk", "chain")),  # a program each
+    ],
 )
 def test_the_method_of_the_first_edition_is_a_builder(trained, caplog, method, builder):
     settings = {"max_new_tokens": 8, "nodes": 4, "candidates": 4, "children": 4}

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from treeflash_jax import drafters, quantized, serving
 from treeflash_jax import prompts as prompting
 from treeflash_jax.adaptive import calibration
+from treeflash_jax.adaptive.selector import SelectorConfig
 from treeflash_jax.checks import whole
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import DrafterSizes
+from treeflash_jax.formats import selector as selectors
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.inputs import Inputs, inputs_of
 from treeflash_jax.planning import Row, plan_of, resolve, with_builder
@@ -56,6 +58,7 @@ class TreeFlash:
         self.mesh = mesh
         self.budget = budget  # the file that calibrations of this pair are kept in
         self.calibrations: dict[DecodePlan, calibration.Calibration] = {}
+        self.selectors: dict[str, tuple[SelectorConfig, Any]] = {}  # by file
         self.noted_plain = False  # whether it was said that nothing is drafted
 
     @property
@@ -226,12 +229,27 @@ class TreeFlash:
         """What shapes the compiled programs for these settings. With nodes "auto", it has the largest trees measured.
 
         Raises:
-          ValueError: nodes is "auto" and there is no calibration for this pair, device and drafting settings.
+          ValueError: nodes is "auto" and there is no calibration for this pair, device and drafting settings; or a selector
+            for another pair or rule, or that chooses larger trees.
         """
         plan = plan_of(config, self.verifier, self.drafter, self.dtype)
+        if config.selector is not None and plan.drafts:
+            return self.selected(config.selector, plan)[0].planned(plan, config.nodes)
         if config.nodes != "auto" or not plan.drafts:
             return plan
         return replace(plan, num_nodes=self.calibrated(plan).nodes[-1])
+
+    def selected(self, path: str, plan: DecodePlan) -> tuple[SelectorConfig, Any]:
+        """What the selector in a file, read once, chooses between, and its weights.
+
+        Raises:
+          ValueError: the file is missing or damaged, or was made for another pair.
+        """
+        if path not in self.selectors:
+            config, params = selectors.load(Path(path), self.mesh)
+            config.check_pair(calibration.pair_of(self.verifier, self.weights, plan))
+            self.selectors[path] = config, params
+        return self.selectors[path]
 
     def calibrated(self, plan: DecodePlan) -> calibration.Calibration:
         """What `treeflash calibrate` measured for the pair with the drafting settings of this plan.

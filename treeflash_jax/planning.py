@@ -66,6 +66,10 @@ def resolve(
         builder, rule, shape = drafting(config)
         expect(not BUILDERS[builder].draws or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
         check_lawful(rule, BUILDERS[builder].law_of(shape))
+        if config.selector is not None:
+            only = "with a selector, which chooses it"
+            expect(config.builder == "delayed", "builder", config.builder, "'delayed' with a selector")
+            _refuse_changed(config, ("trunk", "branches"), only)
         if auto:  # a budget that looks at drawn nodes would not be lossless; those of a chain are no tree's first
             only = "with nodes 'auto'"
             expect(builder == "best-first", "builder", builder, f"'best-first' {only}")

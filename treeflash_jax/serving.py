@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from treeflash_jax import mesh as meshes
 from treeflash_jax import prompts as prompting
 from treeflash_jax.adaptive.runner import choosing
+from treeflash_jax.adaptive.selecting import SelectingRunner
 from treeflash_jax.batching import Batch, capacity_bucket, refilled
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.drafters import DrafterSizes
@@ -85,7 +86,7 @@ def runner_of(model: TreeFlash, rows: Sequence[Row], size: int, positions: int, 
       positions: that each of them may come to need at first, the path of a last round excluded.
       config: settings, complete.
     """
-    runner = Runner(model.plan(config), model.weights, model.mesh)
+    runner = fixed_runner(model, config)
     if config.nodes != "auto" or not runner.plan.drafts:
         return runner
     return choosing(
@@ -95,6 +96,14 @@ def runner_of(model: TreeFlash, rows: Sequence[Row], size: int, positions: int, 
         positions=capacity_bucket(positions + runner.plan.path_rows),
         temperatures=[row.temperature for row in rows],
     )
+
+
+def fixed_runner(model: TreeFlash, config: GenerateConfig) -> Runner:
+    """What decodes any batch with these settings, calibrated nodes counting as the largest."""
+    plan = model.plan(config)
+    if config.selector is None or not plan.drafts:
+        return Runner(plan, model.weights, model.mesh)
+    return SelectingRunner(plan, model.weights, model.mesh, params=model.selected(config.selector, plan)[1])
 
 
 def batch_of(model: TreeFlash, rows: Sequence[Row], size: int, config: GenerateConfig) -> Batch:
@@ -110,7 +119,7 @@ def reader_of(model: TreeFlash, config: GenerateConfig) -> Reader:
 
     def draft(row: Row, ids: list[int]) -> DraftTree:
         *before, anchor = ids
-        runner = Runner(model.plan(config), model.weights, model.mesh)
+        runner = fixed_runner(model, config)
         capacity = capacity_bucket(len(before) + runner.plan.path_rows + 1)
         inputs = model.inputs([replace(row, ids=before)], config, size=1, capacity=capacity)
         return runner.draft(inputs, len(before), anchor)

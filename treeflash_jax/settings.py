@@ -181,6 +181,13 @@ class TreeConfig:
         says=f"at least 0 and at most {MOST_NODES:,}, or 'auto'",
         **_NODES | {"least": 0},
     )
+    selector: str | None = speed(
+        None,
+        "file of a selector (`python -m train.selector`), which chooses branches and trunk of a delayed tree in every "
+        "round",
+        unset="none",
+        unit="file",
+    )
     skeleton: float = speed(
         TreeShape.skeleton,
         "share of the nodes of a hybrid tree that best-first search chooses",
@@ -273,6 +280,7 @@ class Settings(TypedDict, total=False):
     acceptance: str | None
     branches: int
     trunk: int | Literal["auto"]
+    selector: str | None
     skeleton: float
     leaves: bool
     lanes: int | None

@@ -227,6 +227,21 @@ def gpu_rounds() -> str:
     return table("model | batch | temporary, GiB | draft | expand | tree | verify | accept | commit | one-token step", rows)
 
 
+def drafter_rounds() -> str:
+    """Rounds of drafters that are not blocks: memory, and what they launch or move, where the compiler tells."""
+    rows = []
+    for one in read("drafter_rounds.json").values():
+        size = {name: count / GIB for name, count in one["bytes_per_device"].items()}
+        parts = [size["drafter"], size["drafter_cache"], max(size["round"], size["prefill"]), size["total"]]
+        mesh, found = "x".join(map(str, one["mesh"].values())), one["launches"] or {}
+        reduced = one["collectives"].get("all-reduce")
+        level = f"{found['tree'] / one['depths']:.0f}" if found else ""
+        ends = [found.get("draft", ""), one["depths"], level, f"{reduced['bytes'] / MIB:.0f} MiB" if reduced else ""]
+        rows.append([one["drafter"], one["topology"], mesh, one["batch"], *(f"{part:.2f}" for part in parts), *ends])
+    header = "drafter | topology | mesh | batch | drafter | its cache | temporary | total"
+    return table(f"{header} | launches before the tree | levels | launches a level | all-reduces", rows)
+
+
 def beside_published() -> str:
     runs = read("speed_b_trained.json")
     names = {"tree": "tree", "one_token": "one token at a time"}
@@ -357,7 +372,18 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
         *(tau, tau_seen, drafter_temperature, train_head, train_steps, latency, growth, budget),
-        *(tpu_rounds, experts_rounds, gpu_rounds, beside_published, drafters, sampled_trees, leaves, accept_costs, options),
+        *(
+            tpu_rounds,
+            experts_rounds,
+            gpu_rounds,
+            drafter_rounds,
+            beside_published,
+            drafters,
+            sampled_trees,
+            leaves,
+            accept_costs,
+            options,
+        ),
     )
 }
 

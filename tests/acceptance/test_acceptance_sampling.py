@@ -1,7 +1,7 @@
 """Acceptance rules through the compiled generator: answers at temperature 1 against the exact law, chi-square.
 
-40,000 answers find the bias of a broken rule; 200,000 of every rule are marked slow. tests/test_acceptance.py enumerates
-every rule exactly.
+40,000 answers find the bias of a broken rule, 80,000 are drawn from every rule. test_acceptance.py enumerates every rule
+exactly.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ import pytest
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL
 from scipy import stats
 
-from treeflash_jax import params
+from treeflash_jax import params, programs
 from treeflash_jax.acceptance import RULES, recursive
 from treeflash_jax.acceptance.draws import draws_of, finish, first_hits
 from treeflash_jax.acceptance.rows import follow
+from treeflash_jax.adaptive import selecting, selector
+from treeflash_jax.adaptive.selecting import SelectingRunner
 from treeflash_jax.decoding import loops as core
+from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings
-from treeflash_jax.trees import TreeShape
+from treeflash_jax.trees import Bucket, TreeShape
 from treeflash_jax.verifiers import forward as verifier
 
+pytestmark = pytest.mark.slow
 VOCABULARY, NEW, PROMPT = 4, 6, (1, 2)
 BATCH = 40_000
 MODEL = replace(RANDOM_MODEL, vocab_size=VOCABULARY, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2)
@@ -97,24 +101,75 @@ def p_value(tokens: np.ndarray, exact: np.ndarray) -> float:
     return stats.chisquare(*groups).pvalue
 
 
-@pytest.mark.parametrize(
-    ("rule", "batches"),
-    [("block", 1), *(pytest.param(rule, 5, marks=pytest.mark.slow) for rule in RULES)],
-)
-def test_answers_have_the_verifiers_law(weights, exact, rule, batches):
-    tokens, rounds = answers(weights, rule, *PLANS[rule], batches=batches)
+@pytest.mark.parametrize("rule", RULES)
+def test_answers_have_the_verifiers_law(weights, exact, rule):
+    tokens, rounds = answers(weights, rule, *PLANS[rule], batches=2)
     assert p_value(tokens, exact) > 0.001
     assert np.mean(rounds >= 2) > 0.6 and len(set(rounds.tolist())) > 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["traversal", "k-sequential"])
 def test_answers_have_it_where_past_rounds_choose_the_trunk(weights, exact, rule):
     tokens, rounds = answers(weights, rule, "delayed", 6, TreeShape(branches=2, trunk="auto"), batches=2)
     assert p_value(tokens, exact) > 0.001 and len(set(rounds.tolist())) > 2
 
 
-@pytest.mark.slow
+def selected_answers(weights: Weights, rule: str, batches: int):
+    """As `answers`, of a selector that is an arbitrary function of its inputs: tokens, and the nodes of every round."""
+    buckets = (Bucket(1, 1, 0), Bucket(2, 0, 1), Bucket(1, 3, 0), Bucket(2, 1, 2), Bucket(3, 0, 2))
+    shape, draft = TreeShape(trunk=buckets), DraftSettings(candidates=3, children=3)
+    plan = DecodePlan(
+        verifier=MODEL, drafter=DRAFTER, num_nodes=7, draft=draft, builder="delayed", shape=shape, rule=rule,
+        prefill_chunk=len(PROMPT),
+    )  # fmt: skip
+    made = selector.SelectorConfig(buckets=buckets, width=MODEL.hidden_size, pair="", rule=rule)
+    wild = params.initialize(selector.specs(made), jax.random.key(0), scale=1.0)
+    runner = SelectingRunner(plan, weights, params=wild)
+    full = lambda value, dtype: jnp.full(BATCH, value, dtype)  # noqa: E731
+    tokens_bs = jnp.zeros((BATCH, 12), jnp.int32).at[:, : len(PROMPT)].set(jnp.asarray(PROMPT))
+    tokens, nodes = [], []
+    for part in range(batches):
+        sampling = Sampling(
+            key_b=jax.random.split(jax.random.key(part), BATCH), temperature_b=full(1, jnp.float32),
+            top_k_b=full(0, jnp.int32), top_p_b=full(1, jnp.float32), limit_b=full(len(PROMPT) + NEW, jnp.int32),
+            stop_ids_bx=jnp.full((BATCH, 1), -1), drafter_temperature_b=full(1, jnp.float32),
+        )  # fmt: skip
+        state = runner.run(runner.start((tokens_bs, full(len(PROMPT), jnp.int32), sampling)), NEW, BATCH)
+        assert bool(jnp.all(state.decode.done_b))
+        tokens.append(np.asarray(state.decode.tokens_bs)[:, len(PROMPT) : len(PROMPT) + NEW])
+        nodes.append(np.asarray(state.nodes_bs))
+    return np.concatenate(tokens), np.concatenate(nodes)
+
+
+@pytest.mark.parametrize("rule", ["traversal", "k-sequential"])
+def test_answers_have_it_where_a_selector_chooses_the_tree(weights, exact, rule):
+    tokens, nodes = selected_answers(weights, rule, 2)
+    assert p_value(tokens, exact) > 0.001
+    counts = np.bincount(nodes.ravel())[1:]
+    assert np.count_nonzero(counts > 0.02 * counts.sum()) > 2, "many trees are in use"
+
+
+def test_a_selector_that_saw_the_draws_is_rejected(weights, exact, monkeypatch):
+    """A second path where its draw is the likeliest token alone: where there is one, it no longer has the drafter's law."""
+    features_of, shape = selecting.features_of, TreeShape(trunk=(Bucket(2, 0, 1),))
+
+    def peeking(state, expander):
+        own = DecodePlan(verifier=MODEL, drafter=DRAFTER, num_nodes=7, builder="delayed", shape=shape)
+        proposal = rounds.build_tree(state.decode, expander, own, jnp.zeros_like(state.decode.end_b))[1]
+        features = features_of(state, expander)
+        return features.replace(scalars_bs=features.scalars_bs.at[:, 0].set(proposal.slot_bx[:, 1]))
+
+    def scores(params, features):
+        return jnp.where(features.scalars_bs[:, :1] == 0, jnp.eye(5)[1], jnp.eye(5)[0])
+
+    monkeypatch.setattr(selecting, "features_of", peeking)
+    monkeypatch.setattr(selector, "scores", scores)
+    programs.clear()
+    tokens, _ = selected_answers(weights, "traversal", 1)
+    programs.clear()
+    assert p_value(tokens, exact) < 1e-6
+
+
 def test_a_biased_rule_is_rejected(weights, exact, monkeypatch):
     """A rejected draw is followed by a token of p, not of the residual."""
 

@@ -141,7 +141,7 @@ def test_a_cut_tree_is_the_smaller_tree(trained):
         pytest.param(STEEP, 0.9, {2}, marks=pytest.mark.slow),  # a program of its own
         pytest.param(MIXED, 0.9, {4, 8}, marks=pytest.mark.slow),
         (FLAT, 0.25, {1, 16}),  # on the edge: with pauses
-        (MIXED, 0.42, {1, 4}),
+        pytest.param(MIXED, 0.42, {1, 4}, marks=pytest.mark.slow),
         (FLAT, 0.2, {1}),  # never drafts at all
     ],
 )

@@ -47,6 +47,7 @@ def test_the_command_compares_drafters(tmp_path, capsys):
     prompts.write_text(json.dumps({"id": 1, "turns": ["Ada has 3 pens and buys 5 more. How many pens has she?"]}) + "\n")
     words = ["bench", "drafters", "--drafter", "shipped=tiny", "ngram", "--prompts", str(prompts), "--nodes", "4"]
     words += ["--max-new-tokens", "12", "--repeats", "1", "--context", "30", "--out", str(out), "--plot", str(plot)]
+    out.write_text('{"arms": []}')  # its own file is replaced
     assert main(words) == 0
     assert "ngram" in capsys.readouterr().out and plot.stat().st_size > 1000
     found = json.loads(out.read_text())
@@ -58,7 +59,6 @@ def test_the_command_compares_drafters(tmp_path, capsys):
     own = arms["shipped", "tree", 4]
     assert own["tau"] > 1 and 0 < own["distance_by_depth"]["distance"][0] < 1 and own["distance_by_depth"]["rounds"][0] > 1
     assert {"draft", "expand", "tree", "verify", "accept", "commit", "round", "step"} == {*own["stages_ms"]}
-    assert main(words) == 0, "its own file is replaced"
     out.write_text("mine")
     assert main(words) == 2 and out.read_text() == "mine"
 

@@ -278,7 +278,7 @@ def test_the_command_writes_what_it_prints_and_keeps_what_was_there(tmp_path, ca
     results = json.loads(out.read_text())
     assert results.pop("earlier") == {"bytes_per_device": {}}
     [(key, result)] = results.items()
-    assert key == "verifier cpu 4x2 batch 8" and key in printed
+    assert key == "verifier cpu 4x2 batch 8 drafted by drafter" and key in printed
     assert (result["context"], result["nodes"], result["mesh"]) == (384, 8, {"data": 4, "model": 2})
     assert result["dtype"] == "bfloat16" and result["fits"] is None and result["bytes_limit"] is None
     sizes = result["bytes_per_device"]

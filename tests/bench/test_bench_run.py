@@ -92,7 +92,7 @@ def test_a_run_records_what_generate_gives(tiny, prompts, tmp_path, monkeypatch,
     assert record["finished"] == [answer.finished, again.finished] and record["thinking"] is False
     drafts = {"nodes": 8, "candidates": 4, "children": 4, "shortlist": 0, "depths": None, "head": "mlp"}
     drafts |= {"builder": "best-first", "acceptance": "sample-and-match"}
-    drafts |= dict.fromkeys(("branches", "trunk", "skeleton", "leaves", "lanes"))  # sizes of sampled trees only
+    drafts |= dict.fromkeys(("branches", "trunk", "selector", "skeleton", "leaves", "lanes"))  # sizes of sampled trees only
     drafts |= {"drafter_temperature": tiny.drafter.drafter_temperature, "drafter_temperature_rule": "max(it, min(T, 1))"}
     others = {"temperature": 0.0, "seed": 0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 8, "format": "chat"}
     model = {"dtype": "float32", "quantize": None, "batch_size": 1, "verifier": "tiny", "drafter": "tiny"}

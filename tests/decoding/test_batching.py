@@ -105,7 +105,8 @@ def test_admission_writes_the_replaced_sequences_only():
     assert after.end_b.tolist() == [2 + 1, 2 + 1, 3 + 1]
 
 
-@pytest.mark.parametrize("step", [pytest.param(0.42, marks=pytest.mark.slow), 0.9])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [0.42, 0.9])
 def test_rounds_that_choose_their_nodes_go_on_choosing(trained, tmp_path, step):
     """With pauses in between, too: what the drafter has put off is shown to it before others move in."""
     model = beside(trained, tmp_path / "a.json", table(trained, MIXED, step))

@@ -29,6 +29,7 @@ def test_samples_are_the_seeds_that_follow(tiny):
     assert sampled[0].ids != sampled[1].ids
 
 
+@pytest.mark.slow
 def test_shorter_blocks_give_the_same_answer_in_shorter_rounds(tiny, answer):
     [short] = tiny.generate([CHAT], max_new_tokens=40, block_size=3, **TREE)
     assert short.ids == answer.ids

@@ -12,7 +12,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("which", "cases", "programs"), [("core", 110, 19), pytest.param("all", 345, 32, marks=pytest.mark.slow)]
+    ("which", "cases", "programs"), [("core", 70, 8), pytest.param("all", 345, 32, marks=pytest.mark.slow)]
 )
 def test_drafted_output_is_one_token_output_in_float64(which, cases, programs):
     words = [sys.executable, Path(__file__).parent / "lossless_float64.py", which]

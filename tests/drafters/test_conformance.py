@@ -156,8 +156,8 @@ def test_published_chain(pair):
 
 @pytest.mark.parametrize("builder, ids, accept", [
     ("best-first", "generate_ids", "generate_accept"),
-    ("chain", "chain_ids", "chain_accept"),
-    ("none", "vanilla_ids", None),
+    pytest.param("chain", "chain_ids", "chain_accept", marks=pytest.mark.slow),
+    pytest.param("none", "vanilla_ids", None, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_generation(pair, builder, ids, accept):
     settings, prompt = pair.settings, pair.expected["prompt"][0].tolist()

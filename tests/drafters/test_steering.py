@@ -58,7 +58,12 @@ def folder(expected, tmp_path_factory):
 
 def drafted_logits(config, weights, tokens_t, features_tj) -> np.ndarray:
     """Logits after the ninth token, which was read, and after the tenth, a row of a lane."""
-    tokens_bt, features_btj = jnp.asarray(tokens_t)[None], jnp.asarray(features_tj)[None]
+    laws = _laws(config, weights, jnp.asarray(tokens_t)[None], jnp.asarray(features_tj)[None])
+    return np.stack([np.asarray(p[0, 0])[np.argsort(np.asarray(t[0, 0]))] for t, p in laws])
+
+
+@partial(jax.jit, static_argnums=0)
+def _laws(config, weights, tokens_bt, features_btj) -> list[tuple[jax.Array, jax.Array]]:
     extend = partial(own.extend, weights, None, config)
     state = own.init(config, 1, 32, jnp.float32)
     state = extend(state, None, tokens_bt[:, :4], jnp.asarray([4]))
@@ -74,8 +79,7 @@ def drafted_logits(config, weights, tokens_t, features_tj) -> np.ndarray:
     expander = own.draft(Inputs(weights, None, config, settings, state, tokens_bt[:, 8], jnp.ones(1), 2), None)
     start = expander.start(1)
     child_bw = jnp.argmax(start.tokens_bwc == tokens_bt[0, 9], axis=-1)
-    laws = [expander.children(0, start), expander.children(1, expander.follow(jnp.int32(0), start, child_bw))]
-    return np.stack([np.asarray(p[0, 0])[np.argsort(np.asarray(t[0, 0]))] for t, p in laws])
+    return [expander.children(0, start), expander.children(1, expander.follow(jnp.int32(0), start, child_bw))]
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -30,6 +30,9 @@ QWEN3 = ModelConfig(
 )  # fmt: skip
 QWEN2 = replace(QWEN3, model_type="qwen2", qk_norm=False, qkv_bias=True, head_dim=16)
 LLAMA = replace(QWEN3, model_type="llama", qk_norm=False, tie_embeddings=True, rms_norm_eps=1e-5, head_dim=16)
+QWEN3_MOE = replace(
+    QWEN3, model_type="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=32, normalize_experts=True
+)
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -45,6 +48,10 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 
 
@@ -75,19 +82,28 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
         "rope.scaling.factor": config.rope.factor,
         "rope.scaling.original_context_length": config.rope.original_max_positions,
     }
-    return (yarn if config.rope.kind == "yarn" else {}) | {
-        "block_count": config.num_layers,
-        "context_length": config.max_positions,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_heads,
-        "attention.head_count_kv": config.num_kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": config.rope.theta,
-        "rope.dimension_count": config.head_dim,
+    mixture = {
+        "expert_count": config.num_experts,
+        "expert_used_count": config.experts_per_token,
+        "expert_feed_forward_length": config.expert_size,
     }
+    return (
+        (yarn if config.rope.kind == "yarn" else {})
+        | (mixture if config.num_experts else {})
+        | {
+            "block_count": config.num_layers,
+            "context_length": config.max_positions,
+            "embedding_length": config.hidden_size,
+            "feed_forward_length": config.intermediate_size,
+            "attention.head_count": config.num_heads,
+            "attention.head_count_kv": config.num_kv_heads,
+            "attention.key_length": config.head_dim,
+            "attention.value_length": config.head_dim,
+            "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+            "rope.freq_base": config.rope.theta,
+            "rope.dimension_count": config.head_dim,
+        }
+    )
 
 
 def write(
@@ -106,8 +122,9 @@ def write(
       values: metadata with whole keys, such as those of a tokenizer.
       changes: of the architecture's metadata; None takes a key away.
     """
-    writer = gguf.GGUFWriter(path, config.model_type)
-    sizes = {f"{config.model_type}.{key}": value for key, value in (metadata(config) | dict(changes or {})).items()}
+    architecture = config.model_type.replace("_", "")
+    writer = gguf.GGUFWriter(path, architecture)
+    sizes = {f"{architecture}.{key}": value for key, value in (metadata(config) | dict(changes or {})).items()}
     for key, value in (sizes | dict(values or {})).items():
         if value is not None:
             add(writer, key, value)
@@ -172,10 +189,23 @@ def save_hf(folder: Path, config: ModelConfig, dtype=jnp.float32) -> dict[str, n
 
 
 def as_gguf(tensors: dict[str, np.ndarray], config: ModelConfig, kind=F32) -> dict:
-    """The same tensors as a GGUF file has them: matrices of type `kind`, norms in float32."""
-    rows = {name: stored(name, x.astype(np.float32), config) for name, x in tensors.items()}
-    kinds = {name: kind if x.ndim == 2 else F32 for name, x in rows.items()}
+    """The same tensors as a GGUF file has them: matrices of type `kind`, norms in float32, experts of a layer in one."""
+    rows = {name: stored(name, x.astype(np.float32), config) for name, x in stacked(tensors).items()}
+    kinds = {name: kind if x.ndim > 1 else F32 for name, x in rows.items()}
     return {name_of(name): (gguf.quantize(x, kinds[name]), kinds[name]) for name, x in rows.items()}
+
+
+def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same with one tensor for all experts of a layer."""
+    whole, apart = {}, {}
+    for name, x in tensors.items():
+        before, found, after = name.partition(".experts.")
+        number, _, rest = after.partition(".")
+        if found:
+            apart.setdefault(f"{before}.experts.{rest}", {})[int(number)] = x
+        else:
+            whole[name] = x
+    return whole | {name: np.stack([each[i] for i in range(len(each))]) for name, each in apart.items()}
 
 
 def write_small(path: Path, values: dict | None = None, changes: dict | None = None, lose: str = "", **extra) -> Path:

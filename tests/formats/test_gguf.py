@@ -24,6 +24,7 @@ from gguf_files import (  # noqa: E402
     LLAMA,
     QWEN2,
     QWEN3,
+    QWEN3_MOE,
     add,
     as_gguf,
     digests,
@@ -55,6 +56,7 @@ MODELS = {
     "llama": LLAMA,
     "untied llama": replace(LLAMA, tie_embeddings=False),
     "qwen2": QWEN2,
+    "qwen3_moe": QWEN3_MOE,
     "qwen2 with yarn": replace(QWEN2, tie_embeddings=True, rope=YARN),
 }
 WIDE = replace(LLAMA, hidden_size=256, intermediate_size=256, num_layers=1, head_dim=64)  # rows of whole K-quant blocks

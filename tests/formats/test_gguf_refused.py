@@ -11,11 +11,12 @@ import pytest
 
 pytest.importorskip("gguf", reason="needs the package gguf: pip install treeflash-jax[gguf]")
 
-from gguf_files import F32, write_small  # noqa: E402
+from gguf_files import F32, QWEN3_MOE, write, write_small  # noqa: E402
 
 import treeflash_jax as tf  # noqa: E402
 from treeflash_jax.cli import main  # noqa: E402
 from treeflash_jax.formats import gguf as files  # noqa: E402
+from treeflash_jax.formats import models  # noqa: E402
 
 
 @pytest.fixture
@@ -104,6 +105,18 @@ def test_bad_files_get_one_line(small, damage, words, capsys):
     assert main(["generate", "--verifier", str(small), "--drafter", "none", "--prompt", "a"]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1 and words in captured.err, captured.err
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"expert_used_count": 5}, "qwen3moe.expert_used_count 5 of 4 experts, expected at most 4"),
+    ({"expert_feed_forward_length": None}, "got qwen3moe.expert_feed_forward_length = None"),
+    ({"expert_shared_count": 1}, "qwen3moe.expert_shared_count = 1"),
+])  # fmt: skip
+def test_bad_mixtures_of_experts_get_one_line(tmp_path, changes, words):
+    tensors = {"token_embd.weight": (np.ones((QWEN3_MOE.vocab_size, 64), np.float32), F32)}
+    with pytest.raises(ValueError) as error:
+        models.load_verifier(write(tmp_path / "x.gguf", QWEN3_MOE, tensors, changes=changes))
+    assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def test_every_cut_of_a_header_is_refused(small):

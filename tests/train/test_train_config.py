@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from train import config, drafter, head, respond, stages, tokenizer, verifier
+from train import config, drafter, head, respond, selector, stages, tokenizer, verifier
 
 ROOT = Path(__file__).parents[2]
 STAGES = {
@@ -13,6 +13,7 @@ STAGES = {
     "verifier": verifier.VerifierStage,
     "respond": respond.RespondConfig,
     "tokenizer": tokenizer.TokenizerConfig,
+    "selector": selector.SelectorStage,
 }
 FILES = sorted((ROOT / "configs").rglob("*.toml"))
 HEAD = str(ROOT / "configs" / "tiny" / "head.toml")

@@ -17,7 +17,18 @@ from treeflash_jax.verifiers import experts
 from treeflash_jax.verifiers import forward as verifier
 
 CONFIG = replace(RANDOM_MODEL, hidden_size=8, num_experts=6, experts_per_token=2, expert_size=4, normalize_experts=True)
-FORMS = experts.FORMS | {"on TPUs": experts.ragged, "on GPUs": experts.reduced}
+FORMS = experts.FORMS | {
+    "every expert": experts.all_experts,
+    "gather on CPUs": experts.in_turns,
+    "gather on GPUs": experts.reduced,
+    "gather on TPUs": experts.one_by_one,
+    "sorted on TPUs": experts.ragged,
+}
+
+
+@jax.jit
+def of_every_form(*operands):
+    return {form: run(*operands) for form, run in FORMS.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +61,14 @@ def oracle(weights, config, x_nd):
 def case(name: str):
     """Weights, config and rows [n, d] of one corner."""
     rng = np.random.default_rng(3)
-    config = {"not normalised": replace(CONFIG, normalize_experts=False), "k = E": replace(CONFIG, experts_per_token=6)}
-    config = config.get(name, CONFIG)
-    weights, x_nd = weights_of(config), rng.normal(size=(1 if name == "one row" else 9, 8))
+    changes = {
+        "not normalised": {"normalize_experts": False},
+        "k = E": {"experts_per_token": 6},
+        "few of many": {"num_experts": 16},
+        "sizes of no whole turns": {"hidden_size": 12, "expert_size": 5},
+    }
+    config = replace(CONFIG, **changes.get(name, {}))
+    weights, x_nd = weights_of(config), rng.normal(size=(1 if name == "one row" else 9, config.hidden_size))
     if name == "ties":
         weights["router"] = np.zeros_like(weights["router"])
     if name in ("one expert for all", "an expert nobody picks"):
@@ -62,6 +78,7 @@ def case(name: str):
 
 
 CASES = ("plain", "not normalised", "k = E", "one row", "ties", "one expert for all", "an expert nobody picks")
+CASES += ("few of many", "sizes of no whole turns")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -73,8 +90,7 @@ def test_every_form_is_the_loop_over_rows_and_experts(name):
     counts_x = np.bincount(np.ravel(ids_nk), minlength=6)
     expect = {"ties": counts_x[:2].sum() == 18, "one expert for all": counts_x[4] == 9}
     assert expect.get(name, True) and (name != "an expert nobody picks" or counts_x[4] == 0)
-    for form, run in FORMS.items():
-        got_nd = run(weights, jnp.asarray(x_nd), weight_nk, ids_nk)
+    for form, got_nd in of_every_form(weights, jnp.asarray(x_nd), weight_nk, ids_nk).items():
         np.testing.assert_allclose(got_nd, expected_nd, atol=1e-12, err_msg=form)
     got_btd, ids_btk = experts.mixture(weights, config, jnp.asarray(x_nd)[None])
     np.testing.assert_allclose(got_btd[0], expected_nd, atol=1e-12)
@@ -145,10 +161,8 @@ def test_int8_experts_equal_their_dequantised_weights():
     x_nd = np.random.default_rng(1).normal(size=(9, 8))
     expected_nd, _ = oracle(jax.tree.map(np.asarray, wide), CONFIG, x_nd)
     weight_nk, ids_nk = experts.route(jnp.asarray(weights["router"]), CONFIG, jnp.asarray(x_nd))
-    for form, run in FORMS.items():
-        np.testing.assert_allclose(
-            run(rounded, jnp.asarray(x_nd), weight_nk, ids_nk), expected_nd, atol=1e-12, err_msg=form
-        )
+    for form, got_nd in of_every_form(rounded, jnp.asarray(x_nd), weight_nk, ids_nk).items():
+        np.testing.assert_allclose(got_nd, expected_nd, atol=1e-12, err_msg=form)
 
 
 OVER_EXPERTS, OVER_WIDTH = {"data": 2, "model": 4}, {"data": 2, "model": 4, "experts": 1}

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax import devices, drafters, files, quantized
@@ -155,13 +156,8 @@ def identity_of(verifier: ModelConfig, weights: Weights, plan: DecodePlan, mesh:
     """Everything that round times and acceptance depend on: an entry of another identity is stale."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     named, arrays = drafters.of(plan.drafter).identity(weights.drafter, plan.drafter, plan.draft)
-    leaves = [weights.verifier["norm"], *arrays]
-    pieces = meshes.to_host([leaf[(0,) * (leaf.ndim - 1)][:16] for leaf in leaves])
-    pair = hashlib.sha256(repr((verifier, getattr(plan.drafter, "layers", None), plan.drafter.taps)).encode())
-    for piece in pieces:
-        pair.update(np.asarray(piece, np.float32).tobytes())
     return {
-        "pair": pair.hexdigest()[:16],
+        "pair": _digest(verifier, weights, plan, arrays, np.float32),
         "device": devices.of(device).kind,
         "mesh": None if mesh is None else dict(mesh.shape),
         "dtype": str(weights.verifier["embed"].dtype),
@@ -170,6 +166,21 @@ def identity_of(verifier: ModelConfig, weights: Weights, plan: DecodePlan, mesh:
         **named,
         "attention": plan.attention,
     }
+
+
+def pair_of(verifier: ModelConfig, weights: Weights, plan: DecodePlan) -> str:
+    """A digest of verifier and drafter, the same for the dtypes that they can be loaded in."""
+    arrays = drafters.of(plan.drafter).identity(weights.drafter, plan.drafter, plan.draft)[1]
+    return _digest(verifier, weights, plan, arrays, jnp.bfloat16)
+
+
+def _digest(verifier: ModelConfig, weights: Weights, plan: DecodePlan, arrays: Sequence[jax.Array], dtype: Any) -> str:
+    leaves = [weights.verifier["norm"], *arrays]
+    pieces = meshes.to_host([leaf[(0,) * (leaf.ndim - 1)][:16] for leaf in leaves])
+    pair = hashlib.sha256(repr((verifier, getattr(plan.drafter, "layers", None), plan.drafter.taps)).encode())
+    for piece in pieces:
+        pair.update(np.asarray(np.asarray(piece, dtype), np.float32).tobytes())
+    return pair.hexdigest()[:16]
 
 
 def place(drafter: str | Path | None) -> Path:

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--drafter-shape",
         metavar="FILE",
-        help="a drafter's config.json, or the name of a language model (default: the published sizes)",
+        help="a drafter's config.json, the name of a language model, or ngram (default: the published sizes)",
     )
     model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="measure this pair with its weights")
     model.add_argument("--random", action="store_true", help="use random weights also for tiny and --pair")
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sizes.add_argument("--nodes", nargs="+", type=int, metavar="N", help="tree nodes verified per round, root included")
     add_fields(sizes, DraftConfig, without="block_size drafter_temperature")
-    add_fields(sizes, TreeConfig, without="nodes")
+    add_fields(sizes, TreeConfig, without="nodes selector")
     add_fields(sizes, SamplingConfig, "temperature")
     add_fields(sizes, RuntimeConfig, "attention")
     output = parser.add_argument_group("measurement and output")

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--drafter-shape",
         metavar="FILE",
-        help="a drafter's config.json, or the name of a language model (default: the published sizes)",
+        help="a drafter's config.json, the name of a language model, or ngram (default: the published sizes)",
     )
     request = parser.add_argument_group("request")
     request.add_argument("--batch", type=int, default=1, help="sequences decoded together (default: %(default)s)")
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_fields(request, ModelOptions, "quantize")
     request.add_argument("--nodes", type=int, help="tree nodes per round, root included (default: the drafter's)")
     add_fields(request, DraftConfig, without="block_size drafter_temperature")
-    add_fields(request, TreeConfig, without="nodes")
+    add_fields(request, TreeConfig, without="nodes selector")
     add_fields(request, RuntimeConfig, "attention")
     devices = parser.add_argument_group("devices")
     devices.add_argument(
@@ -86,7 +86,7 @@ def report(arguments: argparse.Namespace) -> int:
       ValueError: an unknown shape, folder, topology or setting, or a mesh larger than the devices.
     """
     mesh, limit, device = _devices(arguments)
-    model, drafter, name = _pair(arguments)
+    model, drafter, name, drafter_name = _pair(arguments)
     config = resolve(None, values_of(arguments, GenerateConfig), model, drafter)
     if min(arguments.batch, arguments.context) < 1:
         raise ValueError(f"got batch {arguments.batch} and context {arguments.context}, expected at least 1 of each")
@@ -103,6 +103,7 @@ def report(arguments: argparse.Namespace) -> int:
     needs = footprint(model, plan.drafter, **request)
     result = {
         "shape": name,
+        "drafter": drafter_name if plan.drafts else None,
         "topology": device.kind,
         "mesh": sizes,
         "batch": batch,
@@ -125,7 +126,11 @@ def report(arguments: argparse.Namespace) -> int:
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
     result["fits"] = None if limit is None else memory["total"] <= limit
     key = f"{name} {device.kind} {'x'.join(map(str, sizes.values()))} batch {batch}"
-    words = (arguments.quantize, None if plan.builder == "best-first" else plan.builder)
+    words = (
+        result["drafter"] and f"drafted by {result['drafter']}",
+        arguments.quantize,
+        None if plan.builder == "best-first" else plan.builder,
+    )
     key += "".join(f" {word}" for word in words if word)
     if out:
         files.write(out, json.dumps(earlier | {key: result}, indent=1) + "\n")
@@ -267,11 +272,11 @@ def count_moved(found: Sequence[Collective], rows: int, size: int) -> int:
     return sum(math.prod(shape) >= rows * size and math.prod(shape) % size == 0 for shape in moved)
 
 
-def _pair(arguments: argparse.Namespace) -> tuple[ModelConfig, DrafterSizes, str]:
-    """Sizes of verifier and drafter, and what the verifier is called."""
+def _pair(arguments: argparse.Namespace) -> tuple[ModelConfig, DrafterSizes, str, str | None]:
+    """Sizes of verifier and drafter, and what they are called; None: the drafter of the published sizes."""
     model, own = shapes.named(arguments.shape), arguments.drafter_shape
     drafter = shapes.drafter_of(model) if own is None else shapes.named_drafter(own)
-    return model, drafter.fitted(model), shapes.called(arguments.shape)
+    return model, drafter.fitted(model), shapes.called(arguments.shape), own and shapes.called(own)
 
 
 def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, Device]:

@@ -43,7 +43,9 @@ HARDWARE = "device backend cores".split()
 SHARED = "verifier drafter dtype format max_new_tokens batch_size top_k top_p".split()
 QUANTIZE = "quantize"  # shared too; absent from older files
 OWN = "builder head nodes candidates children drafter_temperature drafter_temperature_rule".split()
-SAMPLED = "shortlist depths acceptance branches trunk skeleton leaves lanes".split()  # own too; absent from older files
+SAMPLED = (
+    "shortlist depths acceptance branches trunk selector skeleton leaves lanes".split()
+)  # own too; absent from older files
 RECORD_START = b'{"schema": '  # of every line of results
 
 

@@ -298,6 +298,7 @@ def settings_of(model: tf.TreeFlash, bench: Bench, config: tf.GenerateConfig) ->
         "builder": plan.builder,
         "acceptance": plan.rule if plan.drafts else None,
         **shape,
+        "selector": config.selector,
         "drafter_temperature": sharpness if plan.drafts else None,
         "drafter_temperature_rule": ("fixed" if fixed else "max(it, min(T, 1))") if plan.drafts else None,
     }

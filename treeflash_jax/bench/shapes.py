@@ -20,7 +20,7 @@ from treeflash_jax.drafters.block.config import DrafterConfig, default_target_la
 from treeflash_jax.drafters.language_model import LanguageModelConfig
 from treeflash_jax.formats import models
 from treeflash_jax.model import TreeFlash
-from treeflash_jax.pairs import locate
+from treeflash_jax.pairs import DRAFTERS, locate
 from treeflash_jax.params import Spec, is_spec
 from treeflash_jax.verifiers import forward as verifier
 from treeflash_jax.verifiers.config import ModelConfig, Rope
@@ -163,17 +163,19 @@ def named(name: str) -> ModelConfig:
 
 
 def named_drafter(path: str) -> Any:
-    """The sizes of a drafter from its config.json or folder; of a verifier's, or by its name, a language model that drafts.
+    """The sizes of a drafter from its config.json or folder, or of "ngram"; of a verifier, or by its name, a language model
+    that drafts.
 
     Raises:
       ValueError: nothing there, or a config that is not implemented.
     """
     if path in VERIFIERS:
         return LanguageModelConfig(layers=VERIFIERS[path])
+    if path in DRAFTERS:
+        return models.read_drafter_config(locate(path, "drafter"))
     if not Path(path).exists():
-        raise ValueError(
-            f"{path} not found, expected a drafter's config.json or its folder, or one of {', '.join(VERIFIERS)}"
-        )
+        known = ", ".join((*DRAFTERS, *VERIFIERS))
+        raise ValueError(f"{path} not found, expected a drafter's config.json or its folder, or one of {known}")
     return models.read_drafter_config(path)
 
 

@@ -154,13 +154,17 @@ def draft_stage(weights: Weights, state: DecodeState, value: Any, plan: DecodePl
 
 
 def build_tree(
-    state: DecodeState, expander: trees.Expander, plan: DecodePlan
+    state: DecodeState, expander: trees.Expander, plan: DecodePlan, choice_b: jax.Array | None = None
 ) -> tuple[trees.DraftTree, trees.Proposal | None]:
-    """The tree below each anchor, and the law its nodes were drawn from, if they were."""
+    """The tree below each anchor, and the law its nodes were drawn from, if they were.
+
+    Where the plan's shape lists buckets, `choice_b` says which of them each sequence takes.
+    """
     builder = trees.BUILDERS[plan.builder]
     keys = (round_keys(state, DRAFT_STREAM),) if builder.draws else ()
 
     past = {"recent_b": recent_lengths(state)} if builder.reads_past(plan.shape) else {}
+    past |= {} if choice_b is None else {"choice_b": choice_b}
 
     def build(expander, anchor_b, past, *key_b):
         noise_bnc = trees.draw_noise(*key_b, expander, plan.num_nodes) if key_b else None

@@ -66,13 +66,7 @@ class Runner:
 
     def draft(self, inputs: tuple[Any, ...], length: int, anchor: int) -> DraftTree:
         """The tree below `anchor`, the token that follows the one prompt, of this length, in these inputs."""
-        if drafters.of(self.plan.drafter).READS_TOKENS:  # and has to be shown this one
-            first_b = meshes.place(jnp.full(inputs[1].shape, anchor, jnp.int32), self.mesh)
-            state = self.call(loops.prefill, self.weights, *inputs, first_b, plan=self.plan.for_prefill())
-        else:
-            state = self.prefill(inputs)
-            state = state.replace(tokens_bs=state.tokens_bs.at[0, length].set(anchor))
-        return self.call(loops.draft, self.weights, state, plan=self.plan)
+        return self.call(loops.draft, self.weights, self.anchored(inputs, length, anchor), plan=self.plan)
 
     # What overriding methods are made of.
 
@@ -81,6 +75,14 @@ class Runner:
 
     def prefill(self, inputs: tuple[Any, ...], clock: Clock | None = None) -> DecodeState:
         return self.call(loops.prefill, self.weights, *inputs, clock=clock, plan=self.plan.for_prefill())
+
+    def anchored(self, inputs: tuple[Any, ...], length: int, anchor: int) -> DecodeState:
+        """The state of the one prompt, of this length, in these inputs, followed by `anchor`."""
+        if drafters.of(self.plan.drafter).READS_TOKENS:  # and has to be shown this one
+            first_b = meshes.place(jnp.full(inputs[1].shape, anchor, jnp.int32), self.mesh)
+            return self.call(loops.prefill, self.weights, *inputs, first_b, plan=self.plan.for_prefill())
+        state = self.prefill(inputs)
+        return state.replace(tokens_bs=state.tokens_bs.at[0, length].set(anchor))
 
     def places(self, places: list[int], inputs: tuple[Any, ...]) -> jax.Array:
         """Where the sequences of the inputs go, on every device; -1 ends the list."""

@@ -26,12 +26,12 @@ _VERSIONS = (2, 3)
 
 @dataclass(frozen=True)
 class Tensor:
-    """A matrix or vector of a file, dequantised to float32 as its rows are read.
+    """A matrix, stack of matrices or vector of a file, dequantised to float32 as its rows are read.
 
     Attributes:
       raw: uint8, [rows, bytes of a row]; a vector is one row.
       type: of `gguf.GGMLQuantizationType`.
-      shape: [out, in], or [elements].
+      shape: [out, in], [experts, out, in], or [elements].
       row_of: the file's row that holds each row; None where they stand in order.
     """
 
@@ -54,8 +54,11 @@ class Tensor:
         index = index if isinstance(index, tuple) else (index,)
         if len(self.shape) == 1:
             return _package().dequantize(np.ascontiguousarray(self.raw), self.type)[0][index]
-        rows = index[0] if self.row_of is None else self.row_of[index[0]]
-        return _package().dequantize(np.ascontiguousarray(self.raw[rows]), self.type)[(slice(None), *index[1:])]
+        if self.row_of is not None:
+            index = (self.row_of[index[0]], *index[1:])
+        raw, outer = self.raw.reshape(*self.shape[:-1], -1), len(self.shape) - 1
+        rows = _package().dequantize(np.ascontiguousarray(raw[index[:outer]]), self.type)
+        return rows[(..., *index[outer:])]
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,12 @@ def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | N
         yield {tensor: held[name].get_slice(tensor) for tensor, name in file_of.items()}
 
 
+def metadata(path: Path) -> dict[str, str]:
+    """What a file says of itself besides its tensors. Raises ValueError where it is missing or damaged."""
+    with ExitStack() as stack:
+        return _open(path, stack).metadata() or {}
+
+
 def _listed(index: Path) -> dict[str, str]:
     """The file of every tensor, by the index."""
     listed = read_json(index).get("weight_map")

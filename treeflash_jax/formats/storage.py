@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -178,8 +179,12 @@ def _pairs(specs: Any, entries: Any) -> Iterator[tuple[Spec, Entry]]:
     return zip(jax.tree.leaves(specs, is_leaf=is_spec), flat_entries, strict=True)
 
 
-def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any) -> None:
+def save(
+    path: Path, specs: Any, entries: Any, params: Any, dtype: Any, about: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Writes a tree of weights to one safetensors file, converted to `dtype` where their specs have none of their own.
+
+    `about` joins the metadata of the file.
 
     Raises:
       ValueError: a weight whose shape is not its spec's.
@@ -205,13 +210,14 @@ def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any) -> None:
     for name, blocks in parts.items():
         joined = [block for *_, block in sorted(blocks, key=lambda block: block[0])]
         tensors[name] = np.ascontiguousarray(np.concatenate(joined, axis=blocks[0][1]))
-    files.write(path, _in_order(serialize(tensors, metadata=METADATA)))  # save_file's are for their owner alone
+    metadata = METADATA | about
+    files.write(path, _in_order(serialize(tensors, metadata=metadata), metadata))  # save_file's are for their owner alone
 
 
-def _in_order(content: bytes) -> bytes:
+def _in_order(content: bytes, metadata: Mapping[str, str]) -> bytes:
     """The same file with its metadata in our order, so that equal weights give equal files: the package's is random."""
     size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size]) | {"__metadata__": METADATA}
+    header = json.loads(content[8 : 8 + size]) | {"__metadata__": metadata}
     ordered = json.dumps({name: header[name] for name in sorted(header)}, separators=(",", ":"), ensure_ascii=False)
     return b"".join([content[:8], ordered.encode().ljust(size), memoryview(content)[8 + size :]])
 

@@ -4,7 +4,8 @@ A builder reads a drafter only through an `Expander`. It is one function, and on
 
     build(expander, anchor_b, num_nodes, shape, noise_bnc) -> (DraftTree, Proposal or None)
 
-One whose `reads_past` says so for a shape is also given `recent_b`, the recent mean of the tokens that a round commits.
+One whose `reads_past` says so for a shape is also given `recent_b`, the recent mean of the tokens that a round commits; one
+whose shape lists buckets `choice_b`, which of them each sequence takes.
 
 Deterministic builders get no noise and return no proposal: any rule that compares tokens keeps the verifier's distribution.
 Builders that draw nodes at random say from which law (`Proposal`, and in words for the acceptance rules): at temperature
@@ -37,7 +38,7 @@ from treeflash_jax.trees.expander import Expander, TransitionTable
 from treeflash_jax.trees.grow import draw_noise
 from treeflash_jax.trees.hybrid import hybrid
 from treeflash_jax.trees.paths import delayed, paths
-from treeflash_jax.trees.shape import TreeShape
+from treeflash_jax.trees.shape import Bucket, TreeShape
 from treeflash_jax.trees.without_replacement import without_replacement
 
 Build = Callable[..., tuple[DraftTree, Proposal | None]]
@@ -107,6 +108,7 @@ __all__ = [
     "DETERMINISTIC",
     "WITHOUT_REPLACEMENT",
     "WITH_REPLACEMENT",
+    "Bucket",
     "Builder",
     "DraftTree",
     "Expander",

@@ -69,6 +69,7 @@ def grow(
     leaves: bool,
     ranks: int = 1,
     skeleton: int = 0,
+    deepest: int | None = None,
 ) -> tuple[DraftTree, Proposal]:
     """Draws the nodes of an outline: q = the row's law over tokens that go on, truncated to the row and renormalised.
 
@@ -84,11 +85,12 @@ def grow(
         sampled nodes, or no token goes on, they are admitted anyway.
       ranks: children drawn without replacement of one node, at most; static.
       skeleton: deterministic places, 1 to `skeleton`; tested after their sampled siblings. Static.
+      deepest: no place lies deeper, for every sequence; static. None: not known.
 
     Source: DDTree and TreeFlash for the rows; Gumbel top-k (Kool et al., arXiv 1903.06059) for draws without replacement.
     """
     batch, n = plan.parent_bn.shape
-    depths = min(expander.num_depths, n - 1)
+    depths = min(expander.num_depths, n - 1 if deepest is None else deepest)
     places = jnp.arange(n, dtype=jnp.int32)
     support_bnc = jnp.broadcast_to(jnp.arange(noise_bnc.shape[2], dtype=jnp.int32), (batch, n, noise_bnc.shape[2]))
     dtype = jax.eval_shape(expander.children, jnp.int32(0), expander.start(n))[1].dtype

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from treeflash_jax.trees.containers import WITH_REPLACEMENT, DraftTree, Proposal
 from treeflash_jax.trees.expander import Expander
 from treeflash_jax.trees.grow import UNUSED, Outline, grow, outline
-from treeflash_jax.trees.shape import TreeShape
+from treeflash_jax.trees.shape import Bucket, TreeShape
 
 
 def paths(
@@ -25,8 +25,9 @@ def paths(
 
     Source: SpecInfer (arXiv 2305.09781); SpecTr (arXiv 2310.15141).
     """
-    plan = _outline(expander.num_depths, num_nodes, 0, shape.branches, anchor_b.shape[0])
-    return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves)
+    bucket = fitting(expander.num_depths, num_nodes, 0, shape.branches)
+    plan = _places(bucket, anchor_b.shape[0])
+    return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves, deepest=bucket.depth)
 
 
 def delayed(
@@ -36,38 +37,52 @@ def delayed(
     shape: TreeShape,
     noise_bnc: jax.Array,
     recent_b: jax.Array | None = None,
+    choice_b: jax.Array | None = None,
 ) -> tuple[DraftTree, Proposal]:
     """One path of `trunk` draws, then `branches` i.i.d. paths from its end.
 
     Near the anchor drafter and verifier agree and a second path adds little; their distance grows with depth. With
-    trunk="auto" every sequence branches where its recent rounds ended on average. That is known before anything is drawn.
+    trunk="auto" every sequence branches where its recent rounds ended on average. That is known before anything is drawn,
+    as the choice among buckets has to be.
 
     Args:
       expander, anchor_b, num_nodes, noise_bnc: as for `paths`.
       shape: `branches` and `trunk` count.
       recent_b: recent mean of the tokens that a round of each sequence commits; read where `trunk` is "auto".
+      choice_b: which of the buckets each sequence takes; read where `trunk` is a list of them.
 
     Source: delayed tree expansion (arXiv 2602.16994).
     """
-    depths, batch = expander.num_depths, anchor_b.shape[0]
-    if shape.trunk == "auto":
-        most = min(num_nodes - 1, depths)
-        table = [_padded(_outline(depths, num_nodes, trunk, shape.branches, 1), num_nodes) for trunk in range(most + 1)]
-        trunk_b = jnp.clip(jnp.round(recent_b).astype(jnp.int32) - 1, 0, most)
-        plan = jax.tree.map(lambda *x_1n: jnp.concatenate(x_1n)[trunk_b], *table)
+    depths = expander.num_depths
+    if isinstance(shape.trunk, int):
+        table = [fitting(depths, num_nodes, shape.trunk, shape.branches)]
+        plan = _places(table[0], anchor_b.shape[0])
     else:
-        plan = _outline(depths, num_nodes, shape.trunk, shape.branches, batch)
-    return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves)
+        if shape.trunk == "auto":
+            most = min(num_nodes - 1, depths)
+            table = [fitting(depths, num_nodes, trunk, shape.branches) for trunk in range(most + 1)]
+            choice_b = jnp.round(recent_b).astype(jnp.int32) - 1
+        else:
+            table = [bucket.cut(depths) for bucket in shape.trunk]
+        choice_b = jnp.clip(choice_b, 0, len(table) - 1)
+        places = [_padded(_places(bucket, 1), num_nodes) for bucket in table]
+        plan = jax.tree.map(lambda *x_1n: jnp.concatenate(x_1n)[choice_b], *places)
+    deepest = max(bucket.depth for bucket in table)
+    return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves, deepest=deepest)
 
 
-def _outline(depths: int, num_nodes: int, trunk: int, branches: int, batch: int) -> Outline:
+def fitting(depths: int, num_nodes: int, trunk: int, branches: int) -> Bucket:
     """A path of `trunk` places and as many places below its end as fit, in `branches` paths of equal length."""
     trunk = min(trunk, num_nodes - 1, depths)
     branches = min(branches, max(num_nodes - 1 - trunk, 1))
-    length = min((num_nodes - 1 - trunk) // branches, depths - trunk)
-    parents = list(range(trunk))
-    for step in range(length):
-        parents += [trunk] * branches if step == 0 else [len(parents) - branches + 1 + k for k in range(branches)]
+    return Bucket(branches, trunk, min((num_nodes - 1 - trunk) // branches, depths - trunk))
+
+
+def _places(bucket: Bucket, batch: int) -> Outline:
+    parents = list(range(bucket.trunk))
+    for step in range(bucket.length):
+        first = [bucket.trunk] * bucket.branches
+        parents += first if step == 0 else [len(parents) - bucket.branches + 1 + k for k in range(bucket.branches)]
     return outline(parents, WITH_REPLACEMENT, batch)
 
 

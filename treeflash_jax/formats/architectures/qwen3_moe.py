@@ -79,5 +79,10 @@ QWEN3_MOE = replace(
     write=_write,
     layer=QWEN3.layer | APART,
     layouts=(QWEN3.layer | FUSED,),
-    gguf=None,
+    gguf="qwen3moe",
+    gguf_sizes={
+        "expert_count": "num_experts",
+        "expert_used_count": "experts_per_token",
+        "expert_feed_forward_length": "expert_size",
+    },
 )

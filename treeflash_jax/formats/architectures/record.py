@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treeflash_jax.checks import quoted
@@ -60,6 +60,7 @@ class Architecture:
       outside: where the other weights lie.
       layouts: other forms of `layer` that files may have; the tensors that they hold say which one it is.
       gguf: `general.architecture` of the family's GGUF files; None: they are not read.
+      gguf_sizes: sizes that only this family's GGUF files state, by their keys: fields of ModelConfig.
       gguf_rotates_pairs: these files hold query and key rows for a rotation of neighbouring rows.
     """
 
@@ -77,6 +78,7 @@ class Architecture:
     outside: Mapping[str, Entry]
     layouts: tuple[Mapping[str, Entry], ...] = ()
     gguf: str | None = None
+    gguf_sizes: Mapping[str, str] = field(default_factory=dict)
     gguf_rotates_pairs: bool = False
 
     def read(self, keys: Keys, also_known: Collection[str] = ()) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""What GGUF files of Llama, Qwen2 and Qwen3 models mean: their sizes, and where each weight lies.
+"""What GGUF files of Llama, Qwen2, Qwen3 and Qwen3-MoE models mean: their sizes, and where each weight lies.
 
 Source: ggml-org/llama.cpp, convert_hf_to_gguf.py and src/llama-arch.cpp.
 """
@@ -22,6 +22,7 @@ from treeflash_jax.formats.architectures.record import check_heads
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.gguf import File, Tensor
 from treeflash_jax.formats.keys import Keys
+from treeflash_jax.params import Entry
 from treeflash_jax.verifiers.config import ModelConfig, Rope
 
 _NAMES = {
@@ -39,6 +40,10 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.{}.gate_proj": "ffn_gate_exps",  # one tensor for all experts of a layer
+    "mlp.experts.{}.up_proj": "ffn_up_exps",
+    "mlp.experts.{}.down_proj": "ffn_down_exps",
 }
 _ROPE_DIVISORS = "rope_freqs.weight"
 
@@ -52,6 +57,7 @@ _SIZES = frozenset(
 _NEUTRAL: dict[str, Any] = {
     "expert_count": 0,
     "expert_used_count": 0,
+    "expert_shared_feed_forward_length": 0,
     "attention.sliding_window": 0,
     "rope.scale_linear": 1.0,
     "rope.scaling.finetuned": None,
@@ -80,7 +86,11 @@ class Gguf(Dialect):
 
     def entries(self, config: ModelConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
         published = ARCHITECTURES[config.model_type].entries(specs)
-        return jax.tree.map(lambda entry: replace(entry, name=tensor_name(entry.name)), published)
+
+        def here(entry: Entry) -> Entry:
+            return replace(entry, name=tensor_name(entry.name), is_stacked=entry.is_apart)
+
+        return jax.tree.map(here, published)
 
     def stop_ids(self, path: Path, config: ModelConfig) -> tuple[int, ...]:
         return config.eos_token_ids
@@ -128,7 +138,9 @@ def verifier_config(file: File) -> ModelConfig:
     kind, architecture = raw.get("general.architecture"), _architecture(file)
     values = {key.removeprefix(f"{kind}."): value for key, value in raw.items() if key.startswith(f"{kind}.")}
     for key, value in values.items():
-        if key not in _SIZES and (key not in _NEUTRAL or _NEUTRAL[key] not in (None, value)):
+        if key not in (_SIZES | architecture.gguf_sizes.keys()) and (
+            key not in _NEUTRAL or _NEUTRAL[key] not in (None, value)
+        ):
             raise ValueError(f"{where}: {kind}.{key} = {value!r} might change the numbers and is not implemented")
 
     def number(key: str, default: float | None = None, whole: bool = True) -> Any:
@@ -146,6 +158,10 @@ def verifier_config(file: File) -> ModelConfig:
     check_heads(where, num_heads, num_kv_heads, head_dim)
     vocab_size = _vocab_size(file, values.get("vocab_size"))
     max_positions = number("context_length")
+    sizes = {field: number(key) for key, field in architecture.gguf_sizes.items()}
+    if sizes.get("experts_per_token", 0) > sizes.get("num_experts", 0):
+        got = f"{kind}.expert_used_count {sizes['experts_per_token']} of {sizes['num_experts']} experts"
+        raise ValueError(f"{where}: got {got}, expected at most {sizes['num_experts']}")
     return ModelConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -159,6 +175,8 @@ def verifier_config(file: File) -> ModelConfig:
         max_positions=max_positions,
         tie_embeddings="output.weight" not in file.tensors,
         **architecture.constants,
+        **sizes,
+        normalize_experts=bool(sizes),  # files do not say; llama.cpp does so for every model that is read here
         model_type=architecture.model_type,
         eos_token_ids=stop_ids(file, vocab_size),
     )

@@ -1,0 +1,186 @@
+"""Selectors of delayed trees: what they must not change, their files, and what is refused. Training: tests/train."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import compilations, needs_8_devices, random_pair
+
+from treeflash_jax import GenerateConfig, make_mesh, params, programs
+from treeflash_jax.adaptive import calibration, selecting, selector
+from treeflash_jax.adaptive.selector import LEFT, SCALARS, Features, SelectorConfig
+from treeflash_jax.decoding import rounds
+from treeflash_jax.formats import selector as files
+from treeflash_jax.serving import request_of, runner_of
+from treeflash_jax.trees import Bucket
+
+PROMPTS = [[3, 4, 5, 17, 29], [7, 8], [100, 3, 50, 60, 61, 62, 63], [9]]
+BUCKETS = (Bucket(1, 2, 0), Bucket(2, 0, 1), Bucket(2, 1, 2), Bucket(3, 0, 2))
+HOW = {"builder": "delayed", "acceptance": "sample-and-match", "candidates": 8, "children": 8, "stop_ids": []}
+SAMPLED = {"temperature": [0.0, 0.7, 1.0, 1.0], "top_p": [1.0, 0.9, 1.0, 1.0], "seed": [1, 2, 3, 4]}
+
+
+def made_for(model, rule: str, buckets=BUCKETS) -> SelectorConfig:
+    plan = model.plan(GenerateConfig(**HOW | {"acceptance": rule}))
+    width, pair = len(plan.taps) * model.verifier.hidden_size, calibration.pair_of(model.verifier, model.weights, plan)
+    return SelectorConfig(buckets=buckets, width=width, pair=pair, rule=rule)
+
+
+def arbitrary(config: SelectorConfig) -> dict:
+    """Weights of a selector that goes wildly by its inputs."""
+    weights = params.initialize(selector.specs(config), jax.random.key(2), scale=1.0)
+    return weights | {"norm": jnp.ones_like(weights["norm"]), "scale": jnp.ones(len(SCALARS))}
+
+
+def written(model, path, rule: str = "sample-and-match") -> str:
+    config = made_for(model, rule)
+    files.save(path, config, arbitrary(config))
+    return str(path)
+
+
+def test_answers_are_those_of_one_token_decoding_alone_and_together(trained, tmp_path):
+    """Trees of every sequence are its own choice: neither ids nor nodes depend on what is decoded beside it."""
+    how = HOW | SAMPLED | {"selector": written(trained, tmp_path / "a.safetensors"), "max_new_tokens": 24}
+    results = trained.generate(PROMPTS, **how)
+    plain = trained.generate(PROMPTS, builder="none", max_new_tokens=24, stop_ids=[], **SAMPLED)
+    assert [result.ids for result in results] == [result.ids for result in plain]
+    taken = {nodes for result in results for nodes in result.nodes}
+    assert len(taken) > 1 and taken <= {bucket.nodes for bucket in BUCKETS}
+    assert all(len(result.tree(0).labels) <= result.nodes[0] for result in results)
+    with compilations() as compiled:
+        swapped = trained.generate(PROMPTS[::-1], indices=[3, 2, 1, 0], **how | {k: v[::-1] for k, v in SAMPLED.items()})
+        assert not [name for name in compiled if "decode" in name]
+    for one, other in zip(results, swapped[::-1], strict=True):
+        assert (one.ids, one.nodes) == (other.ids, other.nodes)
+    few = trained.generate(PROMPTS, **how | {"batch_size": 2})
+    assert [result.ids for result in few] == [result.ids for result in results]
+
+
+@pytest.mark.slow
+def test_drawn_trees_do_not_depend_on_what_is_decoded_beside_them(trained, tmp_path):
+    """With a rule whose answers depend on every draw and coin; caches grow on the way."""
+    how = HOW | SAMPLED | {"acceptance": "traversal", "max_new_tokens": 60}
+    how |= {"selector": written(trained, tmp_path / "a.safetensors", "traversal")}
+    together = trained.generate(PROMPTS, **how)
+    for number, expected in enumerate(together):
+        own = {name: values[number] for name, values in SAMPLED.items()}
+        [alone] = trained.generate([PROMPTS[number]], indices=[number], **how | own)
+        assert (alone.ids, alone.nodes) == (expected.ids, expected.nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_users_compile")
+def test_a_round_stays_on_the_device_and_donates_its_state(tmp_path):
+    pair = random_pair()
+    how = {**HOW, "selector": written(pair, tmp_path / "a.safetensors"), "max_new_tokens": 20}
+    config = pair.resolve(None, how)
+    rows = request_of(pair, [[3, 4, 5], [7, 8]], config).rows
+    runner = runner_of(pair, rows, 2, 64, config)
+    state = runner.start(pair.inputs(rows, config, size=2, capacity=64))
+    counts = jax.device_put((jnp.int32(3), jnp.int32(2)))
+    compiled = selecting.decode.lower(runner.weights, runner.params, state, *counts, plan=runner.plan).compile()
+    text = compiled.as_text()
+    assert text.count("branch_computations={") + text.count("true_computation=") >= 1, "sizes are branches"
+    for host in ("callback", "infeed", "outfeed", "send(", "recv("):
+        assert host not in text
+    caches = jax.tree.leaves((state.decode.cache.groups, state.decode.drafter.context.groups))
+    with jax.transfer_guard("disallow"):
+        after = compiled(runner.weights, runner.params, state, *counts)
+    assert all(array.is_deleted() for array in caches)
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(array.nbytes for array in caches)
+    assert after.decode.rounds_b.tolist() == [3, 3]
+
+
+@pytest.mark.slow
+@needs_8_devices
+@pytest.mark.filterwarnings("ignore:tau is")
+def test_eight_devices_answer_as_one(tmp_path):
+    one, pair = random_pair(), random_pair(make_mesh(4, 2))
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
+    how = {"max_new_tokens": 16, "temperature": [0.0, 0.7, 1.0, 0.0]}
+    expected = [result.ids for result in one.generate(prompts, builder="none", stop_ids=[], **how)]
+    programs.clear()
+    results = pair.generate(prompts, **HOW, **how, selector=written(pair, tmp_path / "a.safetensors"))
+    assert [result.ids for result in results] == expected
+
+
+def test_a_round_runs_at_the_size_of_its_largest_tree():
+    sizes = selecting.sizes_of((Bucket(1, 5, 0), Bucket(2, 1, 2), Bucket(4, 0, 3), Bucket(1, 6, 0), Bucket(2, 0, 2)))
+    assert sizes == [(2, 6), (3, 13), (5, 13)]
+
+
+def test_features_by_hand():
+    """What a round leaves where the last accepted node has drawn children, and where it has none."""
+    logits_v = jnp.log(jnp.asarray([0.5, 0.25, 0.125, 0.125]))
+    logits_bnv = jnp.stack([jnp.stack([jnp.zeros(4), logits_v])] * 2)
+    log_q_bnc = jnp.full((2, 2, 3), -jnp.inf).at[0, 1].set(jnp.log(jnp.asarray([0.2, 0.8, 0.0])))
+    support_bnc = jnp.broadcast_to(jnp.asarray([0, 1, 2]), (2, 2, 3))
+    sampling = SimpleNamespace(temperature_b=jnp.ones(2), top_k_b=jnp.asarray([0, 1]), top_p_b=jnp.ones(2))
+    proposal = SimpleNamespace(log_q_bnc=log_q_bnc, support_bnc=support_bnc)
+    verified = rounds.Verified(logits_bnv, jnp.arange(4.0).reshape(2, 2, 1), None)
+    accepted = rounds.Accepted(jnp.asarray([[0, 1, 0]] * 2), jnp.asarray([2, 2]), None, None, None)
+    hidden_bj, left_bl = selecting.left_by(SimpleNamespace(sampling=sampling), (None, proposal), verified, accepted)
+    assert hidden_bj.tolist() == [[1.0], [3.0]]
+    entropy = 1.75 * np.log(2)  # of the verifier at temperature 1, whatever is filtered
+    drafted = -(0.2 * np.log(0.2) + 0.8 * np.log(0.8))
+    np.testing.assert_allclose(left_bl, [[entropy, drafted, 0.2 + 0.25, 1], [entropy, 0, 0, 0]], atol=1e-6)
+    assert left_bl.shape[1] == len(LEFT)
+
+
+def test_a_file_is_read_back_and_another_bucket_list_is_refused(tmp_path):
+    config = SelectorConfig(buckets=BUCKETS, width=6, pair="a pair", rule="traversal")
+    weights, path = arbitrary(config), tmp_path / "selector.safetensors"
+    files.save(path, config, weights)
+    again, read = files.load(path)
+    assert again == config
+    jax.tree.map(np.testing.assert_array_equal, read, weights)
+    features = Features(jnp.ones((3, 6)), jnp.ones((3, len(SCALARS))))
+    assert selector.scores(read, features).shape == (3, len(BUCKETS))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"[2,1,2]", b"[2,2,1]").replace(b"[2, 1, 2]", b"[2, 2, 1]"))
+    assert path.read_bytes() != content
+    refused(lambda: files.load(path), "not those it was written with")
+    files.save(path, config, weights)
+    shorter = replace(config, buckets=BUCKETS[:3])
+    fewer = {name: value[..., :3] if name.startswith("out") else value for name, value in weights.items()}
+    files.save(tmp_path / "fewer.safetensors", shorter, fewer)
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    other = (tmp_path / "fewer.safetensors").read_bytes()
+    size_of_other = int.from_bytes(other[:8], "little")
+    header["__metadata__"] = json.loads(other[8 : 8 + size_of_other])["__metadata__"]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+    refused(lambda: files.load(path), "shape", "expected")
+    refused(lambda: files.load(tmp_path / "none.safetensors"), "not found")
+
+
+def refused(call, *words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and len(message) <= 300 and all(word in message for word in words), message
+
+
+def test_mistakes_are_one_line(tmp_path, trained):
+    pair = random_pair()
+    path = written(trained, tmp_path / "a.safetensors")
+    ask = lambda model, **how: partial(model.generate, [[1, 2]], max_new_tokens=2, **HOW | {"selector": path} | how)  # noqa: E731
+    refused(ask(pair), "selector for the pair", "train one")
+    refused(ask(trained, acceptance="traversal"), "acceptance 'traversal'", "'sample-and-match'")
+    refused(ask(trained, builder="best-first"), "builder 'best-first'", "'delayed'")
+    refused(ask(trained, builder=None), "'delayed'")
+    refused(ask(trained, trunk=1), "trunk 1", "selector")
+    refused(ask(trained, trunk="auto"), "trunk 'auto'", "selector")
+    refused(ask(trained, branches=3), "branches 3", "selector")
+    refused(ask(trained, nodes=4), "nodes 4", "at least 7")
+    refused(ask(trained, nodes="auto"), "'best-first' with nodes 'auto'")
+    refused(partial(SelectorConfig, buckets=(Bucket(1, 1, 0),) * 13, width=1, pair="", rule=""), "13 buckets", "1 to 12")
+    refused(partial(SelectorConfig, buckets=(Bucket(1, 0, 0),), width=1, pair="", rule=""), "bucket")

@@ -1,0 +1,137 @@
+"""Training selectors: labels against enumeration, the loss, a world to be learnt, and a run from prompts to answers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train import config, delayed
+from train import selector as stage_of
+from train.records import Source
+from treeflash_jax import acceptance, trees
+from treeflash_jax.adaptive import selector
+from treeflash_jax.adaptive.selector import SCALARS, SelectorConfig
+from treeflash_jax.trees import Bucket, TreeShape
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "acceptance"))
+import acceptance_cases as cases  # noqa: E402
+import acceptance_oracle as oracle  # noqa: E402
+
+BUCKETS = (Bucket(1, 2, 0), Bucket(2, 1, 1), Bucket(2, 0, 2), Bucket(3, 0, 1))
+
+
+@pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("rule", ["recursive", "traversal"])
+def test_a_label_is_what_enumeration_gives(float64, rule):
+    """Every draft and every coin of every bucket over three tokens, all buckets in the shapes of the largest."""
+    p = oracle.random_law(0, 3, 3)
+    world = cases.World(3, 2, p, oracle.random_drafter(0, p, 3, 2, 3, ends=0.0))
+    nodes = max(bucket.nodes for bucket in BUCKETS)
+    shape = TreeShape(trunk=BUCKETS)
+    for index, bucket in enumerate(BUCKETS):
+        draft = lambda run, b=bucket: oracle.draft_paths(world.drafter, run, b.nodes, b.branches, b.trunk, 2)  # noqa: E731
+        case = cases.Case("delayed", nodes, shape, lambda drafter, run, depths, draft=draft: draft(run))
+        drafts, expected = world.drafts(case), 0.0
+        for chance, drafted in drafts:
+            for run, (last, _) in oracle.outcomes(lambda run, tree=drafted: oracle.RULES[rule](tree, p, run)):
+                expected += chance * run.probability * (len(last) + 1)
+        noise = jnp.asarray(world.noise(case, drafts))
+        choice_b, anchor_b = jnp.full(len(drafts), index), jnp.zeros(len(drafts), jnp.int32)
+        build = trees.BUILDERS["delayed"].build
+        tree, proposal = build(world.table(len(drafts)), anchor_b, nodes, shape, noise, choice_b=choice_b)
+        prefixes = [cases.read(tree, proposal, b, 3)[0] for b in range(len(drafts))]
+        logits = jnp.asarray(np.stack([cases.node_logits(world.unfiltered, own, nodes) for own in prefixes]))
+        weights_bn = acceptance.RULES[rule].weights(tree, proposal, cases.target_rows(logits))
+        label = sum(chance * float(total) for (chance, _), total in zip(drafts, weights_bn.sum(1), strict=True))
+        assert abs(label - expected) < 1e-9
+
+
+def test_the_loss_is_least_where_one_bucket_dominates():
+    expected_ra, seconds_a = jnp.asarray([[2.0, 4.0, 3.0]] * 4), jnp.asarray([1.0, 1.0, 2.0])
+    base_r, how = jnp.full(4, 2.0), {"tail_weight": 3.0, "tail_share": 0.25}
+    loss = lambda scores_ra: float(stage_of.loss_of(scores_ra, expected_ra, seconds_a, base_r, **how))  # noqa: E731
+    sure = lambda index: jnp.zeros((4, 3)).at[:, index].set(40.0)  # noqa: E731
+    np.testing.assert_allclose([loss(sure(1)), loss(sure(0))], [-np.log(2), 0.0], atol=1e-6)
+    np.testing.assert_allclose(loss(sure(2)), np.log(2 / 1.5) + 3 * 0.25**2, atol=1e-6)
+    rng = np.random.default_rng(0)
+    assert all(
+        loss(jnp.asarray(rng.normal(size=(4, 3)) * scale)) > loss(sure(1)) for scale in (0.1, 1, 4) for _ in range(20)
+    )
+    mixed = sure(1).at[0].set(sure(2)[0])  # one of four roots falls short, and is the worst quarter
+    np.testing.assert_allclose(loss(mixed), -0.75 * np.log(2) + 0.25 * np.log(2 / 1.5) + 3 * 0.25**2, atol=1e-6)
+
+
+def settings(**changes) -> stage_of.SelectorStage:
+    usual = {"run": "unused", "sources": (Source(path="unused"),), "buckets": ((1, 2, 0), (2, 1, 1), (2, 0, 2))}
+    return stage_of.SelectorStage(**usual | {"steps": 120, "roots": 64, "learning_rate": 3e-3} | changes)
+
+
+def world(roots: int = 512) -> stage_of.Labels:
+    """Two contexts, told by the sum of two hidden features alone: long paths are best in one, branches in the other."""
+    rng = np.random.default_rng(0)
+    hidden_rj = rng.normal(size=(roots, 4)).astype(np.float32)
+    is_easy_r1 = (hidden_rj[:, :1] + hidden_rj[:, 1:2]) > 0
+    expected_ra = np.where(is_easy_r1, [5.0, 3.0, 2.0], [1.5, 2.0, 2.6]) + rng.normal(size=(roots, 3)) * 0.3
+    scalars_rs = rng.normal(size=(roots, len(SCALARS))).astype(np.float32)
+    numbers = np.arange(roots)
+    return stage_of.Labels(hidden_rj, scalars_rs, expected_ra.astype(np.float32), numbers % 2, numbers // 4)
+
+
+def test_a_world_of_two_contexts_is_learnt():
+    labels, made = world(), SelectorConfig(buckets=BUCKETS[:3], width=4, pair="", rule="traversal")
+    weights = stage_of.trained(labels, np.ones(3), settings(), made)
+    chosen_r = np.argmax(np.asarray(selector.scores(weights, labels.features)), axis=1)
+    best_r = np.where(labels.hidden_rj[:, 0] + labels.hidden_rj[:, 1] > 0, 0, 2)
+    is_held_r = labels.prompt_r % stage_of.HELD_OUT == 0
+    assert np.mean(chosen_r[is_held_r] == best_r[is_held_r]) > 0.85
+    found = stage_of.summary(weights, labels.at(is_held_r), np.ones(3))
+    assert found["selector"]["tokens_per_second"]["low"] > 1.1 * found["best of each setting"]["tokens_per_second"]["ratio"]
+    again = stage_of.trained(labels, np.ones(3), settings(), made)
+    jax.tree.map(np.testing.assert_array_equal, weights, again)
+    dear = stage_of.trained(labels, np.array([20.0, 1.0, 20.0]), settings(steps=40), made)
+    assert np.all(np.argmax(np.asarray(selector.scores(dear, labels.features)), axis=1) == 1), "costs count"
+
+
+def test_mistakes_are_one_line():
+    for change, word in (
+        ({"buckets": ((1, 2),)}, "three numbers"),
+        ({"costs": (1.0,)}, "got 1 costs"),
+        ({"temperatures": ()}, "no temperatures"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            settings(**change)
+
+
+@pytest.mark.slow
+def test_from_prompts_to_answers(tmp_path, data, trained):
+    """Labels, training and file, then the comparison of what was trained with the other trunks; labels are used again."""
+    pair, asked = data / "conformance" / "b_trained", tmp_path / "prompts.jsonl"
+    lines = [{"id": number, "turns": [f"Add {number} and {number + 3}."]} for number in range(20)]
+    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    own = dict(verifier=str(pair / "verifier"), drafter=str(pair / "drafter"))
+    how = dict(run=str(tmp_path / "run"), sources=(Source(path=str(asked)),), buckets=((1, 2, 0), (2, 0, 1), (2, 1, 1)))
+    how |= dict(new_tokens=12, draws=2, steps=20, costs=(1.0, 1.0, 1.2), temperatures=(1.0,), top_p=(1.0,))
+    stage_of.main(stage_of.SelectorStage(**own, **how))
+    first = (tmp_path / "run" / "selector.safetensors").read_bytes()
+    stage_of.main(stage_of.SelectorStage(**own, **how))
+    assert (tmp_path / "run" / "selector.safetensors").read_bytes() == first
+    with pytest.raises(ValueError, match="labels of other settings"):
+        stage_of.main(stage_of.SelectorStage(**own, **how | {"new_tokens": 8}))
+    out = tmp_path / "out.json"
+    words = [f"{name}={value}" for name, value in own.items()]
+    words += [f"selector={tmp_path}/run/selector.safetensors", f"prompts={asked}", f"out={out}", "limit=3", "new_tokens=8"]
+    delayed.main(config.parse(delayed.DelayedStage, None, [*words, "trunks=[0]", "temperatures=[1.0]", "nodes=4"]))
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["system"] for row in rows] == ["one token", "trunk 0", "trunk auto", "selector"]
+    assert rows[0]["tau"]["value"] == 1 and all(row["tokens_per_second"]["value"] > 0 for row in rows)
