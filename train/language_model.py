@@ -60,7 +60,7 @@ class LanguageModelStage(DraftingStage):
       offset: the farthest a draft is from the state that steers it; drawn from 1 to `offset` for every row.
       loss: name in LOSSES.
       chunk: tokens of a row whose logits exist at a time; divides the row.
-      num_depths, num_nodes, drafter_temperature: defaults stored with the drafter.
+      num_depths, num_nodes, drafter_temperature: of evaluations; the folder of a language model has no place for them.
     """
 
     language_model: str = bounded("", nonempty=False)

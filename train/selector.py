@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -37,7 +38,7 @@ from flax import struct
 import treeflash_jax as tf
 from train import config, folders, lock, progress
 from train.records import Source, read
-from treeflash_jax import files, params, planning
+from treeflash_jax import devices, files, params, planning
 from treeflash_jax.adaptive import calibration, selecting, selector
 from treeflash_jax.adaptive.selector import Features, SelectorConfig
 from treeflash_jax.batching import capacity_bucket
@@ -47,7 +48,7 @@ from treeflash_jax.formats import selector as selector_files
 from treeflash_jax.trees import Bucket
 
 HELD_OUT = 8  # every so many prompts are held out
-TIMED_ROUNDS, REPEATS = 8, 7
+TIMED_ROUNDS, REPEATS, RESAMPLES = 8, 7, 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +142,7 @@ def main(settings: SelectorStage) -> None:
         weights = trained(labels, seconds_a, settings, made)
         selector_files.save(folder / selector_files.FILE, made, weights)
         result = {"settings": config.to_dict(settings), "roots": int(labels.setting_r.size), "seconds": seconds_a.tolist()}
+        result |= {"machine": f"{devices.here().kind}, {os.cpu_count()} cores, {model.dtype.name}, jax {jax.__version__}"}
         result["held_out"] = summary(weights, labels.at(labels.prompt_r % HELD_OUT == 0), seconds_a)
         files.write(folder / "result.json", json.dumps(result, indent=1) + "\n")
     progress.table("held-out roots", {name: json.dumps(value) for name, value in result["held_out"].items()})
@@ -324,18 +326,35 @@ def trained(labels: Labels, seconds_a: np.ndarray, settings: SelectorStage, made
 
 
 def summary(weights: Any, labels: Labels, seconds_a: np.ndarray) -> dict[str, Any]:
-    """Tokens a round and a second, by the labels: of the selector, of every bucket, and of the best bucket per setting."""
-    roots = np.arange(labels.setting_r.size)
-    chosen_r = np.argmax(np.asarray(selector.scores(weights, labels.features)), axis=1)
+    """Tokens a round and a second, by the labels: of the selector, of every bucket, and of the best bucket per setting.
 
-    def rates(chosen_r: np.ndarray) -> dict[str, float]:
+    Each with its standard error, and as a ratio to the best bucket per setting with a 95 % interval, of a bootstrap over
+    the prompts.
+    """
+    roots, prompts = np.arange(labels.setting_r.size), np.unique(labels.prompt_r)
+    picks = np.random.default_rng(0).integers(prompts.size, size=(RESAMPLES, prompts.size))
+    best_r = best_buckets(labels, seconds_a)
+
+    def resampled(chosen_r: np.ndarray, per_r: np.ndarray) -> np.ndarray:
+        """The sum of expected lengths over that of `per_r`: on all prompts, and on every resample."""
         length_r = labels.expected_ra[roots, chosen_r]
-        return {"tau": float(length_r.mean()), "tokens_per_second": float(length_r.sum() / seconds_a[chosen_r].sum())}
+        top_q, bottom_q = (np.array([x[labels.prompt_r == one].sum() for one in prompts]) for x in (length_r, per_r))
+        return np.append(top_q.sum() / bottom_q.sum(), top_q[picks].sum(1) / bottom_q[picks].sum(1))
 
+    def rates(chosen_r: np.ndarray) -> dict[str, dict[str, float]]:
+        found = {}
+        for what, per in (("tau", np.ones(roots.size)), ("tokens_per_second", None)):
+            ours, base = (resampled(own, seconds_a[own] if per is None else per) for own in (chosen_r, best_r))
+            low, high = np.percentile(ours[1:] / base[1:], [2.5, 97.5])
+            found[what] = {"value": float(ours[0]), "error": float(np.std(ours[1:]))}
+            found[what] |= {"ratio": float(ours[0] / base[0]), "low": float(low), "high": float(high)}
+        return found
+
+    chosen_r = np.argmax(np.asarray(selector.scores(weights, labels.features)), axis=1)
     each = {str(index): rates(np.full(roots.size, index)) for index in range(seconds_a.size)}
     counts = {str(index): int(np.sum(chosen_r == index)) for index in range(seconds_a.size)}
-    best = best_buckets(labels, seconds_a)
-    return {"selector": rates(chosen_r), "best of each setting": rates(best), "buckets": each, "chosen": counts}
+    found = {"prompts": int(prompts.size), "roots": int(roots.size), "selector": rates(chosen_r)}
+    return found | {"best of each setting": rates(best_r), "buckets": each, "chosen": counts}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 RESULTS = Path(__file__).parent
@@ -257,6 +258,7 @@ def beside_published() -> str:
 
 def drafters() -> str:
     runs = read("drafters_tiny.json")
+    stages = ("draft", "expand", "tree", "verify", "commit", "round")
 
     def listed(values: Iterable[float]) -> str:
         return " ".join(f"{value:.2f}" for value in list(values)[:5])
@@ -264,17 +266,21 @@ def drafters() -> str:
     rows = []
     for row in runs["arms"]:
         times, distances = row["stages_ms"], row["distance_by_depth"]
-        if times:
-            drafting = sum(times[name] for name in (*row["drafter_stages"], "tree"))
-            more = [listed(row["accepted_by_depth"]), listed(distances["distance"]) if distances else ""]
-            costs = [f"{drafting:.1f}", f"{times['round'] / times['step']:.1f}"]
-            rows.append([row["drafter"], row["way"], row["nodes"], f"{row['tau']:.2f}", *more, *costs])
-    header = "drafter | way | nodes | tau | accepted at depth 1 to 5 | distance at depth 1 to 5"
-    header += " | draft and tree, ms | round / step"
+        if times is None:
+            plain = f"{row['tokens_per_second']:.0f}"
+            continue
+        pace = [f"{row['tau']:.2f}", f"{row['tokens_per_second']:.0f}"]
+        more = [listed(row["accepted_by_depth"]), listed(distances["distance"]) if distances else ""]
+        costs = [f"{times[stage]:.1f}" if stage in times else "" for stage in stages]
+        rows.append([row["drafter"], row["way"], row["nodes"], *pace, *more, *costs])
+    step = median(row["stages_ms"]["step"] for row in runs["arms"] if row["stages_ms"])
+    header = "drafter | way | nodes | tau | tokens/s | accepted at depth 1 to 5 | distance at depth 1 to 5"
+    header += "".join(f" | {stage}" for stage in stages)
     settings = runs["settings"]
     note = (
-        f"{settings['prompts']} GSM8K test prompts, greedy, batch 1, {settings['max_new_tokens']} new tokens, float32, "
-        f"2 CPU cores that other programs used as well, jax {runs['versions']['jax']}:"
+        f"{settings['prompts']} GSM8K test prompts, greedy, batch 1, {settings['max_new_tokens']} "
+        f"new tokens, float32, stages in ms. One token at a time: {plain} tokens/s, {step:.1f} ms a step. 2 CPU cores, jax "
+        f"{runs['versions']['jax']}; {runs['note']}:"
     )
     return "\n".join([table(header, rows), "", note, fenced([runs["command"]])])
 

@@ -150,20 +150,17 @@ def test_answers_have_it_where_a_selector_chooses_the_tree(weights, exact, rule)
 
 
 def test_a_selector_that_saw_the_draws_is_rejected(weights, exact, monkeypatch):
-    """Sizes that go by the first drawn token: it no longer has the drafter's law."""
-    features_of = selecting.features_of
+    """A second path where its draw is the likeliest token alone: where there is one, it no longer has the drafter's law."""
+    features_of, shape = selecting.features_of, TreeShape(trunk=(Bucket(2, 0, 1),))
 
     def peeking(state, expander):
-        own = DecodePlan(
-            verifier=MODEL, drafter=DRAFTER, num_nodes=7, builder="delayed", shape=TreeShape(trunk=(Bucket(1, 1, 0),))
-        )
-        drawn = rounds.build_tree(state.decode, expander, own, jnp.zeros_like(state.decode.end_b))[0]
+        own = DecodePlan(verifier=MODEL, drafter=DRAFTER, num_nodes=7, builder="delayed", shape=shape)
+        proposal = rounds.build_tree(state.decode, expander, own, jnp.zeros_like(state.decode.end_b))[1]
         features = features_of(state, expander)
-        return features.replace(scalars_bs=features.scalars_bs.at[:, 0].set(drawn.tokens_bn[:, 1]))
+        return features.replace(scalars_bs=features.scalars_bs.at[:, 0].set(proposal.slot_bx[:, 1]))
 
     def scores(params, features):
-        likely_b1 = features.scalars_bs[:, :1] < 2
-        return jnp.where(likely_b1, jnp.eye(5)[1], jnp.eye(5)[2])
+        return jnp.where(features.scalars_bs[:, :1] == 0, jnp.eye(5)[1], jnp.eye(5)[0])
 
     monkeypatch.setattr(selecting, "features_of", peeking)
     monkeypatch.setattr(selector, "scores", scores)

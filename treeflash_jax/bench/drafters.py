@@ -251,11 +251,17 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
 
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     drafted = [row for row in rows if row["nodes"]]
+    colours = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(row["drafter"] for row in drafted))}
+
+    def line(drafter: str, way: str) -> dict[str, str]:
+        style, marker = (":" if "no head" in way else "-"), ("x" if "chain" in way else "o")
+        return {"label": f"{drafter}, {way}", "color": colours[drafter], "linestyle": style, "marker": marker}
+
     for name in dict.fromkeys((row["drafter"], row["way"]) for row in drafted):
         own = sorted((row["nodes"], row["tau"]) for row in drafted if (row["drafter"], row["way"]) == name)
-        left.plot(*zip(*own, strict=True), "o-", label=", ".join(name))
-    left.set(xlabel="nodes verified per round", ylabel="tokens per round (tau)", xscale="log")
-    left.legend(fontsize=7)
+        left.plot(*zip(*own, strict=True), **line(*name))
+    left.set(xlabel="nodes verified per round", ylabel="tokens per round (tau)")
+    figure.legend(*left.get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=7)
     stages = list(dict.fromkeys(s for row in drafted for s in row["stages_ms"] if s not in ("round", "step")))
     labels = [f"{row['drafter']}, {row['way']} {row['nodes']}" for row in drafted]
     bottom = np.zeros(len(drafted))
@@ -267,12 +273,11 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
     middle.tick_params(axis="y", labelsize=7)
     middle.set(xlabel="ms of a round, by stage")
     middle.legend(fontsize=7)
-    for row in drafted:
+    for row in {(row["drafter"], row["way"]): row for row in drafted}.values():
         if row["distance_by_depth"]:
             distance = row["distance_by_depth"]["distance"]
-            right.plot(range(1, len(distance) + 1), distance, "o-", label=f"{row['drafter']}, {row['way']}")
+            right.plot(range(1, len(distance) + 1), distance, **line(row["drafter"], row["way"]))
     right.set(xlabel="depth", ylabel="total variation distance", ylim=(0, 1))
-    right.legend(fontsize=7)
     plots.save(figure, path)
     pyplot.close(figure)
 
