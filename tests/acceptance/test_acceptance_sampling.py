@@ -17,14 +17,13 @@ import pytest
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL
 from scipy import stats
 
-from treeflash_jax import params, programs
+from treeflash_jax import params
 from treeflash_jax.acceptance import RULES, recursive
 from treeflash_jax.acceptance.draws import draws_of, finish, first_hits
 from treeflash_jax.acceptance.rows import follow
-from treeflash_jax.adaptive import selecting, selector
+from treeflash_jax.adaptive import selector
 from treeflash_jax.adaptive.selecting import SelectingRunner
 from treeflash_jax.decoding import loops as core
-from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings
@@ -147,27 +146,6 @@ def test_answers_have_it_where_a_selector_chooses_the_tree(weights, exact, rule)
     assert p_value(tokens, exact) > 0.001
     counts = np.bincount(nodes.ravel())[1:]
     assert np.count_nonzero(counts > 0.02 * counts.sum()) > 2, "many trees are in use"
-
-
-def test_a_selector_that_saw_the_draws_is_rejected(weights, exact, monkeypatch):
-    """A second path where its draw is the likeliest token alone: where there is one, it no longer has the drafter's law."""
-    features_of, shape = selecting.features_of, TreeShape(trunk=(Bucket(2, 0, 1),))
-
-    def peeking(state, expander):
-        own = DecodePlan(verifier=MODEL, drafter=DRAFTER, num_nodes=7, builder="delayed", shape=shape)
-        proposal = rounds.build_tree(state.decode, expander, own, jnp.zeros_like(state.decode.end_b))[1]
-        features = features_of(state, expander)
-        return features.replace(scalars_bs=features.scalars_bs.at[:, 0].set(proposal.slot_bx[:, 1]))
-
-    def scores(params, features):
-        return jnp.where(features.scalars_bs[:, :1] == 0, jnp.eye(5)[1], jnp.eye(5)[0])
-
-    monkeypatch.setattr(selecting, "features_of", peeking)
-    monkeypatch.setattr(selector, "scores", scores)
-    programs.clear()
-    tokens, _ = selected_answers(weights, "traversal", 1)
-    programs.clear()
-    assert p_value(tokens, exact) < 1e-6
 
 
 def test_a_biased_rule_is_rejected(weights, exact, monkeypatch):
