@@ -256,7 +256,8 @@ def bigram(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:tau is")
-@pytest.mark.parametrize("prompts", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("prompts", [1, 3])
 def test_a_drafter(bigram, trained, prompts):
     """Its tokens come in the right order, whatever the length of a prompt: else it would draft nothing."""
     verifier = trained.verifier

@@ -188,6 +188,7 @@ def weights_of(rule: str, drawn, proposal, logits):
     return RULES[rule].weights(drawn, proposal, cases.target_rows(logits))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_weights_of_large_trees_are_the_oracles(forest, rule):
     drawn, proposal, logits = forest

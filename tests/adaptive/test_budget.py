@@ -275,6 +275,7 @@ def test_reliability_is_what_came_true():
     assert float(now.drafted) == budget.PRIOR_TOKENS + 4 and float(now.committed) == budget.PRIOR_TOKENS / 2 + 2
 
 
+@pytest.mark.slow
 def test_nothing_recompiles_when_only_values_change(trained, tmp_path):
     path = tmp_path / "a.json"
     model = beside(trained, path, table(trained, MIXED, 0.9))

@@ -45,6 +45,7 @@ def written(model, path, rule: str = "sample-and-match") -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_one_token_decoding_alone_and_together(trained, tmp_path):
     """Trees of every sequence are its own choice: neither ids nor nodes depend on what is decoded beside it."""
     how = HOW | SAMPLED | {"selector": written(trained, tmp_path / "a.safetensors"), "max_new_tokens": 24}

@@ -50,7 +50,7 @@ def planned(model: tf.TreeFlash, prompts: list[list[int]], **settings) -> tuple[
 
 
 BUILDERS = [(kind, builder) for kind in KINDS for builder in ("best-first", "walk")]
-QUICK = {("eagle3", "best-first"), ("language model", "best-first")}
+QUICK = {("eagle3", "best-first")}
 
 
 @pytest.mark.usefixtures("as_users_compile")
@@ -78,7 +78,7 @@ def test_a_round_is_one_program_that_copies_no_cache(kind, builder):
 
 
 @pytest.mark.parametrize(
-    "kind", ["eagle3", "language model", pytest.param("steered language model", marks=pytest.mark.slow), "ngram"]
+    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind not in ("block", "eagle3"))]
 )
 def test_nothing_recompiles_when_only_values_change(kind):
     model = a_pair(kind)
@@ -101,7 +101,7 @@ def test_nothing_recompiles_when_only_values_change(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind == "language model" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+    "kind", [kind if kind == "ngram" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_the_last_round_before_a_cache_grows_writes_where_it_should(kind):
     """Rows of a whole path are stored past the end of a text: where they do not fit, a store would begin too early.

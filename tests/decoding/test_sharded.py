@@ -84,6 +84,7 @@ def assert_small_gathers() -> None:
         assert 256 not in sizes, "a cache was gathered"
 
 
+@pytest.mark.slow
 def test_streaming_on_a_mesh_compiles_once(sharded):
     before = len(programs.compiled())
     settings = TREE | {"nodes": 7}

@@ -130,6 +130,7 @@ def a_steered_pair(rank: int) -> tf.TreeFlash:
     return tf.TreeFlash(size, Weights(weights, weights | {"steering": steers}), drafter=drafter)
 
 
+@pytest.mark.slow
 def test_reading_in_one_call_is_reading_row_by_row_and_the_whole_text_at_once(float64):
     """Rows of a path keep what steered them when they were drafted; its last one is steered by the verifier's new state."""
     size = replace(RANDOM_MODEL, num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, intermediate_size=24)

@@ -32,7 +32,7 @@ def float64():
         yield
 
 
-@pytest.mark.parametrize("rule", ["recursive", "traversal"])
+@pytest.mark.parametrize("rule", [pytest.param("recursive", marks=pytest.mark.slow), "traversal"])
 def test_a_label_is_what_enumeration_gives(float64, rule):
     """Every draft and every coin of every bucket over three tokens, all buckets in the shapes of the largest."""
     p = oracle.random_law(0, 3, 3)

@@ -186,7 +186,7 @@ def plain_sums(params, frozen, rows, keys, settings, drafter_):
     ("loss", "base_weight", "trained"),
     [
         ("forward-kl", 0.0, "head"),
-        ("forward-kl", 0.2, "both"),
+        pytest.param("forward-kl", 0.2, "both", marks=pytest.mark.slow),
         ("cross-entropy", 0.0, "backbone"),
         ("total-variation", 0.0, "both"),
     ],

@@ -130,6 +130,7 @@ def test_damaged_newest_checkpoint_falls_back(toy, whole, tmp_path, monkeypatch)
     assert_identical(run, whole)
 
 
+@pytest.mark.slow
 def test_terminated_run_saves_and_goes_on(toy, whole, tmp_path):
     run = tmp_path / "run"
     process = start(command(toy, run, "loop.log_every=1"), TOY_TERMINATE_AFTER="4")
@@ -221,6 +222,7 @@ def test_best_checkpoint_is_kept_beside_the_newest(tmp_path, mode):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs resource limits")
+@pytest.mark.slow
 def test_full_disk_is_one_clear_error(toy, tmp_path):
     script = (
         "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000));"
