@@ -295,6 +295,6 @@ def test_every_command_serves_it(tiny, tmp_path, capsys):
     models.save_verifier(folder, tiny.verifier, tiny.weights.verifier, jnp.float32)
     jax.config.update("jax_enable_x64", False)
     try:
-        goes_through_everything(tf.load("tiny", drafter=folder), folder, tmp_path, capsys, {"nodes": 4})
+        goes_through_everything(tf.load("tiny", drafter=folder), folder, tmp_path, capsys, {"nodes": 4, "depths": 2})
     finally:
         jax.config.update("jax_enable_x64", True)
