@@ -68,22 +68,27 @@ def exact(weights) -> np.ndarray:
     return np.exp(path[:, None] + log_p[:, NEW - 1]).reshape((VOCABULARY,) * NEW)
 
 
+def asked(part: int) -> tuple[jax.Array, jax.Array, Sampling]:
+    """The prompt BATCH times, its length, and the verifier's own law, with random keys that differ by part."""
+    full = lambda value, dtype: jnp.full(BATCH, value, dtype)  # noqa: E731
+    tokens_bs = jnp.zeros((BATCH, 12), jnp.int32).at[:, : len(PROMPT)].set(jnp.asarray(PROMPT))
+    sampling = Sampling(
+        key_b=jax.random.split(jax.random.key(part), BATCH), temperature_b=full(1, jnp.float32),
+        top_k_b=full(0, jnp.int32), top_p_b=full(1, jnp.float32), limit_b=full(len(PROMPT) + NEW, jnp.int32),
+        stop_ids_bx=jnp.full((BATCH, 1), -1), drafter_temperature_b=full(1, jnp.float32),
+    )  # fmt: skip
+    return tokens_bs, full(len(PROMPT), jnp.int32), sampling
+
+
 def answers(weights: Weights, rule: str, builder: str, nodes: int, shape: TreeShape, *, batches: int):
     """Tokens [draws, NEW] and rounds [draws] of `batches` of BATCH sequences, each with its own key."""
     plan = DecodePlan(
         verifier=MODEL, drafter=DRAFTER, num_nodes=nodes, draft=DraftSettings(candidates=3, children=3),
         builder=builder, shape=shape, rule=rule, prefill_chunk=len(PROMPT),
     )  # fmt: skip
-    full = lambda value, dtype: jnp.full(BATCH, value, dtype)  # noqa: E731
-    tokens_bs = jnp.zeros((BATCH, 12), jnp.int32).at[:, : len(PROMPT)].set(jnp.asarray(PROMPT))
     tokens, rounds = [], []
     for part in range(batches):
-        sampling = Sampling(
-            key_b=jax.random.split(jax.random.key(part), BATCH), temperature_b=full(1, jnp.float32),
-            top_k_b=full(0, jnp.int32), top_p_b=full(1, jnp.float32), limit_b=full(len(PROMPT) + NEW, jnp.int32),
-            stop_ids_bx=jnp.full((BATCH, 1), -1), drafter_temperature_b=full(1, jnp.float32),
-        )  # fmt: skip
-        state = core.prefill(weights, tokens_bs, full(len(PROMPT), jnp.int32), sampling, plan=plan.for_prefill())
+        state = core.prefill(weights, *asked(part), plan=plan.for_prefill())
         state = core.decode(weights, state, jnp.int32(NEW), plan=plan)
         assert bool(jnp.all(state.done_b))
         tokens.append(np.asarray(state.tokens_bs)[:, len(PROMPT) : len(PROMPT) + NEW])
@@ -124,16 +129,9 @@ def selected_answers(weights: Weights, rule: str, batches: int):
     made = selector.SelectorConfig(buckets=buckets, width=MODEL.hidden_size, pair="", rule=rule)
     wild = params.initialize(selector.specs(made), jax.random.key(0), scale=1.0)
     runner = SelectingRunner(plan, weights, params=wild)
-    full = lambda value, dtype: jnp.full(BATCH, value, dtype)  # noqa: E731
-    tokens_bs = jnp.zeros((BATCH, 12), jnp.int32).at[:, : len(PROMPT)].set(jnp.asarray(PROMPT))
     tokens, nodes = [], []
     for part in range(batches):
-        sampling = Sampling(
-            key_b=jax.random.split(jax.random.key(part), BATCH), temperature_b=full(1, jnp.float32),
-            top_k_b=full(0, jnp.int32), top_p_b=full(1, jnp.float32), limit_b=full(len(PROMPT) + NEW, jnp.int32),
-            stop_ids_bx=jnp.full((BATCH, 1), -1), drafter_temperature_b=full(1, jnp.float32),
-        )  # fmt: skip
-        state = runner.run(runner.start((tokens_bs, full(len(PROMPT), jnp.int32), sampling)), NEW, BATCH)
+        state = runner.run(runner.start(asked(part)), NEW, BATCH)
         assert bool(jnp.all(state.decode.done_b))
         tokens.append(np.asarray(state.decode.tokens_bs)[:, len(PROMPT) : len(PROMPT) + NEW])
         nodes.append(np.asarray(state.nodes_bs))
