@@ -50,13 +50,11 @@ def planned(model: tf.TreeFlash, prompts: list[list[int]], **settings) -> tuple[
 
 
 BUILDERS = [(kind, builder) for kind in KINDS for builder in ("best-first", "walk")]
-QUICK = {("eagle3", "best-first")}
 
 
 @pytest.mark.usefixtures("as_users_compile")
-@pytest.mark.parametrize(
-    ("kind", "builder"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in BUILDERS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "builder"), BUILDERS)
 def test_a_round_is_one_program_that_copies_no_cache(kind, builder):
     """It runs without a transfer, donates its state, and no loop in it copies a cache."""
     model = a_pair(kind)
@@ -100,9 +98,8 @@ def test_nothing_recompiles_when_only_values_change(kind):
     assert not compiled
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "ngram" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_last_round_before_a_cache_grows_writes_where_it_should(kind):
     """Rows of a whole path are stored past the end of a text: where they do not fit, a store would begin too early.
 

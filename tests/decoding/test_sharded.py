@@ -64,6 +64,7 @@ def test_no_round_gathers_logits_or_caches(sharded, expected):
     assert_small_gathers()
 
 
+@pytest.mark.slow
 def test_heads_that_the_mesh_does_not_divide_are_replicated_not_gathered(expected):
     model = random_pair(make_mesh(2, 4))  # two key/value heads over four devices
     programs.clear()

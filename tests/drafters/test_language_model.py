@@ -125,8 +125,8 @@ def test_what_the_verifier_itself_drafts_is_accepted_to_full_depth(oracle, how):
     assert set(result.accepted_before_cut[:-1]) == {depths + 1}
 
 
-BUDGETS = [{"nodes": 16}]
-MORE = [{"builder": "walk"}] + [{"nodes": nodes} for nodes in (1, 2, 5, 64)] + [{"builder": "walk", "depths": 1}]
+BUDGETS = [{"nodes": 8, "depths": 3}]
+MORE = [{"builder": "walk"}] + [{"nodes": nodes} for nodes in (1, 2, 5, 16, 64)] + [{"builder": "walk", "depths": 1}]
 MORE += [{"nodes": 16, "lanes": lanes, "depths": 5} for lanes in (1, 15)]
 
 

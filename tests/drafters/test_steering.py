@@ -199,6 +199,7 @@ def test_drafted_output_is_one_token_output(float64, how):
     assert cut or how.get("nodes") in (1, 2)
 
 
+@pytest.mark.slow
 def test_steering_lies_in_a_folder_of_its_own_too(tmp_path, capsys):
     """Beside a small model, or named by --steering; that of other models is refused before weights are read."""
     size = replace(RANDOM_MODEL, num_layers=2)

@@ -114,6 +114,7 @@ def test_killed_runs_end_identically(toy, whole, tmp_path):
     assert_identical(tmp_path / "run", whole)
 
 
+@pytest.mark.slow
 def test_damaged_newest_checkpoint_falls_back(toy, whole, tmp_path, monkeypatch):
     run = tmp_path / "run"
     here(toy, run)
