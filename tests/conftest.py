@@ -17,8 +17,8 @@ from importlib import metadata
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of the suite's time is compiling for the CPU. Without LLVM's optimisations, without the fusion emitters and in one piece
-# that takes less than half as long. The emitters change a program's instructions, so tests that read those ask for
+# Most of the suite's time is compiling for the CPU. Without LLVM's optimisations, without the fusion emitters and in one
+# piece that takes less than half as long. The emitters change a program's instructions, so tests that read those ask for
 # `as_users_compile`.
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 HAS_EMITTERS = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11)  # that can be turned off
