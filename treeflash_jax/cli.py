@@ -19,8 +19,6 @@ from treeflash_jax.formats import conversions, dialects, gguf
 from treeflash_jax.pairs import NO_DRAFTER
 from treeflash_jax.settings import GROUPS, REFUSED, GenerateConfig
 
-DEMO = {"max_new_tokens": 96, "nodes": 8, "block_size": 8, "candidates": 4}
-
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the exit status. Bad input ends with one line on stderr and status 2."""
@@ -121,10 +119,15 @@ _calibrate_options.__doc__ = calibrate.__doc__
 
 
 def _demo_options(parser: argparse.ArgumentParser) -> None:
-    """Answers three questions with the pair that ships with the package, draws a draft tree, and compares four ways of
-    decoding. Works offline."""
-    add_fields(parser, GenerateConfig, "max_new_tokens block_size candidates nodes", **DEMO)
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each way of decoding (default: %(default)s)")
+    """Answers three prompts one token at a time and drafted, side by side, draws a draft tree, and compares the times."""
+    parser.add_argument(
+        "--pair",
+        choices=("smollm2", "tiny"),
+        help="SmolLM2-135M-Instruct, drafted by n-grams, or the toy pair that ships with the package (default: smollm2 "
+        "where its weights are on this machine)",
+    )
+    add_fields(parser, GenerateConfig, "max_new_tokens", max_new_tokens=96)
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each way of decoding (default: %(default)s)")
     parser.set_defaults(run=_demo)
 
 
@@ -236,7 +239,7 @@ def _record(result: Any) -> dict[str, Any]:
 def _demo(arguments: argparse.Namespace) -> int:
     from treeflash_jax.demo import run
 
-    run(repeats=arguments.repeats, **{name: getattr(arguments, name) for name in DEMO})
+    run(arguments.pair, max_new_tokens=arguments.max_new_tokens, repeats=arguments.repeats)
     return 0
 
 
@@ -246,7 +249,7 @@ COMMANDS = {
     "check": ("check that drafting does not change the output", _check_options),
     "convert": ("convert a GGUF file or a drafter to another format", _convert_options),
     "calibrate": ("measure round times for --nodes auto", _calibrate_options),
-    "demo": ("see the pair that ships with the package at work", _demo_options),
+    "demo": ("see a model answer, one token at a time and drafted", _demo_options),
 }
 SUITES = {
     "run": ("compare tokens per round and per second of several systems", run.add_arguments),

