@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ def test_distances_are_those_along_the_path(kept):
 
 
 @pytest.mark.slow
-def test_the_command_compares_drafters(tmp_path, capsys):
+def test_the_command_compares_drafters(tmp_path, capsys, monkeypatch):
     prompts, out, plot = (tmp_path / name for name in ("prompts.jsonl", "found.json", "found.png"))
     prompts.write_text(json.dumps({"id": 1, "turns": ["Ada has 3 pens and buys 5 more. How many pens has she?"]}) + "\n")
     words = ["bench", "drafters", "--drafter", "shipped=tiny", "ngram", "--prompts", str(prompts), "--nodes", "4"]
@@ -61,6 +62,17 @@ def test_the_command_compares_drafters(tmp_path, capsys):
     assert {"draft", "expand", "tree", "verify", "accept", "commit", "round", "step"} == {*own["stages_ms"]}
     out.write_text("mine")
     assert main(words) == 2 and out.read_text() == "mine"
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    out.unlink()
+    monkeypatch.setattr("treeflash_jax.bench.drafters.by_depth", stop)
+    with suppress(KeyboardInterrupt):
+        main(words)
+    kept = json.loads(out.read_text())
+    assert [row["tau"] for row in kept["arms"]] == [row["tau"] for row in found["arms"]], "what was measured by then"
+    assert not any(row["stages_ms"] or row["distance_by_depth"] for row in kept["arms"])
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,6 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures all arms, prints a table, writes the file and draws the picture.
 
+    The file is written after every batch of prompts, with what was measured by then: a run that is stopped leaves it.
+
     Raises:
       ValueError: drafters that do not fit the verifier, sizes or outputs that cannot be.
     """
@@ -113,9 +115,22 @@ def run(arguments: argparse.Namespace) -> int:
         batch_size=arguments.batch_size,
     )
     arms = arms_of(models, base, arguments.nodes)
+    first = next(iter(models.values()))
+    names = "verifier max_new_tokens temperature seed batch_size context".split()
+    settings = {name: getattr(arguments, name) for name in names}
+    settings |= {"drafters": list(models), "dtype": str(first.dtype)}
+    about = {"schema": SCHEMA, "settings": settings, **environment(first)}
+
+    def save(answered: int, depths: dict[Any, Any], times: dict[Any, Any]) -> list[dict[str, Any]]:
+        settings["prompts"] = answered
+        rows = [row_of(arm, arms[0], depths.get((arm.drafter, arm.way)), times) for arm in arms]
+        files.write(arguments.out, json.dumps(about | {"arms": rows}, indent=1) + "\n")
+        return rows
+
     with Progress(3) as progress:
         progress.step("answering the prompts")
-        answer_in_turn(arms, prompts, arguments, progress)
+        for answered in answer_in_turn(arms, prompts, arguments, progress):
+            save(answered, {}, {})
         progress.step("measuring distances by depth")
         chats = [empty_chat(replace(p, turns=p.turns[:1]), arguments.format) for p in prompts[:SPARE_PROMPTS]]
         depths = {
@@ -124,14 +139,8 @@ def run(arguments: argparse.Namespace) -> int:
             if arm.nodes == max(arguments.nodes) and arm.way.startswith("tree")
         }
         progress.step("timing the stages")
-        times = times_of(arms, arguments)
-    rows = [row_of(arm, arms[0], depths.get((arm.drafter, arm.way)), times) for arm in arms]
-    first = next(iter(models.values()))
-    names = "verifier max_new_tokens temperature seed batch_size context".split()
-    settings = {name: getattr(arguments, name) for name in names}
-    settings |= {"drafters": list(models), "dtype": str(first.dtype), "prompts": len(prompts)}
-    found = {"schema": SCHEMA, "settings": settings, **environment(first), "arms": rows}
-    files.write(arguments.out, json.dumps(found, indent=1) + "\n")
+        save(len(prompts), depths, {})
+        rows = save(len(prompts), depths, times_of(arms, arguments))
     show(rows)
     if arguments.plot:
         draw(rows, arguments.plot)
@@ -176,8 +185,14 @@ def hot(arm: Arm) -> tf.GenerateConfig:
     return replace(arm.config, temperature=1.0, drafter_temperature=1.0, **listed)
 
 
-def answer_in_turn(arms: Sequence[Arm], prompts: Sequence[Any], arguments: argparse.Namespace, progress: Progress) -> None:
-    """Every prompt by every arm, in an order that rotates; calls that compiled are made once more and not counted."""
+def answer_in_turn(
+    arms: Sequence[Arm], prompts: Sequence[Any], arguments: argparse.Namespace, progress: Progress
+) -> Iterator[int]:
+    """Every prompt by every arm, in an order that rotates; calls that compiled are made once more and not counted.
+
+    Yields:
+      how many prompts all arms have answered, after every batch.
+    """
     size = arguments.batch_size
     batches = [prompts[at : at + size] for at in range(0, len(prompts), size)]
     for number, batch in enumerate(batches):
@@ -189,6 +204,7 @@ def answer_in_turn(arms: Sequence[Arm], prompts: Sequence[Any], arguments: argpa
                 answers = converse(arm.model, batch, arm.config, arguments.format)
             for results in answers:
                 arm.add(results)
+        yield min(len(prompts), (number + 1) * size)
 
 
 def times_of(arms: Sequence[Arm], arguments: argparse.Namespace) -> dict[tuple[str, str, int | None], dict[str, float]]:
