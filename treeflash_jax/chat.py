@@ -7,7 +7,7 @@ from typing import Unpack
 from rich.console import Console
 
 from treeflash_jax.model import TreeFlash
-from treeflash_jax.planning import resolve, rows_of
+from treeflash_jax.planning import rows_of
 from treeflash_jax.results import Chunk, Result
 from treeflash_jax.settings import GenerateConfig, Settings
 
@@ -67,7 +67,7 @@ def _checked(model: TreeFlash, settings: Settings) -> GenerateConfig:
     """
     if model.tokenizer is None:
         raise ValueError("got a verifier without tokenizer.json, expected one that can chat")
-    config = resolve(None, settings, model.verifier, model.drafter)
+    config = model.resolve(None, settings)
     rows_of([model.encode(HELLO)], config, model.verifier)
     model.plan(config)
     return config

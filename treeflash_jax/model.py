@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 import jax.numpy as jnp
 
-from treeflash_jax import drafters, quantized, serving
+from treeflash_jax import devices, drafters, quantized, serving
 from treeflash_jax import prompts as prompting
 from treeflash_jax.adaptive import calibration
 from treeflash_jax.adaptive.selector import SelectorConfig
@@ -20,10 +20,10 @@ from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.formats import selector as selectors
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.inputs import Inputs, inputs_of
-from treeflash_jax.planning import Row, plan_of, resolve, with_builder
+from treeflash_jax.planning import Row, plan_of, resolve, why_plain, with_builder
 from treeflash_jax.prompts import Prompt
 from treeflash_jax.results import Chunk, Result, warn_of_low_tau, with_totals
-from treeflash_jax.settings import MOST_ROWS, NO_DRAFTER, GenerateConfig, Settings, takes_settings
+from treeflash_jax.settings import MOST_ROWS, GenerateConfig, Settings, takes_settings
 from treeflash_jax.verifiers.config import ModelConfig
 
 logger = logging.getLogger("treeflash_jax")
@@ -35,7 +35,7 @@ class TreeFlash:
     Example:
       >>> import treeflash_jax as tf
       >>> model = tf.load("tiny")
-      >>> result = model.generate(["Tom has 3 apples and buys 4 more. How many apples does he have?"])[0]
+      >>> result = model.generate("Tom has 3 apples and buys 4 more. How many apples does he have?", nodes=16)[0]
       >>> print(result.text, result.tau)
     """
 
@@ -275,9 +275,12 @@ class TreeFlash:
         """
         is_default = getattr(config, "builder", None) is None and not (settings.get("builder") or settings.get("method"))
         config = resolve(config, settings, self.verifier, self.drafter)
-        if is_default and self.drafter is None and not self.noted_plain:
-            self.noted_plain = True
-            logger.warning(f"{NO_DRAFTER}: decoding one token at a time (builder 'none' does so without this note)")
+        why = why_plain(config, self.drafter, devices.of_mesh(self.mesh), self.dtype) if is_default else None
+        if why is not None:
+            config = replace(config, builder="none")
+            if not self.noted_plain:
+                self.noted_plain = True
+                logger.warning(f"{why}: decoding one token at a time (builder 'none' does so without this note)")
         if config.stop and self.tokenizer is None:
             raise ValueError("got stop strings, but the verifier's folder has no tokenizer.json; give stop_ids instead")
         return config

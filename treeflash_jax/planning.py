@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax import devices, drafters
 from treeflash_jax.acceptance import check_lawful
 from treeflash_jax.checks import Bounds, checked, clipped, fit, quoted
 from treeflash_jax.decoding.state import DecodePlan
+from treeflash_jax.devices import Device
 from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.settings import (
     NO_DRAFTER,
@@ -100,6 +102,19 @@ def _check_name(name: str) -> None:
 def builder_of(config: GenerateConfig, drafter: DrafterSizes | None) -> str:
     """The builder that was asked for; else best-first trees if there is a drafter, one token at a time if not."""
     return config.builder or ("none" if drafter is None else "best-first")
+
+
+def why_plain(config: GenerateConfig, drafter: DrafterSizes | None, device: Device, dtype: Any) -> str | None:
+    """Why nothing is drafted where no builder was asked for, in words; None where drafting is the default."""
+    if drafter is None:
+        return NO_DRAFTER
+    defaults = GenerateConfig()
+    names = [one.name for one in (*fields(DraftConfig), *fields(TreeConfig))]
+    is_asked = any(getattr(config, name) != getattr(defaults, name) for name in names)
+    # Rounds that may offer nothing cost next to nothing where drafting does not pay.
+    if is_asked or drafters.may_offer_nothing(drafter) or device.drafting_pays(dtype):
+        return None
+    return f"drafting does not pay on this CPU in {jnp.dtype(dtype).name} (nodes=16, say, drafts all the same)"
 
 
 def _refuse_changed(config: GenerateConfig, names: Sequence[str], why: str) -> None:

@@ -112,9 +112,8 @@ def test_answers_have_the_verifiers_law(weights, exact, rule):
     assert np.mean(rounds >= 2) > 0.6 and len(set(rounds.tolist())) > 2
 
 
-@pytest.mark.parametrize("rule", ["traversal", "k-sequential"])
-def test_answers_have_it_where_past_rounds_choose_the_trunk(weights, exact, rule):
-    tokens, rounds = answers(weights, rule, "delayed", 6, TreeShape(branches=2, trunk="auto"), batches=2)
+def test_answers_have_it_where_past_rounds_choose_the_trunk(weights, exact):
+    tokens, rounds = answers(weights, "k-sequential", "delayed", 6, TreeShape(branches=2, trunk="auto"), batches=2)
     assert p_value(tokens, exact) > 0.001 and len(set(rounds.tolist())) > 2
 
 
@@ -138,9 +137,8 @@ def selected_answers(weights: Weights, rule: str, batches: int):
     return np.concatenate(tokens), np.concatenate(nodes)
 
 
-@pytest.mark.parametrize("rule", ["traversal", "k-sequential"])
-def test_answers_have_it_where_a_selector_chooses_the_tree(weights, exact, rule):
-    tokens, nodes = selected_answers(weights, rule, 2)
+def test_answers_have_it_where_a_selector_chooses_the_tree(weights, exact):
+    tokens, nodes = selected_answers(weights, "traversal", 2)
     assert p_value(tokens, exact) > 0.001
     counts = np.bincount(nodes.ravel())[1:]
     assert np.count_nonzero(counts > 0.02 * counts.sum()) > 2, "many trees are in use"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from treeflash_jax import trees
+from treeflash_jax.bench import drafters
 from treeflash_jax.bench.depths import distances
 from treeflash_jax.cli import main
 
@@ -49,6 +49,8 @@ def test_the_command_compares_drafters(tmp_path, capsys, monkeypatch):
     words = ["bench", "drafters", "--drafter", "shipped=tiny", "ngram", "--prompts", str(prompts), "--nodes", "4"]
     words += ["--max-new-tokens", "12", "--repeats", "1", "--context", "30", "--out", str(out), "--plot", str(plot)]
     out.write_text('{"arms": []}')  # its own file is replaced
+    kept, measured = [], drafters.by_depth
+    monkeypatch.setattr(drafters, "by_depth", lambda *given: kept.append(json.loads(out.read_text())) or measured(*given))
     assert main(words) == 0
     assert "ngram" in capsys.readouterr().out and plot.stat().st_size > 1000
     found = json.loads(out.read_text())
@@ -57,22 +59,15 @@ def test_the_command_compares_drafters(tmp_path, capsys, monkeypatch):
         *arms
     }
     assert all(row["identical"] for row in arms.values())
+    assert [row["tau"] for row in kept[0]["arms"]] == [row["tau"] for row in found["arms"]], (
+        "a run that is stopped keeps it"
+    )
+    assert not any(row["stages_ms"] for row in kept[0]["arms"]) and kept[0]["settings"]["prompts"] == 1
     own = arms["shipped", "tree", 4]
     assert own["tau"] > 1 and 0 < own["distance_by_depth"]["distance"][0] < 1 and own["distance_by_depth"]["rounds"][0] > 1
     assert {"draft", "expand", "tree", "verify", "accept", "commit", "round", "step"} == {*own["stages_ms"]}
     out.write_text("mine")
     assert main(words) == 2 and out.read_text() == "mine"
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    out.unlink()
-    monkeypatch.setattr("treeflash_jax.bench.drafters.by_depth", stop)
-    with suppress(KeyboardInterrupt):
-        main(words)
-    kept = json.loads(out.read_text())
-    assert [row["tau"] for row in kept["arms"]] == [row["tau"] for row in found["arms"]], "what was measured by then"
-    assert not any(row["stages_ms"] or row["distance_by_depth"] for row in kept["arms"])
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):

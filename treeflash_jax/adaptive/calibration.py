@@ -154,11 +154,10 @@ def fit_round_times(nodes: Sequence[int], seconds: Sequence[float], is_convex: b
 
 def identity_of(verifier: ModelConfig, weights: Weights, plan: DecodePlan, mesh: Any) -> dict[str, Any]:
     """Everything that round times and acceptance depend on: an entry of another identity is stale."""
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     named, arrays = drafters.of(plan.drafter).identity(weights.drafter, plan.drafter, plan.draft)
     return {
         "pair": _digest(verifier, weights, plan, arrays, np.float32),
-        "device": devices.of(device).kind,
+        "device": devices.of_mesh(mesh).kind,
         "mesh": None if mesh is None else dict(mesh.shape),
         "dtype": str(weights.verifier["embed"].dtype),
         "quantize": quantized.scheme_of(weights.verifier),
