@@ -6,8 +6,9 @@ from typing import Unpack
 
 from rich.console import Console
 
+from treeflash_jax import devices
 from treeflash_jax.model import TreeFlash
-from treeflash_jax.planning import rows_of
+from treeflash_jax.planning import rows_of, why_plain
 from treeflash_jax.results import Chunk, Result
 from treeflash_jax.settings import GenerateConfig, Settings
 
@@ -31,7 +32,8 @@ def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -
     """
     config = _checked(model, settings)
     if config.builder == "none":
-        console.print("[dim]answers come one token at a time: nothing is drafted[/dim]")
+        why = why_plain(GenerateConfig(), model.drafter, devices.of_mesh(model.mesh), model.dtype) or "nothing is drafted"
+        console.print(f"[dim]answers come one token at a time: {why}[/dim]")
     console.print(f"[dim]{HELP}[/dim]")
     messages: list[dict[str, str]] = []
     last = None
@@ -67,6 +69,7 @@ def _checked(model: TreeFlash, settings: Settings) -> GenerateConfig:
     """
     if model.tokenizer is None:
         raise ValueError("got a verifier without tokenizer.json, expected one that can chat")
+    model.noted_plain = True  # it is said here
     config = model.resolve(None, settings)
     rows_of([model.encode(HELLO)], config, model.verifier)
     model.plan(config)

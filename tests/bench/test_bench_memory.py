@@ -267,6 +267,7 @@ def test_a_gathered_cache_is_seen():
 
 
 @needs_8_devices
+@pytest.mark.slow
 def test_the_command_writes_what_it_prints_and_keeps_what_was_there(tmp_path, capsys):
     out = tmp_path / "rounds.json"
     out.write_text('{"earlier": {"bytes_per_device": {}}}')
@@ -406,7 +407,7 @@ def test_impossible_requests_are_refused_before_any_compute(monkeypatch, trained
     with pytest.raises(Computed):
         model.generate([[1], [2]], builder="none", max_new_tokens=8)
     with pytest.raises(ValueError, match="caches"):
-        model.generate([[1], [2]], max_new_tokens=8)
+        model.generate([[1], [2]], max_new_tokens=8, nodes=16)
 
 
 def test_no_batch_holds_the_caches_of_the_one_before(monkeypatch, trained):

@@ -70,6 +70,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_records_what_generate_gives(tiny, prompts, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run.tf, "load", lambda *_, **__: tiny)
     out = tmp_path / "out.jsonl"

@@ -76,7 +76,7 @@ def test_a_round_is_one_program_that_copies_no_cache(kind, builder):
 
 
 @pytest.mark.parametrize(
-    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind not in ("block", "eagle3"))]
+    "kind", ["ngram", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind not in ("block", "ngram"))]
 )
 def test_nothing_recompiles_when_only_values_change(kind):
     model = a_pair(kind)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
 from conftest import DATA
 
-from treeflash_jax import TreeFlash
+from treeflash_jax import TreeFlash, devices
 from treeflash_jax.chat import converse
 from treeflash_jax.check import check
 from treeflash_jax.cli import main
 from treeflash_jax.decoding.state import Weights
+from treeflash_jax.devices import Device
+from treeflash_jax.drafters.ngram import NgramConfig
 from treeflash_jax.results import Result
 from treeflash_jax.settings import GenerateConfig
 
@@ -55,9 +59,31 @@ def test_the_default_decodes_plainly_and_says_so_once(alone, trained, caplog):
     assert "one token at a time" in note and "\n" not in note
 
 
-def test_with_a_drafter_the_default_drafts(trained):
-    assert trained.plan(GenerateConfig()).builder == "best-first"
-    assert trained.generate(PROMPT, max_new_tokens=1)[0].builder == "best-first"
+@pytest.mark.parametrize("features", [frozenset(), frozenset({"amx_bf16"})])
+def test_the_default_drafts_where_that_pays(features, trained, monkeypatch, caplog):
+    """Not in float32 on a CPU; a setting of drafting is an order."""
+    monkeypatch.setattr(devices, "here", lambda: Device("cpu", features=features))
+    wide = TreeFlash(trained.verifier, trained.weights, drafter=trained.drafter)
+    narrow = TreeFlash(
+        trained.verifier, jax.tree.map(lambda x: x.astype(jnp.bfloat16), trained.weights), drafter=trained.drafter
+    )
+    config = GenerateConfig(max_new_tokens=1)
+    assert wide.resolve(config, {}).builder == "none" and wide.resolve(config, {"seed": 4}).builder == "none"
+    assert len(caplog.records) == 1 and "does not pay on this CPU in float32" in caplog.text
+    assert wide.plan(wide.resolve(config, {"nodes": 4})).builder == "best-first"
+    assert wide.resolve(config, {"builder": "walk"}).builder == "walk"
+    assert narrow.plan(narrow.resolve(config, {})).builder == ("best-first" if features else "none")
+    lookup = TreeFlash(trained.verifier, Weights(trained.weights.verifier, {}), drafter=NgramConfig())
+    assert lookup.plan(lookup.resolve(config, {})).builder == "best-first", "where nothing matches, it costs nothing"
+    for device in (Device("gpu", "NVIDIA H200"), Device("tpu", "TPU v5 lite")):
+        monkeypatch.setattr(devices, "here", lambda device=device: device)
+        assert wide.plan(wide.resolve(config, {})).builder == "best-first"
+
+
+def test_a_chat_says_why_nothing_is_drafted(tiny, monkeypatch, caplog):
+    console = Lines("/exit")
+    converse(tiny, console, max_new_tokens=1)
+    assert "one token at a time: drafting does not pay on this CPU" in console.printed[0] and not caplog.records
 
 
 @pytest.mark.parametrize(
