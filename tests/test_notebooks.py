@@ -133,6 +133,8 @@ def save(path: Path, folder: Path) -> None:
     notebook.metadata = METADATA
     for cell in notebook.cells:
         cell.metadata = {}
+    for cell in code_cells(notebook):  # notes, such as where programs are kept on this machine
+        cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     nbformat.validate(notebook)
     nbformat.write(notebook, path)
 
