@@ -152,7 +152,7 @@ def _race(console: Console, model: tf.TreeFlash, chat: list[dict[str, str]], sys
     def shown() -> Columns:
         titles = {system: f"{system}: {passes[system]} passes, {clocks[system]:.1f} s" for system in texts}
         width = max(24, console.width // len(texts) - 1)
-        return Columns([Panel(text, title=titles[system], width=width, height=12) for system, text in texts.items()])
+        return Columns([Panel(text, title=titles[system], width=width, height=16) for system, text in texts.items()])
 
     running: dict[str, Iterator[tf.Chunk | tf.Result]] = dict(streams)
     with Live(shown(), console=console, transient=True, auto_refresh=False) as live:
