@@ -52,6 +52,7 @@ from treeflash_jax import load, pairs, params, programs  # noqa: E402
 from treeflash_jax.decoding.loops import Weights  # noqa: E402
 from treeflash_jax.drafters import block  # noqa: E402
 from treeflash_jax.drafters.block.config import DrafterConfig  # noqa: E402
+from treeflash_jax.formats import models  # noqa: E402
 from treeflash_jax.model import TreeFlash  # noqa: E402
 from treeflash_jax.verifiers import forward as verifier  # noqa: E402
 from treeflash_jax.verifiers.config import ModelConfig  # noqa: E402
@@ -163,6 +164,18 @@ def random_pair(mesh=None) -> TreeFlash:
 def tiny() -> TreeFlash:
     """The pair that ships with the package."""
     return load("tiny")
+
+
+@pytest.fixture(scope="session")
+def short(tiny, tmp_path_factory) -> Path:
+    """The folder of a random verifier of one layer with the tokenizer of the shipped one: programs of it are small."""
+    folder = tmp_path_factory.mktemp("short") / "verifier"
+    config = replace(tiny.verifier, num_layers=1)
+    weights = params.initialize(verifier.specs(config), jax.random.key(0))
+    models.save_verifier(folder, config, weights, jnp.float32)
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(pairs.locate("tiny") / file, folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,6 @@ DRAFTS = {
     "all lanes": {"nodes": 16, "lanes": 15},
     "best-first, few lanes": {"nodes": 8, "lanes": 2, "children": 3},
     "one node": {"nodes": 1},
-    "two nodes": {"nodes": 2},
     "many nodes": {"nodes": 64, "depths": 5},
     "walk": {"builder": "walk", "depths": 4},
 }
@@ -202,8 +201,8 @@ def test_through_every_command(tmp_path, capsys, tiny):
     assert main(["bench", "latency", *words, "--out", str(tmp_path / "latency.json")]) == 0
     words = ["--shape", "tiny", "--drafter-shape", str(folder / "config.json"), "--dtype", "float32"]
     assert main(["bench", "memory", *words, *small]) == 0
-    words = ["--batch", "1", "--context", "40", "--depths", "2", "--children", "2", "--nodes", "2", "4", "--limit", "1"]
-    budget = ["--out", str(tmp_path / "budget.json"), "--repeats", "1", "--max-new-tokens", "24"]
+    words = ["--batch", "1", "--context", "40", "--depths", "2", "--children", "2", "--nodes", "4", "--limit", "1"]
+    budget = ["--out", str(tmp_path / "budget.json"), "--repeats", "1", "--max-new-tokens", "12"]
     assert main(["calibrate", *pair, *words, *budget]) == 0
     auto = ["--nodes", "auto", "--depths", "2", "--children", "2", "--budget", str(tmp_path / "budget.json")]
     assert main(["generate", *pair, "--chat", "How many legs have 3 cows?", *short, *auto]) == 0

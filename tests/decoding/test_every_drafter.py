@@ -49,7 +49,8 @@ def planned(model: tf.TreeFlash, prompts: list[list[int]], **settings) -> tuple[
     return model.plan(config), model.inputs(rows_of(prompts, config, model.verifier), config, size=2, capacity=256)
 
 
-BUILDERS = [(kind, builder) for kind in KINDS for builder in ("best-first", "walk")]
+# Blocks are in test_decode.py.
+BUILDERS = [(kind, "best-first") for kind in KINDS if kind != "block"] + [("ngram", "walk"), ("language model", "walk")]
 
 
 @pytest.mark.usefixtures("as_users_compile")

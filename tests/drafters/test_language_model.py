@@ -116,9 +116,8 @@ ORACLES = [{"builder": "walk"}, {"builder": "walk", "depths": 3}]
 ORACLES += [{"builder": "hybrid", "nodes": 9, "skeleton": 1.0, "drafter_temperature": 0.02}]
 
 
-@pytest.mark.parametrize(
-    "how", [{"nodes": 17, "drafter_temperature": 0.02}, *(pytest.param(how, marks=pytest.mark.slow) for how in ORACLES)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"nodes": 17, "drafter_temperature": 0.02}, *ORACLES])
 def test_what_the_verifier_itself_drafts_is_accepted_to_full_depth(oracle, how):
     result = oracle.generate([[1, 2, 3]], max_new_tokens=40, stop_ids=(), **how)[0]
     depths = how.get("depths", 8)
@@ -126,7 +125,7 @@ def test_what_the_verifier_itself_drafts_is_accepted_to_full_depth(oracle, how):
 
 
 BUDGETS = [{"nodes": 8, "depths": 3}]
-MORE = [{"builder": "walk"}] + [{"nodes": nodes} for nodes in (1, 2, 5, 16, 64)] + [{"builder": "walk", "depths": 1}]
+MORE = [{"builder": "walk"}] + [{"nodes": nodes} for nodes in (1, 2, 16, 64)] + [{"builder": "walk", "depths": 1}]
 MORE += [{"nodes": 16, "lanes": lanes, "depths": 5} for lanes in (1, 15)]
 
 
@@ -289,12 +288,11 @@ def test_other_tokens_are_refused_before_weights_are_read(tmp_path, change, says
 
 
 @pytest.mark.slow
-def test_every_command_serves_it(tiny, tmp_path, capsys):
-    """A random model of one layer drafts for the shipped verifier."""
-    folder, small = tmp_path / "drafter", replace(tiny.verifier, num_layers=1)
-    models.save_verifier(folder, small, params.initialize(verifier.specs(small), jax.random.key(0)), jnp.float32)
+def test_every_command_serves_it(short, tmp_path, capsys):
+    """A verifier drafts for itself."""
     jax.config.update("jax_enable_x64", False)
     try:
-        goes_through_everything(tf.load("tiny", drafter=folder), folder, tmp_path, capsys, {"nodes": 4, "depths": 2})
+        model = tf.load(verifier=short, drafter=short)
+        goes_through_everything(model, short, tmp_path, capsys, {"nodes": 4, "depths": 2}, short)
     finally:
         jax.config.update("jax_enable_x64", True)

@@ -219,10 +219,11 @@ def test_rounds_without_a_draft_are_no_reason_to_warn(model):
 
 
 @pytest.mark.slow
-def test_every_command_serves_it(tmp_path, capsys):
+def test_every_command_serves_it(short, tmp_path, capsys):
     folder = tmp_path / "drafter"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"ngram_config": {}}))
-    goes_through_everything(tf.load("tiny", drafter=folder), folder, tmp_path, capsys, {"nodes": 4})
+    model = tf.load(verifier=short, drafter=folder)
+    goes_through_everything(model, folder, tmp_path, capsys, {"nodes": 4}, short)
     words = ["--verifier", "tiny", "--drafter", "ngram", "--prompt-ids", "5 6 7 5 6 7", "--max-new-tokens", "8"]
     assert main(["generate", *words, "--json"]) == 0

@@ -346,14 +346,13 @@ def one_device(toy, tmp_path_factory):
     return run_stage(toy, f"run={tmp_path_factory.mktemp('one')}/run", "loop.steps=50", "train_backbone=true")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(("mesh.data=2", "mesh.fsdp=2", "mesh.model=2"), marks=pytest.mark.slow),
-        pytest.param(("mesh.fsdp=8", "mesh.data=1", "loop.batch=8"), marks=pytest.mark.slow),
-        pytest.param(("loop.accumulate=4",), marks=pytest.mark.slow),
-        pytest.param(("loop.accumulate=2", "mesh.data=2", "mesh.model=4"), marks=pytest.mark.slow),
-        pytest.param(("objective.chunk=4",), marks=pytest.mark.slow),
+        ("mesh.data=2", "mesh.fsdp=2", "mesh.model=2"),
+        ("mesh.fsdp=8", "mesh.data=1", "loop.batch=8"),
+        ("loop.accumulate=2", "mesh.data=2", "mesh.model=4", "objective.chunk=4"),
     ],
 )
 def test_meshes_parts_and_chunks_follow_one_device(toy, one_device, tmp_path, overrides):

@@ -99,6 +99,7 @@ def test_lines_hold_what_was_asked_and_answered(tiny, whole):
         assert line["finished"] == ("stop" if is_stopped else "length") and (is_stopped or len(line["response"]) == 12)
 
 
+@pytest.mark.slow
 def test_an_answer_depends_on_seed_and_index_only(tiny, whole):
     for line in lines_of(whole):
         named = dict(builder="none", seed=7, max_new_tokens=12, batch_size=4)

@@ -208,7 +208,8 @@ def accept(
                     count += 1
                     kept += [np.sum(path_p[:length] < n) for n in nodes]
                     expected += np.cumsum(np.exp(log_prob_n))[np.array(nodes) - 1]
-    reliability = min(max(float(np.sum(kept - count) / np.sum(expected - count)), 0.1), 10.0)
+    drafted = float(np.sum(expected - count))  # 0 of n-grams where nothing ever matched
+    reliability = min(max(float(np.sum(kept - count)) / drafted, 0.1), 10.0) if drafted > 0 else 1.0
     tau = (kept / max(count, 1)).tolist()
     shown = ", ".join(f"{n}: {value:.2f}" for n, value in zip(nodes, tau, strict=True))
     print(f"T {temperature:g}: tau by nodes {shown}; {reliability:.2f} of the drafted tokens came true", flush=True)
