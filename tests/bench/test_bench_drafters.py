@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import treeflash_jax as tf
 from treeflash_jax import trees
 from treeflash_jax.bench import drafters
 from treeflash_jax.bench.depths import distances
@@ -43,10 +44,11 @@ def test_distances_are_those_along_the_path(kept):
 
 
 @pytest.mark.slow
-def test_the_command_compares_drafters(tmp_path, capsys, monkeypatch):
+def test_the_command_compares_drafters(short, tmp_path, capsys, monkeypatch):
     prompts, out, plot = (tmp_path / name for name in ("prompts.jsonl", "found.json", "found.png"))
     prompts.write_text(json.dumps({"id": 1, "turns": ["Ada has 3 pens and buys 5 more. How many pens has she?"]}) + "\n")
-    words = ["bench", "drafters", "--drafter", "shipped=tiny", "ngram", "--prompts", str(prompts), "--nodes", "4"]
+    words = ["bench", "drafters", "--verifier", str(short), "--drafter", f"itself={short}", "ngram"]
+    words += ["--prompts", str(prompts), "--nodes", "4"]
     words += ["--max-new-tokens", "12", "--repeats", "1", "--context", "30", "--out", str(out), "--plot", str(plot)]
     out.write_text('{"arms": []}')  # its own file is replaced
     kept, measured = [], drafters.by_depth
@@ -55,19 +57,25 @@ def test_the_command_compares_drafters(tmp_path, capsys, monkeypatch):
     assert "ngram" in capsys.readouterr().out and plot.stat().st_size > 1000
     found = json.loads(out.read_text())
     arms = {(row["drafter"], row["way"], row["nodes"]): row for row in found["arms"]}
-    assert {("none", "one token", None), ("shipped", "tree", 4), ("shipped", "tree, no head", 4), ("ngram", "tree", 4)} <= {
-        *arms
-    }
+    assert {("none", "one token", None), ("itself", "tree", 4), ("ngram", "tree", 4)} <= {*arms}
     assert all(row["identical"] for row in arms.values())
     assert [row["tau"] for row in kept[0]["arms"]] == [row["tau"] for row in found["arms"]], (
         "a run that is stopped keeps it"
     )
     assert not any(row["stages_ms"] for row in kept[0]["arms"]) and kept[0]["settings"]["prompts"] == 1
-    own = arms["shipped", "tree", 4]
-    assert own["tau"] > 1 and 0 < own["distance_by_depth"]["distance"][0] < 1 and own["distance_by_depth"]["rounds"][0] > 1
-    assert {"draft", "expand", "tree", "verify", "accept", "commit", "round", "step"} == {*own["stages_ms"]}
+    own = arms["itself", "tree", 4]
+    assert own["tau"] > 1 and own["distance_by_depth"]["rounds"][0] > 1
+    assert max(own["distance_by_depth"]["distance"]) < 1e-3, "of a model from itself"
+    assert {"draft", "tree", "verify", "accept", "commit", "round", "step"} <= {*own["stages_ms"]}
     out.write_text("mine")
     assert main(words) == 2 and out.read_text() == "mine"
+
+
+def test_drafters_with_a_head_are_shown_without_it_too(tiny):
+    arms = drafters.arms_of({"shipped": tiny}, tf.GenerateConfig(), [4, 8])
+    ways = [(arm.way, arm.nodes, arm.config.head) for arm in arms[1:]]
+    assert [way for way in ways if way[0] == "tree, no head"] == [("tree, no head", n, "marginal") for n in (4, 8)]
+    assert [way[:2] for way in ways if way[2] is None] == [("chain", tiny.drafter.block_size), ("tree", 4), ("tree", 8)]
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):
