@@ -61,8 +61,8 @@ DEMOS = {
             "explain": "Why is the sky blue?",
         },
         systems={PLAIN: {"builder": "none"}, "tree of n-grams": {"nodes": 16}},
-        note="n-grams draft what followed the same words before: they pay where an answer repeats a text, and cost next to "
-        "nothing where it does not. Try it: treeflash chat --verifier smollm2 --drafter ngram",
+        note="n-grams draft what followed the same words before: they pay where an answer repeats a text, and cost little "
+        "where it does not. Try it: treeflash chat --verifier smollm2 --drafter ngram",
     ),
     "tiny": Demo(
         drafter=None,
@@ -173,7 +173,7 @@ def _race(console: Console, model: tf.TreeFlash, chat: list[dict[str, str]], sys
 def _draw_a_tree(console: Console, results: Sequence[tf.Result]) -> None:
     """Prints the tree of a round that kept much, one that branches where there is any."""
     rounds = [(kept, result, index) for result in results for index, kept in enumerate(result.accept_lengths)]
-    pictures = [str(result.tree(index)) for _, result, index in sorted(rounds, key=lambda one: -one[0])[:16]]
+    pictures = [str(result.tree(index)) for _, result, index in sorted(rounds, key=lambda one: -one[0])[:40]]
     for picture in [*(one for one in pictures if "├" in one), *pictures][:1]:
         console.print("one of the rounds, with the tokens that it kept marked:")
         console.print(picture + "\n", markup=False)
