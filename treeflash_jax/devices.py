@@ -82,7 +82,7 @@ class Device:
         """Whether verifying a small tree in `dtype` takes little longer than a one-token step.
 
         An accelerator reads the same weights for both. A CPU multiplies row after row, unless it has instructions for
-        bfloat16: in float32, 16 rows of SmolLM2-135M take 2.2 times as long as one, and those of smaller models longer.
+        bfloat16: in float32, verifying 16 tokens of SmolLM2-135M takes 2.2 times as long as a one-token step.
         """
         return not self.is_cpu or (jnp.dtype(dtype) == jnp.bfloat16 and bool(self.features & BFLOAT16_INSTRUCTIONS))
 

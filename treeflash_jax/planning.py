@@ -111,10 +111,10 @@ def why_plain(config: GenerateConfig, drafter: DrafterSizes | None, device: Devi
     defaults = GenerateConfig()
     names = [one.name for one in (*fields(DraftConfig), *fields(TreeConfig))]
     is_asked = any(getattr(config, name) != getattr(defaults, name) for name in names)
-    # Rounds that may offer nothing cost next to nothing where drafting does not pay.
+    # Where n-grams offer nothing, a round is a one-token step.
     if is_asked or drafters.may_offer_nothing(drafter) or device.drafting_pays(dtype):
         return None
-    return f"drafting does not pay on this CPU in {jnp.dtype(dtype).name} (nodes=16, say, drafts all the same)"
+    return f"drafting does not pay on this CPU in {jnp.dtype(dtype).name} (nodes=16 drafts anyway)"
 
 
 def _refuse_changed(config: GenerateConfig, names: Sequence[str], why: str) -> None:

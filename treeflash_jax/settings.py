@@ -155,8 +155,8 @@ class TreeConfig:
         None,
         "what is drafted: a tree (best-first; or paths, delayed, without-replacement or hybrid, whose nodes are "
         "sampled), one path (walk is greedy, chain is that of the DFlash paper), or nothing: one token at a time (none)",
-        unset="none without a drafter, and on CPUs where drafting does not pay unless another of its settings is given; "
-        "else best-first, or hybrid at temperatures measured to be better with the drafter",
+        unset="none without a drafter or, unless another drafting setting is given, on a CPU where drafting does not pay; "
+        "otherwise best-first, or hybrid at temperatures measured to be better with the drafter",
         choices=lambda: ("none", *BUILDERS),
     )
     nodes: int | Literal["auto"] | None = speed(

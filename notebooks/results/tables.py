@@ -259,14 +259,14 @@ def beside_published() -> str:
 def peers() -> str:
     runs = read("peers_smollm2.json")
     rows = []
-    for name, title in (("rewriting", "rewriting"), ("mixed", "mixed")):
+    for name in ("rewriting", "mixed"):
         systems = runs[name]["systems"]
         plain = next(iter(systems.values()))
         for system, found in systems.items():
             ratio = median(mine / theirs for mine, theirs in zip(found["all"], plain["all"], strict=True))
             tau = f"{found['tau']:.2f}" if "tau" in found else ""
             same = f"{found['same']} of {runs[name]['prompts']}"
-            rows.append([title, system, tau, f"{found['tokens_per_second']:.1f}", f"{ratio:.2f}", same])
+            rows.append([name, system, tau, f"{found['tokens_per_second']:.1f}", f"{ratio:.2f}", same])
     made = table("prompts | decoded by | tau | tokens/s | over one token | same answer", rows)
     return "\n".join([made, "", f"{runs['note'][0].upper()}{runs['note'][1:]}:", fenced(runs["commands"], "text")])
 
