@@ -185,7 +185,7 @@ def _draw_a_tree(console: Console, results: Sequence[tf.Result]) -> None:
 def _table(
     pair: str, answers: Mapping[str, Mapping[str, tf.Result]], speeds: Mapping[str, Mapping[str, list[float]]]
 ) -> Table:
-    table = Table(title=f"{pair}: greedy, batch 1", box=SIMPLE_HEAD)
+    table = Table(title=f"{pair}: greedy, batch 1", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("prompt")
     table.add_column("decoded")
     for column in ("passes", "tau", "tokens/s", "speedup", "identical"):
