@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 from train import hosts
 from train.data import Corpus
 from treeflash_jax import devices
-from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers
+from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers, fresh_layers
 from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.verifiers import layers
 from treeflash_jax.verifiers.config import ModelConfig
 
 MOST_TAPS = 5  # of the published drafters
@@ -85,6 +87,33 @@ def block_size() -> Choice:
     if devices.here().is_cpu:
         return Choice(8, "a CPU pays for every drafted slot")
     return Choice(16, "the published size")
+
+
+def initial_layers(model: ModelConfig, count: int) -> Choice:
+    """Verifier layers that a backbone of `count` layers starts from."""
+    if not _has_layers_like(model):
+        return Choice((), "random, as the verifier's layers are of another kind")
+    return Choice(
+        tuple(range(model.num_layers - count, model.num_layers)), "copies of the verifier's last layers, which train sooner"
+    )
+
+
+def _has_layers_like(model: ModelConfig) -> bool:
+    """Whether the layers of a new drafter (`fresh_layers`) have the weights of this verifier's."""
+    return not model.num_experts and layers.layer_specs(fresh_layers(model, 1)).keys() == layers.layer_specs(model).keys()
+
+
+def check_initial(initial_layers: Sequence[int], drafter: DrafterConfig, model: ModelConfig) -> None:
+    """Raises ValueError where the backbone's layers cannot start as copies of these layers of the verifier."""
+    if not initial_layers:
+        return
+    got, count = f"got initial_layers {list(initial_layers)}", drafter.layers.num_layers
+    if len(initial_layers) != count or max(initial_layers) >= model.num_layers:
+        raise ValueError(
+            f"{got}, expected {count} verifier layers from 0 to {model.num_layers - 1}, one for each layer of the backbone"
+        )
+    if not _has_layers_like(model):
+        raise ValueError(f"{got}, expected none: the layers of this verifier are of another kind than a drafter's")
 
 
 def check_taps(drafter: DrafterConfig, model: ModelConfig) -> None:

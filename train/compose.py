@@ -180,6 +180,7 @@ def drafter_stage(
     layers = _chosen(own.num_layers, choices.drafter_layers(model.num_layers))
     mask = _chosen(own.mask_token_id, answers.mask)
     taps = _chosen(own.target_layer_ids or None, choices.tapped_layers(model.num_layers))
+    initial = choices.initial_layers(model, layers.value)
     steps = steps or _steps("drafter", settings, answers, settings.steps)
     shared = _drafting("drafter", settings, verifier, asked, answers, block.value, steps.value)
     made = DrafterStage(
@@ -187,12 +188,14 @@ def drafter_stage(
         block_size=block.value,
         mask_token_id=mask.value,
         target_layer_ids=tuple(taps.value),
+        initial_layers=initial.value,
         num_nodes=16,
         **shared,
     )
     by_rule = {
         "mask_token_id": mask.reason,
         "target_layer_ids": taps.reason,
+        "initial_layers": initial.reason,
         "block_size": block.reason,
         "num_layers": layers.reason,
         "loop.steps": steps.reason,

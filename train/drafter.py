@@ -1,8 +1,9 @@
-"""Trains a DFlash backbone from scratch on the verifier's own responses; the verifier stays frozen.
+"""Trains a DFlash backbone, from scratch or from layers of the verifier, on the verifier's own responses.
 
     python -m train.drafter configs/tiny/drafter.toml run=runs/drafter verifier=tiny
 
-Leaves a Hugging Face folder in RUN/model, which `treeflash_jax.load`, `train.head` and the published code read.
+The verifier stays frozen. Leaves a Hugging Face folder in RUN/model, which `treeflash_jax.load`, `train.head` and the
+published code read.
 
 Source: DFlash (arXiv 2602.06036) sections 4.2 and 5.
 """
@@ -10,12 +11,13 @@ Source: DFlash (arXiv 2602.06036) sections 4.2 and 5.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from train import choices, config
 from train.data import Corpus, Rows
@@ -86,6 +88,8 @@ class DrafterStage(BlockStage):
       objective: loss and blocks.
       num_layers, block_size, mask_token_id: of the backbone; all other sizes are the verifier's.
       target_layer_ids: verifier layers it reads; empty takes the published rule, one per layer of the backbone.
+      initial_layers: verifier layers that the backbone's layers start as copies of, one for each; empty starts all of them
+        at random, as published. With copies a short training gets much further.
       drafter_temperature, num_nodes: defaults stored with the drafter.
     """
 
@@ -93,6 +97,7 @@ class DrafterStage(BlockStage):
     block_size: int = bounded(16, least=2, most=MOST_NODES)
     mask_token_id: int = bounded(least=0)
     target_layer_ids: tuple[int, ...] = bounded((), least=0)
+    initial_layers: tuple[int, ...] = bounded((), least=0)
     drafter_temperature: float = bounded(1.0, above=0)
     num_nodes: int = bounded(16, least=1, most=MOST_NODES)
 
@@ -114,14 +119,38 @@ class DrafterStage(BlockStage):
             num_nodes=self.num_nodes,
             drafter_temperature=self.drafter_temperature,
         )
+        choices.check_initial(self.initial_layers, made, model)
         return made.fitted(model)
 
     def fresh(self, drafter: DrafterConfig, weights: Any) -> dict[str, Any]:
         specs = block.specs(drafter)["backbone"]
         backbone = parameters.initialize(specs, jax.random.key(self.loop.seed), scale=self.init_scale)
         # The vocabulary matrix was trained behind this scale.
-        backbone["norm"] = jnp.asarray(meshes.to_host(weights["norm"]), jnp.float32)
+        backbone["norm"] = _copied(weights["norm"])
+        if self.initial_layers:
+            backbone |= _from_verifier(drafter, weights, self.initial_layers)
         return {"backbone": backbone}
+
+
+def _from_verifier(drafter: DrafterConfig, weights: Any, initial_layers: Sequence[int]) -> dict[str, Any]:
+    """Copies of verifier layers that read the last tapped layer as they read the residual stream there.
+
+    With one layer, the next one after the tap, the context's keys and values are those of the verifier itself.
+    """
+    every = [layer for group in weights["groups"] for layer in group]
+    copies = [jax.tree.map(_copied, every[i]) for i in initial_layers]
+    width, taps = drafter.layers.hidden_size, len(drafter.target_layer_ids)
+    last = int(np.argmax(drafter.target_layer_ids))
+    rest = iter(copies)
+    return {
+        "fc": jnp.zeros((taps, width, width)).at[last].set(jnp.eye(width)).reshape(taps * width, width),
+        "hidden_norm": sum(layer["attention_norm"] for layer in copies) / len(copies),
+        "groups": [[next(rest) for _ in range(size)] for size in drafter.layers.groups],
+    }
+
+
+def _copied(weight: Any) -> jax.Array:
+    return jnp.asarray(meshes.to_host(weight), jnp.float32)
 
 
 if __name__ == "__main__":

@@ -387,6 +387,34 @@ def test_muon_and_linear_heads_train_too(toy, tmp_path):
     assert set(weights) == {"norm", "token", "hidden"} and np.any(weights["token"])
 
 
+def test_copied_layers_read_the_context_as_the_verifier_does(case):
+    """A single layer, the one after the tap, has the verifier's own keys and values."""
+    frozen, rows, *_ = case
+    stage = drafter.DrafterStage(
+        run="unused",
+        sources=("unused",),
+        objective=OBJECTIVE,
+        num_layers=1,
+        mask_token_id=3,
+        target_layer_ids=(1, 0),
+        initial_layers=(2,),
+        optimizer=config.OptimizerConfig(learning_rate=1e-2),
+        loop=config.LoopConfig(steps=1, batch=1),
+    )
+    own = stage.drafter_config(MODEL)
+    made = stage.fresh(own, frozen["verifier"])["backbone"]
+    mask_btt = verifier.causal_mask(2, 32)
+    out = verifier.forward(frozen["verifier"], MODEL, rows.tokens_rt, rows.positions_rt, mask_btt, taps=own.taps)
+    context = dflash.context_rows(made, own, out.features_btj, rows.positions_rt)
+    for got, expected in zip(context[0][0], out.rows[0][2], strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, made["groups"][0][0], frozen["verifier"]["groups"][0][2])
+
+    two = dataclasses.replace(stage, num_layers=2, initial_layers=(2, 0))
+    made = two.fresh(two.drafter_config(MODEL), frozen["verifier"])["backbone"]
+    jax.tree.map(np.testing.assert_array_equal, made["groups"][0][1], frozen["verifier"]["groups"][0][0])
+
+
 @pytest.mark.slow
 def test_backbone_from_scratch_learns(toy, tmp_path, monkeypatch):
     reports = []

@@ -15,8 +15,10 @@ import treeflash_jax as tf
 from train import choices, compose, config, data, drafter, loop, measure, pair
 from train.records import Source
 from treeflash_jax import cli
+from treeflash_jax.drafters.block.config import fresh_layers
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.pairs import locate
+from treeflash_jax.verifiers.config import ModelConfig
 
 THINGS = ("pens", "cows", "apples", "books", "coins")
 SMALL = [
@@ -204,6 +206,21 @@ def test_published_and_real_choices():
         assert len(set(taps)) == len(taps) and layers // 2 <= max(taps) < layers
 
 
+def test_only_like_layers_are_copied():
+    llama = ModelConfig(num_layers=30, model_type="llama", qk_norm=False, **toy_training.SIZES)
+    assert choices.initial_layers(llama, 3).value == (27, 28, 29)
+    assert choices.initial_layers(toy_training.MODEL, 2).value == (1, 2)
+    qwen2 = ModelConfig(num_layers=30, model_type="qwen2", qk_norm=False, qkv_bias=True, **toy_training.SIZES)
+    experts = replace(toy_training.MODEL, num_experts=4, experts_per_token=2, expert_size=8)
+    for model in (qwen2, experts):
+        assert choices.initial_layers(model, 2).value == ()
+        drafter_ = replace(toy_training.DRAFTER, layers=fresh_layers(model, 2))
+        with pytest.raises(
+            ValueError, match=r"got initial_layers \[0, 1\], expected none: the layers of this verifier are of"
+        ):
+            choices.check_initial((0, 1), drafter_, model)
+
+
 # What training refuses
 
 
@@ -223,7 +240,13 @@ def backbone(toy, tmp_path, *more):
 def test_backbones_that_cannot_learn_are_refused(toy, tmp_path, monkeypatch, capsys):
     unused = r"got mask_token_id 9, which occurs \d+ times in the training data, expected an unused token, such as 3 "
     spanning = r"got target_layer_ids \[0\], all in the first half .* such as \[1\]"
-    for more, message in ((("mask_token_id=9",), unused), (("mask_token_id=3", "target_layer_ids=[0]"), spanning)):
+    copies = r"got initial_layers \[{}\], expected 1 verifier layers from 0 to 2, one for each layer of the backbone"
+    for more, message in (
+        (("mask_token_id=9",), unused),
+        (("mask_token_id=3", "target_layer_ids=[0]"), spanning),
+        (("mask_token_id=3", "initial_layers=[3]"), copies.format(3)),
+        (("mask_token_id=3", "initial_layers=[1, 2]"), copies.format("1, 2")),
+    ):
         with pytest.raises(ValueError, match=message) as caught:
             drafter.main(backbone(toy, tmp_path, *more))
         assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
