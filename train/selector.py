@@ -13,7 +13,7 @@ TPS_base)^2 over the worst share of the roots. The paper states neither weight n
 
 The run's folder gets labels.npz, selector.safetensors and result.json. With given costs the same settings give the same
 files on one machine. Labels that are there are used again, so that another training costs seconds; a recording that was
-stopped begins anew, since it takes minutes.
+stopped goes on after the last batch of prompts that it finished.
 
 Source: delayed tree expansion (arXiv 2602.16994), section 5 of it for the loss.
 """
@@ -24,6 +24,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -168,66 +169,91 @@ def made_for(model: tf.TreeFlash, settings: SelectorStage) -> tuple[SelectorConf
 
 
 def recorded(model: tf.TreeFlash, settings: SelectorStage, made: SelectorConfig, plan: DecodePlan, path: Path) -> Labels:
-    """The labels in a file of the same pair, prompts and settings; else they are recorded and written there."""
+    """The labels in a file of the same pair, prompts and settings; else they are recorded and written there.
+
+    Every batch of prompts has a file of its own beside it until all are recorded, so that a stop costs one batch.
+    """
     shaping = "verifier drafter sources buckets acceptance depths temperatures top_p new_tokens every draws batch seed"
     own = {name: config.to_dict(settings)[name] for name in shaping.split()} | {"pair": made.pair}
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
     if path.exists():
-        with np.load(path) as held:
-            if str(held["digest"]) == digest:
-                return Labels(**{one.name: held[one.name] for one in fields(Labels)})
-        raise ValueError(f"{path} holds labels of other settings; give another run, or delete it")
-    labels = record(model, settings, made, plan)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part.npz")
-    np.savez_compressed(part, digest=np.array(digest), **vars(labels))
-    part.replace(path)
-    return labels
-
-
-def record(model: tf.TreeFlash, settings: SelectorStage, made: SelectorConfig, plan: DecodePlan) -> Labels:
-    """Labels of roots every few rounds of decoding; each batch of prompts is decoded with one of the buckets."""
+        return _read(path, digest)
     prompts = [
         model.encode(found.content[:1])
         for source in settings.sources
         for found in read(source, settings.seed)
         if found.content
     ]
-    pairs = [(temperature, top_p) for temperature in settings.temperatures for top_p in settings.top_p]
-    found: list[Labels] = []
-    capacity = capacity_bucket(max(map(len, prompts)) + settings.new_tokens + 1 + plan.path_rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found, parts = [], []
     with progress.Bar("prompts", len(prompts)) as bar:
         for group, at in enumerate(range(0, len(prompts), settings.batch)):
-            numbers = np.arange(at, min(at + settings.batch, len(prompts)))
-            setting_b = (numbers + group) % len(pairs)  # shifted, so that every bucket meets every setting
-            own = model.resolve(
-                None,
-                {
-                    "temperature": [pairs[i][0] for i in setting_b],
-                    "top_p": [pairs[i][1] for i in setting_b],
-                    "max_new_tokens": settings.new_tokens,
-                    "seed": settings.seed,
-                },
-            )
-            rows = planning.rows_of([prompts[i] for i in numbers], own, model.verifier)
-            rows = [replace(row, index=int(i)) for row, i in zip(rows, numbers, strict=True)]
-            bucket = selector.constant(made, group % len(made.buckets))
-            runner = selecting.SelectingRunner(plan, model.weights, model.mesh, params=bucket)
-            state = runner.start(model.inputs(rows, own, size=settings.batch, capacity=capacity))
-            while True:
-                live_b = ~np.asarray(state.decode.done_b)[: len(rows)]
-                if not live_b.any():
-                    break
-                features, expected_ba = runner.call(
-                    selecting.expected_lengths, model.weights, state, plan=plan, draws=settings.draws
-                )
-                rooted = Labels(
-                    *map(np.asarray, (features.hidden_bj, features.scalars_bs, expected_ba)), setting_b, numbers
-                )
-                found.append(jax.tree.map(lambda x, live_b=live_b: x[: live_b.size][live_b], rooted))
-                state = runner.run(state, settings.every, settings.batch)
-            bar.update(int(numbers[-1]) + 1)
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+            part = path.with_name(f"labels-{group:05}.npz")
+            if not part.exists():
+                _write(part, digest, record(model, settings, made, plan, prompts, group))
+            found.append(_read(part, digest))
+            parts.append(part)
+            bar.update(min(at + settings.batch, len(prompts)))
+    labels = jax.tree.map(lambda *x: np.concatenate(x), *found)
+    _write(path, digest, labels)
+    for part in parts:
+        part.unlink()
+    return labels
+
+
+def _write(path: Path, digest: str, labels: Labels) -> None:
+    unfinished = path.with_suffix(".part.npz")
+    np.savez_compressed(unfinished, digest=np.array(digest), **vars(labels))
+    unfinished.replace(path)
+
+
+def _read(path: Path, digest: str) -> Labels:
+    with np.load(path) as held:
+        if str(held["digest"]) != digest:
+            raise ValueError(f"{path} holds labels of other settings; give another run, or delete it")
+        return Labels(**{one.name: held[one.name] for one in fields(Labels)})
+
+
+def record(
+    model: tf.TreeFlash,
+    settings: SelectorStage,
+    made: SelectorConfig,
+    plan: DecodePlan,
+    prompts: Sequence[Sequence[int]],
+    group: int,
+) -> Labels:
+    """Labels of roots every few rounds of decoding one batch of prompts with one of the buckets.
+
+    Args:
+      group: number of the batch; its prompts begin at `group * settings.batch`, and its bucket follows from it.
+    """
+    pairs = [(temperature, top_p) for temperature in settings.temperatures for top_p in settings.top_p]
+    capacity = capacity_bucket(max(map(len, prompts)) + settings.new_tokens + 1 + plan.path_rows)
+    numbers = np.arange(len(prompts))[group * settings.batch :][: settings.batch]
+    setting_b = (numbers + group) % len(pairs)  # shifted, so that every bucket meets every setting
+    own = model.resolve(
+        None,
+        {
+            "temperature": [pairs[i][0] for i in setting_b],
+            "top_p": [pairs[i][1] for i in setting_b],
+            "max_new_tokens": settings.new_tokens,
+            "seed": settings.seed,
+        },
+    )
+    rows = planning.rows_of([prompts[i] for i in numbers], own, model.verifier)
+    rows = [replace(row, index=int(i)) for row, i in zip(rows, numbers, strict=True)]
+    bucket = selector.constant(made, group % len(made.buckets))
+    runner = selecting.SelectingRunner(plan, model.weights, model.mesh, params=bucket)
+    state = runner.start(model.inputs(rows, own, size=settings.batch, capacity=capacity))
+    found: list[Labels] = []
+    while (live_b := ~np.asarray(state.decode.done_b)[: len(rows)]).any() or not found:
+        features, expected_ba = runner.call(
+            selecting.expected_lengths, model.weights, state, plan=plan, draws=settings.draws
+        )
+        rooted = Labels(*map(np.asarray, (features.hidden_bj, features.scalars_bs, expected_ba)), setting_b, numbers)
+        found.append(jax.tree.map(lambda x, live_b=live_b: x[: live_b.size][live_b], rooted))
+        state = runner.run(state, settings.every, settings.batch)
+    return jax.tree.map(lambda *x: np.concatenate(x), *found)
 
 
 def measured_costs(model: tf.TreeFlash, settings: SelectorStage, made: SelectorConfig, plan: DecodePlan) -> np.ndarray:

@@ -120,18 +120,38 @@ def test_mistakes_are_one_line():
 
 
 @pytest.mark.slow
-def test_from_prompts_to_answers(tmp_path):
-    """Labels, training and file, then the comparison of what was trained with the other trunks; labels are used again."""
+def test_from_prompts_to_answers(tmp_path, monkeypatch):
+    """Labels, training and file, then the comparison of what was trained with the other trunks.
+
+    The recording is stopped in its second batch of prompts and goes on there; whole labels are used again.
+    """
     asked = tmp_path / "prompts.jsonl"
     lines = [{"id": number, "turns": [f"Add {number} and {number + 3}."]} for number in range(20)]
     asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
     own = dict(verifier="tiny", drafter="tiny")
     how = dict(run=str(tmp_path / "run"), sources=(Source(path=str(asked)),), buckets=((1, 2, 0), (2, 0, 1), (2, 1, 1)))
     how |= dict(new_tokens=12, draws=2, steps=20, costs=(1.0, 1.0, 1.2), temperatures=(1.0,), top_p=(1.0,))
+    record, groups = stage_of.record, []
+
+    def stopped_once(*args):
+        groups.append(args[-1])
+        if groups == [0, 1]:
+            raise KeyboardInterrupt
+        return record(*args)
+
+    monkeypatch.setattr(stage_of, "record", stopped_once)
+    with pytest.raises(KeyboardInterrupt):
+        stage_of.main(stage_of.SelectorStage(**own, **how))
+    with pytest.raises(ValueError, match="labels of other settings"):
+        stage_of.main(stage_of.SelectorStage(**own, **how | {"new_tokens": 8}))
     stage_of.main(stage_of.SelectorStage(**own, **how))
+    assert groups == [0, 1, 1, 2]
+    assert sorted(path.name for path in (tmp_path / "run").glob("*.npz")) == ["labels.npz"]
+    with np.load(tmp_path / "run" / "labels.npz") as labels:
+        assert np.array_equal(np.unique(labels["prompt_r"]), np.arange(20))
     first = (tmp_path / "run" / "selector.safetensors").read_bytes()
     stage_of.main(stage_of.SelectorStage(**own, **how))
-    assert (tmp_path / "run" / "selector.safetensors").read_bytes() == first
+    assert (tmp_path / "run" / "selector.safetensors").read_bytes() == first and len(groups) == 4
     with pytest.raises(ValueError, match="labels of other settings"):
         stage_of.main(stage_of.SelectorStage(**own, **how | {"new_tokens": 8}))
     out = tmp_path / "out.json"
