@@ -1,4 +1,5 @@
-"""Trains a DFlash backbone, from scratch or from layers of the verifier, on the verifier's own responses.
+"""Trains a DFlash backbone, alone or together with a head, from scratch or from layers of the verifier, on the verifier's
+own responses.
 
     python -m train.drafter configs/tiny/drafter.toml run=runs/drafter verifier=tiny
 
@@ -10,6 +11,7 @@ Source: DFlash (arXiv 2602.06036) sections 4.2 and 5.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,12 +29,14 @@ from train.objective import ObjectiveConfig, drafting_flops, drafting_sums
 from train.state import Sums
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
-from treeflash_jax.checks import bounded
+from treeflash_jax.checks import bounded, quoted
 from treeflash_jax.drafters import block
 from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers, fresh_layers
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.trees.shape import MOST_NODES
 from treeflash_jax.verifiers.config import ModelConfig
+
+WITH_HEAD = {"tau": {}, "tau_marginal": {"head": "marginal"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,10 @@ class BlockStage(DraftingStage):
         self, params: Any, frozen: Any, rows: Rows, keys_b: jax.Array, *, verifier: ModelConfig, drafter: DrafterConfig
     ) -> Sums:
         return drafting_sums(params, frozen, rows, keys_b, settings=self.objective, verifier=verifier, drafter=drafter)
+
+    @property
+    def held_out(self) -> DraftingStage:
+        return dataclasses.replace(self, objective=dataclasses.replace(self.objective, vocabulary=0))
 
     def flops(self, verifier: ModelConfig, drafter: DrafterConfig) -> float:
         return drafting_flops(
@@ -88,6 +96,9 @@ class DrafterStage(BlockStage):
       objective: loss and blocks.
       num_layers, block_size, mask_token_id: of the backbone; all other sizes are the verifier's.
       target_layer_ids: verifier layers it reads; empty takes the published rule, one per layer of the backbone.
+      head: a name in drafters.block.heads. With any but "marginal", which has no weights, the head is trained with the
+        backbone from the start: the objective is that of the head, plus `objective.base_weight` times that of the
+        backbone's marginals, which offer the candidates and need a weight above 0.
       initial_layers: verifier layers that the backbone's layers start as copies of, one for each; empty starts all of them
         at random, as published. With copies a short training gets much further.
       drafter_temperature, num_nodes: defaults stored with the drafter.
@@ -97,13 +108,26 @@ class DrafterStage(BlockStage):
     block_size: int = bounded(16, least=2, most=MOST_NODES)
     mask_token_id: int = bounded(least=0)
     target_layer_ids: tuple[int, ...] = bounded((), least=0)
+    head: str = "marginal"
     initial_layers: tuple[int, ...] = bounded((), least=0)
     drafter_temperature: float = bounded(1.0, above=0)
     num_nodes: int = bounded(16, least=1, most=MOST_NODES)
 
+    def __post_init__(self) -> None:
+        if self.head not in block.HEADS:
+            raise ValueError(f"got head {quoted(self.head)}, expected one of {', '.join(block.HEADS)}")
+        if "head" in self.trains and not self.objective.base_weight:
+            raise ValueError(
+                f"got head {quoted(self.head)} and objective.base_weight 0, expected more, to train the candidates"
+            )
+
     @property
     def trains(self) -> tuple[str, ...]:
-        return ("backbone",)
+        return ("backbone", "head") if block.HEADS[self.head].ENTRIES else ("backbone",)
+
+    @property
+    def systems(self) -> Mapping[str, Mapping[str, Any]]:
+        return WITH_HEAD if "head" in self.trains else super().systems
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
@@ -118,18 +142,22 @@ class DrafterStage(BlockStage):
             num_target_layers=model.num_layers,
             num_nodes=self.num_nodes,
             drafter_temperature=self.drafter_temperature,
+            head=self.head,
         )
         choices.check_initial(self.initial_layers, made, model)
         return made.fitted(model)
 
     def fresh(self, drafter: DrafterConfig, weights: Any) -> dict[str, Any]:
-        specs = block.specs(drafter)["backbone"]
-        backbone = parameters.initialize(specs, jax.random.key(self.loop.seed), scale=self.init_scale)
+        specs = block.specs(drafter)
+        backbone = parameters.initialize(specs["backbone"], jax.random.key(self.loop.seed), scale=self.init_scale)
         # The vocabulary matrix was trained behind this scale.
         backbone["norm"] = _copied(weights["norm"])
         if self.initial_layers:
             backbone |= _from_verifier(drafter, weights, self.initial_layers)
-        return {"backbone": backbone}
+        made = {"backbone": backbone}
+        if "head" in self.trains:
+            made["head"] = parameters.initialize(specs["head"], jax.random.key(self.loop.seed + 1), scale=self.init_scale)
+        return made
 
 
 def _from_verifier(drafter: DrafterConfig, weights: Any, initial_layers: Sequence[int]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from train.data import Corpus, Rows
 from train.documents import DataConfig
 from train.evaluate import EvaluateConfig, TreeTau
 from train.records import Source
-from train.state import Stage, Sums, place
+from train.state import Stage, Sums, SumsOf, place
 from treeflash_jax import drafters
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
@@ -50,10 +51,7 @@ class DraftingStage(ABC):
       sources, data: responses of that verifier (`train.respond`), or chats.
       init_scale: standard deviation of fresh weights.
       compute_dtype: of activations, and of frozen weights.
-      SYSTEMS: what evaluations decode with: name of the metric -> options of `generate`.
     """
-
-    SYSTEMS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"tau": {}}
 
     run: str
     verifier: str = "tiny"
@@ -80,8 +78,13 @@ class DraftingStage(ABC):
         return " and ".join(self.trains)
 
     @property
+    def systems(self) -> Mapping[str, Mapping[str, Any]]:
+        """What evaluations decode with: name of the metric -> options of `generate`."""
+        return {"tau": {}}
+
+    @property
     def constant(self) -> tuple[str, ...]:
-        """Which of SYSTEMS this training does not change: they are measured once."""
+        """Which of `systems` this training does not change: they are measured once."""
         return ()
 
     @abstractmethod
@@ -121,6 +124,11 @@ class DraftingStage(ABC):
           verifier, drafter: configs, static.
         """
 
+    @property
+    def held_out(self) -> DraftingStage:
+        """The settings whose sums are taken of held-out rows: those of training, unless they estimate something."""
+        return self
+
     @abstractmethod
     def flops(self, verifier: ModelConfig, drafter: Any) -> float:
         """Floating-point operations that a step needs, nothing recomputed counted twice; for MFU."""
@@ -147,15 +155,16 @@ class DraftingStage(ABC):
 def make_stage(settings: DraftingStage, model: ModelConfig, drafter: Any) -> Stage:
     """What `settings.trains` names of a drafter is trained; what else a step needs is frozen."""
 
-    def sums(params: Any, frozen: Any, rows: Rows, keys_b: jax.Array) -> Sums:
-        return settings.sums(params, frozen, rows, keys_b, verifier=model, drafter=drafter)
+    def sums_of(settings: DraftingStage) -> SumsOf:
+        return partial(settings.sums, verifier=model, drafter=drafter)
 
     specs = drafters.of(drafter).specs(drafter)
     others = {name: tree for name, tree in specs.items() if name not in settings.trains and tree}
     return Stage(
         specs={name: specs[name] for name in settings.trains if name in specs},
         frozen_specs={"verifier": verifier.specs(model)} | others,
-        sums=sums,
+        sums=sums_of(settings),
+        held_out_sums=sums_of(settings.held_out),
         compute_dtype=jnp.dtype(settings.compute_dtype),
         flops=settings.flops(model, drafter),
     )
@@ -194,7 +203,7 @@ def train(settings: DraftingStage) -> None:
     )
     stops = models.stop_ids(folder, model)
     measure = TreeTau(
-        settings.evaluate, settings.SYSTEMS, settings.constant, stage, model, drafter, corpus, frozen, mesh, stops
+        settings.evaluate, settings.systems, settings.constant, stage, model, drafter, corpus, frozen, mesh, stops
     )
     params = loop.fit(stage, config=settings, mesh=mesh, params=params, frozen=frozen, corpus=corpus, evaluate=measure)
     whole = meshes.to_host(assembled(drafter, params | frozen))

@@ -14,13 +14,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from train import config
-from train.drafter import BlockStage
+from train.drafter import WITH_HEAD, BlockStage
 from train.drafting import train as main
 from treeflash_jax import params as parameters
 from treeflash_jax.bench import shapes
@@ -44,8 +44,6 @@ class HeadStage(BlockStage):
       drafter_temperature: default stored with the drafter; 0 keeps the backbone's.
     """
 
-    SYSTEMS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"tau": {}, "tau_marginal": {"head": "marginal"}}
-
     drafter: str = "tiny"
     head: str = "mlp"
     train_backbone: bool = False
@@ -61,12 +59,16 @@ class HeadStage(BlockStage):
         return ("backbone", "head") if self.train_backbone else ("head",)
 
     @property
+    def systems(self) -> Mapping[str, Mapping[str, Any]]:
+        return WITH_HEAD
+
+    @property
     def constant(self) -> tuple[str, ...]:
         return () if self.train_backbone else ("tau_marginal",)
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        return any(name in raw for name in ("head", "drafter", "train_backbone"))
+        return "drafter" in raw or "train_backbone" in raw or ("head" in raw and "mask_token_id" not in raw)
 
     def drafter_config(self, model: ModelConfig) -> DrafterConfig:
         """The drafter to be trained, its head replaced.

@@ -171,7 +171,7 @@ class HeldOut:
         def local(params: Any, frozen: Any, rows: data.Rows, keys_b: jax.Array) -> Sums:
             params = gather(params, stage.specs, stage.compute_dtype)
             frozen = gather(frozen, stage.frozen_specs, stage.compute_dtype)
-            return lax.psum(stage.sums(params, frozen, rows, keys_b), shared_axes())
+            return lax.psum((stage.held_out_sums or stage.sums)(params, frozen, rows, keys_b), shared_axes())
 
         def sums(params: Any, frozen: Any, rows: data.Rows, number: jax.Array) -> Sums:
             keys_b = jax.random.split(jax.random.fold_in(jax.random.key(0), number), rows.tokens_rt.shape[0])

@@ -2,11 +2,16 @@
 
 One verifier pass gives features and final hidden states. A scan over chunks of anchors then runs blocks, head and both
 vocabulary passes, and keeps nothing of a chunk but its hidden states: logits are formed again in the backward pass. No
-array has the vocabulary and the batch's rows as axes.
+logits of the whole batch exist.
 
-Shape suffixes: b batch, s row tokens, n anchors of a chunk, q block slots, d model, v vocabulary, x chunks.
+Where the passes over the vocabulary are most of a step, as on CPUs, distributions can be compared over a sample of it
+(`vocabulary`): the tokens that occur in a row, and random ones that stand for all others.
 
-Source: TreeFlash (arXiv 2606.03819); DFlash (arXiv 2602.06036) section 4; `overlap` as in the acceptance of one draft.
+Shape suffixes: b batch, s row tokens, n anchors of a chunk, q block slots, d model, v vocabulary, z sampled tokens, x
+chunks.
+
+Source: TreeFlash (arXiv 2606.03819); DFlash (arXiv 2602.06036) section 4; `overlap` as in the acceptance of one draft;
+sampled softmax (arXiv 1412.2007).
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 from train import blocks, losses
@@ -45,6 +51,8 @@ class ObjectiveConfig:
         that the candidates of the first stage do not drift.
       anchors: blocks per row.
       chunk: blocks per row worked on at a time; divides `anchors`.
+      vocabulary: tokens that the distributions of a row are compared over, at least as many as the row has tokens; 0: all.
+        Held-out rows are measured over all of them.
     """
 
     loss: Literal["cross-entropy", "forward-kl", "total-variation"]
@@ -52,12 +60,57 @@ class ObjectiveConfig:
     base_weight: float = bounded(0.0, least=0)
     anchors: int = bounded(least=1)
     chunk: int = bounded(16, least=1)
+    vocabulary: int = bounded(0, least=0)
 
     def __post_init__(self) -> None:
         if self.anchors % self.chunk:
             raise ValueError(
                 f"got objective.anchors {self.anchors} and chunk {self.chunk}, expected a multiple of the chunk"
             )
+
+
+@struct.dataclass
+class Sample:
+    """Tokens that stand for the vocabulary, for every row.
+
+    Attributes:
+      ids_bz: ascending, none twice.
+      log_counts_bz: log of the number of tokens that each stands for; added to logits, the sum over the sample estimates
+        the sum over the vocabulary without bias.
+    """
+
+    ids_bz: jax.Array
+    log_counts_bz: jax.Array
+
+    def places(self, ids: jax.Array) -> jax.Array:
+        """Where tokens of the sample, [b, ...], are in it."""
+        return jax.vmap(jnp.searchsorted)(self.ids_bz, ids)
+
+
+def sample_vocabulary(rows: Rows, size: int, vocab_size: int, keys_b: jax.Array) -> Sample:
+    """All tokens that occur in a row, and random others, without replacement.
+
+    Args:
+      rows: packed responses.
+      size: tokens of a sample.
+      vocab_size: of the verifier.
+      keys_b: one random key per row.
+
+    Raises:
+      ValueError: a sample that is smaller than a row.
+    """
+    if size < rows.tokens_rt.shape[1]:
+        raise ValueError(
+            f"got objective.vocabulary {size}, expected at least the {rows.tokens_rt.shape[1]} tokens of a row, or 0"
+        )
+    size = min(size, vocab_size)
+    noise_bv = jax.vmap(lambda key: jax.random.uniform(key, (vocab_size,)))(keys_b)
+    score_bv = jax.vmap(lambda score_v, tokens_s: score_v.at[tokens_s].set(2.0))(noise_bv, rows.tokens_rt)
+    ids_bz = jnp.sort(vocab.local_top_k(score_bv, size)[1], axis=-1)
+    occurs_bz = jnp.take_along_axis(score_bv, ids_bz, axis=-1) > 1
+    count_b1 = jnp.sum(occurs_bz, axis=-1, keepdims=True)
+    others_b1 = jnp.log(vocab_size - count_b1) - jnp.log(jnp.maximum(size - count_b1, 1))
+    return Sample(ids_bz, jnp.where(occurs_bz, 0.0, others_b1))
 
 
 def drafting_sums(
@@ -84,13 +137,21 @@ def drafting_sums(
     Returns:
       "loss"; per slot "top1" (the likeliest token is the one that followed) and, where the loss reads the verifier's
       distribution, "overlap" (sum min(p, q)); "tau_estimate", 1 + the expected run of kept slots, each slot kept with
-      probability overlap (or 0 / 1 for top1), the tokens before it being right.
+      probability overlap (or 0 / 1 for top1), the tokens before it being right. All of them over the sample, where there
+      is one.
+
+    Raises:
+      ValueError: a sample of the vocabulary that is smaller than a row.
     """
     backbone = params["backbone"] if "backbone" in params else frozen["backbone"]
     dtype = frozen["verifier"]["embed"].dtype
     teacher = teach(frozen["verifier"], verifier, drafter.target_layer_ids, rows)
     chosen = blocks.sample_blocks(rows, settings.anchors, drafter.block_size, settings.decay, keys_b)
     context = blocks.context(_cast(backbone, dtype), drafter, rows, teacher.features_bsj)
+    sample = None
+    if settings.vocabulary:
+        other_keys_b = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys_b)
+        sample = sample_vocabulary(rows, settings.vocabulary, verifier.vocab_size, other_keys_b)
 
     def hidden_states(backbone: Any, context: blocks.Layers, anchors_bn: jax.Array) -> jax.Array:
         embed_vd = frozen["verifier"]["embed"]
@@ -100,7 +161,7 @@ def drafting_sums(
         run = jax.checkpoint(hidden_states) if "backbone" in params else hidden_states
         hidden_bnqd = run(backbone, context, chunk.anchors_bn)
         score = jax.checkpoint(partial(score_sums, settings=settings, drafter=drafter))
-        new = score(params.get("head"), backbone["norm"], frozen["verifier"], rows, teacher, chunk, hidden_bnqd)
+        new = score(params.get("head"), backbone["norm"], frozen["verifier"], rows, teacher, chunk, hidden_bnqd, sample)
         return jax.tree.map(jnp.add, sums, new), None
 
     return lax.scan(part, _no_sums(settings, drafter), _chunks(chosen, settings.chunk))[0]
@@ -114,6 +175,7 @@ def score_sums(
     teacher: Teacher,
     chunk: blocks.Blocks,
     hidden_bnqd: jax.Array,
+    sample: Sample | None,
     *,
     settings: ObjectiveConfig,
     drafter: DrafterConfig,
@@ -123,26 +185,49 @@ def score_sums(
     head, norm = _cast(head, unembed_vd.dtype), norm.astype(unembed_vd.dtype)
     targets_bnq, weights_bnq = chunk.targets_bnq[:, :, 1:], chunk.weights_bnq[:, :, 1:]
     previous_bnq = jnp.maximum(targets_bnq - 1, 0)
-    log_p_bnqv = None
-    if settings.loss in losses.NEEDS_VERIFIER:
-        log_p_bnqv = losses.log_softmax(vocab.unembed(unembed_vd, pick(teacher.hidden_bsd, previous_bnq)))
-    targets = losses.Targets(labels=pick(rows.tokens_rt, targets_bnq), log_probs=log_p_bnqv)
-    measure = losses.LOSSES[settings.loss]
-
-    unembed = Unembed(embed_vd=tables["embed"], unembed_vd=unembed_vd, norm=norm, eps=eps)
     previous_br = pick(rows.tokens_rt, previous_bnq).reshape(len(hidden_bnqd), -1)
     hidden_brd = hidden_bnqd.reshape(*previous_br.shape, -1)
+    unembed = Unembed(embed_vd=tables["embed"], unembed_vd=unembed_vd, norm=norm, eps=eps)
 
-    def logits_of(name: str, weights: Any) -> jax.Array:
-        return HEADS[name].logits(weights, unembed, previous_br, hidden_brd).reshape(*previous_bnq.shape, -1)
+    def verifier_logits(hidden_brd: jax.Array) -> jax.Array:
+        if sample is None:
+            return vocab.unembed(unembed_vd, hidden_brd)
+        return jnp.einsum("brd,bzd->brz", hidden_brd, vocab.embed(unembed_vd, sample.ids_bz))
 
-    logits_bnqv = logits_of(drafter.head, head) if head is not None else logits_of("marginal", {})
+    def drafter_logits(name: str, weights: Any) -> jax.Array:
+        if sample is None:
+            return HEADS[name].logits(weights, unembed, previous_br, hidden_brd)
+
+        def of_row(ids_z: jax.Array, previous_r: jax.Array, hidden_rd: jax.Array) -> jax.Array:
+            few = unembed.replace(unembed_vd=vocab.embed(unembed_vd, ids_z))
+            own = {table: vocab.embed(weights[table], ids_z) for table in HEADS[name].LOOKED_UP[1:]}
+            return HEADS[name].logits(weights | own, few, previous_r[None], hidden_rd[None])[0]
+
+        return jax.vmap(of_row)(sample.ids_bz, previous_br, hidden_brd)
+
+    def counted(logits_brv: jax.Array) -> jax.Array:
+        """As [b, n, q, v]; a sampled token counts as the tokens that it stands for."""
+        if sample is not None:
+            logits_brv = logits_brv + sample.log_counts_bz[:, None].astype(logits_brv.dtype)
+        return logits_brv.reshape(*previous_bnq.shape, -1)
+
+    labels_bnq = pick(rows.tokens_rt, targets_bnq)
+    log_p_bnqv = None
+    if settings.loss in losses.NEEDS_VERIFIER:
+        of_bsd = pick(teacher.hidden_bsd, previous_bnq).reshape(*previous_br.shape, -1)
+        log_p_bnqv = losses.log_softmax(counted(verifier_logits(of_bsd)))
+    targets = losses.Targets(labels=labels_bnq if sample is None else sample.places(labels_bnq), log_probs=log_p_bnqv)
+    measure = losses.LOSSES[settings.loss]
+
+    logits_brv = drafter_logits(drafter.head, head) if head is not None else drafter_logits("marginal", {})
+    logits_bnqv = counted(logits_brv)
     loss_bnq = measure(logits_bnqv, targets)
     if head is not None and settings.base_weight > 0:
-        loss_bnq += settings.base_weight * measure(logits_of("marginal", {}), targets)
+        loss_bnq += settings.base_weight * measure(counted(drafter_logits("marginal", {})), targets)
 
     real_bnq = (weights_bnq > 0).astype(jnp.float32)
-    top1_bnq = (vocab.argmax(lax.stop_gradient(logits_bnqv)) == targets.labels) * real_bnq
+    likeliest_bnq = vocab.argmax(lax.stop_gradient(logits_brv)).reshape(real_bnq.shape)
+    top1_bnq = (likeliest_bnq == targets.labels) * real_bnq
     kept_bnq, total_q = top1_bnq, jnp.sum(real_bnq, axis=(0, 1))
     sums: Sums = {
         "loss": (jnp.sum(loss_bnq * weights_bnq), jnp.sum(weights_bnq)),
@@ -196,6 +281,8 @@ def drafting_flops(
     products = {name: spec for name, spec in kind.specs(drafter).items() if name not in kind.LOOKED_UP[:1]}
     head = 2 * batch * slots * sum(math.prod(spec.shape) for spec in products.values())
     vocabulary = count.vocabulary(drafter.layers, slots).flops
+    if settings.vocabulary:
+        vocabulary *= min(1, settings.vocabulary / drafter.layers.vocab_size)
     trained = 3 if trains_backbone else 1
     passes = 2 + (settings.loss in losses.NEEDS_VERIFIER)
     if drafter.head != "marginal" and settings.base_weight > 0:

@@ -64,6 +64,7 @@ class Stage:
       sums: metric sums of some rows; "loss" is minimised.
       compute_dtype: of activations and of the weights a step reads.
       flops: of one step, by the definition of the stage; for MFU.
+      held_out_sums: those of held-out rows, where they are not the same.
     """
 
     specs: Any
@@ -71,6 +72,7 @@ class Stage:
     sums: SumsOf
     compute_dtype: Any
     flops: float
+    held_out_sums: SumsOf | None = None
 
 
 def schedule(config: OptimizerConfig, steps: int, peak: float) -> optax.Schedule:

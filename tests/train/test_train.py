@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,14 @@ import pytest
 import toy_training
 from toy_training import DRAFTER, MODEL
 
-from train import blocks, config, data, drafter, drafting, evaluate, head, hosts, losses, objective, state, watch
+from train import blocks, config, data, drafter, drafting, evaluate, head, hosts, losses, objective, stages, state, watch
 from train.teacher import teach
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 from treeflash_jax import vocab
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
+from treeflash_jax.formats import models
 from treeflash_jax.trees import pick
 from treeflash_jax.verifiers import forward as verifier
 
@@ -146,6 +148,10 @@ def test_head_rows_equal_the_table_of_inference(name):
         np.testing.assert_allclose(table.log_probs_bimc[:, :, m], expected, atol=2e-5)
 
 
+def sampled(rows, size, keys):
+    return objective.sample_vocabulary(rows, size, 64, jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys))
+
+
 def plain_sums(params, frozen, rows, keys, settings, drafter_):
     """The objective without chunks, from its definition."""
     backbone = params.get("backbone", frozen.get("backbone"))
@@ -167,7 +173,12 @@ def plain_sums(params, frozen, rows, keys, settings, drafter_):
         )
         total = hidden + (jax.nn.silu(ug[..., 1, :]) * ug[..., 0, :]) @ h["down"]
     logits = total / jnp.sqrt(jnp.mean(total**2, -1, keepdims=True) + eps) * backbone["norm"] @ own["embed"].T
-    log_p = jax.nn.log_softmax(pick(teacher.hidden_bsd, targets - 1) @ own["embed"].T)
+    verified = pick(teacher.hidden_bsd, targets - 1) @ own["embed"].T
+    if settings.vocabulary:
+        sample = sampled(rows, settings.vocabulary, keys)
+        counted = jax.vmap(lambda ids, logs: jnp.full(64, -1e9).at[ids].set(logs))(sample.ids_bz, sample.log_counts_bz)
+        base, logits, verified = (x + counted[:, None, None] for x in (base, logits, verified))
+    log_p = jax.nn.log_softmax(verified)
     labels = jax.nn.one_hot(pick(rows.tokens_rt, targets), 64)
 
     def measure(logits):
@@ -183,20 +194,22 @@ def plain_sums(params, frozen, rows, keys, settings, drafter_):
 
 
 @pytest.mark.parametrize(
-    ("loss", "base_weight", "trained"),
+    ("loss", "base_weight", "trained", "vocabulary"),
     [
-        ("forward-kl", 0.0, "head"),
-        pytest.param("forward-kl", 0.2, "both", marks=pytest.mark.slow),
-        ("cross-entropy", 0.0, "backbone"),
-        ("total-variation", 0.0, "both"),
+        ("forward-kl", 0.0, "head", 0),
+        ("forward-kl", 0.2, "both", 40),
+        pytest.param("forward-kl", 0.2, "both", 0, marks=pytest.mark.slow),
+        ("cross-entropy", 0.0, "backbone", 0),
+        pytest.param("cross-entropy", 0.0, "backbone", 40, marks=pytest.mark.slow),
+        ("total-variation", 0.0, "both", 0),
     ],
 )
-def test_chunked_losses_and_gradients_equal_plain_ones(case, loss, base_weight, trained):
+def test_chunked_losses_and_gradients_equal_plain_ones(case, loss, base_weight, trained, vocabulary):
     frozen, rows, keys, _ = case
     drafter_ = DRAFTER if trained == "backbone" else WITH_HEAD
     all_weights = {"backbone": frozen["backbone"], "head": random_weights(HEADS["mlp"].specs(WITH_HEAD), 5)}
     params = all_weights if trained == "both" else {trained: all_weights[trained]}
-    settings = dataclasses.replace(OBJECTIVE, loss=loss, base_weight=base_weight, chunk=2)
+    settings = dataclasses.replace(OBJECTIVE, loss=loss, base_weight=base_weight, chunk=2, vocabulary=vocabulary)
     plain = jax.jit(jax.value_and_grad(lambda p: plain_sums(p, frozen, rows, keys, settings, drafter_)[0]))
 
     def chunked(p):
@@ -208,6 +221,44 @@ def test_chunked_losses_and_gradients_equal_plain_ones(case, loss, base_weight, 
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-5)
     for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(expected[1]), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
+
+
+def test_a_sample_holds_the_row_and_stands_for_the_vocabulary(case):
+    """Ids ascend, the row's own stand for themselves, and sums over samples have the mean of the sum over all tokens."""
+    _, rows, keys, _ = case
+    sample = sampled(rows, 40, keys)
+    for ids, logs, tokens in zip(np.asarray(sample.ids_bz), sample.log_counts_bz, rows.tokens_rt, strict=True):
+        assert np.all(np.diff(ids) > 0) and set(tokens.tolist()) <= set(ids.tolist())
+        np.testing.assert_array_equal(logs[np.isin(ids, tokens)], 0)
+        np.testing.assert_allclose(np.exp(logs).sum(), 64, rtol=1e-6)
+    np.testing.assert_array_equal(np.take_along_axis(sample.ids_bz, sample.places(rows.tokens_rt), 1), rows.tokens_rt)
+    alone = sampled(rows.take(np.array([1])), 40, keys[1:])
+    np.testing.assert_array_equal(alone.ids_bz[0], sample.ids_bz[1])
+    masses = jnp.exp(jax.random.normal(jax.random.key(1), (64,)))
+
+    def estimate(key):
+        drawn = sampled(rows, 40, jax.random.split(key, 2))
+        return jnp.sum(masses[drawn.ids_bz] * jnp.exp(drawn.log_counts_bz), axis=-1)
+
+    found = jax.vmap(estimate)(jax.random.split(jax.random.key(2), 500))
+    assert np.all(np.std(found, axis=0) > 0)
+    error = np.std(found, axis=0) / np.sqrt(500)
+    assert np.all(np.abs(np.mean(found, axis=0) - masses.sum()) < 4 * error)
+    with pytest.raises(ValueError, match="got objective.vocabulary 20, expected at least the 32 tokens of a row"):
+        sampled(rows, 20, keys)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lowrank"])
+def test_a_sample_of_all_tokens_changes_nothing(case, name):
+    frozen, rows, keys, _ = case
+    drafter_ = dataclasses.replace(DRAFTER, head=name)
+    params = {"head": random_weights(HEADS[name].specs(drafter_), 5)}
+
+    def sums(vocabulary):
+        settings = dataclasses.replace(OBJECTIVE, vocabulary=vocabulary)
+        return objective.drafting_sums(params, frozen, rows, keys, settings=settings, verifier=MODEL, drafter=drafter_)
+
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), sums(64), sums(0))
 
 
 def test_nothing_holds_the_logits_of_a_batch_or_all_blocks_against_all(case):
@@ -327,8 +378,6 @@ def run_stage(toy, *overrides):
 
 
 def final_weights(settings):
-    from treeflash_jax.formats import models
-
     return models.load_drafter(f"{settings.run}/model")[1]
 
 
@@ -359,6 +408,15 @@ def test_meshes_parts_and_chunks_follow_one_device(toy, one_device, tmp_path, ov
     log, _ = run_stage(toy, f"run={tmp_path}/run", "loop.steps=50", "train_backbone=true", *overrides)
     assert log[-1]["loss"] < log[0]["loss"] * 0.9
     assert_same_losses(one_device, log, 1e-4)
+
+
+@pytest.mark.slow
+def test_samples_of_the_vocabulary_are_the_same_on_every_mesh(toy, tmp_path):
+    words = ["loop.steps=6", "train_backbone=true", "objective.vocabulary=40"]
+    one, _ = run_stage(toy, f"run={tmp_path}/one", *words)
+    for name, mesh in {"parts": ["mesh.data=2", "mesh.fsdp=2", "mesh.model=2"], "data": ["mesh.data=8"]}.items():
+        other, _ = run_stage(toy, f"run={tmp_path}/{name}", *words, *mesh)
+        assert_same_losses(one, other, 1e-4)
 
 
 def test_state_lies_over_fsdp_and_model(toy):
@@ -416,26 +474,44 @@ def test_copied_layers_read_the_context_as_the_verifier_does(case):
 
 
 @pytest.mark.slow
-def test_backbone_from_scratch_learns(toy, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["marginal", "mlp"])
+def test_backbone_from_scratch_learns(toy, tmp_path, monkeypatch, kind):
+    """Alone, and together with a head over a sample of the vocabulary."""
     reports = []
     monkeypatch.setattr(watch.Watch, "evaluating", lambda self, *words: reports.append(words))
-    text = (
-        toy.read_text().replace('drafter = "', 'unused = "').replace("forward-kl", "cross-entropy")
-        + "num_layers = 1\nblock_size = 4\nmask_token_id = 3\n"
-    )
+    text = toy.read_text().replace('drafter = "', 'unused = "')
     lines = [line for line in text.splitlines() if not line.startswith("unused")]
     tables = [line for line in lines if line.endswith("}") or line.endswith("]")]
     plain = [line for line in lines if line not in tables]
+    plain += ["num_layers = 1", "block_size = 4", "mask_token_id = 3", f'head = "{kind}"']
     (tmp_path / "drafter.toml").write_text("\n".join(plain + tables))
-    settings = config.load(
-        drafter.DrafterStage, tmp_path / "drafter.toml", [f"run={tmp_path}/run", "evaluate.prompts=2", "evaluate.nodes=[4]",
-        "evaluate.new_tokens=8", "evaluate.candidates=2", "loop.best=held_out/tau_4", "loop.best_mode=max"],
-    )  # fmt: skip
+    words = [f"run={tmp_path}/run", "evaluate.prompts=2", "evaluate.nodes=[4]", "evaluate.new_tokens=8"]
+    words += ["evaluate.candidates=2", "loop.best=held_out/tau_4", "loop.best_mode=max"]
+    if kind == "mlp":
+        with pytest.raises(ValueError, match="head 'mlp' and objective.base_weight 0"):
+            stages.read_stage(tmp_path / "drafter.toml", words)
+        words += ["objective.base_weight=0.5", "objective.vocabulary=40"]
+    else:
+        words += ["objective.loss=cross-entropy"]
+    settings = stages.read_stage(tmp_path / "drafter.toml", words)
     drafter.main(settings)
     log = [json.loads(line) for line in open(f"{tmp_path}/run/log.jsonl")]
     assert log[-1]["loss"] < log[0]["loss"] and 1 <= log[-1]["held_out/tau_4"] <= 4
-    assert "overlap" not in log[-1]
-    assert reports[-3:] == [(done, 2, "prompts with trees of 4 nodes") for done in range(3)]
+    made, weights = models.load_drafter(f"{tmp_path}/run/model")
+    assert made.head == kind
+    if kind == "mlp":
+        assert log[-1]["held_out/tau_marginal_4"] >= 1 and np.any(weights["head"]["down"])
+        stage = drafting.make_stage(settings, MODEL, made)
+        exact = dataclasses.replace(settings, objective=dataclasses.replace(settings.objective, vocabulary=0))
+        whole = drafting.make_stage(exact, MODEL, made)
+        parts = weights, {"verifier": random_weights(verifier.specs(MODEL), 0)}, rows_of((20, 20))
+        keys = jax.random.split(jax.random.key(0), 2)
+        held_out, all_tokens, some = (of(*parts, keys) for of in (stage.held_out_sums, whole.sums, stage.sums))
+        jax.tree.map(np.testing.assert_array_equal, held_out, all_tokens)
+        assert not np.array_equal(some["loss"], all_tokens["loss"])
+    else:
+        assert "overlap" not in log[-1]
+        assert reports[-3:] == [(done, 2, "prompts with trees of 4 nodes") for done in range(3)]
 
 
 def test_flops_count_every_pass_once():
