@@ -33,7 +33,8 @@ from treeflash_jax.verifiers.config import ModelConfig
 
 PASSES = {"drafter": 6, "head": 3}  # over the rows; the published backbones took six
 LEAST_STEPS = {"drafter": 200, "head": 100}
-LEARNING_RATES = {"drafter": 6e-3, "head": 5e-3}  # of Muon, as in configs/shipped
+LEARNING_RATES = {"drafter": 6e-3, "head": 1e-3}  # of Muon; the head has been trained with its backbone before
+SAMPLED_ROWS = 4  # tokens of a sample of the vocabulary on CPUs, in rows
 TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
 MEASURED_LENGTHS = 512  # prompts whose length decides what is too long
 LOGITS_BYTES = 512 * 2**20  # of the drafter's logits that exist at a time
@@ -189,13 +190,17 @@ def drafter_stage(
         mask_token_id=mask.value,
         target_layer_ids=tuple(taps.value),
         initial_layers=initial.value,
+        head="mlp",
         num_nodes=16,
         **shared,
     )
+    sampled = made.objective.vocabulary
     by_rule = {
         "mask_token_id": mask.reason,
         "target_layer_ids": taps.reason,
         "initial_layers": initial.reason,
+        "head": "TreeFlash's, trained with the backbone",
+        "objective.vocabulary": "a sample for every row, on a CPU" if sampled else "all tokens, on an accelerator",
         "block_size": block.reason,
         "num_layers": layers.reason,
         "loop.steps": steps.reason,
@@ -209,14 +214,16 @@ def head_stage(
     verifier: Verifier,
     asked: RespondConfig,
     answers: Answers,
-    block: int,
+    trained: DrafterStage,
     steps: Choice | None = None,
 ) -> Composed:
-    """Settings of `train.head`, on the backbone of OUT/drafter with blocks of this size."""
+    """Settings of `train.head`, on what `trained` leaves in OUT/drafter."""
     steps = steps or _steps("head", settings, answers, settings.head_steps)
-    shared = _drafting("head", settings, verifier, asked, answers, block, steps.value)
-    made = HeadStage(drafter=str(file(settings, "drafter") / "model"), head="mlp", **shared)
-    by_rule = {"head": "TreeFlash's, on the frozen backbone", "loop.steps": steps.reason}
+    shared = _drafting("head", settings, verifier, asked, answers, trained.block_size, steps.value)
+    keeps = trained.head == "mlp"
+    made = HeadStage(drafter=str(file(settings, "drafter") / "model"), head="mlp", keep_head=keeps, **shared)
+    why = "goes on over the whole vocabulary" if keeps else "from zero"
+    by_rule = {"keep_head": f"{why}, on the frozen backbone", "loop.steps": steps.reason}
     return _composed(made, settings.head, by_rule)
 
 
@@ -266,6 +273,7 @@ def _drafting(
     chunk = 2 ** int(math.log2(max(1, LOGITS_BYTES // (batch * block * verifier.model.vocab_size * 4))))
     anchors = max(1, rows.row_tokens // 8)
     chunk = min(chunk, anchors)
+    samples = name == "drafter" and devices.here().is_cpu and SAMPLED_ROWS * rows.row_tokens < verifier.model.vocab_size
     return dict(
         run=str(file(settings, name)),
         verifier=settings.verifier,
@@ -273,10 +281,12 @@ def _drafting(
         data=rows,
         compute_dtype=choices.compute_dtype().value,
         objective=ObjectiveConfig(
-            loss={"drafter": "cross-entropy", "head": "forward-kl"}[name],
+            loss="forward-kl",
             decay=4.0 if block <= 8 else 7.0,
+            base_weight=0.5 if name == "drafter" else 0.0,
             anchors=anchors // chunk * chunk,
             chunk=chunk,
+            vocabulary=SAMPLED_ROWS * rows.row_tokens if samples else 0,
         ),
         evaluate=EvaluateConfig(nodes=(16,)),
         optimizer=OptimizerConfig(name="muon", learning_rate=LEARNING_RATES[name], final=0.01),

@@ -3,8 +3,8 @@
     python -m train.head configs/tiny/head.toml run=runs/head drafter=runs/drafter/model
 
 Forward KL from the verifier's distribution (temperature 1) to the corrected one, given the true previous token. The
-output layer starts at zero, where the drafter is DFlash, whatever head the drafter's folder may hold. Leaves a Hugging Face
-folder in RUN/model.
+output layer starts at zero, where the drafter is DFlash, whatever head the drafter's folder may hold, or the head goes on
+from there (`keep_head`). Leaves a Hugging Face folder in RUN/model.
 
 Source: TreeFlash (arXiv 2606.03819).
 """
@@ -38,14 +38,16 @@ class HeadStage(BlockStage):
 
     Attributes:
       objective: loss and blocks.
-      drafter: the name of a pair, a folder or a Hub id of a DFlash or TreeFlash drafter; its head is not read.
+      drafter: the name of a pair, a folder or a Hub id of a DFlash or TreeFlash drafter.
       head: a name in drafters.block.heads: "mlp" (TreeFlash), "linear" or "lowrank".
+      keep_head: starts from the drafter's own head, which is of this kind, not from zero.
       train_backbone: also trains the backbone (the paper's main runs; frozen is its nearly equal ablation).
       drafter_temperature: default stored with the drafter; 0 keeps the backbone's.
     """
 
     drafter: str = "tiny"
     head: str = "mlp"
+    keep_head: bool = False
     train_backbone: bool = False
     drafter_temperature: float = bounded(0.0, least=0)
 
@@ -74,11 +76,13 @@ class HeadStage(BlockStage):
         """The drafter to be trained, its head replaced.
 
         Raises:
-          ValueError: a drafter that cannot be read, or of another verifier than `model`.
+          ValueError: a drafter that cannot be read, of another verifier than `model`, or without the head to be kept.
         """
         drafter = models.read_drafter_config(self._folder).fitted(model)
         if not isinstance(drafter, DrafterConfig):
             raise ValueError(f"{self.drafter}: got a drafter of kind {drafter.kind!r}, expected a block drafter (DFlash)")
+        if self.keep_head and drafter.head != self.head:
+            raise ValueError(f"{self.drafter}: got a drafter with head {drafter.head!r} to be kept, expected {self.head!r}")
         temperature = self.drafter_temperature or drafter.drafter_temperature
         return dataclasses.replace(drafter, head=self.head, drafter_temperature=temperature, sampled_above=None)
 
@@ -86,20 +90,21 @@ class HeadStage(BlockStage):
         return dataclasses.replace(shapes.drafter_of(model), head=self.head)
 
     def fresh(self, drafter: DrafterConfig, weights: Any) -> dict[str, Any]:
-        """A head whose output layer is zero, so that training starts from the marginals."""
+        """The drafter's own head, or one whose output layer is zero, so that training starts from the marginals."""
         key = jax.random.key(self.loop.seed + 1)
-        head = parameters.initialize(block.specs(drafter)["head"], key, scale=self.init_scale)
-        return {"head": head} | (self._backbone() if self.train_backbone else {})
+        fresh = {"head": parameters.initialize(block.specs(drafter)["head"], key, scale=self.init_scale)}
+        head = self._part("head") if self.keep_head else fresh
+        return head | (self._part("backbone") if self.train_backbone else {})
 
     def kept(self, drafter: DrafterConfig) -> dict[str, Any]:
-        return {} if self.train_backbone else self._backbone()
+        return {} if self.train_backbone else self._part("backbone")
 
     @property
     def _folder(self) -> Any:
         return locate(self.drafter, "drafter")
 
-    def _backbone(self) -> dict[str, Any]:
-        return {"backbone": models.load_drafter(self._folder, dtype=jnp.float32)[1]["backbone"]}
+    def _part(self, name: str) -> dict[str, Any]:
+        return {name: models.load_drafter(self._folder, dtype=jnp.float32)[1][name]}
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def _compose(name: str, settings: PairConfig, verifier: compose.Verifier, stages
     def stage(steps: Choice | None) -> Composed:
         if name == "drafter":
             return compose.drafter_stage(settings, verifier, asked, answers, steps)
-        return compose.head_stage(settings, verifier, asked, answers, stages["drafter"].block_size, steps)
+        return compose.head_stage(settings, verifier, asked, answers, stages["drafter"], steps)
 
     made, given = stage(None), settings.steps if name == "drafter" else settings.head_steps
     steps = steps_in_time(name, made.stage, settings) if settings.minutes and not given else None
@@ -122,7 +122,7 @@ def _check_overrides(settings: PairConfig, verifier: compose.Verifier) -> None:
     nothing = compose.Answers(count=0, rows=0, mask=Choice(0, ""))
     made = compose.drafter_stage(settings, verifier, asked, nothing).stage
     choices.check_taps(made.drafter_config(verifier.model), verifier.model)
-    compose.head_stage(settings, verifier, asked, nothing, made.block_size)
+    compose.head_stage(settings, verifier, asked, nothing, made)
     compose.export_stage(settings)
     compose.measure_stage(settings)
 

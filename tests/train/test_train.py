@@ -473,6 +473,17 @@ def test_copied_layers_read_the_context_as_the_verifier_does(case):
     jax.tree.map(np.testing.assert_array_equal, made["groups"][0][1], frozen["verifier"]["groups"][0][0])
 
 
+def test_a_head_goes_on_where_it_was(toy, tmp_path):
+    own = {"backbone": random_weights(dflash.specs(DRAFTER), 1), "head": random_weights(HEADS["mlp"].specs(WITH_HEAD), 2)}
+    models.save_drafter(tmp_path / "drafter", WITH_HEAD, own)
+    settings = toy_training.settings(toy, f"drafter={tmp_path}/drafter", "keep_head=true")
+    made = settings.drafter_config(MODEL)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0.01), settings.fresh(made, None) | settings.kept(made), own)
+    settings = toy_training.settings(toy, "keep_head=true")
+    with pytest.raises(ValueError, match="got a drafter with head 'marginal' to be kept, expected 'mlp'"):
+        settings.drafter_config(MODEL)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["marginal", "mlp"])
 def test_backbone_from_scratch_learns(toy, tmp_path, monkeypatch, kind):

@@ -146,12 +146,17 @@ def test_minutes_size_answers_and_steps_by_their_speed(prompts, tmp_path, monkey
 
     monkeypatch.setitem(pair.MAINS, "head", timed)
     answers = compose.Answers(count=900, rows=80_000, mask=choices.Choice(3, "unused"))
-    made = compose.head_stage(replace(settings, head_steps=0), verifier, stage, answers, 4).stage
+    trained = compose.drafter_stage(settings, verifier, stage, answers).stage
+    assert trained.head == "mlp" and trained.objective.vocabulary == 4 * trained.data.row_tokens
+    made = compose.head_stage(replace(settings, head_steps=0), verifier, stage, answers, trained).stage
+    assert made.keep_head and made.objective.vocabulary == 0
+    alone = compose.drafter_stage(replace(settings, drafter={"head": "marginal"}), verifier, stage, answers).stage
+    assert not compose.head_stage(settings, verifier, stage, answers, alone).stage.keep_head
     assert made.loop.steps == 3 * 80_000 // 8
     assert pair.steps_in_time("head", made, replace(settings, minutes=1e6)) is None
     choice = pair.steps_in_time("head", made, settings)
     assert choice.value == int(0.15 * 600 / (made.loop.batch * made.data.row_tokens / 512)) and not log.exists()
-    made = compose.head_stage(settings, verifier, stage, answers, 4, choice)
+    made = compose.head_stage(settings, verifier, stage, answers, trained, choice)
     assert made.stage.loop.steps == choice.value and f"loop.steps = {choice.value}: {choice.reason}" in made.lines
 
 
