@@ -59,9 +59,12 @@ def test_the_default_decodes_plainly_and_says_so_once(alone, trained, caplog):
     assert "one token at a time" in note and "\n" not in note
 
 
-@pytest.mark.parametrize("features", [frozenset(), frozenset({"amx_bf16"})])
-def test_the_default_drafts_where_that_pays(features, trained, monkeypatch, caplog):
-    """Not in float32 on a CPU; a setting of drafting is an order."""
+@pytest.mark.parametrize(
+    ("features", "pays"),
+    [(frozenset(), False), (frozenset({"avx512_bf16"}), False), (frozenset({"avx512_bf16", "amx_bf16"}), True)],
+)
+def test_the_default_drafts_where_that_pays(features, pays, trained, monkeypatch, caplog):
+    """Not in float32 on a CPU, nor where only vectors of bfloat16 are multiplied; a setting of drafting is an order."""
     monkeypatch.setattr(devices, "here", lambda: Device("cpu", features=features))
     wide = TreeFlash(trained.verifier, trained.weights, drafter=trained.drafter)
     narrow = TreeFlash(
@@ -72,7 +75,7 @@ def test_the_default_drafts_where_that_pays(features, trained, monkeypatch, capl
     assert len(caplog.records) == 1 and "does not pay on this CPU in float32" in caplog.text
     assert wide.plan(wide.resolve(config, {"nodes": 4})).builder == "best-first"
     assert wide.resolve(config, {"builder": "walk"}).builder == "walk"
-    assert narrow.plan(narrow.resolve(config, {})).builder == ("best-first" if features else "none")
+    assert narrow.plan(narrow.resolve(config, {})).builder == ("best-first" if pays else "none")
     lookup = TreeFlash(trained.verifier, Weights(trained.weights.verifier, {}), drafter=NgramConfig())
     assert lookup.plan(lookup.resolve(config, {})).builder == "best-first", "where nothing matches, it costs nothing"
     for device in (Device("gpu", "NVIDIA H200"), Device("tpu", "TPU v5 lite")):
