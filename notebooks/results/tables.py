@@ -78,6 +78,17 @@ def tau() -> str:
     return "\n".join([table(header, rows), "", caption, fenced(runs["command"])])
 
 
+def tau_smollm2() -> str:
+    """Of the drafter that ships for SmolLM2, by the prompts."""
+    runs = read("tau_smollm2.json")
+    rows = []
+    for prompts, report in runs["prompts"].items():
+        marginal, tree = (next(row for row in report["rows"] if row["system"] == name) for name in runs["systems"])
+        rows.append([prompts, f"{marginal['tau']:.2f}", f"{tree['tau']:.2f}", interval(tree["tau_ratio"])])
+    made = table("prompts | marginal tree (DDTree) | TreeFlash tree | TreeFlash over marginal", rows)
+    return "\n".join([made, "", f"{runs['note'][0].upper()}{runs['note'][1:]}:", fenced([runs["command"]])])
+
+
 def tau_seen() -> str:
     seen = read("tau_gsm8k.json")["greedy_by_seen_16_grams"]
     rows = []
@@ -386,7 +397,7 @@ def typed_settings(text: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        *(tau, tau_seen, drafter_temperature, train_head, train_steps, latency, growth, budget),
+        *(tau, tau_smollm2, tau_seen, drafter_temperature, train_head, train_steps, latency, growth, budget),
         *(
             tpu_rounds,
             experts_rounds,
@@ -406,7 +417,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def rendered(text: str) -> str:
     """A page with its tables made anew."""
-    made = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+    made = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
     return made.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", text)
 
 
