@@ -187,23 +187,16 @@ def score_sums(
     previous_bnq = jnp.maximum(targets_bnq - 1, 0)
     previous_br = pick(rows.tokens_rt, previous_bnq).reshape(len(hidden_bnqd), -1)
     hidden_brd = hidden_bnqd.reshape(*previous_br.shape, -1)
-    unembed = Unembed(embed_vd=tables["embed"], unembed_vd=unembed_vd, norm=norm, eps=eps)
 
-    def verifier_logits(hidden_brd: jax.Array) -> jax.Array:
-        if sample is None:
-            return vocab.unembed(unembed_vd, hidden_brd)
-        return jnp.einsum("brd,bzd->brz", hidden_brd, vocab.embed(unembed_vd, sample.ids_bz))
+    def listed(table_vd: jax.Array) -> jax.Array:
+        """The rows of a table that distributions are compared over: all, or [b, z, ...] of the sample."""
+        return table_vd if sample is None else vocab.embed(table_vd, sample.ids_bz)
+
+    unembed = Unembed(embed_vd=tables["embed"], unembed_vd=listed(unembed_vd), norm=norm, eps=eps)
 
     def drafter_logits(name: str, weights: Any) -> jax.Array:
-        if sample is None:
-            return HEADS[name].logits(weights, unembed, previous_br, hidden_brd)
-
-        def of_row(ids_z: jax.Array, previous_r: jax.Array, hidden_rd: jax.Array) -> jax.Array:
-            few = unembed.replace(unembed_vd=vocab.embed(unembed_vd, ids_z))
-            own = {table: vocab.embed(weights[table], ids_z) for table in HEADS[name].LOOKED_UP[1:]}
-            return HEADS[name].logits(weights | own, few, previous_r[None], hidden_rd[None])[0]
-
-        return jax.vmap(of_row)(sample.ids_bz, previous_br, hidden_brd)
+        own = {table: listed(weights[table]) for table in HEADS[name].LOOKED_UP[1:]}
+        return HEADS[name].logits(weights | own, unembed, previous_br, hidden_brd)
 
     def counted(logits_brv: jax.Array) -> jax.Array:
         """As [b, n, q, v]; a sampled token counts as the tokens that it stands for."""
@@ -215,7 +208,7 @@ def score_sums(
     log_p_bnqv = None
     if settings.loss in losses.NEEDS_VERIFIER:
         of_bsd = pick(teacher.hidden_bsd, previous_bnq).reshape(*previous_br.shape, -1)
-        log_p_bnqv = losses.log_softmax(counted(verifier_logits(of_bsd)))
+        log_p_bnqv = losses.log_softmax(counted(vocab.unembed(unembed.unembed_vd, of_bsd)))
     targets = losses.Targets(labels=labels_bnq if sample is None else sample.places(labels_bnq), log_probs=log_p_bnqv)
     measure = losses.LOSSES[settings.loss]
 

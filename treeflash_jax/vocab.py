@@ -11,6 +11,7 @@ leading axes, batch first.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,14 @@ def embed(table_vd: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
 
 
 def unembed(table_vd: jax.Array | Quantized, hidden: jax.Array) -> jax.Array:
-    """hidden . table^T: logits [..., v], sharded over the vocabulary where the table is."""
+    """hidden . table^T: logits [..., v], sharded over the vocabulary where the table is.
+
+    Args:
+      table_vd: of all sequences; or [b, v, d], one for each.
+      hidden: [b, ..., d].
+    """
+    if len(table_vd.shape) == 3:
+        return jax.vmap(partial(quantized.product, "...d,vd->...v"))(hidden, table_vd)
     logits = quantized.product("...d,vd->...v", hidden, table_vd)
     return meshes.constrain(logits, ("batch",) + (None,) * (logits.ndim - 2) + ("vocab",))
 
