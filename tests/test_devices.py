@@ -78,6 +78,11 @@ def test_peak_rates_are_those_of_the_chip():
     assert {kind: Device("any", kind).peak_flops for kind in rates} == rates
 
 
+def test_a_cpu_is_measured_in_the_dtype_that_is_computed_in(monkeypatch):
+    monkeypatch.setattr(devices, "measure_flops", {jnp.float32: 1e11, jnp.bfloat16: 4e11}.get)
+    assert [devices.peak_flops(8, dtype) for dtype in (jnp.float32, jnp.bfloat16)] == [1e11, 4e11]
+
+
 def test_a_plan_is_made_for_a_device_that_is_not_here(tiny):
     plans = [
         plan_of(tf.GenerateConfig(), tiny.verifier, tiny.drafter, jnp.float32, Device(kind)) for kind in ("cpu", "gpu")

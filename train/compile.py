@@ -65,7 +65,7 @@ def compile_step(settings: DraftingStage, shape: str, devices: list[Any], *, ste
         if steps:
             arrays = random_arrays(stage, transform, state, frozen, rows, model.vocab_size)
             seconds = run_steps(compiled, *arrays, steps=steps)
-            peak = chips.peak_flops(mesh.size)
+            peak = chips.peak_flops(mesh.size, stage.compute_dtype)
             measured = {
                 "steps": steps,
                 "seconds_per_step": seconds,

@@ -107,7 +107,7 @@ def fit(
             epath.Path(config.run), steps=steps, resumed_at=start, tensorboard=loop.tensorboard, shown=hosts.is_first()
         )
         held_out = HeldOut(stage, corpus, loop, mesh)
-        peak = devices.peak_flops(mesh.size) if hosts.is_first() else None
+        peak = devices.peak_flops(mesh.size, stage.compute_dtype) if hosts.is_first() else None
         clock = _Clock()
         try:
             for step, batch in zip(range(start, steps), data.batches(corpus, start=start, stop=steps, **rows), strict=True):

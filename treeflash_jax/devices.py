@@ -206,12 +206,17 @@ def measure_flops(dtype: Any) -> float:
     return 2 * side**3 / _seconds(lambda _: multiply(left, right), None, calls)
 
 
-def peak_flops(count: int) -> float | None:
-    """Peak FLOP/s of so many devices, or None where nobody says: stated by the chip's maker or, on one CPU, measured."""
+def peak_flops(count: int, dtype: Any) -> float | None:
+    """Peak FLOP/s of so many devices, or None where nobody says: stated by the chip's maker or, on one CPU, measured.
+
+    Args:
+      count: of devices.
+      dtype: that is computed in, for CPUs; makers state the rate of bfloat16.
+    """
     device = here()
     if device.peak_flops:
         return device.peak_flops * count
-    return measure_flops(jnp.float32) if device.is_cpu and jax.process_count() == 1 else None  # its devices share the cores
+    return measure_flops(dtype) if device.is_cpu and jax.process_count() == 1 else None  # its devices share the cores
 
 
 def _seconds(step: Callable[[Any], Any], carry: Any, calls: int, samples: int = 8) -> float:

@@ -73,7 +73,7 @@ def test_a_step_compiles_for_the_devices_at_hand(small_shape, tmp_path, capsys):
 @pytest.mark.slow
 def test_steps_are_run_and_timed(small_shape, tmp_path, capsys, monkeypatch):
     out, ran = tmp_path / "compiled.json", []
-    monkeypatch.setattr(compiling.chips, "peak_flops", lambda devices: 1e9 * devices)
+    monkeypatch.setattr(compiling.chips, "peak_flops", lambda devices, dtype: 1e9 * devices)
     monkeypatch.setattr(compiling.time, "perf_counter", lambda: ran.append(None) or CLOCK[len(ran) - 1])
     words = ["--shape", "small", "--out", str(out), "--steps", "3", HEAD, *SMALL, "mesh.data=2", "mesh.fsdp=2"]
     assert compiling.main([*words, "compute_dtype=float32"]) == 0

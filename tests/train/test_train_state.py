@@ -307,7 +307,7 @@ def whole(tmp_path_factory):
     scores = iter([3.0, 1.0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop._Clock, "lap", lambda self: 6.0)
-        patch.setattr(loop.devices, "peak_flops", lambda devices: 1e6 * devices)
+        patch.setattr(loop.devices, "peak_flops", lambda devices, dtype: 1e6 * devices)
         return folder, *fit(folder, lambda params, report: {"score": next(scores)}, save_every=5)
 
 
