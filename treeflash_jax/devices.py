@@ -96,6 +96,14 @@ class Device:
         """
         return "streamed" if self.is_cpu and jnp.dtype(dtype) != jnp.bfloat16 else "xla"
 
+    def shortlist(self, vocab_size: int) -> int:
+        """Tokens per depth that the second stage of a draft scores; 0: all.
+
+        An accelerator reads the table of the vocabulary once for all rows of the stage. A CPU pays for every row: with
+        SmolLM2's 49,152 tokens, the stage takes 85 ms over all of them and 16 ms over 32 a depth, at the same tau.
+        """
+        return 32 if self.is_cpu and vocab_size >= 2**14 else 0
+
     @property
     def prefill_chunk(self) -> int:
         """Prompt tokens of a prefill pass; a CPU pays for every padded one."""

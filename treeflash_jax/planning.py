@@ -182,6 +182,8 @@ def plan_of(
     }
     if builder_of(config, drafter) == "none":
         return DecodePlan(builder="none", num_nodes=1, **shared)
+    if config.shortlist is None:
+        config = replace(config, shortlist=device.shortlist(verifier.vocab_size))
     sizes, draft = drafters.of(drafter).choose(drafter, config)
     nodes = None if config.nodes == "auto" else config.nodes
     builder, rule, shape = drafting(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ import pytest
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
 
 import treeflash_jax as tf
+from treeflash_jax.devices import Device
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed, mlp
+from treeflash_jax.planning import plan_of
 
 BATCH, VOCAB, M, K = 3, 60, 5, 6  # a vocabulary as wide as nothing else
 DEPTHS = RANDOM_DRAFTER.num_depths
@@ -100,6 +103,21 @@ def test_answers_stay_those_of_one_token_decoding(trained, temperature):
     [plain] = trained.generate([[3, 4, 5, 17, 29]], builder="none", **settings)
     [drafted] = trained.generate([[3, 4, 5, 17, 29]], nodes=8, candidates=4, children=4, shortlist=3, **settings)
     assert drafted.ids == plain.ids and drafted.tau > 1
+
+
+@pytest.mark.parametrize(
+    ("device", "vocab_size", "shortlist"), [("cpu", 2**14, 32), ("cpu", 2**14 - 1, 0), ("gpu", 2**14, 0), ("tpu", 2**14, 0)]
+)
+def test_a_cpu_shortlists_a_large_vocabulary_unless_asked_otherwise(device, vocab_size, shortlist):
+    models = RANDOM_MODEL, RANDOM_DRAFTER.layers
+    verifier, layers = (replace(model, vocab_size=vocab_size) for model in models)
+
+    def planned(**settings):
+        drafter = replace(RANDOM_DRAFTER, layers=layers)
+        return plan_of(tf.GenerateConfig(**settings), verifier, drafter, jnp.float32, Device(device)).draft.shortlist
+
+    assert planned() == shortlist
+    assert [planned(shortlist=asked) for asked in (0, 7)] == [0, 7]
 
 
 @needs_8_devices

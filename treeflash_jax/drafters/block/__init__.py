@@ -50,13 +50,14 @@ def choose(config: DrafterConfig, options: Any) -> tuple[DrafterConfig, DraftSet
     expect(
         links <= MOST_LINKS, "candidates", f"at most {MOST_LINKS:,} for candidates x candidates x children, not {links:,}"
     )
-    expect(options.shortlist <= vocabulary, "shortlist", f"0 (all tokens) to {vocabulary} (the vocabulary)")
+    shortlist = options.shortlist or 0
+    expect(shortlist <= vocabulary, "shortlist", f"0 (all tokens) to {vocabulary} (the vocabulary)")
     heads = ("marginal", config.head)
     expect(options.head in (None, *heads), "head", f"one of {heads}, what this drafter has")
     settings = DraftSettings(
         candidates=options.candidates,
         children=options.children,
-        shortlist=options.shortlist,
+        shortlist=shortlist,
         head=options.head or config.head,
     )
     return replace(config, block_size=size), settings
