@@ -108,7 +108,7 @@ def fit(
         )
         held_out = HeldOut(stage, corpus, loop, mesh)
         peak = devices.peak_flops(mesh.size, stage.compute_dtype) if hosts.is_first() else None
-        clock = _Clock()
+        clock = _Clock(start)
         try:
             for step, batch in zip(range(start, steps), data.batches(corpus, start=start, stop=steps, **rows), strict=True):
                 state = update(state, frozen, hosts.place_rows(batch, mesh))
@@ -121,7 +121,7 @@ def fit(
                 if _is_due(done, loop.log_every or steps) or saves or evaluates:
                     _stop_if_bad(state)
                 if _is_due(done, loop.log_every or steps) or done == steps:
-                    seconds = clock.lap() / ((done - 1) % (loop.log_every or steps) + 1)
+                    seconds = clock.lap(done)
                     line = means(meshes.to_host(state.window)) | {"learning_rate": float(rate(step))}
                     line |= {"tokens_per_second": batch.tokens_rt.size * jax.process_count() / seconds}
                     line |= {"mfu": stage.flops / seconds / peak} if peak else {}
@@ -135,7 +135,7 @@ def fit(
                     metrics = {name: value for name, value in line.items() if isinstance(value, float)}
                     saved.save(done, state, metrics, wait=ends)
                 if evaluates or saves:
-                    clock.lap()  # the time of evaluations and checkpoints is nobody's step time
+                    clock.lap(done)  # the time of evaluations and checkpoints is nobody's step time
                 if ends and done < steps:
                     hosts.say(f"{termination.word}: saved step {done} of {steps}; the same command goes on from there")
                     sys.exit(termination.status)
@@ -252,12 +252,15 @@ class Termination:
 
 
 class _Clock:
-    def __init__(self) -> None:
-        self.since = time.perf_counter()
+    """Seconds per step since the last lap."""
 
-    def lap(self) -> float:
+    def __init__(self, step: int) -> None:
+        self.step, self.since = step, time.perf_counter()
+
+    def lap(self, step: int) -> float:
         now = time.perf_counter()
-        self.since, seconds = now, now - self.since
+        seconds = (now - self.since) / max(1, step - self.step)
+        self.step, self.since = step, now
         return seconds
 
 

@@ -79,13 +79,16 @@ def tau() -> str:
 
 
 def tau_smollm2() -> str:
-    """Of the drafter that ships for SmolLM2, by the prompts."""
+    """Of the drafter that ships for SmolLM2, by the prompts and temperatures."""
     runs = read("tau_smollm2.json")
     rows = []
     for prompts, report in runs["prompts"].items():
-        marginal, tree = (next(row for row in report["rows"] if row["system"] == name) for name in runs["systems"])
-        rows.append([prompts, f"{marginal['tau']:.2f}", f"{tree['tau']:.2f}", interval(tree["tau_ratio"])])
-    made = table("prompts | marginal tree (DDTree) | TreeFlash tree | TreeFlash over marginal", rows)
+        measured = {(row["temperature"], row["system"]): row for row in report["rows"]}
+        for temperature in dict.fromkeys(row["temperature"] for row in report["rows"]):
+            marginal, tree = (measured[temperature, name] for name in runs["systems"])
+            cells = [f"{marginal['tau']:.2f}", f"{tree['tau']:.2f}", interval(tree["tau_ratio"])]
+            rows.append([prompts, f"{temperature:g}", *cells])
+    made = table("prompts | T | marginal tree (DDTree) | TreeFlash tree | TreeFlash over marginal", rows)
     return "\n".join([made, "", f"{runs['note'][0].upper()}{runs['note'][1:]}:", fenced([runs["command"]])])
 
 
