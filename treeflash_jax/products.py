@@ -3,8 +3,8 @@
 On accelerators an einsum in the model's dtype is that form. XLA's CPU backend runs a bfloat16 product at the machine's
 rate only as a plain matrix product that accumulates in float32 and rounds afterwards, summed over the last axis of its
 left matrix; as a product from bfloat16 to bfloat16, of a single row, or summed over the first axis (the gradient of a
-weight), it takes two to five times as long. The result is mathematically the same:
-accelerators accumulate in float32 as well.
+weight), it takes two to five times as long. The result is mathematically the same: accelerators accumulate in float32 as
+well.
 
 Shape suffixes: r rows (all leading axes of the activations), i input axes flattened, o output axes flattened.
 """
