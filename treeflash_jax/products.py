@@ -1,4 +1,4 @@
-"""Products of activations with weights, in the form that the backend runs fastest.
+"""Products of activations with weights, and rows of tables, in the form that the backend runs fastest.
 
 On accelerators an einsum in the model's dtype is that form. XLA's CPU backend runs a bfloat16 product at the machine's
 rate only as a plain matrix product that accumulates in float32 and rounds afterwards, summed over the last axis of its
@@ -34,6 +34,19 @@ def product(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     if x.dtype != jnp.bfloat16 or weight.dtype != jnp.bfloat16:
         return jnp.einsum(equation, x, weight)
     return _narrow(equation, x, weight)
+
+
+def rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows of a table, [..., d]."""
+
+    def tied(table: jax.Array, ids: jax.Array) -> jax.Array:
+        table, ids = lax.optimization_barrier((table, ids))
+        return table[ids]
+
+    if table.dtype != jnp.bfloat16:
+        return table[ids]
+    # XLA's CPU backend gathers float32. Not tied to the ids, it would convert the whole table ahead of a decoding loop.
+    return lax.platform_dependent(table, ids, cpu=tied, default=lambda table, ids: table[ids])
 
 
 @dataclass(frozen=True)

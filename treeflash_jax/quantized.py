@@ -121,7 +121,7 @@ def product(equation: str, x: jax.Array, weight: jax.Array | Quantized) -> jax.A
 def rows(table: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
     """Rows of a table, [..., d]."""
     if not isinstance(table, Quantized):
-        return table[ids]
+        return products.rows(table, ids)
     return table.values[ids].astype(table.dtype) * table.scale[ids][..., None]
 
 

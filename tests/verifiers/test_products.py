@@ -1,4 +1,4 @@
-"""bfloat16 products on a CPU: the same numbers, in the one form that XLA's CPU backend runs at the machine's rate."""
+"""bfloat16 on a CPU: the same numbers, in the one form that XLA's CPU backend runs at the machine's rate."""
 
 from __future__ import annotations
 
@@ -112,3 +112,19 @@ def test_other_dtypes_are_plain_einsums(dtype):
 def test_products_of_another_form_are_refused(equation):
     with pytest.raises(ValueError, match="got the product"):
         products.form_of(equation)
+
+
+def test_a_loop_on_a_cpu_gathers_rows_without_a_wide_copy_of_the_table():
+    table, ids = operands("btd,df->btf", rows=4)[1], jnp.asarray([[3, 0], [15, 3]])
+    table = jnp.tile(table, (64, 8))
+
+    def looped(table, ids):
+        start = jnp.zeros((2, 2, 192), table.dtype)
+        return jax.lax.fori_loop(0, 3, lambda i, total: total + products.rows(table, ids + i), start)
+
+    compiled = jax.jit(looped).lower(table, ids).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < table.nbytes
+    np.testing.assert_array_equal(compiled(table, ids), table[ids] + table[ids + 1] + table[ids + 2])
+    np.testing.assert_array_equal(jax.jit(products.rows)(table, ids), table[ids])
+    got = jax.grad(lambda table: jnp.sum(products.rows(table, ids) * 2.0))(table)
+    np.testing.assert_array_equal(got, jax.grad(lambda table: jnp.sum(table[ids] * 2.0))(table))

@@ -80,6 +80,22 @@ def test_long_rows_are_searched_by_groups(size, grouped):
     assert lowered.count("chlo.top_k(") == 1 + grouped
 
 
+@pytest.mark.parametrize("size", [8 * 3 * 128, 640])
+def test_a_cpu_selects_from_bfloat16_rows_without_sorting_them(size):
+    """XLA's CPU backend has a selection for float32 matrices only: it would sort these rows in full."""
+    scores = jax.random.randint(jax.random.key(size), (5, size), 0, 200).astype(jnp.bfloat16)
+    lowered = jax.jit(vocab.top_k, static_argnums=1).lower(scores, 3)
+    values, ids = lowered.compile()(scores)
+    np.testing.assert_array_equal(ids, np.argsort(-np.asarray(scores, np.float32), axis=-1, kind="stable")[:, :3])
+    np.testing.assert_array_equal(values, jnp.take_along_axis(scores, ids, -1))
+    assert values.dtype == jnp.bfloat16
+    sorted_shapes = re.findall(r"= \(?\w+\[([\d,]+)\].* sort\(", lowered.compile().as_text())
+    assert set(sorted_shapes) <= {"5,3"}, "only the groups that were found may be put in order"
+    for platform in ("cuda", "tpu"):
+        text = jax.jit(vocab.top_k, static_argnums=1).trace(scores, 3).lower(lowering_platforms=(platform,)).as_text()
+        assert "f32" not in text
+
+
 @pytest.mark.parametrize("size, grouped", [(8 * 128, True), (7 * 128, False), (8 * 128 + 64, False)])
 def test_a_cpu_finds_the_largest_entry_by_groups(size, grouped):
     rng = np.random.default_rng(size)
