@@ -44,8 +44,8 @@ OPTIONS = [word for name, value in SMALL.items() for word in (f"--{name}", str(v
 # A head: the hidden state is shifted by a learned multiple of the embedding of the token before.
 
 
-def _shifted(own, embedding_brd, slot_r, hidden_bqd, normed_bqd):
-    return hidden_bqd[:, slot_r] + own["scale"] * embedding_brd
+def _shifted(own, embedding_brd, by_row, hidden_bqd, normed_bqd):
+    return by_row(hidden_bqd) + own["scale"] * embedding_brd
 
 
 TOY_HEAD = SimpleNamespace(

@@ -84,7 +84,7 @@ def run_full_rows(pair):
         candidates_bm = np.argsort(-marginal_biv[:, i - 1], axis=-1, kind="stable")[:, :M]
         for m in range(M):
             embedding = unembed.embed_vd[jnp.asarray(candidates_bm[:, m]) if i else anchor_b][:, None]
-            hidden = mlp.correct(params, embedding, jnp.array([i + 1]), hidden_bqd, normed_bqd)
+            hidden = mlp.correct(params, embedding, lambda slots, at=i + 1: slots[:, at : at + 1], hidden_bqd, normed_bqd)
             corrected[:, i, m] = (unembed.normed(hidden) @ unembed.unembed_vd.T)[:, 0]
     return {"marginal": marginal_biv, "corrected": corrected}
 

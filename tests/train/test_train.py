@@ -141,7 +141,11 @@ def test_head_rows_equal_the_table_of_inference(name):
     for m in range(4):
         previous_bq = jnp.concatenate([anchor_b[:, None], candidates[:, :, m]], axis=1)
         after = HEADS[name].correct(
-            weights, vocab.embed(embed_vd, previous_bq), slice(None), hidden_bqd[:, 1:], unembed.normed(hidden_bqd[:, 1:])
+            weights,
+            vocab.embed(embed_vd, previous_bq),
+            lambda slots: slots,
+            hidden_bqd[:, 1:],
+            unembed.normed(hidden_bqd[:, 1:]),
         )
         log_probs = jax.nn.log_softmax(vocab.unembed(embed_vd, unembed.normed(after)))
         expected = jnp.take_along_axis(log_probs, table.tokens_bimc[:, :, m], axis=-1)

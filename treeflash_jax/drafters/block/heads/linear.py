@@ -15,7 +15,7 @@ import jax
 
 from treeflash_jax.drafters.block.config import DrafterConfig
 from treeflash_jax.drafters.block.heads.mlp import NORM_EPS
-from treeflash_jax.drafters.block.heads.table import first_order
+from treeflash_jax.drafters.block.heads.table import ByRow, first_order
 from treeflash_jax.params import Entry, Spec
 from treeflash_jax.verifiers.layers import linear, rms_norm
 
@@ -41,14 +41,14 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
 def correct(
     params: dict[str, Any],
     embedding_brd: jax.Array,
-    slot_r: jax.Array | slice,
+    by_row: ByRow,
     hidden_bqd: jax.Array,
     normed_bqd: jax.Array,
 ) -> jax.Array:
     """h + W [RMSNorm(e); RMSNorm_final(h)] of every row, [b, r, d]; arguments as for the MLP head."""
     by_slot_bqd = hidden_bqd + linear("bqd,de->bqe", normed_bqd, params["hidden"])
     normed_brd = rms_norm(embedding_brd, params["norm"], NORM_EPS)
-    return by_slot_bqd[:, slot_r] + linear("brd,de->bre", normed_brd, params["token"])
+    return by_row(by_slot_bqd) + linear("brd,de->bre", normed_brd, params["token"])
 
 
 logits, expand = first_order(correct)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from treeflash_jax.drafters.block.config import DrafterConfig
-from treeflash_jax.drafters.block.heads.table import first_order
+from treeflash_jax.drafters.block.heads.table import ByRow, first_order
 from treeflash_jax.params import Entry, Spec
 from treeflash_jax.verifiers.layers import linear, rms_norm
 
@@ -48,7 +48,7 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
 def correct(
     params: dict[str, Any],
     embedding_brd: jax.Array,
-    slot_r: jax.Array | slice,
+    by_row: ByRow,
     hidden_bqd: jax.Array,
     normed_bqd: jax.Array,
 ) -> jax.Array:
@@ -57,14 +57,14 @@ def correct(
     Args:
       params: weights of `specs`.
       embedding_brd: of the previous tokens.
-      slot_r: which slot each row corrects; `slice(None)` where rows and slots are the same.
+      by_row: what each row's slot has, [b, r, ...], of what slots have, [b, q, ...].
       hidden_bqd: un-normed hidden states of the slots.
       normed_bqd: after the drafter's final norm.
     """
-    hidden_ug = linear("bqd,dxf->bqxf", normed_bqd, params["hidden_ug"])[:, slot_r]
+    hidden_ug = by_row(linear("bqd,dxf->bqxf", normed_bqd, params["hidden_ug"]))
     token_ug = linear("brd,dxf->brxf", rms_norm(embedding_brd, params["norm"], NORM_EPS), params["token_ug"])
     ug = token_ug + hidden_ug + params["bias"].astype(token_ug.dtype)
-    return hidden_bqd[:, slot_r] + linear("brf,fd->brd", jax.nn.silu(ug[:, :, 1]) * ug[:, :, 0], params["down"])
+    return by_row(hidden_bqd) + linear("brf,fd->brd", jax.nn.silu(ug[:, :, 1]) * ug[:, :, 0], params["down"])
 
 
 logits, expand = first_order(correct)

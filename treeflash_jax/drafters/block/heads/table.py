@@ -56,8 +56,9 @@ class Unembed:
         return vocab.likeliest(self.unembed_vd, self.normed(hidden_brd), k, temperature_b)
 
 
-# (previous-token embeddings [b, r, d], slot of each row [r], raw block [b, q, d], normed block) -> corrected [b, r, d]
-Correct = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+ByRow = Callable[[jax.Array], jax.Array]  # what slots have [b, q, ...] -> what the slot of each row has [b, r, ...]
+# (previous-token embeddings [b, r, d], ByRow, raw block [b, q, d], normed block) -> corrected [b, r, d]
+Correct = Callable[[jax.Array, ByRow, jax.Array, jax.Array], jax.Array]
 
 
 def marginal_table(
@@ -96,11 +97,15 @@ def first_order_table(
     candidates_bim = likely_bix[:, : depths - 1, :m]
 
     previous_br = jnp.concatenate([anchor_b[:, None], candidates_bim.reshape(batch, -1)], axis=1)
-    slot_r = jnp.concatenate([jnp.ones(1, jnp.int32), jnp.repeat(jnp.arange(2, size), m)])
-    corrected_brd = correct(vocab.embed(unembed.embed_vd, previous_br), slot_r, hidden_bqd, normed_bqd)
+
+    def by_row(slots: jax.Array) -> jax.Array:
+        """Repeated, not gathered: XLA's CPU backend takes twice as long over a fusion that gathers."""
+        return jnp.concatenate([slots[:, 1:2], jnp.repeat(slots[:, 2:], m, axis=1)], axis=1)
+
+    corrected_brd = correct(vocab.embed(unembed.embed_vd, previous_br), by_row, hidden_bqd, normed_bqd)
     if settings.shortlist:
         tokens_brc, log_probs_brc = _shortlisted(
-            unembed, corrected_brd, slot_r - 1, marginal_biv, likely_bix[..., : settings.shortlist], settings, temperature_b
+            unembed, corrected_brd, by_row, marginal_biv, likely_bix[..., : settings.shortlist], settings, temperature_b
         )
     else:
         tokens_brc, log_probs_brc = unembed.likeliest(corrected_brd, settings.children, temperature_b)
@@ -134,7 +139,7 @@ def mass_elsewhere(marginal_biv: jax.Array, listed_biz: jax.Array, temperature_b
 def corrected_logits(correct: Correct, unembed: Unembed, previous_br: jax.Array, hidden_brd: jax.Array) -> jax.Array:
     """`logits` of a head that corrects hidden states: one row per slot."""
     embedding_brd, normed_brd = vocab.embed(unembed.embed_vd, previous_br), unembed.normed(hidden_brd)
-    corrected_brd = correct(embedding_brd, slice(None), hidden_brd, normed_brd)
+    corrected_brd = correct(embedding_brd, lambda slots: slots, hidden_brd, normed_brd)
     return vocab.unembed(unembed.unembed_vd, unembed.normed(corrected_brd))
 
 
@@ -153,7 +158,7 @@ def first_order(correct: Callable[..., jax.Array]) -> tuple[Callable[..., jax.Ar
 def _shortlisted(
     unembed: Unembed,
     corrected_brd: jax.Array,
-    depth_r: jax.Array,
+    by_row: ByRow,
     marginal_biv: jax.Array,
     likely_bix: jax.Array,
     settings: DraftSettings,
@@ -180,7 +185,7 @@ def _shortlisted(
         vocab.take(marginal_biv, jnp.broadcast_to(tokens_bz[:, None], (*marginal_biv.shape[:2], tokens_bz.shape[1])))
     )
     rest_bi = mass_elsewhere(marginal_biv, listed_biz, temperature_b)
-    total_br = jnp.logaddexp(jax.nn.logsumexp(scores_brz, axis=-1), rest_bi[:, depth_r])
+    total_br = jnp.logaddexp(jax.nn.logsumexp(scores_brz, axis=-1), by_row(jnp.pad(rest_bi, ((0, 0), (1, 0)))))
     values_brc, at_brc = vocab.local_top_k(scores_brz, min(settings.children, scores_brz.shape[-1]))
     tokens_brc = jnp.take_along_axis(tokens_bz[:, None], at_brc, axis=-1)
     return tokens_brc, jnp.minimum(values_brc - total_br[..., None], 0)
