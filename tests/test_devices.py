@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 import treeflash_jax as tf
 from treeflash_jax import devices
 from treeflash_jax.devices import Device
+from treeflash_jax.drafters.ngram import NgramConfig
 from treeflash_jax.planning import plan_of
 
 FILES = sorted(
@@ -32,6 +34,30 @@ FILES = sorted(
 def test_the_default_dtype_is_the_faster_one(device, dtype):
     assert device.dtype == jnp.dtype(dtype)
     assert device.dtype_reason
+
+
+@pytest.mark.parametrize(
+    ("device", "nodes", "candidates"),
+    [
+        (Device("cpu"), 8, 8),
+        (Device("cpu", features=frozenset({"avx512_bf16"})), 8, 8),
+        (Device("cpu", features=frozenset({"avx512_bf16", "amx_bf16"})), 16, 16),
+        (Device("gpu", "NVIDIA H200"), 16, 16),
+        (Device("tpu", "TPU v5 lite"), 16, 16),
+    ],
+)
+def test_trees_are_smaller_where_every_row_costs(device, nodes, candidates):
+    model = tf.load("tiny", dtype="float32")
+
+    def sizes(drafter=model.drafter, **settings):
+        plan = plan_of(tf.GenerateConfig(builder="best-first", **settings), model.verifier, drafter, jnp.float32, device)
+        return plan.num_nodes, getattr(plan.draft, "candidates", None)
+
+    assert model.drafter.num_nodes == 16
+    assert sizes() == (nodes, candidates)
+    assert sizes(nodes=24, candidates=5) == (24, 5) and sizes(nodes="auto") == (16, candidates)
+    assert sizes(replace(model.drafter, num_nodes=4)) == (4, candidates)
+    assert sizes(NgramConfig(num_nodes=16)) == (16, None), "what it cannot offer costs nothing"
 
 
 def test_attention_follows_from_the_backend_and_the_dtype():

@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 import treeflash_jax as tf
-from treeflash_jax import pairs
+from treeflash_jax import devices, pairs
+from treeflash_jax.devices import Device
 from treeflash_jax.formats import gguf
 
 PLAIN = "one token at a time"
@@ -49,21 +50,33 @@ class Demo:
         return list(self.systems)[-1]
 
 
+# Where a drafter's network does not pay: copying costs little.
+COPYING = Demo(
+    drafter="ngram",
+    prompts={
+        "summarize": "Summarize this text in one sentence: The weather in the mountains was cold but clear. We walked "
+        "along the river until we came to a small wooden bridge, and there we rested before the long way home. In the "
+        "evening we sat by the fire and talked about the walk.",
+        "correct": "Fix the grammar of this text: She go to the market every monday and buy apples, pears and bread. "
+        "Then she walk home along the river and she give the bread to her mother.",
+        "explain": "Why is the sky blue?",
+    },
+    systems={PLAIN: {"builder": "none"}, "tree of n-grams": {"nodes": 16}},
+    note="n-grams draft what followed the same words before: they pay where an answer repeats a text, and cost little "
+    "where it does not. Try it: treeflash chat --verifier smollm2 --drafter ngram",
+)
 _TREE = {"builder": "best-first", "block_size": 8, "candidates": 4, "nodes": 8}
 DEMOS = {
     "smollm2": Demo(
-        drafter="ngram",
+        drafter=None,
         prompts={
-            "summarize": "Summarize this text in one sentence: The weather in the mountains was cold but clear. We walked "
-            "along the river until we came to a small wooden bridge, and there we rested before the long way home. In the "
-            "evening we sat by the fire and talked about the walk.",
-            "correct": "Fix the grammar of this text: She go to the market every monday and buy apples, pears and bread. "
-            "Then she walk home along the river and she give the bread to her mother.",
+            "pens": "A box holds 24 pens. Ada buys 3 boxes and gives 10 pens to her brother. How many pens are left?",
+            "code": "Write a Python function that returns the largest number of a list.",
             "explain": "Why is the sky blue?",
         },
-        systems={PLAIN: {"builder": "none"}, "tree of n-grams": {"nodes": 16}},
-        note="n-grams draft what followed the same words before: they pay where an answer repeats a text, and cost little "
-        "where it does not. Try it: treeflash chat --verifier smollm2 --drafter ngram",
+        systems={PLAIN: {"builder": "none"}, "TreeFlash tree": {"builder": "best-first"}},
+        note="The more predictable an answer, the more of it is drafted: sums and code more than prose. Where an answer "
+        "repeats a text, n-grams draft more: treeflash chat --verifier smollm2 --drafter ngram",
     ),
     "tiny": Demo(
         drafter=None,
@@ -84,6 +97,11 @@ DEMOS = {
         "many tokens takes little longer than one, as on accelerators.",
     ),
 }
+
+
+def demo_of(pair: str, device: Device) -> Demo:
+    """What is shown of a pair on a device."""
+    return COPYING if pair == "smollm2" and not device.drafting_pays(device.dtype) else DEMOS[pair]
 
 
 def pair_here() -> str:
@@ -117,7 +135,7 @@ def run(pair: str | None = None, *, max_new_tokens: int = 96, repeats: int = 3) 
 
 
 def _run(console: Console, pair: str, max_new_tokens: int, repeats: int) -> None:
-    demo = DEMOS[pair]
+    demo = demo_of(pair, devices.here())
     with console.status(f"loading {pair}"):
         model = tf.load(pair, drafter=demo.drafter)
     settings = {name: {"max_new_tokens": max_new_tokens, **system} for name, system in demo.systems.items()}

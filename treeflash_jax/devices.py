@@ -96,6 +96,27 @@ class Device:
         """
         return "streamed" if self.is_cpu and jnp.dtype(dtype) != jnp.bfloat16 else "xla"
 
+    @property
+    def multiplies_by_row(self) -> bool:
+        """Whether verifying many rows takes many times as long as one: a CPU without instructions for matrices."""
+        return self.is_cpu and not self.features & MATRIX_INSTRUCTIONS
+
+    def tree_nodes(self, usual: int) -> int:
+        """Nodes of a tree by default, where `usual` are the drafter's.
+
+        With SmolLM2 in bfloat16 and avx512_bf16, trees of 8 nodes answer faster than trees of 16 on GSM8K, HumanEval,
+        MT-Bench and Vicuna.
+        """
+        return min(usual, 8) if self.multiplies_by_row else usual
+
+    @property
+    def candidates(self) -> int:
+        """Candidate tokens per depth (M) by default.
+
+        With SmolLM2, 16 in place of 8 add 3 ms to a round of 8 nodes on such a CPU, and nothing to tau.
+        """
+        return 8 if self.multiplies_by_row else 16
+
     def shortlist(self, vocab_size: int) -> int:
         """Tokens per depth that the second stage of a draft scores; 0: all.
 

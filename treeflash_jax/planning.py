@@ -79,7 +79,7 @@ def resolve(
             expect(config.lanes is None, "lanes", config.lanes, f"None {only}: a calibration measures whole trees")
         if config.lanes is not None:
             expect(builder == "best-first", "lanes", config.lanes, f"None with builder {builder!r}")
-            most = (config.nodes or drafter.num_nodes) - 1
+            most = (config.nodes or _usual_nodes(drafter, devices.here())) - 1
             expect(config.lanes <= most, "lanes", config.lanes, f"at most {most}: the nodes below the root")
     for value in config.stop_ids or ():
         expect(value < vocabulary, "stop id", value, f"0 to {vocabulary - 1}")
@@ -115,6 +115,12 @@ def why_plain(config: GenerateConfig, drafter: DrafterSizes | None, device: Devi
     if is_asked or drafters.may_offer_nothing(drafter) or device.drafting_pays(dtype):
         return None
     return f"drafting does not pay on this CPU in {jnp.dtype(dtype).name} (nodes=16 drafts anyway)"
+
+
+def _usual_nodes(drafter: DrafterSizes, device: Device) -> int:
+    """Nodes of a tree by default."""
+    # Of a drafter that may offer nothing, trees cost what it offers.
+    return drafter.num_nodes if drafters.may_offer_nothing(drafter) else device.tree_nodes(drafter.num_nodes)
 
 
 def _refuse_changed(config: GenerateConfig, names: Sequence[str], why: str) -> None:
@@ -184,14 +190,19 @@ def plan_of(
         return DecodePlan(builder="none", num_nodes=1, **shared)
     if config.shortlist is None:
         config = replace(config, shortlist=device.shortlist(verifier.vocab_size))
-    sizes, draft = drafters.of(drafter).choose(drafter, config)
-    nodes = None if config.nodes == "auto" else config.nodes
+    if config.candidates is None:
+        config = replace(config, candidates=device.candidates)
     builder, rule, shape = drafting(config)
+    is_chain = BUILDERS[builder].is_chain
+    if config.nodes is None and not is_chain:
+        config = replace(config, nodes=_usual_nodes(drafter, device))
+    sizes, draft = drafters.of(drafter).choose(drafter, config)
     longest = 1 + sizes.num_depths
+    nodes = drafter.num_nodes if config.nodes == "auto" else config.nodes or longest
     lanes = sizes.lanes if shape.lanes is None and builder == "best-first" else shape.lanes
     return DecodePlan(
         drafter=sizes,
-        num_nodes=min(nodes or longest, longest) if BUILDERS[builder].is_chain else nodes or drafter.num_nodes,
+        num_nodes=min(nodes, longest) if is_chain else nodes,
         draft=draft,
         builder=builder,
         shape=shape if BUILDERS[builder].draws else TreeShape(lanes=lanes),

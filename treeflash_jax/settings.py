@@ -130,7 +130,13 @@ class DraftConfig:
         most=MOST_NODES - 1,
         unit="levels",
     )
-    candidates: int = speed(16, "candidate tokens per depth (M)", least=1, unit="tokens")
+    candidates: int | None = speed(
+        None,
+        "candidate tokens per depth (M)",
+        unset="16; on a CPU without matrix instructions 8",
+        least=1,
+        unit="tokens",
+    )
     children: int = speed(16, "children kept per candidate token (K)", least=1, unit="tokens")
     shortlist: int | None = speed(
         None,
@@ -164,7 +170,7 @@ class TreeConfig:
         None,
         "tree nodes verified per round, root included; auto verifies as many as are fastest according to `treeflash "
         "calibrate` and pauses drafting while it does not pay",
-        unset="the drafter's for a tree, the whole block for a chain",
+        unset="the drafter's for a tree, on a CPU without matrix instructions 8 at most; the whole block for a chain",
         says=f"at least 1 (the root counts) and at most {MOST_NODES:,}, or 'auto'",
         **_NODES,
     )
@@ -273,7 +279,7 @@ class Settings(TypedDict, total=False):
     head: str | None
     block_size: int | None
     depths: int | None
-    candidates: int
+    candidates: int | None
     children: int
     shortlist: int | None
     drafter_temperature: float | None

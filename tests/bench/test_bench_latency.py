@@ -337,7 +337,7 @@ def test_files_of_something_else_are_refused_and_left_alone(made_up, tmp_path, c
         (["--head", "linear"], "got head 'linear'"),
         (["--batch", "1", "0"], "got --batch 0"),
         (["--context", "0"], "got --context 0"),
-        (["--context", "8", "2000"], "got --context 2000, expected at most 1775"),
+        (["--nodes", "16", "--context", "8", "2000"], "got --context 2000, expected at most 1775"),
         (["--nodes", "4", "0"], "got nodes 0"),
         (["--builder", "none"], "got builder 'none', expected one that drafts"),
         (["--nodes", "4", "17", "--builder", "chain"], "got --nodes 17, expected at most 16 with --builder chain"),

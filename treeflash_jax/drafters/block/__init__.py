@@ -44,9 +44,10 @@ def choose(config: DrafterConfig, options: Any) -> tuple[DrafterConfig, DraftSet
 
     size = options.block_size or own
     expect(2 <= size <= own, "block_size", f"2 to {own}, as the drafter was trained")
-    for name in ("candidates", "children"):
-        expect(getattr(options, name) <= vocabulary, name, f"1 to {vocabulary} (the vocabulary)")
-    links = options.candidates**2 * options.children
+    candidates = options.candidates or DraftSettings.candidates
+    expect(candidates <= vocabulary, "candidates", f"1 to {vocabulary} (the vocabulary)")
+    expect(options.children <= vocabulary, "children", f"1 to {vocabulary} (the vocabulary)")
+    links = candidates**2 * options.children
     expect(
         links <= MOST_LINKS, "candidates", f"at most {MOST_LINKS:,} for candidates x candidates x children, not {links:,}"
     )
@@ -55,7 +56,7 @@ def choose(config: DrafterConfig, options: Any) -> tuple[DrafterConfig, DraftSet
     heads = ("marginal", config.head)
     expect(options.head in (None, *heads), "head", f"one of {heads}, what this drafter has")
     settings = DraftSettings(
-        candidates=options.candidates,
+        candidates=candidates,
         children=options.children,
         shortlist=shortlist,
         head=options.head or config.head,
