@@ -113,7 +113,7 @@ def pair_here() -> str:
     return "tiny" if gguf.is_gguf(path) and find_spec("gguf") is None else "smollm2"
 
 
-def run(pair: str | None = None, *, max_new_tokens: int = 96, repeats: int = 3) -> None:
+def run(pair: str | None = None, *, max_new_tokens: int = 96, repeats: int = 2) -> None:
     """Prints answers, one draft tree, and a table: verifier passes, tau, tokens per second, whether the output is the same.
 
     In a terminal, answers arrive side by side: the two ways of decoding take turns, each shown as far as it has come after
@@ -157,8 +157,14 @@ def _run(console: Console, pair: str, max_new_tokens: int, repeats: int) -> None
                 for system, how in settings.items():
                     result = model.generate([chat], **how)[0]
                     speeds[name][system].append(len(result.ids) / result.seconds)
-    _draw_a_tree(console, [of[demo.shown] for of in answers.values()])
+    with console.status("drawing a tree"):  # whose round is drafted again, by a program of its own
+        picture = _picture([of[demo.shown] for of in answers.values()])
+    if picture is not None:
+        console.print("one of the rounds, with the tokens that it kept marked:")
+        console.print(picture + "\n", markup=False)
     console.print(_table(pair, answers, speeds))
+    if any(of[system].ids != of[PLAIN].ids for of in answers.values() for system in of):
+        console.print(f"no: two tokens whose logits were closer than rounding errors of {model.dtype.name} swapped")
     console.print(demo.note)
 
 
@@ -191,13 +197,16 @@ def _race(console: Console, model: tf.TreeFlash, chat: list[dict[str, str]], sys
     return texts[list(systems)[-1]]
 
 
-def _draw_a_tree(console: Console, results: Sequence[tf.Result]) -> None:
-    """Prints the tree of a round that kept much, one that branches where there is any."""
+def _picture(results: Sequence[tf.Result]) -> str | None:
+    """The tree of a round that kept much, one that branches where there is any; None where nothing was drafted."""
     rounds = [(kept, result, index) for result in results for index, kept in enumerate(result.accept_lengths)]
-    pictures = [str(result.tree(index)) for _, result, index in sorted(rounds, key=lambda one: -one[0])[:40]]
-    for picture in [*(one for one in pictures if "├" in one), *pictures][:1]:
-        console.print("one of the rounds, with the tokens that it kept marked:")
-        console.print(picture + "\n", markup=False)
+    first = None
+    for _, result, index in sorted(rounds, key=lambda one: -one[0])[:40]:
+        picture = str(result.tree(index))
+        if "├" in picture:
+            return picture
+        first = first or picture
+    return first
 
 
 def _table(
