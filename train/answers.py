@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from train import config
 from treeflash_jax import files
 
-SETTINGS_OF = "# Settings of train.respond, written by it for "  # what a record of settings begins with
+SETTINGS_OF = "# Settings of train."  # what a record of settings begins with
 RECORDED = {"verifier", "sources", "out", "temperatures", "max_new_tokens", "max_prompt_tokens", "batch", "seed"}
 
 
@@ -32,19 +32,20 @@ def settings_path(out: Path) -> Path:
     return out.with_name(f"{out.name}.settings.toml")
 
 
-def save_settings(settings: Any, out: Path) -> None:
-    """Notes the settings of a new file of answers; what was noted before stays."""
+def save_settings(settings: Any, out: Path, stage: str = "train.respond") -> None:
+    """Notes the settings of a new file; what was noted before stays."""
     if not settings_path(out).exists():
-        files.write(settings_path(out), SETTINGS_OF + out.name + "\n" + config.dump(config.to_dict(settings)))
+        heading = SETTINGS_OF + f"{stage.removeprefix('train.')}, written by it for {out.name}\n"
+        files.write(settings_path(out), heading + config.dump(config.to_dict(settings)))
 
 
 def check_settings(settings: Any, out: Path, free: Collection[str]) -> None:
-    """Refuses a file of answers that these settings cannot go on with.
+    """Refuses a file of answers, or of questions, that these settings cannot go on with.
 
     Args:
-      settings: of `train.respond`.
-      out: the file of answers.
-      free: names of settings that no answer depends on.
+      settings: of the stage that writes it.
+      out: the file.
+      free: names of settings that nothing in it depends on.
 
     Raises:
       ValueError: no regular file, a file without its settings, or answers of other settings.

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from train import config, drafter, head, respond, selector, stages, tokenizer, verifier
+from train import ask, config, drafter, head, respond, selector, stages, tokenizer, verifier
 
 ROOT = Path(__file__).parents[2]
 STAGES = {
     **stages.STAGES,
     "verifier": verifier.VerifierStage,
+    "ask": ask.AskConfig,
     "respond": respond.RespondConfig,
     "tokenizer": tokenizer.TokenizerConfig,
     "selector": selector.SelectorStage,
