@@ -70,8 +70,8 @@ DEMOS = {
     "smollm2": Demo(
         drafter=None,
         prompts={
-            "pens": "A box holds 24 pens. Ada buys 3 boxes and gives 10 pens to her brother. How many pens are left?",
-            "code": "Write a Python function that returns the largest number of a list.",
+            "apples": "Anna has 3 bags with 4 apples in each bag. How many apples does she have?",
+            "code": "Write a Python function that checks whether a word is a palindrome.",
             "explain": "Why is the sky blue?",
         },
         systems={PLAIN: {"builder": "none"}, "TreeFlash tree": {"builder": "best-first"}},
