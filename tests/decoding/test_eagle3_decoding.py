@@ -213,7 +213,7 @@ def test_through_every_command(tmp_path, capsys, tiny):
     "settings, words",
     [
         ({"candidates": 4}, "candidates"), ({"shortlist": 4}, "shortlist"), ({"head": "mlp"}, "head"),
-        ({"lanes": 16, "children": 4}, "lanes 16, expected at most 15"), ({"lanes": 0}, "lanes"),
+        ({"nodes": 16, "lanes": 16, "children": 4}, "lanes 16, expected at most 15"), ({"lanes": 0}, "lanes"),
         ({"children": 11}, "children 11"),
     ],
 )  # fmt: skip
