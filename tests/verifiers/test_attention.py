@@ -99,14 +99,14 @@ def new_rows(batch: int, width: int, seed: int):
     )
 
 
-@pytest.mark.parametrize("batch", [1, 3])  # one row takes a code path of its own
-def test_append_commits_paths_in_order(batch):
+@pytest.mark.parametrize("batch, dtype", [(1, jnp.float32), (3, jnp.float32), (3, jnp.bfloat16)])  # three ways to store
+def test_append_commits_paths_in_order(batch, dtype):
     """Random commits, some of nothing, against lists; garbage of one commit is gone or hidden after the next."""
     rng = np.random.default_rng(batch)
-    cache, width = caches.allocate(CONFIG, batch, 40, jnp.float32), 5
+    cache, width = caches.allocate(CONFIG, batch, 40, dtype), 5
     expected = [[[[], []], [[], []]] for _ in range(batch)]  # [b][layer][keys, values]
     for step in range(6):
-        new = new_rows(batch, 9, seed=10 * step)
+        new = jax.tree.map(lambda rows: rows.astype(dtype), new_rows(batch, 9, seed=10 * step))
         count_b = rng.integers(0, width + 1, batch) if step else np.zeros(batch, int)
         path_bp = np.stack([rng.permutation(9)[:width] for _ in range(batch)])
         cache = append(cache, new, jnp.asarray(count_b), jnp.asarray(path_bp))

@@ -82,8 +82,9 @@ def append(cache: KVCache, rows: NewRows, count_b: jax.Array, path_bp: jax.Array
         rows_bkpe = jnp.where((count_b > 0)[:, None, None, None], rows_bkpe, 0)  # see Args
         if slots_bkse.shape[0] == 1:  # a plain slice store; the batched form lowers to a scatter
             return lax.dynamic_update_slice_in_dim(slots_bkse, rows_bkpe, cache.length_b[0], axis=2)
-        write = jax.vmap(lambda slots_kse, rows_kpe, at: lax.dynamic_update_slice_in_dim(slots_kse, rows_kpe, at, axis=1))
-        return write(slots_bkse, rows_bkpe, cache.length_b)
+        if slots_bkse.dtype != jnp.bfloat16:
+            return _scattered(slots_bkse, rows_bkpe, cache.length_b)
+        return lax.platform_dependent(slots_bkse, rows_bkpe, cache.length_b, cpu=_selected, default=_scattered)
 
     groups = tuple(
         tuple(
@@ -93,6 +94,20 @@ def append(cache: KVCache, rows: NewRows, count_b: jax.Array, path_bp: jax.Array
         for group, new in zip(cache.groups, rows, strict=True)
     )
     return pin(KVCache(groups=groups, length_b=cache.length_b + count_b.astype(jnp.int32)))
+
+
+def _scattered(slots_bkse: jax.Array, rows_bkpe: jax.Array, length_b: jax.Array) -> jax.Array:
+    write = jax.vmap(lambda slots_kse, rows_kpe, at: lax.dynamic_update_slice_in_dim(slots_kse, rows_kpe, at, axis=1))
+    return write(slots_bkse, rows_bkpe, length_b)
+
+
+def _selected(slots_bkse: jax.Array, rows_bkpe: jax.Array, length_b: jax.Array) -> jax.Array:
+    """Every slot is the old one or a new row: XLA's CPU backend would scatter into a float32 copy of the whole cache."""
+    width = rows_bkpe.shape[2]
+    row_bs = jnp.arange(slots_bkse.shape[2]) - length_b[:, None]
+    written_bs = (row_bs >= 0) & (row_bs < width)
+    chosen_bkse = jnp.take_along_axis(rows_bkpe, jnp.clip(row_bs, 0, width - 1)[:, None, :, None], axis=2)
+    return jnp.where(written_bs[:, None, :, None], chosen_bkse, slots_bkse)
 
 
 def pin(cache: KVCache) -> KVCache:
