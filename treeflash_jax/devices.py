@@ -83,8 +83,8 @@ class Device:
         """Whether a round that drafts a small tree usually commits more tokens than one-token steps do in the same time.
 
         An accelerator reads the same weights for a tree and for a token. A CPU multiplies row after row, unless it has
-        instructions for matrices of bfloat16. With avx512_bf16 alone, a round of 8 nodes of SmolLM2-135M takes 1.6
-        one-token steps for one sequence, which is less than tau, 1.9 for two, and 2.3 in float32.
+        instructions for matrices of bfloat16. With avx512_bf16 alone, a round of 8 nodes of SmolLM2-135M takes 1.7
+        one-token steps for one sequence, which is less than tau, 2.3 for two, and 2.3 in float32.
 
         Args:
           dtype: of weights and activations.

@@ -92,6 +92,20 @@ def tau_smollm2() -> str:
     return "\n".join([made, "", f"{runs['note'][0].upper()}{runs['note'][1:]}:", fenced([runs["command"]])])
 
 
+def speed_smollm2() -> str:
+    """Tokens per second of the drafter that ships for SmolLM2, by the prompts and temperatures."""
+    runs = read("speed_smollm2.json")
+    rows = []
+    for prompts, report in runs["prompts"].items():
+        measured = {(row["temperature"], row["system"]): row for row in report["rows"]}
+        for temperature in dict.fromkeys(row["temperature"] for row in report["rows"]):
+            plain, tree = (measured[temperature, name] for name in runs["systems"])
+            cells = [f"{tree['tau']:.2f}", *(f"{row['tokens_per_second']:.1f}" for row in (plain, tree))]
+            rows.append([prompts, f"{temperature:g}", *cells, interval(tree["speedup"])])
+    made = table("prompts | T | tau | one token, tokens/s | tree of 8 nodes, tokens/s | speedup", rows)
+    return "\n".join([made, "", f"{runs['note'][0].upper()}{runs['note'][1:]}:", fenced([runs["command"]])])
+
+
 def tau_seen() -> str:
     seen = read("tau_gsm8k.json")["greedy_by_seen_16_grams"]
     rows = []
@@ -270,19 +284,26 @@ def beside_published() -> str:
     return "\n".join([made, "", f"{note[0].upper()}{note[1:]}:", fenced([runs["command"]], "text")])
 
 
-def peers() -> str:
-    runs = read("peers_smollm2.json")
+def _beside(runs: dict[str, Any]) -> str:
+    """Systems of peers_smollm2.json by the prompts of each run, speeds over those of the first."""
     rows = []
-    for name in ("rewriting", "mixed"):
-        systems = runs[name]["systems"]
-        plain = next(iter(systems.values()))
-        for system, found in systems.items():
+    for prompts, run in runs["runs"].items():
+        plain = next(iter(run["systems"].values()))
+        for system, found in run["systems"].items():
             ratio = median(mine / theirs for mine, theirs in zip(found["all"], plain["all"], strict=True))
             tau = f"{found['tau']:.2f}" if "tau" in found else ""
-            same = f"{found['same']} of {runs[name]['prompts']}"
-            rows.append([name, system, tau, f"{found['tokens_per_second']:.1f}", f"{ratio:.2f}", same])
+            same = f"{found['same']} of {run['prompts']}"
+            rows.append([prompts, system, tau, f"{found['tokens_per_second']:.1f}", f"{ratio:.2f}", same])
     made = table("prompts | decoded by | tau | tokens/s | over one token | same answer", rows)
     return "\n".join([made, "", f"{runs['note'][0].upper()}{runs['note'][1:]}:", fenced(runs["commands"], "text")])
+
+
+def peers() -> str:
+    return _beside(read("peers_smollm2.json")["ngrams"])
+
+
+def peers_trained() -> str:
+    return _beside(read("peers_smollm2.json")["trained"])
 
 
 def drafters() -> str:
@@ -400,7 +421,7 @@ def typed_settings(text: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        *(tau, tau_smollm2, tau_seen, drafter_temperature, train_head, train_steps, latency, growth, budget),
+        *(tau, tau_smollm2, speed_smollm2, tau_seen, drafter_temperature, train_head, train_steps, latency, growth, budget),
         *(
             tpu_rounds,
             experts_rounds,
@@ -408,6 +429,7 @@ TABLES: dict[str, Callable[[], str]] = {
             drafter_rounds,
             beside_published,
             peers,
+            peers_trained,
             drafters,
             sampled_trees,
             leaves,
