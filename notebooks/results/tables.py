@@ -78,32 +78,36 @@ def tau() -> str:
     return "\n".join([table(header, rows), "", caption, fenced(runs["command"])])
 
 
-def tau_smollm2() -> str:
-    """Of the drafter that ships for SmolLM2, by the prompts and temperatures."""
-    runs = read("tau_smollm2.json")
+def _pairs(name: str, header: str, cells: Callable[[dict[str, Any], dict[str, Any]], list[str]]) -> str:
+    """Rows of two systems side by side, by the prompts and temperatures of a results file."""
+    runs = read(name)
     rows = []
     for prompts, report in runs["prompts"].items():
         measured = {(row["temperature"], row["system"]): row for row in report["rows"]}
         for temperature in dict.fromkeys(row["temperature"] for row in report["rows"]):
-            marginal, tree = (measured[temperature, name] for name in runs["systems"])
-            cells = [f"{marginal['tau']:.2f}", f"{tree['tau']:.2f}", interval(tree["tau_ratio"])]
-            rows.append([prompts, f"{temperature:g}", *cells])
-    made = table("prompts | T | marginal tree (DDTree) | TreeFlash tree | TreeFlash over marginal", rows)
+            pair = (measured[temperature, system] for system in runs["systems"])
+            rows.append([prompts, f"{temperature:g}", *cells(*pair)])
+    made = table(f"prompts | T | {header}", rows)
     return "\n".join([made, "", f"{runs['note'][0].upper()}{runs['note'][1:]}:", fenced([runs["command"]])])
+
+
+def tau_smollm2() -> str:
+    """Of the drafter that ships for SmolLM2."""
+
+    def cells(marginal: dict[str, Any], tree: dict[str, Any]) -> list[str]:
+        return [f"{marginal['tau']:.2f}", f"{tree['tau']:.2f}", interval(tree["tau_ratio"])]
+
+    return _pairs("tau_smollm2.json", "marginal tree (DDTree) | TreeFlash tree | TreeFlash over marginal", cells)
 
 
 def speed_smollm2() -> str:
-    """Tokens per second of the drafter that ships for SmolLM2, by the prompts and temperatures."""
-    runs = read("speed_smollm2.json")
-    rows = []
-    for prompts, report in runs["prompts"].items():
-        measured = {(row["temperature"], row["system"]): row for row in report["rows"]}
-        for temperature in dict.fromkeys(row["temperature"] for row in report["rows"]):
-            plain, tree = (measured[temperature, name] for name in runs["systems"])
-            cells = [f"{tree['tau']:.2f}", *(f"{row['tokens_per_second']:.1f}" for row in (plain, tree))]
-            rows.append([prompts, f"{temperature:g}", *cells, interval(tree["speedup"])])
-    made = table("prompts | T | tau | one token, tokens/s | tree of 8 nodes, tokens/s | speedup", rows)
-    return "\n".join([made, "", f"{runs['note'][0].upper()}{runs['note'][1:]}:", fenced([runs["command"]])])
+    """Of the drafter that ships for SmolLM2."""
+
+    def cells(plain: dict[str, Any], tree: dict[str, Any]) -> list[str]:
+        speeds = [f"{row['tokens_per_second']:.1f}" for row in (plain, tree)]
+        return [f"{tree['tau']:.2f}", *speeds, interval(tree["speedup"])]
+
+    return _pairs("speed_smollm2.json", "tau | one token, tokens/s | tree of 8 nodes, tokens/s | speedup", cells)
 
 
 def tau_seen() -> str:
