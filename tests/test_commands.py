@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
+import select
+import sys
 
 import numpy as np
 import pytest
 from conftest import DATA, random_pair
+from rich.console import Console
 from safetensors import safe_open
 
-from treeflash_jax import cli
+from treeflash_jax import chat, cli
 from treeflash_jax.check import check
 from treeflash_jax.cli import main
 from treeflash_jax.model import TreeFlash
@@ -90,7 +95,7 @@ def test_chat_remembers_the_conversation(capsys, monkeypatch):
     heard = []
     stream = TreeFlash.stream
     monkeypatch.setattr(TreeFlash, "stream", lambda self, chat, **s: heard.append(list(chat)) or stream(self, chat, **s))
-    lines = iter(["Sam has 2 cats.", "How many?", "/reset", "Hello.", "/exit"])
+    lines = iter(["Sam has 2 cats.", "How many?", "/reset", "Hello.", "/quit"])
     monkeypatch.setattr("rich.console.Console.input", lambda self, prompt="": next(lines))
     assert main(["chat", "--max-new-tokens", "8", "--nodes", "8", "--candidates", "4", "--children", "4"]) == 0
     assert [[message["role"] for message in chat] for chat in heard] == [["user"], ["user", "assistant", "user"], ["user"]]
@@ -103,6 +108,30 @@ def test_chat_ends_with_its_input(capsys, monkeypatch):
 
     monkeypatch.setattr("rich.console.Console.input", closed)
     assert main(["chat"]) == 0
+
+
+def test_answers_in_a_terminal_break_between_words():
+    text = "def add(a, b):\n    return a + b  # a comment that is long\n\nThat is all there is to it."
+    for pieces in (list(text), [text], re.findall(r".{1,3}", text, flags=re.DOTALL)):
+        console = Console(file=io.StringIO(), width=20, force_terminal=True, color_system=None)
+        with chat.Lines(console) as lines:
+            for piece in pieces:
+                lines.write(piece)
+        printed = console.file.getvalue()
+        assert max(map(len, printed.splitlines())) <= 20 and printed.split() == text.split()
+        assert printed.startswith("def add(a, b):\n    return a + b  #\na comment that is\nlong\n\nThat is")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="terminals of POSIX systems")
+def test_what_is_typed_during_an_answer_is_no_message(monkeypatch):
+    keyboard, terminal = os.openpty()
+    with open(terminal) as typed, open(keyboard, "wb", buffering=0) as keys:
+        monkeypatch.setattr("sys.stdin", typed)
+        with chat.ignored_keyboard():
+            keys.write(b"too early\n")
+            assert select.select([typed], [], [], 60)[0]
+        keys.write(b"hello\n")
+        assert typed.readline() == "hello\n"
 
 
 def commands_of(text: str) -> list[str]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Unpack
 
+from rich.cells import cell_len
 from rich.console import Console
 
 from treeflash_jax import devices
@@ -12,12 +17,12 @@ from treeflash_jax.planning import rows_of, why_plain
 from treeflash_jax.results import Chunk, Result
 from treeflash_jax.settings import GenerateConfig, Settings
 
-HELP = "/reset forgets the conversation, /tree draws the round that accepted most, /exit leaves"
+HELP = "/reset forgets the conversation, /tree draws the round that accepted most, /quit or /exit leaves"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -> None:
-    """Reads user turns until /exit or end of input.
+    """Reads user turns until /quit, /exit or end of input.
 
     A turn that fails (say, a conversation longer than the context) is reported in one line and taken back; Ctrl-C ends the
     answer and keeps what was said.
@@ -43,7 +48,7 @@ def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
-        if said == "/exit":
+        if said in ("/quit", "/exit"):
             return
         if said == "/reset":
             messages, last = [], None
@@ -94,12 +99,13 @@ def _turn(
     model: TreeFlash, console: Console, messages: list[dict[str, str]], config: GenerateConfig
 ) -> tuple[str, Result | None]:
     """Streams one answer and prints its statistics. Ctrl-C ends it early: its text so far, and no Result."""
-    text = ""
+    text, lines = "", Lines(console)
     try:
-        for piece in model.stream(messages, config=config):
-            if isinstance(piece, Chunk):
-                console.print(piece.text, end="", markup=False, soft_wrap=True)
-                text += piece.text
+        with ignored_keyboard(), lines:
+            for piece in model.stream(messages, config=config):
+                if isinstance(piece, Chunk):
+                    lines.write(piece.text)
+                    text += piece.text
     except KeyboardInterrupt:
         console.print("\n[dim]interrupted[/dim]")
         return text, None
@@ -109,3 +115,58 @@ def _turn(
         f"{piece.tokens_per_second:.0f} tokens/s, {piece.finished}[/dim]"
     )
     return text, piece
+
+
+class Lines:
+    """Prints a growing text. In a terminal, a word that would cross the right edge begins a new line.
+
+    A word is held back until it is complete, so that it never has to move.
+    """
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.column = 0
+        self.held = ""
+
+    def write(self, text: str) -> None:
+        """Prints all words of the text so far but the last one, which may still grow."""
+        if not self.console.is_terminal:
+            return self._print(text)
+        *words, last = re.findall(r"\n|[^\n\S]*\S+|[^\n\S]+", self.held + text) or [""]
+        for word in words:
+            self._place(word)
+        self.held = last
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._place(self.held)
+
+    def _place(self, word: str) -> None:
+        if word != "\n" and self.column and self.column + cell_len(word) > self.console.width:
+            self._place("\n")
+            word = word.lstrip(" ")
+        self._print(word)
+        self.column = 0 if word == "\n" else self.column + cell_len(word)
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, end="", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def ignored_keyboard() -> Iterator[None]:
+    """Neither echoes nor keeps what is typed in the terminal meanwhile; Ctrl-C still interrupts."""
+    if not sys.stdin.isatty() or sys.platform == "win32":
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSAFLUSH, before)  # FLUSH: discards what was typed
