@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import sys
+from contextlib import nullcontext
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ import treeflash_jax as tf
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+ADDRESS = runpy.run_path(str(ROOT / "notebooks" / "address.py"))
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -104,31 +107,46 @@ def test_names_no_path_of_a_machine(path):
 
 
 @pytest.mark.parametrize(
-    "found, is_clone, wanted",
-    [([], False, "treeflash-jax[{}]"), (["/dev/nvidia*"], True, "..[{},cuda]"), (["/dev/vfio/*"], True, "..[{},tpu]")],
+    "chips, exists, repository, wanted, fetched",
+    [
+        (["/dev/nvidia*"], ["../pyproject.toml", ".."], "", "..[{},cuda]", []),
+        (["/dev/vfio/*"], ["treeflash.zip"], "", "./treeflash[{},tpu]", ["unzip -q treeflash.zip -d treeflash"]),
+        ([], ["./treeflash", "treeflash.zip"], "", "./treeflash[{}]", []),
+        ([], [], "https://a.b/c", "./treeflash[{}]", ["git clone -q --depth 1 https://a.b/c treeflash"]),
+        ([], [], "", None, []),
+    ],
 )
-@each_notebook
-def test_installs_what_belongs_to_the_device(path, found, is_clone, wanted, monkeypatch):
-    """Its first cell that imports the library, where it cannot be imported yet."""
-    source = next(cell.source for cell in code_cells(nbformat.read(path, as_version=4)) if "%pip" in cell.source)
-    cell = TransformerManager().transform_cell(source)
-    asked = []
+@pytest.mark.parametrize("extras", ["plots", "train,plots"])
+def test_installs_what_belongs_to_the_device(chips, exists, repository, wanted, fetched, extras, monkeypatch):
+    """The first code cell of a notebook, run where the library is not installed yet."""
+    cell = TransformerManager().transform_cell(ADDRESS["install_cell"](repository, trains="train" in extras))
+    commands, installed = [], []
 
     def install(magic: str, line: str) -> None:
-        asked.append(line)
+        installed.append(line)
         monkeypatch.setitem(sys.modules, "treeflash_jax", tf)
 
     namespace: dict = {}
     namespace["get_ipython"] = lambda: SimpleNamespace(
-        run_line_magic=lambda magic, line: install(magic, line.format(**namespace))
+        run_line_magic=lambda magic, line: install(magic, line.format(**namespace)), system=commands.append
     )
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "treeflash_jax", None)
-    monkeypatch.setattr("os.path.exists", lambda place: is_clone)
-    monkeypatch.setattr("glob.glob", lambda pattern: [x for x in found if fnmatch(pattern, x)])
-    exec(cell, namespace)
-    extras = "train,plots" if "import train" in source else "plots"
-    assert asked == ['install -q "' + wanted.format(extras) + '"']
+    monkeypatch.setattr("os.path.exists", lambda place: place in exists)
+    monkeypatch.setattr("glob.glob", lambda pattern: [x for x in chips if fnmatch(pattern, x)])
+    with nullcontext() if wanted else pytest.raises(ModuleNotFoundError, match="upload"):
+        exec(cell, namespace)
+    assert installed == ([f'install -q "{wanted.format(extras)}"'] if wanted else [])
+    assert commands == fetched
+
+
+@each_notebook
+def test_the_address_is_that_of_pyproject(path):
+    text, render = path.read_text(encoding="utf-8"), ADDRESS["rendered_notebook"]
+    assert render(text, ADDRESS["read_address"](), path.name) == text, "run python notebooks/address.py"
+    assert "(https://colab.research.google.com/github/" not in render(text, "https://example.org/somewhere", path.name)
+    public = render(text, "https://github.com/someone/somewhere", path.name)
+    assert f"/github/someone/somewhere/blob/main/notebooks/{path.name})" in public and "upload" not in public
 
 
 def save(path: Path, folder: Path) -> None:

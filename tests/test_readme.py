@@ -27,6 +27,7 @@ from treeflash_jax.trees import branching
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "notebooks" / "results"
 TABLES = runpy.run_path(str(RESULTS / "tables.py"))
+ADDRESS = runpy.run_path(str(ROOT / "notebooks" / "address.py"))
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in TABLES["PAGES"]}
 README = PAGES["README.md"]
 ALL = "\n".join(PAGES.values())
@@ -54,9 +55,17 @@ def test_the_front_page_is_short():
 
 
 def test_two_commands_come_first():
-    first, second = re.search(r"```sh\n(.*?)```", README, flags=re.DOTALL).group(1).strip().splitlines()
+    first, second = re.search(r"```sh\n(python3.*?)```", README, flags=re.DOTALL).group(1).strip().splitlines()
     assert first.startswith("python3 -m venv") and first.endswith("treeflash demo")
     assert second.startswith("python3 -m venv") and " -m pytest " in second
+
+
+def test_the_address_is_that_of_pyproject():
+    render, public = ADDRESS["rendered"], "https://github.com/someone/somewhere"
+    assert render(README, ADDRESS["read_address"]()) == README, "run python notebooks/address.py"
+    shown = render(README, public)
+    assert f"```sh\ngit clone {public} treeflash\n" in shown and "/github/someone/somewhere/blob/main/notebooks/" in shown
+    assert "colab" not in render(README, "https://example.org/somewhere")
 
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"^treeflash (.*)$", SHELL, flags=re.MULTILINE))))

@@ -1,0 +1,106 @@
+"""Writes the repository's address from pyproject.toml into README.md and the notebooks.
+
+    python notebooks/address.py
+
+The address is `Repository` in `[project.urls]`. With one, README.md shows `git clone`, the notebooks clone it if they find no
+clone, and on GitHub each page has a Colab badge. Without one, the notebooks ask for an archive to be uploaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+README = FOLDER.parent / "README.md"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+GITHUB = "https://github.com/"
+BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+UPLOAD = "run `git archive -o treeflash.zip HEAD` in a clone of treeflash_jax and upload treeflash.zip beside this notebook"
+MISSING = "no clone and no treeflash.zip here: upload it as described above"
+TRAIN = {"03_train_a_head.ipynb", "04_many_devices.ipynb"}  # notebooks that import train/, which only a clone has
+
+CELL = """\
+try:
+    import treeflash_jax as tf
+except ImportError:  # install it from a clone, for the accelerator at hand
+    import os
+    from glob import glob
+
+    devices = {"/dev/nvidia[0-9]*": ",cuda", "/dev/accel*": ",tpu", "/dev/vfio/[0-9]*": ",tpu"}
+    chip = next((extra for path, extra in devices.items() if glob(path)), "")
+    clone = ".." if os.path.exists("../pyproject.toml") else "./treeflash"
+    if not os.path.exists(clone):
+FETCH
+    %pip install -q "{clone}[EXTRAS{chip}]"
+    import treeflash_jax as tf
+"""
+IMPORT_TRAIN = """
+import sys
+
+sys.path += ["..", "./treeflash"]  # only a clone has train/ and configs/
+import train
+"""
+
+
+def read_address() -> str:
+    """Returns the repository's address, or "" if pyproject.toml has none."""
+    project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return project.get("urls", {}).get("Repository", "").removesuffix("/").removesuffix(".git")
+
+
+def badge(address: str, notebook: str) -> str:
+    """Returns a Colab badge in Markdown, or "" for an address that Colab cannot open."""
+    if not address.startswith(GITHUB):
+        return ""
+    return f"{BADGE}(https://colab.research.google.com/github/{address[len(GITHUB) :]}/blob/main/notebooks/{notebook})"
+
+
+def install_cell(address: str, trains: bool) -> str:
+    """Returns the cell that imports the library and installs it if needed.
+
+    Args:
+      address: where to clone it from; "" asks for an uploaded archive.
+      trains: import `train` as well, which is not part of the package.
+    """
+    fetch = [f"!git clone -q --depth 1 {address} treeflash"]
+    if not address:
+        fetch = ['if not os.path.exists("treeflash.zip"):', f'    raise ModuleNotFoundError("{MISSING}") from None']
+        fetch += ["!unzip -q treeflash.zip -d treeflash"]
+    cell = CELL.replace("FETCH", "\n".join(" " * 8 + line for line in fetch))
+    cell = cell.replace("EXTRAS", "train,plots" if trains else "plots")
+    return (cell + IMPORT_TRAIN * trains).strip()
+
+
+def rendered(text: str, address: str, notebook: str = "") -> str:
+    """Returns README.md or the first cell of a notebook with its part between the markers made anew."""
+    if notebook:
+        lines = [badge(address, notebook) if address else f"Outside a clone, such as in Colab, first {UPLOAD}."]
+    else:
+        clone = f"```sh\ngit clone {address} treeflash\ncd treeflash\n```" if address else ""
+        lines = [badge(address, NOTEBOOKS[0].name), clone]
+    made = "".join(f"{line}\n\n" for line in lines if line)
+    return re.sub(r"(?<=<!-- address -->\n).*?(?=<!-- end -->)", lambda _: f"\n{made}", text, flags=re.DOTALL)
+
+
+def rendered_notebook(text: str, address: str, name: str) -> str:
+    """Returns a notebook's file with the address in its first two cells."""
+    notebook = json.loads(text)
+    first, install = notebook["cells"][:2]
+    first["source"] = rendered("".join(first["source"]), address, name).splitlines(keepends=True)
+    source = install_cell(address, name in TRAIN)
+    install["source"] = source.splitlines(keepends=True)
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+def main() -> None:
+    address = read_address()
+    README.write_text(rendered(README.read_text(encoding="utf-8"), address), encoding="utf-8")
+    for path in NOTEBOOKS:
+        path.write_text(rendered_notebook(path.read_text(encoding="utf-8"), address, path.name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
