@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import re
@@ -25,7 +24,6 @@ from treeflash_jax.checks import default_of
 from treeflash_jax.cli import main
 from treeflash_jax.devices import Device
 from treeflash_jax.formats import hub
-from treeflash_jax.formats.tokenizer import Tokenizer
 
 PAIR = DATA / "conformance" / "b_trained"
 MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter")]
@@ -159,28 +157,20 @@ def user(text: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("arguments", "typed", "expected"),
     [
-        ("Why is the sky blue", "", [user("Why is the sky blue")]),
-        ("Why is --nodes 8 the sky --seed 1 blue", "", [user("Why is the sky blue")]),
-        ("--nodes 8 hello --prompt-ids '3 4' --chat hi --prompt raw", "", [user("hello"), "raw", user("hi"), [3, 4]]),
-        ("", "piped text\n", [user("piped text")]),
-        ("-", "piped\n\n", [user("piped\n")]),
-        ("Sum up: -", "piped", [user("Sum up: piped")]),
-        ("--prompt-file -", "piped\n", ["piped"]),
-        ("--prompt raw", "not read", ["raw"]),
+        ("Why is the sky blue", "", ["Why is the sky blue"]),
+        ("Why is --nodes 8 the sky --seed 1 blue", "", ["Why is the sky blue"]),
+        ("--nodes 8 hello --prompt-ids '3 4' --chat hi --prompt raw", "", ["hello", tf.Text("raw"), user("hi"), [3, 4]]),
+        ("", "piped text\n", ["piped text"]),
+        ("-", "piped\n\n", ["piped\n"]),
+        ("Sum up: -", "piped", ["Sum up: piped"]),
+        ("--prompt-file -", "piped\n", [tf.Text("piped")]),
+        ("--prompt raw", "not read", [tf.Text("raw")]),
     ],
 )
 def test_prompts_are_words_options_or_standard_input(heard, monkeypatch, arguments, typed, expected):
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
     assert main(["generate", *shlex.split(arguments)]) == 0
-    assert heard.prompts == expected
-
-
-def test_words_are_taken_as_they_are_without_a_chat_template(heard, monkeypatch):
-    inner = copy.deepcopy(heard.model.tokenizer.inner)
-    inner.chat_template = None
-    heard.model = SimpleNamespace(tokenizer=Tokenizer(inner), generate=heard.model.generate)
-    assert main(["generate", "def", "add("]) == 0
-    assert heard.prompts == ["def add("]
+    assert heard.prompts == expected and list(map(type, heard.prompts)) == list(map(type, expected))
 
 
 def test_a_prompt_file_is_text_as_it_is(heard, tmp_path, capsys):

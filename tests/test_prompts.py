@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import treeflash_jax as tf
 from treeflash_jax import prompts
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -74,6 +75,15 @@ def test_what_is_no_prompt_is_one_line(tiny, prompt, words):
     with pytest.raises(ValueError) as error:
         tiny.encode(prompt)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_string_is_a_message_and_a_text_is_continued_as_it_is(tiny):
+    said = CHAT[0]["content"]
+    assert tiny.encode(said) == tiny.encode(CHAT)
+    assert tiny.encode(tf.Text(said)) == tiny.tokenizer.encode(said)
+    inner = copy.deepcopy(tiny.tokenizer.inner)
+    inner.chat_template = None
+    assert prompts.encode(said, Tokenizer(inner)) == tiny.tokenizer.encode(said)
 
 
 def test_a_tokenizer_without_a_template_and_a_template_that_refuses_are_one_line(tiny):

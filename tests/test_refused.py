@@ -190,7 +190,7 @@ def test_prompts(tiny):
             refused(lambda prompt=prompt: tiny.encode(prompt))
     settle("prompts", len(BAD_PROMPTS))
     refused(lambda: tiny.generate(["fine", "\ud800"]), "prompt 1", "U+D800")
-    refused(lambda: tiny.encode("word " * 10**6), "5,000,000 characters", "context")
+    refused(lambda: tiny.encode(tf.Text("word " * 10**6)), "5,000,000 characters", "context")
 
 
 BAD_TEMPLATES = {

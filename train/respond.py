@@ -35,6 +35,7 @@ from treeflash_jax.checks import bounded, quoted
 from treeflash_jax.loading import load
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.pairs import locate
+from treeflash_jax.prompts import Text
 from treeflash_jax.results import Result
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress
@@ -244,7 +245,7 @@ def respond(
 def question(content: Any) -> Any:
     """What a record asks: a chat up to its first assistant turn, a text, or ids."""
     if isinstance(content, str):
-        return content
+        return Text(content)
     if not isinstance(content, list):
         return content.prompt
     turns = [message["role"] for message in content]

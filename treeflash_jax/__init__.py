@@ -2,20 +2,22 @@
 
 Example:
   >>> import treeflash_jax as tf
-  >>> model = tf.load("tiny")
-  >>> result = model.generate("What is 3 + 4?", max_new_tokens=32)[0]
+  >>> model = tf.load("smollm2")
+  >>> result = model.generate("Why is the sky blue?", max_new_tokens=64)[0]
+  >>> print(result.text)
 """
 
 from treeflash_jax.draw import DrawnTree
 from treeflash_jax.loading import load
 from treeflash_jax.mesh import make_mesh
 from treeflash_jax.model import TreeFlash
+from treeflash_jax.prompts import Text
 from treeflash_jax.results import Chunk, Result
 from treeflash_jax.settings import GenerateConfig
 
 __version__ = "0.1.0"
 
-__all__ = ["Chunk", "DrawnTree", "GenerateConfig", "Result", "TreeFlash", "load", "make_mesh"]
+__all__ = ["Chunk", "DrawnTree", "GenerateConfig", "Result", "Text", "TreeFlash", "load", "make_mesh"]
 
 
 def __dir__() -> list[str]:

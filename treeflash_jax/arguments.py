@@ -17,6 +17,7 @@ from treeflash_jax.checks import bounded, clipped, default_of, quoted
 from treeflash_jax.clock import slow
 from treeflash_jax.files import regular
 from treeflash_jax.pairs import DEFAULT, PAIRS
+from treeflash_jax.prompts import Text
 from treeflash_jax.quantized import SCHEMES
 from treeflash_jax.suggest import suggestion
 
@@ -70,16 +71,10 @@ class ModelOptions:
 class PromptOptions:
     """What is answered; every option may be given several times."""
 
-    prompt: Sequence[str] = bounded((), "text to continue, without a chat template", unit="text")
-    prompt_file: Sequence[str] = bounded(
-        (), "file of text to continue, without a chat template; - is standard input", unit="file"
-    )
+    prompt: Sequence[str] = bounded((), "text to continue as it is, without a chat template", unit="text")
+    prompt_file: Sequence[str] = bounded((), "file of text to continue as it is; - is standard input", unit="file")
     chat: Sequence[str] = bounded((), "a user's message, formatted with the chat template", unit="text")
     prompt_ids: Sequence[str] = bounded((), 'token ids, like "3 4 5"', unit="ids")
-
-
-class Words(str):
-    """Text that becomes a user's message where the tokenizer has a chat template, and is taken as it is elsewhere."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -234,7 +229,7 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
 
 
 def prompts_of(arguments: argparse.Namespace) -> list[Any]:
-    """Prompts in the order of the help text; bare words are `Words`, which `spoken` makes messages of.
+    """Prompts in the order of the help text, as `generate` takes them.
 
     Raises:
       ValueError: no prompt.
@@ -243,8 +238,8 @@ def prompts_of(arguments: argparse.Namespace) -> list[Any]:
     if not (words or arguments.prompt or arguments.prompt_file or arguments.chat or arguments.prompt_ids):
         words = [] if sys.stdin is None or sys.stdin.isatty() else ["-"]
     said = " ".join(_read(word) if word == "-" else word for word in words)
-    prompts: list[Any] = [Words(said)] if said else []
-    prompts += [*arguments.prompt, *map(_read, arguments.prompt_file)]
+    prompts: list[Any] = [said] if said else []
+    prompts += map(Text, [*arguments.prompt, *map(_read, arguments.prompt_file)])
     prompts += [[{"role": "user", "content": message}] for message in arguments.chat]
     prompts += [ids_of(text, "--prompt-ids") for text in arguments.prompt_ids]
     if not prompts:
@@ -258,13 +253,6 @@ def _read(path: str) -> str:
         return regular(path, streams=True).read_text(encoding="utf-8").removesuffix("\n")
     with slow("reading a prompt from standard input"):
         return sys.stdin.read().removesuffix("\n")
-
-
-def spoken(model: Any, prompts: list[Any]) -> list[Any]:
-    """Prompts with bare words as messages, where the model knows how a chat is written."""
-    if model.tokenizer is None or not model.tokenizer.has_chat_template:
-        return prompts
-    return [[{"role": "user", "content": str(p)}] if isinstance(p, Words) else p for p in prompts]
 
 
 def ids_of(text: str, option: str) -> list[int]:

@@ -12,7 +12,7 @@ import jax
 
 from treeflash_jax import __version__
 from treeflash_jax import mesh as meshes
-from treeflash_jax.arguments import ModelOptions, Parser, add_fields, add_prompts, prompts_of, spoken, values_of
+from treeflash_jax.arguments import ModelOptions, Parser, add_fields, add_prompts, prompts_of, values_of
 from treeflash_jax.bench import calibrate, drafters, latency, memory, report, run
 from treeflash_jax.clock import slow
 from treeflash_jax.formats import conversions, dialects, gguf
@@ -155,7 +155,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
 def _generate(arguments: argparse.Namespace) -> int:
     settings, prompts = settings_of(arguments), prompts_of(arguments)
     model = _load(arguments)
-    for result in model.generate(spoken(model, prompts), **settings):
+    for result in model.generate(prompts, **settings):
         if arguments.json:
             print(json.dumps(_record(result)))
             continue
@@ -186,7 +186,7 @@ def _check(arguments: argparse.Namespace) -> int:
     settings, prompts = settings_of(arguments), prompts_of(arguments)
     excused = True
     model = _load(arguments)
-    for index, case in enumerate(check(model, spoken(model, prompts), **settings)):
+    for index, case in enumerate(check(model, prompts, **settings)):
         apart = case.divergence
         excused &= apart is None or apart.gap <= arguments.near_tie
         if arguments.json:

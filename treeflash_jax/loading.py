@@ -44,7 +44,7 @@ def load(
     """Loads a verifier and, if there is one, its drafter. No code from a model repository is run.
 
     Example:
-      >>> model = load("tiny")
+      >>> model = load("smollm2")
       >>> model = load(verifier="Qwen/Qwen3-4B", drafter="peerrh/treeflash-qwen3-4b")
       >>> model = load(verifier="Qwen/Qwen3-8B", drafter="Qwen/Qwen3-0.6B")
       >>> model = load(verifier="SmolLM2-135M-Instruct.Q4_1.gguf")

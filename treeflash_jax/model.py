@@ -34,8 +34,8 @@ class TreeFlash:
 
     Example:
       >>> import treeflash_jax as tf
-      >>> model = tf.load("tiny")
-      >>> result = model.generate("Tom has 3 apples and buys 4 more. How many apples does he have?", nodes=16)[0]
+      >>> model = tf.load("smollm2")
+      >>> result = model.generate("Why is the sky blue?", nodes=16)[0]
       >>> print(result.text, result.tau)
     """
 
@@ -85,8 +85,9 @@ class TreeFlash:
         Ctrl-C ends the call early and returns the answers so far, marked "interrupted".
 
         Args:
-          prompts: a list of prompts, or a single one. A prompt is a string, a list of token ids, or a chat: a list of
-            {"role", "content"} messages whose content is text or a list of {"type": "text", "text"} parts.
+          prompts: a list of prompts, or a single one. A string is a user's message, formatted with the chat template if
+            the tokenizer has one; `tf.Text("...")` is continued as it is. A prompt may also be a list of token ids, or a
+            chat: a list of {"role", "content"} messages whose content is text or a list of {"type": "text", "text"} parts.
           config: settings. Keyword arguments override single ones.
           indices: one index per prompt, used for its random numbers in place of its position in the list. Prompts that are
             part of a larger set get the same answers however the set is split into calls.
@@ -220,7 +221,7 @@ class TreeFlash:
         return seconds
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Ids of a prompt. Strings and chats need a tokenizer; strings are taken as they are, chats through the template.
+        """Returns the token ids of a prompt in any form that `generate` takes.
 
         Raises:
           ValueError: an empty prompt, text without a tokenizer, or a chat with anything but text in it.

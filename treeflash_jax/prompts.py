@@ -13,6 +13,14 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 KINDS = "a string, a chat (a list of messages) or a list of token ids"
 
 
+class Text(str):
+    """Text that is continued as it is, without a chat template.
+
+    Example:
+      >>> model.generate(tf.Text("def add("))
+    """
+
+
 def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """The prompts of a call: those of a list, or the one that was given alone.
 
@@ -56,10 +64,12 @@ def encode_each(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]]
 
 
 def encode(prompt: Prompt, tokenizer: Tokenizer | None, context: int | None = None) -> list[int]:
-    """Token ids of one prompt. Strings are taken as they are; chats go through the tokenizer's chat template.
+    """Returns the token ids of one prompt.
+
+    A string is a user's message, formatted with the chat template if the tokenizer has one; a `Text` is continued as it is.
 
     Args:
-      prompt: in any form.
+      prompt: a string, Text, chat or list of ids.
       tokenizer: of the verifier; ids need none.
       context: tokens that the verifier can read; text that must have more of them is refused before it is tokenised. None:
         all text is tokenised.
@@ -68,6 +78,8 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, context: int | None = No
       ValueError: no prompt or an empty one, text without a tokenizer, text that the tokenizer or its chat template refuses,
         or messages that hold anything but text.
     """
+    if isinstance(prompt, str) and not isinstance(prompt, Text) and prompt and tokenizer and tokenizer.has_chat_template:
+        prompt = [{"role": "user", "content": prompt}]
     items = prompt if isinstance(prompt, str) else _items(prompt)
     is_chat = bool(items) and isinstance(items[0], Mapping)
     if is_chat or isinstance(items, str):

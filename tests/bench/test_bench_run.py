@@ -285,6 +285,7 @@ def test_training_files_are_prompt_files_too(tiny, tmp_path):
     assert found[1].hash == found[3].hash != found[2].hash
     opening = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
     assert prompt_files.empty_chat(found[2], "chat") == opening
+    assert isinstance(prompt_files.empty_chat(found[1], "raw"), tf.Text)
     [[result]] = run.converse(tiny, found[2:3], tf.GenerateConfig(builder="none", max_new_tokens=2, batch_size=1), "chat")
     assert result.prompt_ids == tiny.encode(opening)
     with pytest.raises(ValueError, match="'mixed-3': got a system message, expected none with the format raw"):
@@ -336,9 +337,9 @@ def test_published_formats_and_draw(fake):
         every[i].id for i in sorted(random.Random(42).sample(range(len(every)), 5))
     ]
     assert prompt_files.draw(every, None) == prompt_files.draw(every, 99) == every
-    for format, expected in (("raw", "Q"), ("math", [{"role": "user", "content": boxed}])):
+    for format, expected in (("raw", tf.Text("Q")), ("math", [{"role": "user", "content": boxed}])):
         run.converse(fake.model, [prompt_files.BenchPrompt(id="a", turns=("Q",))], tf.GenerateConfig(), format)
-        assert fake.calls[-1].inputs == [expected]
+        assert fake.calls[-1].inputs == [expected] and isinstance(fake.calls[-1].inputs[0], type(expected))
 
 
 def test_the_bundled_prompts_fit_the_shipped_pair(tiny):

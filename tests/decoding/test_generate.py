@@ -21,10 +21,10 @@ def answer(tiny) -> tf.Result:
 @pytest.mark.slow
 def test_samples_are_the_seeds_that_follow(tiny):
     settings = {"max_new_tokens": 20, "temperature": 1.0, "batch_size": 4, **TREE}
-    sampled = tiny.generate([CHAT, "def add("], samples=2, seed=7, **settings)
+    sampled = tiny.generate([CHAT, tf.Text("def add(")], samples=2, seed=7, **settings)
     assert len(sampled) == 4
     for sample in range(2):
-        alone = tiny.generate([CHAT, "def add("], seed=7 + sample, **settings)
+        alone = tiny.generate([CHAT, tf.Text("def add(")], seed=7 + sample, **settings)
         assert [result.ids for result in alone] == [sampled[sample].ids, sampled[2 + sample].ids]
     assert sampled[0].ids != sampled[1].ids
 

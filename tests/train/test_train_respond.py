@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import treeflash_jax as tf
 from train import answers, config, respond
 from train.config import MeshConfig
 from train.records import Source
@@ -276,7 +277,7 @@ def test_prompts_of_every_kind_of_source(model, settings, tmp_path):
     first = [{"role": "user", "content": "First"}]
     expected = [
         ("before", [7, 8, 9]),
-        ("texts", model.encode("Once upon a time")),
+        ("texts", model.encode(tf.Text("Once upon a time"))),
         ("chats", model.encode(asked)),
         ("chats", model.encode(first)),
     ]

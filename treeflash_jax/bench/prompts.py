@@ -12,6 +12,7 @@ from typing import Any
 from treeflash_jax import chats
 from treeflash_jax.bench.records import read_jsonl
 from treeflash_jax.checks import bounded
+from treeflash_jax.prompts import Text
 
 BUNDLED = Path(__file__).parent / "prompts.jsonl"
 # What a user turn becomes, in the words of the published benchmarks. All but raw go through the chat template.
@@ -111,7 +112,7 @@ def empty_chat(prompt: BenchPrompt, format: str) -> Any:
     """The conversation as it reads before the last answer, the earlier ones being empty."""
     turns = [format_turn(turn, format) for turn in prompt.turns]
     if format == "raw":
-        return turns[0]
+        return Text(turns[0])
     chat = [*prompt.opening, {"role": "user", "content": turns[0]}]
     for turn in turns[1:]:
         chat += [{"role": "assistant", "content": ""}, {"role": "user", "content": turn}]

@@ -230,7 +230,7 @@ def converse(
         rows = [i for i, prompt in enumerate(prompts) if turn < len(prompt.turns)]
         for i in rows:
             chats[i].append({"role": "user", "content": format_turn(prompts[i].turns[turn], format)})
-        inputs = [chats[i][0]["content"] if format == "raw" else chats[i] for i in rows]
+        inputs = [tf.Text(chats[i][0]["content"]) if format == "raw" else chats[i] for i in rows]
         for i, result in zip(rows, model.generate(inputs, config, seed=[seeds[i] for i in rows]), strict=True):
             if result.finished == "interrupted":
                 raise KeyboardInterrupt
