@@ -197,6 +197,11 @@ def make_link_to_nowhere(target):
     target.symlink_to(target.parent / "nowhere")
 
 
+def make_link_to_empty(target):
+    (target.parent / "empty").mkdir()
+    target.symlink_to(target.parent / "empty")
+
+
 def make_busy(target):
     make_full(target)
     (target / "config.json").mkdir()
@@ -207,6 +212,8 @@ REFUSED_FOLDERS = {
     "file": (make_file, {}, "exists and is no folder"),
     "folder with files": (make_full, {}, "exists; give a new folder"),
     "link to nowhere": (make_link_to_nowhere, {}, "exists and is no folder"),
+    "link to a folder": (make_link_to_empty, {}, "exists and is no folder"),
+    "link to a folder, overwriting": (make_link_to_empty, {"overwrite": True}, "exists and is no folder"),
     "file, overwriting": (make_file, {"overwrite": True}, "exists and is no folder"),
     "foreign, overwriting": (make_full, {"overwrite": True, "own": lambda _: False}, "did not write"),
     "folder in place of a file": (make_busy, {"overwrite": True}, "is a folder, expected a file"),

@@ -43,7 +43,7 @@ WRONG = (None, "x", "", [], {}, object(), b"3", 1.5, math.nan, math.inf, -math.i
 FEWEST = {
     "settings of generate": 400,
     "exact scalars": 20,
-    "prompts": 25,
+    "prompts": 30,
     "templates": 23,
     "keys of config.json": 1600,
     "files of JSON": 8,
@@ -52,7 +52,7 @@ FEWEST = {
     "records of a benchmark": 100,
     "calibrations": 60,
     "arguments of functions": 20,
-    "command lines": 8,
+    "command lines": 21,
     "weights": 12,
 }
 
@@ -178,7 +178,7 @@ BAD_PROMPTS = [
     [b"3"], [HUGE], "\ud800", "a\udfff", [{"role": "user"}], [{"role": "user", "content": "\ud800"}], [{"content": "x"}],
     [{"role": 3, "content": "x"}], [{"role": "user", "content": 3}], [{"role": "user", "content": b"x"}],
     [{"role": "user", "content": [{"type": "image"}]}], [{"role": "user", "content": "x"}, 3], "word " * 10**6,
-    [{"role": "user", "content": "word " * 10**6}],
+    [{"role": "user", "content": "word " * 10**6}], {5, 6}, frozenset("ab"),
 ]  # fmt: skip
 
 
@@ -503,7 +503,11 @@ def test_arguments_of_functions(trained, monkeypatch):
 LINES = (
     ("--nodes", "1000000"), ("--nodes", "2147483648"), ("--batch-size", str(2**40)), ("--top-k", "2147483648"),
     ("--nodes", "9" * 5000), ("--samples", str(2**40)), ("--seed", "-1"), ("--temperature", "nan"),
-    ("--stop-ids", "9" * 5000), ("--builder", ""), ("--prompt-ids", "x" * 5000),
+    ("--stop-ids", "9" * 5000), ("--builder", ""), ("--prompt-ids", "x" * 5000), ("--stop", "\udcff"),
+    ("--verifier", "x" * 5000), ("--verifier", "x/" * 900),
+    ("--verifier", "x" * 300 + ".gguf"), ("--verifier", "x" * 99 + "/x"), ("--drafter", "x" * 5000),
+    ("--drafter", "tiny", "--steering", "x" * 5000),
+    ("--drafter", "tiny", "--steering", "x/" * 900), ("check", "--near-tie", "nan"), ("check", "--near-tie", "-1"),
 )  # fmt: skip
 
 
@@ -511,7 +515,7 @@ LINES = (
 def test_command_lines(words, capsys):
     settle("command lines", len(LINES))
     try:
-        code = main(["generate", "--prompt-ids", "5 6 7", *words])
+        code = main([*("generate",) * words[0].startswith("-"), *words, "--prompt-ids", "5 6 7"])
     except SystemExit as stopped:
         code = stopped.code
     error = capsys.readouterr().err

@@ -12,6 +12,7 @@ import json
 import math
 import operator
 import os
+import re
 import reprlib
 import textwrap
 import types
@@ -26,8 +27,10 @@ from treeflash_jax import files
 T = TypeVar("T")
 
 QUOTED = 60  # characters of a value in a message
+LONGEST_PATH = 120  # characters of a path in a message
 LINE = 300  # characters of a message that holds another library's words
 INT32 = 2**31 - 1
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: no UTF-8 file, tokenizer or terminal takes it
 
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, QUOTED, QUOTED, QUOTED
@@ -243,7 +246,7 @@ def _fit_one_of(kinds: Sequence[Any], value: Any, bounds: Bounds) -> Any:
 
 def _fit_scalar(kind: type, value: Any, bounds: Bounds) -> Any:
     if kind is str:
-        if isinstance(value, str) and (value or not bounds.nonempty):
+        if isinstance(value, str) and (value or not bounds.nonempty) and not _LONE_SURROGATE.search(value):
             if bounds.choices is None or value in bounds.choices():
                 return value
         raise _Misfit(value)

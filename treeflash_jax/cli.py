@@ -14,6 +14,7 @@ from treeflash_jax import __version__
 from treeflash_jax import mesh as meshes
 from treeflash_jax.arguments import ModelOptions, Parser, add_fields, add_prompts, prompts_of, values_of
 from treeflash_jax.bench import calibrate, drafters, latency, memory, report, run
+from treeflash_jax.checks import LINE, Bounds, clipped, fit
 from treeflash_jax.clock import slow
 from treeflash_jax.formats import conversions, dialects, gguf
 from treeflash_jax.pairs import NO_DRAFTER
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return arguments.run(arguments)
     except (ValueError, OSError) as error:
-        print(f"treeflash: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"treeflash: error: {clipped(error, 2 * LINE)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -184,11 +185,12 @@ def _check(arguments: argparse.Namespace) -> int:
     from treeflash_jax.check import check, meaning
 
     settings, prompts = settings_of(arguments), prompts_of(arguments)
+    near_tie = fit(float, arguments.near_tie, "--near-tie", Bounds(least=0))
     excused = True
     model = _load(arguments)
     for index, case in enumerate(check(model, prompts, **settings)):
         apart = case.divergence
-        excused &= apart is None or apart.gap <= arguments.near_tie
+        excused &= apart is None or apart.gap <= near_tie
         if arguments.json:
             record = {"identical": apart is None, "tokens": len(case.plain.ids), "tau": case.drafted.tau}
             record |= {"quantize": case.quantize, "meaning": meaning(case.quantize)}

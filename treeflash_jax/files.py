@@ -114,10 +114,10 @@ def check_folder(target: str | os.PathLike, *, overwrite: bool = False, own: Cal
       own: with `overwrite`, whether what lies in the folder may be replaced; None: not asked.
 
     Raises:
-      ValueError: a file, a link to nowhere, or a folder with files in it that must stay.
+      ValueError: a file, a link, or a folder with files in it that must stay.
     """
     target = Path(target)
-    if target.is_dir():
+    if target.is_dir() and not target.is_symlink():
         if not any(not _PART.fullmatch(entry.name) for entry in target.iterdir()):
             return
         if not overwrite:
@@ -125,7 +125,7 @@ def check_folder(target: str | os.PathLike, *, overwrite: bool = False, own: Cal
         if own is not None and not own(target):
             raise ValueError(f"{target} holds files that treeflash_jax did not write; give a new folder")
     elif os.path.lexists(target):
-        raise ValueError(f"{target} exists and is no folder; give a new folder")
+        raise ValueError(f"{target} exists and is no folder but a file or a link; give a new folder")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Literal
 
+from treeflash_jax.checks import LONGEST_PATH, clipped
 from treeflash_jax.formats import gguf, hub
 
 Part = Literal["verifier", "drafter"]
@@ -90,20 +92,20 @@ def drafter_of(verifier: str | Path) -> str | None:
 
 def _path(name: str | Path, revision: str | None, local_files_only: bool) -> Path:
     path = Path(name)
-    if path.is_dir():
+    if os.path.isdir(path):  # False for names that no file can have, too
         files = sorted(file for file in path.iterdir() if gguf.is_gguf(file))
         if not files or (path / "config.json").exists():
             return path
         if len(files) > 1:
             raise ValueError(f"{path}: got {len(files)} GGUF files, expected one; name one of them, such as {files[0]}")
         return files[0]
-    if path.is_file() and gguf.is_gguf(path):
+    if os.path.isfile(path) and gguf.is_gguf(path):
         return path
     if not hub.is_hub_id(name) or gguf.is_gguf(path):
         near = difflib.get_close_matches(str(name), PAIRS, n=1)
         raise ValueError(
-            f"{name} not found; expected a model folder, a GGUF file, a Hub id like Qwen/Qwen3-4B, or a pair: "
-            f"{', '.join(PAIRS)}" + (f" (did you mean {near[0]}?)" if near else "")
+            f"{clipped(name, LONGEST_PATH)} not found; expected a model folder, a GGUF file, a Hub id like Qwen/Qwen3-4B, "
+            f"or a pair: {', '.join(PAIRS)}" + (f" (did you mean {near[0]}?)" if near else "")
         )
     return hub.download(str(name), revision, local_files_only)
 

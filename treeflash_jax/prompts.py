@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from treeflash_jax.checks import quoted
@@ -131,7 +131,7 @@ def _text_of(content: Any, at: str) -> str:
 
 
 def _items(prompts: Any) -> list[Any]:
-    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, Mapping | Set | bytes) or not isinstance(prompts, Iterable):
         raise ValueError(f"got {type(prompts).__name__} as a prompt, expected {KINDS}")
     return list(prompts)
 

@@ -242,6 +242,9 @@ def test_steering_lies_in_a_folder_of_its_own_too(tmp_path, capsys):
         tf.load(**pair | {"drafter": "ngram"}, steering=tmp_path / "steers")
     with pytest.raises(ValueError, match="no drafter"):
         tf.load(**pair | {"drafter": "none"}, steering=tmp_path / "steers")
+    (tmp_path / "small" / "steering_config.json").mkdir()
+    with pytest.raises(ValueError, match="expected a JSON file"):
+        tf.load(**pair)
 
 
 def test_two_factors_are_their_product_and_layers_are_slices_of_all(float64):

@@ -187,7 +187,7 @@ def place(drafter: str | Path | None) -> Path:
 
     The folder of an installed package or of the Hub's cache is not ours to write to.
     """
-    if drafter is not None and Path(drafter).is_dir():
+    if drafter is not None and os.path.isdir(drafter):
         return Path(drafter) / FILE
     return user_cache() / FILE
 

@@ -9,6 +9,7 @@ Source: ggml-org/ggml, docs/gguf.md.
 from __future__ import annotations
 
 import math
+import os
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +79,7 @@ class File:
 
 def is_gguf(path: str | Path) -> bool:
     """Whether a path names a GGUF file, by its suffix."""
-    return Path(path).suffix.lower() == ".gguf" and not Path(path).is_dir()
+    return Path(path).suffix.lower() == ".gguf" and not os.path.isdir(path)
 
 
 def read(path: str | Path) -> File:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+LONGEST_ID = 96  # characters, the Hub's limit
+
 
 def is_hub_id(name: str | Path) -> bool:
     """Whether a name has the form of a Hub id, owner/model."""
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) is not None
+    return len(str(name)) <= LONGEST_ID and re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) is not None
 
 
 def cached(hub_id: str, revision: str | None = None) -> Path | None:

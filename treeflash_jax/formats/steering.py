@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax import files
-from treeflash_jax.checks import read_json
+from treeflash_jax.checks import LONGEST_PATH, clipped, read_json
 from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.formats import safetensors, storage
@@ -31,20 +32,21 @@ ENTRIES = {
 
 def has(folder: Path) -> bool:
     """Whether a folder holds steering."""
-    return (folder / CONFIG).is_file()
+    return os.path.lexists(folder / CONFIG)
 
 
 def read_config(folder: Path) -> SteeringConfig:
     """Raises ValueError where the folder has none, or at a key or value that is not implemented."""
     path = folder / CONFIG
-    if not path.exists():
-        raise ValueError(f"{folder}: got no {CONFIG}, expected a folder that train.language_model wrote with steers=true")
+    if not has(folder):
+        place = clipped(folder, LONGEST_PATH)
+        raise ValueError(f"{place}: got no {CONFIG}, expected a folder that train.language_model wrote with steers=true")
     keys = Keys(read_json(path), str(path))
     keys.check_known({"taps", "width", "num_layers", "ffn", "rank"})
     sizes = {name: keys.whole(name) for name in ("width", "num_layers", "ffn")}
-    taps = keys.raw.get("taps")
-    if not isinstance(taps, list) or len(taps) != 3 or not all(type(tap) is int and tap >= 0 for tap in taps):
-        raise ValueError(f"{path}: got taps {taps!r:.60}, expected three layers of the verifier")
+    taps = keys.value(list[int], "taps", None, "three layers of the verifier", least=0)
+    if len(taps) != 3:
+        raise ValueError(f"{path}: got {len(taps)} taps, expected three layers of the verifier")
     return SteeringConfig(taps=tuple(taps), rank=keys.whole("rank", 0, least=0), **sizes)
 
 
