@@ -1,7 +1,8 @@
 """Text in and out: a thin layer over the Hugging Face tokenizer of a model folder.
 
-Tokenizers and chat templates come with models and may do anything. What they raise becomes one line here, lone surrogates
-and text that no context holds are refused before they are tokenised, and a template has limits on time and on text.
+Tokenizers and chat templates come with models. What they raise becomes one line here, and lone surrogates and text that no
+context holds are refused before they are tokenised. Templates run in the sandbox of transformers, which opens no files and
+changes nothing; one that never ends is stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 from treeflash_jax.checks import clipped, quoted
 from treeflash_jax.files import regular
 from treeflash_jax.formats import gguf, gguf_tokenizer
-from treeflash_jax.formats.templates import limited
 
 SHORT = 2**17  # characters of a text that is tokenised before its length is looked at
+LONGEST_CHAT = 2**26  # characters, before and after the template
 
 
 class Tokenizer:
@@ -101,21 +102,23 @@ class Tokenizer:
         return self.encode_texts([self.render(messages)], context, add_special_tokens=False)[0]
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """A chat as the template writes it; thinking switched off where the template knows it.
+        """Returns a chat as the template writes it; thinking is switched off if the template can do so.
 
         Args:
           messages: each with a role and its text.
           add_generation_prompt: whether to begin an answer of the assistant.
 
         Raises:
-          ValueError: no chat template, or a chat that the template refuses, or is not done with within its limits.
+          ValueError: no chat template, a chat that the template refuses, or more than LONGEST_CHAT characters.
         """
         if not self.has_chat_template:
             raise ValueError("got a chat, but the verifier's tokenizer has no chat template; give text or ids instead")
-        with _one_line("got a chat that the verifier's chat template refuses"), limited():
+        _check_chat("a chat of", sum(len(str(message.get("content"))) for message in messages))
+        with _one_line("got a chat that the verifier's chat template refuses"):
             text = self.inner.apply_chat_template(
                 list(messages), add_generation_prompt=add_generation_prompt, enable_thinking=False, tokenize=False
             )
+        _check_chat("a chat template that writes", len(text))
         self._check(text, None)
         return text
 
@@ -140,6 +143,11 @@ class Tokenizer:
     def _longest(self) -> int:
         """Bytes of the longest token."""
         return max((len(token.encode("utf-8", "replace")) for token in self.inner.get_vocab()), default=1)
+
+
+def _check_chat(what: str, size: int) -> None:
+    if size > LONGEST_CHAT:
+        raise ValueError(f"got {what} {size:,} characters, expected at most {LONGEST_CHAT:,}")
 
 
 def check_same_tokens(verifier: Tokenizer | None, drafter: Tokenizer | None) -> None:
