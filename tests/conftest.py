@@ -108,7 +108,9 @@ def as_users_compile(monkeypatch) -> None:
     """Programs that are compiled ahead of time in a test have the instructions and buffers of those that users run."""
     quick = jax.stages.Lowered.compile
     options = {"xla_cpu_use_fusion_emitters": True} if HAS_EMITTERS else {}
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: quick(lowered, compiler_options=options))
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda lowered, given=None: quick(lowered, compiler_options=options | (given or {}))
+    )
 
 
 def memory_maps() -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,3 +117,39 @@ def test_a_plan_is_made_for_a_device_that_is_not_here(tiny):
         plan_of(tf.GenerateConfig(), tiny.verifier, tiny.drafter, jnp.float32, Device(kind)) for kind in ("cpu", "gpu")
     ]
     assert [(plan.prefill_chunk, plan.attention) for plan in plans] == [(32, "streamed"), (128, "xla")]
+
+
+WRONG_FUSIONS = """
+import jax, jax.numpy as jnp
+from treeflash_jax import devices, programs
+
+def by_rows(x):  # jax-ml/jax#39103: jaxlib 0.10.2 is wrong from 32,769 rows on
+    return jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2))(x)
+
+def of_rank_8(left, right):  # jax-ml/jax#39257: jaxlib 0.10.2 and 0.11.0 crash
+    return jnp.log(jnp.sum(left[..., None, None, None, None, None] * right, axis=2))
+
+ramp = jnp.arange(32769, dtype=jnp.float32)
+x = jnp.stack((ramp, 0 * ramp, 0 * ramp), axis=1)
+for run in (devices.jit(by_rows), lambda x: programs.call(jax.jit(by_rows), x)):
+    assert float(run(x)[-1]) == 32768.0**2, run
+pair = jnp.ones((10, 4, 6)), jnp.ones((10, 4, 6, 9, 9, 9, 9, 9))
+for run in (devices.jit(of_rank_8), lambda *pair: programs.call(jax.jit(of_rank_8), *pair)):
+    assert abs(float(run(*pair).min()) - 1.791759) < 1e-5
+"""
+
+
+def test_programs_are_compiled_without_the_fusions_that_are_wrong():
+    """With the compiler's own defaults otherwise."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    subprocess.run([sys.executable, "-c", WRONG_FUSIONS], env=environment, cwd=FILES[0].parents[1], check=True)
+
+
+def test_every_program_gets_the_compiler_options():
+    """`jax.jit` alone serves what `programs.call` or `bench.timed` compiles, and what is compiled for other devices."""
+    compiled_elsewhere = {"devices.py", "loops.py", "selecting.py", "stages.py", "compile.py"}
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        jitted = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax.jit"]
+        assert not jitted or path.name in compiled_elsewhere, f"{path}:{jitted[0].lineno} uses jax.jit, not devices.jit"

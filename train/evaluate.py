@@ -27,7 +27,7 @@ from train import data
 from train.loop import Evaluating
 from train.records import Source, read
 from train.state import Stage, gather
-from treeflash_jax import drafters
+from treeflash_jax import devices, drafters
 from treeflash_jax.bench.records import read_jsonl, read_records
 from treeflash_jax.checks import bounded, fit
 from treeflash_jax.decoding.loops import Weights
@@ -79,7 +79,7 @@ class TreeTau:
         self.config, self.frozen = config, frozen
         self.prompts = held_out_prompts(corpus, config.prompts)
         self.model = tf.TreeFlash(model, Weights(frozen["verifier"]), drafter=drafter, stop_ids=stop_ids, mesh=mesh)
-        self.cast = jax.jit(lambda params: gather(params, stage.specs, stage.compute_dtype))
+        self.cast = devices.jit(lambda params: gather(params, stage.specs, stage.compute_dtype))
         self.systems, self.constant = systems, constant
         own = drafters.of(drafter)
         self.options = {name: config.candidates for name in ("candidates", "children") if name in own.OPTIONS}

@@ -155,10 +155,10 @@ def _started(
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     state = saved.restore(abstract)
     if state is None:
-        fresh = jax.jit(lambda params: initial_state(stage, transform, params, example), out_shardings=shardings)
+        fresh = devices.jit(lambda params: initial_state(stage, transform, params, example), out_shardings=shardings)
         state = fresh(params)
     update = make_update(stage, transform, accumulate=loop.accumulate, seed=loop.seed, log_every=loop.log_every or steps)
-    return state, jax.jit(update, donate_argnums=0, out_shardings=shardings)
+    return state, devices.jit(update, donate_argnums=0, out_shardings=shardings)
 
 
 class HeldOut:
@@ -177,7 +177,7 @@ class HeldOut:
             keys_b = jax.random.split(jax.random.fold_in(jax.random.key(0), number), rows.tokens_rt.shape[0])
             return by_batch(local, stage)(params, frozen, rows, keys_b)
 
-        self.sums = jax.jit(sums)
+        self.sums = devices.jit(sums)
 
     def __call__(self, params: Any, frozen: Any, report: Evaluating) -> dict[str, Any]:
         total: Sums | None = None

@@ -332,7 +332,7 @@ def trained(labels: Labels, seconds_a: np.ndarray, settings: SelectorStage, made
         scores_ra = selector.scores(weights | fixed, some[0].features, dropout=settings.dropout, key=key)
         return loss_of(scores_ra, some[0].expected_ra, jnp.asarray(seconds_a, jnp.float32), some[1], **tail)
 
-    @jax.jit
+    @devices.jit
     def step(carry: Any, index: jax.Array, ours: Any) -> Any:
         weights, memory = carry
         key = jax.random.fold_in(jax.random.key(settings.seed), index)
@@ -342,7 +342,7 @@ def trained(labels: Labels, seconds_a: np.ndarray, settings: SelectorStage, made
         return optax.apply_updates(weights, updates), memory
 
     ours, theirs = jax.tree.map(jnp.asarray, (ours, theirs))
-    judge = jax.jit(partial(loss, key=None))
+    judge = devices.jit(partial(loss, key=None))
     carry, best = (weights, rule.init(weights)), (np.inf, weights)
     for index in range(settings.steps):
         carry = step(carry, index, ours)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treeflash_jax import devices
 from treeflash_jax import mesh as meshes
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.planning import drafting, resolve, values
@@ -112,7 +113,7 @@ def _top_gap(model: TreeFlash, ids: list[int]) -> float:
     return float(first - second)
 
 
-@partial(jax.jit, static_argnames="config")
+@partial(devices.jit, static_argnames="config")
 def _logits_at(weights: Any, tokens_1t: jax.Array, index: jax.Array, config: Any) -> jax.Array:
     size = tokens_1t.shape[1]
     out = model_code.forward(weights, config, tokens_1t, jnp.arange(size)[None], model_code.causal_mask(1, size))

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,10 @@ PEAK_FLOPS = {
 MATRIX_INSTRUCTIONS = frozenset({"amx_bf16"})
 BFLOAT16_INSTRUCTIONS = MATRIX_INSTRUCTIONS | {"avx512_bf16"}
 BFLOAT16_SETS = ("AVX512_BF16", "AMX", "AMX_FP16")
+# jaxlib 0.10.2 computes wrong numbers in CPU fusions around matrix products (jax-ml/jax#39103), and 0.10.2 and 0.11.0 crash
+# in some (#39257). With this option products alone go to the library YNNPACK: right, and as fast. 0.12 needs no option.
+WITHOUT_PRODUCT_FUSIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+HAS_WRONG_FUSIONS = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 12)
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,11 @@ class Device:
     @property
     def is_cpu(self) -> bool:
         return self.backend == "cpu"
+
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """Options that every program for this device is compiled with: the argument of `jax.jit` of the same name."""
+        return WITHOUT_PRODUCT_FUSIONS if self.is_cpu and HAS_WRONG_FUSIONS else {}
 
     @property
     def dtype(self) -> Any:
@@ -187,6 +197,16 @@ def cpu_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
     return frozenset(flags.split(":", 1)[1].split())
 
 
+def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Returns `jax.jit(function, **options)` with the compiler options of the default device, built at the first call.
+
+    For functions called directly; `programs.call` compiles the others. Not callable from inside another jitted function:
+    JAX accepts compiler options of the outermost one only.
+    """
+    jitted = functools.cache(lambda: jax.jit(function, compiler_options=here().compiler_options, **options))
+    return functools.wraps(function)(lambda *args, **kwargs: jitted()(*args, **kwargs))
+
+
 def memory(device: Any) -> int | None:
     """Bytes that JAX may use on a device, or None where nobody says, as on a CPU."""
     try:
@@ -227,8 +247,8 @@ class Ceilings:
 def measure_ceilings(dtype: Any) -> Ceilings:
     """Measures the first device: a large pass that reads and writes every byte once, and a large matrix product."""
     size, calls = (2**27, 1) if here().is_cpu else (2**30, 8)
-    negate = jax.jit(jnp.negative, donate_argnums=0)  # in place, so that a CPU does not spend the time on fresh pages
-    numbers = jax.jit(lambda: jnp.arange(size // 4, dtype=jnp.float32))()
+    negate = jit(jnp.negative, donate_argnums=0)  # in place, so that a CPU does not spend the time on fresh pages
+    numbers = jit(lambda: jnp.arange(size // 4, dtype=jnp.float32))()
     return Ceilings(2 * size / _seconds(negate, numbers, calls), measure_flops(dtype))
 
 
@@ -239,7 +259,7 @@ def measure_flops(dtype: Any) -> float:
     """
     side, calls = (1024, 1) if here().is_cpu else (8192, 8)
     left, right = (jax.random.normal(jax.random.key(i), (side, side), dtype) for i in range(2))
-    multiply = jax.jit(functools.partial(products.product, "ri,io->ro"))
+    multiply = jit(functools.partial(products.product, "ri,io->ro"))
     return 2 * side**3 / _seconds(lambda _: multiply(left, right), None, calls)
 
 

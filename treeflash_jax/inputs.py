@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treeflash_jax import devices
 from treeflash_jax import mesh as meshes
 from treeflash_jax.decoding.state import Sampling
 from treeflash_jax.drafters import DrafterSizes
@@ -70,6 +71,6 @@ def inputs_of(
     return meshes.place((jnp.asarray(tokens_bs), jnp.asarray(length_b), sampling), mesh)
 
 
-@jax.jit
+@devices.jit
 def _keys(seed_b: jax.Array, index_b: jax.Array) -> jax.Array:
     return jax.vmap(lambda seed, index: jax.random.fold_in(jax.random.key(seed), index))(seed_b, index_b)

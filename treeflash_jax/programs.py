@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from treeflash_jax import devices
 from treeflash_jax import mesh as meshes
 from treeflash_jax.clock import Clock
 
@@ -50,7 +51,8 @@ def call(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None
     with meshes.ambient(mesh):
         if key not in _programs:
             with (clock or Clock()).compiling(function.__name__, _note()):
-                _programs[key] = Program(function, function.lower(*args, **static).compile())
+                lowered = function.lower(*args, **static)
+                _programs[key] = Program(function, lowered.compile(devices.of_mesh(mesh).compiler_options))
         return _programs[key].run(*args)
 
 

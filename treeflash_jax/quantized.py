@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from treeflash_jax import products
+from treeflash_jax import devices, products
 from treeflash_jax.checks import quoted
 from treeflash_jax.params import Spec, is_spec, shardings
 
@@ -133,4 +133,4 @@ def _parts(spec: Spec) -> Quantized:
 
 @cache
 def program_of(inputs: tuple[int, ...], place: Quantized | None) -> Callable[[jax.Array], Quantized]:
-    return jax.jit(partial(quantize, inputs=inputs), out_shardings=place)
+    return devices.jit(partial(quantize, inputs=inputs), out_shardings=place)

@@ -166,7 +166,7 @@ def lines(entry: calibration.Calibration, batch: int, positions: int) -> list[st
     return text
 
 
-@partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
+@partial(devices.jit, static_argnames=("plan",), donate_argnames=("state",))
 def _round(weights, state: DecodeState, plan: DecodePlan):
     """A round as `rounds.decode_round`, and what it drafted and kept."""
     tree, _ = rounds.draft_tree(weights, state, plan)
@@ -274,6 +274,6 @@ class Rounds(Bench):
         return super().rounds(adaptive, drafts, calls)
 
 
-@partial(jax.jit, static_argnames="plan")
+@partial(devices.jit, static_argnames="plan")
 def EXPANDER(weights, state: DecodeState, plan: DecodePlan):
     return rounds.draft_expander(weights, state, plan)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treeflash_jax import devices
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.decoding import loops, rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
@@ -50,7 +51,7 @@ def distances(expander: Expander, logits_bpv: jax.Array, tokens_bp: jax.Array) -
     return jnp.stack(found, axis=1)
 
 
-@partial(jax.jit, static_argnames="plan")
+@partial(devices.jit, static_argnames="plan")
 def observed_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[DecodeState, jax.Array, jax.Array]:
     """A round, the distances along its accepted path [b, i], and how many of them mean something, [b]."""
     expander = rounds.draft_expander(weights, state, plan)

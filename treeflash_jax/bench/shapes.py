@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax import drafters, quantized
+from treeflash_jax import devices, drafters, quantized
 from treeflash_jax import mesh as meshes
 from treeflash_jax.decoding.loops import Weights
 from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers, fresh_layers
@@ -218,4 +218,4 @@ def _normal(shape: tuple[int, ...], dtype: Any, place: Any) -> Callable[..., jax
     def draw(key: jax.Array, center: float, scale: float) -> jax.Array:
         return center + scale * jax.random.normal(key, shape, dtype)
 
-    return jax.jit(draw, out_shardings=place)
+    return devices.jit(draw, out_shardings=place)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax import drafters
+from treeflash_jax import devices, drafters
 from treeflash_jax import mesh as meshes
 from treeflash_jax.batching import capacity_bucket
 from treeflash_jax.bench.floors import stage_work
@@ -57,7 +57,7 @@ def COMMIT(weights, slots, marks, verified, accepted, plan):
     return divide(core.pin(commit_path(weights, unite(slots, marks), verified, accepted, plan)))
 
 
-copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+copied = devices.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 def divide(state: DecodeState) -> tuple[DecodeState, DecodeState]:

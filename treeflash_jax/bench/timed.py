@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from treeflash_jax import devices
 from treeflash_jax import mesh as meshes
 from treeflash_jax.bench.progress import Tell
 from treeflash_jax.costs import Work
@@ -109,7 +110,7 @@ class Compiler:
 
         def finish() -> Program:
             since = time.perf_counter()
-            program = lowered.compile()
+            program = lowered.compile(devices.here().compiler_options)
             self.done += 1
             self.tell(f"{self.done} programs compiled")
             return Program(program, seconds + time.perf_counter() - since)
