@@ -2,8 +2,8 @@
 
     python notebooks/address.py
 
-The address is `Repository` in `[project.urls]`. With one, README.md shows `git clone`, the notebooks clone it if they find no
-clone, and on GitHub each page has a Colab badge. Without one, the notebooks ask for an archive to be uploaded.
+The address is `Repository` in `[project.urls]`. With one, README.md shows `git clone`, the notebooks clone it if they find
+none, and on GitHub each page has a Colab badge. Without one, the notebooks ask for an archive to be uploaded.
 """
 
 from __future__ import annotations

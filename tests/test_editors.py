@@ -86,7 +86,7 @@ def test_trees_are_shown_as_text_and_html():
         bonus="bonus <e>",
     )
     assert str(tree).splitlines() == [
-        "a   (anchor; 4 rows, accepted nodes marked ●, then bonus <e>)",
+        "a   (anchor; 4 nodes, accepted nodes marked ●, then bonus <e>)",
         f"├─● {HOSTILE}  0.50",
         "│  └─● d  0.12",
         "└─  c  0.25",

@@ -58,7 +58,7 @@ class DrawnTree:
 
     def _words(self, node: int) -> str:
         if node == 0:
-            return f"{self.labels[0]}   (anchor; {len(self.labels)} rows, accepted nodes marked ●, then {self.bonus})"
+            return f"{self.labels[0]}   (anchor; {len(self.labels)} nodes, accepted nodes marked ●, then {self.bonus})"
         return f"{'●' if self.accepted[node] else ' '} {self.labels[node]}  {self.probabilities[node]:.2f}"
 
 

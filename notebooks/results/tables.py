@@ -62,20 +62,20 @@ def _systems() -> Iterable[tuple[str, dict[str, Any], dict[str, Any]]]:
 
 
 def tau() -> str:
-    header = "drafted by | nodes | tau, T = 0 | over the marginal tree | tau, T = 1 | over the marginal tree"
     rows = []
-    for name, greedy, sampled in _systems():
-        cells = [name, greedy["nodes"] or ""]
-        for row in (greedy, sampled):
-            cells += [f"{row['tau']:.2f}", interval(row["tau_ratio"] if "TreeFlash" in name else None)]
-        rows.append(cells)
+    for name, *measured in _systems():
+        ratios = [f"; {interval(row['tau_ratio'])}" if "TreeFlash" in name else "" for row in measured]
+        cells = [f"{row['tau']:.2f}{ratio}" for row, ratio in zip(measured, ratios, strict=True)]
+        rows.append([name, measured[0]["nodes"] or "", *cells])
     runs = read("tau_gsm8k.json")
     settings, where, versions = (runs["greedy"][key] for key in ("settings", "hardware", "versions"))
     caption = (
         f"{runs['greedy']['rows'][0]['prompts']} prompts, at most {settings['max_new_tokens']} new tokens, "
-        f"{settings['dtype']} on {where['cores']} CPU cores, batch {settings['batch_size']}, jax {versions['jax']}:"
+        f"{settings['dtype']} on {where['cores']} CPU cores, batch {settings['batch_size']}, jax {versions['jax']}; "
+        "its commands are in [tau_gsm8k.json](notebooks/results/tau_gsm8k.json)."
     )
-    return "\n".join([table(header, rows), "", caption, fenced(runs["command"])])
+    header = "drafted by | nodes | tau, T = 0; over the marginal tree | tau, T = 1; over the marginal tree"
+    return "\n".join([table(header, rows), "", caption])
 
 
 def _pairs(name: str, header: str, cells: Callable[[dict[str, Any], dict[str, Any]], list[str]]) -> str:
@@ -189,7 +189,7 @@ def latency() -> str:
         nodes = " ".join(map(str, settings["nodes"]))
         commands.append(f"treeflash bench latency --nodes {nodes} {options} --out latency.json")
     header = (
-        "M = K | nodes | draft | second stage | tree | verify | accept | commit | round | one-token step | round / step"
+        "candidates and children | nodes | draft | second stage | tree | verify | accept | commit | round | one-token step | round / step"
     )
     where = result["hardware"]
     caption = (
@@ -358,7 +358,7 @@ def sampled_trees() -> str:
         for row in sorted(runs["rows"], key=_tree)
         if (row["builder"], row["acceptance"]) == pair
     ]
-    header = "T | nodes | M | builder + rule | tau, best-first tree | tau | ratio | expected ratio"
+    header = "T | nodes | candidates | builder + rule | tau, best-first tree | tau | ratio | expected ratio"
     commands = [command for command in runs["command"] if "--limit 64" in command]
     return "\n".join([table(header, rows), fenced(commands)])
 
