@@ -188,8 +188,8 @@ def latency() -> str:
         options = " ".join(f"--{name} {value}" for name, value in sizes.items())
         nodes = " ".join(map(str, settings["nodes"]))
         commands.append(f"treeflash bench latency --nodes {nodes} {options} --out latency.json")
-    header = "candidates, children | nodes | draft | second stage | tree | verify | accept | commit | round | one-token step"
-    header += " | round / step"
+    header = "candidates, children | nodes | draft | second stage | tree | verify | accept | commit | round"
+    header += " | one-token step | round / step"
     where = result["hardware"]
     caption = (
         f"{where['cores']} CPU cores, {settings['dtype']}, batch {settings['batch']}, jax {result['versions']['jax']}:"
