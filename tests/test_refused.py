@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 import time
 from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from treeflash_jax.cli import main
 from treeflash_jax.formats import models, storage
 from treeflash_jax.formats.dialects import parse
 from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.pairs import locate
 from treeflash_jax.planning import resolve, with_indices
 from treeflash_jax.settings import GenerateConfig
 
@@ -302,6 +304,25 @@ def test_keys_of_config_json():
         refused(lambda change=change: parse("verifier", {**LLAMA_31_8B, **change}), words)
     tree = {"treeflash_config": {"candidate_tokens": 2**31}}
     refused(lambda: parse("drafter", {**TREEFLASH_4B, **tree}), "candidate_tokens")
+
+
+@pytest.mark.parametrize("part", ["verifier", "drafter"])
+def test_layers_that_the_tensors_lack(part, tmp_path):
+    """At once: specs of 10^9 layers would never be built."""
+    folder = shutil.copytree(locate("tiny", part), tmp_path / part)
+    raw = json.loads((folder / "config.json").read_text())
+    for count in (raw["num_hidden_layers"] + 1, 10**5, 10**9):
+        (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": count, "layer_types": None}))
+        refused(lambda: tf.load(**{"verifier": "tiny", part: folder}), f"got {count:,} layers, expected")
+    (folder / "model.safetensors").unlink()
+    refused(lambda: tf.load(**{"verifier": "tiny", part: folder}), "expected at most 1,000")
+
+
+def test_experts_that_the_tensors_lack(tmp_path):
+    folder = shutil.copytree(Path(__file__).parent / "data" / "qwen3_moe" / "apart", tmp_path / "apart")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"num_experts": 10**9}))
+    refused(lambda: models.load_verifier(folder), "1,000,000,000 of model.layers.")
 
 
 def hf_inert() -> set[str]:

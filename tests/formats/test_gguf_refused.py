@@ -66,6 +66,7 @@ REFUSED = {
     "extra tensor": (lambda p: write_small(p, **{"blk.0.attn_q.bias": ROW}), "unknown tensors, the first is blk.0.attn_q"),
     "rope divisors": (lambda p: write_small(p, **{"rope_freqs.weight": ROW}), "rope_freqs.weight has shape [64]"),
     "missing size": (lambda p: write_small(p, changes={"block_count": None}), "got llama.block_count = None"),
+    "more layers": (lambda p: write_small(p, changes={"block_count": 10**9}), "1,000,000,000 layers, expected 2"),
     "size of another kind": (lambda p: write_small(p, changes={"block_count": "2"}), "got llama.block_count = '2'"),
     "heads per layer": (lambda p: write_small(p, changes={"attention.head_count_kv": [2, 2]}), "head_count_kv = [2, 2]"),
     "heads": (lambda p: write_small(p, changes={"attention.head_count_kv": 3}), "4 heads over 3 key/value heads"),

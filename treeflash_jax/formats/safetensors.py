@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePath
 from typing import Any
@@ -49,6 +49,18 @@ def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | N
             if file_of.get(tensor) != name:
                 raise ValueError(f"{folder / name}: no tensor {tensor}, which the index says it holds")
         yield {tensor: held[name].get_slice(tensor) for tensor, name in file_of.items()}
+
+
+def names(folder: Path) -> Collection[str]:
+    """Returns the names of a folder's tensors; none if its files are missing or damaged, which `open_folder` reports."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.exists():
+            return _listed(index).keys()
+        with open_folder(folder) as tensors:
+            return tensors.keys()
+    except ValueError:
+        return ()
 
 
 def metadata(path: Path) -> dict[str, str]:

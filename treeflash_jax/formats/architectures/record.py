@@ -13,6 +13,9 @@ from treeflash_jax.formats.keys import Keys
 from treeflash_jax.params import Entry
 from treeflash_jax.verifiers.config import ModelConfig
 
+MOST_LAYERS = 1000
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")  # in the name of a tensor
+
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
@@ -81,15 +84,16 @@ class Architecture:
     gguf_sizes: Mapping[str, str] = field(default_factory=dict)
     gguf_rotates_pairs: bool = False
 
-    def read(self, keys: Keys, also_known: Collection[str] = ()) -> ModelConfig:
-        """The sizes that a config.json states.
+    def read(self, keys: Keys, also_known: Collection[str] = (), names: Collection[str] = ()) -> ModelConfig:
+        """Returns the sizes that a config.json states.
 
         Args:
           keys: of the file.
-          also_known: keys that someone else reads.
+          also_known: keys that the caller reads.
+          names: names of the tensors beside the file, if there are any.
 
         Raises:
-          ValueError: a key or value that is not implemented, or a missing size.
+          ValueError: a key or value that is not implemented, a missing size, or more layers than the tensors have.
         """
         known = {key.name for key in self.keys} | {"model_type", "eos_token_id", "layer_types"}
         keys.check_known(known.union(rope.KEYS, self.only, self.derived, self.inert, also_known))
@@ -97,6 +101,7 @@ class Architecture:
         fields: dict[str, Any] = {}
         for key in self.keys:
             fields[key.field] = key.read(keys, fields)
+        check_layers(keys.where, fields["num_layers"], names)
         self._check_layer_types(keys, fields["num_layers"])
         check_heads(keys.where, *(fields[name] for name in ("num_heads", "num_kv_heads", "head_dim")))
         fields |= self.constants
@@ -175,6 +180,20 @@ class Architecture:
             )
         if len(kinds) != num_layers:
             raise ValueError(f"{keys.where}: got {len(kinds)} layer_types for {num_layers} layers")
+
+
+def check_layers(where: str, num_layers: int, names: Collection[str]) -> None:
+    """Raises ValueError if a config states more layers than its tensors have: building them could take for ever.
+
+    Args:
+      where: the file, for messages.
+      num_layers: as the config states it.
+      names: names of the tensors; without layers among them, the limit is MOST_LAYERS.
+    """
+    in_files = len({match[1] for name in names if (match := _LAYER.search(name))})
+    if num_layers > (in_files or MOST_LAYERS):
+        expected = f"{in_files}, as its tensors have" if in_files else f"at most {MOST_LAYERS:,}"
+        raise ValueError(f"{where}: got {num_layers:,} layers, expected {expected}")
 
 
 def check_heads(where: str, heads: int, kv_heads: int, head_dim: int) -> None:

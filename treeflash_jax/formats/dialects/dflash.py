@@ -13,7 +13,7 @@ from typing import Any
 from treeflash_jax.checks import INT32, quoted
 from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.formats import architectures
+from treeflash_jax.formats import architectures, safetensors
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.architectures.common import LINEAR
 from treeflash_jax.formats.dialects.dialect import Dialect
@@ -39,7 +39,7 @@ class DFlash(Dialect):
     def read_config(self, path: Path, keys: Keys) -> DrafterConfig:
         dflash = keys.table("dflash_config", required=True)
         dflash.check_known({"mask_token_id", "target_layer_ids", "block_size"})
-        layers = architectures.of(keys).read(keys, self.keys)
+        layers = architectures.of(keys).read(keys, self.keys, safetensors.names(path))
         if layers.num_experts:
             kind = quoted(layers.model_type)
             raise ValueError(f"{keys.where}: got a drafter of model_type {kind}, expected one without experts")

@@ -238,10 +238,9 @@ def _with_tensors(config: EagleConfig, path: Path, where: str) -> EagleConfig:
     """
     folder = path if path.is_dir() else path.parent
     _check_files(folder)
-    if not any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+    names = safetensors.names(folder)
+    if not names:
         return config
-    with safetensors.open_folder(folder) as tensors:
-        names = set(tensors)
     own_embedding, width = "embed_tokens.weight" in names, config.layers.hidden_size
     if not own_embedding and config.target_hidden_size != width:
         raise ValueError(

@@ -18,7 +18,7 @@ import numpy as np
 from treeflash_jax.checks import INT32, Bounds, fit, quoted
 from treeflash_jax.formats import gguf
 from treeflash_jax.formats.architectures import ARCHITECTURES, Architecture, rope
-from treeflash_jax.formats.architectures.record import check_heads
+from treeflash_jax.formats.architectures.record import check_heads, check_layers
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.gguf import File, Tensor
 from treeflash_jax.formats.keys import Keys
@@ -156,6 +156,8 @@ def verifier_config(file: File) -> ModelConfig:
         if number(key, head_dim) != head_dim:
             raise ValueError(f"{where}: got {kind}.{key} {values[key]}, expected {head_dim}, the length of a key")
     check_heads(where, num_heads, num_kv_heads, head_dim)
+    num_layers = number("block_count")
+    check_layers(where, num_layers, file.tensors)
     vocab_size = _vocab_size(file, values.get("vocab_size"))
     max_positions = number("context_length")
     sizes = {field: number(key) for key, field in architecture.gguf_sizes.items()}
@@ -166,7 +168,7 @@ def verifier_config(file: File) -> ModelConfig:
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=number("feed_forward_length"),
-        num_layers=number("block_count"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
