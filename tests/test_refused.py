@@ -321,7 +321,7 @@ def test_layers_that_the_tensors_lack(part, tmp_path):
 def test_experts_that_the_tensors_lack(tmp_path):
     folder = shutil.copytree(Path(__file__).parent / "data" / "qwen3_moe" / "apart", tmp_path / "apart")
     raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"num_experts": 10**9}))
+    (folder / "config.json").write_text(json.dumps(raw | {"num_local_experts": 10**9}))
     refused(lambda: models.load_verifier(folder), "1,000,000,000 of model.layers.")
 
 
