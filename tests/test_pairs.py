@@ -74,7 +74,6 @@ def test_a_name_brings_its_drafter_unless_told_otherwise(tiny, named, drafts):
 
 @pytest.mark.parametrize("arguments, drafts", [
     ([], True),
-    (["--verifier", "tiny"], True),
     (["--drafter", str(TINY[1])], True),
     (["--drafter", "none", "--builder", "none"], False),
 ])  # fmt: skip
@@ -82,7 +81,7 @@ def test_the_same_on_the_command_line(monkeypatch, arguments, drafts):
     loaded = []
     load = tf.load
     monkeypatch.setattr(tf, "load", lambda *args, **named: loaded.append(load(*args, **named)) or exit_quietly())
-    assert main(["generate", *arguments, "--prompt", "a"]) == 2
+    assert main(["generate", "--verifier", "tiny", *arguments, "--prompt", "a"]) == 2
     assert (loaded[0].drafter is not None) == drafts
 
 

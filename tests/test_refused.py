@@ -522,7 +522,8 @@ LINES = (
 def test_command_lines(words, capsys):
     settle("command lines", len(LINES))
     try:
-        code = main([*("generate",) * words[0].startswith("-"), *words, "--prompt-ids", "5 6 7"])
+        command, *options = ("generate",) * words[0].startswith("-") + words
+        code = main([command, "--verifier", "tiny", *options, "--prompt-ids", "5 6 7"])
     except SystemExit as stopped:
         code = stopped.code
     error = capsys.readouterr().err

