@@ -43,19 +43,27 @@ LEAST_PROMPTS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig:
-    """Settings of `train.pair`. Whatever is left out is chosen by rule.
+    """Settings of `train.pair`. Those that are 0, none or empty are chosen by rule.
 
     Attributes:
       verifier: name of a pair ("smollm2"), folder, GGUF file or Hub id.
-      prompts: JSONL file of prompts or chats, a folder of them, a glob or a Hub set.
-      out: folder of everything: settings and results of the stages, and the drafter in OUT/model.
-      num_prompts: at most so many of the prompts; 0 is all.
-      minutes: about how long answers and training may take; 0 sets no limit.
-      block_size, num_layers, mask_token_id, target_layer_ids: of the drafter.
-      steps, head_steps: of the backbone and of the head.
-      seed: of all stages.
-      mesh: of all stages.
-      respond, drafter, head, export, measure: any settings of these stages, by their own names.
+      prompts: JSONL file of prompts or chats, a folder of them, a glob or a Hub data set.
+      out: folder of all settings and results; the drafter is written to OUT/model.
+      num_prompts: largest number of prompts used; 0 uses all, or those that `minutes` allows.
+      minutes: time of the whole command, measurement included; 0 sets no limit.
+      block_size: tokens of a drafted block, anchor included.
+      num_layers: layers of the drafter's backbone.
+      mask_token_id: token that stands in the open slots of a block.
+      target_layer_ids: verifier layers that the drafter reads.
+      steps: training steps of backbone and head together.
+      head_steps: training steps of the head alone, after that.
+      seed: random seed of all stages.
+      mesh: devices of all stages.
+      respond: any settings of `train.respond`, by their names.
+      drafter: any settings of `train.drafter`, by their names.
+      head: any settings of `train.head`, by their names.
+      export: any settings of `train.export`, by their names.
+      measure: any settings of `train.measure`, by their names.
     """
 
     verifier: str

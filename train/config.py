@@ -11,9 +11,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import inspect
 import json
+import logging
 import os
+import re
 import sys
+import textwrap
 import tomllib
 import types
 import typing
@@ -24,13 +28,20 @@ from etils import epath
 
 from treeflash_jax import files
 from treeflash_jax.checks import bounded, clipped, fit_fields, quoted
+from treeflash_jax.loading import keep_programs
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices per mesh axis; `data` 0 takes all that are left."""
+    """Devices per mesh axis.
+
+    Attributes:
+      data: groups of devices that split the batch; 0 takes all devices that are left.
+      fsdp: devices that split the batch, weights and optimizer state.
+      model: devices that split heads, feed-forward layers and vocabulary.
+    """
 
     data: int = bounded(0, least=0)
     fsdp: int = bounded(1, least=1)
@@ -43,12 +54,13 @@ class OptimizerConfig:
 
     Attributes:
       name: "adamw" or "muon".
-      learning_rate: peak; of Muon's matrices where `name` is "muon".
-      adam_learning_rate: peak of what Muon leaves to AdamW.
-      warmup: share of the steps.
+      learning_rate: peak learning rate; with Muon, that of its matrices.
+      adam_learning_rate: with Muon, peak learning rate of the weights that it leaves to AdamW.
+      warmup: share of the steps in which the learning rate rises.
       final: learning rate at the end, as a share of the peak.
-      b1, b2, weight_decay: of AdamW; the decay acts on matrices only.
-      clip: global norm gradients are clipped to.
+      b1, b2: decay of AdamW's averages of gradients and of their squares.
+      weight_decay: decay of matrices.
+      clip: largest global norm of gradients; larger ones are scaled down.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -71,11 +83,13 @@ class LoopConfig:
       epochs: passes over the data, where `steps` is 0.
       batch: rows of a step, over all devices.
       accumulate: parts whose gradients are summed before an update.
-      seed: of initial weights, order of the data, and anchors.
-      log_every, save_every, evaluate_every: steps between log lines, checkpoints, and evaluations; 0 is never (save and
-        evaluate at the end still happen).
-      keep: newest checkpoints kept; the best by `best` is kept too.
-      best: metric of an evaluation, lower first unless `best_mode` is "max"; empty: only the newest are kept.
+      seed: random seed of initial weights, order of the data, and anchors.
+      log_every: steps between log lines; 0 logs the last step only.
+      save_every: steps between checkpoints; 0 saves the last step only.
+      evaluate_every: steps between evaluations; 0 evaluates the last step only.
+      keep: number of newest checkpoints kept; the best by `best` is kept too.
+      best: metric of an evaluation by which a checkpoint is best; empty: only the newest are kept.
+      best_mode: "min" if the lowest value of `best` is best, "max" if the highest is.
       tensorboard: also writes TensorBoard files (needs the `tensorboard` extra).
     """
 
@@ -119,8 +133,10 @@ def parse(cls: type[T], doc: str | None, argv: Sequence[str] | None = None) -> T
 
 
 def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[str] | None = None) -> None:
-    """`main(settings)`; bad input ends the process with one line on stderr."""
+    """Runs `main(settings)` and keeps what it compiles on disk; bad input ends the process with one line on stderr."""
     config = parse(cls, doc, argv)
+    keep_programs()
+    logging.basicConfig(format="%(message)s", handlers=[logging.lastResort])  # looks up sys.stderr, which a bar redirects
     try:
         main(config)
     except (ValueError, OSError) as error:
@@ -216,16 +232,32 @@ def dump(raw: dict[str, Any], prefix: str = "") -> str:
 
 
 def describe(cls: type, prefix: str = "") -> str:
-    """One line a setting: dotted name, type, default; tables last."""
-    plain, tables = [], []
+    """Dotted name, type and default of every setting, and its description in the docstring below; tables last."""
+    plain, tables, meanings = [], [], _meanings(cls)
     for field, kind in _fields(cls):
         table = _table(kind)
         if table is not None:
             tables.append(describe(table, f"{prefix}{field.name}{'[].' if _is_list(kind) else '.'}"))
         else:
-            default = "(required)" if _required(field) else f"= {field.default!r}"
+            value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            default = "(required)" if _required(field) else f"= {_default(value)}"
             plain.append(f"  {prefix}{field.name}: {_name(kind)} {default}")
+            plain += textwrap.wrap(meanings.get(field.name, ""), 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(plain + tables)
+
+
+def _meanings(cls: type) -> dict[str, str]:
+    """What the docstrings of a dataclass and of those it extends say of its fields under "Attributes:"."""
+    meanings: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        text = inspect.cleandoc(base.__dict__.get("__doc__") or "").partition("Attributes:\n")[2]
+        for names, meaning in re.findall(r"^  (\w[\w, ]*): (.*(?:\n {4}.*)*)", text, re.MULTILINE):
+            meanings |= dict.fromkeys(names.split(", "), " ".join(meaning.split()))
+    return meanings
+
+
+def _default(value: Any) -> str:
+    return "none" if value is None or value == "" else _toml(list(value) if isinstance(value, tuple) else value)
 
 
 def _build(cls: type[T], raw: Any, where: str, prefix: str) -> T:

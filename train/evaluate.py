@@ -43,11 +43,11 @@ class EvaluateConfig:
     """Tree decoding of held-out prompts during training.
 
     Attributes:
-      prompts: how many; 0 measures no tau.
-      new_tokens: per prompt.
-      nodes: budgets, root included.
-      temperature: of the verifier.
-      candidates: M and K of the tree.
+      prompts: number of held-out prompts; 0 measures no tau.
+      new_tokens: tokens generated per prompt.
+      nodes: numbers of tree nodes that tau is measured for, root included.
+      temperature: sampling temperature of the verifier; 0 is greedy.
+      candidates: candidate tokens per depth (M) and children per candidate (K) of the tree.
       batch: prompts decoded together.
     """
 
@@ -114,8 +114,6 @@ class TreeTau:
             )
             lengths: list[float] = []
             for done, (_, result) in enumerate(answers, start=1):
-                if result.finished == "interrupted":
-                    raise KeyboardInterrupt
                 lengths += [float(length) for length in result.accept_lengths]
                 report(done, count, what)
             found[f"held_out/{name}_{nodes}"] = mean(lengths)

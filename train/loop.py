@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -42,6 +43,7 @@ from train.state import (
 from treeflash_jax import devices
 from treeflash_jax import mesh as meshes
 
+T = TypeVar("T")
 Evaluating = Callable[[int, int, str], None]  # told during an evaluation: how many are done, of how many, of what
 
 
@@ -85,8 +87,8 @@ def fit(
       evaluate: metrics of the weights, beside those of the held-out rows; it may report how far it is.
 
     Raises:
-      ValueError: a run directory of other settings, a batch that does not divide, a loss that is not finite (the last
-        checkpoint is from before), a checkpoint that cannot be written.
+      ValueError: a run directory of other settings or past the last step, a batch that does not divide, a loss that is not
+        finite (the last checkpoint is from before), a checkpoint that cannot be written.
       SystemExit: after SIGTERM or Ctrl-C and one more checkpoint, with status 143 or 130.
     """
     loop: LoopConfig = config.loop
@@ -103,42 +105,60 @@ def fit(
         state, update = _started(stage, config, mesh, params, saved, steps)
         del params
         start = int(meshes.to_host(state.step))
+        if start > steps:
+            raise ValueError(
+                f"run={config.run} is at step {start}, got loop.steps {steps}; give loop.steps={start} or more"
+            )
         shown = watch.Watch(
             epath.Path(config.run), steps=steps, resumed_at=start, tensorboard=loop.tensorboard, shown=hosts.is_first()
         )
         held_out = HeldOut(stage, corpus, loop, mesh)
         peak = devices.peak_flops(mesh.size, stage.compute_dtype) if hosts.is_first() else None
         clock = _Clock(start)
+
+        def measured() -> dict[str, Any]:
+            with meshes.ambient(mesh):  # a thread has its own
+                metrics = held_out(state.params, frozen, shown.evaluating)
+                return metrics | ({} if evaluate is None else evaluate(state.params, shown.evaluating))
+
+        def finish(done: int, line: dict[str, Any], evaluates: bool, ends: bool) -> None:
+            """Evaluates, logs and saves a step, and exits after a signal."""
+            metrics = termination.unless_received(measured) if evaluates else {}
+            is_cut, line = metrics is None, line | (metrics or {})
+            if line:
+                shown.write(done, line)
+            if ends or is_cut or _is_due(done, loop.save_every) or (done == start and line):
+                mine.check()
+                floats = {name: value for name, value in line.items() if isinstance(value, float)}
+                saved.save(done, state, floats, wait=ends or is_cut)
+            if is_cut or (ends and done < steps):
+                hosts.say(f"{termination.word}: saved step {done} of {steps}; the same command goes on from there")
+                sys.exit(termination.status)
+
+        def evaluates_at(done: int) -> bool:
+            return done == steps or _is_due(done, loop.evaluate_every)
+
         try:
+            if start and termination.alone and evaluates_at(start) and start not in shown.evaluated:
+                finish(start, {}, True, False)  # a signal had cut this evaluation short
             for step, batch in zip(range(start, steps), data.batches(corpus, start=start, stop=steps, **rows), strict=True):
                 state = update(state, frozen, hosts.place_rows(batch, mesh))
                 done = step + 1
                 shown.advance(done)
                 ends = done == steps or termination.requested(done)
-                saves = ends or _is_due(done, loop.save_every)
-                evaluates = done == steps or _is_due(done, loop.evaluate_every)
+                logs = done == steps or _is_due(done, loop.log_every or steps)
+                pauses = ends or evaluates_at(done) or _is_due(done, loop.save_every)
                 line: dict[str, Any] = {}
-                if _is_due(done, loop.log_every or steps) or saves or evaluates:
+                if logs or pauses:
                     _stop_if_bad(state)
-                if _is_due(done, loop.log_every or steps) or done == steps:
+                if logs:
                     seconds = clock.lap(done)
                     line = means(meshes.to_host(state.window)) | {"learning_rate": float(rate(step))}
                     line |= {"tokens_per_second": batch.tokens_rt.size * jax.process_count() / seconds}
                     line |= {"mfu": stage.flops / seconds / peak} if peak else {}
-                if evaluates:
-                    line |= held_out(state.params, frozen, shown.evaluating)
-                    line |= {} if evaluate is None else evaluate(state.params, shown.evaluating)
-                if line:
-                    shown.write(done, line)
-                if saves:
-                    mine.check()
-                    metrics = {name: value for name, value in line.items() if isinstance(value, float)}
-                    saved.save(done, state, metrics, wait=ends)
-                if evaluates or saves:
+                finish(done, line, evaluates_at(done), ends)
+                if pauses:
                     clock.lap(done)  # the time of evaluations and checkpoints is nobody's step time
-                if ends and done < steps:
-                    hosts.say(f"{termination.word}: saved step {done} of {steps}; the same command goes on from there")
-                    sys.exit(termination.status)
         finally:
             shown.close()
     return state.params
@@ -246,6 +266,28 @@ class Termination:
                     if not self.alone:
                         os.kill(os.getpid(), signal.SIGTERM)  # which JAX tells all hosts of
                 self.received = self.received or number
+
+    def unless_received(self, work: Callable[[], T]) -> T | None:
+        """The result of `work`; None as soon as a signal is received, and what runs ends with the process.
+
+        On several hosts, which must agree, `work` is always finished.
+        """
+        if not self.alone:
+            return work()
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(work())
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        while not result.done():
+            if self.received is not None:
+                return None
+            wait([result], timeout=0.1)
+        return result.result()
 
     def requested(self, step: int) -> bool:
         return self.received is not None if self.alone else multihost_utils.reached_preemption_sync_point(step)

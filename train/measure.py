@@ -36,14 +36,15 @@ class MeasureStage:
     """Settings of this stage.
 
     Attributes:
-      verifier, drafter: name of a pair, folder, GGUF file or Hub id.
-      respond: the settings file of `train.respond`; the prompts that it holds out are asked.
+      verifier: name of a pair, folder, GGUF file or Hub id.
+      drafter: likewise.
+      respond: settings file of `train.respond`; the prompts that it holds out are answered.
       out: JSON file of results.
-      prompts: so many of them at most.
-      new_tokens: per answer.
-      nodes: budgets tried for the draft trees, root included.
-      temperatures: of the verifier; each is measured.
-      seed: of answers.
+      prompts: largest number of prompts.
+      new_tokens: tokens generated per answer.
+      nodes: numbers of nodes tried for the draft trees, root included.
+      temperatures: sampling temperatures measured.
+      seed: random seed of the answers.
     """
 
     verifier: str

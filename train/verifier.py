@@ -36,6 +36,20 @@ from treeflash_jax.verifiers.config import ModelConfig, Rope
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
+    """Sizes of a verifier.
+
+    Attributes:
+      hidden_size: width of the residual stream.
+      intermediate_size: width of a feed-forward layer.
+      num_layers: number of layers.
+      num_heads: attention heads.
+      num_kv_heads: key/value heads; divides `num_heads`.
+      head_dim: width of a head.
+      max_positions: longest context, in tokens.
+      tie_embeddings: uses the token embeddings as the output matrix.
+      rope_theta: base of the rotary embeddings.
+    """
+
     hidden_size: int = bounded(least=1)
     intermediate_size: int = bounded(least=1)
     num_layers: int = bounded(least=1)

@@ -118,9 +118,11 @@ class Watch:
         self.sinks: list[Sink] = []
         self.steps, self.shown = steps, shown
         self.before, self.began = 0.0, time.perf_counter()
+        self.evaluated: set[int] = set()
         if shown:
             log = Log(folder, resumed_at)
             self.before = log.lines[-1].get("seconds", 0.0) if log.lines else 0.0
+            self.evaluated = {line["step"] for line in log.lines if any(name.startswith("held_out/") for name in line)}
             self.sinks.append(log)
             if tensorboard:
                 self.sinks.append(TensorBoard(str(folder / "tensorboard")))

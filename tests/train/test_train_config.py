@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from train import ask, config, drafter, head, respond, selector, stages, tokenizer, verifier
+from train import ask, compose, config, drafter, export, head, measure, respond, selector, stages, tokenizer, verifier
 
 ROOT = Path(__file__).parents[2]
 STAGES = {
@@ -106,6 +106,15 @@ def test_changes_name_what_differs(tmp_path):
     saved.write_text("run = = 3")
     with pytest.raises(ValueError, match="settings.toml is not valid TOML"):
         config.changes(settings, saved, ())
+
+
+@pytest.mark.parametrize("cls", {*STAGES.values(), compose.PairConfig, export.ExportStage, measure.MeasureStage})
+def test_help_describes_every_setting(cls):
+    lines = config.describe(cls).splitlines()
+    settings = [number for number, line in enumerate(lines) if not line.startswith("      ")]
+    for number in settings:
+        assert lines[number + 1 : number + 2] and number + 1 not in settings, f"{lines[number]} has no description"
+    assert "MISSING" not in str(lines) and len(settings) > 3
 
 
 def test_drafter_stages_are_told_apart():

@@ -2,13 +2,14 @@
 
 import io
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from train import progress, watch
+from train import config, progress, watch
 
 ROOT = Path(__file__).parents[2]
 LOG = [
@@ -67,6 +68,25 @@ def test_lines_stay_above_the_bar_of_a_terminal(monkeypatch):
     title = "A title that is wider than its table " + "x" * 20
     progress.table(title, {"tau": "2.50 at 16 nodes"})
     assert f"{title}\n" in terminal.getvalue() and "│ tau │ 2.50 at 16 nodes │" in terminal.getvalue()
+
+
+def test_commands_keep_programs_and_their_warnings_do_not_tear_bars(monkeypatch):
+    """Also where another package has called `logging.basicConfig` by then: its handler would write into the bar."""
+    terminal, kept = Terminal(), []
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "100")):
+        monkeypatch.setenv(name, value)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, terminal)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(config, "keep_programs", lambda: kept.append(True))
+
+    def main(settings):
+        logging.basicConfig(stream=sys.stderr)
+        with progress.Bar("answers", 8):
+            logging.getLogger("treeflash_jax").warning("compiling a program")
+
+    config.run(main, config.MeshConfig, "doc", [])
+    assert kept and "\x1b[2Kcompiling a program\n" in terminal.getvalue(), terminal.getvalue()
 
 
 def test_without_a_terminal_there_are_plain_lines_only(capsys):
