@@ -22,6 +22,7 @@ from treeflash_jax.bench.floors import stage_work
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.devices import Ceilings
 from treeflash_jax.drafters.block import DraftSettings
+from treeflash_jax.formats import dialects
 from treeflash_jax.trees import branching
 
 ROOT = Path(__file__).parent.parent
@@ -102,6 +103,19 @@ def test_every_rule_and_sampled_builder_is_described():
     assert described == {*RULES, *branching()}
 
 
+def test_every_layout_of_a_drafter_is_described():
+    described = set(re.findall(r"^\| `([a-z-]+)` \|", PAGES["train/README.md"], flags=re.MULTILINE))
+    assert described == {*dialects.written("drafter")}
+
+
+def test_papers_are_cited_whole():
+    """Every paper that a page or the source of a method names has an entry, and every entry its authors."""
+    entries = re.split(r"^@", (ROOT / "references.bib").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    cited = {re.search(r"arXiv:(\d{4}\.\d{5})", entry)[1] for entry in entries}
+    assert all(re.search(r"title += .*\n +author += \{\w+", entry) for entry in entries) and len(cited) == len(entries)
+    assert set(re.findall(r"arXiv:? ?(\d{4}\.\d{5})", ALL)) <= cited
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_named_files_and_links_exist(page):
     here = (ROOT / page).parent
@@ -174,6 +188,15 @@ def test_rounds_of_a_mixture_of_experts_gather_no_expert():
     for one in rounds:
         assert one["fits"] and not one["logits_moved"] and not one["caches_moved"]
         assert one["largest_all_gather_bytes"] < expert / 3
+
+
+def test_what_fits_is_counted_by_the_library(tmp_path):
+    committed = read("fits.json")
+    assert len(committed) == 3 * 2 * 4
+    words = "bench memory --shape qwen3-30b-a3b --topology v5e:2x4 --quantize int8 --batch 8 --no-compile --out"
+    assert cli.main([*words.split(), str(tmp_path / "fits.json")]) == 0
+    for key, result in json.loads((tmp_path / "fits.json").read_text()).items():
+        assert result["bytes_per_device"] == committed[key]["bytes_per_device"]
 
 
 def test_accepting_costs_little_beside_verifying():

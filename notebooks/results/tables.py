@@ -241,6 +241,27 @@ def compiled(name: str, reads: str = "") -> str:
     return table(f"{header} | {reads}" if reads else header, rows)
 
 
+def fits() -> str:
+    """Weights of a device, and how many tokens' keys and values fit beside them in nine tenths of its memory."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for one in read("fits.json").values():
+        size = one["bytes_per_device"]
+        weights = size["verifier"] + size["drafter"]
+        per_token = (size["verifier_cache"] + size["drafter_cache"]) / (one["batch"] * one["context"])
+        tokens = (0.9 * one["bytes_limit"] - weights) / per_token
+        rows.setdefault((one["shape"], one["quantize"] or one["dtype"]), []).append(
+            f"{weights / GIB:.1f} GiB, {tokens / 1000:,.0f}k tokens"
+        )
+    made = table("model | weights | one H100 | one H200 | v5e-8 | v5p-8", [[*name, *cells] for name, cells in rows.items()])
+    more = []
+    for one in read("fits_h100.json").values():
+        size = one["bytes_per_device"]
+        summed = sum(size[part] for part in ("verifier", "drafter", "verifier_cache", "drafter_cache"))
+        more.append((size["total"] - summed) / GIB)
+    note = f"Compiled for one H100, {len(more)} of these requests needed {min(more):.1f} to {max(more):.1f} GiB more."
+    return "\n".join([made, "", note])
+
+
 def gpu_rounds() -> str:
     runs = read("gpu_rounds.json")
     stages = ("draft", "expand", "tree", "verify", "accept", "commit")
@@ -426,6 +447,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         *(tau, tau_smollm2, speed_smollm2, tau_seen, drafter_temperature, train_head, train_steps, latency, growth, budget),
         *(
+            fits,
             tpu_rounds,
             experts_rounds,
             gpu_rounds,
