@@ -63,7 +63,8 @@ def test_what_a_registry_gains_later_is_a_choice(monkeypatch):
         (["--place", "x", "--size", "y"], "--size: invalid int value: 'y'"),
         (["--place", "x", "--rows", "many"], "--rows: got 'many', expected a whole number or auto"),
         (["--place", "x", "--rows", "9" * 5000], "expected a whole number or auto"),
-        (["--place", "x", "--colour", "green"], "--colour: invalid choice: 'green'"),
+        (["--place", "x", "--colour", "green"], "--colour: got 'green', expected one of red"),
+        (["--place", "x", "--colour", "redd"], "--colour: got 'redd'; did you mean red?"),
         (["--place", "x", "--sise", "4"], "unrecognized option --sise; did you mean --size?"),
     ],
 )

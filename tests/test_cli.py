@@ -122,13 +122,22 @@ def test_mistakes_end_with_one_line(capsys, monkeypatch, arguments, words):
         (["chat", "--draft-model", "x"], "--drafter"),
         (["bench", "run", "--model", "x", "--out", "y"], "--pair"),
         (["bench", "memory", "--model", "x", "--shape", "y"], "--shape"),
+        (["genrate", "hello"], "generate"),
+        (["bench", "latncy"], "latency"),
+        (["generate", "--builder", "best-frist", "hello"], "best-first"),
     ],
 )
-def test_unknown_options_name_what_was_meant(capsys, arguments, meant):
+def test_unknown_words_name_what_was_meant(capsys, arguments, meant):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1 and f"did you mean {meant}?" in error
+
+
+@pytest.mark.parametrize("words", [[], ["bench"]])
+def test_a_command_without_words_prints_its_help(capsys, words):
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith(f"usage: {' '.join(['treeflash', *words])} ")
 
 
 def test_the_version_is_that_of_the_package(capsys):
@@ -193,6 +202,17 @@ def test_every_setting_is_an_option_with_its_own_default_and_help(capsys):
     for field in fields(tf.GenerateConfig):
         about = field.metadata["help"] + (f" (default: {default_of(field)})" if default_of(field) else "")
         assert re.sub(r"-|\s|_", "", field.name) in shown and re.sub(r"-|\s", "", about) in shown
+
+
+def test_help_lists_ten_settings_before_the_advanced_ones(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    shown = capsys.readouterr().out.split("\nsettings:\n")[1]
+    described = tf.GenerateConfig.__doc__.split("\nAttributes:\n")[1]
+    basic = [name.replace("-", "_") for name in re.findall(r"^  --([a-z-]+)", shown.split("\n\n")[0], flags=re.MULTILINE)]
+    assert basic == re.findall(r"^  (\w+): ", described.split("\n\n")[0], flags=re.MULTILINE)
+    assert len(basic) == 10 and {"max_new_tokens", "temperature", "nodes"} < set(basic)
+    assert "advanced: tree" in shown and described.count("\nAdvanced attributes:\n") == 1
 
 
 def test_unknown_options_end_with_one_line(capsys):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 import runpy
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import get_type_hints
@@ -75,6 +76,27 @@ def test_results_are_shown_as_html():
     assert [cell.text for cell in page.iter("th")] == ["tokens", "rounds", "tau", "tokens/s", "builder", "finished"]
     assert [cell.text for cell in page.iter("td")] == ["3", "1", "2.00", "3", "best-first", "stop"]
     assert parsed(tf.Result(text=None, **about)._repr_html_()).find(".//pre").text == "5 6 7"
+
+
+def test_results_are_shown_as_text_with_the_answer_first(trained):
+    results = trained.generate([[3, 4]] * 2, max_new_tokens=20, nodes=4, candidates=4, children=4)
+    shown = repr(replace(results[0], text="hello"))
+    clipped = ", ".join(map(str, results[0].ids[:6]))
+    assert shown.startswith(f"Result(text='hello', ids=[{clipped}, ...], prompt_ids=[3, 4], builder='best-first'")
+    assert len(shown) < 400 and "draft_again" not in shown
+    assert [page.text for page in parsed(results._repr_html_()).iter("pre")] == [
+        " ".join(map(str, one.ids)) for one in results
+    ]
+
+
+def test_models_are_shown_with_what_they_are(tiny, trained):
+    assert re.fullmatch(
+        r"TreeFlash\(verifier=tiny \([\d.]+ M parameters\), drafter=tiny \([\d.]+ M parameters\), block, dtype=float32, "
+        r"device=cpu\)",
+        repr(tiny),
+    )
+    alone = tf.TreeFlash(trained.verifier, trained.weights.replace(drafter=None))
+    assert "drafter=None, dtype=float32" in repr(alone)
 
 
 def test_trees_are_shown_as_text_and_html():

@@ -45,6 +45,12 @@ def test_arguments_of_load_are_no_settings(trained):
             tf.load(**{name: "x"})
 
 
+def test_choices_name_what_was_meant(trained):
+    for name, slip, meant in (("builder", "best-frist", "best-first"), ("acceptance", "travesal", "traversal")):
+        with pytest.raises(ValueError, match=f"got {name} '{slip}', expected one of .*; did you mean {meant}\\?$"):
+            trained.generate([3], **{name: slip})
+
+
 def test_what_resembles_nothing_lists_what_there_is(trained):
     with pytest.raises(ValueError, match="unknown setting 'zzz', expected one of max_new_tokens, temperature"):
         trained.generate([3], zzz=1)

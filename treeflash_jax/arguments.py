@@ -32,6 +32,7 @@ class ModelOptions:
         "Qwen2 or Llama model",
         unset="smollm2 if its weights are on this machine, otherwise tiny",
         unit="model",
+        basic=True,
     )
     drafter: str | None = bounded(
         None,
@@ -39,6 +40,7 @@ class ModelOptions:
         "'none' to decode one token at a time",
         unset="the drafter that ships for the named verifier, otherwise none",
         unit="model",
+        basic=True,
     )
     revision: str | None = bounded(None, "Hub revision of the verifier", unit="rev")
     drafter_revision: str | None = bounded(None, "Hub revision of the drafter", unit="rev")
@@ -53,6 +55,7 @@ class ModelOptions:
         None,
         "dtype of weights, caches and activations",
         unset="bfloat16, but float32 on a CPU without bfloat16 instructions",
+        basic=True,
     )
     quantize: str | None = bounded(
         None, "quantize the verifier's matrices while loading", unset="none", choices=lambda: tuple(SCHEMES)
@@ -100,6 +103,14 @@ class Parser(argparse.ArgumentParser):
         meant = suggestion(word.partition("=")[0].lstrip("-").replace("-", "_"), names)
         return f"; did you mean {names[meant]}?" if meant else ""
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Names the choice that was probably meant instead of one that there is not."""
+        choices = [] if action.choices is None else [str(choice) for choice in action.choices]
+        if choices and value not in choices:
+            meant = suggestion(str(value), choices)
+            hint = f"; did you mean {meant}?" if meant else f", expected one of {', '.join(choices)}"
+            raise argparse.ArgumentError(action, f"got {quoted(value)}{hint}")
+
     def format_help(self) -> str:
         """The help text, whose usage names only what must be given."""
         if self.usage is None:
@@ -122,6 +133,7 @@ def add_fields(
     *,
     without: str = "",
     several: str = "",
+    basic: bool | None = None,
     **defaults: Any,
 ) -> None:
     """An option for every field of a dataclass.
@@ -132,11 +144,13 @@ def add_fields(
       names: of the fields to take, separated by spaces; all where it is empty.
       without: names of fields to leave out.
       several: names of fields that take a list of values here.
+      basic: whether to take only fields declared as basic, or only the others; None: both.
       **defaults: other than the fields' own.
     """
     kinds = get_type_hints(cls)
     for one in fields(cls):
-        if one.name in (names.split() or kinds) and one.name not in without.split():
+        is_chosen = basic is None or one.metadata["basic"] == basic
+        if is_chosen and one.name in (names.split() or kinds) and one.name not in without.split():
             default = defaults.get(one.name, one.default)
             _add_option(parser, one, kinds[one.name], default, several=one.name in several.split())
             if one.name == "builder":

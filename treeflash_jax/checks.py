@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import numpy as np
 
 from treeflash_jax import files
+from treeflash_jax.suggest import suggestion
 
 T = TypeVar("T")
 
@@ -91,7 +92,14 @@ class Bounds:
 
 
 def bounded(
-    default: Any = MISSING, help: str = "", *, unit: str = "", unset: str = "", kind: str = "", **bounds: Any
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    unit: str = "",
+    unset: str = "",
+    kind: str = "",
+    basic: bool = False,
+    **bounds: Any,
 ) -> Any:
     """A dataclass field whose value is checked and described: `nodes: int = bounded(16, "tree nodes", least=1)`.
 
@@ -101,9 +109,10 @@ def bounded(
       unit: what it counts, or what kind of text it is.
       unset: what a default of None means.
       kind: what it changes: "answer", "speed" or "program".
+      basic: whether help and tables list it first, before the advanced ones.
       **bounds: of Bounds.
     """
-    about = {"help": help, "unit": unit, "unset": unset, "kind": kind}
+    about = {"help": help, "unit": unit, "unset": unset, "kind": kind, "basic": basic}
     return field(default=default, metadata={"bounds": Bounds(**bounds)} | about)
 
 
@@ -114,11 +123,18 @@ def default_of(one: Field) -> str:
     return "" if one.default in ((), "", MISSING) or one.default is False else f"{one.default}"
 
 
+def basic_first(cls: type) -> list[Field]:
+    """Returns the fields of a dataclass, those declared as basic before the others."""
+    return sorted(fields(cls), key=lambda one: not one.metadata["basic"])
+
+
 def documented(cls: type[T]) -> type[T]:
-    """A dataclass whose docstring lists its fields, with the help they were declared with."""
-    lines = [inspect.cleandoc(cls.__doc__ or ""), "", "Attributes:"]
-    for one in fields(cls):
-        default = default_of(one)
+    """Adds the fields of a dataclass to its docstring, with the help they were declared with: the basic ones first."""
+    lines, heading = [inspect.cleandoc(cls.__doc__ or "")], ""
+    for one in basic_first(cls):
+        title = "Attributes:" if one.metadata["basic"] else "Advanced attributes:"
+        lines += [] if title == heading else ["", title]
+        heading, default = title, default_of(one)
         text = f"{one.name}: {one.metadata['help']}" + (f" (default: {default})." if default else ".")
         lines += textwrap.wrap(text, 118, initial_indent="  ", subsequent_indent="    ")
     cls.__doc__ = "\n".join(lines)
@@ -180,7 +196,11 @@ def fit(kind: Any, value: Any, what: str, bounds: Bounds = Bounds(), where: str 
         return _fit(kind, value, bounds)
     except _Misfit as misfit:
         place = f"{where}: " if where else ""
-        raise ValueError(f"{place}got {what} {quoted(misfit.value)}, expected {_expected(kind, bounds)}") from None
+        meant = suggestion(str(misfit.value), bounds.choices()) if bounds.choices else None
+        raise ValueError(
+            f"{place}got {what} {quoted(misfit.value)}, expected {_expected(kind, bounds)}"
+            + (f"; did you mean {meant}?" if meant else "")
+        ) from None
 
 
 def whole(value: Any, what: str, least: int = 0, most: int = INT32) -> int:

@@ -36,25 +36,35 @@ def parser() -> argparse.ArgumentParser:
     """The parser of all commands; `parse_args(words).run` is the function that runs the chosen one."""
     top = Parser(prog="treeflash", description="Lossless speculative decoding with draft trees.")
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__} (jax {jax.__version__})")
-    commands = top.add_subparsers(required=True, metavar="command", parser_class=Parser)
+    commands = _add_commands(top, "command")
     for name, (help, add_options) in COMMANDS.items():
         text = {"description": inspect.cleandoc(add_options.__doc__ or "")}
         add_options(commands.add_parser(name, help=help, formatter_class=argparse.RawDescriptionHelpFormatter, **text))
     suites = commands.add_parser("bench", help="run benchmarks, and report their results")
-    suites = suites.add_subparsers(required=True, metavar="suite", parser_class=Parser)
+    suites = _add_commands(suites, "suite")
     for name, (help, add_options) in SUITES.items():
         add_options(suites.add_parser(name, help=help))
     run.add_rules_arguments(suites.add_parser("rules"))
     return top
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    add_fields(parser.add_argument_group("model"), ModelOptions)
+def _add_commands(parser: argparse.ArgumentParser, metavar: str) -> Any:
+    """Returns the place of a parser's commands; without a command it prints the help text."""
+    parser.set_defaults(run=lambda _: parser.print_help() or 0)
+    return parser.add_subparsers(metavar=metavar, parser_class=Parser)
 
 
-def _add_settings(parser: argparse.ArgumentParser, without: str = "") -> None:
+def _add_basic(parser: argparse.ArgumentParser, without: str = "") -> None:
+    """Adds the options that most calls need: of the model, and of GenerateConfig."""
+    add_fields(parser.add_argument_group("model"), ModelOptions, basic=True)
+    add_fields(parser.add_argument_group("settings"), GenerateConfig, basic=True, without=without)
+
+
+def _add_advanced(parser: argparse.ArgumentParser, without: str = "") -> None:
+    """Adds all other options of the model and of GenerateConfig."""
+    add_fields(parser.add_argument_group("advanced: model"), ModelOptions, basic=False)
     for title, group in GROUPS.items():
-        add_fields(parser.add_argument_group(title), group, without=without)
+        add_fields(parser.add_argument_group(f"advanced: {title}"), group, basic=False, without=without)
     for name in REFUSED:
         parser.add_argument("--" + name.replace("_", "-"), dest=name, help=argparse.SUPPRESS)
 
@@ -62,17 +72,18 @@ def _add_settings(parser: argparse.ArgumentParser, without: str = "") -> None:
 def _generate_options(parser: argparse.ArgumentParser) -> None:
     """Answers prompts, by default with SmolLM2 if its weights are on this machine, otherwise with a toy pair."""
     add_prompts(parser)
-    _add_model(parser)
-    _add_settings(parser)
+    _add_basic(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object per answer, with all that was returned")
+    _add_advanced(parser)
     parser.set_defaults(run=_generate)
 
 
 def _chat_options(parser: argparse.ArgumentParser) -> None:
     """Holds a conversation; answers are printed as they are decoded."""
-    _add_model(parser)
-    _add_settings(parser, without="samples batch_size log_probs expected_lengths")
+    unused = "samples batch_size log_probs expected_lengths"
+    _add_basic(parser, without=unused)
+    _add_advanced(parser, without=unused)
     parser.set_defaults(run=_chat)
 
 
@@ -82,8 +93,8 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
     The exit status is 1 if they differ at a token where the verifier's two largest logits are not nearly equal.
     """
     add_prompts(parser)
-    _add_model(parser)
-    _add_settings(parser, without="samples log_probs expected_lengths")
+    unused = "samples log_probs expected_lengths"
+    _add_basic(parser, without=unused)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--near-tie",
@@ -92,6 +103,7 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
         help="largest gap between two logits that counts as nearly equal (default: %(default)s)",
     )
     output.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    _add_advanced(parser, without=unused)
     parser.set_defaults(run=_check)
 
 
@@ -110,7 +122,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _calibrate_options(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser)
+    add_fields(parser.add_argument_group("model"), ModelOptions)
     calibrate.add_arguments(parser)
     parser.set_defaults(run=lambda arguments: calibrate.run(_load(arguments), arguments))
 

@@ -91,6 +91,7 @@ def load(
     quantized.check_scheme(quantize)
     keep_programs()
     verifier, drafter = pairs.choose(name, verifier, drafter)
+    names = str(verifier), str(drafter)
     if budget is None:
         budget = calibration.place(None if str(drafter) in pairs.NAMES else drafter)
     dtype = devices.here().dtype if dtype is None else float_type(dtype)
@@ -122,6 +123,7 @@ def load(
         stop_ids=models.stop_ids(verifier, config),
         mesh=mesh,
         budget=Path(budget),
+        names=names,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 import jax.numpy as jnp
 
-from treeflash_jax import devices, drafters, quantized, serving
+from treeflash_jax import devices, drafters, params, quantized, serving
 from treeflash_jax import prompts as prompting
 from treeflash_jax.adaptive import calibration
 from treeflash_jax.adaptive.selector import SelectorConfig
@@ -22,7 +22,7 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.inputs import Inputs, inputs_of
 from treeflash_jax.planning import Row, plan_of, resolve, why_plain, with_builder
 from treeflash_jax.prompts import Prompt
-from treeflash_jax.results import Chunk, Result, warn_of_low_tau, with_totals
+from treeflash_jax.results import Chunk, Result, Results, warn_of_low_tau, with_totals
 from treeflash_jax.settings import MOST_ROWS, GenerateConfig, Settings, takes_settings
 from treeflash_jax.verifiers.config import ModelConfig
 
@@ -49,6 +49,7 @@ class TreeFlash:
         stop_ids: Sequence[int] = (),
         mesh=None,
         budget: Path | None = None,
+        names: tuple[str, str] = ("", ""),
     ):
         self.verifier = verifier
         self.drafter = drafter
@@ -59,7 +60,19 @@ class TreeFlash:
         self.budget = budget  # the file that calibrations of this pair are kept in
         self.calibrations: dict[DecodePlan, calibration.Calibration] = {}
         self.selectors: dict[str, tuple[SelectorConfig, Any]] = {}  # by file
+        self.names = names  # of the verifier and the drafter, as they were loaded
         self.noted_plain = False  # whether it was said that nothing is drafted
+
+    def __repr__(self) -> str:
+        models = zip(self.names, (self.weights.verifier, self.weights.drafter), strict=True)
+        verifier, drafter = (f"{name} ({params.count(tree) / 1e6:,.1f} M parameters)".lstrip() for name, tree in models)
+        dtype = self.dtype.name if self.quantize is None else f"{self.dtype.name}, quantize={self.quantize}"
+        device = devices.of_mesh(self.mesh)
+        place = device.kind or device.backend
+        if self.mesh is not None:
+            place += f" x {self.mesh.size}"
+        drafter = None if self.drafter is None else f"{drafter}, {self.drafter.kind}"
+        return f"TreeFlash(verifier={verifier}, drafter={drafter}, dtype={dtype}, device={place})"
 
     @property
     def dtype(self) -> Any:
@@ -94,7 +107,7 @@ class TreeFlash:
           **settings: fields of GenerateConfig.
 
         Returns:
-          One Result per prompt and sample, in the order of the prompts.
+          One Result per prompt and sample, in the order of the prompts; notebooks show the list as a page.
 
         Raises:
           ValueError: a setting or prompt cannot be served; this is checked before any computation.
@@ -107,7 +120,7 @@ class TreeFlash:
         plan = self.plan(request.config)
         if plan.drafts and plan.num_nodes > 1 and not drafters.may_offer_nothing(plan.drafter):
             warn_of_low_tau(list(results.values()))
-        return [results[index] for index in range(len(request.rows))]
+        return Results(results[index] for index in range(len(request.rows)))
 
     @takes_settings
     def generate_each(

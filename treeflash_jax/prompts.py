@@ -6,10 +6,13 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
+from treeflash_jax import chats
 from treeflash_jax.checks import quoted
 from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.suggest import suggestion
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 KINDS = "a string, a chat (a list of messages) or a list of token ids"
 
 
@@ -99,15 +102,18 @@ def plain_messages(chat: Iterable[Any]) -> list[dict[str, Any]]:
     """A chat whose contents are strings. The text parts of a message are joined by line breaks.
 
     Raises:
-      ValueError: a message without role or content, or one that holds anything but text.
+      ValueError: a message without role or content, of an unknown role, or that holds anything but text.
     """
     messages = []
     for index, message in enumerate(chat):
         at = f"message {index}"
         if not isinstance(message, Mapping):
             raise ValueError(f"{at}: got {type(message).__name__}, expected a dict with 'role' and 'content'")
-        if not isinstance(message.get("role"), str):
-            raise ValueError(f"{at}: got role {quoted(message.get('role'))}, expected one like 'user' or 'assistant'")
+        role = message.get("role")
+        if role not in ROLES:
+            meant = chats.ROLES.get(str(role)) or suggestion(str(role), ROLES)
+            hint = f"; did you mean {meant}?" if meant else ""
+            raise ValueError(f"{at}: got role {quoted(role)}, expected one of {', '.join(ROLES)}{hint}")
         messages.append({**message, "content": _text_of(message.get("content"), at)})
     return messages
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from html import escape
 from typing import Any
@@ -22,17 +23,18 @@ from treeflash_jax.settings import GenerateConfig
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Result:
     """One answer.
 
     Attributes:
-      prompt_ids: what was read.
+      text: decoded without special tokens, up to a stop string; None without a tokenizer.
       ids: generated ids, the stop token included.
-      text: decoded without special tokens, up to a stop string; None where there is no tokenizer.
+      prompt_ids: ids that were read.
       builder: how it was drafted, as GenerateConfig.builder; "none" where nothing was drafted.
-      accept_lengths: tokens that every round added to the answer, bonus included. The token that prefill yields is in no
-        entry, so that `1 + sum(accept_lengths) == len(ids)`.
+      accept_lengths: tokens that every round added to the answer: the accepted ones and the bonus token, which the verifier
+        itself chooses after them. The token that prefill yields is in no entry, so that
+        `1 + sum(accept_lengths) == len(ids)`.
       cut: tokens that the last round accepted beyond the end of the answer, at a stop or at `max_new_tokens`. Published
         counts of acceptance include them; `accept_lengths` and `tau` do not.
       finished: "stop" (a stop id or string), "length", or "interrupted" (Ctrl-C).
@@ -44,9 +46,9 @@ class Result:
       nodes: rows that each round verified, where rounds chose them; 1 where nothing was drafted.
     """
 
-    prompt_ids: list[int]
-    ids: list[int]
     text: str | None
+    ids: list[int]
+    prompt_ids: list[int]
     builder: str
     accept_lengths: list[int]
     finished: str
@@ -82,6 +84,16 @@ class Result:
         """`accept_lengths` with the last round in full, as published code counts it and as `expected_lengths` means it."""
         return [*self.accept_lengths[:-1], self.accept_lengths[-1] + self.cut] if self.accept_lengths else []
 
+    def __repr__(self) -> str:
+        """The text first, lists of numbers clipped to their first six."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.repr}
+        shown = {
+            name: reprlib.repr(value) if isinstance(value, list) else repr(value)
+            for name, value in values.items()
+            if value is not None or name == "text"
+        }
+        return f"Result({', '.join(f'{name}={value}' for name, value in shown.items())})"
+
     def _repr_html_(self) -> str:
         """As notebooks show it: the answer, and its statistics below."""
         answer = self.text if self.text is not None else " ".join(map(str, self.ids))
@@ -105,6 +117,13 @@ class Result:
         if not self.accept_lengths:
             raise ValueError("this answer has no rounds: its only token came from the prefill")
         return self.draft_again(whole(round_index, "round", most=len(self.accept_lengths) - 1))
+
+
+class Results(list[Result]):
+    """A list of answers, which notebooks show one below the other."""
+
+    def _repr_html_(self) -> str:
+        return "".join(result._repr_html_() for result in self)
 
 
 @dataclass(frozen=True, kw_only=True)

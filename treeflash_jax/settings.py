@@ -13,7 +13,7 @@ from functools import partial, wraps
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.checks import bounded, documented, quoted
+from treeflash_jax.checks import basic_first, bounded, documented, quoted
 from treeflash_jax.drafters.block import HEADS
 from treeflash_jax.suggest import suggesting
 from treeflash_jax.trees import BUILDERS, TreeShape
@@ -82,6 +82,8 @@ def takes_method(cls: type) -> type:
 
 # What a setting changes: the text that is sampled; only how fast it comes; or what the program computes besides.
 answer, speed, program = (partial(bounded, kind=kind) for kind in ("answer", "speed", "program"))
+# Help and tables list these before the advanced ones.
+basic_answer, basic_speed = partial(answer, basic=True), partial(speed, basic=True)
 _NODES = {"least": 1, "most": MOST_NODES, "unit": "nodes"}
 
 
@@ -89,17 +91,21 @@ _NODES = {"least": 1, "most": MOST_NODES, "unit": "nodes"}
 class SamplingConfig:
     """What is sampled, and where an answer ends. Numbers that may be lists have one value, or one per prompt."""
 
-    max_new_tokens: int = answer(128, "most tokens of an answer, the stop token included", least=1, unit="tokens")
-    temperature: float | Sequence[float] = answer(0.0, "sampling temperature of the verifier; 0 is greedy", least=0)
-    top_k: int | Sequence[int] = answer(0, "sample from the k most likely tokens; 0 keeps all", least=0, unit="tokens")
-    top_p: float | Sequence[float] = answer(
+    max_new_tokens: int = basic_answer(128, "most tokens of an answer, the stop token included", least=1, unit="tokens")
+    temperature: float | Sequence[float] = basic_answer(0.0, "sampling temperature of the verifier; 0 is greedy", least=0)
+    top_k: int | Sequence[int] = basic_answer(
+        0, "sample from the k most likely tokens; 0 keeps all", least=0, unit="tokens"
+    )
+    top_p: float | Sequence[float] = basic_answer(
         1.0, "sample from the most likely tokens of this total probability", above=0, most=1, unit="probability"
     )
-    seed: int | Sequence[int] = answer(0, "random seed; prompt i uses the key fold_in(seed, i)", least=0, most=2**32 - 1)
-    samples: int = answer(
+    seed: int | Sequence[int] = basic_answer(
+        0, "random seed; prompt i uses the key fold_in(seed, i)", least=0, most=2**32 - 1
+    )
+    samples: int = basic_answer(
         1, "number of answers per prompt; answer j is that of seed + j", least=1, most=MOST_ROWS, unit="answers"
     )
-    stop: Sequence[str] = answer(
+    stop: Sequence[str] = basic_answer(
         (), "text that ends an answer and is not part of it", nonempty=True, says="strings that are not empty", unit="text"
     )
     stop_ids: Sequence[int] | None = answer(
@@ -112,12 +118,15 @@ class DraftConfig:
     """What the drafter proposes."""
 
     head: str | None = speed(
-        None, "head of the drafter; marginal is none", unset="the drafter's own", choices=lambda: tuple(HEADS)
+        None,
+        "second stage of the drafter, which predicts a token from those before it; marginal is none",
+        unset="the drafter's own",
+        choices=lambda: tuple(HEADS),
     )
     block_size: int | None = speed(
         None,
-        "length of the drafted block, anchor included, at most the drafter's; shorter blocks make rounds cheaper and trees "
-        "shallower",
+        "length of the drafted block, the last token of the text included, at most the drafter's; shorter blocks make "
+        "rounds faster and trees shallower",
         unset="the drafter's",
         least=2,
         unit="tokens",
@@ -132,12 +141,12 @@ class DraftConfig:
     )
     candidates: int | None = speed(
         None,
-        "candidate tokens per depth (M)",
+        "most likely tokens per depth: the candidates that trees are built from (M in the paper)",
         unset="16; on a CPU without matrix instructions 8",
         least=1,
         unit="tokens",
     )
-    children: int = speed(16, "children kept per candidate token (K)", least=1, unit="tokens")
+    children: int = speed(16, "most likely next tokens kept for every candidate (K in the paper)", least=1, unit="tokens")
     shortlist: int | None = speed(
         None,
         "tokens per depth that the second stage of a conditional head scores, chosen over all depths together; 0 "
@@ -158,7 +167,7 @@ class DraftConfig:
 class TreeConfig:
     """What tree is verified in a round, and which of its nodes are kept."""
 
-    builder: str | None = speed(
+    builder: str | None = basic_speed(
         None,
         "what is drafted: a tree (best-first; or paths, delayed, without-replacement or hybrid, whose nodes are "
         "sampled), one path (walk is greedy, chain is that of the DFlash paper), or nothing: one token at a time (none)",
@@ -166,10 +175,10 @@ class TreeConfig:
         "otherwise best-first, or hybrid at temperatures measured to be better with the drafter",
         choices=lambda: ("none", *BUILDERS),
     )
-    nodes: int | Literal["auto"] | None = speed(
+    nodes: int | Literal["auto"] | None = basic_speed(
         None,
-        "tree nodes verified per round, root included; auto verifies as many as are fastest according to `treeflash "
-        "calibrate` and pauses drafting while it does not pay",
+        "tree nodes verified per round, the root (the last token of the text) included; auto verifies as many as are "
+        "fastest according to `treeflash calibrate` and pauses drafting while it does not pay",
         unset="the drafter's for a tree, on a CPU without matrix instructions 8 at most; the whole block for a chain",
         says=f"at least 1 (the root counts) and at most {MOST_NODES:,}, or 'auto'",
         **_NODES,
@@ -216,7 +225,7 @@ class TreeConfig:
 class RuntimeConfig:
     """How the programs run, and what they return besides the answers."""
 
-    batch_size: int | None = speed(
+    batch_size: int | None = basic_speed(
         None,
         "sequences decoded together; one program serves any number of prompts, so places beyond it decode padding",
         unset="all, at most 8",
@@ -309,7 +318,7 @@ def takes_settings(function: Function) -> Function:
     kinds = get_type_hints(GenerateConfig)
     settings = [
         inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name])
-        for field in fields(GenerateConfig)
+        for field in basic_first(GenerateConfig)
     ]
     function.__signature__ = signature.replace(parameters=own + settings)
     return function

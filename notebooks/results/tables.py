@@ -426,12 +426,11 @@ def options() -> str:
     from treeflash_jax.checks import default_of
     from treeflash_jax.settings import GROUPS
 
-    rows = [
-        [f"`--{one.name.replace('_', '-')}`", one.metadata["help"], default_of(one), one.metadata["kind"]]
-        for group in GROUPS.values()
-        for one in fields(group)
-    ]
-    return table("option | meaning | default | changes", rows)
+    rows = {True: [], False: []}
+    for one in (field for group in GROUPS.values() for field in fields(group)):
+        about = one.metadata
+        rows[about["basic"]].append([f"`--{one.name.replace('_', '-')}`", about["help"], default_of(one), about["kind"]])
+    return table("option | meaning | default | changes", [*rows[True], ["**advanced**", "", "", ""], *rows[False]])
 
 
 def typed_settings(text: str) -> str:
