@@ -263,7 +263,8 @@ class TreeFlash:
         """
         if path not in self.selectors:
             config, params = selectors.load(Path(path), self.mesh)
-            config.check_pair(calibration.pair_of(self.verifier, self.weights, plan))
+            width = len(plan.taps) * self.verifier.hidden_size
+            config.check_pair(calibration.pair_of(self.verifier, self.weights, plan), width)
             self.selectors[path] = config, params
         return self.selectors[path]
 

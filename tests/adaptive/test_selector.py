@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import compilations, needs_8_devices, random_pair
+from safetensors.numpy import save_file
 
 from treeflash_jax import GenerateConfig, make_mesh, params, programs
 from treeflash_jax.adaptive import calibration, selecting, selector
@@ -185,3 +187,16 @@ def test_mistakes_are_one_line(tmp_path, trained):
     refused(ask(trained, nodes="auto"), "'best-first' with nodes 'auto'")
     refused(partial(SelectorConfig, buckets=(Bucket(1, 1, 0),) * 13, width=1, pair="", rule=""), "13 buckets", "1 to 12")
     refused(partial(SelectorConfig, buckets=(Bucket(1, 0, 0),), width=1, pair="", rule=""), "bucket")
+    refused(partial(SelectorConfig, buckets=(Bucket(5, 1, 1000),), width=1, pair="", rule=""), "5002 nodes", "4096")
+    made = made_for(trained, "sample-and-match")
+    for width in (0, 7):
+        other = replace(made, width=width)
+        files.save(tmp_path / f"{width}.safetensors", other, params.initialize(selector.specs(other), jax.random.key(0)))
+        refused(
+            ask(trained, selector=str(tmp_path / f"{width}.safetensors")), f"of width {width}", f"expected {made.width}"
+        )
+    for change in ({"width": "6"}, {"width": 2**40}, {"buckets": [[2, 2**31, 1]]}, {"buckets": [[1, 2]]}, {"buckets": 3}):
+        text = json.dumps(vars(made) | {"buckets": [*map(astuple, BUCKETS)]} | change)
+        about = {files.ABOUT: text, files.DIGEST: hashlib.sha256(text.encode()).hexdigest()}
+        save_file({}, tmp_path / "b.safetensors", about)
+        refused(partial(files.load, tmp_path / "b.safetensors"), "damaged description")

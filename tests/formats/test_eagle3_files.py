@@ -112,6 +112,7 @@ REFUSED_KEYS = {
     "two layers": ("eagle", {"num_hidden_layers": 2}, "got num_hidden_layers 2, expected 1"),
     "both norms": ("speculators", {"norm_before_fc": True}, "got fc_norm and norm_before_fc"),
     "a raw state": ("specforge", {"norm_output": False}, "norm_output"),
+    "one is not true": ("specforge", {"norm_output": 1}, "norm_output = 1"),
     "what norm_output means": ("deepspec", {"norm_output": True}, "norm_output"),
     "the input of all": ("speculators", {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}, "read as inputs of layers"),
     "another layer": ("deepspec", {"model_type": "gemma"}, "model_type 'gemma'"),
@@ -167,7 +168,9 @@ def _set(index, value):
 
 REFUSED_TENSORS = {
     "no layer": ("eagle", _no_prefix, "'midlayer.' or 'layers.0.'"),
-    "features of another width": ("eagle", lambda t: t | {"fc.weight": t["fc.weight"][:, :24].copy()}, "for 24 inputs"),
+    "another width": ("eagle", lambda t: t | {"fc.weight": t["fc.weight"][:, :24].copy()}, r"for \[24\] inputs"),
+    "a scalar in place of a matrix": ("eagle", lambda t: t | {"fc.weight": np.array(1.0)}, r"for \[\] inputs"),
+    "a scalar in place of a list": ("eagle", lambda t: t | {"t2d": np.array(True)}, "t2d and d2t"),
     "no list of tokens": ("eagle", lambda t: {n: x for n, x in t.items() if n != "d2t"}, "no tensor d2t"),
     "a list too short": ("eagle", lambda t: t | {"d2t": t["d2t"][:9].copy()}, r"shape \[9\]"),
     "a token below all": ("eagle", _set(0, -1), "leaves the verifier's vocabulary"),

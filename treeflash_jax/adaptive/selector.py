@@ -33,6 +33,7 @@ from treeflash_jax.checks import quoted
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.params import Spec
 from treeflash_jax.trees import Bucket
+from treeflash_jax.trees.shape import MOST_NODES
 
 MOST = 12  # buckets
 WIDTH, WIDE, NARROW = 128, 512, 32
@@ -64,18 +65,22 @@ class SelectorConfig:
         for bucket in self.buckets:
             if min(bucket.branches, bucket.trunk + 1, bucket.length + 1, bucket.nodes - 1) < 1:
                 raise ValueError(f"got bucket {quoted(bucket)}, expected branches of at least 1, and a node to draft")
+        if self.nodes > MOST_NODES:
+            raise ValueError(f"got a bucket of {quoted(self.nodes)} nodes, expected at most {MOST_NODES}")
 
     @property
     def nodes(self) -> int:
         """Of the largest tree, root included."""
         return max(bucket.nodes for bucket in self.buckets)
 
-    def check_pair(self, pair: str) -> None:
-        """Raises ValueError where another pair is decoded with."""
+    def check_pair(self, pair: str, width: int) -> None:
+        """Raises ValueError if another pair, or features of another width, are decoded with."""
         if pair != self.pair:
             raise ValueError(
                 f"got a selector for the pair {quoted(self.pair)}, expected {quoted(pair)}; train one for this"
             )
+        if width != self.width:
+            raise ValueError(f"got a selector of width {self.width}, expected {width}, that of the pair; train it again")
 
     def planned(self, plan: DecodePlan, nodes: int | None) -> DecodePlan:
         """The plan of rounds that choose between the buckets.

@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from treeflash_jax.checks import QUOTED, Bounds, clipped, fit, quoted
 from treeflash_jax.files import regular
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
 _LITTLE = {kind: struct.Struct(f"<{kind}") for kind in _NUMBERS.values()}
 _VERSIONS = (2, 3)
+HEADER_BYTES = 2**26  # several times the largest vocabularies
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def read(path: str | Path) -> File:
 
     Raises:
       ValueError: no GGUF file, or one that is cut off, of another version or byte order, one part of several, or with
-        tensors of unknown types; or the package `gguf` is not installed.
+        tensors that overlap, are misaligned or have unknown types; or the package `gguf` is not installed.
     """
     path = regular(path)
     _package()
@@ -99,7 +101,7 @@ def read(path: str | Path) -> File:
         raise ValueError(f"{path} is empty, expected a GGUF file; download it again") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}), expected a GGUF file") from None
-    header = _Header(path, memoryview(data))
+    header = _Header(path, memoryview(data)[:HEADER_BYTES])
     num_tensors, num_values = header.begin()
     metadata = {}
     for _ in range(num_values):
@@ -107,14 +109,21 @@ def read(path: str | Path) -> File:
         metadata[key] = header.value(header.number("I"))
     if metadata.get("split.count") not in (None, 0, 1):
         raise ValueError(
-            f"{path} is one of {metadata['split.count']} parts, expected a whole file; join them with gguf-split --merge"
+            f"{path} is one of {quoted(metadata['split.count'])} parts, expected a whole file; join them with gguf-split "
+            "--merge"
         )
     infos = [header.tensor_info() for _ in range(num_tensors)]
-    alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"{path}: got general.alignment {alignment!r}, expected a whole number of at least 1")
-    start = math.ceil(header.at / alignment) * alignment
-    return File(path, metadata, {name: _tensor(path, data, start + at, name, *rest) for name, at, *rest in infos})
+    alignment = fit(int, metadata.get("general.alignment", 32), "general.alignment", Bounds(least=1), str(path))
+    start, end = math.ceil(header.at / alignment) * alignment, 0
+    tensors: dict[str, Tensor] = {}
+    for name, at, *rest in sorted(infos, key=lambda info: info[1]):
+        if at % alignment or at < end or name in tensors:
+            what = f"tensor {clipped(name, QUOTED)} at byte {at}"
+            expected = f"another name at a multiple of {alignment} that is at least {end}"
+            raise ValueError(f"{path} is damaged: got {what}, expected {expected}; download it again")
+        tensors[name] = _tensor(path, data, start + at, name, *rest)
+        end = at + tensors[name].raw.nbytes
+    return File(path, metadata, tensors)
 
 
 class _Header:
@@ -134,10 +143,15 @@ class _Header:
             raise ValueError(f"{self.path}: got {what}, expected a little-endian GGUF file of version 2 or 3")
         return self.number("Q"), self.number("Q")
 
+    def expect(self, size: int) -> None:
+        """Raises ValueError if fewer bytes are left."""
+        if self.at + size > len(self.data):
+            where = f"its header does not end within {len(self.data):,} bytes"
+            raise ValueError(f"{self.path} is cut off or damaged ({where}); download it again")
+
     def take(self, size: int) -> memoryview:
+        self.expect(size)
         self.at += size
-        if self.at > len(self.data):
-            raise ValueError(f"{self.path} is cut off or damaged (it ends within its header); download it again")
         return self.data[self.at - size : self.at]
 
     def number(self, kind: str) -> Any:
@@ -156,6 +170,7 @@ class _Header:
                 bytes_of_one = _LITTLE[_NUMBERS[kind]].size
                 return np.frombuffer(self.take(count * bytes_of_one), f"<{_NUMBERS[kind]}").tolist()
             if kind == _STRING:
+                self.expect(8 * count)  # each begins with its length
                 return [self.string() for _ in range(count)]
         if kind not in _NUMBERS:
             raise ValueError(f"{self.path} is damaged: got a metadata value of type {kind}; download it again")
@@ -177,6 +192,7 @@ def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[in
         block, size = gguf.GGML_QUANT_SIZES[kind]
         gguf.dequantize(np.zeros((1, size), np.uint8), kind)
     except (ValueError, KeyError):
+        name = clipped(name, QUOTED)
         raise ValueError(f"{path}: tensor {name} has the unknown type {number}; a newer gguf package may know it") from None
     except NotImplementedError:
         raise ValueError(f"{path}: tensor {name} has type {kind.name} ({number}), which is not for weights") from None

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax.adaptive import calibration
+from treeflash_jax.checks import INT32
 from treeflash_jax.files import write
 from treeflash_jax.formats import gguf
 from treeflash_jax.formats.gguf import File
+from treeflash_jax.formats.keys import Keys
 
 _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 _WORDS = (
@@ -82,21 +84,17 @@ def build(file: File) -> Any:
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
-    raw, where = {k.removeprefix("tokenizer.ggml."): v for k, v in file.metadata.items()}, str(file.path)
-    if raw.get("model") != "gpt2":
-        raise ValueError(f"{where}: got tokenizer.ggml.model {raw.get('model')!r}, expected 'gpt2' (byte-level BPE)")
-    if raw.get("pre") not in _PRE:
-        raise ValueError(f"{where}: got tokenizer.ggml.pre {raw.get('pre')!r}, expected one of {list(_PRE)}")
-    kind, tokens, merges = _PRE[raw["pre"]], raw.get("tokens"), [tuple(m.split(" ")) for m in raw.get("merges") or ()]
-    if not tokens:
-        raise ValueError(f"{where}: got no tokenizer.ggml.tokens, expected the vocabulary")
-    vocab = {token: i for i, token in enumerate(tokens)}
-    kinds = raw.get("token_type") or [1] * len(tokens)
+    keys = Keys(file.metadata, str(file.path))
+    keys.value(str, "tokenizer.ggml.model", None, "'gpt2' (byte-level BPE)", choices=lambda: ("gpt2",))
+    kind = _PRE[keys.value(str, "tokenizer.ggml.pre", None, f"one of {list(_PRE)}", choices=lambda: tuple(_PRE))]
+    tokens = keys.value(list[str], "tokenizer.ggml.tokens", None, "the texts of the vocabulary")
+    kinds = keys.value(list[int], "tokenizer.ggml.token_type", [1] * len(tokens), "types from 0 to 6", least=0, most=6)
+    pairs = keys.value(list[str], "tokenizer.ggml.merges", [], "pairs of tokens like 'a b'")
+    vocab, merges = {token: i for i, token in enumerate(tokens)}, [tuple(pair.split(" ")) for pair in pairs]
     known = all(len(merge) == 2 and {*merge, "".join(merge)} <= vocab.keys() for merge in merges)
     if len(vocab) != len(tokens) or len(kinds) != len(tokens) or not known:
-        raise ValueError(f"{where}: got a damaged vocabulary (repeated tokens, or lists that do not match)")
-    if raw.get("add_eos_token"):
-        raise ValueError(f"{where}: tokenizer.ggml.add_eos_token is not implemented, expected false")
+        raise ValueError(f"{keys.where}: got a damaged vocabulary (repeated tokens, or lists that do not match)")
+    keys.check_only({"tokenizer.ggml.add_eos_token": (False,)})
     made = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == "llama3"))
     made.pre_tokenizer, made.normalizer = _pre_tokenizer(kind)
     made.decoder = decoders.ByteLevel()
@@ -105,7 +103,7 @@ def build(file: File) -> Any:
         for token, number in zip(tokens, kinds, strict=True) if number in (_CONTROL, _USER_DEFINED)
     ])  # fmt: skip
     bos = special_ids(file).get("bos")
-    if raw.get("add_bos_token", kind == "llama3") and bos is not None:
+    if keys.truth("tokenizer.ggml.add_bos_token", kind == "llama3") and bos is not None:
         template = processors.TemplateProcessing(single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)])
         made.post_processor = template
     return made
@@ -117,14 +115,10 @@ def special_ids(file: File) -> dict[str, int]:
     Raises:
       ValueError: an id outside the vocabulary.
     """
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
-    named = {role: file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "unknown", "padding")}
-    for role, i in named.items():
-        if i is not None and tokens and not 0 <= i < len(tokens):
-            raise ValueError(
-                f"{file.path}: got tokenizer.ggml.{role}_token_id {i}, expected one of its {len(tokens)} tokens"
-            )
-    return {role: i for role, i in named.items() if i is not None}
+    keys, tokens = Keys(file.metadata, str(file.path)), file.metadata.get("tokenizer.ggml.tokens")
+    named = {role: f"tokenizer.ggml.{role}_token_id" for role in ("bos", "eos", "unknown", "padding")}
+    most = len(tokens) - 1 if tokens else INT32
+    return {role: keys.whole(key, least=0, most=most) for role, key in named.items() if key in keys}
 
 
 def _pre_tokenizer(kind: str) -> tuple[Any, Any]:
@@ -147,5 +141,6 @@ def _settings(file: File) -> dict[str, Any]:
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     settings = {names[role]: tokens[i] for role, i in special_ids(file).items()}
     if "tokenizer.chat_template" in file.metadata:
-        settings["chat_template"] = file.metadata["tokenizer.chat_template"]
+        keys = Keys(file.metadata, str(file.path))
+        settings["chat_template"] = keys.value(str, "tokenizer.chat_template", None, "a text")
     return settings | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

@@ -9,6 +9,11 @@ from typing import Any
 from treeflash_jax.checks import INT32, Bounds, fit, quoted
 
 
+def is_among(value: Any, values: Collection[Any]) -> bool:
+    """Returns whether a value equals one of several; 1 and 0 do not stand for true and false."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
+
+
 @dataclass(frozen=True)
 class Keys:
     """The object of a config file, or one inside it.
@@ -65,7 +70,7 @@ class Keys:
     def check_only(self, accepted: Mapping[str, tuple[Any, ...]]) -> None:
         """Raises ValueError where a key has a value that is not implemented; an absent key has the first one."""
         for key, values in accepted.items():
-            if self.raw.get(key, values[0]) not in values:
+            if not is_among(self.raw.get(key, values[0]), values):
                 raise ValueError(
                     f"{self.where}: {key} = {quoted(self.raw[key])} is not implemented, expected {values[0]!r}"
                 )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from treeflash_jax.adaptive import selector
 from treeflash_jax.adaptive.selector import SelectorConfig
-from treeflash_jax.checks import clipped, fit, parse_json
+from treeflash_jax.checks import clipped, fit, parse_json, whole
 from treeflash_jax.formats import safetensors, storage
 from treeflash_jax.params import Entry
 from treeflash_jax.trees import Bucket
@@ -34,7 +34,7 @@ def load(path: Path, mesh: Any = None) -> tuple[SelectorConfig, dict[str, Any]]:
     try:
         raw = parse_json(held[ABOUT].encode())
         buckets = tuple(Bucket(*fit(list[int], bucket, "bucket")) for bucket in raw["buckets"])
-        config = SelectorConfig(**raw | {"buckets": buckets})
+        config = SelectorConfig(**raw | {"buckets": buckets, "width": whole(raw["width"], "width")})
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: got a damaged description ({clipped(error, 120)}); train it again") from None
     with safetensors.open_files(path.parent, [path.name]) as tensors:

@@ -21,6 +21,7 @@ from safetensors.numpy import save as serialize
 
 from treeflash_jax import files
 from treeflash_jax import mesh as meshes
+from treeflash_jax.checks import QUOTED, clipped
 from treeflash_jax.params import Entry, Spec, inside, is_spec
 
 MARK = {"written_by": "treeflash_jax"}  # in the metadata of files that `save` writes
@@ -114,7 +115,7 @@ def _check(
         raise ValueError(f"{where}: {len(missing)} tensors missing, the first is {missing[0]}")
     unknown = sorted(n for n in set(tensors) - set(wanted) - set(spare) if not n.endswith("rotary_emb.inv_freq"))
     if unknown:
-        raise ValueError(f"{where}: {len(unknown)} unknown tensors, the first is {unknown[0]}")
+        raise ValueError(f"{where}: {len(unknown)} unknown tensors, the first is {clipped(unknown[0], QUOTED)}")
     for name, (shape, kind) in wanted.items():
         found = tensors[name]
         if tuple(found.get_shape()) != shape:

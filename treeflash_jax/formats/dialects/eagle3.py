@@ -130,10 +130,10 @@ class Eagle3(Dialect):
             if not any(name.startswith(("midlayer.", "layers.0.")) for name in tensors):
                 raise ValueError(f"{path}: got no tensor under 'midlayer.' or 'layers.0.', expected an EAGLE-3 drafter's")
             fc, expected = tensors.get("fc.weight"), config.num_taps * config.target_hidden_size
-            if fc is not None and fc.get_shape()[-1] != expected:
+            if fc is not None and (inputs := list(fc.get_shape())[-1:]) != [expected]:
                 raise ValueError(
-                    f"{path}: got fc.weight for {fc.get_shape()[-1]} inputs, expected {expected}: {config.num_taps} tapped "
-                    f"layers of width {config.target_hidden_size}"
+                    f"{path}: got fc.weight for {inputs} inputs, expected [{expected}]: {config.num_taps} tapped layers of "
+                    f"width {config.target_hidden_size}"
                 )
             if "d2t" in tensors:
                 _check_draft_vocabulary(path, config, tensors["d2t"], found.get("t2d"))
@@ -276,6 +276,6 @@ def _check_draft_vocabulary(path: Path, config: EagleConfig, d2t: Tensor, t2d: T
         )
     if t2d is None:
         return
-    listed_v = np.asarray(t2d[0 : t2d.get_shape()[0]]).astype(bool)
-    if listed_v.size != vocab_size or not np.array_equal(np.flatnonzero(listed_v), ids_z):
+    is_list = tuple(t2d.get_shape()) == (vocab_size,)
+    if not is_list or not np.array_equal(np.flatnonzero(np.asarray(t2d[0:vocab_size])), ids_z):
         raise ValueError(f"{path}: tensors t2d and d2t list different tokens, expected the same")

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from treeflash_jax.checks import INT32, Bounds, fit, quoted
+from treeflash_jax.checks import INT32, QUOTED, Bounds, clipped, fit, quoted
 from treeflash_jax.formats import gguf
 from treeflash_jax.formats.architectures import ARCHITECTURES, Architecture, rope
 from treeflash_jax.formats.architectures.record import check_heads, check_layers
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.gguf import File, Tensor
-from treeflash_jax.formats.keys import Keys
+from treeflash_jax.formats.keys import Keys, is_among
 from treeflash_jax.params import Entry
 from treeflash_jax.verifiers.config import ModelConfig, Rope
 
@@ -139,9 +139,10 @@ def verifier_config(file: File) -> ModelConfig:
     values = {key.removeprefix(f"{kind}."): value for key, value in raw.items() if key.startswith(f"{kind}.")}
     for key, value in values.items():
         if key not in (_SIZES | architecture.gguf_sizes.keys()) and (
-            key not in _NEUTRAL or _NEUTRAL[key] not in (None, value)
+            key not in _NEUTRAL or not (_NEUTRAL[key] is None or is_among(value, (_NEUTRAL[key],)))
         ):
-            raise ValueError(f"{where}: {kind}.{key} = {value!r} might change the numbers and is not implemented")
+            setting = f"{clipped(f'{kind}.{key}', QUOTED)} = {quoted(value)}"
+            raise ValueError(f"{where}: {setting} might change the numbers and is not implemented")
 
     def number(key: str, default: float | None = None, whole: bool = True) -> Any:
         value = values.get(key, default)
@@ -206,10 +207,13 @@ def _vocab_size(file: File, stated: Any) -> int:
     table = file.tensors.get("token_embd.weight")
     if table is None:
         raise ValueError(f"{file.path}: 1 tensors missing, the first is token_embd.weight")
-    rows, tokens = table.shape[0], file.metadata.get("tokenizer.ggml.tokens")
+    rows, keys = table.shape[0], Keys(file.metadata, str(file.path))
+    tokens = keys.value(list[Any] | None, "tokenizer.ggml.tokens", None, "a list of texts")
     for what, count in (("vocab_size", stated), ("tokens", None if tokens is None else len(tokens))):
         if count not in (None, rows):
-            raise ValueError(f"{file.path}: got {what} {count} and {rows} rows of token_embd.weight, expected as many")
+            raise ValueError(
+                f"{file.path}: got {what} {quoted(count)} and {rows} rows of token_embd.weight, expected as many"
+            )
     return rows
 
 
