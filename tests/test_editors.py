@@ -91,8 +91,8 @@ def test_results_are_shown_as_text_with_the_answer_first(trained):
 
 def test_models_are_shown_with_what_they_are(tiny, trained):
     assert re.fullmatch(
-        r"TreeFlash\(verifier=tiny \([\d.]+ M parameters\), drafter=tiny \([\d.]+ M parameters\), block, dtype=float32, "
-        r"device=cpu\)",
+        r"TreeFlash\(verifier=tiny \(qwen3, [\d.]+ M parameters\), drafter=tiny \(block, [\d.]+ M parameters\), "
+        r"dtype=float32, device=cpu\)",
         repr(tiny),
     )
     alone = tf.TreeFlash(trained.verifier, trained.weights.replace(drafter=None))

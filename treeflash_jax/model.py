@@ -64,14 +64,16 @@ class TreeFlash:
         self.noted_plain = False  # whether it was said that nothing is drafted
 
     def __repr__(self) -> str:
-        models = zip(self.names, (self.weights.verifier, self.weights.drafter), strict=True)
-        verifier, drafter = (f"{name} ({params.count(tree) / 1e6:,.1f} M parameters)".lstrip() for name, tree in models)
+        def shown(name: str, kind: str, weights: Any) -> str:
+            return f"{name} ({kind}, {params.count(weights) / 1e6:,.1f} M parameters)".lstrip()
+
+        verifier = shown(self.names[0], self.verifier.model_type, self.weights.verifier)
+        drafter = self.drafter and shown(self.names[1], self.drafter.kind, self.weights.drafter)
         dtype = self.dtype.name if self.quantize is None else f"{self.dtype.name}, quantize={self.quantize}"
         device = devices.of_mesh(self.mesh)
         place = device.kind or device.backend
         if self.mesh is not None:
             place += f" x {self.mesh.size}"
-        drafter = None if self.drafter is None else f"{drafter}, {self.drafter.kind}"
         return f"TreeFlash(verifier={verifier}, drafter={drafter}, dtype={dtype}, device={place})"
 
     @property
