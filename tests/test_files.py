@@ -520,7 +520,7 @@ def test_damaged_runs_are_named(toy, tmp_path, name):
     claim(epath.Path(tmp_path), settings)
     damage(tmp_path)
     before = snapshot(tmp_path)
-    refused(lambda: Checkpoints(str(tmp_path), settings, keep=1, best="", mode="min"), words)
+    refused(lambda: Checkpoints(str(tmp_path), settings, {}, keep=1, best="", mode="min"), words)
     assert snapshot(tmp_path) == before
 
 

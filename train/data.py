@@ -8,6 +8,7 @@ Shape suffixes: r rows, t tokens of a row, n tokens of a document, k documents i
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -124,6 +125,17 @@ class Corpus:
         """How often each id occurs, prompts and held-out documents included."""
         packs = (*self.train.values(), *self.held_out.values())
         return sum(np.bincount(packed.tokens, minlength=vocab_size) for packed in packs)
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of the documents of each source, those held out included: tokens, weights and lengths, in order."""
+        digests = {}
+        for name, packed in self.train.items():
+            digest = hashlib.sha256()
+            for part in (packed, self.held_out.get(name, pack([], packed.row_tokens))):
+                for array_ in (part.offsets, part.tokens, part.weights):
+                    digest.update(array_)
+            digests[name] = digest.hexdigest()
+        return digests
 
     def summary(self) -> str:
         """One line a source."""

@@ -99,7 +99,7 @@ def fit(
     with (
         meshes.ambient(mesh),
         lock.held(folders.absolute(config.run) / "run.lock", f"run={config.run}") as mine,
-        Checkpoints(config.run, config, keep=loop.keep, best=loop.best, mode=loop.best_mode) as saved,
+        Checkpoints(config.run, config, corpus.digests(), keep=loop.keep, best=loop.best, mode=loop.best_mode) as saved,
         Termination() as termination,
     ):
         state, update = _started(stage, config, mesh, params, saved, steps)

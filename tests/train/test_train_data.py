@@ -293,6 +293,31 @@ def test_responses_weigh_one_and_the_prompt_nothing(tmp_path):
     assert opened.num_rows == 1 and not opened.held_out
 
 
+def test_digests_change_with_the_documents_of_their_source_alone(tmp_path):
+    answers = [{"prompt": [1, 2], "response": [10 + i, 3]} for i in range(8)]
+    same = write(tmp_path / "same.jsonl", answers)
+
+    def digest(changed: list) -> tuple[str, str]:
+        path = write(tmp_path / "answers.jsonl", changed)
+        sources = [Source(path=str(path), format="responses", hold_out=4) for path in (same, path)]
+        digests = open_sources(sources, DataConfig(row_tokens=8), None, 0).digests()
+        return digests["same"], digests["answers"]
+
+    unchanged, first = digest(answers)
+    assert digest(answers) == (unchanged, first)
+    others = {
+        "a token": [*answers[:2], {"prompt": [1, 2], "response": [12, 4]}, *answers[3:]],
+        "a weight": [{"prompt": [1], "response": [2, 10, 3]}, *answers[1:]],
+        "one held out": [*answers[:3], {"prompt": [1, 2], "response": [13, 4]}, *answers[4:]],
+        "the order": [answers[1], answers[0], *answers[2:]],
+        "one more": [*answers, answers[0]],
+        "one less": answers[:-1],
+    }
+    digests = {name: digest(changed) for name, changed in others.items()}
+    assert {same for same, _ in digests.values()} == {unchanged}
+    assert len({first, *(changed for _, changed in digests.values())}) == 7
+
+
 def test_files_folders_globs_and_repeated_names(tmp_path, tokenizer):
     for folder, name in (("x", "one"), ("x", "two"), ("y", "one")):
         (tmp_path / folder).mkdir(exist_ok=True)

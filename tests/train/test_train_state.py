@@ -285,13 +285,19 @@ def test_held_out_means_are_over_every_source_and_spread_over_its_rows(sizes):
 LOOP = LoopConfig(steps=10, batch=8, log_every=3, save_every=4, evaluate_every=5, keep=1, best="score", best_mode="max")
 
 
-def fit(folder, evaluate=None, **changed):
+def fit(folder, evaluate=None, corpus=None, **changed):
     """(log lines, final weights) of a run."""
     settings = ToySettings(run=str(folder), loop=dataclasses.replace(LOOP, **changed))
     mesh, (params, frozen) = make_mesh(data=2), weights()
     placed = state.place(params, SPECS, mesh, jnp.float32), state.place(frozen, FROZEN, mesh, jnp.float32)
     final = loop.fit(
-        STAGE, config=settings, mesh=mesh, params=placed[0], frozen=placed[1], corpus=corpus_of(), evaluate=evaluate
+        STAGE,
+        config=settings,
+        mesh=mesh,
+        params=placed[0],
+        frozen=placed[1],
+        corpus=corpus or corpus_of(),
+        evaluate=evaluate,
     )
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()], jax.device_get(final)
 
@@ -359,6 +365,12 @@ def test_a_finished_run_only_gives_its_weights(whole, monkeypatch):
     log, final = fit(whole[0], save_every=5)
     assert log == whole[1]
     jax.tree.map(np.testing.assert_array_equal, final, whole[2])
+
+
+def test_other_training_documents_are_refused(whole):
+    """The same command, whose files hold other text by now."""
+    with pytest.raises(ValueError, match="the documents of train changed after step 10 was trained"):
+        fit(whole[0], corpus=corpus_of(train_rows=41), save_every=5)
 
 
 def test_nothing_is_saved_once_a_loss_is_not_finite(tmp_path, monkeypatch):
