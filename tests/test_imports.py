@@ -29,6 +29,7 @@ LAYERS = (
     {"memory", "formats", "prompts"},
     {"settings", "draw", "inputs", "planning"},
     {"batching"},
+    {"session"},
     {"results"},
     {"serving", "model"},
     {"pairs"},

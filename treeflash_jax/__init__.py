@@ -13,11 +13,12 @@ from treeflash_jax.mesh import make_mesh
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.prompts import Text
 from treeflash_jax.results import Chunk, Result
+from treeflash_jax.session import Session
 from treeflash_jax.settings import GenerateConfig
 
 __version__ = "0.1.0"
 
-__all__ = ["Chunk", "DrawnTree", "GenerateConfig", "Result", "Text", "TreeFlash", "load", "make_mesh"]
+__all__ = ["Chunk", "DrawnTree", "GenerateConfig", "Result", "Session", "Text", "TreeFlash", "load", "make_mesh"]
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from treeflash_jax import mesh as meshes
 from treeflash_jax.clock import Clock
-from treeflash_jax.decoding.runner import Runner
+from treeflash_jax.decoding.runner import Kept, Runner
 from treeflash_jax.decoding.state import DecodeState
 from treeflash_jax.planning import Row
 
@@ -135,7 +135,15 @@ class Batch:
       state: the runner's.
     """
 
-    def __init__(self, rows: Sequence[Row], size: int, capacity: int, runner: Runner, inputs: Callable[..., Any]):
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        size: int,
+        capacity: int,
+        runner: Runner,
+        inputs: Callable[..., Any],
+        kept: Kept | None = None,
+    ):
         """Reads the prompts of the first sequences.
 
         Args:
@@ -143,13 +151,14 @@ class Batch:
           size: how many of them are decoded together.
           capacity: positions that the caches have at first.
           runner, inputs: see the class.
+          kept: what is known of the one prompt.
         """
         self.rows, self.runner, self.inputs = rows, runner, inputs
         sizes = (meshes.padded(count, runner.mesh) for count in (size, refilled(size)))
         self.places = Places(*sizes, deque(range(len(rows))))
         self.clock = Clock()
         self.state = None
-        self._start(capacity)
+        self._start(capacity, kept)
 
     def turns(self, rounds: int, is_over: Callable[[list[int]], bool] | None = None) -> Iterator[Turn]:
         """Decodes all sequences; yields after the prompts are read and after every dispatch.
@@ -171,10 +180,15 @@ class Batch:
                 self.places.release(ready)
                 self._go_on(rounds)
         except KeyboardInterrupt:
-            if self.state is None or self.runner.inner(self.state).end_b.is_deleted():
-                raise  # the interrupt fell between a donation and its result
+            if self.is_lost:
+                raise
             self.clock.stop()
             yield self._turn(self.places.taken, interrupted=True)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an interrupt fell between the donation of the state and its result."""
+        return self.state is None or self.runner.inner(self.state).end_b.is_deleted()
 
     def compile(self) -> None:
         """Compiles what `turns` runs, growing caches excepted, and decodes nothing."""
@@ -197,10 +211,10 @@ class Batch:
                 self.state = self.runner.grow(self.state, capacity_bucket(2 * capacity), self.clock)
             self.state = self.runner.run(self.state, rounds, self.places.enough, self.clock)
 
-    def _start(self, capacity: int) -> None:
+    def _start(self, capacity: int, kept: Kept | None = None) -> None:
         """Reads the prompts of as many sequences as an empty batch has places for."""
         new = [self.rows[self.places.held[place]] for place in self.places.fill()]
-        self.state = self.runner.start(self.inputs(new, size=self.places.size, capacity=capacity), self.clock)
+        self.state = self.runner.start(self.inputs(new, size=self.places.size, capacity=capacity), self.clock, kept)
 
     def _admit(self) -> None:
         """Reads the prompts of waiting sequences and moves them into free places."""

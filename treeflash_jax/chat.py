@@ -15,6 +15,7 @@ from treeflash_jax import devices
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.planning import rows_of, why_plain
 from treeflash_jax.results import Chunk, Result
+from treeflash_jax.session import Session
 from treeflash_jax.settings import GenerateConfig, Settings
 
 HELP = "/reset forgets the conversation, /tree draws the round that accepted most, /quit or /exit leaves"
@@ -41,7 +42,7 @@ def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -
         console.print(f"[dim]answers come one token at a time: {why}[/dim]")
     console.print(f"[dim]{HELP}[/dim]")
     messages: list[dict[str, str]] = []
-    last = None
+    last, session = None, Session()
     while True:
         try:
             said = console.input("[bold]you:[/bold] ").strip()
@@ -59,7 +60,7 @@ def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -
         elif said:
             messages.append({"role": "user", "content": said})
             try:
-                text, last = _turn(model, console, messages, config)
+                text, last = _turn(model, console, messages, config, session)
                 messages.append({"role": "assistant", "content": text})
             except ValueError as error:
                 console.print(f"error: {error}", markup=False)
@@ -96,13 +97,13 @@ def _draw(console: Console, last: Result | None) -> None:
 
 
 def _turn(
-    model: TreeFlash, console: Console, messages: list[dict[str, str]], config: GenerateConfig
+    model: TreeFlash, console: Console, messages: list[dict[str, str]], config: GenerateConfig, session: Session
 ) -> tuple[str, Result | None]:
     """Streams one answer and prints its statistics. Ctrl-C ends it early: its text so far, and no Result."""
     text, lines = "", Lines(console)
     try:
         with ignored_keyboard(), lines:
-            for piece in model.stream(messages, config=config):
+            for piece in model.stream(messages, config=config, session=session):
                 if isinstance(piece, Chunk):
                     lines.write(piece.text)
                     text += piece.text

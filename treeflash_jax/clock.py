@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 logger = logging.getLogger("treeflash_jax")
 SILENT_SECONDS = 1.0
+REPORT_SECONDS = 2.0  # between two lines about the same prompt
 
 
 @contextmanager
@@ -37,6 +38,20 @@ class Clock:
 
     def stop(self) -> None:
         self.seconds += time.perf_counter() - self._since
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds until now."""
+        return self.seconds + time.perf_counter() - self._since
+
+    def reading(self, positions: Iterable[int], length: int) -> Iterator[int]:
+        """Passes on how many tokens of a prompt have been read; every few seconds, a line in the log says so."""
+        reported = self.elapsed
+        for position in positions:
+            if self.elapsed - reported >= REPORT_SECONDS:
+                reported = self.elapsed
+                logger.warning("reading the prompt: %s of %s tokens", f"{position:,}", f"{length:,}")
+            yield position
 
     @contextmanager
     def paused(self) -> Iterator[None]:

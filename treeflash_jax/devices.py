@@ -149,6 +149,11 @@ class Device:
         return 32 if self.is_cpu else 128
 
     @property
+    def prefill_chunks(self) -> int:
+        """Prefill passes of one dispatch, between which Ctrl-C waits: on a CPU they take a tenth of a second or more."""
+        return 1 if self.is_cpu else 16
+
+    @property
     def peak_flops(self) -> float | None:
         """FLOP/s that the maker of the chip states, or None for a chip that is not in the table."""
         names = [name for name in PEAK_FLOPS if self.kind.startswith(name)]

@@ -23,6 +23,7 @@ from treeflash_jax.inputs import Inputs, inputs_of
 from treeflash_jax.planning import Row, plan_of, resolve, why_plain, with_builder
 from treeflash_jax.prompts import Prompt
 from treeflash_jax.results import Chunk, Result, Results, warn_of_low_tau, with_totals
+from treeflash_jax.session import Session
 from treeflash_jax.settings import MOST_ROWS, GenerateConfig, Settings, takes_settings
 from treeflash_jax.verifiers.config import ModelConfig
 
@@ -163,6 +164,7 @@ class TreeFlash:
         config: GenerateConfig | None = None,
         *,
         rounds_per_dispatch: int = 4,
+        session: Session | None = None,
         **settings: Unpack[Settings],
     ) -> Iterator[Chunk | Result]:
         """Yields the answer to one prompt piece by piece: Chunks while it is generated, then the Result.
@@ -173,6 +175,7 @@ class TreeFlash:
           prompt: one prompt, alone or in a list; see `generate`.
           config: settings. Keyword arguments override single ones.
           rounds_per_dispatch: number of decoding rounds between two chunks.
+          session: keeps the caches for the next prompt of the same conversation; None: everything is read.
           **settings: fields of GenerateConfig.
 
         Raises:
@@ -186,7 +189,7 @@ class TreeFlash:
         config = with_builder(config, self.drafter, request.rows[0].temperature)
         reader = serving.reader_of(self, config)
         sent, shown = 0, ""
-        for turn in serving.batch_of(self, request.rows, 1, config).turns(rounds_per_dispatch, reader.is_over):
+        for turn in serving.batch_of(self, request.rows, 1, config, session).turns(rounds_per_dispatch, reader.is_over):
             [result] = reader.read(turn, (0,))
             text = (result.text or "") if turn.ready else reader.certain(result.text or "")
             yield Chunk(ids=result.ids[sent:], text=text[len(shown) :], rounds=len(result.accept_lengths))

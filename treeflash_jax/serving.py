@@ -17,6 +17,7 @@ from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.memory import check_memory, footprint, room
 from treeflash_jax.planning import Row, rows_of, with_builder, with_indices
 from treeflash_jax.results import Reader, Result
+from treeflash_jax.session import Session
 from treeflash_jax.settings import GenerateConfig
 from treeflash_jax.trees import DraftTree
 
@@ -111,12 +112,21 @@ def fixed_runner(model: TreeFlash, config: GenerateConfig) -> Runner:
     return SelectingRunner(plan, model.weights, model.mesh, params=model.selected(config.selector, plan)[1])
 
 
-def batch_of(model: TreeFlash, rows: Sequence[Row], size: int, config: GenerateConfig) -> Batch:
-    """The sequences, `size` of them together, after the first prompts were read."""
+def batch_of(
+    model: TreeFlash, rows: Sequence[Row], size: int, config: GenerateConfig, session: Session | None = None
+) -> Batch:
+    """The sequences, `size` of them together, after the first prompts were read; of a session, a single one."""
     positions = max(row.length for row in rows) + min(config.max_new_tokens, ROOM_AHEAD) + 1
     runner = runner_of(model, rows, size, positions, config)
     capacity = capacity_bucket(positions + runner.plan.path_rows)
-    return Batch(rows, size, capacity, runner, partial(model.inputs, config=config))
+    inputs = partial(model.inputs, config=config)
+    kept = session.take(runner, rows[0].ids) if session else None
+    if kept is not None:  # reading goes on anywhere, so that the last chunk may be longer than the prompt
+        capacity = max(capacity, kept[0].capacity, capacity_bucket(rows[0].length + runner.plan.prefill_chunk))
+    batch = Batch(rows, size, capacity, runner, inputs, kept)
+    if session:
+        session.batch = batch
+    return batch
 
 
 def reader_of(model: TreeFlash, config: GenerateConfig) -> Reader:

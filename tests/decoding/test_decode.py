@@ -113,7 +113,7 @@ def test_nothing_recompiles_when_only_values_change(trained):
         assert not compiled
         programs.clear()
         run(1)
-        assert {"jit(prefill)", "jit(decode)"} <= {*compiled}, "control: these names are heard of when programs compile"
+        assert {"jit(read)", "jit(decode)"} <= {*compiled}, "control: these names are heard of when programs compile"
 
 
 @pytest.mark.usefixtures("as_users_compile")
@@ -259,7 +259,7 @@ def test_models_of_equal_sizes_share_programs():
     how = {"nodes": 4, "candidates": 4, "children": 4, "max_new_tokens": 9, "stop_ids": []}
     [first] = model.generate(PROMPT, **how)
     compiled = programs.compiled()
-    assert {program.function for program in compiled} == {core.prefill, core.decode} and first.compile_seconds > 0
+    assert {program.function for program in compiled} == {core.begin, core.read, core.decode} and first.compile_seconds > 0
     [second] = other.generate(PROMPT, **how)
     assert programs.compiled() == compiled and second.compile_seconds == 0
     assert second.ids != first.ids
@@ -277,7 +277,7 @@ def test_after_a_warmup_nothing_compiles(monkeypatch, caplog):
     [note] = [record.message for record in caplog.records]
     assert note.startswith("compiling, once for this batch size, length and tree")
     compiled = programs.compiled()
-    assert {program.function for program in compiled} == {core.prefill, core.decode, core.admit}
+    assert {program.function for program in compiled} == {core.begin, core.read, core.decode, core.admit}
     results = model.generate([PROMPT, [7, 8], [9]], temperature=[0.0, 0.9, 0.0], stop_ids=[1, 2], **settings)
     assert programs.compiled() == compiled and [result.compile_seconds for result in results] == [0, 0, 0]
     assert model.warmup(prompt_tokens=30, num_prompts=3, **settings) == 0

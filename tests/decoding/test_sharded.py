@@ -70,7 +70,9 @@ def test_heads_that_the_mesh_does_not_divide_are_replicated_not_gathered(expecte
     programs.clear()
     [*_, result] = model.stream(PROMPTS[0], **TREE, max_new_tokens=24, rounds_per_dispatch=2)
     assert result.ids == expected[0]
-    assert len(programs.compiled()) == 2, "prefill and decode: a program hands on the layout that the next one takes"
+    assert len(programs.compiled()) == 3, "begin, read, decode: a program hands on the layout that the next one takes"
+    [*_, result] = model.stream(PROMPTS[0] * 20, **TREE, max_new_tokens=2)
+    assert len(programs.compiled()) == 3, "a prompt that is read in pieces as well"
     assert_small_gathers()
 
 

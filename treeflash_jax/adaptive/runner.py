@@ -35,11 +35,8 @@ class AdaptiveRunner(Runner):
     def adaptive(self) -> AdaptivePlan:
         return AdaptivePlan(base=self.plan, buckets=self.decision.buckets)
 
-    def start(self, inputs: tuple[Any, ...], clock: Clock | None = None) -> AdaptiveState:
-        return self.begin(self.prefill(inputs, clock))
-
     def begin(self, decode: DecodeState) -> AdaptiveState:
-        """The state of sequences that have read their prompts, with a fresh budget, in place on the mesh."""
+        """The state with a fresh budget, in place on the mesh."""
         times = budgets.RoundTimes(
             positions_c=np.array(self.decision.positions, np.float32),
             round_cn=np.array(self.decision.round_seconds, np.float32),

@@ -212,8 +212,7 @@ class SelectingRunner(Runner):
 
     params: Any
 
-    def start(self, inputs: tuple[Any, ...], clock: Clock | None = None) -> SelectingState:
-        decode = self.prefill(inputs, clock)
+    def begin(self, decode: DecodeState) -> SelectingState:
         return SelectingState(decode, *self._zeros(decode))
 
     def _zeros(self, decode: DecodeState) -> list[jax.Array]:
@@ -224,8 +223,7 @@ class SelectingRunner(Runner):
 
     def draft(self, inputs: tuple[Any, ...], length: int, anchor: int) -> trees.DraftTree:
         """`Runner.draft` of the tree that a first round below this anchor would choose: it knows of no earlier ones."""
-        decode = self.anchored(inputs, length, anchor)
-        state = SelectingState(decode, *self._zeros(decode))
+        state = self.begin(self.anchored(inputs, length, anchor))
         return self.call(draft, self.weights, self.params, state, plan=self.plan)
 
     def run(self, state: SelectingState, rounds: int, enough: int, clock: Clock | None = None) -> SelectingState:

@@ -1,7 +1,7 @@
 """The loops around rounds, as pure functions of a donated state.
 
-`decode` runs rounds (rounds.py) inside one program until every row is done (or a few at a time, for streaming); `prefill`
-runs the prompts in fixed chunks, so one program serves all prompt lengths.
+`decode` runs rounds (rounds.py) inside one program until every row is done (or a few at a time, for streaming); `read`
+runs the prompts in fixed chunks, so one program serves all prompt lengths, from what a state of `begin` holds of them.
 
 Shape suffixes: b batch, s token slots, t chunk tokens, d model, v vocabulary.
 """
@@ -36,21 +36,47 @@ def prefill(
     *,
     plan: DecodePlan,
 ) -> DecodeState:
-    """Reads the prompts and emits each row's first token.
+    """Reads prompts in one dispatch and emits the first token of each: `begin`, then `read` to the end.
 
     Args:
       weights: parameters.
-      tokens_bs: prompts, right-padded to the cache capacity, a multiple of the chunk.
+      tokens_bs: prompts, right-padded to the cache capacity.
       length_b: prompt lengths, at least 1.
       sampling: per-row settings.
-      first_b: the first tokens, where they are known already; None: they are sampled.
+      first_b: see `read`.
       plan: static.
-
-    Returns:
-      The DecodeState after the first token.
     """
-    cache, drafter, last = _read(weights, tokens_bs, length_b, plan)
+    state = begin(tokens_bs, length_b, sampling, plan=plan, dtype=weights.verifier["embed"].dtype)
+    chunks = tokens_bs.shape[1] // plan.chunk(tokens_bs.shape[1])
+    return read(weights, state, length_b, jnp.int32(chunks), first_b, plan=plan)
+
+
+@partial(jax.jit, static_argnames=("plan", "dtype"), donate_argnames=("kept",))
+def begin(
+    tokens_bs: jax.Array,
+    length_b: jax.Array,
+    sampling: Sampling,
+    kept: DecodeState | None = None,
+    kept_b: jax.Array | None = None,
+    *,
+    plan: DecodePlan,
+    dtype: Any,
+) -> DecodeState:
+    """Returns the state of sequences whose prompts have not been read, or only up to what an earlier state holds of them.
+
+    Args:
+      tokens_bs, length_b, sampling: see `prefill`.
+      kept: an earlier state of equal shape, donated, whose tokens begin like the prompts; None: empty caches.
+      kept_b: number of prompt tokens that its caches keep, less than the prompt has. The drafter has seen them too.
+      plan, dtype: static; dtype of the caches.
+    """
     batch, capacity = tokens_bs.shape
+    drafter = None
+    if kept is not None:
+        cache, drafter = kept.cache.cut(kept_b), kept.drafter.cut(kept_b) if plan.drafts else None
+    else:
+        cache = caches.allocate(plan.verifier, batch, capacity, dtype)
+        drafter = drafters.of(plan.drafter).init(plan.drafter, batch, capacity, dtype) if plan.drafts else None
     state = DecodeState(
         tokens_bs=tokens_bs,
         end_b=length_b,
@@ -63,42 +89,68 @@ def prefill(
         expected_bs=jnp.zeros((batch, capacity), jnp.float32) if plan.expected_lengths else None,
         sampling=sampling,
     )
-    state = rounds.first_token(weights, state, last["hidden"], plan, first_b)
+    return pin(state)
+
+
+@partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
+def read(
+    weights: Weights,
+    state: DecodeState,
+    length_b: jax.Array,
+    max_chunks: jax.Array,
+    first_b: jax.Array | None = None,
+    *,
+    plan: DecodePlan,
+) -> DecodeState:
+    """Reads on in the prompts and emits the first token of those that are read to their end.
+
+    Args:
+      weights: parameters.
+      state: from `begin` or an earlier `read`; donated. The last chunk, padding included, has to fit its capacity.
+      length_b: prompt lengths.
+      max_chunks: int32 scalar, number of chunks after which to stop.
+      first_b: the first tokens, where they are known already; None: they are sampled.
+      plan: static.
+    """
+    cache, drafter, last = _read(weights, pin(state), length_b, max_chunks, plan)
+    count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # of first tokens
+    state = state.replace(cache=cache, drafter=drafter)
+    state = rounds.first_token(weights, state, last["hidden"], count_b, plan, first_b)
     if plan.drafts and drafters.of(plan.drafter).READS_TOKENS:  # the first token belongs to the last row
-        first_b1, one_b = trees.pick(state.tokens_bs, length_b[:, None]), jnp.ones_like(length_b)
-        drafter = rounds.extend_drafter(weights, drafter, plan, last["features"][:, None], first_b1, one_b)
+        first_b1 = trees.pick(state.tokens_bs, length_b[:, None])
+        drafter = rounds.extend_drafter(weights, drafter, plan, last["features"][:, None], first_b1, count_b)
     return pin(state.replace(drafter=drafter))
 
 
-def _read(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, plan: DecodePlan) -> tuple[Any, Any, dict[str, Any]]:
-    """The caches of verifier and drafter after the prompts, and what both need of the last position of each [b, d].
+def _read(
+    weights: Weights, state: DecodeState, length_b: jax.Array, max_chunks: jax.Array, plan: DecodePlan
+) -> tuple[Any, Any, dict[str, Any]]:
+    """The caches of verifier and drafter after some chunks, and what both need of the last prompt position [b, d].
 
     A drafter that reads tokens has not seen the last position, whose token is not known yet.
     """
-    batch, capacity = tokens_bs.shape
-    chunk = min(plan.prefill_chunk, capacity)
+    batch, capacity = state.tokens_bs.shape
+    chunk = plan.chunk(capacity)
     dtype = weights.verifier["embed"].dtype
-    drafter = drafters.of(plan.drafter).init(plan.drafter, batch, capacity, dtype) if plan.drafts else None
     reads_prompt = plan.drafts and drafters.reads_prompt(plan.drafter)
     waits = plan.drafts and drafters.of(plan.drafter).READS_TOKENS
     width = plan.verifier.hidden_size
     last = {"hidden": jnp.zeros((batch, width), dtype)}
     last |= {"features": jnp.zeros((batch, width * len(plan.taps)), dtype)} if waits else {}
-    mask_btt, next_bs = verifier.causal_mask(batch, chunk), jnp.roll(tokens_bs, -1, axis=1)
+    mask_btt = verifier.causal_mask(batch, chunk)
 
     def step(carry):
         index, cache, drafter, last = carry
         cache = caches.pin(cache)
-        offset = index * chunk
-        tokens_bt, next_bt = (lax.dynamic_slice_in_dim(x_bs, offset, chunk, axis=1) for x_bs in (tokens_bs, next_bs))
-        count_b = jnp.clip(length_b - offset, 0, chunk)
         positions_bt = cache.length_b[:, None] + jnp.arange(chunk)
+        tokens_bt, next_bt = (trees.pick(state.tokens_bs, positions_bt + ahead) for ahead in (0, 1))
+        count_b = jnp.clip(length_b - cache.length_b, 0, chunk)
         out = verifier.forward(
             weights.verifier, plan.verifier, tokens_bt, positions_bt, mask_btt, cache,
             taps=plan.taps, attention=plan.attention,
         )  # fmt: skip
         if plan.drafts:
-            known_b = jnp.clip(length_b - 1 - offset, 0, chunk) if waits and not reads_prompt else count_b
+            known_b = jnp.clip(length_b - 1 - cache.length_b, 0, chunk) if waits and not reads_prompt else count_b
             shown = (None, tokens_bt) if reads_prompt else (out.features_btj, next_bt)
             drafter = meshes.pin(drafter, drafter.axes())
             drafter = rounds.extend_drafter(weights, drafter, plan, *shown, known_b)
@@ -113,9 +165,11 @@ def _read(weights: Weights, tokens_bs: jax.Array, length_b: jax.Array, plan: Dec
         kept_b = jnp.where(jnp.isnan(last["hidden"][:, 0]), 0, count_b)
         return index + 1, caches.append(cache, out.rows, kept_b), drafter, last
 
-    chunks = (jnp.max(length_b) + chunk - 1) // chunk
-    carry = (jnp.zeros_like(chunks), caches.allocate(plan.verifier, batch, capacity, dtype), drafter, last)
-    return lax.while_loop(lambda carry: carry[0] < chunks, step, carry)[1:]
+    def goes_on(carry):
+        return (carry[0] < max_chunks) & jnp.any(carry[1].length_b < length_b)
+
+    carry = jnp.zeros_like(max_chunks), state.cache, state.drafter, last
+    return lax.while_loop(goes_on, step, carry)[1:]
 
 
 @partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))

@@ -266,14 +266,22 @@ def commit_path(
 
 
 def first_token(
-    weights: Weights, state: DecodeState, last_bd: jax.Array, plan: DecodePlan, given_b: jax.Array | None = None
+    weights: Weights,
+    state: DecodeState,
+    last_bd: jax.Array,
+    count_b: jax.Array,
+    plan: DecodePlan,
+    given_b: jax.Array | None = None,
 ) -> DecodeState:
-    """The state after the token that follows each prompt, whose last row is `last_bd`: sampled, unless it is given."""
+    """The state after the token that follows each prompt, whose last row is `last_bd`: sampled, unless it is given.
+
+    Sequences with `count_b` 0 in place of 1 get none.
+    """
     logits_bnv = verifier.logits(weights.verifier, last_bd[:, None])
     picks_bp = _target_rows(logits_bnv, state.sampling).sample(_noise(state, 1, logits_bnv))
     picks_bp = picks_bp if given_b is None else given_b[:, None]
     log_probs_bp = _token_log_probs(logits_bnv, picks_bp) if plan.log_probs else None
-    return _emit(state, picks_bp, jnp.ones_like(state.end_b), log_probs_bp)[0]
+    return _emit(state, picks_bp, count_b, log_probs_bp)[0]
 
 
 def _anchor(state: DecodeState) -> jax.Array:

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax import drafters, programs
+from treeflash_jax import devices, drafters, programs
 from treeflash_jax import mesh as meshes
 from treeflash_jax.clock import Clock
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.trees import DraftTree
+
+Kept = tuple[DecodeState, int]  # an earlier state, donated, and how many tokens of the one prompt its caches keep
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,13 @@ class Runner:
     weights: Weights
     mesh: Any = None
 
-    def start(self, inputs: tuple[Any, ...], clock: Clock | None = None) -> Any:
+    def start(self, inputs: tuple[Any, ...], clock: Clock | None = None, kept: Kept | None = None) -> Any:
         """The state of sequences whose prompts have been read (`inputs.inputs_of`)."""
-        return self.prefill(inputs, clock)
+        return self.begin(self.prefill(inputs, clock, kept))
+
+    def begin(self, decode: DecodeState) -> Any:
+        """The state around that of sequences whose prompts have been read."""
+        return decode
 
     def run(self, state: Any, rounds: int, enough: int, clock: Clock | None = None) -> Any:
         """The state after at most so many rounds, or after `enough` sequences are done."""
@@ -73,14 +79,36 @@ class Runner:
     def call(self, function: Any, *args: Any, clock: Clock | None = None, **static: Any) -> Any:
         return programs.call(function, *args, mesh=self.mesh, clock=clock, **static)
 
-    def prefill(self, inputs: tuple[Any, ...], clock: Clock | None = None) -> DecodeState:
-        return self.call(loops.prefill, self.weights, *inputs, clock=clock, plan=self.plan.for_prefill())
+    def prefill(
+        self,
+        inputs: tuple[Any, ...],
+        clock: Clock | None = None,
+        kept: Kept | None = None,
+        first_b: jax.Array | None = None,
+    ) -> DecodeState:
+        """Reads prompts, a few chunks per dispatch: in between, the clock reports and Ctrl-C is heeded."""
+        tokens_bs, length_b, _ = inputs
+        clock = clock or Clock()
+        plan, capacity, count = self.plan.for_prefill(), tokens_bs.shape[1], 0
+        earlier: tuple[Any, ...] = ()
+        if kept is not None:
+            state, count = kept
+            if state.capacity < capacity:
+                state = self.call(loops.grow, state, clock=clock, capacity=capacity)
+            earlier = state, meshes.place(jnp.full(length_b.shape, count, jnp.int32), self.mesh)
+        dtype = self.weights.verifier["embed"].dtype
+        state = self.call(loops.begin, *inputs, *earlier, clock=clock, plan=plan, dtype=dtype)
+        longest, chunks = int(np.max(meshes.to_host(length_b))), devices.of_mesh(self.mesh).prefill_chunks
+        for _ in clock.reading(range(count, longest, chunks * plan.chunk(capacity)), longest):
+            args = state, length_b, jnp.int32(chunks), first_b
+            state = jax.block_until_ready(self.call(loops.read, self.weights, *args, clock=clock, plan=plan))
+        return state
 
     def anchored(self, inputs: tuple[Any, ...], length: int, anchor: int) -> DecodeState:
         """The state of the one prompt, of this length, in these inputs, followed by `anchor`."""
         if drafters.of(self.plan.drafter).READS_TOKENS:  # and has to be shown this one
             first_b = meshes.place(jnp.full(inputs[1].shape, anchor, jnp.int32), self.mesh)
-            return self.call(loops.prefill, self.weights, *inputs, first_b, plan=self.plan.for_prefill())
+            return self.prefill(inputs, first_b=first_b)
         state = self.prefill(inputs)
         return state.replace(tokens_bs=state.tokens_bs.at[0, length].set(anchor))
 

@@ -5,6 +5,7 @@ Shape suffixes: b batch, s token slots, x stop ids.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ class DecodePlan:
       shape: sizes of a tree whose nodes are drawn.
       rule: acceptance rule, lossless for the builder's law.
       attention: attention implementation.
-      prefill_chunk: prompt tokens per prefill pass.
+      prefill_chunk: prompt tokens per prefill pass, at most.
       log_probs: whether to keep the verifier's log-probability of every emitted token.
       expected_lengths: whether to keep what every round was expected to commit.
     """
@@ -55,6 +56,10 @@ class DecodePlan:
     def path_rows(self) -> int:
         """Rows of the longest path a round can accept, root included."""
         return 1 + min(self.drafter.num_depths, self.num_nodes - 1) if self.drafts else 1
+
+    def chunk(self, capacity: int) -> int:
+        """Prompt tokens per prefill pass into caches of this capacity, which it divides."""
+        return math.gcd(self.prefill_chunk, capacity)
 
     def for_prefill(self) -> DecodePlan:
         """The plan that all plans with the same prefill share."""

@@ -68,6 +68,9 @@ class State(Protocol):
     def grow(self, capacity: int) -> State:
         """The same state with room for `capacity` positions."""
 
+    def cut(self, length_b: jax.Array) -> State:
+        """The state after the first `length_b` positions alone, fewer than it has; more of them are added afterwards."""
+
 
 class Drafter(Protocol):
     """The functions of a drafter's module. Its state (`State`) is opaque to everyone else.

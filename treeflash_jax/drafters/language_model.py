@@ -98,6 +98,10 @@ class LanguageModelState:
     def grow(self, capacity: int) -> LanguageModelState:
         return self.replace(context=caches.grow(self.context, capacity))
 
+    def cut(self, length_b: jax.Array) -> LanguageModelState:
+        shift_byf = None if self.shift_byf is None else jnp.zeros_like(self.shift_byf)  # prompts are not steered
+        return self.replace(context=self.context.cut(length_b), shift_byf=shift_byf)
+
 
 def steered(config: LanguageModelConfig, steering: SteeringConfig) -> LanguageModelConfig:
     """See `Drafter.steered`."""

@@ -96,6 +96,9 @@ class NgramState:
     def grow(self, capacity: int) -> NgramState:
         return self.replace(tokens_bs=jnp.pad(self.tokens_bs, ((0, 0), (0, capacity - self.tokens_bs.shape[1]))))
 
+    def cut(self, length_b: jax.Array) -> NgramState:
+        return self.replace(length_b=length_b)
+
 
 def choose(config: NgramConfig, options: Any) -> tuple[NgramConfig, NgramSettings]:
     """The config and the settings of a draft that a user's options ask for; see `drafters.Drafter`."""

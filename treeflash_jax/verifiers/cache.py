@@ -46,6 +46,10 @@ class KVCache:
     def capacity(self) -> int:
         return self.groups[0][0].keys_bkse.shape[2]
 
+    def cut(self, length_b: jax.Array) -> KVCache:
+        """The first `length_b` committed rows of each sequence."""
+        return self.replace(length_b=length_b)
+
 
 NewRows = tuple[tuple[tuple[jax.Array, jax.Array], ...], ...]
 

@@ -39,6 +39,9 @@ class DrafterState:
     def grow(self, capacity: int) -> DrafterState:
         return DrafterState(context=caches.grow(self.context, capacity))
 
+    def cut(self, length_b: jax.Array) -> DrafterState:
+        return DrafterState(context=self.context.cut(length_b))
+
 
 def specs(config: DrafterConfig) -> dict[str, Any]:
     """Weights of the backbone. Embedding and vocabulary matrix are the verifier's."""

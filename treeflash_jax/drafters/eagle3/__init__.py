@@ -54,6 +54,9 @@ class EagleState:
     def grow(self, capacity: int) -> EagleState:
         return self.replace(context=caches.grow(self.context, capacity))
 
+    def cut(self, length_b: jax.Array) -> EagleState:
+        return self.replace(context=self.context.cut(length_b))
+
 
 def choose(config: EagleConfig, options: Any) -> tuple[EagleConfig, LaneSettings]:
     """The config and the settings of a draft that a user's options ask for; see `drafters.Drafter`.

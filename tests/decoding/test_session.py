@@ -1,0 +1,90 @@
+"""Caches that are kept between the answers of a conversation, and prompts that are read in pieces."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import numpy as np
+import pytest
+from conftest import RANDOM_MODEL
+from test_every_drafter import KINDS
+
+import treeflash_jax as tf
+from treeflash_jax import clock, drafters, params, programs
+from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.runner import Runner
+from treeflash_jax.decoding.state import Weights
+from treeflash_jax.verifiers import forward as verifier
+
+pytestmark = pytest.mark.filterwarnings("ignore:tau is")
+
+
+def pair(kind: str | None, dtype: str) -> tf.TreeFlash:
+    """Random weights of a verifier and of a drafter of this kind."""
+    config = KINDS.get(kind)
+    specs = [verifier.specs(RANDOM_MODEL)] + ([drafters.of(config).specs(config)] if kind else [])
+    weights = [params.initialize(spec, jax.random.key(i), scale=0.3) for i, spec in enumerate(specs)]
+    weights = jax.tree.map(lambda x: x.astype(dtype), weights)
+    return tf.TreeFlash(RANDOM_MODEL, Weights(*weights), drafter=config)
+
+
+def answer(model: tf.TreeFlash, prompt: list[int], session: tf.Session | None, **settings) -> list[int]:
+    *_, result = model.stream(prompt, session=session, **settings)
+    return result.ids
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "block", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "ngram", "language model"))]
+)
+def test_answers_with_kept_caches_are_those_without(kind, monkeypatch):
+    """Four turns in float64: a prompt that goes on, one whose earlier message changed, one that outgrows the caches."""
+    counts, take = [], tf.Session.take
+
+    def note(*args):
+        kept = take(*args)
+        counts.append(kept and kept[1])
+        return kept
+
+    monkeypatch.setattr(tf.Session, "take", note)
+    settings = {"max_new_tokens": 20, **({"nodes": 8, "children": 4} if kind else {})}
+    with jax.enable_x64(True):
+        model = pair(kind, "float64")
+        for temperature in (0.0, 0.8):
+            rng, session, counts[:] = np.random.default_rng(0), tf.Session(), []
+            prompt, lengths = rng.integers(0, 64, 75).tolist(), []
+            for turn, more in enumerate((3, 40, 80, 0)):
+                alone = answer(model, prompt, None, **settings, temperature=temperature)
+                assert answer(model, prompt, session, **settings, temperature=temperature) == alone
+                prompt = prompt + alone + rng.integers(0, 64, more).tolist()
+                lengths.append(len(prompt) - more - 2)
+                if turn == 1:
+                    prompt[90] = (prompt[90] + 1) % 64
+            assert counts[0] is None and counts[2] == 89, "up to the token before the one that changed"
+            path = session.batch.runner.plan.path_rows
+            assert [counts[i] for i in (1, 3)] == [lengths[i - 1] - path for i in (1, 3)]
+
+
+def test_a_session_starts_anew_with_another_model_or_after_its_state_is_lost(tiny):
+    session, settings = tf.Session(), {"max_new_tokens": 4, "builder": "none"}
+    answer(tiny, [5, 6, 7, 8], session, **settings)
+    runner, batch = session.batch.runner, session.batch
+    assert session.take(runner, [5, 6, 7, 8])[1] == 3 and session.take(runner, [5, 6, 7, 8]) is None
+    session.batch = batch
+    assert session.take(Runner(runner.plan, Weights(dict(tiny.weights.verifier))), [5, 6, 7, 8]) is None
+    for array in jax.tree.leaves(batch.state):
+        array.delete()
+    session.batch = batch
+    assert session.take(runner, [5, 6, 7, 8]) is None
+
+
+def test_a_prompt_is_read_in_pieces_that_are_reported(tiny, monkeypatch, caplog):
+    monkeypatch.setattr(clock, "REPORT_SECONDS", 0.0)
+    config = tiny.resolve(None, {"builder": "none", "max_new_tokens": 4})
+    model_chunk = tiny.plan(config).prefill_chunk
+    length = 2 * model_chunk + 5
+    with caplog.at_level(logging.WARNING, logger="treeflash_jax"):
+        tiny.generate([list(range(length))], config)
+    lines = [record.message for record in caplog.records if record.message.startswith("reading")]
+    assert lines[1:] == [f"reading the prompt: {n:,} of {length:,} tokens" for n in (model_chunk, 2 * model_chunk)]
+    assert len(programs.compiled(loops.read)) >= 1
