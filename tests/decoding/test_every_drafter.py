@@ -60,13 +60,14 @@ def test_a_round_is_one_program_that_copies_no_cache(kind, builder):
     """It runs without a transfer, donates its state, and no loop in it copies a cache."""
     model = a_pair(kind)
     plan, inputs = planned(model, PROMPTS, builder=builder, **TREE if builder == "best-first" else {"children": 4})
-    prefill = loops.prefill.lower(model.weights, *inputs, plan=plan.for_prefill()).compile()
-    state, rounds = prefill(model.weights, *inputs), jax.device_put(jnp.int32(3))
+    begun, rounds = loops.begin(*inputs, plan=plan.for_prefill(), dtype=jnp.float32), jax.device_put(jnp.int32(3))
+    read = loops.read.lower(model.weights, begun, inputs[1], rounds, plan=plan.for_prefill()).compile()
+    state = read(model.weights, begun, inputs[1], rounds)
     decode = loops.decode.lower(model.weights, state, rounds, plan=plan).compile()
     own = [x for x in jax.tree.leaves(state.drafter) if x.ndim == 4]  # keys and values, [b, k, s, e]
     assert bool(own) == (kind != "ngram")
     shapes = {x.shape for x in [*jax.tree.leaves(state.cache.groups), *own]}
-    for program in (prefill, decode):
+    for program in (read, decode):
         assert [line for shape in shapes for line in copies_in_loops(program, shape)] == []
         assert not [word for word in ("callback", "infeed", "outfeed", "send(", "recv(") if word in program.as_text()]
     held = jax.tree.leaves((state.cache.groups, state.drafter))
