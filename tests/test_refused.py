@@ -54,7 +54,7 @@ FEWEST = {
     "records of a benchmark": 100,
     "calibrations": 60,
     "arguments of functions": 20,
-    "command lines": 21,
+    "command lines": 23,
     "weights": 12,
 }
 
@@ -511,10 +511,12 @@ LINES = (
     ("--nodes", "1000000"), ("--nodes", "2147483648"), ("--batch-size", str(2**40)), ("--top-k", "2147483648"),
     ("--nodes", "9" * 5000), ("--samples", str(2**40)), ("--seed", "-1"), ("--temperature", "nan"),
     ("--stop-ids", "9" * 5000), ("--builder", ""), ("--prompt-ids", "x" * 5000), ("--stop", "\udcff"),
-    ("--verifier", "x" * 5000), ("--verifier", "x/" * 900),
-    ("--verifier", "x" * 300 + ".gguf"), ("--verifier", "x" * 99 + "/x"), ("--drafter", "x" * 5000),
-    ("--drafter", "tiny", "--steering", "x" * 5000),
-    ("--drafter", "tiny", "--steering", "x/" * 900), ("check", "--near-tie", "nan"), ("check", "--near-tie", "-1"),
+    ("--verifier", "tiny", "--builder", "delayed", "--selector", "x" * 5000),
+    ("--verifier", "tiny", "--revision", "x" * 5000),
+    ("--verifier", "x" * 5000), ("--verifier", "x/" * 900), ("--verifier", "x" * 300 + ".gguf"),
+    ("--verifier", "x" * 99 + "/x"), ("--verifier", "tiny", "--drafter", "x" * 5000),
+    ("--verifier", "tiny", "--steering", "x" * 5000), ("--verifier", "tiny", "--steering", "x/" * 900),
+    ("check", "--near-tie", "nan"), ("check", "--near-tie", "-1"),
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from treeflash_jax.checks import LONGEST_PATH, clipped
+from treeflash_jax.checks import LONGEST_PATH, clipped, quoted
 from treeflash_jax.formats import gguf, hub
 
 Part = Literal["verifier", "drafter"]
@@ -76,7 +76,7 @@ def choose(
       ValueError: no verifier, or two.
     """
     if (name is None) == (verifier is None):
-        got = "no verifier" if name is None else f"name {name!r} and verifier {str(verifier)!r}"
+        got = "no verifier" if name is None else f"name {quoted(name)} and verifier {quoted(str(verifier))}"
         raise ValueError(
             f"got {got}, expected one of a pair's name ({', '.join(map(repr, PAIRS))}) or verifier=<its place>"
         )
@@ -123,7 +123,7 @@ def _path(name: str | Path, revision: str | None, local_files_only: bool) -> Pat
 def _shipped(part: str, revision: str | None = None, local_files_only: bool = False) -> Path:
     """A folder of the pair that ships with the package."""
     if revision is not None:
-        raise ValueError(f"got revision {revision!r}, expected none with 'tiny', which ships with the package")
+        raise ValueError(f"got revision {quoted(revision)}, expected none with 'tiny', which ships with the package")
     return _ASSETS / "tiny" / part
 
 

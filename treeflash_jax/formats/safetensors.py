@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePath
@@ -9,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from treeflash_jax.checks import QUOTED, clipped, quoted, read_json
+from treeflash_jax.checks import LONGEST_PATH, QUOTED, clipped, quoted, read_json
 from treeflash_jax.files import regular
 
 LONGEST_NAME = 255  # bytes of a file's name
@@ -83,8 +84,8 @@ def _listed(index: Path) -> dict[str, str]:
 
 
 def _open(path: Path, stack: ExitStack) -> Any:
-    if not path.exists():
-        raise ValueError(f"{path} not found; expected a folder with all its safetensors files")
+    if not os.path.exists(path):  # False for names that no file can have, too
+        raise ValueError(f"{clipped(path, LONGEST_PATH)} not found; expected a folder with all its safetensors files")
     regular(path)
     try:
         return stack.enter_context(safe_open(path, framework="np"))
