@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         metavar="SYSTEM",
-        help="system that tau ratios divide by (default: the marginal tree with as many nodes)",
+        help="system that tau ratios divide by (default: marginal, the tree without the head, with as many nodes)",
     )
     parser.add_argument("--resamples", type=int, default=RESAMPLES, help="bootstrap resamples (default: %(default)s)")
     parser.add_argument("--plot", metavar="FILE", help="picture of tokens per round over nodes (needs matplotlib)")
@@ -234,7 +234,7 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
         + (f"{settings[QUANTIZE]} verifier, " if settings[QUANTIZE] else "")
         + f"at most {settings['max_new_tokens']} new tokens, top-k {settings['top_k']}, top-p {settings['top_p']:g}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + ". tau: tokens that a round adds to its answer, bonus included"
+        + ". tau: tokens that a round adds to its answer, the verifier's own token after the accepted ones included"
         + (" (last rounds in full, even where they were cut)" if summary["schema"] == 1 else "")
         + "; brackets: 95 % paired bootstrap over prompts; "
         "identical: answers equal to one-token decoding."
