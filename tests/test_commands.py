@@ -8,6 +8,7 @@ import os
 import re
 import select
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,10 +16,12 @@ from conftest import DATA, random_pair
 from rich.console import Console
 from safetensors import safe_open
 
+import treeflash_jax as tf
 from treeflash_jax import chat, cli
-from treeflash_jax.check import check
+from treeflash_jax.check import Divergence, check, divergence
 from treeflash_jax.cli import main
 from treeflash_jax.model import TreeFlash
+from treeflash_jax.planning import Row
 
 PAIR = DATA / "conformance" / "b_trained"
 MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter"), "--candidates", "8", "--children", "8"]
@@ -35,12 +38,12 @@ def test_check_reports_identical_output(capsys):
     arguments = ["check", *MODEL, "--nodes", "16", "--prompt-ids", "3 4 5", "--prompt-ids", "9 8", "--json"]
     assert main([*arguments, "--temperature", "0.8", "--max-new-tokens", "30"]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [record["identical"] for record in records] == [True, True]
+    assert [record["identical"] for record in records] == [True, True] and records[0]["verdict"] == "PASS"
     assert records[0]["divergence"] is None and records[0]["tokens"] == 30 and records[0]["tau"] > 1
 
 
 @pytest.mark.filterwarnings("ignore:tau is")
-def test_check_finds_the_first_difference_and_its_gap(monkeypatch):
+def test_check_finds_the_first_difference_and_says_what_it_means(monkeypatch, capsys):
     model = random_pair()
     [honest] = check(model, [[1, 2, 3]], max_new_tokens=12, nodes=8, candidates=4, children=4)
     assert honest.divergence is None
@@ -56,7 +59,38 @@ def test_check_finds_the_first_difference_and_its_gap(monkeypatch):
     [case] = check(model, [[1, 2, 3]], max_new_tokens=12, nodes=8, candidates=4, children=4)
     assert case.divergence.index == 5
     assert case.divergence.drafted != case.divergence.plain == honest.plain.ids[5]
-    assert case.divergence.gap > 0
+    assert case.divergence.gap > 1e-4 and not case.passed() and case.passed(near_tie=1e9)
+
+    monkeypatch.setattr(tf, "load", lambda *_, **__: model)
+    command = "check --max-new-tokens 12 --nodes 8 --candidates 4 --children 4 --prompt-ids".split()
+    assert main([*command, "1 2 3"]) == 1
+    assert re.search(
+        "prompt 0: FAIL, differs from token 5 on .* apart, more than float32 .*\nFAIL: 1 prompts", stdout(capsys)
+    )
+    assert main([*command, "1 2 3", "--near-tie", "1e9"]) == 0
+    assert re.search("prompt 0: PASS, .*near-tie: .*float32 rounding; not an error\nPASS: .*, 1 near-ties", stdout(capsys))
+
+
+def stdout(capsys) -> str:
+    return capsys.readouterr().out
+
+
+def test_a_near_tie_is_a_few_units_of_rounding_of_the_logits():
+    tie = partial(Divergence, index=0, drafted=1, plain=2)
+    assert tie(gap=1.0, rounding=0.125).is_near_tie() and not tie(gap=1.1, rounding=0.125).is_near_tie()
+    assert tie(gap=1e-4, rounding=2e-6).is_near_tie() and not tie(gap=2e-4, rounding=2e-6).is_near_tie()
+    assert not tie(gap=0.5, rounding=0.125).is_near_tie(0.4) and not tie(gap=None, rounding=0.125).is_near_tie(9.0)
+
+
+def test_the_gap_counts_the_noise_that_draws_the_token():
+    """The drawn token has the largest score, so its distances to two others differ by the distance between these."""
+    model, prompts = random_pair(), [[1, 2, 3], [5]]
+    drawn = model.generate(prompts, builder="none", max_new_tokens=3, temperature=2.0, seed=7)[1].ids
+    row = Row(1, prompts[1], 2.0, 0, 1.0, 7)
+    others = [token for token in range(12) if token != drawn[2]]
+    gaps = [divergence(model, row, [*drawn[:2], token], drawn).gap for token in others]
+    between = [divergence(model, row, [*drawn[:2], token], [*drawn[:2], others[0]]).gap for token in others[1:]]
+    np.testing.assert_allclose(np.abs(np.array(gaps[1:]) - gaps[0]), between, atol=1e-4)
 
 
 def test_convert_there_and_back_gives_the_same_bits(tmp_path, capsys):

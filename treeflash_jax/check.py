@@ -11,32 +11,47 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax import devices
+from treeflash_jax import devices, vocab
 from treeflash_jax import mesh as meshes
+from treeflash_jax.decoding.rounds import VERIFY_STREAM
 from treeflash_jax.model import TreeFlash
-from treeflash_jax.planning import drafting, resolve, values
+from treeflash_jax.planning import Row, drafting, resolve, rows_of, values
 from treeflash_jax.prompts import Prompt
 from treeflash_jax.results import Result
 from treeflash_jax.settings import NO_DRAFTER, Settings, renamed, takes_settings
 from treeflash_jax.verifiers import forward as model_code
 
+NEAR_TIE = 1e-4  # largest gap between two logits that is put down to rounding,
+ROUNDINGS = 8  # or so many units of rounding of the larger logit, if that is more: in bfloat16 it is
+
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Where two outputs part.
+    """First token at which two answers to one prompt differ.
 
     Attributes:
-      index: of the first generated token that differs.
-      drafted: the token of the drafted output, None where it had ended.
-      plain: the token of the one-token output, None where it had ended.
-      gap: difference of the verifier's two largest logits there, after one pass over the common prefix. A gap of the
-        order of the dtype's rounding is a near-tie that a wide and a narrow matrix product may decide differently.
+      index: number of generated tokens before it.
+      drafted: token of the drafted answer, None if it had ended.
+      plain: token of the one-token answer, None if it had ended.
+      gap: difference of the two tokens' logits after one pass over the common prefix, at a temperature above 0 with the
+        noise that decides between them; None if an answer had ended.
+      rounding: unit of rounding of the larger logit in the compute dtype.
     """
 
     index: int
     drafted: int | None
     plain: int | None
-    gap: float
+    gap: float | None
+    rounding: float
+
+    def is_near_tie(self, limit: float | None = None) -> bool:
+        """Tells whether rounding explains the difference: a wide and a narrow matrix product round differently.
+
+        Args:
+          limit: largest gap of a near-tie; None derives it from the dtype: ROUNDINGS units of rounding, at least NEAR_TIE.
+        """
+        limit = max(NEAR_TIE, ROUNDINGS * self.rounding) if limit is None else limit
+        return self.gap is not None and self.gap <= limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +60,7 @@ class Check:
 
     Attributes:
       drafted, plain: both answers.
-      divergence: None where they are equal.
+      divergence: None if they are equal.
       quantize: scheme of the verifier that gave both: `meaning` says what their equality means.
     """
 
@@ -53,6 +68,10 @@ class Check:
     plain: Result
     divergence: Divergence | None
     quantize: str | None = None
+
+    def passed(self, near_tie: float | None = None) -> bool:
+        """Tells whether the answers are equal up to near-ties; see `Divergence.is_near_tie`."""
+        return self.divergence is None or self.divergence.is_near_tie(near_tie)
 
 
 @takes_settings
@@ -77,40 +96,54 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Unpack[Settin
     own = drafting(config)[0]  # named, so that none is chosen by temperature: answers of a sampled tree are its own samples
     drafted = model.generate(prompts, **settings | {"builder": own})
     plain = model.generate(prompts, **settings | {"builder": "none"})
+    rows = rows_of([result.prompt_ids for result in plain[:: config.samples]], config, model.verifier)
     return [
-        Check(drafted=mine, plain=theirs, divergence=_divergence(model, mine, theirs), quantize=model.quantize)
-        for mine, theirs in zip(drafted, plain, strict=True)
+        Check(drafted=mine, plain=theirs, divergence=divergence(model, row, mine.ids, theirs.ids), quantize=model.quantize)
+        for row, mine, theirs in zip(rows, drafted, plain, strict=True)
     ]
 
 
 def meaning(quantize: str | None) -> str:
-    """What equal outputs are exact with respect to, in one line."""
+    """Says with respect to what equal outputs are exact, in one line."""
     if quantize is None:
         return "exact with respect to the verifier as loaded"
     return f"exact with respect to the {quantize} verifier, not to the one in the files: its own answers may differ"
 
 
-def _divergence(model: TreeFlash, drafted: Result, plain: Result) -> Divergence | None:
-    if drafted.ids == plain.ids:
+def explanation(divergence: Divergence, dtype: Any, near_tie: float | None = None) -> str:
+    """Says what a difference means, in one line."""
+    if divergence.gap is None:
+        return "one answer ended before the other"
+    if divergence.is_near_tie(near_tie):
+        return f"near-tie: the two candidates' logits are equal to within {dtype} rounding; not an error"
+    return f"the two candidates' logits are {divergence.gap:.2g} apart, more than {dtype} rounding explains"
+
+
+def divergence(model: TreeFlash, row: Row, drafted: list[int], plain: list[int]) -> Divergence | None:
+    """Finds the first difference of two answers to one prompt; None if they are equal.
+
+    Args:
+      row: prompt ids and sampling settings of both.
+      drafted, plain: ids of the answers.
+    """
+    if drafted == plain:
         return None
-    common = zip(drafted.ids, plain.ids, strict=False)
-    index = next((i for i, (a, b) in enumerate(common) if a != b), min(len(drafted.ids), len(plain.ids)))
-
-    def token(ids: list[int]) -> int | None:
-        return ids[index] if index < len(ids) else None
-
-    prefix = plain.prompt_ids + plain.ids[:index]
-    return Divergence(index=index, drafted=token(drafted.ids), plain=token(plain.ids), gap=_top_gap(model, prefix))
-
-
-def _top_gap(model: TreeFlash, ids: list[int]) -> float:
-    size = 1 << (len(ids) - 1).bit_length()  # few shapes, few compilations
-    padded = np.zeros((1, size), np.int32)
-    padded[0, : len(ids)] = ids
+    index = next((i for i, (a, b) in enumerate(zip(drafted, plain, strict=False)) if a != b), min(len(drafted), len(plain)))
+    tokens = [ids[index] if index < len(ids) else None for ids in (drafted, plain)]
+    prefix = row.ids + plain[:index]
+    padded = np.zeros((1, 1 << (len(prefix) - 1).bit_length()), np.int32)  # few shapes, few compilations
+    padded[0, : len(prefix)] = prefix
     with meshes.ambient(model.mesh):
-        logits_v = np.asarray(_logits_at(model.weights.verifier, jnp.asarray(padded), len(ids) - 1, model.verifier))
-    second, first = np.sort(logits_v.astype(np.float64))[-2:]
-    return float(first - second)
+        logits_v = np.asarray(_logits_at(model.weights.verifier, jnp.asarray(padded), len(prefix) - 1, model.verifier))
+        key, dtype = jax.random.key(row.seed), jnp.promote_types(logits_v.dtype, jnp.float32)
+        for number in (row.index, VERIFY_STREAM, len(prefix)):
+            key = jax.random.fold_in(key, number)
+        noise_v = vocab.gumbel(key, logits_v.size, dtype)
+    scores_v = logits_v.astype(np.float64) + row.temperature * np.asarray(noise_v)
+    ids = [token for token in tokens if token is not None]
+    gap = float(np.ptp(scores_v[ids])) if len(ids) == 2 else None
+    rounding = float(np.spacing(np.abs(logits_v[ids]).max()))
+    return Divergence(index=index, drafted=tokens[0], plain=tokens[1], gap=gap, rounding=rounding)
 
 
 @partial(devices.jit, static_argnames="config")

@@ -6,6 +6,7 @@ import argparse
 import inspect
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from treeflash_jax import __version__, pairs
 from treeflash_jax import mesh as meshes
 from treeflash_jax.arguments import ModelOptions, Parser, add_fields, add_prompts, prompts_of, values_of
 from treeflash_jax.bench import calibrate, drafters, latency, memory, report, run
+from treeflash_jax.check import NEAR_TIE, ROUNDINGS, check, explanation, meaning
 from treeflash_jax.checks import LINE, Bounds, clipped, fit
 from treeflash_jax.clock import slow
 from treeflash_jax.formats import conversions, dialects, gguf
@@ -90,7 +92,8 @@ def _chat_options(parser: argparse.ArgumentParser) -> None:
 def _check_options(parser: argparse.ArgumentParser) -> None:
     """Decodes every prompt with and without drafting and compares the outputs.
 
-    The exit status is 1 if they differ at a token where the verifier's two largest logits are not nearly equal.
+    A difference at a near-tie passes: there, rounding decides between two tokens with nearly equal logits. The exit status
+    is 1 if a prompt fails.
     """
     add_prompts(parser)
     unused = "samples log_probs expected_lengths"
@@ -99,8 +102,8 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--near-tie",
         type=float,
-        default=1e-4,
-        help="largest gap between two logits that counts as nearly equal (default: %(default)s)",
+        help=f"largest gap between the two logits of a near-tie (default: {NEAR_TIE:g}, or {ROUNDINGS} units of rounding "
+        "of the logits in the compute dtype if that is more)",
     )
     output.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     _add_advanced(parser, without=unused)
@@ -196,31 +199,33 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
-    from treeflash_jax.check import check, meaning
-
     settings, prompts = settings_of(arguments), prompts_of(arguments)
-    near_tie = fit(float, arguments.near_tie, "--near-tie", Bounds(least=0))
-    excused = True
+    limit = fit(float | None, arguments.near_tie, "--near-tie", Bounds(least=0))
     model = _load(arguments)
-    for index, case in enumerate(check(model, prompts, **settings)):
-        apart = case.divergence
-        excused &= apart is None or apart.gap <= near_tie
+    cases = check(model, prompts, **settings)
+    for index, case in enumerate(cases):
+        apart, verdict = case.divergence, "PASS" if case.passed(limit) else "FAIL"
+        means = explanation(apart, model.dtype, limit) if apart else None
         if arguments.json:
-            record = {"identical": apart is None, "tokens": len(case.plain.ids), "tau": case.drafted.tau}
+            record = {
+                "verdict": verdict,
+                "identical": apart is None,
+                "tokens": len(case.plain.ids),
+                "tau": case.drafted.tau,
+            }
             record |= {"quantize": case.quantize, "meaning": meaning(case.quantize)}
-            print(json.dumps(record | {"divergence": asdict(apart) if apart else None}))
+            print(json.dumps(record | {"divergence": asdict(apart) | {"meaning": means} if apart else None}))
         elif apart is None:
-            print(f"prompt {index}: identical, {len(case.plain.ids)} tokens, tau {case.drafted.tau:.2f}")
+            print(f"prompt {index}: {verdict}, identical, {len(case.plain.ids)} tokens, tau {case.drafted.tau:.2f}")
         else:
-            print(
-                f"prompt {index}: differs from token {apart.index} on (drafted {apart.drafted}, one by one {apart.plain}); "
-                f"the verifier's two best logits are {apart.gap:.2g} apart there"
-            )
-    if case.quantize and not arguments.json:
-        print(f"identical means: {meaning(case.quantize)}")
-    return 0 if excused else 1
+            tokens = f"drafted {apart.drafted}, one by one {apart.plain}"
+            print(f"prompt {index}: {verdict}, differs from token {apart.index} on ({tokens}); {means}")
+    failed = sum(not case.passed(limit) for case in cases)
+    if not arguments.json:
+        identical = sum(case.divergence is None for case in cases)
+        counts = f"{identical} identical, {len(cases) - identical - failed} near-ties, {failed} other differences"
+        print(f"{'FAIL' if failed else 'PASS'}: {len(cases)} prompts, {counts}; {meaning(model.quantize)}")
+    return 1 if failed else 0
 
 
 def _convert(arguments: argparse.Namespace) -> int:

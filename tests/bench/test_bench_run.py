@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import treeflash_jax as tf
+from treeflash_jax import check as checking
 from treeflash_jax.bench import prompts as prompt_files
 from treeflash_jax.bench import records as kept
 from treeflash_jax.bench import run
@@ -44,7 +45,7 @@ def fake(tiny, monkeypatch):
         return [
             tf.Result(
                 prompt_ids=[1],
-                ids=[5, 6, 7, 8],
+                ids=fake.ids(config),
                 text=f"answer {len(calls)}",
                 builder=config.builder,
                 accept_lengths=[3, 1],
@@ -57,6 +58,7 @@ def fake(tiny, monkeypatch):
         ]
 
     fake = SimpleNamespace(calls=calls, compiles=lambda call: False, finished="stop", model=tiny)
+    fake.ids = lambda config: [5, 6, 7, 8]
     monkeypatch.setattr(tf.TreeFlash, "generate", generate)
     monkeypatch.setattr(run.tf, "load", lambda *_, **__: tiny)
     return fake
@@ -134,6 +136,26 @@ def test_first_calls_and_calls_that_compile_are_made_again(fake, prompts, tmp_pa
     assert [call.config.builder for call in fake.calls] == 4 * ["none"] + 6 * ["best-first"] + ["none"]
     assert [r["seconds"] for r in read(out)] == [2.0, 2.0, 1.0, 1.0]
     assert [r["compile_seconds"] for r in read(out)] == [9.0, 0.0, 9.0, 0.0]
+
+
+def test_answers_that_differ_pass_at_a_near_tie_and_fail_elsewhere(fake, prompts, tmp_path, monkeypatch, capsys):
+    """The record that is written second says how the two differ: the tree's for the first prompt, then that of ar."""
+    fake.ids = lambda config: [5, 6, 7, 8] if config.builder == "none" else [5, 6, 9, 8]
+    arguments = ["--systems", "ar", "treeflash"]
+    for limit, verdict in ((1e-4, "FAIL"), (1e9, "PASS")):
+        monkeypatch.setattr(checking, "NEAR_TIE", limit)
+        assert bench(prompts, tmp_path / verdict, *arguments) == 0
+        shown, records = capsys.readouterr(), read(tmp_path / verdict)
+        told = [(r["prompt_id"], r["system"], *r["differences"]) for r in records if r["differences"]]
+        assert told == [("cows", "treeflash-8", "ar"), ("7", "ar", "treeflash-8")]
+        apart = records[-1]["differences"]["treeflash-8"]
+        assert (apart["turn"], apart["index"], apart["drafted"], apart["plain"]) == (0, 2, 9, 7)
+        assert shown.err.count(f"{verdict}: prompt") == 2
+        assert f"lossless: {verdict}" in shown.out
+    assert "near-tie: " in shown.err and "0 of 2 answers identical, 2 near-ties" in " ".join(shown.out.split())
+    assert bench(prompts, tmp_path / "sampled", "--systems", "ar", "treeflash+paths", "--temperature", "1") == 0
+    assert not any(record["differences"] for record in read(tmp_path / "sampled")), "other samples by design"
+    assert "lossless" not in capsys.readouterr().out
 
 
 def test_each_prompt_has_its_own_noise_which_all_systems_share(fake, prompts, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,10 @@ class BenchPrompt:
     def opening(self) -> list[dict[str, str]]:
         """The messages before the first user turn."""
         return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def seed(self, seed: int) -> int:
+        """Seed of this prompt's random numbers, made of the given seed and its id."""
+        return zlib.crc32(f"{seed} {self.id}".encode())
 
 
 def chosen_prompts(arguments: Any) -> list[BenchPrompt]:

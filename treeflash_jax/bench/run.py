@@ -21,7 +21,6 @@ import json
 import os
 import platform
 import sys
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,12 +32,12 @@ import treeflash_jax as tf
 from treeflash_jax import devices
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.arguments import ModelOptions, add_fields, values_of
-from treeflash_jax.bench import plots, records, report, standalone, systems
+from treeflash_jax.bench import plots, records, report, standalone, systems, verdicts
 from treeflash_jax.bench.prompts import BenchPrompt, PromptSet, chosen_prompts, empty_chat, format_turn
 from treeflash_jax.bench.records import SCHEMA, Record
 from treeflash_jax.clock import slow
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.planning import drafting, resolve
+from treeflash_jax.planning import Row, drafting, resolve
 from treeflash_jax.settings import DraftConfig, RuntimeConfig, SamplingConfig, TreeConfig, without_method
 from treeflash_jax.trees import branching, draws
 
@@ -185,7 +184,7 @@ def check(model: tf.TreeFlash, bench: Bench, earlier: Sequence[Record], path: st
 
 def measure(model: tf.TreeFlash, bench: Bench, earlier: Sequence[Record], output: BinaryIO) -> None:
     """Appends a record for every prompt, temperature, seed and system that `earlier` lacks, each as soon as it is known."""
-    done = {records.key_of(record) for record in earlier}
+    done = {records.key_of(record): record for record in earlier}
     warm: set[str] = set()
     names = list(bench.systems)
     size = bench.systems[names[0]].batch_size
@@ -204,10 +203,18 @@ def measure(model: tf.TreeFlash, bench: Bench, earlier: Sequence[Record], output
                 if name not in warm or compiled:
                     answers = converse(model, batch, config, bench.format)
                     warm.add(name)
-                for prompt, results in zip(batch, answers, strict=True):
+                for place, (prompt, results) in enumerate(zip(batch, answers, strict=True)):
                     if prompt in missing:
-                        record = record_of(model, bench, name, config, prompt, results)
-                        output.write(json.dumps(record | {"compile_seconds": compiled}).encode() + b"\n")
+                        record = record_of(model, bench, name, config, prompt, results) | {"compile_seconds": compiled}
+                        places = [sum(turn < len(p.turns) for p in batch[:place]) for turn in range(len(results))]
+                        rows = [
+                            Row(at, result.prompt_ids, temperature, 0, 1.0, prompt.seed(seed))
+                            for at, result in zip(places, results, strict=True)
+                        ]
+                        others = [done.get((prompt.id, other, temperature, seed)) for other in names]
+                        record["differences"] = verdicts.differences(model, record, filter(None, others), rows)
+                        done[records.key_of(record)] = record
+                        output.write(json.dumps(record).encode() + b"\n")
                         output.flush()
                 print(f"{number + 1}/{len(batches)} {name} at T {temperature:g}, seed {seed}", file=sys.stderr)
 
@@ -225,7 +232,7 @@ def converse(
     """
     chats = [prompt.opening for prompt in prompts]
     answers: list[list[tf.Result]] = [[] for _ in prompts]
-    seeds = [zlib.crc32(f"{config.seed} {prompt.id}".encode()) for prompt in prompts]
+    seeds = [prompt.seed(config.seed) for prompt in prompts]
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
         rows = [i for i, prompt in enumerate(prompts) if turn < len(prompt.turns)]
         for i in rows:
