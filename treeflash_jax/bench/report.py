@@ -28,9 +28,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from treeflash_jax.bench import plots, standalone
+from treeflash_jax.bench import plots, standalone, verdicts
 from treeflash_jax.bench.records import QUANTIZE, SHARED, Answers, Record, key_of, read_records
-from treeflash_jax.bench.verdicts import verdict
 
 RESAMPLES = 2000
 WIDTH = 140  # of tables that do not go to a terminal
@@ -135,7 +134,7 @@ def _row(name: str, systems: dict[str, Answers], against: str, resamples: int) -
         "acceptance_by_depth": [count / total["rounds"] for count in depths],
         "tokens_per_second": total["tokens"] / max(total["seconds"], 1e-9),
         "speedup": paired_ratio(mine, plain, "tokens", "seconds", resamples),
-        **verdict([(mine[key], plain[key]) for key in mine.keys() & plain.keys()]),
+        **verdicts.summarise([(mine[key], plain[key]) for key in mine.keys() & plain.keys()]),
         "against": beside,
         "tau_ratio": paired_ratio(mine, systems.get(beside, {}), "committed", "rounds", resamples),
         "whole_rounds": _whole_rounds(mine, systems, resamples) if "expected" in records[0] else None,
@@ -240,17 +239,22 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
         + "; brackets: 95 % paired bootstrap over prompts; "
         "identical: answers equal to one-token decoding."
     )
-    judged = [row for row in summary["rows"] if row["verdict"]]
-    if judged:
-        failed = [f"{row['system']} at T {row['temperature']:g}" for row in judged if row["verdict"] == "FAIL"]
-        identical, answers, near_ties = (
-            sum(row[name] for row in judged) for name in ("identical", "compared", "near_ties")
-        )
-        console.print(
-            f"lossless: {'FAIL, ' + ', '.join(failed) if failed else 'PASS'}; {identical} of {answers} answers identical, "
-            f"{near_ties} near-ties (the two candidates' logits are equal to within {settings['dtype']} rounding; not an "
-            f"error), {answers - identical - near_ties} other differences"
-        )
+    console.print(*_lossless([row for row in summary["rows"] if row["verdict"]], settings["dtype"]))
+
+
+def _lossless(rows: Sequence[dict[str, Any]], dtype: str) -> list[str]:
+    """The verdict of all systems in a sentence; none without systems that drafting must not change."""
+    if not rows:
+        return []
+    names = "identical", "compared", "near_ties", "compared_tokens"
+    identical, answers, near_ties, tokens = (sum(row[name] for row in rows) for name in names)
+    failed = ", ".join(f"{row['system']} at T {row['temperature']:g}" for row in rows if row["verdict"] == "FAIL")
+    often = f", one in {tokens / near_ties:.0f} tokens" if near_ties else ""
+    return [
+        f"lossless: {'FAIL, ' + failed if failed else 'PASS'}; {identical} of {answers} answers identical, {near_ties} "
+        f"near-ties{often} (the two candidates' logits are equal to within {dtype} rounding; not an error), "
+        f"{answers - identical - near_ties} other differences"
+    ]
 
 
 def table_console() -> Console:

@@ -39,26 +39,31 @@ def differences(
     return found
 
 
-def verdict(pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any]:
+def summarise(pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any]:
     """Sums up the answers of a system.
 
     Args:
       pairs: its answers, each with the one-token answer to the same prompt.
 
     Returns:
-      {"compared", "identical", "near_ties", "verdict"}; the last two are None for older files and for rules that draw other
-      samples.
+      {"compared", "identical", "compared_tokens", "near_ties", "verdict"}: numbers of answers, and of tokens up to the first
+      difference. The last three are None for older files and for rules that draw other samples.
     """
     differing = [(drafted, plain) for drafted, plain in pairs if drafted["ids"] != plain["ids"]]
-    counts = {"compared": len(pairs), "identical": len(pairs) - len(differing), "near_ties": None, "verdict": None}
+    found = {"compared": len(pairs), "identical": len(pairs) - len(differing)}
+    found |= dict.fromkeys(("compared_tokens", "near_ties", "verdict"))
     known = [
         drafted.get("differences", {}).get(plain["system"]) or plain.get("differences", {}).get(drafted["system"])
         for drafted, plain in differing
     ]
     if pairs and all(known) and all(are_comparable(*pair) for pair in pairs):
+        tokens = sum(sum(map(len, plain["ids"])) for drafted, plain in pairs if drafted["ids"] == plain["ids"])
+        for apart, (_, plain) in zip(known, differing, strict=True):
+            tokens += sum(map(len, plain["ids"][: apart["turn"]])) + apart["index"] + 1
         near_ties = sum(apart["near_tie"] for apart in known)
-        counts |= {"near_ties": near_ties, "verdict": "PASS" if near_ties == len(known) else "FAIL"}
-    return counts
+        verdict = "PASS" if near_ties == len(known) else "FAIL"
+        found |= {"compared_tokens": tokens, "near_ties": near_ties, "verdict": verdict}
+    return found
 
 
 def are_comparable(record: Record, other: Record) -> bool:
