@@ -88,7 +88,13 @@ def test_printed_training_commands_are_understood():
 def test_named_options_exist(capsys):
     """Every option that the pages name is an option of some command, to the letter."""
     known = set()
-    commands = ("generate", "convert", "calibrate", *(f"bench {suite}" for suite in ("run", "latency", "memory", "rules")))
+    commands = (
+        "generate",
+        "check",
+        "convert",
+        "calibrate",
+        *(f"bench {suite}" for suite in ("run", "latency", "memory", "rules")),
+    )
     for main, words in ((train_compile.main, []), *((cli.main, command.split()) for command in commands)):
         with pytest.raises(SystemExit):
             main([*words, "--help"])

@@ -46,8 +46,8 @@ def summarise(pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any]:
       pairs: its answers, each with the one-token answer to the same prompt.
 
     Returns:
-      {"compared", "identical", "compared_tokens", "near_ties", "verdict"}: numbers of answers, and of tokens up to the first
-      difference. The last three are None for older files and for rules that draw other samples.
+      {"compared", "identical", "compared_tokens", "near_ties", "verdict"}: numbers of answers, and of tokens up to the
+      first difference. The last three are None for older files and for rules that draw other samples.
     """
     differing = [(drafted, plain) for drafted, plain in pairs if drafted["ids"] != plain["ids"]]
     found = {"compared": len(pairs), "identical": len(pairs) - len(differing)}
