@@ -194,6 +194,8 @@ class TreeFlash:
             text = (result.text or "") if turn.ready else reader.certain(result.text or "")
             yield Chunk(ids=result.ids[sent:], text=text[len(shown) :], rounds=len(result.accept_lengths))
             sent, shown = len(result.ids), text
+        if session:
+            session.batch.prepare_next(serving.NEXT_MESSAGE + serving.room_ahead(config))
         yield result
 
     @takes_settings

@@ -7,6 +7,7 @@ JAX's precision. Values never matter, and neither does which model calls.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ class Program:
 
 
 _programs: dict[Any, Program] = {}
+_locks: dict[Any, threading.Lock] = {}
 
 
 def call(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None, **static: Any) -> Any:
@@ -39,7 +41,8 @@ def call(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None
 
     Args:
       function: a `jax.jit` function.
-      *args: its arguments, trees of arrays.
+      *args: its arguments, trees of arrays. With a `jax.ShapeDtypeStruct` among them, the program is compiled only, and the
+        shapes of its result are returned.
       mesh: the ambient mesh of the program; None for one device.
       clock: counts compilation apart from running and announces it when it takes long.
       **static: static arguments of `function`, by name.
@@ -50,10 +53,19 @@ def call(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None
     key = (function, tuple(sorted(static.items())), structure, shapes, mesh, precision)
     with meshes.ambient(mesh):
         if key not in _programs:
-            with (clock or Clock()).compiling(function.__name__, _note()):
-                lowered = function.lower(*args, **static)
-                _programs[key] = Program(function, lowered.compile(devices.of_mesh(mesh).compiler_options))
+            lock = _locks.setdefault(key, threading.Lock())  # the background may be compiling it
+            with (clock or Clock()).compiling(function.__name__, _note()), lock:
+                if key not in _programs:
+                    lowered = function.lower(*args, **static)
+                    _programs[key] = Program(function, lowered.compile(devices.of_mesh(mesh).compiler_options))
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+            return shapes_of(_programs[key].run.out_info)
         return _programs[key].run(*args)
+
+
+def shapes_of(tree: Any) -> Any:
+    """The arrays of a tree as shapes, with which `call` compiles and does not run."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def compiled(function: Any = None) -> list[Program]:
