@@ -144,7 +144,7 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
         help="SmolLM2-135M-Instruct, drafted by n-grams where its own drafter does not pay, or the toy pair that ships "
         "with the package (default: smollm2 where its weights are on this machine)",
     )
-    add_fields(parser, GenerateConfig, "max_new_tokens", max_new_tokens=96)
+    add_fields(parser, GenerateConfig, "max_new_tokens", max_new_tokens=160)
     parser.add_argument("--repeats", type=int, default=2, help="timed runs of each way of decoding (default: %(default)s)")
     parser.set_defaults(run=_demo)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,7 +18,7 @@ from rich.columns import Columns
 from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import Progress
+from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
@@ -23,193 +27,151 @@ from treeflash_jax import devices, pairs
 from treeflash_jax.devices import Device
 
 PLAIN = "one token at a time"
-DRAFTED = "bold green"  # what came several tokens to a pass
+DRAFTED = "bold green"  # text of rounds that committed several tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """What is shown of a pair.
+    """A pair, prompts by the names that the table gives them, and the way of drafting that is shown."""
 
-    Attributes:
-      drafter: its name; None: the one that the verifier brings.
-      prompts: a user's messages by the names that the table gives them.
-      systems: settings by name. The first decodes one token at a time; the last is shown beside it.
-      note: the last line.
-    """
-
-    drafter: str | None
+    about: str
+    drafter: str | None = None  # the one that ships for the verifier
     prompts: Mapping[str, str]
-    systems: Mapping[str, Mapping[str, Any]]
-    note: str
-
-    @property
-    def shown(self) -> str:
-        return list(self.systems)[-1]
+    drafted: str = "TreeFlash tree"
+    settings: Mapping[str, Any]
 
 
-# Where a drafter's network does not pay: copying costs little.
-COPYING = Demo(
-    drafter="ngram",
-    prompts={
-        "summarize": "Summarize this text in one sentence: The weather in the mountains was cold but clear. We walked "
-        "along the river until we came to a small wooden bridge, and there we rested before the long way home. In the "
-        "evening we sat by the fire and talked about the walk.",
-        "correct": "Fix the grammar of this text: She go to the market every monday and buy apples, pears and bread. "
-        "Then she walk home along the river and she give the bread to her mother.",
-        "explain": "Why is the sky blue?",
-    },
-    systems={PLAIN: {"builder": "none"}, "tree of n-grams": {"nodes": 16}},
-    note="n-grams draft what followed the same words before: they pay where an answer repeats a text, and cost little "
-    "where it does not. Try it: treeflash chat --verifier smollm2 --drafter ngram",
-)
-_TREE = {"builder": "best-first", "block_size": 8, "candidates": 4, "nodes": 8}
 DEMOS = {
     "smollm2": Demo(
-        drafter=None,
-        # Of ten prompts, three whose bfloat16 answers were those of one-token decoding on a CPU with avx512_bf16.
+        about="SmolLM2-135M-Instruct. The prompts were chosen because a model of 135M parameters answers them well; speeds "
+        "to go by are in treeflash_jax/bench/README.md. To talk to it: treeflash chat",
         prompts={
-            "apples": "Anna has 3 bags with 4 apples in each bag. How many apples does she have?",
+            "rewrite": "Rewrite this sentence in the past tense: The children walk to the lake, feed the ducks and go home "
+            "before the rain begins.",
             "code": "Write a Python function that checks whether a word is a palindrome.",
-            "explain": "Why is the sky blue?",
+            "explain": "What is photosynthesis?",
         },
-        systems={PLAIN: {"builder": "none"}, "TreeFlash tree": {"builder": "best-first"}},
-        note="The more predictable an answer, the more of it is drafted: sums and code more than prose. Where an answer "
-        "repeats a text, n-grams draft more: treeflash chat --verifier smollm2 --drafter ngram",
+        settings={"builder": "best-first"},
     ),
     "tiny": Demo(
-        drafter=None,
-        prompts={
-            "pears": "Lena picks 12 pears in the morning and 15 pears in the afternoon. She gives 9 pears to her aunt. "
-            "How many are left?",
-            "bus": "A bus has 8 rows with 4 seats in each row. 21 seats are taken. How many seats are free?",
-            "pages": "Omar reads 14 pages every day for 6 days and then 10 pages on Sunday. How many pages does he read in "
-            "all?",
-        },
-        systems={
-            PLAIN: {"builder": "none"},
-            "chain (DFlash)": {"builder": "chain", "head": "marginal", "block_size": 8},
-            "marginal tree (DDTree)": _TREE | {"head": "marginal"},
-            "TreeFlash tree": _TREE,
-        },
-        note="A toy pair: its answers have the form of arithmetic, not the right results. Drafting pays where verifying "
+        about="A toy pair: its answers have the form of arithmetic, not the right results. Drafting pays where verifying "
         "many tokens takes little longer than one, as on accelerators.",
+        prompts={
+            "pens": "A box holds 6 red pens and 9 blue pens. Ada takes 4 pens. How many pens are left?",
+            "apples": "Tom has 3 apples and buys 4 more. How many apples does he have?",
+            "seats": "A train has 5 cars with 10 seats in each car. How many seats are there?",
+        },
+        settings={"builder": "best-first", "block_size": 8, "candidates": 4, "nodes": 8},
     ),
 }
+COPYING = replace(DEMOS["smollm2"], drafter="ngram", drafted="tree of n-grams", settings={"nodes": 16})
 
 
-def demo_of(pair: str, device: Device) -> Demo:
-    """What is shown of a pair on a device."""
+def choose(pair: str, device: Device) -> Demo:
+    """Returns the demo of a pair: SmolLM2 drafts with n-grams on devices on which its own drafter does not pay."""
     return COPYING if pair == "smollm2" and not device.drafting_pays(device.dtype) else DEMOS[pair]
 
 
-def run(pair: str | None = None, *, max_new_tokens: int = 96, repeats: int = 2) -> None:
-    """Prints answers, one draft tree, and a table: verifier passes, tau, tokens per second, whether the output is the same.
+def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2) -> None:
+    """Streams answers side by side, while later programs compile, and prints a draft tree and a table.
 
-    In a terminal, answers arrive side by side: the two ways of decoding take turns, each shown as far as it has come after
-    the same time of its own. Speeds are medians over `repeats` interleaved runs at batch 1, greedy, compilation excluded.
+    Speeds are medians over interleaved runs at batch 1, greedy, made after all programs are compiled.
 
     Args:
       pair: a key of DEMOS; None: `pairs.default_verifier`.
-      max_new_tokens: of an answer, at most.
+      max_new_tokens: most tokens of an answer; a longer one is shown up to its last whole sentence.
       repeats: timed runs of each way of decoding.
     """
     if repeats < 1:
         raise ValueError(f"got repeats {repeats}, expected at least 1")
-    console = Console(highlight=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="tau is")  # some prompts are there because little of them can be drafted
-        if pair is None and (pair := pairs.default_verifier()) == "tiny":
-            console.print(f"the toy pair, since SmolLM2 is not on this machine; {pairs.GET_SMOLLM2} adds it\n")
-        _run(console, pair, max_new_tokens, repeats)
-
-
-def _run(console: Console, pair: str, max_new_tokens: int, repeats: int) -> None:
-    demo = demo_of(pair, devices.here())
-    with console.status(f"loading {pair}"):
-        model = tf.load(pair, drafter=demo.drafter)
-    settings = {name: {"max_new_tokens": max_new_tokens, **system} for name, system in demo.systems.items()}
-    chats = {name: [{"role": "user", "content": prompt}] for name, prompt in demo.prompts.items()}
-    answers: dict[str, dict[str, tf.Result]] = {name: {} for name in chats}
-    with Progress(console=console, transient=True) as progress:
-        for system in progress.track(settings, description="compiling, and answering in every way"):
-            for name, chat in chats.items():
-                answers[name][system] = model.generate([chat], **settings[system])[0]
-    for name, chat in chats.items():
-        console.print(f"[bold]{demo.prompts[name]}[/bold]")
-        both = {system: settings[system] for system in (PLAIN, demo.shown)}
-        drafted = _race(console, model, chat, both) if console.is_terminal else Text(answers[name][demo.shown].text or "")
-        console.print(drafted, "\n")
-    speeds: dict[str, dict[str, list[float]]] = {name: {system: [] for system in settings} for name in chats}
-    with Progress(console=console, transient=True) as progress:
-        for _ in progress.track(range(repeats), description="measuring"):
-            for name, chat in chats.items():
-                for system, how in settings.items():
-                    result = model.generate([chat], **how)[0]
-                    speeds[name][system].append(len(result.ids) / result.seconds)
-    with console.status("drawing a tree"):  # whose round is drafted again, by a program of its own
-        picture = _picture([of[demo.shown] for of in answers.values()])
-    if picture is not None:
+    console, pool, logger = Console(highlight=False), ThreadPoolExecutor(1), logging.getLogger("treeflash_jax")
+    if pair is None and (pair := pairs.default_verifier()) == "tiny":
+        console.print(f"the toy pair, since SmolLM2 is not on this machine; {pairs.GET_SMOLLM2} adds it\n")
+    demo = choose(pair, devices.here())
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="tau is")  # of an answer of which little can be drafted
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)  # the live display says that programs are compiled
+        stack.callback(pool.shutdown, cancel_futures=True)
+        with console.status(f"loading {pair}"):
+            model = tf.load(pair, drafter=demo.drafter)
+        console.print(demo.about + "\n")
+        systems = {PLAIN: {"builder": "none"}, demo.drafted: demo.settings}
+        systems = {name: {"max_new_tokens": max_new_tokens, **settings} for name, settings in systems.items()}
+        longest = max(len(model.encode(prompt)) for prompt in demo.prompts.values())
+        compiled = {name: pool.submit(model.warmup, longest, **settings) for name, settings in systems.items()}
+        for prompt in demo.prompts.values():
+            console.print(f"[bold]{prompt}[/bold]")
+            console.print(_race(console, model, prompt, systems, compiled), "\n")
+        answers = {name: {system: [] for system in systems} for name in demo.prompts}
+        runs = list(demo.prompts.items()) * repeats
+        for name, prompt in track(runs, description="measuring", console=console, transient=True):
+            for system, settings in systems.items():
+                answers[name][system] += model.generate(prompt, **settings)
+        with console.status("drawing a tree"):  # whose round is drafted again, by a program of its own
+            picture = _draw([results[demo.drafted][0] for results in answers.values()])
         console.print("one of the rounds, with the tokens that it kept marked:")
         console.print(picture + "\n", markup=False)
-    console.print(_table(pair, answers, speeds))
-    if any(of[system].ids != of[PLAIN].ids for of in answers.values() for system in of):
-        console.print(f"no: two tokens whose logits were closer than rounding errors of {model.dtype.name} swapped")
-    console.print(demo.note)
+        console.print(_table(pair, answers))
 
 
-def _race(console: Console, model: tf.TreeFlash, chat: list[dict[str, str]], systems: Mapping[str, Mapping]) -> Text:
-    """Two streams side by side, the one that has used less time going on. Returns the answer of the second, coloured."""
-    streams = {system: model.stream(chat, rounds_per_dispatch=1, **how) for system, how in systems.items()}
-    clocks, texts = dict.fromkeys(streams, 0.0), {system: Text() for system in streams}
-    passes = dict.fromkeys(streams, 0)
+def _race(console: Console, model: tf.TreeFlash, prompt: str, systems: Mapping, compiled: Mapping[str, Future]) -> Text:
+    """Shows streams side by side; of those whose program exists, the one that has used least time goes on.
 
-    def shown() -> Columns:
-        width = max(24, console.width // len(texts) - 1)  # both in a line of 80 columns
-        spent = {system: f"{passes[system]} passes, {clocks[system]:.1f} s" for system in texts}
-        return Columns(
-            [Panel(text, title=system, subtitle=spent[system], width=width, height=16) for system, text in texts.items()]
-        )
+    Returns:
+      The answer of the last, coloured; if it was cut at the limit, up to its last whole sentence.
+    """
+    streams = {name: model.stream(prompt, rounds_per_dispatch=1, **settings) for name, settings in systems.items()}
+    texts, clocks, passes = {name: Text() for name in streams}, dict.fromkeys(streams, 0.0), dict.fromkeys(streams, 0)
+    is_timed, since = all(compiled[name].done() for name in streams), time.perf_counter()
+    width, height = max(24, console.width // len(texts) - 1), max(6, min(18, console.height - 6))
 
-    running: dict[str, Iterator[tf.Chunk | tf.Result]] = dict(streams)
-    with Live(shown(), console=console, transient=True, auto_refresh=False) as live:
-        while running:
-            system = min(running, key=clocks.__getitem__)
+    def panels() -> Columns:
+        panels = []
+        for name, text in texts.items():
+            state = f"{passes[name]} passes" + (f", {clocks[name]:.1f} s" if is_timed else "")
+            if not compiled[name].done():
+                state = f"compiling, {time.perf_counter() - since:.0f} s"
+            end = Text("\n").join(text.wrap(console, width - 4)[2 - height :])
+            panels.append(Panel(end, title=name, subtitle=state, width=width, height=height))
+        return Columns(panels)
+
+    with Live(get_renderable=panels, console=console, transient=True):
+        while streams:
+            name = min([name for name in streams if compiled[name].done()] or streams, key=clocks.__getitem__)
+            compiled[name].result()
             start = time.perf_counter()
-            piece = next(running[system])
-            clocks[system] += time.perf_counter() - start
+            piece = next(streams[name])
+            clocks[name] += time.perf_counter() - start
             if isinstance(piece, tf.Result):
-                del running[system]
+                del streams[name]
+                sentences = re.match(r".*[.!?](?=\s|$)|.*(?=\s)", texts[name].plain, re.DOTALL)
+                if piece.finished == "length" and sentences:
+                    texts[name] = texts[name][: sentences.end()]
             else:
-                passes[system] = piece.rounds + 1
-                texts[system].append(piece.text, style=DRAFTED if len(piece.ids) > 1 and piece.rounds else "")
-            live.update(shown(), refresh=True)
+                passes[name] = piece.rounds + 1
+                texts[name].append(piece.text, style=DRAFTED if len(piece.ids) > 1 and piece.rounds else "")
     return texts[list(systems)[-1]]
 
 
-def _picture(results: Sequence[tf.Result]) -> str | None:
-    """The tree of a round that kept much, one that branches where there is any; None where nothing was drafted."""
-    rounds = [(kept, result, index) for result in results for index, kept in enumerate(result.accept_lengths)]
-    first = None
-    for _, result, index in sorted(rounds, key=lambda one: -one[0])[:40]:
-        picture = str(result.tree(index))
-        if "├" in picture:
-            return picture
-        first = first or picture
-    return first
+def _draw(results: list[tf.Result]) -> str:
+    """Draws a round that kept many tokens, if possible of a tree that branches."""
+    rounds = sorted((-kept, i, j) for i, result in enumerate(results) for j, kept in enumerate(result.accept_lengths))
+    pictures = [str(results[i].tree(j)) for _, i, j in rounds[:12]]
+    return next((picture for picture in pictures if "├" in picture), pictures[0] if pictures else "none")
 
 
-def _table(
-    pair: str, answers: Mapping[str, Mapping[str, tf.Result]], speeds: Mapping[str, Mapping[str, list[float]]]
-) -> Table:
-    table = Table(title=f"{pair}: greedy, batch 1", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("prompt")
-    table.add_column("decoded")
+def _table(pair: str, answers: Mapping[str, Mapping[str, list[tf.Result]]]) -> Table:
+    table = Table("prompt", "decoded", title=f"{pair}: greedy, batch 1", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("passes", "tau", "tokens/s", "speedup", "identical"):
         table.add_column(column, justify="right")
-    for name, results in answers.items():
-        for system, result in results.items():
-            row = [name if system == PLAIN else "", system, str(len(result.accept_lengths) + 1), f"{result.tau:.2f}"]
-            speed, plain = (statistics.median(speeds[name][one]) for one in (system, PLAIN))
-            row += [f"{speed:.0f}", f"{speed / plain:.2f} x"]
-            table.add_row(*row, "yes" if result.ids == results[PLAIN].ids else "no")
+    for name, systems in answers.items():
+        for system, results in systems.items():
+            speed, plain = (statistics.median(len(r.ids) / r.seconds for r in systems[s]) for s in (system, PLAIN))
+            last, is_same = results[-1], results[-1].ids == systems[PLAIN][-1].ids
+            numbers = str(len(last.accept_lengths) + 1), f"{last.tau:.2f}", f"{speed:.0f}", f"{speed / plain:.2f} x"
+            if not is_same:
+                table.caption = "no: as a rule a near-tie, two logits equal to within rounding; treeflash check tells"
+            table.add_row(name if system == PLAIN else "", system, *numbers, "yes" if is_same else "no")
     return table
