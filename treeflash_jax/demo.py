@@ -172,6 +172,6 @@ def _table(pair: str, answers: Mapping[str, Mapping[str, list[tf.Result]]]) -> T
             last, is_same = results[-1], results[-1].ids == systems[PLAIN][-1].ids
             numbers = str(len(last.accept_lengths) + 1), f"{last.tau:.2f}", f"{speed:.0f}", f"{speed / plain:.2f} x"
             if not is_same:
-                table.caption = "no: as a rule a near-tie, two logits equal to within rounding; treeflash check tells"
+                table.caption = "no: as a rule a near-tie of two logits, not an error; treeflash check tells"
             table.add_row(name if system == PLAIN else "", system, *numbers, "yes" if is_same else "no")
     return table
