@@ -20,6 +20,7 @@ from jax import lax
 
 from train import config as settings
 from train import folders, hosts
+from treeflash_jax import devices
 from treeflash_jax import mesh as meshes
 
 # What may differ between the start of a run and its continuation: it changes what is seen, not what is computed.
@@ -30,7 +31,7 @@ STATE = "state"  # Orbax's name for a tree that is saved alone
 LOGGERS = ("absl", "asyncio")  # where Orbax reports, with tracebacks, what it also raises
 
 
-@jax.jit
+@devices.jit
 def checksum(state: Any) -> jax.Array:
     """Sum of all 32-bit words of a tree of arrays, modulo 2^32: the same however they are sharded."""
     leaves = jax.tree.leaves(state)
