@@ -134,23 +134,23 @@ def _grouped_argmax(scores: jax.Array) -> jax.Array:
 
 
 def take(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """Entries `ids` [..., c] of each row."""
+    """Entries `ids` [..., c] of each row, ids at least 0; -inf for ids past the vocabulary."""
     mesh = _vocab_mesh(logits.shape[-1])
     if mesh is None:
-        return jnp.take_along_axis(logits, ids, axis=-1)
+        return jnp.take_along_axis(logits, ids, axis=-1, mode="fill", fill_value=-jnp.inf)
 
     def local(shard: jax.Array, ids: jax.Array) -> jax.Array:
         local_ids = ids - lax.axis_index(AXIS) * shard.shape[-1]
         mine = (local_ids >= 0) & (local_ids < shard.shape[-1])
         values = jnp.take_along_axis(shard, jnp.where(mine, local_ids, 0), axis=-1)
-        return lax.psum(jnp.where(mine, values, 0), AXIS)
+        return jnp.where(ids < logits.shape[-1], lax.psum(jnp.where(mine, values, 0), AXIS), -jnp.inf)
 
     rows = _batch_spec(mesh, logits.shape[:-1])
     return _manual(local, mesh, (PartitionSpec(*rows, AXIS), rows), rows)(logits, ids)
 
 
 def put(rows: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
-    """Rows [b, v] with entries `ids` [b, c] replaced; ids of a row are distinct."""
+    """Rows [b, v] with entries `ids` [b, c] replaced; ids of a row are distinct, those past the vocabulary are dropped."""
     mesh = _vocab_mesh(rows.shape[-1])
 
     def local(shard: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:

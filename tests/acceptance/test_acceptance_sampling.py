@@ -1,7 +1,7 @@
 """Acceptance rules through the compiled generator: answers at temperature 1 against the exact law, chi-square.
 
-40,000 answers find the bias of a broken rule, 80,000 are drawn from every rule. test_acceptance.py enumerates every rule
-exactly.
+40,000 answers find the bias of a broken rule, 80,000 are drawn from every rule with a block drafter, and 3,000 from every
+drafter, sampled tree and rule that fit together. test_acceptance.py enumerates every rule exactly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL
 from scipy import stats
 
-from treeflash_jax import params
+from treeflash_jax import GenerateConfig, TreeFlash, drafters, params
 from treeflash_jax.acceptance import RULES, recursive
 from treeflash_jax.acceptance.draws import draws_of, finish, first_hits
 from treeflash_jax.acceptance.rows import follow
@@ -25,14 +25,16 @@ from treeflash_jax.adaptive import selector
 from treeflash_jax.adaptive.selecting import SelectingRunner
 from treeflash_jax.decoding import loops as core
 from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
+from treeflash_jax.drafters import eagle3, language_model, ngram, steering
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings
-from treeflash_jax.trees import Bucket, TreeShape
+from treeflash_jax.planning import drafting
+from treeflash_jax.trees import BUILDERS, Bucket, TreeShape
 from treeflash_jax.verifiers import forward as verifier
 
-pytestmark = pytest.mark.slow
-VOCABULARY, NEW, PROMPT = 4, 6, (1, 2)
+VOCABULARY, NEW, PROMPT = 4, 6, (1, 2, 3, 1, 2, 0, 3, 0, 1, 1, 2, 3)  # whatever follows it, n-grams have seen it often
 BATCH = 40_000
+EACH = 3_000  # answers of a rule that shares its program with others
 MODEL = replace(RANDOM_MODEL, vocab_size=VOCABULARY, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2)
 DRAFTER = replace(RANDOM_DRAFTER, layers=MODEL, mask_token_id=3, target_layer_ids=(0,), num_target_layers=1, block_size=4)
 PLANS = {
@@ -45,6 +47,28 @@ PLANS = {
     "traversal": ("hybrid", 7, TreeShape(skeleton=0.4)),
     "multi-path-block": ("paths", 7, TreeShape(branches=2)),
 }
+STEERS = steering.SteeringConfig(taps=(0, 0, 0), width=8, num_layers=1, ffn=8, rank=3)
+DRAFTERS = {  # with the settings under which a node has the most entries without a child
+    "block": (DRAFTER, {"candidates": 3, "children": 4, "shortlist": 2}),
+    "eagle3": (
+        eagle3.EagleConfig(layers=MODEL, target_hidden_size=8, draft_vocab_size=VOCABULARY, num_depths=3, taps=(0, 0, 0)),
+        {"children": 3},
+    ),
+    "language model": (language_model.LanguageModelConfig(layers=MODEL, num_depths=3), {"children": 3}),
+    "steered language model": (
+        language_model.LanguageModelConfig(layers=MODEL, num_depths=3, steering=STEERS),
+        {"children": 4},
+    ),
+    "ngram": (ngram.NgramConfig(shortest=1, num_depths=3), {"children": 6}),
+}
+TREES = {
+    "one path": {"builder": "paths", "nodes": 4, "branches": 1},
+    "paths": {"builder": "paths", "nodes": 7, "branches": 2},
+    "delayed": {"builder": "delayed", "nodes": 6, "branches": 2, "trunk": 1},
+    "without-replacement": {"builder": "without-replacement", "nodes": 7, "branches": 2},
+    "hybrid": {"builder": "hybrid", "nodes": 7, "skeleton": 0.4},
+}
+IN_TURN = "rules in turn"
 
 
 @pytest.fixture(scope="module")
@@ -68,36 +92,40 @@ def exact(weights) -> np.ndarray:
     return np.exp(path[:, None] + log_p[:, NEW - 1]).reshape((VOCABULARY,) * NEW)
 
 
-def asked(part: int) -> tuple[jax.Array, jax.Array, Sampling]:
-    """The prompt BATCH times, its length, and the verifier's own law, with random keys that differ by part."""
-    full = lambda value, dtype: jnp.full(BATCH, value, dtype)  # noqa: E731
-    tokens_bs = jnp.zeros((BATCH, 12), jnp.int32).at[:, : len(PROMPT)].set(jnp.asarray(PROMPT))
+def asked(part: int, size: int = BATCH, new: int = NEW) -> tuple[jax.Array, jax.Array, Sampling]:
+    """The prompt `size` times, its length, and the verifier's own law, with random keys that differ by part."""
+    full = lambda value, dtype: jnp.full(size, value, dtype)  # noqa: E731
+    tokens_bs = jnp.zeros((size, 24), jnp.int32).at[:, : len(PROMPT)].set(jnp.asarray(PROMPT))
     sampling = Sampling(
-        key_b=jax.random.split(jax.random.key(part), BATCH), temperature_b=full(1, jnp.float32),
-        top_k_b=full(0, jnp.int32), top_p_b=full(1, jnp.float32), limit_b=full(len(PROMPT) + NEW, jnp.int32),
-        stop_ids_bx=jnp.full((BATCH, 1), -1), drafter_temperature_b=full(1, jnp.float32),
+        key_b=jax.random.split(jax.random.key(part), size), temperature_b=full(1, jnp.float32),
+        top_k_b=full(0, jnp.int32), top_p_b=full(1, jnp.float32), limit_b=full(len(PROMPT) + new, jnp.int32),
+        stop_ids_bx=jnp.full((size, 1), -1), drafter_temperature_b=full(1, jnp.float32),
     )  # fmt: skip
     return tokens_bs, full(len(PROMPT), jnp.int32), sampling
 
 
-def answers(weights: Weights, rule: str, builder: str, nodes: int, shape: TreeShape, *, batches: int):
-    """Tokens [draws, NEW] and rounds [draws] of `batches` of BATCH sequences, each with its own key."""
-    plan = DecodePlan(
+def planned(rule: str, builder: str, nodes: int, shape: TreeShape) -> DecodePlan:
+    return DecodePlan(
         verifier=MODEL, drafter=DRAFTER, num_nodes=nodes, draft=DraftSettings(candidates=3, children=3),
         builder=builder, shape=shape, rule=rule, prefill_chunk=len(PROMPT),
     )  # fmt: skip
+
+
+def answers(weights: Weights, plan: DecodePlan, *, batches: int = 1, size: int = BATCH, new: int = NEW):
+    """Tokens [draws, new] and rounds [draws] of `batches` of `size` sequences, each with its own key."""
     tokens, rounds = [], []
     for part in range(batches):
-        state = core.prefill(weights, *asked(part), plan=plan.for_prefill())
-        state = core.decode(weights, state, jnp.int32(NEW), plan=plan)
+        state = core.prefill(weights, *asked(part, size, new), plan=plan.for_prefill())
+        state = core.decode(weights, state, jnp.int32(new), plan=plan)
         assert bool(jnp.all(state.done_b))
-        tokens.append(np.asarray(state.tokens_bs)[:, len(PROMPT) : len(PROMPT) + NEW])
+        tokens.append(np.asarray(state.tokens_bs)[:, len(PROMPT) : len(PROMPT) + new])
         rounds.append(np.asarray(state.rounds_b))
     return np.concatenate(tokens), np.concatenate(rounds)
 
 
 def p_value(tokens: np.ndarray, exact: np.ndarray) -> float:
     """Chi-square of all strings, those expected fewer than 10 times taken together."""
+    exact = exact.sum(axis=tuple(range(tokens.shape[1], exact.ndim)))
     counts = np.bincount(np.ravel_multi_index(tokens.T, exact.shape), minlength=exact.size)
     expected = exact.ravel() / exact.sum() * len(tokens)
     rare = expected < 10
@@ -105,16 +133,54 @@ def p_value(tokens: np.ndarray, exact: np.ndarray) -> float:
     return stats.chisquare(*groups).pvalue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_answers_have_the_verifiers_law(weights, exact, rule):
-    tokens, rounds = answers(weights, rule, *PLANS[rule], batches=2)
+    tokens, rounds = answers(weights, planned(rule, *PLANS[rule]), batches=2)
     assert p_value(tokens, exact) > 0.001
-    assert np.mean(rounds >= 2) > 0.6 and len(set(rounds.tolist())) > 2
+    assert np.mean(rounds >= 2) > 0.6 and len(np.unique(rounds)) > 2
 
 
+def in_turn(names: list[str]) -> SimpleNamespace:
+    """A rule that applies each of these to EACH sequences of the batch: one program serves all of them."""
+
+    def walk(*arguments):
+        part = lambda i: jax.tree.map(lambda x: x[i * EACH : (i + 1) * EACH], arguments)  # noqa: E731
+        parts = [RULES[name].walk(*part(i)) for i, name in enumerate(names)]
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+
+    return SimpleNamespace(walk=walk)
+
+
+QUICK = ("ngram", "hybrid")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [pytest.param(*pair, marks=[] if pair == QUICK else pytest.mark.slow) for pair in itertools.product(DRAFTERS, TREES)],
+)
+def test_answers_have_it_with_every_drafter_tree_and_rule(weights, exact, monkeypatch, kind, tree):
+    """Entries without a child once brought rejected tokens back, where they named a token that another entry offered."""
+    drafter, settings = DRAFTERS[kind]
+    config = GenerateConfig(**settings, **TREES[tree])
+    builder, _, shape = drafting(config)
+    fitting = [name for name, rule in RULES.items() if BUILDERS[builder].law_of(shape) in rule.LAWS]
+    monkeypatch.setitem(RULES, IN_TURN, in_turn(fitting))
+    made = params.initialize(drafters.of(drafter).specs(drafter), jax.random.key(1), scale=0.7)
+    pair = weights.replace(drafter=made)
+    plan = replace(TreeFlash(MODEL, pair, drafter=drafter).plan(config), rule=IN_TURN, prefill_chunk=len(PROMPT))
+    tokens, rounds = answers(pair, plan, size=EACH * len(fitting), new=4)
+    assert len(np.unique(rounds)) > 1
+    parts = zip(fitting, np.split(tokens, len(fitting)), strict=True)
+    p_values = {name: p_value(part, exact) for name, part in parts}
+    assert min(p_values.values()) > 1e-4, p_values
+
+
+@pytest.mark.slow
 def test_answers_have_it_where_past_rounds_choose_the_trunk(weights, exact):
-    tokens, rounds = answers(weights, "k-sequential", "delayed", 6, TreeShape(branches=2, trunk="auto"), batches=2)
-    assert p_value(tokens, exact) > 0.001 and len(set(rounds.tolist())) > 2
+    plan = planned("k-sequential", "delayed", 6, TreeShape(branches=2, trunk="auto"))
+    tokens, rounds = answers(weights, plan, batches=2)
+    assert p_value(tokens, exact) > 0.001 and len(np.unique(rounds)) > 2
 
 
 def selected_answers(weights: Weights, rule: str, batches: int):
@@ -137,6 +203,7 @@ def selected_answers(weights: Weights, rule: str, batches: int):
     return np.concatenate(tokens), np.concatenate(nodes)
 
 
+@pytest.mark.slow
 def test_answers_have_it_where_a_selector_chooses_the_tree(weights, exact):
     tokens, nodes = selected_answers(weights, "traversal", 2)
     assert p_value(tokens, exact) > 0.001
@@ -144,6 +211,7 @@ def test_answers_have_it_where_a_selector_chooses_the_tree(weights, exact):
     assert np.count_nonzero(counts > 0.02 * counts.sum()) > 2, "many trees are in use"
 
 
+@pytest.mark.slow
 def test_a_biased_rule_is_rejected(weights, exact, monkeypatch):
     """A rejected draw is followed by a token of p, not of the residual."""
 
@@ -155,5 +223,5 @@ def test_a_biased_rule_is_rejected(weights, exact, monkeypatch):
 
     biased = SimpleNamespace(walk=lambda *arguments: finish(stop, *arguments))
     monkeypatch.setitem(RULES, "biased", biased)
-    tokens, _ = answers(weights, "biased", *PLANS["recursive"], batches=1)
+    tokens, _ = answers(weights, planned("biased", *PLANS["recursive"]), batches=1)
     assert p_value(tokens, exact) < 1e-9

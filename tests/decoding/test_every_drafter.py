@@ -13,10 +13,12 @@ from conftest import RANDOM_DRAFTER, RANDOM_MODEL, compilations
 
 import treeflash_jax as tf
 from treeflash_jax import drafters, params
-from treeflash_jax.decoding import loops
+from treeflash_jax.decoding import loops, rounds
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import eagle3, language_model, ngram, steering
+from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.planning import rows_of
+from treeflash_jax.trees import NO_TOKEN
 from treeflash_jax.verifiers import forward as verifier
 
 SMALL = replace(RANDOM_MODEL, num_layers=2, num_kv_heads=1)
@@ -28,16 +30,16 @@ KINDS = {
     ).fitted(RANDOM_MODEL),
     "language model": language_model.LanguageModelConfig(layers=SMALL, num_depths=3),
     "steered language model": language_model.LanguageModelConfig(layers=SMALL, num_depths=3, steering=STEERS),
-    "ngram": ngram.NgramConfig(num_depths=3),
+    "ngram": ngram.NgramConfig(shortest=1, num_depths=3),
 }
 PROMPTS = [[3, 4, 5, 3, 4], [8]]
 TREE = {"nodes": 8, "children": 4}
 pytestmark = pytest.mark.filterwarnings("ignore:tau is")
 
 
-def a_pair(kind: str) -> tf.TreeFlash:
-    """Random weights of a verifier and of a drafter of this kind."""
-    config = KINDS[kind]
+def a_pair(kind: str, head: str | None = None) -> tf.TreeFlash:
+    """Random weights of a verifier and of a drafter of this kind, a block drafter with this head if one is named."""
+    config = KINDS[kind] if head is None else replace(KINDS[kind], head=head)
     specs = verifier.specs(RANDOM_MODEL), drafters.of(config).specs(config)
     weights = [params.initialize(one, jax.random.key(i), scale=0.3) for i, one in enumerate(specs)]
     return tf.TreeFlash(RANDOM_MODEL, Weights(*weights), drafter=config, stop_ids=())
@@ -47,6 +49,45 @@ def planned(model: tf.TreeFlash, prompts: list[list[int]], **settings) -> tuple[
     """The plan of a call, and what its prompts are read from into caches of 256 positions."""
     config = tf.GenerateConfig(max_new_tokens=20, **settings)
     return model.plan(config), model.inputs(rows_of(prompts, config, model.verifier), config, size=2, capacity=256)
+
+
+SHORT = [("ngram", {}), ("block", {"shortlist": 2})]  # some of their entries have no child
+FULL = [(kind, {}) for kind in KINDS if kind not in ("block", "ngram")] + [("block", {"head": head}) for head in HEADS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"), [*SHORT, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in FULL)], ids=str
+)
+def test_no_token_is_offered_twice(kind, settings):
+    """Along eight paths that take different children; a proposal names no token twice, whatever its empty entries held."""
+    model = a_pair(kind, settings.get("head"))
+    prompts = [[*range(RANDOM_MODEL.vocab_size)] * 3, [8]]  # whatever follows the first, n-grams have seen it three times
+    plan, inputs = planned(model, prompts, builder="hybrid", nodes=8, children=6, **settings)
+    state, lanes_w = loops.prefill(model.weights, *inputs, plan=plan.for_prefill()), jnp.arange(8)
+
+    @jax.jit
+    def drafted(weights, state):
+        expander, offers = rounds.draft_expander(weights, state, plan), []
+        state_bw = expander.start(8)
+        for depth in range(expander.num_depths):
+            offers += [expander.children(jnp.int32(depth), state_bw)]
+            count_bw = jnp.maximum(jnp.sum(jnp.isfinite(offers[-1][1]), axis=-1), 1)
+            state_bw = expander.follow(jnp.int32(depth), state_bw, lanes_w % count_bw)
+        return offers, rounds.draft_tree(weights, state, plan)[1].support_bnc
+
+    offers, support_bnc = drafted(model.weights, state)
+    is_short = False
+    for tokens_bwc, log_probs_bwc in offers:
+        for tokens_c, log_probs_c in zip(
+            *(np.asarray(x).reshape(-1, x.shape[-1]) for x in (tokens_bwc, log_probs_bwc)), strict=True
+        ):
+            offered = tokens_c[np.isfinite(log_probs_c)]
+            assert len({*offered}) == offered.size and ((offered >= 0) & (offered < RANDOM_MODEL.vocab_size)).all()
+            is_short |= 0 < offered.size < tokens_c.size
+    assert is_short == ((kind, settings) in SHORT)
+    for support_c in np.asarray(support_bnc).reshape(-1, support_bnc.shape[-1]):
+        named = support_c[support_c != NO_TOKEN]
+        assert len({*named}) == named.size
 
 
 # Blocks are in test_decode.py.

@@ -25,6 +25,7 @@ from treeflash_jax.trees.best_first import best_first
 from treeflash_jax.trees.chains import rank_0_chain, walk
 from treeflash_jax.trees.containers import (
     DETERMINISTIC,
+    NO_TOKEN,
     WITH_REPLACEMENT,
     WITHOUT_REPLACEMENT,
     DraftTree,
@@ -106,6 +107,7 @@ def branching() -> list[str]:
 __all__ = [
     "BUILDERS",
     "DETERMINISTIC",
+    "NO_TOKEN",
     "WITHOUT_REPLACEMENT",
     "WITH_REPLACEMENT",
     "Bucket",

@@ -32,6 +32,7 @@ class DraftTree:
 
 # How a node came into the tree.
 DETERMINISTIC, WITHOUT_REPLACEMENT, WITH_REPLACEMENT = 0, 1, 2
+NO_TOKEN = np.iinfo(np.int32).max  # id of an entry without a child: outside of every vocabulary
 
 
 @struct.dataclass
@@ -43,7 +44,7 @@ class Proposal:
     probability 0 under it: they are the law's other part, known before anything was drawn.
 
     Attributes:
-      support_bnc: distinct token ids that the children of a node come from.
+      support_bnc: token ids that the children of a node come from: distinct, besides entries of NO_TOKEN.
       log_q_bnc: their log-probabilities; -inf where a token could not be drawn, everywhere where a node has no draws.
       node_bx: the node each draw landed on, in the order of the tests; i.i.d. duplicates share a node but are tested with
         multiplicity. 0 (the root) where there was no draw.

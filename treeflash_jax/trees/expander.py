@@ -34,7 +34,11 @@ class Expander(Protocol):
         """The state of the anchor, in every lane."""
 
     def children(self, depth: jax.Array, state_bw: Any) -> tuple[jax.Array, jax.Array]:
-        """Tokens and log-probabilities [b, w, c], likeliest first; -inf where there is no child."""
+        """Tokens and log-probabilities [b, w, c], likeliest first.
+
+        No token is offered twice: entries with a finite log-probability are distinct ids of the vocabulary. An entry with
+        log-probability -inf is no child, and its token is not read.
+        """
 
     def follow(self, depth: jax.Array, state_bw: Any, child_bw: jax.Array) -> Any:
         """The state below the chosen child of each lane."""

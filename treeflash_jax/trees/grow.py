@@ -16,7 +16,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from treeflash_jax.trees.containers import DETERMINISTIC, WITHOUT_REPLACEMENT, DraftTree, Proposal, pick
+from treeflash_jax.trees.containers import DETERMINISTIC, NO_TOKEN, WITHOUT_REPLACEMENT, DraftTree, Proposal, pick
 from treeflash_jax.trees.expander import Expander
 from treeflash_jax.trees.levels import over_depths
 
@@ -102,6 +102,8 @@ def grow(
     def level(carry, depth):
         state_bn, nodes = carry
         tokens_bnc, log_p_bnc = expander.children(depth, state_bn)
+        # An entry without a child may name a token that another one offers, whose probability the rules would count twice.
+        tokens_bnc = jnp.where(jnp.isfinite(log_p_bnc), tokens_bnc, NO_TOKEN)
         free_bnc = jnp.isfinite(log_p_bnc) & ~taken_bnc
         open_bnc = free_bnc & expander.continues(depth, state_bn)
         restricted_bn = goes_on_bn & jnp.any(open_bnc, axis=-1) & (not leaves)
