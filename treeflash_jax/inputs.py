@@ -56,11 +56,10 @@ def inputs_of(
     dtype = jnp.promote_types(dtype, jnp.float32)
     length_b = np.array([row.length for row in rows] + [1] * spare, np.int32)
     new_b = np.array([config.max_new_tokens] * len(rows) + [1] * spare, np.int32)
-    seeds_b = np.array([row.seed for row in rows] + [0] * spare, np.uint32)
-    index_b = np.array([row.index for row in rows] + [0] * spare, np.uint32)
+    numbers = [(row.seed, row.index, row.sample) for row in rows] + [(0, 0, 0)] * spare
     sharpness = [draft_temperature(config, drafter, row.temperature) for row in rows] + [1.0] * spare
     sampling = Sampling(
-        key_b=_keys(seeds_b, index_b),
+        key_b=_keys(*np.array(numbers, np.uint32).T),
         temperature_b=jnp.asarray([row.temperature for row in rows] + [0.0] * spare, dtype),
         top_k_b=jnp.asarray([row.top_k for row in rows] + [0] * spare, jnp.int32),
         top_p_b=jnp.asarray([row.top_p for row in rows] + [1.0] * spare, dtype),
@@ -72,5 +71,11 @@ def inputs_of(
 
 
 @devices.jit
-def _keys(seed_b: jax.Array, index_b: jax.Array) -> jax.Array:
-    return jax.vmap(lambda seed, index: jax.random.fold_in(jax.random.key(seed), index))(seed_b, index_b)
+def _keys(seed_b: jax.Array, index_b: jax.Array, sample_b: jax.Array) -> jax.Array:
+    """One key per sequence: sample 0 has that of its prompt, sample j > 0 that key with j folded in."""
+
+    def key(seed: jax.Array, index: jax.Array, sample: jax.Array) -> jax.Array:
+        prompt = jax.random.fold_in(jax.random.key(seed), index)
+        return jnp.where(sample == 0, prompt, jax.random.fold_in(prompt, sample))
+
+    return jax.vmap(key)(seed_b, index_b, sample_b)

@@ -232,6 +232,7 @@ class Row:
     top_k: int
     top_p: float
     seed: int
+    sample: int = 0
 
     @property
     def length(self) -> int:
@@ -268,7 +269,7 @@ def rows_of(prompts: list[list[int]], config: GenerateConfig, verifier: ModelCon
             )
         temperature = temperature if temperature >= GREEDY_BELOW else 0.0
         for sample in range(config.samples):
-            rows.append(Row(index, ids, temperature, top_k, top_p, (seed + sample) % 2**32))
+            rows.append(Row(index, ids, temperature, top_k, top_p, seed, sample))
     return rows
 
 

@@ -104,7 +104,7 @@ class SamplingConfig:
         0, "random seed; prompt i uses the key fold_in(seed, i)", least=0, most=2**32 - 1
     )
     samples: int = basic_answer(
-        1, "number of answers per prompt; answer j is that of seed + j", least=1, most=MOST_ROWS, unit="answers"
+        1, "number of answers per prompt; answer j > 0: fold_in(prompt's key, j)", least=1, most=MOST_ROWS, unit="answers"
     )
     stop: Sequence[str] = basic_answer(
         (), "text that ends an answer and is not part of it", nonempty=True, says="strings that are not empty", unit="text"

@@ -90,7 +90,7 @@ class Sampling:
     """What each row wants; traced, so changing it never recompiles.
 
     Attributes:
-      key_b: one key per row, fold_in(seed, prompt index): batch composition never changes an answer.
+      key_b: one key per answer, of its seed, prompt index and sample: batch composition never changes an answer.
       temperature_b: 0 is greedy.
       top_k_b: 0 keeps all.
       top_p_b: 1 keeps all.
