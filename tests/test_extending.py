@@ -226,7 +226,7 @@ BIGRAM = SimpleNamespace(
     stages=lambda config: {"look up": _looked_up},
     work=lambda count, config, settings, verifier, quantize=None: {"look up": (Work(), Work())},
     extend_work=lambda count, config, tokens: Work(),
-    identity=lambda own, config, settings: ({"depths": config.num_depths}, [own["next"]]),
+    identity=lambda config, settings: {"depths": config.num_depths},
 )
 
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from budgets import AUTO, BUCKETS, FLAT, MIXED, STEEP, beside, table
-from conftest import compilations, needs_8_devices, random_pair
+from conftest import DATA, compilations, needs_8_devices, random_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeflash_jax import GenerateConfig, TreeFlash, cli, make_mesh, programs
+from treeflash_jax import GenerateConfig, TreeFlash, cli, load, make_mesh, programs
 from treeflash_jax import trees as tree
 from treeflash_jax.adaptive import budget, calibration, loops, rounds
 from treeflash_jax.adaptive.calibration import fit_round_times
@@ -383,6 +383,22 @@ def test_weights_of_another_drafter_are_another_pair(trained):
     weights = trained.weights.replace(drafter=jax.tree.map(lambda x: x + 1, trained.weights.drafter))
     ours, other = (calibration.identity_of(trained.verifier, w, plan, None) for w in (trained.weights, weights))
     assert [name for name in ours if ours[name] != other[name]] == ["pair"]
+
+
+def test_a_lora_in_any_matrix_makes_another_pair_and_the_form_of_the_weights_does_not(trained):
+    plan = trained.plan(GenerateConfig(builder="best-first"))
+    pair = calibration.pair_of(trained.verifier, trained.weights, plan)
+    leaves, structure = jax.tree.flatten(trained.weights)
+    matrices = [i for i, leaf in enumerate(leaves) if leaf.ndim > 1]
+    for i in matrices:
+        down, up = (jax.random.normal(jax.random.key(k), leaves[i].shape[:1] if k else leaves[i].shape[1:]) for k in (0, 1))
+        low_rank = 0.05 * jnp.std(leaves[i]) * up.reshape(-1, *[1] * down.ndim) * down
+        merged = structure.unflatten([*leaves[:i], leaves[i] + low_rank, *leaves[i + 1 :]])
+        assert calibration.pair_of(trained.verifier, merged, plan) != pair
+    folder = DATA / "conformance" / "b_trained"
+    for form in ({"dtype": jnp.bfloat16}, {"quantize": "int8"}, {"dtype": jnp.bfloat16, "quantize": "int8"}):
+        other = load(verifier=folder / "verifier", drafter=folder / "drafter", **form)
+        assert calibration.pair_of(other.verifier, other.weights, plan) == pair
 
 
 @pytest.mark.parametrize(

@@ -23,18 +23,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from treeflash_jax import devices, drafters, files, quantized
 from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive.budget import PATIENCE
 from treeflash_jax.checks import bounded, checked, clipped, parse_json, quoted
 from treeflash_jax.decoding.state import DecodePlan, Weights
+from treeflash_jax.params import is_spec
+from treeflash_jax.quantized import Quantized
+from treeflash_jax.verifiers import forward
 from treeflash_jax.verifiers.config import ModelConfig
 
 SCHEMA = 2
 FILE = "treeflash_budget.json"
 WORTH_TRYING = 0.8  # of one-token speed: below it on the calibration's prompts, nothing is ever drafted
 AS_GOOD = 0.99  # of the best speed: a larger tree that reaches it leaves more to choose from
+SPREAD = 8  # entries that a digest reads along each axis of an array of weights
 APART = 0.97  # of a larger bucket's time: a smaller bucket that takes more is left out
 
 
@@ -154,32 +159,49 @@ def fit_round_times(nodes: Sequence[int], seconds: Sequence[float], is_convex: b
 
 def identity_of(verifier: ModelConfig, weights: Weights, plan: DecodePlan, mesh: Any) -> dict[str, Any]:
     """Everything that round times and acceptance depend on: an entry of another identity is stale."""
-    named, arrays = drafters.of(plan.drafter).identity(weights.drafter, plan.drafter, plan.draft)
     return {
-        "pair": _digest(verifier, weights, plan, arrays, np.float32),
+        "pair": pair_of(verifier, weights, plan),
         "device": devices.of_mesh(mesh).kind,
         "mesh": None if mesh is None else dict(mesh.shape),
         "dtype": str(weights.verifier["embed"].dtype),
         "quantize": quantized.scheme_of(weights.verifier),
         "jax": jax.__version__,
-        **named,
+        **drafters.of(plan.drafter).identity(plan.drafter, plan.draft),
         "attention": plan.attention,
     }
 
 
 def pair_of(verifier: ModelConfig, weights: Weights, plan: DecodePlan) -> str:
-    """A digest of verifier and drafter, the same for the dtypes that they can be loaded in."""
-    arrays = drafters.of(plan.drafter).identity(weights.drafter, plan.drafter, plan.draft)[1]
-    return _digest(verifier, weights, plan, arrays, jnp.bfloat16)
+    """Returns a digest of verifier and drafter, the same for every dtype, `quantize` and mesh they can be loaded with.
 
-
-def _digest(verifier: ModelConfig, weights: Weights, plan: DecodePlan, arrays: Sequence[jax.Array], dtype: Any) -> str:
-    leaves = [weights.verifier["norm"], *arrays]
-    pieces = meshes.to_host([leaf[(0,) * (leaf.ndim - 1)][:16] for leaf in leaves])
+    It reads entries of every array: the digest of a verifier changes when a LoRA is merged into it.
+    """
     pair = hashlib.sha256(repr((verifier, getattr(plan.drafter, "layers", None), plan.drafter.taps)).encode())
-    for piece in pieces:
-        pair.update(np.asarray(np.asarray(piece, dtype), np.float32).tobytes())
+    spreads = jax.tree.map(
+        lambda spec, x: _spread(x, spec.inputs), forward.specs(verifier), weights.verifier, is_leaf=is_spec
+    )
+    spreads = spreads, jax.tree.map(partial(_spread, inputs=()), weights.drafter)
+    for spread in jax.tree.leaves(meshes.to_host(spreads)):
+        pair.update(spread.tobytes())
     return pair.hexdigest()[:16]
+
+
+@partial(devices.jit, static_argnames="inputs")
+def _spread(weight: jax.Array | Quantized, inputs: tuple[int, ...]) -> jax.Array:
+    """Returns about SPREAD entries along each axis of an array, rounded to bfloat16; of a matrix, of its scales in int8.
+
+    Args:
+      weight: of any dtype. Quantisation keeps a digest because it keeps the scales.
+      inputs: axes over which a matrix has its scales (`Spec.inputs`).
+    """
+    narrow = partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
+    is_quantized = isinstance(weight, Quantized)
+    entries = (weight.scale if is_quantized else weight).astype(jnp.float32)
+    if inputs and not (is_quantized and weight.dtype == jnp.bfloat16):
+        peaks = entries * quantized.LARGEST if is_quantized else jnp.max(jnp.abs(entries), axis=inputs)
+        entries = narrow(peaks) * (1 / quantized.LARGEST)
+    entries = narrow(entries)
+    return entries[tuple(slice(None, None, max(size // SPREAD, 1)) for size in entries.shape)]
 
 
 def place(drafter: str | Path | None) -> Path:

@@ -153,8 +153,8 @@ class Drafter(Protocol):
     def extend_work(self, count: Counter, config: Any, tokens: float) -> Work:
         """Bytes and FLOPs of `extend` for so many positions of every sequence."""
 
-    def identity(self, params: Any, config: Any, settings: Any) -> tuple[dict[str, Any], list[jax.Array]]:
-        """What measurements of this drafter depend on: named sizes and settings, and arrays that tell weights apart."""
+    def identity(self, config: Any, settings: Any) -> dict[str, Any]:
+        """Returns the sizes and settings, by name, that measurements of this drafter depend on besides its weights."""
 
 
 DRAFTERS: dict[str, Drafter] = {"block": block, "eagle3": eagle3, "language model": language_model, "ngram": ngram}

@@ -249,7 +249,5 @@ def extend_work(count: Counter, config: LanguageModelConfig, tokens: float) -> W
     return passed + steered + count.cached(config.layers, count.context) + count.cached(config.layers, tokens)
 
 
-def identity(params: Any, config: LanguageModelConfig, settings: LaneSettings) -> tuple[dict[str, Any], list[jax.Array]]:
-    """What round times and acceptance depend on: sizes and settings by name, and weights that tell models apart."""
-    named = {"depths": settings.depths, "children": settings.children, "lanes": config.lanes}
-    return named, [params["embed"], params["norm"], params["groups"][0][0]["o"], *jax.tree.leaves(params.get("steering"))]
+def identity(config: LanguageModelConfig, settings: LaneSettings) -> dict[str, Any]:
+    return {"depths": settings.depths, "children": settings.children, "lanes": config.lanes}

@@ -232,7 +232,6 @@ def extend_work(count: Counter, config: NgramConfig, tokens: float) -> Work:
     return Work(4 * count.sequences * tokens)
 
 
-def identity(params: Any, config: NgramConfig, settings: NgramSettings) -> tuple[dict[str, Any], list[jax.Array]]:
-    """What round times and acceptance depend on."""
+def identity(config: NgramConfig, settings: NgramSettings) -> dict[str, Any]:
     named = {"longest": config.longest, "shortest": config.shortest}
-    return named | {"children": settings.children, "depths": settings.depths}, []
+    return named | {"children": settings.children, "depths": settings.depths}

@@ -111,17 +111,14 @@ def stages(config: DrafterConfig) -> Mapping[str, Callable[[Inputs, Any], Any]]:
     return {"draft": draft_block, "expand": expand_block}
 
 
-def identity(params: Any, config: DrafterConfig, settings: DraftSettings) -> tuple[dict[str, Any], list[jax.Array]]:
-    """What round times and acceptance depend on: sizes and settings by name, and weights that tell drafters apart."""
-    named = {
+def identity(config: DrafterConfig, settings: DraftSettings) -> dict[str, Any]:
+    return {
         "head": settings.head or config.head,
         "block_size": config.block_size,
         "candidates": settings.candidates,
         "children": settings.children,
         "shortlist": settings.shortlist,
     }
-    own = params["backbone"]
-    return named, [own["fc"], own["norm"], *jax.tree.leaves(params["head"])]
 
 
 __all__ = [

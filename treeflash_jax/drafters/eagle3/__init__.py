@@ -174,10 +174,8 @@ def _below(shared: Any, config: EagleConfig, children: int, hidden_bwd: jax.Arra
     return Below(hidden_bwd, rows, *offered)
 
 
-def identity(params: Any, config: EagleConfig, settings: LaneSettings) -> tuple[dict[str, Any], list[jax.Array]]:
-    """What round times and acceptance depend on: sizes and settings by name, and weights that tell drafters apart."""
-    named = {"depths": settings.depths, "children": settings.children, "lanes": config.lanes}
-    return named, [params["fc"], params["norm"], params["layer"]["attention_norm"]]
+def identity(config: EagleConfig, settings: LaneSettings) -> dict[str, Any]:
+    return {"depths": settings.depths, "children": settings.children, "lanes": config.lanes}
 
 
 __all__ = [
