@@ -7,8 +7,8 @@ import re
 import statistics
 import time
 import warnings
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 import treeflash_jax as tf
-from treeflash_jax import devices, pairs
+from treeflash_jax import ahead, devices, pairs
 from treeflash_jax.devices import Device
 
 PLAIN = "one token at a time"
@@ -84,7 +84,7 @@ def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2)
     """
     if repeats < 1:
         raise ValueError(f"got repeats {repeats}, expected at least 1")
-    console, pool, logger = Console(highlight=False), ThreadPoolExecutor(1), logging.getLogger("treeflash_jax")
+    console, logger = Console(highlight=False), logging.getLogger("treeflash_jax")
     if pair is None and (pair := pairs.default_verifier()) == "tiny":
         console.print(f"the toy pair, since SmolLM2 is not on this machine; {pairs.GET_SMOLLM2} adds it\n")
     demo = choose(pair, devices.here())
@@ -93,14 +93,13 @@ def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2)
         warnings.filterwarnings("ignore", message="tau is")  # of an answer of which little can be drafted
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)  # the live display says that programs are compiled
-        stack.callback(pool.shutdown, cancel_futures=True)
         with console.status(f"loading {pair}"):
             model = tf.load(pair, drafter=demo.drafter)
         console.print(demo.about + "\n")
         systems = {PLAIN: {"builder": "none"}, demo.drafted: demo.settings}
         systems = {name: {"max_new_tokens": max_new_tokens, **settings} for name, settings in systems.items()}
-        longest = max(len(model.encode(prompt)) for prompt in demo.prompts.values())
-        compiled = {name: pool.submit(model.warmup, longest, **settings) for name, settings in systems.items()}
+        compiled = {name: Future() for name in systems}
+        ahead.start(lambda: _compile(model, demo.prompts.values(), systems, compiled))
         for prompt in demo.prompts.values():
             console.print(f"[bold]{prompt}[/bold]")
             console.print(_race(console, model, prompt, systems, compiled), "\n")
@@ -114,6 +113,14 @@ def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2)
         console.print("one of the rounds, with the tokens that it kept marked:")
         console.print(picture + "\n", markup=False)
         console.print(_table(pair, answers))
+
+
+def _compile(model: tf.TreeFlash, prompts: Iterable[str], systems: Mapping, compiled: Mapping[str, Future]) -> None:
+    for name, settings in systems.items():
+        try:
+            compiled[name].set_result([model.warmup(len(model.encode(prompt)), **settings) for prompt in prompts])
+        except Exception as error:
+            compiled[name].set_exception(error)  # raised where the stream is awaited
 
 
 def _race(console: Console, model: tf.TreeFlash, prompt: str, systems: Mapping, compiled: Mapping[str, Future]) -> Text:
