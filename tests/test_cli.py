@@ -238,6 +238,11 @@ def test_demo_shows_two_ways_of_decoding_side_by_side(capsys, monkeypatch):
     assert plain == 16 > drafted
 
 
+def test_demo_reports_what_its_background_thread_cannot_compile(capsys):
+    assert main(["demo", "--pair", "tiny", "--max-new-tokens", "99999"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(("finished", "answer"), [("stop", "One. Two 2.5 is. Thr ee fo"), ("length", "One. Two 2.5 is.")])
 def test_the_compiled_stream_that_has_used_less_time_goes_on(monkeypatch, is_late, finished, answer):
