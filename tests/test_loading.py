@@ -1,4 +1,4 @@
-"""Compiled programs are kept between processes, where the user did not say otherwise."""
+"""Compiled programs are kept between processes unless the user chose otherwise."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -13,16 +14,16 @@ SCRIPT = """
 import json, os, jax
 {before}
 from treeflash_jax.loading import keep_programs
-keep_programs()
+keep_programs(by_jax=True)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.jit(lambda x: x * 3 + 1)(jax.numpy.ones(7)).block_until_ready()
 print(json.dumps(jax.config.jax_compilation_cache_dir))
 """
 
 
-def run(home, before: str = "", **variables: str) -> str | None:
+def run(home, before: str = "", script: str = "", **variables: str) -> Any:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {"XDG_CACHE_HOME": str(home)}
-    command = [sys.executable, "-c", SCRIPT.format(before=before)]
+    command = [sys.executable, "-c", script or SCRIPT.format(before=before)]
     done = subprocess.run(command, env=environment | {"JAX_PLATFORMS": "cpu"} | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -53,3 +54,28 @@ def test_other_wishes_are_respected(tmp_path, choice):
         (tmp_path / "treeflash").write_text("a file where the folder should be")
         assert run(tmp_path) is None
     assert not kept(folder)
+
+
+ANSWERS = """
+import json, sys
+import treeflash_jax as tf
+from treeflash_jax import programs
+from treeflash_jax.trees import BUILDERS
+
+model = tf.load("tiny", drafter="none", dtype="float32")
+first = model.generate("3 + 4", max_new_tokens=3)[0]
+BUILDERS["mine"] = None  # code that no digest covers
+programs.clear()
+print(json.dumps([first.ids, first.compile_seconds, model.generate("3 + 4", max_new_tokens=3)[0].compile_seconds]))
+"""
+
+
+def test_a_second_process_runs_executables_of_the_first(tmp_path):
+    """Nothing is traced or compiled again, except for damaged files and while kinds of the user's own are registered."""
+    ids, seconds, again = run(tmp_path, script=ANSWERS)
+    assert seconds > 0 and again > 0
+    assert run(tmp_path, script=ANSWERS)[:2] == [ids, 0]
+    for path in (tmp_path / "treeflash" / "programs").iterdir():
+        path.write_bytes(path.read_bytes()[:1000])
+    after_damage, seconds, _ = run(tmp_path, script=ANSWERS)
+    assert after_damage == ids and seconds > 0

@@ -59,7 +59,7 @@ class OptimizerConfig:
       warmup: share of the steps in which the learning rate rises.
       final: learning rate at the end, as a share of the peak.
       b1, b2: decay of AdamW's averages of gradients and of their squares.
-      weight_decay: decay of matrices and tables; biases and norms keep their size.
+      weight_decay: decay of matrices.
       clip: largest global norm of gradients; larger ones are scaled down.
     """
 
@@ -135,7 +135,7 @@ def parse(cls: type[T], doc: str | None, argv: Sequence[str] | None = None) -> T
 def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[str] | None = None) -> None:
     """Runs `main(settings)` and keeps what it compiles on disk; bad input ends the process with one line on stderr."""
     config = parse(cls, doc, argv)
-    keep_programs()
+    keep_programs(by_jax=True)
     logging.basicConfig(format="%(message)s", handlers=[logging.lastResort])  # looks up sys.stderr, which a bar redirects
     try:
         main(config)

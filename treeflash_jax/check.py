@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax import devices, vocab
 from treeflash_jax import mesh as meshes
+from treeflash_jax import programs, vocab
 from treeflash_jax.decoding.rounds import VERIFY_STREAM
 from treeflash_jax.model import TreeFlash
 from treeflash_jax.planning import Row, drafting, resolve, rows_of, values
@@ -133,8 +133,9 @@ def divergence(model: TreeFlash, row: Row, drafted: list[int], plain: list[int])
     prefix = row.ids + plain[:index]
     padded = np.zeros((1, 1 << (len(prefix) - 1).bit_length()), np.int32)  # few shapes, few compilations
     padded[0, : len(prefix)] = prefix
+    arguments = model.weights.verifier, jnp.asarray(padded), jnp.int32(len(prefix) - 1)
+    logits_v = np.asarray(programs.call(_logits_at, *arguments, mesh=model.mesh, config=model.verifier))
     with meshes.ambient(model.mesh):
-        logits_v = np.asarray(_logits_at(model.weights.verifier, jnp.asarray(padded), len(prefix) - 1, model.verifier))
         key, dtype = jax.random.key(row.seed), jnp.promote_types(logits_v.dtype, jnp.float32)
         for number in (row.index, VERIFY_STREAM, len(prefix)):
             key = jax.random.fold_in(key, number)
@@ -146,7 +147,7 @@ def divergence(model: TreeFlash, row: Row, drafted: list[int], plain: list[int])
     return Divergence(index=index, drafted=tokens[0], plain=tokens[1], gap=gap, rounding=rounding)
 
 
-@partial(devices.jit, static_argnames="config")
+@partial(jax.jit, static_argnames="config")
 def _logits_at(weights: Any, tokens_1t: jax.Array, index: jax.Array, config: Any) -> jax.Array:
     size = tokens_1t.shape[1]
     out = model_code.forward(weights, config, tokens_1t, jnp.arange(size)[None], model_code.causal_mask(1, size))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from treeflash_jax import devices, drafters, pairs, quantized
+from treeflash_jax import devices, drafters, pairs, programs, quantized
 from treeflash_jax import mesh as meshes
 from treeflash_jax.adaptive import calibration
 from treeflash_jax.checks import fit, quoted
@@ -138,10 +138,13 @@ def float_type(dtype: Any) -> Any:
     return found
 
 
-def keep_programs() -> None:
-    """Turns on JAX's persistent compilation cache in the user's cache folder, unless JAX was told where to keep programs.
+def keep_programs(*, by_jax: bool = False) -> None:
+    """Keeps programs in the user's cache folder from one process to the next, unless JAX was told where to keep them.
 
-    A second process then starts without compiling. JAX_ENABLE_COMPILATION_CACHE=false turns it off.
+    JAX_ENABLE_COMPILATION_CACHE=false turns it off.
+
+    Args:
+      by_jax: keep every program by JAX's persistent compilation cache, in place of the executables of decoding.
     """
     if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
         return
@@ -152,6 +155,8 @@ def keep_programs() -> None:
         return  # a home that cannot be written to: nothing is kept
     if not os.access(folder, os.W_OK):
         return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_SECONDS)
-    compilation_cache.reset_cache()  # JAX looks for a folder once, at its first compilation
+    programs.folder = folder
+    if by_jax:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_SECONDS)
+        compilation_cache.reset_cache()  # JAX looks for a folder once, at its first compilation

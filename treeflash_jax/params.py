@@ -20,10 +20,7 @@ class Spec:
     """A weight's shape, the logical axis of each dimension, and how a fresh one is drawn.
 
     Attributes:
-      inputs: axes that products with the weight sum over; () for biases, norms and whatever else no product reads. Weights
-        with inputs decay in training and can be quantised.
-      outputs: the other axes of a linear map that Muon trains as a matrix of inputs by outputs; () leaves it to AdamW.
-      can_quantize: false keeps a weight with inputs in the model's dtype.
+      inputs: axes that a product sums over, of the matrices that can be quantised; () for all else.
       dtype: where it is not the model's.
     """
 
@@ -31,8 +28,6 @@ class Spec:
     axes: meshes.Axes
     init: Literal["normal", "ones", "zeros"] = "normal"
     inputs: tuple[int, ...] = ()
-    outputs: tuple[int, ...] = ()
-    can_quantize: bool = True
     dtype: Any = None
 
     def dtype_in(self, dtype: Any) -> Any:
@@ -92,8 +87,8 @@ class Entry:
 
 def inside(spec: Spec) -> Spec:
     """The spec of one index of a weight's first axis."""
-    inputs, outputs = (tuple(axis - 1 for axis in axes) for axes in (spec.inputs, spec.outputs))
-    return replace(spec, shape=spec.shape[1:], axes=spec.axes[1:], inputs=inputs, outputs=outputs)
+    inputs = tuple(axis - 1 for axis in spec.inputs)
+    return replace(spec, shape=spec.shape[1:], axes=spec.axes[1:], inputs=inputs)
 
 
 def count(tree: Any) -> int:

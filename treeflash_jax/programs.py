@@ -3,20 +3,35 @@
 A program is compiled when it is first called with these shapes and kept until `clear`. What shapes it is the function, its
 static arguments, the structure of its other arguments with the shapes, dtypes and shardings of their arrays, the mesh, and
 JAX's precision. Values never matter, and neither does which model calls.
+
+With `folder` set, executables are also kept on disk, so that a later process neither traces nor compiles. JAX's own
+compilation cache saves it the compiler only, not the tracing and lowering of every layer.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+import hashlib
+import logging
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import serialize_executable
 
-from treeflash_jax import devices
+from treeflash_jax import devices, files
 from treeflash_jax import mesh as meshes
 from treeflash_jax.clock import Clock
+
+logger = logging.getLogger("treeflash_jax")
+folder: Path | None = None  # executables are kept here; None: nowhere
 
 
 @dataclass(frozen=True)
@@ -33,18 +48,20 @@ class Program:
 
 
 _programs: dict[Any, Program] = {}
-_locks: dict[Any, threading.Lock] = {}
 
 
-def call(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None, **static: Any) -> Any:
-    """Runs a jitted function, compiling it ahead of time where these shapes are new.
+def call(
+    function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None, is_kept: bool = True, **static: Any
+) -> Any:
+    """Runs a jitted function, compiling it ahead of time if these shapes are new.
 
     Args:
       function: a `jax.jit` function.
-      *args: its arguments, trees of arrays. With a `jax.ShapeDtypeStruct` among them, the program is compiled only, and the
-        shapes of its result are returned.
+      *args: its arguments, trees of arrays.
       mesh: the ambient mesh of the program; None for one device.
       clock: counts compilation apart from running and announces it when it takes long.
+      is_kept: whether the executable may be read from and written to `folder`, since its static arguments and the source of
+        this package determine it.
       **static: static arguments of `function`, by name.
     """
     leaves, structure = jax.tree.flatten(args)
@@ -53,19 +70,63 @@ def call(function: Any, *args: Any, mesh: Any = None, clock: Clock | None = None
     key = (function, tuple(sorted(static.items())), structure, shapes, mesh, precision)
     with meshes.ambient(mesh):
         if key not in _programs:
-            lock = _locks.setdefault(key, threading.Lock())  # the background may be compiling it
-            with (clock or Clock()).compiling(function.__name__, _note()), lock:
-                if key not in _programs:
+            path = _path(key) if is_kept else None
+            with clock.paused() if clock else nullcontext():
+                executable = _read(path, leaves[0].sharding.device_set if mesh is None else mesh.devices.flat)
+            if executable is None:
+                with (clock or Clock()).compiling(function.__name__, _note()):
                     lowered = function.lower(*args, **static)
-                    _programs[key] = Program(function, lowered.compile(devices.of_mesh(mesh).compiler_options))
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-            return shapes_of(_programs[key].run.out_info)
+                    executable = lowered.compile(devices.of_mesh(mesh).compiler_options)
+                    _write(path, executable)
+            _programs[key] = Program(function, executable)
         return _programs[key].run(*args)
 
 
-def shapes_of(tree: Any) -> Any:
-    """The arrays of a tree as shapes, with which `call` compiles and does not run."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+def _path(key: Any) -> Path | None:
+    """The file of a program's executable; None for none.
+
+    If JAX keeps programs itself, there is none: what XLA:CPU has read from JAX's cache and serializes again does not run.
+    """
+    if folder is None or jax.config.jax_compilation_cache_dir is not None or jax.process_count() > 1:
+        return None
+    function, static, structure, shapes, mesh, precision = key
+    place = None if mesh is None else (mesh, mesh.axis_types, [device.id for device in mesh.devices.flat])
+    text = repr((_environment(), function.__module__, function.__name__, static, str(structure), shapes, place, precision))
+    return folder / f"{function.__name__}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+@cache
+def _environment() -> str:
+    """Everything outside a call that shapes executables: this source, versions, device and flags."""
+    source = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        source.update(path.read_bytes())
+    versions = [sys.version, *(metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy"))]
+    here = devices.here()
+    device = [here.backend, here.kind, sorted(here.features), jax.devices()[0].client.platform_version, jax.device_count()]
+    flags = sorted((name, value) for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_", "LIBTPU_")))
+    return repr((source.hexdigest(), versions, device, flags))
+
+
+def _read(path: Path | None, where: Iterable[Any]) -> Any:
+    """The executable in a file, for these devices; None if there is none that loads."""
+    if path is None or not path.is_file():
+        return None
+    try:
+        parts = pickle.loads(path.read_bytes())
+        return serialize_executable.deserialize_and_load(*parts, execution_devices=list(where))
+    except Exception as error:  # damaged, or refused by a runtime that differs in what nobody can list: compiled again
+        logger.info("%s does not load (%s)", path, error)
+        return None
+
+
+def _write(path: Path | None, executable: Any) -> None:
+    if path is None:
+        return
+    try:
+        files.write(path, pickle.dumps(serialize_executable.serialize(executable)))
+    except Exception as error:  # a full disk, or a program that cannot be serialized: the next process compiles again
+        logger.info("%s is not kept (%s)", path, error)
 
 
 def compiled(function: Any = None) -> list[Program]:

@@ -78,7 +78,7 @@ def test_commands_keep_programs_and_their_warnings_do_not_tear_bars(monkeypatch)
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, terminal)
     monkeypatch.setattr(logging.root, "handlers", [])
-    monkeypatch.setattr(config, "keep_programs", lambda: kept.append(True))
+    monkeypatch.setattr(config, "keep_programs", lambda by_jax: kept.append(by_jax))
 
     def main(settings):
         logging.basicConfig(stream=sys.stderr)

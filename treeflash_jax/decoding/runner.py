@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax import devices, drafters, programs
+from treeflash_jax import acceptance, devices, drafters, programs, trees
 from treeflash_jax import mesh as meshes
 from treeflash_jax.clock import Clock
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
+from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.trees import DraftTree
 
+REGISTRIES = (drafters.DRAFTERS, HEADS, trees.BUILDERS, acceptance.RULES)
+SHIPPED = [dict(registry) for registry in REGISTRIES]
 Kept = tuple[DecodeState, int]  # an earlier state, donated, and how many tokens of the one prompt its caches keep
 
 
@@ -77,7 +80,8 @@ class Runner:
     # What overriding methods are made of.
 
     def call(self, function: Any, *args: Any, clock: Clock | None = None, **static: Any) -> Any:
-        return programs.call(function, *args, mesh=self.mesh, clock=clock, **static)
+        is_kept = [dict(registry) for registry in REGISTRIES] == SHIPPED  # no source is known of kinds that users add
+        return programs.call(function, *args, mesh=self.mesh, clock=clock, is_kept=is_kept, **static)
 
     def prefill(
         self,

@@ -153,7 +153,7 @@ def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...
         block = source[rows.start : rows.stop, first : first + width] if inner else source[rows.start : rows.stop]
         blocks.append(block.reshape(-1, *inner)[(slice(None), *spans[entry.rows :])])
     rows_shape = [span.stop - span.start for span in spans[: entry.rows]]
-    joined = np.concatenate(blocks).reshape(*rows_shape, *blocks[0].shape[1:])
+    joined = (blocks[0] if len(blocks) == 1 else np.concatenate(blocks)).reshape(*rows_shape, *blocks[0].shape[1:])
     return joined.transpose(np.argsort(entry.order))
 
 

@@ -13,7 +13,6 @@ Source: DSpark / DeepSpec, "vanilla" Markov head.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -37,8 +36,7 @@ RANK = 256  # at most, as published
 
 def specs(config: DrafterConfig) -> dict[str, Any]:
     shape = config.layers.vocab_size, min(RANK, config.layers.hidden_size)
-    previous = Spec(shape, ("vocab", None), inputs=(1,))
-    return {"previous": previous, "following": replace(previous, init="zeros")}
+    return {"previous": Spec(shape, ("vocab", None)), "following": Spec(shape, ("vocab", None), "zeros")}
 
 
 def logits(params: dict[str, Any], unembed: Unembed, previous_br: jax.Array, hidden_brd: jax.Array) -> jax.Array:
