@@ -90,6 +90,8 @@ def load(
     meshes.check(mesh)
     quantized.check_scheme(quantize)
     keep_programs()
+    if mesh is None:
+        programs.read_ahead()
     verifier, drafter = pairs.choose(name, verifier, drafter)
     names = str(verifier), str(drafter)
     if budget is None:
