@@ -153,3 +153,11 @@ def test_every_program_gets_the_compiler_options():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         jitted = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax.jit"]
         assert not jitted or path.name in compiled_elsewhere, f"{path}:{jitted[0].lineno} uses jax.jit, not devices.jit"
+
+
+def test_programs_that_hold_weights_as_constants_fail():
+    """pytest makes JAX's warning of large constants an error: in every test, of runners, training and evaluation."""
+    weight = jnp.ones((64, 64))
+    with pytest.raises(UserWarning, match="onstant"):
+        devices.jit(lambda x: x @ weight)(jnp.ones(64))
+    devices.jit(lambda x, weight: x @ weight)(jnp.ones(64), weight)

@@ -328,16 +328,16 @@ def trained(labels: Labels, seconds_a: np.ndarray, settings: SelectorStage, made
     rule = optax.adamw(optax.cosine_decay_schedule(settings.learning_rate, settings.steps), weight_decay=1e-3)
     tail = {"tail_weight": settings.tail_weight, "tail_share": settings.tail_share}
 
-    def loss(weights: Any, some: tuple[Labels, jax.Array], key: jax.Array | None) -> jax.Array:
+    def loss(weights: Any, fixed: Any, some: tuple[Labels, jax.Array], key: jax.Array | None) -> jax.Array:
         scores_ra = selector.scores(weights | fixed, some[0].features, dropout=settings.dropout, key=key)
         return loss_of(scores_ra, some[0].expected_ra, jnp.asarray(seconds_a, jnp.float32), some[1], **tail)
 
     @devices.jit
-    def step(carry: Any, index: jax.Array, ours: Any) -> Any:
+    def step(carry: Any, fixed: Any, index: jax.Array, ours: Any) -> Any:
         weights, memory = carry
         key = jax.random.fold_in(jax.random.key(settings.seed), index)
         picked = jax.random.randint(jax.random.fold_in(key, 1), (min(settings.roots, ours[1].size),), 0, ours[1].size)
-        grads = jax.grad(loss)(weights, jax.tree.map(lambda x: x[picked], ours), key)
+        grads = jax.grad(loss)(weights, fixed, jax.tree.map(lambda x: x[picked], ours), key)
         updates, memory = rule.update(grads, memory, weights)
         return optax.apply_updates(weights, updates), memory
 
@@ -345,9 +345,9 @@ def trained(labels: Labels, seconds_a: np.ndarray, settings: SelectorStage, made
     judge = devices.jit(partial(loss, key=None))
     carry, best = (weights, rule.init(weights)), (np.inf, weights)
     for index in range(settings.steps):
-        carry = step(carry, index, ours)
+        carry = step(carry, fixed, index, ours)
         if (index + 1) % max(1, settings.steps // 20) == 0 or index + 1 == settings.steps:
-            best = min(best, (float(judge(carry[0], theirs)), carry[0]), key=lambda pair: pair[0])
+            best = min(best, (float(judge(carry[0], fixed, theirs)), carry[0]), key=lambda pair: pair[0])
     return best[1] | fixed
 
 

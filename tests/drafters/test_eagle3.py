@@ -136,7 +136,7 @@ def test_every_node_has_the_law_of_its_path_run_alone():
     depths = 4
 
     @jax.jit
-    def run():
+    def run(params, tables):
         state = eagle3.init(config, 2, SLOTS, jnp.float64)
         state = eagle3.extend(params, tables, config, state, features, tokens, jnp.asarray([6, 3]))
         own = drafted(params, tables, config, state, depths)
@@ -159,7 +159,7 @@ def test_every_node_has_the_law_of_its_path_run_alone():
             path_bni = path_bni.at[:, node].set(jnp.where(at_bi, grown.tokens_bn[:, node, None], above_bi))
         return grown, jnp.swapaxes(jax.lax.map(along, jnp.swapaxes(path_bni, 0, 1)), 0, 1)
 
-    grown, scores_bni = jax.tree.map(np.asarray, run())
+    grown, scores_bni = jax.tree.map(np.asarray, run(params, tables))
     assert grown.valid_bn.all() and grown.depth_bn.max() > 2
     for b in range(2):
         for node in range(1, 14):

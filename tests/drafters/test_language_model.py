@@ -76,7 +76,7 @@ def assert_same_state(found, expected) -> None:
 def test_reading_in_one_call_is_reading_row_by_row_and_the_whole_text_at_once():
     config = own.LanguageModelConfig(layers=SMALL)
     weights = fresh(SMALL, 2)
-    extend = jax.jit(partial(own.extend, weights, None, config))
+    extend = partial(jax.jit(own.extend, static_argnums=2), weights, None, config)
     tokens_bt = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 12)))
     counts = jnp.asarray([12, 7])
     at_once = extend(a_state(config), None, tokens_bt, counts)

@@ -140,7 +140,7 @@ def test_reading_in_one_call_is_reading_row_by_row_and_the_whole_text_at_once(fl
     weights = params.initialize(random, jax.random.key(5), jnp.float64, 0.4)
     rng = np.random.default_rng(0)
     tokens_bt, features_btj = jnp.asarray(rng.integers(0, 64, (2, 9))), jnp.asarray(rng.normal(size=(2, 9, 18)))
-    extend = jax.jit(partial(own.extend, weights, None, config))
+    extend = partial(jax.jit(own.extend, static_argnums=2), weights, None, config)
 
     def at_once(state, rows: slice, count_b, steers: bool):
         return extend(state, features_btj[:, rows] if steers else None, tokens_bt[:, rows], jnp.asarray(count_b))

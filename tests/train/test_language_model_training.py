@@ -81,16 +81,16 @@ def test_steering_learns_from_zero_first_its_projection_then_its_mix(toy):
     keys = jax.random.split(jax.random.key(2), 1)
 
     @jax.jit
-    def loss(own_steering):
-        frozen = {"verifier": weights} | small
+    def loss(own_steering, frozen):
         arguments = dict(settings=settings, verifier=MODEL, drafter=DRAFTER)
         total, weight = language_model_sums({"steering": own_steering}, frozen, rows, keys, **arguments)["loss"]
         return total / weight
 
-    before, first = jax.value_and_grad(loss)(own_steering)
+    frozen = {"verifier": weights} | small
+    before, first = jax.value_and_grad(loss)(own_steering, frozen)
     assert np.any(first["project"]) and not np.any(first["mix"])
     moved = own_steering | {"project": own_steering["project"] - 0.3 * first["project"]}
-    after, second = jax.value_and_grad(loss)(moved)
+    after, second = jax.value_and_grad(loss)(moved, frozen)
     assert after < before and np.any(second["mix"]) and np.any(second["norm_bias"])
 
 

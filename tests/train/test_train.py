@@ -214,14 +214,14 @@ def test_chunked_losses_and_gradients_equal_plain_ones(case, loss, base_weight, 
     all_weights = {"backbone": frozen["backbone"], "head": random_weights(HEADS["mlp"].specs(WITH_HEAD), 5)}
     params = all_weights if trained == "both" else {trained: all_weights[trained]}
     settings = dataclasses.replace(OBJECTIVE, loss=loss, base_weight=base_weight, chunk=2, vocabulary=vocabulary)
-    plain = jax.jit(jax.value_and_grad(lambda p: plain_sums(p, frozen, rows, keys, settings, drafter_)[0]))
+    plain = jax.jit(jax.value_and_grad(lambda p, frozen: plain_sums(p, frozen, rows, keys, settings, drafter_)[0]))
 
-    def chunked(p):
+    def chunked(p, frozen):
         return objective.drafting_sums(p, frozen, rows, keys, settings=settings, verifier=MODEL, drafter=drafter_)["loss"][
             0
         ]
 
-    expected, got = plain(params), jax.jit(jax.value_and_grad(chunked))(params)
+    expected, got = plain(params, frozen), jax.jit(jax.value_and_grad(chunked))(params, frozen)
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-5)
     for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(expected[1]), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
@@ -275,11 +275,11 @@ def test_nothing_holds_the_logits_of_a_batch_or_all_blocks_against_all(case):
         settings = dataclasses.replace(OBJECTIVE, anchors=anchors, chunk=chunk)
         arguments = dict(settings=settings, verifier=MODEL, drafter=DRAFTER)
 
-        def loss(backbone):
+        def loss(backbone, frozen):
             keys = jax.random.split(jax.random.key(0), 2)
             return objective.drafting_sums({"backbone": backbone}, frozen, rows, keys, **arguments)["loss"][0]
 
-        text = jax.jit(jax.grad(loss)).lower(frozen["backbone"]).as_text()
+        text = jax.jit(jax.grad(loss)).lower(frozen["backbone"], frozen).as_text()
         shapes = {tuple(map(int, dims.split("x")[:-1])) for dims in re.findall(r"tensor<([0-9x]+xf32)>", text)}
         return max(map(math.prod, shapes))
 

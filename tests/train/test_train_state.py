@@ -90,7 +90,7 @@ def plain(steps, optimizer=OPTIMIZER):
     memory = transform.init(params)
 
     @jax.jit
-    def step_of(params, memory, rows, step):
+    def step_of(params, memory, frozen, rows, step):
         def mean(params):
             key = jax.random.fold_in(jax.random.key(SEED), step)
             keys_b = jnp.stack([jax.random.fold_in(key, b) for b in range(BATCH)])
@@ -103,7 +103,7 @@ def plain(steps, optimizer=OPTIMIZER):
         return optax.apply_updates(params, updates), memory, own, norm
 
     for step in range(steps):
-        params, memory, own, norm = step_of(params, memory, batch_of(step), step)
+        params, memory, own, norm = step_of(params, memory, frozen, batch_of(step), step)
         found.append((params, own, norm))
     return found
 
