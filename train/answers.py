@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import operator
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -33,10 +33,11 @@ def settings_path(out: Path) -> Path:
 
 
 def save_settings(settings: Any, out: Path, stage: str = "train.respond") -> None:
-    """Notes the settings of a new file; what was noted before stays."""
-    if not settings_path(out).exists():
+    """Notes the settings of a new file, and larger limits of its sources; what else was noted before stays."""
+    path = settings_path(out)
+    if not path.exists() or config.changes(settings, path, ()).keys() == {"sources"}:
         heading = SETTINGS_OF + f"{stage.removeprefix('train.')}, written by it for {out.name}\n"
-        files.write(settings_path(out), heading + config.dump(config.to_dict(settings)))
+        files.write(path, heading + config.dump(config.to_dict(settings)))
 
 
 def check_settings(settings: Any, out: Path, free: Collection[str]) -> None:
@@ -65,9 +66,39 @@ def check_settings(settings: Any, out: Path, free: Collection[str]) -> None:
             name = settings_path(out).name
             raise ValueError(f"{out} exists without its settings ({name}), expected a new file: give another out")
     changed = config.changes(settings, path, free)
+    if changed.keys() == {"sources"} and _only_grew(*changed["sources"]):
+        return
     if changed:
         name, (old, new) = next(iter(changed.items()))
         raise ValueError(f"{out} was begun with {name} = {old!r}, got {new!r}: give another out, or delete it")
+
+
+def _only_grew(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> bool:
+    """Whether sources differ in nothing but larger limits, of which 0 is the largest."""
+    if [{**source, "limit": 0} for source in old] != [{**source, "limit": 0} for source in new]:
+        return False
+    return all(not b["limit"] or 0 < a["limit"] <= b["limit"] for a, b in zip(old, new, strict=True))
+
+
+def in_order(out: Path, prompts: Sequence[Any]) -> list[Any]:
+    """Prompts in the order of the answers in a file: prompts that are new take the indices that no answer has.
+
+    Without new prompts this is the order given.
+
+    Args:
+      out: the file of answers.
+      prompts: of all sources, with `ids`, sorted by length.
+    """
+    numbers: dict[str, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        numbers.setdefault(str(prompt.ids), []).append(number)
+    placed: dict[int, int] = {}
+    for _, index, ids in _answered(out):
+        same = numbers.get(str(ids), [])
+        if same and 0 <= index < len(prompts) and index not in placed:
+            placed[index] = same.pop(same.index(index) if index in same else 0)
+    new = iter(sorted({*range(len(prompts))} - {*placed.values()}))
+    return [prompts[placed[index] if index in placed else next(new)] for index in range(len(prompts))]
 
 
 def _is_record(path: Path) -> bool:
@@ -81,9 +112,10 @@ def _is_record(path: Path) -> bool:
 
 
 class Place(NamedTuple):
-    """Where the line of an answer begins, how many bytes it has, and whether the answer was cut."""
+    """File, line number and first byte of an answer, its bytes, and whether it was cut."""
 
     path: Path
+    number: int
     start: int
     size: int
     is_cut: bool
@@ -96,6 +128,18 @@ def finished(out: Path, prompts: Sequence[list[int]]) -> dict[int, Place]:
       ValueError: a line that answers another prompt, as where the data changed in between.
     """
     places: dict[int, Place] = {}
+    for place, index, ids in _answered(out):
+        if not 0 <= index < len(prompts) or prompts[index] != ids:
+            raise ValueError(
+                f"{place.path}, line {place.number} answers another prompt than number {index} of these sources: "
+                "the data changed; give another out"
+            )
+        places.setdefault(index, place)
+    return places
+
+
+def _answered(out: Path) -> Iterator[tuple[Place, int, list[int]]]:
+    """Every line of a file and of those beside it: its place, and the index and ids of its prompt."""
     for path in (out, cut_path(out), *_parts(out)):
         if not path.exists():
             continue
@@ -109,14 +153,8 @@ def finished(out: Path, prompts: Sequence[list[int]]) -> dict[int, Place]:
                     index, ids = operator.index(record["index"]), record["prompt"]
                 except (ValueError, KeyError, TypeError, RecursionError):
                     raise ValueError(f"{path}, line {number}: got no answer, expected what this stage writes") from None
-                if not 0 <= index < len(prompts) or prompts[index] != ids:
-                    raise ValueError(
-                        f"{path}, line {number} answers another prompt than number {index} of these sources: "
-                        "the data changed; give another out"
-                    )
-                places.setdefault(index, Place(path, start, len(line), record.get("finished") == "length"))
+                yield Place(path, number, start, len(line), record.get("finished") == "length"), index, ids
                 start += len(line)
-    return places
 
 
 def drop_unfinished_line(path: Path) -> None:

@@ -23,9 +23,9 @@ from train import folders, hosts
 from treeflash_jax import devices
 from treeflash_jax import mesh as meshes
 
-# What may differ between the start of a run and its continuation: it changes what is seen, not what is computed.
+# What may differ between the start of a run and its continuation: the number of steps, and what changes no weights.
 FREE = frozenset(
-    {"run", "mesh"} | {f"loop.{name}" for name in "log_every save_every evaluate_every keep tensorboard".split()}
+    {"run", "mesh"} | {f"loop.{name}" for name in "steps log_every save_every evaluate_every keep tensorboard".split()}
 )
 STATE = "state"  # Orbax's name for a tree that is saved alone
 LOGGERS = ("absl", "asyncio")  # where Orbax reports, with tracebacks, what it also raises
@@ -58,6 +58,7 @@ class Checkpoints:
         from orbax.checkpoint import v1 as ocp  # slow to import; what only compiles a step needs none
 
         self.folder, self.documents, self.orbax = folders.absolute(run), dict(documents), ocp
+        self.num_steps = config.loop.steps
         claim(self.folder, config)
         _check_readable(self.folder / "checkpoints")
         policies = ocp.training.preservation_policies
@@ -125,7 +126,8 @@ class Checkpoints:
         notes = stored.custom_metadata or {}  # checkpoints of older code have none
         if stored.metadata:  # else it cannot be read, and `load` says why
             self._check_arrays(step, _shapes(stored.metadata), _shapes(abstract))
-        self._check_documents(step, notes.get("documents", self.documents))
+        if notes.get("steps", self.num_steps) == self.num_steps:  # a run that is extended may have more documents
+            self._check_documents(step, notes.get("documents", self.documents))
         with _damage():
             state = self.orbax.load(path, abstract, checkpointable_name=STATE)
         if notes.get("checksum", total := int(meshes.to_host(checksum(state)))) != total:
@@ -148,7 +150,7 @@ class Checkpoints:
         if changed:
             raise ValueError(
                 f"{self.folder}: the documents of {', '.join(changed)} changed after step {step} was trained; "
-                "put back those of then to go on, or give another run= to train on these"
+                "put back those of then to go on, or give more loop.steps or another run= to train on these"
             )
 
     def save(self, step: int, state: Any, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
@@ -157,7 +159,7 @@ class Checkpoints:
         Raises:
           ValueError: this write, or the one before it, failed. Complete checkpoints stay as they are.
         """
-        notes = {"documents": self.documents, "checksum": int(meshes.to_host(checksum(state)))}
+        notes = {"documents": self.documents, "steps": self.num_steps, "checksum": int(meshes.to_host(checksum(state)))}
         try:
             self.inner.wait()
             self.inner.save_async(step, state, metrics=metrics, custom_metadata=notes, overwrite=True)
@@ -212,6 +214,10 @@ def claim(folder: epath.Path, config: Any) -> None:
                 folders.write(path, settings.dump(settings.to_dict(config)))  # other hosts must not read half of it
             return
         changed = settings.changes(config, path, FREE)
+        steps = settings.changes(config, path, ()).get("loop.steps")
+        if steps and not changed and jax.process_index() == 0:
+            folders.write(path, settings.dump(settings.to_dict(config)))
+            hosts.say(f"{folder}: had loop.steps = {steps[0]}, now {steps[1]}: the learning rate follows the new number")
     except OSError as error:
         raise ValueError(f"{path}: {_reason(error)}; give another run=") from None
     if changed:

@@ -139,7 +139,7 @@ def respond_stage(settings: PairConfig, verifier: Verifier, limit: Choice | None
     """
     limit = limit or Choice(settings.num_prompts, "as given" if settings.num_prompts else "all of them")
     source = Source(path=settings.prompts, limit=limit.value, hold_out=0)
-    count = sum(1 for _ in read(source, settings.seed))
+    count = count_prompts(settings, limit.value)
     if count < LEAST_PROMPTS:
         raise ValueError(f"{settings.prompts}: got {count} prompts, expected at least {LEAST_PROMPTS}")
     sample = dataclasses.replace(source, limit=min(count, MEASURED_LENGTHS))
@@ -171,6 +171,10 @@ def respond_stage(settings: PairConfig, verifier: Verifier, limit: Choice | None
     return _composed(made, settings.respond, by_rule)
 
 
+def count_prompts(settings: PairConfig, limit: int = 0) -> int:
+    return sum(1 for _ in read(Source(path=settings.prompts, limit=limit, hold_out=0), settings.seed))
+
+
 def read_answers(asked: RespondConfig, settings: PairConfig, verifier: Verifier) -> Answers:
     """Reads the answers and chooses the mask token from what they do not contain."""
     source = _answers_source(asked, 0)
@@ -181,7 +185,12 @@ def read_answers(asked: RespondConfig, settings: PairConfig, verifier: Verifier)
 
 
 def drafter_stage(
-    settings: PairConfig, verifier: Verifier, asked: RespondConfig, answers: Answers, steps: Choice | None = None
+    settings: PairConfig,
+    verifier: Verifier,
+    asked: RespondConfig,
+    answers: Answers,
+    steps: Choice | None = None,
+    evaluations: int = 4,
 ) -> Composed:
     """Settings of `train.drafter`, for these answers; `steps` in place of those of the settings."""
     model, own = verifier.model, settings
@@ -191,7 +200,7 @@ def drafter_stage(
     taps = _chosen(own.target_layer_ids or None, choices.tapped_layers(model.num_layers))
     initial = choices.initial_layers(model, layers.value)
     steps = steps or _steps("drafter", settings, answers, settings.steps)
-    shared = _drafting("drafter", settings, verifier, asked, answers, block.value, steps.value)
+    shared = _drafting("drafter", settings, verifier, asked, answers, block.value, steps.value, evaluations)
     made = DrafterStage(
         num_layers=layers.value,
         block_size=block.value,
@@ -224,10 +233,11 @@ def head_stage(
     answers: Answers,
     trained: DrafterStage,
     steps: Choice | None = None,
+    evaluations: int = 4,
 ) -> Composed:
     """Settings of `train.head`, on what `trained` leaves in OUT/drafter."""
     steps = steps or _steps("head", settings, answers, settings.head_steps)
-    shared = _drafting("head", settings, verifier, asked, answers, trained.block_size, steps.value)
+    shared = _drafting("head", settings, verifier, asked, answers, trained.block_size, steps.value, evaluations)
     keeps = trained.head == "mlp"
     made = HeadStage(drafter=str(file(settings, "drafter") / "model"), head="mlp", keep_head=keeps, **shared)
     why = "goes on over the whole vocabulary" if keeps else "from zero"
@@ -240,12 +250,13 @@ def export_stage(settings: PairConfig) -> Composed:
     return _composed(made, settings.export, {})
 
 
-def measure_stage(settings: PairConfig) -> Composed:
+def measure_stage(settings: PairConfig, seconds: float = 0.0) -> Composed:
     made = MeasureStage(
         verifier=settings.verifier,
         drafter=str(file(settings, "model")),
         respond=str(file(settings, "respond.toml")),
         out=str(file(settings, "measured.json")),
+        seconds=seconds,
         seed=settings.seed,
     )
     return _composed(made, settings.measure, {})
@@ -275,6 +286,7 @@ def _drafting(
     answers: Answers,
     block: int,
     steps: int,
+    evaluations: int,
 ) -> dict[str, Any]:
     """What `train.drafter` and `train.head` share."""
     rows, batch = _data(asked, verifier), _batch(settings)
@@ -296,9 +308,11 @@ def _drafting(
             chunk=chunk,
             vocabulary=SAMPLED_ROWS * rows.row_tokens if samples else 0,
         ),
-        evaluate=EvaluateConfig(nodes=(16,)),
+        evaluate=EvaluateConfig(nodes=(16,), prompts=8 if settings.minutes else 16),
         optimizer=OptimizerConfig(name="muon", learning_rate=LEARNING_RATES[name], final=0.01),
-        loop=LoopConfig(steps=steps, batch=batch, seed=settings.seed, save_every=50, evaluate_every=max(1, steps // 4)),
+        loop=LoopConfig(
+            steps=steps, batch=batch, seed=settings.seed, save_every=50, evaluate_every=math.ceil(steps / evaluations)
+        ),
         mesh=settings.mesh,
     )
 
@@ -308,13 +322,13 @@ def _composed(by_rule: Any, given: dict[str, Any], reasons: dict[str, str]) -> C
     stage = config.replaced(by_rule, given)
     lines = []
     for name, reason in reasons.items():
-        value, before = _setting(stage, name), _setting(by_rule, name)
+        value, before = setting(stage, name), setting(by_rule, name)
         shown = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
         lines.append(f"{name} = {shown}: {reason if value == before else 'as given'}")
     return Composed(stage, lines)
 
 
-def _setting(stage: Any, name: str) -> Any:
+def setting(stage: Any, name: str) -> Any:
     """The value of a setting by its dotted name."""
     for part in name.split("."):
         stage = stage[int(part)] if part.isdigit() else getattr(stage, part)

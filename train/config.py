@@ -136,7 +136,8 @@ def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[
     """Runs `main(settings)` and keeps what it compiles on disk; bad input ends the process with one line on stderr."""
     config = parse(cls, doc, argv)
     keep_programs(by_jax=True)
-    logging.basicConfig(format="%(message)s", handlers=[logging.lastResort])  # looks up sys.stderr, which a bar redirects
+    # Looks up sys.stderr, which a bar redirects; handlers of imported packages write into the bar.
+    logging.basicConfig(format="%(message)s", handlers=[logging.lastResort], force=True)
     try:
         main(config)
     except (ValueError, OSError) as error:

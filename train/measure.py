@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ class MeasureStage:
       new_tokens: tokens generated per answer.
       nodes: numbers of nodes tried for the draft trees, root included.
       temperatures: sampling temperatures measured.
+      seconds: time of the whole measurement; 0 sets no limit. Trials stop after half of it, and as many prompts are used as
+        fit into the rest, at least two.
       seed: random seed of the answers.
     """
 
@@ -55,6 +58,7 @@ class MeasureStage:
     new_tokens: int = bounded(96, least=1)
     nodes: tuple[int, ...] = bounded((8, 16, 32), least=1, most=MOST_NODES)
     temperatures: tuple[float, ...] = bounded((0.0, 0.7), least=0)
+    seconds: float = bounded(0.0, least=0)
     seed: int = bounded(0, least=0)
 
     def __post_init__(self) -> None:
@@ -90,6 +94,7 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
     Raises:
       ValueError: no held-out prompt, or a pair that cannot be loaded.
     """
+    began = time.perf_counter()
     model = tf.load(verifier=settings.verifier, drafter=settings.drafter)
     own = str(model.dtype)
     models = {own: model}
@@ -99,7 +104,13 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
     asked = config.load(respond.RespondConfig, settings.respond)
     found = [prompt.ids for prompt in respond.collect_prompts(asked, model, held_out=True)]
     prompts = [found[i] for i in data.spread(min(settings.prompts, len(found)), len(found))]
-    plain, drafted, speeds = _trial(models, prompts[:: max(1, len(prompts) // TRIAL_PROMPTS)][:TRIAL_PROMPTS], settings)
+    tried = prompts[:: max(1, len(prompts) // TRIAL_PROMPTS)][:TRIAL_PROMPTS]
+    plain, drafted, speeds = _trial(models, tried, settings, began + settings.seconds / 2)
+    if settings.seconds:
+        left = settings.seconds - (time.perf_counter() - began)
+        both = settings.new_tokens * (1 / speeds[plain] + 1 / speeds[drafted]) * len(settings.temperatures)
+        count = min(len(prompts), max(TRIAL_PROMPTS, int(left / both)))
+        prompts = [prompts[i] for i in data.spread(count, len(prompts))]
     return {
         "settings": config.to_dict(settings),
         "machine": f"{devices.here().kind}, {os.cpu_count()} cores",
@@ -124,9 +135,9 @@ def rows_of(measured: dict[str, Any]) -> dict[str, str]:
 
 
 def _trial(
-    models: dict[str, tf.TreeFlash], prompts: Sequence[list[int]], settings: MeasureStage
+    models: dict[str, tf.TreeFlash], prompts: Sequence[list[int]], settings: MeasureStage, deadline: float
 ) -> tuple[System, System, dict[System, float]]:
-    """The fastest one-token and the fastest drafted system, and the tokens/s of all that were tried."""
+    """The fastest one-token and drafted system, and the tokens/s of all that were tried: with a limit, until `deadline`."""
     plain = [
         System(dtype, (("builder", "none"), ("attention", attention)))
         for dtype in models
@@ -137,11 +148,12 @@ def _trial(
 
         def fastest(systems: Sequence[System]) -> System:
             for system in systems:
-                if system not in speeds:
+                is_late = settings.seconds and time.perf_counter() > deadline and any(s in speeds for s in systems)
+                if system not in speeds and not is_late:
                     answers = [_answer(models, system, ids, settings, temperature=0.0) for ids in prompts]
                     speeds[system] = statistics.median(answer.tokens_per_second for answer in answers)
                     bar.update(len(speeds), system.name)
-            return max(systems, key=speeds.__getitem__)
+            return max((system for system in systems if system in speeds), key=speeds.__getitem__)
 
         best = fastest(plain)
         middle = settings.nodes[len(settings.nodes) // 2]

@@ -123,6 +123,7 @@ def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt],
     if writes:
         answers.drop_unfinished_line(own)
     _wait("read")  # nobody may write while others look at what is there
+    prompts = answers.in_order(out, prompts)
     asked = [prompt.ids for prompt in prompts]
     done = answers.finished(out, asked)
     missing = [index for index in range(len(prompts)) if index not in done]
@@ -238,8 +239,9 @@ def respond(
         if time.perf_counter() - said > SECONDS_BETWEEN_LINES or number == len(indices):
             said = time.perf_counter()
             left = result.seconds / number * (len(indices) - number)
+            shown = f", {left:,.0f} s left" if number >= settings.batch else ""  # before, most of the work is not counted
             speed = tokens / max(result.seconds, 1e-9)
-            hosts.say(f"{number:,} of {len(indices):,} answers, {speed:,.0f} tokens/s, {left:,.0f} s left")
+            hosts.say(f"{number:,} of {len(indices):,} answers, {speed:,.0f} tokens/s{shown}")
 
 
 def question(content: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 import toy_training
 
 import treeflash_jax as tf
-from train import choices, compose, config, data, drafter, loop, measure, pair
+from train import budget, choices, compose, config, data, drafter, extend, loop, measure, pair, watch
 from train.records import Source
 from treeflash_jax import cli
 from treeflash_jax.drafters.block.config import fresh_layers
@@ -45,7 +46,7 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
     """Killed before the head; the same command then ends, and the last line it prints runs."""
     monkeypatch.setattr(measure, "DTYPES", {})
     monkeypatch.setattr(measure, "ATTENTION", {})
-    settings, ran, real = settings_of(prompts, tmp_path / "pair"), [], dict(pair.MAINS)
+    settings, ran, real = settings_of(prompts, tmp_path / "pair", "num_prompts=10"), [], dict(pair.MAINS)
     loaded, load = {}, tf.load
 
     def load_once(*, verifier, drafter, **named):
@@ -76,7 +77,7 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
         "block_size = 4: as given",
         "compute_dtype = float32: this CPU has no bfloat16 instructions",
         "loop.steps = 6: as given",
-        "sources.0.hold_out = 4: every so-many-th of 12 prompts",
+        "sources.0.hold_out = 4: every so-many-th of 10 prompts",
     ):
         assert line in shown
     monkeypatch.setattr(pair, "MAINS", {name: watched(name) for name in real})
@@ -100,8 +101,17 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
     scope = {"tf": tf}
     exec(line, scope)
     assert scope["model"].drafter.block_size == 4 and scope["model"].drafter.head == "mlp"
-    with pytest.raises(ValueError, match="holds a run with other settings .loop.steps was 6, now 7."):
-        pair.main(replace(settings, steps=7))
+    monkeypatch.setattr(tf, "load", lambda _=None, **named: load_once(**named))
+    ran.clear()
+    pair.main(settings)
+    assert ran == [], "all was finished"
+    pair.main(replace(settings, num_prompts=12))
+    assert ran == ["respond"], "training has the steps that were asked for"
+    pair.main(replace(settings, num_prompts=12, steps=8))
+    assert ran == ["respond", "drafter", "head", "export", "measure"]
+    assert "goes on from step 6, with the learning rate of a run of 8" in capsys.readouterr().out
+    steps = [line["step"] for line in watch.read_log(tmp_path / "pair" / "drafter")]
+    assert 6 in steps and steps[-1] == 8
 
 
 @pytest.mark.parametrize(
@@ -122,42 +132,145 @@ def test_mistakes_show_up_before_anything_runs(prompts, tmp_path, more, message)
     assert "\n" not in str(caught.value) and not (tmp_path / "pair").exists()
 
 
-def test_minutes_size_answers_and_steps_by_their_speed(prompts, tmp_path, monkeypatch):
-    """45 % of the time goes to answers, 35 % to the backbone, 15 % to the head."""
-    result = SimpleNamespace(ids=[1] * 32, seconds=8.0)
+COSTS = budget.Costs(
+    answer=0.5, answers_start=10.0, start=20.0, step=2.0, first_evaluation=10.0, evaluation=4.0, export=5.0
+)
+
+
+def test_a_plan_spends_the_time_and_counts_every_stage():
+    """Fixed costs first: 10 + 2 x 30 + 5 + 20 of 600 s; the rest in shares of 45, 35, 15 and 15."""
+    plan = COSTS.plan(600.0, tuple(pair.MAINS))
+    assert sum(plan.values()) == pytest.approx(600) and plan["export"] == 5
+    free = 600 - 95
+    assert plan["respond"] == pytest.approx(10 + free * 0.45 / 1.1) and plan["measure"] == pytest.approx(
+        20 + free * 0.15 / 1.1
+    )
+    later = COSTS.plan(300.0, ("head", "export", "measure"))
+    assert sum(later.values()) == pytest.approx(300), "what is left is shared out among the stages that are left"
+    assert sum(COSTS.plan(1.0, tuple(pair.MAINS)).values()) == 95, "the least there is"
+    steps, evaluations = COSTS.training(30.0 + 100.0)
+    assert (steps, evaluations) == ((100 - 3 * 4) // 2, 4), "at most a fifth of the time, and four of them"
+    assert COSTS.training(30.0 + 30.0) == ((30 - 4) // 2, 2) and COSTS.training(3.0) == (0, 1)
+
+
+def test_costs_are_measured(prompts, tmp_path, monkeypatch):
+    result = SimpleNamespace(ids=[5] * 32, seconds=8.0, finished="length")
     model = SimpleNamespace(generate=lambda ids, **named: [result] * len(ids))
-    monkeypatch.setattr(pair.respond, "load_model", lambda stage: model)
-    monkeypatch.setattr(pair.respond, "collect_prompts", lambda stage, model: [SimpleNamespace(ids=[1])] * 2000)
-    verifier = compose.Verifier.open("tiny")
-    settings = settings_of(prompts, tmp_path, "minutes=10", "respond.batch=4")
-    stage = compose.respond_stage(settings, verifier).stage
-    choice = pair.answers_in_time(stage, settings)
-    assert choice.value == int(0.45 * 600 * (4 * 32 / 8) / stage.max_new_tokens)
-    assert pair.answers_in_time(stage, replace(settings, minutes=1000.0)) is None, "all of them"
-    assert compose.respond_stage(settings, verifier, choices.Choice(9, "timed")).stage.sources[0].limit == 9
+    monkeypatch.setattr(budget.respond, "load_model", lambda stage: model)
+    asked_prompts = [SimpleNamespace(ids=[7, 8], source="asked") for _ in range(40)]
+    monkeypatch.setattr(budget.respond, "collect_prompts", lambda stage, model: asked_prompts)
+    monkeypatch.setattr(budget.time, "perf_counter", itertools.count(step=50.0).__next__)
+    verifier, settings = compose.Verifier.open("tiny"), settings_of(prompts, tmp_path, "minutes=10", "respond.batch=16")
 
-    log = tmp_path / "timing-head"
-    written = [{"step": 1, "tokens_per_second": 100.0}, {"step": 2, "tokens_per_second": 512.0}, {"step": 3}]
+    def train(stage):
+        assert (
+            stage.loop.steps == 4
+            and stage.loop.evaluate_every == 2
+            and len(data.open_sources(stage.sources, stage.data, None, 0).held_out["responses"]) > 0
+        )
+        log = [
+            {"step": i, "seconds": s, "tokens_per_second": 8 * stage.data.row_tokens / 2.0}
+            for i, s in enumerate((20.0, 32.0, 34.0, 40.0), start=1)
+        ]
+        (tmp_path / "timing" / "drafter").mkdir()
+        (tmp_path / "timing" / "drafter" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
 
-    def timed(stage):
-        assert stage.run == str(log) and stage.loop.steps == pair.TIMED_STEPS and stage.evaluate.prompts == 0
-        log.mkdir()
-        (log / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
+    mains = {"drafter": train, "export": lambda stage: None}
+    asked = compose.respond_stage(settings, verifier).stage
+    costs = budget.measure_costs(settings, verifier, asked, mains)
+    assert costs == budget.Costs(
+        answer=8.0 * asked.max_new_tokens / (16 * 32), answers_start=42.0, start=50.0 - 8.0 - 10.0 - 4.0, step=2.0,
+        first_evaluation=10.0, evaluation=4.0, export=50.0,
+    )  # fmt: skip
+    assert not (tmp_path / "timing").exists()
 
-    monkeypatch.setitem(pair.MAINS, "head", timed)
-    answers = compose.Answers(count=900, rows=80_000, mask=choices.Choice(3, "unused"))
-    trained = compose.drafter_stage(settings, verifier, stage, answers).stage
-    assert trained.head == "mlp" and trained.objective.vocabulary == 4 * trained.data.row_tokens
-    made = compose.head_stage(replace(settings, head_steps=0), verifier, stage, answers, trained).stage
-    assert made.keep_head and made.objective.vocabulary == 0
-    alone = compose.drafter_stage(replace(settings, drafter={"head": "marginal"}), verifier, stage, answers).stage
-    assert not compose.head_stage(settings, verifier, stage, answers, alone).stage.keep_head
-    assert made.loop.steps == 3 * 80_000 // 8
-    assert pair.steps_in_time("head", made, replace(settings, minutes=1e6)) is None
-    choice = pair.steps_in_time("head", made, settings)
-    assert choice.value == int(0.15 * 600 / (made.loop.batch * made.data.row_tokens / 512)) and not log.exists()
-    made = compose.head_stage(settings, verifier, stage, answers, trained, choice)
-    assert made.stage.loop.steps == choice.value and f"loop.steps = {choice.value}: {choice.reason}" in made.lines
+
+def test_more_steps_and_prompts_extend_what_was_begun_and_all_else_stays(prompts, tmp_path):
+    """As finished with 6 steps on 8 prompts: a file of settings beside the answers and in each run, and a checkpoint."""
+    verifier, before = compose.Verifier.open("tiny"), settings_of(prompts, tmp_path, "num_prompts=8")
+    config.save(before, tmp_path / "pair.toml")
+    asked = compose.respond_stage(before, verifier).stage
+    config.save(asked, tmp_path / "responses.jsonl.settings.toml")
+    nothing = compose.Answers(count=8, rows=4, mask=choices.Choice(3, "unused"))
+    trained = compose.drafter_stage(before, verifier, asked, nothing).stage
+    (tmp_path / "drafter" / "checkpoints" / "6").mkdir(parents=True)
+    config.save(trained, tmp_path / "drafter" / "settings.toml")
+    files_before = sorted(tmp_path.rglob("*"))
+    for more, message in (
+        (("block_size=5",), "was begun with block_size = 4, got 5; give block_size=4, or another out="),
+        (("mask_token_id=5",), "was begun with mask_token_id = None, got 5; leave mask_token_id out"),
+        (("respond.max_new_tokens=13",), "was begun with respond.max_new_tokens = 12, got 13; give"),
+        (("steps=5",), "has steps = 6, got 5; give steps=6 or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pair.main(settings_of(prompts, tmp_path, "num_prompts=8", *more))
+    with pytest.raises(ValueError, match="has num_prompts = 9, got 8; give num_prompts=9 or more"):
+        larger = replace(asked, sources=(replace(asked.sources[0], limit=9),))
+        config.save(larger, tmp_path / "responses.jsonl.settings.toml")
+        pair.main(replace(before, head_steps=9))
+    assert sorted(tmp_path.rglob("*")) == files_before
+    after = settings_of(prompts, tmp_path, "steps=10", "num_prompts=12")
+    extend.check(after)
+    extend.check(replace(after, head={"keep_head": False})), "no head was begun"
+    made = extend.continued(compose.respond_stage(after, verifier), after, "respond")
+    assert made.stage == replace(asked, sources=(replace(asked.sources[0], limit=12),)), "the same prompts are held out"
+    more = replace(nothing, count=12, rows=9, mask=choices.Choice(4, "another"))
+    made = extend.continued(compose.drafter_stage(after, verifier, made.stage, more), after, "drafter")
+    assert made.stage == replace(trained, loop=replace(trained.loop, steps=10, evaluate_every=3))
+    assert made.lines[0] == "loop.steps = 10: as given; goes on from step 6, with the learning rate of a run of 10"
+    fewer = compose.drafter_stage(replace(after, steps=2), verifier, asked, more)
+    assert extend.continued(fewer, after, "drafter").stage == trained
+
+
+@pytest.mark.parametrize(("seconds", "tried", "count"), [(0.0, 8, 16), (20.0, 6, 4), (1.0, 2, 2), (1000.0, 8, 16)])
+def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, tried, count):
+    """Two answers of a second each per system that is tried: after half of the time only what must be known is tried.
+
+    Of 20 s half is over after six systems of 2 s; both answer a prompt in 0.5 s at two temperatures: 8 s are for four.
+    """
+    now, made = [0.0], []
+
+    def answer(models, system, ids, settings, temperature):
+        made.append(system)
+        now[0] += 1.0
+        return SimpleNamespace(tokens_per_second=192.0, accept_lengths=[2], ids=[1])
+
+    monkeypatch.setattr(measure, "_answer", answer)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measure.tf, "load", lambda **named: SimpleNamespace(dtype=named.get("dtype", "float32")))
+    monkeypatch.setattr(measure.config, "load", lambda *_: None)
+    asked = [SimpleNamespace(ids=[i]) for i in range(20)]
+    monkeypatch.setattr(measure.respond, "collect_prompts", lambda *_, **named: asked)
+    stage = measure.MeasureStage(verifier="x", drafter="x", respond="x", out=f"{tmp_path}/out.json", seconds=seconds)
+    measured = measure.measure(stage)
+    assert len(measured["trial"]) == tried and measured["prompts"] == count
+
+
+@pytest.mark.parametrize(
+    ("speedup", "taus", "said"),
+    [
+        (1.2, {}, "--nodes 8"),
+        (0.8, {2: 1.5, 4: 2.0}, "drafting pays with 2.0 times the training: about 24 answers and 4 minutes in all"),
+        (0.8, {}, "too short to say"),
+        (0.8, {4: 2.0}, "too short to say how much training that takes: it has no evaluation at half"),
+        (0.5, {2: 1.95, 4: 2.0}, "too short to say how much training that takes: tau of held-out prompts rose from 1.95"),
+        (0.5, {2: 2.0, 4: 1.9}, "too short to say"),
+    ],
+)
+def test_the_end_says_what_would_pay_from_what_was_measured(prompts, tmp_path, capsys, speedup, taus, said):
+    """A round of 2.5 one-token steps at tau 2: a doubling that adds 0.5 to 2.0 reaches 2.5."""
+    settings = settings_of(prompts, tmp_path)
+    (tmp_path / "drafter").mkdir()
+    log = [{"step": step, "held_out/tau_marginal_16": 1.0, "held_out/tau_16": tau} for step, tau in taus.items()]
+    (tmp_path / "drafter" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    (tmp_path / "responses.jsonl").write_text("{}\n" * 12)
+    asked = compose.respond_stage(settings, compose.Verifier.open("tiny")).stage
+    measured = {"options": {"nodes": 8}, "temperatures": [{"speedup": speedup, "tau": 2.0}, {"speedup": 0.1, "tau": 1.0}]}
+    pair.conclude(settings, asked, measured, 120.0)
+    shown = capsys.readouterr().out
+    assert said in shown and ("so tau must exceed" in shown) == (speedup < 1) == ("--nodes" not in shown)
+    held_out = [f"A box holds {3 + i} {THINGS[i % 5]}. How many do 3 boxes hold?" for i in (3, 7, 11)]
+    assert shlex.split(shown)[-2:] == ["--chat", min(held_out, key=len)]
 
 
 # The rules

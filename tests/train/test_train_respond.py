@@ -242,6 +242,25 @@ def test_settings_may_change_only_where_no_answer_depends_on_them(model, setting
     assert out.read_bytes() == whole
 
 
+def test_a_larger_limit_adds_answers_and_keeps_those_there(model, settings, questions):
+    def limited(limit):
+        return replace(settings, sources=(replace(questions, limit=limit),))
+
+    out = Path(settings.out)
+    respond.main(limited(4))
+    four = out.read_bytes()
+    respond.main(limited(9))
+    nine = out.read_bytes()
+    assert nine.startswith(four) and model.calls[-1] == [4, 5, 6, 7, 8]
+    assert len({line.partition(b"prompt")[2] for line in nine.splitlines()}) == 9
+    lines = nine.splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[:5] + lines[6:7]))
+    respond.main(limited(9))
+    assert out.read_bytes() == nine and model.calls[-1] == [5, 7, 8]
+    with pytest.raises(ValueError, match="was begun with sources = .*'limit': 9"):
+        respond.main(limited(5))
+
+
 @pytest.mark.parametrize(
     "line, message",
     [

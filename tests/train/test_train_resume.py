@@ -1,5 +1,6 @@
 """A run may be killed, terminated, damaged or moved to other hosts: the same command ends where it would have ended."""
 
+import dataclasses
 import json
 import os
 import random
@@ -159,6 +160,22 @@ def two_checkpoints(tmp_path_factory):
 def restored(run, config, abstract, **documents):
     with Checkpoints(str(run), config, documents or {"a": "1", "b": "2"}, keep=2, best="", mode="min") as saved:
         return saved.restore(abstract)
+
+
+def test_a_run_that_is_extended_may_have_more_documents(two_checkpoints, tmp_path, capsys):
+    """With other steps the settings are noted anew; from its next checkpoint on the run is bound to these documents."""
+    copy, config = Path(shutil.copytree(two_checkpoints[0], tmp_path / "run")), two_checkpoints[1]
+    more = dataclasses.replace(config, loop=dataclasses.replace(config.loop, steps=config.loop.steps + 3))
+    restored(copy, more, like(ARRAYS), a="3")
+    assert f"now {more.loop.steps}: the learning rate follows" in capsys.readouterr().out
+    assert f"steps = {more.loop.steps}\n" in (copy / "settings.toml").read_text()
+    restored(copy, more, like(ARRAYS), a="3")
+    with Checkpoints(str(copy), more, {"a": "3"}, keep=2, best="", mode="min") as saved:
+        saved.save(3, times(3), wait=True)
+    with pytest.raises(
+        ValueError, match="documents of a changed after step 3 was trained; .*give more loop.steps or another"
+    ):
+        restored(copy, more, like(ARRAYS), a="4")
 
 
 @pytest.mark.parametrize("damage", ["missing", *DAMAGES])
