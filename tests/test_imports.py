@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module imports its own layer and those before it. A directory stands for all its files; `__init__` is the package.
 LAYERS = (
     {"files"},
-    {"checks", "clock", "suggest", "chats"},
+    {"checks", "ahead", "clock", "suggest", "chats"},
     {"devices", "products"},
     {"mesh", "params", "programs", "quantized"},
     {"vocab", "kernels"},

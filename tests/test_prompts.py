@@ -84,6 +84,8 @@ def test_a_string_is_a_message_and_a_text_is_continued_as_it_is(tiny):
     said = CHAT[0]["content"]
     assert tiny.encode(said) == tiny.encode(CHAT)
     assert tiny.encode(tf.Text(said)) == tiny.tokenizer.encode(said)
+    with pytest.raises(ValueError, match=r"raw is not supported: text to be continued is given as tf.Text"):
+        tiny.generate(said, raw=True)
     inner = copy.deepcopy(tiny.tokenizer.inner)
     inner.chat_template = None
     assert prompts.encode(said, Tokenizer(inner)) == tiny.tokenizer.encode(said)

@@ -52,7 +52,7 @@ def compile_step(settings: DraftingStage, shape: str, devices: list[Any], *, ste
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
     with meshes.ambient(mesh):
         rows = abstract_rows(settings.loop.batch, settings.data.row_tokens, mesh)
-        transform = make_optimizer(settings.optimizer, 1000)
+        transform = make_optimizer(settings.optimizer, 1000, stage.specs)
         state = abstract_state(stage, transform, rows, mesh)
         frozen = parameters.abstract(stage.frozen_specs, stage.compute_dtype, mesh)
         update = jax.jit(

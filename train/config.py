@@ -59,7 +59,7 @@ class OptimizerConfig:
       warmup: share of the steps in which the learning rate rises.
       final: learning rate at the end, as a share of the peak.
       b1, b2: decay of AdamW's averages of gradients and of their squares.
-      weight_decay: decay of matrices.
+      weight_decay: decay of matrices and tables; biases and norms keep their size.
       clip: largest global norm of gradients; larger ones are scaled down.
     """
 

@@ -94,7 +94,7 @@ def read_settings(run: str) -> DraftingStage:
 def read_params(settings: ExportStage, trained: DraftingStage, stage: Stage) -> tuple[int, Any]:
     """The chosen step and its weights, whole, on one device."""
     mesh = meshes.make_mesh(devices=jax.devices()[:1])
-    transform = make_optimizer(trained.optimizer, 1)
+    transform = make_optimizer(trained.optimizer, 1, stage.specs)
     rows = abstract_rows(trained.loop.batch, trained.data.row_tokens)
     with ocp.training.Checkpointer(folders.absolute(settings.run) / "checkpoints") as saved:
         step = choose_step(list(saved.checkpoints), settings.step, trained.loop)

@@ -169,7 +169,7 @@ def _started(
 ) -> tuple[TrainState, Callable[..., TrainState]]:
     """The state of the last checkpoint, else a fresh one, and the compiled step, which donates it."""
     loop: LoopConfig = config.loop
-    transform = make_optimizer(config.optimizer, steps)
+    transform = make_optimizer(config.optimizer, steps, stage.specs)
     example = abstract_rows(loop.batch, config.data.row_tokens)
     abstract = abstract_state(stage, transform, example, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)

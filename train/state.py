@@ -23,13 +23,6 @@ from train.data import Rows
 from treeflash_jax import mesh as meshes
 from treeflash_jax import params as parameters
 
-# Input and output axes of the linear maps, by name.
-MATRIX_AXES = {
-    **{name: ((0,), (1, 2)) for name in ("q", "k", "v", "token_ug", "hidden_ug")},
-    "o": ((0, 1), (2,)),
-    **{name: ((0,), (1,)) for name in ("gate", "up", "down", "fc", "token", "hidden")},
-}
-
 # A metric is (sum, weight): sums add up over chunks, parts of a step, steps and devices; their quotient is the mean.
 Sums = dict[str, tuple[jax.Array, jax.Array]]
 SumsOf = Callable[[Any, Any, Rows, jax.Array], Sums]
@@ -80,49 +73,44 @@ def schedule(config: OptimizerConfig, steps: int, peak: float) -> optax.Schedule
     return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1), end_value=config.final * peak)
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Clipping, then AdamW, or Muon on the matrices and AdamW on the rest. Only matrices decay.
+def make_optimizer(config: OptimizerConfig, steps: int, specs: Any) -> optax.GradientTransformation:
+    """Returns clipping, then AdamW, or Muon on the weights whose specs have outputs and AdamW on the others.
 
-    Muon's updates are scaled to a root mean square of 0.2 times the rate. On the shipped pair it reached AdamW's loss in
-    half the steps.
+    Weights decay if their specs have inputs. Muon's updates are scaled to a root mean square of 0.2 times the rate. On the
+    shipped pair it reached AdamW's loss in half the steps.
     """
 
-    def is_decayed(params: Any) -> Any:
-        return jax.tree.map(lambda x: x.ndim > 1, params)
+    def from_specs(value: Callable[[parameters.Spec], Any]) -> Any:
+        return jax.tree.map(value, specs, is_leaf=parameters.is_spec)
 
+    decays = from_specs(lambda spec: bool(spec.inputs))
     peak = schedule(config, steps, config.learning_rate)
     if config.name == "adamw":
-        rule = optax.adamw(peak, config.b1, config.b2, weight_decay=config.weight_decay, mask=is_decayed)
+        rule = optax.adamw(peak, config.b1, config.b2, weight_decay=config.weight_decay, mask=decays)
     else:
+        axes = optax.contrib.MuonDimensionNumbers
         muon = optax.contrib.muon(
             peak,
             weight_decay=config.weight_decay,
-            weight_decay_mask=is_decayed,
+            weight_decay_mask=decays,
             adam_b1=config.b1,
             adam_b2=config.b2,
             adam_learning_rate=schedule(config, steps, config.adam_learning_rate),
             adam_weight_decay=config.weight_decay,
-            muon_weight_dimension_numbers=_matrix_axes,
+            muon_weight_dimension_numbers=from_specs(
+                lambda spec: axes(spec.inputs, spec.outputs) if spec.outputs else None
+            ),
             consistent_rms=0.2,
         )
 
         def update(grads: Any, memory: Any, params: Any) -> tuple[Any, Any]:
             """Its AdamW takes no mask; weights are read for the decay alone, and that of zeros is zero."""
-            decayed = jax.tree.map(lambda x, decays: x if decays else jnp.zeros_like(x), params, is_decayed(params))
-            return muon.update(grads, memory, decayed)
+            return muon.update(
+                grads, memory, jax.tree.map(lambda decays, x: x if decays else jnp.zeros_like(x), decays, params)
+            )
 
         rule = optax.GradientTransformation(muon.init, update)
     return optax.chain(optax.clip_by_global_norm(config.clip), rule)
-
-
-def _matrix_axes(params: Any) -> Any:
-    """Which axes of a weight are its input and its output; None for weights that are no linear map."""
-
-    def axes(path: tuple[Any, ...], _: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-        found = MATRIX_AXES.get(path[-1].key if hasattr(path[-1], "key") else None)
-        return None if found is None else optax.contrib.MuonDimensionNumbers(*found)
-
-    return jax.tree_util.tree_map_with_path(axes, params)
 
 
 def initial_state(stage: Stage, transform: optax.GradientTransformation, params: Any, batch: Any) -> TrainState:

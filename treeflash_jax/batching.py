@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from treeflash_jax import ahead, programs
 from treeflash_jax import mesh as meshes
 from treeflash_jax.clock import Clock
 from treeflash_jax.decoding.runner import Kept, Runner
@@ -158,6 +159,7 @@ class Batch:
         self.places = Places(*sizes, deque(range(len(rows))))
         self.clock = Clock()
         self.state = None
+        self.prepared = 0  # the capacity that programs are compiled ahead for
         self._start(capacity, kept)
 
     def turns(self, rounds: int, is_over: Callable[[list[int]], bool] | None = None) -> Iterator[Turn]:
@@ -197,6 +199,26 @@ class Batch:
             self.places.release(self.places.taken[: self.places.group])
             self._admit()
 
+    def prepare_next(self, positions: int) -> None:
+        """Compiles in the background what the conversation's next turn of this many positions needs, if caches grow."""
+        decode = self.runner.inner(self.state)
+        capacity = capacity_bucket(int(meshes.to_host(decode.end_b)[0]) + positions + self.runner.plan.path_rows)
+        if capacity <= decode.capacity:
+            return
+        shapes, row, clock = programs.shapes_of(decode), replace(self.rows[0], ids=[0]), Clock(silent=True)
+
+        def compile() -> None:
+            state = self.runner.start(self.inputs([row], size=1, capacity=capacity), clock, (shapes, 0))
+            self.runner.run(state, 0, 1, clock)
+
+        ahead.start(compile)
+
+    def _prepare_growth(self, capacity: int) -> None:
+        """Compiles in the background what rounds in larger caches need."""
+        self.prepared = capacity
+        shapes, clock = programs.shapes_of(self.state), Clock(silent=True)
+        ahead.start(lambda: self.runner.run(self.runner.grow(shapes, capacity, clock), 0, self.places.size, clock))
+
     def _go_on(self, rounds: int) -> None:
         """One dispatch of what comes next: prompts to read, or rounds."""
         if self.places.is_empty and self.places.waiting:
@@ -205,10 +227,13 @@ class Batch:
         elif self.places.is_refill_due:
             self._admit()
         elif not self.places.is_empty:
-            capacity = self.runner.inner(self.state).capacity
-            longest = int(np.max(meshes.to_host(self.runner.inner(self.state).end_b)))
-            if longest + self.runner.plan.path_rows > capacity:
-                self.state = self.runner.grow(self.state, capacity_bucket(2 * capacity), self.clock)
+            inner = self.runner.inner(self.state)
+            end_b, limit_b = meshes.to_host((inner.end_b, inner.sampling.limit_b))
+            path, larger = self.runner.plan.path_rows, capacity_bucket(2 * inner.capacity)
+            if np.max(end_b) + path > inner.capacity:
+                self.state = self.runner.grow(self.state, larger, self.clock)
+            elif np.max(limit_b) + path > inner.capacity < 2 * np.max(end_b) and self.prepared < larger:
+                self._prepare_growth(larger)
             self.state = self.runner.run(self.state, rounds, self.places.enough, self.clock)
 
     def _start(self, capacity: int, kept: Kept | None = None) -> None:

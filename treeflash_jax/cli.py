@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from treeflash_jax import __version__, pairs
+from treeflash_jax import __version__, ahead, pairs
 from treeflash_jax import mesh as meshes
 from treeflash_jax.arguments import ModelOptions, Parser, add_fields, add_prompts, prompts_of, values_of
 from treeflash_jax.bench import calibrate, drafters, latency, memory, report, run
@@ -26,12 +26,15 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the exit status. Bad input ends with one line on stderr and status 2."""
     arguments = parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
     except (ValueError, OSError) as error:
         print(f"treeflash: error: {clipped(error, 2 * LINE)}", file=sys.stderr)
-        return 2
+        status = 2
     except KeyboardInterrupt:
-        return 130
+        status = 130
+    if argv is None:  # the process ends here
+        ahead.leave(status)
+    return status
 
 
 def parser() -> argparse.ArgumentParser:

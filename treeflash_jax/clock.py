@@ -28,9 +28,9 @@ def slow(text: str) -> Iterator[None]:
 class Clock:
     """Runs from its creation; `seconds` holds what passed until the last stop or pause."""
 
-    def __init__(self):
+    def __init__(self, silent: bool = False):
         self.seconds = self.compile_seconds = 0.0
-        self.said_so = False  # whether the first program that took long to compile was announced
+        self.said_so = silent  # whether the first program that took long to compile was announced
         self.start()
 
     def start(self) -> None:

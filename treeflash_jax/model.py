@@ -194,6 +194,8 @@ class TreeFlash:
             text = (result.text or "") if turn.ready else reader.certain(result.text or "")
             yield Chunk(ids=result.ids[sent:], text=text[len(shown) :], rounds=len(result.accept_lengths))
             sent, shown = len(result.ids), text
+        if session:
+            session.batch.prepare_next(serving.NEXT_MESSAGE + serving.room_ahead(config))
         yield result
 
     @takes_settings
@@ -209,7 +211,7 @@ class TreeFlash:
         Programs depend on the number of sequences decoded together, on the size of the caches (the longest prompt plus
         `max_new_tokens`, rounded up) and on the drafting settings. They do not depend on prompts, filters or seeds, nor on
         temperatures unless these select the builder. The caches of answers longer than ROOM_AHEAD tokens grow while the
-        answers do, which compiles again.
+        answers do, for which a background thread compiles ahead.
 
         Example:
           >>> model.warmup(prompt_tokens=200, max_new_tokens=256)

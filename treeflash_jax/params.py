@@ -20,7 +20,10 @@ class Spec:
     """A weight's shape, the logical axis of each dimension, and how a fresh one is drawn.
 
     Attributes:
-      inputs: axes that a product sums over, of the matrices that can be quantised; () for all else.
+      inputs: axes that products with the weight sum over; () for biases, norms and whatever else no product reads. Weights
+        with inputs decay in training and can be quantised.
+      outputs: the other axes of a linear map that Muon trains as a matrix of inputs by outputs; () leaves it to AdamW.
+      can_quantize: false keeps a weight with inputs in the model's dtype.
       dtype: where it is not the model's.
     """
 
@@ -28,6 +31,8 @@ class Spec:
     axes: meshes.Axes
     init: Literal["normal", "ones", "zeros"] = "normal"
     inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    can_quantize: bool = True
     dtype: Any = None
 
     def dtype_in(self, dtype: Any) -> Any:
@@ -87,8 +92,8 @@ class Entry:
 
 def inside(spec: Spec) -> Spec:
     """The spec of one index of a weight's first axis."""
-    inputs = tuple(axis - 1 for axis in spec.inputs)
-    return replace(spec, shape=spec.shape[1:], axes=spec.axes[1:], inputs=inputs)
+    inputs, outputs = (tuple(axis - 1 for axis in axes) for axes in (spec.inputs, spec.outputs))
+    return replace(spec, shape=spec.shape[1:], axes=spec.axes[1:], inputs=inputs, outputs=outputs)
 
 
 def count(tree: Any) -> int:

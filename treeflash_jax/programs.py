@@ -15,6 +15,7 @@ import logging
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -49,6 +50,7 @@ class Program:
 
 
 _programs: dict[Any, Program] = {}
+_locks: dict[Any, threading.Lock] = {}
 _ahead: dict[Path, Future] = {}
 AHEAD = 4  # executables read ahead: those of one answer
 
@@ -60,7 +62,8 @@ def call(
 
     Args:
       function: a `jax.jit` function.
-      *args: its arguments, trees of arrays.
+      *args: its arguments, trees of arrays. With a `jax.ShapeDtypeStruct` among them, the program is compiled only, and the
+        shapes of its result are returned.
       mesh: the ambient mesh of the program; None for one device.
       clock: counts compilation apart from running and announces it when it takes long.
       is_kept: whether the executable may be read from and written to `folder`, since its static arguments and the source of
@@ -77,12 +80,24 @@ def call(
             with clock.paused() if clock else nullcontext():
                 executable = _read(path, list(leaves[0].sharding.device_set if mesh is None else mesh.devices.flat))
             if executable is None:
-                with (clock or Clock()).compiling(function.__name__, _note()):
-                    lowered = function.lower(*args, **static)
-                    executable = lowered.compile(devices.of_mesh(mesh).compiler_options)
-                    _write(path, executable)
-            _programs[key] = Program(function, executable)
+                lock = _locks.setdefault(key, threading.Lock())  # the background may be compiling it
+                with (clock or Clock()).compiling(function.__name__, _note()), lock:
+                    if key in _programs:
+                        executable = _programs[key].run
+                    else:
+                        lowered = function.lower(*args, **static)
+                        executable = lowered.compile(devices.of_mesh(mesh).compiler_options)
+                        _programs[key] = Program(function, executable)
+                        _write(path, executable)
+            _programs.setdefault(key, Program(function, executable))
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+            return shapes_of(_programs[key].run.out_info)
         return _programs[key].run(*args)
+
+
+def shapes_of(tree: Any) -> Any:
+    """The arrays of a tree as shapes, with which `call` compiles and does not run."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def _path(key: Any) -> Path | None:

@@ -77,7 +77,7 @@ def specs(tree: Any, scheme: str | None) -> Any:
     check_scheme(scheme)
     if scheme is None:
         return tree
-    return jax.tree.map(lambda spec: _parts(spec) if spec.inputs else spec, tree, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: _parts(spec) if spec.inputs and spec.can_quantize else spec, tree, is_leaf=is_spec)
 
 
 def quantize(weight: jax.Array, inputs: tuple[int, ...]) -> Quantized:
@@ -103,7 +103,7 @@ def compress(weight: jax.Array, spec: Spec, scheme: str | None, mesh=None) -> An
 
     Waits for the result, so that devices hold one wide weight at a time.
     """
-    if scheme is None or not spec.inputs:
+    if scheme is None or not (spec.inputs and spec.can_quantize):
         return weight
     place = None if mesh is None else shardings(_parts(spec), mesh)
     return jax.block_until_ready(program_of(spec.inputs, place)(weight))

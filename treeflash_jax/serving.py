@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from treeflash_jax.model import TreeFlash
 
 ROOM_AHEAD = 1024  # new tokens a cache is made for at first; longer answers grow it
+NEXT_MESSAGE = 64  # tokens of a conversation's next message for which programs are compiled ahead
 ROUNDS_PER_DISPATCH = 256  # how long a Ctrl-C may wait
 ROUNDS_PER_STOP_CHECK = 8  # stop strings are looked for on the host
 USUAL_BATCH = 8  # sequences decoded together, at most, unless asked otherwise
@@ -82,6 +83,11 @@ def request_of(model: TreeFlash, prompts: Any, config: GenerateConfig, indices: 
     return Request(rows, config, size)
 
 
+def room_ahead(config: GenerateConfig) -> int:
+    """Positions for which a cache is made at first, beyond the prompt."""
+    return min(config.max_new_tokens, ROOM_AHEAD) + 1
+
+
 def runner_of(model: TreeFlash, rows: Sequence[Row], size: int, positions: int, config: GenerateConfig) -> Runner:
     """What decodes a batch.
 
@@ -116,7 +122,7 @@ def batch_of(
     model: TreeFlash, rows: Sequence[Row], size: int, config: GenerateConfig, session: Session | None = None
 ) -> Batch:
     """The sequences, `size` of them together, after the first prompts were read; of a session, a single one."""
-    positions = max(row.length for row in rows) + min(config.max_new_tokens, ROOM_AHEAD) + 1
+    positions = max(row.length for row in rows) + room_ahead(config)
     runner = runner_of(model, rows, size, positions, config)
     capacity = capacity_bucket(positions + runner.plan.path_rows)
     inputs = partial(model.inputs, config=config)

@@ -31,6 +31,7 @@ REFUSED = {
     "num_beams": "beam search does not sample from the verifier",
     "grammar": "constrained decoding needs a mask per tree node",
     "min_p": "only temperature, top-k and top-p are implemented",
+    "raw": 'text to be continued is given as tf.Text("...") in Python, and with --prompt on the command line',
 }
 NO_DRAFTER = "no drafter is loaded"
 METHODS = {"tree": "best-first", "walk": "walk", "chain": "chain", "ar": "none"}  # what `builder` was in the first edition

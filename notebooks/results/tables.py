@@ -72,7 +72,7 @@ def tau() -> str:
     caption = (
         f"{runs['greedy']['rows'][0]['prompts']} prompts, at most {settings['max_new_tokens']} new tokens, "
         f"{settings['dtype']} on {where['cores']} CPU cores, batch {settings['batch_size']}, jax {versions['jax']}; "
-        "its commands are in [tau_gsm8k.json](notebooks/results/tau_gsm8k.json)."
+        "commands in [tau_gsm8k.json](notebooks/results/tau_gsm8k.json)."
     )
     header = "drafted by | nodes | tau, T = 0; over the marginal tree | tau, T = 1; over the marginal tree"
     return "\n".join([table(header, rows), "", caption])

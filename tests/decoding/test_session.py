@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -11,7 +13,7 @@ from conftest import RANDOM_MODEL
 from test_every_drafter import KINDS
 
 import treeflash_jax as tf
-from treeflash_jax import clock, drafters, params, programs
+from treeflash_jax import ahead, clock, drafters, params, programs, serving
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import Weights
@@ -88,3 +90,33 @@ def test_a_prompt_is_read_in_pieces_that_are_reported(tiny, monkeypatch, caplog)
     lines = [record.message for record in caplog.records if record.message.startswith("reading")]
     assert lines[1:] == [f"reading the prompt: {n:,} of {length:,} tokens" for n in (model_chunk, 2 * model_chunk)]
     assert len(programs.compiled(loops.read)) >= 1
+
+
+def test_the_programs_of_larger_caches_are_compiled_while_an_answer_goes_on(monkeypatch):
+    """Of a long answer, and of a conversation's next turn: by the time they are needed, they are there."""
+    monkeypatch.setattr(serving, "ROOM_AHEAD", 100)
+    model = pair("block", "float32")
+    settings = {"max_new_tokens": 300, "nodes": 4, "children": 4, "candidates": 4}
+    programs.clear()
+    session = tf.Session()
+    seconds = []
+    for _ in model.stream([1, 2, 3] * 5, session=session, **settings):
+        ahead.wait()
+        seconds.append(session.batch.clock.compile_seconds)
+    assert len(programs.compiled(loops.decode)) >= 2 and session.batch.state.capacity == 512, "it grew"
+    assert seconds[1] == seconds[-1] > 0, "after the first rounds, the answer waits for no compilation"
+    monkeypatch.undo()
+    session, settings = tf.Session(), settings | {"max_new_tokens": 100}
+    prompt = [4, 5, 6] * 20
+    prompt += answer(model, prompt, session, **settings) + [7] * 60
+    ahead.wait()
+    before = programs.compiled()
+    *_, result = model.stream(prompt, session=session, **settings)
+    ahead.wait()
+    assert session.batch.state.capacity == 384 and result.compile_seconds == 0
+    assert {program.function for program in programs.compiled()[: len(before)]} >= {loops.begin, loops.read, loops.grow}
+
+
+def test_a_command_does_not_wait_for_a_program_that_it_no_longer_needs():
+    script = "import time; from treeflash_jax import ahead; ahead.start(lambda: time.sleep(600)); ahead.leave(3)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=100).returncode == 3

@@ -427,7 +427,7 @@ def test_state_lies_over_fsdp_and_model(toy):
     settings = toy_training.settings(toy, "train_backbone=true", "mesh.data=2", "mesh.fsdp=2", "mesh.model=2")
     mesh = hosts.make_mesh(settings.mesh)
     stage = drafting.make_stage(settings, MODEL, WITH_HEAD)
-    transform = state.make_optimizer(settings.optimizer, 10)
+    transform = state.make_optimizer(settings.optimizer, 10, stage.specs)
     abstract = jax.eval_shape(
         lambda: state.initial_state(
             stage, transform, jax.tree.map(jnp.zeros_like, random_weights(stage.specs, 0)), rows_of((20, 20))

@@ -19,10 +19,16 @@ from train import data, loop, state
 from train.config import LoopConfig, MeshConfig, OptimizerConfig
 from train.documents import DataConfig
 from treeflash_jax import mesh as meshes
+from treeflash_jax import params as parameters
+from treeflash_jax.drafters import block, steering
+from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.params import Spec
+from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.verifiers.config import ModelConfig
 
 WIDTH, BATCH, SEED = 8, 16, 3
-SPECS = {"gate": Spec((WIDTH, 4), ("embed", "ffn")), "scale": Spec((4,), (None,))}
+SPECS = {"gate": Spec((WIDTH, 4), ("embed", "ffn"), inputs=(0,), outputs=(1,)), "scale": Spec((4,), (None,))}
 FROZEN = {"offset": Spec((WIDTH,), ("embed",))}
 OPTIMIZER = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, clip=1.0, warmup=0.25, final=0.1)
 
@@ -68,7 +74,7 @@ def make_mesh(data=1, fsdp=1, model=1):
 def run(stage, steps, sizes=None, *, accumulate=1, log_every=2, optimizer=OPTIMIZER, batches=batch_of):
     """States after each step, on the host."""
     mesh, (params, frozen) = make_mesh(**sizes or {}), weights()
-    transform, found = state.make_optimizer(optimizer, 8), []
+    transform, found = state.make_optimizer(optimizer, 8, SPECS), []
     with meshes.ambient(mesh):
         abstract = state.abstract_state(stage, transform, batches(0), mesh)
         start = jax.jit(
@@ -86,7 +92,7 @@ def run(stage, steps, sizes=None, *, accumulate=1, log_every=2, optimizer=OPTIMI
 
 def plain(steps, optimizer=OPTIMIZER):
     """What those states should be: (parameters, sums, gradient norm) per step, without parts, meshes or casts."""
-    (params, frozen), transform, found = weights(), state.make_optimizer(optimizer, 8), []
+    (params, frozen), transform, found = weights(), state.make_optimizer(optimizer, 8, SPECS), []
     memory = transform.init(params)
 
     @jax.jit
@@ -190,18 +196,20 @@ def test_gradients_add_up_in_float32():
         assert now.window["exact"][0] == WIDTH * 4 * devices, "values are those of the compute dtype"
 
 
-def test_matrices_alone_decay_and_the_gradient_is_clipped():
-    params = jax.tree.map(jnp.asarray, weights()[0])
+def test_weights_with_inputs_alone_decay_and_the_gradient_is_clipped():
+    specs = SPECS | {"bias": Spec((2, 4), (None, "ffn")), "table": Spec((6, 4), ("vocab", None), inputs=(1,))}
+    params = jax.tree.map(jnp.asarray, weights()[0]) | {"bias": jnp.ones((2, 4)), "table": jnp.ones((6, 4))}
     zeros = jax.tree.map(jnp.zeros_like, params)
     for name in ("adamw", "muon"):
         config = dataclasses.replace(OPTIMIZER, name=name, warmup=0.0, adam_learning_rate=0.1)
-        transform = state.make_optimizer(config, 4)
+        transform = state.make_optimizer(config, 4, specs)
         _, memory = transform.update(zeros, transform.init(params), params)
         updates, _ = transform.update(zeros, memory, params)  # the first step's rate is 0
-        close(updates["gate"], -0.1 * 0.5 * params["gate"])
-        assert not np.any(updates["scale"]), name
+        for matrix in ("gate", "table"):
+            close(updates[matrix], -0.1 * 0.5 * params[matrix])
+        assert not np.any(updates["scale"]) and not np.any(updates["bias"]), name
     grads = jax.tree.map(lambda x: 100 * x, params)
-    transform = state.make_optimizer(OPTIMIZER, 4)
+    transform = state.make_optimizer(OPTIMIZER, 4, specs)
     _, memory = transform.update(grads, transform.init(params), params)
     np.testing.assert_allclose(optax.tree.norm(memory[1][0].mu) / (1 - OPTIMIZER.b1), 1.0, rtol=1e-5)
 
@@ -210,7 +218,7 @@ def test_muon_turns_matrices_alone():
     """Orthogonal updates of root mean square 0.2 on linear maps; AdamW with its own rate on the rest."""
     config = dataclasses.replace(OPTIMIZER, name="muon", warmup=0.0, weight_decay=0.0, adam_learning_rate=0.01, clip=1e9)
     params = jax.tree.map(jnp.asarray, weights()[0])
-    transform = state.make_optimizer(config, 4)
+    transform = state.make_optimizer(config, 4, SPECS)
     memory = transform.init(params)
     for _ in range(2):
         updates, memory = transform.update(params, memory, params)
@@ -218,6 +226,64 @@ def test_muon_turns_matrices_alone():
     assert values.max() < 2 * values.min(), "its singular values are alike"
     np.testing.assert_allclose(np.sqrt(np.mean(updates["gate"] ** 2)), 0.1 * 0.2, rtol=0.2)
     np.testing.assert_allclose(np.abs(updates["scale"]), 0.01, rtol=0.2)
+
+
+LAYERS = ModelConfig(
+    vocab_size=64,
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    max_positions=64,
+)
+BLOCK = DrafterConfig(
+    layers=LAYERS, block_size=4, mask_token_id=3, target_layer_ids=(0, 2), num_target_layers=3, head="mlp"
+)
+LAYER = {name: ((0,), (1, 2)) for name in "qkv"} | {"o": ((0, 1), (2,))}
+LAYER |= {name: ((0,), (1,)) for name in ("gate", "up", "down")}
+STEERED = dict(taps=(0, 1, 2), width=8, num_layers=2, ffn=12)
+KINDS = {  # specs; the weights that Muon trains, with inputs and outputs; others that decay. The rest does neither.
+    "verifier": (lambda: verifier.specs(LAYERS), LAYER, {"embed", "unembed"}),
+    "qwen2": (lambda: verifier.specs(dataclasses.replace(LAYERS, qkv_bias=True)), LAYER, {"embed", "unembed"}),
+    "experts": (
+        lambda: verifier.specs(dataclasses.replace(LAYERS, num_experts=4, experts_per_token=2, expert_size=8)),
+        {name: LAYER[name] for name in "qkvo"},
+        {"embed", "unembed", "router", "expert_gate", "expert_up", "expert_down"},
+    ),
+    "backbone": (lambda: block.specs(BLOCK)["backbone"], LAYER | {"fc": ((0,), (1,))}, set()),
+    "mlp": (
+        lambda: block.specs(BLOCK)["head"],
+        {"token_ug": ((0,), (1, 2)), "hidden_ug": ((0,), (1, 2)), "down": ((0,), (1,))},
+        set(),
+    ),
+    "linear": (
+        lambda: block.specs(dataclasses.replace(BLOCK, head="linear"))["head"],
+        {"token": ((0,), (1,)), "hidden": ((0,), (1,))},
+        set(),
+    ),
+    "lowrank": (lambda: block.specs(dataclasses.replace(BLOCK, head="lowrank"))["head"], {}, {"previous", "following"}),
+    "steering": (lambda: steering.specs(SteeringConfig(**STEERED)), {}, {"mix", "project"}),
+    "steering by factors": (lambda: steering.specs(SteeringConfig(rank=2, **STEERED)), {}, {"mix", "down", "up"}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_specs_say_what_muon_trains_and_what_decays(kind):
+    """AdamW trains tables, experts and steering, whose `up` is [rank, layers, ffn]; no bias decays, whatever its axes."""
+    make, muon, others = KINDS[kind]
+    specs = make()
+    leaves = jax.tree_util.tree_flatten_with_path(specs, is_leaf=parameters.is_spec)[0]
+    named = [(path[-1].key, spec) for path, spec in leaves]
+    assert {name: (spec.inputs, spec.outputs) for name, spec in named if spec.outputs} == muon
+    assert {name for name, spec in named if spec.inputs} == {*muon, *others}
+    assert all(sorted(spec.inputs + spec.outputs) == list(range(len(spec.shape))) for _, spec in named if spec.outputs)
+    transform = state.make_optimizer(dataclasses.replace(OPTIMIZER, name="muon"), 4, specs)
+    trained = (
+        jax.eval_shape(transform.init, parameters.abstract(specs, jnp.float32))[1].inner_states["muon"].inner_state[0].mu
+    )
+    assert {path[-1].key for path, _ in jax.tree_util.tree_flatten_with_path(trained)[0]} == {*muon}
 
 
 def test_the_rate_warms_up_and_falls():

@@ -149,10 +149,7 @@ def test_one_row_multiplies_no_matrix_of_all_experts():
 def test_int8_experts_equal_their_dequantised_weights():
     weights = weights_of(CONFIG)
     specs = experts.specs(CONFIG)
-    rounded = {
-        name: quantized.quantize(jnp.asarray(weight), specs[name].inputs) if specs[name].inputs else weight
-        for name, weight in weights.items()
-    }
+    rounded = {name: quantized.compress(jnp.asarray(weight), specs[name], "int8") for name, weight in weights.items()}
     assert {name for name in rounded if not isinstance(rounded[name], quantized.Quantized)} == {"router"}
     wide = {
         name: weight.values * weight.scale[:, None] if isinstance(weight, quantized.Quantized) else weight

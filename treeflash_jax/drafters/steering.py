@@ -74,10 +74,13 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 def specs(config: SteeringConfig) -> dict[str, Spec]:
     """Weights; fresh ones shift nothing."""
     d, y, f, r = config.width, config.num_layers, config.ffn, config.rank
-    whole = {"project": Spec((d, y, f), ("embed", None, "ffn"), "zeros")}
-    factors = {"down": Spec((d, r), ("embed", None)), "up": Spec((r, y, f), (None, None, "ffn"), "zeros")}
+    whole = {"project": Spec((d, y, f), ("embed", None, "ffn"), "zeros", inputs=(0,))}
+    factors = {
+        "down": Spec((d, r), ("embed", None), inputs=(0,)),
+        "up": Spec((r, y, f), (None, None, "ffn"), "zeros", inputs=(0,)),
+    }
     return {
-        "mix": Spec((3 * d, d), ("embed", None)),
+        "mix": Spec((3 * d, d), ("embed", None), inputs=(0,)),
         "mix_bias": Spec((d,), (None,), "zeros"),
         "norm": Spec((d,), (None,), "ones"),
         "norm_bias": Spec((d,), (None,), "zeros"),

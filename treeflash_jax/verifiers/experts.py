@@ -51,7 +51,7 @@ def specs(config: ModelConfig) -> dict[str, Spec]:
     d, x, f = config.hidden_size, config.num_experts, config.expert_size
     into, back = ("experts", "embed", "expert_ffn"), ("experts", "expert_ffn", "embed")
     return {
-        "router": Spec((d, x), ("embed", None)),
+        "router": Spec((d, x), ("embed", None), inputs=(0,), can_quantize=False),
         "expert_gate": Spec((x, d, f), into, inputs=(1,)),
         "expert_up": Spec((x, d, f), into, inputs=(1,)),
         "expert_down": Spec((x, f, d), back, inputs=(1,)),

@@ -29,19 +29,19 @@ def layer_specs(config: ModelConfig, is_sparse: bool = False) -> Params:
     )  # fmt: skip
     specs = {
         "attention_norm": Spec((d,), (None,), "ones"),
-        "q": Spec((d, h, e), ("embed", "heads", None), inputs=(0,)),
-        "k": Spec((d, k, e), ("embed", "kv_heads", None), inputs=(0,)),
-        "v": Spec((d, k, e), ("embed", "kv_heads", None), inputs=(0,)),
-        "o": Spec((h, e, d), ("heads", None, "embed"), inputs=(0, 1)),
+        "q": Spec((d, h, e), ("embed", "heads", None), inputs=(0,), outputs=(1, 2)),
+        "k": Spec((d, k, e), ("embed", "kv_heads", None), inputs=(0,), outputs=(1, 2)),
+        "v": Spec((d, k, e), ("embed", "kv_heads", None), inputs=(0,), outputs=(1, 2)),
+        "o": Spec((h, e, d), ("heads", None, "embed"), inputs=(0, 1), outputs=(2,)),
         "mlp_norm": Spec((d,), (None,), "ones"),
     }
     if is_sparse:
         specs |= experts.specs(config)
     else:
         specs |= {
-            "gate": Spec((d, f), ("embed", "ffn"), inputs=(0,)),
-            "up": Spec((d, f), ("embed", "ffn"), inputs=(0,)),
-            "down": Spec((f, d), ("ffn", "embed"), inputs=(0,)),
+            "gate": Spec((d, f), ("embed", "ffn"), inputs=(0,), outputs=(1,)),
+            "up": Spec((d, f), ("embed", "ffn"), inputs=(0,), outputs=(1,)),
+            "down": Spec((f, d), ("ffn", "embed"), inputs=(0,), outputs=(1,)),
         }
     if config.qk_norm:
         specs |= {"q_norm": Spec((e,), (None,), "ones"), "k_norm": Spec((e,), (None,), "ones")}

@@ -47,7 +47,7 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
     """Weights of the backbone. Embedding and vocabulary matrix are the verifier's."""
     d = config.layers.hidden_size
     return {
-        "fc": Spec((len(config.target_layer_ids) * d, d), ("embed", None)),
+        "fc": Spec((len(config.target_layer_ids) * d, d), ("embed", None), inputs=(0,), outputs=(1,)),
         "hidden_norm": Spec((d,), (None,), "ones"),
         "groups": [[layers.layer_specs(config.layers) for _ in range(size)] for size in config.layers.groups],
         "norm": Spec((d,), (None,), "ones"),

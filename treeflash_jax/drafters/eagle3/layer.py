@@ -40,7 +40,7 @@ def specs(config: EagleConfig) -> Params:
     for name in ("q", "k", "v"):
         layer[name] = replace(layer[name], shape=(2 * width, *layer[name].shape[1:]))
     tree = {
-        "fc": Spec((joined, width), ("embed", None)),
+        "fc": Spec((joined, width), ("embed", None), inputs=(0,), outputs=(1,)),
         "layer": layer,
         "norm": Spec((width,), (None,), "ones"),
         "unembed": Spec((config.draft_vocab_size, width), ("vocab", "embed"), inputs=(1,)),

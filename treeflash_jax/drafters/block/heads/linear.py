@@ -33,8 +33,8 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
     d = config.layers.hidden_size
     return {
         "norm": Spec((d,), (None,), "ones"),
-        "token": Spec((d, d), ("embed", None), "zeros"),
-        "hidden": Spec((d, d), ("embed", None), "zeros"),
+        "token": Spec((d, d), ("embed", None), "zeros", inputs=(0,), outputs=(1,)),
+        "hidden": Spec((d, d), ("embed", None), "zeros", inputs=(0,), outputs=(1,)),
     }
 
 

@@ -13,6 +13,7 @@ Source: DSpark / DeepSpec, "vanilla" Markov head.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -36,7 +37,8 @@ RANK = 256  # at most, as published
 
 def specs(config: DrafterConfig) -> dict[str, Any]:
     shape = config.layers.vocab_size, min(RANK, config.layers.hidden_size)
-    return {"previous": Spec(shape, ("vocab", None)), "following": Spec(shape, ("vocab", None), "zeros")}
+    previous = Spec(shape, ("vocab", None), inputs=(1,))
+    return {"previous": previous, "following": replace(previous, init="zeros")}
 
 
 def logits(params: dict[str, Any], unembed: Unembed, previous_br: jax.Array, hidden_brd: jax.Array) -> jax.Array:

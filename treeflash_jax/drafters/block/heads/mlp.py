@@ -38,10 +38,10 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
     d, f = config.layers.hidden_size, config.layers.intermediate_size
     return {
         "norm": Spec((d,), (None,), "ones"),
-        "token_ug": Spec((d, 2, f), ("embed", None, "ffn")),
-        "hidden_ug": Spec((d, 2, f), ("embed", None, "ffn")),
+        "token_ug": Spec((d, 2, f), ("embed", None, "ffn"), inputs=(0,), outputs=(1, 2)),
+        "hidden_ug": Spec((d, 2, f), ("embed", None, "ffn"), inputs=(0,), outputs=(1, 2)),
         "bias": Spec((2, f), (None, "ffn"), "zeros"),
-        "down": Spec((f, d), ("ffn", "embed"), "zeros"),
+        "down": Spec((f, d), ("ffn", "embed"), "zeros", inputs=(0,), outputs=(1,)),
     }
 
 

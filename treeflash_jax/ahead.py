@@ -1,0 +1,45 @@
+"""Compilation ahead of need, in a background thread."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger("treeflash_jax")
+_thread: threading.Thread | None = None
+
+
+def start(job: Callable[[], Any]) -> None:
+    """Runs `job` in the background, unless an earlier one still runs. A failure is logged and has no other effect."""
+    global _thread
+    if _thread is not None and _thread.is_alive():
+        return
+
+    def run() -> None:
+        try:
+            job()
+        except Exception:
+            logger.info("compiling ahead failed", exc_info=True)
+
+    _thread = threading.Thread(target=run, daemon=True, name="treeflash-ahead")
+    _thread.start()
+
+
+@atexit.register
+def wait() -> None:
+    """Waits for the job. Python 3.11 aborts if a thread returns from XLA while the interpreter ends."""
+    if _thread is not None:
+        _thread.join()
+
+
+def leave(status: int) -> None:
+    """Ends the process at once if a job runs: a command does not wait for a program that it no longer needs."""
+    if _thread is not None and _thread.is_alive():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
