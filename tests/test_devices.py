@@ -116,7 +116,8 @@ def test_a_plan_is_made_for_a_device_that_is_not_here(tiny):
     plans = [
         plan_of(tf.GenerateConfig(), tiny.verifier, tiny.drafter, jnp.float32, Device(kind)) for kind in ("cpu", "gpu")
     ]
-    assert [(plan.prefill_chunk, plan.attention) for plan in plans] == [(32, "streamed"), (128, "xla")]
+    assert [(plan.prefill_chunk, plan.attention) for plan in plans] == [(64, "streamed"), (128, "xla")]
+    assert [plan.for_prefill().attention for plan in plans] == ["streamed", "xla"]
 
 
 WRONG_FUSIONS = """

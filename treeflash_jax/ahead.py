@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 logger = logging.getLogger("treeflash_jax")
 _thread: threading.Thread | None = None
 
@@ -19,10 +21,12 @@ def start(job: Callable[[], Any]) -> None:
     global _thread
     if _thread is not None and _thread.is_alive():
         return
+    is_wide = jax.config.jax_enable_x64  # which may be a setting of the calling thread
 
     def run() -> None:
         try:
-            job()
+            with jax.enable_x64(is_wide):
+                job()
         except Exception:
             logger.info("compiling ahead failed", exc_info=True)
 

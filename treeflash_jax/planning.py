@@ -195,6 +195,7 @@ def plan_of(
         "log_probs": config.log_probs,
         "expected_lengths": config.expected_lengths,
         "attention": config.attention or device.attention(dtype),
+        "prefill_attention": config.attention or device.prefill_attention,
         "prefill_chunk": device.prefill_chunk,
     }
     if builder_of(config, drafter) == "none":

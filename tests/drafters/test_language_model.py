@@ -24,7 +24,7 @@ from treeflash_jax.planning import rows_of
 from treeflash_jax.verifiers import forward as verifier
 
 SMALL = replace(RANDOM_MODEL, num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, intermediate_size=32)
-TEXTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12] * 5, [13]]  # the second is longer than a chunk of the prefill
+TEXTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12] * 9, [13]]  # the second is longer than a chunk of the prefill
 pytestmark = pytest.mark.filterwarnings("ignore:tau is")
 
 

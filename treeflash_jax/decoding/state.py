@@ -31,6 +31,7 @@ class DecodePlan:
       shape: sizes of a tree whose nodes are drawn.
       rule: acceptance rule, lossless for the builder's law.
       attention: attention implementation.
+      prefill_attention: that of prefill passes; None: the same.
       prefill_chunk: prompt tokens per prefill pass, at most.
       log_probs: whether to keep the verifier's log-probability of every emitted token.
       expected_lengths: whether to keep what every round was expected to commit.
@@ -44,6 +45,7 @@ class DecodePlan:
     shape: TreeShape = TreeShape()
     rule: str = "sample-and-match"
     attention: str = "xla"
+    prefill_attention: str | None = None
     prefill_chunk: int = 128
     log_probs: bool = False
     expected_lengths: bool = False
@@ -63,13 +65,14 @@ class DecodePlan:
 
     def for_prefill(self) -> DecodePlan:
         """The plan that all plans with the same prefill share."""
-        names = ("verifier", "drafter", "attention", "prefill_chunk", "log_probs", "expected_lengths")
+        names = ("verifier", "drafter", "prefill_chunk", "log_probs", "expected_lengths")
         shared = {name: getattr(self, name) for name in names}
-        return DecodePlan(builder="best-first" if self.drafts else "none", **shared)
+        attention = self.prefill_attention or self.attention
+        return DecodePlan(builder="best-first" if self.drafts else "none", attention=attention, **shared)
 
     def one_token(self) -> DecodePlan:
         """The plan of plain one-token decoding beside this one: what drafting is measured against."""
-        names = ("verifier", "attention", "prefill_chunk", "log_probs", "expected_lengths")
+        names = ("verifier", "attention", "prefill_attention", "prefill_chunk", "log_probs", "expected_lengths")
         return DecodePlan(builder="none", num_nodes=1, **{name: getattr(self, name) for name in names})
 
     @property
