@@ -38,6 +38,8 @@ def talker(tiny) -> TreeFlash:
 class Lines:
     """A console that hears lines and remembers what is printed."""
 
+    is_terminal = False
+
     def __init__(self, *said: str):
         self.said, self.printed = iter(said), []
 
