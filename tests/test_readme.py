@@ -116,7 +116,7 @@ def test_every_layout_of_a_drafter_is_described():
 
 def test_papers_are_cited_whole():
     """Every paper that a page or the source of a method names has an entry, and every entry its authors."""
-    entries = re.split(r"^@", (ROOT / "references.bib").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    entries = re.split(r"(?m)^@", (ROOT / "treeflash_jax" / "references.bib").read_text(encoding="utf-8"))[1:]
     cited = {re.search(r"arXiv:(\d{4}\.\d{5})", entry)[1] for entry in entries}
     assert all(re.search(r"title += .*\n +author += \{\w+", entry) for entry in entries) and len(cited) == len(entries)
     assert set(re.findall(r"arXiv:? ?(\d{4}\.\d{5})", ALL)) <= cited

@@ -137,7 +137,7 @@ def divergence(model: TreeFlash, row: Row, drafted: list[int], plain: list[int])
     logits_v = np.asarray(programs.call(_logits_at, *arguments, mesh=model.mesh, config=model.verifier))
     with meshes.ambient(model.mesh):
         key, dtype = jax.random.key(row.seed), jnp.promote_types(logits_v.dtype, jnp.float32)
-        for number in (row.index, VERIFY_STREAM, len(prefix)):
+        for number in (row.index, *filter(None, [row.sample]), VERIFY_STREAM, len(prefix)):
             key = jax.random.fold_in(key, number)
         noise_v = vocab.gumbel(key, logits_v.size, dtype)
     scores_v = logits_v.astype(np.float64) + row.temperature * np.asarray(noise_v)

@@ -109,7 +109,8 @@ def _path(key: Any) -> Path | None:
         return None
     function, static, structure, shapes, mesh, precision = key
     place = None if mesh is None else (mesh, mesh.axis_types, [device.id for device in mesh.devices.flat])
-    text = repr((function.__module__, function.__name__, static, str(structure), shapes, place, precision))
+    random = jax.config.jax_default_prng_impl, jax.config.jax_threefry_partitionable
+    text = repr((function.__module__, function.__name__, static, str(structure), shapes, place, precision, random))
     return folder / f"{_environment()}-{function.__name__}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
@@ -181,6 +182,6 @@ def clear() -> None:
 
 
 def _note() -> str:
-    folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
-    kept = f"kept in {folder}" if folder else "kept until this process ends"
+    place = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir or folder
+    kept = f"kept in {place}" if place else "kept until this process ends"
     return f"compiling, once for this batch size, length and tree; programs are {kept}"
