@@ -108,7 +108,10 @@ def test_changes_name_what_differs(tmp_path):
         config.changes(settings, saved, ())
 
 
-@pytest.mark.parametrize("cls", dict.fromkeys([*STAGES.values(), compose.PairConfig, export.ExportStage, measure.MeasureStage]))
+OTHERS = [compose.PairConfig, export.ExportStage, measure.MeasureStage]
+
+
+@pytest.mark.parametrize("cls", dict.fromkeys([*STAGES.values(), *OTHERS]))
 def test_help_describes_every_setting(cls):
     lines = config.describe(cls).splitlines()
     settings = [number for number, line in enumerate(lines) if not line.startswith("      ")]
