@@ -49,21 +49,21 @@ class PairConfig:
       verifier: name of a pair ("smollm2"), folder, GGUF file or Hub id.
       prompts: JSONL file of prompts or chats, a folder of them, a glob or a Hub data set.
       out: folder of all settings and results; the drafter is written to OUT/model.
-      num_prompts: largest number of prompts used; 0 uses all, or those that `minutes` allows.
-      minutes: time of the whole command, measurement included; 0 sets no limit.
+      num_prompts: largest number of prompts used; 0 uses all, or as many as `minutes` allows.
+      minutes: total time of all commands with the same `out`, measurement included; 0 sets no limit.
       block_size: tokens of a drafted block, anchor included.
       num_layers: layers of the drafter's backbone.
-      mask_token_id: token that stands in the open slots of a block.
-      target_layer_ids: verifier layers that the drafter reads.
-      steps: training steps of backbone and head together.
-      head_steps: training steps of the head alone, after that.
+      mask_token_id: token in the slots of a block that are to be predicted.
+      target_layer_ids: verifier layers whose outputs the drafter reads.
+      steps: training steps of backbone and head together; 0 chooses by rule, or as `minutes` allows.
+      head_steps: training steps of the head alone, after that; 0 as for `steps`.
       seed: random seed of all stages.
       mesh: devices of all stages.
-      respond: any settings of `train.respond`, by their names.
-      drafter: any settings of `train.drafter`, by their names.
-      head: any settings of `train.head`, by their names.
-      export: any settings of `train.export`, by their names.
-      measure: any settings of `train.measure`, by their names.
+      respond: settings of `train.respond` to override, by name (respond.max_new_tokens=256).
+      drafter: settings of `train.drafter` to override, by name (drafter.optimizer.learning_rate=3e-3).
+      head: settings of `train.head` to override, by name (head.loop.batch=16).
+      export: settings of `train.export` to override, by name (export.dtype=float32).
+      measure: settings of `train.measure` to override, by name (measure.seed=1).
     """
 
     verifier: str

@@ -2,12 +2,12 @@
 
     python -m train.pair verifier=smollm2 prompts=prompts.jsonl out=runs/pair
 
-What is not given is chosen by rule and printed with its reason: mask token, tapped layers, block size, number of layers,
-steps. Any of it can be given (block_size=8 steps=2000), and so can any setting of a stage, by its own name
-(drafter.optimizer.learning_rate=3e-3). The settings of every stage lie in OUT as a TOML file, so that each can also be run
-by hand: `python -m train.head OUT/head.toml`. Killed at any moment, the same command goes on where it was. minutes=60 plans
-all stages, measurement included, to take an hour, from a short timing of each. More minutes, prompts or steps extend a
-finished OUT.
+Mask token, tapped layers, block size, number of layers and steps are chosen by rule and printed with their reasons, unless
+they are given (block_size=8 steps=2000). Any setting of a stage can be given by its dotted name
+(drafter.optimizer.learning_rate=3e-3). The settings of every stage are kept in OUT as a TOML file, so that a stage can be
+run alone: `python -m train.head OUT/head.toml`. A command that was stopped continues when it is run again. minutes=60 times
+every stage briefly and plans all of them, measurement included, to take an hour. The same command with more minutes,
+prompts or steps extends a finished OUT.
 """
 
 from __future__ import annotations

@@ -22,5 +22,5 @@ __all__ = ["Chunk", "DrawnTree", "GenerateConfig", "Result", "Session", "Text", 
 
 
 def __dir__() -> list[str]:
-    """The public names, and none of the modules that they come from."""
+    """Lists the public names, without the modules that they come from."""
     return [*__all__, "__version__"]

@@ -24,7 +24,7 @@ from treeflash_jax.suggest import suggestion
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What is loaded, and how."""
+    """The model to load, and how it is loaded."""
 
     verifier: str | None = bounded(
         None,
@@ -46,8 +46,8 @@ class ModelOptions:
     drafter_revision: str | None = bounded(None, "Hub revision of the drafter", unit="rev")
     steering: str | None = bounded(
         None,
-        "folder of what steers a language model that drafts (SD squared)",
-        unset="what lies in the drafter's folder",
+        "folder of steering weights for a language model that drafts (SD squared)",
+        unset="those in the drafter's folder, if any",
         unit="folder",
     )
     local_files_only: bool = bounded(False, "use the local cache of the Hub only")
@@ -63,7 +63,7 @@ class ModelOptions:
     mesh: str | None = bounded(
         None,
         "use D x M devices: split the batch D ways, weights and vocabulary M ways; with DxMxE, experts E ways",
-        unset="one",
+        unset="one device",
         unit="DxM",
     )
     budget: str | None = bounded(
@@ -73,7 +73,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """What is answered; every option may be given several times."""
+    """Prompts; every option may be given several times."""
 
     prompt: Sequence[str] = bounded((), "text to continue as it is, without a chat template", unit="text")
     prompt_file: Sequence[str] = bounded((), "file of text to continue as it is; - is standard input", unit="file")

@@ -75,7 +75,7 @@ def _add_advanced(parser: argparse.ArgumentParser, without: str = "") -> None:
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
-    """Answers prompts, by default with SmolLM2 if its weights are on this machine, otherwise with a toy pair."""
+    """Answers prompts, by default with smollm2 if its weights are on this machine, otherwise with the toy pair tiny."""
     add_prompts(parser)
     _add_basic(parser)
     output = parser.add_argument_group("output")
@@ -95,8 +95,8 @@ def _chat_options(parser: argparse.ArgumentParser) -> None:
 def _check_options(parser: argparse.ArgumentParser) -> None:
     """Decodes every prompt with and without drafting and compares the outputs.
 
-    A difference at a near-tie passes: there, rounding decides between two tokens with nearly equal logits. The exit status
-    is 1 if a prompt fails.
+    A prompt passes if the answers are equal, or first differ at a near-tie: two tokens with logits so nearly equal that
+    rounding decides between them. The exit status is 1 if a prompt fails.
     """
     add_prompts(parser)
     unused = "samples log_probs expected_lengths"
@@ -105,8 +105,9 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--near-tie",
         type=float,
-        help=f"largest gap between the two logits of a near-tie (default: {NEAR_TIE:g}, or {ROUNDINGS} units of rounding "
-        "of the logits in the compute dtype if that is more)",
+        metavar="GAP",
+        help=f"largest gap between the two logits of a near-tie (default: {NEAR_TIE:g} or {ROUNDINGS} units of rounding in "
+        "the compute dtype, whichever is larger)",
     )
     output.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     _add_advanced(parser, without=unused)
@@ -141,8 +142,8 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pair",
         choices=("smollm2", "tiny"),
-        help="SmolLM2-135M-Instruct, drafted by n-grams where its own drafter does not pay, or the toy pair that ships "
-        "with the package (default: smollm2 where its weights are on this machine)",
+        help="smollm2: SmolLM2-135M-Instruct, with n-grams in place of its drafter on CPUs without bfloat16 instructions; "
+        "tiny: a toy model that ships with the package (default: smollm2 if its weights are on this machine, else tiny)",
     )
     add_fields(parser, GenerateConfig, "max_new_tokens", max_new_tokens=160)
     parser.add_argument("--repeats", type=int, default=2, help="timed runs of each way of decoding (default: %(default)s)")
@@ -159,7 +160,7 @@ def _load(arguments: argparse.Namespace) -> Any:
         arguments.verifier = pairs.default_verifier()
         if arguments.verifier == "tiny":
             why = f"SmolLM2 is not on this machine ({pairs.GET_SMOLLM2} adds it)"
-            print(f"treeflash: loading the toy pair, since {why}", file=sys.stderr)
+            print(f"treeflash: loading the toy pair tiny, since {why}", file=sys.stderr)
     given = values_of(arguments, ModelOptions)
     given["mesh"] = tf.make_mesh(**meshes.sizes_of(given["mesh"])) if given["mesh"] else None
     names = [name for name in (arguments.verifier, arguments.drafter) if name not in (None, pairs.NO_DRAFTER)]

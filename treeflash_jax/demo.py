@@ -43,8 +43,8 @@ class Demo:
 
 DEMOS = {
     "smollm2": Demo(
-        about="SmolLM2-135M-Instruct. The prompts were chosen because a model of 135M parameters answers them well; speeds "
-        "to go by are in treeflash_jax/bench/README.md. To talk to it: treeflash chat",
+        about="SmolLM2-135M-Instruct. The prompts were chosen because a model of 135M parameters answers them well; "
+        "measured speeds are in treeflash_jax/bench/README.md. To talk to the model: treeflash chat",
         prompts={
             "rewrite": "Rewrite this sentence in the past tense: The children walk to the lake, feed the ducks and go home "
             "before the rain begins.",
@@ -54,8 +54,8 @@ DEMOS = {
         settings={"builder": "best-first"},
     ),
     "tiny": Demo(
-        about="A toy pair: its answers have the form of arithmetic, not the right results. Drafting pays where verifying "
-        "many tokens takes little longer than one, as on accelerators.",
+        about="A toy pair, trained for form only: its arithmetic is usually wrong. Drafting pays if verifying many tokens "
+        "takes little longer than verifying one, as on accelerators.",
         prompts={
             "pens": "A box holds 6 red pens and 9 blue pens. Ada takes 4 pens. How many pens are left?",
             "apples": "Tom has 3 apples and buys 4 more. How many apples does he have?",
@@ -179,6 +179,6 @@ def _table(pair: str, answers: Mapping[str, Mapping[str, list[tf.Result]]]) -> T
             last, is_same = results[-1], results[-1].ids == systems[PLAIN][-1].ids
             numbers = str(len(last.accept_lengths) + 1), f"{last.tau:.2f}", f"{speed:.0f}", f"{speed / plain:.2f} x"
             if not is_same:
-                table.caption = "no: as a rule a near-tie of two logits, not an error; treeflash check tells"
+                table.caption = "no: usually a near-tie of two logits, not an error; see treeflash check"
             table.add_row(name if system == PLAIN else "", system, *numbers, "yes" if is_same else "no")
     return table

@@ -66,8 +66,8 @@ def load(
         time as they are read. Drafted output then equals the one-token output of the quantized verifier.
       revision: Hub revision of the verifier.
       drafter_revision: Hub revision of the drafter.
-      steering: folder of what steers a language model that drafts, by the verifier's hidden states (SD squared). The
-        default is what lies in the drafter's own folder.
+      steering: folder of the weights that steer a language model that drafts by the verifier's hidden states (SD squared).
+        The default is those in the drafter's folder, if any.
       local_files_only: read Hub ids from the local cache only.
       budget: calibration file for nodes="auto". The default is the path `treeflash calibrate` writes to: in the drafter's
         folder or, for named models and Hub ids, in ~/.cache/treeflash.
@@ -141,12 +141,12 @@ def float_type(dtype: Any) -> Any:
 
 
 def keep_programs(*, by_jax: bool = False) -> None:
-    """Keeps programs in the user's cache folder from one process to the next, unless JAX was told where to keep them.
+    """Keeps executables in the user's cache folder for later processes, unless JAX has a compilation cache of its own.
 
     JAX_ENABLE_COMPILATION_CACHE=false turns it off.
 
     Args:
-      by_jax: keep every program by JAX's persistent compilation cache, in place of the executables of decoding.
+      by_jax: keep every program in JAX's persistent compilation cache instead of the executables of decoding alone.
     """
     if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
         return

@@ -58,11 +58,11 @@ class TreeFlash:
         self.tokenizer = tokenizer
         self.stop_ids = tuple(sorted({*stop_ids, *(tokenizer.stop_ids if tokenizer else ())}))
         self.mesh = mesh
-        self.budget = budget  # the file that calibrations of this pair are kept in
+        self.budget = budget  # file with the calibrations of this pair
         self.calibrations: dict[DecodePlan, calibration.Calibration] = {}
         self.selectors: dict[str, tuple[SelectorConfig, Any]] = {}  # by file
         self.names = names  # of the verifier and the drafter, as they were loaded
-        self.noted_plain = False  # whether it was said that nothing is drafted
+        self.noted_plain = False  # whether the note that nothing is drafted was logged
 
     def __repr__(self) -> str:
         def shown(name: str, kind: str, weights: Any) -> str:
@@ -105,8 +105,8 @@ class TreeFlash:
             the tokenizer has one; `tf.Text("...")` is continued as it is. A prompt may also be a list of token ids, or a
             chat: a list of {"role", "content"} messages whose content is text or a list of {"type": "text", "text"} parts.
           config: settings. Keyword arguments override single ones.
-          indices: one index per prompt, used for its random numbers in place of its position in the list. Prompts that are
-            part of a larger set get the same answers however the set is split into calls.
+          indices: one index per prompt, used for its random numbers in place of its position in the list. With them,
+            prompts of a larger set get the same answers however the set is split into calls.
           **settings: fields of GenerateConfig.
 
         Returns:
@@ -175,7 +175,7 @@ class TreeFlash:
           prompt: one prompt, alone or in a list; see `generate`.
           config: settings. Keyword arguments override single ones.
           rounds_per_dispatch: number of decoding rounds between two chunks.
-          session: keeps the caches for the next prompt of the same conversation; None: everything is read.
+          session: caches of the conversation, reused and kept for its next prompt; None reads the whole prompt.
           **settings: fields of GenerateConfig.
 
         Raises:
@@ -206,12 +206,12 @@ class TreeFlash:
         config: GenerateConfig | None = None,
         **settings: Unpack[Settings],
     ) -> float:
-        """Compiles the programs that a later `generate` or `stream` with the same settings runs, without decoding.
+        """Compiles the programs that `generate` or `stream` would run with the same settings, without decoding.
 
         Programs depend on the number of sequences decoded together, on the size of the caches (the longest prompt plus
         `max_new_tokens`, rounded up) and on the drafting settings. They do not depend on prompts, filters or seeds, nor on
-        temperatures unless these select the builder. The caches of answers longer than ROOM_AHEAD tokens grow while the
-        answers do, for which a background thread compiles ahead.
+        temperatures unless these select the builder. Caches have room for 1,024 new tokens at first; those of longer
+        answers grow, and a background thread compiles the programs of the next size before it is needed.
 
         Example:
           >>> model.warmup(prompt_tokens=200, max_new_tokens=256)
@@ -249,7 +249,7 @@ class TreeFlash:
         return prompting.encode(prompt, self.tokenizer, self.verifier.max_positions)
 
     def plan(self, config: GenerateConfig) -> DecodePlan:
-        """What shapes the compiled programs for these settings. With nodes "auto", it has the largest trees measured.
+        """Returns the plan of the programs for these settings; with nodes "auto", that of the largest trees measured.
 
         Raises:
           ValueError: nodes is "auto" and there is no calibration for this pair, device and drafting settings; or a selector
@@ -263,7 +263,7 @@ class TreeFlash:
         return replace(plan, num_nodes=self.calibrated(plan).nodes[-1])
 
     def selected(self, path: str, plan: DecodePlan) -> tuple[SelectorConfig, Any]:
-        """What the selector in a file, read once, chooses between, and its weights.
+        """Returns the config and the weights of the selector in a file, which is read once.
 
         Raises:
           ValueError: the file is missing or damaged, or was made for another pair.
@@ -276,7 +276,7 @@ class TreeFlash:
         return self.selectors[path]
 
     def calibrated(self, plan: DecodePlan) -> calibration.Calibration:
-        """What `treeflash calibrate` measured for the pair with the drafting settings of this plan.
+        """Returns what `treeflash calibrate` measured for this pair with the drafting settings of `plan`.
 
         Raises:
           ValueError: it was never run, or for another pair, device or settings.
@@ -288,12 +288,12 @@ class TreeFlash:
         return self.calibrations[key]
 
     def resolve(self, config: GenerateConfig | None, settings: Settings, num_prompts: int = 1) -> GenerateConfig:
-        """Settings of a call with their defaults for this pair, checked.
+        """Checks the settings of a call and fills in the defaults of this pair.
 
         Args:
           config: settings; None for the defaults.
           settings: fields of GenerateConfig that override it.
-          num_prompts: of the call.
+          num_prompts: number of prompts of the call.
 
         Raises:
           ValueError: a setting is unknown or cannot be served.
@@ -312,10 +312,10 @@ class TreeFlash:
         return config
 
     def inputs(self, rows: Sequence[Row], config: GenerateConfig, *, size: int, capacity: int) -> Inputs:
-        """The arrays that a batch of these sequences starts from; see `inputs.inputs_of`."""
+        """Returns the arrays from which a batch of these sequences starts; see `inputs.inputs_of`."""
         about = {"stop_ids": self.stop_ids_of(config), "dtype": self.dtype, "drafter": self.drafter, "mesh": self.mesh}
         return inputs_of(rows, config, size=size, capacity=capacity, **about)
 
     def stop_ids_of(self, config: GenerateConfig) -> Sequence[int]:
-        """Ids that end an answer with these settings."""
+        """Returns the ids that end an answer with these settings."""
         return self.stop_ids if config.stop_ids is None else config.stop_ids

@@ -1,4 +1,4 @@
-"""Prompts in the forms that users have them: a string, a chat, or token ids; one, or a list of them."""
+"""Prompts as users give them: a string, text to continue, a chat, or token ids; a single prompt or a list."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = "a string, a chat (a list of messages) or a list of token ids"
 
 
 class Text(str):
-    """Text that is continued as it is, without a chat template.
+    """A prompt that is continued as it is, without a chat template; a plain string is a user's message.
 
     Example:
       >>> model.generate(tf.Text("def add("))
@@ -25,7 +25,7 @@ class Text(str):
 
 
 def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """The prompts of a call: those of a list, or the one that was given alone.
+    """Returns the prompts of a call as a list, also if a single prompt was given.
 
     Raises:
       ValueError: neither a prompt nor a list.
@@ -38,7 +38,7 @@ def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 
 
 def only(prompts: Prompt | Iterable[Prompt]) -> Prompt:
-    """The prompt of a call that takes one, given alone or in a list.
+    """Returns the prompt of a call that takes a single one, given alone or in a list.
 
     Raises:
       ValueError: no prompt, or several.
@@ -52,10 +52,10 @@ def only(prompts: Prompt | Iterable[Prompt]) -> Prompt:
 
 
 def encode_each(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]]) -> list[list[int]]:
-    """Token ids of every prompt.
+    """Returns the token ids of every prompt.
 
     Raises:
-      ValueError: as `encode`, naming the prompt where there are several.
+      ValueError: as `encode`; names the prompt if there are several.
     """
     encoded = []
     for index, prompt in enumerate(prompts):
@@ -73,9 +73,9 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, context: int | None = No
 
     Args:
       prompt: a string, Text, chat or list of ids.
-      tokenizer: of the verifier; ids need none.
-      context: tokens that the verifier can read; text that must have more of them is refused before it is tokenised. None:
-        all text is tokenised.
+      tokenizer: tokenizer of the verifier; not needed for ids.
+      context: context length of the verifier in tokens; text that is certainly longer is refused before it is tokenised.
+        None tokenises all text.
 
     Raises:
       ValueError: no prompt or an empty one, text without a tokenizer, text that the tokenizer or its chat template refuses,
@@ -99,10 +99,10 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, context: int | None = No
 
 
 def plain_messages(chat: Iterable[Any]) -> list[dict[str, Any]]:
-    """A chat whose contents are strings. The text parts of a message are joined by line breaks.
+    """Returns a chat whose contents are strings: the text parts of a message, joined by line breaks.
 
     Raises:
-      ValueError: a message without role or content, of an unknown role, or that holds anything but text.
+      ValueError: a message has no role or content, an unknown role, or content other than text.
     """
     messages = []
     for index, message in enumerate(chat):

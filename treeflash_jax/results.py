@@ -1,4 +1,4 @@
-"""What generation returns: answers with their statistics, pieces of a stream; and how they are read off a batch."""
+"""Results of generation: answers with their statistics and pieces of a stream, read from the state of a batch."""
 
 from __future__ import annotations
 
@@ -25,25 +25,29 @@ LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Result:
-    """One answer.
+    """An answer and its statistics.
 
     Attributes:
-      text: decoded without special tokens, up to a stop string; None without a tokenizer.
-      ids: generated ids, the stop token included.
-      prompt_ids: ids that were read.
-      builder: how it was drafted, as GenerateConfig.builder; "none" where nothing was drafted.
-      accept_lengths: tokens that every round added to the answer: the accepted ones and the bonus token, which the verifier
-        itself chooses after them. The token that prefill yields is in no entry, so that
+      text: the answer without special tokens, up to a stop string; None without a tokenizer.
+      ids: generated token ids, the stop token included.
+      prompt_ids: token ids of the prompt.
+      builder: builder of the draft trees, as in GenerateConfig; "none" if nothing was drafted.
+      accept_lengths: number of tokens that each round added to the answer: the accepted ones and the bonus token, which the
+        verifier itself chooses after them. The first token comes from prefill and is not counted, so that
         `1 + sum(accept_lengths) == len(ids)`.
-      cut: tokens that the last round accepted beyond the end of the answer, at a stop or at `max_new_tokens`. Published
-        counts of acceptance include them; `accept_lengths` and `tau` do not.
+      cut: number of tokens that the last round accepted beyond the end of the answer, at a stop or at `max_new_tokens`.
+        Published counts of acceptance include them; `accept_lengths` and `tau` do not.
       finished: "stop" (a stop id or string), "length", or "interrupted" (Ctrl-C).
       seconds: decoding time of the call, prefill included, compilation excluded; from `generate_each`, until this answer.
-      compile_seconds: spent compiling until this answer.
-      tokens_per_second: generated tokens of the call over `seconds`; from `generate_each` and `stream`, of this answer.
-      log_probs: of every generated token under the verifier (temperature 1, no filters), if asked for.
-      expected_lengths: tokens every round was expected to accept, given its tree and before any cut, if asked for.
-      nodes: rows that each round verified, where rounds chose them; 1 where nothing was drafted.
+      compile_seconds: time spent compiling until this answer.
+      tokens_per_second: generated tokens of all answers of the call over `seconds`; from `generate_each` and `stream`,
+        tokens of this answer.
+      log_probs: log-probability of every generated token under the verifier (temperature 1, no filters); None unless
+        requested.
+      expected_lengths: number of tokens that each round was expected to commit, given its tree and before any cut; None
+        unless requested.
+      nodes: number of nodes that each round verified, 1 if it drafted nothing; None unless rounds choose it
+        (nodes="auto" or a selector).
     """
 
     text: str | None
@@ -63,7 +67,7 @@ class Result:
 
     @staticmethod
     def unanswered(prompt_ids: list[int], *, has_text: bool) -> Result:
-        """What a prompt gets that Ctrl-C left waiting: no tokens, marked "interrupted"."""
+        """Returns the result of a prompt that was not started before Ctrl-C: no tokens, marked "interrupted"."""
         rest = {"seconds": 0.0, "compile_seconds": 0.0, "tokens_per_second": 0.0, "builder": "none"}
         return Result(
             prompt_ids=prompt_ids, ids=[], text="" if has_text else None, accept_lengths=[], finished="interrupted", **rest
@@ -71,12 +75,12 @@ class Result:
 
     @property
     def method(self) -> str:
-        """What `builder` was called in the first edition: "tree", "walk", "chain" or "ar"."""
+        """Name of `builder` in the first edition: "tree", "walk", "chain" or "ar"."""
         return {"none": "ar", "walk": "walk", "chain": "chain"}.get(self.builder, "tree")
 
     @property
     def tau(self) -> float:
-        """Block efficiency: mean tokens that a round added to the answer, bonus included; 1 where there was no round."""
+        """Block efficiency: mean number of tokens that a round added to the answer, bonus included; 1 without rounds."""
         return sum(self.accept_lengths) / len(self.accept_lengths) if self.accept_lengths else 1.0
 
     @property
@@ -85,7 +89,7 @@ class Result:
         return [*self.accept_lengths[:-1], self.accept_lengths[-1] + self.cut] if self.accept_lengths else []
 
     def __repr__(self) -> str:
-        """The text first, lists of numbers clipped to their first six."""
+        """Shows the text first, and the first six numbers of every list."""
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.repr}
         shown = {
             name: reprlib.repr(value) if isinstance(value, list) else repr(value)
@@ -95,7 +99,7 @@ class Result:
         return f"Result({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
     def _repr_html_(self) -> str:
-        """As notebooks show it: the answer, and its statistics below."""
+        """Shows the answer in notebooks, and its statistics below."""
         answer = self.text if self.text is not None else " ".join(map(str, self.ids))
         about = {"tokens": len(self.ids), "rounds": len(self.accept_lengths), "tau": f"{self.tau:.2f}"}
         about |= {"tokens/s": f"{self.tokens_per_second:.0f}", "builder": self.builder, "finished": self.finished}
@@ -107,10 +111,10 @@ class Result:
         )
 
     def tree(self, round_index: int) -> DrawnTree:
-        """The draft tree of one round, drafted again from the same prefix; `print` draws it.
+        """Returns the draft tree of a round, counted from 0, drafted again from the same prefix; `print` draws it.
 
         Raises:
-          ValueError: a round this answer did not have, or an answer without draft trees.
+          ValueError: the answer has no such round, or no draft trees.
         """
         if self.draft_again is None:
             raise ValueError("this answer was decoded one token at a time: it has no draft trees")
@@ -120,7 +124,7 @@ class Result:
 
 
 class Results(list[Result]):
-    """A list of answers, which notebooks show one below the other."""
+    """A list of answers; notebooks show them one below the other."""
 
     def _repr_html_(self) -> str:
         return "".join(result._repr_html_() for result in self)
@@ -128,7 +132,13 @@ class Results(list[Result]):
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """New tokens of one row while streaming: `ids` since the last chunk, `text` where it is already certain."""
+    """A piece of a streamed answer.
+
+    Attributes:
+      ids: token ids since the last chunk.
+      text: text since the last chunk, as far as later tokens cannot change it.
+      rounds: number of rounds so far.
+    """
 
     ids: list[int]
     text: str
@@ -137,13 +147,13 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """Makes Results of what a batch has decoded.
+    """Reads Results from the state of a batch.
 
     Attributes:
       config: settings of the call.
       stop_ids: ids that end an answer.
-      tokenizer: of the verifier; None where there are only ids.
-      draft: a sequence, and its tokens up to an anchor -> the tree below that anchor, drafted again.
+      tokenizer: tokenizer of the verifier; None yields ids only.
+      draft: drafts a tree again: (sequence, its tokens up to an anchor) -> the tree below that anchor.
     """
 
     config: GenerateConfig
@@ -152,7 +162,7 @@ class Reader:
     draft: Callable[[Row, list[int]], trees.DraftTree]
 
     def read(self, turn: Turn, places: Sequence[int] | None = None) -> list[Result]:
-        """The answers so far of these places; None: of those that are ready."""
+        """Returns the answers so far in these slots of the batch; None reads those that are ready."""
         state = turn.state
         arrays = (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
         kept = (state.log_probs_bs, state.expected_bs, turn.nodes_bs)
@@ -189,17 +199,17 @@ class Reader:
         return results
 
     def has_stop(self, ids: list[int]) -> bool:
-        """Whether the text of these tokens holds a stop string."""
+        """Tells whether the text of these tokens contains a stop string."""
         text = self._text(ids) or ""
         return any(stop in text for stop in self.config.stop)
 
     @property
     def is_over(self) -> Callable[[list[int]], bool] | None:
-        """`has_stop`, where there are stop strings."""
+        """`has_stop`; None without stop strings."""
         return self.has_stop if self.config.stop else None
 
     def certain(self, text: str) -> str:
-        """A growing text without what may still change at its end: half a character, or the start of a stop string."""
+        """Removes what may still change at the end of a growing text: half a character, or the start of a stop string."""
         held = len(text) - len(text.rstrip("\ufffd"))
         for stop in self.config.stop:
             for size in range(1, len(stop)):
@@ -208,7 +218,7 @@ class Reader:
         return text[: len(text) - held]
 
     def _until_stop(self, ids: list[int], accepted: list[int]) -> tuple[list[int], str | None, list[int], bool]:
-        """Tokens, text and accept lengths of an answer up to its first stop string, and whether it has one."""
+        """Cuts tokens, text and accept lengths of an answer at its first stop string, and tells whether it has one."""
         text = self._text(ids)
         cuts = [text.index(stop) for stop in self.config.stop if text and stop in text]
         if not cuts:
@@ -219,7 +229,7 @@ class Reader:
         return ids, text[: min(cuts)], accepted, True
 
     def _tree(self, row: Row, ids: list[int], accepted: list[int], nodes: list[int] | None, round_index: int) -> DrawnTree:
-        """The tree of one round, drafted again from all tokens before it."""
+        """Drafts the tree of a round again, from all tokens before it."""
         start = 1 + sum(accepted[:round_index])
         tree = self.draft(row, row.ids + ids[:start])
         if nodes is not None:
@@ -232,7 +242,7 @@ class Reader:
 
 
 def with_totals(results: dict[int, Result]) -> dict[int, Result]:
-    """The results of sequences that were decoded together, with the time and speed of all of them."""
+    """Replaces times and speed in the results of sequences decoded together by those of the whole call."""
     tokens = sum(len(result.ids) for result in results.values())
     seconds = max((result.seconds for result in results.values()), default=0.0)
     totals: dict[str, Any] = {"seconds": seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
@@ -241,7 +251,7 @@ def with_totals(results: dict[int, Result]) -> dict[int, Result]:
 
 
 def warn_of_low_tau(results: Sequence[Result]) -> None:
-    """Warns where drafted rounds commit so little that the drafter may be that of another verifier."""
+    """Warns if drafted rounds commit so few tokens that the drafter may belong to another verifier."""
     rounds = [
         length
         for result in results

@@ -1,4 +1,4 @@
-"""What a caller may ask for: every setting of a call once, with its type, default, unit, limits and help.
+"""Settings of a call: each is declared once, with its type, default, unit, limits and help.
 
 Signatures, docstrings, command lines, records and the table of options in README.md are derived from the fields.
 """
@@ -90,7 +90,7 @@ _NODES = {"least": 1, "most": MOST_NODES, "unit": "nodes"}
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """What is sampled, and where an answer ends. Numbers that may be lists have one value, or one per prompt."""
+    """How tokens are sampled, and where an answer ends. Numbers that may be lists have one value, or one per prompt."""
 
     max_new_tokens: int = basic_answer(128, "most tokens of an answer, the stop token included", least=1, unit="tokens")
     temperature: float | Sequence[float] = basic_answer(0.0, "sampling temperature of the verifier; 0 is greedy", least=0)
@@ -104,7 +104,11 @@ class SamplingConfig:
         0, "random seed; prompt i uses the key fold_in(seed, i)", least=0, most=2**32 - 1
     )
     samples: int = basic_answer(
-        1, "number of answers per prompt; answer j > 0: fold_in(prompt's key, j)", least=1, most=MOST_ROWS, unit="answers"
+        1,
+        "answers per prompt; answer 0 uses the prompt's key, answer j fold_in(prompt's key, j)",
+        least=1,
+        most=MOST_ROWS,
+        unit="answers",
     )
     stop: Sequence[str] = basic_answer(
         (), "text that ends an answer and is not part of it", nonempty=True, says="strings that are not empty", unit="text"
@@ -120,7 +124,7 @@ class DraftConfig:
 
     head: str | None = speed(
         None,
-        "second stage of the drafter, which predicts a token from those before it; marginal is none",
+        "second stage of the drafter, which conditions a token on those before it; marginal turns it off",
         unset="the drafter's own",
         choices=lambda: tuple(HEADS),
     )
@@ -134,7 +138,7 @@ class DraftConfig:
     )
     depths: int | None = speed(
         None,
-        "deepest level of the tree, or length of the chain, of a drafter whose network runs once per level",
+        "deepest level of the tree, or length of the chain, for drafters whose network runs once per level",
         unset="the drafter's",
         least=1,
         most=MOST_NODES - 1,
@@ -152,14 +156,14 @@ class DraftConfig:
         None,
         "tokens per depth that the second stage of a conditional head scores, chosen over all depths together; 0 "
         "scores the whole vocabulary",
-        unset="0; on a CPU 32, where the vocabulary has 16,384 tokens or more",
+        unset="0; on a CPU 32 if the vocabulary has 16,384 tokens or more",
         least=0,
         unit="tokens",
     )
     drafter_temperature: float | None = speed(
         None,
         "temperature of the draft",
-        unset="the larger of the drafter's own and the sampling temperature, the latter counted up to 1",
+        unset="the larger of the drafter's own temperature and min(sampling temperature, 1)",
         above=0,
     )
 
@@ -180,7 +184,7 @@ class TreeConfig:
         None,
         "tree nodes verified per round, the root (the last token of the text) included; auto verifies as many as are "
         "fastest according to `treeflash calibrate` and pauses drafting while it does not pay",
-        unset="the drafter's for a tree, on a CPU without matrix instructions 8 at most; the whole block for a chain",
+        unset="for a tree the drafter's, but at most 8 on a CPU without matrix instructions; for a chain the whole block",
         says=f"at least 1 (the root counts) and at most {MOST_NODES:,}, or 'auto'",
         **_NODES,
     )
@@ -213,11 +217,11 @@ class TreeConfig:
         most=1,
         unit="share",
     )
-    leaves: bool = speed(TreeShape.leaves, "let sampled trees contain tokens that end their branch")
+    leaves: bool = speed(TreeShape.leaves, "let sampled trees contain tokens that the drafter cannot continue")
     lanes: int | None = speed(
         TreeShape.lanes,
-        "nodes of each level whose children a best-first tree may take; with few of them the tree is EAGLE-2's",
-        unset="the drafter's; all, where it knows every level after one pass",
+        "nodes per level that a best-first tree may expand; a small number gives EAGLE-2's tree",
+        unset="the drafter's; all nodes if it drafts every level in one pass",
         **_NODES,
     )
 
@@ -228,7 +232,7 @@ class RuntimeConfig:
 
     batch_size: int | None = basic_speed(
         None,
-        "sequences decoded together; one program serves any number of prompts, so places beyond it decode padding",
+        "sequences decoded together; with fewer prompts, the unused slots decode padding",
         unset="all, at most 8",
         least=1,
         most=MOST_ROWS,

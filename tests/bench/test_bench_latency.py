@@ -228,7 +228,7 @@ def test_the_command_measures_prints_keeps_and_draws(tmp_path, capsys):
     assert steps.startswith("[1/4] measuring the machine's copy and matmul rates\n")
     assert "[3/4] compiling the stages at batch 1, context 24\n" in steps and "[4/4] timing them" in steps
     assert printed[0].startswith(
-        "verifier, random weights, float32, batch 1, context 24 (256 slots), best-first, mlp head, M 4, K 4"
+        "verifier, random weights, float32, batch 1, context 24 (256 slots), best-first, mlp head, 4 candidates, 4 children"
     )
     for row, line in zip(result["stages"], printed[3:], strict=False):
         assert line.split()[-5:-3] != [] and line.strip().startswith(timings.LABELS[row["stage"]])

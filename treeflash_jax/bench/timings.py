@@ -1,4 +1,4 @@
-"""What `treeflash bench latency` found: derived numbers, the file that keeps them, the table and the figure."""
+"""Results of `treeflash bench latency`: derived numbers, the file that keeps them, the table and the figure."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def lines(result: Result) -> list[str]:
     text = [
         f"{settings['shape']}, {settings['weights']} weights, {settings['dtype']}{quantized}, batch {settings['batch']}, "
         f"context {settings['context']} ({settings['slots']} slots){mesh}, {settings['builder']}, {settings['head']} head, "
-        f"M {settings['candidates']}, K {settings['children']}, T {settings['temperature']:g}",
+        f"{settings['candidates']} candidates, {settings['children']} children, T {settings['temperature']:g}",
         f"{hardware['device']} ({hardware['backend']}): copy {ceilings['copy_bytes_per_second'] / 1e9:.4g} GB/s, "
         f"{settings['dtype']} matmul {ceilings['matmul_flops_per_second'] / 1e12:.4g} TFLOP/s a device; "
         + ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
@@ -168,7 +168,7 @@ def plot(results: Sequence[Result], path: str | Path) -> None:
             nodes = [one["nodes"] for one in rounds]
             (line,) = axis.plot(nodes, [one["round_over_step"] for one in rounds], "o-", label=f"batch {batch}")
             axis.plot(nodes, [one["floor_round_over_step"] for one in rounds], ":", color=line.get_color())
-        axis.set(title=f"context {context}", xlabel="verified rows a round", xscale="log", ylim=(0, None))
+        axis.set(title=f"context {context}", xlabel="nodes verified per round", xscale="log", ylim=(0, None))
         axis.legend()
     settings = results[0]["settings"]
     axes[0, 0].set_ylabel("round / one-token step (dotted: floors)")
