@@ -588,6 +588,24 @@ def test_a_second_interrupt_ends_at_once():
     assert "Ctrl-C again ends at once" in ended.stdout and "Traceback" not in ended.stderr
 
 
+def test_an_evaluation_that_was_cut_short_does_not_abort_the_process():
+    """Its thread returns from XLA again and again while the interpreter ends, which aborts Python 3.11 with status 134."""
+    script = (
+        "import os, signal, sys, threading, jax, jax.numpy as jnp; from train import config, loop, export\n"
+        "multiply = jax.jit(lambda x: x @ x)\n"
+        "def work():\n"
+        "    while True: multiply(jnp.ones((64, 64))).block_until_ready()\n"
+        "def main(_):\n"
+        "    with loop.Termination() as asked:\n"
+        "        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "        asked.unless_received(work); sys.exit(asked.status)\n"
+        "config.run(main, export.ExportStage, None, ['run=a', 'out=b'])"
+    )
+    here = Path(__file__).parents[1]
+    ended = subprocess.run([sys.executable, "-c", script], cwd=here, capture_output=True, text=True, check=False)
+    assert ended.returncode == 130, ended.stderr
+
+
 def test_two_runs_of_one_folder_are_refused(toy, tmp_path):
     with lock.held(folders.absolute(tmp_path) / "run.lock", "run"):
         refused(lambda: head.main(toy_training.settings(toy, f"run={tmp_path}")), "works on it")

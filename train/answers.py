@@ -33,9 +33,9 @@ def settings_path(out: Path) -> Path:
 
 
 def save_settings(settings: Any, out: Path, stage: str = "train.respond") -> None:
-    """Notes the settings of a new file, and larger limits of its sources; what else was noted before stays."""
+    """Notes the settings of a new file, or of one whose sources have larger limits now (see `check_settings`)."""
     path = settings_path(out)
-    if not path.exists() or config.changes(settings, path, ()).keys() == {"sources"}:
+    if not path.exists() or "sources" in config.changes(settings, path, ()):
         heading = SETTINGS_OF + f"{stage.removeprefix('train.')}, written by it for {out.name}\n"
         files.write(path, heading + config.dump(config.to_dict(settings)))
 

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from etils import epath
 
-from treeflash_jax import files
+from treeflash_jax import ahead, files
 from treeflash_jax.checks import bounded, clipped, fit_fields, quoted
 from treeflash_jax.loading import keep_programs
 
@@ -140,6 +140,10 @@ def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[
     logging.basicConfig(format="%(message)s", handlers=[logging.lastResort], force=True)
     try:
         main(config)
+    except SystemExit as ended:
+        if isinstance(ended.code, int):
+            ahead.leave(ended.code)  # an evaluation that a signal cut short still runs
+        raise
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

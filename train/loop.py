@@ -40,7 +40,7 @@ from train.state import (
     schedule,
     shared_axes,
 )
-from treeflash_jax import devices
+from treeflash_jax import ahead, devices
 from treeflash_jax import mesh as meshes
 
 T = TypeVar("T")
@@ -282,7 +282,7 @@ class Termination:
             except BaseException as error:
                 result.set_exception(error)
 
-        threading.Thread(target=run, daemon=True).start()
+        threading.Thread(target=run, daemon=True, name=ahead.NAME).start()
         while not result.done():
             if self.received is not None:
                 return None

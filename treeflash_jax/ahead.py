@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+NAME = "treeflash-ahead"  # of threads that a command does not wait for
 logger = logging.getLogger("treeflash_jax")
 _thread: threading.Thread | None = None
 
@@ -30,7 +31,7 @@ def start(job: Callable[[], Any]) -> None:
         except Exception:
             logger.info("compiling ahead failed", exc_info=True)
 
-    _thread = threading.Thread(target=run, daemon=True, name="treeflash-ahead")
+    _thread = threading.Thread(target=run, daemon=True, name=NAME)
     _thread.start()
 
 
@@ -42,8 +43,8 @@ def wait() -> None:
 
 
 def leave(status: int) -> None:
-    """Ends the process at once if a job runs: a command does not wait for a program that it no longer needs."""
-    if _thread is not None and _thread.is_alive():
+    """Ends the process at once if a thread of this NAME runs: a command does not wait for what it no longer needs."""
+    if any(thread.name == NAME for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -246,7 +246,11 @@ class Batch:
         taken = self.places.admit()
         new = [self.rows[self.places.held[place]] for place in taken]
         inputs = self.inputs(new, size=self.places.group, capacity=self.runner.inner(self.state).capacity)
-        self.state = self.runner.admit(self.state, inputs, taken, self.clock)
+        try:
+            self.state = self.runner.admit(self.state, inputs, taken, self.clock)
+        except KeyboardInterrupt:
+            self.places.release(taken)  # the state still holds the sequences before them
+            raise
 
     def _finish(self, done_b: np.ndarray, is_over: Callable[[list[int]], bool]) -> np.ndarray:
         """Which sequences are done, now that their tokens were looked at."""

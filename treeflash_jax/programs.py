@@ -145,7 +145,8 @@ def _read(path: Path | None, where: Sequence[Any]) -> Any:
     if path is None or not path.is_file():
         return None
     path.touch()
-    return _ahead.pop(path).result() if path in _ahead and where == jax.devices()[:1] else _load(path, where)
+    job = _ahead.pop(path, None) if where == jax.devices()[:1] else None
+    return job.result() if job else _load(path, where)
 
 
 def _load(path: Path, where: Sequence[Any]) -> Any:

@@ -37,7 +37,8 @@ class Session:
             return None
         state = last.runner.inner(last.state)
         tokens_bs, length_b = meshes.to_host((state.tokens_bs, state.cache.length_b))
-        known = tokens_bs[0, : length_b[0] - last.runner.plan.path_rows]  # an adaptive drafter may lag behind by a path
+        # An adaptive drafter may lag behind by a path; a conversation shorter than that keeps nothing.
+        known = tokens_bs[0, : max(0, length_b[0] - last.runner.plan.path_rows)]
         prompt = np.array(ids[: known.size])
         same = int(np.cumprod(known[: prompt.size] == prompt).sum())
         return (state, same - 1) if same > 1 else None  # a drafter's row may depend on the token after it

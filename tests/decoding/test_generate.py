@@ -92,6 +92,24 @@ def test_an_interrupt_keeps_what_there_is(tiny, monkeypatch, answer):
     jax.block_until_ready(tiny.weights.verifier)
 
 
+def test_an_interrupt_while_prompts_are_read_takes_no_answer_for_another(tiny, monkeypatch):
+    prompts = [CHAT, tf.Text("3 + 4 ="), tf.Text("Tom has 3 apples.")]
+    whole = tiny.generate(prompts, max_new_tokens=40, batch_size=2, **TREE)
+    call, calls = programs.call, []
+
+    def interrupted_later(function, *args, **static):
+        calls.append(function)
+        if function is core.read and core.decode in calls:
+            raise KeyboardInterrupt
+        return call(function, *args, **static)
+
+    monkeypatch.setattr(programs, "call", interrupted_later)
+    results = tiny.generate(prompts, max_new_tokens=40, batch_size=2, **TREE)
+    assert len({len(result.ids) for result in whole[:2]}) == 2, "of the first two, only one has ended"
+    assert all(result.ids == full.ids[: len(result.ids)] for result, full in zip(results, whole, strict=True))
+    assert (results[2].ids, results[2].finished) == ([], "interrupted")
+
+
 def test_stop_ids_unite_both_files(tiny):
     assert tiny.stop_ids == (tiny.tokenizer.inner.convert_tokens_to_ids("<|im_end|>"),)
     assert tiny.generate([CHAT], max_new_tokens=2, stop_ids=[], **TREE)[0].finished == "length"

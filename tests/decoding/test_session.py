@@ -74,6 +74,9 @@ def test_a_session_starts_anew_with_another_model_or_after_its_state_is_lost(tin
     assert session.take(runner, [5, 6, 7, 8])[1] == 3 and session.take(runner, [5, 6, 7, 8]) is None
     session.batch = batch
     assert session.take(Runner(runner.plan, Weights(dict(tiny.weights.verifier))), [5, 6, 7, 8]) is None
+    answer(tiny, [5, 6], session, **settings | {"builder": "best-first"})
+    held = session.batch.state.tokens_bs[0].tolist()
+    assert session.take(session.batch.runner, held) is None, "shorter than a path, which an adaptive drafter may lag behind"
     for array in jax.tree.leaves(batch.state):
         array.delete()
     session.batch = batch

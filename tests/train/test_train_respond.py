@@ -244,7 +244,7 @@ def test_settings_may_change_only_where_no_answer_depends_on_them(model, setting
 
 def test_a_larger_limit_adds_answers_and_keeps_those_there(model, settings, questions):
     def limited(limit):
-        return replace(settings, sources=(replace(questions, limit=limit),))
+        return replace(settings, sources=(replace(questions, limit=limit),), batch=limit)  # no answer depends on `batch`
 
     out = Path(settings.out)
     respond.main(limited(4))
