@@ -139,7 +139,7 @@ def divergence(model: TreeFlash, row: Row, drafted: list[int], plain: list[int])
         key, dtype = jax.random.key(row.seed), jnp.promote_types(logits_v.dtype, jnp.float32)
         for number in (row.index, *filter(None, [row.sample]), VERIFY_STREAM, len(prefix)):
             key = jax.random.fold_in(key, number)
-        noise_v = vocab.gumbel(key, logits_v.size, dtype)
+        noise_v = vocab.gumbel(key[None], logits_v.size, dtype)[0]
     scores_v = logits_v.astype(np.float64) + row.temperature * np.asarray(noise_v)
     ids = [token for token in tokens if token is not None]
     gap = float(np.ptp(scores_v[ids])) if len(ids) == 2 else None

@@ -10,7 +10,9 @@ from conftest import RANDOM_MODEL, needs_8_devices, random_pair
 from jax.sharding import PartitionSpec
 
 from treeflash_jax import make_mesh, programs
+from treeflash_jax.check import divergence
 from treeflash_jax.decoding import loops as core
+from treeflash_jax.planning import rows_of
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
 SETTINGS = {
@@ -42,6 +44,15 @@ def test_eight_devices_answer_as_one(sharded, expected):
     plain = sharded.generate(PROMPTS, builder="none", **SETTINGS)
     assert [result.ids for result in tree] == expected
     assert [result.ids for result in plain] == expected
+
+
+def test_differences_are_explained_on_eight_devices_as_on_one(sharded):
+    """With noise: a divergence sums the logits of one pass and the draw that decided."""
+    gaps = []
+    for model in (random_pair(), sharded):
+        [row] = rows_of([PROMPTS[2]], model.resolve(None, {"temperature": 0.7}), model.verifier)
+        gaps.append(divergence(model, row, [5, 6], [5, 7]).gap)
+    assert gaps[0] == pytest.approx(gaps[1], rel=1e-4) and gaps[0] > 0
 
 
 def test_weights_and_caches_are_sharded(sharded):
