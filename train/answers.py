@@ -44,8 +44,6 @@ def check_settings(settings: Any, out: Path, free: Collection[str]) -> None:
     """Refuses a file of answers, or of questions, that these settings cannot go on with.
 
     Args:
-      settings: of the stage that writes it.
-      out: the file.
       free: names of settings that nothing in it depends on.
 
     Raises:
@@ -86,7 +84,6 @@ def in_order(out: Path, prompts: Sequence[Any]) -> list[Any]:
     Without new prompts this is the order given.
 
     Args:
-      out: the file of answers.
       prompts: of all sources, with `ids`, sorted by length.
     """
     numbers: dict[str, list[int]] = {}

@@ -133,8 +133,6 @@ def ask(model: TreeFlash, settings: AskConfig, found: dict[str, str], first: int
     """Lines of new questions, a turn's at once, until there are enough; adds them to `found`.
 
     Args:
-      model: that asks.
-      settings: of this stage.
       found: questions so far, by their keys.
       first: number of the first question to try.
 

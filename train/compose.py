@@ -130,8 +130,6 @@ def respond_stage(settings: PairConfig, verifier: Verifier, limit: Choice | None
     """Settings of `train.respond`.
 
     Args:
-      settings: of all stages.
-      verifier: that will answer.
       limit: how many of the prompts are used, in place of `settings.num_prompts`.
 
     Raises:

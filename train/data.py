@@ -155,7 +155,6 @@ def open_sources(
     """Reads, tokenises and packs every source.
 
     Args:
-      sources: at least one.
       config: what documents become.
       tokenizer: None will do where every source holds responses.
       seed: of the order that a source's limit counts in.

@@ -101,12 +101,7 @@ class DraftingStage(ABC):
 
     @abstractmethod
     def fresh(self, drafter: Any, weights: Any) -> dict[str, Any]:
-        """Initial weights of what is trained, by name, on the host or the default device.
-
-        Args:
-          drafter: its config.
-          weights: of the verifier, on the mesh.
-        """
+        """Initial weights of what is trained, by name, on the host or the default device."""
 
     def kept(self, drafter: Any) -> dict[str, Any]:
         """Weights of what is frozen, by name."""
@@ -119,9 +114,7 @@ class DraftingStage(ABC):
         Args:
           params: what is trained, by name, of any float dtype.
           frozen: "verifier" and the frozen parts of the drafter, by name, in the compute dtype.
-          rows: packed responses.
           keys_b: one random key per row, so that draws do not depend on how rows are spread over devices.
-          verifier, drafter: configs, static.
         """
 
     @property

@@ -90,12 +90,6 @@ class Sample:
 def sample_vocabulary(rows: Rows, size: int, vocab_size: int, keys_b: jax.Array) -> Sample:
     """All tokens that occur in a row, and random others, without replacement.
 
-    Args:
-      rows: packed responses.
-      size: tokens of a sample.
-      vocab_size: of the verifier.
-      keys_b: one random key per row.
-
     Raises:
       ValueError: a sample that is smaller than a row.
     """
@@ -128,10 +122,7 @@ def drafting_sums(
     Args:
       params: trained weights, "backbone" and/or "head", of any float dtype.
       frozen: "verifier", and "backbone" where it is not trained, in the compute dtype.
-      rows: packed responses.
       keys_b: one random key per row.
-      settings: static.
-      verifier: static.
       drafter: static; its `head` names the correction.
 
     Returns:

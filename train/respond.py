@@ -107,13 +107,6 @@ def main(settings: RespondConfig) -> None:
 def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt], out: Path, mine: lock.Lock) -> None:
     """Answers the prompts that `out` lacks, and puts what all hosts wrote in order.
 
-    Args:
-      settings: of this stage.
-      model: that answers.
-      prompts: all of them.
-      out: the JSONL file.
-      mine: the lock of `out`.
-
     Raises:
       ValueError: a file of other prompts, a folder that not all hosts see, or a lock that was lost.
     """
@@ -170,8 +163,6 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
     """Prompts of all sources, sorted by length, so that a batch wastes little.
 
     Args:
-      settings: of this stage.
-      model: that will answer.
       held_out: take the prompts that are held out for validation, and no others.
 
     Raises:

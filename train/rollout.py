@@ -67,11 +67,6 @@ def rollout_sums(
     Args:
       params: trained weights of the drafter, of any float dtype.
       frozen: "verifier", and "offsets" where the draft vocabulary is a part of the verifier's.
-      rows: packed responses.
-      keys_b: one random key per sequence.
-      settings: static.
-      verifier: static.
-      drafter: static.
 
     Returns:
       "loss", cross-entropy against the verifier's law, over the tokens that can be drafted; per step "top1" (the likeliest

@@ -287,15 +287,7 @@ def loss_of(
     tail_weight: float,
     tail_share: float,
 ) -> jax.Array:
-    """The loss in the module's docstring.
-
-    Args:
-      scores_ra: of the buckets.
-      expected_ra: tokens of a round.
-      seconds_a: of a round.
-      base_r: tokens per second of each root's base.
-      tail_weight, tail_share: of the tail term.
-    """
+    """The loss in the module's docstring."""
     chance_ra = jax.nn.softmax(scores_ra)
     ratio_r = jnp.sum(chance_ra * expected_ra, axis=1) / (chance_ra @ seconds_a) / base_r
     shortfall_r = jnp.square(jnp.maximum(0, 1 - ratio_r))

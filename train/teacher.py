@@ -34,10 +34,7 @@ def teach(params: Any, config: ModelConfig, taps: tuple[int, ...], rows: Rows) -
     """What a drafter reads and imitates: features of the tapped layers, and the states from which logits are made.
 
     Args:
-      params: weights of the verifier, in the compute dtype.
-      config: of the verifier.
       taps: 0-based layers, in the order in which the drafter reads them.
-      rows: packed responses.
     """
     out = verifier.forward(
         params,

@@ -148,10 +148,8 @@ class Batch:
         """Reads the prompts of the first sequences.
 
         Args:
-          rows: the sequences.
           size: how many of them are decoded together.
           capacity: positions that the caches have at first.
-          runner, inputs: see the class.
           kept: what is known of the one prompt.
         """
         self.rows, self.runner, self.inputs = rows, runner, inputs

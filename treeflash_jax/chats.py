@@ -17,9 +17,6 @@ def parse(raw: Any) -> list[dict[str, str]]:
     and "value" (SpecForge, ShareGPT), {"turns": [text, ...]} (the user's turns; the model's own answers come in between),
     and {"prompt": text} or {"prompt": [messages]}.
 
-    Args:
-      raw: a JSON value.
-
     Raises:
       ValueError: anything else, or no message at all.
     """

@@ -124,7 +124,6 @@ def divergence(model: TreeFlash, row: Row, drafted: list[int], plain: list[int])
 
     Args:
       row: prompt ids and sampling settings of both.
-      drafted, plain: ids of the answers.
     """
     if drafted == plain:
         return None

@@ -184,9 +184,7 @@ def fit(kind: Any, value: Any, what: str, bounds: Bounds = Bounds(), where: str 
 
     Args:
       kind: of numbers, texts, truth values, literals, lists, mappings, dataclasses and unions of them.
-      value: anything.
       what: its name in messages.
-      bounds: that it must keep to.
       where: the file it is from, if any.
 
     Raises:

@@ -66,7 +66,6 @@ class Clock:
         """Counts the seconds inside as compilation.
 
         Args:
-          program: that is compiled, for the log.
           announcement: logged once where compilation takes longer than a second.
         """
         with self.paused(), nullcontext() if self.said_so else slow(announcement):

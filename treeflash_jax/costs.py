@@ -118,10 +118,8 @@ class Counter:
         """A verifier's pass over so many new tokens a sequence, each seeing so many positions; no vocabulary, no cache.
 
         Args:
-          config: of the verifier.
           tokens: of a sequence.
           seen: positions that each of them attends to.
-          quantize: scheme of the matrices.
           experts: distinct experts of a layer that the tokens of one device go through, as measured; None: as many as
             routing at random would choose (`distinct_experts`).
         """

@@ -95,10 +95,6 @@ class Device:
         An accelerator reads the same weights for a tree and for a token. A CPU multiplies row after row, unless it has
         instructions for matrices of bfloat16. With avx512_bf16 alone, a round of 8 nodes of SmolLM2-135M takes 1.7
         one-token steps for one sequence, which is less than tau, 2.3 for two, and 2.3 in float32.
-
-        Args:
-          dtype: of weights and activations.
-          sequences: decoded together.
         """
         if not self.is_cpu:
             return True
@@ -283,7 +279,6 @@ def peak_flops(count: int, dtype: Any) -> float | None:
     """Peak FLOP/s of so many devices, or None where nobody says: stated by the chip's maker or, on one CPU, measured.
 
     Args:
-      count: of devices.
       dtype: that is computed in, for CPUs; makers state the rate of bfloat16.
     """
     device = here()

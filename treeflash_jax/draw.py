@@ -66,10 +66,8 @@ def drawn_tree(tree: DraftTree, following: Sequence[int], accepted: int, label: 
     """The first tree of a batch, with the path that was accepted in it.
 
     Args:
-      tree: as drafted.
       following: tokens emitted after the anchor, possibly cut before the round's end.
       accepted: tokens the round committed, bonus included.
-      label: of a token id.
     """
     tokens, parents, log_probs, valid = (
         np.asarray(x)[0] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn, tree.valid_bn)

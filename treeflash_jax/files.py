@@ -49,7 +49,6 @@ def check_output(path: str | os.PathLike, own: Callable[[bytes], bool] | None = 
     """Refuses, before anything is computed, a file that could not or must not be written in the end. Writes nothing.
 
     Args:
-      path: of the file.
       own: whether what the file holds is a result of this command, which may be replaced; None: not asked.
 
     Raises:

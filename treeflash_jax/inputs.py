@@ -35,14 +35,9 @@ def inputs_of(
     """What `prefill` takes besides the weights, in place on the mesh.
 
     Args:
-      rows: the sequences.
-      config: settings of the call.
       size: places of the batch. It is rounded up to what the mesh divides; places without a sequence hold a prompt of one
         token and are done after it.
       capacity: positions of a sequence's caches.
-      stop_ids: ids that end an answer.
-      dtype: of weights, caches and activations.
-      drafter: sizes of the drafter.
       mesh: None for one device.
     """
     size = meshes.padded(size, mesh)

@@ -51,14 +51,11 @@ def footprint(
     """What a pair and the caches of a request hold on each device.
 
     Args:
-      verifier: sizes of the verifier.
       drafter: sizes of the drafter; None for plain decoding.
-      dtype: of weights and caches.
       mesh: that they lie on, an abstract one will do; None: one device.
       batch: sequences decoded together, of all devices.
       capacity: positions that a sequence's caches hold.
       drafts: whether the request has caches of the drafter.
-      quantize: scheme of the verifier's matrices.
 
     Raises:
       ValueError: an unknown scheme.

@@ -68,8 +68,6 @@ def choose(
     """The verifier and the drafter that a call means, as they are named; None: no drafter.
 
     Args:
-      name: of the verifier, or None.
-      verifier: likewise.
       drafter: None: the one that ships for the verifier; "none": none.
 
     Raises:

@@ -107,15 +107,7 @@ def builder_of(config: GenerateConfig, drafter: DrafterSizes | None) -> str:
 def why_plain(
     config: GenerateConfig, drafter: DrafterSizes | None, device: Device, dtype: Any, sequences: int = 1
 ) -> str | None:
-    """Why nothing is drafted where no builder was asked for, in words; None where drafting is the default.
-
-    Args:
-      config: checked settings.
-      drafter: sizes of the drafter, if there is one.
-      device: that decodes.
-      dtype: of weights, caches and activations.
-      sequences: decoded together.
-    """
+    """Why nothing is drafted where no builder was asked for, in words; None where drafting is the default."""
     if drafter is None:
         return NO_DRAFTER
     defaults = GenerateConfig()
@@ -184,9 +176,7 @@ def plan_of(
 
     Args:
       config: checked settings; `nodes` "auto" counts as None, since its buckets come from a calibration.
-      verifier: sizes of the verifier.
       drafter: sizes of the drafter; None decodes one token at a time.
-      dtype: of weights, caches and activations.
       device: that the program is for; None: the devices at hand.
     """
     device = device or devices.here()

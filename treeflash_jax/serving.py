@@ -92,11 +92,7 @@ def runner_of(model: TreeFlash, rows: Sequence[Row], size: int, positions: int, 
     """What decodes a batch.
 
     Args:
-      model: that decodes.
-      rows: the sequences.
-      size: how many of them are decoded together.
       positions: that each of them may come to need at first, the path of a last round excluded.
-      config: settings, complete.
     """
     runner = fixed_runner(model, config)
     if config.nodes != "auto" or not runner.plan.drafts:

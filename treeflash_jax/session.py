@@ -24,12 +24,7 @@ class Session:
         self.batch: Batch | None = None  # of the last answer
 
     def take(self, runner: Runner, ids: list[int]) -> Kept | None:
-        """Hands out the last state and the number of the prompt's tokens that it keeps; None if it keeps none.
-
-        Args:
-          runner: of the next answer.
-          ids: tokens of its prompt.
-        """
+        """Hands out the last state and the number of the prompt's tokens that it keeps; None if it keeps none."""
         last, self.batch = self.batch, None
         if last is None or last.is_lost or last.runner.weights is not runner.weights:
             return None

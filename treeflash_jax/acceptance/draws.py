@@ -209,7 +209,6 @@ def finish(
     Args:
       stop: (tree, proposal, p on the support, coins) -> the last accepted node [b], what is left of its p on the support
         [b, c] in the units of p off it.
-      tree, proposal, rows, noise: of the round.
     """
     p_bnc = jnp.exp(rows.gather(proposal.support_bnc))
     last_b, left_bc = meshes.by_rows(stop, tree, proposal, p_bnc, noise.coins_bx)

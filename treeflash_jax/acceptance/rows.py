@@ -98,7 +98,6 @@ def follow(tree: DraftTree, matches_bn: jax.Array, depths: int) -> jax.Array:
     """The deepest node that matches along with all its ancestors, [b]; at most one child of a node may match.
 
     Args:
-      tree: the verified tree.
       matches_bn: whether the walk, at a node's parent, goes to the node.
       depths: rows of a path, root included; static, at least the tree's depth + 1.
     """
@@ -123,7 +122,6 @@ def target_rows(logits_bnv: jax.Array, temperature_b: jax.Array, top_k_b: jax.Ar
     """The verifier's law at every node, filters applied in the order temperature, top-k, top-p.
 
     Args:
-      logits_bnv: verifier logits.
       temperature_b: 0 is greedy (filters then have no effect).
       top_k_b: tokens kept; 0 keeps all.
       top_p_b: mass kept; 1 keeps all.

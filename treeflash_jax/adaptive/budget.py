@@ -151,7 +151,6 @@ def choose(
     """The bucket of most expected tokens per second.
 
     Args:
-      budget: so far.
       tree: of the largest bucket, in order of decreasing path probability.
       live_b: rows that still need tokens, at least one.
       positions: of the caches that the round reads (`attention.positions_read`).
@@ -176,8 +175,6 @@ def learn(budget: Budget, choice: Choice, committed_b: jax.Array, live_b: jax.Ar
     """What a drafted round says about the next ones: how reliable drafts are, and whether to pause.
 
     Args:
-      budget: before the round.
-      choice: what it took.
       committed_b: tokens it committed, bonus included, before any cut.
       live_b: rows that took part.
     """

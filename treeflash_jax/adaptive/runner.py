@@ -94,8 +94,6 @@ def choosing(
       runner: of rounds that verify the largest trees of the calibration.
       found: what was measured for this pair and these draft settings.
       batch: sequences decoded together, padding included.
-      positions: of their caches.
-      temperatures: of the sequences.
     """
     decision = found.decide(batch, positions, temperatures)
     if not decision.buckets:

@@ -86,7 +86,6 @@ class SelectorConfig:
         """The plan of rounds that choose between the buckets.
 
         Args:
-          plan: of delayed trees.
           nodes: most nodes of a round that were asked for, root included; None: as many as the largest tree has.
 
         Raises:
@@ -137,8 +136,6 @@ def scores(params: Any, features: Features, *, dropout: float = 0.0, key: jax.Ar
     """A score per bucket [b, a].
 
     Args:
-      params: weights of `specs`.
-      features: of the sequences.
       dropout: share of hidden units left out, in training.
       key: of what is left out; None: nothing.
     """

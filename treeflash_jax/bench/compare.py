@@ -62,9 +62,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     """Median tokens per second of every system, and how many answers equal those of the first.
 
-    Args:
-      arguments: of `main`.
-
     Returns:
       "systems": by name, "tokens_per_second", its samples under "all", and "same": prompts whose answer is that of the
       first system, one-token decoding in the first dtype.

@@ -33,7 +33,6 @@ def distances(expander: Expander, logits_bpv: jax.Array, tokens_bp: jax.Array) -
     where none is.
 
     Args:
-      expander: the drafter's view of the round.
       logits_bpv: of the verifier, after 0, 1, ... tokens of the path.
       tokens_bp: the tokens of the path; once one is not listed, what follows means nothing.
     """

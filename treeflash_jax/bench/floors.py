@@ -46,9 +46,7 @@ def stage_work(
 
     Args:
       plan: sizes, nodes, candidates and children.
-      batch: sequences decoded together.
       context: committed positions of each of them.
-      dtype: of weights, caches and activations.
       mesh: sizes of one device's share; None: one device.
       quantize: scheme of the verifier's matrices.
       experts: distinct experts that a layer reads on one device, by tokens of a sequence, where that was measured; others

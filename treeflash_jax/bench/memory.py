@@ -143,13 +143,6 @@ def compile_programs(
 ) -> tuple[Any, Any]:
     """The shipped prefill and decode programs of a plan, compiled for the mesh's devices from shapes alone.
 
-    Args:
-      plan: what is decoded.
-      mesh: of the devices.
-      batch, capacity, dtype: of the caches.
-      quantize: scheme of the verifier's matrices.
-      tell: hears which program is compiled.
-
     Raises:
       ValueError: the compiler finds no room for them.
     """

@@ -39,7 +39,6 @@ def draw_trees(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
 
     Args:
       rows: of `report.summarise`; those without a number of nodes are left out.
-      path: of the figure.
     """
     import matplotlib
 

@@ -202,7 +202,6 @@ def operations(text: str, *, into_fusions: bool = False) -> Iterator[Operation]:
     """What the text of a compiled program reaches from its entry, in the order in which it is written.
 
     Args:
-      text: of the program.
       into_fusions: also what fusions, reductions and the like are made of.
     """
     bodies: dict[str, list[str]] = {}

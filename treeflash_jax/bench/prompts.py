@@ -79,9 +79,6 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
     Answers in the file are left out, since the model gives its own. A prompt without an id is called by the file's stem
     and its line number.
 
-    Args:
-      path: the file.
-
     Raises:
       ValueError: a file that cannot be read or is empty; by line: malformed JSON, no turns, an id given twice.
     """

@@ -72,7 +72,6 @@ def summarise(
     """Everything the tables show.
 
     Args:
-      records: of one run.
       against: the system that tau ratios divide by; a tree without rows ("marginal", the default) means as many rows.
       resamples: of the bootstrap.
       source: named in errors.

@@ -86,7 +86,6 @@ def experts_of(
       plans: with a mixture of experts as verifier.
       routes: experts of every plan's tree, by layer. A tree's root is the row of a one-token step.
       batch: sequences decoded together, on all devices.
-      mesh: that they lie on.
 
     Returns:
       By tokens of a sequence: 1, and the nodes of each plan.
@@ -126,7 +125,6 @@ class Bench:
         """Compiles and runs everything once.
 
         Args:
-          model: with its weights in place.
           plans: that draft; alike in everything but nodes.
           batch: rows decoded together, a multiple of the mesh's data axis.
           context: tokens that every row has read, at least 1.

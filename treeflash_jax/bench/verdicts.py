@@ -19,7 +19,6 @@ def differences(
     """Compares drafted with one-token answers, and prints how they differ. Part of the later record of each pair.
 
     Args:
-      record: an answer.
       others: earlier answers of other systems to its prompt, with its temperature and seed.
       rows: prompt and sampling settings of every turn of the answer.
 

@@ -39,12 +39,8 @@ def prefill(
     """Reads prompts in one dispatch and emits the first token of each: `begin`, then `read` to the end.
 
     Args:
-      weights: parameters.
       tokens_bs: prompts, right-padded to the cache capacity.
       length_b: prompt lengths, at least 1.
-      sampling: per-row settings.
-      first_b: see `read`.
-      plan: static.
     """
     state = begin(tokens_bs, length_b, sampling, plan=plan, dtype=weights.verifier["embed"].dtype)
     chunks = tokens_bs.shape[1] // plan.chunk(tokens_bs.shape[1])
@@ -105,12 +101,9 @@ def read(
     """Reads on in the prompts and emits the first token of those that are read to their end.
 
     Args:
-      weights: parameters.
       state: from `begin` or an earlier `read`; donated. The last chunk, padding included, has to fit its capacity.
-      length_b: prompt lengths.
       max_chunks: int32 scalar, number of chunks after which to stop.
       first_b: the first tokens, where they are known already; None: they are sampled.
-      plan: static.
     """
     cache, drafter, last = _read(weights, pin(state), length_b, max_chunks, plan)
     count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # of first tokens
@@ -181,11 +174,9 @@ def decode(
     The state is donated. Nothing leaves the device in between.
 
     Args:
-      weights: parameters.
       state: after `prefill` or an earlier `decode`.
       max_rounds: int32 scalar.
       enough: int32 scalar, how many done sequences end the loop, so that waiting ones can take their places; None: all.
-      plan: static.
     """
     enough = state.done_b.size if enough is None else enough
     carry = pin(state), jnp.zeros_like(max_rounds)
@@ -199,14 +190,7 @@ def repeat(
     holds: Callable[[tuple[State, jax.Array]], jax.Array],
     pin: Callable[[State], State],
 ) -> tuple[State, jax.Array]:
-    """Runs rounds while a condition holds.
-
-    Args:
-      one_round: a state -> the state after a round.
-      carry: the state, and how many rounds have run.
-      holds: whether another round runs.
-      pin: constrains a state to its layout on the ambient mesh.
-    """
+    """Runs rounds while a condition holds."""
 
     def step(carry):
         state, count = carry
@@ -230,7 +214,6 @@ def admit(state: DecodeState, fresh: DecodeState, slots_a: jax.Array) -> DecodeS
     The state is donated; of the caches, only the rows that are replaced are written.
 
     Args:
-      state: of the sequences being decoded.
       fresh: what `prefill` gave for the new ones, with caches of the same capacity.
       slots_a: int32, where each of the first sequences of `fresh` goes; -1 ends the list.
     """

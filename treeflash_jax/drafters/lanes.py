@@ -218,7 +218,6 @@ def children_of(
     """The likeliest tokens after each row, and their log-probabilities, [b, w, c] each.
 
     Args:
-      table_vd: vocabulary matrix of the drafter.
       hidden_bwd: what it multiplies, after any norm.
       children: how many; all tokens where the vocabulary has fewer.
       temperature_b: of the law, above 0.

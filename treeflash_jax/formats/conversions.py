@@ -18,7 +18,6 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
     """Writes a drafter's files in another dialect, bit for bit.
 
     Args:
-      source: folder in any dialect of drafters.
       target: new folder; it appears when all of it is written.
       dialect: of the new files, by name.
       drop_head: leave a head behind that the dialect cannot hold.
@@ -48,7 +47,6 @@ def convert_gguf(source: str | Path, target: str | Path, dtype: Any = jnp.float3
     """Writes a GGUF file as a Hugging Face folder: configs, weights and tokenizer.
 
     Args:
-      source: GGUF file.
       target: new folder; it appears when all of it is written.
       dtype: on disk; float32 holds what the quantised types mean exactly.
 

@@ -94,10 +94,8 @@ def save_drafter(
 
     Args:
       folder: created if missing.
-      config: of the drafter.
       params: weights of its specs; those of a block drafter are {"backbone": ..., "head": ...}.
       dialect: of the files, by name; one of `dialects.written("drafter")`. None: the drafter's own.
-      dtype: on disk.
 
     Raises:
       ValueError: no such dialect, or one that cannot hold this drafter.

@@ -36,8 +36,6 @@ def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | N
     """The tensors of some files of a folder by name; the files close at the end.
 
     Args:
-      folder: where they are.
-      names: of the files.
       listed: file of every tensor, where something says so.
 
     Raises:

@@ -56,10 +56,6 @@ def load(
     """Reads a tree of weights, each device's host its own slices only.
 
     Args:
-      where: the file or folder they come from, for messages.
-      tensors: of an open file or folder.
-      specs: tree of Spec.
-      entries: tree of Entry.
       dtype: of the weights whose spec has none of its own; bfloat16 files load bit for bit into bfloat16.
       mesh: where they go; None: the default device.
       spare: names that may be in the files though no weight wants them.

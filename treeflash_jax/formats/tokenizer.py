@@ -59,7 +59,6 @@ class Tokenizer:
         """Ids of a text as it is.
 
         Args:
-          text: to encode.
           context: most tokens that are of use; None: any number.
 
         Raises:
@@ -73,8 +72,6 @@ class Tokenizer:
         """Ids of several texts, encoded together by all cores.
 
         Args:
-          texts: to encode.
-          context: as for `encode`.
           add_special_tokens: whether the tokenizer adds those that it puts around a text.
 
         Raises:
@@ -92,10 +89,6 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], context: int | None = None) -> list[int]:
         """A chat up to the point where the assistant speaks; thinking switched off where the template knows it.
 
-        Args:
-          messages: each with a role and its text.
-          context: as for `encode`.
-
         Raises:
           ValueError: no chat template, a chat that the template refuses, or text as for `encode`.
         """
@@ -105,7 +98,6 @@ class Tokenizer:
         """Returns a chat as the template writes it; thinking is switched off if the template can do so.
 
         Args:
-          messages: each with a role and its text.
           add_generation_prompt: whether to begin an answer of the assistant.
 
         Raises:

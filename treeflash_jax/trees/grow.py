@@ -77,8 +77,6 @@ def grow(
     log q + noise of their parent, in decreasing order: the first has law q, each later one q without those before it.
 
     Args:
-      expander: the drafter's view of one round.
-      anchor_b: last committed token of each sequence.
       plan: where nodes go.
       noise_bnc: Gumbel noise, at least as many rows as places.
       leaves: admit tokens without a row of their own although children are planned below. Where none is planned below

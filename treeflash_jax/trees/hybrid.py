@@ -25,11 +25,8 @@ def hybrid(
     q(node) (1 - q(deterministic children)) REACH^(j - 1), known before anything is drawn.
 
     Args:
-      expander: the drafter's view of one round.
-      anchor_b: last committed token of each sequence.
       num_nodes: rows, root included; static.
       shape: `skeleton` counts.
-      noise_bnc: Gumbel noise.
 
     Source: greedy drafting with one sampled child, Hu et al. (arXiv 2502.18779), here at every node of a best-first tree.
     """

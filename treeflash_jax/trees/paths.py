@@ -17,11 +17,8 @@ def paths(
     """`branches` i.i.d. paths from the anchor, of equal length; prefixes in common are verified once.
 
     Args:
-      expander: the drafter's view of one round.
-      anchor_b: last committed token of each sequence.
       num_nodes: rows at most, root included; static.
       shape: `branches` counts.
-      noise_bnc: Gumbel noise.
 
     Source: SpecInfer (arXiv 2305.09781); SpecTr (arXiv 2310.15141).
     """
@@ -46,7 +43,6 @@ def delayed(
     as the choice among buckets has to be.
 
     Args:
-      expander, anchor_b, num_nodes, noise_bnc: as for `paths`.
       shape: `branches` and `trunk` count.
       recent_b: recent mean of the tokens that a round of each sequence commits; read where `trunk` is "auto".
       choice_b: which of the buckets each sequence takes; read where `trunk` is a list of them.

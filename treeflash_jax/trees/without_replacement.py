@@ -20,11 +20,8 @@ def without_replacement(
     """Up to `branches` children a node, siblings distinct; the outline is the likeliest under a fixed acceptance rate.
 
     Args:
-      expander: the drafter's view of one round.
-      anchor_b: last committed token of each sequence.
       num_nodes: rows, root included; static.
       shape: `branches` counts.
-      noise_bnc: Gumbel noise.
 
     Source: Sequoia (arXiv 2402.12374) for fixed outlines and sampling without replacement; EAGLE (arXiv 2401.15077).
     """

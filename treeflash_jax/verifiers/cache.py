@@ -72,7 +72,6 @@ def append(cache: KVCache, rows: NewRows, count_b: jax.Array, path_bp: jax.Array
     overwrites. The caller keeps `length_b + width <= capacity`.
 
     Args:
-      cache: where to.
       rows: per group and layer, keys and values of the new rows [b, t, k, e].
       count_b: rows to keep per sequence; 0 leaves a sequence as it was. Inside a loop it has to follow from the pass that
         read the cache: stores wait for it, and one that could come before a read would make XLA copy the cache.

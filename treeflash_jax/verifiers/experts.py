@@ -62,8 +62,6 @@ def mixture(params: dict[str, Any], config: ModelConfig, x_btd: jax.Array) -> tu
     """The feed-forward part of a sparse layer: sum over a row's experts of weight * down(silu(gate x) * up x).
 
     Args:
-      params: weights of `specs`, among others.
-      config: static.
       x_btd: normed residual stream.
 
     Returns:
@@ -99,26 +97,14 @@ def route(router: jax.Array, config: ModelConfig, x_nd: jax.Array) -> tuple[jax.
 
 
 def form_of(rows: int, per_row: int, held: int) -> str:
-    """The form that reads fewest bytes, or does least work where there are many rows.
-
-    Args:
-      rows: of one device.
-      per_row: experts of a row.
-      held: experts that the device holds.
-    """
+    """The form that reads fewest bytes, or does least work where there are many rows."""
     if 2 * rows * per_row <= held:
         return "gather"
     return "dense" if rows <= MANY_ROWS else "sorted"
 
 
 def distinct(ids_btk: jax.Array, experts: int, shards: int = 1) -> jax.Array:
-    """How many experts the rows of one device go through, on average over the devices that split the batch.
-
-    Args:
-      ids_btk: experts of every row.
-      experts: that there are.
-      shards: of the batch.
-    """
+    """How many experts the rows of one device go through, on average over the devices that split the batch."""
     ids_ya = ids_btk.reshape(shards, -1)
     is_read_yx = jnp.any(ids_ya[..., None] == jnp.arange(experts), axis=1)
     return jnp.sum(is_read_yx) / shards
@@ -130,9 +116,6 @@ def _of_device(
     """`mixture` on one device.
 
     Args:
-      weights: those it holds.
-      x_btd: its rows.
-      config: static.
       experts, ffn: mesh axis that splits the experts, or the width of each; None: it holds them all.
     """
     if quantized.scheme_of(weights):  # as in `quantized.product`: no wide copy outlives its layer

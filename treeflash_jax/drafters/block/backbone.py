@@ -71,9 +71,6 @@ def extend(
     """Adds verifier features of the next committed positions to the context.
 
     Args:
-      params: weights of `specs`.
-      config: static.
-      state: context so far.
       features_btj: tapped features of consecutive positions, the first following the context.
       count_b: how many of them are real; the rest is padding.
     """
@@ -105,8 +102,6 @@ def through_layers(
     """Block slots through all layers, [b, t, d], before the final norm.
 
     Args:
-      params: weights of `specs`.
-      config: static.
       x_btd: embeddings of the slots, of one block or of several.
       positions_bt: their positions.
       context: what each layer's slots see besides themselves.
@@ -137,12 +132,9 @@ def block(
     """The block's hidden states before the final norm, [b, q, d]; slot 0 (the anchor) is not a prediction.
 
     Args:
-      params: weights of `specs`.
-      config: static.
       state: context of all positions before the anchor.
       embed_vd: the verifier's embedding table.
       anchor_b: last committed token, at position `length` of the context.
-      attention: implementation name.
     """
     batch, size = anchor_b.shape[0], config.block_size
     masks_bq = jnp.full((batch, size - 1), config.mask_token_id, anchor_b.dtype)

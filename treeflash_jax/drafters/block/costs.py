@@ -33,15 +33,7 @@ def block(count: Counter, config: DrafterConfig, tokens: float, seen: float) -> 
 def work(
     count: Counter, config: DrafterConfig, draft: DraftSettings, verifier: ModelConfig, quantize: str | None = None
 ) -> dict[str, tuple[Work, Work]]:
-    """By stage, in order: what it has to do, and what it hands to the next one.
-
-    Args:
-      count: of the device.
-      config: sizes.
-      draft: settings of a draft.
-      verifier: whose vocabulary table is read.
-      quantize: scheme of that table.
-    """
+    """By stage, in order: what it has to do, and what it hands to the next one."""
     size, depths = config.block_size, config.num_depths
     drafted = block(count, config, size, count.context + size) + count.cached(config.layers, count.context)
     name = draft.head or config.head

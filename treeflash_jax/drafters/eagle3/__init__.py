@@ -89,10 +89,7 @@ def extend(
     """Adds rows of committed positions: keys and values of all of them, the layer's output of the last real one alone.
 
     Args:
-      params: weights of `specs`.
       tables: the verifier's weights, of which the embedding is read where the drafter has none.
-      config: static.
-      state: so far.
       features_btj: verifier features at consecutive positions, the first following those of the context.
       tokens_bt: the token that follows each of these positions.
       count_b: how many of the rows are real; 0 leaves a sequence as it was.

@@ -110,8 +110,6 @@ def hidden(
     """The layer's output, [b, t, d].
 
     Args:
-      params: weights of `specs`.
-      config: static.
       read_btr: of `read`.
       carried_btd: what `read` was given.
       table: rotations of the rows.

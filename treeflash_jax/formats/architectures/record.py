@@ -88,7 +88,6 @@ class Architecture:
         """Returns the sizes that a config.json states.
 
         Args:
-          keys: of the file.
           also_known: keys that the caller reads.
           names: names of the tensors beside the file, if there are any.
 
@@ -186,8 +185,6 @@ def check_layers(where: str, num_layers: int, names: Collection[str]) -> None:
     """Raises ValueError if a config states more layers than its tensors have: building them could take for ever.
 
     Args:
-      where: the file, for messages.
-      num_layers: as the config states it.
       names: names of the tensors; without layers among them, the limit is MOST_LAYERS.
     """
     in_files = len({match[1] for name in names if (match := _LAYER.search(name))})

@@ -32,8 +32,6 @@ def read(keys: Keys, head_dim: int, max_positions: int) -> Rope:
     """The rotation that a config asks for, in either spelling.
 
     Args:
-      keys: of the config.
-      head_dim: numbers of a head.
       max_positions: what the config gives the model room for.
 
     Raises:
@@ -105,10 +103,7 @@ def yarn(
     """YaRN scaling, in whatever file it stands.
 
     Args:
-      where: the file, for messages.
-      theta, factor, beta_fast, beta_slow: of Rope.
       original: positions of the original context.
-      **others: of Rope.
 
     Raises:
       ValueError: settings that no model means.

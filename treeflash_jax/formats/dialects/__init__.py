@@ -43,8 +43,6 @@ def of(path: Path, keys: Keys, part: str) -> Dialect:
     """The dialect of a folder or file.
 
     Args:
-      path: of it.
-      keys: of its config.json.
       part: "verifier" or "drafter", what it has to hold. Where a drafter is asked for, verifiers are language models that
         draft.
 
@@ -71,11 +69,6 @@ def of(path: Path, keys: Keys, part: str) -> Dialect:
 
 def parse(part: str, raw: Mapping[str, Any], where: str = "config.json") -> Any:
     """The config that the object of a config.json states.
-
-    Args:
-      part: "verifier" or "drafter".
-      raw: the object.
-      where: the file, for messages.
 
     Raises:
       ValueError: another part's config; a key or value that is not implemented; or a missing size.

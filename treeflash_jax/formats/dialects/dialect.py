@@ -39,7 +39,6 @@ class Dialect:
         """Whether these files are in this dialect.
 
         Args:
-          path: a folder or a file.
           keys: of the folder's config.json; none for other files.
         """
         return all(mark in keys.raw for mark in self.marks)
@@ -56,8 +55,6 @@ class Dialect:
         """Where each weight lies: a tree of Entry.
 
         Args:
-          config: what `read_config` read.
-          specs: tree of Spec, of the verifier or of the drafter.
           names: of the tensors in the files, where a dialect has several layouts; empty where files are to be written.
 
         Raises:
@@ -75,13 +72,6 @@ class Dialect:
 
     def save(self, folder: Path, config: Any, specs: Any, params: Any, dtype: Any) -> None:
         """Writes config.json and model.safetensors into a folder that exists.
-
-        Args:
-          folder: for the files.
-          config: sizes.
-          specs: tree of Spec.
-          params: weights of the specs.
-          dtype: on disk.
 
         Raises:
           ValueError: sizes that the dialect cannot hold, or weights that are not of the specs.

@@ -55,7 +55,6 @@ def correct(
     """h + W_d (silu(g) * u) of every row, [b, r, d].
 
     Args:
-      params: weights of `specs`.
       embedding_brd: of the previous tokens.
       by_row: what each row's slot has, [b, r, ...], of what slots have, [b, q, ...].
       hidden_bqd: un-normed hidden states of the slots.
