@@ -79,13 +79,7 @@ def _only_grew(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> 
 
 
 def in_order(out: Path, prompts: Sequence[Any]) -> list[Any]:
-    """Prompts in the order of the answers in a file: prompts that are new take the indices that no answer has.
-
-    Without new prompts this is the order given.
-
-    Args:
-      prompts: of all sources, with `ids`, sorted by length.
-    """
+    """Returns prompts in the order of the answers in a file; those without an answer fill the gaps, in order."""
     numbers: dict[str, list[int]] = {}
     for number, prompt in enumerate(prompts):
         numbers.setdefault(str(prompt.ids), []).append(number)
@@ -136,7 +130,7 @@ def finished(out: Path, prompts: Sequence[list[int]]) -> dict[int, Place]:
 
 
 def _answered(out: Path) -> Iterator[tuple[Place, int, list[int]]]:
-    """Every line of a file and of those beside it: its place, and the index and ids of its prompt."""
+    """Yields the place of every answer in a file and in those beside it, and the index and ids of its prompt."""
     for path in (out, cut_path(out), *_parts(out)):
         if not path.exists():
             continue

@@ -1,4 +1,4 @@
-"""The time of `train.pair minutes=...`: what its stages cost, what was spent, and how the rest is shared out."""
+"""Time budget of `train.pair minutes=...`: measured costs of the stages, time spent, and its distribution."""
 
 from __future__ import annotations
 

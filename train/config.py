@@ -252,7 +252,7 @@ def describe(cls: type, prefix: str = "") -> str:
 
 
 def _meanings(cls: type) -> dict[str, str]:
-    """What the docstrings of a dataclass and of those it extends say of its fields under "Attributes:"."""
+    """Descriptions of fields, from "Attributes:" in the docstrings of a dataclass and of its bases."""
     meanings: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         text = inspect.cleandoc(base.__dict__.get("__doc__") or "").partition("Attributes:\n")[2]

@@ -1,4 +1,4 @@
-"""What of an earlier `train.pair` in the same OUT goes on, with more time, prompts or steps than it was begun with."""
+"""Continues an earlier `train.pair` in the same OUT, with more time, prompts or steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check(settings: PairConfig) -> None:
 
 
 def record(settings: PairConfig, name: str) -> Path:
-    """Where a stage notes the settings that it was begun with."""
+    """The file in which a stage keeps the settings that it was begun with."""
     return compose.file(settings, "responses.jsonl.settings.toml" if name == "respond" else f"{name}/settings.toml")
 
 

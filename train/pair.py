@@ -206,7 +206,7 @@ def _write_stage(path: Path, name: str, made: Composed) -> None:
 
 
 def _finished(settings: PairConfig) -> dict[str, Any]:
-    """Stages that ended, and the settings they ended with."""
+    """Settings of the stages that ended."""
     path = compose.file(settings, "finished.json")
     return read_json(path) if path.exists() else {}
 

@@ -154,7 +154,7 @@ def add_fields(
             default = defaults.get(one.name, one.default)
             _add_option(parser, one, kinds[one.name], default, several=one.name in several.split())
             if one.name == "builder":
-                add_method(parser)
+                parser.add_argument("--method", help=argparse.SUPPRESS)  # what --builder was called in the first edition
 
 
 def _add_option(parser: Any, one: Field, kind: Any, default: Any, *, several: bool) -> None:
@@ -226,11 +226,6 @@ def values_of(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
             found[name] = ids_of(value, "--" + name.replace("_", "-"))
     method = getattr(arguments, "method", None)
     return found | ({"method": method} if method and "builder" in found else {})
-
-
-def add_method(parser: Any) -> None:
-    """`--method`, what `--builder` was called in the first edition: it still works, and is no longer shown."""
-    parser.add_argument("--method", help=argparse.SUPPRESS)
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:

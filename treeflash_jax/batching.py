@@ -150,7 +150,7 @@ class Batch:
         Args:
           size: how many of them are decoded together.
           capacity: positions that the caches have at first.
-          kept: what is known of the one prompt.
+          kept: earlier caches that hold the beginning of the only prompt.
         """
         self.rows, self.runner, self.inputs = rows, runner, inputs
         sizes = (meshes.padded(count, runner.mesh) for count in (size, refilled(size)))

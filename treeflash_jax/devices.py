@@ -141,23 +141,21 @@ class Device:
 
     @property
     def prefill_chunk(self) -> int:
-        """Prompt tokens of a prefill pass; a CPU pays for every padded one.
+        """Prompt tokens of a prefill pass; a CPU computes padding too.
 
-        With SmolLM2 in caches of 2,048 positions on two cores with avx512_bf16, prompts of 40 and of 1,500 tokens take 0.50
-        and 6.9 CPU seconds in passes of 32 and "xla" attention; "streamed", 0.31 and 4.8 in passes of 64, 0.45 and 4.2 in
-        passes of 128, 0.67 and 4.1 in passes of 256 (bfloat16). In float32, 0.63 and 7.6 in passes of 32, 0.57 and 6.6 in
-        passes of 64, 0.72 and 6.1 in passes of 128.
+        With SmolLM2 in bfloat16 on two cores, prompts of 40 and 1,500 tokens take 0.31 and 4.8 CPU seconds in passes of 64,
+        0.45 and 4.2 in passes of 128; in float32, 0.57 and 6.6, and 0.72 and 6.1.
         """
         return 64 if self.is_cpu else 128
 
     @property
     def prefill_attention(self) -> str:
-        """The implementation for passes of that many rows: on CPUs the one that reads the filled part of a cache alone."""
+        """Attention implementation of prefill passes: on CPUs, `streamed` reads only the filled part of a cache."""
         return "streamed" if self.is_cpu else "xla"
 
     @property
     def prefill_chunks(self) -> int:
-        """Prefill passes of one dispatch, between which Ctrl-C waits: on a CPU they take a tenth of a second or more."""
+        """Prefill passes per dispatch. Ctrl-C waits for a dispatch; on a CPU, a pass takes a tenth of a second or more."""
         return 1 if self.is_cpu else 16
 
     @property

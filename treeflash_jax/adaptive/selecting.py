@@ -213,13 +213,9 @@ class SelectingRunner(Runner):
     params: Any
 
     def begin(self, decode: DecodeState) -> SelectingState:
-        return SelectingState(decode, *self._zeros(decode))
-
-    def _zeros(self, decode: DecodeState) -> list[jax.Array]:
-        """What is known before a first round, in place on the mesh."""
         batch, width = decode.end_b.size, len(self.plan.taps) * self.plan.verifier.hidden_size
         shapes = ((batch, width), jnp.float32), ((batch, len(LEFT)), jnp.float32), (decode.accepted_bs.shape, jnp.int32)
-        return [meshes.place(jnp.zeros(*shape), self.mesh) for shape in shapes]
+        return SelectingState(decode, *(meshes.place(jnp.zeros(*shape), self.mesh) for shape in shapes))
 
     def draft(self, inputs: tuple[Any, ...], length: int, anchor: int) -> trees.DraftTree:
         """`Runner.draft` of the tree that a first round below this anchor would choose: it knows of no earlier ones."""

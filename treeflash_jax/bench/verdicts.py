@@ -25,17 +25,17 @@ def differences(
     Returns:
       By system, {"turn", "near_tie"} and the fields of `check.Divergence`; systems with the same answer are left out.
     """
-    found = {}
+    differing = {}
     for other in others:
         if are_comparable(record, other) and record["ids"] != other["ids"]:
             turn = next(i for i, (a, b) in enumerate(zip(record["ids"], other["ids"], strict=True)) if a != b)
             pair = record["ids"][turn], other["ids"][turn]
             apart = divergence(model, rows[turn], *(pair[::-1] if record["settings"]["builder"] == "none" else pair))
-            found[other["system"]] = {"turn": turn, "near_tie": apart.is_near_tie(), **asdict(apart)}
+            differing[other["system"]] = {"turn": turn, "near_tie": apart.is_near_tie(), **asdict(apart)}
             verdict = "PASS" if apart.is_near_tie() else "FAIL"
             where = f"prompt {record['prompt_id']}, {record['system']} and {other['system']} from token {apart.index} on"
             print(f"{verdict}: {where}: {explanation(apart, model.dtype)}", file=sys.stderr)
-    return found
+    return differing
 
 
 def summarise(pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def summarise(pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any]:
       first difference. The last three are None for older files and for rules that draw other samples.
     """
     differing = [(drafted, plain) for drafted, plain in pairs if drafted["ids"] != plain["ids"]]
-    found = {"compared": len(pairs), "identical": len(pairs) - len(differing)}
-    found |= dict.fromkeys(("compared_tokens", "near_ties", "verdict"))
+    summary = {"compared": len(pairs), "identical": len(pairs) - len(differing)}
+    summary |= dict.fromkeys(("compared_tokens", "near_ties", "verdict"))
     known = [
         drafted.get("differences", {}).get(plain["system"]) or plain.get("differences", {}).get(drafted["system"])
         for drafted, plain in differing
@@ -61,8 +61,8 @@ def summarise(pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any]:
             tokens += sum(map(len, plain["ids"][: apart["turn"]])) + apart["index"] + 1
         near_ties = sum(apart["near_tie"] for apart in known)
         verdict = "PASS" if near_ties == len(known) else "FAIL"
-        found |= {"compared_tokens": tokens, "near_ties": near_ties, "verdict": verdict}
-    return found
+        summary |= {"compared_tokens": tokens, "near_ties": near_ties, "verdict": verdict}
+    return summary
 
 
 def are_comparable(record: Record, other: Record) -> bool:

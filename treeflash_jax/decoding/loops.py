@@ -1,7 +1,7 @@
 """The loops around rounds, as pure functions of a donated state.
 
 `decode` runs rounds (rounds.py) inside one program until every row is done (or a few at a time, for streaming); `read`
-runs the prompts in fixed chunks, so one program serves all prompt lengths, from what a state of `begin` holds of them.
+reads prompts in fixed chunks, so one program serves all prompt lengths, into the caches that `begin` made or took over.
 
 Shape suffixes: b batch, s token slots, t chunk tokens, d model, v vocabulary.
 """
@@ -118,7 +118,7 @@ def read(
 def _read(
     weights: Weights, state: DecodeState, length_b: jax.Array, max_chunks: jax.Array, plan: DecodePlan
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """The caches of verifier and drafter after some chunks, and what both need of the last prompt position [b, d].
+    """Returns both caches after some chunks and, for the last prompt position, the hidden state and features [b, d].
 
     A drafter that reads tokens has not seen the last position, whose token is not known yet.
     """
