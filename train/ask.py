@@ -44,11 +44,11 @@ class AskConfig:
     Attributes:
       verifier: the name of a pair, a folder, a GGUF file or a Hub id; with a chat template.
       out: the JSONL file.
-      count: of different questions.
-      temperature, top_p: of their tokens.
-      max_tokens: of a question.
+      count: number of different questions.
+      temperature, top_p: sampling of their tokens.
+      max_tokens: largest number of tokens of a question.
       batch: questions decoded together.
-      seed: of the questions.
+      seed: random seed of the questions.
     """
 
     verifier: str

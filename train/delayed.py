@@ -38,13 +38,13 @@ class DelayedStage:
       selector: file of a selector for them.
       prompts: JSONL file; the first turn of each is asked.
       out: JSON file of results.
-      limit: so many prompts, spread over the file.
-      new_tokens: of each answer.
-      nodes, branches, trunks: of the fixed trees, and of trunk="auto".
+      limit: number of prompts, spread over the file.
+      new_tokens: tokens of each answer.
+      nodes, branches, trunks: sizes of the fixed trees, and of trunk="auto".
       fewer: further numbers of nodes of trunk="auto".
       depths: deepest level drafted, of drafters that have the option; 0: the drafter's own.
-      temperatures: of the verifier; each is measured.
-      seed: of answers.
+      temperatures: sampling temperatures of the verifier that are measured.
+      seed: random seed of the answers.
     """
 
     verifier: str = "tiny"

@@ -24,8 +24,8 @@ class DataConfig:
     Attributes:
       row_tokens: length of a packed row.
       prompt_weight: loss weight of everything in a chat that is not the assistant's; the assistant's tokens weigh 1.
-      malformed: what a record that cannot be used does: stop the run, or be skipped and counted.
-      too_long: what becomes of chats and responses past `row_tokens`; "cut" loses their end. Plain text is always cut into
+      malformed: handling of records that cannot be used: stop the run, or skip and count them.
+      too_long: handling of chats and responses past `row_tokens`; "cut" loses their end. Plain text is always cut into
         pieces.
     """
 

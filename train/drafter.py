@@ -94,7 +94,7 @@ class DrafterStage(BlockStage):
 
     Attributes:
       objective: loss and blocks.
-      num_layers, block_size, mask_token_id: of the backbone; all other sizes are the verifier's.
+      num_layers, block_size, mask_token_id: sizes of the backbone; all others are the verifier's.
       target_layer_ids: verifier layers it reads; empty takes the published rule, one per layer of the backbone.
       head: a name in drafters.block.heads. With any but "marginal", which has no weights, the head is trained with the
         backbone from the start: the objective is that of the head, plus `objective.base_weight` times that of the

@@ -50,7 +50,7 @@ class DraftingStage(ABC):
       verifier: the name of a pair, a folder, a GGUF file or a Hub id.
       sources, data: responses of that verifier (`train.respond`), or chats.
       init_scale: standard deviation of fresh weights.
-      compute_dtype: of activations, and of frozen weights.
+      compute_dtype: dtype of activations and frozen weights.
     """
 
     run: str

@@ -46,10 +46,10 @@ class Eagle3Stage(DraftingStage):
     """Settings of this stage, besides those of DraftingStage.
 
     Attributes:
-      objective: how far every row is unrolled.
+      objective: unrolling of the rows.
       target_layer_ids: verifier layers whose outputs are read; empty takes the rule of the EAGLE repository.
       fc_norm, norm_before_residual, norm_output: options of EAGLE-3.1, see `EagleConfig`.
-      draft_vocab_size: how many tokens can be drafted, the most frequent ones of the answers; 0: all.
+      draft_vocab_size: number of tokens that can be drafted, the most frequent ones of the answers; 0: all.
       num_depths, num_nodes, drafter_temperature: defaults stored with the drafter.
     """
 

@@ -37,10 +37,10 @@ class ExportStage:
       run: folder of a run of any stage that trains a drafter, local or gs://.
       out: new folder, local or gs://.
       step: "last", "best" (by the run's `loop.best`), or a number.
-      dialect: of the files; empty takes the one of this kind of drafter ("treeflash" for block drafters, of which "dflash"
-        holds the backbone alone). All of them are in `formats.dialects`.
-      dtype: on disk.
-      licence: of the weights, for the card.
+      dialect: form of the files, one of `formats.dialects`; empty takes that of this kind of drafter ("treeflash" for
+        block drafters, of which "dflash" holds the backbone alone).
+      dtype: dtype of the weights on disk.
+      licence: licence of the weights, for the model card.
       drafter_temperature: default stored with the drafter, as `train.evaluate temperatures` found it; 0 keeps the run's.
       sampled_above: temperature from which `treeflash bench run --preset rules` found sampled trees better; 0 stores none.
       overwrite: `out` may hold an earlier export, whose files are replaced; nothing else ever is.

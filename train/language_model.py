@@ -52,15 +52,15 @@ class LanguageModelStage(DraftingStage):
     Attributes:
       language_model: the name of a pair, a folder, a GGUF file or a Hub id of the small model; it may be steered already.
         Empty: the verifier's tables and its first `num_layers` layers.
-      num_layers: of a model that is cut from the verifier.
+      num_layers: layers of a model that is cut from the verifier.
       train_model: trains the small model; false leaves it as it is, and needs `steers`.
       steers: trains steering too, from zero, or from that of the small model.
       taps: layers of the verifier that steering reads, low to high; empty takes the published rule.
-      rank: of the projection to the shifts; 0 is one whole matrix, as published.
+      rank: rank of the projection to the shifts; 0 is one whole matrix, as published.
       offset: the farthest a draft is from the state that steers it; drawn from 1 to `offset` for every row.
       loss: name in LOSSES.
       chunk: tokens of a row whose logits exist at a time; divides the row.
-      num_depths, num_nodes, drafter_temperature: of evaluations; the folder of a language model has no place for them.
+      num_depths, num_nodes, drafter_temperature: settings of evaluations; folders of language models cannot hold them.
     """
 
     language_model: str = bounded("", nonempty=False)

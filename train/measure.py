@@ -38,7 +38,7 @@ class MeasureStage:
 
     Attributes:
       verifier: name of a pair, folder, GGUF file or Hub id.
-      drafter: likewise.
+      drafter: name of a pair, folder or Hub id.
       respond: settings file of `train.respond`; the prompts that it holds out are answered.
       out: JSON file of results.
       prompts: largest number of prompts.

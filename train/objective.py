@@ -47,7 +47,7 @@ class ObjectiveConfig:
     Attributes:
       loss: name in LOSSES.
       decay: slot i weighs exp(-(i - 1) / decay); 0 weighs all alike.
-      base_weight: of the same loss on the backbone's own marginals, added where a head is trained with its backbone, so
+      base_weight: weight of the same loss on the backbone's marginals, added if a head is trained with its backbone, so
         that the candidates of the first stage do not drift.
       anchors: blocks per row.
       chunk: blocks per row worked on at a time; divides `anchors`.

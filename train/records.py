@@ -40,7 +40,7 @@ class Source:
         (split "train" if none is given), or "python:stdlib", the source of the running Python's standard library.
       format: "chat", "responses" (what `train.respond` writes) or "text" (files, or records with a "text").
       weight: share of a batch's rows relative to the other sources.
-      limit: so many records, the first of a seeded order; of texts, so many characters. 0 is all.
+      limit: number of records, the first of a seeded order; of texts, number of characters. 0 takes all.
       hold_out: every n-th document is held out for validation; 0 holds none.
     """
 

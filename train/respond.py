@@ -53,12 +53,12 @@ class RespondConfig:
         held out for validation are not asked.
       out: the JSONL file.
       temperatures: taken in turn by the prompts.
-      max_new_tokens: of an answer.
-      cut: what becomes of answers that reach that limit: "keep" them in `out`, or "drop" them from it.
+      max_new_tokens: largest number of tokens of an answer.
+      cut: handling of answers that reach that limit: "keep" them in `out`, or "drop" them from it.
       max_prompt_tokens: longer prompts are left out.
-      malformed: what a record that cannot be used does.
+      malformed: handling of records that cannot be used.
       batch: answers of one replica decoded together.
-      seed: of limits and answers.
+      seed: random seed of limits and answers.
       mesh: devices of a replica; `fsdp` stays 1.
       replicas: one verifier per host, or one over all hosts.
     """

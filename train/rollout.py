@@ -40,7 +40,7 @@ class RolloutConfig:
     """What is trained on.
 
     Attributes:
-      steps: how many tokens are drafted from every row (training-time test steps).
+      steps: number of tokens drafted from every row (training-time test steps).
       decay: step i weighs decay ** i.
       anchors: rows of a sequence that are unrolled, drawn anew in every step; 0: all of them.
       chunk: rows of a sequence worked on at a time; divides `anchors`, or the sequence.

@@ -60,18 +60,18 @@ class SelectorStage:
       run: folder of labels, selector and result.
       verifier, drafter: name of a pair, folder, GGUF file or Hub id.
       sources: prompts; of chats the first message counts.
-      buckets: [branches, trunk, length] of each delayed tree, from cheap to dear.
+      buckets: [branches, trunk, length] of each delayed tree, by increasing cost.
       acceptance: rule that the trees are for.
       depths: deepest level drafted, of drafters that have the option; 0: the drafter's own.
       temperatures, top_p: every pair of them is a sampling setting; prompts take turns.
-      new_tokens: of each recorded answer.
+      new_tokens: tokens of each recorded answer.
       every: rounds between two roots.
-      draws: trees of a label.
+      draws: number of trees that a label averages.
       batch: prompts recorded together.
-      costs: of a round, one a bucket, in any unit; none: measured.
-      steps, roots, learning_rate, dropout: of training; a step reads so many roots.
-      tail_weight, tail_share: of the tail term.
-      seed: of prompts, answers, weights and the order of roots.
+      costs: cost of a round per bucket, in any unit; none: measured.
+      steps, roots, learning_rate, dropout: settings of training; a step reads `roots` roots.
+      tail_weight, tail_share: weight of the tail term, and share of the roots in it.
+      seed: random seed of prompts, answers, weights and the order of roots.
     """
 
     run: str

@@ -37,7 +37,7 @@ class TokenizerConfig:
       sources: chats, of which every message is read, and texts; nothing is held out.
       out: folder to write.
       vocab_size: entries, special tokens included.
-      seed: of the order that a source's limit counts in.
+      seed: random seed of the order that a source's limit counts in.
     """
 
     sources: tuple[Source, ...]

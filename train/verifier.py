@@ -69,10 +69,10 @@ class VerifierStage:
       run: folder of checkpoints, log and result, local or gs://.
       tokenizer: folder of tokenizer.json (`train.tokenizer`), or any Hugging Face tokenizer folder.
       sources, data: training text.
-      model: sizes.
+      model: sizes of the verifier.
       chunk: tokens of a row whose logits exist at a time; divides the row.
       init_scale: standard deviation of fresh weights.
-      compute_dtype: of activations.
+      compute_dtype: dtype of activations.
     """
 
     run: str
