@@ -40,10 +40,8 @@ class Costs:
       answer: one answer of full length, in a batch.
       answers_start: loading and compiling before the first answer.
       start: loading and compiling before the first training step, and writing the result.
-      step: one training step.
       first_evaluation: the first evaluation of a run, compiling included.
       evaluation: any other evaluation.
-      export: the whole stage.
     """
 
     answer: float

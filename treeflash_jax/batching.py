@@ -111,8 +111,6 @@ class Turn:
       rows: per place, the sequence it decodes; None where it is free.
       indices: per place, the index of that sequence in the call.
       ready: places whose answers are to be read now: finished ones, or all after an interrupt.
-      clock: seconds so far.
-      interrupted: by Ctrl-C.
     """
 
     state: DecodeState
@@ -129,11 +127,7 @@ class Batch:
 
     Attributes:
       rows: the sequences, waiting ones included.
-      runner: of their rounds.
       inputs: rows, and keywords `size` and `capacity` -> what the runner reads prompts from.
-      places: which sequence is where.
-      clock: seconds so far.
-      state: the runner's.
     """
 
     def __init__(

@@ -59,7 +59,6 @@ class Check:
     """One prompt, decoded twice.
 
     Attributes:
-      drafted, plain: both answers.
       divergence: None if they are equal.
       quantize: scheme of the verifier that gave both: `meaning` says what their equality means.
     """
@@ -142,7 +141,7 @@ def divergence(model: TreeFlash, row: Row, drafted: list[int], plain: list[int])
     scores_v = logits_v.astype(np.float64) + row.temperature * np.asarray(noise_v)
     ids = [token for token in tokens if token is not None]
     gap = float(np.ptp(scores_v[ids])) if len(ids) == 2 else None
-    rounding = float(np.spacing(np.abs(logits_v[ids]).max()))
+    rounding = float(np.spacing(np.abs(logits_v[ids]).max().astype(model.dtype)))  # logits may be wider than what they sum
     return Divergence(index=index, drafted=tokens[0], plain=tokens[1], gap=gap, rounding=rounding)
 
 

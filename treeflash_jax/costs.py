@@ -52,8 +52,6 @@ class Counter:
     """Counts the work of one device for a batch of sequences.
 
     Attributes:
-      dtype: of weights, caches and activations.
-      batch: sequences decoded together, on all devices.
       context: committed positions of each of them.
       mesh: sizes of one device's share; None: one device.
     """

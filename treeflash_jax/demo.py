@@ -99,6 +99,7 @@ def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2)
         systems = {PLAIN: {"builder": "none"}, demo.drafted: demo.settings}
         systems = {name: {"max_new_tokens": max_new_tokens, **settings} for name, settings in systems.items()}
         compiled = {name: Future() for name in systems}
+        ahead.wait()  # a job of an earlier call would keep this one from starting
         ahead.start(lambda: _compile(model, demo.prompts.values(), systems, compiled))
         for prompt in demo.prompts.values():
             console.print(f"[bold]{prompt}[/bold]")

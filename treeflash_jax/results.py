@@ -150,8 +150,6 @@ class Reader:
     """Reads Results from the state of a batch.
 
     Attributes:
-      config: settings of the call.
-      stop_ids: ids that end an answer.
       tokenizer: tokenizer of the verifier; None yields ids only.
       draft: drafts a tree again: (sequence, its tokens up to an anchor) -> the tree below that anchor.
     """

@@ -33,13 +33,7 @@ USUAL_BATCH = 8  # sequences decoded together, at most, unless asked otherwise
 
 @dataclass(frozen=True)
 class Request:
-    """What a call asks for, checked.
-
-    Attributes:
-      rows: the answers to make.
-      config: settings, complete.
-      size: how many of them are decoded together.
-    """
+    """A validated `generate` call: one row per prompt and sample, `size` of them decoded together."""
 
     rows: list[Row]
     config: GenerateConfig
@@ -54,7 +48,7 @@ class Request:
 
 
 def size_of(config: GenerateConfig, num_rows: int) -> int:
-    """How many of so many sequences are decoded together."""
+    """Returns the number of sequences decoded together."""
     return config.batch_size or min(USUAL_BATCH, num_rows)
 
 

@@ -22,12 +22,7 @@ from treeflash_jax.decoding.state import DecodeState
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveRunner(Runner):
-    """Runs rounds that choose among the buckets of a decision.
-
-    Attributes:
-      plan: of a round that verifies the whole tree.
-      decision: from a calibration.
-    """
+    """Runs rounds that choose among the buckets of a decision."""
 
     decision: Decision
 

@@ -34,7 +34,6 @@ class SelectingState:
     """The loop carry.
 
     Attributes:
-      decode: of the sequences.
       hidden_bj: the verifier's features at the last accepted node.
       left_bl: what the last round leaves, in the order of selector.LEFT; zeros before a first one.
       nodes_bs: rows of the chosen tree, by round.

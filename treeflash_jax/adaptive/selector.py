@@ -1,6 +1,6 @@
 """Which delayed tree a sequence drafts next: a small network that reads what earlier rounds left behind.
 
-The trees are at most MOST buckets (branches, trunk, length), listed from cheap to dear. Every sequence takes the bucket of
+The trees are at most MOST buckets (branches, trunk, length), listed by increasing cost. Every sequence takes the bucket of
 the highest score, by itself: what is decoded beside it never changes its answer. A round then runs at the sizes of its
 largest tree (`selecting.round_of`).
 
@@ -48,7 +48,7 @@ class SelectorConfig:
     """What a selector chooses between, and what for.
 
     Attributes:
-      buckets: from cheap to dear.
+      buckets: by increasing cost.
       width: of the verifier's tapped features; 0: none.
       pair: digest of verifier and drafter (`calibration.pair_of`).
       rule: acceptance rule that the trees are for.

@@ -27,12 +27,7 @@ class AdaptivePlan:
 
 @struct.dataclass
 class AdaptiveState:
-    """The loop carry.
-
-    Attributes:
-      decode: of the sequences.
-      budget: of the rounds.
-    """
+    """The loop carry."""
 
     decode: DecodeState
     budget: Budget

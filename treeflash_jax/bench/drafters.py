@@ -45,7 +45,6 @@ class Arm:
     """A drafter in one way of drafting, and what was measured of it so far.
 
     Attributes:
-      drafter: its label.
       way: "chain", "tree", or with the head of a block drafter left out "chain, no head" and "tree, no head".
       nodes: verified per round; None of one-token decoding.
     """

@@ -58,7 +58,6 @@ class Operation:
     Attributes:
       kind: such as fusion, sort or all-reduce-start.
       result: its result's type, as written.
-      line: all of it.
       trips: how often it runs in one run of the program; loops that do not count to a constant make one trip.
       in_loop: whether it lies in a loop.
       in_branch: whether it lies in a branch, which a run may not take.

@@ -39,15 +39,12 @@ class Timed:
     """One stage of one configuration.
 
     Attributes:
-      stage: its name.
       nodes: of the tree; None where the stage does not depend on it.
-      program: what runs.
       work: the least it has to do.
       prepare: how many calls -> a function that enqueues them and returns what to wait for.
       least, most: calls of a sample.
       units: what a call's time is divided by (tokens of a prefill).
       calls: of one sample.
-      samples: how many are wanted.
       seconds: of one unit, per sample.
     """
 

@@ -30,8 +30,6 @@ class Runner:
     that take or return a state. States are donated: what is passed in cannot be used again.
 
     Attributes:
-      plan: of every round.
-      weights: of verifier and drafter.
       mesh: that they lie on; None for one device.
     """
 

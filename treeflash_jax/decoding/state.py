@@ -23,14 +23,12 @@ class DecodePlan:
     """Everything that shapes the compiled program; two equal plans share it.
 
     Attributes:
-      verifier: sizes of the verifier.
       drafter: sizes of the drafter, a config of its kind; None with builder "none".
       num_nodes: nodes verified per round, root included.
       draft: settings of the draft, what the drafter's `choose` returned.
       builder: one of `trees.BUILDERS`, or "none": one token a round.
       shape: sizes of a tree whose nodes are drawn.
       rule: acceptance rule, lossless for the builder's law.
-      attention: attention implementation.
       prefill_attention: that of prefill passes; None: the same.
       prefill_chunk: prompt tokens per prefill pass, at most.
       log_probs: whether to keep the verifier's log-probability of every emitted token.
@@ -119,13 +117,11 @@ class DecodeState:
       tokens_bs: prompt and generated ids.
       end_b: how many of them are real. The caches hold `end_b - 1` rows.
       done_b: rows that need no more tokens.
-      cache: the verifier's.
       drafter: the drafter's state; None for plain decoding.
       rounds_b: rounds each row took part in.
       accepted_bs: tokens accepted per round, bonus included, before any cut at a stop id or limit.
       log_probs_bs: the verifier's log-probability (temperature 1, no filters) of each token; None unless planned.
       expected_bs: tokens each round was expected to commit, given its tree; None unless planned.
-      sampling: per-row settings.
     """
 
     tokens_bs: jax.Array

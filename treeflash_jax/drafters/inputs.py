@@ -13,15 +13,11 @@ class Inputs:
     """Everything that the stages of a drafter may read in one round.
 
     Attributes:
-      params: the drafter's weights.
       tables: the verifier's weights, whose embedding and vocabulary tables drafters share.
-      config: of the drafter, static.
       settings: of the draft, static; what the drafter's `choose` returned.
-      state: of the drafter.
       anchor_b: the last committed token of each sequence.
       temperature_b: of the drafted distribution, above 0.
       depths: the deepest level that the round's tree can have, at least 1 and at most the drafter's; static.
-      attention: implementation name.
     """
 
     params: Any

@@ -57,8 +57,6 @@ class Row:
     """One row of the network in every lane.
 
     Attributes:
-      token_bw: the tokens.
-      position_bw: their positions.
       carry: what the step above left, each array [b, w, ...].
       earlier: keys and values of earlier rows, each array [b, w i, ...]: lane by lane, level by level.
       seen_bwx: True where a row sees an earlier row (the first w i) or one of the w rows (itself).
@@ -100,8 +98,6 @@ class LaneSettings:
     """Static sizes of a draft in lanes: what `choose` of such a drafter returns.
 
     Attributes:
-      children: of a row.
-      depths: the deepest level drafted.
       rows: that the network runs in a level: the lanes of best-first search, 1 of a chain, all nodes of a sampled tree.
     """
 

@@ -42,8 +42,6 @@ class LanguageModelConfig:
     """Sizes of a language model that drafts, and how trees are drafted with it unless a call says otherwise.
 
     Attributes:
-      layers: of the model.
-      num_depths: the deepest level drafted.
       lanes: nodes of a level that best-first search follows.
       steering: how the verifier's hidden states steer it; None: not at all.
       attention: how `extend` reads the context; None: as the devices at hand do it best.

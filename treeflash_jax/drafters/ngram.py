@@ -46,7 +46,6 @@ class NgramConfig:
     Attributes:
       longest: last tokens that are compared, at most.
       shortest: tokens that a match has at least.
-      num_depths: the deepest level drafted.
     """
 
     kind: ClassVar[str] = "ngram"
@@ -71,7 +70,6 @@ class NgramSettings:
 
     Attributes:
       children: matches that are followed, at most: the longest, and of equally long ones the most recent.
-      depths: the deepest level drafted.
     """
 
     children: int

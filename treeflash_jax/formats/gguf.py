@@ -81,7 +81,6 @@ class File:
     """What a GGUF file holds.
 
     Attributes:
-      path: of the file.
       metadata: values by key; arrays are lists.
       tensors: by the file's own names; nothing is read yet.
     """
