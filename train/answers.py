@@ -72,7 +72,7 @@ def check_settings(settings: Any, out: Path, free: Collection[str]) -> None:
 
 
 def _only_grew(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> bool:
-    """Whether sources differ in nothing but larger limits, of which 0 is the largest."""
+    """Tells whether sources differ only in larger limits, of which 0 is the largest."""
     if [{**source, "limit": 0} for source in old] != [{**source, "limit": 0} for source in new]:
         return False
     return all(not b["limit"] or 0 < a["limit"] <= b["limit"] for a, b in zip(old, new, strict=True))

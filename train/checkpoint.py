@@ -252,6 +252,6 @@ def _unwritten(folder: epath.Path, error: Exception) -> ValueError:
 
 
 def _reason(error: BaseException) -> str:
-    """The end of an error's first line: TensorStore puts the names of files before the reason."""
+    """Returns the end of an error's first line: TensorStore puts the names of files before the reason."""
     text = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
     return text.partition(" [tensorstore")[0].rpartition('": ')[2][:200]

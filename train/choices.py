@@ -1,4 +1,4 @@
-"""What `train.pair` chooses by rule, each choice with its reason, and what training refuses of a person's choices."""
+"""What `train.pair` chooses by rule, each choice with its reason, and checks of choices made by users."""
 
 from __future__ import annotations
 

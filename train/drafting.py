@@ -109,7 +109,7 @@ class DraftingStage(ABC):
 
     @abstractmethod
     def sums(self, params: Any, frozen: Any, rows: Rows, keys_b: jax.Array, *, verifier: ModelConfig, drafter: Any) -> Sums:
-        """Weighted sums of the loss ("loss", which is minimised) and of what a person watches.
+        """Weighted sums of the loss ("loss", which is minimised) and of metrics for monitoring.
 
         Args:
           params: what is trained, by name, of any float dtype.

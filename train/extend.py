@@ -45,7 +45,7 @@ def check(settings: PairConfig) -> None:
 
 
 def record(settings: PairConfig, name: str) -> Path:
-    """The file in which a stage keeps the settings that it was begun with."""
+    """Returns the file in which a stage keeps the settings that it was begun with."""
     return compose.file(settings, "responses.jsonl.settings.toml" if name == "respond" else f"{name}/settings.toml")
 
 
@@ -56,7 +56,7 @@ def trained_steps(settings: PairConfig, name: str) -> int:
 
 
 def continued(made: Composed, settings: PairConfig, name: str) -> Composed:
-    """The settings that a stage was begun with, except for its size: prompts and steps only become more."""
+    """Returns the settings that a stage was begun with, except for its size: prompts and steps only grow."""
     if name not in ("respond", "drafter", "head") or not record(settings, name).exists():
         return made
     before, new = config.load(type(made.stage), record(settings, name)), made.stage

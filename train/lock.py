@@ -182,7 +182,7 @@ class Lock:
             try:
                 os.link(aside, self.path)
             except OSError:
-                pass  # somebody else was quicker
+                pass  # another process was quicker
         aside.unlink()
 
     def _renew(self) -> None:

@@ -158,7 +158,7 @@ def fit(
                     line |= {"mfu": stage.flops / seconds / peak} if peak else {}
                 finish(done, line, evaluates_at(done), ends)
                 if pauses:
-                    clock.lap(done)  # the time of evaluations and checkpoints is nobody's step time
+                    clock.lap(done)  # the time of evaluations and checkpoints is not step time
         finally:
             shown.close()
     return state.params
@@ -220,7 +220,7 @@ class HeldOut:
 
 
 class Termination:
-    """Whether somebody asked this run to end by SIGTERM or Ctrl-C, agreed on by all hosts. A second Ctrl-C ends it at once.
+    """Notes SIGTERM and Ctrl-C, agreed on by all hosts. A second Ctrl-C ends the process at once.
 
     Python's own handlers wait until the main thread is done with a step or a compilation. Here a thread reads the numbers
     of the signals, so that the answer to the first Ctrl-C and the second one come at any time.
@@ -268,7 +268,7 @@ class Termination:
                 self.received = self.received or number
 
     def unless_received(self, work: Callable[[], T]) -> T | None:
-        """The result of `work`; None as soon as a signal is received, and what runs ends with the process.
+        """Returns the result of `work`, or None as soon as a signal is received; `work` then ends with the process.
 
         On several hosts, which must agree, `work` is always finished.
         """

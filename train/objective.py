@@ -117,7 +117,7 @@ def drafting_sums(
     verifier: ModelConfig,
     drafter: DrafterConfig,
 ) -> Sums:
-    """Weighted sums of the loss and of what a person watches, over the anchors drawn in these rows.
+    """Weighted sums of the loss and of metrics for monitoring, over the anchors drawn in these rows.
 
     Args:
       params: trained weights, "backbone" and/or "head", of any float dtype.

@@ -145,7 +145,7 @@ def _compose(
 
 
 def _limit(settings: PairConfig, count: int, seconds: float) -> Choice | None:
-    """The number of prompts that time allows; None if those of the settings are fewer."""
+    """Returns the number of prompts that time allows; None if those of the settings are fewer."""
     available = settings.num_prompts or compose.count_prompts(settings)
     if count >= available:
         return None
@@ -239,7 +239,7 @@ def conclude(settings: PairConfig, asked: respond.RespondConfig, measured: dict[
 
 
 def _outlook(settings: PairConfig, factor: float, seconds: float) -> str:
-    """How much more training would raise tau by `factor`, if every doubling adds as much as the last one did."""
+    """Says how much more training raises tau by `factor` if every doubling adds as much as the last one did."""
     log = watch.read_log(compose.file(settings, "drafter"))
     taus = {line["step"]: [line[name] for name in line if re.fullmatch(r"held_out/tau_\d+", name)] for line in log}
     curve = {step: values[0] for step, values in taus.items() if values}
@@ -263,7 +263,7 @@ def _outlook(settings: PairConfig, factor: float, seconds: float) -> str:
 
 
 def _sample(asked: respond.RespondConfig) -> list[str]:
-    """A short prompt of the user's that was held out, as options of the command line."""
+    """Returns a short held-out prompt of the user as options of the command line."""
     [source], prompts = asked.sources, []
     for record in read(source, asked.seed, skip=lambda _: None):
         content = respond.question(record.content) if record.number % source.hold_out == source.hold_out - 1 else None

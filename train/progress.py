@@ -1,4 +1,4 @@
-"""What a person sees while something runs: one live bar in a terminal, plain lines elsewhere, and a table at the end."""
+"""Progress of long work: one live bar in a terminal, plain lines elsewhere, and a table at the end."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def table(title: str, rows: Mapping[str, str]) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: "41 s", "12 min 3 s", "3 h 20 min"."""
+    """Seconds in words: "41 s", "12 min 3 s", "3 h 20 min"."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

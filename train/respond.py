@@ -115,7 +115,7 @@ def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt],
     writes = by_host or hosts.is_first()
     if writes:
         answers.drop_unfinished_line(own)
-    _wait("read")  # nobody may write while others look at what is there
+    _wait("read")  # no host writes while another reads what is there
     prompts = answers.in_order(out, prompts)
     asked = [prompt.ids for prompt in prompts]
     done = answers.finished(out, asked)

@@ -62,7 +62,7 @@ def rollout_sums(
     verifier: ModelConfig,
     drafter: EagleConfig,
 ) -> Sums:
-    """Weighted sums of the loss and of what a person watches, over the rows drawn and their steps.
+    """Weighted sums of the loss and of metrics for monitoring, over the rows drawn and their steps.
 
     Args:
       params: trained weights of the drafter, of any float dtype.

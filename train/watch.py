@@ -1,4 +1,4 @@
-"""What a person sees of a run: progress, a log that can be read again, a closing table, curves.
+"""Monitoring of a run: progress, a log that can be read again, a closing table, curves.
 
     python -m train.watch RUN
 

@@ -181,7 +181,7 @@ class Batch:
 
     @property
     def is_lost(self) -> bool:
-        """Whether an interrupt fell between the donation of the state and its result."""
+        """Tells whether an interrupt fell between the donation of the state and its result."""
         return self.state is None or self.runner.inner(self.state).end_b.is_deleted()
 
     def compile(self) -> None:
@@ -214,7 +214,7 @@ class Batch:
     def _go_on(self, rounds: int) -> None:
         """One dispatch of what comes next: prompts to read, or rounds."""
         if self.places.is_empty and self.places.waiting:
-            capacity, self.state = self.runner.inner(self.state).capacity, None  # nobody needs its caches
+            capacity, self.state = self.runner.inner(self.state).capacity, None  # frees its caches
             self._start(capacity)
         elif self.places.is_refill_due:
             self._admit()

@@ -73,7 +73,7 @@ class Device:
 
     @property
     def dtype(self) -> Any:
-        """Of weights, caches and activations where nobody asks for one.
+        """Default dtype of weights, caches and activations.
 
         bfloat16, except on a CPU without instructions for it: there XLA widens every weight as it multiplies, and a
         one-token step in float32 is faster.
@@ -218,7 +218,7 @@ def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def memory(device: Any) -> int | None:
-    """Bytes that JAX may use on a device, or None where nobody says, as on a CPU."""
+    """Returns the bytes that JAX may use on a device; None if it is not known, as on a CPU."""
     try:
         stats = device.memory_stats()
     except (jax.errors.JaxRuntimeError, NotImplementedError):  # devices that are described, not here
@@ -228,7 +228,7 @@ def memory(device: Any) -> int | None:
 
 @functools.cache
 def host_memory() -> int | None:
-    """Bytes of memory that this process can have on its host, swap included; None where nobody says."""
+    """Returns the bytes of memory that this process can have on its host, swap included; None if not known."""
 
     def number(path: str, name: str) -> int | None:
         """A number of KiB that /proc names, or the one in a file of a control group."""
@@ -274,7 +274,7 @@ def measure_flops(dtype: Any) -> float:
 
 
 def peak_flops(count: int, dtype: Any) -> float | None:
-    """Peak FLOP/s of so many devices, or None where nobody says: stated by the chip's maker or, on one CPU, measured.
+    """Returns the peak FLOP/s of `count` devices: stated by the chip's maker or, on one CPU, measured; None if not known.
 
     Args:
       dtype: that is computed in, for CPUs; makers state the rate of bfloat16.

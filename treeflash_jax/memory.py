@@ -76,7 +76,7 @@ def footprint(
 
 
 def memory_limit(mesh=None) -> int | None:
-    """Bytes that JAX may use on a device of the mesh, or on the default device; None where nobody says, as on a CPU."""
+    """Returns the bytes that JAX may use on a device of the mesh or the default device; None if not known, as on a CPU."""
     limits = [devices.memory(device) for device in (jax.local_devices()[:1] if mesh is None else mesh.local_devices)]
     return min((limit for limit in limits if limit), default=None)
 

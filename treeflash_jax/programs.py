@@ -96,12 +96,12 @@ def call(
 
 
 def shapes_of(tree: Any) -> Any:
-    """The arrays of a tree as shapes, with which `call` compiles and does not run."""
+    """Returns the arrays of a tree as shapes, with which `call` compiles and does not run."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def _path(key: Any) -> Path | None:
-    """The file of a program's executable; None for none.
+    """Returns the file of a program's executable, or None.
 
     If JAX keeps programs itself, there is none: what XLA:CPU has read from JAX's cache and serializes again does not run.
     """
@@ -141,7 +141,7 @@ def _environment() -> str:
 
 
 def _read(path: Path | None, where: Sequence[Any]) -> Any:
-    """The executable in a file, for these devices; None if there is none that loads."""
+    """Returns the executable in a file, loaded for these devices; None if there is none that loads."""
     if path is None or not path.is_file():
         return None
     path.touch()

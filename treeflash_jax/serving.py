@@ -111,7 +111,7 @@ def fixed_runner(model: TreeFlash, config: GenerateConfig) -> Runner:
 def batch_of(
     model: TreeFlash, rows: Sequence[Row], size: int, config: GenerateConfig, session: Session | None = None
 ) -> Batch:
-    """The sequences, `size` of them together, after the first prompts were read; of a session, a single one."""
+    """Starts decoding sequences, `size` of them together, and reads the first prompts; a session has one sequence."""
     positions = max(row.length for row in rows) + room_ahead(config)
     runner = runner_of(model, rows, size, positions, config)
     capacity = capacity_bucket(positions + runner.plan.path_rows)

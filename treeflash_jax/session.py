@@ -10,7 +10,7 @@ from treeflash_jax.decoding.runner import Kept, Runner
 
 
 class Session:
-    """A conversation whose caches are kept: of every prompt, only the part after the tokens that they hold is read.
+    """A conversation whose caches are kept: only the part of a prompt after the tokens that they hold is read.
 
     The answers are the same as without one. If a chat template or the tokenizer writes earlier messages differently, the
     tokens before the first difference are reused.

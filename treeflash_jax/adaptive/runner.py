@@ -31,7 +31,7 @@ class AdaptiveRunner(Runner):
         return AdaptivePlan(base=self.plan, buckets=self.decision.buckets)
 
     def begin(self, decode: DecodeState) -> AdaptiveState:
-        """The state with a fresh budget, in place on the mesh."""
+        """Returns the state with a fresh budget, in place on the mesh."""
         times = budgets.RoundTimes(
             positions_c=np.array(self.decision.positions, np.float32),
             round_cn=np.array(self.decision.round_seconds, np.float32),

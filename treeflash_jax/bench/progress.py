@@ -15,7 +15,7 @@ QUIET_SECONDS = 5.0  # where every detail would be a line of its own, they are a
 
 
 def nobody(text: str) -> None:
-    """A `Tell` that nobody hears."""
+    """Discards progress messages."""
 
 
 class Progress:

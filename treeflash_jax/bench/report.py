@@ -242,7 +242,7 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
 
 
 def _lossless(rows: Sequence[dict[str, Any]], dtype: str) -> list[str]:
-    """The verdict of all systems in a sentence; none without systems that drafting must not change."""
+    """Says the verdict of all systems in a sentence; nothing without systems that drafting must not change."""
     if not rows:
         return []
     names = "identical", "compared", "near_ties", "compared_tokens"

@@ -151,7 +151,7 @@ def named(name: str) -> ModelConfig:
     """The sizes of a verifier by name, or those of a config.json, its folder, or a GGUF file.
 
     Raises:
-      ValueError: a name nobody knows, or a config that is not implemented.
+      ValueError: an unknown name, or a config that is not implemented.
     """
     if name in VERIFIERS:
         return VERIFIERS[name]

@@ -273,7 +273,7 @@ def first_token(
     plan: DecodePlan,
     given_b: jax.Array | None = None,
 ) -> DecodeState:
-    """The state after the token that follows each prompt, whose last row is `last_bd`: sampled, unless it is given.
+    """Returns the state after the token that follows each prompt, sampled from `last_bd` unless it is given.
 
     Sequences with `count_b` 0 in place of 1 get none.
     """

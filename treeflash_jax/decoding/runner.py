@@ -42,7 +42,7 @@ class Runner:
         return self.begin(self.prefill(inputs, clock, kept))
 
     def begin(self, decode: DecodeState) -> Any:
-        """The state around that of sequences whose prompts have been read."""
+        """Returns the runner's state around that of sequences whose prompts have been read."""
         return decode
 
     def run(self, state: Any, rounds: int, enough: int, clock: Clock | None = None) -> Any:

@@ -69,7 +69,7 @@ class State(Protocol):
         """The same state with room for `capacity` positions."""
 
     def cut(self, length_b: jax.Array) -> State:
-        """The state after the first `length_b` positions alone, fewer than it has; more of them are added afterwards."""
+        """Returns the state after only the first `length_b` positions; other positions are added afterwards."""
 
 
 class Drafter(Protocol):

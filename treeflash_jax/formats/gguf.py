@@ -65,7 +65,7 @@ class Tensor:
 
 
 def _dequantized(raw: np.ndarray, type: Any) -> np.ndarray:
-    """The numbers of rows of bytes, [..., elements].
+    """Returns the numbers that rows of bytes hold, [..., elements].
 
     The package converts 16 rows at a time, in about ten NumPy calls: of short rows, several are joined.
     """

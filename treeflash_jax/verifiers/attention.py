@@ -58,7 +58,7 @@ def tree_attention(
       [b, t, h, e] in the dtype of the queries; softmax in float32 at least.
 
     Raises:
-      ValueError: an implementation nobody registered or that these devices or sizes cannot run.
+      ValueError: an implementation that is not registered, or that these devices or sizes cannot run.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"got attention implementation {implementation!r}, expected one of {sorted(IMPLEMENTATIONS)}")

@@ -47,7 +47,7 @@ class KVCache:
         return self.groups[0][0].keys_bkse.shape[2]
 
     def cut(self, length_b: jax.Array) -> KVCache:
-        """The first `length_b` committed rows of each sequence."""
+        """Returns a cache of only the first `length_b` committed positions of each sequence."""
         return self.replace(length_b=length_b)
 
 
