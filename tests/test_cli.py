@@ -238,6 +238,14 @@ def test_demo_shows_two_ways_of_decoding_side_by_side(capsys, monkeypatch):
     assert plain == 16 > drafted
 
 
+def test_ctrl_c_in_a_stream_ends_the_demo(monkeypatch):
+    """A stream ends with what there is of its answer; the demo does not go on with the next one."""
+    chunks = [tf.Chunk(ids=[1], text="One", rounds=0), tf.Result.unanswered([1], has_text=True)]
+    monkeypatch.setattr(tf.TreeFlash, "stream", lambda *_, **__: iter(chunks))
+    monkeypatch.setattr(demo, "_compile", lambda *args: [future.set_result(0.0) for future in args[-1].values()])
+    assert main(["demo", "--pair", "tiny"]) == 130
+
+
 def test_demo_reports_what_its_background_thread_cannot_compile(capsys):
     assert main(["demo", "--pair", "tiny", "--max-new-tokens", "99999"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -108,7 +108,7 @@ def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2)
         runs = list(demo.prompts.items()) * repeats
         for name, prompt in track(runs, description="measuring", console=console, transient=True):
             for system, settings in systems.items():
-                answers[name][system] += model.generate(prompt, **settings)
+                answers[name][system] += map(_whole, model.generate(prompt, **settings))
         with console.status("drawing a tree"):  # whose round is drafted again, by a program of its own
             picture = _draw([results[demo.drafted][0] for results in answers.values()])
         console.print("one of the rounds, with the tokens that it kept marked:")
@@ -153,6 +153,7 @@ def _race(console: Console, model: tf.TreeFlash, prompt: str, systems: Mapping, 
             piece = next(streams[name])
             clocks[name] += time.perf_counter() - start
             if isinstance(piece, tf.Result):
+                _whole(piece)
                 del streams[name]
                 sentences = re.match(r".*[.!?](?=\s|$)|.*(?=\s)", texts[name].plain, re.DOTALL)
                 if piece.finished == "length" and sentences:
@@ -161,6 +162,13 @@ def _race(console: Console, model: tf.TreeFlash, prompt: str, systems: Mapping, 
                 passes[name] = piece.rounds + 1
                 texts[name].append(piece.text, style=DRAFTED if len(piece.ids) > 1 and piece.rounds else "")
     return texts[list(systems)[-1]]
+
+
+def _whole(result: tf.Result) -> tf.Result:
+    """Returns an answer, unless Ctrl-C ended it: then the demo ends too."""
+    if result.finished == "interrupted":
+        raise KeyboardInterrupt
+    return result
 
 
 def _draw(results: list[tf.Result]) -> str:
