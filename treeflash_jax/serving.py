@@ -151,13 +151,18 @@ def serve(model: TreeFlash, request: Request) -> Iterator[Iterator[tuple[int, Re
         rows, reader, unanswered = [request.rows[index] for index in members], reader_of(model, config), set(members)
         rounds = ROUNDS_PER_STOP_CHECK if config.stop else ROUNDS_PER_DISPATCH
         turns = () if interrupted else batch_of(model, rows, request.size, config).turns(rounds, reader.is_over)
-        for turn in turns:
-            interrupted = turn.interrupted
-            for place, result in zip(turn.ready, reader.read(turn), strict=True):
-                index = members[turn.indices[place]]
-                unanswered.remove(index)
-                yield index, result
-            del turn  # its caches make room for those of the next sequences
+        try:
+            for turn in turns:
+                interrupted = turn.interrupted
+                for place, result in zip(turn.ready, reader.read(turn), strict=True):
+                    index = members[turn.indices[place]]
+                    unanswered.remove(index)
+                    yield index, result
+                del turn  # its caches make room for those of the next sequences
+        except KeyboardInterrupt:  # the state is lost, but not the answers that were read from it
+            if unanswered == set(members):
+                raise
+            interrupted = True
         for index in sorted(unanswered):  # after Ctrl-C
             yield index, Result.unanswered(request.rows[index].ids, has_text=model.tokenizer is not None)
 

@@ -92,9 +92,11 @@ def test_an_interrupt_keeps_what_there_is(tiny, monkeypatch, answer):
     jax.block_until_ready(tiny.weights.verifier)
 
 
-def test_an_interrupt_while_prompts_are_read_takes_no_answer_for_another(tiny, monkeypatch):
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_an_interrupt_while_prompts_are_read_takes_no_answer_for_another(tiny, monkeypatch, batch_size):
+    """With one place, there is no state while prompts are read; the answers before them stay."""
     prompts = [CHAT, tf.Text("3 + 4 ="), tf.Text("Tom has 3 apples.")]
-    whole = tiny.generate(prompts, max_new_tokens=40, batch_size=2, **TREE)
+    whole = tiny.generate(prompts, max_new_tokens=40, batch_size=batch_size, **TREE)
     call, calls = programs.call, []
 
     def interrupted_later(function, *args, **static):
@@ -104,10 +106,11 @@ def test_an_interrupt_while_prompts_are_read_takes_no_answer_for_another(tiny, m
         return call(function, *args, **static)
 
     monkeypatch.setattr(programs, "call", interrupted_later)
-    results = tiny.generate(prompts, max_new_tokens=40, batch_size=2, **TREE)
+    results = tiny.generate(prompts, max_new_tokens=40, batch_size=batch_size, **TREE)
     assert len({len(result.ids) for result in whole[:2]}) == 2, "of the first two, only one has ended"
     assert all(result.ids == full.ids[: len(result.ids)] for result, full in zip(results, whole, strict=True))
     assert (results[2].ids, results[2].finished) == ([], "interrupted")
+    assert results[0].ids and (batch_size == 2 or results[0].ids == whole[0].ids)
 
 
 def test_stop_ids_unite_both_files(tiny):
