@@ -342,9 +342,9 @@ def test_eight_devices_answer_as_one(tmp_path):
         results = model.generate(prompts, **AUTO, **how)
         assert [result.ids for result in results] == expected
         assert max(results[0].nodes) > 1
-        assert len(programs.compiled()) == 2
+        assert len(programs.compiled()) == 3
         [*_, streamed] = model.stream(prompts[0], **AUTO, max_new_tokens=24, rounds_per_dispatch=2)
-        assert streamed.ids == expected[0] and len(programs.compiled()) == 2, "one layout from dispatch to dispatch"
+        assert streamed.ids == expected[0] and len(programs.compiled()) == 3, "one layout from dispatch to dispatch"
 
 
 def test_a_decision_by_hand(trained):

@@ -45,10 +45,10 @@ def a_pair(kind: str, head: str | None = None) -> tf.TreeFlash:
     return tf.TreeFlash(RANDOM_MODEL, Weights(*weights), drafter=config, stop_ids=())
 
 
-def planned(model: tf.TreeFlash, prompts: list[list[int]], **settings) -> tuple[DecodePlan, tuple]:
-    """The plan of a call, and what its prompts are read from into caches of 256 positions."""
+def planned(model: tf.TreeFlash, prompts: list[list[int]], capacity: int = 256, **settings) -> tuple[DecodePlan, tuple]:
+    """The plan of a call, and the inputs of its prompts for caches of this capacity."""
     config = tf.GenerateConfig(max_new_tokens=20, **settings)
-    return model.plan(config), model.inputs(rows_of(prompts, config, model.verifier), config, size=2, capacity=256)
+    return model.plan(config), model.inputs(rows_of(prompts, config, model.verifier), config, size=2, capacity=capacity)
 
 
 SHORT = [("ngram", {}), ("block", {"shortlist": 2})]  # some of their entries have no child
@@ -100,7 +100,9 @@ BUILDERS = [(kind, "best-first") for kind in KINDS if kind != "block"] + [("ngra
 def test_a_round_is_one_program_that_copies_no_cache(kind, builder):
     """It runs without a transfer, donates its state, and no loop in it copies a cache."""
     model = a_pair(kind)
-    plan, inputs = planned(model, PROMPTS, builder=builder, **TREE if builder == "best-first" else {"children": 4})
+    settings = TREE if builder == "best-first" else {"children": 4}
+    # Of a chunk of 64 tokens, no activations have the shape of a cache of 384 positions; of one of 256, attention's do.
+    plan, inputs = planned(model, PROMPTS, capacity=384, builder=builder, **settings)
     begun, rounds = loops.begin(*inputs, plan=plan.for_prefill(), dtype=jnp.float32), jax.device_put(jnp.int32(3))
     read = loops.read.lower(model.weights, begun, inputs[1], rounds, plan=plan.for_prefill()).compile()
     state = read(model.weights, begun, inputs[1], rounds)

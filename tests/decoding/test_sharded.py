@@ -103,7 +103,7 @@ def test_streaming_on_a_mesh_compiles_once(sharded):
     before = len(programs.compiled())
     settings = TREE | {"nodes": 7}
     list(sharded.stream(PROMPTS[0], **settings, max_new_tokens=24, rounds_per_dispatch=2))
-    assert len(programs.compiled()) <= before + 2
+    assert len(programs.compiled()) <= before + 3
     before = len(programs.compiled())
     chunks = list(sharded.stream(PROMPTS[1], **settings, max_new_tokens=20, rounds_per_dispatch=3))
     assert len(chunks) > 3
