@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -117,7 +117,7 @@ def _path(key: Any) -> Path | None:
 def read_ahead() -> None:
     """Starts reading the executables that were used last, on a thread.
 
-    Called before weights are read: a one-line answer of SmolLM2 from a warm cache then ends after 5.3 s, not 6.3.
+    Called before weights are read: on two CPU cores, 32 tokens of SmolLM2 from a warm cache then end a second earlier.
     """
     if folder is None or jax.config.jax_compilation_cache_dir is not None:
         return
@@ -144,7 +144,8 @@ def _read(path: Path | None, where: Sequence[Any]) -> Any:
     """Returns the executable in a file, loaded for these devices; None if there is none that loads."""
     if path is None or not path.is_file():
         return None
-    path.touch()
+    with suppress(OSError):  # a folder that may only be read
+        path.touch()
     job = _ahead.pop(path, None) if where == jax.devices()[:1] else None
     return job.result() if job else _load(path, where)
 
