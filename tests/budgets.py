@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from treeflash_jax import GenerateConfig, TreeFlash
-from treeflash_jax.adaptive import calibration
-from treeflash_jax.adaptive.calibration import Calibration
+from treeflash_jax.decoding import calibration
+from treeflash_jax.decoding.calibration import Calibration
 
 BUCKETS = [2, 4, 8, 16]
 AUTO = {"nodes": "auto", "candidates": 8, "children": 8}
@@ -15,7 +15,7 @@ def table(model, seconds, step, *, tau=(1.8, 2.5, 3.2, 3.8), nodes=BUCKETS, **ch
     """A calibration that was never measured."""
     plan = model.plan(GenerateConfig(builder="best-first", candidates=AUTO["candidates"], children=AUTO["children"]))
     return Calibration(
-        identity=calibration.identity_of(model.verifier, model.weights, plan, model.mesh) | changes,
+        identity=calibration.make_identity(model.verifier, model.weights, plan, model.mesh) | changes,
         nodes=list(nodes),
         batch=[1],
         positions=[256],

@@ -1,8 +1,16 @@
-"""What compiled programs are looked through for."""
+"""Checks of compiled programs."""
 
 from __future__ import annotations
 
 import re
+
+import jax
+import jax.numpy as jnp
+
+from treeflash_jax.decoding import loops
+
+CAPACITY = 384  # in chunks of 64 tokens, no activations have the shape of a cache of this capacity
+HOST = ("callback", "infeed", "outfeed", "send(", "recv(")
 
 
 def copies_in_loops(program, shape: tuple[int, ...]) -> list[str]:
@@ -13,3 +21,24 @@ def copies_in_loops(program, shape: tuple[int, ...]) -> list[str]:
         inside = line if line.endswith("{") and not line.startswith(" ") else inside
         copies += [line] if copy.search(line) and "ENTRY" not in inside else []
     return copies
+
+
+def assert_copies_nothing(program, state) -> None:
+    """No loop of a program copies a cache of the state."""
+    shapes = {x.shape for x in jax.tree.leaves((state.cache, state.drafter)) if x.ndim == 4}  # keys and values
+    assert shapes and [line for shape in shapes for line in copies_in_loops(program, shape)] == []
+
+
+def assert_one_program(weights, state, plan) -> str:
+    """Rounds run on the device alone, donate the caches, and no loop copies one; returns the program's text."""
+    count = jax.device_put(jnp.int32(3))
+    compiled = loops.decode.lower(weights, state, count, plan=plan).compile()
+    text, caches = compiled.as_text(), [x for x in jax.tree.leaves((state.cache, state.drafter)) if x.ndim == 4]
+    assert not [word for word in HOST if word in text]
+    assert_copies_nothing(compiled, state)
+    with jax.transfer_guard("disallow"):
+        after = compiled(weights, state, count)
+    assert all(array.is_deleted() for array in caches)
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(array.nbytes for array in caches)
+    assert after.rounds_b.tolist() == [3] * after.rounds_b.size
+    return text

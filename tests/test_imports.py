@@ -1,4 +1,4 @@
-"""Import layers, and how little `import treeflash_jax` brings in."""
+"""Structure of the package: layers, cycles, names of files, and how little `import treeflash_jax` brings in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ast
 import json
 import subprocess
 import sys
+from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,52 +16,31 @@ import treeflash_jax
 
 PACKAGE = Path(treeflash_jax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-# A module imports its own layer and those before it. A directory stands for all its files; `__init__` is the package.
-LAYERS = (
-    {"files"},
-    {"checks", "ahead", "clock", "suggest", "chats"},
-    {"devices", "products"},
-    {"mesh", "params", "programs", "quantized"},
-    {"vocab", "kernels"},
-    {"verifiers", "trees"},
-    {"costs"},
-    {"drafters", "acceptance"},
-    {"decoding"},
-    {"adaptive"},
-    {"memory", "formats", "prompts"},
-    {"settings", "draw", "inputs", "planning"},
-    {"batching"},
-    {"session"},
-    {"results"},
-    {"serving", "model"},
-    {"pairs"},
-    {"loading", "arguments"},
-    {"bench", "check", "chat", "cli", "demo", "__init__", "__main__"},
-)
-HEAVY = ("torch", "gguf", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx")
+TRAIN_FILES = sorted((PACKAGE.parent / "train").rglob("*.py"))
+# A folder imports from itself and from those before it. "commands" are bench, cli and __main__; `__init__` is the package.
+LAYERS = ("core", "models", "trees", "drafters", "acceptance", "decoding", "formats", "engine", "__init__", "commands")
+HEAVY = ("torch", "gguf", "grain", "datasets", "transformers", "matplotlib", "orbax", "optax", "flax.nnx", "pydantic")
 HEAVY += ("jax.experimental.pallas",)
 
 
-def layer_of(module: str) -> int:
-    places = [place for place, modules in enumerate(LAYERS) if module in modules]
-    assert places, f"treeflash_jax.{module} has no place in LAYERS"
-    return places[0]
+def layer(name: str) -> int:
+    return LAYERS.index("commands" if name in ("bench", "cli", "__main__") else name)
 
 
 def imports(path: Path) -> set[str]:
-    """Dotted names that a file imports, inside functions too; `from a import b` is a.b."""
-    found = set()
+    """Returns the dotted names that a file imports, inside functions too; `from a import b` is a.b."""
+    names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} has a relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
-def module_of(name: str) -> str:
-    """The top-level module that `treeflash_jax.<...>` names; the package itself for what it only re-exports."""
+def top_module(name: str) -> str:
+    """Returns the top-level module of `treeflash_jax.<...>`; `__init__` for a name that the package only re-exports."""
     _, _, inside = name.partition(".")
     top = inside.split(".")[0]
     return top if top and ((PACKAGE / top).is_dir() or (PACKAGE / f"{top}.py").exists()) else "__init__"
@@ -67,20 +48,49 @@ def module_of(name: str) -> str:
 
 @pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
 def test_no_module_imports_a_higher_layer(path):
-    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    importer = path.relative_to(PACKAGE).with_suffix("").parts[0]
     for name in imports(path):
         root = name.split(".")[0]
-        assert root != "train", f"{own} imports {name}: the library never imports the training code"
+        assert root != "train", f"{importer} imports {name}: the library never imports the training code"
         if root == "treeflash_jax":
-            assert layer_of(module_of(name)) <= layer_of(own), f"{own} imports {name}, which lies in a higher layer"
+            assert layer(top_module(name)) <= layer(importer), f"{importer} imports {name}, which lies in a higher layer"
+
+
+def test_no_modules_import_each_other():
+    modules = {}
+    for path in (*FILES, *TRAIN_FILES):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        modules[".".join(parts).removesuffix(".__init__")] = path
+
+    def module(name: str) -> str:
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        return name
+
+    graph = {name: {module(other) for other in imports(path)} - {name, ""} for name, path in modules.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
+
+
+def test_no_two_modules_share_a_file_name():
+    counts = Counter(path.name for path in (*FILES, *TRAIN_FILES) if path.name != "__init__.py")
+    assert not [name for name, count in counts.items() if count > 1]
+
+
+def test_the_root_of_the_package_stays_small():
+    names = {path.name for path in PACKAGE.iterdir()} - {"assets", "py.typed", "README.md", "__pycache__"}
+    assert len(names) <= 12, names
 
 
 def test_kernels_are_imported_by_attention_alone_and_inside_a_function():
     for path in FILES:
-        names = {name for name in imports(path) if name.startswith("treeflash_jax.kernels")}
-        assert not names or path.name == "attention.py", f"{path} imports {names}"
-    top = ast.parse((PACKAGE / "verifiers" / "attention.py").read_text(encoding="utf-8")).body
-    assert not [node for node in top if isinstance(node, ast.ImportFrom) and "kernels" in node.module]
+        names = {
+            name
+            for name in imports(path)
+            if name.startswith(("treeflash_jax.models.backend.attention_gpu", "treeflash_jax.models.backend.attention_tpu"))
+        }
+        assert not names or path.name == "attention_kernels.py", f"{path} imports {names}"
+    top = ast.parse((PACKAGE / "models" / "backend" / "attention_kernels.py").read_text(encoding="utf-8")).body
+    assert not [node for node in top if isinstance(node, ast.ImportFrom) and "backend" in node.module]
 
 
 def test_importing_the_library_is_quick_and_light():

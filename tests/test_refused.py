@@ -1,8 +1,4 @@
-"""Whatever is not understood is refused: each case gives the documented result, or one line of at most 300 characters.
-
-Cases are listed by class. FEWEST says how many a class has at least, so that none shrinks unseen; classes that are read off
-the settings' own declarations grow with them.
-"""
+"""Refusals: every mistake of a user gives the documented result, or one line of at most 300 characters."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import json
 import math
 import shutil
 import time
-from dataclasses import fields, make_dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import hypothesis
@@ -25,38 +21,26 @@ from ml_dtypes import bfloat16
 from published_configs import LLAMA_31_8B, QWEN3_4B, QWEN25_7B_YARN, TREEFLASH_4B
 
 import treeflash_jax as tf
-from train import config, data, drafter, evaluate, head, measure, respond
-from train.records import Source, read
-from treeflash_jax import checks, devices, prompts
-from treeflash_jax.adaptive import budget, calibration
-from treeflash_jax.bench import records as kept
-from treeflash_jax.cli import main
+from train import drafter, evaluate, head, measure, respond
+from train.data import packing
+from train.data.records import Source, read
+from train.runtime import run_config
+from treeflash_jax.bench import bench_records
+from treeflash_jax.cli.commands import main
+from treeflash_jax.core import checks, devices
+from treeflash_jax.decoding import calibration
+from treeflash_jax.engine import prompts
+from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.planning import make_requests, resolve
+from treeflash_jax.engine.settings import GenerateConfig
 from treeflash_jax.formats import models, storage
 from treeflash_jax.formats.dialects import parse
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.pairs import locate
-from treeflash_jax.planning import resolve, with_indices
-from treeflash_jax.settings import GenerateConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "tiny"
 HUGE = 10**400
 DEEP = "[" * 200_000
 WRONG = (None, "x", "", [], {}, object(), b"3", 1.5, math.nan, math.inf, -math.inf, -1, 2**31, 2**63, HUGE, True, [1.5])
-FEWEST = {
-    "settings of generate": 400,
-    "exact scalars": 20,
-    "prompts": 30,
-    "templates": 10,
-    "keys of config.json": 1600,
-    "files of JSON": 8,
-    "training settings": 500,
-    "training settings by name": 25,
-    "records of a benchmark": 100,
-    "calibrations": 60,
-    "arguments of functions": 20,
-    "command lines": 23,
-    "weights": 12,
-}
 
 
 def refused(call, *words: str) -> str:
@@ -72,17 +56,13 @@ def refused(call, *words: str) -> str:
 
 
 def understood(call, *arguments, **settings) -> bool:
-    """Whether a call was served; what is not must be refused in one line."""
+    """Returns whether a call was served; a call that is not must be refused in one line."""
     try:
         call(*arguments, **settings)
     except ValueError as error:
         assert "\n" not in str(error) and len(str(error)) <= 300, str(error)
         return False
     return True
-
-
-def settle(kind: str, count: int) -> None:
-    assert count >= FEWEST[kind], f"{kind}: {count} cases, expected at least {FEWEST[kind]}"
 
 
 def asked(**settings) -> GenerateConfig:
@@ -98,7 +78,6 @@ def test_settings_of_generate():
         name: [value for value in WRONG if understood(asked, **{name: value})]
         for name in GenerateConfig.__dataclass_fields__
     }
-    settle("settings of generate", len(WRONG) * len(taken))
     assert not [name for name, values in taken.items() if HUGE in values]
     whole = (
         "max_new_tokens nodes block_size candidates children shortlist branches trunk top_k seed samples batch_size".split()
@@ -122,27 +101,15 @@ def test_lanes_that_nothing_would_follow():
     refused(lambda: asked(depths=2), "depths 2", "drafters of kind 'block' do not have it")
 
 
-def test_a_setting_added_later_is_checked():
-    added = make_dataclass("Added", [("fresh", int, checks.bounded(3, least=1))], kw_only=True)
-    assert checks.checked(added(fresh=np.int64(4))).fresh == 4
-    for value in (0, 1.5, "x", None, 2**31):
-        refused(lambda value=value: checks.checked(added(fresh=value)), "fresh")
-
-
 def test_exact_scalars_of_numpy_and_jax_are_fine():
     numbers = [kind(1) for kind in (int, np.int8, np.int64, np.uint32, jnp.int32, np.array, jnp.array)]
-    count = 0
     for number in numbers:
         for name in ("max_new_tokens", "nodes", "top_k", "seed", "samples"):
             assert getattr(asked(**{name: number}), name) == 1 and type(getattr(asked(**{name: number}), name)) is int
-            count += 1
     for number in (np.float32(0.5), np.float64(0.5), jnp.float32(0.5), jnp.bfloat16(0.5), bfloat16(0.5), np.array(0.5)):
         assert type(asked(temperature=number).temperature) is float and asked(temperature=number).temperature == 0.5
-        count += 1
     for many in ([0.5, 1], (0.5, 1.0), np.array([0.5, 1.0]), jnp.array([0.5, 1.0])):
         assert asked(temperature=many).temperature == (0.5, 1.0)
-        count += 1
-    settle("exact scalars", count)
 
 
 def test_checking_settings_costs_less_than_a_millisecond():
@@ -190,7 +157,6 @@ def test_prompts(tiny):
             refused(lambda: tiny.generate([HUGE]), "expected 0 to")
         else:
             refused(lambda prompt=prompt: tiny.encode(prompt))
-    settle("prompts", len(BAD_PROMPTS))
     refused(lambda: tiny.generate(["fine", "\ud800"]), "prompt 1", "U+D800")
     refused(lambda: tiny.encode(tf.Text("word " * 10**6)), "5,000,000 characters", "context")
 
@@ -211,7 +177,6 @@ BAD_TEMPLATES = {
 
 @pytest.mark.parametrize("template", BAD_TEMPLATES.values(), ids=BAD_TEMPLATES)
 def test_templates(tiny, template):
-    settle("templates", len(BAD_TEMPLATES))
     inner = copy.deepcopy(tiny.tokenizer.inner)
     inner.chat_template = template
     refused(lambda: prompts.encode([{"role": "user", "content": "x"}], Tokenizer(inner)))
@@ -246,9 +211,9 @@ def test_prompts_of_training_name_their_line(tiny, tmp_path):
     refused(lambda: respond.collect_prompts(settings, tiny), "line 2", "U+D800")
     assert len(respond.collect_prompts(replace(settings, malformed="skip"), tiny)) == 2
     path.write_text("".join(json.dumps({"text": line["prompt"] * 9}) + "\n" for line in lines))
-    source, opened = Source(path=str(path), format="text", hold_out=0), data.open_sources
-    refused(lambda: opened([source], data.DataConfig(), tiny.tokenizer, 0), "line 2", "U+D800")
-    [skipped] = opened([source], data.DataConfig(malformed="skip"), tiny.tokenizer, 0).skipped.values()
+    source, opened = Source(path=str(path), format="text", hold_out=0), packing.load_corpus
+    refused(lambda: opened([source], packing.DataConfig(), tiny.tokenizer, 0), "line 2", "U+D800")
+    [skipped] = opened([source], packing.DataConfig(malformed="skip"), tiny.tokenizer, 0).skipped.values()
     assert skipped == {"malformed": 1}
 
 
@@ -256,33 +221,16 @@ def test_prompts_of_training_name_their_line(tiny, tmp_path):
 
 
 def test_keys_of_config_json():
-    count = 0
     wrong = (
-        None,
-        "x",
-        "",
-        [],
-        {},
-        [[1]],
-        {"a": 1},
-        1.5,
-        math.nan,
-        math.inf,
-        -1,
-        0,
-        2**31,
-        2**63,
-        HUGE,
-        True,
-        ["x"] * 10**4,
-    )
+        None, "x", "", [], {}, [[1]], {"a": 1}, 1.5, math.nan, math.inf, -1, 0, 2**31, 2**63, HUGE, True, ["x"] *
+        10**4
+    )  # fmt: skip
     verifiers = QWEN3_4B, LLAMA_31_8B, QWEN25_7B_YARN
     for raw, part in (*((raw, "verifier") for raw in verifiers), (TREEFLASH_4B, "drafter")):
         for key in raw:
             for value in wrong:
                 if understood(parse, part, {**raw, key: value}):
                     assert not (isinstance(value, int) and value >= 2**31) or key in hf_inert(), (key, value)
-                count += 1
     yarn = (
         "factor original_max_position_embeddings attention_factor mscale mscale_all_dim beta_fast beta_slow truncate type"
     )
@@ -291,8 +239,6 @@ def test_keys_of_config_json():
             rope = QWEN25_7B_YARN["rope_scaling"] | {key: value}
             if understood(parse, "verifier", QWEN25_7B_YARN | {"rope_scaling": rope}):
                 assert value is None or isinstance(value, int | float) and math.isfinite(value), (key, value)
-            count += 1
-    settle("keys of config.json", count)
     llama3 = LLAMA_31_8B["rope_scaling"]
     for change, words in (
         ({"rope_scaling": llama3 | {"low_freq_factor": 4.0}}, "low_freq_factor"),
@@ -338,7 +284,6 @@ def test_files_of_json(tmp_path):
     for text in texts:
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
         refused(lambda: models.stop_ids(tmp_path, RANDOM_MODEL), str(path)) if len(str(path)) < 150 else None
-    settle("files of JSON", len(texts))
     for content, words in (('{"eos_token_id": 64}', "eos_token_id"), ('{"eos_token_id": "2"}', "eos_token_id")):
         path.write_text(content)
         refused(lambda: models.stop_ids(tmp_path, RANDOM_MODEL), words)
@@ -359,31 +304,16 @@ def leaves(raw, prefix=""):
 def test_training_settings():
     """Every setting of the stages with wrong values of every type: served, or refused before anything runs."""
     words = [
-        '""',
-        "[]",
-        "{}",
-        "1.5",
-        "nan",
-        "inf",
-        "-1",
-        "0",
-        str(2**31),
-        str(2**63),
-        "1" + "0" * 400,
-        "true",
-        "[1.5]",
-        '"x"',
-    ]
-    count = 0
+        '""', "[]", "{}", "1.5", "nan", "inf", "-1", "0", str(2**31), str(2**63), "1" + "0" * 400, "true", "[1.5]",
+        '"x"'
+    ]  # fmt: skip
     stages = {"head.toml": head.HeadStage, "drafter.toml": drafter.DrafterStage, "respond.toml": respond.RespondConfig}
     for name, stage in stages.items():
-        for key, default in leaves(config.to_dict(config.load(stage, CONFIGS / name))):
+        for key, default in leaves(run_config.to_dict(run_config.load(stage, CONFIGS / name))):
             for word in words:
-                loaded = understood(config.load, stage, CONFIGS / name, [f"{key}={word}"])
+                loaded = understood(run_config.load, stage, CONFIGS / name, [f"{key}={word}"])
                 is_text = isinstance(default, str) or key == "drafter"
                 assert not loaded or word not in ("nan", "inf", str(HUGE)) or is_text, (key, word)
-                count += 1
-    settle("training settings", count)
 
 
 BAD_TRAINING = (
@@ -391,64 +321,60 @@ BAD_TRAINING = (
     " optimizer.learning_rate=-1 optimizer.learning_rate=0 optimizer.learning_rate=1e30 optimizer.b1=2 optimizer.b1=1"
     " optimizer.b2=-1 optimizer.warmup=5 optimizer.final=-1 optimizer.clip=-1 optimizer.clip=0 optimizer.weight_decay=-5"
     " evaluate.prompts=-1 evaluate.nodes=[0] evaluate.batch=0 loop.accumulate=0 loop.steps=-1 loop.keep=0 loop.log_every=-1"
-    " data.row_tokens=1 data.prompt_weight=2 objective.decay=-1 objective.chunk=0 init_scale=0 mesh.model=0"
+    " data.sequence_length=1 data.prompt_weight=2 objective.decay=-1 objective.chunk=0 init_scale=0 mesh.model=0"
 ).split()
 
 
 @pytest.mark.parametrize("word", BAD_TRAINING)
 def test_training_settings_by_name(word):
-    settle("training settings by name", len(BAD_TRAINING))
     key = word.split("=")[0]
-    refused(lambda: config.load(drafter.DrafterStage, CONFIGS / "drafter.toml", [word]), key.split(".")[-1])
+    refused(lambda: run_config.load(drafter.DrafterStage, CONFIGS / "drafter.toml", [word]), key.split(".")[-1])
 
 
 def test_evaluation_sets_are_known_by_their_names(tmp_path):
     for name in ("test", "TESTS", "my-evals", "validations", "benchmarks", "dev"):
         path = tmp_path / f"{name}.jsonl"
         path.write_text('{"prompt": "x"}\n')
-        refused(lambda path=path: list(data_of(path)), "expected training data")
+        refused(lambda path=path: list(read_data(path)), "expected training data")
     path = tmp_path / "tests-of-train.jsonl"
     path.write_text('{"prompt": "x"}\n')
-    assert len(list(data_of(path))) == 1
+    assert len(list(read_data(path))) == 1
 
 
-def data_of(path):
+def read_data(path):
     return read(Source(path=str(path)), 0)
 
 
 def test_other_stages_refuse_too():
-    assert evaluate.EvaluateConfig() == config.replaced(evaluate.EvaluateConfig(), {})
+    assert evaluate.EvaluateConfig() == run_config.replaced(evaluate.EvaluateConfig(), {})
     stage = {"verifier": "x", "drafter": "x", "respond": "x", "out": "x"}
     for change in ({"prompts": 0}, {"nodes": [0]}, {"nodes": []}, {"temperatures": [-1.0]}, {"out": ""}):
-        refused(lambda change=change: config.replaced(measure.MeasureStage(**stage), change), next(iter(change)))
+        refused(lambda change=change: run_config.replaced(measure.MeasureStage(**stage), change), next(iter(change)))
 
 
 # What the benchmarks and the calibration left
 
 
 RECORD = {
-    "schema": 2, "prompt_id": "a", "prompt_hash": "0", "system": "ar", "rounds": 2, "committed": 2,
-    "settings": dict.fromkeys(kept.SHARED, 1) | dict.fromkeys(kept.OWN)
+    "schema": 2, "prompt_id": "a", "prompt_hash": "0", "system": "ar",
+    "settings": dict.fromkeys(bench_records.SHARED, 1) | dict.fromkeys(bench_records.OWN)
     | {"temperature": 0.0, "seed": 0, "builder": "none", "top_p": 1.0},
-    "accept_lengths": [[1, 1]], "accepted_by_depth": [], "ids": [[1, 2, 3]], "tokens": 3, "seconds": 1.0,
-    "compile_seconds": 0.0, "finished": ["length"], "thinking": False, "versions": {"jax": "1"},
-    "hardware": {"backend": "cpu", "device": "cpu", "devices": 1, "cores": 2},
+    "accept_lengths": [[1, 1]], "cut": [0], "ids": [[1, 2, 3]], "texts": ["x"], "tokens": 3, "seconds": 1.0,
+    "compile_seconds": 0.0, "versions": {"jax": "1"}, "hardware": {"backend": "cpu", "device": "cpu", "cores": 2},
 }  # fmt: skip
 
 
 def test_records_of_a_benchmark(tmp_path, capsys):
-    path, count = tmp_path / "r.jsonl", 0
+    path = tmp_path / "r.jsonl"
     for key in RECORD:
         for value in (None, "x", "", [], {}, [[1.5]], ["x"], -1, 1.5, HUGE, "x" * 5000):
             path.write_text(json.dumps(RECORD | {key: value}) + "\n")
             assert main(["bench", "report", str(path), "--resamples", "2"]) in (0, 2)
             error = capsys.readouterr().err
             assert error.count("\n") <= 1 and "Traceback" not in error and len(error) <= 330, error
-            count += 1
-    for text in (DEEP, "{", "[]", "\ud800", json.dumps(RECORD | {"accepted_by_depth": [1], "rounds": 0})):
+    for text in (DEEP, "{", "[]", "\ud800", json.dumps(RECORD | {"ids": []})):
         path.write_bytes((text + "\n").encode("utf-8", "surrogatepass"))
         assert main(["bench", "report", str(path)]) == 2
-    settle("records of a benchmark", count)
 
 
 CALIBRATION = {
@@ -459,16 +385,14 @@ CALIBRATION = {
 
 
 def test_calibrations(tmp_path):
-    path, count = tmp_path / "c.json", 0
-    path.write_text(json.dumps({"schema": 2, "entries": [CALIBRATION]}))
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"entries": [CALIBRATION]}))
     assert calibration.read(path)[0].nodes == [1, 2]
     for key in CALIBRATION:
         for value in (None, "x", [], [1], [[1]], [[[1]]], 3, ["x"], [-1], [HUGE]):
-            path.write_text(json.dumps({"schema": 2, "entries": [CALIBRATION | {key: value}]}))
+            path.write_text(json.dumps({"entries": [CALIBRATION | {key: value}]}))
             understood(calibration.find, path, {"pair": "y"})
-            count += 1
-    settle("calibrations", count)
-    path.write_text(json.dumps({"schema": 2, "entries": [CALIBRATION | {"identity": ["pair"]}]}))
+    path.write_text(json.dumps({"entries": [CALIBRATION | {"identity": ["pair"]}]}))
     refused(lambda: calibration.find(path, {"pair": "y"}), "identity")
     path.write_text(DEEP)
     refused(lambda: calibration.read(path), "nested too deeply")
@@ -479,32 +403,25 @@ def test_calibrations(tmp_path):
 
 def test_arguments_of_functions(trained, monkeypatch):
     result = trained.generate([5, 6], max_new_tokens=2)[0]
-    rows, count = [], 0
     for indices in ([-1], ["0"], [0.5], 3, "0", [2**32], [None], [0, 1]):
-        refused(lambda indices=indices: with_indices(rows, indices, 1), "indices")
-        count += 1
+        refused(lambda indices=indices: make_requests([[1]], GenerateConfig(), trained.verifier, indices), "indices")
     for index in ("x", None, 1.5, -1, 10**9):
         refused(lambda index=index: result.tree(index))
-        count += 1
     for arguments in (
         {"dtype": "float99"}, {"dtype": 3}, {"dtype": int}, {"mesh": 3}, {"mesh": "1x1"}, {"quantize": []}, {"verifier": 3},
         {"drafter": 3}, {"mesh": jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))},
     ):  # fmt: skip
         refused(lambda arguments=arguments: tf.load(**({"verifier": "tiny"} | arguments)), next(iter(arguments)))
-        count += 1
     wide = replace(RANDOM_DRAFTER, layers=replace(RANDOM_DRAFTER.layers, vocab_size=2**17))
     for sizes in ({"candidates": 2048, "children": 2048}, {"candidates": 2**17, "children": 1}):
         model = replace(RANDOM_MODEL, vocab_size=2**17)
         refused(lambda sizes=sizes, model=model: resolve(None, sizes, model, wide), "candidates", "67,108,864")
-        count += 1
     monkeypatch.setattr(devices, "host_memory", lambda: 2**34)
     refused(lambda: tf.load("tiny").generate([[5]], batch_size=2**16, max_new_tokens=2000), "caches", "16.00 GiB")
     for data_axis in ("x", None, 1.5, 0, HUGE):
         refused(lambda data_axis=data_axis: tf.make_mesh(data_axis), "data")
-        count += 1
     refused(lambda: trained.generate([5], {"temperature": 1}), "config")
     refused(lambda: trained.warmup("many"), "prompt_tokens")
-    settle("arguments of functions", count)
 
 
 LINES = (
@@ -522,7 +439,6 @@ LINES = (
 
 @pytest.mark.parametrize("words", LINES, ids=lambda words: " ".join(words)[:30])
 def test_command_lines(words, capsys):
-    settle("command lines", len(LINES))
     try:
         command, *options = ("generate",) * words[0].startswith("-") + words
         code = main([command, "--verifier", "tiny", *options, "--prompt-ids", "5 6 7"])
@@ -536,7 +452,6 @@ def test_command_lines(words, capsys):
 
 
 def test_weights_that_are_no_numbers():
-    count = 0
     for dtype in (np.float16, np.float32, np.float64, bfloat16):
         values = np.random.default_rng(0).normal(size=(300, 700)).astype(dtype)
         largest = np.full((3, 5), np.finfo(np.float16).max if dtype is np.float16 else 3e38, dtype)
@@ -546,8 +461,6 @@ def test_weights_that_are_no_numbers():
                 spoilt = values.copy()
                 spoilt[place] = bad
                 assert not storage.all_finite(spoilt) and not storage.all_finite(spoilt.T)
-                count += 1
-    settle("weights", count)
 
 
 def test_weights_are_refused_by_name(trained, tmp_path):
@@ -555,15 +468,3 @@ def test_weights_are_refused_by_name(trained, tmp_path):
     spoilt["norm"][3] = math.nan
     models.save_verifier(tmp_path, trained.verifier, spoilt)
     refused(lambda: models.load_verifier(tmp_path), "tensor model.norm.weight", "NaN")
-
-
-def test_a_budget_keeps_its_types_in_float64():
-    with jax.enable_x64(True):
-        times = budget.RoundTimes(jnp.ones(1, jnp.float32), jnp.ones((1, 2), jnp.float32), jnp.ones(1, jnp.float32))
-        state = budget.start(
-            times, reliability=0.5, debt=0.0, batch=2, capacity=4, pending=1, features=3, dtype=jnp.float64
-        )
-        choice = budget.Choice(jnp.int32(0), jnp.int32(2), *(jnp.float32(1.5),) * 3)
-        after = jax.eval_shape(budget.learn, state, choice, jnp.array([1, 2], jnp.int32), jnp.array([True, True]))
-        before = jax.eval_shape(lambda: state)
-    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, before)

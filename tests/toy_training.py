@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,15 +17,18 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from train import config, head, loop
-from treeflash_jax import params
+from train import head
+from train.data import packing
+from train.runtime import loop, run_config
+from treeflash_jax.core import parameters
 from treeflash_jax.drafters import block
 from treeflash_jax.drafters.block import backbone as dflash
-from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.formats import models
-from treeflash_jax.verifiers import forward as verifier
-from treeflash_jax.verifiers.config import ModelConfig
+from treeflash_jax.models import verifier
+from treeflash_jax.models.config import ModelConfig
 
+ROOT = Path(__file__).parents[1]
 SIZES = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8)
 MODEL = ModelConfig(num_layers=3, tie_embeddings=True, max_positions=256, eos_token_ids=(2,), **SIZES)
 DRAFTER = DrafterConfig(
@@ -41,7 +45,7 @@ drafter = "{folder}/drafter"
 init_scale = 0.3
 compute_dtype = "float32"
 sources = [{{ path = "{folder}/responses.jsonl", format = "responses", hold_out = 10 }}]
-data = {{ row_tokens = 32 }}
+data = {{ sequence_length = 32 }}
 objective = {{ loss = "forward-kl", decay = 4.0, anchors = 4, chunk = 2 }}
 evaluate = {{ prompts = 0 }}
 optimizer = {{ learning_rate = 1e-2 }}
@@ -53,8 +57,8 @@ mesh = {{ data = 1 }}
 def write(folder: Path, documents: int = 120) -> Path:
     """Writes the pair, its responses and head.toml; returns the TOML file."""
     key = jax.random.key(0)
-    models.save_verifier(folder / "verifier", MODEL, params.initialize(verifier.specs(MODEL), key, scale=0.3))
-    backbone = params.initialize(dflash.specs(DRAFTER), jax.random.fold_in(key, 1), scale=0.3)
+    models.save_verifier(folder / "verifier", MODEL, parameters.initialize(verifier.specs(MODEL), key, scale=0.3))
+    backbone = parameters.initialize(dflash.specs(DRAFTER), jax.random.fold_in(key, 1), scale=0.3)
     models.save_drafter(folder / "drafter", DRAFTER, {"backbone": backbone, "head": {}})
     rng = np.random.default_rng(0)
     with (folder / "responses.jsonl").open("w") as file:
@@ -71,15 +75,50 @@ def with_head(kind: str = "mlp") -> DrafterConfig:
 
 def fresh_head() -> dict:
     """Head weights whose output layer is zero."""
-    return params.initialize(block.specs(with_head())["head"], jax.random.key(0), scale=0.3)
+    return parameters.initialize(block.specs(with_head())["head"], jax.random.key(0), scale=0.3)
+
+
+def make_batch(lengths, sequence_length=32, prompt=3):
+    """Packs documents of random tokens and these lengths into two sequences."""
+    rng = np.random.default_rng(0)
+    members = [
+        packing.Document(rng.integers(4, 64, n).astype(np.int32), np.float32(np.arange(n) >= prompt)) for n in lengths
+    ]
+    return packing.pack(members, sequence_length).take(np.arange(2))
+
+
+def random_weights(specs, seed, scale=0.3):
+    """Every weight random, also those that start at zero or one."""
+    made = jax.tree.map(lambda s: dataclasses.replace(s, init="normal"), specs, is_leaf=parameters.is_spec)
+    return parameters.initialize(made, jax.random.key(seed), scale=scale)
 
 
 def settings(toml: Path, *overrides: str) -> head.HeadStage:
-    return config.load(head.HeadStage, toml, overrides)
+    return run_config.load(head.HeadStage, toml, overrides)
+
+
+def start(command: list[str], devices: int = 1, **environment: str) -> subprocess.Popen:
+    """Starts a process of this clone on this many CPU devices, its two streams joined."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_") or "CACHE" in k} | {"JAX_PLATFORMS": "cpu"}
+    env |= {"TOY_DEVICES": str(devices), "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen) -> str:
+    """Waits until a process has ended well; returns its output."""
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    return output
+
+
+def read_log(run: Path) -> list[dict]:
+    """Lines of a run's log without times."""
+    lines = [json.loads(line) for line in (Path(run) / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", "mfu", "seconds")} for line in lines]
 
 
 def terminate_after(steps: int) -> None:
-    """Has this process send itself SIGTERM once it has done so many steps of training, and be told of it in that step."""
+    """Has this process send itself SIGTERM after that many steps of training, and notice it in that step."""
 
     class Terminated(loop.Termination):
         def requested(self, step: int) -> bool:
@@ -87,7 +126,7 @@ def terminate_after(steps: int) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
                 deadline = time.monotonic() + 60
                 while self.received is None and time.monotonic() < deadline:
-                    time.sleep(0.01)  # a thread of its own hears of signals; without a wait one more step may be done
+                    time.sleep(0.01)  # until the listening thread has noted it; without it one more step may be done
             return super().requested(step)
 
     loop.Termination = Terminated

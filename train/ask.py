@@ -1,14 +1,13 @@
-"""The verifier writes users' questions itself: prompts of the kind that it is asked in chats, where none are at hand.
+"""The verifier writes users' questions itself, as training prompts if none are at hand.
 
     python -m train.ask verifier=smollm2 out=runs/smollm2/questions.jsonl count=1400
 
-A chat model that reads the beginning of a user's turn, and nothing else, goes on with a question like those that it was
-trained to answer. Writes one JSON object a line, {"id", "turns": [text]}, which is what `train.respond` and `train.pair`
-take as prompts. A question that does not end within `max_tokens`, or that was there before, is left out.
+A chat model that reads the beginning of a user's turn, and nothing else, continues with a question like those that it was
+trained to answer. Writes one JSON object a line, {"id", "turns": [text]}, the format that `train.respond` and `train.pair`
+read. Questions that do not end within `max_tokens`, and duplicates, are left out.
 
-A question depends on the seed and on its number alone, so the same command goes on where it was stopped, one with a larger
-`count` adds to the file, and both end with the file that a single run writes. The settings stand beside it, in
-OUT.settings.toml.
+A question depends on the seed and on its number alone, so the same command continues where it was stopped, one with a
+larger `count` adds to the file, and both end with the file that a single run writes. Its settings are in OUT.settings.toml.
 
 Source: Magpie (arXiv 2406.08464).
 """
@@ -20,20 +19,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from train import answers, config, folders, hosts, lock, progress
-from treeflash_jax.checks import bounded
+from train.data import answers
+from train.runtime import folders, hosts, lock, run_config, watch
+from treeflash_jax.core.checks import bounded
+from treeflash_jax.engine.loading import load
+from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.loading import load
-from treeflash_jax.model import TreeFlash
-from treeflash_jax.pairs import locate
 
-TURN = 256  # questions that are tried before the file is written to
-MOST_IDLE = 4  # turns in a row without a new question, after which there will be none
-FREE = ("out", "count", "batch")  # settings that may change when a file goes on: no question depends on them
+TRIES = 256  # questions that are generated between two writes
+MOST_IDLE = 4  # times in succession without a new question, after which there will be none
+FREE = ("out", "count", "batch")  # settings that may change on continuing: no question depends on them
 MARK = "THE QUESTION"
 
 
@@ -72,79 +71,73 @@ def main(settings: AskConfig) -> None:
     if jax.process_count() > 1:
         raise ValueError(f"got {jax.process_count()} processes, expected one: questions are short")
     out = Path(settings.out).expanduser()
-    answers.check_settings(settings, out, FREE)
-    model = load_model(settings)
     with lock.held(folders.absolute(f"{out}.lock"), f"out={settings.out}") as mine:
-        answers.check_settings(settings, out, FREE)  # another command may have begun the file meanwhile
-        found, first = read(out)
-        answers.save_settings(settings, out, "train.ask")
-        began, before = time.perf_counter(), len(found)
-        with progress.Bar("questions", settings.count, before) as bar:
-            for lines in ask(model, settings, found, first):
+        answers.check_settings(settings, out, FREE)
+        model = load(verifier=locate(settings.verifier, "verifier"))
+        known, first = read(out)
+        answers.save_settings(settings, out)
+        began, before = time.perf_counter(), len(known)
+        with watch.Bar("questions", settings.count, before) as bar:
+            for lines in ask(model, settings, known, first):
                 mine.check()
                 with out.open("a", encoding="utf-8") as file:
                     file.write("".join(lines))
-                bar.update(len(found))
-                hosts.say(f"{len(found):,} of {settings.count:,} questions")
-    new = len(found) - before
-    rows = {"new": f"{new:,}", "time": progress.duration(time.perf_counter() - began)}
-    progress.table(f"{len(found):,} questions in {out}", rows if new else {})
+                bar.show(len(known))
+                hosts.say(f"{len(known):,} of {settings.count:,} questions")
+    new = len(known) - before
+    values = {"new": f"{new:,}", "time": watch.duration(time.perf_counter() - began)}
+    watch.table(f"{len(known):,} questions in {out}", values if new else {})
 
 
-def load_model(settings: AskConfig) -> TreeFlash:
-    return load(verifier=locate(settings.verifier, "verifier"))
-
-
-def around(tokenizer: Tokenizer | None) -> tuple[list[int], int]:
-    """The ids before the first words of a user in a chat, and the id that ends them.
+def question_tokens(tokenizer: Tokenizer | None) -> tuple[list[int], int]:
+    """Returns the ids before the first words of a user in a chat, and the id that ends the user's turn.
 
     Raises:
-      ValueError: no chat template, or one that does not repeat what a user says, once.
+      ValueError: no chat template, or one that does not contain the user's words exactly once.
     """
     if tokenizer is None:
         raise ValueError("got a verifier without a tokenizer, expected one with a chat template")
     before, *after = tokenizer.render([{"role": "user", "content": MARK}]).split(MARK)
     if len(after) != 1 or not before or not after[0]:
         raise ValueError("got a chat template that does not show where a user's turn begins and ends; give prompts instead")
-    first, last = tokenizer.encode_texts([before, after[0]], add_special_tokens=False)
-    return first, last[0]
+    opening, closing = tokenizer.encode_texts([before, after[0]], add_special_tokens=False)
+    return opening, closing[0]
 
 
-def read(out: Path) -> tuple[dict[str, str], int]:
-    """Questions of a file by their keys, and the number to go on from.
+def read(out: Path) -> tuple[set[str], int]:
+    """Returns the normalised questions of a file, and the number of the first one to try next.
 
     Raises:
       ValueError: a line that this stage did not write.
     """
     answers.drop_unfinished_line(out)
-    found, first = {}, 0
-    lines = out.read_bytes().splitlines() if out.exists() else []
-    for at, line in enumerate(lines, start=1):
+    known, first = set(), 0
+    for at, line in enumerate(out.read_bytes().splitlines() if out.exists() else [], start=1):
         try:
             record = json.loads(line)
             text, first = str(record["turns"][0]), int(record["id"]) + 1
         except (ValueError, KeyError, TypeError, IndexError):
             raise ValueError(f"{out}, line {at}: got no question, expected what this stage writes") from None
-        found[key_of(text)] = text
-    return found, first
+        known.add(normalised(text))
+    return known, first
 
 
-def ask(model: TreeFlash, settings: AskConfig, found: dict[str, str], first: int) -> Iterator[list[str]]:
-    """Lines of new questions, a turn's at once, until there are enough; adds them to `found`.
+def ask(model: TreeFlash, settings: AskConfig, known: set[str], first: int) -> Iterator[list[str]]:
+    """Yields lines of new questions until there are enough, and adds the questions to `known`.
 
     Args:
-      found: questions so far, by their keys.
+      known: normalised questions so far.
       first: number of the first question to try.
 
     Raises:
-      ValueError: several turns brought nothing new.
+      ValueError: many tries brought nothing new.
     """
-    opening, closing = around(model.tokenizer)
+    opening, closing = question_tokens(model.tokenizer)
     idle = 0
-    while len(found) < settings.count:
-        numbers, lines = range(first, first + TURN), []
+    while len(known) < settings.count:
+        numbers, lines = range(first, first + TRIES), []
         results = model.generate(
-            [opening] * TURN,
+            [opening] * TRIES,
             indices=numbers,
             builder="none",
             temperature=settings.temperature,
@@ -156,31 +149,26 @@ def ask(model: TreeFlash, settings: AskConfig, found: dict[str, str], first: int
         )
         for number, result in zip(numbers, results, strict=True):
             if result.finished == "interrupted":
-                raise SystemExit("interrupted; the same command goes on from here")
+                raise SystemExit("interrupted; the same command continues from here")
             text = (result.text or "").strip()
-            is_new = result.finished == "stop" and text and key_of(text) not in found
-            if is_new and len(found) < settings.count:
-                found[key_of(text)] = text
-                lines.append(line_of(number, text))
+            is_new = result.finished == "stop" and text and normalised(text) not in known
+            if is_new and len(known) < settings.count:
+                known.add(normalised(text))
+                lines.append(json.dumps({"id": str(number), "turns": [text]}, ensure_ascii=False) + "\n")
         idle = 0 if lines else idle + 1
         if idle == MOST_IDLE:
             raise ValueError(
-                f"got no new question in {MOST_IDLE * TURN:,} tries, expected some: {settings.verifier} does not write "
-                "what users say; give prompts instead"
+                f"got no new question in {MOST_IDLE * TRIES:,} tries, expected some: {settings.verifier} does not write "
+                "users' turns; give prompts instead"
             )
-        first += TURN
+        first += TRIES
         yield lines
 
 
-def key_of(text: str) -> str:
-    """What two questions have in common that count as one."""
+def normalised(text: str) -> str:
+    """Returns a question without case and spacing: duplicates are equal in this form."""
     return " ".join(text.casefold().split())
 
 
-def line_of(number: int, text: str) -> str:
-    record: dict[str, Any] = {"id": str(number), "turns": [text]}
-    return json.dumps(record, ensure_ascii=False) + "\n"
-
-
 if __name__ == "__main__":
-    config.run(main, AskConfig, __doc__)
+    run_config.run(main, AskConfig, __doc__)

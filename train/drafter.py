@@ -12,73 +12,58 @@ Source: DFlash (arXiv 2602.06036) sections 4.2 and 5.
 from __future__ import annotations
 
 import dataclasses
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train import choices, config
-from train.data import Corpus, Rows
-from train.drafting import DraftingStage
-from train.drafting import train as main
-from train.objective import ObjectiveConfig, drafting_flops, drafting_sums
-from train.state import Sums
-from treeflash_jax import mesh as meshes
-from treeflash_jax import params as parameters
-from treeflash_jax.checks import bounded, quoted
+from train.pairing import choices
+from train.runtime import run_config
+from train.runtime.training_state import SumsFunction
+from train.stages.drafting import DraftingStage, copy_weights
+from train.stages.drafting import train as main
+from train.stages.objective import ObjectiveConfig, drafting_flops, drafting_sums
+from treeflash_jax.core import parameters
+from treeflash_jax.core.checks import AtLeast0, bounded, quoted
 from treeflash_jax.drafters import block
-from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers, fresh_layers
-from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.trees.shape import MOST_NODES
-from treeflash_jax.verifiers.config import ModelConfig
+from treeflash_jax.drafters.block.block_config import DrafterConfig, default_target_layers, fresh_layers
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.trees.shape import MAX_NODES
 
 WITH_HEAD = {"tau": {}, "tau_marginal": {"head": "marginal"}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStage(DraftingStage):
-    """What the stages of block drafters share: their objective."""
+    """Settings that the stages of block drafters share; they train "backbone", "head" or both."""
 
     objective: ObjectiveConfig
 
-    @property
-    @abstractmethod
-    def trains(self) -> tuple[str, ...]:
-        """ "backbone" and/or "head"."""
-
-    def sums(
-        self, params: Any, frozen: Any, rows: Rows, keys_b: jax.Array, *, verifier: ModelConfig, drafter: DrafterConfig
-    ) -> Sums:
-        return drafting_sums(params, frozen, rows, keys_b, settings=self.objective, verifier=verifier, drafter=drafter)
+    def make_sums(self, verifier: ModelConfig, drafter: DrafterConfig) -> SumsFunction:
+        return partial(drafting_sums, settings=self.objective, verifier=verifier, drafter=drafter)
 
     @property
     def held_out(self) -> DraftingStage:
         return dataclasses.replace(self, objective=dataclasses.replace(self.objective, vocabulary=0))
 
     def flops(self, verifier: ModelConfig, drafter: DrafterConfig) -> float:
-        return drafting_flops(
-            self.objective,
-            verifier,
-            drafter,
-            batch=self.loop.batch,
-            row_tokens=self.data.row_tokens,
-            trains_backbone="backbone" in self.trains,
-        )
+        count = dict(batch_size=self.loop.batch, length=self.data.sequence_length)
+        return drafting_flops(self.objective, verifier, drafter, trains_backbone="backbone" in self.trains, **count)
 
     @property
     def sizes(self) -> dict[str, int]:
         return {"anchors": self.objective.anchors, "chunk": self.objective.chunk}
 
-    def check(self, drafter: DrafterConfig, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
+    def check(self, drafter: DrafterConfig, model: ModelConfig) -> None:
         if "backbone" in self.trains:
             choices.check_taps(drafter, model)
-            choices.check_mask(drafter, model, corpus, tokenizer)
+            choices.check_mask(drafter, model, self.corpus, self.tokenizer)
 
-    def described(self, drafter: DrafterConfig) -> tuple[str, dict[str, Any]]:
+    def describe(self, drafter: DrafterConfig) -> tuple[str, dict[str, Any]]:
         kinds = {"marginal": "DFlash drafter", "mlp": "TreeFlash drafter"}
         return kinds.get(drafter.head, f"drafter with a {drafter.head} head"), {
             "block": f"{drafter.block_size} tokens, the anchor included",
@@ -105,13 +90,13 @@ class DrafterStage(BlockStage):
     """
 
     num_layers: int = bounded(5, least=1)
-    block_size: int = bounded(16, least=2, most=MOST_NODES)
+    block_size: int = bounded(16, least=2, most=MAX_NODES)
     mask_token_id: int = bounded(least=0)
-    target_layer_ids: tuple[int, ...] = bounded((), least=0)
+    target_layer_ids: tuple[AtLeast0, ...] = ()
     head: str = "marginal"
-    initial_layers: tuple[int, ...] = bounded((), least=0)
+    initial_layers: tuple[AtLeast0, ...] = ()
     drafter_temperature: float = bounded(1.0, above=0)
-    num_nodes: int = bounded(16, least=1, most=MOST_NODES)
+    num_nodes: int = bounded(16, least=1, most=MAX_NODES)
 
     def __post_init__(self) -> None:
         if self.head not in block.HEADS:
@@ -134,7 +119,7 @@ class DrafterStage(BlockStage):
         return "mask_token_id" in raw  # heads take theirs from the backbone
 
     def drafter_config(self, model: ModelConfig) -> DrafterConfig:
-        made = DrafterConfig(
+        config = DrafterConfig(
             layers=fresh_layers(model, self.num_layers),
             block_size=self.block_size,
             mask_token_id=self.mask_token_id,
@@ -144,42 +129,37 @@ class DrafterStage(BlockStage):
             drafter_temperature=self.drafter_temperature,
             head=self.head,
         )
-        choices.check_initial(self.initial_layers, made, model)
-        return made.fitted(model)
+        choices.check_initial(self.initial_layers, config, model)
+        return config.fitted(model)
 
-    def fresh(self, drafter: DrafterConfig, weights: Any) -> dict[str, Any]:
+    def fresh(self, drafter: DrafterConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         specs = block.specs(drafter)
-        backbone = parameters.initialize(specs["backbone"], jax.random.key(self.loop.seed), scale=self.init_scale)
-        # The vocabulary matrix was trained behind this scale.
-        backbone["norm"] = _copied(weights["norm"])
+        fresh = {
+            name: parameters.initialize(specs[name], jax.random.key(self.loop.seed + number), scale=self.init_scale)
+            for number, name in enumerate(self.trains)
+        }
+        fresh["backbone"]["norm"] = copy_weights(weights["norm"])  # the vocabulary matrix was trained behind this scale
         if self.initial_layers:
-            backbone |= _from_verifier(drafter, weights, self.initial_layers)
-        made = {"backbone": backbone}
-        if "head" in self.trains:
-            made["head"] = parameters.initialize(specs["head"], jax.random.key(self.loop.seed + 1), scale=self.init_scale)
-        return made
+            fresh["backbone"] |= _copy_layers(drafter, weights, self.initial_layers)
+        return fresh
 
 
-def _from_verifier(drafter: DrafterConfig, weights: Any, initial_layers: Sequence[int]) -> dict[str, Any]:
-    """Copies of verifier layers that read the last tapped layer as they read the residual stream there.
+def _copy_layers(drafter: DrafterConfig, weights: Any, initial_layers: Sequence[int]) -> dict[str, Any]:
+    """Copies verifier layers that read the last tapped layer as they read the residual stream there.
 
     With one layer, the next one after the tap, the context's keys and values are those of the verifier itself.
     """
-    every = [layer for group in weights["groups"] for layer in group]
-    copies = [jax.tree.map(_copied, every[i]) for i in initial_layers]
+    layers = [layer for group in weights["groups"] for layer in group]
+    copies = [copy_weights(layers[i]) for i in initial_layers]
     width, taps = drafter.layers.hidden_size, len(drafter.target_layer_ids)
     last = int(np.argmax(drafter.target_layer_ids))
-    rest = iter(copies)
+    remaining = iter(copies)
     return {
         "fc": jnp.zeros((taps, width, width)).at[last].set(jnp.eye(width)).reshape(taps * width, width),
         "hidden_norm": sum(layer["attention_norm"] for layer in copies) / len(copies),
-        "groups": [[next(rest) for _ in range(size)] for size in drafter.layers.groups],
+        "groups": [[next(remaining) for _ in range(size)] for size in drafter.layers.groups],
     }
 
 
-def _copied(weight: Any) -> jax.Array:
-    return jnp.asarray(meshes.to_host(weight), jnp.float32)
-
-
 if __name__ == "__main__":
-    config.run(main, DrafterStage, __doc__)
+    run_config.run(main, DrafterStage, __doc__)

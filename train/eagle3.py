@@ -2,9 +2,9 @@
 
     python -m train.eagle3 configs/tiny/eagle3.toml run=runs/eagle3 verifier=tiny
 
-Its layer is unrolled for a few steps on its own outputs, against the verifier's law ("training-time test", rollout.py). The
-vocabulary matrix starts as the verifier's, whose embedding is shared. Leaves a folder in RUN/model that
-`treeflash_jax.load` and vLLM's speculators read.
+Its layer is unrolled for a few steps on its own outputs, against the verifier's distribution ("training-time test"; see
+stages/rollout.py). The vocabulary matrix starts as the verifier's, whose embedding is shared. Writes a folder,
+RUN/model, that `treeflash_jax.load` and vLLM's speculators read.
 
 Source: EAGLE-3 (arXiv 2503.01840).
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +21,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train import config, data
-from train.data import Rows
-from train.drafting import DraftingStage
-from train.drafting import train as main
-from train.rollout import RolloutConfig, rollout_sums
-from train.state import Sums
-from treeflash_jax import mesh as meshes
-from treeflash_jax import params as parameters
-from treeflash_jax.checks import bounded
-from treeflash_jax.costs import Counter
+from train.runtime import run_config
+from train.runtime.training_state import SumsFunction
+from train.stages.drafting import DraftingStage, copy_weights
+from train.stages.drafting import train as main
+from train.stages.rollout import RolloutConfig, rollout_sums
+from treeflash_jax.core import parameters
+from treeflash_jax.core.checks import AtLeast0, bounded
 from treeflash_jax.drafters import eagle3
-from treeflash_jax.drafters.block.config import fresh_layers
+from treeflash_jax.drafters.block.block_config import fresh_layers
 from treeflash_jax.drafters.eagle3 import EagleConfig, layer
-from treeflash_jax.drafters.eagle3.config import default_taps
+from treeflash_jax.drafters.eagle3.eagle3_config import default_taps
 from treeflash_jax.formats import models
-from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.pairs import locate
-from treeflash_jax.trees.shape import MOST_NODES
-from treeflash_jax.verifiers.config import ModelConfig
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.costs import Counter
+from treeflash_jax.trees.shape import MAX_NODES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +43,7 @@ class Eagle3Stage(DraftingStage):
     """Settings of this stage, besides those of DraftingStage.
 
     Attributes:
-      objective: unrolling of the rows.
+      objective: positions that are rolled out, and for how many steps.
       target_layer_ids: verifier layers whose outputs are read; empty takes the rule of the EAGLE repository.
       fc_norm, norm_before_residual, norm_output: options of EAGLE-3.1, see `EagleConfig`.
       draft_vocab_size: number of tokens that can be drafted, the most frequent ones of the answers; 0: all.
@@ -54,13 +51,13 @@ class Eagle3Stage(DraftingStage):
     """
 
     objective: RolloutConfig
-    target_layer_ids: tuple[int, ...] = bounded((), least=0)
+    target_layer_ids: tuple[AtLeast0, ...] = ()
     fc_norm: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
     draft_vocab_size: int = bounded(0, least=0)
-    num_depths: int = bounded(7, least=1, most=MOST_NODES - 1)
-    num_nodes: int = bounded(16, least=1, most=MOST_NODES)
+    num_depths: int = bounded(7, least=1, most=MAX_NODES - 1)
+    num_nodes: int = bounded(16, least=1, most=MAX_NODES)
     drafter_temperature: float = bounded(1.0, above=0)
 
     @property
@@ -77,7 +74,7 @@ class Eagle3Stage(DraftingStage):
             raise ValueError(
                 f"got draft_vocab_size {self.draft_vocab_size}, expected at most {model.vocab_size} (verifier)"
             )
-        made = EagleConfig(
+        return EagleConfig(
             layers=fresh_layers(model, 1),
             target_hidden_size=model.hidden_size,
             taps=taps,
@@ -89,52 +86,45 @@ class Eagle3Stage(DraftingStage):
             num_depths=self.num_depths,
             num_nodes=self.num_nodes,
             drafter_temperature=self.drafter_temperature,
-        )
-        return made.fitted(model)
+        ).fitted(model)
 
-    def fresh(self, drafter: EagleConfig, weights: Any) -> dict[str, Any]:
-        made = parameters.initialize(eagle3.specs(drafter), jax.random.key(self.loop.seed), scale=self.init_scale)
-        tables = {"norm": weights["norm"], "unembed": weights.get("unembed", weights["embed"])}
-        made |= jax.tree.map(lambda x: jnp.asarray(meshes.to_host(x), jnp.float32), tables)
-        if "offsets" in made:
-            made["unembed"] = made["unembed"][layer.draft_ids(self.kept(drafter))]
-            del made["offsets"]
-        return made
-
-    def kept(self, drafter: EagleConfig) -> dict[str, Any]:
-        """The tokens that can be drafted, where they are not all: as a run has saved them, else counted in its sources."""
+    def stored(self, drafter: EagleConfig) -> dict[str, Any]:
+        """The tokens that can be drafted, if not all: as the run has saved them, else the most frequent of its answers."""
         vocab_size, size = drafter.layers.vocab_size, drafter.draft_vocab_size
         if size == vocab_size:
             return {}
         saved = Path(self.run) / "model"
         if (saved / "config.json").exists():
             return {"offsets": models.load_drafter(saved)[1]["offsets"]}
-        tokenizer = Tokenizer.load(locate(self.verifier, "verifier"))
-        corpus = data.open_sources(self.sources, self.data, tokenizer, self.loop.seed, vocab_size=vocab_size)
-        answers = [packed.tokens[packed.weights > 0] for packed in corpus.train.values()]
+        answers = [packed.tokens[packed.weights > 0] for packed in self.corpus.train.values()]
         counts_v = np.bincount(np.concatenate(answers), minlength=vocab_size)
-        ids_z = np.sort(np.argsort(-counts_v, kind="stable")[:size])
-        return {"offsets": jnp.asarray(ids_z - np.arange(size), jnp.int32)}
+        ids_v = np.sort(np.argsort(-counts_v, kind="stable")[:size])
+        return {"offsets": jnp.asarray(ids_v - np.arange(size), jnp.int32)}
 
-    def sums(
-        self, params: Any, frozen: Any, rows: Rows, keys_b: jax.Array, *, verifier: ModelConfig, drafter: EagleConfig
-    ) -> Sums:
-        return rollout_sums(params, frozen, rows, keys_b, settings=self.objective, verifier=verifier, drafter=drafter)
+    def fresh(self, drafter: EagleConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+        fresh = parameters.initialize(eagle3.specs(drafter), jax.random.key(self.loop.seed), scale=self.init_scale)
+        fresh |= copy_weights({"norm": weights["norm"], "unembed": weights.get("unembed", weights["embed"])})
+        if "offsets" in stored:
+            fresh["unembed"] = fresh["unembed"][layer.draft_ids(stored)]
+        return {name: fresh[name] for name in self.trains}
+
+    def make_sums(self, verifier: ModelConfig, drafter: EagleConfig) -> SumsFunction:
+        return partial(rollout_sums, settings=self.objective, verifier=verifier, drafter=drafter)
 
     def flops(self, verifier: ModelConfig, drafter: EagleConfig) -> float:
-        """The verifier's pass and its logits count once; features, and layer and logits of every step, three times."""
-        count, size = Counter(dtype=jnp.float32, batch=self.loop.batch), self.data.row_tokens
-        own, rows = eagle3.specs(drafter), self.objective.steps * (self.objective.anchors or size)
-        teacher = count.layers(verifier, size, size / 2) + count.vocabulary(verifier, rows)
-        each = count.weights({"layer": own["layer"], "unembed": own["unembed"]}, rows)
-        drafted = each + count.attention(drafter.layers, rows, size / 2) + count.weights(own["fc"], size)
-        return float(teacher.flops + 3 * drafted.flops)
+        """Counts the verifier's pass and logits once; features, and layer and logits of every step, three times."""
+        count, length = Counter(dtype=jnp.float32, batch=self.loop.batch), self.data.sequence_length
+        specs, drafted = eagle3.specs(drafter), self.objective.steps * (self.objective.anchors or length)
+        teacher = count.layers(verifier, length, length / 2) + count.vocabulary(verifier, drafted)
+        work = count.weights({"layer": specs["layer"], "unembed": specs["unembed"]}, drafted)
+        work = work + count.attention(drafter.layers, drafted, length / 2) + count.weights(specs["fc"], length)
+        return float(teacher.flops + 3 * work.flops)
 
     @property
     def sizes(self) -> dict[str, int]:
         return {"steps": self.objective.steps, "anchors": self.objective.anchors, "chunk": self.objective.chunk}
 
-    def described(self, drafter: EagleConfig) -> tuple[str, dict[str, Any]]:
+    def describe(self, drafter: EagleConfig) -> tuple[str, dict[str, Any]]:
         return "EAGLE-3 drafter", {
             "layers, width": f"1, {drafter.layers.hidden_size}",
             "reads verifier layers": ", ".join(map(str, drafter.taps)),
@@ -143,13 +133,13 @@ class Eagle3Stage(DraftingStage):
         }
 
     def __post_init__(self) -> None:
-        whole, anchors, chunk = self.data.row_tokens, self.objective.anchors, self.objective.chunk
+        whole, anchors, chunk = self.data.sequence_length, self.objective.anchors, self.objective.chunk
         if anchors > whole:
-            raise ValueError(f"got objective.anchors {anchors}, expected at most data.row_tokens {whole}")
+            raise ValueError(f"got objective.anchors {anchors}, expected at most data.sequence_length {whole}")
         if (anchors or whole) % chunk:
-            of = "objective.anchors" if anchors else "data.row_tokens"
+            of = "objective.anchors" if anchors else "data.sequence_length"
             raise ValueError(f"got objective.chunk {chunk}, expected a divisor of {of} {anchors or whole}")
 
 
 if __name__ == "__main__":
-    config.run(main, Eagle3Stage, __doc__)
+    run_config.run(main, Eagle3Stage, __doc__)

@@ -17,22 +17,27 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import jax
 
 import treeflash_jax as tf
-from train import data
-from train.loop import Evaluating
-from train.records import Source, read
-from train.state import Stage, gather
-from treeflash_jax import devices, drafters
-from treeflash_jax.bench.records import read_jsonl, read_records
-from treeflash_jax.checks import bounded, fit
+from train.data import packing
+from train.data.records import Source, read
+from train.runtime.loop import Evaluating
+from train.runtime.training_state import Stage, gather
+from treeflash_jax import drafters
+from treeflash_jax.bench import harness, report
+from treeflash_jax.bench.bench_records import read_jsonl, read_records
+from treeflash_jax.bench.harness import System
+from treeflash_jax.bench.prompt_sets import BenchPrompt
+from treeflash_jax.core import devices
+from treeflash_jax.core.checks import bounded, fit
 from treeflash_jax.decoding.loops import Weights
-from treeflash_jax.trees.shape import MOST_NODES
-from treeflash_jax.verifiers.config import ModelConfig
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.trees.shape import Nodes
 
 BEFORE, AFTER = 8, 8
 TEMPERATURES = (0.4, 0.55, 0.7, 0.85, 1.0, 1.2)
@@ -53,14 +58,14 @@ class EvaluateConfig:
 
     prompts: int = bounded(16, least=0)
     new_tokens: int = bounded(64, least=1)
-    nodes: tuple[int, ...] = bounded((16, 64), least=1, most=MOST_NODES)
+    nodes: tuple[Nodes, ...] = (16, 64)
     temperature: float = bounded(0.0, least=0)
     candidates: int = bounded(16, least=1)
     batch: int = bounded(8, least=1)
 
 
 class TreeTau:
-    """Committed tokens per round of the drafter being trained, in every way of drafting that its stage names."""
+    """Tau of the drafter being trained, with every setting that its stage names."""
 
     def __init__(
         self,
@@ -70,7 +75,7 @@ class TreeTau:
         stage: Stage,
         model: ModelConfig,
         drafter: Any,
-        corpus: data.Corpus,
+        corpus: packing.Corpus,
         frozen: Any,
         mesh: jax.sharding.Mesh,
         stop_ids: Sequence[int],
@@ -80,26 +85,26 @@ class TreeTau:
         self.model = tf.TreeFlash(model, Weights(frozen["verifier"]), drafter=drafter, stop_ids=stop_ids, mesh=mesh)
         self.cast = devices.jit(lambda params: gather(params, stage.specs, stage.compute_dtype))
         self.systems, self.constant = systems, constant
-        own = drafters.of(drafter)
-        self.options = {name: config.candidates for name in ("candidates", "children") if name in own.OPTIONS}
-        self.names = tuple(own.specs(drafter))
+        module = drafters.of(drafter)
+        self.options = {name: config.candidates for name in ("candidates", "children") if hasattr(module.OPTIONS, name)}
+        self.names = tuple(module.specs(drafter))
         self.known: dict[str, dict[str, float]] = {}
 
     def __call__(self, params: Any, report: Evaluating) -> dict[str, float]:
-        """Tau of these weights by budget; `report` is told how many prompts are done."""
+        """Measures tau of these weights by number of nodes; `report` receives the number of finished prompts."""
         if not self.prompts or not self.config.nodes:
             return {}
         parts = self.frozen | self.cast(params)
         self.model.weights = Weights(self.frozen["verifier"], {name: parts.get(name, {}) for name in self.names})
-        found: dict[str, float] = {}
+        taus: dict[str, float] = {}
         for name, options in self.systems.items():
             if name not in self.constant or name not in self.known:
                 self.known[name] = self._tau(name, options, report)
-            found |= self.known[name]
-        return found
+            taus |= self.known[name]
+        return taus
 
     def _tau(self, name: str, options: Mapping[str, Any], report: Evaluating) -> dict[str, float]:
-        config, found, count = self.config, {}, len(self.prompts)
+        config, taus, count = self.config, {}, len(self.prompts)
         settings = " ".join(map(str, options.values()))
         for nodes in config.nodes:
             what = f"prompts with {f'{settings} trees' if settings else 'trees'} of {nodes} nodes"
@@ -116,15 +121,15 @@ class TreeTau:
             for done, (_, result) in enumerate(answers, start=1):
                 lengths += [float(length) for length in result.accept_lengths]
                 report(done, count, what)
-            found[f"held_out/{name}_{nodes}"] = mean(lengths)
-        return found
+            taus[f"held_out/{name}_{nodes}"] = mean(lengths)
+        return taus
 
 
-def held_out_prompts(corpus: data.Corpus, count: int) -> list[list[int]]:
-    """At most `count` prompts of held-out documents, spread evenly over all of them."""
-    found = [packed.prompt(number) for packed in corpus.held_out.values() for number in range(packed.num_documents)]
-    found = [prompt for prompt in found if prompt]
-    return [found[i] for i in data.spread(min(count, len(found)), len(found))]
+def held_out_prompts(corpus: packing.Corpus, count: int) -> list[list[int]]:
+    """Returns at most `count` prompts of held-out documents, spread evenly over all of them."""
+    prompts = [packed.prompt(number) for packed in corpus.held_out.values() for number in range(packed.num_documents)]
+    prompts = [prompt for prompt in prompts if prompt]
+    return [prompts[i] for i in packing.spread(min(count, len(prompts)), len(prompts))]
 
 
 def mean(values: Sequence[float]) -> float:
@@ -132,32 +137,32 @@ def mean(values: Sequence[float]) -> float:
 
 
 def temperatures(model: tf.TreeFlash, path: str, prompts: int, seed: int) -> Iterator[dict]:
-    """One row per verifier temperature, budget and head: tau at every drafter temperature."""
-    chats = [record.content[:1] for record in read(Source(path=path, limit=prompts), seed)]
+    """Yields tau at every drafter temperature, by verifier temperature, number of nodes and head."""
+    chats = [record.content[0]["content"] for record in read(Source(path=path, limit=prompts), seed)]
+    chats = [BenchPrompt(id=str(number), turns=(chat,)) for number, chat in enumerate(chats)]
     heads = (model.drafter.head, "marginal") if hasattr(model.drafter, "head") else (None,)
-    for temperature in (0.0, 1.0):
-        for nodes in (16, 64):
-            for head in heads:
-                settings = {"temperature": temperature, "nodes": nodes, "head": head, "max_new_tokens": 128, "seed": 3}
-                settings |= {"builder": "best-first"}
-                taus = {}
-                for sharpness in TEMPERATURES:
-                    results = model.generate(chats, batch_size=prompts, drafter_temperature=sharpness, **settings)
-                    taus[sharpness] = round(mean([length for r in results for length in r.accept_lengths]), 3)
-                yield settings | {"prompts": prompts, "tau": taus}
+    for temperature, nodes, head in product((0.0, 1.0), (16, 64), heads):
+        settings = {"nodes": nodes, "head": head, "max_new_tokens": 128, "builder": "best-first"}
+        configs = {sharpness: tf.GenerateConfig(**settings, drafter_temperature=sharpness, batch_size=prompts)
+                   for sharpness in TEMPERATURES}  # fmt: skip
+        systems = [System(name=str(sharpness), model=model, config=config) for sharpness, config in configs.items()]
+        sampling = {"temperatures": [temperature], "seeds": [3], "is_timed": False, "tell": lambda text: None}
+        records = list(harness.measure(systems, chats, **sampling))
+        taus = {entry["system"]: round(entry["tau"], 3) for entry in report.summarise(records, resamples=1)["systems"]}
+        yield settings | {"temperature": temperature, "seed": 3, "prompts": prompts, "tau": taus}
 
 
 def grams(answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> set[tuple[int, ...]]:
-    """All 16-grams of (prompt, response) pairs that touch the response."""
-    size, found = BEFORE + AFTER, set()
+    """Returns all 16-grams of (prompt, response) pairs that touch the response."""
+    size, known = BEFORE + AFTER, set()
     for prompt, response in answers:
         tokens = (*prompt[-(size - 1) :], *response)
-        found |= {tokens[at : at + size] for at in range(len(tokens) - size + 1)}
-    return found
+        known |= {tokens[first : first + size] for first in range(len(tokens) - size + 1)}
+    return known
 
 
 def by_seen(records: Sequence[dict], known: set[tuple[int, ...]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Per system, mean accepted length of seen and of unseen rounds, and how many there are."""
+    """Returns tau of seen and of unseen rounds, and their numbers, by system."""
     lengths: dict[str, dict[str, list[int]]] = defaultdict(lambda: {"seen": [], "unseen": []})
     for record in records:
         for ids, accepted in zip(record["ids"], record["accept_lengths"], strict=True):
@@ -188,8 +193,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.question == "temperatures":
         model = tf.load(verifier=args.verifier, drafter=args.drafter)
-        for row in temperatures(model, args.data, args.prompts, args.seed):
-            print(json.dumps(row), flush=True)
+        for result in temperatures(model, args.data, args.prompts, args.seed):
+            print(json.dumps(result), flush=True)
         return
     try:
         known = grams(read_answers(args.responses))
@@ -200,7 +205,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def read_answers(path: Path) -> list[tuple[list[int], list[int]]]:
-    """Prompts and responses of a file that `train.respond` wrote.
+    """Reads prompts and responses of a file that `train.respond` wrote.
 
     Raises:
       ValueError: a file that cannot be read, or a line that is no answer, by its number.

@@ -16,17 +16,18 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from orbax.checkpoint import v1 as ocp
 
-from train import config, folders, watch
-from train.drafting import DraftingStage, assembled, make_stage
-from train.stages import read_stage
-from train.state import Stage, abstract_rows, abstract_state, make_optimizer
-from treeflash_jax import drafters, files
-from treeflash_jax import mesh as meshes
-from treeflash_jax.checks import bounded
+from train.runtime import folders, run_config, watch
+from train.runtime.checkpoint import Checkpoints
+from train.runtime.run_config import LoopConfig
+from train.runtime.training_state import Stage, abstract_batch, abstract_state, make_optimizer
+from train.stages.drafting import DraftingStage, assemble, make_stage
+from train.stages.registry import read_stage
+from treeflash_jax import drafters
+from treeflash_jax.core import files, sharding
+from treeflash_jax.core.checks import bounded
+from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import models, storage
-from treeflash_jax.pairs import locate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class ExportStage:
     run: str
     out: str
     step: str = "last"
-    dialect: str = ""
+    dialect: str = bounded("", min_length=0)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     licence: str = "apache-2.0"
     drafter_temperature: float = bounded(0.0, least=0)
@@ -58,7 +59,10 @@ class ExportStage:
 
 
 def main(settings: ExportStage) -> None:
-    replacing = {"overwrite": settings.overwrite, "own": lambda folder: storage.is_own(folder / "model.safetensors")}
+    replacing = {
+        "overwrite": settings.overwrite,
+        "may_replace": lambda folder: storage.is_own(folder / "model.safetensors"),
+    }
     folders.check(settings.out, **replacing)
     trained = read_settings(settings.run)
     model = models.read_verifier_config(locate(trained.verifier, "verifier"))
@@ -75,7 +79,7 @@ def main(settings: ExportStage) -> None:
         models.save_drafter(
             out,
             drafter,
-            assembled(drafter, trained.kept(drafter) | params),
+            assemble(drafter, trained.stored(drafter) | params),
             dialect=dialect,
             dtype=jnp.dtype(settings.dtype),
         )
@@ -84,7 +88,7 @@ def main(settings: ExportStage) -> None:
 
 
 def read_settings(run: str) -> DraftingStage:
-    """What a run was started with. Raises ValueError where `run` is no run of a drafter."""
+    """Reads the settings that a run was started with. Raises ValueError if `run` is not the run of a drafter."""
     path = folders.absolute(run) / "settings.toml"
     if not path.exists():
         raise ValueError(f"{run}: got no settings.toml, expected the run= of a stage that trains a drafter")
@@ -92,37 +96,35 @@ def read_settings(run: str) -> DraftingStage:
 
 
 def read_params(settings: ExportStage, trained: DraftingStage, stage: Stage) -> tuple[int, Any]:
-    """The chosen step and its weights, whole, on one device."""
-    mesh = meshes.make_mesh(devices=jax.devices()[:1])
+    """Returns the chosen step and its weights, whole, on one device."""
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
     transform = make_optimizer(trained.optimizer, 1, stage.specs)
-    rows = abstract_rows(trained.loop.batch, trained.data.row_tokens)
-    with ocp.training.Checkpointer(folders.absolute(settings.run) / "checkpoints") as saved:
-        step = choose_step(list(saved.checkpoints), settings.step, trained.loop)
-        return step, saved.load(step, abstract_state(stage, transform, rows, mesh)).params
+    batch = abstract_batch(trained.loop.batch, trained.data.sequence_length)
+    with Checkpoints(settings.run, trained.loop) as saved:
+        step = choose_step(saved.metrics(), settings.step, trained.loop)
+        return step, saved.load(step, abstract_state(stage, transform, batch, mesh)).params
 
 
-def choose_step(found: list[Any], wanted: str, kept: config.LoopConfig) -> int:
-    """The step meant by "last", "best" or a number. Raises ValueError where there is none."""
-    steps = sorted(one.step for one in found)
-    if wanted == "last" and steps:
-        return steps[-1]
-    if wanted == "best":
-        scored = [(one.metrics[kept.best], one.step) for one in found if kept.best in (one.metrics or {})]
-        if scored:
-            return (min if kept.best_mode == "min" else max)(scored)[1]
-    if wanted.isdigit() and int(wanted) in steps:
+def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfig) -> int:
+    """The step meant by "last", "best" or a number. Raises ValueError if it was not saved."""
+    scores = {step: metrics[loop.best] for step, metrics in saved.items() if loop.best in metrics}
+    if wanted == "last" and saved:
+        return max(saved)
+    if wanted == "best" and scores:
+        return (min if loop.best_mode == "min" else max)(scores, key=scores.get)
+    if wanted.isdigit() and int(wanted) in saved:
         return int(wanted)
-    raise ValueError(f"got step {wanted!r}, expected last, best (needs evaluations of {kept.best}) or one of {steps}")
+    raise ValueError(f"got step {wanted!r}, expected last, best (needs evaluations of {loop.best}) or one of {[*saved]}")
 
 
 def card(settings: ExportStage, trained: DraftingStage, drafter: Any, dialect: str, step: int) -> str:
-    """A model card: what it is, how it was trained, what its run measured."""
-    kind, sizes = trained.described(drafter)
-    measured = [line for line in watch.read_log(settings.run) if line["step"] <= step]
+    """A model card: the drafter, its training, and the last held-out metrics of its run."""
+    kind, sizes = trained.describe(drafter)
     last: dict[str, Any] = {}
-    for line in measured:
-        last |= {name: value for name, value in line.items() if name.startswith("held_out/") and value is not None}
-    rows = [f"| {name.removeprefix('held_out/')} | {_shown(value)} |" for name, value in last.items()]
+    for line in watch.read_log(settings.run):
+        if line["step"] <= step:
+            last |= {name: value for name, value in line.items() if name.startswith("held_out/") and value is not None}
+    measured = [f"| {name.removeprefix('held_out/')} | {_format(value)} |" for name, value in last.items()]
     return f"""---
 license: {settings.licence}
 base_model: {trained.verifier}
@@ -152,22 +154,22 @@ or, on the command line (the second path is this folder, wherever it lies):
 
 | metric | value |
 |---|---|
-{chr(10).join(rows) if rows else "| none was measured | |"}
+{chr(10).join(measured) or "| none was measured | |"}
 
-`top1`, `overlap`: per slot, the token before it being right. `tau_n`: tokens committed per round, trees of n rows (root
+`top1`, `overlap`: per slot, given the right token before it. `tau_n`: tokens committed per round, trees of n nodes (root
 included).
 
 ## Settings of the run
 
 ```toml
-{config.dump(config.to_dict(trained)).strip()}
+{run_config.dump(run_config.to_dict(trained)).strip()}
 ```
 """
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return " ".join("-" if x is None else f"{x:.3f}" for x in value) if isinstance(value, list) else f"{value:.3f}"
 
 
 if __name__ == "__main__":
-    config.run(main, ExportStage, __doc__)
+    run_config.run(main, ExportStage, __doc__)

@@ -1,10 +1,10 @@
-"""Trains the TreeFlash head (or the linear one) on a backbone: what a drafted token depends on besides the context.
+"""Trains a head on a backbone: a drafted token then depends on the token before it (TreeFlash, or linear, or low-rank).
 
     python -m train.head configs/tiny/head.toml run=runs/head drafter=runs/drafter/model
 
-Forward KL from the verifier's distribution (temperature 1) to the corrected one, given the true previous token. The
-output layer starts at zero, where the drafter is DFlash, whatever head the drafter's folder may hold, or the head goes on
-from there (`keep_head`). Leaves a Hugging Face folder in RUN/model.
+Minimises the forward KL from the verifier's distribution (temperature 1) to the corrected one, given the true previous
+token. The output layer starts at zero, which is DFlash, whatever head the drafter's folder holds; with `keep_head`
+training continues from that head. Writes a Hugging Face folder, RUN/model.
 
 Source: TreeFlash (arXiv 2606.03819).
 """
@@ -17,19 +17,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from train import config
 from train.drafter import WITH_HEAD, BlockStage
-from train.drafting import train as main
-from treeflash_jax import params as parameters
+from train.runtime import run_config
+from train.stages.drafting import load_drafter, read_drafter
+from train.stages.drafting import train as main
 from treeflash_jax.bench import shapes
-from treeflash_jax.checks import bounded, quoted
+from treeflash_jax.core import parameters
+from treeflash_jax.core.checks import bounded, quoted
 from treeflash_jax.drafters import block
-from treeflash_jax.drafters.block.config import DrafterConfig
-from treeflash_jax.formats import models
-from treeflash_jax.pairs import locate
-from treeflash_jax.verifiers.config import ModelConfig
+from treeflash_jax.drafters.block.block_config import DrafterConfig
+from treeflash_jax.models.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +38,7 @@ class HeadStage(BlockStage):
       objective: loss and blocks.
       drafter: the name of a pair, a folder or a Hub id of a DFlash or TreeFlash drafter.
       head: a name in drafters.block.heads: "mlp" (TreeFlash), "linear" or "lowrank".
-      keep_head: starts from the drafter's own head, which is of this kind, not from zero.
+      keep_head: starts from the drafter's head, which is of this kind, not from zero.
       train_backbone: also trains the backbone (the paper's main runs; frozen is its nearly equal ablation).
       drafter_temperature: default stored with the drafter; 0 keeps the backbone's.
     """
@@ -73,39 +71,26 @@ class HeadStage(BlockStage):
         return "drafter" in raw or "train_backbone" in raw or ("head" in raw and "mask_token_id" not in raw)
 
     def drafter_config(self, model: ModelConfig) -> DrafterConfig:
-        """The drafter to be trained, its head replaced.
-
-        Raises:
-          ValueError: a drafter that cannot be read, of another verifier than `model`, or without the head to be kept.
-        """
-        drafter = models.read_drafter_config(self._folder).fitted(model)
-        if not isinstance(drafter, DrafterConfig):
-            raise ValueError(f"{self.drafter}: got a drafter of kind {drafter.kind!r}, expected a block drafter (DFlash)")
+        drafter = read_drafter(self.drafter, DrafterConfig, "block drafter (DFlash)").fitted(model)
         if self.keep_head and drafter.head != self.head:
             raise ValueError(f"{self.drafter}: got a drafter with head {drafter.head!r} to be kept, expected {self.head!r}")
         temperature = self.drafter_temperature or drafter.drafter_temperature
         return dataclasses.replace(drafter, head=self.head, drafter_temperature=temperature, sampled_above=None)
 
     def shaped_config(self, model: ModelConfig) -> DrafterConfig:
-        return dataclasses.replace(shapes.drafter_of(model), head=self.head)
+        return dataclasses.replace(shapes.find_drafter(model), head=self.head)
 
-    def fresh(self, drafter: DrafterConfig, weights: Any) -> dict[str, Any]:
-        """The drafter's own head, or one whose output layer is zero, so that training starts from the marginals."""
-        key = jax.random.key(self.loop.seed + 1)
-        fresh = {"head": parameters.initialize(block.specs(drafter)["head"], key, scale=self.init_scale)}
-        head = self._part("head") if self.keep_head else fresh
-        return head | (self._part("backbone") if self.train_backbone else {})
+    def stored(self, drafter: DrafterConfig) -> dict[str, Any]:
+        return load_drafter(self.drafter)
 
-    def kept(self, drafter: DrafterConfig) -> dict[str, Any]:
-        return {} if self.train_backbone else self._part("backbone")
-
-    @property
-    def _folder(self) -> Any:
-        return locate(self.drafter, "drafter")
-
-    def _part(self, name: str) -> dict[str, Any]:
-        return {name: models.load_drafter(self._folder, dtype=jnp.float32)[1][name]}
+    def fresh(self, drafter: DrafterConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """The drafter's head, or one whose output layer is zero, so that training starts from the marginals."""
+        fresh = {name: stored[name] for name in self.trains}
+        if not self.keep_head:
+            key = jax.random.key(self.loop.seed + 1)
+            fresh["head"] = parameters.initialize(block.specs(drafter)["head"], key, scale=self.init_scale)
+        return fresh
 
 
 if __name__ == "__main__":
-    config.run(main, HeadStage, __doc__)
+    run_config.run(main, HeadStage, __doc__)

@@ -4,9 +4,10 @@
     python -m train.language_model configs/tiny/language_model.toml run=runs/steered steers=true
     python -m train.language_model ... language_model=Qwen/Qwen3-0.6B train_model=false steers=true
 
-The loss is that of the small model's next-token law against the verifier's, over the verifier's own answers. With `steers`
-the feed-forward layers of the small model are shifted by what the verifier knew one to `offset` tokens earlier, as they are
-when a draft of that length follows a committed token. Leaves the folder of the small model in RUN/model, with its steering.
+The loss compares the small model's next-token distribution with the verifier's, over the verifier's own answers. With
+`steers` the feed-forward layers of the small model are shifted by the verifier's states one to `offset` tokens earlier,
+as they are when a draft of that length follows a committed token. Writes the folder of the small model, with its
+steering: RUN/model.
 
 Source: SD squared (arXiv 2511.09844) section 4; Osprey (arXiv 2609.09338) for a start from the verifier's first layers.
 """
@@ -16,31 +17,30 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from train import config, losses
-from train.data import Rows
-from train.drafting import DraftingStage
-from train.drafting import train as main
-from train.state import Sums
-from train.teacher import document_mask, teach
-from treeflash_jax import mesh as meshes
-from treeflash_jax import params as parameters
-from treeflash_jax import vocab
-from treeflash_jax.checks import bounded
-from treeflash_jax.costs import Counter
-from treeflash_jax.drafters import language_model, steering
-from treeflash_jax.drafters.language_model import LanguageModelConfig
+from train.data.packing import Batch
+from train.runtime import run_config
+from train.runtime.training_state import Sums, SumsFunction, split_chunks, sum_chunks
+from train.stages import losses
+from train.stages.drafting import DraftingStage, load_drafter, read_drafter
+from train.stages.drafting import train as main
+from train.stages.teacher import document_mask, teach
+from treeflash_jax.core import parameters, sharding
+from treeflash_jax.core.checks import AtLeast0, bounded
+from treeflash_jax.drafters import causal_lm, steering
+from treeflash_jax.drafters.causal_lm import LanguageModelConfig
 from treeflash_jax.drafters.steering import SteeringConfig
-from treeflash_jax.formats import models
-from treeflash_jax.pairs import locate
+from treeflash_jax.models import verifier as lm
+from treeflash_jax.models import vocab
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.costs import Counter
 from treeflash_jax.trees import pick
-from treeflash_jax.verifiers import forward as model_of
-from treeflash_jax.verifiers.config import ModelConfig
 
 TABLES = ("embed", "groups", "norm", "unembed")  # of the model, apart from its steering
 
@@ -57,20 +57,20 @@ class LanguageModelStage(DraftingStage):
       steers: trains steering too, from zero, or from that of the small model.
       taps: layers of the verifier that steering reads, low to high; empty takes the published rule.
       rank: rank of the projection to the shifts; 0 is one whole matrix, as published.
-      offset: the farthest a draft is from the state that steers it; drawn from 1 to `offset` for every row.
+      offset: largest distance of a draft from the state that steers it; drawn from 1 to `offset` for every sequence.
       loss: name in LOSSES.
-      chunk: tokens of a row whose logits exist at a time; divides the row.
+      chunk: tokens of a sequence whose logits exist at a time; divides the sequence length.
       num_depths, num_nodes, drafter_temperature: settings of evaluations; folders of language models cannot hold them.
     """
 
-    language_model: str = bounded("", nonempty=False)
+    language_model: str = bounded("", min_length=0)
     num_layers: int = bounded(2, least=1)
     train_model: bool = True
     steers: bool = False
-    taps: tuple[int, ...] = bounded((), least=0)
+    taps: tuple[AtLeast0, ...] = ()
     rank: int = bounded(0, least=0)
     offset: int = bounded(8, least=1)
-    loss: Literal["cross-entropy", "forward-kl", "total-variation"] = "forward-kl"
+    loss: losses.LossName = "forward-kl"
     chunk: int = bounded(64, least=1)
     num_depths: int = bounded(8, least=1)
     num_nodes: int = bounded(16, least=1)
@@ -81,8 +81,9 @@ class LanguageModelStage(DraftingStage):
             raise ValueError("got train_model=false and steers=false, expected one of them: nothing would be trained")
         if not (self.train_model or self.language_model):
             raise ValueError("got train_model=false and no language_model, expected the model that is to be steered")
-        if self.data.row_tokens % self.chunk:
-            raise ValueError(f"got chunk {self.chunk}, expected a divisor of data.row_tokens {self.data.row_tokens}")
+        length = self.data.sequence_length
+        if length % self.chunk:
+            raise ValueError(f"got chunk {self.chunk}, expected a divisor of data.sequence_length {length}")
         if len(self.taps) not in (0, 3):
             raise ValueError(f"got {len(self.taps)} taps, expected three layers of the verifier (low, mid, high) or none")
 
@@ -100,10 +101,8 @@ class LanguageModelStage(DraftingStage):
 
     def drafter_config(self, model: ModelConfig) -> LanguageModelConfig:
         if self.language_model:
-            made = models.read_drafter_config(self._folder)
-            if not isinstance(made, LanguageModelConfig):
-                raise ValueError(f"{self.language_model}: got a drafter of kind {made.kind!r}, expected a language model")
-            layers, steered = made.layers, made.steering
+            config = read_drafter(self.language_model, LanguageModelConfig, "language model")
+            layers, steered = config.layers, config.steering
         else:
             if self.num_layers > model.num_layers:
                 raise ValueError(f"got num_layers {self.num_layers}, expected at most {model.num_layers} (verifier)")
@@ -121,33 +120,30 @@ class LanguageModelStage(DraftingStage):
             drafter_temperature=self.drafter_temperature,
         ).fitted(model)
 
-    def fresh(self, drafter: LanguageModelConfig, weights: Any) -> dict[str, Any]:
-        made = self._model(drafter, weights) if self.train_model else {}
-        return made | ({"steering": self._steering(drafter)} if self.steers else {})
+    def stored(self, drafter: LanguageModelConfig) -> dict[str, Any]:
+        return load_drafter(self.language_model) if self.language_model else {}
 
-    def kept(self, drafter: LanguageModelConfig) -> dict[str, Any]:
-        stored = self._stored() if self.language_model else {}
-        return {name: tree for name, tree in stored.items() if name not in self.trains}
+    def fresh(self, drafter: LanguageModelConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+        fresh = {name: stored[name] for name in self.trains if name in stored}
+        if not stored:
+            sizes = [size for _, size in drafter.layers.runs]
+            groups = [group[:size] for group, size in zip(weights["groups"], sizes, strict=False)]
+            fresh |= sharding.to_host(weights | {"groups": groups})
+        if self.steers and "steering" not in fresh:
+            specs, key = steering.specs(drafter.steering), jax.random.key(self.loop.seed)
+            fresh["steering"] = steering.start(parameters.initialize(specs, key, scale=self.init_scale))
+        return fresh
 
-    def sums(
-        self,
-        params: Any,
-        frozen: Any,
-        rows: Rows,
-        keys_b: jax.Array,
-        *,
-        verifier: ModelConfig,
-        drafter: LanguageModelConfig,
-    ) -> Sums:
-        return language_model_sums(params, frozen, rows, keys_b, settings=self, verifier=verifier, drafter=drafter)
+    def make_sums(self, verifier: ModelConfig, drafter: LanguageModelConfig) -> SumsFunction:
+        return partial(language_model_sums, settings=self, verifier=verifier, drafter=drafter)
 
     def flops(self, verifier: ModelConfig, drafter: LanguageModelConfig) -> float:
-        count, row = Counter(dtype=jnp.float32, batch=self.loop.batch), self.data.row_tokens
-        own = count.layers(drafter.layers, row, row / 2) + count.vocabulary(drafter.layers, row)
-        teacher = count.layers(verifier, row, row / 2) + count.vocabulary(verifier, row)
-        return float(teacher.flops + (3 if self.train_model else 2) * own.flops)
+        count, length = Counter(dtype=jnp.float32, batch=self.loop.batch), self.data.sequence_length
+        drafted = count.layers(drafter.layers, length, length / 2) + count.vocabulary(drafter.layers, length)
+        teacher = count.layers(verifier, length, length / 2) + count.vocabulary(verifier, length)
+        return float(teacher.flops + (3 if self.train_model else 2) * drafted.flops)
 
-    def described(self, drafter: LanguageModelConfig) -> tuple[str, dict[str, Any]]:
+    def describe(self, drafter: LanguageModelConfig) -> tuple[str, dict[str, Any]]:
         sizes = {
             "layers, width": f"{drafter.layers.num_layers}, {drafter.layers.hidden_size}",
             "depths": drafter.num_depths,
@@ -157,31 +153,11 @@ class LanguageModelStage(DraftingStage):
         sizes["reads verifier layers"] = ", ".join(map(str, drafter.steering.taps))
         return "steered language model as a drafter", sizes | {"rank of the steering": drafter.steering.rank or "full"}
 
-    @property
-    def _folder(self) -> Any:
-        return locate(self.language_model, "drafter")
-
-    def _stored(self) -> dict[str, Any]:
-        return models.load_drafter(self._folder, dtype=jnp.float32)[1]
-
-    def _model(self, drafter: LanguageModelConfig, weights: Any) -> Any:
-        if self.language_model:
-            return {name: tree for name, tree in self._stored().items() if name in TABLES}
-        sizes = [size for _, size in drafter.layers.runs]
-        groups = [group[:size] for group, size in zip(weights["groups"], sizes, strict=False)]
-        return meshes.to_host(weights | {"groups": groups})
-
-    def _steering(self, drafter: LanguageModelConfig) -> Any:
-        if self.language_model and models.read_drafter_config(self._folder).steering is not None:
-            return self._stored()["steering"]
-        key = jax.random.key(self.loop.seed)
-        return steering.start(parameters.initialize(steering.specs(drafter.steering), key, scale=self.init_scale))
-
 
 def language_model_sums(
     params: Any,
     frozen: Any,
-    rows: Rows,
+    batch: Batch,
     keys_b: jax.Array,
     *,
     settings: LanguageModelStage,
@@ -191,66 +167,57 @@ def language_model_sums(
     """Weighted sums over the tokens of the answers.
 
     Returns:
-      "loss"; "top1", how often the likeliest token is the one that followed; and "overlap", sum min(p, q), where the loss
+      "loss"; "top1", whether the likeliest token is the one that followed; and "overlap", sum min(p, q), if the loss
       reads the verifier's distribution.
     """
     tables = frozen["verifier"]
-    dtype = tables["embed"].dtype
-    own = jax.tree.map(lambda x: x.astype(dtype), {name: (params | frozen)[name] for name in language_model.specs(drafter)})
-    teacher = teach(tables, verifier, drafter.taps, rows)
+    dtype, trees = tables["embed"].dtype, frozen | params
+    weights = jax.tree.map(lambda x: x.astype(dtype), {name: trees[name] for name in causal_lm.specs(drafter)})
+    teacher = teach(tables, verifier, drafter.taps, batch)
     shift = None
     if drafter.steering is not None:
-        shift = training_shift(own["steering"], rows, keys_b, teacher.features_bsj, settings.offset)
-    mask_btu = document_mask(rows.segments_rt)
-    run = jax.checkpoint(
-        lambda own: (
-            model_of.forward(
-                own, drafter.layers, rows.tokens_rt, rows.positions_rt, mask_btu, attention="chunked", shift=shift
-            ).hidden_btd
-        )
-    )
-    hidden_btd = run(own)
-    labels_bt, weights_bt = (jnp.roll(x, -1, axis=1).at[:, -1].set(0) for x in (rows.tokens_rt, rows.weights_rt))
+        shift = training_shift(weights["steering"], batch, keys_b, teacher.features_btj, settings.offset)
+    mask_bts = document_mask(batch.segments_bt)
+
+    @jax.checkpoint
+    def run(weights: Any) -> jax.Array:
+        inputs = batch.tokens_bt, batch.positions_bt, mask_bts
+        return lm.forward(weights, drafter.layers, *inputs, attention="chunked", shift=shift).hidden_btd
+
+    labels_bt, weights_bt = (jnp.roll(x, -1, axis=1).at[:, -1].set(0) for x in (batch.tokens_bt, batch.weights_bt))
     needs_verifier = settings.loss in losses.NEEDS_VERIFIER
 
     @jax.checkpoint
-    def part(hidden_btd: jax.Array, verifier_btd: jax.Array, labels_bt: jax.Array, weights_bt: jax.Array) -> Sums:
-        logits_btv = model_of.logits(own, hidden_btd)
-        log_p_btv = losses.log_softmax(model_of.logits(tables, verifier_btd)) if needs_verifier else None
-        targets = losses.Targets(labels_bt, log_p_btv)
-        total = jnp.sum(weights_bt)
-        found = {"loss": (jnp.sum(weights_bt * losses.LOSSES[settings.loss](logits_btv, targets)), total)}
+    def chunk_sums(hidden_btd: jax.Array, verifier_btd: jax.Array, labels_bt: jax.Array, weights_bt: jax.Array) -> Sums:
+        logits_btv = lm.logits(weights, hidden_btd)
+        log_p_btv = losses.log_softmax(lm.logits(tables, verifier_btd)) if needs_verifier else None
+        targets, total = losses.Targets(labels_bt, log_p_btv), jnp.sum(weights_bt)
+        sums = {"loss": (jnp.sum(weights_bt * losses.LOSSES[settings.loss](logits_btv, targets)), total)}
         logits_btv = lax.stop_gradient(logits_btv)
-        found["top1"] = (jnp.sum(weights_bt * (vocab.argmax(logits_btv) == labels_bt)), total)
+        sums["top1"] = (jnp.sum(weights_bt * (vocab.argmax(logits_btv) == labels_bt)), total)
         if needs_verifier:
-            found["overlap"] = (jnp.sum(weights_bt * losses.overlap(logits_btv, targets)), total)
-        return found
+            sums["overlap"] = (jnp.sum(weights_bt * losses.overlap(logits_btv, targets)), total)
+        return sums
 
-    def chunks(x_bt: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x_bt.reshape(x_bt.shape[0], -1, settings.chunk, *x_bt.shape[2:]), 1, 0)
-
-    parts = tuple(chunks(x_bt) for x_bt in (hidden_btd, teacher.hidden_bsd, labels_bt, weights_bt))
-    names = ("loss", "top1", "overlap") if needs_verifier else ("loss", "top1")
-    start = {name: (jnp.zeros(()), jnp.zeros(())) for name in names}
-    return lax.scan(lambda sums, one: (jax.tree.map(jnp.add, sums, part(*one)), None), start, parts)[0]
+    chunks = split_chunks((run(weights), teacher.hidden_btd, labels_bt, weights_bt), settings.chunk)
+    return sum_chunks(lambda chunk: chunk_sums(*chunk), chunks)
 
 
 def training_shift(
-    own: Any, rows: Rows, keys_b: jax.Array, features_bsj: jax.Array, offset: int
+    weights: Any, batch: Batch, keys_b: jax.Array, features_btj: jax.Array, offset: int
 ) -> Callable[[int], jax.Array]:
-    """The shift of a layer at every token, [b, t, f], by the verifier's state a few tokens earlier.
+    """Returns a function from a layer to its shift at every token, [b, t, f], by the verifier's state a few tokens earlier.
 
-    As in a draft, all tokens of a row are as far from the state that steers them; a state of another document never does.
-    Tokens before the last one of a prompt are not steered.
+    As in a draft, all tokens of a sequence are equally far from the state that steers them; it is always of the same
+    document. Tokens before the last one of a prompt are not steered.
     """
-    size = rows.tokens_rt.shape[1]
     offset_b = jax.vmap(lambda key: jax.random.randint(key, (), 1, offset + 1))(keys_b)
-    place_t = jnp.arange(size)
-    source_bt = jnp.maximum(place_t - offset_b[:, None], place_t - rows.positions_rt)
-    answers_bt = jnp.roll(rows.weights_rt, -1, axis=1).at[:, -1].set(0) > 0
-    of_layer = steering.layer_shifts(own, pick(steering.normed(own, features_bsj), source_bt))
-    return lambda layer: jnp.where(answers_bt[..., None], of_layer(layer), 0)
+    place_t = jnp.arange(batch.tokens_bt.shape[1])
+    source_bt = jnp.maximum(place_t - offset_b[:, None], place_t - batch.positions_bt)
+    answers_bt = jnp.roll(batch.weights_bt, -1, axis=1).at[:, -1].set(0) > 0
+    shifts = steering.layer_shifts(weights, pick(steering.normed(weights, features_btj), source_bt))
+    return lambda layer: jnp.where(answers_bt[..., None], shifts(layer), 0)
 
 
 if __name__ == "__main__":
-    config.run(main, LanguageModelStage, __doc__)
+    run_config.run(main, LanguageModelStage, __doc__)

@@ -1,16 +1,16 @@
-"""The verifier answers training prompts: the text a drafter has to predict is the verifier's own, not the data set's.
+"""The verifier answers training prompts: a drafter has to predict the verifier's own text, not that of a data set.
 
     python -m train.respond configs/shipped/respond.toml out=runs/responses.jsonl sources.0.path=data/gsm8k_train.jsonl
 
 Writes one JSON object a line, shortest prompts first: {"index", "source", "temperature", "finished": "stop" or "length",
-"prompt": ids, "response": ids}; with cut = "drop" answers that reached the limit end up apart, in OUT.cut. An answer
-depends on the seed and the index of its prompt, not on batches or hosts, so the same command goes on where it was stopped,
-on any number of hosts, and ends with the same file. The settings stand beside it, in OUT.settings.toml; a file of other
-settings is never continued or overwritten, and two commands never write one file (OUT.lock).
+"prompt": ids, "response": ids}; with cut = "drop", answers that reached the limit go to OUT.cut instead. An answer depends
+on the seed and the index of its prompt, not on batches or hosts, so the same command continues where it was stopped, on
+any number of hosts, and ends with the same file. Its settings are in OUT.settings.toml; a file of other settings is never
+continued or overwritten, and two commands never write one file (OUT.lock).
 
-On several hosts `out` lies where all of them see it. With replicas = "host" each host serves a verifier of its own on its
-own devices, takes its share of the batches and writes a part file; the first host merges the parts at the end. With
-replicas = "all" one verifier lies over all devices, for those that do not fit a host's.
+On several hosts `out` has to be visible to all of them. With replicas = "host" each host serves a verifier on its own
+devices, takes its share of the prompts and writes a part file; the first host merges the parts at the end. With
+replicas = "all" one verifier is spread over all devices, for those that do not fit a host's.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from train import answers, config, folders, hosts, lock, progress
-from train.config import MeshConfig
-from train.records import Malformed, Source, read
-from treeflash_jax.checks import bounded, quoted
-from treeflash_jax.loading import load
-from treeflash_jax.model import TreeFlash
-from treeflash_jax.pairs import locate
-from treeflash_jax.prompts import Text
-from treeflash_jax.results import Result
+from train.data import answers
+from train.data.records import Malformed, Source, read
+from train.runtime import folders, hosts, lock, run_config, watch
+from train.runtime.run_config import MeshConfig
+from treeflash_jax.core.checks import NonNegative, bounded, quoted
+from treeflash_jax.engine.loading import load
+from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.engine.pairs import locate
+from treeflash_jax.engine.prompts import Text
+from treeflash_jax.engine.results import Result
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress
-FREE = ("out", "batch", "mesh", "replicas", "cut")  # settings that may change when a run goes on: no answer depends on them
+FREE = ("out", "batch", "mesh", "replicas", "cut")  # settings that may change on continuing: no answer depends on them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +49,9 @@ class RespondConfig:
 
     Attributes:
       verifier: the name of a pair, a folder, a GGUF file or a Hub id.
-      drafter: likewise, but no file, to answer by drafted decoding: the same answers, sooner. None: one token at a time.
-      sources: of prompts: chats up to their first assistant turn, whole texts, or prompts of earlier responses. Records
-        held out for validation are not asked.
+      drafter: likewise, but no file, to decode with drafts: the same answers in less time. None: one token at a time.
+      sources: sources of prompts: chats up to their first assistant turn, whole texts, or prompts of earlier responses.
+        Records held out for validation are not answered.
       out: the JSONL file.
       temperatures: taken in turn by the prompts.
       max_new_tokens: largest number of tokens of an answer.
@@ -67,7 +68,7 @@ class RespondConfig:
     drafter: str | None = None
     sources: tuple[Source, ...]
     out: str
-    temperatures: tuple[float, ...] = bounded((0.0, 0.7, 0.0, 1.0), least=0)
+    temperatures: tuple[NonNegative, ...] = (0.0, 0.7, 0.0, 1.0)
     max_new_tokens: int = bounded(160, least=1)
     cut: Literal["keep", "drop"] = "keep"
     max_prompt_tokens: int = bounded(192, least=1)
@@ -87,7 +88,7 @@ class RespondConfig:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to be continued, and the name of the source they are from."""
+    """Token ids to be continued, and the name of their source."""
 
     source: str
     ids: list[int]
@@ -96,61 +97,17 @@ class Prompt:
 def main(settings: RespondConfig) -> None:
     hosts.connect()
     out = Path(settings.out).expanduser()
-    answers.check_settings(settings, out, FREE)
-    model = load_model(settings)
-    prompts = collect_prompts(settings, model)
     with lock.held(folders.absolute(f"{out}.lock"), f"out={settings.out}") as mine:
-        answers.check_settings(settings, out, FREE)  # another command may have begun the file meanwhile
-        answer(settings, model, prompts, out, mine)
-
-
-def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt], out: Path, mine: lock.Lock) -> None:
-    """Answers the prompts that `out` lacks, and puts what all hosts wrote in order.
-
-    Raises:
-      ValueError: a file of other prompts, a folder that not all hosts see, or a lock that was lost.
-    """
-    by_host = settings.replicas == "host" and jax.process_count() > 1
-    own = answers.part_path(out, jax.process_index()) if by_host else out
-    writes = by_host or hosts.is_first()
-    if writes:
-        answers.drop_unfinished_line(own)
-    _wait("read")  # no host writes while another reads what is there
-    prompts = answers.in_order(out, prompts)
-    asked = [prompt.ids for prompt in prompts]
-    done = answers.finished(out, asked)
-    missing = [index for index in range(len(prompts)) if index not in done]
-    _agree(len(done), out)
-    if hosts.is_first():
-        answers.save_settings(settings, out)
-    share = missing[jax.process_index() :: jax.process_count()] if by_host else missing
-    began, tokens = time.perf_counter(), 0
-    with (
-        own.open("a", encoding="utf-8") if writes else open(os.devnull, "w") as file,
-        progress.Bar("answers", len(done) + len(share), len(done)) as bar,
-    ):
-        for number, (index, result) in enumerate(respond(model, prompts, share, settings), start=1):
-            mine.check()
-            file.write(line_of(index, prompts[index], settings, result))
-            file.flush()
-            tokens += len(result.ids)
-            bar.update(len(done) + number)
-    seconds = time.perf_counter() - began
-    _wait("merge")
-    if hosts.is_first():
-        mine.check()
-        dropped = answers.merge(out, asked, settings.cut)
-        apart = f", {dropped:,} that were cut in {answers.cut_path(out)}" if dropped else ""
-        rows = {"new tokens": f"{tokens:,} ({tokens / seconds:,.0f} a second)", "time": progress.duration(seconds)}
-        progress.table(f"{len(prompts) - dropped:,} answers in {out}{apart}", rows if tokens else {})
+        answers.check_settings(settings, out, FREE)
+        model = load_model(settings)
+        answer(settings, model, collect_prompts(settings, model), out, mine)
 
 
 def load_model(settings: RespondConfig) -> TreeFlash:
-    """The verifier, and its drafter if one is asked for, on the devices of this replica."""
+    """Loads the verifier, and the drafter if there is one, on the devices of this replica."""
     if settings.mesh.fsdp != 1:
         raise ValueError(f"got mesh.fsdp {settings.mesh.fsdp}, expected 1: answers are made over data and model")
-    devices = jax.local_devices() if settings.replicas == "host" else jax.devices()
-    mesh = hosts.make_mesh(settings.mesh, devices)
+    mesh = hosts.make_mesh(settings.mesh, jax.local_devices() if settings.replicas == "host" else jax.devices())
     is_alone = mesh.size == 1 and (settings.replicas == "host" or jax.process_count() == 1)
     return load(
         verifier=locate(settings.verifier, "verifier"),
@@ -160,10 +117,10 @@ def load_model(settings: RespondConfig) -> TreeFlash:
 
 
 def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool = False) -> list[Prompt]:
-    """Prompts of all sources, sorted by length, so that a batch wastes little.
+    """Returns the prompts of all sources, sorted by length to reduce padding.
 
     Args:
-      held_out: take the prompts that are held out for validation, and no others.
+      held_out: return the prompts that are held out for validation, and no others.
 
     Raises:
       ValueError: a source that cannot be read, no prompt that is short enough, or more tokens than the context holds.
@@ -178,9 +135,8 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
 
     for source in settings.sources:
         for record in read(source, settings.seed, malformed):
-            is_held_out = bool(source.hold_out) and record.number % source.hold_out == source.hold_out - 1
-            if is_held_out != held_out:
-                left_out["held out" if is_held_out else "to be answered"] += 1
+            if source.holds_out(record.number) != held_out:
+                left_out["to be answered" if held_out else "held out"] += 1
                 continue
             try:
                 ids = model.encode(question(record.content))
@@ -205,10 +161,61 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
     return prompts
 
 
+def question(content: Any) -> Any:
+    """Returns the prompt of a record: a chat up to its first assistant turn, a text, or ids."""
+    if isinstance(content, str):
+        return Text(content)
+    if not isinstance(content, list):
+        return content.prompt
+    roles = [message["role"] for message in content]
+    if roles[:1] == ["assistant"]:
+        raise ValueError("got a chat that the assistant opens, expected another turn first")
+    return content[: roles.index("assistant")] if "assistant" in roles else content
+
+
+def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt], out: Path, mine: lock.Lock) -> None:
+    """Answers the prompts that `out` lacks, and merges the answers of all hosts in order.
+
+    Raises:
+      ValueError: a file of other prompts, a folder that not all hosts see, or a lock that was lost.
+    """
+    by_host = settings.replicas == "host" and jax.process_count() > 1
+    path = answers.part_path(out, jax.process_index()) if by_host else out
+    writes = by_host or hosts.is_first()
+    if writes:
+        answers.drop_unfinished_line(path)
+    _wait("read")  # no host writes while another reads
+    prompts, done = answers.match(out, prompts)
+    _check_shared(len(done), out)
+    if hosts.is_first():
+        answers.save_settings(settings, out)
+    missing = [index for index in range(len(prompts)) if index not in done]
+    share = missing[jax.process_index() :: jax.process_count()] if by_host else missing
+    began, tokens = time.perf_counter(), 0
+    with (
+        path.open("a", encoding="utf-8") if writes else open(os.devnull, "w") as file,
+        watch.Bar("answers", len(done) + len(share), len(done)) as bar,
+    ):
+        for number, (index, result) in enumerate(respond(model, prompts, share, settings), start=1):
+            mine.check()
+            file.write(answer_line(index, prompts[index], settings, result))
+            file.flush()
+            tokens += len(result.ids)
+            bar.show(len(done) + number)
+    seconds = time.perf_counter() - began
+    _wait("merge")
+    if hosts.is_first():
+        mine.check()
+        dropped = answers.merge(out, len(prompts), settings.cut)
+        also = f", {dropped:,} that were cut in {answers.cut_path(out)}" if dropped else ""
+        speed = {"new tokens": f"{tokens:,} ({tokens / seconds:,.0f} a second)", "time": watch.duration(seconds)}
+        watch.table(f"{len(prompts) - dropped:,} answers in {out}{also}", speed if tokens else {})
+
+
 def respond(
     model: TreeFlash, prompts: Sequence[Prompt], indices: Sequence[int], settings: RespondConfig
 ) -> Iterator[tuple[int, Result]]:
-    """(index, answer) of the prompts at `indices`, in the order in which they finish."""
+    """Yields (index, answer) for the prompts at `indices`, in the order in which they finish."""
     if not indices:
         return
     results = model.generate_each(
@@ -221,34 +228,21 @@ def respond(
         max_new_tokens=settings.max_new_tokens,
         batch_size=settings.batch,
     )
-    tokens, said = 0, time.perf_counter()
+    tokens, printed = 0, time.perf_counter()
     for number, (at, result) in enumerate(results, start=1):
         if result.finished == "interrupted":
-            raise SystemExit("interrupted; the same command goes on from here")
+            raise SystemExit("interrupted; the same command continues from here")
         yield indices[at], result
         tokens += len(result.ids)
-        if time.perf_counter() - said > SECONDS_BETWEEN_LINES or number == len(indices):
-            said = time.perf_counter()
+        if time.perf_counter() - printed > SECONDS_BETWEEN_LINES or number == len(indices):
+            printed = time.perf_counter()
             left = result.seconds / number * (len(indices) - number)
-            shown = f", {left:,.0f} s left" if number >= settings.batch else ""  # before, most of the work is not counted
+            shown = f", {left:,.0f} s left" if number >= settings.batch else ""  # earlier estimates are too high
             speed = tokens / max(result.seconds, 1e-9)
             hosts.say(f"{number:,} of {len(indices):,} answers, {speed:,.0f} tokens/s{shown}")
 
 
-def question(content: Any) -> Any:
-    """What a record asks: a chat up to its first assistant turn, a text, or ids."""
-    if isinstance(content, str):
-        return Text(content)
-    if not isinstance(content, list):
-        return content.prompt
-    turns = [message["role"] for message in content]
-    question = content[: turns.index("assistant")] if "assistant" in turns else content
-    if not question:
-        raise ValueError("got a chat that the assistant opens, expected another turn first")
-    return question
-
-
-def line_of(index: int, prompt: Prompt, settings: RespondConfig, result: Result) -> str:
+def answer_line(index: int, prompt: Prompt, settings: RespondConfig, result: Result) -> str:
     record = {
         "index": index,
         "source": prompt.source,
@@ -264,8 +258,8 @@ def _temperature(index: int, settings: RespondConfig) -> float:
     return settings.temperatures[index % len(settings.temperatures)]
 
 
-def _agree(count: int, out: Path) -> None:
-    """Also a barrier. Hosts that see other answers would wait for each other for ever."""
+def _check_shared(count: int, out: Path) -> None:
+    """Raises ValueError if hosts see different answers: they would wait for each other for ever. Also a barrier."""
     counts = multihost_utils.process_allgather(np.int32(count)) if jax.process_count() > 1 else np.int32([count])
     if np.any(counts != count):
         raise ValueError(
@@ -273,10 +267,10 @@ def _agree(count: int, out: Path) -> None:
         )
 
 
-def _wait(stage: str) -> None:
+def _wait(phase: str) -> None:
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"respond: {stage}")
+        multihost_utils.sync_global_devices(f"respond: {phase}")
 
 
 if __name__ == "__main__":
-    config.run(main, RespondConfig, __doc__)
+    run_config.run(main, RespondConfig, __doc__)

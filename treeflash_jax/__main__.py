@@ -1,5 +1,5 @@
 import sys
 
-from treeflash_jax.cli import main
+from treeflash_jax.cli.commands import main
 
 sys.exit(main())

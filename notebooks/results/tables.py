@@ -23,7 +23,6 @@ PAGES = [
     ROOT / "README.md",
     *sorted(page for part in ("notebooks", "train", "treeflash_jax") for page in (ROOT / part).rglob("README.md")),
 ]
-SETTINGS = ROOT / "treeflash_jax" / "settings.py"
 SYSTEMS = {
     "ar": "one token at a time",
     "chain": "chain (DFlash)",
@@ -178,29 +177,23 @@ def latency() -> str:
     rows, commands = [], []
     for result in read("latency_tiny.json")["results"]:
         settings = result["settings"]
-        time = {(row["stage"], row["nodes"]): row["ms"] for row in result["stages"]}
+        time = {(row["phase"], row["nodes"]): row["ms"] for row in result["phases"]}
         for nodes in settings["nodes"]:
             parts = [time["draft", None], time["expand", None]]
-            parts += [time[stage, nodes] for stage in ("tree", "verify", "accept", "commit", "round")]
+            parts += [time[phase, nodes] for phase in ("tree", "verify", "accept", "commit", "round")]
             parts += [time["step", None], time["round", nodes] / time["step", None]]
             rows.append([settings["candidates"], nodes, *(f"{part:.2f}" for part in parts)])
         sizes = {name: settings[name] for name in ("batch", "context", "candidates", "children", "dtype")}
         options = " ".join(f"--{name} {value}" for name, value in sizes.items())
         nodes = " ".join(map(str, settings["nodes"]))
         commands.append(f"treeflash bench latency --nodes {nodes} {options} --out latency.json")
-    header = "candidates, children | nodes | draft | second stage | tree | verify | accept | commit | round"
+    header = "candidates, children | nodes | draft | head | tree | verify | accept | commit | round"
     header += " | one-token step | round / step"
     where = result["hardware"]
     caption = (
         f"{where['cores']} CPU cores, {settings['dtype']}, batch {settings['batch']}, jax {result['versions']['jax']}:"
     )
     return "\n".join([table(header, rows), "", caption, fenced(commands)])
-
-
-def growth() -> str:
-    result = next(r for r in read("latency_tiny.json")["results"] if r["settings"]["candidates"] == 16)
-    rows = [[stage, f"{one['exponent']:.2f}", f"{one['steepest']:.2f}"] for stage, one in result["growth"].items()]
-    return table("stage | exponent, 16 to 256 nodes | steepest between two sizes", rows)
 
 
 def budget() -> str:
@@ -262,36 +255,17 @@ def fits() -> str:
     return "\n".join([made, "", note])
 
 
-def gpu_rounds() -> str:
-    runs = read("gpu_rounds.json")
-    stages = ("draft", "expand", "tree", "verify", "accept", "commit")
-    rows = [
-        [
-            one["shape"],
-            one["batch"],
-            f"{one['bytes_per_device']['round'] / GIB:.2f}",
-            *(one["launches"][stage] for stage in stages),
-            sum(runs[f"{name} none"]["launches"].values()),
-        ]
-        for name, one in runs.items()
-        if one["builder"] == "best-first"
-    ]
-    return table("model | batch | temporary, GiB | draft | expand | tree | verify | accept | commit | one-token step", rows)
-
-
 def drafter_rounds() -> str:
-    """Rounds of drafters that are not blocks: memory, and what they launch or move, where the compiler tells."""
+    """Rounds of drafters that are not blocks: memory, and the bytes of their collectives."""
     rows = []
-    for one in read("drafter_rounds.json").values():
-        size = {name: count / GIB for name, count in one["bytes_per_device"].items()}
+    for result in read("drafter_rounds.json").values():
+        size = {name: count / GIB for name, count in result["bytes_per_device"].items()}
         parts = [size["drafter"], size["drafter_cache"], max(size["round"], size["prefill"]), size["total"]]
-        mesh, found = "x".join(map(str, one["mesh"].values())), one["launches"] or {}
-        reduced = one["collectives"].get("all-reduce")
-        level = f"{found['tree'] / one['depths']:.0f}" if found else ""
-        ends = [found.get("draft", ""), one["depths"], level, f"{reduced['bytes'] / MIB:.0f} MiB" if reduced else ""]
-        rows.append([one["drafter"], one["topology"], mesh, one["batch"], *(f"{part:.2f}" for part in parts), *ends])
-    header = "drafter | topology | mesh | batch | drafter | its cache | temporary | total"
-    return table(f"{header} | launches before the tree | levels | launches a level | all-reduces", rows)
+        mesh, reduced = "x".join(map(str, result["mesh"].values())), result["collectives"].get("all-reduce")
+        names = result["drafter"], result["topology"], mesh, result["batch"]
+        moved = f"{reduced['bytes'] / MIB:.0f} MiB" if reduced else ""
+        rows.append([*names, *(f"{part:.2f}" for part in parts), result["depths"], moved])
+    return table("drafter | topology | mesh | batch | drafter | its cache | temporary | total | levels | all-reduces", rows)
 
 
 def beside_published() -> str:
@@ -332,28 +306,30 @@ def peers_trained() -> str:
 
 def drafters() -> str:
     runs = read("drafters_tiny.json")
-    stages = ("draft", "expand", "tree", "verify", "commit", "round")
+    phases = ("draft", "expand", "tree", "verify", "commit", "round")
 
-    def listed(values: Iterable[float]) -> str:
+    def join(values: Iterable[float]) -> str:
         return " ".join(f"{value:.2f}" for value in list(values)[:5])
 
     rows = []
-    for row in runs["arms"]:
-        times, distances = row["stages_ms"], row["distance_by_depth"]
+    for system in runs["systems"]:
+        times, distances = system["phases_ms"], system["distance_by_depth"]
         if times is None:
-            plain = f"{row['tokens_per_second']:.0f}"
+            plain = f"{system['tokens_per_second']:.0f}"
             continue
-        pace = [f"{row['tau']:.2f}", f"{row['tokens_per_second']:.0f}"]
-        more = [listed(row["accepted_by_depth"]), listed(distances["distance"]) if distances else ""]
-        costs = [f"{times[stage]:.1f}" if stage in times else "" for stage in stages]
-        rows.append([row["drafter"], row["way"], row["nodes"], *pace, *more, *costs])
-    step = median(row["stages_ms"]["step"] for row in runs["arms"] if row["stages_ms"])
+        shares = system["acceptance_by_depth"]
+        accepted = [share / above for above, share in zip([1.0, *shares], shares, strict=False)]
+        pace = [f"{system['tau']:.2f}", f"{system['tokens_per_second']:.0f}"]
+        more = [join(accepted), join(distances["distance"]) if distances else ""]
+        costs = [f"{times[phase]:.1f}" if phase in times else "" for phase in phases]
+        rows.append([system["drafter"], system["way"], system["nodes"], *pace, *more, *costs])
+    step = median(system["phases_ms"]["step"] for system in runs["systems"] if system["phases_ms"])
     header = "drafter | way | nodes | tau | tokens/s | accepted at depth 1 to 5 | distance at depth 1 to 5"
-    header += "".join(f" | {stage}" for stage in stages)
+    header += "".join(f" | {phase}" for phase in phases)
     settings = runs["settings"]
     note = (
         f"{settings['prompts']} GSM8K test prompts, greedy, batch 1, {settings['max_new_tokens']} "
-        f"new tokens, float32, stages in ms. One token at a time: {plain} tokens/s, {step:.1f} ms a step. 2 CPU cores, jax "
+        f"new tokens, float32, phases in ms. One token at a time: {plain} tokens/s, {step:.1f} ms a step. 2 CPU cores, jax "
         f"{runs['versions']['jax']}; {runs['note']}:"
     )
     return "\n".join([table(header, rows), "", note, fenced([runs["command"]])])
@@ -417,49 +393,28 @@ def accept_costs() -> str:
         ]
         for row in runs["rows"]
     ]
-    made = table("builder | rule | T | batch | accept stage, ms | share of the verify floor", rows)
+    made = table("builder | rule | T | batch | accept phase, ms | share of the verify floor", rows)
     return "\n".join([made, "", f"{runs['hardware']}:", fenced([runs["command"]], "text")])
 
 
 def options() -> str:
     """Every setting of a call, from the fields that declare it."""
-    from treeflash_jax.checks import default_of
-    from treeflash_jax.settings import GROUPS
+    from treeflash_jax.core.checks import default_text
+    from treeflash_jax.engine.settings import groups
 
     rows = {True: [], False: []}
-    for one in (field for group in GROUPS.values() for field in fields(group)):
+    for one in (field for group in groups().values() for field in fields(group)):
         about = one.metadata
-        rows[about["basic"]].append([f"`--{one.name.replace('_', '-')}`", about["help"], default_of(one), about["kind"]])
+        rows[about["basic"]].append([f"`--{one.name.replace('_', '-')}`", about["help"], default_text(one), about["kind"]])
     return table("option | meaning | default | changes", [*rows[True], ["**advanced**", "", "", ""], *rows[False]])
-
-
-def typed_settings(text: str) -> str:
-    """settings.py with the fields of GenerateConfig as those of the TypedDict that type checkers read."""
-    from treeflash_jax.settings import GenerateConfig
-
-    lines = "".join(f"    {one.name}: {one.type}\n" for one in fields(GenerateConfig)).replace("'", '"')
-    return re.sub(r"(?<=    # fields\n).*?(?=    # end\n)", lines, text, flags=re.DOTALL)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        *(tau, tau_smollm2, speed_smollm2, tau_seen, drafter_temperature, train_head, train_steps, latency, growth, budget),
-        *(
-            fits,
-            tpu_rounds,
-            experts_rounds,
-            gpu_rounds,
-            drafter_rounds,
-            beside_published,
-            peers,
-            peers_trained,
-            drafters,
-            sampled_trees,
-            leaves,
-            accept_costs,
-            options,
-        ),
+        *(tau, tau_smollm2, speed_smollm2, tau_seen, drafter_temperature, train_head, train_steps, latency, budget, fits),
+        *(tpu_rounds, experts_rounds, drafter_rounds, beside_published, peers, peers_trained, drafters, sampled_trees),
+        *(leaves, accept_costs, options),
     )
 }
 
@@ -473,7 +428,6 @@ def rendered(text: str) -> str:
 def main() -> None:
     for page in PAGES:
         page.write_text(rendered(page.read_text(encoding="utf-8")), encoding="utf-8")
-    SETTINGS.write_text(typed_settings(SETTINGS.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

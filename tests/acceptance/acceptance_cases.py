@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax import acceptance, trees
-from treeflash_jax.acceptance.rows import TargetRows
+from treeflash_jax.acceptance.target import TargetDistribution
 from treeflash_jax.trees import DETERMINISTIC, WITH_REPLACEMENT, TransitionTable, TreeShape
-from treeflash_jax.trees.without_replacement import likeliest
+from treeflash_jax.trees.without_replacement import best_outline
 
 FORCED = 1e3  # noise that outweighs any log-probability
 NODES, BATCH = 7, 1024  # of the enumerations, so that all share their compiled rules
@@ -32,8 +32,8 @@ class Case:
     draft: Callable[[oracle.Drafter, oracle.Run, int], oracle.Tree]
 
     @property
-    def law(self) -> str:
-        return trees.BUILDERS[self.builder].law_of(self.shape)
+    def distribution(self) -> str:
+        return trees.BUILDERS[self.builder].distribution_for(self.shape)
 
 
 def paths_case(nodes: int, branches: int, **more) -> Case:
@@ -48,7 +48,7 @@ def delayed_case(nodes: int, trunk: int, branches: int) -> Case:
 
 def without_replacement_case(nodes: int, branches: int) -> Case:
     def draft(drafter, run, depths):
-        return oracle.draft_without_replacement(drafter, run, likeliest(nodes - 1, branches, depths)[0])
+        return oracle.draft_without_replacement(drafter, run, best_outline(nodes - 1, branches, depths)[0])
 
     return Case("without-replacement", nodes, TreeShape(branches=branches), draft)
 
@@ -60,21 +60,21 @@ def hybrid_case(nodes: int, skeleton: float) -> Case:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """A verifier and a drafter over a tiny vocabulary; p is what top-p leaves of the verifier's law."""
+    """A verifier and a drafter over a tiny vocabulary; p is what top-p leaves of the verifier's distribution."""
 
     vocabulary: int
     depths: int
-    unfiltered: oracle.Law
+    unfiltered: oracle.Distribution
     drafter: oracle.Drafter
     top_p: float = 1.0
 
     # Worlds live as long as the tests.
     @cache  # noqa: B019
     def p(self, node: oracle.Prefix) -> np.ndarray:
-        law = self.unfiltered(node)
-        order = np.argsort(-law)
-        kept = order[: 1 + int(np.sum(np.cumsum(law[order]) < self.top_p))]
-        return oracle.normalised(np.where(np.isin(np.arange(len(law)), kept), law, 0))
+        distribution = self.unfiltered(node)
+        order = np.argsort(-distribution)
+        kept = order[: 1 + int(np.sum(np.cumsum(distribution[order]) < self.top_p))]
+        return oracle.normalised(np.where(np.isin(np.arange(len(distribution)), kept), distribution, 0))
 
     def drafts(self, case: Case) -> list[tuple[float, oracle.Tree]]:
         """Every draft with its probability."""
@@ -82,38 +82,38 @@ class World:
         return [(run.probability, tree) for run, tree in runs]
 
     def table(self, batch: int) -> TransitionTable:
-        """The drafter as a transition table: row (depth, places of the children along the prefix)."""
-        children = max(len(row.tokens) for row in self.drafter.rows.values())
+        """The drafter as a transition table: node (depth, places of the children along the prefix)."""
+        children = max(len(context.tokens) for context in self.drafter.contexts.values())
         shape = (self.depths, children ** (self.depths - 1), children)
         tokens = np.broadcast_to(np.arange(children), shape).astype(np.int32)
         log_probs, next_row = np.full(shape, -np.inf), np.full(shape, -1, np.int32)
         tokens = tokens.copy()
-        for node, row in self.drafter.rows.items():
+        for node, context in self.drafter.contexts.items():
             at = 0
             for i, token in enumerate(node):
-                at = at * children + self.drafter.rows[node[:i]].tokens.index(token)
-            here = len(node), at, slice(len(row.tokens))
-            tokens[here], log_probs[here] = row.tokens, row.log_probs
-            next_row[here] = [at * children + i if goes else -1 for i, goes in enumerate(row.continues)]
+                at = at * children + self.drafter.contexts[node[:i]].tokens.index(token)
+            here = len(node), at, slice(len(context.tokens))
+            tokens[here], log_probs[here] = context.tokens, context.log_probs
+            next_row[here] = [at * children + i if goes else -1 for i, goes in enumerate(context.continues)]
         arrays = (jnp.asarray(x) for x in (tokens, log_probs, next_row))
         return TransitionTable(*(jnp.broadcast_to(x, (batch, *x.shape)) for x in arrays))
 
     def noise(self, case: Case, drafts: list[tuple[float, oracle.Tree]]) -> np.ndarray:
         """Gumbel noise [b, n, c] that makes the library draw what the oracle drew."""
-        children = max(len(row.tokens) for row in self.drafter.rows.values())
+        children = max(len(context.tokens) for context in self.drafter.contexts.values())
         noise = np.zeros((len(drafts), case.nodes, children))
         for b, (_, tree) in enumerate(drafts):
-            prefix_of = {0: ()}
+            node_prefix = {0: ()}
             drawn: dict[int, int] = {}
             for above, place, token, kind in tree.places:
-                node = prefix_of.get(above)
+                node = node_prefix.get(above)
                 if node is None:  # a deterministic node of a skeleton
                     node = list(oracle.best_first(self.drafter, round(case.shape.skeleton * (case.nodes - 1))))[above]
-                prefix_of[place] = (*node, token)
-                slot = self.drafter.rows[node].tokens.index(token)
-                row = place if kind == "own" else above
-                noise[b, row, slot] = FORCED * (1 - 0.1 * drawn.get(row, 0))
-                drawn[row] = drawn.get(row, 0) + 1
+                node_prefix[place] = (*node, token)
+                slot = self.drafter.contexts[node].tokens.index(token)
+                context = place if kind == "own" else above
+                noise[b, context, slot] = FORCED * (1 - 0.1 * drawn.get(context, 0))
+                drawn[context] = drawn.get(context, 0) + 1
         return noise
 
     def build(self, case: Case, noise: np.ndarray):
@@ -126,7 +126,7 @@ class World:
 
 
 def read(tree, proposal, b: int, vocabulary: int):
-    """A tree of the library as the oracle's: prefixes of the nodes, draws with their laws, and (node, j) of each draw."""
+    """Reads a tree of the library as the oracle's: prefixes of the nodes, draws, and (node, j) of each draw."""
     tokens, parent, valid = (np.asarray(x)[b] for x in (tree.tokens_bn, tree.parent_bn, tree.valid_bn))
     prefixes: list[oracle.Prefix] = [()]
     for node in range(1, int(valid.sum())):
@@ -156,8 +156,8 @@ def read(tree, proposal, b: int, vocabulary: int):
     return prefixes, read, names
 
 
-class Spy(TargetRows):
-    """Target rows that remember the residual row the walk asked for."""
+class Spy(TargetDistribution):
+    """Target nodes that remember the residual node the walk asked for."""
 
     asked: list = []
 
@@ -167,26 +167,26 @@ class Spy(TargetRows):
         return row_bv
 
 
-def target_rows(logits_bnv, temperature=1.0, top_p=1.0, kind=TargetRows):
+def target_distribution(logits_bnv, temperature=1.0, top_p=1.0, kind=TargetDistribution):
     batch = logits_bnv.shape[0]
     full = partial(jnp.full, (batch,), dtype=jnp.promote_types(logits_bnv.dtype, jnp.float32))
-    rows = acceptance.target_rows(logits_bnv, full(temperature), jnp.zeros(batch, jnp.int32), full(top_p))
-    return kind(rows.logits_bnv, rows.temperature_b, rows.threshold_bn, rows.log_normaliser_bn)
+    sequences = acceptance.target_distribution(logits_bnv, full(temperature), jnp.zeros(batch, jnp.int32), full(top_p))
+    return kind(sequences.logits_bnv, sequences.temperature_b, sequences.threshold_bn, sequences.log_normaliser_bn)
 
 
-def node_logits(p: oracle.Law, prefixes: list[oracle.Prefix], nodes: int) -> np.ndarray:
-    rows = [np.log(p(prefix)) for prefix in prefixes]
-    return np.stack(rows + [rows[0]] * (nodes - len(rows)))
+def node_logits(p: oracle.Distribution, prefixes: list[oracle.Prefix], nodes: int) -> np.ndarray:
+    sequences = [np.log(p(prefix)) for prefix in prefixes]
+    return np.stack(sequences + [sequences[0]] * (nodes - len(sequences)))
 
 
-def noise_of(coins_bx, depths: int, vocabulary: int):
+def make_noise(coins_bx, depths: int, vocabulary: int):
     zeros = partial(jnp.zeros, dtype=coins_bx.dtype)
     batch = coins_bx.shape[0]
     return acceptance.Noise(zeros((batch, depths + 1, vocabulary)), coins_bx, zeros((batch, vocabulary)))
 
 
 def padded(tree, proposal, nodes: int):
-    """The same tree and proposal with padding up to so many nodes: all cases share the compiled rules."""
+    """Pads a tree and its proposal to `nodes` nodes: all cases share the compiled rules."""
     missing = nodes - tree.tokens_bn.shape[1]
 
     def pad(x, value, axis=1):
@@ -206,26 +206,26 @@ def padded(tree, proposal, nodes: int):
 
 @partial(jax.jit, static_argnames="rule")
 def walked(rule: str, tree, proposal, logits_bnv, coins_bx, top_p):
-    """The library's walk under given coins: the last accepted nodes, and the laws of the token after them."""
+    """The library's walk under given coins: the last accepted nodes, and the distributions of the token after them."""
     Spy.asked.clear()
-    rows = target_rows(logits_bnv, top_p=top_p, kind=Spy)
-    noise = noise_of(coins_bx, proposal.depths, logits_bnv.shape[2])
-    taken = acceptance.RULES[rule].walk(tree, proposal, rows, noise)
+    sequences = target_distribution(logits_bnv, top_p=top_p, kind=Spy)
+    noise = make_noise(coins_bx, proposal.depths, logits_bnv.shape[2])
+    taken = acceptance.RULES[rule].walk(tree, proposal, sequences, noise)
     [row_bv] = Spy.asked
     last_b1 = jnp.take_along_axis(taken.path_bp, taken.length_b[:, None] - 1, axis=1)
     return last_b1[:, 0], jax.nn.softmax(row_bv, axis=-1)
 
 
-def library_law(world: World, case: Case, rule: str, tokens: int, edge: float = 1e-9) -> np.ndarray:
-    """The law of the first tokens by the library's own builder and walk.
+def library_distribution(world: World, case: Case, rule: str, tokens: int, edge: float = 1e-9) -> np.ndarray:
+    """The distribution of the first tokens by the library's own builder and walk.
 
     Every draft is forced through the noise, and every coin is put just inside both edges of the threshold that the oracle
     has for it: a threshold that is off by more than `edge` shows.
     """
     drafts = world.drafts(case)
     tree, proposal = world.build(case, world.noise(case, drafts))
-    law = np.zeros((world.vocabulary,) * tokens)
-    rows, coins, chances, prefixes_of = [], [], [], []
+    distribution = np.zeros((world.vocabulary,) * tokens)
+    sequences, coins, chances, prefixes_of = [], [], [], []
     totals: dict[oracle.Prefix, np.ndarray] = {}
     for b, (probability, drafted) in enumerate(drafts):
         prefixes, seen, names = read(tree, proposal, b, world.vocabulary)
@@ -246,17 +246,17 @@ def library_law(world: World, case: Case, rule: str, tokens: int, edge: float = 
             coin_x = np.full(NODES - 1, 0.5)
             for name, (coin, _) in zip(thresholds, cell, strict=True):
                 coin_x[index[name]] = coin
-            rows.append(b)
+            sequences.append(b)
             coins.append(coin_x)
             chances.append(probability * np.prod([share for _, share in cell]))
         prefixes_of.append(prefixes)
-    rows = np.asarray(rows)
+    sequences = np.asarray(sequences)
     logits = np.stack([node_logits(world.unfiltered, prefixes, NODES) for prefixes in prefixes_of])
     tree, proposal = padded(tree, proposal, NODES)
-    for at in range(0, len(rows), BATCH):
-        b_here, chances_here = rows[at : at + BATCH], chances[at : at + BATCH]
+    for at in range(0, len(sequences), BATCH):
+        b_here, chances_here = sequences[at : at + BATCH], chances[at : at + BATCH]
         full = np.resize(np.arange(at, at + len(b_here)), BATCH)
-        inputs = jax.tree.map(lambda x, b=rows[full]: x[b], (tree, proposal, jnp.asarray(logits)))
+        inputs = jax.tree.map(lambda x, b=sequences[full]: x[b], (tree, proposal, jnp.asarray(logits)))
         last_b, following_bv = walked(rule, *inputs, jnp.asarray(np.stack(coins)[full]), world.top_p)
         for b, chance, last, following in zip(
             b_here, chances_here, np.asarray(last_b), np.asarray(following_bv), strict=False
@@ -264,8 +264,8 @@ def library_law(world: World, case: Case, rule: str, tokens: int, edge: float = 
             prefix = prefixes_of[b][last]
             totals[prefix] = totals.get(prefix, 0) + chance * following
     for prefix, following in totals.items():
-        oracle.add_output(law, world.p, 1.0, prefix, following)
-    return law
+        oracle.add_output(distribution, world.p, 1.0, prefix, following)
+    return distribution
 
 
 def assert_same_tree(seen: oracle.Tree, expected: oracle.Tree) -> None:

@@ -1,6 +1,6 @@
 """Acceptance rules and sampled trees in NumPy, written from their definitions, with every draw and every coin enumerated.
 
-Laws are vectors over the whole vocabulary and residuals are formed in full: nothing here knows of supports, scalars or
+Distributions are vectors over the whole vocabulary and residuals are formed in full: there are no supports, scalars or
 arrays of nodes. A prefix (a tuple of tokens) names a node. Randomness goes through `choose` and `coin`, which `outcomes`
 replays until every possible run was seen.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 Prefix = tuple[int, ...]
-Law = Callable[[Prefix], np.ndarray]
+Distribution = Callable[[Prefix], np.ndarray]
 
 
 class Run:
@@ -28,21 +28,21 @@ class Run:
         self.intervals: dict = {}
         self.thresholds: dict = {}
 
-    def choose(self, law) -> int:
-        law = np.asarray(law, float)
+    def choose(self, distribution) -> int:
+        distribution = np.asarray(distribution, float)
         at = len(self.trail)
         if at < len(self.prefix):
             chosen = self.prefix[at]
         else:
-            possible = np.flatnonzero(law > 0)
+            possible = np.flatnonzero(distribution > 0)
             chosen = int(possible[0])
             self.todo.extend((*self.trail, int(other)) for other in possible[1:])
         self.trail.append(chosen)
-        self.probability *= law[chosen]
+        self.probability *= distribution[chosen]
         return chosen
 
     def coin(self, name, threshold: float) -> bool:
-        """Whether the uniform `name` is below the threshold. The same name is the same uniform."""
+        """Returns True if the uniform `name` is below the threshold. Equal names share a uniform."""
         self.thresholds[name] = threshold
         low, high = self.intervals.get(name, (0.0, 1.0))
         share = min(max((threshold - low) / (high - low), 0.0), 1.0)
@@ -56,14 +56,14 @@ def outcomes(run: Callable[[Run], object]) -> Iterator[tuple[Run, object]]:
     """Every run of positive probability, with what it returned."""
     todo: list[tuple[int, ...]] = [()]
     while todo:
-        one = Run(todo.pop(), todo)
-        result = run(one)
-        yield one, result
+        answer = Run(todo.pop(), todo)
+        result = run(answer)
+        yield answer, result
 
 
 @dataclass
 class Tree:
-    """A drafted tree: the draws at every node in the order of their tests, each with the law it had.
+    """A drafted tree: the draws at every node in the order of their tests, each with the distribution it had.
 
     `places` names the draws for whoever wants to force them: (place of the parent, own place, token, kind).
     """
@@ -71,8 +71,8 @@ class Tree:
     draws: dict[Prefix, list[tuple[int, np.ndarray]]] = field(default_factory=dict)
     places: list[tuple[int, int, int, str]] = field(default_factory=list)
 
-    def add(self, node: Prefix, token: int, law: np.ndarray, front: bool = False) -> Prefix:
-        entry = (int(token), np.asarray(law, float))
+    def add(self, node: Prefix, token: int, distribution: np.ndarray, front: bool = False) -> Prefix:
+        entry = (int(token), np.asarray(distribution, float))
         self.draws.setdefault(node, []).insert(0 if front else len(self.draws.get(node, [])), entry)
         return (*node, int(token))
 
@@ -81,7 +81,7 @@ class Tree:
         return {()} | {(*node, token) for node, draws in self.draws.items() for token, _ in draws}
 
 
-# Rules: (tree, p, coin) -> (last accepted node, law of the token after it).
+# Rules: (tree, p, coin) -> (last accepted node, distribution of the token after it).
 
 
 def relu(x: np.ndarray) -> np.ndarray:
@@ -92,7 +92,7 @@ def normalised(x: np.ndarray) -> np.ndarray:
     return x / x.sum()
 
 
-def sample_and_match(tree: Tree, p: Law, run: Run):
+def sample_and_match(tree: Tree, p: Distribution, run: Run):
     node: Prefix = ()
     while True:
         children = {token for token, _ in tree.draws.get(node, [])}
@@ -102,7 +102,7 @@ def sample_and_match(tree: Tree, p: Law, run: Run):
         node = (*node, token)
 
 
-def rejection(tree: Tree, p: Law, run: Run):
+def rejection(tree: Tree, p: Distribution, run: Run):
     node: Prefix = ()
     while node in tree.draws:
         [(token, q)] = tree.draws[node]
@@ -112,7 +112,7 @@ def rejection(tree: Tree, p: Law, run: Run):
     return node, p(node)
 
 
-def recursive(tree: Tree, p: Law, run: Run):
+def recursive(tree: Tree, p: Distribution, run: Run):
     node: Prefix = ()
     while True:
         r = p(node)
@@ -125,7 +125,7 @@ def recursive(tree: Tree, p: Law, run: Run):
             return node, r
 
 
-def naive_tree(tree: Tree, p: Law, run: Run):
+def naive_tree(tree: Tree, p: Distribution, run: Run):
     """y ~ [p - q]+ is asked for child by child: is it you?"""
     node: Prefix = ()
     while True:
@@ -139,7 +139,7 @@ def naive_tree(tree: Tree, p: Law, run: Run):
             return node, r
 
 
-def k_sequential(tree: Tree, p: Law, run: Run):
+def k_sequential(tree: Tree, p: Distribution, run: Run):
     node: Prefix = ()
     while True:
         draws, here = tree.draws.get(node, []), p(node)
@@ -161,14 +161,16 @@ def k_sequential(tree: Tree, p: Law, run: Run):
             return node, normalised(relu(here - used * (1 - (1 - beta) ** k) / beta))
 
 
-def block_of(path: Prefix, laws: list[np.ndarray], p: Law, run: Run, *, stops_early: bool = False, names=None):
-    """Block verification of a path whose i-th token has law laws[i]."""
+def verify_block(
+    path: Prefix, distributions: list[np.ndarray], p: Distribution, run: Run, *, stops_early: bool = False, names=None
+):
+    """Block verification of a path whose i-th token has distribution distributions[i]."""
     w = [1.0]
     for i, token in enumerate(path):
-        w.append(min(1.0, w[-1] * p(path[:i])[token] / laws[i][token]))
+        w.append(min(1.0, w[-1] * p(path[:i])[token] / distributions[i][token]))
     h = [1.0]
     for i in range(1, len(path)):
-        left = relu(w[i] * p(path[:i]) - laws[i]).sum()
+        left = relu(w[i] * p(path[:i]) - distributions[i]).sum()
         h.append(1.0 if w[i] >= 1 else left / (left + 1 - w[i]))
     h.append(w[-1])
     names = names or {i: path[:i] for i in range(len(h))}
@@ -180,25 +182,25 @@ def block_of(path: Prefix, laws: list[np.ndarray], p: Law, run: Run, *, stops_ea
         kept = next((i for i in range(len(path), 0, -1) if run.coin(names[i], h[i])), 0)
     if kept == len(path):
         return path, p(path)
-    return path[:kept], normalised(relu(w[kept] * p(path[:kept]) - laws[kept]))
+    return path[:kept], normalised(relu(w[kept] * p(path[:kept]) - distributions[kept]))
 
 
 def only_path(tree: Tree) -> tuple[Prefix, list[np.ndarray]]:
-    node, laws = (), []
+    node, distributions = (), []
     while node in tree.draws:
-        [(token, law)] = tree.draws[node]
-        laws.append(law)
+        [(token, distribution)] = tree.draws[node]
+        distributions.append(distribution)
         node = (*node, token)
-    return node, laws
+    return node, distributions
 
 
-def block(tree: Tree, p: Law, run: Run, **control):
-    return block_of(*only_path(tree), p, run, **control)
+def block(tree: Tree, p: Distribution, run: Run, **control):
+    return verify_block(*only_path(tree), p, run, **control)
 
 
-def multi_path_block(tree: Tree, p: Law, run: Run, *, plain: bool = False):
+def multi_path_block(tree: Tree, p: Distribution, run: Run, *, plain: bool = False):
     paths = len(tree.draws.get((), []))
-    node, laws, before, mass = (), [], 0.0, 1.0
+    node, distributions, before, mass = (), [], 0.0, 1.0
     while node in tree.draws:
         q = tree.draws[node][0][1]
         ratio = np.where(q > 0, p(node) / np.where(q > 0, q, 1), np.inf)
@@ -206,14 +208,14 @@ def multi_path_block(tree: Tree, p: Law, run: Run, *, plain: bool = False):
         place = np.argsort(order)
         below = np.array([q[order[: place[x]]].sum() for x in range(len(q))])
         y, z = mass * below, mass * q
-        law = ((before + y + z) ** paths - (before + y) ** paths) / ((before + mass) ** paths - before**paths)
+        distribution = ((before + y + z) ** paths - (before + y) ** paths) / ((before + mass) ** paths - before**paths)
         token = max((token for token, _ in tree.draws[node]), key=lambda x: place[x])
-        laws.append(q if plain else law)
+        distributions.append(q if plain else distribution)
         before, mass, node = before + y[token], mass * q[token], (*node, token)
-    return block_of(node, laws, p, run)
+    return verify_block(node, distributions, p, run)
 
 
-def traversal(tree: Tree, p: Law, run: Run):
+def traversal(tree: Tree, p: Distribution, run: Run):
     weight: dict[Prefix, float] = {(): 1.0}
     residual: dict[Prefix, np.ndarray] = {(): p(())}
 
@@ -223,8 +225,8 @@ def traversal(tree: Tree, p: Law, run: Run):
             if child not in weight:  # a duplicate is tested again, and has nothing left
                 weight[child] = min(1.0, weight[node] * residual[node][token] / q[token])
                 residual[child] = p(child)
-                if found := visit(child):
-                    return found
+                if got := visit(child):
+                    return got
             left = relu(weight[node] * residual[node] - q)
             mass = left.sum()
             lost = 1 - weight[node]
@@ -247,7 +249,7 @@ RULES = {
 }
 
 
-def weights(rule: Callable, tree: Tree, p: Law) -> dict[Prefix, float]:
+def weights(rule: Callable, tree: Tree, p: Distribution) -> dict[Prefix, float]:
     """P(the accepted path passes each node)."""
     passed = dict.fromkeys(tree.nodes, 0.0)
     for run, (last, _) in outcomes(lambda run: rule(tree, p, run)):
@@ -256,12 +258,12 @@ def weights(rule: Callable, tree: Tree, p: Law) -> dict[Prefix, float]:
     return passed
 
 
-# Drafts: rows of a truncated drafter, and the trees drawn from them.
+# Drafts: nodes of a truncated drafter, and the trees drawn from them.
 
 
 @dataclass
-class Row:
-    """Children of a prefix, likeliest first: tokens, log-probabilities, and which of them have a row of their own."""
+class Context:
+    """Children of a prefix, likeliest first: tokens, log-probabilities, and which of them have a node of their own."""
 
     tokens: list[int]
     log_probs: np.ndarray
@@ -270,28 +272,28 @@ class Row:
 
 @dataclass
 class Drafter:
-    rows: dict[Prefix, Row]
+    contexts: dict[Prefix, Context]
     vocabulary: int
     leaves: bool = False
 
-    def law(self, node: Prefix, goes_on: bool, without: tuple[int, ...] = ()) -> np.ndarray | None:
-        """q after a prefix: the row over tokens that go on if the tree does; None if nothing can be drawn."""
-        row = self.rows.get(node)
-        if row is None:
+    def distribution(self, node: Prefix, goes_on: bool, without: tuple[int, ...] = ()) -> np.ndarray | None:
+        """q after a prefix: the node over tokens that go on if the tree does; None if nothing can be drawn."""
+        context = self.contexts.get(node)
+        if context is None:
             return None
-        free = [i for i, t in enumerate(row.tokens) if np.isfinite(row.log_probs[i]) and t not in without]
-        onward = [i for i in free if row.continues[i]]
+        free = [i for i, t in enumerate(context.tokens) if np.isfinite(context.log_probs[i]) and t not in without]
+        onward = [i for i in free if context.continues[i]]
         admitted = onward if goes_on and onward and not self.leaves else free
-        law = np.zeros(self.vocabulary)
+        distribution = np.zeros(self.vocabulary)
         for i in admitted:
-            law[row.tokens[i]] = np.exp(row.log_probs[i])
-        return law / law.sum() if admitted else None
+            distribution[context.tokens[i]] = np.exp(context.log_probs[i])
+        return distribution / distribution.sum() if admitted else None
 
 
-def draft_paths(drafter: Drafter, run: Run, rows: int, branches: int, trunk: int, depths: int) -> Tree:
+def draft_paths(drafter: Drafter, run: Run, num_nodes: int, branches: int, trunk: int, depths: int) -> Tree:
     tree = Tree()
     lanes = [((), 0)]
-    place, levels = 0, trunk + (rows - 1 - trunk) // branches
+    place, levels = 0, trunk + (num_nodes - 1 - trunk) // branches
     levels = min(levels, depths)
     for level in range(levels):
         if level == trunk:
@@ -299,13 +301,13 @@ def draft_paths(drafter: Drafter, run: Run, rows: int, branches: int, trunk: int
         grown = []
         for node, above in lanes:
             place += 1
-            law = None if node is None else drafter.law(node, goes_on=level < levels - 1)
-            if law is None:
+            distribution = None if node is None else drafter.distribution(node, goes_on=level < levels - 1)
+            if distribution is None:
                 grown.append((None, place))
                 continue
-            token = run.choose(law)
+            token = run.choose(distribution)
             tree.places.append((above, place, token, "own"))
-            grown.append((tree.add(node, token, law), place))
+            grown.append((tree.add(node, token, distribution), place))
         lanes = grown
     return tree
 
@@ -318,45 +320,45 @@ def draft_without_replacement(drafter: Drafter, run: Run, parents: list[int]) ->
     for place, above in enumerate(parents, start=1):
         node = at[above]
         goes_on = any(children[child] for child in children[above])
-        law = None if node is None else drafter.law(node, goes_on)
-        if law is not None:
+        distribution = None if node is None else drafter.distribution(node, goes_on)
+        if distribution is not None:
             for earlier, _ in tree.draws.get(node, []):
-                law[earlier] = 0
-        if law is None or law.sum() <= 0:
+                distribution[earlier] = 0
+        if distribution is None or distribution.sum() <= 0:
             at.append(None)
             continue
-        law = normalised(law)
-        token = run.choose(law)
+        distribution = normalised(distribution)
+        token = run.choose(distribution)
         tree.places.append((above, place, token, "shared"))
-        at.append(tree.add(node, token, law))
+        at.append(tree.add(node, token, distribution))
     return tree
 
 
 def best_first(drafter: Drafter, count: int) -> dict[Prefix, float]:
     """The `count` likeliest non-empty prefixes and their probabilities, in decreasing order."""
-    found: dict[Prefix, float] = {}
+    got: dict[Prefix, float] = {}
     heap: list[tuple[float, Prefix]] = [(-1.0, ())]
-    while heap and len(found) < count + 1:
+    while heap and len(got) < count + 1:
         cost, node = heapq.heappop(heap)
-        found[node] = -cost
-        row = drafter.rows.get(node)
-        for token, log_prob in zip(row.tokens, row.log_probs, strict=True) if row else ():
+        got[node] = -cost
+        context = drafter.contexts.get(node)
+        for token, log_prob in zip(context.tokens, context.log_probs, strict=True) if context else ():
             if np.isfinite(log_prob):
                 heapq.heappush(heap, (cost * np.exp(log_prob), (*node, token)))
-    return found
+    return got
 
 
-def draft_hybrid(drafter: Drafter, run: Run, rows: int, skeleton: float, depths: int, reach: float = 0.6) -> Tree:
-    fixed = round(skeleton * (rows - 1))
+def draft_hybrid(drafter: Drafter, run: Run, num_nodes: int, skeleton: float, depths: int, reach: float = 0.6) -> Tree:
+    fixed = round(skeleton * (num_nodes - 1))
     kept = best_first(drafter, fixed)
     places = {node: place for place, node in enumerate(kept)}
     children = {node: [other for other in kept if other and other[:-1] == node] for node in kept}
     scores = []
     for node, mass in kept.items():
         spare = mass - sum(kept[child] for child in children[node])
-        if node in drafter.rows and len(children[node]) < len(drafter.rows[node].tokens):
+        if node in drafter.contexts and len(children[node]) < len(drafter.contexts[node].tokens):
             scores += [(-spare * reach**j, j, places[node], node) for j in range(depths - len(node)) if spare > 1e-12]
-    chosen = sorted(scores)[: rows - 1 - fixed]
+    chosen = sorted(scores)[: num_nodes - 1 - fixed]
     length = {node: sum(other == node for *_, other in chosen) for node in kept}
     tree = Tree()
     chains: dict[Prefix, tuple[Prefix | None, int]] = {node: (node, places[node]) for node in kept}
@@ -364,98 +366,104 @@ def draft_hybrid(drafter: Drafter, run: Run, rows: int, skeleton: float, depths:
         node, above = chains[start]
         place = fixed + 1 + number
         without = tuple(child[-1] for child in children[start]) if j == 0 else ()
-        law = None if node is None else drafter.law(node, j + 1 < length[start], without)
-        if law is None:
+        distribution = None if node is None else drafter.distribution(node, j + 1 < length[start], without)
+        if distribution is None:
             chains[start] = (None, place)
             continue
-        token = run.choose(law)
+        token = run.choose(distribution)
         tree.places.append((above, place, token, "shared"))
-        chains[start] = (tree.add(node, token, law), place)
+        chains[start] = (tree.add(node, token, distribution), place)
     for node in kept:
         if node:
             tree.add(node[:-1], node[-1], np.eye(drafter.vocabulary)[node[-1]])
     return tree
 
 
-# Losslessness: the law of the first tokens, the verifier finishing what a round left open.
+# Losslessness: the distribution of the first tokens, the verifier finishing what a round left open.
 
 
-def continuations(p: Law, node: Prefix, tokens: int) -> np.ndarray:
+def continuations(p: Distribution, node: Prefix, tokens: int) -> np.ndarray:
     """P(next `tokens` tokens | node), one axis a token."""
     if tokens == 0:
         return np.ones(())
-    law = p(node)
-    return np.stack([law[x] * continuations(p, (*node, x), tokens - 1) for x in range(len(law))])
+    distribution = p(node)
+    return np.stack([distribution[x] * continuations(p, (*node, x), tokens - 1) for x in range(len(distribution))])
 
 
-def add_output(law: np.ndarray, p: Law, probability: float, last: Prefix, following: np.ndarray) -> None:
-    """Adds a round's output, `last` and a token of law `following`, finished by the verifier, to a law of strings."""
+def add_output(distribution: np.ndarray, p: Distribution, probability: float, last: Prefix, following: np.ndarray) -> None:
+    """Adds a round's output, `last` and a token drawn from `following`, finished by the verifier, to a distribution."""
     for token in np.flatnonzero(following):
         out = (*last, int(token))
-        if len(out) > law.ndim:
-            raise ValueError(f"got {len(out)} tokens, expected at most {law.ndim}")
-        law[out] += probability * following[token] * continuations(p, out, law.ndim - len(out))
+        if len(out) > distribution.ndim:
+            raise ValueError(f"got {len(out)} tokens, expected at most {distribution.ndim}")
+        distribution[out] += probability * following[token] * continuations(p, out, distribution.ndim - len(out))
 
 
-def law_of(draft: Callable[[Run], Tree], rule: Callable, p: Law, vocabulary: int, tokens: int) -> np.ndarray:
-    """The law of the first tokens, every draft and every coin enumerated."""
-    law = np.zeros((vocabulary,) * tokens)
+def distribution_for(
+    draft: Callable[[Run], Tree], rule: Callable, p: Distribution, vocabulary: int, tokens: int
+) -> np.ndarray:
+    """The distribution of the first tokens, every draft and every coin enumerated."""
+    distribution = np.zeros((vocabulary,) * tokens)
     totals: dict[Prefix, np.ndarray] = {}
     for drafted, tree in outcomes(draft):
         for run, (last, following) in outcomes(lambda run, tree=tree: rule(tree, p, run)):
             totals[last] = totals.get(last, 0) + drafted.probability * run.probability * following
     for last, following in totals.items():
-        add_output(law, p, 1.0, last, following)
-    return law
+        add_output(distribution, p, 1.0, last, following)
+    return distribution
 
 
-def law_of_two_rounds(draft_from: Callable, p: Law, vocabulary: int, tokens: int, *, by_position: bool) -> np.ndarray:
-    """Block verification twice in a row; coins named by round, or (broken) by the position of the text they test."""
-    law = np.zeros((vocabulary,) * tokens)
+def distribution_of_two_rounds(
+    draft_from: Callable, p: Distribution, vocabulary: int, tokens: int, *, by_position: bool
+) -> np.ndarray:
+    """Block verification twice in a node; coins named by round, or (broken) by the position of the text they test."""
+    distribution = np.zeros((vocabulary,) * tokens)
 
     def run_both(run: Run):
         out: Prefix = ()
         for turn in range(2):
             after = lambda node, out=out: p((*out, *node))  # noqa: E731
-            path, laws = only_path(draft_from(run, out))
+            path, distributions = only_path(draft_from(run, out))
             names = {i: len(out) + i if by_position else (turn, i) for i in range(len(path) + 1)}
-            last, following = block_of(path, laws, after, run, names=names)
+            last, following = verify_block(path, distributions, after, run, names=names)
             out = (*out, *last, run.choose(following))
         return out
 
     for run, out in outcomes(run_both):
         if len(out) >= tokens:
-            law[out[:tokens]] += run.probability
+            distribution[out[:tokens]] += run.probability
         else:
-            law[out] += run.probability * continuations(p, out, tokens - len(out))
-    return law
+            distribution[out] += run.probability * continuations(p, out, tokens - len(out))
+    return distribution
 
 
 # Toy models.
 
 
-def random_law(seed: int, vocabulary: int, depth: int, scale: float = 1.5) -> Law:
+def random_verifier(seed: int, vocabulary: int, depth: int, scale: float = 1.5) -> Distribution:
     rng = np.random.default_rng(seed)
-    rows = {
+    contexts = {
         node: normalised(np.exp(scale * rng.normal(size=vocabulary)))
         for length in range(depth + 1)
         for node in itertools.product(range(vocabulary), repeat=length)
     }
-    return rows.__getitem__
+    return contexts.__getitem__
 
 
-def random_drafter(seed: int, p: Law, vocabulary: int, depths: int, children: int, *, leaves: bool = False, ends=0.2):
-    """Rows near p, truncated to `children` tokens, some of them without a row of their own."""
+def random_drafter(
+    seed: int, p: Distribution, vocabulary: int, depths: int, children: int, *, leaves: bool = False, ends=0.2
+):
+    """Nodes near p, truncated to `children` tokens, some of them without a node of their own."""
     rng = np.random.default_rng([seed, 1])
-    rows: dict[Prefix, Row] = {}
+    contexts: dict[Prefix, Context] = {}
     for length in range(depths):
         for node in itertools.product(range(vocabulary), repeat=length):
-            if node and not (node[:-1] in rows and node[-1] in rows[node[:-1]].tokens):
+            if node and not (node[:-1] in contexts and node[-1] in contexts[node[:-1]].tokens):
                 continue
-            if node and not rows[node[:-1]].continues[rows[node[:-1]].tokens.index(node[-1])]:
+            if node and not contexts[node[:-1]].continues[contexts[node[:-1]].tokens.index(node[-1])]:
                 continue
             q = normalised(p(node) * np.exp(rng.normal(size=vocabulary)))
             tokens = np.argsort(-q, kind="stable")[:children].tolist()
             goes = [bool(length + 1 < depths and rng.random() > ends) for _ in tokens]
-            rows[node] = Row(tokens, np.log(q[tokens]), goes)
-    return Drafter(rows, vocabulary, leaves)
+            contexts[node] = Context(tokens, np.log(q[tokens]), goes)
+    return Drafter(contexts, vocabulary, leaves)

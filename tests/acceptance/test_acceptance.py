@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from treeflash_jax import acceptance
-from treeflash_jax import trees as tree
-from treeflash_jax.acceptance import RULES, check_lawful
+from treeflash_jax import acceptance, trees
+from treeflash_jax.acceptance import RULES, check_lossless
 from treeflash_jax.trees import DETERMINISTIC, WITH_REPLACEMENT, TreeShape
 
 CASES = {
@@ -29,84 +28,90 @@ CASES = {
     "hybrid, rows used up": cases.hybrid_case(7, 0.67),
 }
 SIZES = {"full": (0, 3, 2, 3, 1.0), "truncated": (3, 4, 2, 3, 1.0), "top-p": (5, 4, 2, 3, 0.8)}  # seed, v, depth, c, top-p
-LAWFUL = [(name, rule) for name, case in CASES.items() for rule in RULES if case.law in RULES[rule].LAWS]
-TESTED = [pair for pair in LAWFUL if pair[1] != "sample-and-match"]  # its walk has no coins; equality is test_lossless
+LOSSLESS = [
+    (name, rule) for name, case in CASES.items() for rule in RULES if case.distribution in RULES[rule].DISTRIBUTIONS
+]
+TESTED = [pair for pair in LOSSLESS if pair[1] != "sample-and-match"]  # its walk has no coins; equality is test_lossless
 
 
 @cache
 def world(size: str) -> cases.World:
     seed, vocabulary, depths, children, top_p = SIZES[size]
-    p = oracle.random_law(seed, vocabulary, depths + 1)
+    p = oracle.random_verifier(seed, vocabulary, depths + 1)
     return cases.World(vocabulary, depths, p, oracle.random_drafter(seed, p, vocabulary, depths, children), top_p)
 
 
-def error(law: np.ndarray, p) -> float:
-    return np.abs(law - oracle.continuations(p, (), law.ndim)).max()
+def error(distribution: np.ndarray, p) -> float:
+    return np.abs(distribution - oracle.continuations(p, (), distribution.ndim)).max()
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("name", "rule"), LAWFUL)
+@pytest.mark.parametrize(("name", "rule"), LOSSLESS)
 def test_the_oracle_is_lossless(name, rule, size):
     here = world(size)
     draft = lambda run: CASES[name].draft(here.drafter, run, here.depths)  # noqa: E731
-    law = oracle.law_of(draft, oracle.RULES[rule], here.p, here.vocabulary, here.depths + 1)
-    assert error(law, here.p) < 1e-12
+    distribution = oracle.distribution_for(draft, oracle.RULES[rule], here.p, here.vocabulary, here.depths + 1)
+    assert error(distribution, here.p) < 1e-12
 
 
 @pytest.mark.parametrize("rule", ["recursive", "naive-tree", "k-sequential", "traversal", "multi-path-block"])
 def test_the_oracle_is_lossless_on_three_paths_and_three_levels(rule):
-    p = oracle.random_law(1, 3, 4)
+    p = oracle.random_verifier(1, 3, 4)
     drafter = oracle.random_drafter(1, p, 3, 3, 3, ends=0.0)
-    for rows, branches in ((7, 3), (7, 2)):
-        draft = lambda run, rows=rows, k=branches: oracle.draft_paths(drafter, run, rows, k, 0, 3)  # noqa: E731
-        depth = (rows - 1) // branches
-        assert error(oracle.law_of(draft, oracle.RULES[rule], p, 3, depth + 1), p) < 1e-12
+    for sequences, branches in ((7, 3), (7, 2)):
+        draft = lambda run, sequences=sequences, k=branches: oracle.draft_paths(drafter, run, sequences, k, 0, 3)  # noqa: E731
+        depth = (sequences - 1) // branches
+        assert error(oracle.distribution_for(draft, oracle.RULES[rule], p, 3, depth + 1), p) < 1e-12
 
 
 def test_broken_rules_fail_the_same_test():
     """Greedy nodes tested as samples, early stops, the chosen path under plain q, unrenormalised siblings, re-ranking."""
-    p = oracle.random_law(0, 3, 3)
+    p = oracle.random_verifier(0, 3, 3)
     drafter = oracle.random_drafter(0, p, 3, 2, 3, ends=0.0)
-    law = partial(drafter.law, goes_on=False)
+    distribution = partial(drafter.distribution, goes_on=False)
 
     def greedy(run):
         drawn = oracle.Tree()
         for node in oracle.best_first(drafter, 4):
             if node:
-                drawn.add(node[:-1], node[-1], law(node[:-1]))
+                drawn.add(node[:-1], node[-1], distribution(node[:-1]))
         return drawn
 
     def unrenormalised(run):
         drawn = oracle.draft_without_replacement(drafter, run, [0, 0, 1, 1])
-        return oracle.Tree({node: [(x, law(node)) for x, _ in draws] for node, draws in drawn.draws.items()})
+        return oracle.Tree({node: [(x, distribution(node)) for x, _ in draws] for node, draws in drawn.draws.items()})
 
     def reranked(run):
         drawn = oracle.draft_paths(drafter, run, 5, 2, 0, 2)
-        ranked = {node: sorted(draws, key=lambda d, node=node: -law(node)[d[0]]) for node, draws in drawn.draws.items()}
+        ranked = {
+            node: sorted(draws, key=lambda d, node=node: -distribution(node)[d[0]]) for node, draws in drawn.draws.items()
+        }
         return oracle.Tree(ranked)
 
-    one = lambda run: oracle.draft_paths(drafter, run, 3, 1, 0, 2)  # noqa: E731
+    result = lambda run: oracle.draft_paths(drafter, run, 3, 1, 0, 2)  # noqa: E731
     two = lambda run: oracle.draft_paths(drafter, run, 5, 2, 0, 2)  # noqa: E731
     errors = {
-        "greedy nodes": error(oracle.law_of(greedy, oracle.recursive, p, 3, 3), p),
-        "stops early": error(oracle.law_of(one, partial(oracle.block, stops_early=True), p, 3, 3), p),
-        "plain q": error(oracle.law_of(two, partial(oracle.multi_path_block, plain=True), p, 3, 3), p),
-        "unrenormalised": error(oracle.law_of(unrenormalised, oracle.recursive, p, 3, 3), p),
-        "re-ranked": error(oracle.law_of(reranked, oracle.recursive, p, 3, 3), p),
+        "greedy nodes": error(oracle.distribution_for(greedy, oracle.recursive, p, 3, 3), p),
+        "stops early": error(oracle.distribution_for(result, partial(oracle.block, stops_early=True), p, 3, 3), p),
+        "plain q": error(oracle.distribution_for(two, partial(oracle.multi_path_block, plain=True), p, 3, 3), p),
+        "unrenormalised": error(oracle.distribution_for(unrenormalised, oracle.recursive, p, 3, 3), p),
+        "re-ranked": error(oracle.distribution_for(reranked, oracle.recursive, p, 3, 3), p),
     }
     assert min(errors.values()) > 0.005, errors
 
 
 def test_coins_belong_to_rounds_and_not_to_positions():
-    p = oracle.random_law(0, 3, 5)
+    p = oracle.random_verifier(0, 3, 5)
     drafter = oracle.random_drafter(0, p, 3, 5, 3, ends=0.0)
 
     def draft(run, out):
-        below = oracle.Drafter({node[len(out) :]: row for node, row in drafter.rows.items() if node[: len(out)] == out}, 3)
+        below = oracle.Drafter(
+            {node[len(out) :]: context for node, context in drafter.contexts.items() if node[: len(out)] == out}, 3
+        )
         return oracle.draft_paths(below, run, 3, 1, 0, 2)
 
-    assert error(oracle.law_of_two_rounds(draft, p, 3, 4, by_position=False), p) < 1e-12
-    assert error(oracle.law_of_two_rounds(draft, p, 3, 4, by_position=True), p) > 0.005
+    assert error(oracle.distribution_of_two_rounds(draft, p, 3, 4, by_position=False), p) < 1e-12
+    assert error(oracle.distribution_of_two_rounds(draft, p, 3, 4, by_position=True), p) > 0.005
 
 
 @pytest.fixture
@@ -119,13 +124,13 @@ def float64():
 @pytest.mark.parametrize(("name", "rule"), TESTED)
 def test_the_library_is_lossless(float64, name, rule, size):
     here = world(size)
-    assert error(cases.library_law(here, CASES[name], rule, here.depths + 1), here.p) < 1e-12
+    assert error(cases.library_distribution(here, CASES[name], rule, here.depths + 1), here.p) < 1e-12
 
 
 @pytest.mark.parametrize("kind", [WITH_REPLACEMENT, DETERMINISTIC])
-def test_the_library_is_lossy_under_a_wrong_law(float64, monkeypatch, kind):
+def test_the_library_is_lossy_under_a_wrong_distribution(float64, monkeypatch, kind):
     """Siblings drawn without replacement, tested as with it: q is not renormalised; or drawn nodes tested as fixed ones."""
-    p = oracle.random_law(0, 3, 3)
+    p = oracle.random_verifier(0, 3, 3)
     here, case = cases.World(3, 2, p, oracle.random_drafter(0, p, 3, 2, 3, ends=0.0)), CASES["without-replacement"]
     build = cases.World.build
 
@@ -135,7 +140,7 @@ def test_the_library_is_lossy_under_a_wrong_law(float64, monkeypatch, kind):
 
     monkeypatch.setattr(cases.World, "build", wrong)
     monkeypatch.setattr(cases, "assert_same_tree", lambda *_: None)
-    assert error(cases.library_law(here, case, "recursive", here.depths + 1), here.p) > 0.005
+    assert error(cases.library_distribution(here, case, "recursive", here.depths + 1), here.p) > 0.005
 
 
 # Random trees of up to 64 nodes.
@@ -162,7 +167,7 @@ def forest():
     order = np.argsort(-np.asarray(log_probs), axis=-1)[..., :CHILDREN]
     next_row = np.where(rng.random(shape) < 0.2, -1, rng.integers(0, 6, shape))
     next_row[:, -1] = -1
-    table = tree.TransitionTable(
+    table = trees.TransitionTable(
         jnp.asarray(order, jnp.int32), jnp.take_along_axis(log_probs, order, axis=-1), jnp.asarray(next_row, jnp.int32)
     )
 
@@ -170,8 +175,8 @@ def forest():
     def grow_all(table):
         grown = []
         for i, (builder, nodes, sizes) in enumerate(LARGE.values()):
-            noise = tree.draw_noise(jax.random.split(jax.random.key(i), 2), table, nodes)
-            drawn = tree.BUILDERS[builder].build(table, jnp.zeros(2, jnp.int32), nodes, sizes, noise)
+            noise = trees.draw_noise(jax.random.split(jax.random.key(i), 2), table, nodes)
+            drawn = trees.BUILDERS[builder].build(table, jnp.zeros(2, jnp.int32), nodes, sizes, noise)
             grown.append(cases.padded(*drawn, NODES))
         return jax.tree.map(lambda *x: jnp.concatenate(x), *grown)
 
@@ -184,20 +189,20 @@ def forest():
 
 
 @partial(jax.jit, static_argnames="rule")
-def weights_of(rule: str, drawn, proposal, logits):
-    return RULES[rule].weights(drawn, proposal, cases.target_rows(logits))
+def make_weights(rule: str, drawn, proposal, logits):
+    return RULES[rule].weights(drawn, proposal, cases.target_distribution(logits))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_weights_of_large_trees_are_the_oracles(forest, rule):
     drawn, proposal, logits = forest
-    got_bn = np.asarray(weights_of(rule, drawn, proposal, logits))
+    got_bn = np.asarray(make_weights(rule, drawn, proposal, logits))
     p_bnv = np.asarray(jax.nn.softmax(np.asarray(logits, np.float64), axis=-1), np.float64)
     p_bnv /= p_bnv.sum(-1, keepdims=True)
     checked = 0
     for i, (builder, _, sizes) in enumerate(LARGE.values()):
-        if tree.BUILDERS[builder].law_of(sizes) not in RULES[rule].LAWS:
+        if trees.BUILDERS[builder].distribution_for(sizes) not in RULES[rule].DISTRIBUTIONS:
             continue
         for b in (2 * i, 2 * i + 1):
             prefixes, seen, _ = cases.read(drawn, proposal, b, VOCABULARY)
@@ -212,13 +217,13 @@ def test_weights_of_large_trees_are_the_oracles(forest, rule):
 def test_fixed_nodes_make_every_rule_sample_and_match(forest):
     """One-hot proposals: no rule accepts more or less than the verifier's mass on each node."""
     assert (np.asarray(forest[1].kind_bx)[-2:] == DETERMINISTIC).all()
-    expected = weights_of("sample-and-match", *forest)[-2:]
+    expected = make_weights("sample-and-match", *forest)[-2:]
     for rule in ("recursive", "naive-tree", "traversal"):
-        np.testing.assert_allclose(weights_of(rule, *forest)[-2:], expected, atol=2e-6)
+        np.testing.assert_allclose(make_weights(rule, *forest)[-2:], expected, atol=2e-6)
 
 
 def test_one_path_makes_traversal_block_verification_and_the_others_rejection(forest):
-    of = {rule: np.asarray(weights_of(rule, *forest))[:2] for rule in RULES}
+    of = {rule: np.asarray(make_weights(rule, *forest))[:2] for rule in RULES}
     for rule in ("traversal", "multi-path-block"):
         np.testing.assert_allclose(of[rule], of["block"], atol=2e-6)
     for rule in ("recursive", "naive-tree", "k-sequential"):
@@ -226,7 +231,7 @@ def test_one_path_makes_traversal_block_verification_and_the_others_rejection(fo
     assert (of["block"].sum(1) != of["rejection"].sum(1)).all()
 
 
-# One level or two over one shared row, for identities and numerics.
+# One level or two over one shared node, for identities and numerics.
 
 SMALL = {
     "one path": ("paths", 3, TreeShape(branches=1)),
@@ -235,19 +240,19 @@ SMALL = {
     "without-replacement": ("without-replacement", 5, TreeShape(branches=4)),
     "hybrid": ("hybrid", 6, TreeShape(skeleton=0.4)),
 }
-SMALL_LAWFUL = [(name, rule) for name, rule in TESTED if name in SMALL]
+SMALL_LOSSLESS = [(name, rule) for name, rule in TESTED if name in SMALL]
 
 
 @partial(jax.jit, static_argnames="name")
 def grown(name: str, table, key_b):
     builder, nodes, sizes = SMALL[name]
-    noise = tree.draw_noise(key_b, table, nodes)
-    drawn = tree.BUILDERS[builder].build(table, jnp.zeros(len(key_b), jnp.int32), nodes, sizes, noise)
+    noise = trees.draw_noise(key_b, table, nodes)
+    drawn = trees.BUILDERS[builder].build(table, jnp.zeros(len(key_b), jnp.int32), nodes, sizes, noise)
     return cases.padded(*drawn, 7)
 
 
 def small(name: str, q, logits_v, coins, seed: int = 0):
-    """Trees from the row `q` at both depths, logits that all nodes share, one coin for all tests of a tree, and noise."""
+    """Trees from the node `q` at both depths, logits that all nodes share, one coin for all tests of a tree, and noise."""
     q = np.asarray(q, np.float32)
     batch = len(coins)
     order = np.argsort(-q, kind="stable")
@@ -255,7 +260,7 @@ def small(name: str, q, logits_v, coins, seed: int = 0):
         log_q = np.log(q[order]).astype(np.float32)
     shape = (batch, 2, 1, len(q))
     next_row = np.broadcast_to(np.array([0, -1])[:, None, None], shape[1:])
-    table = tree.TransitionTable(
+    table = trees.TransitionTable(
         *(jnp.broadcast_to(jnp.asarray(x), shape) for x in (order.astype(np.int32), log_q, next_row.astype(np.int32)))
     )
     drawn, proposal = grown(name, table, jax.random.split(jax.random.key(seed), batch))
@@ -267,10 +272,10 @@ def small(name: str, q, logits_v, coins, seed: int = 0):
 
 @partial(jax.jit, static_argnames="rule")
 def taken_by(rule: str, drawn, proposal, logits, coins, gumbel, temperature, top_p):
-    rows = cases.target_rows(logits, temperature, top_p)
+    sequences = cases.target_distribution(logits, temperature, top_p)
     noise = acceptance.Noise(jnp.zeros((*gumbel.shape[:1], 3, gumbel.shape[1])), coins, gumbel)
-    taken = RULES[rule].walk(drawn, proposal, rows, noise)
-    return RULES[rule].weights(drawn, proposal, rows), taken.length_b, taken.bonus_b
+    taken = RULES[rule].walk(drawn, proposal, sequences, noise)
+    return RULES[rule].weights(drawn, proposal, sequences), taken.length_b, taken.bonus_b
 
 
 NEARLY_ONE = np.float32(1 - 2**-24)
@@ -286,8 +291,8 @@ def first_step(rule, inputs):
 
 
 # Of several paths multi-path-block takes the one p favours most; where p = q that order is arbitrary.
-@pytest.mark.parametrize(("name", "rule"), [pair for pair in SMALL_LAWFUL if pair != ("paths", "multi-path-block")])
-def test_equal_laws_accept_everything(name, rule):
+@pytest.mark.parametrize(("name", "rule"), [pair for pair in SMALL_LOSSLESS if pair != ("paths", "multi-path-block")])
+def test_equal_distributions_accept_everything(name, rule):
     inputs = small(name, P, np.log(P), COINS)
     passed_b, length_b = first_step(rule, inputs)
     np.testing.assert_allclose(passed_b, 1.0, atol=1e-6)
@@ -296,13 +301,13 @@ def test_equal_laws_accept_everything(name, rule):
     assert np.all(length_b == deepest_b if name != "hybrid" else length_b >= 2)
 
 
-def test_the_favoured_of_several_paths_is_not_always_accepted_where_laws_are_equal():
+def test_the_favoured_of_several_paths_is_not_always_accepted_where_distributions_are_equal():
     passed_b, length_b = first_step("multi-path-block", small("paths", P, np.log(P), COINS))
     assert np.all(passed_b > 0) and np.any(passed_b < 0.999) and np.any(length_b == 1)
 
 
-@pytest.mark.parametrize(("name", "rule"), SMALL_LAWFUL)
-def test_disjoint_laws_accept_nothing_and_emit_from_p(name, rule):
+@pytest.mark.parametrize(("name", "rule"), SMALL_LOSSLESS)
+def test_disjoint_distributions_accept_nothing_and_emit_from_p(name, rule):
     q = np.array([0.6, 0.4, 0, 0, 0])
     p = np.array([0, 0, 0.5, 0.3, 0.2])
     with np.errstate(divide="ignore"):
@@ -313,8 +318,8 @@ def test_disjoint_laws_accept_nothing_and_emit_from_p(name, rule):
     np.testing.assert_allclose(share, p, atol=0.08)
 
 
-@pytest.mark.parametrize(("name", "rule"), SMALL_LAWFUL)
-def test_peaked_rows_exhausted_proposals_and_cut_tokens(name, rule):
+@pytest.mark.parametrize(("name", "rule"), SMALL_LOSSLESS)
+def test_peaked_nodes_exhausted_proposals_and_cut_tokens(name, rule):
     """Weights are probabilities, and no coin makes the walk accept or emit a token that the verifier gives no chance."""
     peaked = np.array([1 - 1e-7, 2e-8, 2e-8, 3e-8, 3e-8])
     certain = np.array([1.0, 0, 0, 0, 0])
@@ -327,8 +332,8 @@ def test_peaked_rows_exhausted_proposals_and_cut_tokens(name, rule):
             for top_p in (1.0, 0.7)
         ]
     for q, logits, top_p in pairs:
-        drawn, *rest = small(name, q, logits, COINS)
-        weights_bn, length_b, bonus_b = (np.asarray(x) for x in taken_by(rule, drawn, *rest, 1.0, top_p))
+        drawn, *others = small(name, q, logits, COINS)
+        weights_bn, length_b, bonus_b = (np.asarray(x) for x in taken_by(rule, drawn, *others, 1.0, top_p))
         assert np.isfinite(weights_bn).all() and weights_bn.min() >= 0 and weights_bn.max() <= 1 + 1e-5
         p = oracle.normalised(np.exp(logits))
         kept = np.cumsum(np.sort(p)[::-1]) - np.sort(p)[::-1] < top_p
@@ -343,7 +348,7 @@ def test_peaked_rows_exhausted_proposals_and_cut_tokens(name, rule):
             assert (weights_bn * first).sum(1)[length_b > 1].min() > 0
 
 
-@pytest.mark.parametrize(("name", "rule"), SMALL_LAWFUL)
+@pytest.mark.parametrize(("name", "rule"), SMALL_LOSSLESS)
 def test_greedy_keeps_the_likeliest_path_and_emits_the_argmax(name, rule):
     inputs = small(name, np.array([0.4, 0.3, 0.2, 0.1, 0]), np.log(P), COINS)
     weights_bn, length_b, bonus_b = (np.asarray(x) for x in taken_by(rule, *inputs, 0.0, 1.0))
@@ -357,61 +362,63 @@ def test_greedy_keeps_the_likeliest_path_and_emits_the_argmax(name, rule):
     np.testing.assert_array_equal(length_b, best_bn.sum(1))
 
 
-def test_a_row_with_nothing_left_is_the_verifiers_law():
-    rows = cases.target_rows(jnp.broadcast_to(jnp.log(jnp.asarray(P, jnp.float32)), (1, 2, 5)))
+def test_a_node_with_nothing_left_is_the_verifiers_distribution():
+    sequences = cases.target_distribution(jnp.broadcast_to(jnp.log(jnp.asarray(P, jnp.float32)), (1, 2, 5)))
     node_b, nothing = jnp.array([1]), jnp.zeros((1, 5))
-    np.testing.assert_allclose(jax.nn.softmax(rows.residual(node_b, jnp.arange(5)[None], nothing))[0], P, atol=1e-6)
-    off_support = jax.nn.softmax(rows.residual(node_b, jnp.array([[4, 1]]), nothing[:, :2]))[0]
+    np.testing.assert_allclose(jax.nn.softmax(sequences.residual(node_b, jnp.arange(5)[None], nothing))[0], P, atol=1e-6)
+    off_support = jax.nn.softmax(sequences.residual(node_b, jnp.array([[4, 1]]), nothing[:, :2]))[0]
     np.testing.assert_allclose(off_support, oracle.normalised(P * [1, 0, 1, 1, 0]), atol=1e-6)
 
 
 def test_lossy_combinations_are_refused_with_the_reason():
-    for law, rule in (
+    for distribution, rule in (
         ("paths", "block"),
         ("hybrid", "k-sequential"),
         ("delayed", "multi-path-block"),
         ("paths", "rejection"),
     ):
-        with pytest.raises(ValueError, match=f"acceptance '{rule}' with a tree of law '{law}', expected") as raised:
-            check_lawful(rule, law)
+        with pytest.raises(
+            ValueError, match=f"acceptance '{rule}' with a tree of distribution '{distribution}', expected"
+        ) as raised:
+            check_lossless(rule, distribution)
         assert RULES[rule].NEEDS in str(raised.value) and "sample-and-match" in str(raised.value)
     for rule in RULES:
-        check_lawful(rule, "one path")
+        check_lossless(rule, "one path")
         if rule != "sample-and-match":
             with pytest.raises(ValueError, match="lossless here: sample-and-match"):
-                check_lawful(rule, "deterministic")
+                check_lossless(rule, "deterministic")
 
 
 @pytest.mark.parametrize("top_k, top_p", [(1, 1.0), (0, 1e-6), (2, 0.3)])
 @pytest.mark.parametrize("temperature", [0.5, 3.0])
 def test_the_token_at_the_cut_is_kept(top_k, top_p, temperature):
-    """Filters that leave one token leave all of the mass on it, in whatever a rule reads of a row."""
+    """Filters that leave one token leave all of the mass on it, in whatever a rule reads of a node."""
     logits = jnp.asarray(np.random.default_rng(0).permuted(np.tile(np.arange(96.0), (8, 1)), axis=1), jnp.bfloat16)[:, None]
     full = partial(jnp.full, (8,))
-    rows = acceptance.target_rows(logits, full(temperature), full(top_k), full(top_p))
+    sequences = acceptance.target_distribution(logits, full(temperature), full(top_k), full(top_p))
     best = jnp.argmax(logits[:, 0], axis=-1)
     noise = jax.random.gumbel(jax.random.key(0), logits.shape) * 100
-    np.testing.assert_array_equal(rows.sample(noise)[:, 0], best)
-    log_p = rows.gather(jnp.broadcast_to(jnp.arange(96), logits.shape))[:, 0]
-    left = rows.residual(jnp.zeros(8, jnp.int32), (best[:, None] + 1) % 96, jnp.zeros((8, 1)))
-    for row in (log_p, left):
-        np.testing.assert_allclose(jnp.exp(row), jax.nn.one_hot(best, 96), atol=1e-6)
+    np.testing.assert_array_equal(sequences.sample(noise)[:, 0], best)
+    log_p = sequences.gather(jnp.broadcast_to(jnp.arange(96), logits.shape))[:, 0]
+    left = sequences.residual(jnp.zeros(8, jnp.int32), (best[:, None] + 1) % 96, jnp.zeros((8, 1)))
+    for context in (log_p, left):
+        np.testing.assert_allclose(jnp.exp(context), jax.nn.one_hot(best, 96), atol=1e-6)
 
 
-def test_rows_of_one_batch_have_filters_of_their_own():
-    """How many tokens each row keeps, of p = (1/2, 1/4, ...) at temperature 1."""
+def test_nodes_of_one_batch_have_filters_of_their_own():
+    """Number of tokens that each node keeps, of p = (1/2, 1/4, ...) at temperature 1."""
     logits = jnp.broadcast_to(-np.log(2) * jnp.arange(12.0), (6, 1, 12))
     temperature, top_k = jnp.asarray([1, 0.5, 2, 1, 1, 0]), jnp.asarray([0, 0, 0, 3, 0, 3])
-    rows = acceptance.target_rows(logits, temperature, top_k, jnp.asarray([0.9, 0.9, 0.9, 1, 1, 0.9]))
-    log_p = rows.gather(jnp.broadcast_to(jnp.arange(12), logits.shape))[:, 0]
+    sequences = acceptance.target_distribution(logits, temperature, top_k, jnp.asarray([0.9, 0.9, 0.9, 1, 1, 0.9]))
+    log_p = sequences.gather(jnp.broadcast_to(jnp.arange(12), logits.shape))[:, 0]
     np.testing.assert_array_equal(jnp.isfinite(log_p).sum(axis=1), [4, 2, 7, 3, 12, 1])
     np.testing.assert_allclose(jnp.exp(log_p).sum(axis=1), 1, atol=1e-6)
 
 
 def test_filters_that_are_off_cost_no_float32_logits():
-    """What a branch takes is written out in full, whether it is taken or not."""
+    """Operands of a branch are materialised even if it is not taken."""
     settings = jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.ones(1)
-    program = jax.make_jaxpr(acceptance.target_rows)(jnp.zeros((1, 4, 96), jnp.bfloat16), *settings)
+    program = jax.make_jaxpr(acceptance.target_distribution)(jnp.zeros((1, 4, 96), jnp.bfloat16), *settings)
     [branch] = [step for step in program.eqns if step.primitive.name == "cond"]
     wide = [x.aval for x in branch.invars if x.aval.size >= 96]
     assert [x.dtype for x in wide] == [jnp.bfloat16]

@@ -1,4 +1,4 @@
-"""Acceptance rules through the compiled generator: answers at temperature 1 against the exact law, chi-square.
+"""Acceptance rules through the compiled generator: answers at temperature 1 against the exact distribution, chi-square.
 
 40,000 answers find the bias of a broken rule, 80,000 are drawn from every rule with a block drafter, and 3,000 from every
 drafter, sampled tree and rule that fit together. test_acceptance.py enumerates every rule exactly.
@@ -17,20 +17,21 @@ import pytest
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL
 from scipy import stats
 
-from treeflash_jax import GenerateConfig, TreeFlash, drafters, params
+from treeflash_jax import GenerateConfig, TreeFlash, drafters
 from treeflash_jax.acceptance import RULES, recursive
-from treeflash_jax.acceptance.draws import draws_of, finish, first_hits
-from treeflash_jax.acceptance.rows import follow
-from treeflash_jax.adaptive import selector
-from treeflash_jax.adaptive.selecting import SelectingRunner
-from treeflash_jax.decoding import loops as core
+from treeflash_jax.acceptance.draws import first_hits, make_rule, read_draws
+from treeflash_jax.acceptance.target import follow
+from treeflash_jax.core import parameters
+from treeflash_jax.decoding import loops, tree_selector
 from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
-from treeflash_jax.drafters import eagle3, language_model, ngram, steering
-from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.decoding.runner import Runner
+from treeflash_jax.decoding.selector_policy import SelectorPolicy
+from treeflash_jax.drafters import causal_lm, eagle3, ngram, steering
+from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings
-from treeflash_jax.planning import drafting
+from treeflash_jax.engine.planning import choose_tree
+from treeflash_jax.models import verifier
 from treeflash_jax.trees import BUILDERS, Bucket, TreeShape
-from treeflash_jax.verifiers import forward as verifier
 
 VOCABULARY, NEW, PROMPT = 4, 6, (1, 2, 3, 1, 2, 0, 3, 0, 1, 1, 2, 3)  # whatever follows it, n-grams have seen it often
 BATCH = 40_000
@@ -54,9 +55,9 @@ DRAFTERS = {  # with the settings under which a node has the most entries withou
         eagle3.EagleConfig(layers=MODEL, target_hidden_size=8, draft_vocab_size=VOCABULARY, num_depths=3, taps=(0, 0, 0)),
         {"children": 3},
     ),
-    "language model": (language_model.LanguageModelConfig(layers=MODEL, num_depths=3), {"children": 3}),
+    "language model": (causal_lm.LanguageModelConfig(layers=MODEL, num_depths=3), {"children": 3}),
     "steered language model": (
-        language_model.LanguageModelConfig(layers=MODEL, num_depths=3, steering=STEERS),
+        causal_lm.LanguageModelConfig(layers=MODEL, num_depths=3, steering=STEERS),
         {"children": 4},
     ),
     "ngram": (ngram.NgramConfig(shortest=1, num_depths=3), {"children": 6}),
@@ -73,8 +74,8 @@ IN_TURN = "rules in turn"
 
 @pytest.fixture(scope="module")
 def weights() -> Weights:
-    specs = verifier.specs(MODEL), dflash.specs(DRAFTER), HEADS["mlp"].specs(DRAFTER)
-    made = [params.initialize(spec, jax.random.key(i), scale=0.7) for i, spec in enumerate(specs)]
+    specs = verifier.specs(MODEL), backbone.specs(DRAFTER), HEADS["mlp"].specs(DRAFTER)
+    made = [parameters.initialize(spec, jax.random.key(i), scale=0.7) for i, spec in enumerate(specs)]
     return Weights(made[0], {"backbone": made[1], "head": made[2]})
 
 
@@ -93,7 +94,7 @@ def exact(weights) -> np.ndarray:
 
 
 def asked(part: int, size: int = BATCH, new: int = NEW) -> tuple[jax.Array, jax.Array, Sampling]:
-    """The prompt `size` times, its length, and the verifier's own law, with random keys that differ by part."""
+    """The prompt `size` times, its length, and the verifier's own distribution, with random keys that differ by part."""
     full = lambda value, dtype: jnp.full(size, value, dtype)  # noqa: E731
     tokens_bs = jnp.zeros((size, 24), jnp.int32).at[:, : len(PROMPT)].set(jnp.asarray(PROMPT))
     sampling = Sampling(
@@ -115,8 +116,8 @@ def answers(weights: Weights, plan: DecodePlan, *, batches: int = 1, size: int =
     """Tokens [draws, new] and rounds [draws] of `batches` of `size` sequences, each with its own key."""
     tokens, rounds = [], []
     for part in range(batches):
-        state = core.prefill(weights, *asked(part, size, new), plan=plan.for_prefill())
-        state = core.decode(weights, state, jnp.int32(new), plan=plan)
+        state = loops.prefill(weights, *asked(part, size, new), plan=plan.for_prefill())
+        state = loops.decode(weights, state, jnp.int32(new), plan=plan)
         assert bool(jnp.all(state.done_b))
         tokens.append(np.asarray(state.tokens_bs)[:, len(PROMPT) : len(PROMPT) + new])
         rounds.append(np.asarray(state.rounds_b))
@@ -135,7 +136,7 @@ def p_value(tokens: np.ndarray, exact: np.ndarray) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
-def test_answers_have_the_verifiers_law(weights, exact, rule):
+def test_answers_have_the_verifiers_distribution(weights, exact, rule):
     tokens, rounds = answers(weights, planned(rule, *PLANS[rule]), batches=2)
     assert p_value(tokens, exact) > 0.001
     assert np.mean(rounds >= 2) > 0.6 and len(np.unique(rounds)) > 2
@@ -163,10 +164,10 @@ def test_answers_have_it_with_every_drafter_tree_and_rule(weights, exact, monkey
     """Entries without a child once brought rejected tokens back, where they named a token that another entry offered."""
     drafter, settings = DRAFTERS[kind]
     config = GenerateConfig(**settings, **TREES[tree])
-    builder, _, shape = drafting(config)
-    fitting = [name for name, rule in RULES.items() if BUILDERS[builder].law_of(shape) in rule.LAWS]
+    builder, _, shape = choose_tree(config)
+    fitting = [name for name, rule in RULES.items() if BUILDERS[builder].distribution_for(shape) in rule.DISTRIBUTIONS]
     monkeypatch.setitem(RULES, IN_TURN, in_turn(fitting))
-    made = params.initialize(drafters.of(drafter).specs(drafter), jax.random.key(1), scale=0.7)
+    made = parameters.initialize(drafters.of(drafter).specs(drafter), jax.random.key(1), scale=0.7)
     pair = weights.replace(drafter=made)
     plan = replace(TreeFlash(MODEL, pair, drafter=drafter).plan(config), rule=IN_TURN, prefill_chunk=len(PROMPT))
     tokens, rounds = answers(pair, plan, size=EACH * len(fitting), new=4)
@@ -189,16 +190,16 @@ def selected_answers(weights: Weights, rule: str, batches: int):
     shape, draft = TreeShape(trunk=buckets), DraftSettings(candidates=3, children=3)
     plan = DecodePlan(
         verifier=MODEL, drafter=DRAFTER, num_nodes=7, draft=draft, builder="delayed", shape=shape, rule=rule,
-        prefill_chunk=len(PROMPT),
+        prefill_chunk=len(PROMPT), policy=SelectorPolicy(),
     )  # fmt: skip
-    made = selector.SelectorConfig(buckets=buckets, width=MODEL.hidden_size, pair="", rule=rule)
-    wild = params.initialize(selector.specs(made), jax.random.key(0), scale=1.0)
-    runner = SelectingRunner(plan, weights, params=wild)
+    made = tree_selector.SelectorConfig(buckets=buckets, width=MODEL.hidden_size, pair="", rule=rule)
+    wild = parameters.initialize(tree_selector.specs(made), jax.random.key(0), scale=1.0)
+    runner = Runner(plan, weights, policy_weights=wild)
     tokens, nodes = [], []
     for part in range(batches):
         state = runner.run(runner.start(asked(part)), NEW, BATCH)
-        assert bool(jnp.all(state.decode.done_b))
-        tokens.append(np.asarray(state.decode.tokens_bs)[:, len(PROMPT) : len(PROMPT) + NEW])
+        assert bool(jnp.all(state.done_b))
+        tokens.append(np.asarray(state.tokens_bs)[:, len(PROMPT) : len(PROMPT) + NEW])
         nodes.append(np.asarray(state.nodes_bs))
     return np.concatenate(tokens), np.concatenate(nodes)
 
@@ -216,12 +217,12 @@ def test_a_biased_rule_is_rejected(weights, exact, monkeypatch):
     """A rejected draw is followed by a token of p, not of the residual."""
 
     def stop(tree, proposal, p_bnc, coins_bx):
-        draws = draws_of(tree, proposal, p_bnc)
+        draws = read_draws(tree, proposal, p_bnc)
         chance_bx = recursive.reject_all(draws).chance_bx
         last_b = follow(tree, first_hits(draws, chance_bx, coins_bx), proposal.depths + 1)
         return last_b, jnp.take_along_axis(p_bnc, last_b[:, None, None], axis=1)[:, 0]
 
-    biased = SimpleNamespace(walk=lambda *arguments: finish(stop, *arguments))
+    biased = SimpleNamespace(walk=make_rule(recursive.chances, stop)[1])
     monkeypatch.setitem(RULES, "biased", biased)
     tokens, _ = answers(weights, planned("biased", *PLANS["recursive"]), batches=1)
     assert p_value(tokens, exact) < 1e-9

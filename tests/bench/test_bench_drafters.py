@@ -13,11 +13,11 @@ import treeflash_jax as tf
 from treeflash_jax import trees
 from treeflash_jax.bench import drafters
 from treeflash_jax.bench.depths import distances
-from treeflash_jax.cli import main
+from treeflash_jax.cli.commands import main
 
 
 def a_table(size: int, depths: int, kept: int):
-    """Random laws after every token at every depth, the likeliest `kept` tokens listed; and all of them, [b, i, m, v]."""
+    """Random distributions after every token at every depth, with the `kept` likeliest tokens, and all of them."""
     q_bimv = np.random.default_rng(0).dirichlet(np.ones(size), (2, depths, size)).astype(np.float32)
     log_q, tokens = jax.lax.top_k(jnp.log(q_bimv), kept)
     return trees.TransitionTable(tokens, log_q, tokens), q_bimv
@@ -50,30 +50,31 @@ def test_the_command_compares_drafters(short, tmp_path, capsys, monkeypatch):
     words = ["bench", "drafters", "--verifier", str(short), "--drafter", f"itself={short}", "ngram"]
     words += ["--prompts", str(prompts), "--nodes", "4"]
     words += ["--max-new-tokens", "12", "--repeats", "1", "--context", "30", "--out", str(out), "--plot", str(plot)]
-    out.write_text('{"arms": []}')  # its own file is replaced
-    kept, measured = [], drafters.by_depth
-    monkeypatch.setattr(drafters, "by_depth", lambda *given: kept.append(json.loads(out.read_text())) or measured(*given))
+    out.write_text('{"systems": []}')  # its own file is replaced
+    kept, measured = [], drafters.distances_by_depth
+    monkeypatch.setattr(
+        drafters, "distances_by_depth", lambda *given: kept.append(json.loads(out.read_text())) or measured(*given)
+    )
     assert main(words) == 0
     assert "ngram" in capsys.readouterr().out and plot.stat().st_size > 1000
     found = json.loads(out.read_text())
-    arms = {(row["drafter"], row["way"], row["nodes"]): row for row in found["arms"]}
-    assert {("none", "one token", None), ("itself", "tree", 4), ("ngram", "tree", 4)} <= {*arms}
-    assert all(row["identical"] for row in arms.values())
-    assert [row["tau"] for row in kept[0]["arms"]] == [row["tau"] for row in found["arms"]], (
-        "a run that is stopped keeps it"
-    )
-    assert not any(row["stages_ms"] for row in kept[0]["arms"]) and kept[0]["settings"]["prompts"] == 1
-    own = arms["itself", "tree", 4]
+    systems = {(s["drafter"], s["way"], s["nodes"]): s for s in found["systems"]}
+    assert {("none", "one token", None), ("itself", "tree", 4), ("ngram", "tree", 4)} <= {*systems}
+    assert all(system["identical"] == system["compared"] == 1 for system in systems.values())
+    before = kept[0]["systems"]
+    assert [s["tau"] for s in before] == [s["tau"] for s in found["systems"]], "a run that is stopped keeps it"
+    assert not any(system["phases_ms"] for system in before) and before[0]["prompts"] == 1
+    own = systems["itself", "tree", 4]
     assert own["tau"] > 1 and own["distance_by_depth"]["rounds"][0] > 1
     assert max(own["distance_by_depth"]["distance"]) < 1e-3, "of a model from itself"
-    assert {"draft", "tree", "verify", "accept", "commit", "round", "step"} == {*own["stages_ms"]}
+    assert {"draft", "tree", "verify", "accept", "commit", "round", "step"} == {*own["phases_ms"]}
     out.write_text("mine")
     assert main(words) == 2 and out.read_text() == "mine"
 
 
 def test_drafters_with_a_head_are_shown_without_it_too(tiny):
-    arms = drafters.arms_of({"shipped": tiny}, tf.GenerateConfig(), [4, 8])
-    ways = [(arm.way, arm.nodes, arm.config.head) for arm in arms[1:]]
+    systems = drafters.make_systems({"shipped": tiny}, tf.GenerateConfig(), [4, 8])
+    ways = [(way, nodes, system.config.head) for (_, way, nodes), system in systems.items() if nodes]
     assert [way for way in ways if way[0] == "tree, no head"] == [("tree, no head", n, "marginal") for n in (4, 8)]
     assert [way[:2] for way in ways if way[2] is None] == [("chain", tiny.drafter.block_size), ("tree", 4), ("tree", 8)]
 

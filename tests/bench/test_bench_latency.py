@@ -1,4 +1,4 @@
-"""`bench latency`: stages timed are those of a round, floors are those counted by hand; what is printed, kept and refused.
+"""`bench latency`: timed phases are those of a round, floors are those counted by hand; output, files and errors.
 
 No test looks at a time: on a busy machine times are noise.
 """
@@ -17,16 +17,17 @@ import pytest
 from conftest import DATA, RANDOM_DRAFTER, RANDOM_MODEL, random_pair
 from jax.sharding import PartitionSpec
 
-from treeflash_jax import cli, make_mesh
-from treeflash_jax.bench import latency, shapes, stages, timings
+from treeflash_jax import make_mesh
+from treeflash_jax.bench import latency, phases, shapes, timings
 from treeflash_jax.bench import timed as timers
-from treeflash_jax.bench.floors import stage_work, stages_of
-from treeflash_jax.costs import Work
+from treeflash_jax.bench.floors import phase_names, phase_work
+from treeflash_jax.cli import commands
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.loops import DecodePlan
-from treeflash_jax.devices import Ceilings, measure_ceilings
 from treeflash_jax.drafters.block.heads import DraftSettings
-from treeflash_jax.planning import resolve
+from treeflash_jax.engine.planning import resolve
+from treeflash_jax.models.ceilings import Ceilings
+from treeflash_jax.models.costs import Work
 
 PAIR = DATA / "conformance" / "b_trained"
 SMALL = ["--shape", str(PAIR / "verifier" / "config.json"), "--drafter-shape", str(PAIR / "drafter")]
@@ -51,35 +52,35 @@ def compiled() -> Counter:
 
 
 @pytest.fixture(scope="module")
-def bench(compiled, trained) -> stages.Bench:
+def bench(compiled, trained) -> phases.Bench:
     """A pair that accepts several tokens a round, so that a wrong tree commits something else."""
     with pytest.MonkeyPatch.context() as patch:
         submit = timers.Compiler.compile
 
         def counted(self, function, *args, plan, **static):
             compiled[function.__name__] += 1
-            assert plan.attention == "xla", "steps, rounds and stages read caches in the same way"
+            assert plan.attention == "xla", "steps, rounds and phases read caches in the same way"
             return submit(self, function, *args, plan=plan, **static)
 
         patch.setattr(timers.Compiler, "compile", counted)
-        return stages.Bench(trained, plans_of(trained, 3, 8, attention="xla"), batch=2, context=40)
+        return phases.Bench(trained, plans_of(trained, 3, 8, attention="xla"), batch=2, context=40)
 
 
 def test_nothing_is_compiled_per_node_count_that_does_not_depend_on_it(bench, compiled):
     once = {"prefill": 1, "draft_stage": 2, "decode": 1 + 2}  # one-token steps and two kinds of round
     assert compiled == once | dict.fromkeys(("build_tree", "verify_tree", "accept_path", "COMMIT"), 2)
-    kinds = [(timed.stage, timed.nodes) for timed in bench.timed]
-    assert kinds == [(stage, None) for stage in SHARED] + [(stage, n) for n in (3, 8) for stage in OF_A_TREE]
+    kinds = [(timed.phase, timed.nodes) for timed in bench.timed]
+    assert kinds == [(phase, None) for phase in SHARED] + [(phase, n) for n in (3, 8) for phase in OF_A_TREE]
     assert all(timed.program.compile_seconds > 0 for timed in bench.timed)
 
 
 @pytest.mark.parametrize("nodes", [3, 8])
 def test_the_stages_one_by_one_do_what_a_round_does(bench, nodes):
-    """The commit that is timed has tree, logits and path from the stages before it; a round of `decode` does the same."""
-    at = {(timed.stage, timed.nodes): timed for timed in bench.timed}
+    """The commit that is timed has tree, logits and path from the phases before it; a round of `decode` does the same."""
+    at = {(timed.phase, timed.nodes): timed for timed in bench.timed}
     before = copied(bench.slots)
     whole = at["round", nodes].prepare(1)()
-    expected = stages.divide(copied(whole))[0]
+    expected = phases.divide(copied(whole))[0]
     assert whole.end_b.tolist() == [41 + n for n in whole.accepted_bs[:, 0].tolist()] and max(whole.end_b) > 42
     bench.slots = copied(before)
     at["commit", nodes].prepare(1)()
@@ -92,10 +93,10 @@ def test_the_stages_one_by_one_do_what_a_round_does(bench, nodes):
 
 def test_samples_do_not_move_the_rows(bench):
     rows = bench.measure(CEILINGS, repeats=3)
-    assert [(row["stage"], row["nodes"]) for row in rows] == [(timed.stage, timed.nodes) for timed in bench.timed]
+    assert [(row["phase"], row["nodes"]) for row in rows] == [(timed.phase, timed.nodes) for timed in bench.timed]
     for row in rows:
         assert row["samples"] == 3 and 0 < row["low_ms"] <= row["ms"] <= row["high_ms"]
-        assert 1 <= row["calls"] <= (stages.ROUNDS if row["stage"] in ("step", "round") else timers.CALLS)
+        assert 1 <= row["calls"] <= (phases.ROUNDS if row["phase"] in ("step", "round") else timers.CALLS)
         work = Work(row["bytes"], row["flops"])
         assert row["floor_ms"] == 1e3 * max(work.bytes / 1e9, work.flops / 1e12) > 0
     state = bench.state
@@ -112,11 +113,11 @@ def test_a_sample_is_divided_by_its_calls_and_tokens(monkeypatch):
 
 def test_a_dispatch_that_ends_early_is_no_measurement(bench):
     """Rows at the end of their buffers: the loop would stop after a round, and seem quick."""
-    program = next(timed.program for timed in bench.timed if timed.stage == "round")
+    program = next(timed.program for timed in bench.timed if timed.phase == "round")
     marks, timed = bench.marks, list(bench.timed)
     bench.marks = marks.replace(end_b=jnp.full_like(marks.end_b, bench.capacity - 4))
     with pytest.raises(RuntimeError, match="got 1 rounds of round, expected 16"):
-        bench.add("round", 3, program, {"round": Work()}, bench.rounds, True, least=4, most=stages.ROUNDS)
+        bench.add("round", 3, program, {"round": Work()}, bench.rounds, True, least=4, most=phases.ROUNDS)
     bench.marks, bench.timed = marks, timed
 
 
@@ -124,11 +125,11 @@ def test_a_dispatch_that_ends_early_is_no_measurement(bench):
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices (fake ones on a CPU)")
 def test_on_a_mesh_every_stage_takes_the_layout_that_the_one_before_gives():
     model = random_pair(make_mesh(2, 2))
-    bench = stages.Bench(model, plans_of(model, 8), batch=2, context=40)
+    bench = phases.Bench(model, plans_of(model, 8), batch=2, context=40)
     rows = bench.measure(CEILINGS, repeats=2)
-    assert [row["stage"] for row in rows] == [*SHARED, *OF_A_TREE]
+    assert [row["phase"] for row in rows] == [*SHARED, *OF_A_TREE]
     assert all(x.sharding.spec[:2] == ("data", "model") for x in jax.tree.leaves(bench.slots.cache.groups))
-    halves, whole = (stage_work(bench.plans[0], batch=2, context=40, dtype=jnp.float32, mesh=m) for m in (model.mesh, None))
+    halves, whole = (phase_work(bench.plans[0], batch=2, context=40, dtype=jnp.float32, mesh=m) for m in (model.mesh, None))
     assert rows[0]["bytes"] == halves["step"].bytes < whole["step"].bytes
 
 
@@ -143,9 +144,9 @@ def test_floors_by_hand():
     layer, norms, table = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64, 2 * 32 + 2 * 8, 64 * 32
     kv, mixing = 3 * 2 * 16, 3 * 4 * 32  # numbers of a row in all layers; FLOPs of a query and a row it sees
     fc, extend = 2 * 32 * 32, 2 * 32 * 16
-    ones, pairs = 3 * 5 * 3 * 12, 1 + 2 * 5  # bytes of a row's transitions; rows of the second stage
+    ones, pairs = 3 * 5 * 3 * 12, 1 + 2 * 5  # bytes of a row's transitions; rows of the second phase
     for mesh, b, half in ((None, 2, 1), (make_mesh(2, 2), 1, 2)):
-        work = stage_work(plan, batch=2, context=10, dtype=jnp.float32, mesh=mesh)
+        work = phase_work(plan, batch=2, context=10, dtype=jnp.float32, mesh=mesh)
         verifier, products = 3 * (layer / half + norms) + 32 + table / half, 3 * layer + table
         assert work["step"] == Work(
             4 * (verifier + b * 11 * kv / half), 2 * b * products / half + b * mixing * 11 / half
@@ -165,8 +166,8 @@ def test_floors_by_hand():
         assert work["commit"].bytes == 4 * (fc + 32 + extend / half + b * (written + 4 * 2 * 32 + 4 * kv / half))
         assert work["commit"].flops == 2 * b * 4 * (fc + extend / half)
         moved = b * (4 * (2 * 4 * 32 + handed + 8 * 64 / half + 4 * 2 * 32 + 4 * kv / half) + 2 * ones)
-        assert work["round"].bytes == sum(work[stage].bytes for stage in stages_of(plan)) - moved
-        assert work["round"].flops == sum(work[stage].flops for stage in stages_of(plan))
+        assert work["round"].bytes == sum(work[phase].bytes for phase in phase_names(plan)) - moved
+        assert work["round"].flops == sum(work[phase].flops for phase in phase_names(plan))
         every = b * 10 * (2 * (3 * layer / half + fc + extend / half) + mixing * 5.5 / half) + 2 * b * table / half
         assert work["prefill"].flops == pytest.approx(every / 20)
         prompt = verifier + fc + 32 + extend / half + b * 10 * (kv + kv / 3) / half
@@ -177,17 +178,12 @@ def test_floors_are_those_of_the_published_arithmetic():
     """A one-token step at 1024 tokens on an H200 of 4.8 TB/s, and the FLOPs of 64 rows through an 8B at 990 TFLOP/s."""
     h200 = Ceilings(4.8e12, 990e12)
     for name, milliseconds in {"qwen3-0.6b": 0.27, "qwen3-4b": 1.71, "qwen3-8b": 3.18, "llama-3.1-8b": 3.15}.items():
-        model = shapes.named(name)
-        plan = DecodePlan(verifier=model, drafter=shapes.drafter_of(model), num_nodes=64, draft=DraftSettings())
-        work = stage_work(plan, batch=1, context=1024, dtype=jnp.bfloat16)
+        model = shapes.find_verifier(name)
+        plan = DecodePlan(verifier=model, drafter=shapes.find_drafter(model), num_nodes=64, draft=DraftSettings())
+        work = phase_work(plan, batch=1, context=1024, dtype=jnp.bfloat16)
         assert 1e3 * work["step"].seconds(h200) == pytest.approx(milliseconds, abs=0.006)
     assert 1e3 * work["verify"].flops / 990e12 == pytest.approx(1.0, abs=0.02)
     assert Work(48e8, 99e9).seconds(h200) == 1e-3 and Work(48e8, 198e10).seconds(h200) == 2e-3  # bytes; FLOPs
-
-
-def test_ceilings_are_rates_of_this_machine():
-    found = measure_ceilings(jnp.float32)
-    assert 1e8 < found.copy_bytes_per_second < 1e15 and 1e8 < found.matmul_flops_per_second < 1e17
 
 
 def test_random_weights_are_finite_numbers_in_their_own_dtype_and_place():
@@ -203,7 +199,7 @@ def test_random_weights_are_finite_numbers_in_their_own_dtype_and_place():
 
 
 def test_the_shapes_of_tiny_are_those_of_the_shipped_pair(tiny):
-    assert shapes.named("tiny") == tiny.verifier and shapes.drafter_of(shapes.named("tiny")) == tiny.drafter
+    assert shapes.find_pair("tiny") == (tiny.verifier, tiny.drafter)
 
 
 # The command. Its measurements are made up; those of the first test are real.
@@ -213,12 +209,12 @@ def test_the_shapes_of_tiny_are_those_of_the_shipped_pair(tiny):
 def test_the_command_measures_prints_keeps_and_draws(tmp_path, capsys):
     out, picture, traces = tmp_path / "latency.json", tmp_path / "ratio.png", tmp_path / "traces"
     files = ["--out", str(out), "--plot", str(picture), "--profile", str(traces)]
-    assert cli.main(["bench", "latency", *SMALL, "--context", "24", "--nodes", "8", "--repeats", "2", *files]) == 0
+    assert commands.main(["bench", "latency", *SMALL, "--context", "24", "--nodes", "8", "--repeats", "2", *files]) == 0
     text = out.read_text()
     [result] = timings.read_results(out)
     assert result["settings"]["shape"] == "verifier" and result["settings"]["weights"] == "random"
-    assert [row["stage"] for row in result["stages"]] == [*SHARED, *OF_A_TREE]
-    assert result["compile_seconds"] > 0 and result["growth"] == {}
+    assert [row["phase"] for row in result["phases"]] == [*SHARED, *OF_A_TREE]
+    assert result["compile_seconds"] > 0
     assert set(result["ceilings"]) == {"copy_bytes_per_second", "matmul_flops_per_second"}
     assert result["versions"]["jax"] == jax.__version__ and result["hardware"]["backend"] == jax.default_backend()
     for private in (str(tmp_path), str(DATA), str(Path.home()), socket.gethostname()):
@@ -226,12 +222,12 @@ def test_the_command_measures_prints_keeps_and_draws(tmp_path, capsys):
     captured = capsys.readouterr()
     printed, steps = captured.out.splitlines(), captured.err
     assert steps.startswith("[1/4] measuring the machine's copy and matmul rates\n")
-    assert "[3/4] compiling the stages at batch 1, context 24\n" in steps and "[4/4] timing them" in steps
+    assert "[3/4] compiling the phases at batch 1, context 24\n" in steps and "[4/4] timing them" in steps
     assert printed[0].startswith(
         "verifier, random weights, float32, batch 1, context 24 (256 slots), best-first, mlp head, 4 candidates, 4 children"
     )
-    for row, line in zip(result["stages"], printed[3:], strict=False):
-        assert line.split()[-5:-3] != [] and line.strip().startswith(timings.LABELS[row["stage"]])
+    for row in result["phases"]:
+        [line] = [line for line in printed if line.startswith(f" {timings.LABELS.get(row['phase'], row['phase'])} ")]
         assert f"{row['ms']:.4f}" in line and f"{row['low_ms']:.4f} - {row['high_ms']:.4f}" in line
     assert any(line.strip().startswith("round / step at 8 nodes") for line in printed)
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -240,7 +236,7 @@ def test_the_command_measures_prints_keeps_and_draws(tmp_path, capsys):
 
 @pytest.fixture
 def made_up(monkeypatch):
-    """Stages of 1 ms and rounds of nodes / 4 ms; the configurations asked for, in order."""
+    """Phases of 1 ms and rounds of nodes / 4 ms; returns the measured configurations in order."""
     asked = []
 
     class Made:
@@ -253,10 +249,10 @@ def made_up(monkeypatch):
 
         def measure(self, ceilings, repeats):
             same = {"low_ms": 1.0, "high_ms": 1.0, "floor_ms": 0.5, "bytes": 1, "flops": 1, "samples": repeats, "calls": 1}
-            kinds = [(stage, None) for stage in SHARED]
-            kinds += [(stage, plan.num_nodes) for plan in self.plans for stage in OF_A_TREE]
-            times = [n / 4 if stage == "round" else 1.0 for stage, n in kinds]
-            return [{"stage": s, "nodes": n, "ms": t} | same for (s, n), t in zip(kinds, times, strict=True)]
+            kinds = [(phase, None) for phase in SHARED]
+            kinds += [(phase, plan.num_nodes) for plan in self.plans for phase in OF_A_TREE]
+            times = [n / 4 if phase == "round" else 1.0 for phase, n in kinds]
+            return [{"phase": s, "nodes": n, "ms": t} | same for (s, n), t in zip(kinds, times, strict=True)]
 
     monkeypatch.setattr(latency, "Bench", Made)
     monkeypatch.setattr(shapes, "random_pair", lambda *_, **__: SimpleNamespace(mesh=None))
@@ -269,35 +265,29 @@ def test_all_combinations_are_measured_and_summed_up(made_up, tmp_path, capsys):
     sizes = (
         "--batch 1 2 --context 24 40 --nodes 64 8 16 8 --temperature 0.5 --random --dtype bfloat16 --head linear".split()
     )
-    assert latency.main(["--shape", "tiny", *sizes, "--out", str(out)]) == 0
+    assert commands.main(["bench", "latency", "--shape", "tiny", *sizes, "--out", str(out)]) == 0
     assert made_up == [(b, s, [8, 16, 64], 0.5) for b in (1, 2) for s in (24, 40)]
     results = timings.read_results(out)
     assert [(r["settings"]["batch"], r["settings"]["context"]) for r in results] == [(1, 24), (1, 40), (2, 24), (2, 40)]
     assert results[0]["settings"] | {"weights": "random", "dtype": "bfloat16", "head": "linear"} == results[0]["settings"]
     assert results[0]["rounds"] == [
-        {"nodes": n, "round_over_step": n / 4, "floor_round_over_step": 1.0, "sum_of_stages_ms": 6.0} for n in (8, 16, 64)
+        {"nodes": n, "round_over_step": n / 4, "floor_round_over_step": 1.0, "sum_of_phases_ms": 6.0} for n in (8, 16, 64)
     ]
-    assert results[0]["growth"]["round"] == pytest.approx({"exponent": 1.0, "steepest": 1.0})
-    assert results[0]["growth"]["tree"] == pytest.approx({"exponent": 0.0, "steepest": 0.0}, abs=1e-12)
     printed = capsys.readouterr().out
-    assert printed.count("round / step at 64 nodes: 16.00 (of the floors: 1.00); its stages alone sum to 6.0000 ms") == 4
-    assert "tree 0.00 (0.00)" in printed and "round 1.00 (1.00)" in printed
-
-
-def test_growth_is_the_power_of_the_nodes():
-    def rows(stage, times):
-        return [{"stage": stage, "nodes": n, "ms": ms} for n, ms in times.items()]
-
-    found = timings.growth(rows("verify", {64: 4.0, 16: 1.0, 256: 64.0}) + rows("tree", {16: 1.0}))
-    assert found == {"verify": pytest.approx({"exponent": 1.5, "steepest": 2.0})}
+    assert printed.count("round / step at 64 nodes: 16.00 (of the floors: 1.00); its phases alone sum to 6.0000 ms") == 4
 
 
 def test_results_of_other_settings_are_kept_and_the_same_replaced(made_up, tmp_path):
     out = tmp_path / "out.json"
     for sizes in ("--batch 1 --nodes 8", "--batch 2 --nodes 8", "--batch 1 --nodes 16", "--batch 1 --nodes 8"):
-        assert latency.main([*SMALL, *sizes.split(), "--repeats", str(len(made_up) + 1), "--out", str(out)]) == 0
+        assert (
+            commands.main(
+                ["bench", "latency", *SMALL, *sizes.split(), "--repeats", str(len(made_up) + 1), "--out", str(out)]
+            )
+            == 0
+        )
     results = timings.read_results(out)
-    kept = [(r["settings"]["batch"], r["settings"]["nodes"], r["stages"][0]["samples"]) for r in results]
+    kept = [(r["settings"]["batch"], r["settings"]["nodes"], r["phases"][0]["samples"]) for r in results]
     assert kept == [(2, [8], 2), (1, [16], 3), (1, [8], 4)]
     results[0]["versions"]["jax"] = "0"
     assert len(timings.merge(results, results[2])) == 3
@@ -309,16 +299,17 @@ def test_a_figure_shows_what_belongs_together(made_up, tmp_path, monkeypatch):
     monkeypatch.setattr(timings, "plot", lambda results, path: drawn.append(results))
     files = ["--out", str(tmp_path / "out.json"), "--plot", str(tmp_path / "a.png")]
     for sizes in ("--batch 1 --nodes 8 16", "--batch 2 --nodes 8", "--batch 2 --dtype bfloat16 --nodes 8"):
-        assert latency.main([*SMALL, *sizes.split(), *files]) == 0
+        assert commands.main(["bench", "latency", *SMALL, *sizes.split(), *files]) == 0
     assert [[r["settings"]["batch"] for r in results] for results in drawn] == [[1], [1, 2], [2]]
 
 
-@pytest.mark.parametrize("text", ['{"schema": 2, "results": []}', "[]", '{"schema": 1', '{"earlier": 3}'])
+@pytest.mark.parametrize("text", ['{"schema": 1, "results": []}', "[]", '{"schema": 1', '{"earlier": 3}'])
 def test_files_of_something_else_are_refused_and_left_alone(made_up, tmp_path, capsys, text):
     out = tmp_path / "out.json"
     out.write_text(text)
-    assert cli.main(["bench", "latency", *SMALL, "--out", str(out)]) == 2
-    assert "write to another file" in capsys.readouterr().err
+    assert commands.main(["bench", "latency", *SMALL, "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert "out.json" in error and error.count("\n") == 1
     assert out.read_text() == text and not made_up
 
 
@@ -327,38 +318,26 @@ def test_files_of_something_else_are_refused_and_left_alone(made_up, tmp_path, c
     [
         (["--shape", "qwen9"], "got shape 'qwen9', expected one of qwen3-0.6b"),
         (["--shape", str(PAIR / "drafter")], "expected a verifier's"),
-        (["--drafter-shape", "nowhere.json"], "nowhere.json not found"),
         (
             ["--shape", "qwen3-4b", "--drafter-shape", str(PAIR / "drafter")],
             "drafter does not fit the verifier: hidden size",
         ),
         (["--pair", "nowhere", str(PAIR / "drafter")], "nowhere not found"),
         (["--pair", str(PAIR / "verifier"), str(PAIR / "drafter"), "--shape", "tiny"], "got --pair and a shape"),
-        (["--head", "linear"], "got head 'linear'"),
         (["--batch", "1", "0"], "got --batch 0"),
-        (["--context", "0"], "got --context 0"),
         (["--nodes", "16", "--context", "8", "2000"], "got --context 2000, expected at most 1775"),
-        (["--nodes", "4", "0"], "got nodes 0"),
         (["--builder", "none"], "got builder 'none', expected one that drafts"),
         (["--nodes", "4", "17", "--builder", "chain"], "got --nodes 17, expected at most 16 with --builder chain"),
-        (["--candidates", "0"], "got candidates 0"),
-        (["--children", "4000"], "got children 4000"),
-        (["--temperature", "-1"], "got temperature -1"),
-        (["--acceptance", "traversal"], "got acceptance 'traversal'"),
-        (["--repeats", "0"], "got --repeats 0"),
-        (["--mesh", "2"], "got --mesh '2'"),
         (["--mesh", "99x1"], "got a mesh of 99 x 1"),
         (["--mesh", "2x1", "--batch", "3"], "got --batch 3 on a mesh with a data axis of 2"),
         (["--out", "/nowhere/a.json"], "cannot write /nowhere/a.json"),
-        (["--out", "/"], "cannot read /"),
-        (["--plot", "/nowhere/a.png"], "cannot write /nowhere/a.png"),
         (["--plot", "a.xyz"], "got --plot a.xyz"),
         (["--profile", "/proc/nowhere"], "cannot write /proc/nowhere"),
     ],
 )
 def test_mistakes_end_with_one_line_before_anything_is_measured(made_up, monkeypatch, capsys, arguments, words):
     monkeypatch.setattr(latency, "measure_ceilings", lambda dtype: pytest.fail("measured"))
-    assert cli.main(["bench", "latency", *arguments]) == 2
+    assert commands.main(["bench", "latency", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and words in captured.err
     assert not made_up
@@ -372,13 +351,7 @@ def test_too_little_memory_is_one_line(bench):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
 
-def test_the_command_has_help(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["bench", "latency", "--help"])
-    assert stop.value.code == 0 and "treeflash bench latency" in capsys.readouterr().out
-
-
 def test_what_is_timed_is_what_decode_is_made_of():
-    functions = stages.DRAFT, stages.TREE, stages.VERIFY, stages.ACCEPT
+    functions = phases.DRAFT, phases.TREE, phases.VERIFY, phases.ACCEPT
     own = rounds.draft_stage, rounds.build_tree, rounds.verify_tree, rounds.accept_path
     assert [function.__wrapped__ for function in functions] == list(own)

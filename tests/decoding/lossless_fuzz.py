@@ -27,15 +27,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import jax.numpy as jnp  # noqa: E402
 from budgets import AUTO, MIXED, beside, table  # noqa: E402
 
-from treeflash_jax import params, programs, quantized  # noqa: E402
+from treeflash_jax.core import parameters, programs  # noqa: E402
+from treeflash_jax.core.parameters import is_spec  # noqa: E402
 from treeflash_jax.decoding.state import Weights  # noqa: E402
 from treeflash_jax.drafters.block import HEADS  # noqa: E402
 from treeflash_jax.drafters.block import specs as drafter_specs  # noqa: E402
-from treeflash_jax.drafters.block.config import DrafterConfig, fresh_layers  # noqa: E402
-from treeflash_jax.model import TreeFlash  # noqa: E402
-from treeflash_jax.params import is_spec  # noqa: E402
-from treeflash_jax.verifiers import forward as verifier  # noqa: E402
-from treeflash_jax.verifiers.config import ModelConfig, Rope  # noqa: E402
+from treeflash_jax.drafters.block.block_config import DrafterConfig, fresh_layers  # noqa: E402
+from treeflash_jax.engine.model import TreeFlash  # noqa: E402
+from treeflash_jax.models import quantized, verifier  # noqa: E402
+from treeflash_jax.models.config import ModelConfig, Rope  # noqa: E402
 
 VOCABULARY = 16  # few tokens, so that drafts are right now and then
 SIZES = dict(
@@ -58,12 +58,12 @@ KINDS = (  # of drafted programs
 )  # fmt: skip
 
 
-def weights_of(config: ModelConfig, drafter: DrafterConfig, seed: int, quantize: str | None) -> Weights:
+def make_weights(config: ModelConfig, drafter: DrafterConfig, seed: int, quantize: str | None) -> Weights:
     """Random weights in which nothing is zero or one; matrices of the verifier rounded where that is asked for."""
 
     def draw(specs, number: int, scale: float):
         normal = jax.tree.map(lambda spec: replace(spec, init="normal"), specs, is_leaf=is_spec)
-        made = params.initialize(normal, jax.random.key(number), jnp.float64, scale)
+        made = parameters.initialize(normal, jax.random.key(number), jnp.float64, scale)
         return jax.tree.map(lambda x, spec: 1 + x if spec.init == "ones" else x, made, specs)
 
     specs = verifier.specs(config)
@@ -113,7 +113,7 @@ def main(seed: int, each: int) -> None:
                     target_layer_ids=(0, config.num_layers - 1), num_target_layers=config.num_layers, head=head,
                 )  # fmt: skip
                 quantize = "int8" if name in rounded else None
-                model = TreeFlash(config, weights_of(config, drafter, draw.randrange(10**6), quantize), drafter=drafter)
+                model = TreeFlash(config, make_weights(config, drafter, draw.randrange(10**6), quantize), drafter=drafter)
                 draft = {"nodes": draw.choice((2, 5, 9, 16)), **kind} if "block_size" not in kind else {"nodes": 6, **kind}
                 if "lanes" in kind:
                     draft["nodes"] = 9

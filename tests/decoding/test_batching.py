@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +10,12 @@ import pytest
 from budgets import AUTO, MIXED, beside, table
 from conftest import needs_8_devices, random_pair
 
-from treeflash_jax import make_mesh, programs
-from treeflash_jax.batching import Places
-from treeflash_jax.decoding import loops as core
-from treeflash_jax.planning import rows_of
-from treeflash_jax.settings import GenerateConfig
+from treeflash_jax import make_mesh
+from treeflash_jax.core import programs
+from treeflash_jax.decoding import loops
+from treeflash_jax.engine.batching import Slots
+from treeflash_jax.engine.planning import make_requests
+from treeflash_jax.engine.settings import GenerateConfig
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16], [17] * 20, [18, 19]]
 SETTINGS = {
@@ -56,25 +56,25 @@ def test_answers_come_as_they_finish(trained):
     assert sorted(order) == [0, 1, 2, 3] and lengths[order[-1]] == lengths[longest]
 
 
-def test_a_batch_keeps_its_places_busy():
-    """Sequences of very different lengths take about as many rounds as their tokens over the places."""
+def test_a_batch_keeps_its_slots_busy():
+    """Sequences of very different lengths take about as many rounds as their tokens over the slots."""
     lengths = [int(n) for n in np.random.default_rng(0).integers(1, 100, 200)]
-    places, rounds = Places(16, 2, deque(range(len(lengths)))), 0
-    left = {place: lengths[places.held[place]] for place in places.fill()}
+    slots, rounds = Slots(16, 2, range(len(lengths))), 0
+    left = {slot: lengths[slots.held[slot][0]] for slot in slots.fill(16)}
     finished = []
-    while not places.is_empty:
-        while sum(n <= 0 for n in left.values()) + places.held.count(None) < places.enough:
-            left = {place: n - 1 for place, n in left.items()}
+    while slots.held:
+        while sum(n <= 0 for n in left.values()) + slots.size - len(slots.held) < slots.enough_done:
+            left = {slot: n - 1 for slot, n in left.items()}
             rounds += 1
-        done = places.done(np.array([left.get(place, 0) <= 0 for place in range(places.size)]))
-        finished += [places.held[place] for place in done]
-        places.release(done)
-        for place in done:
-            del left[place]
-        if places.is_refill_due:
-            left |= {place: lengths[places.held[place]] for place in places.admit()}
+        done = [slot for slot in slots.held if left[slot] <= 0]
+        finished += [slots.held[slot][0] for slot in done]
+        slots.release(done)
+        for slot in done:
+            del left[slot]
+        if slots.is_refill_due:
+            left |= {slot: lengths[slots.held[slot][0]] for slot in slots.fill(slots.group)}
     assert sorted(finished) == list(range(len(lengths)))
-    assert rounds < 1.2 * sum(lengths) / places.size + max(lengths)
+    assert rounds < 1.2 * sum(lengths) / slots.size + max(lengths)
     one_after_the_other = sum(max(lengths[at : at + 16]) for at in range(0, len(lengths), 16))
     assert rounds < 0.75 * one_after_the_other
 
@@ -85,9 +85,11 @@ def test_admission_writes_the_replaced_sequences_only():
     settings = GenerateConfig(max_new_tokens=20, nodes=8, candidates=4, children=4)
     plan = model.plan(settings)
     state, fresh = (
-        core.prefill(
+        loops.prefill(
             model.weights,
-            *model.inputs(rows_of(prompts, settings, model.verifier), settings, size=len(prompts), capacity=256),
+            *model.make_batch(
+                make_requests(prompts, settings, model.verifier), settings, batch_size=len(prompts), capacity=256
+            ),
             plan=plan.for_prefill(),
         )
         for prompts in ([[1, 2], [3, 4], [5]], [[6, 7, 8], [9]])
@@ -95,7 +97,7 @@ def test_admission_writes_the_replaced_sequences_only():
     old = [np.asarray(x) for x in (state.tokens_bs, state.cache.groups[0][0].keys_bkse)]
     new = [np.asarray(x) for x in (fresh.tokens_bs, fresh.cache.groups[0][0].keys_bkse)]
     places = jnp.array([2, -1])
-    compiled = core.admit.lower(state, fresh, places).compile()
+    compiled = loops.admit.lower(state, fresh, places).compile()
     entry = compiled.as_text()
     assert not re.findall(r"= f32\[3,2,256,8\]\S* copy\(", entry)
     after = compiled(state, fresh, places)

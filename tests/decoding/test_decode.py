@@ -8,16 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import copies_in_loops
+from compiled import CAPACITY, assert_copies_nothing, assert_one_program, copies_in_loops
 from conftest import compilations, random_pair
 
-from treeflash_jax import TreeFlash, clock, programs, serving
-from treeflash_jax.batching import capacity_bucket
-from treeflash_jax.decoding import loops as core
-from treeflash_jax.planning import draft_temperature, rows_of
-from treeflash_jax.results import Result
-from treeflash_jax.settings import GenerateConfig
-from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax import TreeFlash
+from treeflash_jax.core import clock, programs
+from treeflash_jax.decoding import loops
+from treeflash_jax.engine import model as engine
+from treeflash_jax.engine.batching import capacity_bucket
+from treeflash_jax.engine.planning import draft_temperature, make_requests
+from treeflash_jax.engine.results import Result
+from treeflash_jax.engine.settings import GenerateConfig
+from treeflash_jax.models import verifier
 
 TREE = {"nodes": 16, "candidates": 8, "children": 8}
 PROMPT = [3, 4, 5, 17, 29]
@@ -66,10 +68,10 @@ def test_tau_counts_only_tokens_of_the_answer(trained, greedy):
 def test_a_growing_cache_changes_nothing(trained, monkeypatch):
     settings = {"max_new_tokens": 300, "temperature": 0.7, "stop_ids": [], **TREE}
     roomy = trained.generate(PROMPT, **settings)[0]
-    monkeypatch.setattr(serving, "ROOM_AHEAD", 8)
-    before = len(programs.compiled(core.grow))
+    monkeypatch.setattr(engine, "INITIAL_ROOM", 8)
+    before = len(programs.compiled(loops.grow))
     grown = trained.generate(PROMPT, **settings)[0]
-    assert len(programs.compiled(core.grow)) > before
+    assert len(programs.compiled(loops.grow)) > before
     assert grown.ids == roomy.ids and len(grown.ids) == 300
     assert grown.accept_lengths == roomy.accept_lengths
 
@@ -82,31 +84,31 @@ def test_log_probs_are_the_verifiers(trained, greedy):
     out = verifier.forward(
         trained.weights.verifier, trained.verifier, ids, jnp.arange(size)[None], verifier.causal_mask(1, size)
     )
-    rows = jax.nn.log_softmax(verifier.logits(trained.weights.verifier, out.hidden_btd)[0])
-    expected = rows[jnp.arange(len(PROMPT) - 1, size - 1), ids[0, len(PROMPT) :]]
+    log_probs_tv = jax.nn.log_softmax(verifier.logits(trained.weights.verifier, out.hidden_btd)[0])
+    expected = log_probs_tv[jnp.arange(len(PROMPT) - 1, size - 1), ids[0, len(PROMPT) :]]
     np.testing.assert_allclose(tree.log_probs, expected, atol=1e-4)
     assert greedy.log_probs is None
 
 
 def test_nothing_recompiles_when_only_values_change(trained):
-    """Whatever changes between calls: prompts, their number within the batch, settings of sampling, stop ids."""
+    """Prompts, their number within the batch, settings of sampling, stop ids."""
     rng = np.random.default_rng(0)
 
-    def run(rows: int, **settings) -> None:
+    def run(count: int, **settings) -> None:
         trained.generate(
-            [rng.integers(3, 60, rng.integers(1, 41)).tolist() for _ in range(rows)],
+            [rng.integers(3, 60, rng.integers(1, 41)).tolist() for _ in range(count)],
             **{"batch_size": 4, **TREE, **settings},
             max_new_tokens=int(rng.integers(1, 34)),
-            temperature=rng.choice([0.0, 0.6, 1.3], rows).tolist(),
-            top_k=rng.choice([0, 5], rows).tolist(),
-            top_p=rng.choice([0.3, 1.0], rows).tolist(),
-            seed=rng.integers(0, 99, rows).tolist(),
+            temperature=rng.choice([0.0, 0.6, 1.3], count).tolist(),
+            top_k=rng.choice([0, 5], count).tolist(),
+            top_p=rng.choice([0.3, 1.0], count).tolist(),
+            seed=rng.integers(0, 99, count).tolist(),
             stop_ids=rng.integers(0, 60, rng.integers(0, 4)).tolist(),
             drafter_temperature=float(rng.choice([0.3, 1.0])),
         )
 
-    for rows in (1, 2, 3, 4):  # host arrays of one, two, three and four rows are made by programs of their own
-        run(rows)
+    for count in (1, 2, 3, 4):  # host arrays of 1, 2, 3 and 4 sequences are made by different programs
+        run(count)
     with compilations() as compiled:
         for number in range(50):
             run(1 + number % 4)
@@ -117,48 +119,23 @@ def test_nothing_recompiles_when_only_values_change(trained):
 
 
 @pytest.mark.usefixtures("as_users_compile")
-def test_a_round_stays_on_the_device_and_donates_its_state():
-    model = random_pair()
-    settings = GenerateConfig(max_new_tokens=20, nodes=8, candidates=4, children=4)
-    plan = model.plan(settings)
-    rows = rows_of([[1, 2, 3], [4, 5]], settings, model.verifier)
-    inputs = model.inputs(rows, settings, size=2, capacity=256)
-    state = core.prefill(model.weights, *inputs, plan=plan.for_prefill())
-    rounds = jax.device_put(jnp.int32(3))
-    compiled = core.decode.lower(model.weights, state, rounds, plan=plan).compile()
-    text = compiled.as_text()
-    for host in ("callback", "infeed", "outfeed", "send(", "recv("):
-        assert host not in text
-    caches = jax.tree.leaves((state.cache.groups, state.drafter.context.groups))
-    with jax.transfer_guard("disallow"):
-        after = compiled(model.weights, state, rounds)
-    assert all(array.is_deleted() for array in caches)
-    assert compiled.memory_analysis().alias_size_in_bytes >= sum(
-        array.nbytes for array in jax.tree.leaves(after.cache.groups)
-    )
-    assert np.asarray(after.rounds_b).tolist() == [3, 3]
-
-
-@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("builder", ["none", "best-first"])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_no_loop_copies_a_cache(builder, batch):
+def test_a_round_is_one_program_that_copies_no_cache(builder, batch):
     model = random_pair()
     settings = GenerateConfig(builder=builder, max_new_tokens=20, nodes=8, candidates=4, children=4)
-    plan = model.plan(settings)
-    inputs = model.inputs(rows_of([[1, 2, 3]] * batch, settings, model.verifier), settings, size=batch, capacity=256)
-    prefill = core.prefill.lower(model.weights, *inputs, plan=plan.for_prefill()).compile()
+    plan, requests = model.plan(settings), make_requests([[1, 2, 3]] * batch, settings, model.verifier)
+    inputs = model.make_batch(requests, settings, batch_size=batch, capacity=CAPACITY)
+    prefill = loops.prefill.lower(model.weights, *inputs, plan=plan.for_prefill()).compile()
     state = prefill(model.weights, *inputs)
-    [shape] = {x.shape for x in jax.tree.leaves(state.cache.groups)}  # the drafter's cache has the same
-    decode = core.decode.lower(model.weights, state, jnp.int32(3), plan=plan).compile()
-    for program in (prefill, decode):
-        assert copies_in_loops(program, shape) == []
+    assert_copies_nothing(prefill, state)
+    assert_one_program(model.weights, state, plan)
 
 
 @pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_loop_that_copies_a_cache_is_found(bad):
-    """Control of the test above: rows that are read after the write need the cache as it was."""
+    """Control of the test above: positions that are read after the write need the cache as it was."""
 
     def step(index, carry):
         cache, total = carry
@@ -194,8 +171,8 @@ def test_a_draft_is_about_as_sharp_as_what_it_has_to_match(trained):
 
 def test_tiny_temperatures_are_greedy(trained, greedy):
     assert trained.generate(PROMPT, max_new_tokens=60, temperature=1e-30, **TREE)[0].ids == greedy.ids
-    rows = rows_of([PROMPT, PROMPT], GenerateConfig(temperature=[1e-6, 1e-4]), trained.verifier)
-    assert [row.temperature for row in rows] == [0.0, 1e-4]
+    requests = make_requests([PROMPT, PROMPT], GenerateConfig(temperature=[1e-6, 1e-4]), trained.verifier)
+    assert [request.temperature for request in requests] == [0.0, 1e-4]
 
 
 def test_capacity_ladder():
@@ -226,7 +203,7 @@ def test_capacity_ladder():
         ({"batch_size": 0}, "batch_size 0"),
         ({"samples": 0}, "samples 0"),
         ({"stop": "\n"}, "stop strings, but the verifier's folder has no tokenizer"),
-        ({"stop": [""]}, "strings that are not empty"),
+        ({"stop": [""]}, "at least 1 character"),
         ({"max_new_tokens": 2044}, "5 prompt tokens + 2044 new tokens"),
         ({"repetition_penalty": 1.1}, "repetition_penalty is not supported"),
         ({"num_beams": 4}, "num_beams is not supported"),
@@ -259,7 +236,11 @@ def test_models_of_equal_sizes_share_programs():
     how = {"nodes": 4, "candidates": 4, "children": 4, "max_new_tokens": 9, "stop_ids": []}
     [first] = model.generate(PROMPT, **how)
     compiled = programs.compiled()
-    assert {program.function for program in compiled} == {core.begin, core.read, core.decode} and first.compile_seconds > 0
+    assert {program.function for program in compiled} == {
+        loops.begin,
+        loops.read,
+        loops.decode,
+    } and first.compile_seconds > 0
     [second] = other.generate(PROMPT, **how)
     assert programs.compiled() == compiled and second.compile_seconds == 0
     assert second.ids != first.ids
@@ -277,7 +258,7 @@ def test_after_a_warmup_nothing_compiles(monkeypatch, caplog):
     [note] = [record.message for record in caplog.records]
     assert note.startswith("compiling, once for this batch size, length and tree")
     compiled = programs.compiled()
-    assert {program.function for program in compiled} == {core.begin, core.read, core.decode, core.admit}
+    assert {program.function for program in compiled} == {loops.begin, loops.read, loops.decode, loops.admit}
     results = model.generate([PROMPT, [7, 8], [9]], temperature=[0.0, 0.9, 0.0], stop_ids=[1, 2], **settings)
     assert programs.compiled() == compiled and [result.compile_seconds for result in results] == [0, 0, 0]
     assert model.warmup(prompt_tokens=30, num_prompts=3, **settings) == 0

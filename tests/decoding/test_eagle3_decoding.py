@@ -14,15 +14,14 @@ import pytest
 from conftest import DATA, needs_8_devices
 
 import treeflash_jax as tf
-from treeflash_jax import params
-from treeflash_jax.cli import main
+from treeflash_jax.core import parameters
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import eagle3
+from treeflash_jax.engine.planning import make_requests
 from treeflash_jax.formats import models
-from treeflash_jax.planning import rows_of
-from treeflash_jax.verifiers import forward as verifier
-from treeflash_jax.verifiers.config import ModelConfig
+from treeflash_jax.models import verifier
+from treeflash_jax.models.config import ModelConfig
 
 VERIFIER = ModelConfig(
     vocab_size=12, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
@@ -41,10 +40,10 @@ PROMPTS = [[3, 4, 5, 6, 7], [8], [2, 9, 4, 4, 1, 0, 3, 5, 7, 6, 2]]
 
 def pair(dtype=jnp.float64, mesh=None) -> tf.TreeFlash:
     specs = verifier.specs(VERIFIER), eagle3.specs(DRAFTER)
-    trees = [params.initialize(one, jax.random.key(i), dtype, scale=0.5) for i, one in enumerate(specs)]
+    trees = [parameters.initialize(spec, jax.random.key(i), dtype, scale=0.5) for i, spec in enumerate(specs)]
     trees[1]["offsets"] = jnp.asarray([0] * 4 + [1] * 3 + [2] * 3, jnp.int32)  # neither 4 nor 8 can be drafted
     if mesh is not None:
-        trees = [jax.device_put(tree, params.shardings(one, mesh)) for tree, one in zip(trees, specs, strict=True)]
+        trees = [jax.device_put(tree, parameters.shardings(spec, mesh)) for tree, spec in zip(trees, specs, strict=True)]
     return tf.TreeFlash(VERIFIER, Weights(*trees), drafter=DRAFTER, stop_ids=(), mesh=mesh)
 
 
@@ -82,10 +81,10 @@ def test_answers_are_those_of_one_token_decoding(wide, name):
             how["stop_ids"] = [] if seed == 0 else [seed + 4]
             plain = wide.generate(PROMPTS, builder="none", **how)
             children = {"children": 6} | DRAFTS[name]
-            for found, expected in zip(wide.generate(PROMPTS, **children, **how), plain, strict=True):
-                assert found.ids == expected.ids and found.finished == expected.finished
-                kept += sum(found.accept_lengths) - len(found.accept_lengths)
-                stopped += found.finished == "stop" and found.cut > 0
+            for result, expected in zip(wide.generate(PROMPTS, **children, **how), plain, strict=True):
+                assert result.ids == expected.ids and result.finished == expected.finished
+                kept += sum(result.accept_lengths) - len(result.accept_lengths)
+                stopped += result.finished == "stop" and result.cut > 0
     assert kept > 20 or name == "one node"
     assert stopped or name in ("one node", "two nodes", "walk")
 
@@ -95,35 +94,28 @@ def test_answers_are_those_of_one_token_decoding(wide, name):
 def test_sampled_trees_give_the_greedy_answer(wide, name):
     plain = wide.generate(PROMPTS, builder="none", max_new_tokens=20)
     drafted = wide.generate(PROMPTS, max_new_tokens=20, children=6, **SAMPLED[name])
-    assert [one.ids for one in drafted] == [one.ids for one in plain]
+    assert [result.ids for result in drafted] == [result.ids for result in plain]
     assert wide.generate(PROMPTS, max_new_tokens=20, children=6, temperature=0.7, **SAMPLED[name])
 
 
-@pytest.mark.slow
-def test_a_batch_does_not_change_an_answer(wide):
-    how = {"max_new_tokens": 25, "temperature": [0.0, 0.7, 1.3], **TREE}
-    together = wide.generate(PROMPTS, batch_size=3, **how)
-    assert [one.ids for one in together] == [one.ids for one in wide.generate(PROMPTS, batch_size=1, **how)]
-
-
 def oracle(lookahead: float) -> tf.TreeFlash:
-    """A verifier after whose token t comes t + 1, likeliest by far, and an EAGLE-3 drafter with the same law.
+    """Returns a verifier that continues token t with t + 1, by far the likeliest, and an EAGLE-3 drafter that agrees.
 
-    The verifier's layers add nothing. Queries and keys of the drafter's layer are equal in all rows, so large that after
-    the rotation every row sees itself alone; its values replace what was carried by the embedded token. Embeddings are
-    rows of +1 and -1, which normalisation leaves as they are.
+    The verifier's layers add nothing. Queries and keys of the drafter's layer are equal at all positions, and so large that
+    after the rotation every position attends to itself only; its values replace the carried state by the embedded token.
+    Embeddings consist of +1 and -1, which normalisation does not change.
 
     Args:
-      lookahead: of what was carried, how much is left: 0 is exact.
+      lookahead: share of the carried state that is left; 0 makes the drafter exact.
     """
     with jax.enable_x64(True):
         sizes, d = replace(VERIFIER, num_kv_heads=4), VERIFIER.hidden_size
-        own = eagle3.EagleConfig(
+        config = eagle3.EagleConfig(
             layers=replace(sizes, num_layers=1), target_hidden_size=d, draft_vocab_size=12, num_depths=5
         )
-        own = replace(own, taps=(0, 0, 1)).fitted(sizes)
-        specs = verifier.specs(sizes), eagle3.specs(own)
-        weights, drafter = (params.initialize(one, jax.random.key(5), jnp.float64, scale=0.5) for one in specs)
+        config = replace(config, taps=(0, 0, 1)).fitted(sizes)
+        specs = verifier.specs(sizes), eagle3.specs(config)
+        weights, drafter = (parameters.initialize(spec, jax.random.key(5), jnp.float64, scale=0.5) for spec in specs)
         weights["embed"] = jax.random.rademacher(jax.random.key(6), (12, d), jnp.float64).at[:, 0].set(1)
         [group] = weights["groups"]
         group[:] = [layer | {name: jnp.zeros_like(layer[name]) for name in ("o", "down")} for layer in group]
@@ -136,7 +128,7 @@ def oracle(lookahead: float) -> tf.TreeFlash:
         weights["unembed"] = jnp.roll(weights["embed"], 1, axis=0)
         drafter |= {"fc": jnp.zeros_like(drafter["fc"]), "unembed": weights["unembed"]}
         layer["down"] = jnp.zeros_like(layer["down"])
-        return tf.TreeFlash(sizes, Weights(weights, drafter), drafter=own, stop_ids=())
+        return tf.TreeFlash(sizes, Weights(weights, drafter), drafter=config, stop_ids=())
 
 
 @pytest.mark.parametrize(
@@ -156,7 +148,7 @@ def test_the_drafter_is_shown_every_token_once(wide):
     """After a few rounds its context has the length of the verifier's, and holds what one prefill of the text gives."""
     settings = tf.GenerateConfig(max_new_tokens=20, **TREE)
     plan = wide.plan(settings)
-    inputs = wide.inputs(rows_of(PROMPTS, settings, VERIFIER), settings, size=3, capacity=256)
+    inputs = wide.make_batch(make_requests(PROMPTS, settings, VERIFIER), settings, batch_size=3, capacity=256)
     state = loops.prefill(wide.weights, *inputs, plan=plan.for_prefill())
     state = loops.decode(wide.weights, state, jnp.int32(4), plan=plan)
     end_b, drafter = np.asarray(state.end_b), state.drafter
@@ -171,42 +163,15 @@ def test_the_drafter_is_shown_every_token_once(wide):
             verifier.causal_mask(3, size), taps=DRAFTER.taps,
         )  # fmt: skip
         nothing, tables = eagle3.init(DRAFTER, 3, 256, jnp.float64), weights.verifier
-        return eagle3.extend(weights.drafter, tables, DRAFTER, nothing, out.features_btj, tokens_bt[:, 1:], count_b)
+        return eagle3.extend(
+            weights.drafter, tables, DRAFTER, nothing, out.features_btj, tokens_bt[:, 1:], count_b, attention="xla"
+        )
 
     whole = at_once(wide.weights, state.tokens_bs[:, : size + 1], jnp.asarray(end_b - 1))
     np.testing.assert_allclose(drafter.hidden_bd, whole.hidden_bd, atol=1e-10)
     for x, y in zip(jax.tree.leaves(drafter.context.groups), jax.tree.leaves(whole.context.groups), strict=True):
         for b, end in enumerate(end_b):
             np.testing.assert_allclose(x[b, :, : end - 1], y[b, :, : end - 1], atol=1e-10)
-
-
-@pytest.mark.slow
-def test_through_every_command(tmp_path, capsys, tiny):
-    """A random drafter of the shipped verifier: generate, check, benchmarks, memory and calibration."""
-    sizes = replace(tiny.verifier, num_layers=1)
-    config = eagle3.EagleConfig(
-        layers=sizes, target_hidden_size=sizes.hidden_size, draft_vocab_size=sizes.vocab_size, num_depths=3
-    )
-    weights = params.initialize(eagle3.specs(config), jax.random.key(0))
-    folder, small = tmp_path / "drafter", ["--nodes", "4", "--depths", "2", "--children", "2"]
-    models.save_drafter(folder, config, weights)
-    prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
-    prompts.write_text('{"id": 1, "turns": ["Ada has 3 pens and buys 5 more. How many has she?"]}\n')
-    pair, short = ["--verifier", "tiny", "--drafter", str(folder)], ["--max-new-tokens", "12"]
-    assert main(["generate", *pair, "--chat", "How many legs have 3 cows?", *short, *small]) == 0
-    words = ["--pair", "tiny", str(folder), "--systems", "ar", "treeflash", "--prompts", str(prompts), *small, *short]
-    assert main(["bench", "run", *words, "--out", str(results)]) == 0
-    assert main(["bench", "report", str(results)]) == 0
-    words = ["--pair", "tiny", str(folder), "--context", "20", "--repeats", "1", *small]
-    assert main(["bench", "latency", *words, "--out", str(tmp_path / "latency.json")]) == 0
-    words = ["--shape", "tiny", "--drafter-shape", str(folder / "config.json"), "--dtype", "float32"]
-    assert main(["bench", "memory", *words, *small]) == 0
-    words = ["--batch", "1", "--context", "40", "--depths", "2", "--children", "2", "--nodes", "4", "--limit", "1"]
-    budget = ["--out", str(tmp_path / "budget.json"), "--repeats", "1", "--max-new-tokens", "12"]
-    assert main(["calibrate", *pair, *words, *budget]) == 0
-    auto = ["--nodes", "auto", "--depths", "2", "--children", "2", "--budget", str(tmp_path / "budget.json")]
-    assert main(["generate", *pair, "--chat", "How many legs have 3 cows?", *short, *auto]) == 0
-    capsys.readouterr()
 
 
 @pytest.mark.parametrize(
@@ -227,7 +192,7 @@ def test_a_folder_loads_with_its_verifier(tmp_path):
     """By `load`, whose layer ids follow from the verifier; a misfit is refused before any weight is read."""
     form = DATA / "eagle3" / "eagle"
     sizes = replace(VERIFIER, vocab_size=48, hidden_size=12, num_layers=6)
-    models.save_verifier(tmp_path / "verifier", sizes, params.initialize(verifier.specs(sizes), jax.random.key(0)))
+    models.save_verifier(tmp_path / "verifier", sizes, parameters.initialize(verifier.specs(sizes), jax.random.key(0)))
     model = tf.load(verifier=tmp_path / "verifier", drafter=form, dtype="float32")
     assert model.drafter.taps == (1, 2, 2) and model.weights.drafter["offsets"].dtype == jnp.int32
     with pytest.raises(ValueError, match="hidden size"):
@@ -242,5 +207,5 @@ def test_a_mesh_changes_no_answer():
     prompts, how = [*PROMPTS, [5]], {"max_new_tokens": 20, "temperature": [0.0, 0.7, 0.0, 1.3]}
     plain = pair(jnp.float32).generate(prompts, builder="none", **how)
     drafted = pair(jnp.float32, tf.make_mesh(2, 2)).generate(prompts, **TREE, **how)
-    assert [one.ids for one in drafted] == [one.ids for one in plain]
-    assert sum(len(one.accept_lengths) for one in drafted) < sum(len(one.ids) - 1 for one in plain)
+    assert [result.ids for result in drafted] == [result.ids for result in plain]
+    assert sum(len(result.accept_lengths) for result in drafted) < sum(len(result.ids) - 1 for result in plain)

@@ -1,4 +1,4 @@
-"""What holds of rounds with a drafter of any kind: one program, no recompilation, and caches filled to their last slot."""
+"""Rounds with a drafter of any kind: one program, no recompilation, and caches filled to their last slot."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import copies_in_loops
+from compiled import CAPACITY, assert_copies_nothing, assert_one_program
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, compilations
 
 import treeflash_jax as tf
-from treeflash_jax import drafters, params
+from treeflash_jax import drafters
+from treeflash_jax.core import parameters
 from treeflash_jax.decoding import loops, rounds
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.drafters import eagle3, language_model, ngram, steering
+from treeflash_jax.drafters import causal_lm, eagle3, ngram, steering
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.planning import rows_of
+from treeflash_jax.engine.planning import make_requests
+from treeflash_jax.models import verifier
 from treeflash_jax.trees import NO_TOKEN
-from treeflash_jax.verifiers import forward as verifier
 
 SMALL = replace(RANDOM_MODEL, num_layers=2, num_kv_heads=1)
 STEERS = steering.SteeringConfig(taps=(0, 1, 2), width=32, num_layers=2, ffn=64, rank=3)
@@ -28,8 +29,8 @@ KINDS = {
     "eagle3": eagle3.EagleConfig(
         layers=replace(RANDOM_MODEL, num_layers=1), target_hidden_size=32, draft_vocab_size=64, num_depths=3, taps=(0, 1, 2)
     ).fitted(RANDOM_MODEL),
-    "language model": language_model.LanguageModelConfig(layers=SMALL, num_depths=3),
-    "steered language model": language_model.LanguageModelConfig(layers=SMALL, num_depths=3, steering=STEERS),
+    "language model": causal_lm.LanguageModelConfig(layers=SMALL, num_depths=3),
+    "steered language model": causal_lm.LanguageModelConfig(layers=SMALL, num_depths=3, steering=STEERS),
     "ngram": ngram.NgramConfig(shortest=1, num_depths=3),
 }
 PROMPTS = [[3, 4, 5, 3, 4], [8]]
@@ -41,14 +42,16 @@ def a_pair(kind: str, head: str | None = None) -> tf.TreeFlash:
     """Random weights of a verifier and of a drafter of this kind, a block drafter with this head if one is named."""
     config = KINDS[kind] if head is None else replace(KINDS[kind], head=head)
     specs = verifier.specs(RANDOM_MODEL), drafters.of(config).specs(config)
-    weights = [params.initialize(one, jax.random.key(i), scale=0.3) for i, one in enumerate(specs)]
+    weights = [parameters.initialize(spec, jax.random.key(i), scale=0.3) for i, spec in enumerate(specs)]
     return tf.TreeFlash(RANDOM_MODEL, Weights(*weights), drafter=config, stop_ids=())
 
 
 def planned(model: tf.TreeFlash, prompts: list[list[int]], capacity: int = 256, **settings) -> tuple[DecodePlan, tuple]:
     """The plan of a call, and the inputs of its prompts for caches of this capacity."""
     config = tf.GenerateConfig(max_new_tokens=20, **settings)
-    return model.plan(config), model.inputs(rows_of(prompts, config, model.verifier), config, size=2, capacity=capacity)
+    return model.plan(config), model.make_batch(
+        make_requests(prompts, config, model.verifier), config, batch_size=2, capacity=capacity
+    )
 
 
 SHORT = [("ngram", {}), ("block", {"shortlist": 2})]  # some of their entries have no child
@@ -98,26 +101,14 @@ BUILDERS = [(kind, "best-first") for kind in KINDS if kind != "block"] + [("ngra
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "builder"), BUILDERS)
 def test_a_round_is_one_program_that_copies_no_cache(kind, builder):
-    """It runs without a transfer, donates its state, and no loop in it copies a cache."""
     model = a_pair(kind)
     settings = TREE if builder == "best-first" else {"children": 4}
-    # Of a chunk of 64 tokens, no activations have the shape of a cache of 384 positions; of one of 256, attention's do.
-    plan, inputs = planned(model, PROMPTS, capacity=384, builder=builder, **settings)
-    begun, rounds = loops.begin(*inputs, plan=plan.for_prefill(), dtype=jnp.float32), jax.device_put(jnp.int32(3))
-    read = loops.read.lower(model.weights, begun, inputs[1], rounds, plan=plan.for_prefill()).compile()
-    state = read(model.weights, begun, inputs[1], rounds)
-    decode = loops.decode.lower(model.weights, state, rounds, plan=plan).compile()
-    own = [x for x in jax.tree.leaves(state.drafter) if x.ndim == 4]  # keys and values, [b, k, s, e]
-    assert bool(own) == (kind != "ngram")
-    shapes = {x.shape for x in [*jax.tree.leaves(state.cache.groups), *own]}
-    for program in (read, decode):
-        assert [line for shape in shapes for line in copies_in_loops(program, shape)] == []
-        assert not [word for word in ("callback", "infeed", "outfeed", "send(", "recv(") if word in program.as_text()]
-    held = jax.tree.leaves((state.cache.groups, state.drafter))
-    with jax.transfer_guard("disallow"):
-        after = decode(model.weights, state, rounds)
-    assert all(array.is_deleted() for array in held)
-    assert np.asarray(after.rounds_b).tolist() == [3, 3]
+    plan, inputs = planned(model, PROMPTS, capacity=CAPACITY, builder=builder, **settings)
+    begun, chunks = loops.begin(*inputs, plan=plan.for_prefill(), dtype=jnp.float32), jax.device_put(jnp.int32(3))
+    read = loops.read.lower(model.weights, begun, inputs[1], chunks, plan=plan.for_prefill()).compile()
+    state = read(model.weights, begun, inputs[1], chunks)
+    assert_copies_nothing(read, state)
+    assert_one_program(model.weights, state, plan)
 
 
 @pytest.mark.parametrize(
@@ -146,13 +137,13 @@ def test_nothing_recompiles_when_only_values_change(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_last_round_before_a_cache_grows_writes_where_it_should(kind):
-    """Rows of a whole path are stored past the end of a text: where they do not fit, a store would begin too early.
+    """A whole path is stored past the end of a text: if it does not fit, the store would begin too early.
 
     Texts of language models and of n-grams hold one token more than the verifier's cache.
     """
     model = a_pair(kind)
     plan, _ = planned(model, PROMPTS, **TREE)
-    texts = [np.random.default_rng(0).integers(0, 64, 255 - plan.path_rows).tolist(), [1, 2, 1, 2]]
+    texts = [np.random.default_rng(0).integers(0, 64, 255 - plan.path_length).tolist(), [1, 2, 1, 2]]
 
     def after_a_round(texts: list[list[int]], grown: bool):
         _, inputs = planned(model, texts, **TREE)
@@ -161,9 +152,9 @@ def test_the_last_round_before_a_cache_grows_writes_where_it_should(kind):
 
     filled, roomy = after_a_round(texts, grown=False), after_a_round(texts, grown=True)
     assert filled.rounds_b.tolist() == [1, 1] and filled.capacity == 256, "the path of the longest text fills its cache"
-    found, expected = (
+    grown, expected = (
         jax.tree.leaves((state.drafter, state.cache, state.tokens_bs)) for state in (loops.grow(filled, 384), roomy)
     )
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4)
+    for x, y in zip(grown, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4)
     assert after_a_round([[0, *texts[0]], texts[1]], grown=False).rounds_b.tolist() == [0, 0], "a longer path would not fit"

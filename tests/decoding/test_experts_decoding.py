@@ -11,15 +11,17 @@ import jax.numpy as jnp
 import pytest
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices
 
-from treeflash_jax import cli, make_mesh, params, programs, quantized
+from treeflash_jax import make_mesh
 from treeflash_jax.bench import shapes
-from treeflash_jax.check import check
-from treeflash_jax.decoding import loops as core
+from treeflash_jax.cli import commands
+from treeflash_jax.cli.check import check
+from treeflash_jax.core import parameters, programs
+from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.loops import Weights
-from treeflash_jax.drafters.block.config import fresh_layers
+from treeflash_jax.drafters.block.block_config import fresh_layers
+from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.formats.architectures import ARCHITECTURES
-from treeflash_jax.model import TreeFlash
-from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.models import quantized, verifier
 
 MODEL = replace(
     RANDOM_MODEL, num_experts=16, experts_per_token=2, expert_size=8, normalize_experts=True, dense_layers=(1,),
@@ -36,26 +38,26 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:tau is")]  # 
 def pair(mesh=None, dtype=jnp.float32, quantize: str | None = None) -> TreeFlash:
     """Random weights, equal however they are placed."""
     specs = verifier.specs(MODEL)
-    drawn = params.initialize(specs, jax.random.key(0), dtype, scale=0.3)
+    drawn = parameters.initialize(specs, jax.random.key(0), dtype, scale=0.3)
     if mesh is not None:
-        drawn = jax.device_put(drawn, params.shardings(specs, mesh))
+        drawn = jax.device_put(drawn, parameters.shardings(specs, mesh))
     drawn = jax.tree.map(lambda weight, spec: quantized.compress(weight, spec, quantize, mesh), drawn, specs)
-    own = shapes.random_pair(MODEL, DRAFTER, dtype, mesh).weights.drafter
-    return TreeFlash(MODEL, Weights(drawn, own), drafter=DRAFTER, mesh=mesh)
+    drafter = shapes.random_pair(MODEL, DRAFTER, dtype, mesh).weights.drafter
+    return TreeFlash(MODEL, Weights(drawn, drafter), drafter=DRAFTER, mesh=mesh)
 
 
 @pytest.fixture(scope="module")
-def one() -> TreeFlash:
+def alone() -> TreeFlash:
     return pair()
 
 
 @pytest.fixture(scope="module")
-def expected(one) -> list[list[int]]:
-    return [result.ids for result in one.generate(PROMPTS, builder="none", **SETTINGS)]
+def expected(alone) -> list[list[int]]:
+    return [result.ids for result in alone.generate(PROMPTS, builder="none", **SETTINGS)]
 
 
-def test_trees_answer_as_single_tokens(one, expected):
-    assert [result.ids for result in one.generate(PROMPTS, **TREE, **SETTINGS)] == expected
+def test_trees_answer_as_single_tokens(alone, expected):
+    assert [result.ids for result in alone.generate(PROMPTS, **TREE, **SETTINGS)] == expected
 
 
 @needs_8_devices
@@ -68,14 +70,14 @@ def test_eight_devices_answer_as_one_and_no_round_moves_weights(expected, sizes)
     programs.clear()
     model = pair(make_mesh(**sizes))
     assert [result.ids for result in model.generate(PROMPTS, **TREE, **SETTINGS)] == expected
-    text = "".join(program.run.as_text() for program in programs.compiled(core.decode))
+    text = "".join(program.run.as_text() for program in programs.compiled(loops.decode))
     gathered = [shape.split(",") for shape in re.findall(r"= \(?\w+\[([\d,]*)\][^=]* all-gather", text)]
     assert gathered, "candidates of the vocabulary's shards travel"
     matrix = {str(MODEL.hidden_size), str(MODEL.expert_size)}
     assert not [shape for shape in gathered if len(shape) > 2 and {*shape[-2:]} == matrix], "weights travel"
 
 
-def test_int8(one):
+def test_int8():
     model = pair(quantize="int8")
     plain, drafted = (model.generate(PROMPTS, **how, **SETTINGS) for how in ({"builder": "none"}, TREE))
     assert [result.ids for result in drafted] == [result.ids for result in plain]
@@ -83,11 +85,11 @@ def test_int8(one):
 
 def test_check_says_how_near_a_tie_was_where_bfloat16_answers_part(tmp_path):
     model = pair(dtype=jnp.bfloat16)
-    found = check(model, PROMPTS * 4, **TREE, max_new_tokens=48)
-    assert len(found) == 16 and any(one.divergence is None for one in found)
-    for one in found:
-        assert (one.divergence is None) == (one.drafted.ids == one.plain.ids)
-        assert one.divergence is None or one.divergence.gap >= 0
+    checks = check(model, PROMPTS * 4, **TREE, max_new_tokens=48)
+    assert len(checks) == 16 and any(each.divergence is None for each in checks)
+    for each in checks:
+        assert (each.divergence is None) == (each.drafted.ids == each.plain.ids)
+        assert each.divergence is None or each.divergence.gap >= 0
 
 
 def test_bench_latency_counts_experts(tmp_path, capsys):
@@ -96,14 +98,14 @@ def test_bench_latency_counts_experts(tmp_path, capsys):
     sizes = ["--nodes", "3", "8", "--batch", "2", "--context", "40", "--candidates", "4", "--children", "4"]
     out = tmp_path / "out.json"
     words = ["bench", "latency", "--shape", str(tmp_path / "config.json"), *sizes, "--repeats", "2", "--out", str(out)]
-    assert cli.main([*words, "--dtype", "float32"]) == 0
+    assert commands.main([*words, "--dtype", "float32"]) == 0
     [result] = json.loads(out.read_text())["results"]
-    counted = {one["tokens"]: one for one in result["experts"]}
-    assert list(counted) == [1, 3, 8] and all(len(one["by_layer"]) == 2 for one in counted.values())
-    means = [sum(one["by_layer"]) / 2 for one in counted.values()]
+    counted = {count["tokens"]: count for count in result["experts"]}
+    assert list(counted) == [1, 3, 8] and all(len(count["by_layer"]) == 2 for count in counted.values())
+    means = [sum(count["by_layer"]) / 2 for count in counted.values()]
     assert 2 <= means[0] <= 4 and means == sorted(means) and means[-1] <= 16
     assert counted[8]["at_random"] == pytest.approx(16 * (1 - (14 / 16) ** 16))
-    verify = {row["nodes"]: row["bytes"] for row in result["stages"] if row["stage"] == "verify"}
+    verify = {stage["nodes"]: stage["bytes"] for stage in result["phases"] if stage["phase"] == "verify"}
     of_expert = 2 * 3 * 4 * 32 * 8  # in both sparse layers
     per_node = 4 * 2 * (64 + 5 * 32 + 2 * 3 * 2 * 8)  # logits, five layers' features, keys and values, of both sequences
     grown = verify[8] - verify[3] - (means[2] - means[1]) * of_expert

@@ -1,4 +1,4 @@
-"""What users of the Python API rely on, on the shipped pair: samples, stop strings, streams, pictures, interrupts."""
+"""The Python API on the shipped pair: samples, stop strings, streams, pictures, interrupts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import jax
 import pytest
 
 import treeflash_jax as tf
-from treeflash_jax import programs, serving
-from treeflash_jax.decoding import loops as core
+from treeflash_jax.core import programs
+from treeflash_jax.decoding import loops
+from treeflash_jax.engine import model as engine
 
 CHAT = [{"role": "user", "content": "Nora has 4 boxes with 6 cups in each box. She breaks 5 cups. How many cups are left?"}]
 TREE = {"nodes": 8, "candidates": 4, "children": 4}
@@ -75,12 +76,12 @@ def test_a_drawn_tree_holds_the_accepted_path(tiny, answer):
 
 
 def test_an_interrupt_keeps_what_there_is(tiny, monkeypatch, answer):
-    monkeypatch.setattr(serving, "ROUNDS_PER_DISPATCH", 2)
+    monkeypatch.setattr(engine, "ROUNDS_PER_DISPATCH", 2)
     call, calls = programs.call, []
 
     def interrupted_later(function, *args, **static):
         calls.append(function)
-        if calls.count(core.decode) == 3:
+        if calls.count(loops.decode) == 3:
             raise KeyboardInterrupt
         return call(function, *args, **static)
 
@@ -101,7 +102,7 @@ def test_an_interrupt_while_prompts_are_read_takes_no_answer_for_another(tiny, m
 
     def interrupted_later(function, *args, **static):
         calls.append(function)
-        if function is core.read and core.decode in calls:
+        if function is loops.read and loops.decode in calls:
             raise KeyboardInterrupt
         return call(function, *args, **static)
 

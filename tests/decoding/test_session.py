@@ -13,11 +13,13 @@ from conftest import RANDOM_MODEL
 from test_every_drafter import KINDS
 
 import treeflash_jax as tf
-from treeflash_jax import ahead, clock, drafters, params, programs, serving
+from treeflash_jax import drafters
+from treeflash_jax.core import background, clock, parameters, programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.engine import model as engine
+from treeflash_jax.models import verifier
 
 pytestmark = pytest.mark.filterwarnings("ignore:tau is")
 
@@ -26,7 +28,7 @@ def pair(kind: str | None, dtype: str) -> tf.TreeFlash:
     """Random weights of a verifier and of a drafter of this kind."""
     config = KINDS.get(kind)
     specs = [verifier.specs(RANDOM_MODEL)] + ([drafters.of(config).specs(config)] if kind else [])
-    weights = [params.initialize(spec, jax.random.key(i), scale=0.3) for i, spec in enumerate(specs)]
+    weights = [parameters.initialize(spec, jax.random.key(i), scale=0.3) for i, spec in enumerate(specs)]
     weights = jax.tree.map(lambda x: x.astype(dtype), weights)
     return tf.TreeFlash(RANDOM_MODEL, Weights(*weights), drafter=config)
 
@@ -63,7 +65,7 @@ def test_answers_with_kept_caches_are_those_without(kind, monkeypatch):
                 if turn == 1:
                     prompt[90] = (prompt[90] + 1) % 64
             assert counts[0] is None and counts[2] == 89, "up to the token before the one that changed"
-            path = session.batch.runner.plan.path_rows
+            path = session.batch.runner.plan.path_length
             assert [counts[i] for i in (1, 3)] == [lengths[i - 1] - path for i in (1, 3)]
 
 
@@ -96,15 +98,15 @@ def test_a_prompt_is_read_in_pieces_that_are_reported(tiny, monkeypatch, caplog)
 
 
 def test_the_programs_of_larger_caches_are_compiled_while_an_answer_goes_on(monkeypatch):
-    """Of a long answer, and of a conversation's next turn: by the time they are needed, they are there."""
-    monkeypatch.setattr(serving, "ROOM_AHEAD", 100)
+    """For a long answer, and for a conversation's next turn: programs are ready before they are needed."""
+    monkeypatch.setattr(engine, "INITIAL_ROOM", 100)
     model = pair("block", "float32")
     settings = {"max_new_tokens": 300, "nodes": 4, "children": 4, "candidates": 4}
     programs.clear()
     session = tf.Session()
     seconds = []
     for _ in model.stream([1, 2, 3] * 5, session=session, **settings):
-        ahead.wait()
+        background.wait()
         seconds.append(session.batch.clock.compile_seconds)
     assert len(programs.compiled(loops.decode)) >= 2 and session.batch.state.capacity == 512, "it grew"
     assert seconds[1] == seconds[-1] > 0, "after the first rounds, the answer waits for no compilation"
@@ -112,14 +114,14 @@ def test_the_programs_of_larger_caches_are_compiled_while_an_answer_goes_on(monk
     session, settings = tf.Session(), settings | {"max_new_tokens": 100}
     prompt = [4, 5, 6] * 20
     prompt += answer(model, prompt, session, **settings) + [7] * 60
-    ahead.wait()
+    background.wait()
     before = programs.compiled()
     *_, result = model.stream(prompt, session=session, **settings)
-    ahead.wait()
+    background.wait()
     assert session.batch.state.capacity == 384 and result.compile_seconds == 0
     assert {program.function for program in programs.compiled()[: len(before)]} >= {loops.begin, loops.read, loops.grow}
 
 
 def test_a_command_does_not_wait_for_a_program_that_it_no_longer_needs():
-    script = "import time; from treeflash_jax import ahead; ahead.start(lambda: time.sleep(600)); ahead.leave(3)"
+    script = "import time; from treeflash_jax.core import background as b; b.start(lambda: time.sleep(600)); b.leave(3)"
     assert subprocess.run([sys.executable, "-c", script], timeout=100).returncode == 3

@@ -9,10 +9,11 @@ import pytest
 from conftest import RANDOM_MODEL, needs_8_devices, random_pair
 from jax.sharding import PartitionSpec
 
-from treeflash_jax import make_mesh, programs
-from treeflash_jax.check import divergence
-from treeflash_jax.decoding import loops as core
-from treeflash_jax.planning import rows_of
+from treeflash_jax import make_mesh
+from treeflash_jax.cli.check import divergence
+from treeflash_jax.core import programs
+from treeflash_jax.decoding import loops
+from treeflash_jax.engine.planning import make_requests
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
 SETTINGS = {
@@ -50,8 +51,8 @@ def test_differences_are_explained_on_eight_devices_as_on_one(sharded):
     """With noise: a divergence sums the logits of one pass and the draw that decided."""
     gaps = []
     for model in (random_pair(), sharded):
-        [row] = rows_of([PROMPTS[2]], model.resolve(None, {"temperature": 0.7}), model.verifier)
-        gaps.append(divergence(model, row, [5, 6], [5, 7]).gap)
+        [request] = make_requests([PROMPTS[2]], model.resolve(None, {"temperature": 0.7}), model.verifier)
+        gaps.append(divergence(model, request, [5, 6], [5, 7]).gap)
     assert gaps[0] == pytest.approx(gaps[1], rel=1e-4) and gaps[0] > 0
 
 
@@ -63,7 +64,7 @@ def test_weights_and_caches_are_sharded(sharded):
     programs.clear()
     [*_, result] = sharded.stream(PROMPTS[0], **TREE, max_new_tokens=4)
     assert result.ids
-    state = programs.compiled(core.decode)[-1].run.output_shardings
+    state = programs.compiled(loops.decode)[-1].run.output_shardings
     for cache in (state.cache, state.drafter.context):
         for sharding in jax.tree.leaves(cache.groups):
             assert sharding.spec[:2] == ("data", "model")
@@ -88,23 +89,11 @@ def test_heads_that_the_mesh_does_not_divide_are_replicated_not_gathered(expecte
 
 
 def assert_small_gathers() -> None:
-    """Candidates of the vocabulary's shards travel in a round, but no row of logits and no cache."""
-    text = "".join(program.run.as_text() for program in programs.compiled(core.decode))
+    """Candidates of the vocabulary's shards travel in a round, but no logits and no cache."""
+    text = "".join(program.run.as_text() for program in programs.compiled(loops.decode))
     gathered = re.findall(r"= \(?\w+\[([\d,]*)\][^=]* all-gather", text)
     assert gathered, "top-k over a sharded vocabulary gathers its candidates"
     for shape in gathered:
         sizes = [int(size) for size in shape.split(",")]
         assert RANDOM_MODEL.vocab_size not in sizes, "full logits were gathered"
         assert 256 not in sizes, "a cache was gathered"
-
-
-@pytest.mark.slow
-def test_streaming_on_a_mesh_compiles_once(sharded):
-    before = len(programs.compiled())
-    settings = TREE | {"nodes": 7}
-    list(sharded.stream(PROMPTS[0], **settings, max_new_tokens=24, rounds_per_dispatch=2))
-    assert len(programs.compiled()) <= before + 3
-    before = len(programs.compiled())
-    chunks = list(sharded.stream(PROMPTS[1], **settings, max_new_tokens=20, rounds_per_dispatch=3))
-    assert len(chunks) > 3
-    assert len(programs.compiled()) == before

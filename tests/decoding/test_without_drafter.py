@@ -1,4 +1,4 @@
-"""A verifier without a drafter: one token at a time, with a note; drafting that was asked for is refused."""
+"""A verifier without a drafter decodes one token at a time, with a note, and refuses settings of drafting."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import pytest
 from conftest import DATA
 
-from treeflash_jax import TreeFlash, devices
-from treeflash_jax.chat import converse
-from treeflash_jax.check import check
-from treeflash_jax.cli import main
+from treeflash_jax import TreeFlash
+from treeflash_jax.cli.chat import converse
+from treeflash_jax.cli.check import check
+from treeflash_jax.cli.commands import main
+from treeflash_jax.core import devices
+from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.devices import Device
 from treeflash_jax.drafters.ngram import NgramConfig
-from treeflash_jax.results import Result
-from treeflash_jax.settings import GenerateConfig
+from treeflash_jax.engine.results import Result
+from treeflash_jax.engine.settings import GenerateConfig
 
 PROMPT = [3, 4, 5, 17, 29]
 VERIFIER = ["--verifier", str(DATA / "conformance" / "b_trained" / "verifier")]
@@ -36,21 +37,21 @@ def talker(tiny) -> TreeFlash:
 
 
 class Lines:
-    """A console that hears lines and remembers what is printed."""
+    """A console with scripted input lines that records its output."""
 
     is_terminal = False
 
-    def __init__(self, *said: str):
-        self.said, self.printed = iter(said), []
+    def __init__(self, *lines: str):
+        self.lines, self.printed = iter(lines), []
 
     def input(self, prompt: str = "") -> str:
-        return next(self.said)
+        return next(self.lines)
 
     def print(self, *words, **_) -> None:
         self.printed += map(str, words)
 
 
-def test_the_default_decodes_plainly_and_says_so_once(alone, trained, caplog):
+def test_the_default_decodes_plainly_with_one_note(alone, trained, caplog):
     expected = trained.generate(PROMPT, max_new_tokens=8, builder="none")[0]
     with caplog.at_level(logging.INFO, logger="treeflash_jax"):
         first = alone.generate(PROMPT, max_new_tokens=8)[0]
@@ -65,10 +66,8 @@ def test_the_default_decodes_plainly_and_says_so_once(alone, trained, caplog):
     ("features", "most"),
     [(frozenset(), 0), (frozenset({"avx512_bf16"}), 1), (frozenset({"avx512_bf16", "amx_bf16"}), 8)],
 )
-def test_the_default_drafts_where_that_pays(features, most, trained, monkeypatch, caplog):
-    """Not in float32 on a CPU, nor for several sequences where only vectors of bfloat16 are multiplied; a setting of
-    drafting is an order.
-    """
+def test_the_default_drafts_if_that_pays(features, most, trained, monkeypatch, caplog):
+    """Not in float32 on a CPU, nor for several sequences without bfloat16 matrix instructions, unless requested."""
     monkeypatch.setattr(devices, "here", lambda: Device("cpu", features=features))
     wide = TreeFlash(trained.verifier, trained.weights, drafter=trained.drafter)
     narrow = TreeFlash(
@@ -82,11 +81,11 @@ def test_the_default_drafts_where_that_pays(features, most, trained, monkeypatch
     caplog.clear()
     for count, settings in ((1, {}), (2, {}), (1, {"samples": 3}), (5, {"batch_size": 1}), (99, {})):
         together = settings.get("batch_size") or min(8, count * settings.get("samples", 1))
-        found = narrow.plan(narrow.resolve(config, settings, count)).builder
-        assert found == ("best-first" if together <= most else "none"), (count, settings)
+        builder = narrow.plan(narrow.resolve(config, settings, count)).builder
+        assert builder == ("best-first" if together <= most else "none"), (count, settings)
     assert ("for 2 sequences at a time" in caplog.text) == (most == 1)
     lookup = TreeFlash(trained.verifier, Weights(trained.weights.verifier, {}), drafter=NgramConfig())
-    assert lookup.plan(lookup.resolve(config, {})).builder == "best-first", "where nothing matches, it costs nothing"
+    assert lookup.plan(lookup.resolve(config, {})).builder == "best-first", "without a match, it costs nothing"
     for device in (Device("gpu", "NVIDIA H200"), Device("tpu", "TPU v5 lite")):
         monkeypatch.setattr(devices, "here", lambda device=device: device)
         assert wide.plan(wide.resolve(config, {})).builder == "best-first"
@@ -110,13 +109,13 @@ def test_a_chat_says_why_nothing_is_drafted(tiny, monkeypatch, caplog):
         ({"drafter_temperature": 0.5}, "drafter_temperature 0.5"),
     ],
 )
-def test_drafting_that_was_asked_for_is_refused(alone, settings, words):
+def test_requested_drafting_is_refused(alone, settings, words):
     with pytest.raises(ValueError, match="no drafter is loaded") as error:
         alone.generate(PROMPT, **settings)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_settings_of_drafting_do_not_matter_where_plain_decoding_is_asked_for(alone, trained):
+def test_settings_of_drafting_have_no_effect_on_plain_decoding(alone, trained):
     alike = {"builder": "none", "nodes": 8, "max_new_tokens": 8}
     assert alone.generate(PROMPT, **alike)[0].ids == trained.generate(PROMPT, **alike)[0].ids
 
@@ -155,10 +154,9 @@ def test_a_chat_refuses_at_once_what_would_fail_at_every_message(talker, setting
     assert console.printed == []
 
 
-def test_rounds_that_are_not_there_are_named():
-    about = {"prompt_ids": [1], "ids": [5, 6, 7], "text": None, "finished": "length"}
-    about |= {"seconds": 1.0, "compile_seconds": 0.0, "tokens_per_second": 3.0}
-    drafted = Result(builder="best-first", accept_lengths=[1, 1], draft_again=lambda index: f"tree {index}", **about)
+def test_missing_rounds_are_named():
+    answer = {"prompt_ids": [1], "ids": [5, 6, 7], "text": None, "finished": "length"}
+    drafted = Result(builder="best-first", accept_lengths=[1, 1], draft_again=lambda index: f"tree {index}", **answer)
     assert drafted.tree(1) == "tree 1"
     for index in (-1, 2):
         with pytest.raises(ValueError, match=f"got round {index}, expected 0 to 1"):

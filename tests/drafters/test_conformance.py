@@ -16,11 +16,10 @@ import pytest
 from conftest import CONFORMANCE, DATA
 
 import treeflash_jax as tf
-from treeflash_jax import trees as tree
-from treeflash_jax import vocab
-from treeflash_jax.drafters.block import backbone as drafter
+from treeflash_jax import trees
+from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
-from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.models import verifier, vocab
 
 TOLERANCE = 1e-4
 
@@ -49,11 +48,11 @@ def run_stages(weights, prompt_bt, config, fit, head, draft, nodes):
     )
     logits_btv = verifier.logits(weights.verifier, out.hidden_btd)
     anchor_b = jnp.argmax(logits_btv[:, -1], axis=-1).astype(jnp.int32)
-    state = drafter.extend(
-        weights.drafter["backbone"], fit, drafter.init(fit, 1, 64, jnp.float32), out.features_btj, jnp.array([length])
+    state = backbone.extend(
+        weights.drafter["backbone"], fit, backbone.init(fit, 1, 64, jnp.float32), out.features_btj, jnp.array([length])
     )
     tables = weights.verifier
-    hidden_bqd = drafter.block(weights.drafter["backbone"], fit, state, tables["embed"], anchor_b)
+    hidden_bqd = backbone.block(weights.drafter["backbone"], fit, state, tables["embed"], anchor_b)
     unembed = Unembed(
         tables["embed"],
         tables.get("unembed", tables["embed"]),
@@ -62,19 +61,19 @@ def run_stages(weights, prompt_bt, config, fit, head, draft, nodes):
     )
     logits_bqv = vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bqd))
     table = HEADS[head].expand(weights.drafter["head"], unembed, hidden_bqd, anchor_b, draft, jnp.ones(1))
-    grown = tree.best_first(table, anchor_b, nodes)
+    grown = trees.best_first(table, anchor_b, nodes)
     return {
         "verifier_logits": logits_btv,
         "context_features": out.features_btj,
         "anchor": anchor_b,
-        "fused_context": drafter.fuse(weights.drafter["backbone"], fit, out.features_btj),
+        "fused_context": backbone.fuse(weights.drafter["backbone"], fit, out.features_btj),
         "block_hidden": hidden_bqd,
         "block_logits": logits_bqv,
         "candidates": vocab.top_k(logits_bqv, draft.candidates)[1],
         "table": table,
         "tree": grown,
-        "mask": tree.ancestor_mask(grown.parent_bn, fit.num_depths),
-        "chain": tree.rank_0_chain(table, anchor_b, fit.block_size),
+        "mask": trees.ancestor_mask(grown.parent_bn, fit.num_depths),
+        "chain": trees.rank_0_chain(table, anchor_b, fit.block_size),
     }
 
 
@@ -111,14 +110,14 @@ def test_stage(pair, stage):
 
 def test_anchor_and_candidates(pair):
     assert pair.stages["anchor"] == pair.expected["anchor"].ravel()
-    if "stage1_tokens" in pair.expected:  # row 0 is a dummy: depth 0 follows the anchor
+    if "stage1_tokens" in pair.expected:  # position 0 is a dummy: depth 0 follows the anchor
         np.testing.assert_array_equal(
             np.sort(pair.stages["candidates"][0, 1:-1]), np.sort(pair.expected["stage1_tokens"][1:])
         )
 
 
 def test_transitions(pair):
-    """Rows are compared as sets of (token, log-probability): in a_treeflash neighbours come as close as 1e-4."""
+    """Positions are compared as sets of (token, log-probability): in a_treeflash neighbours come as close as 1e-4."""
     table = pair.stages["table"]
     if "transition_tokens" not in pair.expected:
         assert pair.model.drafter.head == "marginal" and table.tokens_bimc.shape[2] == 1
@@ -130,8 +129,8 @@ def test_transitions(pair):
         tokens, log_probs = pair.expected["transition_tokens"], pair.expected["transition_log_probs"]
         candidates = pair.expected["stage1_tokens"][1:]
         follows = table.tokens_bimc[0, :-1, :, :, None] == candidates[:, None, None, :]
-        np.testing.assert_array_equal(table.next_row_bimc[0, :-1], np.where(follows.any(-1), follows.argmax(-1), -1))
-    assert (table.next_row_bimc[0, -1] == -1).all()
+        np.testing.assert_array_equal(table.next_context_bimc[0, :-1], np.where(follows.any(-1), follows.argmax(-1), -1))
+    assert (table.next_context_bimc[0, -1] == -1).all()
     got_order, order = np.argsort(table.tokens_bimc[0]), np.argsort(tokens)
     np.testing.assert_array_equal(np.sort(table.tokens_bimc[0]), np.sort(tokens))
     np.testing.assert_allclose(

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-from treeflash_jax import trees as tree
-from treeflash_jax.drafters.lanes import Below, LaneExpander, Row, children_of, kept_of
-from treeflash_jax.params import Spec
-from treeflash_jax.verifiers.attention import tree_attention
-from treeflash_jax.verifiers.cache import KVCache, LayerKV
+from treeflash_jax import trees
+from treeflash_jax.core.parameters import Spec
+from treeflash_jax.drafters.lanes import LaneExpander, LaneState, Level, likeliest_children, scratch_specs
+from treeflash_jax.models.attention import tree_attention
+from treeflash_jax.models.kv_cache import KVCache, LayerKV
 
 BATCH, VOCAB, DRAFT_VOCAB, WIDTH, DEPTHS, SLOTS, CHILDREN = 3, 29, 17, 8, 4, 6, 5
 LENGTHS = [0, 2, 6]
@@ -32,43 +32,43 @@ def float64():
 def shared() -> dict:
     """Weights of the network, the keys and values of three texts, and which tokens it may draft."""
     rng = np.random.default_rng(0)
-    own = {name: jnp.asarray(rng.normal(size=(WIDTH, WIDTH))) for name in ("q", "k", "v")}
-    own |= {
+    params = {name: jnp.asarray(rng.normal(size=(WIDTH, WIDTH))) for name in ("q", "k", "v")}
+    params |= {
         "embed": jnp.asarray(rng.normal(size=(VOCAB, WIDTH))),
         "unembed": jnp.asarray(rng.normal(size=(DRAFT_VOCAB, WIDTH))),
     }
     cached = LayerKV(*(jnp.asarray(rng.normal(size=(BATCH, 1, SLOTS, WIDTH))) for _ in range(2)))
-    own["context"] = KVCache(((cached,),), jnp.asarray(LENGTHS, jnp.int32))
-    own["first"] = jnp.asarray(rng.normal(size=(BATCH, WIDTH)))
-    own["ids"] = jnp.asarray(np.sort(rng.choice(VOCAB, DRAFT_VOCAB, replace=False)), jnp.int32)
-    return own
+    params["context"] = KVCache(((cached,),), jnp.asarray(LENGTHS, jnp.int32))
+    params["first"] = jnp.asarray(rng.normal(size=(BATCH, WIDTH)))
+    params["ids"] = jnp.asarray(np.sort(rng.choice(VOCAB, DRAFT_VOCAB, replace=False)), jnp.int32)
+    return params
 
 
-def step(shared: dict, row: Row) -> Below:
-    """What follows a token: its embedding, what was carried, its position and a look at the path and the text."""
-    x_bwd = jnp.tanh(row.carry + shared["embed"][row.token_bw] + jnp.sin(row.position_bw.astype(float))[..., None])
+def step(shared: dict, level: Level) -> LaneState:
+    """A small recurrent network: embedding, carry, position, and attention over the path and the text."""
+    x_bwd = jnp.tanh(level.carry + shared["embed"][level.token_bw] + jnp.sin(level.position_bw.astype(float))[..., None])
     q_bwhe, k_bwke, v_bwke = (jnp.einsum("bwd,de->bwe", x_bwd, shared[name])[:, :, None] for name in ("q", "k", "v"))
-    [[[earlier_k, earlier_v]]] = row.earlier
+    [[[earlier_k, earlier_v]]] = level.earlier
     mixed_bwhe = tree_attention(
         q_bwhe,
-        row.joined(earlier_k, k_bwke),
-        row.joined(earlier_v, v_bwke),
-        row.seen_bwx,
+        level.join(earlier_k, k_bwke),
+        level.join(earlier_v, v_bwke),
+        level.seen_bwx,
         shared["context"].groups[0][0],
         shared["context"].length_b,
     )
     hidden_bwd = x_bwd + mixed_bwhe[:, :, 0]
-    return Below(hidden_bwd, (((k_bwke, v_bwke),),), *offered(shared, hidden_bwd))
+    return LaneState(hidden_bwd, (((k_bwke, v_bwke),),), *offered(shared, hidden_bwd))
 
 
 def offered(shared: dict, hidden_bwd: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return children_of(shared["unembed"], hidden_bwd, CHILDREN, jnp.ones(BATCH), shared["ids"])
+    return likeliest_children(shared["unembed"], hidden_bwd, CHILDREN, jnp.ones(BATCH), shared["ids"])
 
 
 def expander(shared: dict, depths: int = DEPTHS, step=step) -> LaneExpander:
-    first = Below(shared["first"][:, None], (), *offered(shared, shared["first"][:, None]))
+    first = LaneState(shared["first"][:, None], (), *offered(shared, shared["first"][:, None]))
     context = shared["context"]
-    return LaneExpander(shared, context.length_b, first, step=step, kept=kept_of(context), num_depths=depths)
+    return LaneExpander(shared, context.length_b, first, step=step, scratch=scratch_specs(context), num_depths=depths)
 
 
 class Rollout:
@@ -87,23 +87,23 @@ class Rollout:
         return self.known[path]
 
     def _hidden(self, path: tuple[int, ...]) -> np.ndarray:
-        own, b, length = self.own, self.b, LENGTHS[self.b]
-        hidden, cached = own["first"][b], own["context"].groups[0][0]
+        params, b, length = self.own, self.b, LENGTHS[self.b]
+        hidden, cached = params["first"][b], params["context"].groups[0][0]
         keys, values = ([*x[b, 0, :length]] for x in (cached.keys_bkse, cached.values_bkse))
         for depth, token in enumerate(path):
-            x = np.tanh(hidden + own["embed"][token] + np.sin(length + depth))
-            keys, values = [*keys, x @ own["k"]], [*values, x @ own["v"]]
-            weights = np.exp(np.stack(keys) @ (x @ own["q"]) / np.sqrt(WIDTH))
+            x = np.tanh(hidden + params["embed"][token] + np.sin(length + depth))
+            keys, values = [*keys, x @ params["k"]], [*values, x @ params["v"]]
+            weights = np.exp(np.stack(keys) @ (x @ params["q"]) / np.sqrt(WIDTH))
             hidden = x + weights @ np.stack(values) / np.sum(weights)
         return hidden
 
 
-def paths(built: tree.DraftTree, b: int) -> dict[tuple[int, ...], float]:
+def paths(built: trees.DraftTree, b: int) -> dict[tuple[int, ...], float]:
     tokens, parent, log_prob = (np.asarray(x)[b] for x in (built.tokens_bn, built.parent_bn, built.log_prob_bn))
-    found = [()]
+    got = [()]
     for node in range(1, int(np.asarray(built.valid_bn)[b].sum())):
-        found.append((*found[parent[node]], int(tokens[node])))
-    return dict(zip(found, log_prob.tolist(), strict=False))
+        got.append((*got[parent[node]], int(tokens[node])))
+    return dict(zip(got, log_prob.tolist(), strict=False))
 
 
 def eagle_2(rollout: Rollout, nodes: int, lanes: int) -> dict[tuple[int, ...], float]:
@@ -122,18 +122,18 @@ def eagle_2(rollout: Rollout, nodes: int, lanes: int) -> dict[tuple[int, ...], f
 
 @pytest.mark.parametrize(("nodes", "lanes"), [(14, 3), (14, 13), (6, 1)])
 def test_the_tree_is_the_ledger_of_eagle_2_over_paths_run_alone(shared, nodes, lanes):
-    built = jax.jit(lambda shared: tree.best_first(expander(shared), ANCHORS, nodes, lanes))(shared)
+    built = jax.jit(lambda shared: trees.best_first(expander(shared), ANCHORS, nodes, lanes))(shared)
     for b in range(BATCH):
         expected = eagle_2(Rollout(shared, b), nodes, lanes)
-        found = {path: score for path, score in paths(built, b).items() if path}
-        assert found.keys() == expected.keys()
-        np.testing.assert_allclose([found[path] for path in expected], [*expected.values()], atol=1e-10)
+        got = {path: score for path, score in paths(built, b).items() if path}
+        assert got.keys() == expected.keys()
+        np.testing.assert_allclose([got[path] for path in expected], [*expected.values()], atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["walk", "chain"])
 def test_a_chain_takes_the_likeliest_child_of_its_own_path(shared, name):
-    build = tree.BUILDERS[name].build
-    built = jax.jit(lambda shared: build(expander(shared), ANCHORS, 9, tree.TreeShape(), None)[0])(shared)
+    build = trees.BUILDERS[name].build
+    built = jax.jit(lambda shared: build(expander(shared), ANCHORS, 9, trees.TreeShape(), None)[0])(shared)
     for b in range(BATCH):
         rollout, path = Rollout(shared, b), ()
         for _ in range(DEPTHS):
@@ -142,13 +142,13 @@ def test_a_chain_takes_the_likeliest_child_of_its_own_path(shared, name):
 
 
 @pytest.mark.parametrize("name", ["paths", "delayed", "without-replacement", "hybrid"])
-def test_draws_have_the_law_of_their_path(shared, name):
+def test_draws_have_the_distribution_of_their_path(shared, name):
     nodes = 9
 
     def build(shared):
-        own = expander(shared)
-        noise_bnc = tree.draw_noise(jax.random.split(jax.random.key(1), BATCH), own, nodes)
-        return tree.BUILDERS[name].build(own, ANCHORS, nodes, tree.TreeShape(), noise_bnc)
+        params = expander(shared)
+        noise_bnc = trees.draw_noise(jax.random.split(jax.random.key(1), BATCH), params, nodes)
+        return trees.BUILDERS[name].build(params, ANCHORS, nodes, trees.TreeShape(), noise_bnc)
 
     built, proposal = jax.jit(build)(shared)
     support_bnc, log_q_bnc = np.asarray(proposal.support_bnc), np.asarray(proposal.log_q_bnc)
@@ -156,9 +156,11 @@ def test_draws_have_the_law_of_their_path(shared, name):
         rollout, drawn = Rollout(shared, b), 0
         for node, (path, score) in enumerate(paths(built, b).items()):
             along = [dict(zip(*map(np.ndarray.tolist, rollout.children(path[:i])), strict=True)) for i in range(len(path))]
-            np.testing.assert_allclose(score, sum(law[token] for law, token in zip(along, path, strict=True)), atol=1e-10)
+            np.testing.assert_allclose(
+                score, sum(distribution[token] for distribution, token in zip(along, path, strict=True)), atol=1e-10
+            )
             can = np.isfinite(log_q_bnc[b, node])
-            if can.all():  # nothing before it was fixed or is held back: the law of its path, renormalised
+            if can.all():  # nothing before it was fixed or is held back: the distribution of its path, renormalised
                 tokens, log_probs = rollout.children(path)
                 np.testing.assert_array_equal(support_bnc[b, node], tokens)
                 np.testing.assert_allclose(log_q_bnc[b, node], log_probs - np.log(np.exp(log_probs).sum()), atol=1e-10)
@@ -171,12 +173,12 @@ def test_draws_have_the_law_of_their_path(shared, name):
 def test_the_network_runs_once_per_level_and_not_below_the_deepest(shared, name, depths):
     runs = []
 
-    def counted(shared, row):
-        jax.debug.callback(lambda width: runs.append(int(width)), row.token_bw.shape[1])
-        return step(shared, row)
+    def counted(shared, level):
+        jax.debug.callback(lambda width: runs.append(int(width)), level.token_bw.shape[1])
+        return step(shared, level)
 
-    shape = tree.TreeShape(lanes=2)
-    build = partial(tree.BUILDERS[name].build, num_nodes=7, shape=shape, noise_bnc=None)
+    shape = trees.TreeShape(lanes=2)
+    build = partial(trees.BUILDERS[name].build, num_nodes=7, shape=shape, noise_bnc=None)
     built = jax.jit(lambda shared: build(expander(shared, depths, counted), ANCHORS)[0])(shared)
     jax.block_until_ready(built)
     jax.effects_barrier()
@@ -187,22 +189,22 @@ def test_the_network_runs_once_per_level_and_not_below_the_deepest(shared, name,
 def test_on_other_platforms_than_a_cpu_no_level_is_a_branch(shared, monkeypatch):
     """A GPU would wait for the host at each of them."""
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, cpu, default: default(*args))
-    program = jax.jit(lambda shared: tree.best_first(expander(shared), ANCHORS, 14, 3)).lower(shared).compile()
+    program = jax.jit(lambda shared: trees.best_first(expander(shared), ANCHORS, 14, 3)).lower(shared).compile()
     assert " conditional(" not in program.as_text()
 
 
 def test_a_network_may_keep_nothing(shared):
     """A recurrent network: what it carries is all that it knows."""
 
-    def recurrent(shared, row):
-        assert row.earlier == ()
-        hidden_bwd = jnp.tanh(row.carry + shared["embed"][row.token_bw])
-        return Below(hidden_bwd, (), *offered(shared, hidden_bwd))
+    def recurrent(shared, level):
+        assert level.earlier == ()
+        hidden_bwd = jnp.tanh(level.carry + shared["embed"][level.token_bw])
+        return LaneState(hidden_bwd, (), *offered(shared, hidden_bwd))
 
-    own = expander(shared, step=recurrent).replace(kept=())
-    built = jax.jit(lambda own: tree.best_first(own, ANCHORS, 9, 3))(own)
+    params = expander(shared, step=recurrent).replace(scratch=())
+    built = jax.jit(lambda params: trees.best_first(params, ANCHORS, 9, 3))(params)
     assert np.asarray(built.valid_bn).all()
 
 
 def test_scratch_has_the_axes_of_the_cache(shared):
-    assert kept_of(shared["context"]) == (((Spec((1, WIDTH), ("kv_heads", None), dtype=jnp.dtype("float64")),) * 2,),)
+    assert scratch_specs(shared["context"]) == (((Spec((1, WIDTH), ("kv_heads", None), dtype=jnp.dtype("float64")),) * 2,),)

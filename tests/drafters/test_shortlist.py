@@ -1,4 +1,4 @@
-"""The second stage over a shortlist: equal to the whole vocabulary where it lists all of it, a lawful draft where not."""
+"""The second stage over a shortlist: equal to the whole vocabulary where it lists all of it, a lossless draft where not."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
 
 import treeflash_jax as tf
-from treeflash_jax.devices import Device
+from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed, mlp
-from treeflash_jax.planning import plan_of
+from treeflash_jax.engine.planning import make_plan
 
 BATCH, VOCAB, M, K = 3, 60, 5, 6  # a vocabulary as wide as nothing else
 DEPTHS = RANDOM_DRAFTER.num_depths
@@ -26,7 +26,7 @@ def pair():
 
 
 def expand(pair, shortlist: int, mesh=None):
-    """The table of random blocks, rows at different drafter temperatures."""
+    """The table of random blocks, contexts at different drafter temperatures."""
     keys = jax.random.split(jax.random.key(3), 2)
     hidden_bqd = jax.random.normal(keys[0], (BATCH, DEPTHS + 1, RANDOM_MODEL.hidden_size))
     anchor_b = jax.random.randint(keys[1], (BATCH,), 0, VOCAB)
@@ -47,35 +47,35 @@ def run(pair, shortlist: int):
 def test_a_list_of_all_tokens_changes_nothing(pair):
     whole, listed = run(pair, 0), run(pair, VOCAB)
     np.testing.assert_array_equal(listed.tokens_bimc, whole.tokens_bimc)
-    np.testing.assert_array_equal(listed.next_row_bimc, whole.next_row_bimc)
+    np.testing.assert_array_equal(listed.next_context_bimc, whole.next_context_bimc)
     np.testing.assert_allclose(listed.log_probs_bimc, whole.log_probs_bimc, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
-def test_children_are_distinct_tokens_of_the_list_with_a_law_of_their_own(pair, size):
-    """The list, and what lies off it, by hand: scores of the head's full rows, mass off the list from the marginals."""
+def test_children_are_distinct_tokens_of_the_list_with_a_distribution_of_their_own(pair, size):
+    """The list, and what lies off it, by hand: scores of the head's full contexts, mass off the list from the marginals."""
     table = run(pair, size)
-    whole = run_full_rows(pair)
+    whole = run_full_contexts(pair)
     assert table.tokens_bimc.shape[-1] == min(K, size * DEPTHS)
     for b, temperature in enumerate((0.5, 1.0, 1.6)):
         likely_iv = np.argsort(-whole["marginal"][b], axis=-1, kind="stable")
         listed = set(likely_iv[:, :size].flatten().tolist())
         for i in range(DEPTHS):
             marginal_v = np.exp(whole["marginal"][b, i] / temperature)
-            rest = sum(mass for token, mass in enumerate(marginal_v) if token not in listed)
+            others = sum(mass for token, mass in enumerate(marginal_v) if token not in listed)
             for m in range(M if i else 1):
                 mass_v = np.exp(whole["corrected"][b, i, m] / temperature)
-                total = rest + sum(mass_v[token] for token in listed)
+                total = others + sum(mass_v[token] for token in listed)
                 best = sorted(listed, key=lambda token: -mass_v[token])[:K]  # noqa: B023
-                found = np.isfinite(table.log_probs_bimc[b, i, m])
-                assert table.tokens_bimc[b, i, m][found].tolist() == best
+                got = np.isfinite(table.log_probs_bimc[b, i, m])
+                assert table.tokens_bimc[b, i, m][got].tolist() == best
                 np.testing.assert_allclose(
-                    table.log_probs_bimc[b, i, m][found], [np.log(mass_v[token] / total) for token in best], atol=1e-4
+                    table.log_probs_bimc[b, i, m][got], [np.log(mass_v[token] / total) for token in best], atol=1e-4
                 )
 
 
-def run_full_rows(pair):
-    """Logits of all marginals [b, i, v] and of all corrected rows [b, i, m, v], one call of the correction a row."""
+def run_full_contexts(pair):
+    """Logits of all marginals [b, i, v] and of all corrected contexts [b, i, m, v], one call per context."""
     _, (params, unembed, hidden_bqd, anchor_b, *_) = expand(pair, 0)
     normed_bqd = unembed.normed(hidden_bqd)
     marginal_biv = np.asarray(normed_bqd[:, 1:] @ unembed.unembed_vd.T, np.float64)
@@ -89,12 +89,12 @@ def run_full_rows(pair):
     return {"marginal": marginal_biv, "corrected": corrected}
 
 
-def test_no_logits_of_all_rows_are_formed(pair):
-    rows = 1 + (DEPTHS - 1) * M
+def test_no_logits_of_all_contexts_are_formed(pair):
+    contexts = 1 + (DEPTHS - 1) * M
     for shortlist, expected in ((0, True), (2, False)):
         function, args = expand(pair, shortlist)
         text = function.lower(*args).as_text()
-        assert bool(re.search(rf"tensor<{BATCH}x{rows}x{VOCAB}x", text)) == expected
+        assert bool(re.search(rf"tensor<{BATCH}x{contexts}x{VOCAB}x", text)) == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -114,7 +114,7 @@ def test_a_cpu_shortlists_a_large_vocabulary_unless_asked_otherwise(device, voca
 
     def planned(**settings):
         drafter = replace(RANDOM_DRAFTER, layers=layers)
-        return plan_of(tf.GenerateConfig(**settings), verifier, drafter, jnp.float32, Device(device)).draft.shortlist
+        return make_plan(tf.GenerateConfig(**settings), verifier, drafter, jnp.float32, Device(device)).draft.shortlist
 
     assert planned() == shortlist
     assert [planned(shortlist=asked) for asked in (0, 7)] == [0, 7]

@@ -18,15 +18,13 @@ from conftest import DATA, RANDOM_MODEL
 from safetensors.numpy import save_file
 
 import treeflash_jax as tf
-from treeflash_jax import params
-from treeflash_jax.cli import main
+from treeflash_jax.cli.commands import main
+from treeflash_jax.core import parameters
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters import Inputs, steering
-from treeflash_jax.drafters import language_model as own
+from treeflash_jax.drafters import Inputs, causal_lm, steering
 from treeflash_jax.drafters.lanes import LaneSettings
-from treeflash_jax.formats import models
-from treeflash_jax.formats import steering as steering_files
-from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.formats import models, steering_files
+from treeflash_jax.models import verifier
 
 MODEL = {
     "model_type": "llama", "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -57,15 +55,15 @@ def folder(expected, tmp_path_factory):
 
 
 def drafted_logits(config, weights, tokens_t, features_tj) -> np.ndarray:
-    """Logits after the ninth token, which was read, and after the tenth, a row of a lane."""
-    laws = _laws(config, weights, jnp.asarray(tokens_t)[None], jnp.asarray(features_tj)[None])
-    return np.stack([np.asarray(p[0, 0])[np.argsort(np.asarray(t[0, 0]))] for t, p in laws])
+    """Logits after the ninth token, which was read, and after the tenth, a position of a lane."""
+    distributions = _distributions(config, weights, jnp.asarray(tokens_t)[None], jnp.asarray(features_tj)[None])
+    return np.stack([np.asarray(p[0, 0])[np.argsort(np.asarray(t[0, 0]))] for t, p in distributions])
 
 
 @partial(jax.jit, static_argnums=0)
-def _laws(config, weights, tokens_bt, features_btj) -> list[tuple[jax.Array, jax.Array]]:
-    extend = partial(own.extend, weights, None, config)
-    state = own.init(config, 1, 32, jnp.float32)
+def _distributions(config, weights, tokens_bt, features_btj) -> list[tuple[jax.Array, jax.Array]]:
+    extend = partial(causal_lm.extend, weights, None, config, attention="xla")
+    state = causal_lm.init(config, 1, 32, jnp.float32)
     state = extend(state, None, tokens_bt[:, :4], jnp.asarray([4]))
     state = extend(state, features_btj[:, :1], tokens_bt[:, 4:5], jnp.asarray([1]))
     padding = jnp.zeros((1, 2), tokens_bt.dtype), jnp.ones((1, 2, features_btj.shape[2]))
@@ -75,8 +73,8 @@ def _laws(config, weights, tokens_bt, features_btj) -> list[tuple[jax.Array, jax
         jnp.concatenate([tokens_bt[:, 5:9], padding[0]], axis=1),
         jnp.asarray([4]),
     )
-    settings = LaneSettings(children=40, depths=2, rows=1)
-    expander = own.draft(Inputs(weights, None, config, settings, state, tokens_bt[:, 8], jnp.ones(1), 2), None)
+    settings = LaneSettings(children=40, depths=2, width=1)
+    expander = causal_lm.draft(Inputs(weights, None, config, settings, state, tokens_bt[:, 8], jnp.ones(1), 2), None)
     start = expander.start(1)
     child_bw = jnp.argmax(start.tokens_bwc == tokens_bt[0, 9], axis=-1)
     return [expander.children(0, start), expander.children(1, expander.follow(jnp.int32(0), start, child_bw))]
@@ -87,25 +85,25 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def test_a_steered_draft_is_that_of_pytorch(folder, expected):
-    """Read from files; rows keep what steered them, and what lies past the real rows steers nothing."""
+    """Read from files; positions keep what steered them, and what lies past the real positions steers nothing."""
     config, weights = models.load_drafter(folder)
     assert config.taps == (0, 1, 2)
-    found = drafted_logits(config, weights, expected["tokens"], expected["features"])
-    np.testing.assert_allclose(found, log_softmax(expected["logits"][8:]), atol=1e-4)
-    assert np.max(np.abs(found - log_softmax(expected["plain_logits"][8:]))) > 0.1, "control: steering does something"
+    got = drafted_logits(config, weights, expected["tokens"], expected["features"])
+    np.testing.assert_allclose(got, log_softmax(expected["logits"][8:]), atol=1e-4)
+    assert np.max(np.abs(got - log_softmax(expected["plain_logits"][8:]))) > 0.1, "control: steering does something"
 
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_zero_steering_is_no_steering_bit_for_bit(folder, expected, rank):
     config, weights = models.load_drafter(folder)
     fresh = replace(config.steering, rank=rank)
-    drawn = params.initialize(steering.specs(fresh), jax.random.key(0))
+    drawn = parameters.initialize(steering.specs(fresh), jax.random.key(0))
     plain = {name: value for name, value in weights.items() if name != "steering"}
-    found = drafted_logits(
+    got = drafted_logits(
         replace(config, steering=fresh), plain | {"steering": drawn}, expected["tokens"], expected["features"]
     )
     unsteered = drafted_logits(replace(config, steering=None), plain, expected["tokens"], expected["features"])
-    np.testing.assert_array_equal(found, unsteered)
+    np.testing.assert_array_equal(got, unsteered)
     np.testing.assert_allclose(unsteered, log_softmax(expected["plain_logits"][8:]), atol=1e-4)
 
 
@@ -122,44 +120,44 @@ def a_steered_pair(rank: int) -> tf.TreeFlash:
     config = steering.SteeringConfig(
         taps=(0, 1, 2), width=size.hidden_size, num_layers=size.num_layers, ffn=size.intermediate_size, rank=rank
     )
-    weights = params.initialize(verifier.specs(size), jax.random.key(0), jnp.float64, 0.3)
-    steers = params.initialize(steering.specs(config), jax.random.key(1), jnp.float64, 0.1)
+    weights = parameters.initialize(verifier.specs(size), jax.random.key(0), jnp.float64, 0.3)
+    steers = parameters.initialize(steering.specs(config), jax.random.key(1), jnp.float64, 0.1)
     shape = steers["up" if rank else "project"].shape
     steers |= {"up" if rank else "project": 0.02 * jax.random.normal(jax.random.key(2), shape, jnp.float64)}
-    drafter = own.LanguageModelConfig(layers=size, steering=config)
+    drafter = causal_lm.LanguageModelConfig(layers=size, steering=config)
     return tf.TreeFlash(size, Weights(weights, weights | {"steering": steers}), drafter=drafter)
 
 
 @pytest.mark.slow
-def test_reading_in_one_call_is_reading_row_by_row_and_the_whole_text_at_once(float64):
-    """Rows of a path keep what steered them when they were drafted; its last one is steered by the verifier's new state."""
+def test_reading_in_one_call_is_reading_position_by_position_and_the_whole_text_at_once(float64):
+    """Positions of a path keep the shifts they were drafted with; the last one is steered by the verifier's new state."""
     size = replace(RANDOM_MODEL, num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, intermediate_size=24)
     sizes = steering.SteeringConfig(taps=(0, 1, 2), width=6, num_layers=2, ffn=24, rank=3)
-    config = own.LanguageModelConfig(layers=size, steering=sizes)
-    random = jax.tree.map(lambda spec: replace(spec, init="normal"), own.specs(config), is_leaf=params.is_spec)
-    weights = params.initialize(random, jax.random.key(5), jnp.float64, 0.4)
+    config = causal_lm.LanguageModelConfig(layers=size, steering=sizes)
+    random = jax.tree.map(lambda spec: replace(spec, init="normal"), causal_lm.specs(config), is_leaf=parameters.is_spec)
+    weights = parameters.initialize(random, jax.random.key(5), jnp.float64, 0.4)
     rng = np.random.default_rng(0)
     tokens_bt, features_btj = jnp.asarray(rng.integers(0, 64, (2, 9))), jnp.asarray(rng.normal(size=(2, 9, 18)))
-    extend = partial(jax.jit(own.extend, static_argnums=2), weights, None, config)
+    extend = partial(jax.jit(partial(causal_lm.extend, attention="xla"), static_argnums=2), weights, None, config)
 
-    def at_once(state, rows: slice, count_b, steers: bool):
-        return extend(state, features_btj[:, rows] if steers else None, tokens_bt[:, rows], jnp.asarray(count_b))
+    def at_once(state, sequences: slice, count_b, steers: bool):
+        return extend(state, features_btj[:, sequences] if steers else None, tokens_bt[:, sequences], jnp.asarray(count_b))
 
-    def by_rows(state, rows: slice, count_b, steers: bool):
-        for i in range(rows.stop - rows.start):
-            row = slice(rows.start + i, rows.start + i + 1)
-            state = at_once(state, row, [int(count > i + steers) for count in count_b], False)
-            state = at_once(state, row, [int(count == i + 1) for count in count_b], True) if steers else state
+    def over_batch(state, sequences: slice, count_b, steers: bool):
+        for i in range(sequences.stop - sequences.start):
+            position = slice(sequences.start + i, sequences.start + i + 1)
+            state = at_once(state, position, [int(count > i + steers) for count in count_b], False)
+            state = at_once(state, position, [int(count == i + 1) for count in count_b], True) if steers else state
         return state
 
-    found = []
-    for read in (at_once, by_rows):
-        state = read(own.init(config, 2, 32, jnp.float64), slice(0, 4), (4, 4), False)
+    got = []
+    for read in (at_once, over_batch):
+        state = read(causal_lm.init(config, 2, 32, jnp.float64), slice(0, 4), (4, 4), False)
         state = read(state, slice(4, 8), (4, 0), True)
-        found.append(read(state, slice(5, 9), (1, 2), True))
-    np.testing.assert_array_equal(found[0].context.length_b, [9, 6])
+        got.append(read(state, slice(5, 9), (1, 2), True))
+    np.testing.assert_array_equal(got[0].context.length_b, [9, 6])
 
-    # Of the first text rows 7 and 8 were the last of their path, of the second row 5.
+    # Of the first text positions 7 and 8 were the last of their path, of the second position 5.
     at_bt = jnp.asarray([[0, 1, 2, 3, 4, 5, 6, 7, 5], [0, 1, 2, 3, 5, 6, 0, 0, 0]])
     is_last_bt = np.zeros((2, 9, 1), bool)
     is_last_bt[[0, 0, 1], [7, 8, 5]] = True
@@ -169,11 +167,11 @@ def test_reading_in_one_call_is_reading_row_by_row_and_the_whole_text_at_once(fl
         weights, size, jnp.take_along_axis(tokens_bt, at_bt, axis=1), jnp.arange(9)[None], verifier.causal_mask(2, 9),
         shift=lambda layer: jnp.where(is_last_bt, of_layer(layer), 0),
     )  # fmt: skip
-    new_rows = [jnp.swapaxes(x, 1, 2) for x in jax.tree.leaves(whole.rows)]
-    for state in found:
+    new_positions = [jnp.swapaxes(x, 1, 2) for x in jax.tree.leaves(whole.new_kv)]
+    for state in got:
         np.testing.assert_allclose(state.hidden_bd, whole.hidden_btd[jnp.arange(2), jnp.asarray([8, 5])], atol=1e-12)
-        np.testing.assert_allclose(state.shift_byf, found[0].shift_byf, atol=1e-12)
-        for x, y in zip(jax.tree.leaves(state.context.groups), new_rows, strict=True):
+        np.testing.assert_allclose(state.shift_byf, got[0].shift_byf, atol=1e-12)
+        for x, y in zip(jax.tree.leaves(state.context.groups), new_positions, strict=True):
             for b, length in enumerate((9, 6)):
                 np.testing.assert_allclose(x[b, :, :length], y[b, :, :length], atol=1e-12)
 
@@ -186,16 +184,16 @@ def test_drafted_output_is_one_token_output(float64, how):
     settings = {"max_new_tokens": 24, "stop_ids": (), "batch_size": 3}
     for more in ({}, mixed):
         expected = model.generate(TEXTS, builder="none", **settings | more)
-        found = model.generate(TEXTS, **how, **settings | more)
-        assert [one.ids for one in found] == [one.ids for one in expected]
-    assert max(max(one.accept_lengths) for one in found) > 1 or how == {"nodes": 1}
+        got = model.generate(TEXTS, **how, **settings | more)
+        assert [result.ids for result in got] == [result.ids for result in expected]
+    assert max(max(result.accept_lengths) for result in got) > 1 or how == {"nodes": 1}
     cut = 0
-    for stop in {token for one in expected for token in one.ids[7:11]}:
+    for stop in {token for result in expected for token in result.ids[7:11]}:
         stopped = settings | mixed | {"stop_ids": (stop,)}
         expected = model.generate(TEXTS, builder="none", **stopped)
-        found = model.generate(TEXTS, **how, **stopped)
-        assert [one.ids for one in found] == [one.ids for one in expected]
-        cut += sum(one.finished == "stop" and one.cut > 0 for one in found)
+        got = model.generate(TEXTS, **how, **stopped)
+        assert [result.ids for result in got] == [result.ids for result in expected]
+        cut += sum(result.finished == "stop" and result.cut > 0 for result in got)
     assert cut or how.get("nodes") in (1, 2)
 
 
@@ -205,10 +203,10 @@ def test_steering_lies_in_a_folder_of_its_own_too(tmp_path, capsys):
     size = replace(RANDOM_MODEL, num_layers=2)
     for name, config in (("big", RANDOM_MODEL), ("small", size)):
         models.save_verifier(
-            tmp_path / name, config, params.initialize(verifier.specs(config), jax.random.key(0)), jnp.float32
+            tmp_path / name, config, parameters.initialize(verifier.specs(config), jax.random.key(0)), jnp.float32
         )
     config = steering.SteeringConfig(taps=(0, 1, 2), width=32, num_layers=2, ffn=64, rank=2)
-    drawn = params.initialize(steering.specs(config), jax.random.key(1))
+    drawn = parameters.initialize(steering.specs(config), jax.random.key(1))
     (tmp_path / "steers").mkdir()
     steering_files.save(tmp_path / "steers", config, drawn, jnp.float32)
     pair = {"verifier": tmp_path / "big", "drafter": tmp_path / "small", "dtype": "float32"}
@@ -249,8 +247,8 @@ def test_steering_lies_in_a_folder_of_its_own_too(tmp_path, capsys):
 
 def test_two_factors_are_their_product_and_layers_are_slices_of_all(float64):
     config = steering.SteeringConfig(taps=(0, 1, 2), width=6, num_layers=2, ffn=5, rank=3)
-    random = jax.tree.map(lambda spec: replace(spec, init="normal"), steering.specs(config), is_leaf=params.is_spec)
-    factors = params.initialize(random, jax.random.key(3), jnp.float64, 0.5)
+    random = jax.tree.map(lambda spec: replace(spec, init="normal"), steering.specs(config), is_leaf=parameters.is_spec)
+    factors = parameters.initialize(random, jax.random.key(3), jnp.float64, 0.5)
     whole = {name: x for name, x in factors.items() if name not in ("down", "up")}
     whole["project"] = jnp.einsum("dr,ryf->dyf", factors["down"], factors["up"])
     rows_bd = jax.random.normal(jax.random.key(4), (3, 6), jnp.float64)

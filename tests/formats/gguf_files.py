@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
+from treeflash_jax.core.parameters import is_spec
+from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.pairs import locate
-from treeflash_jax.params import is_spec
-from treeflash_jax.verifiers import forward as verifier
-from treeflash_jax.verifiers.config import ModelConfig, Rope
+from treeflash_jax.models import verifier
+from treeflash_jax.models.config import ModelConfig, Rope
 
 F32, F16, BF16 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16"))
 QWEN3 = ModelConfig(

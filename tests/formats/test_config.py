@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from published_configs import LLAMA_31_8B, QWEN3_4B, TREEFLASH_4B, without
 
-from treeflash_jax.checks import read_json
-from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers
+from treeflash_jax.core.checks import read_json
+from treeflash_jax.drafters.block.block_config import DrafterConfig, default_target_layers
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.dialects import parse
-from treeflash_jax.verifiers.config import ModelConfig, Rope
+from treeflash_jax.models.config import ModelConfig, Rope
 
 
 def test_qwen3_4b():

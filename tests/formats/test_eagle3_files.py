@@ -13,11 +13,11 @@ import pytest
 from conftest import DATA
 from safetensors.numpy import load_file, save_file
 
-from treeflash_jax import params as parameters
-from treeflash_jax.cli import main
+from treeflash_jax.cli.commands import main
+from treeflash_jax.core import parameters
 from treeflash_jax.formats import dialects, models
-from treeflash_jax.verifiers import forward as verifier
-from treeflash_jax.verifiers.config import ModelConfig
+from treeflash_jax.models import verifier
+from treeflash_jax.models.config import ModelConfig
 
 FOLDER = DATA / "eagle3"
 TAPS = {  # in a verifier of six layers

@@ -38,17 +38,14 @@ from gguf_files import (  # noqa: E402
 )
 
 import treeflash_jax as tf  # noqa: E402
-from treeflash_jax import quantized  # noqa: E402
-from treeflash_jax.cli import main  # noqa: E402
-from treeflash_jax.formats import gguf as files  # noqa: E402
-from treeflash_jax.formats import models  # noqa: E402
+from treeflash_jax.cli.commands import main  # noqa: E402
+from treeflash_jax.engine.pairs import locate  # noqa: E402
+from treeflash_jax.formats import gguf_reader, models  # noqa: E402
 from treeflash_jax.formats.dialects import gguf as gguf_dialect  # noqa: E402
 from treeflash_jax.formats.dialects import parse  # noqa: E402
 from treeflash_jax.formats.tokenizer import Tokenizer  # noqa: E402
-from treeflash_jax.pairs import locate  # noqa: E402
-from treeflash_jax.verifiers import forward as verifier  # noqa: E402
-from treeflash_jax.verifiers import layers  # noqa: E402
-from treeflash_jax.verifiers.config import ModelConfig, Rope  # noqa: E402
+from treeflash_jax.models import layers, quantized, verifier  # noqa: E402
+from treeflash_jax.models.config import ModelConfig, Rope  # noqa: E402
 
 YARN = Rope(theta=5e5, kind="yarn", factor=4.0, original_max_positions=32, attention_factor=0.1 * math.log(4) + 1)
 MODELS = {
@@ -122,7 +119,7 @@ def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kind):
 
 def test_llama_rows_come_back_in_order():
     rows = np.arange(6 * 8 * 3).reshape(48, 3)
-    order = gguf_dialect.half_rotation_rows(6, 8)
+    order = gguf_dialect.half_rotation_order(6, 8)
     np.testing.assert_array_equal(pairwise(rows, 6)[order], rows)
     h, s, j = 4, 1, 2  # head, half, pair: the formula of the specification
     assert order[h * 8 + s * 4 + j] == h * 8 + 2 * j + s
@@ -130,7 +127,7 @@ def test_llama_rows_come_back_in_order():
 
 def test_slices_equal_the_whole(tmp_path):
     tensors = as_gguf(save_hf(tmp_path, LLAMA), LLAMA, gguf.GGMLQuantizationType.Q8_0)
-    held = gguf_dialect.tensors(files.read(write(tmp_path / "x.gguf", LLAMA, tensors)), LLAMA)
+    held = gguf_dialect.tensors(gguf_reader.read(write(tmp_path / "x.gguf", LLAMA, tensors)), LLAMA)
     for name in ("blk.0.attn_q.weight", "blk.1.attn_k.weight", "blk.0.ffn_down.weight", "token_embd.weight"):
         whole = held[name][:]
         assert whole.shape == tuple(held[name].get_shape()) and whole.dtype == np.float32
@@ -163,7 +160,7 @@ def test_rounding_quantised_weights_again_is_said(tmp_path):
     tensors = as_gguf(save_hf(tmp_path, LLAMA), LLAMA, gguf.GGMLQuantizationType.Q8_0)
     with pytest.warns(UserWarning, match="int8.*again"):
         config, params = models.load_verifier(write(tmp_path / "x.gguf", LLAMA, tensors), quantize="int8")
-    assert quantized.scheme_of(params) == "int8" and config == replace(LLAMA, eos_token_ids=())
+    assert quantized.quantization_scheme(params) == "int8" and config == replace(LLAMA, eos_token_ids=())
 
 
 def test_rope_divisors_are_llama3_scaling(tmp_path):
@@ -270,7 +267,7 @@ def test_a_tokenizer_is_kept_until_its_file_changes(small, tmp_path, monkeypatch
     Tokenizer.load(small)
     kept = list((tmp_path / "cache").rglob("tokenizer.json"))
     assert len(kept) == 1
-    monkeypatch.setattr(files, "read", lambda path: pytest.fail("read again"))
+    monkeypatch.setattr(gguf_reader, "read", lambda path: pytest.fail("read again"))
     assert Tokenizer.load(small).encode("a b")
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -335,7 +332,7 @@ def test_numbers_of_every_kind_are_read(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    file = files.read(tmp_path / "x.gguf")
+    file = gguf_reader.read(tmp_path / "x.gguf")
     assert {key: file.metadata[key] for key in values} == values
     np.testing.assert_array_equal(file.tensors["t"][:], [[0, 1, 2], [3, 4, 5]])
     np.testing.assert_array_equal(file.tensors["u"][1:], [1, 2])

@@ -14,9 +14,8 @@ pytest.importorskip("gguf", reason="needs the package gguf: pip install treeflas
 from gguf_files import F32, QWEN3_MOE, write, write_small  # noqa: E402
 
 import treeflash_jax as tf  # noqa: E402
-from treeflash_jax.cli import main  # noqa: E402
-from treeflash_jax.formats import gguf as files  # noqa: E402
-from treeflash_jax.formats import models  # noqa: E402
+from treeflash_jax.cli.commands import main  # noqa: E402
+from treeflash_jax.formats import gguf_reader, models
 
 
 @pytest.fixture
@@ -148,7 +147,7 @@ def test_more_strings_than_a_header_holds(tmp_path):
         file.write(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"x" + struct.pack("<IIQ", 9, 8, 10**8))
         file.truncate(10**9)
     with pytest.raises(ValueError, match="its header does not end within 67,108,864 bytes"):
-        files.read(path)
+        gguf_reader.read(path)
 
 
 def test_every_cut_of_a_header_is_refused(small):
@@ -157,7 +156,7 @@ def test_every_cut_of_a_header_is_refused(small):
     for end in (*range(4, 300, 7), *range(1000, 40_000, 3001)):
         small.write_bytes(data[:end])
         with pytest.raises(ValueError, match="cut off"):
-            files.read(small)
+            gguf_reader.read(small)
 
 
 def test_without_the_package_one_line_says_how_to_get_it(small, monkeypatch):

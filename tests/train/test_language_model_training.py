@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import jax
@@ -13,23 +12,25 @@ import toy_training
 from toy_training import MODEL
 
 import treeflash_jax as tf
-from train import config, data, drafting, export, stages
+from train import export
+from train.data import packing
 from train.language_model import LanguageModelStage, language_model_sums, training_shift
-from treeflash_jax import params as parameters
-from treeflash_jax.drafters import language_model as own
-from treeflash_jax.drafters import steering
+from train.runtime import run_config
+from train.stages import drafting, registry
+from treeflash_jax.core import parameters
+from treeflash_jax.drafters import causal_lm, steering
 from treeflash_jax.formats import models
+from treeflash_jax.models import verifier
 from treeflash_jax.trees import pick
-from treeflash_jax.verifiers import forward as verifier
 
-ROWS = data.Rows(
-    tokens_rt=jnp.asarray([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14]]),
-    segments_rt=jnp.asarray([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2]]),
-    positions_rt=jnp.asarray([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]),
-    weights_rt=jnp.asarray([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1.0]]),
+ROWS = packing.Batch(
+    tokens_bt=jnp.asarray([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14]]),
+    segments_bt=jnp.asarray([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2]]),
+    positions_bt=jnp.asarray([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]),
+    weights_bt=jnp.asarray([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1.0]]),
 )
 SIZES = steering.SteeringConfig(taps=(0, 1, 2), width=16, num_layers=2, ffn=32)
-DRAFTER = own.LanguageModelConfig(layers=replace(MODEL, num_layers=2), steering=SIZES)
+DRAFTER = causal_lm.LanguageModelConfig(layers=replace(MODEL, num_layers=2), steering=SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,8 @@ def toy(tmp_path_factory):
     return folder
 
 
-def stage_of(toy, *words) -> LanguageModelStage:
-    settings = stages.read_stage(toy / "small.toml", words)
+def read_settings(toy, *words) -> LanguageModelStage:
+    settings = registry.read_stage(toy / "small.toml", words)
     assert isinstance(settings, LanguageModelStage)
     return settings
 
@@ -73,17 +74,17 @@ def test_a_token_is_steered_from_a_few_tokens_back_within_its_document():
 
 
 def test_steering_learns_from_zero_first_its_projection_then_its_mix(toy):
-    settings = stage_of(toy, "steers=true", "chunk=16")
+    settings = read_settings(toy, "steers=true", "chunk=16")
     weights = parameters.initialize(verifier.specs(MODEL), jax.random.key(0), scale=0.3)
     small = weights | {"groups": [weights["groups"][0][:2]]}
     own_steering = steering.start(parameters.initialize(steering.specs(SIZES), jax.random.key(1), scale=0.3))
-    rows = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 22))), ROWS)
+    batch = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 22))), ROWS)
     keys = jax.random.split(jax.random.key(2), 1)
 
     @jax.jit
     def loss(own_steering, frozen):
         arguments = dict(settings=settings, verifier=MODEL, drafter=DRAFTER)
-        total, weight = language_model_sums({"steering": own_steering}, frozen, rows, keys, **arguments)["loss"]
+        total, weight = language_model_sums({"steering": own_steering}, frozen, batch, keys, **arguments)["loss"]
         return total / weight
 
     frozen = {"verifier": weights} | small
@@ -98,13 +99,15 @@ def test_steering_learns_from_zero_first_its_projection_then_its_mix(toy):
 @pytest.mark.filterwarnings("ignore:tau is")
 def test_a_model_cut_from_its_verifier_is_distilled_then_steered(toy, tmp_path):
     evaluate = "evaluate={prompts = 1, nodes = [4], new_tokens = 4}"
-    settings = stage_of(toy, f"run={tmp_path}/small", "loop.steps=20", "loop.log_every=1", "loss=total-variation", evaluate)
+    settings = read_settings(
+        toy, f"run={tmp_path}/small", "loop.steps=20", "loop.log_every=1", "loss=total-variation", evaluate
+    )
     drafting.train(settings)
-    log = [json.loads(line) for line in (tmp_path / "small" / "log.jsonl").read_text().splitlines()]
+    log = toy_training.read_log(tmp_path / "small")
     assert np.mean([line["loss"] for line in log[-5:]]) < 0.9 * np.mean([line["loss"] for line in log[:5]])
     assert log[-1]["held_out/tau_4"] >= 1 and 0 < log[-1]["held_out/overlap"] < 1
     words = [f"run={tmp_path}/steered", f"language_model={tmp_path}/small/model", "train_model=false", "steers=true"]
-    settings = stage_of(toy, *words, "loop.steps=3", "rank=2", "evaluate.prompts=0")
+    settings = read_settings(toy, *words, "loop.steps=3", "rank=2", "evaluate.prompts=0")
     drafting.train(settings)
     export.main(export.ExportStage(run=f"{tmp_path}/steered", out=f"{tmp_path}/out", dtype="float32"))
     assert "| rank of the steering | 2 |" in (tmp_path / "out" / "README.md").read_text()
@@ -129,8 +132,8 @@ def test_settings_that_train_nothing_or_fit_nothing_are_refused(toy):
         (("rank=-1",), "rank"),
     ):
         with pytest.raises(ValueError, match=says):
-            config.load(LanguageModelStage, toy / "small.toml", words)
+            run_config.load(LanguageModelStage, toy / "small.toml", words)
     with pytest.raises(ValueError, match="num_layers 4, expected at most 3"):
-        stage_of(toy, "num_layers=4").drafter_config(MODEL)
+        read_settings(toy, "num_layers=4").drafter_config(MODEL)
     with pytest.raises(ValueError, match="got a drafter of kind 'block', expected a language model"):
-        stage_of(toy, f"language_model={toy}/drafter").drafter_config(MODEL)
+        read_settings(toy, f"language_model={toy}/drafter").drafter_config(MODEL)

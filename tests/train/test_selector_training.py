@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train import config, delayed
+from train import delayed
 from train import selector as stage_of
-from train.records import Source
+from train.data import roots
+from train.data.records import Source
+from train.runtime import run_config
 from treeflash_jax import acceptance, trees
-from treeflash_jax.adaptive import selector
-from treeflash_jax.adaptive.selector import SCALARS, SelectorConfig
+from treeflash_jax.decoding.tree_selector import SCALARS, SelectorConfig
 from treeflash_jax.trees import Bucket, TreeShape
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "acceptance"))
@@ -41,7 +42,7 @@ def float64():
 )
 def test_a_label_is_what_enumeration_gives(float64, rule, which):
     """Every draft and every coin of buckets over three tokens, all of them in the shapes of the largest."""
-    p = oracle.random_law(0, 3, 3)
+    p = oracle.random_verifier(0, 3, 3)
     world = cases.World(3, 2, p, oracle.random_drafter(0, p, 3, 2, 3, ends=0.0))
     nodes = max(bucket.nodes for bucket in BUCKETS)
     shape = TreeShape(trunk=BUCKETS)
@@ -57,16 +58,17 @@ def test_a_label_is_what_enumeration_gives(float64, rule, which):
         build = trees.BUILDERS["delayed"].build
         tree, proposal = build(world.table(len(drafts)), anchor_b, nodes, shape, noise, choice_b=choice_b)
         prefixes = [cases.read(tree, proposal, b, 3)[0] for b in range(len(drafts))]
-        logits = jnp.asarray(np.stack([cases.node_logits(world.unfiltered, own, nodes) for own in prefixes]))
-        weights_bn = acceptance.RULES[rule].weights(tree, proposal, cases.target_rows(logits))
+        logits = jnp.asarray(np.stack([cases.node_logits(world.unfiltered, prefix, nodes) for prefix in prefixes]))
+        weights_bn = acceptance.RULES[rule].weights(tree, proposal, cases.target_distribution(logits))
         label = sum(chance * float(total) for (chance, _), total in zip(drafts, weights_bn.sum(1), strict=True))
         assert abs(label - expected) < 1e-9
 
 
 def test_the_loss_is_least_where_one_bucket_dominates():
     expected_ra, seconds_a = jnp.asarray([[2.0, 4.0, 3.0]] * 4), jnp.asarray([1.0, 1.0, 2.0])
-    base_r, how = jnp.full(4, 2.0), {"tail_weight": 3.0, "tail_share": 0.25}
-    loss = lambda scores_ra: float(stage_of.loss_of(scores_ra, expected_ra, seconds_a, base_r, **how))  # noqa: E731
+    base_r, how = jnp.full(4, 2.0), settings(tail_weight=3.0, tail_share=0.25)
+    labels = roots.Labels(None, None, expected_ra, None, None)
+    loss = lambda scores_ra: float(stage_of.compute_loss(scores_ra, labels, seconds_a, base_r, how))  # noqa: E731
     sure = lambda index: jnp.zeros((4, 3)).at[:, index].set(40.0)  # noqa: E731
     np.testing.assert_allclose([loss(sure(1)), loss(sure(0))], [-np.log(2), 0.0], atol=1e-6)
     np.testing.assert_allclose(loss(sure(2)), np.log(2 / 1.5) + 3 * 0.25**2, atol=1e-6)
@@ -83,35 +85,35 @@ def settings(**changes) -> stage_of.SelectorStage:
     return stage_of.SelectorStage(**usual | {"steps": 80, "roots": 64, "learning_rate": 3e-3} | changes)
 
 
-def world(roots: int = 512) -> stage_of.Labels:
+def world(count: int = 512) -> roots.Labels:
     """Two contexts, told by the sum of two hidden features alone: long paths are best in one, branches in the other."""
     rng = np.random.default_rng(0)
-    hidden_rj = rng.normal(size=(roots, 4)).astype(np.float32)
+    hidden_rj = rng.normal(size=(count, 4)).astype(np.float32)
     is_easy_r1 = (hidden_rj[:, :1] + hidden_rj[:, 1:2]) > 0
-    expected_ra = np.where(is_easy_r1, [5.0, 3.0, 2.0], [1.5, 2.0, 2.6]) + rng.normal(size=(roots, 3)) * 0.3
-    scalars_rs = rng.normal(size=(roots, len(SCALARS))).astype(np.float32)
-    numbers = np.arange(roots)
-    return stage_of.Labels(hidden_rj, scalars_rs, expected_ra.astype(np.float32), numbers % 2, numbers // 4)
+    expected_ra = np.where(is_easy_r1, [5.0, 3.0, 2.0], [1.5, 2.0, 2.6]) + rng.normal(size=(count, 3)) * 0.3
+    scalars_rs = rng.normal(size=(count, len(SCALARS))).astype(np.float32)
+    numbers = np.arange(count)
+    return roots.Labels(hidden_rj, scalars_rs, expected_ra.astype(np.float32), numbers % 2, numbers // 4)
 
 
 def test_a_world_of_two_contexts_is_learnt():
     labels, made = world(), SelectorConfig(buckets=BUCKETS[:3], width=4, pair="", rule="traversal")
-    weights = stage_of.trained(labels, np.ones(3), settings(), made)
-    chosen_r = np.argmax(np.asarray(selector.scores(weights, labels.features)), axis=1)
-    best_r = np.where(labels.hidden_rj[:, 0] + labels.hidden_rj[:, 1] > 0, 0, 2)
-    is_held_r = labels.prompt_r % stage_of.HELD_OUT == 0
+    weights = stage_of.train_selector(labels, np.ones(3), settings(), made)
+    chosen_r = np.argmax(np.asarray(labels.scores(weights)), axis=1)
+    best_r = np.where(labels.hidden_oj[:, 0] + labels.hidden_oj[:, 1] > 0, 0, 2)
+    is_held_r = labels.prompt_o % stage_of.HELD_OUT == 0
     assert np.mean(chosen_r[is_held_r] == best_r[is_held_r]) > 0.85
-    found = stage_of.summary(weights, labels.at(is_held_r), np.ones(3))
-    assert found["selector"]["tokens_per_second"]["low"] > 1.1 * found["best of each setting"]["tokens_per_second"]["ratio"]
-    again = stage_of.trained(labels, np.ones(3), settings(), made)
+    summary = stage_of.summarize(weights, labels.at(is_held_r), np.ones(3))
+    assert summary["selector"]["tokens_per_second"]["ratio"]["low"] > 1.1
+    assert summary["best of each setting"]["tau"]["ratio"]["value"] == 1 < summary["selector"]["tau"]["value"]["low"]
+    again = stage_of.train_selector(labels, np.ones(3), settings(), made)
     jax.tree.map(np.testing.assert_array_equal, weights, again)
-    dear = stage_of.trained(labels, np.array([20.0, 1.0, 20.0]), settings(steps=40), made)
-    assert np.all(np.argmax(np.asarray(selector.scores(dear, labels.features)), axis=1) == 1), "costs count"
+    dear = stage_of.train_selector(labels, np.array([20.0, 1.0, 20.0]), settings(steps=40), made)
+    assert np.all(np.argmax(np.asarray(labels.scores(dear)), axis=1) == 1), "costs count"
 
 
 def test_mistakes_are_one_line():
     for change, word in (
-        ({"buckets": ((1, 2),)}, "three numbers"),
         ({"costs": (1.0,)}, "got 1 costs"),
         ({"temperatures": ()}, "no temperatures"),
     ):
@@ -128,10 +130,10 @@ def test_from_prompts_to_answers(tmp_path, monkeypatch):
     asked = tmp_path / "prompts.jsonl"
     lines = [{"id": number, "turns": [f"Add {number} and {number + 3}."]} for number in range(20)]
     asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    own = dict(verifier="tiny", drafter="tiny")
+    names = dict(verifier="tiny", drafter="tiny")
     how = dict(run=str(tmp_path / "run"), sources=(Source(path=str(asked)),), buckets=((1, 2, 0), (2, 0, 1), (2, 1, 1)))
     how |= dict(new_tokens=12, draws=2, steps=20, costs=(1.0, 1.0, 1.2), temperatures=(1.0,), top_p=(1.0,))
-    record, groups = stage_of.record, []
+    record, groups = roots.record_batch, []
 
     def stopped_once(*args):
         groups.append(args[-1])
@@ -139,25 +141,23 @@ def test_from_prompts_to_answers(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return record(*args)
 
-    monkeypatch.setattr(stage_of, "record", stopped_once)
+    monkeypatch.setattr(roots, "record_batch", stopped_once)
     with pytest.raises(KeyboardInterrupt):
-        stage_of.main(stage_of.SelectorStage(**own, **how))
-    with pytest.raises(ValueError, match="labels of other settings"):
-        stage_of.main(stage_of.SelectorStage(**own, **how | {"new_tokens": 8}))
-    stage_of.main(stage_of.SelectorStage(**own, **how))
+        stage_of.main(stage_of.SelectorStage(**names, **how))
+    stage_of.main(stage_of.SelectorStage(**names, **how))
     assert groups == [0, 1, 1, 2]
-    assert sorted(path.name for path in (tmp_path / "run").glob("*.npz")) == ["labels.npz"]
-    with np.load(tmp_path / "run" / "labels.npz") as labels:
-        assert np.array_equal(np.unique(labels["prompt_r"]), np.arange(20))
+    prompts = [np.load(path)["prompt_o"] for path in sorted((tmp_path / "run").glob("labels-*.npz"))]
+    assert len(prompts) == 3 and np.array_equal(np.unique(np.concatenate(prompts)), np.arange(20))
     first = (tmp_path / "run" / "selector.safetensors").read_bytes()
-    stage_of.main(stage_of.SelectorStage(**own, **how))
+    stage_of.main(stage_of.SelectorStage(**names, **how))
     assert (tmp_path / "run" / "selector.safetensors").read_bytes() == first and len(groups) == 4
-    with pytest.raises(ValueError, match="labels of other settings"):
-        stage_of.main(stage_of.SelectorStage(**own, **how | {"new_tokens": 8}))
+    stage_of.main(stage_of.SelectorStage(**names, **how | {"draws": 1}))
+    assert len(groups) == 7, "labels of other settings are recorded anew"
     out = tmp_path / "out.json"
-    words = [f"{name}={value}" for name, value in own.items()]
+    words = [f"{name}={value}" for name, value in names.items()]
     words += [f"selector={tmp_path}/run/selector.safetensors", f"prompts={asked}", f"out={out}", "limit=3", "new_tokens=8"]
-    delayed.main(config.parse(delayed.DelayedStage, None, [*words, "trunks=[0]", "temperatures=[1.0]", "nodes=4"]))
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["system"] for row in rows] == ["one token", "trunk 0", "trunk auto", "selector"]
-    assert rows[0]["tau"]["value"] == 1 and all(row["tokens_per_second"]["value"] > 0 for row in rows)
+    delayed.main(run_config.parse(delayed.DelayedStage, None, [*words, "trunks=[0]", "temperatures=[1.0]", "nodes=4"]))
+    systems = json.loads(out.read_text())["systems"]
+    assert [system["system"] for system in systems] == ["one token", "trunk 0", "trunk auto", "selector"]
+    assert systems[0]["tau"] == 1 and all(system["tokens_per_second"] > 0 for system in systems)
+    assert all(system["against"] == "trunk auto" for system in systems if system["system"] != "trunk auto")

@@ -14,21 +14,26 @@ import pytest
 
 from train import compile as compiling
 from treeflash_jax.bench import shapes
-from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.bench.collectives import find_collectives, sum_collectives
+from treeflash_jax.drafters.block.block_config import DrafterConfig
 
 ROOT = str(Path(__file__).parents[2])
 HEAD = f"{ROOT}/configs/qwen3-4b/head.toml"
 SIZES = dict(vocab_size=256, hidden_size=32, intermediate_size=64, num_layers=5, num_heads=8, head_dim=8)
 CLOCK = [0.0, 100.0, 0.0, 50.0, 0.0, 9.0, 0.0, 4.0, 0.0, 1.0]  # seconds of five steps
 ABSENT = ("grain", "datasets", "tokenizers", "transformers", "orbax", "orbax.checkpoint", "matplotlib", "tensorboardX")
-SMALL = ["data.row_tokens=32", "objective.anchors=4", "objective.chunk=2", "loop.batch=8"]
+SMALL = ["data.sequence_length=32", "objective.anchors=4", "objective.chunk=2", "loop.batch=8"]
 
 
 @pytest.fixture
 def small_shape(monkeypatch):
     small = dataclasses.replace(shapes.VERIFIERS["qwen3-4b"], **SIZES)
     monkeypatch.setitem(shapes.VERIFIERS, "small", small)
-    monkeypatch.setattr(shapes, "drafter_of", partial(shapes.drafter_of, num_layers=2))
+    monkeypatch.setattr(shapes, "find_drafter", partial(shapes.find_drafter, num_layers=2))
+
+
+def collectives(program, *args):
+    return sum_collectives(find_collectives(program.lower(*args).compile().as_text()))
 
 
 def test_collectives_are_counted_with_their_trips():
@@ -45,9 +50,9 @@ def test_collectives_are_counted_with_their_trips():
         return jax.lax.scan(lambda total, _: (outer(total), None), x, None, length=3)[0]
 
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"), check_vma=False))
-    found = compiling.collectives(program.lower(jnp.ones((8, 16))).compile().as_text())
+    found = collectives(program, jnp.ones((8, 16)))
     assert found == {"all-reduce": {"count": 3 * (1 + 5), "bytes": 3 * (1 + 5) * 64}}
-    assert compiling.collectives(jax.jit(jnp.sin).lower(jnp.ones(3)).compile().as_text()) == {}
+    assert collectives(jax.jit(jnp.sin), jnp.ones(3)) == {}
 
 
 @pytest.mark.slow
@@ -73,7 +78,7 @@ def test_a_step_compiles_for_the_devices_at_hand(small_shape, tmp_path, capsys):
 @pytest.mark.slow
 def test_steps_are_run_and_timed(small_shape, tmp_path, capsys, monkeypatch):
     out, ran = tmp_path / "compiled.json", []
-    monkeypatch.setattr(compiling.chips, "peak_flops", lambda devices, dtype: 1e9 * devices)
+    monkeypatch.setattr(compiling.ceilings, "peak_flops", lambda devices, dtype: 1e9 * devices)
     monkeypatch.setattr(compiling.time, "perf_counter", lambda: ran.append(None) or CLOCK[len(ran) - 1])
     words = ["--shape", "small", "--out", str(out), "--steps", "3", HEAD, *SMALL, "mesh.data=2", "mesh.fsdp=2"]
     assert compiling.main([*words, "compute_dtype=float32"]) == 0
@@ -106,7 +111,7 @@ def test_random_arrays_are_what_the_step_takes(small_shape):
     assert {x.dtype.name for x in jax.tree.leaves(taken["before"])} == {"float32"}
     assert {x.dtype.name for x in jax.tree.leaves(taken["frozen"])} == {"bfloat16"}
     rows = jax.device_get(taken["rows"])
-    assert rows.tokens_rt.shape == (8, 32) and 200 < rows.tokens_rt.max() < 256 and rows.weights_rt.sum() == 8 * 31
+    assert rows.tokens_bt.shape == (8, 32) and 200 < rows.tokens_bt.max() < 256 and rows.weights_bt.sum() == 8 * 31
 
 
 @pytest.mark.slow
@@ -119,7 +124,7 @@ def test_steps_run_where_only_compiling_is_installed():
     own = ["--steps", "1", HEAD, *SMALL, "evaluate.prompts=0", "mesh.data=1", "loop.batch=1"]
     sizes = "import dataclasses; from treeflash_jax.bench import shapes; shapes.VERIFIERS['small'] = dataclasses.replace("
     sizes += f"shapes.VERIFIERS['qwen3-4b'], **{SIZES!r});"
-    sizes += "import functools; shapes.drafter_of = functools.partial(shapes.drafter_of, num_layers=2);"
+    sizes += "import functools; shapes.find_drafter = functools.partial(shapes.find_drafter, num_layers=2);"
     words = [sys.executable, "-c", script.replace("from train", sizes + "from train", 1), "--shape", "small", *own]
     environment = os.environ | {"PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -153,13 +158,13 @@ def test_errors_are_one_line(small_shape, capsys, words, message):
 
 
 def test_named_shapes_are_those_published():
-    own = shapes.drafter_of(shapes.named("qwen3-4b"))
+    own = shapes.find_drafter(shapes.find_verifier("qwen3-4b"))
     assert isinstance(own, DrafterConfig) and own.target_layer_ids == (1, 9, 17, 25, 33)
-    own.fitted(shapes.named("qwen3-4b"))
+    own.fitted(shapes.find_verifier("qwen3-4b"))
     for name, billions in (("qwen3-0.6b", 0.596), ("qwen3-4b", 4.022), ("qwen3-8b", 8.19), ("llama-3.1-8b", 8.03)):
-        from treeflash_jax import params
-        from treeflash_jax.verifiers import forward as verifier
+        from treeflash_jax.core import parameters
+        from treeflash_jax.models import verifier
 
-        leaves = jax.tree.leaves(verifier.specs(shapes.named(name)), is_leaf=params.is_spec)
+        leaves = jax.tree.leaves(verifier.specs(shapes.find_verifier(name)), is_leaf=parameters.is_spec)
         count = sum(int(jnp.prod(jnp.array(spec.shape, dtype=jnp.float32))) for spec in leaves)
         assert count / 1e9 == pytest.approx(billions, rel=0.01)

@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from train import ask, compose, config, drafter, export, head, measure, respond, selector, stages, tokenizer, verifier
+from train import ask, drafter, export, from_scratch, head, measure, respond, selector
+from train.pairing import compose
+from train.runtime import run_config
+from train.stages import registry
 
 ROOT = Path(__file__).parents[2]
 STAGES = {
-    **stages.STAGES,
-    "verifier": verifier.VerifierStage,
+    **registry.STAGES,
+    "from_scratch": from_scratch.FromScratchStage,
     "ask": ask.AskConfig,
     "respond": respond.RespondConfig,
-    "tokenizer": tokenizer.TokenizerConfig,
     "selector": selector.SelectorStage,
 }
 FILES = sorted((ROOT / "configs").rglob("*.toml"))
@@ -22,9 +24,9 @@ HEAD = str(ROOT / "configs" / "tiny" / "head.toml")
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_file_is_understood_and_survives_being_saved(path, tmp_path):
-    settings = config.load(STAGES[path.stem], path)
-    config.save(settings, tmp_path / "settings.toml")
-    assert config.load(STAGES[path.stem], tmp_path / "settings.toml") == settings
+    settings = run_config.load(STAGES[path.stem], path)
+    run_config.save(settings, tmp_path / "settings.toml")
+    assert run_config.load(STAGES[path.stem], tmp_path / "settings.toml") == settings
 
 
 def test_there_are_recipes_for_every_pair():
@@ -38,17 +40,17 @@ def test_there_are_recipes_for_every_pair():
 
 def test_published_recipes():
     for size in ("4b", "8b"):
-        recipe = config.load(head.HeadStage, ROOT / "configs" / f"qwen3-{size}" / "head.toml")
+        recipe = run_config.load(head.HeadStage, ROOT / "configs" / f"qwen3-{size}" / "head.toml")
         assert (recipe.objective.anchors, recipe.loop.batch, recipe.optimizer.learning_rate) == (128, 128, 1e-4)
         assert (recipe.loop.epochs, recipe.objective.loss, recipe.train_backbone) == (1.0, "forward-kl", True)
-        recipe = config.load(drafter.DrafterStage, ROOT / "configs" / f"qwen3-{size}" / "drafter.toml")
+        recipe = run_config.load(drafter.DrafterStage, ROOT / "configs" / f"qwen3-{size}" / "drafter.toml")
         assert (recipe.objective.anchors, recipe.optimizer.learning_rate, recipe.loop.epochs) == (512, 6e-4, 6.0)
         assert (recipe.objective.decay, recipe.block_size, recipe.num_layers) == (7.0, 16, 5)
 
 
 def test_overrides_win_and_reach_into_lists():
     words = ["loop.steps=7", "sources.0.path=a b.jsonl", "optimizer.learning_rate=1e-3", "train_backbone=true", "run=3"]
-    settings = config.load(head.HeadStage, HEAD, [*words, "evaluate.nodes=[4, 8]"])
+    settings = run_config.load(head.HeadStage, HEAD, [*words, "evaluate.nodes=[4, 8]"])
     assert settings.loop.steps == 7 and settings.sources[0].path == "a b.jsonl" and settings.run == "3"
     assert settings.optimizer.learning_rate == 1e-3 and settings.train_backbone and settings.evaluate.nodes == (4, 8)
 
@@ -59,21 +61,21 @@ def test_overrides_win_and_reach_into_lists():
         ("loop.stesp=4", "unknown setting loop.stesp; did you mean loop.steps"),
         ("lop=4", "unknown setting lop; did you mean loop"),
         ("zzz=4", "unknown setting zzz; expected one of run, verifier"),
-        ("loop.steps=many", "loop.steps = 'many', expected a whole number"),
-        ("loop.steps=1.5", "loop.steps = 1.5, expected a whole number"),
-        ("optimizer.learning_rate=nan", "expected a number"),
-        ("optimizer=3", "optimizer = 3, expected a table"),
-        ("optimizer.name=sgd", "expected one of 'adamw', 'muon'"),
+        ("loop.steps=many", "loop.steps = 'many', expected a valid integer"),
+        ("loop.steps=1.5", "loop.steps = 1.5, expected a valid integer"),
+        ("optimizer.learning_rate=nan", "expected a finite number"),
+        ("optimizer=3", "optimizer = 3, expected a dictionary"),
+        ("optimizer.name=sgd", "expected 'adamw' or 'muon'"),
         ("sources.3.path=x", "expected sources.0 to sources.0"),
         ("run.name=x", "run is a value, not a table"),
-        ("train_backbone=1", "expected true or false"),
+        ("train_backbone=yesno", "expected a valid boolean"),
         ("objective.chunk=5", "expected a multiple of the chunk"),
         ("evaluate.nodes=4", "expected a list"),
     ],
 )
 def test_what_is_not_understood_is_named(override, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")) as caught:
-        config.load(head.HeadStage, HEAD, [override])
+        run_config.load(head.HeadStage, HEAD, [override])
     assert "\n" not in str(caught.value)
 
 
@@ -81,31 +83,35 @@ def test_what_is_not_understood_is_named(override, message):
     "name", ["data/\U0001f600.jsonl", 'say "hi".jsonl', "C:\\new\\table", "a\x7fb\tc\nd", "é [x] = 'y' # z"]
 )
 def test_any_path_survives_being_saved(tmp_path, name):
-    settings = config.load(head.HeadStage, HEAD)
+    settings = run_config.load(head.HeadStage, HEAD)
     source = dataclasses.replace(settings.sources[0], path=name)
     settings = dataclasses.replace(settings, run=name, sources=(source, source))
-    config.save(settings, tmp_path / "settings.toml")
-    assert config.load(head.HeadStage, tmp_path / "settings.toml") == settings
-    assert config.changes(settings, tmp_path / "settings.toml", ()) == {}
+    run_config.save(settings, tmp_path / "settings.toml")
+    assert run_config.load(head.HeadStage, tmp_path / "settings.toml") == settings
+    assert run_config.changes(settings, tmp_path / "settings.toml", ()) == {}
 
 
 def test_changes_name_what_differs(tmp_path):
     saved = tmp_path / "settings.toml"
-    settings = config.load(head.HeadStage, HEAD)
-    now = config.load(head.HeadStage, HEAD, ["loop.batch=16", "sources.0.limit=3", "mesh.data=4", "run=x", "loop.keep=5"])
-    saved.write_text("init_scale = 0.5\n" + config.dump(config.to_dict(settings)).replace("init_scale = 0.04\n", ""))
-    changed = config.changes(now, saved, {"run", "mesh", "loop.keep"})
+    settings = run_config.load(head.HeadStage, HEAD)
+    now = run_config.load(
+        head.HeadStage, HEAD, ["loop.batch=16", "sources.0.limit=3", "mesh.data=4", "run=x", "loop.keep=5"]
+    )
+    saved.write_text(
+        "init_scale = 0.5\n" + run_config.dump(run_config.to_dict(settings)).replace("init_scale = 0.04\n", "")
+    )
+    changed = run_config.changes(now, saved, {"run", "mesh", "loop.keep"})
     assert changed.pop("sources")[1][0]["limit"] == 3
     assert changed == {"loop.batch": (4, 16), "init_scale": (0.5, 0.04)}
     without = [line for line in saved.read_text().splitlines() if not line.startswith(("init_scale", "clip"))]
     saved.write_text("\n".join(without))
-    assert config.changes(settings, saved, ()) == {"init_scale": (0.02, 0.04)}, "what was not written had its default"
-    config.save(config.load(drafter.DrafterStage, ROOT / "configs" / "tiny" / "drafter.toml"), saved)
-    other_stage = config.changes(settings, saved, ())
+    assert run_config.changes(settings, saved, ()) == {"init_scale": (0.02, 0.04)}, "what was not written had its default"
+    run_config.save(run_config.load(drafter.DrafterStage, ROOT / "configs" / "tiny" / "drafter.toml"), saved)
+    other_stage = run_config.changes(settings, saved, ())
     assert other_stage["num_layers"] == (2, None) and other_stage["drafter"] == (None, "tiny")
     saved.write_text("run = = 3")
     with pytest.raises(ValueError, match="settings.toml is not valid TOML"):
-        config.changes(settings, saved, ())
+        run_config.changes(settings, saved, ())
 
 
 OTHERS = [compose.PairConfig, export.ExportStage, measure.MeasureStage]
@@ -113,7 +119,7 @@ OTHERS = [compose.PairConfig, export.ExportStage, measure.MeasureStage]
 
 @pytest.mark.parametrize("cls", dict.fromkeys([*STAGES.values(), *OTHERS]))
 def test_help_describes_every_setting(cls):
-    lines = config.describe(cls).splitlines()
+    lines = run_config.describe(cls).splitlines()
     settings = [number for number, line in enumerate(lines) if not line.startswith("      ")]
     for number in settings:
         assert lines[number + 1 : number + 2] and number + 1 not in settings, f"{lines[number]} has no description"
@@ -123,30 +129,30 @@ def test_help_describes_every_setting(cls):
 def test_drafter_stages_are_told_apart():
     for path in FILES:
         if path.stem in ("head", "drafter"):
-            assert type(stages.read_stage(path)) is STAGES[path.stem]
-    settings = stages.read_stage(HEAD, ["loop.batch=2", "run=drafter = 3"])
+            assert type(registry.read_stage(path)) is STAGES[path.stem]
+    settings = registry.read_stage(HEAD, ["loop.batch=2", "run=drafter = 3"])
     assert isinstance(settings, head.HeadStage) and settings.loop.batch == 2
 
 
 def test_missing_values_and_files_are_named(tmp_path):
     with pytest.raises(ValueError, match="got no run, expected a value"):
-        config.load(head.HeadStage, None)
+        run_config.load(head.HeadStage, None)
     with pytest.raises(ValueError, match=r"nowhere.toml: No such file.*expected a TOML file"):
-        config.load(head.HeadStage, tmp_path / "nowhere.toml")
+        run_config.load(head.HeadStage, tmp_path / "nowhere.toml")
     (tmp_path / "bad.toml").write_text("run = = 3")
     with pytest.raises(ValueError, match="bad.toml is not valid TOML"):
-        config.load(head.HeadStage, tmp_path / "bad.toml")
+        run_config.load(head.HeadStage, tmp_path / "bad.toml")
 
 
 def test_command_lines_end_with_one_line(capsys):
     for words in (["loop.stesp=3"], ["a.toml", "b.toml"]):
         with pytest.raises(SystemExit, match="^error: "):
-            config.parse(head.HeadStage, "doc", words)
+            run_config.parse(head.HeadStage, "doc", words)
     with pytest.raises(SystemExit):
-        config.parse(head.HeadStage, "doc", ["--help"])
+        run_config.parse(head.HeadStage, "doc", ["--help"])
     shown = capsys.readouterr().out
-    for field in dataclasses.fields(config.LoopConfig):
+    for field in dataclasses.fields(run_config.LoopConfig):
         assert f"loop.{field.name}:" in shown
-    assert "sources[].path: a string (required)" in shown and "one of 'adamw', 'muon'" in shown
+    assert "sources[].path: str (required)" in shown and "Literal['adamw', 'muon']" in shown
     lines = [line.split(":")[0].strip() for line in shown.partition("Settings:")[2].splitlines() if ":" in line]
     assert lines.index("drafter") < lines.index("sources[].path"), "plain settings before tables"

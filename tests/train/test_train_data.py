@@ -1,24 +1,28 @@
-"""Documents, rows and batches against brute force; every kind of bad input ends in one line that names its place."""
+"""Documents, sequences and batches against brute force; every kind of bad input ends in one line that names its place."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from train import config, data, records
-from train import tokenizer as bpe
-from train.data import Corpus, DataConfig, Document, Rows, Source, open_sources
-from train.documents import chat_documents, text_documents
+from train import from_scratch
+from train.data import packing, records
+from train.data.documents import chat_documents, text_documents
+from train.data.packing import Corpus, DataConfig, Document, Source, load_corpus
 from train.evaluate import held_out_prompts
+from train.runtime import run_config, watch
+from treeflash_jax.engine.pairs import locate
+from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.pairs import locate
 
 CHAT = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "2 + 3 = 5"}]
 THINKING = (  # as Qwen3's: an empty thought opens the last answer and every generation prompt, not earlier answers
@@ -68,46 +72,38 @@ def numbered(sizes, first: int = 1) -> list[Document]:
     return [Document(np.full(n, i), np.full(n, 0.5 + i % 2)) for i, n in enumerate(sizes, start=first)]
 
 
-def equal(a: Rows, b: Rows) -> bool:
-    names = ("tokens_rt", "segments_rt", "positions_rt", "weights_rt")
-    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
-
-
 # Packing
 
 
 @given(st.lists(st.integers(1, 12), max_size=60))
-@example([10] * 20 + [2])  # more rows with room than stay open
+@example([10] * 20 + [2])  # more sequences with room than stay open
 @settings(deadline=None, max_examples=60)
 def test_packing_is_first_fit_and_keeps_documents_whole_and_apart(sizes):
-    packed = data.pack(numbered(sizes), 12)
+    packed = packing.pack(numbered(sizes), 12)
     assert len(packed.tokens) == sum(sizes), "documents are kept once"
-    rows = packed.take(np.arange(len(packed)))
+    batch = packed.take(np.arange(len(packed)))
     expected: list[list[int]] = []
     for document, size in enumerate(sizes, start=1):
-        open_rows = range(max(0, len(expected) - data.OPEN_ROWS), len(expected))
-        fitting = [r for r in open_rows if sum(sizes[d - 1] for d in expected[r]) + size <= 12]
+        newest = range(max(0, len(expected) - packing.OPEN_SEQUENCES), len(expected))
+        fitting = [b for b in newest if sum(sizes[d - 1] for d in expected[b]) + size <= 12]
         if not fitting:
             expected.append([])
         expected[fitting[0] if fitting else -1].append(document)
-    assert len(rows) == len(expected)
-    for r, members in enumerate(expected):
+    assert len(batch.tokens_bt) == len(expected)
+    for b, members in enumerate(expected):
         columns = np.concatenate([np.full(sizes[d - 1], d) for d in members])
-        np.testing.assert_array_equal(rows.tokens_rt[r], np.pad(columns, (0, 12 - len(columns))))
+        np.testing.assert_array_equal(batch.tokens_bt[b], np.pad(columns, (0, 12 - len(columns))))
         start = 0
         for segment, d in enumerate(members, start=1):
             stop = start + sizes[d - 1]
-            assert set(rows.segments_rt[r, start:stop]) == {segment}
-            np.testing.assert_array_equal(rows.positions_rt[r, start:stop], np.arange(stop - start))
-            assert rows.weights_rt[r, start] == 0 and np.all(rows.weights_rt[r, start + 1 : stop] == 0.5 + d % 2)
+            assert set(batch.segments_bt[b, start:stop]) == {segment}
+            np.testing.assert_array_equal(batch.positions_bt[b, start:stop], np.arange(stop - start))
+            assert batch.weights_bt[b, start] == 0 and np.all(batch.weights_bt[b, start + 1 : stop] == 0.5 + d % 2)
             start = stop
-        for name in ("segments_rt", "positions_rt", "weights_rt"):
-            assert not getattr(rows, name)[r, start:].any()
-
-
-def test_a_document_longer_than_a_row_is_refused():
+        for name in ("segments_bt", "positions_bt", "weights_bt"):
+            assert not getattr(batch, name)[b, start:].any()
     with pytest.raises(ValueError, match="got a document of 13 tokens, expected at most 12"):
-        data.pack(numbered([3, 13]), 12)
+        packing.pack(numbered([*sizes, 13]), 12)
 
 
 # Batches
@@ -116,63 +112,53 @@ def test_a_document_longer_than_a_row_is_refused():
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
     train = {
-        name: data.pack(numbered([5] * n, first), 5) for name, n, first in (("a", 7, 1), ("b", 23, 100), ("c", 1, 200))
+        name: packing.pack(numbered([5] * n, first), 5) for name, n, first in (("a", 7, 1), ("b", 23, 100), ("c", 1, 200))
     }
     return Corpus(train, {}, {"a": 0.2, "b": 0.7, "c": 0.1}, {})
 
 
 def shown(corpus: Corpus, stop: int, **arguments) -> list[int]:
-    """The document of each row, batch after batch."""
-    steps = list(data.batches(corpus, start=0, stop=stop, **arguments))
-    return np.concatenate([rows.tokens_rt[:, 0] for rows in steps]).tolist()
+    """The document of each sequence, batch after batch."""
+    steps = list(packing.batches(corpus, start=0, stop=stop, **arguments))
+    return np.concatenate([batch.tokens_bt[:, 0] for batch in steps]).tolist()
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 def test_hosts_rebuild_the_batch_of_one(corpus, hosts):
-    whole = list(data.batches(corpus, batch=8, seed=3, start=0, stop=6))
-    assert len(whole) == 6 and all(len(rows) == 8 for rows in whole)
-    parts = [list(data.batches(corpus, batch=8, seed=3, start=0, stop=6, host=h, hosts=hosts)) for h in range(hosts)]
-    for step, rows in enumerate(whole):
-        joined = np.concatenate([part[step].tokens_rt for part in parts])
-        np.testing.assert_array_equal(joined, rows.tokens_rt)
-        for host in range(hosts):
-            assert equal(parts[host][step], data.at(corpus, step, batch=8, seed=3, host=host, hosts=hosts))
+    whole = list(packing.batches(corpus, batch=8, seed=3, start=0, stop=6))
+    assert len(whole) == 6 and all(len(batch.tokens_bt) == 8 for batch in whole)
+    parts = [list(packing.batches(corpus, batch=8, seed=3, start=0, stop=6, host=h, hosts=hosts)) for h in range(hosts)]
+    for step, batch in enumerate(whole):
+        joined = np.concatenate([part[step].tokens_bt for part in parts])
+        np.testing.assert_array_equal(joined, batch.tokens_bt)
 
 
 @given(st.integers(0, 40), st.integers(0, 6), st.integers(0, 2**31))
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 def test_a_batch_depends_on_seed_and_step_only(corpus, start, count, seed):
-    steps = list(data.batches(corpus, batch=4, seed=seed, start=start, stop=start + count))
+    steps = list(packing.batches(corpus, batch=4, seed=seed, start=start, stop=start + count))
     assert len(steps) == count
-    for step, rows in enumerate(steps, start=start):
-        assert equal(rows, data.at(corpus, step, batch=4, seed=seed))
+    for step, batch in enumerate(steps, start=start):
+        [alone] = packing.batches(corpus, batch=4, seed=seed, start=step, stop=step + 1)
+        jax.tree.map(np.testing.assert_array_equal, batch, alone)
 
 
-def test_other_seeds_give_other_batches(corpus):
-    assert shown(corpus, 6, batch=8, seed=0) != shown(corpus, 6, batch=8, seed=1)
-
-
-def test_epochs_are_complete_in_fresh_orders():
-    rows = data.pack(numbered([5] * 23), 5)
-    seen = shown(Corpus({"a": rows}, {}, {"a": 2.0}, {}), 23, batch=4, seed=0)
+def test_epochs_are_complete_in_fresh_orders(corpus):
+    packed = packing.pack(numbered([5] * 23), 5)
+    seen = shown(Corpus({"a": packed}, {}, {"a": 2.0}, {}), 23, batch=4, seed=0)
     epochs = [seen[at : at + 23] for at in range(0, 92, 23)]
     assert all(sorted(epoch) == list(range(1, 24)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert shown(corpus, 6, batch=8, seed=0) != shown(corpus, 6, batch=8, seed=1)
 
 
-def test_sources_give_their_shares_and_pass_through_their_own_rows(corpus):
+def test_sources_give_their_shares_and_pass_through_their_sequences(corpus):
     seen = shown(corpus, 50, batch=8, seed=5)
-    for low, high, rows, share in ((1, 99, 7, 0.2), (100, 199, 23, 0.7), (200, 299, 1, 0.1)):
-        own = [d for d in seen if low <= d <= high]
-        assert len(own) == pytest.approx(share * len(seen), abs=2)
-        for at in range(0, len(own) - rows + 1, rows):
-            assert len(set(own[at : at + rows])) == rows, "a row came back before all others were seen"
-
-
-@pytest.mark.parametrize("hosts, host", [(3, 0), (2, 2), (0, 0)])
-def test_batches_that_hosts_do_not_divide_are_refused_at_once(corpus, hosts, host):
-    with pytest.raises(ValueError, match="expected a multiple of the hosts"):
-        data.batches(corpus, batch=8, seed=0, start=0, stop=1, host=host, hosts=hosts)
+    for low, high, count, share in ((1, 99, 7, 0.2), (100, 199, 23, 0.7), (200, 299, 1, 0.1)):
+        documents = [d for d in seen if low <= d <= high]
+        assert len(documents) == pytest.approx(share * len(seen), abs=2)
+        for at in range(0, len(documents) - count + 1, count):
+            assert len(set(documents[at : at + count])) == count, "one came back before all others were seen"
 
 
 # Chats
@@ -210,19 +196,15 @@ def supervised(tokenizer: Tokenizer, document: Document) -> list[str]:
 TWO_TURNS = [*CHAT, {"role": "user", "content": "And twice that?"}, {"role": "assistant", "content": "10"}]
 
 
-@pytest.mark.parametrize("template", [THINKING, FORGETFUL])
+@pytest.mark.parametrize("template", [THINKING, FORGETFUL, HEADERS])
 def test_a_template_that_rewrites_earlier_turns_teaches_the_last(templated, template):
     tokenizer = templated(template)
     [document] = chat_documents(tokenizer, [TWO_TURNS])
-    assert supervised(tokenizer, document) == ["10<|im_end|>"]
-    start = int(np.argmax(document.weights_n))
-    assert document.tokens_n[:start].tolist() == tokenizer.encode_chat(TWO_TURNS[:-1]), "what a drafter sees at inference"
-
-
-def test_other_templates(templated):
-    tokenizer = templated(HEADERS)
-    [document] = chat_documents(tokenizer, [TWO_TURNS])
-    assert supervised(tokenizer, document) == ["2 + 3 = 5<|im_end|>", "10<|im_end|>"]
+    learnt = ["2 + 3 = 5<|im_end|>", "10<|im_end|>"]
+    assert supervised(tokenizer, document) == (learnt if template == HEADERS else learnt[1:])
+    if template != HEADERS:
+        start = int(np.argmax(document.weights_n))
+        assert document.tokens_n[:start].tolist() == tokenizer.encode_chat(TWO_TURNS[:-1]), "as in drafting"
 
 
 def test_turns_after_the_last_answer_and_answers_that_open_a_chat_are_left_out(tokenizer):
@@ -258,9 +240,9 @@ def test_what_is_held_out_depends_on_neither_limit_nor_seed(tmp_path):
 
     def parts(limit: int, seed: int) -> tuple[set[int], set[int]]:
         source = Source(path=str(path), format="responses", limit=limit, hold_out=4)
-        opened = open_sources([source], DataConfig(row_tokens=4), None, seed)
+        opened = load_corpus([source], DataConfig(sequence_length=4), None, seed)
         return tuple(
-            {int(rows["answers"][r].tokens_rt[0, 2]) - 10 for r in range(len(rows["answers"]))}
+            {int(rows["answers"][r].tokens_bt[0, 2]) - 10 for r in range(len(rows["answers"]))}
             for rows in (opened.train, opened.held_out)
         )
 
@@ -273,10 +255,10 @@ def test_what_is_held_out_depends_on_neither_limit_nor_seed(tmp_path):
 
 
 def test_what_is_measured_is_spread_over_what_is_held_out(tmp_path):
-    assert data.spread(3, 10).tolist() == [0, 3, 6] and data.spread(5, 2).tolist() == [0, 1, 0, 1, 0]
+    assert packing.spread(3, 10).tolist() == [0, 3, 6] and packing.spread(5, 2).tolist() == [0, 1, 0, 1, 0]
     lines = [{"prompt": [1] * (1 + i % 3), "response": [10 + i, 3]} for i in range(40)]
     path = write(tmp_path / "answers.jsonl", lines)
-    opened = open_sources([Source(path=str(path), format="responses", hold_out=2)], DataConfig(row_tokens=5), None, 0)
+    opened = load_corpus([Source(path=str(path), format="responses", hold_out=2)], DataConfig(sequence_length=5), None, 0)
     packed = opened.held_out["answers"]
     assert [packed.prompt(number) for number in range(6)] == [[1, 1], [], [1, 1, 1], [1, 1], [], [1, 1, 1]]
     usable = [prompt for number in range(20) if (prompt := packed.prompt(number))]
@@ -286,11 +268,13 @@ def test_what_is_measured_is_spread_over_what_is_held_out(tmp_path):
 
 
 def test_responses_weigh_one_and_the_prompt_nothing(tmp_path):
-    path = write(tmp_path / "r.jsonl", [{"prompt": [5, 6, 7], "response": [8, 9], "finished": "stop"}])
-    opened = open_sources([Source(path=str(path), format="responses")], DataConfig(row_tokens=6), None, 0, vocab_size=10)
-    assert opened.train["r"][0].tokens_rt.tolist() == [[5, 6, 7, 8, 9, 0]]
-    assert opened.train["r"][0].weights_rt.tolist() == [[0, 0, 0, 1, 1, 0]]
-    assert opened.num_rows == 1 and not opened.held_out
+    answer = {"prompt": [5, 6, 7], "response": [8, 9], "finished": "stop"}
+    source = Source(path=str(write(tmp_path / "r.jsonl", [answer, answer])), format="responses", hold_out=2)
+    corpus = load_corpus([source], DataConfig(sequence_length=6), None, 0, vocab_size=10)
+    assert corpus.train["r"][0].tokens_bt.tolist() == [[5, 6, 7, 8, 9, 0]]
+    assert corpus.train["r"][0].weights_bt.tolist() == [[0, 0, 0, 1, 1, 0]]
+    assert corpus.num_sequences == 1 == corpus.num_documents and len(corpus.held_out["r"]) == 1
+    assert corpus.token_counts(10).tolist() == [0] * 5 + [2] * 5, "those held out too"
 
 
 def test_digests_change_with_the_documents_of_their_source_alone(tmp_path):
@@ -300,7 +284,7 @@ def test_digests_change_with_the_documents_of_their_source_alone(tmp_path):
     def digest(changed: list) -> tuple[str, str]:
         path = write(tmp_path / "answers.jsonl", changed)
         sources = [Source(path=str(path), format="responses", hold_out=4) for path in (same, path)]
-        digests = open_sources(sources, DataConfig(row_tokens=8), None, 0).digests()
+        digests = load_corpus(sources, DataConfig(sequence_length=8), None, 0).digests()
         return digests["same"], digests["answers"]
 
     unchanged, first = digest(answers)
@@ -324,10 +308,10 @@ def test_files_folders_globs_and_repeated_names(tmp_path, tokenizer):
         write(tmp_path / folder / f"{name}.jsonl", ["\n", {"messages": CHAT}, "\n"])
     for path, count in (("x", 2), ("*/one.jsonl", 2), ("**/*.jsonl", 3), ("x/two.jsonl", 1)):
         source = Source(path=f"{tmp_path}/{path}", hold_out=0)
-        [packed] = open_sources([source], DataConfig(), tokenizer, 0).train.values()
+        [packed] = load_corpus([source], DataConfig(), tokenizer, 0).train.values()
         assert packed.num_documents == count
     twice = [Source(path=f"{tmp_path}/{folder}/one.jsonl", weight=weight) for folder, weight in (("x", 1.0), ("y", 3.0))]
-    opened = open_sources(twice, DataConfig(), tokenizer, 0)
+    opened = load_corpus(twice, DataConfig(), tokenizer, 0)
     assert opened.weights == {"one": 1.0, "one-2": 3.0}
 
 
@@ -335,7 +319,9 @@ def test_plain_text_is_cut_and_counted_in_characters(tmp_path, tokenizer):
     for i in range(8):
         (tmp_path / f"test_{i}.txt").write_text(f"word {i} " * 50)
     (tmp_path / ".hidden").write_bytes(b"\xff\xfe")
-    whole = open_sources([Source(path=str(tmp_path), format="text", hold_out=0)], DataConfig(row_tokens=32), tokenizer, 0)
+    whole = load_corpus(
+        [Source(path=str(tmp_path), format="text", hold_out=0)], DataConfig(sequence_length=32), tokenizer, 0
+    )
     ids = [tokenizer.encode(f"word {i} " * 50) for i in range(8)]
     [packed] = whole.train.values()
     assert packed.tokens.tolist() == [t for each in ids for t in each], "every text, in order"
@@ -352,9 +338,9 @@ def test_plain_text_is_cut_and_counted_in_characters(tmp_path, tokenizer):
 @pytest.mark.slow
 def test_the_standard_library_is_text(tokenizer):
     source = Source(path=records.STDLIB, format="text", limit=60_000)
-    opened = open_sources([source], DataConfig(row_tokens=64, prompt_weight=0.5), tokenizer, 1)
+    opened = load_corpus([source], DataConfig(sequence_length=64, prompt_weight=0.5), tokenizer, 1)
     rows = opened.train["stdlib"].take(np.arange(len(opened.train["stdlib"])))
-    assert set(np.unique(rows.weights_rt)) == {0, 1} and len(opened.held_out["stdlib"])
+    assert set(np.unique(rows.weights_bt)) == {0, 1} and len(opened.held_out["stdlib"])
     places = [Path(record.where).parts for record in records.read(Source(path=records.STDLIB, format="text"), 0)]
     assert len(places) > 300 and not any({"test", "site-packages"} & set(parts) for parts in places)
 
@@ -370,20 +356,16 @@ def test_a_hub_set(monkeypatch, tokenizer):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for path in ("hub:owner/chats", "hub:owner/chats:maths:train_sft"):
-        opened = open_sources([Source(path=path, limit=2)], DataConfig(), tokenizer, 0)
+        opened = load_corpus([Source(path=path, limit=2)], DataConfig(), tokenizer, 0)
         assert opened.train["chats"].num_documents == 2
     assert asked == [(("owner/chats", None), {"split": "train"}), (("owner/chats", "maths"), {"split": "train_sft"})]
 
-
-def test_the_hub_out_of_reach(monkeypatch, tokenizer):
-    import datasets
-
-    def load_dataset(*args, **named):
+    def out_of_reach(*args, **named):
         raise ConnectionError("Couldn't reach 'owner/chats' on the Hub (LocalEntryNotFoundError)\nmore lines")
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset", out_of_reach)
     with pytest.raises(ValueError, match="hub:owner/chats: Couldn't reach .*give the path of a JSONL file") as caught:
-        open_sources([Source(path="hub:owner/chats")], DataConfig(), tokenizer, 0)
+        load_corpus([Source(path="hub:owner/chats")], DataConfig(), tokenizer, 0)
     assert "\n" not in str(caught.value)
 
 
@@ -396,7 +378,7 @@ def test_evaluation_sets_are_refused(tmp_path, path, format, tokenizer):
     if not path.startswith("hub:"):
         path = str(write(tmp_path / path, [{"messages": CHAT, "prompt": [1], "response": [2], "text": "x"}]))
     with pytest.raises(ValueError, match="expected training data"):
-        open_sources([Source(path=path, format=format)], DataConfig(), tokenizer, 0)
+        load_corpus([Source(path=path, format=format)], DataConfig(), tokenizer, 0)
     (tmp_path / "latest_devices.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     for name in ("test_as_train.jsonl", "latest_devices.jsonl"):
         allowed = write(tmp_path / name, [{"messages": CHAT}])
@@ -420,8 +402,8 @@ BAD_LINES = [
     ("responses", {"prompt": [1], "response": []}, r"line 2: got no 'response'"),
     ("responses", {"prompt": [1], "response": ["2"]}, r"line 2: got no 'response'"),
     ("responses", {"prompt": [1], "response": [2048]}, r"line 2: got token id 2048, expected 0 to 2047"),
-    ("responses", {"prompt": [-1], "response": [2]}, r"line 2: got token id -1, expected 0"),
-    ("responses", {"prompt": [1], "response": [2**40]}, r"line 2: got a token id past 32 bits"),
+    ("responses", {"prompt": [-1], "response": [2]}, r"line 2: got no 'prompt'"),
+    ("responses", {"prompt": [1], "response": [2**40]}, r"line 2: got no 'response'"),
 ]
 
 
@@ -430,19 +412,11 @@ def test_malformed_records_are_named_or_skipped(tmp_path, tokenizer, format, lin
     good = {"chat": GOOD, "text": {"text": "words of a text"}, "responses": ANSWER}[format]
     source = Source(path=str(write(tmp_path / "set.jsonl", [good, line, good])), format=format, hold_out=0)
     with pytest.raises(ValueError, match=message) as caught:
-        open_sources([source], DataConfig(), tokenizer, 0, vocab_size=2048)
+        load_corpus([source], DataConfig(), tokenizer, 0, vocab_size=2048)
     assert str(tmp_path / "set.jsonl") in str(caught.value) and "\n" not in str(caught.value)
-    opened = open_sources([source], DataConfig(malformed="skip"), tokenizer, 0, vocab_size=2048)
+    opened = load_corpus([source], DataConfig(malformed="skip"), tokenizer, 0, vocab_size=2048)
     assert opened.skipped == {"set": {"malformed": 1}} and opened.train["set"].num_documents == 2
     assert "1 malformed" in opened.summary()
-
-
-def test_bytes_that_are_not_text(tmp_path, tokenizer):
-    (tmp_path / "set.jsonl").write_bytes(b'{"messages": "\xff"}\n')
-    (tmp_path / "set.txt").write_bytes(b"\xff\xfe")
-    for name, format in (("set.jsonl", "chat"), ("set.txt", "text")):
-        with pytest.raises(ValueError, match=f"{name}.*not UTF-8"):
-            open_sources([Source(path=str(tmp_path / name), format=format)], DataConfig(), tokenizer, 0)
 
 
 BAD_PLACES = [
@@ -452,15 +426,18 @@ BAD_PLACES = [
     ("blank.jsonl", "\n \n", r"blank.jsonl: got no records"),
     ("list.json", '[{"messages": []}]', r"list.json: got a JSON list, expected one JSON object a line"),
     ("long.jsonl", json.dumps(LONG), r"long.jsonl: got no document to train on \(1 too long\)"),
+    ("set.jsonl", b'{"messages": "\xff"}\n', r"set.jsonl.*not UTF-8"),
+    ("set.txt", b"\xff\xfe", r"set.txt.*not UTF-8"),
 ]
 
 
 @pytest.mark.parametrize("name, content, message", BAD_PLACES)
 def test_bad_places(tmp_path, tokenizer, name, content, message):
     if content is not None:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    source = Source(path=str(tmp_path / name), format="text" if name.endswith(".txt") else "chat")
     with pytest.raises(ValueError, match=message):
-        open_sources([Source(path=str(tmp_path / name))], DataConfig(row_tokens=64), tokenizer, 0)
+        load_corpus([source], DataConfig(sequence_length=64), tokenizer, 0)
 
 
 def test_records_that_are_too_long(tmp_path, tokenizer):
@@ -468,13 +445,13 @@ def test_records_that_are_too_long(tmp_path, tokenizer):
     path = str(write(tmp_path / "set.jsonl", [GOOD, LONG, longer_answer, GOOD]))
 
     def opened(too_long: str) -> Corpus:
-        return open_sources([Source(path=path)], DataConfig(row_tokens=64, too_long=too_long), tokenizer, 0)
+        return load_corpus([Source(path=path)], DataConfig(sequence_length=64, too_long=too_long), tokenizer, 0)
 
     assert opened("drop").skipped == {"set": {"too long": 2}} and opened("drop").train["set"].num_documents == 2
     cut = opened("cut")
     assert cut.skipped == {"set": {"too long": 1, "cut": 1}}, "a chat whose answer is cut away teaches nothing"
     assert sorted(np.diff(cut.train["set"].offsets))[-1] == 64
-    with pytest.raises(ValueError, match=r"set.jsonl, line 2: got \d+ tokens, expected at most 64 \(row_tokens\)"):
+    with pytest.raises(ValueError, match=r"set.jsonl, line 2: got \d+ tokens, expected at most 64 \(sequence_length\)"):
         opened("error")
 
 
@@ -482,36 +459,44 @@ def test_bad_settings_and_tokenizers(tmp_path, templated):
     path = str(write(tmp_path / "set.jsonl", [GOOD]))
     for bad in ({"path": ""}, {"weight": 0.0}, {"limit": -1}, {"hold_out": 1}):
         with pytest.raises(ValueError, match=f"got {next(iter(bad))} "):
-            Source(**({"path": "x"} | bad))
-    for bad in ({"row_tokens": 1}, {"prompt_weight": 1.5}):
+            run_config.replaced(Source(path="x"), bad)
+    for bad in ({"sequence_length": 1}, {"prompt_weight": 1.5}):
         with pytest.raises(ValueError, match=f"got {next(iter(bad))} "):
-            config.replaced(DataConfig(), bad)
+            run_config.replaced(DataConfig(), bad)
     with pytest.raises(ValueError, match="got no sources"):
-        open_sources([], DataConfig(), None, 0)
+        load_corpus([], DataConfig(), None, 0)
     with pytest.raises(ValueError, match="no tokenizer.json"):
-        open_sources([Source(path=path)], DataConfig(), None, 0)
+        load_corpus([Source(path=path)], DataConfig(), None, 0)
     for template, message in (
         (None, "no chat template"),
         ("{{ raise_exception('roles must alternate') }}", "line 1: .*chat template refuses: roles must alternate"),
         (UNLIKE, "line 1: the chat template's generation prompt is not how it begins an answer"),
     ):
         with pytest.raises(ValueError, match=message):
-            open_sources([Source(path=path)], DataConfig(), templated(template), 0)
+            load_corpus([Source(path=path)], DataConfig(), templated(template), 0)
 
 
-# The tokenizer stage
+# Training from scratch
 
 
-def test_a_tokenizer_is_trained_and_read(tmp_path):
-    write(tmp_path / "set.jsonl", [GOOD] * 20)
-    source = Source(path=str(tmp_path / "set.jsonl"))
-    bpe.main(bpe.TokenizerConfig(sources=(source,), out=str(tmp_path / "out"), vocab_size=300))
-    trained = Tokenizer.load(tmp_path / "out")
+def test_a_tokenizer_and_a_model_are_trained_and_read(tmp_path):
+    source = Source(path=str(write(tmp_path / "set.jsonl", [GOOD] * 20)), hold_out=0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    words = [f"run={tmp_path}/run", f"tokenizer={tmp_path}/tokenizer", "vocab_size=300", "data.sequence_length=64"]
+    words += ["loop.steps=6", "loop.batch=8", "loop.log_every=1", "mesh.data=1", "optimizer.learning_rate=1e-2"]
+    shipped = Path(__file__).parents[2] / "configs" / "shipped" / "from_scratch.toml"
+    words += [f"model.{name}={size}" for name, size in sizes.items()]
+    stage = run_config.load(from_scratch.FromScratchStage, shipped, [*words, "init_scale=0.02"])
+    stage = replace(stage, sources=(source,), tokenizer_sources=(source, source))
+    from_scratch.main(stage)
+    trained = Tokenizer.load(tmp_path / "run" / "model")
     assert trained.decode(trained.encode("What is 2 + 3?")) == "What is 2 + 3?"
     assert trained.inner.vocab_size <= 300 and trained.stop_ids == (2,)
-    texts = list(islice(bpe.training_texts([source, source], 0), 100))
+    model, params = models.load_verifier(tmp_path / "run" / "model")
+    assert model.vocab_size == len(trained.inner) == len(params["embed"])
+    losses = [line["loss"] for line in watch.read_log(tmp_path / "run")]
+    assert losses[0] == pytest.approx(np.log(model.vocab_size), rel=0.05) and losses[-1] < losses[0] - 0.1
+    texts = list(islice(from_scratch.training_texts([source, source], 0), 100))
     assert Counter(texts) == {CHAT[0]["content"]: 40, CHAT[1]["content"]: 40}
     with pytest.raises(ValueError, match="ids already"):
-        list(bpe.training_texts([Source(path=str(tmp_path / "set.jsonl"), format="responses")], 0))
-    with pytest.raises(ValueError, match="got vocab_size 259"):
-        bpe.TokenizerConfig(sources=(source,), out="x", vocab_size=259)
+        list(from_scratch.training_texts([Source(path=source.path, format="responses")], 0))

@@ -8,12 +8,13 @@ import toy_training
 from buckets import reopened
 from etils import epath
 
-from train import config, export, folders, head, loop, respond, verifier, watch
-from train.checkpoint import claim
-from train.records import Source
+from train import export, from_scratch, head
+from train.data.records import Source
+from train.runtime import folders, loop, run_config, watch
+from train.runtime.checkpoint import claim
+from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.pairs import locate
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +47,17 @@ def test_a_run_leaves_its_model_there(bucket, toy, tmp_path, monkeypatch, capsys
 def test_a_verifier_and_its_tokenizer_lie_there(bucket, toy, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "fit", untrained)
     (tmp_path / "texts.jsonl").write_text('{"text": "one two three four"}\n')
-    sizes = dict(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
-    settings = verifier.VerifierStage(
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    settings = from_scratch.FromScratchStage(
         run="gs://bucket/verifier/",
         tokenizer=str(locate("tiny", "verifier")),
         sources=(Source(path=str(tmp_path / "texts.jsonl"), format="text", hold_out=0),),
-        model=verifier.ModelSizes(**sizes),
-        optimizer=config.OptimizerConfig(learning_rate=1e-3),
-        loop=config.LoopConfig(batch=8),
-        mesh=config.MeshConfig(data=1),
+        model=sizes | dict(model_type="qwen3", head_dim=8, max_position_embeddings=64, rms_norm_eps=1e-6),
+        optimizer=run_config.OptimizerConfig(learning_rate=1e-3),
+        loop=run_config.LoopConfig(batch=8),
+        mesh=run_config.MeshConfig(data=1),
     )
-    verifier.main(settings)
+    from_scratch.main(settings)
     (tmp_path / "copy").mkdir()
     copy = fetched("gs://bucket/verifier/model", tmp_path / "copy")
     assert models.load_verifier(copy)[0].num_layers == 1 and Tokenizer.load(copy).encode("one")
@@ -70,10 +71,10 @@ def test_settings_logs_and_exports_lie_there(bucket, toy, tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="loop.batch was 8, now 16"):
         claim(folder, toy_training.settings(toy, "run=gs://bucket/run", "loop.batch=16"))
     assert set(bucket) == {"/bucket/run/settings.toml"}
-    log = watch.Log(folder, resumed_at=0)
+    shown = watch.Watch(folder, steps=4, resumed_at=0, tensorboard=False)
     for step, tau in ((2, 3.5), (4, 4.5)):
-        log.write(step, {"held_out/tau_64": tau})
-    log.close()
+        shown.write(step, {"held_out/tau_64": tau})
+    shown.close()
     fresh = toy_training.fresh_head()
     monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": fresh}))
     export.main(export.ExportStage(run=settings.run, out="gs://bucket/out", dtype="float32"))
@@ -90,13 +91,13 @@ def test_exports_store_what_was_found_after_training(toy, tmp_path, monkeypatch)
     claim(folders.absolute(settings.run), settings)
     fresh = toy_training.fresh_head()
     monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": fresh}))
-    found = dict(drafter_temperature=0.7, sampled_above=0.6)
-    export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "out"), dtype="float32", **found))
+    chosen = dict(drafter_temperature=0.7, sampled_above=0.6)
+    export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "out"), dtype="float32", **chosen))
     stored = models.read_drafter_config(tmp_path / "out")
-    assert {name: getattr(stored, name) for name in found} == found
-    for name in found:
-        with pytest.raises(ValueError, match=f"got {name} -1.0, expected"):
-            config.load(export.ExportStage, None, [f"run={settings.run}", f"out={tmp_path}/bad", f"{name}=-1.0"])
+    assert {name: getattr(stored, name) for name in chosen} == chosen
+    for name in chosen:
+        with pytest.raises(ValueError, match=f"got {name} = -1.0, expected at least 0"):
+            run_config.load(export.ExportStage, None, [f"run={settings.run}", f"out={tmp_path}/bad", f"{name}=-1.0"])
     assert not (tmp_path / "bad").exists()
 
 
@@ -109,15 +110,6 @@ def test_what_failed_is_not_sent(bucket):
         (folder / "a" / "b").mkdir(parents=True)
         (folder / "a" / "b" / "c").write_text("2")
     assert {name: file.getvalue() for name, file in bucket.items()} == {"/bucket/x/a/b/c": b"2"}
-
-
-def test_folders_here_appear_as_a_whole(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert str(folders.absolute("runs/a")) == f"{tmp_path}/runs/a"
-    with folders.filled(epath.Path("runs/a") / "model") as folder:
-        (folder / "x").write_text("1")
-        assert folder.resolve().parent == tmp_path / "runs" / "a" and not (tmp_path / "runs" / "a" / "model").exists()
-    assert [path.name for path in (tmp_path / "runs" / "a").rglob("*")] == ["model", "x"]
 
 
 def test_urls_that_cannot_be_opened_are_one_line(monkeypatch):
@@ -138,17 +130,3 @@ def test_urls_that_cannot_be_opened_are_one_line(monkeypatch):
 def test_exports_name_what_is_no_run(tmp_path):
     with pytest.raises(ValueError, match="got no settings.toml, expected the run= of a stage that trains a drafter"):
         export.read_settings(str(tmp_path))
-
-
-def test_tiny_is_the_shipped_pair(monkeypatch):
-    """Wherever a stage names a model."""
-    found = []
-    monkeypatch.setattr(respond, "load", lambda **named: found.append((named["verifier"], named["drafter"])))
-    source = (Source(path="x.jsonl"),)
-    for drafter in ("tiny", None):
-        settings = respond.RespondConfig(
-            verifier="tiny", drafter=drafter, sources=source, out="x", mesh=config.MeshConfig(data=1)
-        )
-        respond.load_model(settings)
-    assert found[0] == (locate("tiny", "verifier"), locate("tiny", "drafter"))
-    assert found[1] == (locate("tiny", "verifier"), None)

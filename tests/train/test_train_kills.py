@@ -6,7 +6,6 @@ Kills of a head's training are in test_train_resume.py.
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -17,10 +16,10 @@ from pathlib import Path
 
 import pytest
 import toy_training
+from toy_training import ROOT, finish, read_log, start
 
-from treeflash_jax.pairs import locate
+from treeflash_jax.engine.pairs import locate
 
-ROOT = Path(__file__).parents[2]
 RESPOND = """
 verifier = "tiny"
 temperatures = [0.0, 0.9]
@@ -39,7 +38,7 @@ target_layer_ids = [2]
 init_scale = 0.3
 compute_dtype = "float32"
 sources = [{ path = "FOLDER/responses.jsonl", format = "responses", hold_out = 10 }]
-data = { row_tokens = 32 }
+data = { sequence_length = 32 }
 objective = { loss = "cross-entropy", decay = 4.0, anchors = 4, chunk = 2 }
 evaluate = { prompts = 0 }
 optimizer = { learning_rate = 1e-2 }
@@ -75,39 +74,27 @@ def commands(stage: str, toy: Path, out: Path) -> list[str]:
     return [*python, f"train.{stage}", str(toml)]
 
 
-def start(command: list[str]) -> subprocess.Popen:
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "TOY_DEVICES": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(process: subprocess.Popen) -> float:
-    """Waits until a command has ended well; returns how long that took."""
+def timed(command: list[str]) -> float:
+    """Seconds that a command takes."""
     since = time.monotonic()
-    output, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, output
+    finish(start(command))
     return time.monotonic() - since
 
 
 def written(out: Path) -> dict[str, object]:
-    """What a stage has left for the next one; of logs, all but times."""
+    """The files that a stage leaves for the next one, and its log without times."""
     if out.is_file():
         return {"answers": out.read_bytes()}
-    found: dict[str, object] = {}
     model = out / "model" if (out / "model").is_dir() else out
-    for path in model.iterdir():
-        found[path.name] = path.read_bytes().replace(str(out).encode(), b"OUT")  # a card names its folder
-    if (out / "log.jsonl").exists():
-        lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-        times = ("tokens_per_second", "mfu", "seconds")
-        found["log"] = [{name: value for name, value in line.items() if name not in times} for line in lines]
-    return found
+    content = {path.name: path.read_bytes().replace(str(out).encode(), b"OUT") for path in model.iterdir()}
+    return content | ({"log": read_log(out)} if (out / "log.jsonl").exists() else {})
 
 
 @pytest.mark.parametrize("stage", ["respond", "drafter", "export", "convert"])
 def test_killed_stages_end_as_others_do(toy, tmp_path, stage):
     whole, killed = tmp_path / "whole" / "out", tmp_path / "killed" / "out"
     whole.parent.mkdir()
-    took, draw, kills = finish(start(commands(stage, toy, whole))), random.Random(stage), 0
+    took, draw, kills = timed(commands(stage, toy, whole)), random.Random(stage), 0
     while not kills:  # the first run may have been the slowest by far
         shutil.rmtree(killed.parent, ignore_errors=True)
         killed.parent.mkdir()

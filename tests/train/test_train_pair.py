@@ -6,6 +6,7 @@ import itertools
 import json
 import shlex
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,13 +14,15 @@ import pytest
 import toy_training
 
 import treeflash_jax as tf
-from train import budget, choices, compose, config, data, drafter, extend, loop, measure, pair, watch
-from train.records import Source
-from treeflash_jax import cli
-from treeflash_jax.drafters.block.config import fresh_layers
+from train import drafter, measure, pair
+from train.data import packing
+from train.pairing import choices, compose, extend, time_budget
+from train.runtime import loop, run_config, watch
+from treeflash_jax.cli import commands
+from treeflash_jax.drafters.block.block_config import fresh_layers
+from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.pairs import locate
-from treeflash_jax.verifiers.config import ModelConfig
+from treeflash_jax.models.config import ModelConfig
 
 THINGS = ("pens", "cows", "apples", "books", "coins")
 SMALL = [
@@ -38,7 +41,7 @@ def prompts(tmp_path_factory):
 
 
 def settings_of(prompts, out, *more):
-    return config.load(pair.PairConfig, None, ["verifier=tiny", f"prompts={prompts}", f"out={out}", *SMALL, *more])
+    return run_config.load(pair.PairConfig, None, ["verifier=tiny", f"prompts={prompts}", f"out={out}", *SMALL, *more])
 
 
 @pytest.mark.slow
@@ -77,7 +80,7 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
         "block_size = 4: as given",
         "compute_dtype = float32: this CPU has no bfloat16 instructions",
         "loop.steps = 6: as given",
-        "sources.0.hold_out = 4: every so-many-th of 10 prompts",
+        "sources.0.hold_out = 4: one in 4 of 10 prompts, for validation",
     ):
         assert line in shown
     monkeypatch.setattr(pair, "MAINS", {name: watched(name) for name in real})
@@ -86,15 +89,15 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
     *_, line = [line.strip() for line in capsys.readouterr().out.splitlines() if "treeflash generate" in line]
     words = shlex.split(line)
     assert words[:6] == ["treeflash", "generate", "--verifier", "tiny", "--drafter", str(tmp_path / "pair" / "model")]
-    assert cli.main([*words[1:], "--max-new-tokens", "3"]) == 0
+    assert commands.main([*words[1:], "--max-new-tokens", "3"]) == 0
     for name, kind in pair.KINDS.items():
-        stage = config.load(kind, tmp_path / "pair" / f"{name}.toml")
+        stage = run_config.load(kind, tmp_path / "pair" / f"{name}.toml")
         if name in ("drafter", "head"):
             assert (stage.loop.steps, stage.mesh.data) == ({"drafter": 6, "head": 4}[name], 1)
     measured = json.loads((tmp_path / "pair" / "measured.json").read_text())
-    assert measured["prompts"] == 2 and measured["options"] == {"nodes": 4} and measured["comparable"]
-    [greedy] = measured["temperatures"]
-    assert greedy["same"] == 2 and greedy["tau"] >= 1 and greedy["speedup"] > 0
+    assert measured["prompts"] == 2 and measured["options"] == {"nodes": 4}
+    plain, drafted = measured["systems"]
+    assert drafted["identical"] == 2 and drafted["tau"] >= 1 and drafted["speedup"]["value"] > 0
     card = (tmp_path / "pair" / "model" / "README.md").read_text()
     [line] = [line.strip() for line in card.splitlines() if "tf.load(" in line]
     monkeypatch.setattr(tf, "load", load)
@@ -109,7 +112,7 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
     assert ran == ["respond"], "training has the steps that were asked for"
     pair.main(replace(settings, num_prompts=12, steps=8))
     assert ran == ["respond", "drafter", "head", "export", "measure"]
-    assert "goes on from step 6, with the learning rate of a run of 8" in capsys.readouterr().out
+    assert "continues from step 6, with the learning rate of a run of 8" in capsys.readouterr().out
     steps = [line["step"] for line in watch.read_log(tmp_path / "pair" / "drafter")]
     assert 6 in steps and steps[-1] == 8
 
@@ -132,53 +135,45 @@ def test_mistakes_show_up_before_anything_runs(prompts, tmp_path, more, message)
     assert "\n" not in str(caught.value) and not (tmp_path / "pair").exists()
 
 
-COSTS = budget.Costs(
+COSTS = time_budget.Costs(
     answer=0.5, answers_start=10.0, start=20.0, step=2.0, first_evaluation=10.0, evaluation=4.0, export=5.0
 )
 
 
 def test_a_plan_spends_the_time_and_counts_every_stage():
-    """Fixed costs first: 10 + 2 x 30 + 5 + 20 of 600 s; the rest in shares of 45, 35, 15 and 15."""
-    plan = COSTS.plan(600.0, tuple(pair.MAINS))
-    assert sum(plan.values()) == pytest.approx(600) and plan["export"] == 5
-    free = 600 - 95
-    assert plan["respond"] == pytest.approx(10 + free * 0.45 / 1.1) and plan["measure"] == pytest.approx(
-        20 + free * 0.15 / 1.1
-    )
+    """Fixed costs first: 10 + 2 x 30 + 5 + 20 of 600 s; the remaining 505 s in shares of 45, 35, 15 and 15."""
+    plan, free = COSTS.plan(600.0, tuple(pair.MAINS)), 505 / 1.1
+    fixed = {"respond": 10, "drafter": 30, "head": 30, "export": 5, "measure": 20}
+    shares = {"respond": 0.45, "drafter": 0.35, "head": 0.15, "export": 0, "measure": 0.15}
+    assert plan == pytest.approx({name: fixed[name] + free * shares[name] for name in fixed})
     later = COSTS.plan(300.0, ("head", "export", "measure"))
-    assert sum(later.values()) == pytest.approx(300), "what is left is shared out among the stages that are left"
+    assert sum(later.values()) == pytest.approx(300), "the time left is divided among the stages that are left"
     assert sum(COSTS.plan(1.0, tuple(pair.MAINS)).values()) == 95, "the least there is"
-    steps, evaluations = COSTS.training(30.0 + 100.0)
-    assert (steps, evaluations) == ((100 - 3 * 4) // 2, 4), "at most a fifth of the time, and four of them"
+    assert COSTS.training(30.0 + 100.0) == ((100 - 3 * 4) // 2, 4), "evaluations take at most a fifth of the time"
     assert COSTS.training(30.0 + 30.0) == ((30 - 4) // 2, 2) and COSTS.training(3.0) == (0, 1)
 
 
 def test_costs_are_measured(prompts, tmp_path, monkeypatch):
     result = SimpleNamespace(ids=[5] * 32, seconds=8.0, finished="length")
     model = SimpleNamespace(generate=lambda ids, **named: [result] * len(ids))
-    monkeypatch.setattr(budget.respond, "load_model", lambda stage: model)
+    monkeypatch.setattr(time_budget.respond, "load_model", lambda stage: model)
     asked_prompts = [SimpleNamespace(ids=[7, 8], source="asked") for _ in range(40)]
-    monkeypatch.setattr(budget.respond, "collect_prompts", lambda stage, model: asked_prompts)
-    monkeypatch.setattr(budget.time, "perf_counter", itertools.count(step=50.0).__next__)
-    verifier, settings = compose.Verifier.open("tiny"), settings_of(prompts, tmp_path, "minutes=10", "respond.batch=16")
+    monkeypatch.setattr(time_budget.respond, "collect_prompts", lambda stage, model: asked_prompts)
+    monkeypatch.setattr(time_budget.time, "perf_counter", itertools.count(step=50.0).__next__)
+    composer = compose.Composer.open(settings_of(prompts, tmp_path, "minutes=10", "respond.batch=16"))
 
     def train(stage):
-        assert (
-            stage.loop.steps == 4
-            and stage.loop.evaluate_every == 2
-            and len(data.open_sources(stage.sources, stage.data, None, 0).held_out["responses"]) > 0
-        )
-        log = [
-            {"step": i, "seconds": s, "tokens_per_second": 8 * stage.data.row_tokens / 2.0}
-            for i, s in enumerate((20.0, 32.0, 34.0, 40.0), start=1)
-        ]
+        assert (stage.loop.steps, stage.loop.evaluate_every) == (4, 2)
+        assert len(packing.load_corpus(stage.sources, stage.data, None, 0).held_out["responses"]) > 0
+        speed = {"tokens_per_second": 8 * stage.data.sequence_length / 2.0}
+        log = [{"step": i, "seconds": s} | speed for i, s in enumerate((20.0, 32.0, 34.0, 40.0), start=1)]
         (tmp_path / "timing" / "drafter").mkdir()
         (tmp_path / "timing" / "drafter" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
 
     mains = {"drafter": train, "export": lambda stage: None}
-    asked = compose.respond_stage(settings, verifier).stage
-    costs = budget.measure_costs(settings, verifier, asked, mains)
-    assert costs == budget.Costs(
+    asked = composer.respond().stage
+    costs = time_budget.measure_costs(composer, asked, mains)
+    assert costs == time_budget.Costs(
         answer=8.0 * asked.max_new_tokens / (16 * 32), answers_start=42.0, start=50.0 - 8.0 - 10.0 - 4.0, step=2.0,
         first_evaluation=10.0, evaluation=4.0, export=50.0,
     )  # fmt: skip
@@ -187,38 +182,34 @@ def test_costs_are_measured(prompts, tmp_path, monkeypatch):
 
 def test_more_steps_and_prompts_extend_what_was_begun_and_all_else_stays(prompts, tmp_path):
     """As finished with 6 steps on 8 prompts: a file of settings beside the answers and in each run, and a checkpoint."""
-    verifier, before = compose.Verifier.open("tiny"), settings_of(prompts, tmp_path, "num_prompts=8")
-    config.save(before, tmp_path / "pair.toml")
-    asked = compose.respond_stage(before, verifier).stage
-    config.save(asked, tmp_path / "responses.jsonl.settings.toml")
-    nothing = compose.Answers(count=8, rows=4, mask=choices.Choice(3, "unused"))
-    trained = compose.drafter_stage(before, verifier, asked, nothing).stage
+    before = settings_of(prompts, tmp_path, "num_prompts=8")
+    composer, nothing = compose.Composer.open(before), packing.Corpus({}, {}, {}, {})
+    run_config.save(before, tmp_path / "pair.toml")
+    asked = composer.respond().stage
+    run_config.save(asked, tmp_path / "responses.jsonl.settings.toml")
+    trained = composer.training(asked, nothing, composer.steps("drafter", nothing)).stage
     (tmp_path / "drafter" / "checkpoints" / "6").mkdir(parents=True)
-    config.save(trained, tmp_path / "drafter" / "settings.toml")
+    run_config.save(trained, tmp_path / "drafter" / "settings.toml")
     files_before = sorted(tmp_path.rglob("*"))
     for more, message in (
         (("block_size=5",), "was begun with block_size = 4, got 5; give block_size=4, or another out="),
         (("mask_token_id=5",), "was begun with mask_token_id = None, got 5; leave mask_token_id out"),
         (("respond.max_new_tokens=13",), "was begun with respond.max_new_tokens = 12, got 13; give"),
-        (("steps=5",), "has steps = 6, got 5; give steps=6 or more"),
     ):
         with pytest.raises(ValueError, match=message):
             pair.main(settings_of(prompts, tmp_path, "num_prompts=8", *more))
-    with pytest.raises(ValueError, match="has num_prompts = 9, got 8; give num_prompts=9 or more"):
-        larger = replace(asked, sources=(replace(asked.sources[0], limit=9),))
-        config.save(larger, tmp_path / "responses.jsonl.settings.toml")
-        pair.main(replace(before, head_steps=9))
     assert sorted(tmp_path.rglob("*")) == files_before
     after = settings_of(prompts, tmp_path, "steps=10", "num_prompts=12")
     extend.check(after)
     extend.check(replace(after, head={"keep_head": False})), "no head was begun"
-    made = extend.continued(compose.respond_stage(after, verifier), after, "respond")
+    composer = replace(composer, settings=after)
+    made = extend.continued(composer.respond(), after, "respond")
     assert made.stage == replace(asked, sources=(replace(asked.sources[0], limit=12),)), "the same prompts are held out"
-    more = replace(nothing, count=12, rows=9, mask=choices.Choice(4, "another"))
-    made = extend.continued(compose.drafter_stage(after, verifier, made.stage, more), after, "drafter")
+    more = packing.Corpus({"more": packing.pack([packing.Document(np.array([3, 4]), np.ones(2))] * 99, 8)}, {}, {}, {})
+    made = extend.continued(composer.training(asked, more, composer.steps("drafter", more)), after, "drafter")
     assert made.stage == replace(trained, loop=replace(trained.loop, steps=10, evaluate_every=3))
-    assert made.lines[0] == "loop.steps = 10: as given; goes on from step 6, with the learning rate of a run of 10"
-    fewer = compose.drafter_stage(replace(after, steps=2), verifier, asked, more)
+    assert made.lines[0] == "loop.steps = 10: as given; continues from step 6, with the learning rate of a run of 10"
+    fewer = composer.training(asked, more, choices.Choice(2, ""))
     assert extend.continued(fewer, after, "drafter").stage == trained
 
 
@@ -228,17 +219,19 @@ def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, tried, 
 
     Of 20 s half is over after six systems of 2 s; both answer a prompt in 0.5 s at two temperatures: 8 s are for four.
     """
-    now, made = [0.0], []
+    now = [0.0]
 
-    def answer(models, system, ids, settings, temperature):
-        made.append(system)
-        now[0] += 1.0
-        return SimpleNamespace(tokens_per_second=192.0, accept_lengths=[2], ids=[1])
+    def answer(systems, prompts, *, temperatures=(0.0,), **_):
+        for prompt, temperature, system in product(prompts, temperatures, systems):
+            now[0] += 1.0
+            settings = {"temperature": temperature, "seed": 0}
+            yield {"prompt_id": prompt.id, "system": system.name, "settings": settings, "tokens": 192, "seconds": 1.0}
 
-    monkeypatch.setattr(measure, "_answer", answer)
+    monkeypatch.setattr(measure.harness, "measure", answer)
+    monkeypatch.setattr(measure.report, "summarise", lambda records: {"settings": {}})
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(measure.tf, "load", lambda **named: SimpleNamespace(dtype=named.get("dtype", "float32")))
-    monkeypatch.setattr(measure.config, "load", lambda *_: None)
+    monkeypatch.setattr(measure.run_config, "load", lambda *_: None)
     asked = [SimpleNamespace(ids=[i]) for i in range(20)]
     monkeypatch.setattr(measure.respond, "collect_prompts", lambda *_, **named: asked)
     stage = measure.MeasureStage(verifier="x", drafter="x", respond="x", out=f"{tmp_path}/out.json", seconds=seconds)
@@ -264,8 +257,9 @@ def test_the_end_says_what_would_pay_from_what_was_measured(prompts, tmp_path, c
     log = [{"step": step, "held_out/tau_marginal_16": 1.0, "held_out/tau_16": tau} for step, tau in taus.items()]
     (tmp_path / "drafter" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
     (tmp_path / "responses.jsonl").write_text("{}\n" * 12)
-    asked = compose.respond_stage(settings, compose.Verifier.open("tiny")).stage
-    measured = {"options": {"nodes": 8}, "temperatures": [{"speedup": speedup, "tau": 2.0}, {"speedup": 0.1, "tau": 1.0}]}
+    asked = compose.Composer.open(settings).respond().stage
+    entries = [{"system": "drafted", "speedup": {"value": x}, "tau": tau} for x, tau in ((speedup, 2.0), (0.1, 1.0))]
+    measured = {"options": {"nodes": 8}, "systems": entries}
     pair.conclude(settings, asked, measured, 120.0)
     shown = capsys.readouterr().out
     assert said in shown and ("so tau must exceed" in shown) == (speedup < 1) == ("--nodes" not in shown)
@@ -312,7 +306,7 @@ def test_a_mask_token_is_one_that_never_occurs(used, size, expected):
 
 
 def test_published_and_real_choices():
-    """Qwen3's is the row after its tokenizer's last; SmolLM2's layers are those of its recipe."""
+    """Qwen3's is the id after its tokenizer's last; SmolLM2's layers are those of its recipe."""
     qwen = Tokenizer(Inner({0: "<s>", 1: "</s>", 2: "<|fim_pad|>"}, 151_669))
     assert choices.mask_token(qwen, np.zeros(151_936, np.int64)).value == 151_669
     assert choices.mask_token(Tokenizer.load(locate("tiny")), np.zeros(2048, np.int64), (2,)).value == 3
@@ -322,21 +316,16 @@ def test_published_and_real_choices():
     for layers in range(1, 100):
         taps = choices.tapped_layers(layers).value
         assert len(set(taps)) == len(taps) and layers // 2 <= max(taps) < layers
-
-
-def test_only_like_layers_are_copied():
     llama = ModelConfig(num_layers=30, model_type="llama", qk_norm=False, **toy_training.SIZES)
     assert choices.initial_layers(llama, 3).value == (27, 28, 29)
     assert choices.initial_layers(toy_training.MODEL, 2).value == (1, 2)
     qwen2 = ModelConfig(num_layers=30, model_type="qwen2", qk_norm=False, qkv_bias=True, **toy_training.SIZES)
     experts = replace(toy_training.MODEL, num_experts=4, experts_per_token=2, expert_size=8)
     for model in (qwen2, experts):
-        assert choices.initial_layers(model, 2).value == ()
-        drafter_ = replace(toy_training.DRAFTER, layers=fresh_layers(model, 2))
-        with pytest.raises(
-            ValueError, match=r"got initial_layers \[0, 1\], expected none: the layers of this verifier are of"
-        ):
-            choices.check_initial((0, 1), drafter_, model)
+        assert choices.initial_layers(model, 2).value == (), "only layers like a drafter's are copied"
+        unlike = replace(toy_training.DRAFTER, layers=fresh_layers(model, 2))
+        with pytest.raises(ValueError, match=r"got initial_layers \[0, 1\], expected none: the layers of this verifier"):
+            choices.check_initial((0, 1), unlike, model)
 
 
 # What training refuses
@@ -350,9 +339,9 @@ def toy(tmp_path_factory):
 def backbone(toy, tmp_path, *more):
     """Settings of a backbone for the toy verifier of three layers, whose answers have ids 4 to 63."""
     words = [f"run={tmp_path}/run", f"verifier={toy}/verifier", "loop.batch=8", "optimizer.learning_rate=1e-2", *more]
-    words += ["objective.loss=cross-entropy", "objective.anchors=4", "objective.chunk=2", "data.row_tokens=32"]
+    words += ["objective.loss=cross-entropy", "objective.anchors=4", "objective.chunk=2", "data.sequence_length=32"]
     (tmp_path / "x.toml").write_text(f'[[sources]]\npath = "{toy}/responses.jsonl"\nformat = "responses"\n')
-    return config.load(drafter.DrafterStage, tmp_path / "x.toml", [*words, "num_layers=1", "block_size=4"])
+    return run_config.load(drafter.DrafterStage, tmp_path / "x.toml", [*words, "num_layers=1", "block_size=4"])
 
 
 def test_backbones_that_cannot_learn_are_refused(toy, tmp_path, monkeypatch, capsys):
@@ -372,11 +361,3 @@ def test_backbones_that_cannot_learn_are_refused(toy, tmp_path, monkeypatch, cap
     monkeypatch.setattr(loop, "fit", lambda stage, *, params, **_: params)
     drafter.main(backbone(toy, tmp_path, "mask_token_id=9", "mesh.data=1"))
     assert "warning: got mask_token_id 9, which occurs" in capsys.readouterr().out
-
-
-def test_counts_are_of_every_document(toy):
-    source = Source(path=str(toy / "responses.jsonl"), format="responses", hold_out=10)
-    corpus = data.open_sources([source], data.DataConfig(row_tokens=32), None, 0)
-    lines = [json.loads(line) for line in (toy / "responses.jsonl").read_text().splitlines()]
-    ids = [i for line in lines for i in line["prompt"] + line["response"]]
-    assert corpus.token_counts(70).tolist() == np.bincount(ids, minlength=70).tolist()

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar and lines in a terminal, plain lines elsewhere, a closing table, curves."""
+"""Monitoring of a run: a bar and lines in a terminal, plain lines elsewhere, a closing table, curves."""
 
 import io
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from train import config, progress, watch
+from train.runtime import run_config, watch
 
 ROOT = Path(__file__).parents[2]
 LOG = [
@@ -39,8 +39,8 @@ def test_lines_are_short_and_say_what_matters():
 
 
 def test_a_run_ends_with_its_sums(run, tmp_path, capsys):
-    rows = watch.summary(run)
-    assert rows == {
+    values = watch.summary(run)
+    assert values == {
         "steps": "40",
         "loss": "2.500",
         "held-out loss": "2.750",
@@ -50,9 +50,9 @@ def test_a_run_ends_with_its_sums(run, tmp_path, capsys):
         "time": "2 min 5 s",
     }
     assert watch.summary(tmp_path / "none") == {}
-    progress.table("Trained head", {"steps": "40", "model": "runs/model"})
+    watch.table("Trained head", {"steps": "40", "model": "runs/model"})
     assert capsys.readouterr().out == "Trained head\n  steps: 40\n  model: runs/model\n"
-    assert [progress.duration(seconds) for seconds in (41.4, 60, 12004)] == ["41 s", "1 min 0 s", "3 h 20 min"]
+    assert [watch.duration(seconds) for seconds in (41.4, 60, 12004)] == ["41 s", "1 min 0 s", "3 h 20 min"]
 
 
 def test_lines_stay_above_the_bar_of_a_terminal(monkeypatch):
@@ -60,13 +60,13 @@ def test_lines_stay_above_the_bar_of_a_terminal(monkeypatch):
     for name, value in (("TERM", "xterm"), ("COLUMNS", "100")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stdout", terminal)
-    with progress.Bar("answers", 8, 2) as bar:
-        bar.update(3, "evaluating 3 of 16 [prompts]")
+    with watch.Bar("answers", 8, 2) as bar:
+        bar.show(3, "evaluating 3 of 16 [prompts]")
         print("step 20 of 40")
     shown = terminal.getvalue()
     assert "3/8" in shown and "evaluating 3 of 16 [prompts]" in shown and "step 20 of 40\n" in shown
     title = "A title that is wider than its table " + "x" * 20
-    progress.table(title, {"tau": "2.50 at 16 nodes"})
+    watch.table(title, {"tau": "2.50 at 16 nodes"})
     assert f"{title}\n" in terminal.getvalue() and "│ tau │ 2.50 at 16 nodes │" in terminal.getvalue()
 
 
@@ -78,20 +78,20 @@ def test_commands_keep_programs_and_their_warnings_do_not_tear_bars(monkeypatch)
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, terminal)
     monkeypatch.setattr(logging.root, "handlers", [])
-    monkeypatch.setattr(config, "keep_programs", lambda by_jax: kept.append(by_jax))
+    monkeypatch.setattr(run_config, "keep_programs", lambda by_jax: kept.append(by_jax))
 
     def main(settings):
         logging.basicConfig(stream=sys.stderr)
-        with progress.Bar("answers", 8):
+        with watch.Bar("answers", 8):
             logging.getLogger("treeflash_jax").warning("compiling a program")
 
-    config.run(main, config.MeshConfig, "doc", [])
+    run_config.run(main, run_config.MeshConfig, "doc", [])
     assert kept and "\x1b[2Kcompiling a program\n" in terminal.getvalue(), terminal.getvalue()
 
 
 def test_without_a_terminal_there_are_plain_lines_only(capsys):
-    with progress.Bar("answers", 8) as bar:
-        bar.update(3, "evaluating 3 of 16")
+    with watch.Bar("answers", 8) as bar:
+        bar.show(3, "evaluating 3 of 16")
         print("step 20 of 40")
     assert capsys.readouterr().out == "step 20 of 40\n"
 
@@ -99,7 +99,7 @@ def test_without_a_terminal_there_are_plain_lines_only(capsys):
 def test_a_run_logs_the_seconds_of_all_its_parts(run, monkeypatch, capsys):
     now = iter([100.0, 107.5])
     monkeypatch.setattr(watch.time, "perf_counter", lambda: next(now))
-    shown = watch.Watch(watch.folders.absolute(run), steps=60, resumed_at=40, tensorboard=False, shown=True)
+    shown = watch.Watch(watch.folders.absolute(run), steps=60, resumed_at=40, tensorboard=False)
     shown.write(60, {"loss": 2.0})
     shown.close()
     assert watch.read_log(run)[-1] == {"step": 60, "loss": 2.0, "seconds": 132.5}
@@ -107,11 +107,11 @@ def test_a_run_logs_the_seconds_of_all_its_parts(run, monkeypatch, capsys):
 
 
 def curves(*arguments, hidden=""):
-    """`python -m train.watch` with a module hidden: (exit status, both streams)."""
+    """`python -m train.runtime.watch` with a module hidden: (exit status, both streams)."""
     script = (
         f"import sys, runpy; sys.modules.update(dict.fromkeys({hidden.split()!r})); sys.argv[1:] = {list(arguments)!r}\n"
     )
-    script += "runpy.run_module('train.watch', run_name='__main__', alter_sys=True)"
+    script += "runpy.run_module('train.runtime.watch', run_name='__main__', alter_sys=True)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 

@@ -13,19 +13,22 @@ from pathlib import Path
 import pytest
 
 import treeflash_jax as tf
-from train import answers, config, respond
-from train.config import MeshConfig
-from train.records import Source
+from train import respond
+from train.data import answers
+from train.data.records import Source
 from train.respond import RespondConfig
+from train.runtime import run_config
+from train.runtime.run_config import MeshConfig
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ["Tom has 3 apples.", "How many?", "Write a function.", "What is 12 + 30? Explain it at length.", "Hi", "Why?"]
 QUESTIONS += [f"Question {i}" for i in range(5)]
 BOTH = """
 import sys
-from train import config, respond
+from train import respond
+from train.runtime import run_config
 for path in sys.argv[1:]:
-    respond.main(config.load(respond.RespondConfig, path))
+    respond.main(run_config.load(respond.RespondConfig, path))
 """
 
 
@@ -141,7 +144,7 @@ def test_answers_before_an_interrupt_are_kept(model, settings, whole, monkeypatc
             yield at, replace(result, finished="interrupted") if number >= 4 and len(model.calls) == 1 else result
 
     monkeypatch.setattr(model, "generate_each", interrupted)
-    with pytest.raises(SystemExit, match="the same command goes on"):
+    with pytest.raises(SystemExit, match="the same command continues"):
         respond.main(settings)
     assert len(lines_of(Path(settings.out).read_bytes())) == 4
     respond.main(settings)
@@ -184,47 +187,35 @@ def stopping(model, monkeypatch) -> bytes:
 
 
 def test_answers_that_were_cut_may_be_dropped(model, stopping, settings, capsys):
+    """Whatever state a run is stopped in, and whichever setting it had before."""
     out, apart = Path(settings.out), Path(settings.out + ".cut")
+
+    def contents():
+        return out.read_bytes(), apart.read_bytes() if apart.exists() else None
+
     respond.main(settings)
     whole = out.read_bytes()
     kept, cut = split(whole)
     assert kept and cut and not apart.exists()
     dropping = replace(settings, cut="drop")
-    out.unlink()
-    respond.main(dropping)
-    assert (out.read_bytes(), apart.read_bytes()) == (kept, cut)
-    numbers = kept.count(b"\n"), cut.count(b"\n")
-    assert f"{numbers[0]} answers in {out}, {numbers[1]} that were cut in {apart}\n" in capsys.readouterr().out
-    # The same command has nothing left to do; with the other setting lines move, and nothing is asked again.
     model.calls.clear()
     for again, expected in ((dropping, (kept, cut)), (settings, (whole, None)), (dropping, (kept, cut))):
         respond.main(again)
-        assert (out.read_bytes(), apart.read_bytes() if apart.exists() else None) == expected
-    assert not model.calls and sorted(path.name for path in out.parent.iterdir()) == [
+        assert contents() == expected
+    numbers = kept.count(b"\n"), cut.count(b"\n")
+    assert f"{numbers[0]} answers in {out}, {numbers[1]} that were cut in {apart}\n" in capsys.readouterr().out
+    assert not model.calls, "lines move, and no prompt is answered again"
+    assert sorted(path.name for path in out.parent.iterdir()) == [
         "answers.jsonl", "answers.jsonl.cut", "answers.jsonl.settings.toml"
     ]  # fmt: skip
-
-
-def test_a_run_that_drops_goes_on_from_anywhere(model, stopping, settings):
-    out, apart = Path(settings.out), Path(settings.out + ".cut")
-    respond.main(settings)
-    whole = out.read_bytes()
-    kept, cut = split(whole)
-    states = [
-        (whole[: len(whole) // 2], None),
-        (whole, cut),
-        (kept, None),
-        (whole[:-3], cut),
-        (b"", cut),
-        (kept[:-9], cut),
-    ]
-    for there, aside in states:
+    half = whole[: len(whole) // 2]
+    for there, aside in ((half, None), (whole, cut), (kept, None), (whole[:-3], cut), (b"", cut), (kept[:-9], cut)):
         out.write_bytes(there)
         apart.unlink(missing_ok=True)
         if aside is not None:
             apart.write_bytes(aside)
-        respond.main(replace(settings, cut="drop"))
-        assert (out.read_bytes(), apart.read_bytes()) == (kept, cut)
+        respond.main(dropping)
+        assert contents() == (kept, cut)
 
 
 def test_settings_may_change_only_where_no_answer_depends_on_them(model, settings, whole):
@@ -319,16 +310,18 @@ def test_bad_input_is_one_line(model, settings, tmp_path, questions):
     assert not Path(settings.out).exists()
     for changed in ({"sources": ()}, {"temperatures": ()}, {"batch": 0}):
         with pytest.raises(ValueError, match=f"got (no )?{next(iter(changed))}"):
-            config.replaced(settings, changed)
+            run_config.replaced(settings, changed)
 
 
 def test_models_that_cannot_be_loaded(settings, tmp_path):
-    with pytest.raises(ValueError, match="got mesh.fsdp 2, expected 1"):
-        respond.load_model(replace(settings, mesh=MeshConfig(fsdp=2)))
-    with pytest.raises(ValueError, match="expected a product of at most"):
-        respond.load_model(replace(settings, mesh=MeshConfig(data=64)))
-    with pytest.raises(ValueError):
-        respond.load_model(replace(settings, verifier=str(tmp_path / "nowhere")))
+    nowhere = str(tmp_path / "nowhere")
+    for changed, message in (
+        ({"mesh": MeshConfig(fsdp=2)}, "got mesh.fsdp 2, expected 1"),
+        ({"mesh": MeshConfig(data=64)}, "expected a product of at most"),
+        ({"verifier": nowhere}, nowhere),
+    ):
+        with pytest.raises(ValueError, match=message):
+            respond.load_model(replace(settings, **changed))
 
 
 @pytest.mark.slow
@@ -337,7 +330,7 @@ def test_two_processes_write_the_file_of_one(settings, whole, tmp_path):
     paths = []
     for replicas, mesh in (("host", MeshConfig()), ("all", MeshConfig(data=4, model=2))):
         path = tmp_path / f"{replicas}.settings"
-        config.save(replace(settings, out=str(tmp_path / f"{replicas}.jsonl"), replicas=replicas, mesh=mesh), path)
+        run_config.save(replace(settings, out=str(tmp_path / f"{replicas}.jsonl"), replicas=replicas, mesh=mesh), path)
         paths.append(str(path))
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from conftest import random_pair
 
-from treeflash_jax import GenerateConfig, TreeFlash, cli, make_mesh, programs, trees
-from treeflash_jax.bench import records as kept
-from treeflash_jax.bench import report, run
-from treeflash_jax.bench.systems import PRESETS, lawful, parse_systems
-from treeflash_jax.check import check
-from treeflash_jax.decoding import loops as core
-from treeflash_jax.decoding import rounds
-from treeflash_jax.planning import drafting, rows_of
+from treeflash_jax import GenerateConfig, TreeFlash, make_mesh, trees
+from treeflash_jax.bench import bench_records, harness, report
+from treeflash_jax.bench.systems import PRESETS, lossless_pairs, parse_systems
+from treeflash_jax.cli import commands
+from treeflash_jax.cli.check import check
+from treeflash_jax.core import programs
+from treeflash_jax.decoding import accepting, loops, rounds
+from treeflash_jax.engine.planning import choose_tree, make_requests
 
 PROMPTS = [[3, 4, 5, 17, 29], [7, 8], [11], [20, 21, 22]]
 TREE = {"nodes": 8, "candidates": 8, "children": 8, "max_new_tokens": 24}
@@ -51,8 +51,8 @@ def test_sample_and_match_gives_the_answer_of_plain_decoding_whatever_the_tree(m
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:tau is")
-def test_hot_rows_get_the_builder_measured_for_the_drafter(model):
-    """The crossover decides row by row, whatever else is in the call; a builder or rule that is asked for wins over it."""
+def test_hot_sequences_get_the_builder_measured_for_the_drafter(model):
+    """The crossover decides sequence by sequence; a requested builder or rule wins over it."""
     sampling = {"temperature": [0.7, 1.0, 0.0, 1.2], "seed": [1, 2, 3, 4]}
     ids = {
         builder: [result.ids for result in model.generate(PROMPTS, builder=builder, **TREE, **sampling)]
@@ -70,7 +70,7 @@ def test_hot_rows_get_the_builder_measured_for_the_drafter(model):
     assert streamed.ids == alone.ids == measured.generate([PROMPTS[1]], temperature=1.0, seed=2, **TREE)[0].ids
     for asked in ({"builder": "best-first"}, {"acceptance": "sample-and-match"}):
         assert [result.ids for result in measured.generate(PROMPTS, **asked, **TREE, **sampling)] == ids["best-first"]
-    assert not any(one.divergence for one in check(measured, PROMPTS, **TREE, **sampling))
+    assert not any(answer.divergence for answer in check(measured, PROMPTS, **TREE, **sampling))
 
 
 @pytest.mark.slow
@@ -82,41 +82,45 @@ def test_answers_do_not_depend_on_the_batch_or_on_devices_and_values_do_not_reco
     other = {"temperature": 1.2, "seed": 6, "drafter_temperature": 0.7}
     assert [result.ids for result in model.generate(PROMPTS, **HYBRID, **TREE, **other)] != together
     assert len(programs.compiled()) == before
-    sharded, before = random_pair(make_mesh(4, 2)), len(programs.compiled(core.decode))
+    sharded, before = random_pair(make_mesh(4, 2)), len(programs.compiled(loops.decode))
     assert [result.ids for result in sharded.generate(PROMPTS, **HYBRID, **TREE, **sampling)] == together
-    [text] = [program.run.as_text() for program in programs.compiled(core.decode)[before:]]
+    [text] = [program.run.as_text() for program in programs.compiled(loops.decode)[before:]]
     assert not any(host in text for host in ("callback", "infeed", "outfeed"))
 
 
 def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_noise(model):
     config = GenerateConfig(**TREE)
-    rows = rows_of(PROMPTS[:1], config, model.verifier)
-    state = core.prefill(
-        model.weights, *model.inputs(rows, config, size=1, capacity=256), plan=model.plan(config).for_prefill()
+    sequences = make_requests(PROMPTS[:1], config, model.verifier)
+    state = loops.prefill(
+        model.weights,
+        *model.make_batch(sequences, config, batch_size=1, capacity=256),
+        plan=model.plan(config).for_prefill(),
     )
     later = state.replace(cache=state.cache.replace(length_b=state.cache.length_b + 1))
     keys = [
-        jax.random.key_data(rounds.round_keys(at, stream)).tolist()
+        jax.random.key_data(accepting.round_keys(at, stream)).tolist()
         for at in (state, later)
-        for stream in (rounds.VERIFY_STREAM, rounds.DRAFT_STREAM, rounds.COINS_STREAM)
+        for stream in (accepting.VERIFY_STREAM, accepting.DRAFT_STREAM, accepting.COINS_STREAM)
     ]
     assert len({str(key) for key in keys}) == 6
     start = int(state.cache.length_b[0])
-    [expected] = (jax.random.fold_in(jax.random.fold_in(state.sampling.key_b[0], s), start) for s in (rounds.COINS_STREAM,))
+    expected = jax.random.fold_in(jax.random.fold_in(state.sampling.key_b[0], accepting.COINS_STREAM), start)
     assert keys[2] == [jax.random.key_data(expected).tolist()]
-    coins, bonus = rounds.coins(state, 3, jnp.zeros((1, 4, 9)))
+    coins, bonus = accepting.coins(state, 3, jnp.zeros((1, 4, 9)))
     assert coins.shape == (1, 3) and bonus.shape == (1, 9)
-    assert (coins != rounds.coins(later, 3, jnp.zeros((1, 4, 9)))[0]).all()
+    assert (coins != accepting.coins(later, 3, jnp.zeros((1, 4, 9)))[0]).all()
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"builder": "heap"}, "builder 'heap'"),
-        ({"builder": "paths", "method": "chain"}, "builder 'paths' and method 'chain'"),
         ({"acceptance": "luck"}, "acceptance 'luck'"),
-        ({"acceptance": "traversal"}, "tree of law 'deterministic', expected sampled nodes with their law"),
-        ({"builder": "hybrid", "acceptance": "block"}, "tree of law 'hybrid', expected one sampled path"),
+        (
+            {"acceptance": "traversal"},
+            "tree of distribution 'deterministic', expected sampled nodes with their distribution",
+        ),
+        ({"builder": "hybrid", "acceptance": "block"}, "tree of distribution 'hybrid', expected one sampled path"),
         ({"builder": "without-replacement", "acceptance": "k-sequential"}, "siblings drawn independently"),
         ({"builder": "hybrid", "nodes": 1}, "nodes 1"),
         ({"branches": 0}, "branches 0"),
@@ -133,7 +137,7 @@ def test_what_cannot_be_served_is_refused_before_any_compute(model, settings, wo
 
 def test_rules_that_suit_the_builder_are_the_default():
     rules = {
-        (builder, branches): drafting(GenerateConfig(builder=builder, branches=branches))[1]
+        (builder, branches): choose_tree(GenerateConfig(builder=builder, branches=branches))[1]
         for builder, branches in ((None, 2), ("paths", 1), ("paths", 2), ("hybrid", 1))
     }
     assert list(rules.values()) == ["sample-and-match", "block", "traversal", "traversal"]
@@ -154,43 +158,40 @@ def test_systems_name_builders_and_rules():
             parse_systems([name], [4])
 
 
-def test_the_comparison_holds_every_lawful_pair_once():
-    names = [name.removeprefix("treeflash+") for name in lawful() if name.startswith("treeflash+")]
-    assert len(set(names)) == len(names) == 1 + 8 + 6 + 5 + 4 + 4 - 0
-    assert "best-first+traversal" not in names and "paths+block" not in names and "one-path+block" in names
+def test_the_comparison_holds_every_lossless_pair_once():
+    pairs = lossless_pairs()
+    assert len(set(pairs)) == len(pairs) == 1 + 8 + 6 + 5 + 4 + 4
+    assert "+best-first+traversal" not in pairs and "+paths+block" not in pairs and "+one-path+block" in pairs
     assert parse_systems(["treeflash+one-path+block"], [4])["treeflash-4+one-path+block"]["branches"] == 1
 
 
 @pytest.mark.slow
-def test_the_comparison_writes_numbers_and_a_picture_under_its_old_name_too(tmp_path, monkeypatch, capsys):
+def test_the_comparison_writes_numbers_and_a_picture(tmp_path, monkeypatch, capsys):
     out, picture = tmp_path / "rules.jsonl", tmp_path / "rules.png"
-    sizes = "--nodes 6 --candidates 4 --children 4 --limit 3 --max-new-tokens 12".split()
-    old = "bench rules --builders hybrid --rules traversal --heads mlp --temperature 1".split()
-    assert cli.main([*old, *sizes, "--out", str(out), "--plot", str(picture)]) == 0
-    printed = capsys.readouterr()
-    assert printed.err.count("bench run --preset rules") == 1 and "best-first+sample-and-match" in printed.err
-    assert "whole rounds" in printed.out and "hybrid" in printed.out and "1.00 [1.00, 1.00]" in printed.out
-    assert picture.stat().st_size > 1000
     names = ["treeflash+best-first+sample-and-match", "treeflash+hybrid+traversal"]
     monkeypatch.setitem(PRESETS["rules"], "systems", names)
-    asked, converse = [], run.converse
-    monkeypatch.setattr(run, "converse", lambda *args: asked.append(args) or converse(*args))
-    assert cli.main(["bench", "run", "--preset", "rules", *sizes, "--out", str(out)]) == 0
-    assert not asked, "the new name continues the file"
-    summary = report.summarise(kept.read_records(out)[0])
-    plain, sampled = summary["rows"]
+    sizes = "--nodes 6 --candidates 4 --children 4 --limit 3 --max-new-tokens 12".split()
+    command = ["bench", "run", "--preset", "rules", *sizes, "--out", str(out), "--plot", str(picture)]
+    assert commands.main(command) == 0
+    printed = capsys.readouterr().out
+    assert "whole rounds" in printed and "hybrid" in printed and "1.00 [1.00, 1.00]" in printed
+    assert picture.stat().st_size > 1000
+    monkeypatch.setattr(harness, "converse", lambda *args: pytest.fail("measured again"))
+    assert commands.main(command) == 0, "the file is continued"
+    summary = report.summarise(bench_records.read_records(out)[0])
+    plain, sampled = summary["systems"]
     assert (plain["builder"], plain["acceptance"]) == ("best-first", "sample-and-match")
     assert plain["whole_rounds"]["tau_ratio"]["value"] == 1
     assert (sampled["builder"], sampled["acceptance"], sampled["nodes"]) == ("hybrid", "traversal", 6)
-    for row in summary["rows"]:
-        whole = row["whole_rounds"]
-        assert whole["tau"]["low"] <= whole["tau"]["value"] <= whole["tau"]["high"] and row["rounds"] > 10
+    for context in summary["systems"]:
+        whole = context["whole_rounds"]
+        assert whole["tau"]["low"] <= whole["tau"]["value"] <= whole["tau"]["high"] and context["rounds"] > 10
         assert 1 <= whole["expected_tau"]["value"] <= 8
         assert abs(whole["expected_tau"]["value"] - whole["tau"]["value"]) < 1
 
 
 def test_a_trunk_goes_by_what_recent_rounds_kept():
-    """Row by row: the tree is that of the trunk that the mean of the past asks for, and of the same draws."""
+    """Sequence by sequence: the tree is that of the trunk that the mean of the past asks for, and of the same draws."""
     depths, nodes = 4, 8
     log_probs = jnp.log(jnp.asarray([0.4, 0.3, 0.2, 0.1]))
     shape = (5, depths, 4, 4)
@@ -211,16 +212,16 @@ def test_a_trunk_goes_by_what_recent_rounds_kept():
         expected = fixed[trunk]
         size = expected.tokens_bn.shape[1]
         for name in ("tokens_bn", "parent_bn", "depth_bn", "log_prob_bn"):
-            found = getattr(chosen, name)[b]
-            np.testing.assert_array_equal(found[:size], getattr(expected, name)[b])
+            got = getattr(chosen, name)[b]
+            np.testing.assert_array_equal(got[:size], getattr(expected, name)[b])
         assert not np.any(chosen.valid_bn[b, size:])
 
 
 def test_recent_lengths_are_a_moving_mean():
     accepted_bs = np.asarray([[4, 1, 2, 9, 0], [5, 5, 5, 5, 0], [9, 9, 9, 9, 9]])
     past = SimpleNamespace(accepted_bs=jnp.asarray(accepted_bs), rounds_b=jnp.asarray([3, 4, 0]))
-    for found, lengths, count in zip(rounds.recent_lengths(past), accepted_bs, past.rounds_b, strict=True):
+    for got, lengths, count in zip(rounds.recent_lengths(past), accepted_bs, past.rounds_b, strict=True):
         mean = trees.TreeShape().trunk + 1.0
         for length in lengths[:count]:
             mean = 0.8 * mean + 0.2 * length
-        assert abs(float(found) - mean) < 1e-5
+        assert abs(float(got) - mean) < 1e-5

@@ -9,27 +9,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
-from treeflash_jax import trees as tree
+from treeflash_jax import trees
 
 TABLES, DEPTHS, ROWS, CHILDREN, VOCAB = 512, 4, 5, 4, 23
 KINDS = ("plain", "ties", "certain", "leaves", "missing", "exhausted")
-DETERMINISTIC = [name for name, builder in tree.BUILDERS.items() if not builder.draws]
+DETERMINISTIC = [name for name, builder in trees.BUILDERS.items() if not builder.draws]
 
 
 def built_by(name: str):
-    return lambda table, anchor_b, nodes: tree.BUILDERS[name].build(table, anchor_b, nodes, tree.TreeShape(), None)[0]
+    return lambda table, anchor_b, nodes: trees.BUILDERS[name].build(table, anchor_b, nodes, trees.TreeShape(), None)[0]
 
 
 BUILD = {name: jax.jit(built_by(name), static_argnums=2) for name in DETERMINISTIC}
 best_first = BUILD["best-first"]
 
 
-def random_tables(kind: str, seed: int = 0, rows: int = ROWS, children: int = CHILDREN) -> tree.TransitionTable:
-    """B tables, each row with distinct tokens and log-probabilities in decreasing order."""
+def random_tables(kind: str, seed: int = 0, contexts: int = ROWS, children: int = CHILDREN) -> trees.TransitionTable:
+    """B tables, each context with distinct tokens and log-probabilities in decreasing order."""
     rng = np.random.default_rng([seed, KINDS.index(kind)])
-    shape = (TABLES, DEPTHS, rows, children)
+    shape = (TABLES, DEPTHS, contexts, children)
     log_probs = -np.sort(rng.exponential(1.0, shape)).astype(np.float32)
     if kind in ("ties", "leaves"):  # few distinct values: most scores occur several times
         log_probs = np.round(log_probs * 2) / 2 - np.float32(0.5)
@@ -37,53 +36,53 @@ def random_tables(kind: str, seed: int = 0, rows: int = ROWS, children: int = CH
         log_probs[..., 1:] = np.minimum(log_probs[..., 1:], -0.25)
         log_probs[..., 0] = np.where(rng.random(shape[:3]) < 0.6, 0.0, log_probs[..., 0])
         log_probs = -np.sort(-log_probs.round(1))
-    if kind in ("missing", "exhausted"):  # rows end early, some before they begin
+    if kind in ("missing", "exhausted"):  # contexts end early, some before they begin
         present = rng.integers(0, children + 1 if kind == "missing" else 3, shape[:3])
         log_probs = np.where(np.arange(children) < present[..., None], log_probs, -np.inf)
     tokens = rng.permuted(np.broadcast_to(np.arange(1, VOCAB), (*shape[:3], VOCAB - 1)), axis=-1)[..., :children]
     ends = {"leaves": 0.7, "exhausted": 0.8}.get(kind, 0.1)
-    next_row = np.where(rng.random(shape) < ends, -1, rng.integers(0, rows, shape))
+    next_row = np.where(rng.random(shape) < ends, -1, rng.integers(0, contexts, shape))
     next_row[:, -1] = -1
-    return tree.TransitionTable(*(jnp.asarray(x) for x in (tokens.astype(np.int32), log_probs, next_row.astype(np.int32))))
+    return trees.TransitionTable(*(jnp.asarray(x) for x in (tokens.astype(np.int32), log_probs, next_row.astype(np.int32))))
 
 
 def anchors(seed: int = 9) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).integers(1, VOCAB, TABLES), jnp.int32)
 
 
-def heap_search(tokens_imc, log_probs_imc, next_row_imc, budget: int) -> dict[tuple[int, ...], np.float32]:
+def heap_search(tokens_imc, log_probs_imc, next_context_imc, budget: int) -> dict[tuple[int, ...], np.float32]:
     """The published search: pop the best path, push its next sibling and its first child. Paths of tokens -> scores."""
-    found: dict[tuple[int, ...], np.float32] = {}
+    actual: dict[tuple[int, ...], np.float32] = {}
     heap: list = []
 
-    def push(parent_score, path, ranks, depth, row, rank):
-        if row >= 0 and depth < DEPTHS and rank < tokens_imc.shape[2]:
-            score = np.float32(parent_score + log_probs_imc[depth, row, rank])
+    def push(parent_score, path, ranks, depth, context, rank):
+        if context >= 0 and depth < DEPTHS and rank < tokens_imc.shape[2]:
+            score = np.float32(parent_score + log_probs_imc[depth, context, rank])
             if np.isfinite(score):
-                heapq.heappush(heap, (-score, (*ranks, rank), path, parent_score, depth, row))
+                heapq.heappush(heap, (-score, (*ranks, rank), path, parent_score, depth, context))
 
     push(np.float32(0), (), (), 0, 0, 0)
-    while heap and len(found) < budget - 1:
-        cost, ranks, above, parent_score, depth, row = heapq.heappop(heap)
-        path = (*above, int(tokens_imc[depth, row, ranks[-1]]))
-        found[path] = -cost
-        push(parent_score, above, ranks[:-1], depth, row, ranks[-1] + 1)
-        push(-cost, path, ranks, depth + 1, next_row_imc[depth, row, ranks[-1]], 0)
-    return found
+    while heap and len(actual) < budget - 1:
+        cost, ranks, above, parent_score, depth, context = heapq.heappop(heap)
+        path = (*above, int(tokens_imc[depth, context, ranks[-1]]))
+        actual[path] = -cost
+        push(parent_score, above, ranks[:-1], depth, context, ranks[-1] + 1)
+        push(-cost, path, ranks, depth + 1, next_context_imc[depth, context, ranks[-1]], 0)
+    return actual
 
 
-def paths(built: tree.DraftTree, b: int) -> list[tuple[int, ...]]:
+def paths(built: trees.DraftTree, b: int) -> list[tuple[int, ...]]:
     """The token path of every node of one tree, in node order; fails where a parent does not precede its child."""
     tokens, parent, depth = (np.asarray(x)[b] for x in (built.tokens_bn, built.parent_bn, built.depth_bn))
-    found: list[tuple[int, ...]] = [()]
+    actual: list[tuple[int, ...]] = [()]
     for node in range(1, int(np.asarray(built.valid_bn)[b].sum())):
         assert parent[node] < node
-        found.append((*found[parent[node]], int(tokens[node])))
-        assert depth[node] == len(found[node])
-    return found
+        actual.append((*actual[parent[node]], int(tokens[node])))
+        assert depth[node] == len(actual[node])
+    return actual
 
 
-def assert_documented(built: tree.DraftTree, anchor_b: jax.Array) -> None:
+def assert_documented(built: trees.DraftTree, anchor_b: jax.Array) -> None:
     """Root, padding and order of a tree are what the docstring of DraftTree says."""
     tokens, parent, depth, log_prob, valid = (
         np.asarray(x) for x in (built.tokens_bn, built.parent_bn, built.depth_bn, built.log_prob_bn, built.valid_bn)
@@ -98,7 +97,7 @@ def assert_documented(built: tree.DraftTree, anchor_b: jax.Array) -> None:
     assert (depth[:, 1:][valid[:, 1:]] >= 1).all()
 
 
-def assert_same_tree(first: tree.DraftTree, second: tree.DraftTree) -> None:
+def assert_same_tree(first: trees.DraftTree, second: trees.DraftTree) -> None:
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
@@ -107,7 +106,7 @@ def test_best_first_is_the_heap(kind):
     tables, anchor_b, budget = random_tables(kind), anchors(), 14
     built = best_first(tables, anchor_b, budget)
     assert_documented(built, anchor_b)
-    arrays = [np.asarray(x) for x in (tables.tokens_bimc, tables.log_probs_bimc, tables.next_row_bimc)]
+    arrays = [np.asarray(x) for x in (tables.tokens_bimc, tables.log_probs_bimc, tables.next_context_bimc)]
     log_prob_bn = np.asarray(built.log_prob_bn)
     sizes = set()
     for b in range(TABLES):
@@ -158,20 +157,22 @@ def test_chain_is_the_walk(kind, budget):
     built = BUILD["walk"](tables, anchor_b, budget)
     assert built.tokens_bn.shape == (TABLES, min(budget, DEPTHS + 1))
     assert_documented(built, anchor_b)
-    tokens, log_probs, next_row = (np.asarray(x) for x in (tables.tokens_bimc, tables.log_probs_bimc, tables.next_row_bimc))
+    tokens, log_probs, next_row = (
+        np.asarray(x) for x in (tables.tokens_bimc, tables.log_probs_bimc, tables.next_context_bimc)
+    )
     for b in range(TABLES):
-        row, walked, score = 0, [], np.float32(0)
+        context, walked, score = 0, [], np.float32(0)
         for depth in range(min(budget - 1, DEPTHS)):
-            if row < 0 or not np.isfinite(log_probs[b, depth, row, 0]):
+            if context < 0 or not np.isfinite(log_probs[b, depth, context, 0]):
                 break
-            score += log_probs[b, depth, row, 0]
-            walked.append(int(tokens[b, depth, row, 0]))
-            row = next_row[b, depth, row, 0]
+            score += log_probs[b, depth, context, 0]
+            walked.append(int(tokens[b, depth, context, 0]))
+            context = next_row[b, depth, context, 0]
         assert paths(built, b) == [tuple(walked[:i]) for i in range(len(walked) + 1)]
         assert built.log_prob_bn[b, len(walked)] == score
 
 
-def test_rank_0_chain_reads_the_first_row_of_every_depth():
+def test_rank_0_chain_reads_the_first_context_of_every_depth():
     tables = random_tables("leaves")
     built = BUILD["chain"](tables, anchors(), DEPTHS + 1)
     assert_documented(built, anchors())
@@ -180,13 +181,13 @@ def test_rank_0_chain_reads_the_first_row_of_every_depth():
 
 
 def test_both_chains_agree_on_marginal_tables():
-    tables = random_tables("plain", rows=1)
-    tables = tables.replace(next_row_bimc=jnp.zeros_like(tables.next_row_bimc).at[:, -1].set(-1))
+    tables = random_tables("plain", contexts=1)
+    tables = tables.replace(next_context_bimc=jnp.zeros_like(tables.next_context_bimc).at[:, -1].set(-1))
     assert_same_tree(BUILD["walk"](tables, anchors(), DEPTHS + 1), BUILD["chain"](tables, anchors(), DEPTHS + 1))
 
 
 @pytest.mark.parametrize("kind", ["plain", "certain", "exhausted"])
-def test_one_child_a_row_makes_best_first_a_chain(kind):
+def test_one_child_a_context_makes_best_first_a_chain(kind):
     tables = random_tables(kind, children=1)
     assert_same_tree(best_first(tables, anchors(), DEPTHS + 1), BUILD["walk"](tables, anchors(), DEPTHS + 1))
 
@@ -194,7 +195,7 @@ def test_one_child_a_row_makes_best_first_a_chain(kind):
 @pytest.mark.parametrize("kind", ["plain", "exhausted"])
 def test_ancestor_mask(kind):
     built = best_first(random_tables(kind), anchors(), 14)
-    mask_bnn = np.asarray(jax.jit(partial(tree.ancestor_mask, max_depth=DEPTHS))(built.parent_bn))
+    mask_bnn = np.asarray(jax.jit(partial(trees.ancestor_mask, max_depth=DEPTHS))(built.parent_bn))
     parent_bn = np.asarray(built.parent_bn)
     expected_bnn = np.zeros_like(mask_bnn)
     for b in range(TABLES):
@@ -208,19 +209,17 @@ def test_ancestor_mask(kind):
 
 def test_the_mask_takes_few_dependent_gathers():
     """A chain of 15 keeps XLA's GPU compiler busy for minutes, until memory runs out."""
-    program = jax.make_jaxpr(tree.ancestor_mask, static_argnums=1)(jnp.zeros((1, 64), jnp.int32), 15)
+    program = jax.make_jaxpr(trees.ancestor_mask, static_argnums=1)(jnp.zeros((1, 64), jnp.int32), 15)
     assert 0 < str(program).count("gather[") <= 8
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_trees_of_other_platforms_are_those_of_a_cpu(kind, monkeypatch):
-    """Levels unrolled, and sorts in place of top-k."""
+def test_the_plain_form_builds_the_same_trees(kind, monkeypatch):
+    """Levels unrolled, and sorts instead of top-k."""
     table, anchor_b = random_tables(kind), anchors()
-    ours = jax.tree.leaves(best_first(table, anchor_b, 12))
-    monkeypatch.setattr(lax, "platform_dependent", lambda *args, cpu, default: default(*args))
-    theirs = jax.jit(lambda *args: tree.best_first(*args, 12))(table, anchor_b)
-    for a, b in zip(ours, jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_array_equal(a, b)
+    ours = best_first(table, anchor_b, 12)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+    assert_same_tree(ours, jax.jit(lambda *args: trees.best_first(*args, 12))(table, anchor_b))
 
 
 def test_a_loop_ends_where_nothing_better_lies_below():
@@ -235,21 +234,23 @@ def test_a_loop_ends_where_nothing_better_lies_below():
 
 @pytest.mark.parametrize(("platform", "loops"), [("cpu", 1), ("cuda", 0), ("tpu", 0)])
 def test_levels_are_a_loop_on_a_cpu_only(platform, loops):
-    program = jax.jit(tree.best_first, static_argnums=2).trace(random_tables("plain"), anchors(), 12)
+    program = jax.jit(trees.best_first, static_argnums=2).trace(random_tables("plain"), anchors(), 12)
     assert program.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while") == loops
 
 
-def eagle_2(tokens_imc, log_probs_imc, next_row_imc, budget: int, lanes: int) -> dict[tuple[int, ...], np.float32]:
+def eagle_2(tokens_imc, log_probs_imc, next_context_imc, budget: int, lanes: int) -> dict[tuple[int, ...], np.float32]:
     """The published ledger: `lanes` nodes of a level offer their children, all of which it keeps until the end."""
     ledger: dict[tuple[int, ...], np.float32] = {}
     frontier = [((), np.float32(0), 0)]
     for depth in range(DEPTHS):
         offered = []
-        for path, score, row in frontier:
+        for path, score, context in frontier:
             for rank in range(tokens_imc.shape[2]):
-                total = np.float32(score + log_probs_imc[depth, row, rank])
+                total = np.float32(score + log_probs_imc[depth, context, rank])
                 if np.isfinite(total):
-                    offered.append(((*path, int(tokens_imc[depth, row, rank])), total, next_row_imc[depth, row, rank]))
+                    offered.append(
+                        ((*path, int(tokens_imc[depth, context, rank])), total, next_context_imc[depth, context, rank])
+                    )
         ledger |= {path: score for path, score, _ in offered}
         frontier = [node for node in sorted(offered, key=lambda node: -node[1])[:lanes] if node[2] >= 0]
         if not frontier:
@@ -261,16 +262,16 @@ def eagle_2(tokens_imc, log_probs_imc, next_row_imc, budget: int, lanes: int) ->
 def test_few_lanes_grow_the_tree_of_eagle_2(lanes):
     """Tables without ties; a branch that ends keeps its lane, as nodes of the last level do in the published code."""
     table, anchor_b, nodes = random_tables("plain"), anchors(), 12
-    built = jax.jit(lambda table, anchor_b: tree.best_first(table, anchor_b, nodes, lanes))(table, anchor_b)
+    built = jax.jit(lambda table, anchor_b: trees.best_first(table, anchor_b, nodes, lanes))(table, anchor_b)
     assert_documented(built, anchor_b)
     for b in range(64):
         expected = eagle_2(
-            *(np.asarray(x[b]) for x in (table.tokens_bimc, table.log_probs_bimc, table.next_row_bimc)), nodes, lanes
+            *(np.asarray(x[b]) for x in (table.tokens_bimc, table.log_probs_bimc, table.next_context_bimc)), nodes, lanes
         )
         assert set(paths(built, b)[1:]) == set(expected)
 
 
 def test_as_many_lanes_as_nodes_is_the_search_without_lanes():
     table, anchor_b = random_tables("ties"), anchors()
-    whole, wide = (jax.jit(lambda t, a, n=n: tree.best_first(t, a, 12, n))(table, anchor_b) for n in (None, 11))
+    whole, wide = (jax.jit(lambda t, a, n=n: trees.best_first(t, a, 12, n))(table, anchor_b) for n in (None, 11))
     assert_same_tree(whole, wide)

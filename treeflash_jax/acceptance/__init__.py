@@ -1,16 +1,22 @@
-"""Acceptance rules: how much of a verified draft tree is kept, without changing the verifier's distribution.
+"""Acceptance rules: they choose the part of a verified draft tree to keep, without changing the verifier's distribution.
 
-A rule is one file with two pure functions and one line in RULES:
+A rule is one file with one line in RULES. It has:
 
-    weights(tree, proposal, rows) -> [b, n]   probability that the accepted path passes each node
-    walk(tree, proposal, rows, noise) -> Acceptance
+    weights(tree, proposal, target) -> [b, n]
+        P(the accepted path passes each node), with the coins averaged out. Its sum over the nodes is the expected number of
+        tokens that a round commits.
+    walk(tree, proposal, target, noise) -> Acceptance
+        the decision, with all noise as arrays
+    DISTRIBUTIONS   the proposal distributions (`trees.Builder.distribution`) that the rule is lossless for
+    NEEDS           its requirement in words, for messages
 
-`weights` says what to expect, with the coins averaged out: its sum over the nodes is the number of tokens a round commits.
-`walk` decides, with all noise handed in as arrays. LAWS names the proposals a rule is lossless for, NEEDS says why.
+Arguments are a `trees.DraftTree`, the `trees.Proposal` its nodes were drawn from (None for deterministic trees), the
+verifier's `TargetDistribution` at every node, and `Noise`. `draws.make_rule` makes both functions for rules that test
+draws: these work on the support of a node's children and on the verifier's mass off it, and one vector over the
+vocabulary is formed, for the node at which the walk ends.
 
-Rules work on the support that a node's children were drawn from and on the verifier's mass off it; a row of the vocabulary
-is formed only for the node where the walk ends. Coins are fresh every round: tied to a position of the text, a coin that
-once rejected would be tossed again after a walk that ended before it, and block and traversal rules would be lossy.
+Coins are fresh every round. If a coin belonged to a position of the text, one that rejected there would be used again after
+a walk that ended earlier, and block and traversal rules would not be lossless.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from treeflash_jax.acceptance import (
     sample_and_match,
     traversal,
 )
-from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows, target_rows
+from treeflash_jax.acceptance.target import Acceptance, Noise, TargetDistribution, target_distribution
 
 RULES = {
     "sample-and-match": sample_and_match,
@@ -39,19 +45,15 @@ RULES = {
 }
 
 
-def check_lawful(rule: str, law: str) -> None:
-    """Refuses a rule that would change the verifier's distribution, or cannot be applied, for nodes of this law.
-
-    Raises:
-      ValueError: with what the rule needs.
-    """
+def check_lossless(rule: str, distribution: str) -> None:
+    """Raises ValueError if a rule would change the verifier's distribution for nodes drawn from this distribution."""
     module = RULES[rule]
-    if law not in module.LAWS:
-        fitting = [name for name, other in RULES.items() if law in other.LAWS]
+    if distribution not in module.DISTRIBUTIONS:
+        fitting = [name for name, other in RULES.items() if distribution in other.DISTRIBUTIONS]
         raise ValueError(
-            f"got acceptance {rule!r} with a tree of law {law!r}, expected {module.NEEDS}; "
+            f"got acceptance {rule!r} with a tree of distribution {distribution!r}, expected {module.NEEDS}; "
             f"lossless here: {', '.join(fitting)}"
         )
 
 
-__all__ = ["RULES", "Acceptance", "Noise", "TargetRows", "check_lawful", "target_rows"]
+__all__ = ["RULES", "Acceptance", "Noise", "TargetDistribution", "check_lossless", "target_distribution"]

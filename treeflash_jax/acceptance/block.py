@@ -16,24 +16,23 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from treeflash_jax.acceptance.draws import Draws, draws_of, expect, finish
-from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows
+from treeflash_jax.acceptance.draws import Draws, make_rule, read_draws
 from treeflash_jax.trees import DraftTree, Proposal
 
-LAWS = ("one path",)
+DISTRIBUTIONS = ("one path",)
 NEEDS = "one sampled path"
 
 
 @struct.dataclass
 class Path:
-    """A drafted path with the law it was drawn from.
+    """A drafted path with the distribution it was drawn from.
 
     Attributes:
       node_bp: nodes, root first; 0 past the end.
       exists_bp: False past the end.
       ratio_bp: p / q of the token of each place; 1 at the root.
       p_bpc: the verifier's probabilities on the support of each place.
-      q_bpc: the proposal's; 0 at the end of the path.
+      q_bpc: the proposal's probabilities; 0 at the end of the path.
       outside_bp: the verifier's mass off the support.
     """
 
@@ -45,22 +44,8 @@ class Path:
     outside_bp: jax.Array
 
 
-def weights(tree: DraftTree, proposal: Proposal, rows: TargetRows) -> jax.Array:
-    """P(a node at or below this one is kept), given the path, [b, n]."""
-
-    def chances(tree, proposal, p_bnc):
-        return passed(_whole(tree, draws_of(tree, proposal, p_bnc)))
-
-    return expect(chances, tree, proposal, rows)
-
-
-def walk(tree: DraftTree, proposal: Proposal, rows: TargetRows, noise: Noise) -> Acceptance:
-    """Keeps the path up to the last place whose coin is below h."""
-    return finish(_stop, tree, proposal, rows, noise)
-
-
 def tests(path: Path) -> tuple[jax.Array, jax.Array]:
-    """w and h of every place, [b, p]; h is 1 at the root and 0 past the end."""
+    """Returns w and h of every place, [b, p]; h is 1 at the root and 0 past the end."""
     log_ratio_bp = jnp.log(path.ratio_bp)
 
     def chain(first, second):  # places compose as x -> min(bound, x + step)
@@ -75,7 +60,7 @@ def tests(path: Path) -> tuple[jax.Array, jax.Array]:
 
 
 def passed(path: Path) -> jax.Array:
-    """P(the kept part of the path reaches each place), given the path, [b, p]."""
+    """Returns P(the kept part of the path reaches each place), given the path, [b, p]."""
     missed_bp = jnp.flip(jnp.cumprod(jnp.flip(1 - tests(path)[1], axis=1), axis=1), axis=1)
     return jnp.where(path.exists_bp, 1 - missed_bp, 0)
 
@@ -91,12 +76,17 @@ def kept(path: Path, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
     return last_b1[:, 0], jnp.maximum(p_bc - q_bc / weight_b1, 0)
 
 
+def _chances(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array) -> jax.Array:
+    """Returns P(a node at or below this one is kept), given the path, [b, n]."""
+    return passed(_as_path(tree, read_draws(tree, proposal, p_bnc)))
+
+
 def _stop(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return kept(_whole(tree, draws_of(tree, proposal, p_bnc)), coins_bx)
+    return kept(_as_path(tree, read_draws(tree, proposal, p_bnc)), coins_bx)
 
 
-def _whole(tree: DraftTree, draws: Draws) -> Path:
-    """The tree as a path: node p is at depth p."""
+def _as_path(tree: DraftTree, draws: Draws) -> Path:
+    """Returns the tree as a path: node p is at depth p."""
     q_bx = draws.here(draws.q_bnc)
     ratio_bx = jnp.where(draws.is_draw_bx, draws.here(draws.p_bnc) / jnp.where(q_bx > 0, q_bx, 1), 0)
     return Path(
@@ -107,3 +97,6 @@ def _whole(tree: DraftTree, draws: Draws) -> Path:
         q_bpc=draws.q_bnc,
         outside_bp=draws.outside_bn,
     )
+
+
+weights, walk = make_rule(_chances, _stop)

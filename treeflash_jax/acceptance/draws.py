@@ -1,9 +1,9 @@
-"""What the rules that test draws have in common: the verifier and the proposal on the support, and the tests in order.
+"""Shared parts of the rules that test draws: the verifier and the proposal on the support, and the tests in order.
 
-The residual left after rejecting draws of one law q is max(w p - C q, 0) with a scalar C a node, because each rejection
-subtracts the same direction again; deterministic children only take their own token out. So a node carries four scalars
-(entry weight w, C, the mass Z that is left, the part of q that is left), and everything here is [b, n, c] or smaller. What
-p holds off the support stays as it is: one number a node.
+The residual after rejecting draws from one distribution q is max(w p - C q, 0) with one scalar C per node, because each
+rejection subtracts the same direction again; deterministic children only remove their own token. So a node carries four
+scalars (entry weight w, C, the remaining mass Z, the remaining part of q), and everything here is [b, n, c] or smaller. The
+mass of p off the support does not change: one number per node.
 
 Shape suffixes: b batch, n tree nodes, c tokens of a node's support, x draws (n - 1), y draws before them, v vocabulary.
 
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from treeflash_jax import mesh as meshes
-from treeflash_jax import vocab
-from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows, accept
+from treeflash_jax.acceptance.target import Acceptance, Noise, TargetDistribution, accept
+from treeflash_jax.core import sharding
+from treeflash_jax.models import vocab
 from treeflash_jax.trees import DETERMINISTIC, WITHOUT_REPLACEMENT, DraftTree, Proposal, ancestor_mask, pick
 
 NEVER = 1 << 20  # rank of a test that does not happen
@@ -30,22 +30,22 @@ NEVER = 1 << 20  # rank of a test that does not happen
 
 @struct.dataclass
 class Draws:
-    """The draws of a tree with the laws they are tested under.
+    """The draws of a tree with the distributions they are tested against.
 
     Attributes:
       p_bnc: the verifier's probabilities on the support.
-      q_bnc: the proposal's; 0 on deterministic children and where nothing was drawn.
+      q_bnc: the proposal's probabilities; 0 on deterministic children and for nodes without draws.
       outside_bn: the verifier's mass off the support.
-      node_bx: the node a draw landed on; the root where there was no draw.
-      parent_bx: where it was drawn.
-      slot_bx: its place in the parent's support.
-      rank_bx: how many draws at the parent come before it.
+      node_bx: the node of each draw; the root in padding.
+      parent_bx: the node below which the token was drawn.
+      slot_bx: index of the token in the parent's support.
+      rank_bx: number of earlier draws at the parent.
       is_draw_bx: False in padding.
-      is_first_bx: False where an earlier draw landed on the same node.
-      is_fixed_bx: deterministic: its law is one-hot.
-      is_removed_bx: drawn without replacement.
-      earlier_bxy: whether draw y is at the same parent and comes before x.
-      gone_bnc: rank of the deterministic test that takes a token out; NEVER if none does.
+      is_first_bx: False if an earlier draw has the same node.
+      is_fixed_bx: True for deterministic children, whose distribution is one-hot.
+      is_removed_bx: True for draws without replacement.
+      earlier_bxy: True if draw y is an earlier draw at the parent of x.
+      gone_bnc: rank of the deterministic test that removes a token; NEVER if none does.
     """
 
     p_bnc: jax.Array
@@ -63,19 +63,19 @@ class Draws:
     gone_bnc: jax.Array
 
     def here(self, x_bnc: jax.Array) -> jax.Array:
-        """Entries of the parents' rows at the drawn tokens, [b, x]."""
+        """Returns the parents' values at the drawn tokens, [b, x]."""
         return jnp.take_along_axis(pick(x_bnc, self.parent_bx), self.slot_bx[..., None], axis=2)[..., 0]
 
 
 @struct.dataclass
 class Outcome:
-    """What testing every draw, all being rejected, comes to.
+    """Result of testing every draw, if each one is rejected.
 
     Attributes:
-      chance_bx: of each draw to be accepted once those before it were not.
-      weight_bn: w, the probability with which a node is entered.
-      left_bnc: what is left of w p on the support.
-      keep_bn: the probability of stopping at a node once everything below it was rejected.
+      chance_bx: probability that a draw is accepted, given that earlier ones were rejected.
+      weight_bn: w, the probability of entering a node.
+      left_bnc: remainder of w p on the support.
+      keep_bn: probability of stopping at a node once everything below it was rejected.
     """
 
     chance_bx: jax.Array
@@ -84,8 +84,8 @@ class Outcome:
     keep_bn: jax.Array
 
 
-def draws_of(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, *, sampled_ranks: int | None = None) -> Draws:
-    """Reads a proposal; draws of rank `sampled_ranks` and above count as deterministic (all as they are if None)."""
+def read_draws(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, *, sampled_ranks: int | None = None) -> Draws:
+    """Reads a proposal; draws of rank `sampled_ranks` and above count as deterministic (None: as their kind says)."""
     node_bx, slot_bx = proposal.node_bx, proposal.slot_bx
     parent_bx, is_draw_bx = pick(tree.parent_bn, node_bx), node_bx > 0
     index_x = jnp.arange(node_bx.shape[1])
@@ -117,16 +117,15 @@ def draws_of(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, *, sampled_r
 
 
 def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
-    """Tests every draw in order, as if each were rejected.
+    """Tests every draw in order, assuming that each is rejected.
 
     A draw x at a node of weight w is accepted with probability max(w p(x) - C q(x), 0) left / (Z q(x)), a deterministic one
-    with probability w p(x) / Z; then C grows by Z / left and `left` loses q(x), or p loses x. Z is what remains of w p, and
-    1 - w.
+    with probability w p(x) / Z; then C grows by Z / left and `left` loses q(x), or p loses x. Z is the remainder of w p,
+    plus 1 - w.
 
     Args:
-      draws: of the tree.
-      above_bnn: the ancestor mask, where a child is entered with its chance as weight (traversal); None: weight 1
-        everywhere, and all parents are worked on at once.
+      above_bnn: the ancestor mask, if a child is entered with its chance as weight (traversal); None: all weights are 1,
+        and all parents are processed at once.
     """
     weighs = above_bnn is not None
     order_bx = draws.rank_bx
@@ -166,8 +165,8 @@ def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
         spare_bn -= _to_nodes(drawn_q_bx, sampled_bx & draws.is_removed_bx, draws.parent_bx, spare_bn)
         touched_bn = _to_nodes(jnp.ones_like(draws.rank_bx), now_bx, draws.parent_bx, tested_bn)
         tested_bn += touched_bn
-        rest_bn = remaining(weight_bn, scale_bn, tested_bn)[1] + (1 - weight_bn)
-        mass_bn = jnp.where(touched_bn > 0, rest_bn, mass_bn)
+        remaining_bn = remaining(weight_bn, scale_bn, tested_bn)[1] + (1 - weight_bn)
+        mass_bn = jnp.where(touched_bn > 0, remaining_bn, mass_bn)
         return turn + 1, chance_bx, weight_bn, scale_bn, mass_bn, spare_bn, tested_bn
 
     start = jnp.int32(0), jnp.zeros_like(drawn_p_bx), one_bn, jnp.zeros_like(one_bn), one_bn, one_bn, counts_bn
@@ -180,7 +179,7 @@ def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
 
 
 def reach(tree: DraftTree, draws: Draws, chance_bx: jax.Array, depths: int) -> jax.Array:
-    """P(a top-down walk passes each node) [b, n]: at a node the first accepted draw decides where it goes on."""
+    """Returns P(a top-down walk passes each node), [b, n]: the first accepted draw of a node decides its direction."""
     missed_bx = jnp.prod(jnp.where(draws.earlier_bxy, 1 - chance_bx[:, None], 1), axis=-1)
     moves_bn = _to_nodes(missed_bx * chance_bx, draws.is_draw_bx, draws.node_bx, draws.outside_bn).at[:, 0].set(1)
     above_bnn = ancestor_mask(tree.parent_bn, depths)
@@ -188,33 +187,34 @@ def reach(tree: DraftTree, draws: Draws, chance_bx: jax.Array, depths: int) -> j
 
 
 def first_hits(draws: Draws, chance_bx: jax.Array, coins_bx: jax.Array) -> jax.Array:
-    """Whether the walk, at a node's parent, goes to the node: its draw is the first with coin < chance. Bool [b, n]."""
+    """Returns True for nodes that the walk enters from their parent: the first draw with coin < chance. Bool [b, n]."""
     is_hit_bx = (coins_bx < chance_bx) & draws.is_draw_bx
     is_chosen_bx = is_hit_bx & ~jnp.any(draws.earlier_bxy & is_hit_bx[:, None], axis=-1)
     return _to_nodes(jnp.ones_like(draws.rank_bx), is_chosen_bx, draws.node_bx, jnp.zeros(draws.outside_bn.shape, int)) > 0
 
 
-def expect(
-    chances: Callable[[DraftTree, Proposal, jax.Array], jax.Array], tree: DraftTree, proposal: Proposal, rows: TargetRows
-) -> jax.Array:
-    """`chances(tree, proposal, p on the support)`, on each device's own rows."""
-    return meshes.by_rows(chances, tree, proposal, jnp.exp(rows.gather(proposal.support_bnc)))
-
-
-def finish(
-    stop: Callable[..., tuple[jax.Array, jax.Array]], tree: DraftTree, proposal: Proposal, rows: TargetRows, noise: Noise
-) -> Acceptance:
-    """Stops where the rule says and samples the one residual row there.
+def make_rule(
+    chances: Callable[..., jax.Array], stop: Callable[..., tuple[jax.Array, jax.Array]]
+) -> tuple[Callable, Callable]:
+    """Returns `weights` and `walk` of a rule that works on the support.
 
     Args:
-      stop: (tree, proposal, p on the support, coins) -> the last accepted node [b], what is left of its p on the support
-        [b, c] in the units of p off it.
+      chances: (tree, proposal, p on the support) -> the result of `weights`.
+      stop: (tree, proposal, p on the support, coins) -> the last accepted node [b] and the remainder of its p on the
+        support [b, c], in the units of p off it.
     """
-    p_bnc = jnp.exp(rows.gather(proposal.support_bnc))
-    last_b, left_bc = meshes.by_rows(stop, tree, proposal, p_bnc, noise.coins_bx)
-    row_bv = rows.residual(last_b, pick(proposal.support_bnc, last_b[:, None])[:, 0], left_bc)
-    bonus_b = vocab.argmax(row_bv + noise.bonus_bv)
-    return accept(tree, last_b, bonus_b, noise.gumbel_bpv.shape[1])
+
+    def weights(tree: DraftTree, proposal: Proposal, target: TargetDistribution) -> jax.Array:
+        return sharding.over_batch(chances, tree, proposal, jnp.exp(target.gather(proposal.support_bnc)))
+
+    def walk(tree: DraftTree, proposal: Proposal, target: TargetDistribution, noise: Noise) -> Acceptance:
+        p_bnc = jnp.exp(target.gather(proposal.support_bnc))
+        last_b, left_bc = sharding.over_batch(stop, tree, proposal, p_bnc, noise.coins_bx)
+        residual_bv = target.residual(last_b, pick(proposal.support_bnc, last_b[:, None])[:, 0], left_bc)
+        bonus_b = vocab.argmax(residual_bv + noise.bonus_bv)
+        return accept(tree, last_b, bonus_b, noise.gumbel_bpv.shape[1])
+
+    return weights, walk
 
 
 def _to_nodes(value_bx: jax.Array, where_bx: jax.Array, node_bx: jax.Array, like_bn: jax.Array) -> jax.Array:

@@ -13,31 +13,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from treeflash_jax.acceptance.draws import Draws, draws_of, expect, finish, first_hits, reach
-from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows, follow
+from treeflash_jax.acceptance.draws import Draws, first_hits, make_rule, reach, read_draws
+from treeflash_jax.acceptance.target import follow
 from treeflash_jax.trees import DraftTree, Proposal, pick
 
-LAWS = ("one path", "paths", "delayed")
+DISTRIBUTIONS = ("one path", "paths", "delayed")
 NEEDS = "siblings drawn independently, with replacement"
 
 
-def weights(tree: DraftTree, proposal: Proposal, rows: TargetRows) -> jax.Array:
-    """P(all moves from the root to a node), [b, n]."""
-
-    def chances(tree, proposal, p_bnc):
-        draws = draws_of(tree, proposal, p_bnc)
-        return reach(tree, draws, _chances(draws, _solve(draws)[0]), proposal.depths)
-
-    return expect(chances, tree, proposal, rows)
-
-
-def walk(tree: DraftTree, proposal: Proposal, rows: TargetRows, noise: Noise) -> Acceptance:
-    """Goes to the first child that its test accepts, until none is."""
-    return finish(_stop, tree, proposal, rows, noise)
+def _weights(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array) -> jax.Array:
+    """Returns P(all moves from the root to a node), [b, n]."""
+    draws = read_draws(tree, proposal, p_bnc)
+    return reach(tree, draws, _chances(draws, _solve(draws)[0]), proposal.depths)
 
 
 def _stop(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
-    draws = draws_of(tree, proposal, p_bnc)
+    """Goes to the first child that its test accepts, until there is none."""
+    draws = read_draws(tree, proposal, p_bnc)
     rho_bn, count_bn = _solve(draws)
     last_b = follow(tree, first_hits(draws, _chances(draws, rho_bn), coins_bx), proposal.depths + 1)
     beta_bn = _beta(draws, rho_bn)
@@ -58,7 +50,7 @@ def _beta(draws: Draws, rho_bn: jax.Array) -> jax.Array:
 
 
 def _solve(draws: Draws) -> tuple[jax.Array, jax.Array]:
-    """rho of every node, [b, n], and how many draws the node has; rho is 1 for one draw or none."""
+    """Returns rho of every node, [b, n], and its number of draws; rho is 1 for one draw or none."""
     nodes_n = jnp.arange(draws.p_bnc.shape[1])
     is_here_bnx = (draws.parent_bx[:, None] == nodes_n[:, None]) & draws.is_draw_bx[:, None]
     count_bn = jnp.sum(is_here_bnx, axis=-1).astype(draws.p_bnc.dtype)
@@ -73,3 +65,6 @@ def _solve(draws: Draws) -> tuple[jax.Array, jax.Array]:
     one_bn = jnp.ones_like(count_bn)
     steps = jnp.finfo(count_bn.dtype).nmant + 2
     return lax.fori_loop(0, steps, halve, (one_bn, jnp.maximum(count_bn, 1)))[1], count_bn
+
+
+weights, walk = make_rule(_weights, _stop)

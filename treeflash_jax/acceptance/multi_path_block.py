@@ -1,10 +1,10 @@
-"""Greedy multi-path block verification: of K i.i.d. paths the one that p favours over q most, then block verification.
+"""Greedy multi-path block verification: takes the path of K that p favours most over q, then verifies it as a block.
 
 Tokens are ordered by p / q at every node (ties by their place in the support), paths by their tokens; the largest of the K
-paths is taken. Chosen like that it has the law
+paths is taken. Chosen like that it has the distribution
     q'(x | path) = [(A + y + z)^K - (A + y)^K] / [(A + f)^K - A^K],
 f = q(path), A = P(one path comes before it), y = f q(tokens before x), z = f q(x); it is verified with q' in place of q.
-Worth it where q is far from p: where they agree the order is arbitrary, and it accepts less than it would from one path.
+It pays if q is far from p: if they agree, the order is arbitrary, and it accepts less than from one path.
 
 Shape suffixes: b batch, n tree nodes, c tokens of a node's support, x draws (n - 1), p places of a path.
 
@@ -19,39 +19,29 @@ from jax import lax
 
 from treeflash_jax.acceptance import block
 from treeflash_jax.acceptance.block import Path
-from treeflash_jax.acceptance.draws import Draws, draws_of, expect, finish
-from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows
+from treeflash_jax.acceptance.draws import Draws, make_rule, read_draws
 from treeflash_jax.trees import DraftTree, Proposal, pick
 
-LAWS = ("one path", "paths")
+DISTRIBUTIONS = ("one path", "paths")
 NEEDS = "sampled paths that are independent from the anchor on"
 LARGEST = 1e30  # of A / f
 
 
-def weights(tree: DraftTree, proposal: Proposal, rows: TargetRows) -> jax.Array:
-    """P(a node at or below this one is kept), given the tree, [b, n]; 0 off the chosen path."""
-
-    def chances(tree, proposal, p_bnc):
-        path = _chosen(draws_of(tree, proposal, p_bnc), proposal.depths)
-        passed_bp = jnp.where(path.exists_bp, block.passed(path), 0)
-        return jax.vmap(lambda node_p, passed_p: jnp.zeros(p_bnc.shape[1], p_bnc.dtype).at[node_p].max(passed_p))(
-            path.node_bp, passed_bp
-        )
-
-    return expect(chances, tree, proposal, rows)
-
-
-def walk(tree: DraftTree, proposal: Proposal, rows: TargetRows, noise: Noise) -> Acceptance:
-    """Chooses a path, then keeps it up to the last place whose coin is below h."""
-    return finish(_stop, tree, proposal, rows, noise)
+def _chances(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array) -> jax.Array:
+    """Returns P(a node at or below this one is kept), given the tree, [b, n]; 0 off the chosen path."""
+    path = _choose(read_draws(tree, proposal, p_bnc), proposal.depths)
+    passed_bp = jnp.where(path.exists_bp, block.passed(path), 0)
+    return jax.vmap(lambda node_p, passed_p: jnp.zeros(p_bnc.shape[1], p_bnc.dtype).at[node_p].max(passed_p))(
+        path.node_bp, passed_bp
+    )
 
 
 def _stop(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return block.kept(_chosen(draws_of(tree, proposal, p_bnc), proposal.depths), coins_bx)
+    return block.kept(_choose(read_draws(tree, proposal, p_bnc), proposal.depths), coins_bx)
 
 
-def _chosen(draws: Draws, depths: int) -> Path:
-    """The largest path with the law it has for being the largest."""
+def _choose(draws: Draws, depths: int) -> Path:
+    """Returns the largest path with its distribution given that it is the largest."""
     p_bnc, q_bnc = draws.p_bnc, draws.q_bnc
     possible_bnc = q_bnc > 0
     ratio_bnc = jnp.where(possible_bnc, p_bnc / jnp.where(possible_bnc, q_bnc, 1), jnp.inf)
@@ -95,7 +85,7 @@ def _chosen(draws: Draws, depths: int) -> Path:
 
 
 def _skewed(q_bc: jax.Array, below_bc: jax.Array, before_b: jax.Array, paths_b: jax.Array) -> jax.Array:
-    """q' as q sum over i < K of high^i low^(K - 1 - i), normalised: a sum of products of numbers in [0, 1]."""
+    """Returns q' as q sum over i < K of high^i low^(K - 1 - i), normalised: a sum of products of numbers in [0, 1]."""
     high_bc = (before_b[:, None] + below_bc + q_bc) / (before_b[:, None] + 1)
     low_bc = (before_b[:, None] + below_bc) / (before_b[:, None] + 1)
 
@@ -108,3 +98,6 @@ def _skewed(q_bc: jax.Array, below_bc: jax.Array, before_b: jax.Array, paths_b: 
     skewed_bc = q_bc * lax.fori_loop(0, jnp.max(paths_b, initial=0), add, start)[0]
     mass_b1 = jnp.sum(skewed_bc, axis=-1, keepdims=True)
     return skewed_bc / jnp.where(mass_b1 > 0, mass_b1, 1)
+
+
+weights, walk = make_rule(_chances, _stop)

@@ -1,15 +1,15 @@
-"""Traversal verification: nodes are tested from the leaves up, and a rejected node hands its mass to what comes after it.
+"""Traversal verification: nodes are tested from the leaves up, and a rejected node passes its mass on.
 
-A child enters with weight min(1, w r(x) / q_x(x)) of what its parent has left, w r; a rejected child takes [w r - q_x]+ of
-it, and once all children are rejected the node itself is kept with S / (S + 1 - w), S being what is left, and emits from
-that. The root is always kept. What a rejection leaves does not depend on the subtree below, and all weights count on
-rejections alone, so they are known from the top down, and
+A child enters with weight min(1, w r(x) / q_x(x)) of its parent's remainder w r; a rejected child leaves [w r - q_x]+
+of it. Once all children are rejected the node itself is kept with S / (S + 1 - w), where S is the mass of the
+remainder, and emits from the remainder. The root is always kept. A rejection does not depend on the subtree below, and
+all weights assume rejections only, so they are known from the top down, and
     P(stop at v) = a_v product over u before v in post-order of (1 - a_u).
 On one path this is block verification.
 
 Shape suffixes: b batch, n tree nodes (i, j in pairs), c tokens of a node's support, x draws (n - 1).
 
-Source: traversal verification (arXiv 2505.12398), with a law of its own for every child.
+Source: traversal verification (arXiv 2505.12398), with a distribution for every child.
 """
 
 from __future__ import annotations
@@ -17,26 +17,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.acceptance.draws import Draws, draws_of, expect, finish, reject_all
-from treeflash_jax.acceptance.rows import Acceptance, Noise, TargetRows
+from treeflash_jax.acceptance.draws import Draws, make_rule, read_draws, reject_all
 from treeflash_jax.trees import DraftTree, Proposal, ancestor_mask, pick
 
-LAWS = ("one path", "paths", "delayed", "without-replacement", "hybrid")
-NEEDS = "sampled nodes with their law"
-
-
-def weights(tree: DraftTree, proposal: Proposal, rows: TargetRows) -> jax.Array:
-    """P(the walk stops at or below each node), given the tree, [b, n]."""
-    return expect(_chances, tree, proposal, rows)
-
-
-def walk(tree: DraftTree, proposal: Proposal, rows: TargetRows, noise: Noise) -> Acceptance:
-    """Stops at the first node in post-order whose coin is below its chance; node v uses coin v - 1."""
-    return finish(_stop, tree, proposal, rows, noise)
+DISTRIBUTIONS = ("one path", "paths", "delayed", "without-replacement", "hybrid")
+NEEDS = "sampled nodes with their distribution"
 
 
 def _chances(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array) -> jax.Array:
-    draws = draws_of(tree, proposal, p_bnc)
+    """Returns P(the walk stops at or below each node), given the tree, [b, n]."""
+    draws = read_draws(tree, proposal, p_bnc)
     above_bnn = ancestor_mask(tree.parent_bn, proposal.depths)
     keep_bn = _kept(tree, reject_all(draws, above_bnn).keep_bn)
     post_bn = _post_order(tree, draws, above_bnn)
@@ -46,7 +36,8 @@ def _chances(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array) -> jax.Array
 
 
 def _stop(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
-    draws = draws_of(tree, proposal, p_bnc)
+    """Stops at the first node in post-order whose coin is below its chance; node v uses coin v - 1."""
+    draws = read_draws(tree, proposal, p_bnc)
     above_bnn = ancestor_mask(tree.parent_bn, proposal.depths)
     tested = reject_all(draws, above_bnn)
     is_hit_bn = jnp.pad(coins_bx[:, : tree.tokens_bn.shape[1] - 1], ((0, 0), (1, 0))) < _kept(tree, tested.keep_bn)
@@ -61,16 +52,19 @@ def _kept(tree: DraftTree, keep_bn: jax.Array) -> jax.Array:
 
 
 def _post_order(tree: DraftTree, draws: Draws, above_bnn: jax.Array) -> jax.Array:
-    """Place of every node when children come before parents and siblings in the order of their draws, [b, n].
+    """Returns the post-order index of every node, siblings in the order of their draws, [b, n].
 
-    post(i) = nodes below i + sizes of all subtrees that hang off the path to i and were drawn earlier.
+    post(i) = number of nodes below i + sizes of all subtrees that branch off the path to i and were drawn earlier.
     """
     nodes = tree.tokens_bn.shape[1]
-    ours_bnn = above_bnn & tree.valid_bn[..., None]
-    size_bn = jnp.sum(ours_bnn, axis=1)
+    below_bnn = above_bnn & tree.valid_bn[..., None]
+    size_bn = jnp.sum(below_bnn, axis=1)
     order_bx = jnp.where(draws.is_first_bx, jnp.arange(nodes - 1), nodes)
     order_bn = jax.vmap(lambda node_x, order_x: jnp.full(nodes, nodes).at[node_x].min(order_x))(draws.node_bx, order_bx)
     are_siblings_bnn = (tree.parent_bn[:, None] == tree.parent_bn[..., None]) & (order_bn[:, None] < order_bn[..., None])
     earlier_bn = jnp.sum(jnp.where(are_siblings_bnn, size_bn[:, None], 0), axis=-1).at[:, 0].set(0)
     post_bn = jnp.sum(jnp.where(above_bnn, earlier_bn[:, None], 0), axis=-1) + size_bn - 1
     return jnp.where(tree.valid_bn, post_bn, nodes)
+
+
+weights, walk = make_rule(_chances, _stop)

@@ -2,10 +2,10 @@
 
     treeflash calibrate --batch 1 8 --context 256 1024 --nodes 8 16 32 64 --prompts prompts.jsonl
 
-Round times are those of the program that `--nodes auto` runs, held to one number of nodes at a time: the tree is built at
-the largest number and cut. Rounds of every size and one-token rounds are timed in turn, and medians are stored. Acceptance
-is measured by decoding the prompts with the largest tree. As the first nodes of a tree are the smaller tree, one pass is
-enough for all sizes. Choose prompts like those you will serve, but none that you use for evaluation.
+Rounds are timed in the program that `--nodes auto` runs, limited to one number of nodes at a time: the tree is built at the
+largest number and cut. Rounds of every size and one-token rounds are timed in turns, and medians are stored. Acceptance is
+measured by decoding the prompts with the largest tree. One pass is enough for all sizes, as the first nodes of a tree are
+the smaller tree. Choose prompts like those you will serve, but none that you use for evaluation.
 
 The file is written to the drafter's folder or, for named pairs and Hub ids, to ~/.cache/treeflash, unless --out gives a
 path; `generate --budget FILE` and `tf.load(..., budget=FILE)` read it from there. Measurements of another device, dtype,
@@ -26,28 +26,25 @@ import jax.numpy as jnp
 import numpy as np
 
 import treeflash_jax as tf
-from treeflash_jax import devices
-from treeflash_jax import mesh as meshes
-from treeflash_jax.adaptive import calibration
-from treeflash_jax.adaptive.loops import decode as adaptive_decode
-from treeflash_jax.adaptive.runner import AdaptiveRunner
-from treeflash_jax.adaptive.state import AdaptivePlan, AdaptiveState
-from treeflash_jax.arguments import add_fields, values_of
-from treeflash_jax.batching import capacity_bucket
-from treeflash_jax.bench.progress import Progress
-from treeflash_jax.bench.prompts import PromptSet, chosen_prompts, empty_chat
-from treeflash_jax.bench.stages import ROUNDS, TREE, Bench, copied, divide, slots_for
-from treeflash_jax.bench.timed import Compiler, again
-from treeflash_jax.decoding import loops as core
-from treeflash_jax.decoding import rounds
+from treeflash_jax.bench.bars import Progress
+from treeflash_jax.bench.phases import ROUNDS, TREE, Bench, check_sizes, copied, divide, slots_for
+from treeflash_jax.bench.prompt_sets import PromptSet, chosen_prompts, empty_chat
+from treeflash_jax.bench.timed import Compiler, repeat
+from treeflash_jax.cli.arguments import add_fields, option_values
+from treeflash_jax.core import devices, sharding
+from treeflash_jax.decoding import calibration, loops, rounds
+from treeflash_jax.decoding.budget import BudgetPolicy, Measured
+from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodePlan, DecodeState
-from treeflash_jax.planning import resolve, rows_of
-from treeflash_jax.settings import DraftConfig, GenerateConfig, RuntimeConfig, SamplingConfig
-from treeflash_jax.verifiers.attention import positions_read
-from treeflash_jax.verifiers.config import ModelConfig
+from treeflash_jax.drafters import draft_options
+from treeflash_jax.engine.batching import capacity_bucket
+from treeflash_jax.engine.planning import make_requests, resolve
+from treeflash_jax.engine.settings import GenerateConfig, RuntimeConfig, SamplingConfig, settings_class
+from treeflash_jax.models.attention import positions_read
+from treeflash_jax.models.config import ModelConfig
 
-SMALL = (2, 4, 8)  # trees that go through few experts
-ROWS = 8  # prompts decoded together, to see what rounds commit
+SMALL = (2, 4, 8)  # trees whose tokens are routed to few experts
+BATCH = 8  # prompts decoded together to measure acceptance
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tree sizes to choose from, root included (default: 4 to 32 on a CPU, 8 to 256 elsewhere; from 2 where the "
         "verifier is a mixture of experts)",
     )  # fmt: skip
-    add_fields(sizes, DraftConfig, without="drafter_temperature")
+    add_fields(sizes, draft_options())
     add_fields(sizes, RuntimeConfig, "attention")
     prompts = parser.add_argument_group("prompts (decoded to measure acceptance)")
     add_fields(prompts, PromptSet, limit=32)
@@ -73,25 +70,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _lists(arguments: argparse.Namespace, model: tf.TreeFlash) -> dict[str, list[Any]]:
-    """What is measured in all combinations, in increasing order.
-
-    Raises:
-      ValueError: values that cannot be.
-    """
+    """Returns the sizes that are measured in all combinations, in increasing order. Raises ValueError for invalid ones."""
     lists = {name: sorted(set(getattr(arguments, name))) for name in ("batch", "context", "temperature")}
     lists["nodes"] = sorted(set(arguments.nodes or tried(model.verifier)))
     for name, least in (("batch", 1), ("context", 1), ("nodes", 2), ("temperature", 0)):
         if lists[name][0] < least:
             raise ValueError(f"got --{name} {lists[name][0]}, expected at least {least}")
-    ways = 1 if model.mesh is None else dict(model.mesh.shape)["data"]
-    for batch in lists["batch"]:
-        if batch % ways:
-            raise ValueError(f"got --batch {batch} on a mesh with a data axis of {ways}, expected a multiple of it")
     return lists
 
 
 def tried(verifier: ModelConfig) -> tuple[int, ...]:
-    """Sizes of trees that are measured where none are asked for; a mixture of experts needs small ones to pay."""
+    """Returns the default sizes of trees; with a mixture of experts only small ones may pay."""
     return (*(SMALL if verifier.num_experts else ()), *devices.here().nodes)
 
 
@@ -105,17 +94,12 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
         raise ValueError("got no drafter, expected one: without it there is nothing to choose")
     lists = _lists(arguments, model)
     prompts = chosen_prompts(arguments)
-    fields = values_of(arguments, GenerateConfig) | {"nodes": lists["nodes"][-1], "temperature": 0.0}
-    config = resolve(GenerateConfig(builder="best-first", **fields), {}, model.verifier, model.drafter)
+    fields = option_values(arguments, settings_class()) | {"nodes": lists["nodes"][-1], "temperature": 0.0}
+    config = resolve(settings_class()(builder="best-first", **fields), {}, model.verifier, model.drafter)
     plan = model.plan(config)
-    positions, _ = slots_for(lists["context"][-1], [plan])
-    if positions > model.verifier.max_positions:
-        raise ValueError(
-            f"got --context {lists['context'][-1]}, expected at most "
-            f"{model.verifier.max_positions - positions + lists['context'][-1]}: timed rounds need room"
-        )
+    check_sizes(model.verifier, [plan], lists["batch"], lists["context"], model.mesh)
     chats = [model.encode(empty_chat(prompt, arguments.format)) for prompt in prompts]
-    rows_of(chats, config, model.verifier)  # refuses what is too long, before anything is measured
+    make_requests(chats, config, model.verifier)  # refuses prompts that are too long
     out = Path(arguments.out) if arguments.out else model.budget or calibration.place(None)
     if out.exists():
         calibration.read(out)
@@ -133,7 +117,7 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
         return [[cells[batch, size][part] for size in positions] for batch in lists["batch"]]
 
     entry = calibration.Calibration(
-        identity=calibration.identity_of(model.verifier, model.weights, plan, model.mesh),
+        identity=calibration.make_identity(model.verifier, model.weights, plan, model.mesh),
         nodes=lists["nodes"],
         batch=lists["batch"],
         positions=positions,
@@ -148,32 +132,32 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
     calibration.write(out, entry)
     for batch in lists["batch"]:
         for size in positions:
-            print("\n".join(lines(entry, batch, size)))
+            print("\n".join(describe(entry, batch, size)))
     print(f"written to {out}")
     return 0
 
 
-def lines(entry: calibration.Calibration, batch: int, positions: int) -> list[str]:
-    """What a call of this batch would do at these positions, as people read it."""
+def describe(entry: calibration.Calibration, batch: int, positions: int) -> list[str]:
+    """Returns printed lines: the decisions of a call with this batch at these positions."""
     b, c = entry.batch.index(batch), entry.positions.index(positions)
     times = ", ".join(f"{n}: {1e3 * y:.3g}" for n, y in zip(entry.nodes, entry.round_seconds[b][c], strict=True))
     step = 1e3 * entry.step_seconds[b][c]
     text = [f"batch {batch}, {positions} positions read: step {step:.3g} ms, rounds by nodes {times} ms"]
     for t in entry.temperatures:
         decision = entry.decide(batch, positions, [t])
-        does = f"chooses from {', '.join(map(str, decision.buckets))}" if decision.buckets else "never drafts"
+        does = f"chooses from {', '.join(map(str, decision.nodes))}" if decision.nodes else "never drafts"
         text.append(f"  T {t:g}: {does}; the best of them is {decision.speedup:.2f} x one-token decoding")
     return text
 
 
 @partial(devices.jit, static_argnames=("plan",), donate_argnames=("state",))
 def _round(weights, state: DecodeState, plan: DecodePlan):
-    """A round as `rounds.decode_round`, and what it drafted and kept."""
+    """Runs `rounds.decode_round`; also returns the drafted probabilities and the accepted path."""
     tree, _ = rounds.draft_tree(weights, state, plan)
     verified = rounds.verify_tree(weights, state, tree, plan)
     accepted = rounds.accept_path(state, tree, None, verified.logits_bnv, plan)
     seen = tree.log_prob_bn, accepted.path_bp, accepted.length_b, state.done_b
-    return core.pin(rounds.commit_path(weights, state, verified, accepted, plan)), seen
+    return loops.pin(rounds.commit_path(weights, state, verified, accepted, plan)), seen
 
 
 def accept(
@@ -184,35 +168,32 @@ def accept(
     nodes: Sequence[int],
     progress: Progress,
 ) -> tuple[list[float], float]:
-    """Tokens a round commits by nodes, bonus included, and those below the root over what the draft expected of them.
-
-    Prints them.
-    """
+    """Measures and prints tokens per round by nodes, and the ratio of accepted to expected draft tokens."""
     progress.step(f"answering {len(chats)} prompts at T {temperature:g}")
     config, plan = replace(config, temperature=temperature), model.plan(config)
     kept, expected = np.zeros(len(nodes)), np.zeros(len(nodes))
     count = 0
-    for first in range(0, len(chats), ROWS):
+    for first in range(0, len(chats), BATCH):
         progress.detail(f"{first} of them done")
-        rows = rows_of(chats[first : first + ROWS], config, model.verifier)
-        size = max(row.length for row in rows) + config.max_new_tokens + plan.path_rows + 1
-        inputs = model.inputs(rows, config, size=ROWS, capacity=capacity_bucket(size))
-        with meshes.ambient(model.mesh):
-            state = core.prefill(model.weights, *inputs, plan=plan.for_prefill())
-            while not np.all(meshes.to_host(state.done_b)):
+        requests = make_requests(chats[first : first + BATCH], config, model.verifier)
+        size = max(request.length for request in requests) + config.max_new_tokens + plan.path_length + 1
+        inputs = model.make_batch(requests, config, batch_size=BATCH, capacity=capacity_bucket(size))
+        with sharding.ambient(model.mesh):
+            state = loops.prefill(model.weights, *inputs, plan=plan.for_prefill())
+            while not np.all(sharding.to_host(state.done_b)):
                 state, seen = _round(model.weights, state, plan)
-                log_prob_bn, path_bp, length_b, done_b = meshes.to_host(seen)
+                log_prob_bn, path_bp, length_b, done_b = sharding.to_host(seen)
                 for log_prob_n, path_p, length in zip(
                     log_prob_bn[~done_b], path_bp[~done_b], length_b[~done_b], strict=True
                 ):
                     count += 1
                     kept += [np.sum(path_p[:length] < n) for n in nodes]
                     expected += np.cumsum(np.exp(log_prob_n))[np.array(nodes) - 1]
-    drafted = float(np.sum(expected - count))  # 0 of n-grams where nothing ever matched
+    drafted = float(np.sum(expected - count))  # 0 for n-grams if nothing ever matched
     reliability = min(max(float(np.sum(kept - count)) / drafted, 0.1), 10.0) if drafted > 0 else 1.0
     tau = (kept / max(count, 1)).tolist()
     shown = ", ".join(f"{n}: {value:.2f}" for n, value in zip(nodes, tau, strict=True))
-    print(f"T {temperature:g}: tau by nodes {shown}; {reliability:.2f} of the drafted tokens came true", flush=True)
+    print(f"T {temperature:g}: tau by nodes {shown}; {reliability:.2f} accepted per expected token", flush=True)
     return tau, reliability
 
 
@@ -225,51 +206,51 @@ def time(
     repeats: int,
     progress: Progress,
 ) -> tuple[list[float], list[float], float]:
-    """Median seconds of rounds by nodes, of building their trees, and of a one-token round."""
+    """Measures median seconds of rounds by nodes, of building their trees, and of a one-token round."""
     plans = [replace(plan, num_nodes=n) for n in nodes]
     progress.step(f"compiling rounds at batch {batch}, context {context}")
     bench = Rounds(model, plans, batch=batch, context=context, tell=progress.detail)
     progress.step(f"timing them at batch {batch}, context {context}")
     bench.sample(repeats)
-    median = {(timed.stage, timed.nodes): float(np.median(timed.seconds)) for timed in bench.timed}
+    median = {(timed.phase, timed.nodes): float(np.median(timed.seconds)) for timed in bench.timed}
     return [median["round", n] for n in nodes], [median["tree", n] for n in nodes], median["step", None]
 
 
 class Rounds(Bench):
-    """`Bench` of one-token rounds, rounds that build the largest tree and take one bucket, and trees of as many nodes."""
+    """`Bench` of one-token rounds, rounds that cut the largest tree to one size, and trees of each size."""
 
     def _build(self, compiler: Compiler, prompts: tuple[Any, ...], tokens: int) -> None:
-        largest, weights, one = self.plans[-1], self.weights, jnp.int32(1)
-        prefill = compiler.compile(core.prefill, weights, *prompts, plan=largest.for_prefill()).result()
+        largest, weights, count = self.plans[-1], self.weights, jnp.int32(1)
+        prefill = compiler.compile(loops.prefill, weights, *prompts, plan=largest.for_prefill()).result()
         self.slots, self.marks = divide(prefill.run(weights, *prompts))
-        always = calibration.Decision(
-            buckets=(largest.num_nodes,), positions=[1], round_seconds=np.ones((1, 1)), step_seconds=np.full(1, 1e9),
-            reliability=1.0, speedup=1e9,
-        )  # fmt: skip
-        runner = AdaptiveRunner(plan=largest, weights=weights, mesh=self.model.mesh, decision=always)
-        self.budget, state = runner.begin(self.state).budget, self.state
+        plans = [replace(largest, policy=BudgetPolicy((plan.num_nodes,))) for plan in self.plans]
+        never_pauses = Measured(jnp.ones(1), jnp.ones((1, 1)), jnp.full(1, 1e9), jnp.float32(1), jnp.float32(0))
+        never_pauses = sharding.place(never_pauses, self.model.mesh, over_batch=False)
+        runner, state = Runner(plans[-1], weights, self.model.mesh, policy_weights=never_pauses), self.state
+        self.policy_weights, whole = never_pauses, runner.begin(state)
+        self.policy = {"policy": whole.policy, "nodes_bs": whole.nodes_bs}
 
-        plain, whole = state.replace(drafter=None), AdaptiveState(state, self.budget)
-        step = compiler.compile(core.decode, weights, plain, one, plan=largest.one_token())
-        adaptive = [AdaptivePlan(base=largest, buckets=(plan.num_nodes,)) for plan in self.plans]
-        wholes = [compiler.compile(adaptive_decode, weights, whole, one, plan=plan) for plan in adaptive]
+        plain = state.replace(drafter=None)
+        step = compiler.compile(loops.decode, weights, plain, count, plan=largest.one_token())
+        wholes = [compiler.compile(loops.decode, runner.all_weights, whole, count, plan=plan) for plan in plans]
         expander = EXPANDER(weights, state, plan=largest)
         builds = [compiler.compile(TREE, state, expander, plan=plan) for plan in self.plans]
 
-        work = self.works()[largest]
+        work = self.work(largest)
         self.add("step", None, step.result(), work, self.rounds, False, least=4, most=ROUNDS)
         for plan, build, whole in zip(self.plans, builds, wholes, strict=True):
             nodes = plan.num_nodes
-            self.add("tree", nodes, build.result(), work, again, lambda: (self.state, expander))
+            self.add("tree", nodes, build.result(), work, repeat, lambda: (self.state, expander))
             self.add("round", nodes, whole.result(), work, self.rounds, True, least=4, most=ROUNDS)
 
     def rounds(self, run: Callable[..., Any], drafts: bool, calls: int) -> Callable[[], Any]:
         if not drafts:
             return super().rounds(run, drafts, calls)
-        budget = jax.block_until_ready(copied(self.budget))  # donated
+        policy = jax.block_until_ready(copied(self.policy))  # donated
 
         def adaptive(weights: Any, state: DecodeState, count: jax.Array) -> DecodeState:
-            return run(weights, AdaptiveState(state, budget), count).decode
+            after = run(weights.replace(policy=self.policy_weights), state.replace(**policy), count)
+            return after.replace(policy=None, nodes_bs=None)
 
         return super().rounds(adaptive, drafts, calls)
 

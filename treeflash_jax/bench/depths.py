@@ -1,6 +1,6 @@
-"""How far a drafter's laws are from the verifier's, by depth, on the paths that the verifier accepts.
+"""Distances of a drafter's distributions from the verifier's, by depth, on the paths that the verifier accepts.
 
-Shape suffixes: b batch, i depth, p rows of an accepted path, c children, v vocabulary.
+Shape suffixes: b batch, i depth, p positions of an accepted path, c children, v vocabulary.
 
 Source: the total variation distance by depth of TreeFlash (arXiv 2606.03819), Figure 3.
 """
@@ -15,28 +15,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax import devices
-from treeflash_jax.batching import capacity_bucket
+from treeflash_jax.core import devices
+from treeflash_jax.core.sharding import ambient
 from treeflash_jax.decoding import loops, rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
-from treeflash_jax.mesh import ambient
-from treeflash_jax.model import TreeFlash
-from treeflash_jax.planning import rows_of
-from treeflash_jax.settings import GenerateConfig
+from treeflash_jax.engine.batching import capacity_bucket
+from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.engine.planning import make_requests
+from treeflash_jax.engine.settings import GenerateConfig
 from treeflash_jax.trees import Expander, pick
 
 
 def distances(expander: Expander, logits_bpv: jax.Array, tokens_bp: jax.Array) -> jax.Array:
-    """Total variation distance of the drafter's law from the verifier's after every prefix of a path, [b, i].
+    """Computes the total variation distance between drafter and verifier after every prefix of a path, [b, i].
 
-    Tokens that the drafter does not list count as one: what is found is a lower bound, exact where all are listed, and NaN
-    where none is.
+    Tokens that the drafter does not list count as one, which gives a lower bound: exact if all are listed, NaN if none is.
 
     Args:
       logits_bpv: of the verifier, after 0, 1, ... tokens of the path.
-      tokens_bp: the tokens of the path; once one is not listed, what follows means nothing.
+      tokens_bp: tokens of the path. Distances after a token that the drafter does not list mean nothing.
     """
-    state_b1, found = expander.start(1), []
+    state_b1, distances_bi = expander.start(1), []
     for depth in range(min(expander.num_depths, logits_bpv.shape[1])):
         tokens_b1c, log_q_b1c = expander.children(jnp.int32(depth), state_b1)
         tokens_bc, q_bc = tokens_b1c[:, 0], jnp.exp(log_q_b1c[:, 0].astype(jnp.float32))
@@ -44,15 +43,19 @@ def distances(expander: Expander, logits_bpv: jax.Array, tokens_bp: jax.Array) -
         p_bc = jnp.where(q_bc > 0, jnp.take_along_axis(p_bv, tokens_bc, axis=1), 0)
         others_b = jnp.abs(jnp.sum(p_bc, axis=1) - jnp.sum(q_bc, axis=1))
         distance_b = (jnp.sum(jnp.abs(p_bc - q_bc), axis=1) + others_b) / 2
-        found.append(jnp.where(jnp.any(q_bc > 0, axis=1), distance_b, jnp.nan))
+        distances_bi.append(jnp.where(jnp.any(q_bc > 0, axis=1), distance_b, jnp.nan))
         child_b1 = jnp.argmax(tokens_bc == tokens_bp[:, depth, None], axis=1)[:, None].astype(jnp.int32)
         state_b1 = expander.follow(jnp.int32(depth), state_b1, child_b1)
-    return jnp.stack(found, axis=1)
+    return jnp.stack(distances_bi, axis=1)
 
 
 @partial(devices.jit, static_argnames="plan")
 def observed_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[DecodeState, jax.Array, jax.Array]:
-    """A round, the distances along its accepted path [b, i], and how many of them mean something, [b]."""
+    """Runs a round.
+
+    Returns:
+      The state, the distances along the accepted path [b, i], and the number of them that mean something, [b].
+    """
     expander = rounds.draft_expander(weights, state, plan)
     tree, proposal = rounds.build_tree(state, expander, plan)
     verified = rounds.verify_tree(weights, state, tree, plan)
@@ -62,16 +65,16 @@ def observed_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> tu
     return rounds.commit_path(weights, state, verified, accepted, plan), distances_bi, count_b
 
 
-def by_depth(model: TreeFlash, prompts: Sequence[Any], config: GenerateConfig) -> dict[str, list[float]]:
-    """Mean distance at every depth, over all rounds that accepted the tokens above it and drafted any there.
+def distances_by_depth(model: TreeFlash, prompts: Sequence[Any], config: GenerateConfig) -> dict[str, list[float]]:
+    """Measures the mean distance at every depth, over the rounds that accepted all tokens above it and drafted any there.
 
     Returns:
-      "distance" and "rounds", how many there were, by depth; depth 0 is the law after the anchor.
+      {"distance", "rounds"}: mean distances, and the numbers of rounds, by depth; depth 0 comes after the anchor.
     """
     plan = model.plan(config)
-    encoded = rows_of([model.encode(prompt) for prompt in prompts], config, model.verifier)
-    capacity = capacity_bucket(max(row.length for row in encoded) + config.max_new_tokens + 1 + plan.path_rows)
-    inputs = model.inputs(encoded, config, size=len(encoded), capacity=capacity)
+    requests = make_requests([model.encode(prompt) for prompt in prompts], config, model.verifier)
+    capacity = capacity_bucket(max(request.length for request in requests) + config.max_new_tokens + 1 + plan.path_length)
+    inputs = model.make_batch(requests, config, batch_size=len(requests), capacity=capacity)
     with ambient(model.mesh):
         state = loops.prefill(model.weights, *inputs, plan=plan.for_prefill())
         total, count = 0.0, 0

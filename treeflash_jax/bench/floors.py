@@ -1,17 +1,17 @@
-"""What a stage cannot be faster than: the bytes and FLOPs of one device (costs.py) over rates measured on the same machine.
+"""Least times of the phases of a round: bytes and FLOPs of one device (costs.py) over rates measured on the same machine.
 
-Bytes of a stage, on one device of the mesh:
+Bytes of a phase, on one device of the mesh:
 
-- weights that the stage uses, read once; of a mixture of experts, those of the experts that some row was routed to, as
-  measured on the rows that are timed (in a prefill: as many as routing at random would choose).
+- weights that the phase uses, read once; of a mixture of experts, those of the experts that a token was routed to, as
+  measured on the tokens that are timed (in a prefill: the number that routing at random would choose).
 - keys and values of the `context` committed positions, read once; new ones that are kept, written once. Slots of the cache
-  beyond the context are nobody's need, though an implementation may read them.
-- what a stage hands to the next one (block, transition table, logits, features, new keys and values), where it is timed as
-  a program of its own: written once by the one, read once by the other. A whole round need not move any of it, so its floor
-  leaves that out: a round's floor lies below the sum of its stages' floors.
+  beyond the context do not count, though an implementation may read them.
+- data that a phase hands to the next (block, transition table, logits, features, new keys and values), when it is timed as
+  its own program: written once and read once. A whole round need not move any of it, so its floor leaves that out: a
+  round's floor is below the sum of its phases' floors.
 
 FLOPs: every weight with every token it meets, queries with the context and with the token itself. Other new tokens
-(ancestors, half a prompt) are counted for prefill and the drafter's block only.
+(ancestors, half a prompt) count for prefill and the drafter's block only.
 
 Floor = max(bytes / copy rate, FLOPs / matmul rate). Collectives count as nothing.
 """
@@ -22,17 +22,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from treeflash_jax import drafters
-from treeflash_jax.costs import Counter, Work
 from treeflash_jax.decoding.state import DecodePlan
+from treeflash_jax.models.costs import Counter, Work
 
 
-def stages_of(plan: DecodePlan) -> list[str]:
-    """Names of the stages of a round, in order."""
+def phase_names(plan: DecodePlan) -> list[str]:
+    """Returns the names of a round's phases, in order."""
     drafting = drafters.of(plan.drafter).stages(plan.drafter) if plan.drafts else ()
     return [*drafting, "tree", "verify", "accept", "commit"]
 
 
-def stage_work(
+def phase_work(
     plan: DecodePlan,
     *,
     batch: int,
@@ -42,23 +42,22 @@ def stage_work(
     quantize: str | None = None,
     experts: Mapping[int, float] | None = None,
 ) -> dict[str, Work]:
-    """The work of every stage of a plan that drafts; see the module for what counts.
+    """Counts the work of every phase of a plan that drafts; see the module for what counts.
 
     Args:
-      plan: sizes, nodes, candidates and children.
-      context: committed positions of each of them.
-      mesh: sizes of one device's share; None: one device.
+      context: committed positions per sequence.
+      mesh: counts one device's share; None: one device.
       quantize: scheme of the verifier's matrices.
-      experts: distinct experts that a layer reads on one device, by tokens of a sequence, where that was measured; others
-        are those of routing at random.
+      experts: distinct experts that a layer reads on one device, by tokens per sequence, as measured; for other numbers of
+        tokens, routing at random is assumed.
 
     Returns:
-      By name: those of `stages_of`, "round", "step" (one token without drafting) and "prefill" (one token of a prompt of
+      By name: those of `phase_names`, "round", "step" (one token without drafting) and "prefill" (one token of a prompt of
       `context` tokens, all sequences of the batch counted).
     """
     count = Counter(dtype=dtype, batch=batch, context=context, mesh=mesh)
-    model, drafter, nodes, path = plan.verifier, plan.drafter, plan.num_nodes, plan.path_rows
-    own = drafters.of(drafter)
+    model, drafter, nodes, path = plan.verifier, plan.drafter, plan.num_nodes, plan.path_length
+    module = drafters.of(drafter)
 
     def verify(tokens: int) -> Work:
         read = (experts or {}).get(tokens)
@@ -70,20 +69,20 @@ def stage_work(
         return count.numbers((None, None), shape) + count.cached(model, tokens)
 
     logits = count.numbers((None, "vocab"), (nodes, model.vocab_size))
-    commit = own.extend_work(count, drafter, path) + count.cached(model, path)
-    stages = own.work(count, drafter, plan.draft, model, quantize)  # what each needs, and what it hands on
-    stages = stages | {"tree": stages.get("tree", (Work(), Work())), "verify": (verify(nodes), logits + features(nodes))}
+    commit = module.extend_work(count, drafter, path) + count.cached(model, path)
+    phases = module.work(count, drafter, plan.draft, model, quantize)  # the needs of each, and what it hands on
+    phases = phases | {"tree": phases.get("tree", (Work(), Work())), "verify": (verify(nodes), logits + features(nodes))}
     work, before = {}, Work()
-    for stage, (need, after) in stages.items():
-        work[stage] = need + before + after
+    for phase, (need, after) in phases.items():
+        work[phase] = need + before + after
         before = after
     prompt = count.layers(model, context, (context + 1) / 2, quantize) + count.vocabulary(model, 1, quantize)
-    prompt += count.cached(model, context) + own.extend_work(count, drafter, context)
+    prompt += count.cached(model, context) + module.extend_work(count, drafter, context)
     return {
         **work,
         "accept": logits,
         "commit": commit + features(path),
-        "round": sum((need for need, _ in stages.values()), commit),
+        "round": sum((need for need, _ in phases.values()), commit),
         "step": verify(1) + count.cached(model, 1),
         "prefill": prompt.over(batch * context),
     }

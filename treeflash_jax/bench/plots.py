@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax import files
+from treeflash_jax.core import files
 
 
 def check(path: str | Path) -> None:
-    """Refuses, before anything is measured, a figure that could not be drawn or that would replace another file.
+    """Refuses, before anything is measured, a figure that cannot be drawn or that would replace another file.
 
     Raises:
       ValueError: no matplotlib, an unknown kind of file, or a path that cannot or must not be written.
@@ -27,44 +28,38 @@ def check(path: str | Path) -> None:
 
 
 def save(figure: Any, path: str | Path) -> None:
-    """Writes a matplotlib figure in the format that the path's ending names."""
+    """Writes a matplotlib figure in the format of the path's ending."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format=Path(path).suffix[1:])
     files.write(path, drawn.getvalue())
 
 
-def draw_trees(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
-    """Tokens per round over nodes, expected ones where they were recorded: a panel per temperature and head, a line per
-    builder with the best of its rules.
+def draw_trees(systems: Sequence[dict[str, Any]], path: str | Path) -> None:
+    """Draws tokens per round over nodes, the expected ones if they were recorded.
+
+    There is a panel per temperature and head, with a line per builder for the best of its rules.
 
     Args:
-      rows: of `report.summarise`; those without a number of nodes are left out.
+      systems: entries of `report.summarise`; those without a number of nodes are left out.
     """
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def tau(system: dict[str, Any]) -> float:
+        return system["whole_rounds"]["expected_tau"]["value"] if system["whole_rounds"] else system["tau"]
 
-    def tau(row: dict[str, Any]) -> float:
-        return row["whole_rounds"]["expected_tau"]["value"] if row["whole_rounds"] else row["tau"]
-
-    rows = [row for row in rows if isinstance(row["nodes"], int) and row["tau"]]
-    heads, temperatures = (list(dict.fromkeys(row[key] for row in rows)) or [None] for key in ("head", "temperature"))
-    shape = len(heads), len(temperatures)
-    figure, axes = pyplot.subplots(*shape, squeeze=False, sharey=True, figsize=(4 * shape[1], 3.4 * shape[0]))
-    for row_of_axes, head in zip(axes, heads, strict=True):
-        for axis, temperature in zip(row_of_axes, temperatures, strict=True):
-            best: dict[str, dict[int, dict[str, Any]]] = {}
-            for row in sorted(rows, key=tau):
-                if (row["head"], row["temperature"]) == (head, temperature):
-                    best.setdefault(row["builder"], {})[row["nodes"]] = row
-            for builder, found in best.items():
-                nodes = sorted(found)
-                label = f"{builder}, {found[nodes[-1]]['acceptance']}"
-                axis.plot(nodes, [tau(found[count]) for count in nodes], "o-", label=label)
-            axis.set(title=f"{head}, T = {temperature}", xlabel="nodes verified in a round")
-            axis.legend(fontsize="x-small")
-        row_of_axes[0].set_ylabel("tokens per round")
-    figure.tight_layout()
+    systems = sorted((s for s in systems if isinstance(s["nodes"], int) and s["tau"]), key=tau)
+    heads, temperatures = (list(dict.fromkeys(s[key] for s in systems)) or [None] for key in ("head", "temperature"))
+    figure = Figure(figsize=(4 * len(temperatures), 3.4 * len(heads)), layout="constrained")
+    axes = figure.subplots(len(heads), len(temperatures), squeeze=False, sharey=True)
+    for (i, head), (j, temperature) in product(enumerate(heads), enumerate(temperatures)):
+        best: dict[str, dict[int, dict[str, Any]]] = {}
+        for system in systems:
+            if (system["head"], system["temperature"]) == (head, temperature):
+                best.setdefault(system["builder"], {})[system["nodes"]] = system
+        for builder, by_nodes in best.items():
+            nodes = sorted(by_nodes)
+            label = f"{builder}, {by_nodes[nodes[-1]]['acceptance']}"
+            axes[i, j].plot(nodes, [tau(by_nodes[count]) for count in nodes], "o-", label=label)
+        axes[i, j].set(title=f"{head}, T = {temperature}", xlabel="nodes verified in a round", ylabel="tokens per round")
+        axes[i, j].legend(fontsize="x-small")
     save(figure, path)
-    pyplot.close(figure)

@@ -1,17 +1,14 @@
-"""The summary of a benchmark, derived from its JSONL alone: `treeflash bench report FILE`.
+"""Prints the tables of a file that `treeflash bench run` wrote: `treeflash bench report FILE`.
 
-    python -m treeflash_jax.bench.report results.jsonl [--against marginal] [--json]
+Estimators. tau: tokens that rounds added to answers over the number of rounds. tau per response: mean of the tau of every
+response (a turn; those without a round are left out). tokens/s: all tokens over all seconds, prefill included; its median
+is over answers. speedup: tokens/s over that of one-token decoding, the fastest if there are several. tau ratio: tau over
+that of a named system. Ratios are over the answers that two systems have in common at one temperature. Intervals are 95 %
+percentile bootstraps over prompts; both systems, and all seeds of a prompt, are resampled together.
 
-Estimators. tau pooled: all tokens that rounds added to answers over all rounds (in records of schema 1 the last round of an
-answer counts in full, also where a stop or the limit cut it). tau per response: the mean of every response's own tau (a
-turn is a response; those without a round are left out). tokens/s: all tokens over all seconds, prefill included. speedup:
-tokens/s over that of the one-token system, and tau ratio: pooled tau over that of a named system, both over the answers
-that the two have in common at one temperature: same prompt, same seed, same run. Intervals are 95 % percentile bootstraps
-over prompts; both systems, and all seeds of a prompt, are drawn together.
-
-Where rounds recorded what they were expected to commit, a further table counts the last round of an answer in full, also
-where a stop or the limit cut it, since what is expected of a round knows no cut. It compares trees with the best-first tree
-of as many nodes.
+If rounds recorded the number of tokens that they were expected to commit, another table counts the last round of an answer
+in full, although a stop or the limit cut it, as the expected number does. It compares trees with the best-first tree of the
+same number of nodes.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from itertools import zip_longest
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -28,11 +25,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from treeflash_jax.bench import plots, standalone, verdicts
-from treeflash_jax.bench.records import QUANTIZE, SHARED, Answers, Record, key_of, read_records
+from treeflash_jax.bench import plots
+from treeflash_jax.bench.bench_records import PEER, SHARED, Record, is_comparable, is_same_answer, read_records, record_key
 
 RESAMPLES = 2000
 WIDTH = 140  # of tables that do not go to a terminal
+Answers = dict[tuple[str, int], Record]  # records of one system at one temperature, by (prompt, seed)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         metavar="SYSTEM",
-        help="system that tau ratios divide by (default: marginal, the tree without the head, with as many nodes)",
+        help="system that tau ratios divide by (default: marginal, the tree without the head, of the same number of nodes)",
     )
     parser.add_argument("--resamples", type=int, default=RESAMPLES, help="bootstrap resamples (default: %(default)s)")
     parser.add_argument("--plot", metavar="FILE", help="picture of tokens per round over nodes (needs matplotlib)")
@@ -55,10 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
       ValueError: a file that cannot be read, is empty, malformed, of another schema version or of several runs.
     """
     records, _ = read_records(arguments.results)
-    summary = summarise(records, against=arguments.against, resamples=arguments.resamples, source=arguments.results)
+    if not records:
+        raise ValueError(f"{arguments.results}: got no records, expected at least one")
+    summary = summarise(records, against=arguments.against, resamples=arguments.resamples)
     if arguments.plot:
         plots.check(arguments.plot)
-        plots.draw_trees(summary["rows"], arguments.plot)
+        plots.draw_trees(summary["systems"], arguments.plot)
     if arguments.json:
         print(json.dumps(summary, indent=2))
     else:
@@ -66,25 +66,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def summarise(
-    records: Sequence[Record], *, against: str | None = None, resamples: int = RESAMPLES, source: str = "the results"
-) -> dict[str, Any]:
-    """Everything the tables show.
+def summarise(records: Sequence[Record], *, against: str | None = None, resamples: int = RESAMPLES) -> dict[str, Any]:
+    """Computes all that the tables show.
 
     Args:
-      against: the system that tau ratios divide by; a tree without rows ("marginal", the default) means as many rows.
+      records: at least one.
+      against: system that tau ratios divide by; "marginal", the default, means the tree of the same number of nodes.
       resamples: of the bootstrap.
-      source: named in errors.
 
     Returns:
-      {"schema", "settings", "versions", "hardware", "rows"}: a row per temperature and system. Ratios are {"value", "low",
-      "high", "answers"} or None where the other system is missing.
+      {"settings", "versions", "hardware", "systems"}: systems has an entry per temperature and system. Ratios are
+      {"value", "low", "high", "answers"}, or None if the other system is missing.
 
     Raises:
-      ValueError: no records, or an unknown system.
+      ValueError: an unknown system, or no resamples.
     """
-    if not records:
-        raise ValueError(f"{source}: got no records, expected at least one")
     if resamples < 1:
         raise ValueError(f"got resamples {resamples}, expected at least 1")
     names = sorted({record["system"] for record in records})
@@ -92,68 +88,114 @@ def summarise(
         raise ValueError(f"got unknown system {against!r}, expected one of {', '.join(names)}")
     groups: dict[float, dict[str, Answers]] = {}
     for record in records:
-        prompt, system, temperature, seed = key_of(record)
-        groups.setdefault(temperature, {}).setdefault(system, {})[prompt, seed] = record
-    rows = []
-    for temperature, systems in sorted(groups.items()):
-        for name in systems:
-            row = {"temperature": temperature, "system": name}
-            rows.append(row | _row(name, systems, against or "marginal", resamples))
-    first = records[0]
-    shared = {name: first["settings"].get(name) for name in (*SHARED, QUANTIZE)}
+        prompt, system, temperature, seed = record_key(record)
+        groups.setdefault(temperature, {}).setdefault(system, {})[prompt, seed] = _with_counts(record)
+    first, dtypes = records[0], dict.fromkeys(record["settings"]["dtype"] for record in records)
+    dtypes.pop(None, None)  # of other programs
     return {
-        "schema": first["schema"],
-        "settings": shared,
+        "settings": {name: first["settings"][name] for name in SHARED} | {"dtype": ", ".join(dtypes)},
         "versions": first["versions"],
         "hardware": first["hardware"],
-        "rows": rows,
+        "systems": [
+            {
+                "temperature": temperature,
+                "system": name,
+                **_summarise_system(name, systems, against or "marginal", resamples),
+            }
+            for temperature, systems in sorted(groups.items())
+            for name in systems
+        ],
     }
 
 
-def _row(name: str, systems: dict[str, Answers], against: str, resamples: int) -> dict[str, Any]:
+def _with_counts(record: Record) -> Record:
+    """Adds the numbers of rounds, of tokens that they committed, and of those with what the end of an answer cut."""
+    lengths = [length for turn in record["accept_lengths"] for length in turn]
+    sums = {"rounds": len(lengths), "committed": sum(lengths), "whole": sum(lengths) + sum(record["cut"])}
+    return record | sums
+
+
+def _summarise_system(name: str, systems: dict[str, Answers], against: str, resamples: int) -> dict[str, Any]:
     mine = systems[name]
-    settings = _settings(mine)
-    builder = settings["builder"]
-    records = list(mine.values())
-    total = {what: sum(record[what] for record in records) for what in ("tokens", "seconds", "rounds", "committed")}
+    settings, records = _settings(mine), list(mine.values())
+    total = {key: sum(record[key] for record in records) for key in ("tokens", "seconds", "rounds", "committed")}
     responses = [lengths for record in records for lengths in record["accept_lengths"]]
     taus = [sum(lengths) / len(lengths) for lengths in responses if lengths]
-    depths = [sum(counts) for counts in zip_longest(*(r["accepted_by_depth"] for r in records), fillvalue=0)]
-    plain = next((other for other in systems.values() if _settings(other)["builder"] == "none"), {})
-    wanted = (against, f"{against}-{_settings(mine)['nodes']}")
-    beside = next((other for other in systems if {other, other.partition("@")[0]} & {*wanted} and other != name), None)
+    plain = [answers for answers in systems.values() if _settings(answers)["builder"] == "none"]
+    fastest = max(plain, key=_speed, default={})
+    same_dtype = next((answers for answers in plain if _settings(answers)["dtype"] == settings["dtype"]), fastest)
+    wanted = against, f"{against}-{settings['nodes']}"
+    other = next((other for other in systems if {other, other.partition("@")[0]} & {*wanted} and other != name), None)
     return {
-        **{name: settings.get(name) for name in ("nodes", "head", "acceptance")},
-        "builder": "one-path" if settings.get("branches") == 1 and builder != "hybrid" else builder,
+        **{key: settings[key] for key in ("nodes", "head", "acceptance")},
+        "builder": "one-path" if settings["branches"] == 1 and settings["builder"] == "paths" else settings["builder"],
         "prompts": len({prompt for prompt, _ in mine}),
         "responses": len(responses),
         **total,
         "tau": total["committed"] / total["rounds"] if total["rounds"] else None,
         "tau_per_response": sum(taus) / len(taus) if taus else None,
-        "acceptance_by_depth": [count / total["rounds"] for count in depths],
-        "tokens_per_second": total["tokens"] / max(total["seconds"], 1e-9),
-        "speedup": paired_ratio(mine, plain, "tokens", "seconds", resamples),
-        **verdicts.summarise([(mine[key], plain[key]) for key in mine.keys() & plain.keys()]),
-        "against": beside,
-        "tau_ratio": paired_ratio(mine, systems.get(beside, {}), "committed", "rounds", resamples),
-        "whole_rounds": _whole_rounds(mine, systems, resamples) if "expected" in records[0] else None,
+        "acceptance_by_depth": _acceptance_by_depth(records),
+        "tokens_per_second": _speed(mine),
+        "median_tokens_per_second": median(record["tokens"] / max(record["seconds"], 1e-9) for record in records),
+        "speedup": paired_ratio(mine, fastest, "tokens", "seconds", resamples),
+        **_compare_answers([(mine[key], same_dtype[key]) for key in mine.keys() & same_dtype.keys()]),
+        "against": other,
+        "tau_ratio": paired_ratio(mine, systems.get(other, {}), "committed", "rounds", resamples),
+        "speed_ratio": paired_ratio(mine, systems.get(other, {}), "tokens", "seconds", resamples),
+        "whole_rounds": _whole_rounds(mine, systems, resamples) if records[0].get("expected") else None,
     }
 
 
+def _acceptance_by_depth(records: Sequence[Record]) -> list[float]:
+    """Returns the share of rounds that accept at least 1, 2, ... draft tokens, also beyond the end of an answer."""
+    lengths = []
+    for record in records:
+        for turn, cut in zip(record["accept_lengths"], record["cut"], strict=True):
+            lengths += [*turn[:-1], turn[-1] + cut] if turn else []
+    return [sum(length > depth for length in lengths) / len(lengths) for depth in range(1, max(lengths, default=1))]
+
+
+def _compare_answers(pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any]:
+    """Sums up how the answers of a system differ from one-token answers.
+
+    Args:
+      pairs: answers, each with the one-token answer to the same prompt.
+
+    Returns:
+      {"compared", "identical", "compared_tokens", "near_ties", "verdict"}: numbers of answers, and of tokens up to the
+      first difference. The last three are None for systems that draw other samples or have another dtype.
+    """
+    differing = [(drafted, plain) for drafted, plain in pairs if not is_same_answer(drafted, plain)]
+    summary = {"compared": len(pairs), "identical": len(pairs) - len(differing)}
+    summary |= dict.fromkeys(("compared_tokens", "near_ties", "verdict"))
+    differences = [
+        drafted.get("differences", {}).get(plain["system"]) or plain.get("differences", {}).get(drafted["system"])
+        for drafted, plain in differing
+    ]
+    if pairs and all(differences) and all(is_comparable(*pair) for pair in pairs):
+        tokens = sum(sum(map(len, plain["ids"])) for drafted, plain in pairs if drafted["ids"] == plain["ids"])
+        for difference, (_, plain) in zip(differences, differing, strict=True):
+            tokens += sum(map(len, plain["ids"][: difference["turn"]])) + difference["index"] + 1
+        near_ties = sum(difference["near_tie"] for difference in differences)
+        verdict = "PASS" if near_ties == len(differences) else "FAIL"
+        summary |= {"compared_tokens": tokens, "near_ties": near_ties, "verdict": verdict}
+    return summary
+
+
 def _whole_rounds(mine: Answers, systems: dict[str, Answers], resamples: int) -> dict[str, Any]:
-    """tau and expected tau with the cut parts of rounds, and their ratios over the best-first tree of as many nodes."""
-
-    def whole(answers: Answers) -> Answers:
-        return {key: record | {"whole": record["committed"] + sum(record["cut"])} for key, record in answers.items()}
-
+    """Returns tau and expected tau over whole rounds, and their ratios over the best-first tree of the same size."""
     wanted = {**{name: _settings(mine)[name] for name in ("head", "nodes")}, "builder": "best-first"}
-    plain = (other for other in systems.values() if wanted.items() <= _settings(other).items())
-    beside, single = whole(next(plain, {})), {key: {"whole": 1, "expected": 1, "rounds": 1} for key in mine}
-    mine, found = whole(mine), {}
+    best_first = next((answers for answers in systems.values() if wanted.items() <= _settings(answers).items()), {})
+    single = {key: {"whole": 1, "expected": 1, "rounds": 1} for key in mine}
+    ratios = {}
     for top, name in (("whole", "tau"), ("expected", "expected_tau")):
-        found[name] = paired_ratio(mine, single, top, "rounds", resamples)
-        found[f"{name}_ratio"] = paired_ratio(mine, beside, top, "rounds", resamples)
-    return found
+        ratios[name] = paired_ratio(mine, single, top, "rounds", resamples)
+        ratios[f"{name}_ratio"] = paired_ratio(mine, best_first, top, "rounds", resamples)
+    return ratios
+
+
+def _speed(answers: Answers) -> float:
+    return sum(r["tokens"] for r in answers.values()) / max(sum(r["seconds"] for r in answers.values()), 1e-9)
 
 
 def _settings(answers: Answers) -> dict[str, Any]:
@@ -161,31 +203,31 @@ def _settings(answers: Answers) -> dict[str, Any]:
 
 
 def paired_ratio(mine: Answers, theirs: Answers, top: str, bottom: str, resamples: int) -> dict[str, Any] | None:
-    """(sum of top / sum of bottom) of one system over the same of another, with its paired bootstrap interval.
+    """Computes (sum of top / sum of bottom) of one system over that of another, with a paired bootstrap interval.
 
     Args:
       mine, theirs: records by (prompt, seed); only keys of both count.
       top, bottom: names of the two summed quantities.
-      resamples: draws of as many prompts, with replacement.
+      resamples: number of draws of prompts, with replacement.
 
     Returns:
-      {"value", "low", "high", "answers"}; None without a common answer or where a sum is zero. One prompt has no interval.
+      {"value", "low", "high", "answers"}; None without a common answer or if a sum is zero. One prompt has no interval.
     """
     common = sorted(mine.keys() & theirs.keys())
     prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompt for prompt, _ in common))}
-    sums_xp = np.zeros((4, len(prompts)))
+    sums = np.zeros((4, len(prompts)))
     for key in common:
         ours, other = mine[key], theirs[key]
-        sums_xp[:, prompts[key[0]]] += (ours[top], ours[bottom], other[top], other[bottom])
-    if not sums_xp.sum(axis=1).all():
+        sums[:, prompts[key[0]]] += (ours[top], ours[bottom], other[top], other[bottom])
+    if not sums.sum(axis=1).all():
         return None
-    ratio = {"value": float(_ratio(sums_xp.sum(axis=1))), "low": None, "high": None, "answers": len(common)}
+    ratio = {"value": float(_ratio(sums.sum(axis=1))), "low": None, "high": None, "answers": len(common)}
     if len(prompts) > 1:
-        share_p = np.full(len(prompts), 1 / len(prompts))
-        draws_rp = np.random.default_rng(0).multinomial(len(prompts), share_p, size=resamples)
-        with np.errstate(invalid="ignore"):  # a draw of nothing but prompts without rounds has no ratio
-            ratios_r = _ratio(sums_xp @ draws_rp.T)
-        ratio["low"], ratio["high"] = (float(x) for x in np.nanpercentile(ratios_r, (2.5, 97.5)))
+        share = np.full(len(prompts), 1 / len(prompts))
+        counts = np.random.default_rng(0).multinomial(len(prompts), share, size=resamples)  # [resamples, prompts]
+        with np.errstate(invalid="ignore"):  # a resample of prompts without rounds has no ratio
+            ratios = _ratio(sums @ counts.T)
+        ratio["low"], ratio["high"] = (float(x) for x in np.nanpercentile(ratios, (2.5, 97.5)))
     return ratio
 
 
@@ -196,58 +238,57 @@ def _ratio(sums: np.ndarray) -> np.ndarray:
 def show(summary: dict[str, Any], console: Console | None = None) -> None:
     """Prints the summary as tables that fit 80 columns."""
     console = console or table_console()
-    settings, hardware, versions = summary["settings"], summary["hardware"], summary["versions"]
+    settings, systems = summary["settings"], summary["systems"]
     title = f"{settings['verifier']}, {settings['format']} prompts, batch {settings['batch_size']}"
-    tokens = table(
-        f"{title}: tokens per round", ["T", "*system", "responses", "tau", "per\nresponse", "tau ratio", "*over"]
+    columns = ["T", "*system", "responses", "tau", "per\nresponse", "tau ratio", "*over"]
+    tokens = make_table(f"{title}: tokens per round", columns)
+    speed = make_table(f"{title}: speed", ["T", "*system", "tokens/s", "median", "speedup", "identical"])
+    whole = make_table(
+        "whole rounds: ratios over the best-first tree of the same number of nodes",
+        ["T", "*system", "tau", "ratio", "expected ratio"],
     )
-    speed = table(f"{title}: speed", ["T", "*system", "tokens/s", "speedup", "identical"])
-    for row in summary["rows"]:
-        key = f"{row['temperature']:g}", row["system"]
-        ratio, numbers = row["tau_ratio"], (row["tau"], row["tau_per_response"])
-        over = row["against"] if ratio else "-"
-        tokens.add_row(*key, str(row["responses"]), *map(_number, numbers), interval(ratio), over)
-        same = f"{row['identical']} of {row['speedup']['answers']}" if row["speedup"] else "-"
-        speed.add_row(*key, f"{row['tokens_per_second']:.0f}", interval(row["speedup"]), same)
-    console.print(tokens, speed)
-    if found := [row for row in summary["rows"] if row["whole_rounds"]]:
-        columns = ["T", "*system", "tau", "ratio", "expected ratio"]
-        rules = table("whole rounds: ratios over the best-first tree of as many nodes", columns)
-        for row in found:
-            whole = row["whole_rounds"]
-            tau = _number(whole["tau"] and whole["tau"]["value"])
-            ratios = interval(whole["tau_ratio"]), interval(whole["expected_tau_ratio"])
-            rules.add_row(f"{row['temperature']:g}", row["system"], tau, *ratios)
-        console.print(rules)
-    depth = max(len(row["acceptance_by_depth"]) for row in summary["rows"])
-    if depth:
-        depths = map(str, range(1, depth + 1))
-        shares = table("% of rounds that accept at least so many draft tokens", ["T", "*system", *depths])
-        for row in summary["rows"]:
-            if found := row["acceptance_by_depth"]:
-                percent = [f"{100 * share:.0f}" for share in found + [0.0] * (depth - len(found))]
-                shares.add_row(f"{row['temperature']:g}", row["system"], *percent)
-        console.print(shares)
-    console.print(
-        f"{hardware['device']} ({hardware['backend']}, {hardware['cores']} cores), {settings['dtype']}, "
-        + (f"{settings[QUANTIZE]} verifier, " if settings[QUANTIZE] else "")
-        + f"at most {settings['max_new_tokens']} new tokens, top-k {settings['top_k']}, top-p {settings['top_p']:g}; "
-        + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + ". tau: tokens that a round adds to its answer, the verifier's own token after the accepted ones included"
-        + (" (last rounds in full, even where they were cut)" if summary["schema"] == 1 else "")
-        + "; brackets: 95 % paired bootstrap over prompts; "
-        "identical: answers equal to one-token decoding."
-    )
-    console.print(*_lossless([row for row in summary["rows"] if row["verdict"]], settings["dtype"]))
+    depth = max(len(system["acceptance_by_depth"]) for system in systems)
+    depths = make_table("% of rounds that accept at least n draft tokens", ["T", "*system", *map(str, range(1, depth + 1))])
+    for system in systems:
+        key = f"{system['temperature']:g}", system["system"]
+        ratio = system["tau_ratio"]
+        if system["builder"] != PEER:
+            numbers = _number(system["tau"]), _number(system["tau_per_response"])
+            other = system["against"] if ratio else "-"
+            tokens.add_row(*key, str(system["responses"]), *numbers, format_interval(ratio), other)
+        speeds = (f"{system[name]:.0f}" for name in ("tokens_per_second", "median_tokens_per_second"))
+        same = f"{system['identical']} of {system['compared']}" if system["compared"] else "-"
+        speed.add_row(*key, *speeds, format_interval(system["speedup"]), same)
+        if ratios := system["whole_rounds"]:
+            tau = _number(ratios["tau"] and ratios["tau"]["value"])
+            intervals = format_interval(ratios["tau_ratio"]), format_interval(ratios["expected_tau_ratio"])
+            whole.add_row(*key, tau, *intervals)
+        if shares := system["acceptance_by_depth"]:
+            depths.add_row(*key, *(f"{100 * share:.0f}" for share in shares + [0.0] * (depth - len(shares))))
+    console.print(*(table for table in (tokens, speed, whole, depths) if table.row_count))
+    console.print(_describe(summary))
+    console.print(*_judge([system for system in systems if system["verdict"]], settings["dtype"]))
 
 
-def _lossless(rows: Sequence[dict[str, Any]], dtype: str) -> list[str]:
-    """Says the verdict of all systems in a sentence; nothing without systems that drafting must not change."""
-    if not rows:
+def _describe(summary: dict[str, Any]) -> str:
+    settings, hardware = summary["settings"], summary["hardware"]
+    quantized = f"{settings['quantize']} verifier, " if settings["quantize"] else ""
+    versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
+    return (
+        f"{hardware['device']} ({hardware['backend']}, {hardware['cores']} cores), {settings['dtype']}, {quantized}"
+        f"at most {settings['max_new_tokens']} new tokens, top-k {settings['top_k']}, top-p {settings['top_p']:g}; "
+        f"{versions}. tau: tokens that a round adds to its answer, the verifier's bonus token included; brackets: 95 % "
+        "paired bootstrap over prompts; identical: answers equal to one-token decoding."
+    )
+
+
+def _judge(systems: Sequence[dict[str, Any]], dtype: str) -> list[str]:
+    """Returns the verdict on all systems that drafting must not change, in a sentence, if there are any."""
+    if not systems:
         return []
     names = "identical", "compared", "near_ties", "compared_tokens"
-    identical, answers, near_ties, tokens = (sum(row[name] for row in rows) for name in names)
-    failed = ", ".join(f"{row['system']} at T {row['temperature']:g}" for row in rows if row["verdict"] == "FAIL")
+    identical, answers, near_ties, tokens = (sum(system[name] for system in systems) for name in names)
+    failed = ", ".join(f"{s['system']} at T {s['temperature']:g}" for s in systems if s["verdict"] == "FAIL")
     often = f", one in {tokens / near_ties:.0f} tokens" if near_ties else ""
     return [
         f"lossless: {'FAIL, ' + failed if failed else 'PASS'}; {identical} of {answers} answers identical, {near_ties} "
@@ -257,36 +298,28 @@ def _lossless(rows: Sequence[dict[str, Any]], dtype: str) -> list[str]:
 
 
 def table_console() -> Console:
-    """Where tables go: the terminal at its own width, or a file."""
+    """Returns the console for tables: as wide as the terminal, or WIDTH if they go to a file."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 
-def table(title: str, columns: Sequence[str]) -> Table:
-    """An empty table. Numbers keep their width; columns marked with * hold names, which fold where space is short."""
-    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+def make_table(title: str, columns: Sequence[str]) -> Table:
+    """Makes an empty table. Columns of numbers keep their width; those marked with * hold names, which may be folded."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
         if column.startswith("*"):
-            made.add_column(column[1:], overflow="fold")
+            table.add_column(column[1:], overflow="fold")
         else:
-            made.add_column(column, justify="right", no_wrap=True)
-    return made
+            table.add_column(column, justify="right", no_wrap=True)
+    return table
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def interval(ratio: dict[str, Any] | None) -> str:
-    """A ratio and, in brackets, its interval; "-" for none."""
+def format_interval(ratio: dict[str, Any] | None) -> str:
+    """Formats a ratio and, in brackets, its interval; "-" for None."""
     if ratio is None:
         return "-"
     brackets = "" if ratio["low"] is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
     return f"{ratio['value']:.2f}{brackets}"
-
-
-def main(argv: list[str] | None = None) -> int:
-    return standalone(__doc__, add_arguments, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Programs of a benchmark: compiled side by side, and timed in samples of many calls."""
+"""Programs of a benchmark, compiled in parallel and timed in samples of many calls."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from treeflash_jax import devices
-from treeflash_jax import mesh as meshes
-from treeflash_jax.bench.progress import Tell
-from treeflash_jax.costs import Work
-from treeflash_jax.devices import Ceilings
+from treeflash_jax.bench.bars import Tell
+from treeflash_jax.core import devices, sharding
+from treeflash_jax.models.ceilings import Ceilings
+from treeflash_jax.models.costs import Work
 
 CALLS = 64  # of one sample, at most
 SAMPLE_SECONDS = 0.02
-STAGE_SECONDS = 6.0  # slow stages get fewer samples, two at least
+PHASE_SECONDS = 6.0  # slow phases get fewer samples, at least two
 COMPILERS = 8  # programs compiled side by side, at most
 
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program, and the seconds that lowering and compiling it took, others compiling beside it."""
+    """A compiled program, and the seconds that lowering and compiling it took while others compiled in parallel."""
 
     run: Callable[..., Any]
     compile_seconds: float
@@ -36,19 +35,19 @@ class Program:
 
 @dataclass
 class Timed:
-    """One stage of one configuration.
+    """One phase of one configuration.
 
     Attributes:
-      nodes: of the tree; None where the stage does not depend on it.
-      work: the least it has to do.
-      prepare: how many calls -> a function that enqueues them and returns what to wait for.
-      least, most: calls of a sample.
-      units: what a call's time is divided by (tokens of a prefill).
-      calls: of one sample.
-      seconds: of one unit, per sample.
+      nodes: nodes of the tree; None if the phase does not depend on them.
+      work: bytes and FLOPs of its floor.
+      prepare: returns, for a number of calls, a function that enqueues them and returns an array to wait for.
+      least, most: limits of the number of calls per sample.
+      units: divides the time of a call (tokens of a prefill).
+      calls: number of calls per sample.
+      seconds: time of one unit, per sample.
     """
 
-    stage: str
+    phase: str
     nodes: int | None
     program: Program
     work: Work
@@ -61,24 +60,24 @@ class Timed:
     seconds: list[float] = field(default_factory=list)
 
     def sample(self) -> float:
-        """Seconds of one unit, over one sample."""
+        """Takes one sample and returns the seconds of one unit."""
         enqueue = self.prepare(self.calls)
         since = time.perf_counter()
         jax.block_until_ready(enqueue())
         return (time.perf_counter() - since) / self.calls / self.units
 
     def calibrate(self, repeats: int) -> None:
-        """Chooses calls a sample, and samples."""
+        """Chooses the numbers of samples and of calls per sample."""
         self.calls, self.seconds = self.least, []
         seconds = min(self.sample(), self.sample()) * self.units
         self.calls = max(self.least, min(self.most, math.ceil(SAMPLE_SECONDS / seconds)))
-        self.samples = min(repeats, max(2, int(STAGE_SECONDS / (self.calls * seconds))))
+        self.samples = min(repeats, max(2, int(PHASE_SECONDS / (self.calls * seconds))))
 
-    def row(self, ceilings: Ceilings) -> dict[str, Any]:
-        """The result: milliseconds (median and quartiles) of one call or token, beside their floor."""
+    def summarise(self, ceilings: Ceilings) -> dict[str, Any]:
+        """Returns milliseconds (median and quartiles) of one call or token, beside their floor."""
         low, median, high = (1e3 * float(x) for x in np.percentile(self.seconds, (25, 50, 75)))
         return {
-            "stage": self.stage,
+            "phase": self.phase,
             "nodes": self.nodes,
             "ms": median,
             "low_ms": low,
@@ -93,14 +92,14 @@ class Timed:
 
 
 class Compiler:
-    """Compiles programs on a few threads; the one that calls goes on with what does not wait for them."""
+    """Compiles programs on a few threads, while the calling thread goes on."""
 
     def __init__(self, tell: Tell):
         self.tell, self.done = tell, 0
         self.pool = ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1))
 
     def compile(self, function: Any, *args: Any, **static: Any) -> Future[Program]:
-        """Lowers here, compiles on another thread."""
+        """Lowers on this thread and compiles on another."""
         since = time.perf_counter()
         lowered = function.lower(*args, **static)
         seconds = time.perf_counter() - since
@@ -115,33 +114,33 @@ class Compiler:
         return self.pool.submit(finish)
 
     def each(self, function: Any, plans: Sequence[Any], args: Sequence[tuple[Any, ...]]) -> list[Program]:
-        """The programs of a stage, one for every plan."""
+        """Compiles a phase for every plan."""
         futures = [self.compile(function, *given, plan=plan) for plan, given in zip(plans, args, strict=True)]
         return [future.result() for future in futures]
 
 
-def sample_in_turn(stages: list[Timed], repeats: int, tell: Tell) -> None:
-    """Takes the samples of all stages, in an order that rotates."""
-    for timed in stages:
-        tell(f"trying {timed.stage}" + (f" of {timed.nodes} nodes" if timed.nodes else ""))
+def sample_in_turn(phases: list[Timed], repeats: int, tell: Tell) -> None:
+    """Takes the samples of all phases, in an order that rotates."""
+    for timed in phases:
+        tell(f"trying {timed.phase}" + (f" of {timed.nodes} nodes" if timed.nodes else ""))
         timed.calibrate(repeats)
     for turn in range(repeats):
         tell(f"sample {turn + 1} of {repeats}")
-        at = turn % len(stages)
-        for timed in stages[at:] + stages[:at]:
+        at = turn % len(phases)
+        for timed in phases[at:] + phases[:at]:
             if len(timed.seconds) < timed.samples:
                 timed.seconds.append(timed.sample())
 
 
 @contextmanager
 def running(mesh: Any, where: str) -> Iterator[None]:
-    """The mesh around, and one line that says where its devices are too small.
+    """Enters the mesh, and turns exhausted memory into an error of one line.
 
     Raises:
       ValueError: too little memory on the devices.
     """
     try:
-        with meshes.ambient(mesh):
+        with sharding.ambient(mesh):
             yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -149,13 +148,13 @@ def running(mesh: Any, where: str) -> Iterator[None]:
         raise ValueError(f"{where}: the devices have too little memory for it") from None
 
 
-def again(run: Callable[..., Any], args: Callable[[], tuple[Any, ...]], calls: int) -> Callable[[], Any]:
-    """The same call over and over; it changes nothing."""
-    given = args()
+def repeat(run: Callable[..., Any], make_args: Callable[[], tuple[Any, ...]], calls: int) -> Callable[[], Any]:
+    """Prepares several equal calls, which change nothing."""
+    args = make_args()
 
     def enqueue() -> Any:
         for _ in range(calls):
-            out = run(*given)
+            out = run(*args)
         return out
 
     return enqueue

@@ -1,6 +1,6 @@
 """The loops around rounds, as pure functions of a donated state.
 
-`decode` runs rounds (rounds.py) inside one program until every row is done (or a few at a time, for streaming); `read`
+`decode` runs rounds (rounds.py) inside one program until every sequence is done (or a few at a time, for streaming); `read`
 reads prompts in fixed chunks, so one program serves all prompt lengths, into the caches that `begin` made or took over.
 
 Shape suffixes: b batch, s token slots, t chunk tokens, d model, v vocabulary.
@@ -10,20 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from treeflash_jax import drafters, trees
-from treeflash_jax import mesh as meshes
-from treeflash_jax.decoding import rounds
+from treeflash_jax.core import sharding
+from treeflash_jax.decoding import accepting, rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights, pin
-from treeflash_jax.verifiers import cache as caches
-from treeflash_jax.verifiers import forward as verifier
+from treeflash_jax.models import kv_cache, verifier
 
-State = TypeVar("State")
+Carry = tuple[DecodeState, jax.Array]  # with the number of rounds that have run
 
 
 @partial(jax.jit, static_argnames=("plan",))
@@ -58,12 +57,12 @@ def begin(
     plan: DecodePlan,
     dtype: Any,
 ) -> DecodeState:
-    """Returns the state of sequences whose prompts have not been read, or only up to what an earlier state holds of them.
+    """Returns the state of sequences whose prompts have not been read, or whose beginnings an earlier state has read.
 
     Args:
       tokens_bs, length_b, sampling: see `prefill`.
       kept: an earlier state of equal shape, donated, whose tokens begin like the prompts; None: empty caches.
-      kept_b: number of prompt tokens that its caches keep, less than the prompt has. The drafter has seen them too.
+      kept_b: number of prompt tokens that its caches keep, fewer than the prompt has; those of the drafter do, too.
       plan, dtype: static; dtype of the caches.
     """
     batch, capacity = tokens_bs.shape
@@ -71,7 +70,7 @@ def begin(
     if kept is not None:
         cache, drafter = kept.cache.cut(kept_b), kept.drafter.cut(kept_b) if plan.drafts else None
     else:
-        cache = caches.allocate(plan.verifier, batch, capacity, dtype)
+        cache = kv_cache.allocate(plan.verifier, batch, capacity, dtype)
         drafter = drafters.of(plan.drafter).init(plan.drafter, batch, capacity, dtype) if plan.drafts else None
     state = DecodeState(
         tokens_bs=tokens_bs,
@@ -98,18 +97,18 @@ def read(
     *,
     plan: DecodePlan,
 ) -> DecodeState:
-    """Reads on in the prompts and emits the first token of those that are read to their end.
+    """Reads the next chunks of the prompts, and emits the first token of those that are read to their end.
 
     Args:
       state: from `begin` or an earlier `read`; donated. The last chunk, padding included, has to fit its capacity.
       max_chunks: int32 scalar, number of chunks after which to stop.
-      first_b: the first tokens, where they are known already; None: they are sampled.
+      first_b: the first tokens, if they are known already; None: they are sampled.
     """
     cache, drafter, last = _read(weights, pin(state), length_b, max_chunks, plan)
     count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # of first tokens
     state = state.replace(cache=cache, drafter=drafter)
-    state = rounds.first_token(weights, state, last["hidden"], count_b, plan, first_b)
-    if plan.drafts and drafters.of(plan.drafter).READS_TOKENS:  # the first token belongs to the last row
+    state = accepting.first_token(weights, state, last["hidden"], count_b, plan, first_b)
+    if plan.drafts and drafters.of(plan.drafter).READS_TOKENS:  # the token after the last prompt position
         first_b1 = trees.pick(state.tokens_bs, length_b[:, None])
         drafter = rounds.extend_drafter(weights, drafter, plan, last["features"][:, None], first_b1, count_b)
     return pin(state.replace(drafter=drafter))
@@ -134,7 +133,7 @@ def _read(
 
     def step(carry):
         index, cache, drafter, last = carry
-        cache = caches.pin(cache)
+        cache = kv_cache.pin(cache)
         positions_bt = cache.length_b[:, None] + jnp.arange(chunk)
         tokens_bt, next_bt = (trees.pick(state.tokens_bs, positions_bt + ahead) for ahead in (0, 1))
         count_b = jnp.clip(length_b - cache.length_b, 0, chunk)
@@ -145,18 +144,17 @@ def _read(
         if plan.drafts:
             known_b = jnp.clip(length_b - 1 - cache.length_b, 0, chunk) if waits and not reads_prompt else count_b
             shown = (None, tokens_bt) if reads_prompt else (out.features_btj, next_bt)
-            drafter = meshes.pin(drafter, drafter.axes())
+            drafter = sharding.pin(drafter, drafter.axes())
             drafter = rounds.extend_drafter(weights, drafter, plan, *shown, known_b)
 
         def ends(x_btd: jax.Array, before_bd: jax.Array) -> jax.Array:
             end_bd = jnp.take_along_axis(x_btd, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)[:, 0]
             return jnp.where((count_b > 0)[:, None], end_bd, before_bd)
 
-        found = {"hidden": out.hidden_btd, "features": rounds.features_of(out, plan)}
-        last = {name: ends(found[name], before_bd) for name, before_bd in last.items()}
-        # Always all of them: it makes stores wait for the pass, see `append`.
-        kept_b = jnp.where(jnp.isnan(last["hidden"][:, 0]), 0, count_b)
-        return index + 1, caches.append(cache, out.rows, kept_b), drafter, last
+        outputs = {"hidden": out.hidden_btd, "features": rounds.drafter_features(out, plan)}
+        last = {name: ends(outputs[name], before_bd) for name, before_bd in last.items()}
+        kept_b = kv_cache.count_after(count_b, last["hidden"][:, 0])
+        return index + 1, kv_cache.append(cache, out.new_kv, kept_b), drafter, last
 
     def goes_on(carry):
         return (carry[0] < max_chunks) & jnp.any(carry[1].length_b < length_b)
@@ -171,82 +169,110 @@ def decode(
 ) -> DecodeState:
     """Runs rounds until enough sequences are done, `max_rounds` have run, or the next round might not fit the caches.
 
-    The state is donated. Nothing leaves the device in between.
+    The state is donated. Nothing leaves the device in between. If the plan's policy pauses drafting, drafted and one-token
+    rounds are loops of their own inside the loop: a branch that commits would copy the caches, a loop that does not run
+    copies nothing.
 
     Args:
-      state: after `prefill` or an earlier `decode`.
+      state: from `read` or an earlier `decode`.
       max_rounds: int32 scalar.
-      enough: int32 scalar, how many done sequences end the loop, so that waiting ones can take their places; None: all.
+      enough: int32 scalar, number of done sequences that ends the loop, so that waiting ones can take their places; None:
+        all.
     """
     enough = state.done_b.size if enough is None else enough
+    policy = plan.policy
+    one_round = partial(rounds.decode_round, weights, plan=plan)
+
+    def goes_on(carry: Carry) -> jax.Array:
+        state, count = carry
+        fits = jnp.max(state.end_b) + plan.path_length <= state.capacity
+        return (jnp.sum(state.done_b) < enough) & (count < max_rounds) & fits
+
+    def turn(carry: Carry) -> Carry:
+        def waits(state: DecodeState) -> jax.Array:
+            return policy.is_paused(state) & ~policy.is_full(state)
+
+        step = partial(policy.one_token_round, weights, plan=plan)
+        state, count = _repeat(step, carry, lambda carry: goes_on(carry) & waits(carry[0]))
+        is_wanted = goes_on((state, count)) & ~waits(state)
+        carry = pin(policy.catch_up(weights, state, plan, is_wanted)), count
+        return _repeat(one_round, carry, lambda carry: goes_on(carry) & ~policy.is_paused(carry[0]))
+
     carry = pin(state), jnp.zeros_like(max_rounds)
-    one_round = lambda state: rounds.decode_round(weights, state, plan)  # noqa: E731
-    return repeat(one_round, carry, lambda carry: goes_on(*carry, max_rounds, enough, plan), pin)[0]
+    if policy is not None and policy.PAUSES:
+        return lax.while_loop(goes_on, turn, carry)[0]
+    return _repeat(one_round, carry, goes_on)[0]
 
 
-def repeat(
-    one_round: Callable[[State], State],
-    carry: tuple[State, jax.Array],
-    holds: Callable[[tuple[State, jax.Array]], jax.Array],
-    pin: Callable[[State], State],
-) -> tuple[State, jax.Array]:
-    """Runs rounds while a condition holds."""
+def _repeat(one_round: Callable[[DecodeState], DecodeState], carry: Carry, holds: Callable[[Carry], jax.Array]) -> Carry:
+    """Runs rounds while a condition holds, and counts them."""
 
-    def step(carry):
+    def step(carry: Carry) -> Carry:
         state, count = carry
         return pin(one_round(pin(state))), count + 1
 
     return lax.while_loop(holds, step, carry)
 
 
-def goes_on(
-    state: DecodeState, count: jax.Array, max_rounds: jax.Array, enough: jax.Array | int, plan: DecodePlan
-) -> jax.Array:
-    """Whether `decode` runs another round after `count` of them."""
-    fits = jnp.max(state.end_b) + plan.path_rows <= state.capacity
-    return (jnp.sum(state.done_b) < enough) & (count < max_rounds) & fits
+@partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
+def catch_up(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
+    """Shows the drafter all tokens of pauses that it has not seen; needed before `admit` if the plan's policy pauses."""
+    return pin(plan.policy.catch_up(weights, pin(state), plan, jnp.bool_(True)))
 
 
 @partial(jax.jit, donate_argnames=("state",))
 def admit(state: DecodeState, fresh: DecodeState, slots_a: jax.Array) -> DecodeState:
     """Puts sequences that have just read their prompts into the places of sequences that are done.
 
-    The state is donated; of the caches, only the rows that are replaced are written.
+    The state is donated; of the caches, only the replaced sequences are written. A policy knows nothing of new sequences.
 
     Args:
-      fresh: what `prefill` gave for the new ones, with caches of the same capacity.
-      slots_a: int32, where each of the first sequences of `fresh` goes; -1 ends the list.
+      fresh: state of the new sequences after `read`, with caches of the same capacity.
+      slots_a: int32, place of each of the first sequences of `fresh`; -1 ends the list.
     """
+    state, nodes_bs, policy = pin(state), state.nodes_bs, state.policy
 
-    def put(index, state):
-        def one(x: jax.Array, new: jax.Array) -> jax.Array:
-            row = lax.dynamic_slice_in_dim(new, index, 1, axis=0)
-            return lax.dynamic_update_slice_in_dim(x, row, slots_a[index], axis=0)
+    def put(index: jax.Array, state: DecodeState) -> DecodeState:
+        def replace_one(x: jax.Array, new: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice_in_dim(
+                x, lax.dynamic_slice_in_dim(new, index, 1, axis=0), slots_a[index], axis=0
+            )
 
-        return pin(jax.tree.map(one, state, fresh))
+        return pin(jax.tree.map(replace_one, state, fresh))
 
-    return lax.fori_loop(0, jnp.sum(slots_a >= 0), put, pin(state))
+    state = lax.fori_loop(0, jnp.sum(slots_a >= 0), put, state.replace(nodes_bs=None, policy=None))
+    if policy is None:
+        return state
+    is_new_b = jnp.any(jnp.arange(state.end_b.size)[:, None] == slots_a, axis=1)
+
+    def forget(x: jax.Array) -> jax.Array:
+        return jnp.where(jnp.expand_dims(is_new_b, range(1, x.ndim)), 0, x) if x.ndim else x
+
+    return pin(state.replace(nodes_bs=forget(nodes_bs), policy=jax.tree.map(forget, policy)))
 
 
 @partial(jax.jit, static_argnames=("plan",))
 def draft(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.DraftTree:
-    """The tree the next round would verify."""
-    return rounds.draft_tree(weights, state, plan)[0]
+    """Returns the tree that the next round would verify; with a policy, in the shapes of its largest bucket."""
+    if plan.policy is None:
+        return rounds.draft_tree(weights, state, plan)[0]
+    return plan.policy.draft(state, plan.policy.choose(weights, state, plan), plan.policy.buckets(plan)[-1], plan)[0]
 
 
 @partial(jax.jit, static_argnames=("capacity",))
 def grow(state: DecodeState, capacity: int) -> DecodeState:
-    """The same state with room for `capacity` positions."""
+    """Returns the state with room for `capacity` positions."""
 
-    def pad(x_bs: jax.Array) -> jax.Array:
-        return jnp.pad(x_bs, ((0, 0), (0, capacity - x_bs.shape[1])))
+    def pad(x_bs: jax.Array | None) -> jax.Array | None:
+        return None if x_bs is None else jnp.pad(x_bs, ((0, 0), (0, capacity - x_bs.shape[1])))
 
     grown = state.replace(
         tokens_bs=pad(state.tokens_bs),
         accepted_bs=pad(state.accepted_bs),
-        log_probs_bs=None if state.log_probs_bs is None else pad(state.log_probs_bs),
-        expected_bs=None if state.expected_bs is None else pad(state.expected_bs),
-        cache=caches.grow(state.cache, capacity),
+        log_probs_bs=pad(state.log_probs_bs),
+        expected_bs=pad(state.expected_bs),
+        nodes_bs=pad(state.nodes_bs),
+        cache=kv_cache.grow(state.cache, capacity),
         drafter=None if state.drafter is None else state.drafter.grow(capacity),
     )
     return pin(grown)

@@ -1,81 +1,102 @@
-"""What a batch calls: the programs of decoding, and how their state is read."""
+"""The programs of decoding as a batch calls them.
+
+Shape suffixes: b batch, s token slots, a admitted sequences.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax import acceptance, devices, drafters, programs, trees
-from treeflash_jax import mesh as meshes
-from treeflash_jax.clock import Clock
+from treeflash_jax import acceptance, drafters, trees
+from treeflash_jax.core import devices, programs, sharding
+from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.budget import BudgetPolicy
+from treeflash_jax.decoding.calibration import Calibration
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.trees import DraftTree
 
 REGISTRIES = (drafters.DRAFTERS, HEADS, trees.BUILDERS, acceptance.RULES)
 SHIPPED = [dict(registry) for registry in REGISTRIES]
-Kept = tuple[DecodeState, int]  # an earlier state, donated, and how many tokens of the one prompt its caches keep
+Kept = tuple[DecodeState, int]  # an earlier state, donated, and the number of the prompt's tokens that its caches keep
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs the compiled programs of one plan.
-
-    Rounds of another kind (`adaptive.runner`) have a state of their own around the DecodeState, and override the methods
-    that take or return a state. States are donated: what is passed in cannot be used again.
+    """Runs the compiled programs of one plan. States are donated: a state that was passed in cannot be used again.
 
     Attributes:
-      mesh: that they lie on; None for one device.
+      weights: of verifier and drafter.
+      mesh: mesh of weights and states; None for one device.
+      policy_weights: weights of the plan's policy.
+      reports_nodes: whether `nodes` reports one node a round for a plan without a policy.
     """
 
     plan: DecodePlan
     weights: Weights
     mesh: Any = None
+    policy_weights: Any = None
+    reports_nodes: bool = False
 
-    def start(self, inputs: tuple[Any, ...], clock: Clock | None = None, kept: Kept | None = None) -> Any:
-        """The state of sequences whose prompts have been read (`inputs.inputs_of`)."""
+    @property
+    def all_weights(self) -> Weights:
+        return self.weights.replace(policy=self.policy_weights)
+
+    def start(self, inputs: tuple[Any, ...], clock: Clock | None = None, kept: Kept | None = None) -> DecodeState:
+        """Returns the state of sequences whose prompts have been read (`engine.inputs`)."""
         return self.begin(self.prefill(inputs, clock, kept))
 
-    def begin(self, decode: DecodeState) -> Any:
-        """Returns the runner's state around that of sequences whose prompts have been read."""
-        return decode
+    def begin(self, state: DecodeState) -> DecodeState:
+        """Returns a state after `prefill` with the initial state of the plan's policy."""
+        if self.plan.policy is None:
+            return state
+        fresh = self.plan.policy.start(self.all_weights, state, self.plan), jnp.zeros(state.accepted_bs.shape, jnp.int32)
+        policy, nodes_bs = sharding.place(fresh, self.mesh)
+        return state.replace(policy=policy, nodes_bs=nodes_bs)
 
-    def run(self, state: Any, rounds: int, enough: int, clock: Clock | None = None) -> Any:
-        """The state after at most so many rounds, or after `enough` sequences are done."""
+    def run(self, state: DecodeState, rounds: int, enough: int, clock: Clock | None = None) -> DecodeState:
+        """Returns the state after `rounds` rounds, or fewer if `enough` sequences are done before."""
         args = jnp.int32(rounds), jnp.int32(enough)
-        return self.call(loops.decode, self.weights, state, *args, clock=clock, plan=self.plan)
+        return self.call(loops.decode, self.all_weights, state, *args, clock=clock, plan=self.plan)
 
-    def admit(self, state: Any, inputs: tuple[Any, ...], places: list[int], clock: Clock | None = None) -> Any:
-        """The state with new sequences, their prompts read, in these places."""
-        args = self.prefill(inputs, clock), self.places(places, inputs)
-        return self.call(loops.admit, state, *args, clock=clock)
+    def admit(
+        self, state: DecodeState, inputs: tuple[Any, ...], places: list[int], clock: Clock | None = None
+    ) -> DecodeState:
+        """Returns the state with new sequences, their prompts read, in these places."""
+        fresh, size = self.prefill(inputs, clock), inputs[1].size
+        if self.plan.policy is not None and self.plan.policy.PAUSES:
+            state = self.call(loops.catch_up, self.all_weights, state, clock=clock, plan=self.plan)
+        slots_a = jnp.asarray(np.array(places + [-1] * (size - len(places)), np.int32))
+        return self.call(loops.admit, state, fresh, sharding.place(slots_a, self.mesh, over_batch=False), clock=clock)
 
-    def grow(self, state: Any, capacity: int, clock: Clock | None = None) -> Any:
-        """The state with room for `capacity` positions."""
+    def grow(self, state: DecodeState, capacity: int, clock: Clock | None = None) -> DecodeState:
+        """Returns the state with room for `capacity` positions."""
         return self.call(loops.grow, state, clock=clock, capacity=capacity)
 
-    def inner(self, state: Any) -> DecodeState:
-        """The DecodeState of a state."""
-        return state
+    def finish(self, state: DecodeState, done_b: np.ndarray) -> DecodeState:
+        """Returns the state with these sequences marked as done."""
+        return state.replace(done_b=sharding.place(jnp.asarray(done_b), self.mesh))
 
-    def finish(self, state: Any, done_b: np.ndarray) -> Any:
-        """The state with these sequences marked as done."""
-        return state.replace(done_b=meshes.place(jnp.asarray(done_b), self.mesh))
-
-    def nodes(self, state: Any) -> jax.Array | np.ndarray | None:
-        """Nodes that every round of every sequence verified [b, s]; None where all rounds verify equally many."""
-        return None
+    def nodes(self, state: DecodeState) -> jax.Array | np.ndarray | None:
+        """Returns the number of nodes that every round of every sequence verified [b, s]; None if always the plan's."""
+        return np.ones(state.accepted_bs.shape, np.int32) if self.reports_nodes else state.nodes_bs
 
     def draft(self, inputs: tuple[Any, ...], length: int, anchor: int) -> DraftTree:
-        """The tree below `anchor`, the token that follows the one prompt, of this length, in these inputs."""
-        return self.call(loops.draft, self.weights, self.anchored(inputs, length, anchor), plan=self.plan)
-
-    # What overriding methods are made of.
+        """Returns the tree below `anchor`, the token that follows the inputs' only prompt, which has `length` tokens."""
+        if drafters.of(self.plan.drafter).READS_TOKENS:  # the drafter must read the anchor, too
+            first_b = sharding.place(jnp.full(inputs[1].shape, anchor, jnp.int32), self.mesh)
+            state = self.prefill(inputs, first_b=first_b)
+        else:
+            state = self.prefill(inputs)
+            state = state.replace(tokens_bs=state.tokens_bs.at[0, length].set(anchor))
+        return self.call(loops.draft, self.all_weights, self.begin(state), plan=self.plan)
 
     def call(self, function: Any, *args: Any, clock: Clock | None = None, **static: Any) -> Any:
         is_kept = [dict(registry) for registry in REGISTRIES] == SHIPPED  # no source is known of kinds that users add
@@ -94,28 +115,33 @@ class Runner:
         plan, capacity, count = self.plan.for_prefill(), tokens_bs.shape[1], 0
         earlier: tuple[Any, ...] = ()
         if kept is not None:
-            state, count = kept
+            state, count = kept[0].replace(policy=None, nodes_bs=None), kept[1]
             if state.capacity < capacity:
                 state = self.call(loops.grow, state, clock=clock, capacity=capacity)
-            earlier = state, meshes.place(jnp.full(length_b.shape, count, jnp.int32), self.mesh)
+            earlier = state, sharding.place(jnp.full(length_b.shape, count, jnp.int32), self.mesh)
         dtype = self.weights.verifier["embed"].dtype
         state = self.call(loops.begin, *inputs, *earlier, clock=clock, plan=plan, dtype=dtype)
-        longest, chunks = int(np.max(meshes.to_host(length_b))), devices.of_mesh(self.mesh).prefill_chunks
+        longest, chunks = int(np.max(sharding.to_host(length_b))), devices.describe_mesh(self.mesh).prefill_chunks
         for _ in clock.reading(range(count, longest, chunks * plan.chunk(capacity)), longest):
             args = state, length_b, jnp.int32(chunks), first_b
             state = jax.block_until_ready(self.call(loops.read, self.weights, *args, clock=clock, plan=plan))
         return state
 
-    def anchored(self, inputs: tuple[Any, ...], length: int, anchor: int) -> DecodeState:
-        """The state of the one prompt, of this length, in these inputs, followed by `anchor`."""
-        if drafters.of(self.plan.drafter).READS_TOKENS:  # and has to be shown this one
-            first_b = meshes.place(jnp.full(inputs[1].shape, anchor, jnp.int32), self.mesh)
-            return self.prefill(inputs, first_b=first_b)
-        state = self.prefill(inputs)
-        return state.replace(tokens_bs=state.tokens_bs.at[0, length].set(anchor))
 
-    def places(self, places: list[int], inputs: tuple[Any, ...]) -> jax.Array:
-        """Where the sequences of the inputs go, on every device; -1 ends the list."""
-        size = inputs[1].size
-        places_a = np.array(places + [-1] * (size - len(places)), np.int32)
-        return meshes.place(jnp.asarray(places_a), self.mesh, by_rows=False)
+def make_calibrated_runner(
+    runner: Runner, calibration: Calibration, *, batch: int, positions: int, temperatures: Sequence[float]
+) -> Runner:
+    """Returns a runner with nodes="auto", or of one-token decoding if drafting cannot pay.
+
+    Args:
+      runner: runner of rounds that verify the largest trees of the calibration.
+      calibration: measurements of this pair with these draft settings.
+      batch: number of sequences decoded together, padding included.
+      positions, temperatures: see `Calibration.decide`.
+    """
+    decision = calibration.decide(batch, positions, temperatures)
+    if not decision.nodes:
+        return replace(runner, plan=runner.plan.one_token(), reports_nodes=True)
+    plan = replace(runner.plan, num_nodes=decision.nodes[-1], policy=BudgetPolicy(decision.nodes))
+    measured = sharding.place(jax.tree.map(jnp.float32, decision.measured), runner.mesh, over_batch=False)
+    return replace(runner, plan=plan, policy_weights=measured)

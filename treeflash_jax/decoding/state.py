@@ -1,4 +1,4 @@
-"""What decoding is planned as, and what its rounds hand on: the plan, the weights, the settings of rows, the loop carry.
+"""The plan of a decoding program, and what its rounds read and hand on: weights, sampling settings, the loop carry.
 
 Shape suffixes: b batch, s token slots, x stop ids.
 """
@@ -12,10 +12,10 @@ from typing import Any
 import jax
 from flax import struct
 
-from treeflash_jax import mesh as meshes
+from treeflash_jax.core import sharding
+from treeflash_jax.models import kv_cache
+from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import TreeShape
-from treeflash_jax.verifiers import cache as caches
-from treeflash_jax.verifiers.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +24,17 @@ class DecodePlan:
 
     Attributes:
       drafter: sizes of the drafter, a config of its kind; None with builder "none".
-      num_nodes: nodes verified per round, root included.
-      draft: settings of the draft, what the drafter's `choose` returned.
+      num_nodes: nodes verified per round, root included; with a policy, the most it may choose.
+      draft: settings of the draft, as the drafter's `choose` returned them.
       builder: one of `trees.BUILDERS`, or "none": one token a round.
-      shape: sizes of a tree whose nodes are drawn.
-      rule: acceptance rule, lossless for the builder's law.
-      prefill_attention: that of prefill passes; None: the same.
-      prefill_chunk: prompt tokens per prefill pass, at most.
+      shape: sizes of the tree besides its number of nodes.
+      rule: acceptance rule, lossless for the distribution that the builder draws from.
+      attention: implementation of the verify pass.
+      prefill_attention: implementation of prefill passes; None: that of the verify pass.
+      prefill_chunk: most prompt tokens per prefill pass.
       log_probs: whether to keep the verifier's log-probability of every emitted token.
-      expected_lengths: whether to keep what every round was expected to commit.
+      expected_lengths: whether to keep the number of tokens that every round was expected to commit.
+      policy: chooses a bucket (a size of tree) for every round, see `policy.Policy`; None: all rounds are alike.
     """
 
     verifier: ModelConfig
@@ -47,14 +49,15 @@ class DecodePlan:
     prefill_chunk: int = 128
     log_probs: bool = False
     expected_lengths: bool = False
+    policy: Any = None
 
     @property
     def drafts(self) -> bool:
         return self.builder != "none"
 
     @property
-    def path_rows(self) -> int:
-        """Rows of the longest path a round can accept, root included."""
+    def path_length(self) -> int:
+        """Nodes of the longest path that a round can accept, root included."""
         return 1 + min(self.drafter.num_depths, self.num_nodes - 1) if self.drafts else 1
 
     def chunk(self, capacity: int) -> int:
@@ -80,24 +83,30 @@ class DecodePlan:
 
 @struct.dataclass
 class Weights:
-    """Parameters of verifier and drafter, trees of their `specs`; no drafter for plain decoding."""
+    """Parameters of verifier, drafter and policy.
+
+    Attributes:
+      drafter: None for plain decoding.
+      policy: values that the plan's policy chooses by; None without a policy.
+    """
 
     verifier: Any
     drafter: Any = None
+    policy: Any = None
 
 
 @struct.dataclass
 class Sampling:
-    """What each row wants; traced, so changing it never recompiles.
+    """Sampling settings of each sequence; traced, so changing them never recompiles.
 
     Attributes:
-      key_b: one key per answer, of its seed, prompt index and sample: batch composition never changes an answer.
+      key_b: a random key per answer, from its seed, prompt index and sample: batch composition never changes an answer.
       temperature_b: 0 is greedy.
       top_k_b: 0 keeps all.
       top_p_b: 1 keeps all.
       limit_b: prompt length + max_new_tokens.
-      stop_ids_bx: ids that end a row; -1 pads.
-      drafter_temperature_b: of the drafted distribution, > 0.
+      stop_ids_bx: ids that end a sequence; -1 pads.
+      drafter_temperature_b: temperature of the drafted distribution, > 0.
     """
 
     key_b: jax.Array
@@ -111,29 +120,33 @@ class Sampling:
 
 @struct.dataclass
 class DecodeState:
-    """The loop carry. The last token of a row is its anchor: emitted, but not yet seen by the verifier.
+    """The loop carry. The last token of a sequence is its anchor: emitted, but not yet seen by the verifier.
 
     Attributes:
       tokens_bs: prompt and generated ids.
-      end_b: how many of them are real. The caches hold `end_b - 1` rows.
-      done_b: rows that need no more tokens.
+      end_b: number of ids of each sequence. The caches hold `end_b - 1` positions.
+      done_b: whether a sequence needs no more tokens.
       drafter: the drafter's state; None for plain decoding.
-      rounds_b: rounds each row took part in.
+      rounds_b: rounds that each sequence took part in.
       accepted_bs: tokens accepted per round, bonus included, before any cut at a stop id or limit.
       log_probs_bs: the verifier's log-probability (temperature 1, no filters) of each token; None unless planned.
       expected_bs: tokens each round was expected to commit, given its tree; None unless planned.
+      nodes_bs: nodes verified per round; None without a policy.
+      policy: the policy's state, scalars and arrays whose first axis is the batch; None without a policy.
     """
 
     tokens_bs: jax.Array
     end_b: jax.Array
     done_b: jax.Array
-    cache: caches.KVCache
+    cache: kv_cache.KVCache
     drafter: Any
     rounds_b: jax.Array
     accepted_bs: jax.Array
     log_probs_bs: jax.Array | None
     expected_bs: jax.Array | None
     sampling: Sampling
+    nodes_bs: jax.Array | None = None
+    policy: Any = None
 
     @property
     def capacity(self) -> int:
@@ -141,10 +154,10 @@ class DecodeState:
 
 
 def pin(state: DecodeState) -> DecodeState:
-    """Constrains the whole state to its layout on the ambient mesh: what a program returns is what the next one takes."""
-    if meshes.current() is None:
+    """Constrains the whole state to its layout on the ambient mesh, so that every program returns the layout it takes."""
+    if sharding.current() is None:
         return state
-    rows = state.replace(cache=None, drafter=None)
-    rows = jax.tree.map(lambda x: meshes.constrain(x, (("batch",) + (None,) * (x.ndim - 1))[: x.ndim]), rows)
-    drafter = None if state.drafter is None else meshes.pin(state.drafter, state.drafter.axes())
-    return rows.replace(cache=caches.pin(state.cache), drafter=drafter)
+    others = state.replace(cache=None, drafter=None)
+    others = jax.tree.map(lambda x: sharding.constrain(x, (("batch",) + (None,) * (x.ndim - 1))[: x.ndim]), others)
+    drafter = None if state.drafter is None else sharding.pin(state.drafter, state.drafter.axes())
+    return others.replace(cache=kv_cache.pin(state.cache), drafter=drafter)

@@ -1,12 +1,13 @@
-"""n-gram drafting (prompt lookup): what followed the last tokens of a text where they stood before. There are no weights.
+"""n-gram drafting (prompt lookup): proposes continuations of earlier occurrences of the last tokens. There are no weights.
 
-The drafter keeps the text itself. A round finds the places where the last tokens, as many of them as possible, have been
-seen; what followed there is offered as one tree, continuations that begin alike sharing their nodes. A token's probability
-grows with the number of places that agree on it, with the length of their matches, and with how recent they are; some of it
-is kept for tokens that never followed. Continuations that reach the end of the text go on from their own beginning, as
-repeating texts do. Where nothing matches, the round is one of one token (`decoding.rounds`).
+The state is the text itself. A round searches earlier occurrences of the last tokens, the longest first; their
+continuations form one tree, in which common prefixes share nodes. A token's probability grows with the number of
+occurrences that agree on it, with the length of their matches, and with how recent they are; some of it is reserved for
+tokens that never followed. Continuations that reach the end of the text go on from their own beginning, as repeating
+texts do. Without any match, the round verifies one token (`decoding.rounds`).
 
-Shape suffixes: b batch, t rows, s token slots, m matches, i draft depth, w lanes, c children (one for each match, at most).
+Shape suffixes: b batch, t new tokens, s token slots, m matches, i draft depth, w lanes, c children (one for each match,
+at most).
 
 Source: prompt lookup decoding (Saxena, 2023); LLMA (arXiv 2304.04487). The tree and its weights are this library's own.
 """
@@ -22,30 +23,31 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from treeflash_jax import mesh as meshes
-from treeflash_jax.costs import Counter, Work
-from treeflash_jax.drafters.inputs import Inputs
+from treeflash_jax.core import sharding
+from treeflash_jax.drafters.options import LevelOptions
+from treeflash_jax.drafters.protocol import Inputs
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.costs import Counter, Work
 from treeflash_jax.trees.containers import pick
-from treeflash_jax.verifiers.config import ModelConfig
 
-OPTIONS = ("children", "depths")
+OPTIONS = LevelOptions
 READS_TOKENS = True
 READS_PROMPT = True
 MAY_OFFER_NOTHING = True
 DIALECT = "ngram"
 
-LONGER = 4.0  # weight of a match over one that is a token shorter
-OLDER = 0.9  # weight of a match over the next one that is as long and more recent
+LONGER = 4.0  # factor of a match's weight per token of length
+OLDER = 0.9  # factor per more recent match of at least this length
 UNSEEN = 0.25  # weight of all tokens that never followed; the longest, most recent match weighs 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class NgramConfig:
-    """What is looked up.
+    """Lengths of matches, and defaults for trees.
 
     Attributes:
-      longest: last tokens that are compared, at most.
-      shortest: tokens that a match has at least.
+      longest: maximal length of a match, in tokens.
+      shortest: minimal length of a match.
     """
 
     kind: ClassVar[str] = "ngram"
@@ -60,7 +62,7 @@ class NgramConfig:
     sampled_above: float | None = None
 
     def fitted(self, verifier: ModelConfig) -> NgramConfig:
-        """It fits every verifier."""
+        """Returns this config: it fits every verifier."""
         return self
 
 
@@ -69,7 +71,7 @@ class NgramSettings:
     """Settings of a draft.
 
     Attributes:
-      children: matches that are followed, at most: the longest, and of equally long ones the most recent.
+      children: maximal number of matches to follow: the longest ones, among equals the most recent.
     """
 
     children: int
@@ -81,8 +83,8 @@ class NgramState:
     """The text so far, the anchor last.
 
     Attributes:
-      tokens_bs: its tokens; what lies past them is garbage.
-      length_b: how many.
+      tokens_bs: tokens; slots past the end hold garbage.
+      length_b: number of tokens.
     """
 
     tokens_bs: jax.Array
@@ -99,18 +101,15 @@ class NgramState:
 
 
 def choose(config: NgramConfig, options: Any) -> tuple[NgramConfig, NgramSettings]:
-    """The config and the settings of a draft that a user's options ask for; see `drafters.Drafter`."""
     depths = options.depths or config.num_depths
     return replace(config, num_depths=depths), NgramSettings(children=options.children, depths=depths)
 
 
 def specs(config: NgramConfig) -> dict[str, Any]:
-    """There are no weights."""
     return {}
 
 
 def init(config: NgramConfig, batch: int, capacity: int, dtype: Any) -> NgramState:
-    """The state before any text, with room for `capacity` tokens."""
     return NgramState(jnp.zeros((batch, capacity), jnp.int32), jnp.zeros(batch, jnp.int32))
 
 
@@ -122,8 +121,10 @@ def extend(
     features_btj: jax.Array | None,
     tokens_bt: jax.Array,
     count_b: jax.Array,
+    *,
+    attention: str,
 ) -> NgramState:
-    """Adds the next tokens to the text, the prompt's from the first on."""
+    """Appends tokens to the text, the prompt's from the first on."""
     write = jax.vmap(lambda text_s, new_t, at: lax.dynamic_update_slice(text_s, new_t, (at,)))
     tokens_bs = write(state.tokens_bs, tokens_bt.astype(jnp.int32), state.length_b)
     return NgramState(tokens_bs, state.length_b + count_b.astype(jnp.int32))
@@ -131,11 +132,11 @@ def extend(
 
 @struct.dataclass
 class Continuations:
-    """What followed the matches of a round: an `Expander` whose state says which of them agree with a lane's path.
+    """Continuations of the matches of a round: an `Expander` whose state marks those that agree with a lane's path.
 
     Attributes:
-      tokens_bmi: what followed each match.
-      log_weight_bm: of each match; -inf where there are fewer.
+      tokens_bmi: continuation of each match.
+      log_weight_bm: log-weight of each match; -inf for no match.
       unseen_b: log-weight of the tokens that never followed.
     """
 
@@ -156,7 +157,7 @@ class Continuations:
         return jnp.broadcast_to(agrees_bm[:, None], (agrees_bm.shape[0], width, agrees_bm.shape[1]))
 
     def children(self, depth: jax.Array, agrees_bwm: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Distinct next tokens of the matches that agree, by the sum of their weights."""
+        """Returns distinct next tokens of the matches that agree, by the sum of their weights."""
         token_bm = self.tokens_bmi[:, :, depth]
         same_bmm = token_bm[:, :, None] == token_bm[:, None]
         weight_bwm = jnp.where(agrees_bwm, jnp.exp(self.log_weight_bm)[:, None], 0)
@@ -179,7 +180,7 @@ class Continuations:
 
 
 def look_up(inputs: Inputs, _: None) -> Continuations:
-    """The continuations of the longest matches of the text's last tokens; none where no match is long enough."""
+    """Returns the continuations of the longest matches of the text's last tokens."""
     config, text = inputs.config, inputs.state
     count = min(inputs.settings.children, text.tokens_bs.shape[1])
 
@@ -195,11 +196,11 @@ def look_up(inputs: Inputs, _: None) -> Continuations:
         after_bmi = jnp.arange(inputs.depths) % jnp.maximum(length_b[:, None] - at_bm, 1)[..., None]
         return pick(tokens_bs, at_bm[..., None] + after_bmi), log_weight_bm, jnp.log(UNSEEN) / scale_b
 
-    return Continuations(*meshes.by_rows(find, text.tokens_bs, text.length_b, inputs.temperature_b))
+    return Continuations(*sharding.over_batch(find, text.tokens_bs, text.length_b, inputs.temperature_b))
 
 
 def match_lengths(tokens_bs: jax.Array, length_b: jax.Array, longest: int) -> jax.Array:
-    """How many of a text's last tokens, `longest` at most, stand right before each of its positions, int32 [b, s].
+    """Returns how many of a text's last tokens (`longest` at most) directly precede each position, int32 [b, s].
 
     0 outside the text, and at its end.
     """
@@ -214,22 +215,21 @@ def match_lengths(tokens_bs: jax.Array, length_b: jax.Array, longest: int) -> ja
 
 
 def stages(config: NgramConfig) -> Mapping[str, Callable[[Inputs, Any], Any]]:
-    """One look at the text."""
     return {"draft": look_up}
 
 
 def work(
     count: Counter, config: NgramConfig, settings: NgramSettings, verifier: ModelConfig, quantize: str | None = None
 ) -> dict[str, tuple[Work, Work]]:
-    """The text is read once."""
+    """Counts reading the text once."""
     return {"draft": (Work(4 * count.sequences * count.context), Work())}
 
 
 def extend_work(count: Counter, config: NgramConfig, tokens: float) -> Work:
-    """The tokens are written once."""
+    """Counts writing the tokens once."""
     return Work(4 * count.sequences * tokens)
 
 
 def identity(config: NgramConfig, settings: NgramSettings) -> dict[str, Any]:
-    named = {"longest": config.longest, "shortest": config.shortest}
-    return named | {"children": settings.children, "depths": settings.depths}
+    lengths = {"longest": config.longest, "shortest": config.shortest}
+    return lengths | {"children": settings.children, "depths": settings.depths}

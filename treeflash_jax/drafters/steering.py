@@ -1,14 +1,14 @@
 """Steering of a small language model by the verifier's hidden states (SD squared).
 
-What the verifier knew where it committed its last token shifts every layer of the small model's next draft: a vector per
-layer is added inside its feed-forward part, down(silu(gate x) * (up x + shift)). Shifts that are zero change nothing.
+The verifier's hidden state at the last committed token shifts every layer of the small model's next draft: a vector per
+layer is added inside its feed-forward part, down(silu(gate x) * (up x + shift)). Shifts of zero change nothing.
 
     s = [low; mid; high]             outputs of three layers of the verifier, at the last accepted position
     g = mix s + mix_bias
-    shift = project(LayerNorm(g))    one vector per layer of the small model; in two factors where `rank` is not 0
+    shift = project(LayerNorm(g))    one vector per layer of the small model; in two factors if `rank` is not 0
 
-Shape suffixes: b batch, t rows, j three tapped layers x verifier width, d verifier width, y layers and f feed-forward width
-of the small model, r rank.
+Shape suffixes: b batch, t positions, j three tapped layers x verifier width, d verifier width, y layers and f
+feed-forward width of the small model, r rank.
 
 Source: SD squared (arXiv 2511.09844) sections 3 and 4; the two factors are this library's.
 """
@@ -22,12 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.checks import quoted
-from treeflash_jax.params import Spec
-from treeflash_jax.verifiers.config import ModelConfig
+from treeflash_jax.core.checks import quoted
+from treeflash_jax.core.parameters import Spec
+from treeflash_jax.models.config import ModelConfig
 
 EPS = 1e-5  # of the LayerNorm
-SPREAD = 12  # verifiers of fewer layers are tapped at their quarters
+MIN_SPREAD_LAYERS = 12  # smaller verifiers are tapped at their ends and their middle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class SteeringConfig:
 
     Attributes:
       taps: 0-based layers of the verifier whose outputs are read: low, mid, high.
-      width: of the verifier's hidden states.
-      num_layers, ffn: of the small model.
-      rank: of the projection to the shifts; 0 is the published form, one whole matrix.
+      width: hidden size of the verifier.
+      num_layers, ffn: sizes of the small model.
+      rank: rank of the projection to the shifts; 0 is the published form, one full matrix.
     """
 
     taps: tuple[int, int, int]
@@ -48,12 +48,12 @@ class SteeringConfig:
     rank: int = 0
 
     def check_fits(self, verifier: ModelConfig, drafter: ModelConfig) -> None:
-        """Raises ValueError where it was made for another verifier or another small model."""
-        found = (self.width, self.num_layers, self.ffn)
+        """Raises ValueError if it was made for another verifier or another small model."""
+        sizes = (self.width, self.num_layers, self.ffn)
         expected = (verifier.hidden_size, drafter.num_layers, drafter.intermediate_size)
-        if found != expected:
+        if sizes != expected:
             raise ValueError(
-                f"got steering for widths and layers {found} (verifier width, drafter layers, drafter feed-forward width), "
+                f"got steering for widths and layers {sizes} (verifier width, drafter layers, drafter feed-forward width), "
                 f"expected {expected}; it was trained for another pair of models"
             )
         if drafter.num_experts:
@@ -65,14 +65,14 @@ class SteeringConfig:
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """The published layers (outputs 2, L // 2 - 1 and L - 4), or the ends and the middle of a verifier of few layers."""
-    if num_layers < SPREAD:
+    """Returns the published layers (outputs 2, L // 2 - 1 and L - 4), or ends and middle of a small verifier."""
+    if num_layers < MIN_SPREAD_LAYERS:
         return 0, num_layers // 2, num_layers - 1
     return 2, num_layers // 2 - 1, num_layers - 4
 
 
 def specs(config: SteeringConfig) -> dict[str, Spec]:
-    """Weights; fresh ones shift nothing."""
+    """Weights; fresh ones give shifts of zero."""
     d, y, f, r = config.width, config.num_layers, config.ffn, config.rank
     whole = {"project": Spec((d, y, f), ("embed", None, "ffn"), "zeros", inputs=(0,))}
     factors = {
@@ -87,31 +87,31 @@ def specs(config: SteeringConfig) -> dict[str, Spec]:
     } | (factors if r else whole)
 
 
-def start(own: dict[str, Any]) -> dict[str, Any]:
-    """Fresh weights as published: the mix starts as the sum of the three layers."""
-    width = own["mix"].shape[1]
-    return own | {"mix": jnp.tile(jnp.eye(width, dtype=own["mix"].dtype), (3, 1))}
+def start(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns fresh weights as published: the mix starts as the sum of the three layers."""
+    width = params["mix"].shape[1]
+    return params | {"mix": jnp.tile(jnp.eye(width, dtype=params["mix"].dtype), (3, 1))}
 
 
-def normed(own: dict[str, Any], features_btj: jax.Array) -> jax.Array:
-    """LayerNorm(g) of rows of features, [b, t, d]; the statistics are taken in float32 at least."""
-    g_btd = jnp.einsum("btj,jd->btd", features_btj, own["mix"]) + own["mix_bias"]
+def normed(params: dict[str, Any], features_btj: jax.Array) -> jax.Array:
+    """Returns LayerNorm(g), [b, t, d]; the statistics are taken in float32 at least."""
+    g_btd = jnp.einsum("btj,jd->btd", features_btj, params["mix"]) + params["mix_bias"]
     wide = g_btd.astype(jnp.promote_types(g_btd.dtype, jnp.float32))
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     scaled = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + EPS)
-    return scaled.astype(g_btd.dtype) * own["norm"] + own["norm_bias"]
+    return scaled.astype(g_btd.dtype) * params["norm"] + params["norm_bias"]
 
 
-def shifts(own: dict[str, Any], normed_bd: jax.Array) -> jax.Array:
-    """The shifts of every layer from rows of `normed`, [b, y, f]."""
-    if "project" in own:
-        return jnp.einsum("bd,dyf->byf", normed_bd, own["project"])
-    return jnp.einsum("br,ryf->byf", jnp.einsum("bd,dr->br", normed_bd, own["down"]), own["up"])
+def shifts(params: dict[str, Any], normed_bd: jax.Array) -> jax.Array:
+    """Returns the shifts of every layer, [b, y, f], from the result of `normed` at one position."""
+    if "project" in params:
+        return jnp.einsum("bd,dyf->byf", normed_bd, params["project"])
+    return jnp.einsum("br,ryf->byf", jnp.einsum("bd,dr->br", normed_bd, params["down"]), params["up"])
 
 
-def layer_shifts(own: dict[str, Any], normed_btd: jax.Array) -> Callable[[int], jax.Array]:
-    """The shift of one layer at every row, [b, t, f]: training has too many rows for all layers at once."""
-    if "project" in own:
-        return lambda layer: jnp.einsum("btd,df->btf", normed_btd, own["project"][:, layer])
-    low_btr = jnp.einsum("btd,dr->btr", normed_btd, own["down"])
-    return lambda layer: jnp.einsum("btr,rf->btf", low_btr, own["up"][:, layer])
+def layer_shifts(params: dict[str, Any], normed_btd: jax.Array) -> Callable[[int], jax.Array]:
+    """Returns a function of the layer to its shifts at every position, [b, t, f]: in training all layers do not fit."""
+    if "project" in params:
+        return lambda layer: jnp.einsum("btd,df->btf", normed_btd, params["project"][:, layer])
+    low_btr = jnp.einsum("btd,dr->btr", normed_btd, params["down"])
+    return lambda layer: jnp.einsum("btr,rf->btf", low_btr, params["up"][:, layer])

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax import files
-from treeflash_jax.formats import gguf, gguf_tokenizer, models, safetensors, storage
+from treeflash_jax.core import files
+from treeflash_jax.formats import gguf_reader, gguf_tokenizer, models, safetensors, storage
 
 
 def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, drop_head: bool = False) -> None:
@@ -28,9 +28,9 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
     """
     files.check_folder(target)
     config = models.read_drafter_config(source)
-    found = models.writable(dialect, config)
+    written = models.writable(dialect, config)
     if not drop_head:
-        found.to_hf(config)  # refuses before weights are read
+        written.to_hf(config)  # refuses before weights are read
     with safetensors.open_folder(Path(source)) as tensors:
         kinds = {tensor.get_dtype() for tensor in tensors.values()} - {*storage.WHOLE, "BOOL"}
     if len(kinds) != 1:
@@ -54,7 +54,7 @@ def convert_gguf(source: str | Path, target: str | Path, dtype: Any = jnp.float3
       ValueError: as `models.load_verifier`, or a target that is there already.
     """
     files.check_folder(target)
-    file = gguf.read(source)
+    file = gguf_reader.read(source)
     texts = gguf_tokenizer.files(file)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         config, params = models.load_verifier(source, dtype=dtype)

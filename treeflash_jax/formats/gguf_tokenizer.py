@@ -12,11 +12,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.adaptive import calibration
-from treeflash_jax.checks import INT32
-from treeflash_jax.files import write
-from treeflash_jax.formats import gguf
-from treeflash_jax.formats.gguf import File
+from treeflash_jax.core.checks import INT32
+from treeflash_jax.core.files import user_cache, write
+from treeflash_jax.formats import gguf_reader
+from treeflash_jax.formats.gguf_reader import File
 from treeflash_jax.formats.keys import Keys
 
 _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
@@ -47,10 +46,10 @@ def folder(path: str | Path) -> Path | None:
         raise ValueError(f"{path} not found; expected a GGUF file")
     state = path.stat()
     key = hashlib.sha256(repr((str(path), state.st_size, state.st_mtime_ns, _MADE_AS)).encode()).hexdigest()[:16]
-    kept = calibration.user_cache() / "gguf" / f"{path.stem}-{key}"
+    kept = user_cache() / "gguf" / f"{path.stem}-{key}"
     if (kept / "tokenizer.json").exists():
         return kept
-    made = files(gguf.read(path))
+    made = files(gguf_reader.read(path))
     if not made:
         return None
     try:

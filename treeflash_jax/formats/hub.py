@@ -9,12 +9,12 @@ LONGEST_ID = 96  # characters, the Hub's limit
 
 
 def is_hub_id(name: str | Path) -> bool:
-    """Whether a name has the form of a Hub id, owner/model."""
+    """Returns true if a name has the form of a Hub id, owner/model."""
     return len(str(name)) <= LONGEST_ID and re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) is not None
 
 
 def cached(hub_id: str, revision: str | None = None) -> Path | None:
-    """The folder of a Hub id in the Hub's local cache; None unless config and weights are there."""
+    """Returns the folder of a Hub id in the Hub's local cache; None unless config and weights are there."""
     try:
         folder = download(hub_id, revision, local_files_only=True)
     except ValueError:
@@ -23,7 +23,7 @@ def cached(hub_id: str, revision: str | None = None) -> Path | None:
 
 
 def download(hub_id: str, revision: str | None = None, local_files_only: bool = False) -> Path:
-    """The folder of a Hub id in the Hub's local cache, its files downloaded where needed.
+    """Returns the folder of a Hub id in the Hub's local cache, downloading missing files.
 
     Raises:
       ValueError: not reachable on the Hub.
@@ -37,6 +37,6 @@ def download(hub_id: str, revision: str | None = None, local_files_only: bool = 
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         cause = type(error).__name__
         raise ValueError(
-            f"{hub_id} is no folder here and could not be had from the Hub ({cause}); "
+            f"{hub_id} is no folder here and could not be downloaded from the Hub ({cause}); "
             "give a local folder with config.json and model.safetensors instead"
         ) from None

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treeflash_jax.checks import INT32, Bounds, fit, quoted
+from treeflash_jax.core.checks import INT32, fit, quoted
 
 
 def is_among(value: Any, values: Collection[Any]) -> bool:
@@ -27,7 +27,7 @@ class Keys:
     where: str
 
     def __contains__(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """Returns true if the key is there and not null."""
         return self.raw.get(key) is not None
 
     def whole(self, key: str, default: Any = None, least: int = 1, most: int = INT32) -> int:
@@ -41,23 +41,23 @@ class Keys:
         return self.value(bool, key, default, "true or false")
 
     def table(self, key: str, required: bool = False) -> Keys:
-        """An object inside this one; where it is optional, an absent one is empty."""
+        """Returns an object inside this one; an optional one that is absent is empty."""
         raw = self.value(dict[str, Any], key, None, "an object") if key in self or required else {}
         return Keys(raw, f"{self.where}: {key}")
 
     def stop_ids(self, vocab_size: int) -> tuple[int, ...]:
-        """`eos_token_id`: one id, a list of ids, or nothing."""
+        """Returns `eos_token_id`: one id, a list of ids, or nothing."""
         return () if self.raw.get("eos_token_id") in (None, []) else self.ids("eos_token_id", vocab_size - 1)
 
     def ids(self, key: str, most: int) -> tuple[int, ...]:
-        """One id or a list of ids."""
+        """Returns the ids of a key that holds one or a list of them."""
         value = self.raw.get(key)
-        bounds = Bounds(least=0, most=most, nonempty=True, says=f"ids (whole numbers from 0 to {most})")
-        return fit(Sequence[int], value if isinstance(value, list | tuple) else [value], f"{key} =", bounds, self.where)
+        value, says = value if isinstance(value, list | tuple) else [value], f"ids (whole numbers from 0 to {most})"
+        return fit(Sequence[int], value, f"{key} =", self.where, says=says, least=0, most=most, min_length=1)
 
-    def value(self, kind: Any, key: str, default: Any, says: str, **bounds: Any) -> Any:
+    def value(self, kind: Any, key: str, default: Any, says: str, **limits: Any) -> Any:
         """The value of a key as a type or type hint; `default` stands for a missing key only."""
-        return fit(kind, self.raw.get(key, default), f"{key} =", Bounds(says=says, **bounds), self.where)
+        return fit(kind, self.raw.get(key, default), f"{key} =", self.where, says=says, **limits)
 
     def check_known(self, known: Collection[str]) -> None:
         """Raises ValueError at a key that is none of `known`."""

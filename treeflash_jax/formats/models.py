@@ -12,23 +12,23 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from treeflash_jax import drafters, quantized
-from treeflash_jax.checks import quoted, read_json
-from treeflash_jax.formats import dialects, gguf, storage
+from treeflash_jax import drafters
+from treeflash_jax.core.checks import quoted, read_json
+from treeflash_jax.formats import dialects, gguf_reader, storage
 from treeflash_jax.formats.dialects import Dialect
 from treeflash_jax.formats.keys import Keys
-from treeflash_jax.verifiers import forward as verifier
-from treeflash_jax.verifiers.config import ModelConfig
+from treeflash_jax.models import quantized, verifier
+from treeflash_jax.models.config import ModelConfig
 
 
 def read_verifier_config(path: str | Path) -> ModelConfig:
-    """The sizes of the verifier in a folder, a GGUF file or a config.json. Raises ValueError as `load_verifier`."""
-    return _found(path, "verifier")[1]
+    """Returns the sizes of the verifier in a folder, a GGUF file or a config.json. Raises ValueError as `load_verifier`."""
+    return _find(path, "verifier")[1]
 
 
 def read_drafter_config(path: str | Path) -> Any:
-    """The config of the drafter in a folder or a config.json. Raises ValueError as `load_drafter`."""
-    return _found(path, "drafter")[1]
+    """Returns the config of the drafter in a folder or a config.json. Raises ValueError as `load_drafter`."""
+    return _find(path, "drafter")[1]
 
 
 def load_verifier(
@@ -46,7 +46,7 @@ def load_verifier(
       ValueError: anything missing, unknown, damaged, mis-shaped or not implemented.
     """
     quantized.check_scheme(quantize)
-    dialect, config = _found(path, "verifier")
+    dialect, config = _find(path, "verifier")
     finish = partial(quantized.compress, scheme=quantize, mesh=mesh)
     with dialect.opened(Path(path), config) as tensors:
         if quantize and any(getattr(tensor, "is_quantized", False) for tensor in tensors.values()):
@@ -60,13 +60,13 @@ def load_drafter(path: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tu
     Raises:
       ValueError: as `load_verifier`.
     """
-    dialect, config = _found(path, "drafter")
+    dialect, config = _find(path, "drafter")
     with dialect.opened(Path(path), config) as tensors:
         return config, _load(path, dialect, config, drafters.of(config).specs(config), tensors, dtype, mesh)
 
 
 def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
-    """Ids that end an answer of a verifier.
+    """Returns the ids that end an answer of a verifier.
 
     Raises:
       ValueError: a file of them that cannot be read, or ids outside the vocabulary.
@@ -81,7 +81,7 @@ def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any
     Raises:
       ValueError: quantised weights, or shapes that are not the config's.
     """
-    scheme = quantized.scheme_of(params)
+    scheme = quantized.quantization_scheme(params)
     if scheme:
         raise ValueError(f"got weights in {scheme}, expected those of the files: load without quantize to save them")
     _save(Path(folder), dialects.DIALECTS["huggingface"], config, verifier.specs(config), params, dtype)
@@ -100,32 +100,32 @@ def save_drafter(
     Raises:
       ValueError: no such dialect, or one that cannot hold this drafter.
     """
-    own = drafters.of(config)
-    _save(Path(folder), writable(dialect or own.DIALECT, config), config, own.specs(config), params, dtype)
+    kind = drafters.of(config)
+    _save(Path(folder), writable(dialect or kind.DIALECT, config), config, kind.specs(config), params, dtype)
 
 
 def writable(dialect: str, config: Any = None) -> Dialect:
-    """A dialect of drafters by name.
+    """Returns a dialect of drafters by name.
 
     Raises:
-      ValueError: there is none that can be written, or it is one of another kind of drafter than this config's.
+      ValueError: the dialect is unknown, cannot be written, or holds another kind of drafter than the config's.
     """
     known = dialects.written("drafter")
     if dialect not in known:
         raise ValueError(f"got dialect {quoted(dialect)}, expected one of {', '.join(known)}")
-    found = dialects.DIALECTS[dialect]
-    if config is not None and found.kind not in (None, config.kind):
+    result = dialects.DIALECTS[dialect]
+    if config is not None and result.kind not in (None, config.kind):
         raise ValueError(
             f"got dialect {quoted(dialect)} for a drafter of kind {config.kind!r}, expected one of that kind; this dialect "
-            f"holds drafters of kind {found.kind!r}"
+            f"holds drafters of kind {result.kind!r}"
         )
-    return found
+    return result
 
 
-def _found(path: str | Path, part: str) -> tuple[Dialect, Any]:
-    """The dialect of a folder or file, and its config."""
+def _find(path: str | Path, part: str) -> tuple[Dialect, Any]:
+    """Returns the dialect of a folder or file, and its config."""
     path = Path(path)
-    if gguf.is_gguf(path):
+    if gguf_reader.is_gguf(path):
         keys = Keys({}, str(path))
     else:
         place = path if path.is_file() else path / "config.json"

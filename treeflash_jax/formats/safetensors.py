@@ -10,15 +10,15 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from treeflash_jax.checks import LONGEST_PATH, QUOTED, clipped, quoted, read_json
-from treeflash_jax.files import regular
+from treeflash_jax.core.checks import LONGEST_PATH, QUOTED, clipped, quoted, read_json
+from treeflash_jax.core.files import regular
 
 LONGEST_NAME = 255  # bytes of a file's name
 
 
 @contextmanager
 def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
-    """The tensors of a folder by name, over model.safetensors or the parts of its index; the files close at the end.
+    """Opens the tensors of a folder by name, from model.safetensors or the parts of its index; the files close at the end.
 
     Raises:
       ValueError: files that are missing or damaged, or that lack a tensor which the index lists; an index that names
@@ -33,10 +33,10 @@ def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
-    """The tensors of some files of a folder by name; the files close at the end.
+    """Opens the tensors of some files of a folder by name; the files close at the end.
 
     Args:
-      listed: file of every tensor, where something says so.
+      listed: file of every tensor by the index, if there is one.
 
     Raises:
       ValueError: files that are missing or damaged, or that lack a tensor which is listed.
@@ -63,13 +63,13 @@ def names(folder: Path) -> Collection[str]:
 
 
 def metadata(path: Path) -> dict[str, str]:
-    """What a file says of itself besides its tensors. Raises ValueError where it is missing or damaged."""
+    """Returns the metadata of a file. Raises ValueError if it is missing or damaged."""
     with ExitStack() as stack:
         return _open(path, stack).metadata() or {}
 
 
 def _listed(index: Path) -> dict[str, str]:
-    """The file of every tensor, by the index."""
+    """Returns the file of every tensor, by the index."""
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{index}: got no weight_map, expected a map of tensor names to files")

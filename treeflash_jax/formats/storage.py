@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save as serialize
 
-from treeflash_jax import files
-from treeflash_jax import mesh as meshes
-from treeflash_jax.checks import QUOTED, clipped
-from treeflash_jax.params import Entry, Spec, inside, is_spec
+from treeflash_jax.core import files, sharding
+from treeflash_jax.core.checks import QUOTED, clipped
+from treeflash_jax.core.parameters import Entry, Spec, inside, is_spec
 
 MARK = {"written_by": "treeflash_jax"}  # in the metadata of files that `save` writes
 METADATA = {"format": "pt", **MARK}
@@ -33,7 +32,7 @@ WHOLE = ("I64", "I32", "U32", "I16", "U16", "I8", "U8")
 
 
 class Tensor(Protocol):
-    """A tensor of a file, read in slices of its rows and columns (or of its elements, where it is a vector)."""
+    """A tensor of a file, read in slices of its first two axes (or of its elements, if it is a vector)."""
 
     def get_shape(self) -> Sequence[int]: ...
 
@@ -76,19 +75,19 @@ def load(
             kind = spec.dtype_in(dtype)
             if not entry.is_apart and not entry.is_stacked:
                 return checked(entry.name, read_slice(tensors[entry.name], spec, entry, index).astype(kind))
-            own = range(*index[0].indices(spec.shape[0]))
+            experts = range(*index[0].indices(spec.shape[0]))
             sizes = [len(range(size)[at]) for size, at in zip(spec.shape, index, strict=True)]
             part = np.empty(sizes, kind)
-            for place, i in enumerate(own):  # into place: many experts at once are large
-                one = entry.one(i)
-                source = _Plane(tensors[one.name], i) if entry.is_stacked else tensors[one.name]
-                part[place] = read_slice(source, inside(spec), one, index[1:])
-                checked(one.name, part[place])
+            for place, i in enumerate(experts):  # into place: many experts at once are large
+                expert = entry.at(i)
+                source = _Plane(tensors[expert.name], i) if entry.is_stacked else tensors[expert.name]
+                part[place] = read_slice(source, inside(spec), expert, index[1:])
+                checked(expert.name, part[place])
             return part
 
         if mesh is None:
             return finish(jnp.asarray(read((slice(None),) * len(spec.shape))), spec)
-        place = meshes.sharding(spec.axes, spec.shape, mesh)
+        place = sharding.sharding(spec.axes, spec.shape, mesh)
         return finish(jax.make_array_from_callback(spec.shape, place, read), spec)
 
     return jax.tree.map(leaf, specs, entries, is_leaf=is_spec)
@@ -97,7 +96,7 @@ def load(
 def _check(
     where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, spare: tuple[str, ...]
 ) -> None:
-    """Raises ValueError where tensors are missing or unknown, or have another shape or type than `load` expects."""
+    """Raises ValueError if tensors are missing or unknown, or have another shape or type than `load` expects."""
     for spec, entry in _pairs(specs, entries):
         if entry.is_apart and spec.shape[0] > len(tensors):
             raise ValueError(f"{where}: got {len(tensors)} tensors, expected {spec.shape[0]:,} of {entry.name} alone")
@@ -113,16 +112,16 @@ def _check(
     if unknown:
         raise ValueError(f"{where}: {len(unknown)} unknown tensors, the first is {clipped(unknown[0], QUOTED)}")
     for name, (shape, kind) in wanted.items():
-        found = tensors[name]
-        if tuple(found.get_shape()) != shape:
-            raise ValueError(f"{where}: tensor {name} has shape {list(found.get_shape())}, expected {list(shape)}")
+        tensor = tensors[name]
+        if tuple(tensor.get_shape()) != shape:
+            raise ValueError(f"{where}: tensor {name} has shape {list(tensor.get_shape())}, expected {list(shape)}")
         kinds = WHOLE if jnp.issubdtype(kind, jnp.integer) else _FLOATS
-        if found.get_dtype() not in kinds:
-            raise ValueError(f"{where}: tensor {name} has type {found.get_dtype()}, expected one of {kinds}")
+        if tensor.get_dtype() not in kinds:
+            raise ValueError(f"{where}: tensor {name} has type {tensor.get_dtype()}, expected one of {kinds}")
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Whether an array of any float type holds no NaN and no infinity.
+    """Returns true if an array of any float type holds no NaN and no infinity.
 
     Bits are compared, a piece that fits into a processor's cache at a time: NumPy has no fast `isfinite` for bfloat16. A
     number is not finite where all bits of its exponent are set.
@@ -136,20 +135,20 @@ def all_finite(values: np.ndarray) -> bool:
 
 
 def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...]) -> np.ndarray:
-    """One slice of a weight, reading only the tensor rows it needs."""
+    """Reads one slice of a weight, and no more of the file than it needs."""
     view = entry.view(spec)
     spans = [slice(*index[axis].indices(spec.shape[axis])[:2]) for axis in entry.order]
-    inner = view[entry.rows :]
+    inner = view[entry.row_axes :]
     width = math.prod(inner)
     place = entry.part[0]
-    above, first = (place * math.prod(view[: entry.rows]), 0) if entry.part_axis == 0 else (0, place * width)
+    above, first = (place * math.prod(view[: entry.row_axes]), 0) if entry.part_axis == 0 else (0, place * width)
     blocks = []
-    for own in _row_ranges(view[: entry.rows], spans[: entry.rows]):
-        rows = slice(own.start + above, own.stop + above)
-        block = source[rows.start : rows.stop, first : first + width] if inner else source[rows.start : rows.stop]
-        blocks.append(block.reshape(-1, *inner)[(slice(None), *spans[entry.rows :])])
-    rows_shape = [span.stop - span.start for span in spans[: entry.rows]]
-    joined = (blocks[0] if len(blocks) == 1 else np.concatenate(blocks)).reshape(*rows_shape, *blocks[0].shape[1:])
+    for span in _outer_ranges(view[: entry.row_axes], spans[: entry.row_axes]):
+        outer = slice(span.start + above, span.stop + above)
+        block = source[outer, first : first + width] if inner else source[outer]
+        blocks.append(block.reshape(-1, *inner)[(slice(None), *spans[entry.row_axes :])])
+    outer_shape = [span.stop - span.start for span in spans[: entry.row_axes]]
+    joined = (blocks[0] if len(blocks) == 1 else np.concatenate(blocks)).reshape(*outer_shape, *blocks[0].shape[1:])
     return joined.transpose(np.argsort(entry.order))
 
 
@@ -163,15 +162,15 @@ class _Plane:
         return self.source[(self.index, *index)][0]
 
 
-def _row_ranges(view: tuple[int, ...], spans: list[slice]) -> Iterator[slice]:
-    """Contiguous ranges of the flattened row axes that cover `spans`."""
+def _outer_ranges(view: tuple[int, ...], spans: list[slice]) -> Iterator[slice]:
+    """Yields contiguous ranges of the flattened outer axes that cover `spans`."""
     below = math.prod(view[1:])
     if all(span == slice(0, size) for span, size in zip(spans[1:], view[1:], strict=True)):
         yield slice(spans[0].start * below, spans[0].stop * below)
         return
     for i in range(spans[0].start, spans[0].stop):
-        for rows in _row_ranges(view[1:], spans[1:]):
-            yield slice(i * below + rows.start, i * below + rows.stop)
+        for inner in _outer_ranges(view[1:], spans[1:]):
+            yield slice(i * below + inner.start, i * below + inner.stop)
 
 
 def _pairs(specs: Any, entries: Any) -> Iterator[tuple[Spec, Entry]]:
@@ -180,11 +179,11 @@ def _pairs(specs: Any, entries: Any) -> Iterator[tuple[Spec, Entry]]:
 
 
 def save(
-    path: Path, specs: Any, entries: Any, params: Any, dtype: Any, about: Mapping[str, str] = MappingProxyType({})
+    path: Path, specs: Any, entries: Any, params: Any, dtype: Any, extra: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Writes a tree of weights to one safetensors file, converted to `dtype` where their specs have none of their own.
 
-    `about` joins the metadata of the file.
+    `extra` joins the metadata of the file.
 
     Raises:
       ValueError: a weight whose shape is not its spec's.
@@ -193,11 +192,11 @@ def save(
 
     def keep(spec: Spec, entry: Entry, weight: np.ndarray) -> None:
         if entry.is_apart:
-            for i, one in enumerate(weight):
-                keep(inside(spec), entry.one(i), one)
+            for i, expert in enumerate(weight):
+                keep(inside(spec), entry.at(i), expert)
             return
-        own = inside(spec) if entry.is_stacked else spec
-        shape = replace(entry, part=(0, 1), is_stacked=False).disk_shape(own)
+        part = inside(spec) if entry.is_stacked else spec
+        shape = replace(entry, part=(0, 1), is_stacked=False).disk_shape(part)
         order = (0, *(axis + 1 for axis in entry.order)) if entry.is_stacked else entry.order
         block = weight.transpose(order).reshape(*weight.shape[: int(entry.is_stacked)], *shape)
         parts.setdefault(entry.name, []).append((entry.part[0], entry.part_axis - 2, block))
@@ -210,12 +209,12 @@ def save(
     for name, blocks in parts.items():
         joined = [block for *_, block in sorted(blocks, key=lambda block: block[0])]
         tensors[name] = np.ascontiguousarray(np.concatenate(joined, axis=blocks[0][1]))
-    metadata = METADATA | about
+    metadata = METADATA | extra
     files.write(path, _in_order(serialize(tensors, metadata=metadata), metadata))  # save_file's are for their owner alone
 
 
 def _in_order(content: bytes, metadata: Mapping[str, str]) -> bytes:
-    """The same file with its metadata in our order, so that equal weights give equal files: the package's is random."""
+    """Orders the metadata, so that equal weights give equal files: the package's order is random."""
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size]) | {"__metadata__": metadata}
     ordered = json.dumps({name: header[name] for name in sorted(header)}, separators=(",", ":"), ensure_ascii=False)
@@ -223,11 +222,7 @@ def _in_order(content: bytes, metadata: Mapping[str, str]) -> bytes:
 
 
 def is_own(path: Any) -> bool:
-    """Whether a file was written by `save`.
-
-    Args:
-      path: with `exists` and `open`, here or behind a URL.
-    """
+    """Returns true if a file was written by `save`; `path` may be any epath.Path."""
     if not path.exists():
         return False
     try:

@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.checks import clipped, quoted
-from treeflash_jax.files import regular
-from treeflash_jax.formats import gguf, gguf_tokenizer
+from treeflash_jax.core.checks import clipped, quoted
+from treeflash_jax.core.files import regular
+from treeflash_jax.formats import gguf_reader, gguf_tokenizer
 
 SHORT = 2**17  # characters of a text that is tokenised before its length is looked at
 LONGEST_CHAT = 2**26  # characters, before and after the template
@@ -40,7 +40,7 @@ class Tokenizer:
         Raises:
           ValueError: files that no tokenizer can be made of.
         """
-        folder = gguf_tokenizer.folder(folder) if gguf.is_gguf(folder) else Path(folder)
+        folder = gguf_tokenizer.folder(folder) if gguf_reader.is_gguf(folder) else Path(folder)
         if folder is None or not (folder / "tokenizer.json").exists():
             return None
         for path in (*folder.glob("*.json"), *folder.glob("*.jinja")):
@@ -150,11 +150,11 @@ def check_same_tokens(verifier: Tokenizer | None, drafter: Tokenizer | None) -> 
     """
     if verifier is None or drafter is None:
         return
-    ours, theirs = ({id: token for token, id in one.inner.get_vocab().items()} for one in (verifier, drafter))
+    ours, theirs = ({id: token for token, id in tokenizer.inner.get_vocab().items()} for tokenizer in (verifier, drafter))
     different = [id for id in ours.keys() | theirs.keys() if ours.get(id) != theirs.get(id)]
     if different:
         first = min(different)
-        got, expected = ("no token" if one.get(first) is None else quoted(one[first]) for one in (theirs, ours))
+        got, expected = ("no token" if t.get(first) is None else quoted(t[first]) for t in (theirs, ours))
         raise ValueError(
             f"drafter does not fit the verifier: got {got} as token {first} of the language model that drafts, expected "
             f"{expected} ({len(different)} tokens differ); use a smaller model of the same family"

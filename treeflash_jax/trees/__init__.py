@@ -1,19 +1,25 @@
 """Draft trees, and the builders that choose their nodes.
 
-A builder reads a drafter only through an `Expander`. It is one function, and one line in BUILDERS that names it:
+A builder reads a drafter only through an `Expander`. It is one function, and one line in BUILDERS:
 
     build(expander, anchor_b, num_nodes, shape, noise_bnc) -> (DraftTree, Proposal or None)
 
-One whose `reads_past` says so for a shape is also given `recent_b`, the recent mean of the tokens that a round commits; one
-whose shape lists buckets `choice_b`, which of them each sequence takes.
+    expander   the drafter's `Expander` in this round
+    anchor_b   last committed token of each sequence
+    num_nodes  maximal number of nodes, root included; static
+    shape      `TreeShape`, static
+    noise_bnc  Gumbel noise from `draw_noise`; None for deterministic builders
 
-Deterministic builders get no noise and return no proposal: any rule that compares tokens keeps the verifier's distribution.
-Builders that draw nodes at random say from which law (`Proposal`, and in words for the acceptance rules): at temperature
-above 0 a deterministic tree accepts at most the verifier's mass on it, while acceptance of sampled trees is limited only by
-the total variation distance between drafter and verifier.
+If `Builder.reads_past` is true for a shape, `build` also gets `recent_b`, the recent mean number of tokens that a round
+commits; if the shape lists buckets, it gets `choice_b`, the index of each sequence's bucket.
 
-What may shape a tree: everything known before a token was drawn. Sampled tokens are never dropped, ranked or rewarded by
-their own value: that would change the law they have.
+Deterministic builders return no proposal: rules that compare tokens are exact for them. Builders that draw nodes return the
+distribution they draw from (`Proposal`) and declare its name for the acceptance rules. At temperature above 0 a
+deterministic tree accepts at most the verifier's mass on it, while acceptance of sampled trees is limited only by the total
+variation distance between drafter and verifier.
+
+A tree's shape may depend on everything that is known before its tokens are drawn. Sampled tokens must not be dropped or
+ranked by their own value: that would change their distribution.
 """
 
 from __future__ import annotations
@@ -47,46 +53,39 @@ Build = Callable[..., tuple[DraftTree, Proposal | None]]
 
 @dataclass(frozen=True)
 class Builder:
-    """A way to build trees.
+    """A tree builder and its properties.
 
     Attributes:
       build: the function described above.
-      law: the law that nodes are drawn from, in the words of the acceptance rules (their LAWS).
-      one_path: the law where TreeShape.branches is 1, if that is another one.
-      reads_past: whether trees of a shape depend on how past rounds ended.
-      is_chain: whether trees have one branch, hence at most as many nodes as the drafter has depths, and the root.
+      distribution: name of the distribution of the nodes, as in the acceptance rules' DISTRIBUTIONS.
+      one_path: name of the distribution if TreeShape.branches is 1; None: the same.
+      is_chain: whether trees have one branch, hence at most one node per depth.
+      reads_past: predicate of a shape: whether its trees depend on the lengths of past rounds.
     """
 
     build: Build
-    law: str = "deterministic"
+    distribution: str = "deterministic"
     one_path: str | None = None
     is_chain: bool = False
     reads_past: Callable[[TreeShape], bool] = lambda shape: False
 
     @property
     def draws(self) -> bool:
-        return self.law != "deterministic"
+        return self.distribution != "deterministic"
 
-    def law_of(self, shape: TreeShape) -> str:
-        return self.one_path if self.one_path and shape.branches == 1 else self.law
-
-
-def _best_first(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
-    return best_first(expander, anchor_b, num_nodes, shape.lanes), None
+    def distribution_for(self, shape: TreeShape) -> str:
+        return self.one_path if self.one_path and shape.branches == 1 else self.distribution
 
 
-def _walk(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
-    return walk(expander, anchor_b, num_nodes), None
-
-
-def _rank_0_chain(expander, anchor_b, num_nodes, shape, noise_bnc) -> tuple[DraftTree, None]:
-    return rank_0_chain(expander, anchor_b, num_nodes), None
+def _deterministic(build: Callable[..., DraftTree]) -> Build:
+    """Returns a builder without noise and proposal."""
+    return lambda expander, anchor_b, num_nodes, shape, noise_bnc: (build(expander, anchor_b, num_nodes, shape=shape), None)
 
 
 BUILDERS: dict[str, Builder] = {
-    "best-first": Builder(_best_first),
-    "walk": Builder(_walk, is_chain=True),
-    "chain": Builder(_rank_0_chain, is_chain=True),
+    "best-first": Builder(_deterministic(lambda *args, shape: best_first(*args, shape.lanes))),
+    "walk": Builder(_deterministic(lambda *args, shape: walk(*args)), is_chain=True),
+    "chain": Builder(_deterministic(lambda *args, shape: rank_0_chain(*args)), is_chain=True),
     "paths": Builder(paths, "paths", "one path"),
     "delayed": Builder(delayed, "delayed", "one path", reads_past=lambda shape: shape.trunk == "auto"),
     "without-replacement": Builder(without_replacement, "without-replacement", "one path"),
@@ -95,36 +94,17 @@ BUILDERS: dict[str, Builder] = {
 
 
 def draws(name: str) -> bool:
-    """Whether a builder draws nodes at random; "none" does not."""
+    """Returns True for builders that draw nodes at random; False for "none"."""
     return name in BUILDERS and BUILDERS[name].draws
 
 
 def branching() -> list[str]:
-    """Names of the builders whose trees may branch."""
+    """Returns the names of the builders whose trees may branch."""
     return [name for name, builder in BUILDERS.items() if not builder.is_chain]
 
 
 __all__ = [
-    "BUILDERS",
-    "DETERMINISTIC",
-    "NO_TOKEN",
-    "WITHOUT_REPLACEMENT",
-    "WITH_REPLACEMENT",
-    "Bucket",
-    "Builder",
-    "DraftTree",
-    "Expander",
-    "Proposal",
-    "TransitionTable",
-    "TreeShape",
-    "ancestor_mask",
-    "best_first",
-    "branching",
-    "draw_noise",
-    "draws",
-    "first",
-    "pick",
-    "rank_0_chain",
-    "root_only",
-    "walk",
-]
+    "BUILDERS", "DETERMINISTIC", "NO_TOKEN", "WITHOUT_REPLACEMENT", "WITH_REPLACEMENT", "Bucket", "Builder", "DraftTree",
+    "Expander", "Proposal", "TransitionTable", "TreeShape", "ancestor_mask", "best_first", "branching", "draw_noise",
+    "draws", "first", "pick", "rank_0_chain", "root_only", "walk",
+]  # fmt: skip

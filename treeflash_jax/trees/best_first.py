@@ -1,6 +1,6 @@
 """Best-first search over the continuations of an anchor, as one top-k per level.
 
-Shape suffixes: b batch, n tree nodes (root included), c children kept per row, w nodes below the root (n - 1), l lanes:
+Shape suffixes: b batch, n tree nodes (root included), c children kept per node, w nodes below the root (n - 1), l lanes:
 nodes of a level that are followed, x ledger entries (i w of them, depth-major).
 """
 
@@ -11,29 +11,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from treeflash_jax.models.backend.levels import over_depths
+from treeflash_jax.models.backend.selection import stable_top_k
 from treeflash_jax.trees.containers import DraftTree, below_root, pick, root_only
 from treeflash_jax.trees.expander import Expander
-from treeflash_jax.trees.levels import over_depths, stable_top_k
 
 
 def best_first(expander: Expander, anchor_b: jax.Array, num_nodes: int, lanes: int | None = None) -> DraftTree:
     """Keeps the `num_nodes - 1` most probable continuations of the anchor.
 
-    A path scores the sum of its log-probabilities, so no node outscores its parent: level by level, the best nodes so far
-    compete with the children of those that came in last. One stable top-k per depth therefore replaces the heap of
+    A path's score is the sum of its log-probabilities, so no node outscores its parent: level by level, the best nodes so
+    far compete with the children of those that were added last. One stable top-k per depth therefore replaces the heap of
     best-first search, with static shapes and no host step.
 
     Args:
-      expander: the drafter's view of one round.
-      anchor_b: last committed token of each sequence.
       num_nodes: number of verified nodes, root included; static, at least 1.
-      lanes: how many nodes of a level offer their children: the best of them. With fewer than `num_nodes - 1` (the default)
-        the tree is EAGLE-2's, whose network runs once per level and lane. Static.
+      lanes: number of nodes of a level, the best ones, that offer their children; static. With fewer than `num_nodes - 1`
+        (the default) the tree is EAGLE-2's, whose network runs once per level and lane.
 
     Returns:
-      A tree in order of decreasing probability. Where fewer continuations exist, the tail is padding (`valid_bn` False).
+      A tree in order of decreasing probability. If fewer continuations exist, the tail is padding (`valid_bn` False).
 
-    Source: DDTree (arXiv 2604.12989) section 4 for the objective; TreeFlash (arXiv 2606.03819) for conditional rows;
+    Source: DDTree (arXiv 2604.12989) section 4 for the objective; TreeFlash (arXiv 2606.03819) for conditional children;
     EAGLE-2 (arXiv 2406.16858) for few lanes.
     """
     return best_first_search(expander, anchor_b, num_nodes, lanes)[0]
@@ -42,7 +41,7 @@ def best_first(expander: Expander, anchor_b: jax.Array, num_nodes: int, lanes: i
 def best_first_search(
     expander: Expander, anchor_b: jax.Array, num_nodes: int, lanes: int | None = None
 ) -> tuple[DraftTree, jax.Array, jax.Array]:
-    """The tree of `best_first`; for every node also its place among the parent's children, and whether it has children."""
+    """Returns the tree of `best_first` and, for every node, its index among siblings and whether it has children."""
     width = num_nodes - 1
     if width == 0 or expander.num_depths == 0:
         tree = root_only(anchor_b)
@@ -68,7 +67,7 @@ def best_first_search(
             parent_bl, child_bl, entry_bl = (pick(x_bw, chosen_bl) for x_bw in (lane_bw, child_bw, entry_bw))
         parent_state_bl = jax.tree.map(lambda x_bl: pick(x_bl, parent_bl), state_bl)
         best = score_bw, entry_bw, frontier_bl, entry_bl, expander.follow(depth, parent_state_bl, child_bl)
-        # Without the barrier a GPU computes the states of all levels above anew, for every child.
+        # Without the barrier a GPU recomputes the states of all levels above for every child.
         return lax.optimization_barrier(best), (above_bw, token_bw, child_bw, open_bw)
 
     anchor_depth, anchor_state_b1 = jnp.int32(0), expander.start(1)
@@ -81,7 +80,7 @@ def best_first_search(
     entry_bl = None if lanes == width else entry_bw[:, :lanes]  # None: the lanes are the nodes
     state_bl = expander.follow(anchor_depth, expander.start(lanes), rank_bw[:, :lanes])
     best = score_bw, entry_bw, score_bw[:, :lanes], entry_bl, state_bl
-    # In the first level nothing reads what lies above: its nodes hang below the root.
+    # `above` is not read in the first level: its nodes are children of the root.
     best, ledger = over_depths(grow, best, depths, goes_on=lambda best: jnp.any(best[2] > -jnp.inf))
     above_bx, token_bx, child_bx, open_bx = (
         jnp.concatenate([x_bw, jnp.moveaxis(x_ibw, 0, 1).reshape(len(anchor_b), -1)], axis=1)

@@ -1,6 +1,6 @@
 """Chains: trees of one branch.
 
-Shape suffixes: b batch, w nodes below the root, c children kept per row.
+Shape suffixes: b batch, w nodes below the root, c children kept per node.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from treeflash_jax.models.backend.levels import over_depths
 from treeflash_jax.trees.containers import DraftTree, below_root, root_only
 from treeflash_jax.trees.expander import Expander
-from treeflash_jax.trees.levels import over_depths
 
 
 def walk(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
-    """A greedy walk: the likeliest child of the token just drafted, until its branch ends."""
+    """Follows the likeliest child of each drafted token until its branch ends."""
     return _chain(expander, anchor_b, num_nodes, expander.follow)
 
 
 def rank_0_chain(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
-    """The published chain: at each depth the likeliest child of that depth's first row, whatever was drafted before.
+    """Builds the published chain: at each depth the likeliest child in that depth's first context, whatever was drafted.
 
-    For a marginal table (one row a depth) this is DFlash's chain and equal to `walk`. A drafter whose expander is no table
-    has no rows besides those of the path: its chain is the walk too.
+    For a marginal table (one context per depth) this is DFlash's chain and equal to `walk`. An expander that is no
+    table has no contexts besides those of the path: its chain is the walk too.
 
     Source: TreeFlash (arXiv 2606.03819), released code; DFlash (arXiv 2602.06036).
     """

@@ -1,6 +1,6 @@
-"""Draft trees as arrays: nodes, their parents, and the law that sampled nodes were drawn from.
+"""Draft trees as arrays: nodes, their parents, and the distribution that sampled nodes were drawn from.
 
-Shape suffixes: b batch, n tree nodes (root included), c children kept per row, w nodes below the root, x draws.
+Shape suffixes: b batch, n tree nodes (root included), c children kept per node, w nodes below the root, x draws.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class DraftTree:
       tokens_bn: token ids; 0 in padding.
       parent_bn: index of the parent; 0 for the root and for padding.
       depth_bn: 0 for the root and for padding.
-      log_prob_bn: of the path from the anchor, float32; -inf in padding.
-      valid_bn: False in padding, which never matches anything.
+      log_prob_bn: log-probability of the path from the anchor, float32; -inf in padding.
+      valid_bn: False in padding, which never matches.
     """
 
     tokens_bn: jax.Array
@@ -30,25 +30,25 @@ class DraftTree:
     valid_bn: jax.Array
 
 
-# How a node came into the tree.
+# Kinds of nodes.
 DETERMINISTIC, WITHOUT_REPLACEMENT, WITH_REPLACEMENT = 0, 1, 2
-NO_TOKEN = np.iinfo(np.int32).max  # id of an entry without a child: outside of every vocabulary
+NO_TOKEN = np.iinfo(np.int32).max  # id of an entry without a child: outside every vocabulary
 
 
 @struct.dataclass
 class Proposal:
-    """The law that sampled nodes were drawn from; builders of deterministic trees have none.
+    """Distribution that sampled nodes were drawn from; builders of deterministic trees return None instead.
 
-    The children of a node are tested in the order of their draws. The first sampled child has the law `log_q`; a later one
-    has it again (with replacement) or restricted to what is left and renormalised (without). Deterministic children have
-    probability 0 under it: they are the law's other part, known before anything was drawn.
+    The children of a node are tested in the order of their draws. The first sampled child has distribution `log_q`; a later
+    one has it again (with replacement) or restricted to the remaining tokens and renormalised (without). Deterministic
+    children have probability 0 under it: they were chosen before anything was drawn.
 
     Attributes:
-      support_bnc: token ids that the children of a node come from: distinct, besides entries of NO_TOKEN.
-      log_q_bnc: their log-probabilities; -inf where a token could not be drawn, everywhere where a node has no draws.
-      node_bx: the node each draw landed on, in the order of the tests; i.i.d. duplicates share a node but are tested with
-        multiplicity. 0 (the root) where there was no draw.
-      slot_bx: where the support of the parent holds the drawn token.
+      support_bnc: possible token ids of a node's children: distinct, besides entries of NO_TOKEN.
+      log_q_bnc: their log-probabilities; -inf for tokens that could not be drawn, and for nodes without draws.
+      node_bx: the node of each draw, in the order of the tests; i.i.d. duplicates share a node but are tested with
+        multiplicity. 0 (the root) if there was no draw.
+      slot_bx: index of the drawn token in the support of the parent.
       kind_bx: DETERMINISTIC, WITHOUT_REPLACEMENT or WITH_REPLACEMENT.
       depths: the deepest level a node can have; static.
     """
@@ -62,7 +62,7 @@ class Proposal:
 
 
 def root_only(anchor_b: jax.Array) -> DraftTree:
-    """The tree of plain one-token decoding."""
+    """Returns the tree of one-token decoding."""
     zero_b1 = jnp.zeros_like(anchor_b)[:, None]
     return DraftTree(
         tokens_bn=anchor_b[:, None],
@@ -74,7 +74,7 @@ def root_only(anchor_b: jax.Array) -> DraftTree:
 
 
 def below_root(anchor_b, tokens_bw, parent_bw, depth_bw, log_prob_bw) -> DraftTree:
-    """The anchor followed by the nodes; nodes of probability zero become padding."""
+    """Returns the tree of the anchor followed by the nodes; nodes of probability zero become padding."""
     valid_bw = jnp.isfinite(log_prob_bw)
 
     def with_root(root_b, nodes_bw, padding):
@@ -91,12 +91,12 @@ def below_root(anchor_b, tokens_bw, parent_bw, depth_bw, log_prob_bw) -> DraftTr
 
 
 def first(tree: DraftTree, nodes: int) -> DraftTree:
-    """The first nodes of a tree: of a best-first tree, the best-first tree of so many nodes."""
+    """Returns the first nodes of a tree: of a best-first tree, the best-first tree of that size."""
     return jax.tree.map(lambda x_bn: x_bn[:, :nodes], tree)
 
 
 def ancestor_mask(parent_bn: jax.Array, max_depth: int) -> jax.Array:
-    """True at [b, i, j] where node j is node i or one of its ancestors. Bool [b, n, n]."""
+    """Returns True at [b, i, j] if node j is node i or one of its ancestors, [b, n, n]."""
     nodes = parent_bn.shape[1]
     word_n, bit_n = np.divmod(np.arange(nodes), 32)
     self_nw = np.where(np.arange(word_n[-1] + 1) == word_n[:, None], 1 << bit_n[:, None], 0).astype(np.uint32)
@@ -109,5 +109,5 @@ def ancestor_mask(parent_bn: jax.Array, max_depth: int) -> jax.Array:
 
 
 def pick(x_bx: jax.Array, index_by: jax.Array) -> jax.Array:
-    """x[b, index[b, y], ...]: gathers along the second axis, per sequence."""
+    """Returns x[b, index[b, y], ...]: gathers along the second axis, per sequence."""
     return jax.vmap(lambda x_x, index_y: x_x[index_y])(x_bx, index_by)

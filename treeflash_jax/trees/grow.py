@@ -1,9 +1,9 @@
-"""Grows a tree of a given outline from an expander, level by level, and records the law its nodes were drawn from.
+"""Grows a tree of a given outline from an expander, level by level, and records the distribution of its nodes.
 
-A builder says where nodes go (`Outline`: parent, depth, kind of every place), from sizes and from what is known before
-anything is drawn; `grow` draws the tokens, merges i.i.d. duplicates and moves unused places to the end.
+A builder decides the outline (`Outline`: parent, depth and kind of every place) before anything is drawn; `grow` draws the
+tokens, merges i.i.d. duplicates and moves unused places to the end.
 
-Shape suffixes: b batch, n places of the outline = tree nodes (root included), c children kept per row, x draws (n - 1).
+Shape suffixes: b batch, n places of the outline = tree nodes (root included), c children kept per node, x draws (n - 1).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from treeflash_jax.models.backend.levels import over_depths
 from treeflash_jax.trees.containers import DETERMINISTIC, NO_TOKEN, WITHOUT_REPLACEMENT, DraftTree, Proposal, pick
 from treeflash_jax.trees.expander import Expander
-from treeflash_jax.trees.levels import over_depths
 
 UNUSED = -1  # depth of a place that holds no node
 
@@ -29,10 +29,10 @@ class Outline:
 
     Attributes:
       parent_bn: place of the parent.
-      depth_bn: UNUSED where nothing grows.
-      kind_bn: how the token is chosen: DETERMINISTIC, WITHOUT_REPLACEMENT or WITH_REPLACEMENT.
-      rank_bn: how many siblings are drawn before this one, without replacement.
-      slot_bn: place among the parent's children, of deterministic nodes.
+      depth_bn: UNUSED for places without a node.
+      kind_bn: DETERMINISTIC, WITHOUT_REPLACEMENT or WITH_REPLACEMENT.
+      rank_bn: number of siblings drawn before this one, without replacement.
+      slot_bn: index among the parent's children, for deterministic nodes.
     """
 
     parent_bn: jax.Array
@@ -43,7 +43,7 @@ class Outline:
 
 
 def outline(parents: Sequence[int], kind: int, batch: int, ranks: Sequence[int] | None = None) -> Outline:
-    """An outline of sampled nodes that is the same for all rows; `parents` and `ranks` of places 1, 2, ..."""
+    """Returns the same outline of sampled nodes for all sequences; `parents` and `ranks` of places 1, 2, ..."""
     parent_n = np.array([0, *parents], np.int32)
     depth_n = np.zeros_like(parent_n)
     for place in range(1, parent_n.size):
@@ -54,7 +54,7 @@ def outline(parents: Sequence[int], kind: int, batch: int, ranks: Sequence[int] 
 
 
 def draw_noise(key_b: jax.Array, expander: Expander, num_nodes: int) -> jax.Array:
-    """Gumbel noise [b, n, c] for the draws of a tree, one key a row."""
+    """Returns Gumbel noise [b, n, c] for the draws of a tree, from one key per sequence."""
     log_probs = jax.eval_shape(expander.children, jnp.int32(0), expander.start(1))[1]
     shape = num_nodes, log_probs.shape[2]
     return jax.vmap(lambda key: jax.random.gumbel(key, shape, log_probs.dtype))(key_b)
@@ -71,21 +71,23 @@ def grow(
     skeleton: int = 0,
     deepest: int | None = None,
 ) -> tuple[DraftTree, Proposal]:
-    """Draws the nodes of an outline: q = the row's law over tokens that go on, truncated to the row and renormalised.
+    """Draws the nodes of an outline from q: the expander's distribution, restricted to tokens that continue, renormalised.
 
-    An i.i.d. draw is argmax(log q + noise of its own place). Siblings without replacement are the largest entries of
-    log q + noise of their parent, in decreasing order: the first has law q, each later one q without those before it.
+    An i.i.d. draw is argmax(log q + noise of its place). Siblings without replacement are the largest entries of
+    log q + noise of their parent, in decreasing order: the first is distributed as q, each later one as q without the
+    earlier ones.
 
     Args:
-      plan: where nodes go.
-      noise_bnc: Gumbel noise, at least as many rows as places.
-      leaves: admit tokens without a row of their own although children are planned below. Where none is planned below
-        sampled nodes, or no token goes on, they are admitted anyway.
-      ranks: children drawn without replacement of one node, at most; static.
-      skeleton: deterministic places, 1 to `skeleton`; tested after their sampled siblings. Static.
-      deepest: no place lies deeper, for every sequence; static. None: not known.
+      plan: the outline.
+      noise_bnc: Gumbel noise for at least as many nodes as places.
+      leaves: admits tokens that end their branch although the outline has children below. If it has none, or if no token
+        continues, they are admitted anyway.
+      ranks: maximal number of children of a node drawn without replacement; static.
+      skeleton: places 1 to `skeleton` are deterministic and tested after their sampled siblings; static.
+      deepest: maximal depth of the places of any sequence; static. None: not known.
 
-    Source: DDTree and TreeFlash for the rows; Gumbel top-k (Kool et al., arXiv 1903.06059) for draws without replacement.
+    Source: DDTree and TreeFlash for the distributions; Gumbel top-k (Kool et al., arXiv 1903.06059) for draws without
+    replacement.
     """
     batch, n = plan.parent_bn.shape
     depths = min(expander.num_depths, n - 1 if deepest is None else deepest)
@@ -130,7 +132,7 @@ def grow(
 
 
 def _below(plan: Outline, support_bnc: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which places have sampled children with children of their own [b, n], and children that are planned [b, n, c]."""
+    """Returns places whose sampled children have children in the outline [b, n], and deterministic children [b, n, c]."""
     parent_bn, is_fixed_bn = plan.parent_bn, plan.kind_bn == DETERMINISTIC
     places = jnp.arange(parent_bn.shape[1], dtype=jnp.int32)
     is_child_bnn = (parent_bn[:, None] == places[:, None]) & (plan.depth_bn > 0)[:, None]  # [b, node, child]
@@ -153,7 +155,7 @@ def _drawn(
     noise_bnc: jax.Array,
     ranks: int,
 ) -> dict[str, jax.Array]:
-    """The nodes once those at `depth` + 1 have their tokens, drawn from the rows of their parents."""
+    """Returns the nodes after drawing the tokens at `depth` + 1 from the distributions of their parents."""
     parent_bn, is_fixed_bn = plan.parent_bn, plan.kind_bn == DETERMINISTIC
     rank_bn = jnp.minimum(plan.rank_bn, ranks - 1)
     drawn_bn = jnp.take_along_axis(_largest(pick(log_q_bnc, parent_bn) + noise_bnc, ranks), rank_bn[..., None], axis=2)
@@ -181,12 +183,12 @@ def _drawn(
 
 
 def _compact(anchor_b, plan: Outline, nodes, skeleton: int, depths: int) -> tuple[DraftTree, Proposal]:
-    """Nodes first, then the places that duplicates and branches that ended left empty."""
+    """Moves nodes to the front, and the places left empty by duplicates and ended branches to the end."""
     n = plan.parent_bn.shape[1]
     places = jnp.arange(n, dtype=jnp.int32)
     is_node_bn = nodes["alive"] & (nodes["home"] == places)
     order_bn = jnp.argsort(~is_node_bn, axis=1, stable=True).astype(jnp.int32)
-    node_bn = pick(jnp.argsort(order_bn, axis=1).astype(jnp.int32), nodes["home"])  # where each draw landed
+    node_bn = pick(jnp.argsort(order_bn, axis=1).astype(jnp.int32), nodes["home"])  # node of each draw
     valid_bn = pick(is_node_bn, order_bn)
 
     def moved(x_bn: jax.Array, padding) -> jax.Array:
@@ -212,16 +214,16 @@ def _compact(anchor_b, plan: Outline, nodes, skeleton: int, depths: int) -> tupl
 
 
 def _normalised(log_p_bnc: jax.Array, admitted_bnc: jax.Array) -> jax.Array:
-    """log(p / sum of p) over what is admitted; -inf elsewhere."""
+    """Returns log(p / sum of p) over admitted entries; -inf elsewhere."""
     log_p_bnc = jnp.where(admitted_bnc, log_p_bnc, -jnp.inf)
     mass_bn1 = jax.nn.logsumexp(log_p_bnc, axis=-1, keepdims=True)
     return jnp.where(admitted_bnc, log_p_bnc - jnp.where(jnp.isfinite(mass_bn1), mass_bn1, 0), -jnp.inf)
 
 
 def _largest(scores_bnc: jax.Array, ranks: int) -> jax.Array:
-    """Places of the largest entries of each row, [b, n, ranks], largest first."""
+    """Returns the indices of each node's largest entries, [b, n, ranks], largest first."""
     if ranks == 1:
         return jnp.argmax(scores_bnc, axis=-1, keepdims=True).astype(jnp.int32)
-    # Over a matrix: XLA's CPU backend sorts arrays of other ranks in full.
+    # As a matrix: XLA's CPU backend sorts arrays of other ranks in full.
     index = lax.top_k(scores_bnc.reshape(-1, scores_bnc.shape[2]), ranks)[1]
     return index.reshape(*scores_bnc.shape[:2], ranks)

@@ -1,4 +1,4 @@
-"""A deterministic skeleton with sampled chains: best-first where the drafter is sure, draws where it is not."""
+"""A deterministic skeleton with sampled chains: best-first search where the drafter is sure, draws elsewhere."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ from treeflash_jax.trees.expander import Expander
 from treeflash_jax.trees.grow import UNUSED, Outline, grow
 from treeflash_jax.trees.shape import TreeShape
 
-REACH = 0.6  # assumed chance that a sampled node is accepted, for sharing the budget only
+REACH = 0.6  # assumed chance that a sampled node is accepted, for dividing the nodes only
 
 
 def hybrid(
     expander: Expander, anchor_b: jax.Array, num_nodes: int, shape: TreeShape, noise_bnc: jax.Array
 ) -> tuple[DraftTree, Proposal]:
-    """A share `skeleton` of the nodes by best-first search; below its nodes one sampled child each, continued as a chain.
+    """Chooses a share `shape.skeleton` of the nodes by best-first search, and samples chains below them.
 
-    The sampled child comes from the row's law without the deterministic children, and is tested before them. The budget
-    goes where the walk most likely leaves the skeleton: a chain's j-th node scores
-    q(node) (1 - q(deterministic children)) REACH^(j - 1), known before anything is drawn.
-
-    Args:
-      num_nodes: rows, root included; static.
-      shape: `skeleton` counts.
+    Each skeleton node may have one sampled child, continued as a chain. It is drawn from the node's distribution without
+    the deterministic children, and is tested before them. Nodes are given to chains where the walk most likely leaves the
+    skeleton: a chain's j-th node scores q(node) (1 - q(deterministic children)) REACH^(j - 1), known before anything is
+    drawn.
 
     Source: greedy drafting with one sampled child, Hu et al. (arXiv 2502.18779), here at every node of a best-first tree.
     """
@@ -39,20 +36,20 @@ def hybrid(
     children_bk = jax.vmap(lambda parent_k, valid_k: jnp.zeros_like(parent_k).at[parent_k].add(valid_k))(
         skeleton.parent_bn, skeleton.valid_bn.at[:, 0].set(False).astype(jnp.int32)
     )
-    has_spare_bk = open_bk & (children_bk < noise_bnc.shape[2])  # a row whose every child is in the skeleton has none left
+    has_spare_bk = open_bk & (children_bk < noise_bnc.shape[2])  # none is left if all children are in the skeleton
     chains = _chains(skeleton, has_spare_bk, num_nodes - 1 - fixed, expander.num_depths)
     plan = jax.tree.map(lambda fixed_bk, drawn_bs: jnp.concatenate([fixed_bk, drawn_bs], axis=1), plan, chains)
     return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves, skeleton=fixed)
 
 
 def _chains(skeleton: DraftTree, has_spare_bk: jax.Array, count: int, depths: int) -> Outline:
-    """Places of the `count` sampled nodes, [b, s]: the best of (chain step j, skeleton node k) by the score above."""
+    """Returns the outline of the `count` sampled nodes, [b, s]: the best (chain step j, skeleton node k) by score."""
     batch, nodes = has_spare_bk.shape
     mass_bk = jnp.exp(skeleton.log_prob_bn)
-    of_children_bk = jax.vmap(lambda parent_k, mass_k: jnp.zeros_like(mass_k).at[parent_k].add(mass_k))(
+    child_mass_bk = jax.vmap(lambda parent_k, mass_k: jnp.zeros_like(mass_k).at[parent_k].add(mass_k))(
         skeleton.parent_bn, mass_bk.at[:, 0].set(0)
     )
-    spare_bk = jnp.where(has_spare_bk, jnp.maximum(mass_bk - of_children_bk, 0), 0)
+    spare_bk = jnp.where(has_spare_bk, jnp.maximum(mass_bk - child_mass_bk, 0), 0)
     step_j1 = jnp.arange(depths, dtype=jnp.int32)[:, None]
     fits_bjk = skeleton.depth_bn[:, None] + step_j1 < depths
     score_bjk = jnp.where(fits_bjk, spare_bk[:, None] * REACH ** step_j1.astype(mass_bk.dtype), 0)

@@ -1,4 +1,4 @@
-"""Sampled paths: independent chains of draws, from the anchor or from the end of a common trunk."""
+"""Sampled paths: independent chains of draws from the anchor or from the end of a common trunk."""
 
 from __future__ import annotations
 
@@ -14,15 +14,11 @@ from treeflash_jax.trees.shape import Bucket, TreeShape
 def paths(
     expander: Expander, anchor_b: jax.Array, num_nodes: int, shape: TreeShape, noise_bnc: jax.Array
 ) -> tuple[DraftTree, Proposal]:
-    """`branches` i.i.d. paths from the anchor, of equal length; prefixes in common are verified once.
-
-    Args:
-      num_nodes: rows at most, root included; static.
-      shape: `branches` counts.
+    """Draws `shape.branches` i.i.d. paths of equal length from the anchor; common prefixes are verified once.
 
     Source: SpecInfer (arXiv 2305.09781); SpecTr (arXiv 2310.15141).
     """
-    bucket = fitting(expander.num_depths, num_nodes, 0, shape.branches)
+    bucket = largest_bucket(expander.num_depths, num_nodes, 0, shape.branches)
     plan = _places(bucket, anchor_b.shape[0])
     return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves, deepest=bucket.depth)
 
@@ -36,27 +32,26 @@ def delayed(
     recent_b: jax.Array | None = None,
     choice_b: jax.Array | None = None,
 ) -> tuple[DraftTree, Proposal]:
-    """One path of `trunk` draws, then `branches` i.i.d. paths from its end.
+    """Draws one path of `shape.trunk` tokens, then `shape.branches` i.i.d. paths from its end.
 
     Near the anchor drafter and verifier agree and a second path adds little; their distance grows with depth. With
-    trunk="auto" every sequence branches where its recent rounds ended on average. That is known before anything is drawn,
-    as the choice among buckets has to be.
+    trunk="auto" every sequence branches at the depth at which its recent rounds ended on average. This depth, like the
+    choice among buckets, must be known before anything is drawn.
 
     Args:
-      shape: `branches` and `trunk` count.
-      recent_b: recent mean of the tokens that a round of each sequence commits; read where `trunk` is "auto".
-      choice_b: which of the buckets each sequence takes; read where `trunk` is a list of them.
+      recent_b: recent mean number of tokens that a round of each sequence commits; for trunk="auto".
+      choice_b: index of each sequence's bucket; for a trunk that lists buckets.
 
     Source: delayed tree expansion (arXiv 2602.16994).
     """
     depths = expander.num_depths
     if isinstance(shape.trunk, int):
-        table = [fitting(depths, num_nodes, shape.trunk, shape.branches)]
+        table = [largest_bucket(depths, num_nodes, shape.trunk, shape.branches)]
         plan = _places(table[0], anchor_b.shape[0])
     else:
         if shape.trunk == "auto":
             most = min(num_nodes - 1, depths)
-            table = [fitting(depths, num_nodes, trunk, shape.branches) for trunk in range(most + 1)]
+            table = [largest_bucket(depths, num_nodes, trunk, shape.branches) for trunk in range(most + 1)]
             choice_b = jnp.round(recent_b).astype(jnp.int32) - 1
         else:
             table = [bucket.cut(depths) for bucket in shape.trunk]
@@ -67,8 +62,8 @@ def delayed(
     return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves, deepest=deepest)
 
 
-def fitting(depths: int, num_nodes: int, trunk: int, branches: int) -> Bucket:
-    """A path of `trunk` places and as many places below its end as fit, in `branches` paths of equal length."""
+def largest_bucket(depths: int, num_nodes: int, trunk: int, branches: int) -> Bucket:
+    """Returns the largest bucket with this trunk and number of branches that fits."""
     trunk = min(trunk, num_nodes - 1, depths)
     branches = min(branches, max(num_nodes - 1 - trunk, 1))
     return Bucket(branches, trunk, min((num_nodes - 1 - trunk) // branches, depths - trunk))
@@ -83,7 +78,7 @@ def _places(bucket: Bucket, batch: int) -> Outline:
 
 
 def _padded(plan: Outline, num_nodes: int) -> Outline:
-    """The same outline with `num_nodes` places, those that it lacks unused."""
+    """Pads an outline with unused places to `num_nodes`."""
     missing = (0, 0), (0, num_nodes - plan.parent_bn.shape[1])
     plan = jax.tree.map(lambda x_bn: jnp.pad(x_bn, missing), plan)
     is_used_bn = jnp.pad(jnp.ones((1, num_nodes - missing[1][1]), bool), missing)

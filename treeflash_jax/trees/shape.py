@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-MOST_NODES = 4096  # of a draft tree
+from annotated_types import Interval
+
+MAX_NODES = 4096  # of a draft tree
+Nodes = Annotated[int, Interval(ge=1, le=MAX_NODES)]
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,7 @@ class Bucket:
 
     @property
     def nodes(self) -> int:
-        """Root included."""
+        """Number of nodes, root included."""
         return 1 + self.trunk + self.branches * self.length
 
     @property
@@ -25,22 +29,22 @@ class Bucket:
         return self.trunk + self.length
 
     def cut(self, depths: int) -> Bucket:
-        """The same tree of a drafter that drafts no deeper."""
+        """Returns this tree cut to a drafter's depths."""
         trunk = min(self.trunk, depths)
         return Bucket(self.branches, trunk, min(self.length, depths - trunk))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeShape:
-    """Sizes of a tree besides its number of nodes; static. Each builder reads its own.
+    """Sizes of a tree besides its number of nodes; static. Each builder reads some of them.
 
     Attributes:
-      branches: paths, or children per node at most.
-      trunk: nodes drafted as one path before the branches (delayed expansion); "auto": as many as recent rounds kept; or
-        buckets, one of which is chosen for every sequence and round, `branches` included.
-      skeleton: share of the nodes, root not counted, that best-first search chooses (hybrid).
-      lanes: nodes of a level whose children best-first search may take; None: all.
-      leaves: whether tokens that end their branch may be drawn where the tree goes on below.
+      branches: number of paths, or maximal number of children per node.
+      trunk: number of nodes drafted as one path before the branches (delayed expansion); "auto": the recent mean of
+        committed tokens; or buckets, one of which is chosen for every sequence and round and replaces `branches` too.
+      skeleton: share of the nodes, without the root, that best-first search chooses (hybrid).
+      leaves: whether tokens that end their branch may be drawn although the tree continues below.
+      lanes: number of nodes per level whose children best-first search considers; None: all.
     """
 
     branches: int = 2

@@ -1,4 +1,4 @@
-"""A tree of fixed outline whose siblings are drawn without replacement."""
+"""Trees of fixed outline whose siblings are drawn without replacement."""
 
 from __future__ import annotations
 
@@ -11,28 +11,24 @@ from treeflash_jax.trees.expander import Expander
 from treeflash_jax.trees.grow import grow, outline
 from treeflash_jax.trees.shape import TreeShape
 
-ACCEPTANCE = 0.7  # assumed chance that one test accepts: a sibling of rank r is reached and kept with a (1 - a)^r
+ACCEPTANCE = 0.7  # assumed chance a that a test accepts: a sibling of rank r is reached and kept with a (1 - a)^r
 
 
 def without_replacement(
     expander: Expander, anchor_b: jax.Array, num_nodes: int, shape: TreeShape, noise_bnc: jax.Array
 ) -> tuple[DraftTree, Proposal]:
-    """Up to `branches` children a node, siblings distinct; the outline is the likeliest under a fixed acceptance rate.
-
-    Args:
-      num_nodes: rows, root included; static.
-      shape: `branches` counts.
+    """Draws up to `shape.branches` distinct children per node; the outline is the best for a fixed acceptance rate.
 
     Source: Sequoia (arXiv 2402.12374) for fixed outlines and sampling without replacement; EAGLE (arXiv 2401.15077).
     """
     ranks = min(shape.branches, noise_bnc.shape[2])
-    parents, siblings = likeliest(num_nodes - 1, ranks, expander.num_depths)
+    parents, siblings = best_outline(num_nodes - 1, ranks, expander.num_depths)
     plan = outline(parents, WITHOUT_REPLACEMENT, anchor_b.shape[0], siblings)
     return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves, ranks=ranks)
 
 
-def likeliest(count: int, ranks: int, depths: int) -> tuple[list[int], list[int]]:
-    """Parents and sibling ranks of the `count` places that are reached most often, parents first."""
+def best_outline(count: int, ranks: int, depths: int) -> tuple[list[int], list[int]]:
+    """Returns parents and sibling ranks of the `count` places that are reached most often, parents first."""
     parents: list[int] = []
     siblings: list[int] = []
     heap = [(-ACCEPTANCE, 0, 0, 1)] if ranks and depths else []

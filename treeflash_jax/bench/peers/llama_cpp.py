@@ -1,4 +1,4 @@
-"""Greedy decoding of a GGUF file with llama.cpp, for `bench.compare`.
+"""Greedy decoding of a GGUF file with llama.cpp, for `treeflash bench run --other`.
 
     python llama_cpp.py FILE.gguf [--threads 2]
 
@@ -27,14 +27,14 @@ def main() -> None:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = arguments.threads
     server = xllamacpp.Server(params)
     for line in sys.stdin:
-        asked = json.loads(line)
-        request = {"prompt": asked["prompt"], "max_tokens": asked["max_new_tokens"], "temperature": 0.0}
+        question = json.loads(line)
+        request = {"prompt": question["prompt"], "max_tokens": question["max_new_tokens"], "temperature": 0.0}
         since = time.perf_counter()
         answer = server.handle_completions(request | {"cache_prompt": False})
         seconds = time.perf_counter() - since
         answer = answer if isinstance(answer, dict) else json.loads(answer)
         count = answer["usage"]["completion_tokens"]
-        print(json.dumps({"text": answer["choices"][0]["text"], "tokens_per_second": count / seconds}), flush=True)
+        print(json.dumps({"text": answer["choices"][0]["text"], "tokens": count, "seconds": seconds}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Greedy decoding with transformers' `generate`, for `bench.compare`.
+"""Greedy decoding with transformers' `generate`, for `treeflash bench run --other`.
 
     python torch_generate.py FOLDER [--dtype bfloat16] [--prompt-lookup 10] [--threads 2]
 
@@ -30,20 +30,20 @@ def main() -> None:
     if arguments.prompt_lookup:
         settings["prompt_lookup_num_tokens"] = arguments.prompt_lookup
     for line in sys.stdin:
-        asked = json.loads(line)
-        prompt = torch.tensor([asked["prompt"]])
+        question = json.loads(line)
+        prompt = torch.tensor([question["prompt"]])
         since = time.perf_counter()
         with torch.inference_mode():
             out = model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
-                max_new_tokens=asked["max_new_tokens"],
-                eos_token_id=asked["stop_ids"] or None,
+                max_new_tokens=question["max_new_tokens"],
+                eos_token_id=question["stop_ids"] or None,
                 **settings,
             )
         seconds = time.perf_counter() - since
         ids = out[0, prompt.shape[1] :].tolist()
-        print(json.dumps({"ids": ids, "tokens_per_second": len(ids) / seconds}), flush=True)
+        print(json.dumps({"ids": ids, "seconds": seconds}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """DFlash block drafters with or without a head on top: marginal trees (DDTree), TreeFlash, and heads of other kinds.
 
-This module is what `drafters.Drafter` describes; backbone.py has the forward pass, heads/ what turns a block into a tree.
+This module implements `drafters.Drafter`; backbone.py has the forward pass, heads/ turn a block into a transition table.
 
-Shape suffixes: b batch, t rows, j tapped layers x model, q block slots, d model.
+Shape suffixes: b batch, t positions, j tapped layers x model, q block slots, d model.
 
 Source: DFlash (arXiv 2602.06036), TreeFlash (arXiv 2606.03819).
 """
@@ -10,50 +10,82 @@ Source: DFlash (arXiv 2602.06036), TreeFlash (arXiv 2606.03819).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from treeflash_jax.checks import quoted
+from treeflash_jax.core.checks import quoted
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.backbone import DrafterState, init
-from treeflash_jax.drafters.block.config import DrafterConfig
-from treeflash_jax.drafters.block.costs import extend_work, work
-from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
-from treeflash_jax.drafters.inputs import Inputs
+from treeflash_jax.drafters.block.block_config import DrafterConfig
+from treeflash_jax.drafters.block.block_costs import extend_work, work
+from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, DraftSettings, Unembed
+from treeflash_jax.drafters.options import ListOptions, option
+from treeflash_jax.drafters.protocol import Inputs
 from treeflash_jax.trees import TransitionTable
 
-OPTIONS = ("head", "block_size", "candidates", "children", "shortlist")
 READS_TOKENS = False
-MOST_LINKS = 2**26  # of a level: a table compares every child with every candidate below it
+MAX_LINKS = 2**26  # per level: a table compares every child with every candidate below it
 DIALECT = "treeflash"
 
 
-def choose(config: DrafterConfig, options: Any) -> tuple[DrafterConfig, DraftSettings]:
-    """The config and the settings of a draft that a user's options ask for; see `drafters.Drafter`.
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions(ListOptions):
+    """Options of block drafters."""
 
-    Raises:
-      ValueError: a head or a block that this drafter does not have, or more tokens than the vocabulary has.
-    """
-    vocabulary, own = config.layers.vocab_size, config.block_size
+    head: str | None = option(
+        None,
+        "second stage of the drafter, which conditions a token on those before it; marginal turns it off",
+        unset="the drafter's own",
+        choices=lambda: tuple(HEADS),
+    )
+    block_size: int | None = option(
+        None,
+        "length of the drafted block, the last token of the text included, at most the drafter's; shorter blocks make "
+        "rounds faster and trees shallower",
+        unset="the drafter's",
+        least=2,
+        unit="tokens",
+    )
+    candidates: int | None = option(
+        None,
+        "most likely tokens per depth: the candidates that trees are built from (M in the paper)",
+        unset="16; on a CPU without matrix instructions 8",
+        least=1,
+        unit="tokens",
+    )
+    shortlist: int | None = option(
+        None,
+        "tokens per depth that the second stage of a conditional head scores, chosen over all depths together; 0 "
+        "scores the whole vocabulary",
+        unset="0; on a CPU 32 if the vocabulary has 16,384 tokens or more",
+        least=0,
+        unit="tokens",
+    )
+
+
+OPTIONS = BlockOptions
+
+
+def choose(config: DrafterConfig, options: Any) -> tuple[DrafterConfig, DraftSettings]:
+    """See `Drafter.choose`. Raises ValueError for a head or block size that this drafter lacks, and for too many tokens."""
+    vocabulary, trained_size = config.layers.vocab_size, config.block_size
 
     def expect(ok: bool, name: str, expected: str) -> None:
         if not ok:
             raise ValueError(f"got {name} {quoted(getattr(options, name))}, expected {expected}")
 
-    size = options.block_size or own
-    expect(2 <= size <= own, "block_size", f"2 to {own}, as the drafter was trained")
+    size = options.block_size or trained_size
+    expect(2 <= size <= trained_size, "block_size", f"2 to {trained_size}, as the drafter was trained")
     candidates = options.candidates or DraftSettings.candidates
     expect(candidates <= vocabulary, "candidates", f"1 to {vocabulary} (the vocabulary)")
     expect(options.children <= vocabulary, "children", f"1 to {vocabulary} (the vocabulary)")
     links = candidates**2 * options.children
-    expect(
-        links <= MOST_LINKS, "candidates", f"at most {MOST_LINKS:,} for candidates x candidates x children, not {links:,}"
-    )
+    expect(links <= MAX_LINKS, "candidates", f"at most {MAX_LINKS:,} for candidates x candidates x children, not {links:,}")
     shortlist = options.shortlist or 0
     expect(shortlist <= vocabulary, "shortlist", f"0 (all tokens) to {vocabulary} (the vocabulary)")
-    heads = ("marginal", config.head)
+    heads = (MARGINAL, config.head)
     expect(options.head in (None, *heads), "head", f"one of {heads}, what this drafter has")
     settings = DraftSettings(
         candidates=candidates,
@@ -61,7 +93,8 @@ def choose(config: DrafterConfig, options: Any) -> tuple[DrafterConfig, DraftSet
         shortlist=shortlist,
         head=options.head or config.head,
     )
-    return replace(config, block_size=size), settings
+    measured = config.sampled_above if settings.head == config.head else None  # measured with the drafter's own head
+    return replace(config, block_size=size, sampled_above=measured), settings
 
 
 def specs(config: DrafterConfig) -> dict[str, Any]:
@@ -77,13 +110,15 @@ def extend(
     features_btj: jax.Array,
     tokens_bt: jax.Array,
     count_b: jax.Array,
+    *,
+    attention: str,
 ) -> DrafterState:
-    """Adds verifier features of the next committed positions to the context; tables and tokens are not read."""
+    """Adds verifier features of the next committed positions to the context."""
     return backbone.extend(params["backbone"], config, state, features_btj, count_b)
 
 
 def draft_block(inputs: Inputs, _: None) -> jax.Array:
-    """The block after each anchor, [b, q, d], before its final norm."""
+    """Returns the block after each anchor, [b, q, d], before its final norm."""
     return backbone.block(
         inputs.params["backbone"],
         inputs.config,
@@ -95,7 +130,7 @@ def draft_block(inputs: Inputs, _: None) -> jax.Array:
 
 
 def expand_block(inputs: Inputs, hidden_bqd: jax.Array) -> TransitionTable:
-    """The second stage: next-token laws at every depth, given the token before."""
+    """Returns next-token distributions at every depth, given the token before."""
     unembed = Unembed(
         embed_vd=inputs.tables["embed"],
         unembed_vd=inputs.tables.get("unembed", inputs.tables["embed"]),
@@ -107,7 +142,7 @@ def expand_block(inputs: Inputs, hidden_bqd: jax.Array) -> TransitionTable:
 
 
 def stages(config: DrafterConfig) -> Mapping[str, Callable[[Inputs, Any], Any]]:
-    """One pass over the block, then the head."""
+    """Runs one pass over the block, then the head."""
     return {"draft": draft_block, "expand": expand_block}
 
 

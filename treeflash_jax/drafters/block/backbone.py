@@ -1,10 +1,10 @@
 """The DFlash block drafter: one forward pass over [anchor, mask, ..., mask] against the verifier's features.
 
-Its cache holds context rows only: keys and values of fused verifier features at positions 0 .. length - 1, written once.
-Block rows see the whole context and each other, and are dropped after the pass. Slot i of the block predicts the token at
-position start + i, start being the anchor's.
+Its cache holds the context only: keys and values of fused verifier features at positions 0 .. length - 1, written once.
+Block slots see the whole context and each other, and are dropped after the pass. Slot i of the block predicts the token at
+position start + i, where start is the anchor's.
 
-Shape suffixes: b batch, t rows, j tapped layers x model, d model, q block slots (anchor included).
+Shape suffixes: b batch, t positions, j tapped layers x model, d model, q block slots (anchor included).
 
 Source: DFlash (arXiv 2602.06036) section 4; the same backbone carries the TreeFlash head (arXiv 2606.03819).
 """
@@ -18,26 +18,24 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from treeflash_jax import mesh as meshes
-from treeflash_jax import vocab
-from treeflash_jax.drafters.block.config import DrafterConfig
-from treeflash_jax.params import Spec
-from treeflash_jax.verifiers import cache as caches
-from treeflash_jax.verifiers import layers
-from treeflash_jax.verifiers.attention import tree_attention
+from treeflash_jax.core import sharding
+from treeflash_jax.core.parameters import Spec
+from treeflash_jax.drafters.block.block_config import DrafterConfig
+from treeflash_jax.models import kv_cache, layers, vocab
+from treeflash_jax.models.attention import tree_attention
 
 
 @struct.dataclass
 class DrafterState:
-    """What the drafter remembers between rounds; opaque to everyone else."""
+    """The drafter's cache of the context."""
 
-    context: caches.KVCache
+    context: kv_cache.KVCache
 
     def axes(self) -> DrafterState:
-        return DrafterState(context=caches.axes(self.context))
+        return DrafterState(context=kv_cache.axes(self.context))
 
     def grow(self, capacity: int) -> DrafterState:
-        return DrafterState(context=caches.grow(self.context, capacity))
+        return DrafterState(context=kv_cache.grow(self.context, capacity))
 
     def cut(self, length_b: jax.Array) -> DrafterState:
         return DrafterState(context=self.context.cut(length_b))
@@ -55,12 +53,11 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
 
 
 def init(config: DrafterConfig, batch: int, capacity: int, dtype: Any) -> DrafterState:
-    """The state before any context, with room for `capacity` positions."""
-    return DrafterState(context=caches.allocate(config.layers, batch, capacity, dtype))
+    return DrafterState(context=kv_cache.allocate(config.layers, batch, capacity, dtype))
 
 
 def fuse(params: dict[str, Any], config: DrafterConfig, features_btj: jax.Array) -> jax.Array:
-    """RMSNorm(fc(features)): the context input of every layer, [b, t, d]."""
+    """Returns RMSNorm(fc(features)), the context input of every layer, [b, t, d]."""
     fused_btd = layers.linear("btj,jd->btd", features_btj, params["fc"])
     return layers.rms_norm(fused_btd, params["hidden_norm"], config.layers.rms_norm_eps)
 
@@ -72,17 +69,17 @@ def extend(
 
     Args:
       features_btj: tapped features of consecutive positions, the first following the context.
-      count_b: how many of them are real; the rest is padding.
+      count_b: number of valid positions; the others are padding.
     """
     positions_bt = state.context.length_b[:, None] + jnp.arange(features_btj.shape[1])
-    rows = context_rows(params, config, features_btj, positions_bt)
-    return DrafterState(context=caches.append(state.context, rows, count_b))
+    new = context_kv(params, config, features_btj, positions_bt)
+    return DrafterState(context=kv_cache.append(state.context, new, count_b))
 
 
-def context_rows(
+def context_kv(
     params: dict[str, Any], config: DrafterConfig, features_btj: jax.Array, positions_bt: jax.Array
-) -> caches.NewRows:
-    """Keys and values [b, t, k, e] of the context at these positions, per group and layer."""
+) -> kv_cache.NewKV:
+    """Returns keys and values [b, t, k, e] of the context at these positions, per group and layer."""
     table = layers.rotary_table(config.layers.rope, config.layers.head_dim, positions_bt)
     fused_btd = fuse(params, config, features_btj)
     return tuple(
@@ -99,24 +96,24 @@ def through_layers(
     context: Iterable[Any],
     attend: Callable[..., jax.Array],
 ) -> jax.Array:
-    """Block slots through all layers, [b, t, d], before the final norm.
+    """Runs block slots through all layers, [b, t, d], before the final norm.
 
     Args:
       x_btd: embeddings of the slots, of one block or of several.
       positions_bt: their positions.
-      context: what each layer's slots see besides themselves.
+      context: per layer, the context passed to `attend`.
       attend: (queries, keys, values, context of the layer) -> mixed values [b, t, h, e].
     """
-    own = config.layers
-    table = layers.rotary_table(own.rope, own.head_dim, positions_bt)
+    sizes = config.layers
+    table = layers.rotary_table(sizes.rope, sizes.head_dim, positions_bt)
     for weights, seen in zip((weights for group in params["groups"] for weights in group), context, strict=True):
 
         def mix(weights, x_btd, seen=seen):
-            q_bthe = layers.queries(weights, own, x_btd, table)
-            new = layers.keys_values(weights, own, x_btd, table)
+            q_bthe = layers.queries(weights, sizes, x_btd, table)
+            new = layers.keys_values(weights, sizes, x_btd, table)
             return attend(q_bthe, *new, seen), None
 
-        x_btd = meshes.constrain(layers.decoder_layer(weights, x_btd, mix, own.rms_norm_eps)[0], ("batch", None, None))
+        x_btd = sharding.constrain(layers.decoder_layer(weights, x_btd, mix, sizes.rms_norm_eps)[0], ("batch", None, None))
     return x_btd
 
 
@@ -129,7 +126,7 @@ def block(
     *,
     attention: str = "xla",
 ) -> jax.Array:
-    """The block's hidden states before the final norm, [b, q, d]; slot 0 (the anchor) is not a prediction.
+    """Returns the block's hidden states before the final norm, [b, q, d]; slot 0 (the anchor) is not a prediction.
 
     Args:
       state: context of all positions before the anchor.

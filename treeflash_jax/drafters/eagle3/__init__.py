@@ -1,10 +1,11 @@
-"""EAGLE-3 drafters: one decoder layer, run once per level of the tree on what the verifier saw and what was drafted.
+"""EAGLE-3 drafters: one decoder layer, run once per level of the tree on the verifier's features and the drafted tokens.
 
-This module is what `drafters.Drafter` describes; layer.py has the maths of the layer. Row t of the layer pairs the features
-of the verifier at position t with the token at t + 1, so after a commit its context is as long as the verifier's cache, and
-the output of its last row is what the first drafted token is read from.
+This module implements `drafters.Drafter`; layer.py has the maths of the layer. Position t of the layer pairs the verifier's
+features at t with the token at t + 1, so after a commit its context is as long as the verifier's cache, and the output at
+its last position gives the first drafted token.
 
-Shape suffixes: b batch, t rows, w lanes, j tapped layers x verifier width, d drafter width, x keys that a lane may see.
+Shape suffixes: b batch, t positions, w lanes, j tapped layers x verifier width, d drafter width, x keys that a lane may
+see.
 
 Source: EAGLE-3 (arXiv 2503.01840); EAGLE-2 (arXiv 2406.16858) for the tree.
 """
@@ -20,61 +21,56 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from treeflash_jax import devices
-from treeflash_jax.checks import quoted
+from treeflash_jax.core.checks import quoted
 from treeflash_jax.drafters.eagle3 import layer
-from treeflash_jax.drafters.eagle3.config import EagleConfig
-from treeflash_jax.drafters.eagle3.costs import extend_work, work
+from treeflash_jax.drafters.eagle3.eagle3_config import EagleConfig
 from treeflash_jax.drafters.eagle3.layer import specs
-from treeflash_jax.drafters.inputs import Inputs
-from treeflash_jax.drafters.lanes import Below, LaneExpander, LaneSettings, Row, children_of, kept_of
-from treeflash_jax.verifiers import cache as caches
-from treeflash_jax.verifiers.attention import tree_attention
+from treeflash_jax.drafters.lanes import LaneExpander, LaneSettings, LaneState, Level, likeliest_children, scratch_specs
+from treeflash_jax.drafters.options import LevelOptions
+from treeflash_jax.drafters.protocol import Inputs
+from treeflash_jax.models import kv_cache
+from treeflash_jax.models.attention import tree_attention
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.costs import Counter, Work
 
-OPTIONS = ("depths", "children")
+OPTIONS = LevelOptions
 READS_TOKENS = True
 DIALECT = "speculators"
 
 
 @struct.dataclass
 class EagleState:
-    """What the drafter remembers between rounds.
+    """The drafter's cache and what the next draft starts from.
 
     Attributes:
-      context: keys and values of its one layer.
-      hidden_bd: the layer's output at the last row.
+      hidden_bd: the layer's output at the last position.
     """
 
-    context: caches.KVCache
+    context: kv_cache.KVCache
     hidden_bd: jax.Array
 
     def axes(self) -> EagleState:
-        return EagleState(context=caches.axes(self.context), hidden_bd=("batch", None))
+        return EagleState(context=kv_cache.axes(self.context), hidden_bd=("batch", None))
 
     def grow(self, capacity: int) -> EagleState:
-        return self.replace(context=caches.grow(self.context, capacity))
+        return self.replace(context=kv_cache.grow(self.context, capacity))
 
     def cut(self, length_b: jax.Array) -> EagleState:
         return self.replace(context=self.context.cut(length_b))
 
 
 def choose(config: EagleConfig, options: Any) -> tuple[EagleConfig, LaneSettings]:
-    """The config and the settings of a draft that a user's options ask for; see `drafters.Drafter`.
-
-    Raises:
-      ValueError: more tokens than can be drafted.
-    """
+    """See `Drafter.choose`. Raises ValueError for more children than the draft vocabulary has tokens."""
     children = options.children
     if children > config.draft_vocab_size:
         raise ValueError(f"got children {quoted(children)}, expected 1 to {config.draft_vocab_size} (the draft vocabulary)")
-    sizes = replace(config, num_depths=options.depths or config.num_depths, attention=options.attention)
+    sizes = replace(config, num_depths=options.depths or config.num_depths)
     return sizes, LaneSettings.of(sizes, options)
 
 
 def init(config: EagleConfig, batch: int, capacity: int, dtype: Any) -> EagleState:
-    """The state before any context, with room for `capacity` positions."""
     hidden_bd = jnp.zeros((batch, config.layers.hidden_size), dtype)
-    return EagleState(context=caches.allocate(config.layers, batch, capacity, dtype), hidden_bd=hidden_bd)
+    return EagleState(context=kv_cache.allocate(config.layers, batch, capacity, dtype), hidden_bd=hidden_bd)
 
 
 def extend(
@@ -85,41 +81,33 @@ def extend(
     features_btj: jax.Array,
     tokens_bt: jax.Array,
     count_b: jax.Array,
+    *,
+    attention: str,
 ) -> EagleState:
-    """Adds rows of committed positions: keys and values of all of them, the layer's output of the last real one alone.
-
-    Args:
-      tables: the verifier's weights, of which the embedding is read where the drafter has none.
-      features_btj: verifier features at consecutive positions, the first following those of the context.
-      tokens_bt: the token that follows each of these positions.
-      count_b: how many of the rows are real; 0 leaves a sequence as it was.
-    """
-    prefix, length_b, rows = state.context.groups[0][0], state.context.length_b, features_btj.shape[1]
-    attention = config.attention or devices.here().attention(features_btj.dtype)
+    """Adds committed positions: keys and values of all of them, but the layer's output only at the last valid one."""
+    prefix, length_b, length = state.context.groups[0][0], state.context.length_b, features_btj.shape[1]
     carried_btd = layer.fuse(params, config, features_btj)
-    read_btr = layer.read(params, tables, config, tokens_bt, carried_btd)
-    positions_bt = length_b[:, None] + jnp.arange(rows)
-    k_btke, v_btke = layer.keys_values(params, config, read_btr, layer.rotations(config, positions_bt))
+    read_bt = layer.read(params, tables, config, tokens_bt, carried_btd)
+    positions_bt = length_b[:, None] + jnp.arange(length)
+    k_btke, v_btke = layer.keys_values(params, config, read_bt, layer.rotations(config, positions_bt))
 
     last_b1 = jnp.maximum(count_b - 1, 0)[:, None]
-    read_b1r, carried_b1d = (jnp.take_along_axis(x_bt, last_b1[..., None], axis=1) for x_bt in (read_btr, carried_btd))
-    seen_b1t = jnp.arange(rows) <= last_b1[..., None]
+    read_b1, carried_b1d = (jnp.take_along_axis(x_bt, last_b1[..., None], axis=1) for x_bt in (read_bt, carried_btd))
+    seen_b1t = jnp.arange(length) <= last_b1[..., None]
     table = layer.rotations(config, length_b[:, None] + last_b1)
 
     def attend(q_b1he: jax.Array) -> jax.Array:
         return tree_attention(q_b1he, k_btke, v_btke, seen_b1t, prefix, length_b, implementation=attention)
 
-    hidden_bd = layer.hidden(params, config, read_b1r, carried_b1d, table, attend)[:, 0]
-    # Always all of them: it makes stores wait for the attention, see `append`.
-    kept_b = jnp.where(jnp.isnan(hidden_bd[:, 0]), 0, count_b)
+    hidden_bd = layer.hidden(params, config, read_b1, carried_b1d, table, attend)[:, 0]
     return EagleState(
-        context=caches.append(state.context, (((k_btke, v_btke),),), kept_b),
+        context=kv_cache.append(state.context, (((k_btke, v_btke),),), kv_cache.count_after(count_b, hidden_bd[:, 0])),
         hidden_bd=jnp.where((count_b > 0)[:, None], hidden_bd, state.hidden_bd).astype(state.hidden_bd.dtype),
     )
 
 
 def draft(inputs: Inputs, _: None) -> LaneExpander:
-    """The tokens after the anchor, and how to go on below each: one pass of the layer per level."""
+    """Returns the children of the anchor, and the layer that continues below them."""
     params, config, settings = inputs.params, inputs.config, inputs.settings
     embed = {} if config.own_embedding else {"embed": inputs.tables["embed"]}
     shared = params, embed, inputs.state.context, inputs.temperature_b
@@ -128,47 +116,67 @@ def draft(inputs: Inputs, _: None) -> LaneExpander:
     return LaneExpander(
         shared,
         inputs.state.context.length_b,
-        _below(shared, config, settings.children, hidden_b1d, ()),
+        _lane_state(shared, config, settings.children, hidden_b1d, ()),
         step=step,
-        kept=kept_of(inputs.state.context),
+        scratch=scratch_specs(inputs.state.context),
         num_depths=inputs.depths,
     )
 
 
 def stages(config: EagleConfig) -> Mapping[str, Callable[[Inputs, Any], Any]]:
-    """Reading the first tokens; the levels below belong to the tree."""
+    """Drafts the children of the anchor; levels below them are drafted while the tree is built."""
     return {"draft": draft}
 
 
 @cache
-def _step(config: EagleConfig, children: int, attention: str) -> Callable[[Any, Row], Below]:
-    """One step per setting: equal steps share a program."""
-    return partial(_level, config=config, children=children, attention=attention)
+def _step(config: EagleConfig, children: int, attention: str) -> Callable[[Any, Level], LaneState]:
+    """Returns one step per setting: equal steps share a program."""
+    return partial(_run_level, config=config, children=children, attention=attention)
 
 
-def _level(shared: Any, row: Row, *, config: EagleConfig, children: int, attention: str) -> Below:
-    """One pass of the layer over a token per lane, each carrying the output of the level above."""
+def _run_level(shared: Any, level: Level, *, config: EagleConfig, children: int, attention: str) -> LaneState:
+    """Runs the layer over a token per lane, each carrying the output of the level above."""
     params, tables, context, _ = shared
-    carried_bwd = layer.feed_back(params, config, row.carry)
-    read_bwr = layer.read(params, tables, config, row.token_bw, carried_bwd)
-    table = layer.rotations(config, row.position_bw)
-    k_bwke, v_bwke = layer.keys_values(params, config, read_bwr, table)
-    [[[earlier_k, earlier_v]]] = row.earlier
-    keys_bxke, values_bxke = row.joined(earlier_k, k_bwke), row.joined(earlier_v, v_bwke)
+    carried_bwd = layer.feed_back(params, config, level.carry)
+    read_bw = layer.read(params, tables, config, level.token_bw, carried_bwd)
+    table = layer.rotations(config, level.position_bw)
+    k_bwke, v_bwke = layer.keys_values(params, config, read_bw, table)
+    [[[earlier_k, earlier_v]]] = level.earlier
+    keys_bxke, values_bxke = level.join(earlier_k, k_bwke), level.join(earlier_v, v_bwke)
 
     def attend(q_bwhe: jax.Array) -> jax.Array:
         prefix, length_b = context.groups[0][0], context.length_b
-        return tree_attention(q_bwhe, keys_bxke, values_bxke, row.seen_bwx, prefix, length_b, implementation=attention)
+        return tree_attention(q_bwhe, keys_bxke, values_bxke, level.seen_bwx, prefix, length_b, implementation=attention)
 
-    hidden_bwd = layer.hidden(params, config, read_bwr, carried_bwd, table, attend)
-    return _below(shared, config, children, hidden_bwd, (((k_bwke, v_bwke),),))
+    hidden_bwd = layer.hidden(params, config, read_bw, carried_bwd, table, attend)
+    return _lane_state(shared, config, children, hidden_bwd, (((k_bwke, v_bwke),),))
 
 
-def _below(shared: Any, config: EagleConfig, children: int, hidden_bwd: jax.Array, rows: Any) -> Below:
+def _lane_state(shared: Any, config: EagleConfig, children: int, hidden_bwd: jax.Array, kv: Any) -> LaneState:
     params, temperature_b = shared[0], shared[-1]
     normed_bwd = layer.normed(params, config, hidden_bwd)
-    offered = children_of(params["unembed"], normed_bwd, children, temperature_b, layer.draft_ids(params))
-    return Below(hidden_bwd, rows, *offered)
+    offered = likeliest_children(params["unembed"], normed_bwd, children, temperature_b, layer.draft_ids(params))
+    return LaneState(hidden_bwd, kv, *offered)
+
+
+def extend_work(count: Counter, config: EagleConfig, tokens: float) -> Work:
+    """Counts keys and values of all new positions, the remaining layer for one, and reading and writing the cache."""
+    specs = layer.specs(config)
+    keys_values = {name: specs["layer"].pop(name) for name in ("k", "v")}
+    work = count.weights({"fc": specs["fc"]} | keys_values, tokens) + count.weights(specs["layer"], 1)
+    seen = count.context + tokens
+    return work + count.attention(config.layers, 1, seen) + count.cached(config.layers, seen)
+
+
+def work(
+    count: Counter, config: EagleConfig, settings: LaneSettings, verifier: ModelConfig, quantize: str | None = None
+) -> dict[str, tuple[Work, Work]]:
+    """Counts one pass over the vocabulary matrix for the anchor; the layer and that pass again for every level below."""
+    specs, width = layer.specs(config), settings.width
+    first = count.weights({"unembed": specs["unembed"], "norm": specs["norm"]}, 1)
+    level = count.weights({name: specs[name] for name in ("layer", "norm", "unembed")}, width)
+    level += count.attention(config.layers, width, count.context + 1) + count.cached(config.layers, count.context)
+    return {"draft": (first, Work()), "tree": (sum([level] * (config.num_depths - 1), Work()), Work())}
 
 
 def identity(config: EagleConfig, settings: LaneSettings) -> dict[str, Any]:

@@ -1,13 +1,14 @@
-"""The one layer of an EAGLE-3 drafter, and what goes into and comes out of it.
+"""The one layer of an EAGLE-3 drafter, its inputs and outputs.
 
-Row t pairs the feature of position t (or, while drafting, what the layer gave for position t - 1) with the token at t + 1:
+Position t pairs the feature at t (or, while drafting, the layer's output at t - 1) with the token at t + 1:
 
-    carried_t = fc(features_t)                       or the fed-back output of row t - 1
+    carried_t = fc(features_t)                       or the fed-back output at t - 1
     read_t    = [norm(embed(token_{t+1})), norm(carried_t)]
     hidden_t  = layer(queries, keys, values of read_t; residual carried_t; rotation at t)
     unembed(norm(hidden_t))                          logits of the token at t + 2
 
-Shape suffixes: b batch, t rows, j tapped layers x verifier width, d drafter width, r 2 d, z draft vocabulary.
+Shape suffixes: b batch, t positions, j tapped layers x verifier width, d drafter width, z draft vocabulary; `read` has
+width 2 d.
 
 Source: EAGLE-3 (arXiv 2503.01840); EAGLE-3.1 (arXiv 2605.09992).
 """
@@ -21,22 +22,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax import mesh as meshes
-from treeflash_jax import vocab
-from treeflash_jax.drafters.eagle3.config import EagleConfig
-from treeflash_jax.params import Spec
-from treeflash_jax.verifiers import layers
+from treeflash_jax.core import sharding
+from treeflash_jax.core.parameters import Spec
+from treeflash_jax.drafters.eagle3.eagle3_config import EagleConfig
+from treeflash_jax.models import layers, vocab
 
 Params = dict[str, Any]
 KeysValues = tuple[jax.Array, jax.Array]
 
 
 def specs(config: EagleConfig) -> Params:
-    """Weights of a drafter. Without `embed` the verifier's embedding table is read; token i of a draft is the verifier's
-    token i + offsets[i]."""
-    own, width = config.layers, config.layers.hidden_size
+    """Weights. Without `embed` the verifier's embedding table is read; draft token i is the verifier's i + offsets[i]."""
+    width = config.layers.hidden_size
     joined = config.num_taps * config.target_hidden_size
-    layer = layers.layer_specs(own) | {"hidden_norm": Spec((width,), (None,), "ones")}
+    layer = layers.layer_specs(config.layers) | {"hidden_norm": Spec((width,), (None,), "ones")}
     for name in ("q", "k", "v"):
         layer[name] = replace(layer[name], shape=(2 * width, *layer[name].shape[1:]))
     tree = {
@@ -46,8 +45,8 @@ def specs(config: EagleConfig) -> Params:
         "unembed": Spec((config.draft_vocab_size, width), ("vocab", "embed"), inputs=(1,)),
     }
     if config.own_embedding:
-        tree["embed"] = Spec((own.vocab_size, width), ("vocab", "embed"), inputs=(1,))
-    if config.draft_vocab_size < own.vocab_size:
+        tree["embed"] = Spec((config.layers.vocab_size, width), ("vocab", "embed"), inputs=(1,))
+    if config.draft_vocab_size < config.layers.vocab_size:
         tree["offsets"] = Spec((config.draft_vocab_size,), (None,), "zeros", dtype=jnp.int32)
     if config.norm_before_fc:
         tree["input_norm"] = Spec((joined,), (None,), "ones")
@@ -57,7 +56,7 @@ def specs(config: EagleConfig) -> Params:
 
 
 def fuse(params: Params, config: EagleConfig, features_btj: jax.Array) -> jax.Array:
-    """The features of all tapped layers in the drafter's width, [b, t, d]."""
+    """Maps the features of all tapped layers to the drafter's width, [b, t, d]."""
     eps = config.layers.rms_norm_eps
     if config.fc_norm:
         parts = jnp.split(features_btj, config.num_taps, axis=-1)
@@ -69,63 +68,63 @@ def fuse(params: Params, config: EagleConfig, features_btj: jax.Array) -> jax.Ar
 
 
 def feed_back(params: Params, config: EagleConfig, hidden_btd: jax.Array) -> jax.Array:
-    """What the next step carries of this one's output."""
+    """Returns the output that the next step carries."""
     return normed(params, config, hidden_btd) if config.norm_output else hidden_btd
 
 
 def normed(params: Params, config: EagleConfig, hidden_btd: jax.Array) -> jax.Array:
-    """What the vocabulary table reads."""
+    """Returns the input of the vocabulary table."""
     return layers.rms_norm(hidden_btd, params["norm"], config.layers.rms_norm_eps)
 
 
 def read(params: Params, tables: Any, config: EagleConfig, tokens_bt: jax.Array, carried_btd: jax.Array) -> jax.Array:
-    """What queries, keys and values are made of: the token that follows each row beside what the row carries, [b, t, r]."""
+    """Returns the input of queries, keys and values, [b, t, 2 d]: the following token's embedding and the carried state."""
     eps, layer = config.layers.rms_norm_eps, params["layer"]
     embedded_btd = vocab.embed(params["embed"] if config.own_embedding else tables["embed"], tokens_bt)
     parts = (
         layers.rms_norm(embedded_btd.astype(carried_btd.dtype), layer["attention_norm"], eps),
         layers.rms_norm(carried_btd, layer["hidden_norm"], eps),
     )
-    return meshes.constrain(jnp.concatenate(parts, axis=-1), ("batch", None, None))
+    return sharding.constrain(jnp.concatenate(parts, axis=-1), ("batch", None, None))
 
 
 def rotations(config: EagleConfig, positions_bt: jax.Array) -> Any:
-    """Of the rows at these positions."""
+    """Returns the rotary table of these positions."""
     return layers.rotary_table(config.layers.rope, config.layers.head_dim, positions_bt)
 
 
-def keys_values(params: Params, config: EagleConfig, read_btr: jax.Array, table: Any) -> KeysValues:
-    """Keys and values of rows, each [b, t, k, e]."""
-    return layers.keys_values(params["layer"], config.layers, read_btr, table)
+def keys_values(params: Params, config: EagleConfig, read_bt: jax.Array, table: Any) -> KeysValues:
+    """Returns keys and values, each [b, t, k, e]."""
+    return layers.keys_values(params["layer"], config.layers, read_bt, table)
 
 
 def hidden(
     params: Params,
     config: EagleConfig,
-    read_btr: jax.Array,
+    read_bt: jax.Array,
     carried_btd: jax.Array,
     table: Any,
     attend: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """The layer's output, [b, t, d].
+    """Returns the layer's output, [b, t, d].
 
     Args:
-      read_btr: of `read`.
-      carried_btd: what `read` was given.
-      table: rotations of the rows.
-      attend: queries [b, t, h, e] -> mixed values [b, t, h, e] of what each row sees.
+      read_bt: result of `read`.
+      carried_btd: as given to `read`.
+      table: rotary table of the positions.
+      attend: maps queries [b, t, h, e] to mixed values [b, t, h, e].
     """
     layer, eps = params["layer"], config.layers.rms_norm_eps
     residual_btd = carried_btd
     if config.norm_before_residual:
         residual_btd = layers.rms_norm(carried_btd, layer["hidden_norm"], eps)
-    mixed_bthe = attend(layers.queries(layer, config.layers, read_btr, table))
+    mixed_bthe = attend(layers.queries(layer, config.layers, read_bt, table))
     x_btd = residual_btd + layers.merge_heads(layer, mixed_bthe)
     x_btd += layers.swiglu(layer, layers.rms_norm(x_btd, layer["mlp_norm"], eps))
-    return meshes.constrain(x_btd, ("batch", None, None))
+    return sharding.constrain(x_btd, ("batch", None, None))
 
 
 def draft_ids(params: Params) -> jax.Array | None:
-    """The verifier's ids of the tokens that can be drafted; None: all tokens."""
+    """Returns the verifier's ids of the draft vocabulary; None if it is the verifier's vocabulary."""
     offsets_z = params.get("offsets")
     return None if offsets_z is None else jnp.arange(offsets_z.size, dtype=jnp.int32) + offsets_z

@@ -29,12 +29,12 @@ form of them.
 
 from __future__ import annotations
 
-from treeflash_jax.checks import quoted
+from treeflash_jax.core.checks import quoted
+from treeflash_jax.formats.architectures.architecture import Architecture
 from treeflash_jax.formats.architectures.llama import LLAMA
 from treeflash_jax.formats.architectures.qwen2 import QWEN2
 from treeflash_jax.formats.architectures.qwen3 import QWEN3
 from treeflash_jax.formats.architectures.qwen3_moe import QWEN3_MOE
-from treeflash_jax.formats.architectures.record import Architecture
 from treeflash_jax.formats.keys import Keys
 
 ARCHITECTURES = {architecture.model_type: architecture for architecture in (QWEN3, LLAMA, QWEN2, QWEN3_MOE)}

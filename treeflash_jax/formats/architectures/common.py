@@ -1,19 +1,19 @@
-"""What the families of decoder-only models share: most keys of config.json and the names of most tensors."""
+"""Parts that families of decoder-only models share: most keys of config.json and the names of most tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from treeflash_jax.formats.architectures.record import Key
-from treeflash_jax.params import Entry
+from treeflash_jax.core.parameters import Entry
+from treeflash_jax.formats.architectures.architecture import Key
 
-LINEAR: dict[str, Any] = {"order": (1, 0), "rows": 1}  # [in, out] here, [out, in] on disk
-TO_HEADS: dict[str, Any] = {"order": (1, 2, 0), "rows": 2}  # [in, heads, head_dim] here, [heads head_dim, in] on disk
+LINEAR: dict[str, Any] = {"order": (1, 0), "row_axes": 1}  # [in, out] here, [out, in] on disk
+TO_HEADS: dict[str, Any] = {"order": (1, 2, 0), "row_axes": 2}  # [in, heads, head_dim] here, [heads head_dim, in] on disk
 
 
 def even_heads(fields: Mapping[str, int]) -> int:
-    """The hidden size over the heads, where a file states no head_dim. Raises ValueError where it is not whole."""
+    """Returns the hidden size over the heads, for files without head_dim. Raises ValueError if it is not whole."""
     width, heads = fields["hidden_size"], fields["num_heads"]
     if width % heads:
         raise ValueError(f"got hidden_size {width} over {heads} heads, expected a multiple")
@@ -21,11 +21,7 @@ def even_heads(fields: Mapping[str, int]) -> int:
 
 
 def keys(head_dim: Any) -> tuple[Key, ...]:
-    """The sizes of a dense model.
-
-    Args:
-      head_dim: where the file states none, from the fields read before.
-    """
+    """Returns the keys of a dense model; `head_dim` computes a missing one from the fields read before."""
     return (
         Key(name="vocab_size", field="vocab_size"),
         Key(name="hidden_size", field="hidden_size"),
@@ -69,7 +65,7 @@ LAYER = {
     "q": Entry("self_attn.q_proj.weight", **TO_HEADS),
     "k": Entry("self_attn.k_proj.weight", **TO_HEADS),
     "v": Entry("self_attn.v_proj.weight", **TO_HEADS),
-    "o": Entry("self_attn.o_proj.weight", order=(2, 0, 1), rows=1),
+    "o": Entry("self_attn.o_proj.weight", order=(2, 0, 1), row_axes=1),
     "mlp_norm": Entry("post_attention_layernorm.weight"),
     "gate": Entry("mlp.gate_proj.weight", **LINEAR),
     "up": Entry("mlp.up_proj.weight", **LINEAR),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from treeflash_jax.formats.architectures import common
-from treeflash_jax.formats.architectures.record import Architecture
+from treeflash_jax.formats.architectures.architecture import Architecture
 
 LLAMA = Architecture(
     model_type="llama",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats.architectures import common
-from treeflash_jax.formats.architectures.record import Architecture
+from treeflash_jax.formats.architectures.architecture import Architecture
 from treeflash_jax.formats.keys import Keys
-from treeflash_jax.params import Entry
 
-BIAS: dict[str, Any] = {"order": (0, 1), "rows": 2}  # [heads, head_dim] here, [heads head_dim] on disk
+BIAS: dict[str, Any] = {"order": (0, 1), "row_axes": 2}  # [heads, head_dim] here, [heads head_dim] on disk
 
 
 def _check_head_dim(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:

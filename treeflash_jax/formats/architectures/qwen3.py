@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats.architectures import common
-from treeflash_jax.formats.architectures.record import Architecture
-from treeflash_jax.params import Entry
+from treeflash_jax.formats.architectures.architecture import Architecture
 
 QWEN3 = Architecture(
     model_type="qwen3",

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from treeflash_jax.checks import INT32
+from treeflash_jax.core.checks import INT32
+from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats.architectures import common
+from treeflash_jax.formats.architectures.architecture import Key
 from treeflash_jax.formats.architectures.qwen3 import QWEN3
-from treeflash_jax.formats.architectures.record import Key
 from treeflash_jax.formats.keys import Keys
-from treeflash_jax.params import Entry
-from treeflash_jax.verifiers.config import ModelConfig
+from treeflash_jax.models.config import ModelConfig
 
 APART = {  # a tensor for each expert
     "router": Entry("mlp.gate.weight", **common.LINEAR),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from treeflash_jax.checks import quoted
+from treeflash_jax.core.checks import quoted
 from treeflash_jax.formats.keys import Keys
-from treeflash_jax.verifiers.config import ModelConfig, Rope
+from treeflash_jax.models.config import ModelConfig, Rope
 
 _ORIGINAL = "original_max_position_embeddings"
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_interleaved", _ORIGINAL)
@@ -29,10 +29,7 @@ _KEYS_OF_KIND = {
 
 
 def read(keys: Keys, head_dim: int, max_positions: int) -> Rope:
-    """The rotation that a config asks for, in either spelling.
-
-    Args:
-      max_positions: what the config gives the model room for.
+    """Returns the rotation that a config states, in either spelling.
 
     Raises:
       ValueError: a kind, key or value that is not implemented, or two spellings that disagree.
@@ -43,7 +40,7 @@ def read(keys: Keys, head_dim: int, max_positions: int) -> Rope:
         raise ValueError(f"{keys.where}: got rope_scaling beside other rope_parameters, expected one of them")
     settings = Keys({**old, **new}, keys.where)
     settings.check_only({"partial_rotary_factor": (1.0, None)})
-    thetas = {one.number("rope_theta") for one in (keys, settings) if "rope_theta" in one}
+    thetas = {table.number("rope_theta") for table in (keys, settings) if "rope_theta" in table}
     if len(thetas) > 1:
         raise ValueError(f"{keys.where}: got rope_theta both {' and '.join(map(str, sorted(thetas)))}, expected one")
     theta = thetas.pop() if thetas else 10_000.0
@@ -65,7 +62,7 @@ def read(keys: Keys, head_dim: int, max_positions: int) -> Rope:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    """The keys of a rotation, in both spellings as far as they go together."""
+    """Returns the keys of a rotation, in both spellings as far as they agree."""
     rope = config.rope
     raw: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.kind == "llama3":
@@ -100,14 +97,7 @@ def _llama3(keys: Keys, theta: float) -> Rope:
 def yarn(
     where: str, *, theta: float, factor: float, original: int, beta_fast: float, beta_slow: float, **others: Any
 ) -> Rope:
-    """YaRN scaling, in whatever file it stands.
-
-    Args:
-      original: positions of the original context.
-
-    Raises:
-      ValueError: settings that no model means.
-    """
+    """Returns YaRN scaling; `original` is the length of the original context. Raises ValueError for impossible settings."""
     if not factor >= 1:
         raise ValueError(f"{where}: got yarn factor {factor}, expected a number of at least 1")
     if beta_fast <= beta_slow:
@@ -126,12 +116,12 @@ def yarn(
 
 
 def attention_growth(factor: float, scale: float = 1.0) -> float:
-    """What cosines and sines are multiplied by for a context `factor` times as long. Source: YaRN, section 3.4."""
+    """Returns the factor of cosines and sines for a context `factor` times as long. Source: YaRN, section 3.4."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def _yarn(keys: Keys, theta: float, max_positions: int) -> Rope:
-    """As transformers 5 computes it: null stands for a default, and a `factor` of null for the ratio of the contexts."""
+    """Computes YaRN as transformers 5 does: null is a default, and a `factor` of null the ratio of the contexts."""
     original = keys.whole(_ORIGINAL) if _ORIGINAL in keys else max_positions
     if keys.raw.get("factor", 0) is None:
         factor = max_positions / original
@@ -161,8 +151,8 @@ def _yarn(keys: Keys, theta: float, max_positions: int) -> Rope:
 
 
 def _divisors(keys: Keys, head_dim: int) -> tuple[float, ...]:
-    """Of `longrope` where it is the same at every length, as GGUF files have it."""
-    divisors = keys.value(tuple[float, ...], "short_factor", None, "a list of numbers above 0", above=0)
+    """Returns the divisors of a `longrope` that is the same at every length, as in GGUF files."""
+    divisors = keys.value(list[float], "short_factor", None, "a list of numbers above 0", above=0)
     if keys.raw.get("long_factor") != keys.raw["short_factor"] or keys.raw.get("attention_factor") != 1.0:
         raise ValueError(
             f"{keys.where}: rope type 'longrope' is implemented only with long_factor = short_factor "
@@ -170,4 +160,4 @@ def _divisors(keys: Keys, head_dim: int) -> tuple[float, ...]:
         )
     if len(divisors) != head_dim // 2:
         raise ValueError(f"{keys.where}: got {len(divisors)} divisors in short_factor, expected {head_dim // 2}")
-    return divisors
+    return tuple(divisors)

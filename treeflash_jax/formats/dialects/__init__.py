@@ -1,10 +1,10 @@
 """File dialects: the forms in which verifiers and drafters are published.
 
-A dialect is one file with a subclass of `dialect.Dialect`, whose docstrings say what it must answer, and one line in
-DIALECTS. `load`, `convert`, `train.export` and the command line then read it, and write it where it has `to_hf`. Dialects
-are asked from the last to the first whether a folder is theirs: one that refines another stands after it.
+To add one, write a subclass of `dialect.Dialect` in a file of its own and list it in KNOWN. `load`, `convert`,
+`train.export` and the command line then read it, and write it if it has `to_hf`. The last dialect in the list that
+recognises a folder reads it, so a dialect that refines another comes after it.
 
-A dialect of another kind of drafter returns that drafter's own config, whose `kind` says where its specs are.
+`read_config` of a drafter's dialect returns the config class of that drafter, whose `kind` names its entry in DRAFTERS.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.checks import quoted
+from treeflash_jax.core.checks import quoted
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.dialects.dflash import DFlash
 from treeflash_jax.formats.dialects.dialect import Dialect
-from treeflash_jax.formats.dialects.eagle3 import DeepSpec, Eagle3, Speculators
+from treeflash_jax.formats.dialects.eagle3_folder import DeepSpec, Eagle3, Speculators
 from treeflash_jax.formats.dialects.gguf import Gguf
 from treeflash_jax.formats.dialects.huggingface import HuggingFace
-from treeflash_jax.formats.dialects.language_model import LanguageModel
-from treeflash_jax.formats.dialects.ngram import Ngram
+from treeflash_jax.formats.dialects.language_model_folder import LanguageModel
+from treeflash_jax.formats.dialects.ngram_folder import Ngram
 from treeflash_jax.formats.dialects.treeflash import TreeFlash
 from treeflash_jax.formats.keys import Keys
 
@@ -36,31 +36,30 @@ KNOWN = (
     LanguageModel(HuggingFace()),
     Ngram(),
 )
-DIALECTS: dict[str, Dialect] = {one.name: one for one in KNOWN}
+DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in KNOWN}
 
 
 def of(path: Path, keys: Keys, part: str) -> Dialect:
-    """The dialect of a folder or file.
+    """Returns the dialect of a folder or file.
 
     Args:
-      part: "verifier" or "drafter", what it has to hold. Where a drafter is asked for, verifiers are language models that
-        draft.
+      part: "verifier" or "drafter", the expected content. As a drafter, a verifier is a language model that drafts.
 
     Raises:
-      ValueError: it holds another part.
+      ValueError: the other part, or a model that is not implemented.
     """
-    found = next(one for one in reversed(DIALECTS.values()) if one.recognises(path, keys))
-    if found.part == part:
-        return found
+    dialect = next(dialect for dialect in reversed(DIALECTS.values()) if dialect.recognises(path, keys))
+    if dialect.part == part:
+        return dialect
     model_type = keys.raw.get("model_type")
     is_known = isinstance(model_type, str) and model_type in ARCHITECTURES
-    if part == "drafter" and (is_known or found.name != HuggingFace.name):
-        return LanguageModel(found)
+    if part == "drafter" and (is_known or dialect.name != HuggingFace.name):
+        return LanguageModel(dialect)
     if part == "verifier":
         raise ValueError(
-            f"{keys.where}: got a {found.part}'s config (it has {' and '.join(found.marks)}), expected a verifier's"
+            f"{keys.where}: got a {dialect.part}'s config (it has {' and '.join(dialect.marks)}), expected a verifier's"
         )
-    known = dict.fromkeys(one.marks[0] for one in DIALECTS.values() if one.part == part and one.marks)
+    known = dict.fromkeys(other.marks[0] for other in DIALECTS.values() if other.part == part and other.marks)
     raise ValueError(
         f"{keys.where}: got model_type {quoted(model_type)}, expected a drafter's config with {' or '.join(known)}, or a "
         f"language model of {', '.join(map(repr, ARCHITECTURES))}"
@@ -68,7 +67,7 @@ def of(path: Path, keys: Keys, part: str) -> Dialect:
 
 
 def parse(part: str, raw: Mapping[str, Any], where: str = "config.json") -> Any:
-    """The config that the object of a config.json states.
+    """Returns the config that the object of a config.json states.
 
     Raises:
       ValueError: another part's config; a key or value that is not implemented; or a missing size.
@@ -78,5 +77,5 @@ def parse(part: str, raw: Mapping[str, Any], where: str = "config.json") -> Any:
 
 
 def written(part: str) -> tuple[str, ...]:
-    """Names of the dialects that can be written."""
-    return tuple(name for name, one in DIALECTS.items() if one.part == part and type(one).to_hf is not Dialect.to_hf)
+    """Returns the names of the dialects that can be written."""
+    return tuple(name for name, d in DIALECTS.items() if d.part == part and type(d).to_hf is not Dialect.to_hf)

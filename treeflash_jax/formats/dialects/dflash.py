@@ -10,16 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.checks import INT32, quoted
-from treeflash_jax.drafters.block.config import DrafterConfig, default_target_layers
+from treeflash_jax.core.checks import INT32, quoted
+from treeflash_jax.core.parameters import Entry
+from treeflash_jax.drafters.block.block_config import DrafterConfig, default_target_layers
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import architectures, safetensors
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.architectures.common import LINEAR
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys
-from treeflash_jax.params import Entry
-from treeflash_jax.trees.shape import MOST_NODES
+from treeflash_jax.trees.shape import MAX_NODES
 
 BACKBONE = {"fc": Entry("fc.weight", **LINEAR), "hidden_norm": Entry("hidden_norm.weight"), "norm": Entry("norm.weight")}
 
@@ -48,13 +48,13 @@ class DFlash(Dialect):
             taps = dflash.ids("target_layer_ids", INT32)
         else:
             taps = default_target_layers(num_target_layers, layers.num_layers)
-        sizes = [one.raw["block_size"] for one in (keys, dflash) if "block_size" in one.raw]
+        sizes = [table.raw["block_size"] for table in (keys, dflash) if "block_size" in table.raw]
         if sizes[1:] not in ([], sizes[:1]):
             got = " and ".join(map(quoted, sizes))
             raise ValueError(f"{keys.where}: got block_size both {got}, expected one")
         return DrafterConfig(
             layers=layers,
-            block_size=Keys({**dflash.raw, **keys.raw}, keys.where).whole("block_size", least=2, most=MOST_NODES),
+            block_size=Keys({**dflash.raw, **keys.raw}, keys.where).whole("block_size", least=2, most=MAX_NODES),
             mask_token_id=dflash.whole("mask_token_id", least=0),
             target_layer_ids=taps,
             num_target_layers=num_target_layers,

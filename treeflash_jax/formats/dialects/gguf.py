@@ -1,4 +1,4 @@
-"""What GGUF files of Llama, Qwen2, Qwen3 and Qwen3-MoE models mean: their sizes, and where each weight lies.
+"""GGUF files of Llama, Qwen2, Qwen3 and Qwen3-MoE models: their sizes, and where each weight lies.
 
 Source: ggml-org/llama.cpp, convert_hf_to_gguf.py and src/llama-arch.cpp.
 """
@@ -15,15 +15,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from treeflash_jax.checks import INT32, QUOTED, Bounds, clipped, fit, quoted
-from treeflash_jax.formats import gguf
+from treeflash_jax.core.checks import INT32, QUOTED, clipped, fit, quoted
+from treeflash_jax.core.parameters import Entry
+from treeflash_jax.formats import gguf_reader
 from treeflash_jax.formats.architectures import ARCHITECTURES, Architecture, rope
-from treeflash_jax.formats.architectures.record import check_heads, check_layers
+from treeflash_jax.formats.architectures.architecture import check_heads, check_layers
 from treeflash_jax.formats.dialects.dialect import Dialect
-from treeflash_jax.formats.gguf import File, Tensor
+from treeflash_jax.formats.gguf_reader import File, Tensor
 from treeflash_jax.formats.keys import Keys, is_among
-from treeflash_jax.params import Entry
-from treeflash_jax.verifiers.config import ModelConfig, Rope
+from treeflash_jax.models.config import ModelConfig, Rope
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -75,14 +75,14 @@ class Gguf(Dialect):
     part = "verifier"
 
     def recognises(self, path: Path, keys: Keys) -> bool:
-        return gguf.is_gguf(path)
+        return gguf_reader.is_gguf(path)
 
     def read_config(self, path: Path, keys: Keys) -> ModelConfig:
-        return verifier_config(gguf.read(path))
+        return verifier_config(gguf_reader.read(path))
 
     @contextmanager
     def opened(self, path: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
-        yield tensors(gguf.read(path), config)
+        yield tensors(gguf_reader.read(path), config)
 
     def entries(self, config: ModelConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
         published = ARCHITECTURES[config.model_type].entries(specs)
@@ -100,16 +100,16 @@ class Gguf(Dialect):
 
 
 def tensor_name(name: str) -> str:
-    """The name in GGUF files of a tensor in Hugging Face's."""
-    layer, _, rest = re.fullmatch(r"(?:model\.layers\.(\d+)(\.))?(.*)", name).groups()
-    stem, _, kind = rest.rpartition(".")
+    """Returns the GGUF name of a Hugging Face tensor."""
+    layer, _, inside = re.fullmatch(r"(?:model\.layers\.(\d+)(\.))?(.*)", name).groups()
+    stem, _, kind = inside.rpartition(".")
     return (f"blk.{layer}." if layer else "") + f"{_NAMES[stem]}.{kind}"
 
 
 def tensors(file: File, config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors of a file by its own names, rows in Hugging Face's order.
+    """Returns the tensors of a file by its own names, their matrix rows in Hugging Face's order.
 
-    llama.cpp rotates neighbouring rows of a Llama head against each other, not its halves, and files hold the rows so.
+    llama.cpp rotates neighbouring elements of a Llama head against each other, not its halves; its files are ordered so.
     """
     if not ARCHITECTURES[config.model_type].gguf_rotates_pairs:
         return file.tensors
@@ -117,19 +117,18 @@ def tensors(file: File, config: ModelConfig) -> dict[str, Tensor]:
 
     def ordered(name: str, tensor: Tensor) -> Tensor:
         count = heads.get(name.rpartition(".")[0].rpartition(".")[2])
-        return tensor if count is None else replace(tensor, row_of=half_rotation_rows(count, config.head_dim))
+        return tensor if count is None else replace(tensor, order=half_rotation_order(count, config.head_dim))
 
     return {name: ordered(name, tensor) for name, tensor in file.tensors.items()}
 
 
-def half_rotation_rows(heads: int, head_dim: int) -> np.ndarray:
-    """The file's row for each row of a query or key matrix whose halves of a head are rotated against each other."""
-    rows = np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2)
-    return rows.swapaxes(1, 2).ravel()
+def half_rotation_order(heads: int, head_dim: int) -> np.ndarray:
+    """Returns the index in the file of each output of a query or key matrix whose head halves are rotated."""
+    return np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2).swapaxes(1, 2).ravel()
 
 
 def verifier_config(file: File) -> ModelConfig:
-    """The sizes of a model.
+    """Returns the sizes of a model.
 
     Raises:
       ValueError: an architecture, key or value that is not implemented, or a missing size.
@@ -147,8 +146,8 @@ def verifier_config(file: File) -> ModelConfig:
     def number(key: str, default: float | None = None, whole: bool = True) -> Any:
         value = values.get(key, default)
         says = f"one {'whole ' * whole}number above 0"
-        bounds = Bounds(above=0, most=INT32 if whole else None, says=says)
-        return fit(int if whole else float, value, f"{kind}.{key} =", bounds, where)
+        limits = {"above": 0, "most": INT32} if whole else {"above": 0}
+        return fit(int if whole else float, value, f"{kind}.{key} =", where, says=says, **limits)
 
     num_heads, hidden_size = number("attention.head_count"), number("embedding_length")
     num_kv_heads = number("attention.head_count_kv", num_heads)
@@ -186,7 +185,7 @@ def verifier_config(file: File) -> ModelConfig:
 
 
 def _architecture(file: File) -> Architecture:
-    name, known = file.metadata.get("general.architecture"), {one.gguf: one for one in ARCHITECTURES.values() if one.gguf}
+    name, known = file.metadata.get("general.architecture"), {a.gguf: a for a in ARCHITECTURES.values() if a.gguf}
     if not isinstance(name, str) or name not in known:
         expected = " or ".join(map(repr, sorted(known)))
         raise ValueError(f"{file.path}: got general.architecture {quoted(name)}, expected {expected}")
@@ -194,12 +193,12 @@ def _architecture(file: File) -> Architecture:
 
 
 def stop_ids(file: File, vocab_size: int) -> tuple[int, ...]:
-    """Ids that end an answer: those of the end of a text and of a turn, united."""
+    """Returns the ids that end an answer: those of the end of a text and of a turn."""
     ids = set()
     for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"):
         if key in file.metadata:
-            bounds = Bounds(least=0, most=vocab_size - 1, says=f"an id from 0 to {vocab_size - 1}")
-            ids.add(fit(int, file.metadata[key], key, bounds, str(file.path)))
+            says = f"an id from 0 to {vocab_size - 1}"
+            ids.add(fit(int, file.metadata[key], key, str(file.path), says=says, least=0, most=vocab_size - 1))
     return tuple(sorted(ids))
 
 
@@ -207,18 +206,18 @@ def _vocab_size(file: File, stated: Any) -> int:
     table = file.tensors.get("token_embd.weight")
     if table is None:
         raise ValueError(f"{file.path}: 1 tensors missing, the first is token_embd.weight")
-    rows, keys = table.shape[0], Keys(file.metadata, str(file.path))
+    size, keys = table.shape[0], Keys(file.metadata, str(file.path))
     tokens = keys.value(list[Any] | None, "tokenizer.ggml.tokens", None, "a list of texts")
     for what, count in (("vocab_size", stated), ("tokens", None if tokens is None else len(tokens))):
-        if count not in (None, rows):
+        if count not in (None, size):
             raise ValueError(
-                f"{file.path}: got {what} {quoted(count)} and {rows} rows of token_embd.weight, expected as many"
+                f"{file.path}: got {what} {quoted(count)} and {size} rows of token_embd.weight, expected equal numbers"
             )
-    return rows
+    return size
 
 
 def _rope(file: File, number: Callable[..., Any], scaling: Any, head_dim: int, max_positions: int) -> Rope:
-    """The rotation. llama.cpp multiplies `attn_factor` with what YaRN says, where transformers takes one for the other."""
+    """Returns the rotation. llama.cpp multiplies `attn_factor` with YaRN's factor; in transformers it replaces it."""
     if scaling not in (None, "none", "yarn"):
         raise ValueError(f"{file.path}: got rope.scaling.type {quoted(scaling)}, expected none or 'yarn'")
     theta = float(number("rope.freq_base", 10_000.0, whole=False))

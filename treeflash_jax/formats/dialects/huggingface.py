@@ -7,12 +7,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.checks import read_json
+from treeflash_jax.core.checks import read_json
 from treeflash_jax.formats import architectures, safetensors
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys
-from treeflash_jax.verifiers.config import ModelConfig
+from treeflash_jax.models.config import ModelConfig
 
 
 class HuggingFace(Dialect):

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treeflash_jax.checks import quoted
-from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.core.checks import quoted
+from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats.dialects.dflash import DFlash
 from treeflash_jax.formats.keys import Keys
-from treeflash_jax.trees.shape import MOST_NODES
+from treeflash_jax.trees.shape import MAX_NODES
 
 
 class TreeFlash(DFlash):
@@ -38,7 +38,7 @@ class TreeFlash(DFlash):
         return replace(
             backbone,
             head=head_of[head],
-            num_nodes=treeflash.whole("candidate_tokens", 16, most=MOST_NODES),
+            num_nodes=treeflash.whole("candidate_tokens", 16, most=MAX_NODES),
             drafter_temperature=treeflash.number("drafter_temperature", 1.0),
             sampled_above=treeflash.number("sampled_above") if "sampled_above" in treeflash.raw else None,
         )

@@ -2,11 +2,11 @@
 
     logits(v | previous token a) = marginal(v) + <W1[a], W2[v]>
 
-Rows of two tables are read in place of a second pass over the vocabulary: the candidates of a depth are the likeliest
+Vectors of two tables are read instead of a second pass over the vocabulary: the candidates of a depth are the likeliest
 tokens of its marginal. With W2 = 0 (how training starts) the head is the marginal one.
 
-Shape suffixes: b batch, q block slots, r rows, i draft depth, m previous-token rows, x candidates of a depth, c children
-kept, d model, k rank, v vocabulary.
+Shape suffixes: b batch, q block slots, i draft depth, m contexts (slot, previous token), x candidates of a depth, c
+children kept, d model, k rank, v vocabulary.
 
 Source: DSpark / DeepSpec, "vanilla" Markov head.
 """
@@ -19,12 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax import vocab
-from treeflash_jax.drafters.block.config import DrafterConfig
+from treeflash_jax.core.parameters import Entry, Spec
+from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.drafters.block.heads.table import DraftSettings, Unembed, mass_elsewhere
-from treeflash_jax.params import Entry, Spec
+from treeflash_jax.models import vocab
+from treeflash_jax.models.backend import selection
 from treeflash_jax.trees import TransitionTable
 
+READS_PREVIOUS = True
 SECOND_PASS = False
 LOOKED_UP = ("previous", "following")
 FILE_NAME = "lowrank"
@@ -41,11 +43,11 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
     return {"previous": previous, "following": replace(previous, init="zeros")}
 
 
-def logits(params: dict[str, Any], unembed: Unembed, previous_br: jax.Array, hidden_brd: jax.Array) -> jax.Array:
-    """Next-token logits [b, r, v], the token before each slot being given; see `heads`."""
-    before_brk = vocab.embed(params["previous"], previous_br)
-    marginal_brv = vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_brd))
-    return marginal_brv + vocab.unembed(params["following"], before_brk).astype(marginal_brv.dtype)
+def logits(params: dict[str, Any], unembed: Unembed, previous_bm: jax.Array, hidden_bmd: jax.Array) -> jax.Array:
+    """Returns next-token logits [b, m, v], given the token before each slot; see `heads`."""
+    before_bmk = vocab.embed(params["previous"], previous_bm)
+    marginal_bmv = vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bmd))
+    return marginal_bmv + vocab.unembed(params["following"], before_bmk).astype(marginal_bmv.dtype)
 
 
 def expand(
@@ -56,7 +58,7 @@ def expand(
     settings: DraftSettings,
     temperature_b: jax.Array,
 ) -> TransitionTable:
-    """Transition table [b, i, m, c] of q(token | previous token); arguments as for the MLP head.
+    """Returns the transition table [b, i, m, c] of q(token | previous token).
 
     Children come from the likeliest marginal tokens of their depth; tokens off that list keep their marginal mass.
     """
@@ -67,16 +69,16 @@ def expand(
     likely_bix, tokens_bix = vocab.top_k(marginal_biv, listed)
     scale_b = temperature_b.astype(wide)
     likely_bix = likely_bix.astype(wide) / scale_b[:, None, None]
-    rest_bi = mass_elsewhere(marginal_biv, likely_bix, scale_b)
+    elsewhere_bi = mass_elsewhere(marginal_biv, likely_bix, scale_b)
 
     anchor_b1m = jnp.broadcast_to(anchor_b[:, None, None], (batch, 1, m))
     previous_bim = jnp.concatenate([anchor_b1m, tokens_bix[:, :-1, :m]], axis=1)
     before_bimk, after_bixk = vocab.embed(params["previous"], previous_bim), vocab.embed(params["following"], tokens_bix)
     change_bimx = jnp.einsum("bimk,bixk->bimx", before_bimk, after_bixk, preferred_element_type=wide)
     scores_bimx = likely_bix[:, :, None] + change_bimx / scale_b[:, None, None, None]
-    total_bim = jnp.logaddexp(jax.nn.logsumexp(scores_bimx, axis=-1), rest_bi[..., None])
-    values_bimc, at_bimc = vocab.local_top_k(scores_bimx, settings.children)
-    found_bimc = jnp.take_along_axis(tokens_bix[:, :, None], at_bimc, axis=-1)
+    total_bim = jnp.logaddexp(jax.nn.logsumexp(scores_bimx, axis=-1), elsewhere_bi[..., None])
+    values_bimc, at_bimc = selection.top_k(scores_bimx, settings.children)
+    children_bimc = jnp.take_along_axis(tokens_bix[:, :, None], at_bimc, axis=-1)
     is_last_i111 = (jnp.arange(tokens_bix.shape[1]) == tokens_bix.shape[1] - 1)[:, None, None]
-    next_row_bimc = jnp.where((at_bimc < m) & ~is_last_i111, at_bimc, -1).astype(jnp.int32)
-    return TransitionTable(found_bimc, jnp.minimum(values_bimc - total_bim[..., None], 0), next_row_bimc)
+    next_context_bimc = jnp.where((at_bimc < m) & ~is_last_i111, at_bimc, -1).astype(jnp.int32)
+    return TransitionTable(children_bimc, jnp.minimum(values_bimc - total_bim[..., None], 0), next_context_bimc)

@@ -1,0 +1,85 @@
+"""Options made from the fields of dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from treeflash_jax.cli.arguments import Parser, add_fields, option_values
+from treeflash_jax.core.checks import bounded
+
+COLOURS = {"red": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy:
+    place: str = bounded(help="where it stands", unit="folder")
+    size: int = bounded(3, "how large it is, in 10 % steps", unit="steps")
+    rate: float | Sequence[float] = bounded(0.5, "how fast it is")
+    rows: int | Literal["auto"] | None = bounded(None, "how many rows it has", unit="rows", unset="as many as fit")
+    kind: Literal["a", "b"] = bounded("a", "what it is")
+    colour: str | None = bounded(None, "what it looks like", choices=lambda: tuple(COLOURS))
+    names: Sequence[str] = bounded((), "what it is called", unit="name")
+    ids: Sequence[int] | None = bounded(None, "what it is made of", unit="ids")
+    loud: bool = bounded(False, "whether it is heard")
+
+
+def parsed(*words: str, **how: object) -> dict[str, object]:
+    parser = Parser(prog="toy")
+    add_fields(parser, Toy, **how)
+    return option_values(parser.parse_args(words), Toy)
+
+
+def test_fields_without_options_have_their_defaults():
+    plain = dict(size=3, rate=0.5, rows=None, kind="a", colour=None, names=[], ids=None, loud=False)
+    assert parsed("--place", "x") == {"place": "x"} | plain
+
+
+def test_options_are_read_as_the_types_of_their_fields():
+    words = "--place x --size 4 --rate 2 --rows auto --kind b --colour red --names p --names q --loud --ids".split()
+    assert parsed(*words, "3 4,5") == dict(
+        place="x", size=4, rate=2.0, rows="auto", kind="b", colour="red", names=["p", "q"], ids=(3, 4, 5), loud=True
+    )
+    assert parsed("--place", "x", "--rows", "7")["rows"] == 7
+
+
+def test_a_command_may_take_some_fields_or_lists_of_values():
+    assert parsed("--rate", "1", "2", names="rate size", several="rate", size=9) == {"size": 9, "rate": [1.0, 2.0]}
+    assert set(parsed("--place", "x", without="size rate")) == {"place", "rows", "kind", "colour", "names", "ids", "loud"}
+
+
+def test_what_a_registry_gains_later_is_a_choice(monkeypatch):
+    monkeypatch.setitem(COLOURS, "blue", None)
+    assert parsed("--place", "x", "--colour", "blue")["colour"] == "blue"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--size", "1"], "the following arguments are required: --place"),
+        (["--place", "x", "--size", "y"], "--size: got size 'y', expected a valid integer"),
+        (["--place", "x", "--rows", "many"], "--rows: got rows 'many', expected a valid integer or 'auto'"),
+        (["--place", "x", "--rows", "9" * 5000], "expected an integer or 'auto'"),
+        (["--place", "x", "--colour", "green"], "--colour: invalid choice: 'green' (choose from"),
+        (["--place", "x", "--ids", "x"], "--ids: got ids 'x', expected a valid integer"),
+        (["--place", "x", "--sise", "4"], "unrecognized option --sise; did you mean --size?"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, words, said):
+    with pytest.raises(SystemExit) as stop:
+        parsed(*words)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and error.startswith("toy: error: ") and said in error
+
+
+def test_help_has_units_defaults_and_what_must_be_given(capsys):
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith("usage: toy [options] --place FOLDER ")
+    assert "--size STEPS how large it is, in 10 % steps (default: 3)" in text
+    assert "--rows ROWS|auto how many rows it has (default: as many as fit)" in text
+    assert "--loud whether it is heard" in text and "--kind {a,b} what it is (default: a)" in text

@@ -1,0 +1,174 @@
+"""Defaults of devices that are not here, and that no token else asks what the devices are."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import treeflash_jax as tf
+from treeflash_jax.core import devices
+from treeflash_jax.core.devices import Device
+from treeflash_jax.drafters.ngram import NgramConfig
+from treeflash_jax.engine.planning import make_plan
+from treeflash_jax.models import ceilings
+
+FILES = sorted(
+    path for root in (Path(tf.__file__).parent, Path(__file__).parents[2] / "train") for path in root.rglob("*.py")
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        (Device("cpu"), "float32"),
+        (Device("cpu", features=frozenset({"avx2", "avx512f", "avx512_vnni"})), "float32"),
+        (Device("cpu", features=frozenset({"avx512f", "avx512_bf16"})), "bfloat16"),
+        (Device("cpu", features=frozenset({"amx_tile", "amx_bf16"})), "bfloat16"),
+        (Device("gpu", "NVIDIA H200"), "bfloat16"),
+        (Device("tpu", "TPU v5 lite"), "bfloat16"),
+    ],
+)
+def test_the_default_dtype_is_the_faster_one(device, dtype):
+    assert device.dtype == jnp.dtype(dtype)
+    assert device.dtype_reason
+
+
+@pytest.mark.parametrize(
+    ("device", "nodes", "candidates"),
+    [
+        (Device("cpu"), 8, 8),
+        (Device("cpu", features=frozenset({"avx512_bf16"})), 8, 8),
+        (Device("cpu", features=frozenset({"avx512_bf16", "amx_bf16"})), 16, 16),
+        (Device("gpu", "NVIDIA H200"), 16, 16),
+        (Device("tpu", "TPU v5 lite"), 16, 16),
+    ],
+)
+def test_trees_are_smaller_where_every_token_costs(device, nodes, candidates):
+    model = tf.load("tiny", dtype="float32")
+
+    def sizes(drafter=model.drafter, **settings):
+        plan = make_plan(tf.GenerateConfig(builder="best-first", **settings), model.verifier, drafter, jnp.float32, device)
+        return plan.num_nodes, getattr(plan.draft, "candidates", None)
+
+    assert model.drafter.num_nodes == 16
+    assert sizes() == (nodes, candidates)
+    assert sizes(nodes=24, candidates=5) == (24, 5) and sizes(nodes="auto") == (16, candidates)
+    assert sizes(replace(model.drafter, num_nodes=4)) == (4, candidates)
+    assert sizes(NgramConfig(num_nodes=16)) == (16, None), "what it cannot offer costs nothing"
+
+
+def test_attention_follows_from_the_backend_and_the_dtype():
+    cpu, gpu = Device("cpu"), Device("gpu")
+    assert [cpu.attention(dtype) for dtype in (jnp.float32, jnp.float64, jnp.bfloat16)] == ["streamed", "streamed", "xla"]
+    assert [gpu.attention(dtype) for dtype in (jnp.float32, jnp.bfloat16)] == ["xla", "xla"]
+    assert gpu.attention(jnp.float32, "pallas-gpu") == cpu.attention(jnp.float32, "pallas-gpu") == "pallas-gpu"
+    with pytest.raises(ValueError, match="got attention 'pallas-tpu' on a gpu, expected 'xla' or 'streamed'"):
+        gpu.attention(jnp.float32, "pallas-tpu")
+
+
+def test_features_are_read_from_the_flags(tmp_path):
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\nmodel name\t: x\nflags\t\t: fpu avx2 amx_bf16\n\nprocessor\t: 1\nflags\t\t: none\n")
+    assert devices.cpu_features(str(path)) == {"fpu", "avx2", "amx_bf16"}
+    path = tmp_path / "other"
+    path.write_text("nothing of the kind")
+    assert devices.cpu_features(str(path)) == devices.cpu_features(str(tmp_path / "missing")) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("flags", "left"),
+    [("", {"amx_bf16"}), ("--xla_cpu_max_isa=AMX", {"amx_bf16"}), ("--a=1 --xla_cpu_max_isa=avx512", set())],
+)
+def test_what_xla_may_not_use_does_not_count(flags, left):
+    assert devices.usable(frozenset({"amx_bf16", "avx2"}), flags) == left | {"avx2"}
+
+
+def test_a_pair_is_loaded_in_the_default_dtype(monkeypatch):
+    monkeypatch.setattr(devices, "cpu_features", lambda: frozenset({"amx_bf16"}))
+    assert tf.load("tiny").dtype == jnp.float32, "the tests run without these instructions"
+    monkeypatch.setenv("XLA_FLAGS", "")
+    model = tf.load("tiny")
+    assert model.dtype == jnp.bfloat16 and model.plan(tf.GenerateConfig()).attention == "xla"
+    model = tf.load("tiny", dtype=jnp.float32)
+    assert model.dtype == jnp.float32 and model.plan(tf.GenerateConfig()).attention == "streamed"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_only_devices_asks_which_backend_or_chip_runs(path):
+    names = {getattr(node, "attr", None) for node in ast.walk(ast.parse(path.read_text()))}
+    assert not names & {"default_backend", "device_kind"} or path.name == "devices.py"
+
+
+def test_peak_rates_are_those_of_the_chip():
+    rates = {"NVIDIA H200": 989e12, "NVIDIA A100-SXM4-80GB": 312e12, "TPU v5": 459e12, "TPU v5 lite": 197e12, "cpu": None}
+    assert {kind: Device("any", kind).peak_flops for kind in rates} == rates
+
+
+def test_a_cpu_is_measured_in_the_dtype_that_is_computed_in(monkeypatch):
+    monkeypatch.setattr(ceilings, "measure_flops", {jnp.float32: 1e11, jnp.bfloat16: 4e11}.get)
+    assert [ceilings.peak_flops(8, dtype) for dtype in (jnp.float32, jnp.bfloat16)] == [1e11, 4e11]
+
+
+def test_a_plan_is_made_for_a_device_that_is_not_here(tiny):
+    plans = [
+        make_plan(tf.GenerateConfig(), tiny.verifier, tiny.drafter, jnp.float32, Device(kind)) for kind in ("cpu", "gpu")
+    ]
+    assert [(plan.prefill_chunk, plan.attention) for plan in plans] == [(64, "streamed"), (128, "xla")]
+    assert [plan.for_prefill().attention for plan in plans] == ["streamed", "xla"]
+
+
+WRONG_FUSIONS = """
+import jax, jax.numpy as jnp
+from treeflash_jax.core import devices, programs
+
+def by_rows(x):  # jax-ml/jax#39103: jaxlib 0.10.2 is wrong from 32,769 rows on
+    return jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2))(x)
+
+def of_rank_8(left, right):  # jax-ml/jax#39257: jaxlib 0.10.2 and 0.11.0 crash
+    return jnp.log(jnp.sum(left[..., None, None, None, None, None] * right, axis=2))
+
+ramp = jnp.arange(32769, dtype=jnp.float32)
+x = jnp.stack((ramp, 0 * ramp, 0 * ramp), axis=1)
+for run in (devices.jit(by_rows), lambda x: programs.call(jax.jit(by_rows), x)):
+    assert float(run(x)[-1]) == 32768.0**2, run
+pair = jnp.ones((10, 4, 6)), jnp.ones((10, 4, 6, 9, 9, 9, 9, 9))
+for run in (devices.jit(of_rank_8), lambda *pair: programs.call(jax.jit(of_rank_8), *pair)):
+    assert abs(float(run(*pair).min()) - 1.791759) < 1e-5
+"""
+
+
+def test_programs_are_compiled_without_the_fusions_that_are_wrong():
+    """With the compiler's own defaults otherwise."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    subprocess.run([sys.executable, "-c", WRONG_FUSIONS], env=environment, cwd=FILES[0].parents[1], check=True)
+
+
+def test_every_program_gets_the_compiler_options():
+    """`jax.jit` alone serves what `programs.call` or `bench.timed` compiles, and what is compiled for other devices."""
+    compiled_elsewhere = {
+        "devices.py",
+        "check.py",
+        "loops.py",
+        "phases.py",
+        "compile.py",
+    }
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        jitted = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax.jit"]
+        assert not jitted or path.name in compiled_elsewhere, f"{path}:{jitted[0].lineno} uses jax.jit, not devices.jit"
+
+
+def test_programs_that_hold_weights_as_constants_fail():
+    """pytest makes JAX's warning of large constants an error: in every test, of runners, training and evaluation."""
+    weight = jnp.ones((64, 64))
+    with pytest.raises(UserWarning, match="onstant"):
+        devices.jit(lambda x: x @ weight)(jnp.ones(64))
+    devices.jit(lambda x, weight: x @ weight)(jnp.ones(64), weight)

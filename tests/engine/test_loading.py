@@ -1,0 +1,84 @@
+"""Compiled programs are kept between processes unless the user chose otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import json, os, jax
+{before}
+from treeflash_jax.engine.loading import keep_programs
+keep_programs(by_jax=True)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.jit(lambda x: x * 3 + 1)(jax.numpy.ones(7)).block_until_ready()
+print(json.dumps(jax.config.jax_compilation_cache_dir))
+"""
+
+
+def run(home, before: str = "", script: str = "", **variables: str) -> Any:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {"XDG_CACHE_HOME": str(home)}
+    command = [sys.executable, "-c", script or SCRIPT.format(before=before)]
+    done = subprocess.run(command, env=environment | {"JAX_PLATFORMS": "cpu"} | variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def kept(folder) -> dict[str, int]:
+    return {path.name: path.stat().st_ino for path in folder.rglob("*-cache")} if folder.exists() else {}
+
+
+def test_programs_are_kept_and_found_again(tmp_path):
+    folder = tmp_path / "treeflash" / "programs"
+    before = "jax.jit(lambda x: x + 1)(jax.numpy.ones(3))"
+    assert run(tmp_path, before) == str(folder)
+    first = kept(folder)
+    assert first, "also after a first compilation"
+    run(tmp_path, before)
+    assert kept(folder) == first
+
+
+@pytest.mark.parametrize("choice", ["elsewhere", "off", "unwritable"])
+def test_other_wishes_are_respected(tmp_path, choice):
+    folder = tmp_path / "treeflash" / "programs"
+    if choice == "elsewhere":
+        assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "mine")) == str(tmp_path / "mine")
+    elif choice == "off":
+        assert run(tmp_path, JAX_ENABLE_COMPILATION_CACHE="false") is None
+    else:
+        (tmp_path / "treeflash").write_text("a file where the folder should be")
+        assert run(tmp_path) is None
+    assert not kept(folder)
+
+
+ANSWERS = """
+import json, sys
+import treeflash_jax as tf
+from treeflash_jax.core import programs
+from treeflash_jax.trees import BUILDERS
+
+model = tf.load("tiny", drafter="none", dtype="float32")
+first = model.generate("3 + 4", max_new_tokens=3)[0]
+BUILDERS["mine"] = None  # code that no digest covers
+programs.clear()
+print(json.dumps([first.ids, first.compile_seconds, model.generate("3 + 4", max_new_tokens=3)[0].compile_seconds]))
+"""
+
+
+def test_a_second_process_runs_executables_of_the_first(tmp_path):
+    """Nothing is traced or compiled again, except for damaged files and while users' own kinds are registered."""
+    ids, seconds, again = run(tmp_path, script=ANSWERS)
+    assert seconds > 0 and again > 0
+    assert run(tmp_path, script=ANSWERS)[:2] == [ids, 0]
+    paths = list((tmp_path / "treeflash" / "programs").iterdir())
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:1000])
+    bounded = ANSWERS.replace("first =", "programs.KEPT_FILES = 2\nfirst =", 1)
+    after_damage, seconds, _ = run(tmp_path, script=bounded)
+    assert after_damage == ids and seconds > 0
+    assert len(paths) > 2 == len(list((tmp_path / "treeflash" / "programs").iterdir())), "the latest are kept"

@@ -1,0 +1,160 @@
+"""Attention over prefix and new positions against a dense float64 softmax; caches after commits of any length."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from treeflash_jax.models import kv_cache
+from treeflash_jax.models.attention import tree_attention
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.kv_cache import LayerKV
+from treeflash_jax.trees import ancestor_mask
+
+B, T, S, H, K, E = 3, 7, 12, 6, 2, 8
+LENGTHS = np.array([0, 5, 12])
+PARENT = jnp.asarray([[0, 0, 0, 1, 1, 2, 5], [0, 0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0, 0]], jnp.int32)
+attention = jax.jit(tree_attention, static_argnames=("scale", "implementation"))
+
+
+def draw(*axes: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *axes]).normal(size=axes).astype(np.float32)
+
+
+def dense(q_bthe, k_bxke, v_bxke, mask_btx, scale):
+    """Plain softmax attention in float64; every key/value head repeated for its queries."""
+    k_bxhe, v_bxhe = (np.repeat(np.asarray(x, np.float64), q_bthe.shape[2] // x.shape[2], axis=2) for x in (k_bxke, v_bxke))
+    logits_bhtx = np.einsum("bthe,bxhe->bhtx", np.asarray(q_bthe, np.float64), k_bxhe) * scale
+    weights_bhtx = np.where(mask_btx[:, None], np.exp(logits_bhtx - logits_bhtx.max(-1, keepdims=True)), 0)
+    return np.einsum("bhtx,bxhe->bthe", weights_bhtx / weights_bhtx.sum(-1, keepdims=True), v_bxhe)
+
+
+def node_prefix(keys_bske, values_bske) -> LayerKV:
+    """A layer's cache; slots beyond a sequence's length hold large garbage."""
+    keep_bs11 = (np.arange(S) < LENGTHS[:, None])[:, :, None, None]
+    return LayerKV(*(jnp.asarray(np.where(keep_bs11, x, 1e4).swapaxes(1, 2)) for x in (keys_bske, values_bske)))
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(H, K), (4, 4), (4, 1)])
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_dense_softmax(heads, kv_heads, scale):
+    q_bthe, k_buke, v_buke = draw(B, T, heads, E), draw(B, T, kv_heads, E, seed=1), draw(B, T, kv_heads, E, seed=2)
+    keys_bske, values_bske = draw(B, S, kv_heads, E, seed=3), draw(B, S, kv_heads, E, seed=4)
+    above_btu = np.asarray(ancestor_mask(PARENT, T))
+    got = attention(
+        q_bthe, k_buke, v_buke, jnp.asarray(above_btu), node_prefix(keys_bske, values_bske), jnp.asarray(LENGTHS),
+        scale=scale,
+    )  # fmt: skip
+
+    past_bts = np.broadcast_to((np.arange(S) < LENGTHS[:, None])[:, None], (B, T, S))
+    mask_btx = np.concatenate([past_bts, above_btu], axis=2)
+    k_bxke, v_bxke = np.concatenate([keys_bske, k_buke], axis=1), np.concatenate([values_bske, v_buke], axis=1)
+    expected = dense(q_bthe, k_bxke, v_bxke, mask_btx, E**-0.5 if scale is None else scale)
+    np.testing.assert_allclose(got, expected, atol=3e-6)
+
+
+def test_no_prefix_is_an_empty_prefix():
+    q_bthe, k_buke, v_buke = draw(B, T, H, E), draw(B, T, K, E, seed=1), draw(B, T, K, E, seed=2)
+    mask_btu = np.broadcast_to(np.tri(T, dtype=bool), (B, T, T))
+    got = attention(q_bthe, k_buke, v_buke, jnp.asarray(mask_btu))
+    np.testing.assert_allclose(got, dense(q_bthe, k_buke, v_buke, mask_btu, E**-0.5), atol=3e-6)
+    empty = node_prefix(draw(B, S, K, E), draw(B, S, K, E))
+    again = attention(q_bthe, k_buke, v_buke, jnp.asarray(mask_btu), empty, jnp.zeros(B, jnp.int32))
+    np.testing.assert_allclose(again, got, atol=1e-6)
+
+
+def test_large_logits_and_bfloat16_stay_finite():
+    """The prefix holds the peak of some positions, the new positions that of others: both must enter the maximum."""
+    q_bthe, k_buke, v_buke = (jnp.asarray(draw(B, T, *x), jnp.bfloat16) for x in ((H, E), (K, E), (K, E)))
+    prefix = jax.tree.map(lambda x: x.astype(jnp.bfloat16), node_prefix(draw(B, S, K, E, seed=3), draw(B, S, K, E, seed=4)))
+    mask_btu = jnp.asarray(np.broadcast_to(np.tri(T, dtype=bool), (B, T, T)))
+    out = attention(q_bthe * 1e4, k_buke, v_buke, mask_btu, prefix, jnp.asarray(LENGTHS))
+    assert out.dtype == jnp.bfloat16 and bool(jnp.isfinite(out).all()) and bool((jnp.abs(out) < 10).all())
+
+
+def test_unknown_implementation_is_an_error():
+    x = jnp.zeros((1, 1, 1, 2))
+    with pytest.raises(
+        ValueError, match=r"got attention implementation 'flash9', expected one of \['chunked', 'pallas-gpu'"
+    ):
+        tree_attention(x, x, x, jnp.ones((1, 1, 1), bool), implementation="flash9")
+
+
+CONFIG = ModelConfig(
+    vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=H, num_kv_heads=K, head_dim=E
+)  # fmt: skip
+append = jax.jit(kv_cache.append)
+
+
+def new_positions(batch: int, width: int, seed: int):
+    """Keys and values of both layers, [b, t, k, e] each."""
+    return (
+        tuple(
+            (draw(batch, width, K, E, seed=seed + 2 * i), draw(batch, width, K, E, seed=seed + 2 * i + 1)) for i in (0, 1)
+        ),
+    )
+
+
+@pytest.mark.parametrize("batch, dtype", [(1, jnp.float32), (3, jnp.float32), (3, jnp.bfloat16)])  # three ways to store
+def test_append_commits_paths_in_order(batch, dtype):
+    """Random commits, some of nothing, against lists; garbage of one commit is gone or hidden after the next."""
+    rng = np.random.default_rng(batch)
+    cache, width = kv_cache.allocate(CONFIG, batch, 40, dtype), 5
+    expected = [[[[], []], [[], []]] for _ in range(batch)]  # [b][layer][keys, values]
+    for step in range(6):
+        new = jax.tree.map(lambda draw: draw.astype(dtype), new_positions(batch, 9, seed=10 * step))
+        count_b = rng.integers(0, width + 1, batch) if step else np.zeros(batch, int)
+        path_bp = np.stack([rng.permutation(9)[:width] for _ in range(batch)])
+        cache = append(cache, new, jnp.asarray(count_b), jnp.asarray(path_bp))
+        for b in range(batch):
+            for layer in (0, 1):
+                for kind in (0, 1):
+                    expected[b][layer][kind] += list(new[0][layer][kind][b, path_bp[b, : count_b[b]]])
+        assert cache.capacity == 40 and cache.length_b.tolist() == [len(sequence[0][0]) for sequence in expected]
+        for b, length in enumerate(cache.length_b.tolist()):
+            for layer, kv in enumerate(cache.groups[0]):
+                for kind, slots_bkse in enumerate((kv.keys_bkse, kv.values_bkse)):
+                    committed_ske = np.asarray(slots_bkse)[b].swapaxes(0, 1)[:length]
+                    np.testing.assert_array_equal(committed_ske, np.reshape(expected[b][layer][kind], committed_ske.shape))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_append_without_a_path_keeps_the_first_positions(batch):
+    new, more = new_positions(batch, 4, seed=50), new_positions(batch, 4, seed=60)
+    cache = append(kv_cache.allocate(CONFIG, batch, 16, jnp.float32), new, jnp.full(batch, 2))
+    cache = append(append(cache, more, jnp.full(batch, 0)), more, jnp.full(batch, 3))
+    assert cache.length_b.tolist() == [5] * batch
+    keys_bske = np.asarray(cache.groups[0][1].keys_bkse).swapaxes(1, 2)[:, :5]
+    np.testing.assert_array_equal(keys_bske, np.concatenate([new[0][1][0][:, :2], more[0][1][0][:, :3]], axis=1))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_attention_sees_committed_positions_only(batch):
+    """Attention over a cache of several commits equals attention over the same positions laid out densely."""
+    new, more = new_positions(batch, 6, seed=70), new_positions(batch, 6, seed=80)
+    cache = append(
+        kv_cache.allocate(CONFIG, batch, 20, jnp.float32), new, jnp.full(batch, 6), jnp.zeros((batch, 6), jnp.int32)
+    )
+    cache = append(cache.replace(length_b=jnp.full(batch, 2)), more, jnp.arange(1, batch + 1))
+    q_bthe, k_buke, v_buke = draw(batch, 1, H, E), draw(batch, 1, K, E, seed=1), draw(batch, 1, K, E, seed=2)
+    got = attention(q_bthe, k_buke, v_buke, jnp.ones((batch, 1, 1), bool), cache.groups[0][0], cache.length_b)
+    for b in range(batch):
+        k_bxke, v_bxke = (
+            np.concatenate([new[0][0][i][b, [0, 0]], more[0][0][i][b, : b + 1], params[b]])[None]
+            for i, params in ((0, k_buke), (1, v_buke))
+        )
+        mask_btx = np.ones((1, 1, k_bxke.shape[1]), bool)
+        np.testing.assert_allclose(got[b], dense(q_bthe[b : b + 1], k_bxke, v_bxke, mask_btx, E**-0.5)[0], atol=3e-6)
+
+
+def test_grow_keeps_positions_and_lengths():
+    cache = append(kv_cache.allocate(CONFIG, 2, 8, jnp.bfloat16), new_positions(2, 4, seed=90), jnp.asarray([4, 1]))
+    grown = jax.jit(partial(kv_cache.grow, capacity=24))(cache)
+    assert grown.capacity == 24 and grown.length_b.tolist() == [4, 1]
+    for small, large in zip(jax.tree.leaves(cache.groups), jax.tree.leaves(grown.groups), strict=True):
+        assert large.shape == (2, K, 24, E) and large.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(large[:, :, :8], small)

@@ -1,0 +1,212 @@
+"""Functions with a form for some backends: the plain form and the CPU's give the same results, each as it should run."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from treeflash_jax.models.backend import indexing, levels, products, selection
+
+SIZES = dict(b=1, d=16, h=4, e=8, k=2, f=24, j=32, v=40, x=2, z=32)
+# Every equation that a product of the models has.
+EQUATIONS = (
+    "btd,dhe->bthe", "btd,dke->btke", "btz,zd->btd", "btd,df->btf", "btf,fd->btd", "btj,jd->btd", "bqd,dxf->bqxf",
+    "bmf,fd->bmd", "bmd,de->bme",
+)  # fmt: skip
+
+
+def operands(equation: str, length: int = 2, dtype=jnp.bfloat16):
+    sizes = SIZES | {axis: length for axis in "tqm"}
+    left, right = equation.split("->")[0].split(",")
+    shapes = [tuple(sizes[axis] for axis in axes) for axes in (left, right)]
+    return [jax.random.normal(jax.random.key(i), shape).astype(dtype) for i, shape in enumerate(shapes)]
+
+
+def exact(equation: str, *arrays) -> np.ndarray:
+    return np.einsum(equation, *(np.asarray(x, np.float64) for x in arrays))
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_products_are_rounded_once(backend_form, length):
+    for equation in EQUATIONS:
+        x, weight = operands(equation, length)
+        got = jax.jit(partial(products.product, equation))(x, weight)
+        expected = exact(equation, x, weight)
+        assert got.dtype == jnp.bfloat16 and got.shape == expected.shape
+        step = 2.0**-8 * np.abs(expected) + 1e-6
+        assert np.all(np.abs(np.asarray(got, np.float64) - expected) <= step), equation
+
+
+def test_gradients_are_those_of_the_einsum(backend_form):
+    for equation, length in (("btd,dhe->bthe", 4), ("bmf,fd->bmd", 5), ("...d,vd->...v", 3)):
+        x, weight = operands(equation.replace("...", "bt"), length)
+        grad = jax.random.normal(jax.random.key(7), products.product(equation, x, weight).shape).astype(jnp.bfloat16)
+        got = jax.jit(lambda *args, e=equation: jax.vjp(partial(products.product, e), *args[:2])[1](args[2]))(
+            x, weight, grad
+        )
+        wide = [a.astype(jnp.float32) for a in (x, weight)]
+        expected = jax.vjp(partial(jnp.einsum, equation), *wide)[1](grad.astype(jnp.float32))
+        for ours, theirs, like in zip(got, expected, (x, weight), strict=True):
+            assert ours.dtype == jnp.bfloat16 and ours.shape == like.shape
+            np.testing.assert_allclose(np.asarray(ours, np.float32), theirs, rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.parametrize("leading", [(3,), (2, 1)])
+def test_a_vocabulary_table_is_summed_over_its_last_axis(leading):
+    hidden = jax.random.normal(jax.random.key(0), (*leading, 16)).astype(jnp.bfloat16)
+    table = jax.random.normal(jax.random.key(1), (40, 16)).astype(jnp.bfloat16)
+    program = jax.jit(partial(products.product, "...d,vd->...v")).lower(hidden, table).compile()
+    expected = exact("...d,vd->...v", hidden, table)
+    np.testing.assert_allclose(np.asarray(program(hidden, table), np.float64), expected, rtol=2**-8, atol=1e-5)
+    assert not re.search(r"bf16\[16,40\]", program.as_text()), "the table must not be transposed"
+
+
+def dots(text: str) -> list[tuple[str, int]]:
+    """Type and first size of the result of every product in a compiled program."""
+    return [(kind, int(shape.split(",")[0])) for kind, shape in re.findall(r"= (\w+)\[([\d,]+)\]\S* dot\(", text)]
+
+
+@pytest.mark.parametrize("length", [1, 16])
+def test_on_a_cpu_products_accumulate_in_float32_over_four_vectors_at_least(length):
+    x, weight = operands("btd,dhe->bthe", length)
+
+    def loss(x, weight):
+        return jnp.sum(products.product("btd,dhe->bthe", x, weight).astype(jnp.float32) ** 2)
+
+    forward = jax.jit(partial(products.product, "btd,dhe->bthe")).lower(x, weight).compile().as_text()
+    assert dots(forward) == [("f32", max(length, products.MIN_VECTORS))]
+    backward = jax.jit(jax.grad(loss, (0, 1))).lower(x, weight).compile().as_text()
+    assert len(dots(backward)) == 3
+    assert all(kind == "f32" and count >= products.MIN_VECTORS for kind, count in dots(backward))
+    assert re.findall(r"lhs_contracting_dims={(\d)}", backward) == ["1"] * 3, "slow over the first axis"
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_on_accelerators_products_are_einsums(platform):
+    """They are given the einsum and its gradient, in bfloat16."""
+    arrays = operands("btd,dhe->bthe")
+
+    def text(product):
+        function = lambda x, w: jax.vjp(product, x, w)[1](product(x, w))  # noqa: E731
+        lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+        return sorted(re.findall(r"stablehlo\.(?:dot_general|convert|pad|transpose).*?: (\(.*)$", lowered, re.M))
+
+    got, expected = (text(partial(f, "btd,dhe->bthe")) for f in (products.product, jnp.einsum))
+    assert got == expected and any("bf16" in line for line in got) and not any("f32" in line for line in got)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_products_of_other_dtypes_are_plain_einsums(dtype):
+    x, weight = operands("btd,df->btf", dtype=dtype)
+    np.testing.assert_array_equal(products.product("btd,df->btf", x, weight), jnp.einsum("btd,df->btf", x, weight))
+
+
+@pytest.mark.parametrize("equation", ["bdt,df->btf", "btd,fdg->btfg", "btd,df->bft", "bt,df->btdf"])
+def test_products_of_another_form_are_refused(equation):
+    with pytest.raises(ValueError, match="got the product"):
+        products.Equation.parse(equation)
+
+
+@pytest.mark.parametrize("queries", [1, products.FEW_QUERIES + 1])
+def test_attention_scores(backend_form, queries):
+    q, keys = (jax.random.normal(jax.random.key(i), (2, 3, n, 8)) for i, n in enumerate((queries, 20)))
+    np.testing.assert_allclose(
+        jax.jit(products.attention_scores)(q, keys), exact("bkqe,bkxe->bkqx", q, keys), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_lookup_in_a_loop_makes_no_wide_copy_of_the_table(backend_form):
+    table, ids = operands("btd,df->btf", length=4)[1], jnp.asarray([[3, 0], [15, 3]])
+    table = jnp.tile(table, (64, 8))
+
+    def looped(table, ids):
+        start = jnp.zeros((2, 2, 192), table.dtype)
+        return jax.lax.fori_loop(0, 3, lambda i, total: total + indexing.lookup(table, ids + i), start)
+
+    compiled = jax.jit(looped).lower(table, ids).compile()
+    assert (compiled.memory_analysis().temp_size_in_bytes < table.nbytes) == (backend_form == "cpu")
+    np.testing.assert_array_equal(compiled(table, ids), table[ids] + table[ids + 1] + table[ids + 2])
+    np.testing.assert_array_equal(jax.jit(indexing.lookup)(table, ids), table[ids])
+    got = jax.grad(lambda table: jnp.sum(indexing.lookup(table, ids) * 2.0))(table)
+    np.testing.assert_array_equal(got, jax.grad(lambda table: jnp.sum(table[ids] * 2.0))(table))
+
+
+def test_slots_are_repeated_for_their_contexts(backend_form):
+    slots = jnp.arange(24.0).reshape(2, 4, 3)
+    got = jax.jit(lambda slots: indexing.slot_repeater(4, 3)(slots))(slots)
+    np.testing.assert_array_equal(got, slots[:, [1, 2, 2, 2, 3, 3, 3]])
+
+
+@pytest.mark.parametrize("batch, dtype", [(1, jnp.float32), (3, jnp.float32), (3, jnp.bfloat16)])
+def test_new_positions_are_stored_from_each_start_on(backend_form, batch, dtype):
+    slots, new = (jax.random.normal(jax.random.key(i), (batch, 2, n, 4)).astype(dtype) for i, n in enumerate((12, 5)))
+    start_b = np.asarray([4, 0, 7])[:batch]
+    got, expected = jax.jit(indexing.store)(slots, new, jnp.asarray(start_b)), np.array(slots)
+    for b, start in enumerate(start_b):
+        expected[b, :, start : start + 5] = new[b]
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("size, grouped", [(8 * 3 * 128, True), (23 * 128, False), (8 * 3 * 128 + 64, False)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_top_k_searches_long_vectors_by_groups(backend_form, size, grouped, dtype):
+    rng, top_k = np.random.default_rng(size), jax.jit(selection.top_k, static_argnums=1)
+    for num_values in (2, 40, 10**6):
+        scores = rng.integers(0, num_values, (5, size)).astype(np.float32)
+        scores[0, :-3], scores[1] = -np.inf, -np.inf
+        scores = jnp.asarray(scores, dtype)
+        values, ids = top_k(scores, 3)
+        np.testing.assert_array_equal(ids, np.argsort(-np.asarray(scores, np.float32), axis=-1, kind="stable")[:, :3])
+        np.testing.assert_array_equal(values, jnp.take_along_axis(scores, ids, -1))
+        assert values.dtype == dtype
+    assert top_k.lower(scores, 3).as_text().count("chlo.top_k(") == 1 + grouped
+
+
+@pytest.mark.parametrize("size", [8 * 3 * 128, 640])
+def test_a_cpu_selects_from_bfloat16_scores_without_sorting_them(size):
+    """XLA's CPU backend has a selection for float32 matrices only: it would sort these scores in full."""
+    scores = jax.random.randint(jax.random.key(size), (5, size), 0, 200).astype(jnp.bfloat16)
+    text = jax.jit(selection.top_k, static_argnums=1).lower(scores, 3).compile().as_text()
+    sorted_shapes = re.findall(r"= \(?\w+\[([\d,]+)\].* sort\(", text)
+    assert set(sorted_shapes) <= {"5,3"}, "only the chosen groups may be put in order"
+    for platform in ("cuda", "tpu"):
+        text = jax.jit(selection.top_k, static_argnums=1).trace(scores, 3).lower(lowering_platforms=(platform,)).as_text()
+        assert "f32" not in text
+
+
+@pytest.mark.parametrize("size, grouped", [(8 * 128, True), (7 * 128, False), (8 * 128 + 64, False)])
+def test_argmax_searches_groups_on_a_cpu_alone(backend_form, size, grouped):
+    rng = np.random.default_rng(size)
+    for num_values in (2, 40, 10**6):
+        scores = rng.integers(0, num_values, (2, 5, size)).astype(np.float32)
+        scores[0, 0, :-3], scores[0, 1], scores[1, 0] = -np.inf, -np.inf, np.arange(size) // 130
+        np.testing.assert_array_equal(jax.jit(selection.argmax)(scores), scores.argmax(-1))
+    for platform in ("cpu", "cuda", "tpu"):
+        lowered = jax.jit(selection.argmax).trace(scores).lower(lowering_platforms=(platform,)).as_text()
+        assert ("stablehlo.gather" in lowered) == (grouped and platform == backend_form)
+
+
+def test_stable_top_k_keeps_ties_in_order(backend_form):
+    scores = jnp.asarray(np.random.default_rng(0).integers(0, 4, (6, 50)).astype(np.float32)).at[0].set(-jnp.inf)
+    values, ids = jax.jit(selection.stable_top_k, static_argnums=1)(scores, 9)
+    np.testing.assert_array_equal(ids, np.argsort(-scores, axis=-1, stable=True)[:, :9])
+    np.testing.assert_array_equal(values, jnp.take_along_axis(scores, ids, -1))
+
+
+def test_levels_are_a_scan_that_may_end_early(backend_form):
+    def level(total, depth):
+        return total + depth, total * 10
+
+    def run(stop, goes_on=None):
+        return jax.jit(lambda start: levels.over_depths(level, start, range(1, stop), goes_on))(jnp.int32(5))
+
+    total, outputs = run(4)
+    assert int(total) == 11 and outputs.tolist() == [50, 60, 80]
+    assert run(1)[1].shape == (0,)
+    total, outputs = run(4, goes_on=lambda total: total < 7)
+    assert (int(total), outputs.tolist()) == ((8, [50, 60, 0]) if backend_form == "cpu" else (11, [50, 60, 80]))

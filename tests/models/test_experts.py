@@ -1,0 +1,201 @@
+"""Mixtures of experts against a loop in NumPy, in float64: every form, ties, experts that no token or everybody picks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import RANDOM_MODEL, needs_8_devices
+
+from treeflash_jax import make_mesh
+from treeflash_jax.core import parameters, sharding
+from treeflash_jax.models import experts, quantized, verifier
+from treeflash_jax.models.backend import expert_sums
+from treeflash_jax.models.costs import Counter, distinct_experts
+
+CONFIG = replace(RANDOM_MODEL, hidden_size=8, num_experts=6, experts_per_token=2, expert_size=4, normalize_experts=True)
+FORMS = expert_sums.FORMS | {
+    "every expert": expert_sums.all_experts,
+    "gather on CPUs": expert_sums.gather_in_steps,
+    "gather on GPUs": expert_sums.gather_and_reduce,
+    "gather on TPUs": expert_sums.gather_slices,
+    "sorted on TPUs": expert_sums.ragged,
+}
+
+
+@jax.jit
+def run_every_form(*operands):
+    return {form: run(*operands) for form, run in FORMS.items()}
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def make_weights(config, seed: int = 0):
+    drawn = parameters.initialize(experts.specs(config), jax.random.key(seed), jnp.float64, scale=0.7)
+    return jax.tree.map(np.array, drawn)
+
+
+def oracle(weights, config, x_nd):
+    """Token by token, expert by expert; returns the sum and the experts of each token."""
+    y_nd, ids_nk = np.zeros_like(x_nd), []
+    for y_d, x_d in zip(y_nd, x_nd, strict=True):
+        logits_x = x_d @ weights["router"]
+        probs_x = np.exp(logits_x - logits_x.max())
+        probs_x /= probs_x.sum()
+        ids_k = np.argsort(-probs_x, kind="stable")[: config.experts_per_token]
+        total = probs_x[ids_k].sum() if config.normalize_experts else 1.0
+        for x in ids_k:
+            gate_f, up_f = x_d @ weights["expert_gate"][x], x_d @ weights["expert_up"][x]
+            y_d += probs_x[x] / total * ((gate_f / (1 + np.exp(-gate_f)) * up_f) @ weights["expert_down"][x])
+        ids_nk.append(ids_k)
+    return y_nd, np.array(ids_nk)
+
+
+def case(name: str):
+    """Weights, config and tokens [n, d] of one corner."""
+    rng = np.random.default_rng(3)
+    changes = {
+        "not normalised": {"normalize_experts": False},
+        "k = E": {"experts_per_token": 6},
+        "few of many": {"num_experts": 16},
+        "sizes of no whole turns": {"hidden_size": 12, "expert_size": 5},
+    }
+    config = replace(CONFIG, **changes.get(name, {}))
+    weights, x_nd = make_weights(config), rng.normal(size=(1 if name == "one row" else 9, config.hidden_size))
+    if name == "ties":
+        weights["router"] = np.zeros_like(weights["router"])
+    if name in ("one expert for all", "an expert no token picks"):
+        x_nd[:, 0] = 1.0
+        weights["router"][0, 4] = 50.0 if name == "one expert for all" else -50.0
+    return weights, config, x_nd
+
+
+CASES = ("plain", "not normalised", "k = E", "one row", "ties", "one expert for all", "an expert no token picks")
+CASES += ("few of many", "sizes of no whole turns")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_form_is_the_loop_over_tokens_and_experts(name):
+    weights, config, x_nd = case(name)
+    expected_nd, expected_nk = oracle(weights, config, x_nd)
+    weight_nk, ids_nk = experts.route(jnp.asarray(weights["router"]), config, jnp.asarray(x_nd))
+    np.testing.assert_array_equal(ids_nk, expected_nk)
+    counts_x = np.bincount(np.ravel(ids_nk), minlength=6)
+    expect = {"ties": counts_x[:2].sum() == 18, "one expert for all": counts_x[4] == 9}
+    assert expect.get(name, True) and (name != "an expert no token picks" or counts_x[4] == 0)
+    for form, got_nd in run_every_form(weights, jnp.asarray(x_nd), weight_nk, ids_nk).items():
+        np.testing.assert_allclose(got_nd, expected_nd, atol=1e-12, err_msg=form)
+    got_btd, ids_btk = experts.mixture(weights, config, jnp.asarray(x_nd)[None])
+    np.testing.assert_allclose(got_btd[0], expected_nd, atol=1e-12)
+    np.testing.assert_array_equal(ids_btk[0], expected_nk)
+
+
+def test_distinct_experts_are_counted_and_match_the_formula_of_random_routing():
+    rng = np.random.default_rng(0)
+    ids_btk = np.argsort(rng.random((4, 5, 6)), axis=-1)[..., :2]
+    expected = [len(np.unique(sequences)) for sequences in (ids_btk, ids_btk[:2], ids_btk[2:])]
+    assert experts.count_distinct(jnp.asarray(ids_btk), 6) == expected[0]
+    assert experts.count_distinct(jnp.asarray(ids_btk), 6, shards=2) == sum(expected[1:]) / 2
+    for sequences in (1, 4, 16, 64):
+        drawn = [len(np.unique(np.argsort(rng.random((sequences, 128)), axis=-1)[:, :8])) for _ in range(100)]
+        uniform = distinct_experts(128, 8, sequences)
+        assert abs(np.mean(drawn) - uniform) <= 3 * np.std(drawn) / 10 + 1e-9
+
+
+def test_bytes_and_flops_of_a_pass_count_the_experts_that_are_read():
+    config = replace(RANDOM_MODEL, num_experts=8, experts_per_token=2, expert_size=16, dense_layers=(1,))
+    count = Counter(dtype=jnp.float32, batch=2)
+    dense = replace(RANDOM_MODEL, num_layers=1)
+    bare = count.layers(dense, 3, 0).bytes - 4 * 3 * 32 * 64  # attention and norms of a layer, and the last norm
+    expert, router = 4 * 3 * 32 * 16, 4 * 32 * 8
+    norm = 4 * 32
+    of_layers = 3 * (bare - norm) + norm + 4 * 3 * 32 * 64 + 2 * router
+    work = count.layers(config, 3, 0, experts=5.0)
+    assert work.bytes == of_layers + 2 * 5 * expert
+    assert count.layers(config, 3, 0).bytes == pytest.approx(of_layers + 2 * distinct_experts(8, 2, 6) * expert)
+    whole = count.weights(verifier.specs(config)).bytes - 2 * 4 * 64 * 32
+    assert whole == of_layers + 2 * 8 * expert
+    more = count.layers(replace(config, experts_per_token=3), 3, 0).flops - work.flops
+    assert more == 2 * 2 * 3 * 6 * 32 * 16, "two layers, three matrices, six rows, one expert more of each"
+
+
+def test_the_number_of_tokens_chooses_the_form():
+    assert [expert_sums.choose_form(count, 8, 128) for count in (1, 2, 8, 9, 64, 65)] == ["gather"] * 3 + ["dense"] * 2 + [
+        "sorted"
+    ]
+    assert (
+        expert_sums.choose_form(1, 8, 16) == "gather" and expert_sums.choose_form(1, 8, 8) == "dense"
+    )  # experts of one device
+
+
+def test_more_tokens_than_a_block_are_run_block_by_block():
+    weights = make_weights(CONFIG)
+    x_nd = np.random.default_rng(1).normal(size=(expert_sums.BLOCK + 3, 8))
+    got_btd, _ = jax.jit(lambda weights, x: experts.mixture(weights, CONFIG, x))(weights, jnp.asarray(x_nd)[None])
+    np.testing.assert_allclose(got_btd[0], oracle(weights, CONFIG, x_nd)[0], atol=1e-12)
+
+
+def test_one_token_multiplies_no_matrix_of_all_experts():
+    """Nothing in the program of a one-token step is as large as the experts' weights, but for these."""
+    weights, x_btd = make_weights(CONFIG), jnp.ones((1, 1, 8))
+    text = jax.jit(lambda weights, x: experts.mixture(weights, CONFIG, x)).lower(weights, x_btd).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert products and not [line for line in products if "6x8x4" in line or "6x4x8" in line]
+
+
+def test_int8_experts_equal_their_dequantised_weights():
+    weights = make_weights(CONFIG)
+    specs = experts.specs(CONFIG)
+    rounded = {name: quantized.compress(jnp.asarray(weight), specs[name], "int8") for name, weight in weights.items()}
+    assert {name for name in rounded if not isinstance(rounded[name], quantized.Quantized)} == {"router"}
+    wide = {
+        name: weight.values * weight.scale[:, None] if isinstance(weight, quantized.Quantized) else weight
+        for name, weight in rounded.items()
+    }
+    x_nd = np.random.default_rng(1).normal(size=(9, 8))
+    expected_nd, _ = oracle(jax.tree.map(np.asarray, wide), CONFIG, x_nd)
+    weight_nk, ids_nk = experts.route(jnp.asarray(weights["router"]), CONFIG, jnp.asarray(x_nd))
+    for form, got_nd in run_every_form(rounded, jnp.asarray(x_nd), weight_nk, ids_nk).items():
+        np.testing.assert_allclose(got_nd, expected_nd, atol=1e-12, err_msg=form)
+
+
+OVER_EXPERTS, OVER_WIDTH = {"data": 2, "model": 4}, {"data": 2, "model": 4, "experts": 1}
+SLOW = [
+    (OVER_EXPERTS, ("model", None, None), 9, "int8"),
+    (OVER_EXPERTS, ("model", None, None), 80, None),
+    (OVER_WIDTH, ("experts", None, "model"), 1, None),
+    (OVER_WIDTH, ("experts", None, "model"), 80, "int8"),
+    ({"data": 1, "model": 2, "experts": 4}, ("experts", None, "model"), 1, "int8"),
+    ({"data": 1, "model": 8}, (None, None, "model"), 80, None),  # which does not divide the experts
+]
+
+
+@needs_8_devices
+@pytest.mark.parametrize("sizes, axes, sequences, scheme", [
+    (OVER_EXPERTS, ("model", None, None), 1, None),
+    (OVER_WIDTH, ("experts", None, "model"), 9, "int8"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+])  # fmt: skip
+def test_a_mesh_gives_what_one_device_gives_and_moves_no_weight(sizes, axes, sequences, scheme):
+    config = replace(CONFIG, num_experts=16 if sizes["model"] < 8 else 6, expert_size=8)
+    specs, x_btd = experts.specs(config), jnp.asarray(np.random.default_rng(1).normal(size=(2, sequences, 8)))
+    weights = jax.tree.map(jnp.asarray, make_weights(config))
+    weights = {name: quantized.compress(weight, specs[name], scheme) for name, weight in weights.items()}
+    run = jax.jit(lambda weights, x: experts.mixture(weights, config, x))
+    expected = run(weights, x_btd)
+    mesh = make_mesh(**sizes)
+    places = parameters.shardings(quantized.specs(specs, scheme), mesh)
+    assert tuple((places["expert_gate"].values if scheme else places["expert_gate"]).spec) == axes
+    weights = jax.device_put(weights, places)
+    with sharding.ambient(mesh):
+        compiled = run.lower(weights, x_btd).compile()
+        got = compiled(weights, x_btd)
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-12), got, expected)
+    assert "all-gather" not in compiled.as_text()

@@ -1,0 +1,306 @@
+"""int8 verifiers: rounding by hand, products, loading, bytes, meshes, and what drafted output is exact with respect to."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import DATA, RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
+from jax.sharding import PartitionSpec
+
+import treeflash_jax as tf
+from treeflash_jax.bench import shapes
+from treeflash_jax.bench.floors import phase_work
+from treeflash_jax.bench.memory import compile_programs
+from treeflash_jax.cli import commands
+from treeflash_jax.cli.check import check, meaning
+from treeflash_jax.core import parameters
+from treeflash_jax.decoding.loops import DecodePlan
+from treeflash_jax.drafters.block import DraftSettings
+from treeflash_jax.engine.device_memory import footprint
+from treeflash_jax.formats import models
+from treeflash_jax.models import layers, quantized, verifier
+from treeflash_jax.models.quantized import Quantized, quantize
+from treeflash_jax.models.vocab import embed, unembed
+
+PAIR = DATA / "conformance" / "b_trained"
+FOLDERS = {"verifier": PAIR / "verifier", "drafter": PAIR / "drafter"}
+LAYER = layers.layer_specs(RANDOM_MODEL)
+MATRICES = {"q": (0,), "k": (0,), "v": (0,), "o": (0, 1), "gate": (0,), "up": (0,), "down": (0,)}
+SIZES = {"nodes": 8, "candidates": 4, "children": 4}
+PROMPTS = [[3, 4, 5], [9, 8], [17, 3, 2, 40]]
+
+
+def draw(shape, seed=0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def by_hand(weight: np.ndarray, inputs: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Values, and the scale with the input axes kept."""
+    scale = (np.abs(weight.astype(np.float32)).max(inputs, keepdims=True) * np.float32(1 / 127)).astype(weight.dtype)
+    wide = scale.astype(np.float32)
+    return np.rint(weight.astype(np.float32) / np.where(wide > 0, wide, 1)).astype(np.int8), scale
+
+
+def widened(weight: Quantized, inputs: tuple[int, ...]) -> np.ndarray:
+    return np.asarray(weight.values, np.float32) * np.expand_dims(np.asarray(weight.scale, np.float32), inputs)
+
+
+def random_int8(mesh=None) -> tf.TreeFlash:
+    """The random pair, its verifier quantised where it lies."""
+    pair, specs = random_pair(mesh), verifier.specs(RANDOM_MODEL)
+    quantise = lambda spec, weight: quantized.compress(weight, spec, "int8", mesh)  # noqa: E731
+    params = jax.tree.map(quantise, specs, pair.weights.verifier, is_leaf=parameters.is_spec)
+    return tf.TreeFlash(RANDOM_MODEL, pair.weights.replace(verifier=params), drafter=RANDOM_DRAFTER, mesh=mesh)
+
+
+def assert_same(tree, other) -> None:
+    assert jax.tree.structure(tree) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.fixture(scope="module")
+def int8() -> tf.TreeFlash:
+    return tf.load(**FOLDERS, quantize="int8")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", ["q", "o", "down", "table"])
+def test_values_and_scales_by_hand(name, dtype):
+    spec = LAYER.get(name) or verifier.specs(RANDOM_MODEL)["embed"]
+    weight = draw(spec.shape).astype(dtype)
+    weight[(0,) * weight.ndim] *= 40  # a channel of its own scale
+    weight[(..., 3) if name != "table" else 3] = 0
+    got = jax.jit(lambda w: quantize(w, spec.inputs))(weight)
+    with jax.debug_nans(True):  # of every step: int8 has no NaN to show for a quotient 0 / 0
+        assert_same(quantize(weight, spec.inputs), got)
+    values, scale = by_hand(weight, spec.inputs)
+    np.testing.assert_array_equal(got.values, values)
+    np.testing.assert_array_equal(np.asarray(got.scale), scale.squeeze(spec.inputs))
+    assert got.values.dtype == jnp.int8 and got.dtype == weight.dtype and got.shape == weight.shape
+    error = np.abs(weight.astype(np.float32) - widened(got, spec.inputs))
+    assert (error <= scale.astype(np.float32) * (0.5 + 1e-5)).all()
+    assert (widened(got, spec.inputs)[weight == 0] == 0).all() and np.abs(got.values).max() == 127
+
+
+def test_every_matrix_has_a_scale_per_output_channel_and_norms_stay():
+    specs = verifier.specs(RANDOM_MODEL, "int8")
+    assert specs["embed"].scale.shape == specs["unembed"].scale.shape == (RANDOM_MODEL.vocab_size,)
+    layer = specs["groups"][0][0]
+    assert {name for name, spec in layer.items() if isinstance(spec, Quantized)} == set(MATRICES)
+    for name, inputs in MATRICES.items():
+        assert LAYER[name].inputs == inputs
+        assert layer[name].values == replace(LAYER[name], inputs=(), dtype=jnp.int8)
+        outputs = [axis for axis in range(len(LAYER[name].shape)) if axis not in inputs]
+        assert layer[name].scale.shape == tuple(LAYER[name].shape[axis] for axis in outputs)
+        assert layer[name].scale.axes == tuple(LAYER[name].axes[axis] for axis in outputs)
+    assert specs["norm"] == verifier.specs(RANDOM_MODEL)["norm"] and layer["q_norm"] == LAYER["q_norm"]
+
+
+EINSUMS = [
+    ("btd,dhe->bthe", "q"), ("btd,dke->btke", "k"), ("btd,dke->btke", "v"),
+    ("btd,df->btf", "gate"), ("btd,df->btf", "up"), ("btf,fd->btd", "down"),
+    ("bthe,hed->btd", "o"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("equation", "name"), EINSUMS)
+def test_linear_is_the_product_with_the_rounded_weight(equation, name):
+    weight, inputs = draw(LAYER[name].shape), MATRICES[name]
+    x = draw((2, 3, *(weight.shape[axis] for axis in inputs)), 1)
+    small = quantize(jnp.asarray(weight), inputs)
+    expected = np.einsum(equation, x, widened(small, inputs))
+    product = layers.merge_heads({"o": small}, x) if name == "o" else layers.linear(equation, x, small)
+    np.testing.assert_allclose(product, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_loops_carry_int8_and_no_wide_copy():
+    """XLA moves what a loop does not change out of it, unless it is tied to what changes."""
+    small = quantize(jnp.asarray(draw((32, 32))), (0,))
+
+    @jax.jit
+    def repeat(weight, x, times):
+        return jax.lax.fori_loop(0, times, lambda _, x: jnp.tanh(layers.linear("td,df->tf", x, weight)), x)
+
+    text = repeat.lower(small, jnp.ones((4, 32)), 5).compile().as_text()
+    [carried] = re.findall(r"= \((.*)\) while\(", text)
+    assert "s8[32,32]" in carried and "f32[32,32]" not in carried
+
+
+def test_embedding_positions_and_logits():
+    table, ids, hidden = draw((64, 32)), np.array([[3, 0], [63, 3]]), draw((2, 3, 32), 1)
+    small = quantize(jnp.asarray(table), (1,))
+    np.testing.assert_allclose(embed(small, ids), widened(small, (1,))[ids], rtol=1e-6)
+    np.testing.assert_allclose(unembed(small, hidden), hidden @ widened(small, (1,)).T, rtol=1e-5, atol=1e-4)
+    assert embed(small.replace(scale=small.scale.astype(jnp.bfloat16)), ids).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafted_output_equals_one_token_output(int8, temperature):
+    settings = {"max_new_tokens": 40, "temperature": temperature, "stop_ids": ()}
+    tree = int8.generate(PROMPTS, nodes=16, candidates=8, children=8, **settings)
+    plain = int8.generate(PROMPTS, builder="none", **settings)
+    assert [result.ids for result in tree] == [result.ids for result in plain]
+    assert max(max(result.accept_lengths) for result in tree) > 1
+
+
+def test_int8_verifiers_are_models_of_their_own(int8, trained):
+    tokens = jnp.arange(3, 11)[None]
+    run = lambda model: verifier.logits(  # noqa: E731
+        model.weights.verifier,
+        verifier.forward(
+            model.weights.verifier, model.verifier, tokens, jnp.arange(8)[None], verifier.causal_mask(1, 8)
+        ).hidden_btd,
+    )
+    exact, rounded = run(trained), run(int8)
+    difference = np.abs(exact - rounded).max() / np.abs(exact).max()
+    assert 1e-4 < difference < 0.1
+
+
+@pytest.mark.slow
+@needs_8_devices
+@pytest.mark.filterwarnings("ignore:tau is")
+def test_a_mesh_answers_as_one_device_does():
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
+    settings = {"max_new_tokens": 16, "temperature": [0.0, 0.7, 1.0, 0.0]}
+    sharded, single = random_int8(tf.make_mesh(4, 2)), random_int8()
+    assert_same(sharded.weights.verifier, single.weights.verifier)  # o and down: maxima over an axis that is split
+    layer = sharded.weights.verifier["groups"][0][0]
+    expected = {"q": ("model", None), "k": ("model", None), "gate": ("model",), "o": (None,), "down": (None,)}
+    for name, axes in expected.items():
+        assert layer[name].scale.sharding.spec == PartitionSpec(*axes), name
+    assert layer["o"].values.sharding.spec == PartitionSpec("model", None, None)
+    assert sharded.weights.verifier["embed"].scale.sharding.spec == PartitionSpec("model")
+    tree = sharded.generate(prompts, **SIZES, **settings)
+    assert [result.ids for result in tree] == [
+        result.ids for result in single.generate(prompts, builder="none", **settings)
+    ]
+
+
+@needs_8_devices
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_loading_quantises_what_the_files_hold(tmp_path, dtype):
+    specs = verifier.specs(RANDOM_MODEL)
+    weights = parameters.initialize(specs, jax.random.key(0))
+    models.save_verifier(tmp_path, RANDOM_MODEL, weights, jnp.bfloat16)
+    for mesh in (None, tf.make_mesh(4, 2)):
+        _, wide = models.load_verifier(tmp_path, dtype=dtype, mesh=mesh)
+        _, small = models.load_verifier(tmp_path, dtype=dtype, mesh=mesh, quantize="int8")
+        quantise = lambda spec, weight: quantize(weight, spec.inputs) if spec.inputs else weight  # noqa: E731
+        assert_same(small, jax.tree.map(quantise, specs, wide, is_leaf=parameters.is_spec))
+        assert (
+            small["embed"].dtype == dtype
+            and quantized.quantization_scheme(small) == "int8"
+            and quantized.quantization_scheme(wide) is None
+        )
+
+
+def test_loading_holds_one_wide_matrix_at_a_time(tmp_path, monkeypatch):
+    specs = jax.tree.leaves(verifier.specs(RANDOM_MODEL), is_leaf=parameters.is_spec)
+    models.save_verifier(tmp_path, RANDOM_MODEL, parameters.initialize(verifier.specs(RANDOM_MODEL), jax.random.key(0)))
+    matrices, program, held = {spec.shape for spec in specs if spec.inputs}, quantized.compile_quantize, []
+
+    def wide() -> int:
+        return sum(x.shape in matrices and x.dtype == jnp.bfloat16 for x in jax.live_arrays())
+
+    monkeypatch.setattr(quantized, "compile_quantize", lambda *args: held.append(wide()) or program(*args))
+    before = wide()
+    models.load_verifier(tmp_path, dtype=jnp.bfloat16, quantize="int8")
+    assert held == [before + 1] * (3 * 7 + 2) and wide() == before
+
+
+@needs_8_devices
+@pytest.mark.parametrize("sizes", [None, (4, 2)])
+def test_footprints_are_the_bytes_of_real_arrays(sizes, monkeypatch):
+    mesh = sizes and tf.make_mesh(*sizes)
+    model = shapes.random_pair(RANDOM_MODEL, RANDOM_DRAFTER, jnp.bfloat16, mesh, "int8")
+    request = {"dtype": jnp.bfloat16, "mesh": mesh}
+    got = footprint(RANDOM_MODEL, RANDOM_DRAFTER, quantize=model.quantize, **request)
+    assert model.quantize == "int8" and quantized.quantization_scheme(model.weights.drafter) is None
+    shards = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(model.weights.verifier)]
+    assert got.verifier == sum(shards) < 0.6 * footprint(RANDOM_MODEL, RANDOM_DRAFTER, **request).verifier
+    abstract = parameters.abstract(verifier.specs(RANDOM_MODEL, "int8"), jnp.bfloat16, mesh)
+    for described, real in zip(jax.tree.leaves(abstract), jax.tree.leaves(model.weights.verifier), strict=True):
+        assert (described.shape, described.dtype) == (real.shape, real.dtype)
+        assert mesh is None or described.sharding.is_equivalent_to(real.sharding, real.ndim)
+
+    def refuse(needs, *_):
+        raise MemoryError(needs.verifier)
+
+    monkeypatch.setattr("treeflash_jax.engine.model.check_memory", refuse)
+    with pytest.raises(MemoryError, match=f"^{got.verifier}$"):
+        model.generate([[1]], max_new_tokens=2, builder="none")
+
+
+def test_loading_is_refused_by_the_bytes_of_int8(monkeypatch):
+    config, drafter = models.read_verifier_config(FOLDERS["verifier"]), models.read_drafter_config(FOLDERS["drafter"])
+    limit = footprint(config, drafter, dtype=jnp.float32, quantize="int8").total
+    monkeypatch.setattr("treeflash_jax.engine.loading.usable_memory", lambda mesh: limit)
+    assert tf.load(**FOLDERS, quantize="int8").quantize == "int8"
+    with pytest.raises(ValueError, match="on a device of"):
+        tf.load(**FOLDERS)
+
+
+def test_programs_compile_from_int8_shapes():
+    plan = DecodePlan(verifier=RANDOM_MODEL, builder="none", num_nodes=1, prefill_chunk=32)
+    _, decode = compile_programs(plan, tf.make_mesh(1, 1), 1, 256, jnp.float32, "int8")
+    needs = footprint(RANDOM_MODEL, dtype=jnp.float32, batch=1, capacity=256, quantize="int8")
+    assert 0 <= decode.memory_analysis().argument_size_in_bytes - needs.total < 4096  # token buffers
+
+
+def test_floors_read_int8_bytes_and_count_the_same_flops():
+    plan = DecodePlan(verifier=RANDOM_MODEL, drafter=RANDOM_DRAFTER, num_nodes=8, draft=DraftSettings())
+    wide, small = (phase_work(plan, batch=1, context=10, dtype=jnp.float32, quantize=scheme) for scheme in (None, "int8"))
+    table, matrices = 64 * 32, 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 64 * 32
+    scales = 3 * (32 + 2 * 16 + 32 + 2 * 64 + 32) + 64
+    assert wide["step"].bytes - small["step"].bytes == 3 * matrices - 4 * scales
+    assert wide["expand"].bytes - small["expand"].bytes == 2 * (3 * table - 4 * 64)
+    assert wide["draft"] == small["draft"]
+    assert all(wide[stage].flops == small[stage].flops for stage in wide)
+
+
+def test_unknown_schemes_are_refused_before_anything_is_looked_for(capsys):
+    for call in (
+        lambda: tf.load(verifier="nobody/nothing", quantize="int4"),
+        lambda: models.load_verifier("nowhere", quantize="int4"),
+        lambda: verifier.specs(RANDOM_MODEL, "int4"),
+        lambda: shapes.random_pair(RANDOM_MODEL, RANDOM_DRAFTER, jnp.float32, None, "int4"),
+    ):
+        with pytest.raises(ValueError, match="got quantize 'int4', expected None or 'int8'"):
+            call()
+    suites = ["generate", "chat", "check", "bench run --out x", "bench latency"]
+    for command in (*suites, "bench memory --shape tiny"):
+        with pytest.raises(SystemExit):
+            commands.main([*command.split(), "--quantize", "int4"])
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "'int4'" in error and "int8" in error
+
+
+def test_check_says_what_is_exact(capsys, monkeypatch, int8):
+    asked = []
+    monkeypatch.setattr(tf, "load", lambda *_, **sizes: asked.append(sizes["quantize"]) or int8)
+    arguments = ["check", "--candidates", "8", "--children", "8", "--nodes", "16", "--max-new-tokens", "12"]
+    arguments += ["--quantize", "int8", *(f"--prompt-ids={' '.join(map(str, prompt))}" for prompt in PROMPTS)]
+    assert commands.main(arguments) == 0
+    *cases, last = capsys.readouterr().out.splitlines()
+    assert len(cases) == 3 and all("identical" in case for case in cases)
+    assert "exact with respect to the int8 verifier, not to the one in the files" in last
+    assert commands.main([*arguments, "--json"]) == 0
+    for record in map(json.loads, capsys.readouterr().out.splitlines()):
+        assert record["quantize"] == "int8" and "int8 verifier" in record["meaning"] and record["identical"]
+    assert asked == ["int8", "int8"] and "int8" not in meaning(None)
+    checks = check(int8, PROMPTS, max_new_tokens=12, nodes=16, candidates=8, children=8)
+    assert [result.quantize for result in checks] == ["int8"] * 3
+
+
+def test_rounded_weights_are_not_saved_as_if_they_were_the_files(int8, tmp_path):
+    with pytest.raises(ValueError, match="got weights in int8, expected those of the files"):
+        models.save_verifier(tmp_path, int8.verifier, int8.weights.verifier)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,91 @@
+"""A Qwen2 with YaRN against logits that transformers 5.23 computed (float32, random weights), and its neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import DATA, needs_8_devices
+
+import treeflash_jax as tf
+from treeflash_jax.drafters.block.block_config import fresh_layers
+from treeflash_jax.formats import models
+from treeflash_jax.models import quantized, verifier
+from treeflash_jax.models.config import Rope
+
+FOLDER = DATA / "qwen2"
+BIASES = ("q_bias", "k_bias", "v_bias")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return models.load_verifier(FOLDER)
+
+
+def outputs(config, params) -> tuple[np.ndarray, np.ndarray]:
+    """Logits, and features after the first layer, of the stored prompt."""
+    tokens = jnp.asarray(np.load(FOLDER / "expected.npz")["prompt"])
+    positions = jnp.arange(tokens.shape[1])[None]
+
+    @jax.jit
+    def run(params):
+        out = verifier.forward(params, config, tokens, positions, verifier.causal_mask(1, tokens.shape[1]), taps=(0,))
+        return verifier.logits(params, out.hidden_btd), out.features_btj
+
+    return jax.tree.map(np.asarray, run(params))
+
+
+def test_logits_and_features_are_those_of_transformers(model):
+    config, params = model
+    expected = np.load(FOLDER / "expected.npz")
+    assert config.qkv_bias and not config.qk_norm and config.rope.kind == "yarn"
+    logits, features = outputs(config, params)  # well past the 32 positions of the original context
+    np.testing.assert_allclose(logits, expected["logits"], atol=1e-4)
+    np.testing.assert_allclose(features, expected["after_first_layer"], atol=1e-4)
+
+
+def with_layers(params, change):
+    return params | {"groups": [[change(layer) for layer in group] for group in params["groups"]]}
+
+
+def test_zero_biases_are_no_biases(model):
+    config, params = model
+    none = with_layers(params, lambda layer: {name: x for name, x in layer.items() if name not in BIASES})
+    llama, _ = outputs(replace(config, qkv_bias=False, model_type="llama"), none)
+    biases = {name: params["groups"][0][0][name] for name in BIASES}
+    zero = with_layers(none, lambda layer: layer | {name: 0 * x for name, x in biases.items()})
+    np.testing.assert_array_equal(outputs(config, zero)[0], llama)
+    for name, x in biases.items():
+        result = with_layers(zero, lambda layer, name=name, x=x: layer | {name: x})
+        assert np.abs(outputs(config, result)[0] - llama).max() > 1e-2, f"{name} is not used"
+
+
+@needs_8_devices
+def test_a_mesh_computes_as_one_device(model):
+    config, params = model
+    placed = models.load_verifier(FOLDER, mesh=tf.make_mesh(2, 4))[1]
+    assert placed["groups"][0][0]["q_bias"].addressable_shards[0].data.shape == (1, 8)
+    with jax.set_mesh(tf.make_mesh(2, 4)):
+        np.testing.assert_allclose(outputs(config, placed)[0], outputs(config, params)[0], atol=1e-5)
+
+
+def test_biases_stay_wide_in_int8(model):
+    config, params = model
+    small = models.load_verifier(FOLDER, quantize="int8")[1]
+    layer = small["groups"][0][0]
+    assert isinstance(layer["q"], quantized.Quantized) and layer["q_bias"].dtype == jnp.float32
+    difference = np.abs(outputs(config, small)[0] - outputs(config, params)[0])
+    assert 0 < difference.max() < 0.2
+
+
+def test_a_new_drafter_has_the_published_kind_of_layers(model):
+    """Those of PyTorch's drafters, whatever the verifier's are, and a rotation of its own."""
+    config, _ = model
+    layers = fresh_layers(config, 1)
+    assert layers.qk_norm and not layers.qkv_bias and layers.model_type == "qwen3"
+    assert layers.rope == Rope(theta=config.rope.theta) and (layers.num_layers, layers.head_dim) == (1, 8)
+    for other in (replace(config, model_type="llama", qkv_bias=False, rope=Rope()), replace(layers, num_layers=3)):
+        assert fresh_layers(other, 2) == replace(other, num_layers=2)

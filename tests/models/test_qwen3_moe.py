@@ -1,0 +1,182 @@
+"""A mixture of experts against logits that transformers 5.23 computed (float32, random weights), in both file layouts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import DATA, needs_8_devices
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from treeflash_jax import make_mesh
+from treeflash_jax.formats import dialects, models, safetensors
+from treeflash_jax.models import verifier
+
+FOLDER = DATA / "qwen3_moe"
+RAW = json.loads((FOLDER / "apart" / "config.json").read_text())
+
+
+def assert_same_bits(got, expected) -> None:
+    jax.tree.map(lambda ours, theirs: np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs)), got, expected)
+
+
+def test_logits_and_routes_in_both_layouts():
+    config, params = models.load_verifier(FOLDER / "apart")
+    expected = np.load(FOLDER / "expected.npz")
+    assert config.runs == ((True, 2), (False, 1), (True, 1)) and config.normalize_experts
+    tokens = jnp.asarray(expected["prompt"])
+    size = tokens.shape[1]
+
+    @jax.jit
+    def run(params, tokens):
+        mask, positions = verifier.causal_mask(1, size), jnp.arange(size)[None]
+        out = verifier.forward(params, config, tokens, positions, mask, taps=(1,))
+        return verifier.logits(params, out.hidden_btd), out.features_btj, out.routes
+
+    logits, features, routes = run(params, tokens)
+    np.testing.assert_allclose(logits, expected["logits"], atol=1e-4)
+    np.testing.assert_allclose(features, expected["after_second_layer"], atol=1e-4)
+    assert [ids.shape for ids in routes] == [(1, size, 2)] * 3
+    assert set(np.unique(np.stack(routes))) == {0, 1, 2, 3}
+    fused_config, fused = models.load_verifier(FOLDER / "fused")
+    assert fused_config == config
+    assert_same_bits(fused, params)
+
+
+def test_written_files_read_back_and_name_every_expert(tmp_path):
+    config, params = models.load_verifier(FOLDER / "fused")
+    models.save_verifier(tmp_path, config, params, jnp.float32)
+    assert models.read_verifier_config(tmp_path) == config
+    written, published = load_file(tmp_path / "model.safetensors"), load_file(FOLDER / "apart" / "model.safetensors")
+    assert written.keys() == published.keys()
+    for name, tensor in written.items():
+        np.testing.assert_array_equal(tensor, published[name], err_msg=name)
+
+
+def test_which_layers_are_dense():
+    def dense(**changes):
+        raw = {**RAW, "num_hidden_layers": 6, **changes}
+        return dialects.parse("verifier", {key: value for key, value in raw.items() if value != "absent"}).dense_layers
+
+    assert dense(mlp_only_layers=None) == dense(mlp_only_layers=[]) == dense(mlp_only_layers="absent") == ()
+    assert dense(decoder_sparse_step=2, mlp_only_layers=[0, 3]) == (0, 2, 3, 4)
+    parsed = dialects.parse("verifier", {**RAW, "num_experts": 4})
+    assert parsed.num_experts == 4 and parsed == dialects.parse("verifier", RAW)
+    plain = {key: value for key, value in RAW.items() if key not in ("num_local_experts", "norm_topk_prob")}
+    assert dialects.parse("verifier", plain).num_experts == 128, "transformers' default"
+    assert not dialects.parse("verifier", plain).normalize_experts
+    coder = {"shared_expert_intermediate_size": 0, "use_qk_norm": True, "qkv_bias": False}
+    assert dialects.parse("verifier", RAW | coder) == dialects.parse("verifier", RAW)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"num_experts_per_tok": 5}, ("num_experts_per_tok 5", "at most 4")),
+    ({"num_experts": 8}, ("num_experts 8", "num_local_experts 4")),
+    ({"shared_expert_intermediate_size": 64}, ("shared_expert_intermediate_size", "64")),
+    ({"mlp_only_layers": [1, 4]}, ("mlp_only_layers [1, 4]", "0 to 3")),
+    ({"mlp_only_layers": [-1]}, ("mlp_only_layers", "-1")),
+    ({"decoder_sparse_step": 0}, ("decoder_sparse_step", "0")),
+    ({"use_qk_norm": False}, ("use_qk_norm",)),
+    ({"qkv_bias": True}, ("qkv_bias",)),
+    ({"n_group": 2}, ("n_group",)),
+])  # fmt: skip
+def test_refused_configs(changes, words):
+    with pytest.raises(ValueError) as error:
+        dialects.parse("verifier", RAW | changes)
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_drafter_of_experts_is_refused():
+    drafter = {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0]}, "block_size": 4, "num_target_layers": 4}
+    with pytest.raises(ValueError, match=r"^config.json: got a drafter of model_type 'qwen3_moe', expected .* experts$"):
+        dialects.parse("drafter", RAW | drafter)
+
+
+APART, FUSED = (load_file(FOLDER / name / "model.safetensors") for name in ("apart", "fused"))
+MISSING = "model.layers.1.mlp.experts.2.up_proj.weight"
+FUSED_NAME = "model.layers.0.mlp.experts.gate_up_proj"
+BAD = {
+    "both": (APART | FUSED, "several of these layouts"),
+    "neither": ({name: x for name, x in APART.items() if "experts" not in name}, "none of these layouts"),
+    "missing": ({name: x for name, x in APART.items() if name != MISSING}, f"1 tensors missing, the first is {MISSING}"),
+    "too many": (APART | {MISSING.replace(".2.", ".4."): APART[MISSING]}, "unknown tensors.*experts.4.up_proj"),
+    "shape": (APART | {MISSING: APART[MISSING][:5]}, rf"{MISSING} has shape \[5, 16\], expected \[8, 16\]"),
+    "infinity": (APART | {MISSING: np.full_like(APART[MISSING], np.inf)}, f"{MISSING} holds NaN or infinity"),
+    "fused shape": (FUSED | {FUSED_NAME: FUSED[FUSED_NAME][:, :8]}, rf"{FUSED_NAME} has .*expected \[4, 16, 16\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_files(tmp_path, name):
+    tensors, message = BAD[name]
+    shutil.copy(FOLDER / "apart" / "config.json", tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message) as error:
+        models.load_verifier(tmp_path)
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+@needs_8_devices
+@pytest.mark.parametrize("layout", ["apart", "fused"])
+def test_each_device_reads_its_own_experts_from_one_open_file(monkeypatch, layout):
+    opened, read = [], []
+
+    class Slice:
+        def __init__(self, name, source):
+            self.name, self.source = name, source
+            self.get_shape, self.get_dtype = source.get_shape, source.get_dtype
+
+        def __getitem__(self, index):
+            block = self.source[index]
+            read.append((self.name, block.nbytes))
+            return block
+
+    class File:
+        def __init__(self, path, **options):
+            opened.append(str(path))
+            self.file = safe_open(path, **options)
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *args):
+            return self.file.__exit__(*args)
+
+        def keys(self):
+            return self.file.keys()
+
+        def get_slice(self, name):
+            return Slice(name, self.file.get_slice(name))
+
+    monkeypatch.setattr(safetensors, "safe_open", File)
+    mesh = make_mesh(2, 4)
+    _, whole = models.load_verifier(FOLDER / layout)
+    opened.clear()
+    read.clear()
+    _, params = models.load_verifier(FOLDER / layout, mesh=mesh)
+    assert len(opened) == 2, "for the names, and for the weights of all devices"
+    weight = params["groups"][0][0]["expert_gate"]
+    assert tuple(weight.sharding.spec) == ("model", None, None)
+    assert {shard.data.shape for shard in weight.addressable_shards} == {(1, 16, 8)}
+    blocks = [size for name, size in read if "experts" in name]
+    assert max(blocks) <= 16 * 8 * 4, "of one matrix of one expert"
+    assert_same_bits(jax.device_get(params), whole)
+
+
+def test_int8_keeps_the_router():
+    config = models.read_verifier_config(FOLDER / "apart")
+    _, params = models.load_verifier(FOLDER / "apart", quantize="int8")
+    layer = params["groups"][0][0]
+    assert layer["expert_down"].values.dtype == jnp.int8 and layer["expert_down"].scale.shape == (4, 16)
+    assert layer["router"].dtype == jnp.float32
+    specs = verifier.specs(replace(config, num_layers=4), "int8")
+    assert jax.tree.structure(params) == jax.tree.structure(jax.tree.map(lambda _: 0, specs))

@@ -1,0 +1,229 @@
+"""Vocabulary reductions: sharded equals unsharded, thresholds equal a sort, noise depends on its key alone."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import treeflash_jax as tf
+from treeflash_jax.models import vocab
+
+V = 64
+REDUCTIONS = {
+    "top_k": lambda table, scores, ids: vocab.top_k(scores, 5),
+    "top_k, more than a shard holds": lambda table, scores, ids: vocab.top_k(scores, 40),
+    "argmax": lambda table, scores, ids: vocab.argmax(scores),
+    "take": lambda table, scores, ids: vocab.take(scores, ids.at[0, 2].set(np.iinfo(np.int32).max)),
+    "embed": lambda table, scores, ids: vocab.embed(table, ids),
+    "log_sum_exp": lambda table, scores, ids: vocab.log_sum_exp(scores),
+    "unembed": lambda table, scores, ids: vocab.unembed(table, table[ids[..., 0]]),
+}
+SUMS = ("log_sum_exp", "unembed")  # the only ones that add across shards
+filter_threshold = jax.jit(vocab.filter_threshold)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return tf.make_mesh(2, 4)
+
+
+def inputs(size: int, batch: int = 4) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A table, scores full of ties and ids at both ends of every shard."""
+    rng = np.random.default_rng(size)
+    table_vd = rng.normal(size=(size, 8)).astype(np.float32)
+    scores_btv = rng.integers(0, 6, (batch, 3, size)).astype(np.float32)
+    ids_btc = rng.integers(0, size, (batch, 3, 4))
+    ids_btc[0, 0], ids_btc[0, 1] = [0, size // 4 - 1, size // 4, size - 1], size // 2
+    return jnp.asarray(table_vd), jnp.asarray(scores_btv), jnp.asarray(ids_btc, jnp.int32)
+
+
+@pytest.mark.parametrize("batch, size", [(4, V), (3, V), (4, V + 2)])  # neither axis; batch; vocabulary not divisible
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_sharded_equals_unsharded(mesh, name, batch, size):
+    arrays = inputs(size, batch)
+    expected = jax.jit(REDUCTIONS[name])(*arrays)
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda *xs: REDUCTIONS[name](*xs))(*arrays)
+    for got_x, expected_x in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert got_x.dtype == expected_x.dtype
+        np.testing.assert_allclose(got_x, expected_x, **({"atol": 1e-5} if name in SUMS else {"rtol": 0}))
+
+
+def test_ties_go_to_the_lower_id():
+    scores = np.asarray(inputs(V)[1])
+    values, ids = vocab.top_k(jnp.asarray(scores), 40)
+    expected = np.argsort(-scores, axis=-1, kind="stable")[..., :40]
+    np.testing.assert_array_equal(ids, expected)
+    np.testing.assert_array_equal(values, np.take_along_axis(scores, expected, -1))
+    np.testing.assert_array_equal(vocab.argmax(jnp.asarray(scores)), scores.argmax(-1))
+
+
+def gathers_with_full_vectors(function, scores: jax.Array) -> list[str]:
+    text = jax.jit(function).lower(scores).compile().as_text()
+    gathers = [line for line in text.splitlines() if re.search(r"\ball-gather(-start)?\(", line)]
+    return [line for line in gathers if re.search(rf"[\[,]{V}[,\]]", line.split("all-gather")[1] + line.split("=")[1])]
+
+
+def test_no_shard_sees_a_full_vector(mesh):
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(inputs(V)[1], NamedSharding(mesh, PartitionSpec("data", None, "model")))
+        assert gathers_with_full_vectors(lambda x: lax.top_k(x, 3), sharded), "the control must gather"
+        assert not gathers_with_full_vectors(lambda x: vocab.top_k(x, 3), sharded)
+        assert not gathers_with_full_vectors(vocab.argmax, sharded)
+        assert not gathers_with_full_vectors(lambda x: vocab.take(x, jnp.zeros((4, 3, 2), jnp.int32)), sharded)
+        assert not gathers_with_full_vectors(vocab.log_sum_exp, sharded)
+        assert not gathers_with_full_vectors(
+            lambda x: vocab.filter_threshold(x, 0.7, jnp.int32(5), jnp.float32(0.9)), sharded
+        )
+
+
+def kept_by_sorting(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> tuple[np.ndarray, bool]:
+    """Returns the tokens that top-k, then top-p keep, and whether rounding could change the result."""
+    kept = logits >= (np.sort(logits)[-top_k] if 0 < top_k <= logits.size else -np.inf)
+    if top_p >= 1:
+        return kept, False
+    mass = np.where(kept, np.exp((logits - logits.max()) / temperature), 0)
+    values = np.unique(logits[kept])[::-1]
+    reached = np.array([mass[logits >= value].sum() for value in values]) / mass.sum()
+    crossing = np.argmax(reached >= top_p) if (reached >= top_p).any() else values.size - 1
+    return logits >= values[crossing], bool(np.abs(reached - top_p).min() < 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("ties", [False, True])
+def test_filter_threshold_equals_sorting(ties, dtype):
+    rng = np.random.default_rng(int(ties))
+    count, size = 2000, 48
+    logits = (rng.normal(size=(count, size)) * rng.choice([0.1, 1, 4, 30], (count, 1))).astype(np.float32)
+    logits = np.round(logits) if ties else logits
+    logits[rng.random((count, size)) < 0.02] = -np.inf
+    logits = np.asarray(jnp.asarray(logits, dtype))
+    temperature = rng.choice([0.2, 0.7, 1, 3], count).astype(np.float32)
+    top_k = rng.choice([0, 1, 2, 7, 47, 48, 60], count).astype(np.int32)
+    top_p = rng.choice([1.0, 0.999, 0.95, 0.9, 0.5, 0.1, 1e-4], count).astype(np.float32)
+    threshold = np.asarray(filter_threshold(*map(jnp.asarray, (logits, temperature, top_k, top_p))))
+    assert threshold.dtype == dtype
+    unclear = 0
+    for scores_v, t, k, p, cut in zip(logits.astype(np.float64), temperature, top_k, top_p, threshold, strict=True):
+        expected, rounding = kept_by_sorting(scores_v, float(t), int(k), float(p))
+        unclear += rounding
+        if not rounding:
+            np.testing.assert_array_equal(scores_v >= cut, expected)
+            assert cut in scores_v or (np.isneginf(cut) and expected.all())
+    assert unclear < 0.05 * count
+
+
+@pytest.mark.parametrize("dtype, passes", [(jnp.bfloat16, 16), (jnp.float32, 32)])
+def test_filters_write_nothing_as_long_as_a_vector(dtype, passes):
+    """Both searches go over the logits themselves, one pass for every bit of them."""
+    logits = jax.ShapeDtypeStruct((2, 96), dtype)
+    program = jax.make_jaxpr(vocab.filter_threshold)(logits, 0.7, jnp.int32(5), jnp.float32(0.9))
+    loops = [step for step in program.eqns if step.primitive.name in ("while", "scan")]
+    assert [step.params["length"] for step in loops] == [passes, passes]
+    assert {x.aval.dtype for step in loops for x in step.invars if x.aval.size >= 96} == {jnp.dtype(dtype)}
+
+
+def test_filters_that_are_off_cut_nothing():
+    logits = inputs(V)[1]
+    for top_k in (0, V, V + 1):
+        assert np.asarray(filter_threshold(logits, 1.0, jnp.int32(top_k), jnp.float32(1.0))).max() <= logits.min()
+    assert np.isneginf(filter_threshold(logits, 1.0, jnp.int32(0), jnp.float32(1.0))).all()
+
+
+def test_top_p_counts_the_mass_that_top_k_keeps():
+    logits = jnp.log(jnp.asarray([0.4, 0.2, 0.2, 0.1, 0.1]))  # of 0.4 + 0.2 + 0.2 (tie kept), half is reached at once
+    for top_k, top_p, kept in [(2, 0.49, 1), (0, 0.49, 3), (2, 0.51, 3), (1, 0.9, 1), (4, 0.81, 5), (0, 0.79, 3)]:
+        cut = filter_threshold(logits, 1.0, jnp.int32(top_k), jnp.float32(top_p))
+        assert int((logits >= cut).sum()) == kept, (top_k, top_p)
+
+
+def test_peaked_vectors_keep_their_peak():
+    others = np.log(1e-7 / (V - 1)).astype(np.float32)
+    logits = np.where(np.arange(V) == 17, np.float32(np.log1p(-1e-7)), others).astype(np.float32)
+    for top_p in (1e-6, 0.5, 0.99, 1 - 1e-6):
+        cut = filter_threshold(jnp.asarray(logits), 1.0, jnp.int32(0), jnp.float32(top_p))
+        np.testing.assert_array_equal(logits >= cut, np.arange(V) == 17)
+    kept = filter_threshold(jnp.asarray(logits), 1.0, jnp.int32(2), jnp.float32(1.0))
+    assert (logits >= kept).all(), "ties of the second largest are kept"
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@given(pair=st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=2))
+@example([-0.0, 0.0])
+@example([1e-45, -1e-45])
+@example([float("inf"), float("-inf")])
+@example([3.4028234663852886e38, float("inf")])
+@settings(max_examples=150, deadline=None)
+def test_ordered_keys_sort_like_floats_and_come_back(dtype, pair):
+    with np.errstate(over="ignore"):
+        x = np.asarray(pair, np.float32).astype(dtype)
+    keys = np.asarray(vocab.ordered(jnp.asarray(x)))
+    assert (keys[0] < keys[1]) == (x[0] < x[1]) and (keys[0] == keys[1]) == (x[0] == x[1])
+    assert np.array_equal(np.asarray(vocab.unordered(jnp.asarray(keys), dtype)), x)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_top_log_probs_are_those_of_log_softmax(dtype):
+    logits = jax.random.normal(jax.random.key(0), (5, 3, V), dtype) * 4
+    for temperature in (1.0, 0.3):
+        ids, log_probs = jax.jit(vocab.top_log_probs, static_argnums=1)(logits, 6, temperature)
+        expected = np.asarray(jax.nn.log_softmax(logits.astype(jnp.float32) / temperature))
+        np.testing.assert_allclose(log_probs, np.take_along_axis(expected, np.asarray(ids), -1), atol=1e-5)
+        np.testing.assert_allclose(log_probs, -np.sort(-expected)[..., :6], atol=1e-5)
+        assert log_probs.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7])
+def test_the_likeliest_tokens_do_not_depend_on_chunks(mesh, monkeypatch, sharded, chunks):
+    table_vd, hidden_brd = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(V, 8), (4, 7, 8)]))
+    temperature_b = jnp.array([1.0, 0.7, 2.0, 1.0])
+    logits_brv = hidden_brd @ table_vd.T
+    expected = vocab.top_log_probs(logits_brv, 5, temperature_b[:, None, None])
+    monkeypatch.setattr(vocab, "CHUNK_BYTES", logits_brv.nbytes // (mesh.size if sharded else 1) // chunks + 3)
+    likeliest = jax.jit(lambda *args: vocab.likeliest(args[0], args[1], 5, args[2]))
+    with jax.set_mesh(mesh) if sharded else nullcontext():
+        program = likeliest.lower(table_vd, hidden_brd, temperature_b)
+        actual = program.compile()(table_vd, hidden_brd, temperature_b)
+    assert ("stablehlo.while" in program.as_text()) == (chunks > 1)
+    np.testing.assert_array_equal(actual[0], expected[0])
+    np.testing.assert_allclose(actual[1], expected[1], atol=1e-5)
+
+
+def test_no_log_probability_is_above_zero():
+    logits = jax.random.normal(jax.random.key(0), (500, V)) * jnp.logspace(-1, 3, 500)[:, None]
+    for temperature in (1.0, 0.7, 0.03):
+        _, log_probs = jax.jit(vocab.top_log_probs, static_argnums=1)(logits, 2, jnp.float32(temperature))
+        assert log_probs.max() == 0, "peaked rows occur, and a child never outscores its parent"
+
+
+def test_noise_depends_on_its_key_alone(mesh):
+    keys = jax.random.split(jax.random.key(3), (4, 2))
+    noise = vocab.gumbel(keys, V, jnp.float32)
+    assert noise.shape == (4, 2, V)
+    np.testing.assert_array_equal(vocab.gumbel(keys[2, 1], V, jnp.float32), noise[2, 1])
+    np.testing.assert_array_equal(vocab.gumbel(keys[1:3].reshape(-1), V, jnp.float32), noise[1:3].reshape(-1, V))
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(jax.jit(lambda k: vocab.gumbel(k, V, jnp.float32))(keys), noise)
+    count = np.asarray(noise).reshape(-1, V)
+    assert len(np.unique(count.round(5), axis=0)) == len(count) and np.unique(count).size > 0.99 * count.size
+
+
+def test_noise_is_standard_gumbel():
+    noise = np.sort(np.asarray(vocab.gumbel(jax.random.key(5), 20_000, jnp.float32)))
+    quantiles = (np.arange(noise.size) + 0.5) / noise.size
+    assert np.abs(np.exp(-np.exp(-noise)) - quantiles).max() < 0.02
+
+
+def test_a_vanishing_top_p_keeps_the_likeliest_token():
+    logits = jnp.asarray([[0.0, 3.0, 1.0]])
+    assert vocab.filter_threshold(logits, 1.0, jnp.int32([0]), jnp.float32([1e-39])).tolist() == [3.0]

@@ -1,0 +1,189 @@
+"""Runs of the stages of block drafters: meshes, parts and samples give the same training; what they start from."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+import toy_training
+from toy_training import DRAFTER, MODEL, make_batch, random_weights
+
+from train import drafter, evaluate, head
+from train.runtime import hosts, run_config, training_state, watch
+from train.stages import drafting, objective, registry
+from treeflash_jax.core import sharding
+from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.formats import models
+from treeflash_jax.models import verifier
+
+WITH_HEAD = toy_training.with_head()
+OBJECTIVE = objective.ObjectiveConfig(loss="forward-kl", decay=4.0, anchors=8, chunk=8)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return toy_training.write(tmp_path_factory.mktemp("toy"))
+
+
+def run_stage(toy, *overrides):
+    """(log lines without times, settings) of a run in this process."""
+    settings = toy_training.settings(toy, *overrides)
+    head.main(settings)
+    return toy_training.read_log(settings.run), settings
+
+
+def assert_same_losses(first, other, tolerance):
+    names = ("loss", "overlap", "top1", "grad_norm", "held_out/loss")
+    assert [line["step"] for line in first] == [line["step"] for line in other]
+    for a, b in zip(first, other, strict=True):
+        for name in names:
+            if name in a:
+                np.testing.assert_allclose(np.float64(a[name]), np.float64(b[name]), atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def one_device(toy, tmp_path_factory):
+    return run_stage(toy, f"run={tmp_path_factory.mktemp('one')}/run", "loop.steps=50", "train_backbone=true")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("mesh.data=2", "mesh.fsdp=2", "mesh.model=2"),
+        ("mesh.fsdp=8", "mesh.data=1", "loop.batch=8"),
+        ("loop.accumulate=2", "mesh.data=2", "mesh.model=4", "objective.chunk=4"),
+    ],
+)
+def test_meshes_parts_and_chunks_follow_one_device(toy, one_device, tmp_path, overrides):
+    log, _ = run_stage(toy, f"run={tmp_path}/run", "loop.steps=50", "train_backbone=true", *overrides)
+    assert log[-1]["loss"] < log[0]["loss"] * 0.9
+    assert_same_losses(one_device, log, 1e-4)
+
+
+@pytest.mark.slow
+def test_samples_of_the_vocabulary_are_the_same_on_every_mesh(toy, tmp_path):
+    words = ["loop.steps=6", "train_backbone=true", "objective.vocabulary=40"]
+    first, _ = run_stage(toy, f"run={tmp_path}/one", *words)
+    for name, mesh in {"parts": ["mesh.data=2", "mesh.fsdp=2", "mesh.model=2"], "data": ["mesh.data=8"]}.items():
+        other, _ = run_stage(toy, f"run={tmp_path}/{name}", *words, *mesh)
+        assert_same_losses(first, other, 1e-4)
+
+
+def test_state_lies_over_fsdp_and_model(toy):
+    settings = toy_training.settings(toy, "train_backbone=true", "mesh.data=2", "mesh.fsdp=2", "mesh.model=2")
+    mesh = hosts.make_mesh(settings.mesh)
+    stage = drafting.make_stage(settings, MODEL, WITH_HEAD)
+    transform = training_state.make_optimizer(settings.optimizer, 10, stage.specs)
+    state = training_state.abstract_state(stage, transform, training_state.abstract_batch(2, 32), mesh)
+    for tree in (state.params, state.optimizer[1][0].mu, state.optimizer[1][0].nu):
+        assert tree["backbone"]["groups"][0][0]["gate"].sharding.spec == jax.P("fsdp", "model")
+        assert tree["head"]["down"].sharding.spec == jax.P("model", "fsdp")
+    assert state.params["backbone"]["norm"].sharding.spec == jax.P(None)
+    assert sharding.partition(("batch", None), (8, 32), mesh) == jax.P(("data", "fsdp"), None)
+
+
+@pytest.mark.slow
+def test_muon_and_linear_heads_train_too(toy, tmp_path):
+    log, settings = run_stage(toy, f"run={tmp_path}/run", "head=linear", "optimizer.name=muon")
+    assert log[-1]["loss"] < log[0]["loss"]
+    weights = models.load_drafter(f"{settings.run}/model")[1]["head"]
+    assert set(weights) == {"norm", "token", "hidden"} and np.any(weights["token"])
+
+
+def test_copied_layers_read_the_context_as_the_verifier_does():
+    """A single layer, the one after the tap, has the verifier's own keys and values."""
+    weights, batch = random_weights(verifier.specs(MODEL), 0), make_batch((17, 9, 14, 11, 12))
+    stage = drafter.DrafterStage(
+        run="unused",
+        sources=("unused",),
+        objective=OBJECTIVE,
+        num_layers=1,
+        mask_token_id=3,
+        target_layer_ids=(1, 0),
+        initial_layers=(2,),
+        optimizer=run_config.OptimizerConfig(learning_rate=1e-2),
+        loop=run_config.LoopConfig(steps=1, batch=1),
+    )
+    config = stage.drafter_config(MODEL)
+    made = stage.fresh(config, weights, {})["backbone"]
+    mask_btt = verifier.causal_mask(2, 32)
+    out = verifier.forward(weights, MODEL, batch.tokens_bt, batch.positions_bt, mask_btt, taps=config.taps)
+    context = dflash.context_kv(made, config, out.features_btj, batch.positions_bt)
+    for got, expected in zip(context[0][0], out.new_kv[0][2], strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, made["groups"][0][0], weights["groups"][0][2])
+
+    two = dataclasses.replace(stage, num_layers=2, initial_layers=(2, 0))
+    made = two.fresh(two.drafter_config(MODEL), weights, {})["backbone"]
+    jax.tree.map(np.testing.assert_array_equal, made["groups"][0][1], weights["groups"][0][0])
+
+
+def test_a_head_goes_on_where_it_was(toy, tmp_path):
+    config = {
+        "backbone": random_weights(dflash.specs(DRAFTER), 1),
+        "head": random_weights(HEADS["mlp"].specs(WITH_HEAD), 2),
+    }
+    models.save_drafter(tmp_path / "drafter", WITH_HEAD, config)
+    settings = toy_training.settings(toy, f"drafter={tmp_path}/drafter", "keep_head=true")
+    made = settings.drafter_config(MODEL)
+    stored = settings.stored(made)
+    start = stored | settings.fresh(made, None, stored)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0.01), start, config)
+    settings = toy_training.settings(toy, "keep_head=true")
+    with pytest.raises(ValueError, match="got a drafter with head 'marginal' to be kept, expected 'mlp'"):
+        settings.drafter_config(MODEL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["marginal", "mlp"])
+def test_backbone_from_scratch_learns(toy, tmp_path, monkeypatch, kind):
+    """Alone, and together with a head over a sample of the vocabulary."""
+    reports = []
+    monkeypatch.setattr(watch.Watch, "evaluating", lambda self, *words: reports.append(words))
+    text = toy.read_text().replace('drafter = "', 'unused = "')
+    lines = [line for line in text.splitlines() if not line.startswith("unused")]
+    tables = [line for line in lines if line.endswith("}") or line.endswith("]")]
+    plain = [line for line in lines if line not in tables]
+    plain += ["num_layers = 1", "block_size = 4", "mask_token_id = 3", f'head = "{kind}"']
+    (tmp_path / "drafter.toml").write_text("\n".join(plain + tables))
+    words = [f"run={tmp_path}/run", "evaluate.prompts=2", "evaluate.nodes=[4]", "evaluate.new_tokens=8"]
+    words += ["evaluate.candidates=2", "loop.best=held_out/tau_4", "loop.best_mode=max"]
+    if kind == "mlp":
+        with pytest.raises(ValueError, match="head 'mlp' and objective.base_weight 0"):
+            registry.read_stage(tmp_path / "drafter.toml", words)
+        words += ["objective.base_weight=0.5", "objective.vocabulary=40"]
+    else:
+        words += ["objective.loss=cross-entropy"]
+    settings = registry.read_stage(tmp_path / "drafter.toml", words)
+    drafter.main(settings)
+    log = toy_training.read_log(tmp_path / "run")
+    assert log[-1]["loss"] < log[0]["loss"] and 1 <= log[-1]["held_out/tau_4"] <= 4
+    made, weights = models.load_drafter(f"{tmp_path}/run/model")
+    assert made.head == kind
+    if kind == "mlp":
+        assert log[-1]["held_out/tau_marginal_4"] >= 1 and np.any(weights["head"]["down"])
+        stage = drafting.make_stage(settings, MODEL, made)
+        exact = dataclasses.replace(settings, objective=dataclasses.replace(settings.objective, vocabulary=0))
+        whole = drafting.make_stage(exact, MODEL, made)
+        parts = weights, {"verifier": random_weights(verifier.specs(MODEL), 0)}, make_batch((20, 20))
+        keys = jax.random.split(jax.random.key(0), 2)
+        held_out, all_tokens, some = (of(*parts, keys) for of in (stage.held_out_sums, whole.sums, stage.sums))
+        jax.tree.map(np.testing.assert_array_equal, held_out, all_tokens)
+        assert not np.array_equal(some["loss"], all_tokens["loss"])
+    else:
+        assert "overlap" not in log[-1]
+        assert reports[-3:] == [(done, 2, "prompts with trees of 4 nodes") for done in range(3)]
+
+
+def test_rounds_are_seen_where_their_16_gram_was_trained_on():
+    known = evaluate.grams([(list(range(100)), list(range(100, 110)))])
+    assert tuple(range(94, 110)) in known and tuple(range(85, 101)) in known and tuple(range(84, 100)) not in known
+    new = list(range(200, 230))
+    answers = [list(range(94, 110)) + new, new]  # the round anchored at token 7 of the first continues a known text
+    records = [{"system": "treeflash-16", "ids": answers, "accept_lengths": [[7, 3, 4], [7, 8]]}]
+    assert evaluate.by_seen(records, known) == {
+        "treeflash-16": {"seen": {"tau": 3.0, "rounds": 1}, "unseen": {"tau": 6.0, "rounds": 2}}
+    }

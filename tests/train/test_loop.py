@@ -1,0 +1,198 @@
+"""The loop around the update: logs, held-out means, checkpoints, resuming."""
+
+import dataclasses
+import itertools
+import json
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy_training
+from toy_stage import FROZEN, OPTIMIZER, SPECS, STAGE, WIDTH, make_mesh, sums, weights
+
+from train.data import packing
+from train.data.documents import DataConfig
+from train.runtime import loop, training_state
+from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
+from treeflash_jax.core import sharding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToySettings:
+    run: str
+    data: DataConfig = DataConfig(sequence_length=WIDTH)
+    optimizer: OptimizerConfig = OPTIMIZER
+    loop: LoopConfig
+    mesh: MeshConfig = MeshConfig()
+
+
+def test_steps_follow_from_epochs():
+    assert loop.resolve_steps(LoopConfig(batch=4, epochs=1.5), 10) == 4
+    assert loop.resolve_steps(LoopConfig(batch=4, steps=7, epochs=1.5), 10) == 7
+    with pytest.raises(ValueError, match="got 10 sequences and 0.0 epochs, expected at least one step"):
+        loop.resolve_steps(LoopConfig(batch=4, epochs=0.0), 10)
+
+
+def test_means_of_sums():
+    sums_ = {
+        "a": (np.float32(3), np.float32(2)),
+        "b": (np.array([1.0, 5.0]), np.array([4.0, 0.0])),
+        "c": (np.zeros(()),) * 2,
+    }
+    assert loop.means(sums_) == {"a": 1.5, "b": [0.25, None], "c": None}
+
+
+def make_corpus(train_rows=40, held_out=(6, 3)):
+    rng = np.random.default_rng(1)
+
+    def packed(batch):
+        ids = rng.integers(0, 64, (batch, WIDTH)).astype(np.int32)
+        return packing.pack([packing.Document(tokens_n, np.ones(WIDTH, np.float32)) for tokens_n in ids], WIDTH)
+
+    others = {f"source-{i}": packed(batch) for i, batch in enumerate(held_out)}
+    return packing.Corpus({"train": packed(train_rows)}, others, {"train": 1.0}, {})
+
+
+@pytest.mark.parametrize("sizes", [dict(), dict(data=2, fsdp=2), dict(data=2, model=2)])
+def test_held_out_means_are_over_every_source_and_spread_over_it(sizes):
+    """Batches of 4, at most 4: every other one of the first source, all of the second of 3, then again from 0."""
+    corpus, mesh, (params, frozen) = make_corpus(held_out=(32, 3)), make_mesh(**sizes), weights()
+    with sharding.ambient(mesh):
+        held_out = loop.HeldOut(STAGE, corpus, LoopConfig(batch=4), mesh)
+        placed = (
+            training_state.place(params, SPECS, mesh, jnp.float32),
+            training_state.place(frozen, FROZEN, mesh, jnp.float32),
+        )
+        reports = []
+        metrics = held_out(*placed, lambda *words: reports.append(words))
+        assert reports == [(0, 2, "held-out sources"), (1, 2, "held-out sources")]
+        assert held_out(*placed, lambda *_: None) == metrics
+
+    def expected(name, batches):
+        totals = []
+        for number, batch in enumerate(batches):
+            keys_b = jax.random.split(jax.random.fold_in(jax.random.key(0), number), 4)
+            totals.append(sums(params, frozen, corpus.held_out[name].take(batch), keys_b))
+        return jax.tree.map(lambda *x: sum(x), *totals)
+
+    first = expected("source-0", ([0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22], [24, 26, 28, 30]))
+    second = expected("source-1", ([0, 1, 2, 0],))
+    both = jax.tree.map(jnp.add, first, second)
+    assert set(metrics) == {"held_out/loss", "held_out/y", "held_out/source-0/loss", "held_out/source-1/loss"}
+    for name, (total, weight) in {"": both["loss"], "source-0/": first["loss"], "source-1/": second["loss"]}.items():
+        np.testing.assert_allclose(metrics[f"held_out/{name}loss"], total / weight, rtol=1e-5)
+    np.testing.assert_allclose(metrics["held_out/y"], both["y"][0] / both["y"][1], rtol=1e-4, atol=1e-5)
+
+
+LOOP = LoopConfig(steps=10, batch=8, log_every=3, save_every=4, evaluate_every=5, keep=1, best="score", best_mode="max")
+
+
+def fit(folder, evaluate=None, corpus=None, **changed):
+    """(log lines, final weights) of a run."""
+    settings = ToySettings(run=str(folder), loop=dataclasses.replace(LOOP, **changed))
+    mesh, (params, frozen) = make_mesh(data=2), weights()
+    placed = training_state.place(params, SPECS, mesh, jnp.float32), training_state.place(frozen, FROZEN, mesh, jnp.float32)
+    final = loop.fit(
+        STAGE,
+        config=settings,
+        mesh=mesh,
+        params=placed[0],
+        frozen=placed[1],
+        corpus=corpus or make_corpus(),
+        evaluate=evaluate,
+    )
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()], jax.device_get(final)
+
+
+def saved(folder):
+    return sorted(int(path.name) for path in (folder / "checkpoints").glob("[0-9]*"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    scores = iter([3.0, 1.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "time", SimpleNamespace(perf_counter=itertools.count(step=6.0).__next__))
+        patch.setattr(loop.ceilings, "peak_flops", lambda devices, dtype: 1e6 * devices)
+        return folder, *fit(folder, lambda params, report: {"score": next(scores)}, save_every=5)
+
+
+def test_lines_checkpoints_and_evaluations_come_when_due(whole):
+    folder, log, final = whole
+    assert [line["step"] for line in log] == [3, 5, 6, 9, 10]
+    assert [line["step"] for line in log if "loss" in line] == [3, 6, 9, 10]
+    assert [line["step"] for line in log if "held_out/loss" in line] == [5, 10]
+    assert [line.get("score") for line in log] == [None, 3.0, None, None, 1.0]
+    assert saved(folder) == [5, 10], "the newest, and the best"
+    rate = training_state.schedule(OPTIMIZER, 10, OPTIMIZER.learning_rate)
+    for line in log:
+        if "loss" in line:
+            np.testing.assert_allclose(line["learning_rate"], rate(line["step"] - 1), rtol=1e-6)
+            seconds = 6.0 if line["step"] in (6, 10) else 2.0  # of one step, after the checkpoint of step 5, and of three
+            np.testing.assert_allclose(line["tokens_per_second"], 8 * WIDTH / seconds)
+            np.testing.assert_allclose(line["mfu"], STAGE.flops / seconds / 2e6)
+    assert log[-2]["loss"] != log[-1]["loss"], "the last line is of the last step alone"
+
+
+def test_a_terminated_run_goes_on_to_the_same_end(whole, tmp_path, capsys):
+    """SIGTERM during the evaluation of step 5: the step is saved at once, and evaluated when the run goes on."""
+    before, killed, released = signal.getsignal(signal.SIGTERM), [], threading.Event()
+
+    def evaluate(params, report):
+        killed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+        released.wait(60)
+
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path / "run", evaluate)
+    assert time.monotonic() - killed[0] < 30, "the evaluation was not waited for"
+    released.set()
+    assert ended.value.code == 143 and saved(tmp_path / "run") == [5]
+    assert "terminated: saved step 5 of 10; the same command goes on from there" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is before
+    scores = iter([3.0, 1.0])
+    _, final = fit(tmp_path / "run", lambda params, report: {"score": next(scores)})
+    assert "continuing at step 5 of 10" in capsys.readouterr().out
+    assert toy_training.read_log(tmp_path / "run") == toy_training.read_log(whole[0])
+    jax.tree.map(np.testing.assert_array_equal, final, whole[2])
+
+
+def test_a_finished_run_only_gives_its_weights(whole, monkeypatch):
+    monkeypatch.setattr(loop.HeldOut, "__call__", None)
+    log, final = fit(whole[0], save_every=5)
+    assert log == whole[1]
+    jax.tree.map(np.testing.assert_array_equal, final, whole[2])
+
+
+def test_nothing_is_saved_once_a_loss_is_not_finite(tmp_path, monkeypatch):
+    real = packing.batches
+
+    def poisoned(corpus, **named):
+        for step, batch in enumerate(real(corpus, **named)):
+            yield dataclasses.replace(batch, weights_bt=batch.weights_bt * (np.nan if step == 5 else 1))
+
+    monkeypatch.setattr(packing, "batches", poisoned)
+    with pytest.raises(ValueError, match="not finite at step 5; nothing was saved since"):
+        fit(tmp_path / "run", log_every=100, evaluate_every=100, save_every=2)
+    assert saved(tmp_path / "run") == [4]
+
+
+def test_every_zero_is_never(tmp_path):
+    """But a run logs, evaluates and saves at its end."""
+    log, _ = fit(
+        tmp_path / "run", lambda params, report: {"score": 1.0}, steps=3, log_every=0, evaluate_every=0, save_every=0
+    )
+    assert [line["step"] for line in log] == [3] == saved(tmp_path / "run")
+    assert log[0]["score"] == 1.0 and {"loss", "held_out/loss", "learning_rate"} <= set(log[0])
+
+
+def test_a_batch_must_divide(tmp_path):
+    with pytest.raises(ValueError, match="got loop.batch 9 in 1 parts, expected a multiple of 1 parts x 2 devices"):
+        fit(tmp_path / "run", batch=9)

@@ -1,0 +1,350 @@
+"""The drafter that is trained is the drafter that drafts; chunks change nothing; zero is the marginal."""
+
+import dataclasses
+import math
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy_training
+from toy_training import DRAFTER, MODEL, make_batch, random_weights
+
+from train.stages import blocks, losses, objective
+from train.stages.teacher import teach
+from treeflash_jax.drafters.block import backbone as dflash
+from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
+from treeflash_jax.models import verifier, vocab
+from treeflash_jax.trees import pick
+
+WITH_HEAD = toy_training.with_head()
+OBJECTIVE = objective.ObjectiveConfig(loss="forward-kl", decay=4.0, anchors=8, chunk=8)
+
+
+@pytest.fixture(scope="module")
+def case():
+    """Random weights and two packed sequences of several documents, with their blocks."""
+    frozen = {"verifier": random_weights(verifier.specs(MODEL), 0), "backbone": random_weights(dflash.specs(DRAFTER), 1)}
+    batch = make_batch((17, 9, 14, 11, 12))
+    keys = jax.random.split(jax.random.key(0), 2)
+    chosen = blocks.sample_blocks(batch, 8, DRAFTER.block_size, 4.0, keys)
+    return frozen, batch, keys, chosen
+
+
+@jax.jit
+def drafted(frozen, document_1t, start):
+    """Hidden states of inference for a block that starts at `start` of a padded document."""
+    tables, mask = frozen["verifier"], verifier.causal_mask(1, 32)
+    out = verifier.forward(tables, MODEL, document_1t, jnp.arange(32)[None], mask, taps=DRAFTER.target_layer_ids)
+    state = dflash.init(DRAFTER, 1, 32, jnp.float32)
+    state = dflash.extend(frozen["backbone"], DRAFTER, state, out.features_btj, start[None])
+    return dflash.block(frozen["backbone"], DRAFTER, state, tables["embed"], document_1t[:, start])
+
+
+def test_training_blocks_equal_inference(case):
+    frozen, batch, _, chosen = case
+    teacher = teach(frozen["verifier"], MODEL, DRAFTER.target_layer_ids, batch)
+    context = blocks.context(frozen["backbone"], DRAFTER, batch, teacher.features_btj)
+    hidden = blocks.hidden_states(
+        frozen["backbone"], DRAFTER, frozen["verifier"]["embed"], batch, context, chosen.anchors_bn
+    )
+    checked = 0
+    for r, n in np.argwhere(np.asarray(chosen.weights_bni).sum(-1) > 0):
+        anchor = int(chosen.anchors_bn[r, n])
+        members = np.flatnonzero(batch.segments_bt[r] == batch.segments_bt[r, anchor])
+        document, start = batch.tokens_bt[r, members], anchor - members[0]
+        padded = np.pad(document, (0, 32 - len(document)))[None]
+        np.testing.assert_allclose(drafted(frozen, padded, start)[0], hidden[r, n], atol=1e-5, rtol=1e-5)
+        for i in np.flatnonzero(chosen.weights_bni[r, n]):
+            assert batch.tokens_bt[r, chosen.targets_bni[r, n, i]] == document[start + i]
+        checked += 1
+    assert checked >= 8
+
+
+def test_block_attention_equals_brute_force():
+    """The published mask, written out: context columns strictly before the anchor in its document, and the own block."""
+    rng = np.random.default_rng(1)
+    b, n, q, s, h, k, e = 2, 3, 4, 10, 4, 2, 8
+    segments = np.repeat([[1, 1, 1, 1, 2, 2, 2, 2, 2, 0]], b, axis=0)
+    anchors = rng.integers(0, 9, (b, n))
+    arrays = [
+        rng.normal(size=shape).astype(np.float32)
+        for shape in ((b, n * q, h, e), *2 * [(b, n * q, k, e)], *2 * [(b, s, k, e)])
+    ]
+    queries, new_k, new_v, old_k, old_v = arrays
+    seen = (np.arange(s) < anchors[..., None]) & (segments[:, None] == np.take_along_axis(segments, anchors, 1)[..., None])
+    mixed = blocks.block_attention(queries, new_k, new_v, old_k, old_v, seen)
+    for r in range(b):
+        for t in range(n * q):
+            anchor = anchors[r, t // q]
+            columns = [("old", c) for c in range(s) if c < anchor and segments[r, c] == segments[r, anchor]]
+            columns += [("new", c) for c in range(n * q) if c // q == t // q]
+            for head_ in range(h):
+                keys = np.stack([(old_k if kind == "old" else new_k)[r, c, head_ // 2] for kind, c in columns])
+                values = np.stack([(old_v if kind == "old" else new_v)[r, c, head_ // 2] for kind, c in columns])
+                logits = keys @ queries[r, t, head_] * e**-0.5
+                shares = np.exp(logits - logits.max())
+                np.testing.assert_allclose(mixed[r, t, head_], shares @ values / shares.sum(), atol=1e-5)
+
+
+def test_anchors_are_answers_followed_by_answers(case):
+    """And depend on nothing but their sequence and its key."""
+    _, batch, keys, chosen = case
+    weights = np.asarray(chosen.weights_bni)
+    assert np.all(weights[..., 0] == 0)
+    for r in range(2):
+        real = np.asarray(chosen.anchors_bn[r])[weights[r].sum(-1) > 0]
+        assert len(set(real)) == len(real)
+        for anchor in real:
+            assert batch.weights_bt[r, anchor] > 0 and batch.weights_bt[r, anchor + 1] > 0
+            assert batch.segments_bt[r, anchor] == batch.segments_bt[r, anchor + 1]
+    np.testing.assert_allclose(
+        weights[0, 0][weights[0, 0] > 0], np.exp(-np.arange(4) / 4.0)[: (weights[0, 0] > 0).sum()], rtol=1e-6
+    )
+    alone = blocks.sample_blocks(jax.tree.map(lambda x: x[1:2], batch), 8, DRAFTER.block_size, 4.0, keys[1:])
+    np.testing.assert_array_equal(alone.anchors_bn[0], chosen.anchors_bn[1])
+
+
+@pytest.mark.parametrize("name", ["mlp", "linear"])
+def test_logits_of_training_equal_the_table_of_inference(name):
+    drafter_ = dataclasses.replace(DRAFTER, head=name)
+    weights = random_weights(HEADS[name].specs(drafter_), 2, scale=1.0)
+    embed_vd = jax.random.normal(jax.random.key(3), (64, 16))
+    hidden_bid = jax.random.normal(jax.random.key(4), (2, 5, 16))
+    anchor_b = jnp.array([7, 9])
+    unembed = Unembed(embed_vd, embed_vd, jnp.ones(16), DRAFTER.layers.rms_norm_eps)
+    settings = DraftSettings(candidates=4, children=6)
+    table = HEADS[name].expand(weights, unembed, hidden_bid, anchor_b, settings, jnp.ones(1))
+    _, candidates = vocab.top_k(vocab.unembed(embed_vd, unembed.normed(hidden_bid[:, 1:-1])), 4)
+    for m in range(4):
+        previous_bi = jnp.concatenate([anchor_b[:, None], candidates[:, :, m]], axis=1)
+        log_probs = jax.nn.log_softmax(HEADS[name].logits(weights, unembed, previous_bi, hidden_bid[:, 1:]))
+        expected = jnp.take_along_axis(log_probs, table.tokens_bimc[:, :, m], axis=-1)
+        np.testing.assert_allclose(table.log_probs_bimc[:, :, m], expected, atol=2e-5)
+
+
+def sampled(batch, size, keys):
+    return objective.sample_vocabulary(batch, size, 64, jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys))
+
+
+def plain_sums(params, frozen, batch, keys, settings, drafter_):
+    """The objective without chunks, from its definition."""
+    backbone = params.get("backbone", frozen.get("backbone"))
+    tables, eps = frozen["verifier"], drafter_.layers.rms_norm_eps
+    teacher = teach(tables, MODEL, drafter_.target_layer_ids, batch)
+    chosen = blocks.sample_blocks(batch, settings.anchors, drafter_.block_size, settings.decay, keys)
+    context = blocks.context(backbone, drafter_, batch, teacher.features_btj)
+    hidden = blocks.hidden_states(backbone, drafter_, tables["embed"], batch, context, chosen.anchors_bn)[:, :, 1:]
+    targets, weights = chosen.targets_bni[:, :, 1:], chosen.weights_bni[:, :, 1:]
+    normed = hidden / jnp.sqrt(jnp.mean(hidden**2, -1, keepdims=True) + eps) * backbone["norm"]
+    base, total = normed @ tables["embed"].T, hidden
+    if "head" in params:
+        h, e = params["head"], tables["embed"][pick(batch.tokens_bt, targets - 1)]
+        e = e / jnp.sqrt(jnp.mean(e**2, -1, keepdims=True) + 1e-6) * h["norm"]
+        ug = (
+            jnp.einsum("bnqd,dxf->bnqxf", e, h["token_ug"])
+            + jnp.einsum("bnqd,dxf->bnqxf", normed, h["hidden_ug"])
+            + h["bias"]
+        )
+        total = hidden + (jax.nn.silu(ug[..., 1, :]) * ug[..., 0, :]) @ h["down"]
+    logits = total / jnp.sqrt(jnp.mean(total**2, -1, keepdims=True) + eps) * backbone["norm"] @ tables["embed"].T
+    verified = pick(teacher.hidden_btd, targets - 1) @ tables["embed"].T
+    if settings.vocabulary:
+        sample = sampled(batch, settings.vocabulary, keys)
+        counted = jax.vmap(lambda ids, logs: jnp.full(64, -1e9).at[ids].set(logs))(sample.ids_bc, sample.log_counts_bc)
+        base, logits, verified = (x + counted[:, None, None] for x in (base, logits, verified))
+    log_p = jax.nn.log_softmax(verified)
+    labels = jax.nn.one_hot(pick(batch.tokens_bt, targets), 64)
+
+    def measure(logits):
+        log_q = jax.nn.log_softmax(logits)
+        return {
+            "cross-entropy": -jnp.sum(labels * log_q, -1),
+            "forward-kl": jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1),
+            "total-variation": 0.5 * jnp.sum(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), -1),
+        }[settings.loss]
+
+    loss = measure(logits) + settings.base_weight * (measure(base) if "head" in params else 0)
+    return jnp.sum(loss * weights), jnp.sum(weights)
+
+
+@pytest.mark.parametrize(
+    ("loss", "base_weight", "trained", "vocabulary"),
+    [
+        ("forward-kl", 0.0, "head", 0),
+        ("forward-kl", 0.2, "both", 40),
+        pytest.param("forward-kl", 0.2, "both", 0, marks=pytest.mark.slow),
+        ("cross-entropy", 0.0, "backbone", 0),
+        pytest.param("cross-entropy", 0.0, "backbone", 40, marks=pytest.mark.slow),
+        ("total-variation", 0.0, "both", 0),
+    ],
+)
+def test_chunked_losses_and_gradients_equal_plain_ones(case, loss, base_weight, trained, vocabulary):
+    frozen, batch, keys, _ = case
+    drafter_ = DRAFTER if trained == "backbone" else WITH_HEAD
+    all_weights = {"backbone": frozen["backbone"], "head": random_weights(HEADS["mlp"].specs(WITH_HEAD), 5)}
+    params = all_weights if trained == "both" else {trained: all_weights[trained]}
+    settings = dataclasses.replace(OBJECTIVE, loss=loss, base_weight=base_weight, chunk=2, vocabulary=vocabulary)
+    plain = jax.jit(jax.value_and_grad(lambda p, frozen: plain_sums(p, frozen, batch, keys, settings, drafter_)[0]))
+
+    def chunked(p, frozen):
+        return objective.drafting_sums(p, frozen, batch, keys, settings=settings, verifier=MODEL, drafter=drafter_)["loss"][
+            0
+        ]
+
+    expected, got = plain(params, frozen), jax.jit(jax.value_and_grad(chunked))(params, frozen)
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
+
+
+def test_a_sample_holds_the_sequence_and_stands_for_the_vocabulary(case):
+    """Ids ascend, those of the sequence stand for themselves, and sums over samples have the mean of the whole sum."""
+    _, batch, keys, _ = case
+    sample = sampled(batch, 40, keys)
+    for ids, logs, tokens in zip(np.asarray(sample.ids_bc), sample.log_counts_bc, batch.tokens_bt, strict=True):
+        assert np.all(np.diff(ids) > 0) and set(tokens.tolist()) <= set(ids.tolist())
+        np.testing.assert_array_equal(logs[np.isin(ids, tokens)], 0)
+        np.testing.assert_allclose(np.exp(logs).sum(), 64, rtol=1e-6)
+    np.testing.assert_array_equal(np.take_along_axis(sample.ids_bc, sample.places(batch.tokens_bt), 1), batch.tokens_bt)
+    alone = sampled(jax.tree.map(lambda x: x[1:2], batch), 40, keys[1:])
+    np.testing.assert_array_equal(alone.ids_bc[0], sample.ids_bc[1])
+    masses = jnp.exp(jax.random.normal(jax.random.key(1), (64,)))
+
+    def estimate(key):
+        drawn = sampled(batch, 40, jax.random.split(key, 2))
+        return jnp.sum(masses[drawn.ids_bc] * jnp.exp(drawn.log_counts_bc), axis=-1)
+
+    results = jax.vmap(estimate)(jax.random.split(jax.random.key(2), 500))
+    assert np.all(np.std(results, axis=0) > 0)
+    error = np.std(results, axis=0) / np.sqrt(500)
+    assert np.all(np.abs(np.mean(results, axis=0) - masses.sum()) < 4 * error)
+    with pytest.raises(ValueError, match="got objective.vocabulary 20, expected at least the 32 tokens of a sequence"):
+        sampled(batch, 20, keys)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lowrank"])
+def test_a_sample_of_all_tokens_changes_nothing(case, name):
+    frozen, batch, keys, _ = case
+    drafter_ = dataclasses.replace(DRAFTER, head=name)
+    params = {"head": random_weights(HEADS[name].specs(drafter_), 5)}
+
+    def sums(vocabulary):
+        settings = dataclasses.replace(OBJECTIVE, vocabulary=vocabulary)
+        return objective.drafting_sums(params, frozen, batch, keys, settings=settings, verifier=MODEL, drafter=drafter_)
+
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), sums(64), sums(0))
+
+
+def test_nothing_holds_the_logits_of_a_batch_or_all_blocks_against_all(case):
+    """Chunked, no array of the gradient reaches [positions, vocabulary] or [anchors x block]^2; in one chunk some do."""
+    frozen, _, _, _ = case
+    batch = make_batch((30,) * 6)
+    anchors, size = 24, DRAFTER.block_size
+
+    def largest(chunk):
+        settings = dataclasses.replace(OBJECTIVE, anchors=anchors, chunk=chunk)
+        arguments = dict(settings=settings, verifier=MODEL, drafter=DRAFTER)
+
+        def loss(backbone, frozen):
+            keys = jax.random.split(jax.random.key(0), 2)
+            return objective.drafting_sums({"backbone": backbone}, frozen, batch, keys, **arguments)["loss"][0]
+
+        text = jax.jit(jax.grad(loss)).lower(frozen["backbone"], frozen).as_text()
+        shapes = {tuple(map(int, dims.split("x")[:-1])) for dims in re.findall(r"tensor<([0-9x]+xf32)>", text)}
+        return max(map(math.prod, shapes))
+
+    logits, blocks_against_blocks = 2 * anchors * (size - 1) * 64, 2 * (anchors * size) ** 2
+    assert largest(2) < min(logits, blocks_against_blocks) <= logits <= largest(anchors)
+
+
+def test_a_zero_output_layer_is_exactly_the_marginal(case):
+    frozen, batch, keys, _ = case
+    started = toy_training.fresh_head()
+    assert not np.any(started["down"]) and np.any(started["token_ug"])
+    arguments = dict(settings=OBJECTIVE, verifier=MODEL)
+    with_head = objective.drafting_sums({"head": started}, frozen, batch, keys, drafter=WITH_HEAD, **arguments)
+    without = objective.drafting_sums({"backbone": frozen["backbone"]}, frozen, batch, keys, drafter=DRAFTER, **arguments)
+    for name, sums in without.items():
+        np.testing.assert_array_equal(with_head[name], sums)
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", "forward-kl"])
+def test_estimated_tau_and_slots_equal_their_definitions(case, loss):
+    """1 + the expected run of kept slots over whole blocks; top-1 and overlap per slot over all that weigh."""
+    frozen, batch, keys, chosen = case
+    settings, tables = dataclasses.replace(OBJECTIVE, loss=loss, chunk=2), frozen["verifier"]
+    params = {"backbone": frozen["backbone"]}
+    sums = objective.drafting_sums(params, frozen, batch, keys, settings=settings, verifier=MODEL, drafter=DRAFTER)
+    teacher = teach(tables, MODEL, DRAFTER.target_layer_ids, batch)
+    context = blocks.context(frozen["backbone"], DRAFTER, batch, teacher.features_btj)
+    hidden = blocks.hidden_states(frozen["backbone"], DRAFTER, tables["embed"], batch, context, chosen.anchors_bn)
+    norm = hidden / np.sqrt(np.mean(np.square(hidden), -1, keepdims=True) + DRAFTER.layers.rms_norm_eps)
+    q = np.asarray(jax.nn.softmax(norm * frozen["backbone"]["norm"] @ tables["embed"].T))
+    p = np.asarray(jax.nn.softmax(teacher.hidden_btd @ tables["embed"].T))
+    top1, overlap, weight, runs, whole = np.zeros(4), np.zeros(4), np.zeros(4), 0.0, 0
+    for r, n in np.ndindex(*chosen.anchors_bn.shape):
+        real = np.asarray(chosen.weights_bni[r, n, 1:]) > 0
+        kept = []
+        for i in np.flatnonzero(real):
+            target = int(chosen.targets_bni[r, n, i + 1])
+            top1[i] += q[r, n, i + 1].argmax() == batch.tokens_bt[r, target]
+            share = np.minimum(q[r, n, i + 1], p[r, target - 1]).sum()
+            overlap[i] += share
+            weight[i] += 1
+            kept.append(share if loss == "forward-kl" else q[r, n, i + 1].argmax() == batch.tokens_bt[r, target])
+        if real.all():
+            whole += 1
+            runs += 1 + sum(np.prod(kept[: i + 1]) for i in range(len(kept)))
+    assert 0 < whole < weight[0], "blocks cut short count towards slots, not towards tau"
+    np.testing.assert_allclose(sums["tau_estimate"], (runs, whole), rtol=1e-5)
+    np.testing.assert_allclose(sums["top1"], (top1, weight))
+    if loss == "forward-kl":
+        np.testing.assert_allclose(sums["overlap"], (overlap, weight), rtol=1e-5)
+
+
+def test_blocks_end_with_the_sequence_and_the_document():
+    """Full sequences: a block that starts q slots before an end has q slots that weigh, whatever follows."""
+    batch = make_batch((20, 12, 32), prompt=1)
+    assert (batch.segments_bt > 0).all()
+    chosen = blocks.sample_blocks(batch, 28, 5, 0.0, jax.random.split(jax.random.key(0), 2))
+    results = set()
+    for r, n in np.ndindex(2, 28):
+        anchor = int(chosen.anchors_bn[r, n])
+        end = np.flatnonzero(batch.segments_bt[r] == batch.segments_bt[r, anchor])[-1]
+        expected = [0.0] + [float(anchor + i <= end) for i in range(1, 5)]
+        assert chosen.weights_bni[r, n].tolist() == expected
+        results.add((int(end), sum(expected)))
+    assert {(31, 1.0), (31, 4.0), (19, 1.0)} <= results
+
+
+def test_losses_are_of_float32_and_vanish_if_the_draft_is_the_verifier():
+    logits = (20 * jax.random.normal(jax.random.key(0), (8, 64))).astype(jnp.bfloat16)
+    wide = logits.astype(jnp.float32)
+    targets = losses.Targets(jnp.arange(8), jax.nn.log_softmax(wide[::-1]))
+    for name, loss in losses.LOSSES.items():
+        assert loss(logits, targets).dtype == jnp.float32, name
+        np.testing.assert_allclose(loss(logits, targets), loss(wide, targets), rtol=1e-6, err_msg=name)
+    targets = losses.Targets(targets.labels, losses.log_softmax(wide))
+    for name in losses.NEEDS_VERIFIER:
+        np.testing.assert_allclose(losses.LOSSES[name](wide + 2.0, targets), 0, atol=1e-5, err_msg=name)
+    gradient = jax.grad(lambda x: losses.forward_kl(x, targets).sum())(jnp.zeros((8, 64)))
+    np.testing.assert_allclose(gradient, 1 / 64 - jnp.exp(targets.log_probs), atol=1e-6)
+
+
+def test_flops_count_every_pass_once():
+    """A shape whose only large factor is one term at a time, against the definition."""
+    count = dict(batch_size=2, length=32, trains_backbone=True)
+    base = objective.drafting_flops(OBJECTIVE, MODEL, DRAFTER, **count)
+    slots = 2 * OBJECTIVE.anchors * 4
+    more_vocab = objective.drafting_flops(
+        OBJECTIVE, MODEL, dataclasses.replace(DRAFTER, layers=dataclasses.replace(DRAFTER.layers, vocab_size=65)), **count
+    )
+    assert more_vocab - base == 3 * 2 * slots * 16  # forward and input gradient of the drafter, forward of the verifier
+    frozen = objective.drafting_flops(OBJECTIVE, MODEL, DRAFTER, **(count | {"trains_backbone": False}))
+    deeper = dataclasses.replace(MODEL, num_layers=4)
+    layer = 2 * 16 * (2 * 32 + 2 * 16 + 3 * 32) + 2 * 32 * 32
+    assert objective.drafting_flops(OBJECTIVE, deeper, DRAFTER, **count) - base == 64 * layer
+    assert 1 < base / frozen < 3

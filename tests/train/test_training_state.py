@@ -1,0 +1,252 @@
+"""The update, on a stage small enough to be written out: meshes, parts, optimisers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toy_stage import BATCH, FROZEN, OPTIMIZER, SEED, SPECS, STAGE, WIDTH, make_mesh, sums, weights
+
+from train.data import packing
+from train.runtime import training_state
+from train.runtime.run_config import OptimizerConfig
+from treeflash_jax.core import parameters, sharding
+from treeflash_jax.core.parameters import Spec
+from treeflash_jax.drafters import block, steering
+from treeflash_jax.drafters.block.block_config import DrafterConfig
+from treeflash_jax.drafters.steering import SteeringConfig
+from treeflash_jax.models import verifier
+from treeflash_jax.models.config import ModelConfig
+
+
+def make_batch(step):
+    rng = np.random.default_rng(step)
+    zeros = np.zeros((BATCH, WIDTH), np.int32)
+    share = rng.uniform(0.5, 2, zeros.shape).astype(np.float32)
+    return packing.Batch(rng.integers(0, 64, zeros.shape).astype(np.int32), zeros, zeros, share)
+
+
+def run(stage, steps, sizes=None, *, accumulate=1, log_every=2, optimizer=OPTIMIZER, batches=make_batch):
+    """States after each step, on the host."""
+    mesh, (params, frozen) = make_mesh(**sizes or {}), weights()
+    transform, states = training_state.make_optimizer(optimizer, 8, SPECS), []
+    with sharding.ambient(mesh):
+        abstract = training_state.abstract_state(stage, transform, batches(0), mesh)
+        start = jax.jit(
+            lambda params: training_state.initial_state(stage, transform, params, batches(0)),
+            out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
+        )
+        now = start(training_state.place(params, SPECS, mesh, jnp.float32))
+        frozen = training_state.place(frozen, FROZEN, mesh, stage.compute_dtype)
+        update = jax.jit(
+            training_state.make_update(stage, transform, accumulate=accumulate, seed=SEED, log_every=log_every)
+        )
+        for step in range(steps):
+            now = update(now, frozen, batches(step))
+            states.append(jax.device_get(now))
+    return states
+
+
+def plain(steps, optimizer=OPTIMIZER):
+    """Returns those states: (parameters, sums, gradient norm) per step, without parts, meshes or casts."""
+    (params, frozen), transform, states = weights(), training_state.make_optimizer(optimizer, 8, SPECS), []
+    memory = transform.init(params)
+
+    @jax.jit
+    def make_step(params, memory, frozen, batch, step):
+        def mean(params):
+            key = jax.random.fold_in(jax.random.key(SEED), step)
+            keys_b = jnp.stack([jax.random.fold_in(key, b) for b in range(BATCH)])
+            totals = sums(params, frozen, batch, keys_b)
+            return totals["loss"][0] / totals["loss"][1], totals
+
+        grads, totals = jax.grad(mean, has_aux=True)(params)
+        norm = jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(grads)))
+        updates, memory = transform.update(grads, memory, params)
+        return optax.apply_updates(params, updates), memory, totals, norm
+
+    for step in range(steps):
+        params, memory, totals, norm = make_step(params, memory, frozen, make_batch(step), step)
+        states.append((params, totals, norm))
+    return states
+
+
+def close(got, expected, tolerance=2e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, expected)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return plain(3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "accumulate"),
+    [
+        (dict(), 1),
+        (dict(), 4),
+        (dict(data=2, fsdp=4), 2),
+        (dict(fsdp=8), 1),
+        (dict(data=2, model=4), 1),
+        (dict(data=2, fsdp=2, model=2), 2),
+    ],
+)
+def test_updates_are_those_of_the_whole_batch(expected, sizes, accumulate):
+    states = run(STAGE, 3, sizes, accumulate=accumulate)
+    for now, (params, _, _) in zip(states, expected, strict=True):
+        close(now.params, params)
+    first, second, third = (totals | {"grad_norm": (norm, np.float32(1))} for _, totals, norm in expected)
+    close(states[0].window, first)
+    close(states[1].window, jax.tree.map(jnp.add, first, second))
+    close(states[2].window, third)  # two steps a line
+    assert [int(now.step) for now in states] == [1, 2, 3] and {int(now.bad_step) for now in states} == {-1}
+
+
+def test_every_part_has_sequences_of_every_device():
+    parts = training_state.split_batch(jnp.arange(16), 4)
+    assert parts.shape == (4, 4)
+    for part in np.asarray(parts):
+        assert {index // 4 for index in part} == {0, 1, 2, 3}, "rows 4 d to 4 d + 3 lie on device d of 4"
+
+
+@pytest.mark.parametrize("poison", ["loss", "gradient"])
+def test_after_a_step_that_is_not_finite_nothing_changes(poison):
+    bad = 2
+
+    def poisoned(params, frozen, batch, keys_b):
+        totals = sums(params, frozen, batch, keys_b)
+        is_bad = jnp.any(batch.segments_bt == 7)
+        if poison == "loss":
+            extra = jnp.where(is_bad, jnp.nan, 0.0)
+        else:  # the root of zero: a finite value whose gradient is not
+            extra = jnp.sum(jnp.sqrt(jnp.where(is_bad, 0 * params["scale"] ** 2, params["scale"] ** 2 * 0 + 1))) * 0.01
+        return totals | {"loss": (totals["loss"][0] + extra, totals["loss"][1])}
+
+    def batches(step):
+        batch = make_batch(step)
+        return dataclasses.replace(batch, segments_bt=np.full_like(batch.segments_bt, 7 if step == bad else 1))
+
+    states = run(dataclasses.replace(STAGE, sums=poisoned), 5, batches=batches)
+    assert [int(now.bad_step) for now in states] == [-1, -1, bad, bad, bad]
+    assert [int(now.step) for now in states] == [1, 2, 3, 4, 5]
+    for now in states[bad:]:
+        for name in ("params", "optimizer"):
+            jax.tree.map(np.testing.assert_array_equal, getattr(now, name), getattr(states[bad - 1], name))
+
+
+def test_gradients_add_up_in_float32():
+    """1000 contributions of 1 to weights that are read in bfloat16, where 256 + 1 is 256; on 4 ways of fsdp."""
+
+    def counted(params, frozen, batch, keys_b):
+        gate = params["gate"].astype(jnp.bfloat16)
+        total = jax.lax.scan(lambda total, _: (total + jnp.sum(params["gate"].astype(jnp.bfloat16)), None), 0.0, None, 1000)
+        assert frozen["offset"].dtype == jnp.bfloat16
+        return {"loss": (total[0].astype(jnp.float32), jnp.float32(len(batch.tokens_bt) / BATCH))} | {
+            "exact": (jnp.sum((params["gate"] == gate).astype(jnp.float32)), jnp.float32(1))
+        }
+
+    stage = dataclasses.replace(STAGE, sums=counted, compute_dtype=jnp.bfloat16)
+    for sizes, devices in ((dict(), 1), (dict(fsdp=4), 4)):
+        [now] = run(stage, 1, sizes)
+        expected = np.sqrt(WIDTH * 4) * 1000 * devices
+        np.testing.assert_allclose(now.window["grad_norm"][0], expected, rtol=1e-6)
+        assert now.window["exact"][0] == WIDTH * 4 * devices, "values are those of the compute dtype"
+
+
+def test_weights_with_inputs_alone_decay_and_the_gradient_is_clipped():
+    specs = SPECS | {"bias": Spec((2, 4), (None, "ffn")), "table": Spec((6, 4), ("vocab", None), inputs=(1,))}
+    params = jax.tree.map(jnp.asarray, weights()[0]) | {"bias": jnp.ones((2, 4)), "table": jnp.ones((6, 4))}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    for name in ("adamw", "muon"):
+        config = dataclasses.replace(OPTIMIZER, name=name, warmup=0.0, adam_learning_rate=0.1)
+        transform = training_state.make_optimizer(config, 4, specs)
+        _, memory = transform.update(zeros, transform.init(params), params)
+        updates, _ = transform.update(zeros, memory, params)  # the first step's rate is 0
+        for matrix in ("gate", "table"):
+            close(updates[matrix], -0.1 * 0.5 * params[matrix])
+        assert not np.any(updates["scale"]) and not np.any(updates["bias"]), name
+    grads = jax.tree.map(lambda x: 100 * x, params)
+    transform = training_state.make_optimizer(OPTIMIZER, 4, specs)
+    _, memory = transform.update(grads, transform.init(params), params)
+    np.testing.assert_allclose(optax.tree.norm(memory[1][0].mu) / (1 - OPTIMIZER.b1), 1.0, rtol=1e-5)
+
+
+def test_muon_turns_matrices_alone():
+    """Orthogonal updates of root mean square 0.2 on linear maps; AdamW with its own rate on the rest."""
+    config = dataclasses.replace(OPTIMIZER, name="muon", warmup=0.0, weight_decay=0.0, adam_learning_rate=0.01, clip=1e9)
+    params = jax.tree.map(jnp.asarray, weights()[0])
+    transform = training_state.make_optimizer(config, 4, SPECS)
+    memory = transform.init(params)
+    for _ in range(2):
+        updates, memory = transform.update(params, memory, params)
+    values = np.linalg.svd(updates["gate"], compute_uv=False)
+    assert values.max() < 2 * values.min(), "its singular values are alike"
+    np.testing.assert_allclose(np.sqrt(np.mean(updates["gate"] ** 2)), 0.1 * 0.2, rtol=0.2)
+    np.testing.assert_allclose(np.abs(updates["scale"]), 0.01, rtol=0.2)
+
+
+LAYERS = ModelConfig(
+    vocab_size=64,
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    max_positions=64,
+)
+BLOCK = DrafterConfig(
+    layers=LAYERS, block_size=4, mask_token_id=3, target_layer_ids=(0, 2), num_target_layers=3, head="mlp"
+)
+LAYER = {name: ((0,), (1, 2)) for name in "qkv"} | {"o": ((0, 1), (2,))}
+LAYER |= {name: ((0,), (1,)) for name in ("gate", "up", "down")}
+STEERED = dict(taps=(0, 1, 2), width=8, num_layers=2, ffn=12)
+KINDS = {  # specs; the weights that Muon trains, with inputs and outputs; others that decay. The rest does neither.
+    "verifier": (lambda: verifier.specs(LAYERS), LAYER, {"embed", "unembed"}),
+    "qwen2": (lambda: verifier.specs(dataclasses.replace(LAYERS, qkv_bias=True)), LAYER, {"embed", "unembed"}),
+    "experts": (
+        lambda: verifier.specs(dataclasses.replace(LAYERS, num_experts=4, experts_per_token=2, expert_size=8)),
+        {name: LAYER[name] for name in "qkvo"},
+        {"embed", "unembed", "router", "expert_gate", "expert_up", "expert_down"},
+    ),
+    "backbone": (lambda: block.specs(BLOCK)["backbone"], LAYER | {"fc": ((0,), (1,))}, set()),
+    "mlp": (
+        lambda: block.specs(BLOCK)["head"],
+        {"token_ug": ((0,), (1, 2)), "hidden_ug": ((0,), (1, 2)), "down": ((0,), (1,))},
+        set(),
+    ),
+    "linear": (
+        lambda: block.specs(dataclasses.replace(BLOCK, head="linear"))["head"],
+        {"token": ((0,), (1,)), "hidden": ((0,), (1,))},
+        set(),
+    ),
+    "lowrank": (lambda: block.specs(dataclasses.replace(BLOCK, head="lowrank"))["head"], {}, {"previous", "following"}),
+    "steering": (lambda: steering.specs(SteeringConfig(**STEERED)), {}, {"mix", "project"}),
+    "steering by factors": (lambda: steering.specs(SteeringConfig(rank=2, **STEERED)), {}, {"mix", "down", "up"}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_specs_say_what_muon_trains_and_what_decays(kind):
+    """AdamW trains tables, experts and steering, whose `up` is [rank, layers, ffn]; no bias decays, whatever its axes."""
+    make, muon, others = KINDS[kind]
+    specs = make()
+    leaves = jax.tree_util.tree_flatten_with_path(specs, is_leaf=parameters.is_spec)[0]
+    named = [(path[-1].key, spec) for path, spec in leaves]
+    assert {name: (spec.inputs, spec.outputs) for name, spec in named if spec.outputs} == muon
+    assert {name for name, spec in named if spec.inputs} == {*muon, *others}
+    assert all(sorted(spec.inputs + spec.outputs) == list(range(len(spec.shape))) for _, spec in named if spec.outputs)
+    transform = training_state.make_optimizer(dataclasses.replace(OPTIMIZER, name="muon"), 4, specs)
+    trained = (
+        jax.eval_shape(transform.init, parameters.abstract(specs, jnp.float32))[1].inner_states["muon"].inner_state[0].mu
+    )
+    assert {path[-1].key for path, _ in jax.tree_util.tree_flatten_with_path(trained)[0]} == {*muon}
+
+
+def test_the_rate_warms_up_and_falls():
+    rate = training_state.schedule(OptimizerConfig(learning_rate=1.0, warmup=0.1, final=0.2), 100, 2.0)
+    np.testing.assert_allclose([rate(step) for step in (0, 5, 10, 55, 100, 150)], [0, 1, 2, 1.2, 0.4, 0.4], rtol=1e-5)
+    shortest = training_state.schedule(OptimizerConfig(learning_rate=1.0), 1, 1.0)
+    assert shortest(0) == 0 and shortest(1) == 1

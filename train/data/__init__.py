@@ -1,0 +1,1 @@
+"""Training text: records, documents and packed examples."""

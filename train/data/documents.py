@@ -1,0 +1,187 @@
+"""Documents: the records of a source as token ids, with the loss weight of predicting each of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any, Literal
+
+import numpy as np
+
+from train.data.records import Malformed, Messages, Record, Source, read
+from treeflash_jax.core.checks import bounded
+from treeflash_jax.formats.tokenizer import Tokenizer
+
+CHATS_AT_ONCE = 256  # tokenised together, by all cores
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Settings that turn records into training sequences.
+
+    Attributes:
+      sequence_length: tokens of a packed sequence.
+      prompt_weight: loss weight of everything in a chat that is not the assistant's; the assistant's tokens weigh 1.
+      malformed: handling of records that cannot be used: stop the run, or skip and count them.
+      too_long: handling of chats and responses longer than `sequence_length`; "cut" drops their end. Plain text is always
+        cut into pieces.
+    """
+
+    sequence_length: int = bounded(384, least=2)
+    prompt_weight: float = bounded(0.0, least=0, most=1)
+    malformed: Literal["error", "skip"] = "error"
+    too_long: Literal["drop", "cut", "error"] = "drop"
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids and the loss weight of predicting each of them."""
+
+    tokens_n: np.ndarray
+    weights_n: np.ndarray
+
+
+def read_documents(
+    source: Source,
+    config: DataConfig,
+    tokenizer: Tokenizer | None,
+    seed: int,
+    vocab_size: int | None,
+    skipped: Counter[str],
+) -> Iterator[tuple[int, Document]]:
+    """Yields (number, document) for every usable document of a source.
+
+    Chats and responses are numbered as their records, pieces of plain text one after the other.
+
+    Args:
+      tokenizer: may be None for responses.
+      seed: seed of the order in which the source's limit counts.
+      vocab_size: upper bound of ids.
+      skipped: updated with the number of records left out ("malformed", "too long") or kept in part ("cut").
+
+    Raises:
+      ValueError: by file and line, a record that cannot be used; a source that cannot be read; no tokenizer.
+    """
+
+    def malformed(error: Malformed) -> None:
+        if config.malformed == "error":
+            raise error
+        skipped["malformed"] += 1
+
+    length = config.sequence_length
+    for number, where, document in _tokenise(source, config, tokenizer, read(source, seed, malformed)):
+        if isinstance(document, ValueError):
+            malformed(Malformed(f"{where}: {document}"))
+            continue
+        size, largest = len(document.tokens_n), int(document.tokens_n.max())
+        if vocab_size is not None and largest >= vocab_size:
+            malformed(Malformed(f"{where}: got token id {largest}, expected 0 to {vocab_size - 1} (the vocabulary)"))
+            continue
+        if size > length:
+            if config.too_long == "error":
+                raise ValueError(
+                    f"{where}: got {size} tokens, expected at most {length} (sequence_length); too_long = 'drop' or 'cut' "
+                    "continues without them"
+                )
+            document = Document(document.tokens_n[:length], document.weights_n[:length])
+            is_cut = config.too_long == "cut" and document.weights_n[1:].any()
+            skipped["cut" if is_cut else "too long"] += 1
+            if not is_cut:
+                continue
+        yield number, document
+
+
+def chat_documents(
+    tokenizer: Tokenizer, chats: Sequence[Messages], prompt_weight: float = 0.0
+) -> list[Document | ValueError]:
+    """Renders chats with the tokenizer's template, thinking off; the assistant's tokens weigh 1, its stop token included.
+
+    An assistant turn is what the template adds to its own generation prompt: the chat before the turn, with the generation
+    prompt, is a token prefix of the chat that includes it, which is a prefix of the whole chat. So a drafter learns exactly
+    the contexts it will draft in. If a template rewrites earlier turns (Qwen3 drops their thinking), those turns fail this
+    test and only the last one is learnt. Messages after the last assistant turn are left out.
+
+    Returns:
+      One Document per chat, or the error that says why there is none.
+    """
+    rendered: list[list[str] | ValueError] = [_catch(_render, tokenizer, chat) for chat in chats]
+    texts = [text for group in rendered if isinstance(group, list) for text in group]
+    encoded = iter(tokenizer.encode_texts(texts, add_special_tokens=False) if texts else ())
+    ends = {*tokenizer.stop_ids, *tokenizer.inner.all_special_ids}
+    return [
+        group if isinstance(group, ValueError) else _catch(_weigh, list(islice(encoded, len(group))), ends, prompt_weight)
+        for group in rendered
+    ]
+
+
+def text_documents(tokenizer: Tokenizer, text: str, length: int) -> list[Document]:
+    """Cuts plain text into pieces of at most `length` tokens, all of weight 1."""
+    tokens = np.array(tokenizer.encode(text), np.int32)
+    pieces = [tokens[begin : begin + length] for begin in range(0, len(tokens), length)]
+    return [Document(piece_n, np.ones(len(piece_n), np.float32)) for piece_n in pieces if len(piece_n) > 1]
+
+
+def _tokenise(
+    source: Source, config: DataConfig, tokenizer: Tokenizer | None, records: Iterator[Record]
+) -> Iterator[tuple[int, str, Document | ValueError]]:
+    """Yields number, place, and the document or the reason why there is none."""
+    if source.format == "responses":
+        for record in records:
+            prompt, response = record.content.prompt, record.content.response
+            weights_n = np.repeat(np.float32([0, 1]), [len(prompt), len(response)])
+            yield record.number, record.where, Document(np.array(prompt + response, np.int32), weights_n)
+        return
+    if tokenizer is None:
+        raise ValueError(
+            f"{source.path}: got text, but the verifier's folder has no tokenizer.json; give responses instead"
+        )
+    if source.format == "text":
+        numbers = count()
+        for record in records:
+            pieces = _catch(text_documents, tokenizer, record.content, config.sequence_length)
+            if isinstance(pieces, ValueError):
+                yield 0, record.where, pieces
+            else:
+                yield from ((next(numbers), record.where, piece) for piece in pieces)
+        return
+    if not tokenizer.has_chat_template:
+        raise ValueError(f"{source.path}: got chats, but the tokenizer has no chat template; give responses or text")
+    while chunk := list(islice(records, CHATS_AT_ONCE)):
+        chats = chat_documents(tokenizer, [record.content for record in chunk], config.prompt_weight)
+        yield from ((record.number, record.where, chat) for record, chat in zip(chunk, chats, strict=True))
+
+
+def _render(tokenizer: Tokenizer, messages: Messages) -> list[str]:
+    """Renders, for each assistant turn, the chat before it with the generation prompt, and the chat including it."""
+    turns = [k for k, message in enumerate(messages) if message["role"] == "assistant" and k > 0]
+    if not turns:
+        raise ValueError("got no assistant turn, expected at least one after another's")
+    return [
+        tokenizer.render(messages[: k + is_whole], add_generation_prompt=not is_whole) for k in turns for is_whole in (0, 1)
+    ]
+
+
+def _weigh(prefixes: list[list[int]], ends: set[int], prompt_weight: float) -> Document:
+    """Gives weight 1 to the assistant's spans, up to the last special token in each."""
+    whole = prefixes[-1]
+    weights_n = np.full(len(whole), prompt_weight, np.float32)
+    start = None
+    for before, after in zip(prefixes[::2], prefixes[1::2], strict=True):
+        start = len(before) if whole[: len(before)] == before and whole[: len(after)] == after else None
+        if start is not None:
+            span = whole[start : len(after)]
+            stop = max((n + 1 for n, token in enumerate(span) if token in ends), default=len(span))
+            weights_n[start : start + stop] = 1
+    if start is None:
+        raise ValueError("the chat template's generation prompt is not how it begins an answer, so none can be told apart")
+    return Document(np.array(whole, np.int32), weights_n)
+
+
+def _catch(function: Callable[..., Any], *args: Any) -> Any:
+    """Returns the result, or the ValueError instead of it."""
+    try:
+        return function(*args)
+    except ValueError as error:
+        return error

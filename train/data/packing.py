@@ -1,0 +1,261 @@
+"""Sequence packing: documents share training sequences of fixed length, which are mixed and dealt to hosts in batches.
+
+A token attends to its own document only. The batch of a step is a function of (seed, step) alone, whatever step a run
+starts at and however many hosts share it, so that a resumed run sees the same batches.
+
+Shape suffixes: b sequences, t tokens of a sequence, n tokens of a document, k documents in the order of their sequences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from train.data.documents import DataConfig, Document, read_documents
+from train.data.records import Source
+from treeflash_jax.formats.tokenizer import Tokenizer
+
+OPEN_SEQUENCES = 16  # newest sequences that still take documents while packing
+PREFETCH_THREADS, PREFETCHED_STEPS = 2, 8
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Packed sequences.
+
+    Attributes:
+      tokens_bt: ids; padding is 0.
+      segments_bt: 1, 2, ... per document of a sequence; 0 for padding.
+      positions_bt: position inside the document.
+      weights_bt: loss weight of predicting this token from those before it; 0 on a document's first token.
+    """
+
+    tokens_bt: np.ndarray
+    segments_bt: np.ndarray
+    positions_bt: np.ndarray
+    weights_bt: np.ndarray
+
+
+@dataclass(frozen=True)
+class PackedDataset:
+    """Documents of a source and their places in sequences, which are formed on access: documents are stored once, flat.
+
+    Attributes:
+      tokens: ids of all documents, one after the other, int32.
+      weights: their loss weights, float16.
+      offsets: start of each document in these arrays, and the end of the last.
+      document_k: documents in the order of their sequences.
+      start_k: first position of each of them in its sequence.
+      first: index into `document_k` of each sequence's first document, and the number of documents at the end.
+      sequence_length: tokens of a sequence, padding included.
+    """
+
+    tokens: np.ndarray
+    weights: np.ndarray
+    offsets: np.ndarray
+    document_k: np.ndarray
+    start_k: np.ndarray
+    first: np.ndarray
+    sequence_length: int
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_k)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.take([index])
+
+    def prompt(self, document: int) -> list[int]:
+        """Returns the tokens before the first trained one of a document; none if these are fewer than two."""
+        begin, end = self.offsets[document], self.offsets[document + 1]
+        (trained,) = np.nonzero(self.weights[begin + 1 : end])
+        return self.tokens[begin : begin + 1 + trained[0]].tolist() if len(trained) and trained[0] else []
+
+    def take(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        shape = (len(indices), self.sequence_length)
+        out = Batch(*(np.zeros(shape, dtype) for dtype in (np.int32, np.int32, np.int32, np.float32)))
+        for b, index in enumerate(indices):
+            for segment, k in enumerate(range(self.first[index], self.first[index + 1]), start=1):
+                begin, end = self.offsets[self.document_k[k]], self.offsets[self.document_k[k] + 1]
+                start, stop = self.start_k[k], self.start_k[k] + end - begin
+                out.tokens_bt[b, start:stop] = self.tokens[begin:end]
+                out.segments_bt[b, start:stop] = segment
+                out.positions_bt[b, start:stop] = np.arange(end - begin)
+                out.weights_bt[b, start + 1 : stop] = self.weights[begin + 1 : end]
+        return out
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Packed datasets by the name of their source.
+
+    Attributes:
+      train: sequences to train on.
+      held_out: sequences of other documents, for validation; sources that hold none out are missing.
+      weights: share of each source in a batch, relative to the others.
+      skipped: number of records per source and reason: "malformed" and "too long" are left out, "cut" are kept in part.
+    """
+
+    train: dict[str, PackedDataset]
+    held_out: dict[str, PackedDataset]
+    weights: dict[str, float]
+    skipped: dict[str, dict[str, int]]
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(map(len, self.train.values()))
+
+    @property
+    def num_documents(self) -> int:
+        return sum(packed.num_documents for packed in self.train.values())
+
+    def token_counts(self, vocab_size: int) -> np.ndarray:
+        """Returns the number of times each id occurs, prompts and held-out documents included."""
+        counts = [np.bincount(p.tokens, minlength=vocab_size) for p in (*self.train.values(), *self.held_out.values())]
+        return sum(counts, np.zeros(vocab_size, np.int64))
+
+    def digests(self) -> dict[str, str]:
+        """Returns the SHA-256 of each source's documents, also those held out: tokens, weights and lengths, in order."""
+        digests = {}
+        for name, packed in self.train.items():
+            digest = hashlib.sha256()
+            for part in (packed, self.held_out.get(name, pack([], packed.sequence_length))):
+                for flat in (part.offsets, part.tokens, part.weights):
+                    digest.update(flat)
+            digests[name] = digest.hexdigest()
+        return digests
+
+    def summary(self) -> str:
+        """Returns one line per source."""
+        lines = []
+        for name, packed in self.train.items():
+            fill = len(packed.tokens) / (len(packed) * packed.sequence_length)
+            held = self.held_out[name].num_documents if name in self.held_out else 0
+            sequences = f"{packed.num_documents:,} documents in {len(packed):,} sequences ({fill:.0%} full)"
+            skipped = "".join(f", {count:,} {reason}" for reason, count in self.skipped[name].items())
+            lines.append(f"{name}: {sequences}, {held:,} held out{skipped}")
+        return "\n".join(lines)
+
+
+def load_corpus(
+    sources: Sequence[Source], config: DataConfig, tokenizer: Tokenizer | None, seed: int, vocab_size: int | None = None
+) -> Corpus:
+    """Reads, tokenises and packs every source.
+
+    Args:
+      config: how documents are made.
+      tokenizer: may be None if every source holds responses.
+      seed: seed of the order in which a source's limit counts.
+      vocab_size: upper bound of ids.
+
+    Raises:
+      ValueError: a source that is missing, empty, or an evaluation set; by file and line, a record that cannot be used and
+        that `config` does not skip; a source of which nothing is left.
+    """
+    if not sources:
+        raise ValueError("got no sources, expected at least one [[sources]] table")
+    corpus = Corpus({}, {}, {}, {})
+    for source in sources:
+        name, duplicates = source.name, 1
+        while name in corpus.train:
+            duplicates += 1
+            name = f"{source.name}-{duplicates}"
+        skipped: Counter[str] = Counter()
+        kept, held_out = _Documents(), _Documents()
+        for number, document in read_documents(source, config, tokenizer, seed, vocab_size, skipped):
+            (held_out if source.holds_out(number) else kept).add(document)
+        if not len(kept):
+            reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "all held out or empty"
+            raise ValueError(f"{source.path}: got no document to train on ({reasons}), expected at least one")
+        corpus.train[name] = kept.pack(config.sequence_length)
+        if len(held_out):
+            corpus.held_out[name] = held_out.pack(config.sequence_length)
+        corpus.weights[name], corpus.skipped[name] = source.weight, dict(skipped)
+    return corpus
+
+
+def batches(
+    corpus: Corpus, *, batch: int, seed: int, start: int, stop: int, host: int = 0, hosts: int = 1
+) -> Iterator[Batch]:
+    """Yields this host's sequences of every step in [start, stop), prefetched by threads.
+
+    Host h takes sequences [h batch / hosts, (h + 1) batch / hosts) of a step's batch. Sources contribute their shares in a
+    fixed pattern, each in fresh random orders of its sequences: epoch after epoch.
+    """
+    import grain  # slow to import, and only training needs it
+
+    share, streams = batch // hosts, []
+    for number, packed in enumerate(corpus.train.values()):
+        # Sources of one length must not be shuffled alike.
+        [source_seed] = np.random.SeedSequence((seed, number)).generate_state(1)
+        streams.append(grain.MapDataset.source(packed).seed(int(source_seed)).shuffle().repeat())
+    mixed = grain.MapDataset.mix(streams, list(corpus.weights.values()))
+
+    def form(step: int) -> Batch:
+        first = step * batch + host * share
+        return jax.tree.map(lambda *x_bt: np.concatenate(x_bt), *(mixed[i] for i in range(first, first + share)))
+
+    if start >= stop:
+        return iter(())
+    options = grain.ReadOptions(num_threads=PREFETCH_THREADS, prefetch_buffer_size=PREFETCHED_STEPS)
+    return iter(grain.MapDataset.range(start, stop).map(form).to_iter_dataset(options))
+
+
+def spread(count: int, size: int) -> np.ndarray:
+    """Returns `count` indices spread evenly over range(size), in order; repeats them if `size` is smaller."""
+    return np.arange(count) * size // count if count <= size else np.arange(count) % size
+
+
+def pack(documents: Iterable[Document], sequence_length: int) -> PackedDataset:
+    """Packs documents, none longer than a sequence: first fit into the newest sequences."""
+    flat = _Documents()
+    for document in documents:
+        flat.add(document)
+    return flat.pack(sequence_length)
+
+
+class _Documents:
+    """Flat arrays of documents that grow in place, without copies."""
+
+    def __init__(self) -> None:
+        self.tokens, self.weights, self.offsets = array("i"), array("H"), array("q", [0])
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def add(self, document: Document) -> None:
+        self.tokens.frombytes(np.ascontiguousarray(document.tokens_n, np.int32).tobytes())
+        self.weights.frombytes(np.ascontiguousarray(document.weights_n, np.float16).tobytes())
+        self.offsets.append(len(self.tokens))
+
+    def pack(self, sequence_length: int) -> PackedDataset:
+        """Places every document into the oldest of the newest sequences that has room for it."""
+        offsets = np.frombuffer(self.offsets, np.int64)
+        sequence, start = np.zeros((2, len(self)), np.int64)
+        room: dict[int, int] = {}  # of the open sequences, oldest first
+        count = 0
+        for document, size in enumerate(np.diff(offsets).tolist()):
+            if size > sequence_length:
+                raise ValueError(f"got a document of {size} tokens, expected at most {sequence_length}")
+            chosen = next((index for index, free in room.items() if free >= size), count)
+            if chosen == count:
+                count += 1
+                room[chosen] = sequence_length
+                if len(room) > OPEN_SEQUENCES:
+                    del room[next(iter(room))]
+            sequence[document], start[document] = chosen, sequence_length - room[chosen]
+            room[chosen] -= size
+        document_k = np.argsort(sequence, kind="stable")
+        first = np.searchsorted(sequence[document_k], np.arange(count + 1))
+        tokens, weights = np.frombuffer(self.tokens, np.int32), np.frombuffer(self.weights, np.float16)
+        return PackedDataset(tokens, weights, offsets, document_k, start[document_k], first, sequence_length)

@@ -1,0 +1,250 @@
+"""Records of training text: chats, answers and plain texts, read from files, folders, the Hub, or Python itself.
+
+A source is read record by record and never held in memory. Every record has a number, its position in the source, that
+depends on neither seed nor limit: a record held out for validation in one stage is held out in every other stage too.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from treeflash_jax.core.checks import bounded, parse_json
+from treeflash_jax.engine import prompts
+
+Messages = list[dict[str, str]]
+
+STDLIB = "python:stdlib"
+HUB = "hub:"
+EXPECTED = f'expected a JSONL file, a text file, a folder of either, a glob of files, "{HUB}owner/name" or "{STDLIB}"'
+EVALUATION = {"test", "dev", "eval", "evaluation", "val", "valid", "validation", "bench", "benchmark", "humaneval"}
+STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "__pycache__", "pydoc_data"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A source of training text: a [[sources]] table of a stage's TOML.
+
+    Evaluation prompts must not leak in: a file or a Hub set and split whose name says test, dev, validation, ... and not
+    train is refused.
+
+    Attributes:
+      path: a JSONL file, a text file, a folder of either (globs too), "hub:owner/name[:config[:split]]" through `datasets`
+        (split "train" if none is given), or "python:stdlib", the source of the running Python's standard library.
+      format: "chat", "responses" (as `train.respond` writes them) or "text" (files, or records with a "text").
+      weight: share of a batch's sequences relative to the other sources.
+      limit: number of records, the first of a seeded order; of texts, number of characters. 0 takes all.
+      hold_out: every n-th document is held out for validation; 0 holds none.
+    """
+
+    path: str = bounded()
+    format: Literal["chat", "responses", "text"] = "chat"
+    weight: float = bounded(1.0, above=0)
+    limit: int = bounded(0, least=0, most=2**53)
+    hold_out: int = bounded(50, least=0)
+
+    def __post_init__(self) -> None:
+        if self.hold_out == 1:
+            raise ValueError(f"source {self.path}: got hold_out 1, expected 0 (none), or 2 or more")
+
+    @property
+    def name(self) -> str:
+        """Name in logs and responses: the file's stem, or the last part of the path."""
+        if self.path.startswith(HUB):
+            return self.path.removeprefix(HUB).split(":")[0].split("/")[-1]
+        return "stdlib" if self.path == STDLIB else Path(self.path).stem
+
+    def holds_out(self, number: int) -> bool:
+        """Returns whether a document is held out for validation."""
+        return bool(self.hold_out) and number % self.hold_out == self.hold_out - 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Token ids of a prompt and of a verifier's answer."""
+
+    prompt: list[int]
+    response: list[int]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record: its number in the source, its place for error messages, and its content."""
+
+    number: int
+    where: str
+    content: Messages | Answer | str
+
+
+class Malformed(ValueError):
+    """A record that cannot be used; the message names its place."""
+
+
+def read(source: Source, seed: int, skip: Callable[[Malformed], None] | None = None) -> Iterator[Record]:
+    """Yields the records of a source within its limit, in the order of the source.
+
+    Args:
+      source: chats come with role names user, assistant, ...; line ends are "\\n", and messages have no space around them.
+      seed: seed of the order in which a limit counts.
+      skip: called with every record that cannot be used; None raises instead.
+
+    Raises:
+      Malformed: a record that is not in the source's format, if `skip` is None.
+      ValueError: a source that does not exist, is empty, or is an evaluation set.
+    """
+    store = _open(source)
+    if not store.places:
+        raise ValueError(f"{source.path}: got no records, expected at least one")
+    parse = {"chat": parse_chat, "responses": parse_answer, "text": parse_text}[source.format]
+    for number in _within_limit(store, source, seed):
+        place = store.places[number]
+        where = store.where(place)
+        try:
+            yield Record(number, where, parse(store.load(place)))
+        except ValueError as error:
+            malformed = Malformed(f"{where}: {error}")
+            if skip is None:
+                raise malformed from None
+            skip(malformed)
+
+
+def parse_chat(raw: Any) -> Messages:
+    """Parses messages in any form of `engine.prompts.read_messages`, also of a prompt file for benchmarks.
+
+    Of several user turns in succession the first is kept, as later ones need the answers in between; a reference program
+    ("reference": {"code"}) is the assistant's answer to it.
+    """
+    messages = prompts.read_messages(raw)
+    if len(messages) > 1 and {message["role"] for message in messages} == {"user"}:
+        messages = messages[:1]
+    reference = raw.get("reference")
+    if len(messages) == 1 and isinstance(reference, dict) and isinstance(reference.get("code"), str):
+        messages.append({"role": "assistant", "content": reference["code"]})
+    return [message | {"content": message["content"].replace("\r\n", "\n").strip()} for message in messages]
+
+
+def parse_answer(raw: Any) -> Answer:
+    """Parses the ids of a prompt and its response, neither of them empty."""
+    lists = [raw.get(name) if isinstance(raw, dict) else None for name in ("prompt", "response")]
+    for name, ids in zip(("prompt", "response"), lists, strict=True):
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+            raise ValueError(f"got no {name!r}, expected a list of token ids")
+    return Answer(*lists)
+
+
+def parse_text(raw: Any) -> str:
+    text = raw.get("text") if isinstance(raw, dict) else raw
+    if not isinstance(text, str):
+        raise ValueError("got no 'text', expected a string")
+    return text
+
+
+@dataclass(frozen=True)
+class _Store:
+    """Records of a source by number: their places, which are all that is kept in memory, and how to name and load one."""
+
+    places: Sequence[Any]
+    where: Callable[[Any], str]
+    load: Callable[[Any], Any]
+
+
+def _open(source: Source) -> _Store:
+    if source.path == STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [p for p in sorted(root.rglob("*.py")) if not STDLIB_LEFT_OUT & set(p.relative_to(root).parts)]
+        return _Store(files, str, _load_text)
+    if source.path.startswith(HUB):
+        _refuse_evaluation(source.path, "/".join(source.path.removeprefix(HUB).split("/")[1:]))
+        records = _load_hub(source.path)
+        return _Store(range(len(records)), lambda number: f"{source.path}, record {number}", records.__getitem__)
+    named, is_text = Path(source.path).expanduser(), source.format == "text"
+    if any(character in source.path for character in "*?["):
+        files = sorted(path for path in map(Path, glob.glob(str(named), recursive=True)) if path.is_file())
+    elif named.is_dir():
+        inside = [path.relative_to(named) for path in named.rglob("*" if is_text else "*.jsonl") if path.is_file()]
+        files = sorted(named / path for path in inside if not any(part.startswith(".") for part in path.parts))
+    else:
+        files = [named] if named.is_file() else []
+    if not files:
+        raise ValueError(f"{source.path}: no such file; {EXPECTED}")
+    is_lines = not is_text or all(path.suffix == ".jsonl" for path in files)
+    for path in files if is_lines or named.is_file() else ():  # a folder of texts may well hold files named test
+        _refuse_evaluation(source.path, path.stem)
+    if is_lines:
+        return _Store(_find_lines(files), lambda place: f"{place[0]}, line {place[1]}", _load_line)
+    return _Store(files, str, _load_text)
+
+
+def _find_lines(files: Sequence[Path]) -> list[tuple[Path, int, int]]:
+    """Returns file, line number and first byte of every line that is not blank."""
+    places: list[tuple[Path, int, int]] = []
+    for path in files:
+        start = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not places and line.lstrip().startswith(b"["):
+                    raise ValueError(f"{path}: got a JSON list, expected one JSON object a line (jq -c '.[]' makes it)")
+                if line.strip():
+                    places.append((path, number, start))
+                start += len(line)
+    return places
+
+
+def _load_line(place: tuple[Path, int, int]) -> Any:
+    with place[0].open("rb") as file:
+        file.seek(place[2])
+        return parse_json(file.readline())
+
+
+def _load_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8 text") from None
+
+
+def _load_hub(path: str) -> Any:
+    from datasets import load_dataset  # slow to import, and local files do not need it
+
+    name, config, split = (path.removeprefix(HUB).split(":") + ["", ""])[:3]
+    try:
+        return load_dataset(name, config or None, split=split or "train")
+    except Exception as error:  # failures of `datasets`, HTTP and file systems have no common ancestor
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"{path}: {reason}; without a way to the Hub, give the path of a JSONL file that "
+            "datasets.load_dataset(...).to_json(...) wrote elsewhere"
+        ) from None
+
+
+def _within_limit(store: _Store, source: Source, seed: int) -> Sequence[int]:
+    """Returns the numbers of the records within a source's limit, in order."""
+    if not source.limit:
+        return range(len(store.places))
+    order = np.random.default_rng(seed).permutation(len(store.places)).tolist()
+    if source.format != "text":
+        return sorted(order[: source.limit])
+    chosen, characters = [], 0
+    for number in order:
+        if characters >= source.limit:
+            break
+        chosen.append(number)
+        try:
+            characters += len(parse_text(store.load(store.places[number])))
+        except ValueError:
+            pass  # reported when it is read
+    return sorted(chosen)
+
+
+def _refuse_evaluation(path: str, name: str) -> None:
+    words = {word.removesuffix("s") for word in re.split(r"[^a-z]+", name.lower())}
+    if words & EVALUATION and "train" not in words:
+        word = sorted(words & EVALUATION)[0]
+        raise ValueError(f"{path}: {name!r} says {word!r}, expected training data (rename it with 'train' if it is)")

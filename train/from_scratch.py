@@ -1,0 +1,154 @@
+"""Example: trains a tokenizer and a small language model from scratch, as for the verifier of the `tiny` pair.
+
+    python -m train.from_scratch configs/shipped/from_scratch.toml run=runs/verifier
+
+Leaves a Hugging Face folder in RUN/model, tokenizer included, which every other stage reads as its verifier. The training
+loop is that of all stages, `runtime.loop.fit`. On several hosts the tokenizer has to exist already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import tokenizers
+from etils import epath
+from tokenizers import decoders, pre_tokenizers, trainers
+
+from train.data import packing
+from train.data.documents import DataConfig
+from train.data.records import Source, read
+from train.runtime import folders, hosts, loop, run_config, watch
+from train.runtime.training_state import Stage, Sums, place
+from train.stages import losses
+from train.stages.teacher import document_mask
+from treeflash_jax.core import files, parameters, sharding
+from treeflash_jax.core.checks import bounded
+from treeflash_jax.formats import architectures, models
+from treeflash_jax.formats.keys import Keys
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.models import verifier, vocab
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.costs import Counter
+
+PAD, START, END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromScratchStage:
+    """Settings of this example.
+
+    Attributes:
+      run: folder of checkpoints, log and result, local or gs://.
+      tokenizer: folder of a Hugging Face tokenizer; trained on `tokenizer_sources` if it does not exist.
+      tokenizer_sources: chats and texts; a source listed twice counts twice.
+      vocab_size: entries of a new tokenizer, 4 special tokens and 256 bytes included.
+      sources, data: training text of the model.
+      model: keys of a Hugging Face config.json, of any architecture that this library reads.
+      init_scale: standard deviation of initial weights.
+      compute_dtype: dtype of activations.
+    """
+
+    run: str
+    tokenizer: str
+    tokenizer_sources: tuple[Source, ...] = ()
+    vocab_size: int = bounded(2048, least=260)
+    sources: tuple[Source, ...]
+    data: DataConfig = DataConfig()
+    model: dict[str, Any] = field(default_factory=dict)
+    init_scale: float = bounded(0.02, above=0)
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    optimizer: run_config.OptimizerConfig
+    loop: run_config.LoopConfig
+    mesh: run_config.MeshConfig = run_config.MeshConfig()
+
+
+def training_texts(sources: Sequence[Source], seed: int) -> Iterator[str]:
+    """Yields every message of chats, and texts as they are."""
+    for source in sources:
+        if source.format == "responses":
+            raise ValueError(f"{source.path}: got responses, which are token ids already; expected chats or texts")
+        for record in read(source, seed):
+            content = record.content
+            yield from [content] if isinstance(content, str) else [message["content"] for message in content]
+
+
+def train_tokenizer(settings: FromScratchStage) -> None:
+    """Trains byte-level BPE with single digits and a ChatML-like chat template, for `PreTrainedTokenizerFast`."""
+    from transformers import PreTrainedTokenizerFast  # slow to import, and prints
+
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=settings.vocab_size,
+        special_tokens=[PAD, START, END, MASK],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(training_texts(settings.tokenizer_sources, settings.loop.seed), trainer)
+    tokens = dict(eos_token=END, pad_token=PAD, mask_token=MASK, additional_special_tokens=[START])
+    trained = PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHAT_TEMPLATE, **tokens)
+    with files.filled(Path(settings.tokenizer)) as folder:
+        trained.save_pretrained(folder)
+    hosts.say(f"tokenizer of {len(trained)} entries in {settings.tokenizer}")
+
+
+def next_token_sums(params: Any, frozen: Any, batch: packing.Batch, keys_b: Any, *, model: ModelConfig, dtype: Any) -> Sums:
+    """Weighted sum of -log p(token | document so far), and of the weights."""
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    mask_btu = document_mask(batch.segments_bt)
+    out = verifier.forward(params, model, batch.tokens_bt, batch.positions_bt, mask_btu, attention="chunked")
+    labels_bt, weights_bt = (jnp.roll(x_bt, -1, axis=1).at[:, -1].set(0) for x_bt in (batch.tokens_bt, batch.weights_bt))
+    logits_btv = vocab.unembed(params.get("unembed", params["embed"]), out.hidden_btd)
+    loss_bt = losses.cross_entropy(logits_btv, losses.Targets(labels_bt, None))
+    return {"loss": (jnp.sum(weights_bt * loss_bt), jnp.sum(weights_bt))}
+
+
+def main(settings: FromScratchStage) -> None:
+    hosts.connect()
+    if not Path(settings.tokenizer).exists():
+        train_tokenizer(settings)
+    tokenizer = Tokenizer.load(settings.tokenizer)
+    keys = Keys(settings.model | {"vocab_size": len(tokenizer.inner), "eos_token_id": list(tokenizer.stop_ids)}, "model")
+    model, dtype, length = (
+        architectures.of(keys).read(keys),
+        jnp.dtype(settings.compute_dtype),
+        settings.data.sequence_length,
+    )
+    count = Counter(dtype=dtype, batch=settings.loop.batch)
+    stage = Stage(
+        specs=verifier.specs(model),
+        frozen_specs={},
+        sums=partial(next_token_sums, model=model, dtype=dtype),
+        compute_dtype=dtype,
+        flops=3.0 * (count.layers(model, length, length / 2) + count.vocabulary(model, length)).flops,
+    )
+    mesh = hosts.make_mesh(settings.mesh)
+    corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed)
+    initial = parameters.initialize(stage.specs, jax.random.key(settings.loop.seed), scale=settings.init_scale)
+    params = place(initial, stage.specs, mesh, jnp.float32)
+    hosts.say(f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens")
+    params = sharding.to_host(loop.fit(stage, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus))
+    if hosts.is_first():
+        target = epath.Path(settings.run) / "model"
+        with folders.filled(target, overwrite=True) as folder:
+            models.save_verifier(folder, model, params)
+            tokenizer.inner.save_pretrained(folder)
+        watch.table("Trained model", watch.summary(settings.run) | {"model": str(target)})
+
+
+if __name__ == "__main__":
+    run_config.run(main, FromScratchStage, __doc__)

@@ -1,0 +1,134 @@
+"""Rules by which `train.pair` chooses the sizes of a drafter, with reasons, and checks of values that users give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from train.data.packing import Corpus
+from train.runtime import hosts
+from treeflash_jax.core import devices
+from treeflash_jax.drafters.block.block_config import DrafterConfig, default_target_layers, fresh_layers
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.models import layers
+from treeflash_jax.models.config import ModelConfig
+
+MOST_TAPS = 5  # as in the published drafters
+LAYERS_PER_DRAFTER_LAYER = 10
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Value of a setting, and in one clause the reason for it."""
+
+    value: Any
+    reason: str
+
+
+def mask_token(tokenizer: Tokenizer | None, counts_v: np.ndarray, stop_ids: tuple[int, ...] = ()) -> Choice:
+    """Chooses the token that fills the open slots of a block: one that the training data does not contain, if there is any.
+
+    In this order: a special token named mask, one named reserved, an id past the tokenizer's last, another special token
+    outside the chat template, and last the rarest ordinary token.
+
+    Args:
+      tokenizer: the verifier's; None if its ids have no text.
+      counts_v: number of times each id of the verifier's vocabulary occurs in the training data.
+      stop_ids: ids that end an answer.
+    """
+    inner = None if tokenizer is None else tokenizer.inner
+    special = (
+        {} if inner is None else {i: token.content for i, token in inner.added_tokens_decoder.items() if token.special}
+    )
+    template = str(getattr(inner, "chat_template", None) or "")
+    roles = {*stop_ids, *(getattr(inner, f"{role}_token_id", None) for role in ("bos", "eos", "pad", "unk"))}
+    unused = [i for i in np.flatnonzero(counts_v == 0).tolist() if i not in roles]
+    free = {i: special[i] for i in unused if i in special and special[i] not in template}
+    for word in ("mask", "reserved"):
+        for i, name in free.items():
+            if word in name.lower():
+                return Choice(i, f"{name}, which the training data does not have")
+    for i in unused:
+        if inner is not None and i >= len(inner):
+            return Choice(i, "an id of the vocabulary that no text has")
+    for i, name in free.items():
+        return Choice(i, f"{name}, a special token that the training data does not have")
+    rarest = min((i for i in range(len(counts_v)) if i not in roles and i not in special), key=lambda i: (counts_v[i], -i))
+    times = f"{counts_v[rarest]:,} times in the training data"
+    return Choice(rarest, f"an ordinary token that occurs {times}, as no special token is unused")
+
+
+def tapped_layers(num_layers: int) -> Choice:
+    """Chooses the verifier layers that a drafter reads: up to five by the published rule."""
+    taps = default_target_layers(num_layers, max(1, min(MOST_TAPS, num_layers - 3)))
+    return Choice(taps, f"{len(taps)} of the verifier's {num_layers} layers by the published rule, the last near its end")
+
+
+def drafter_layers(num_layers: int) -> Choice:
+    count = min(MOST_TAPS, max(2, round(num_layers / LAYERS_PER_DRAFTER_LAYER)))
+    return Choice(count, f"about a tenth of the verifier's {num_layers} layers, from 2 to {MOST_TAPS}")
+
+
+def compute_dtype() -> Choice:
+    return Choice(devices.here().dtype.name, devices.here().dtype_reason)
+
+
+def block_size() -> Choice:
+    return (
+        Choice(8, "every drafted slot costs time on a CPU") if devices.here().is_cpu else Choice(16, "the published size")
+    )
+
+
+def initial_layers(model: ModelConfig, count: int) -> Choice:
+    """Chooses the verifier layers that a backbone of `count` layers starts as copies of."""
+    if not _has_drafter_layers(model):
+        return Choice((), "random, as the verifier's layers are of another kind")
+    last = tuple(range(model.num_layers - count, model.num_layers))
+    return Choice(last, "copies of the verifier's last layers, which train faster")
+
+
+def _has_drafter_layers(model: ModelConfig) -> bool:
+    """Returns whether this verifier's layers have the weights of a new drafter's."""
+    return not model.num_experts and layers.layer_specs(fresh_layers(model, 1)).keys() == layers.layer_specs(model).keys()
+
+
+def check_initial(initial_layers: Sequence[int], drafter: DrafterConfig, model: ModelConfig) -> None:
+    """Raises ValueError if the backbone's layers cannot start as copies of these layers of the verifier."""
+    if not initial_layers:
+        return
+    got, count = f"got initial_layers {list(initial_layers)}", drafter.layers.num_layers
+    if len(initial_layers) != count or max(initial_layers) >= model.num_layers:
+        raise ValueError(
+            f"{got}, expected {count} verifier layers from 0 to {model.num_layers - 1}, one for each layer of the backbone"
+        )
+    if not _has_drafter_layers(model):
+        raise ValueError(f"{got}, expected none: the layers of this verifier are of another kind than a drafter's")
+
+
+def check_taps(drafter: DrafterConfig, model: ModelConfig) -> None:
+    """Raises ValueError if all tapped layers are in the verifier's first half, as with the recipe of a smaller verifier."""
+    if max(drafter.target_layer_ids) < model.num_layers // 2:
+        raise ValueError(
+            f"got target_layer_ids {list(drafter.target_layer_ids)}, all in the first half of the verifier's "
+            f"{model.num_layers} layers, expected some that span it, such as {list(tapped_layers(model.num_layers).value)}"
+        )
+
+
+def check_mask(drafter: DrafterConfig, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
+    """Refuses a mask token that occurs in the training data, or warns if every other token does too.
+
+    Raises:
+      ValueError: the mask token occurs in the training data although another one does not.
+    """
+    counts_v = corpus.token_counts(model.vocab_size)
+    count = int(counts_v[drafter.mask_token_id])
+    if not count:
+        return
+    got = f"mask_token_id {drafter.mask_token_id}, which occurs {count:,} times in the training data"
+    better = mask_token(tokenizer, counts_v, model.eos_token_ids)
+    if not counts_v[better.value]:
+        raise ValueError(f"got {got}, expected an unused token, such as {better.value} ({better.reason})")
+    hosts.say(f"warning: got {got}, and every token does: it will be drafted poorly")

@@ -1,0 +1,302 @@
+"""Settings of the stages of `train.pair`: composed by rule, then overridden by those that were given."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from train.data import packing
+from train.data.documents import DataConfig
+from train.data.packing import Corpus
+from train.data.records import Source, read
+from train.drafter import DrafterStage
+from train.evaluate import EvaluateConfig
+from train.export import ExportStage
+from train.head import HeadStage
+from train.measure import MeasureStage
+from train.pairing import choices
+from train.pairing.choices import Choice
+from train.respond import RespondConfig, question
+from train.runtime import run_config
+from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
+from train.stages.objective import ObjectiveConfig
+from treeflash_jax.core import devices
+from treeflash_jax.core.checks import AtLeast0, bounded
+from treeflash_jax.engine.pairs import locate
+from treeflash_jax.formats import models
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.trees.shape import MAX_NODES
+
+EPOCHS = {"drafter": 6, "head": 3}  # the published backbones took six
+LEAST_STEPS = {"drafter": 200, "head": 100}
+LEARNING_RATES = {"drafter": 6e-3, "head": 1e-3}  # of Muon; the head has been trained with its backbone before
+SAMPLED_VOCABULARY = 4  # tokens of a sampled vocabulary per token of a sequence, on CPUs
+MEASURED_LENGTHS = 512  # prompts whose length decides what is too long
+LOGITS_BYTES = 512 * 2**20  # of the drafter's logits in memory at a time
+LEAST_PROMPTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig:
+    """Settings of `train.pair`. Those that are 0, none or empty are chosen by rule.
+
+    Attributes:
+      verifier: name of a pair ("smollm2"), folder, GGUF file or Hub id.
+      prompts: JSONL file of prompts or chats, a folder of them, a glob or a Hub data set.
+      out: folder of all settings and results; the drafter is written to OUT/model.
+      num_prompts: largest number of prompts used; 0 uses all, or as many as `minutes` allows.
+      minutes: total time of all commands with the same `out`, measurement included; 0 sets no limit.
+      block_size: tokens of a drafted block, anchor included.
+      num_layers: layers of the drafter's backbone.
+      mask_token_id: token in the slots of a block that are to be predicted.
+      target_layer_ids: verifier layers whose outputs the drafter reads.
+      steps: training steps of backbone and head together; 0 chooses by rule, or as `minutes` allows.
+      head_steps: training steps of the head alone, after that; 0 as for `steps`.
+      seed: random seed of all stages.
+      mesh: devices of all stages.
+      respond: settings of `train.respond` to override, by name (respond.max_new_tokens=256).
+      drafter: settings of `train.drafter` to override, by name (drafter.optimizer.learning_rate=3e-3).
+      head: settings of `train.head` to override, by name (head.loop.batch=16).
+      export: settings of `train.export` to override, by name (export.dtype=float32).
+      measure: settings of `train.measure` to override, by name (measure.seed=1).
+    """
+
+    verifier: str
+    prompts: str
+    out: str
+    num_prompts: int = bounded(0, least=0)
+    minutes: float = bounded(0.0, least=0)
+    block_size: int | None = bounded(None, least=2, most=MAX_NODES)
+    num_layers: int | None = bounded(None, least=1)
+    mask_token_id: int | None = bounded(None, least=0)
+    target_layer_ids: tuple[AtLeast0, ...] = ()
+    steps: int = bounded(0, least=0)
+    head_steps: int = bounded(0, least=0)
+    seed: int = bounded(0, least=0)
+    mesh: MeshConfig = MeshConfig()
+    respond: dict[str, Any] = field(default_factory=dict)
+    drafter: dict[str, Any] = field(default_factory=dict)
+    head: dict[str, Any] = field(default_factory=dict)
+    export: dict[str, Any] = field(default_factory=dict)
+    measure: dict[str, Any] = field(default_factory=dict)
+
+    def path(self, name: str) -> Path:
+        """Returns the path of a file or folder in OUT."""
+        return Path(self.out).expanduser() / name
+
+
+class Composed(NamedTuple):
+    """Settings of a stage, and a line for every choice: the setting's name, its value, and the reason for it."""
+
+    stage: Any
+    lines: list[str]
+
+
+@dataclass(frozen=True)
+class Composer:
+    """Composes the settings of every stage from those of the command, and config and tokenizer of the verifier."""
+
+    settings: PairConfig
+    model: ModelConfig
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def open(cls, settings: PairConfig) -> Composer:
+        folder = locate(settings.verifier, "verifier")
+        return cls(settings, models.read_verifier_config(folder), Tokenizer.load(folder))
+
+    def check(self) -> None:
+        """Composes all stages before there are answers, so that a misspelt setting does not show up after an hour."""
+        responded, nothing, step = self.respond().stage, Corpus({}, {}, {}, {}), Choice(1, "")
+        trained = self.training(responded, nothing, step).stage
+        choices.check_taps(trained.drafter_config(self.model), self.model)
+        self.training(responded, nothing, step, on=trained)
+        self.export()
+        self.measure()
+
+    def respond(self, limit: Choice | None = None) -> Composed:
+        """Composes the settings of `train.respond`.
+
+        Args:
+          limit: number of prompts to use, instead of `settings.num_prompts`.
+
+        Raises:
+          ValueError: prompts that cannot be read, or fewer than LEAST_PROMPTS.
+        """
+        settings, context = self.settings, self.model.max_positions
+        limit = limit or Choice(settings.num_prompts, "as given" if settings.num_prompts else "all of them")
+        count = count_prompts(settings, limit.value)
+        if count < LEAST_PROMPTS:
+            raise ValueError(f"{settings.prompts}: got {count} prompts, expected at least {LEAST_PROMPTS}")
+        sample = Source(path=settings.prompts, limit=min(count, MEASURED_LENGTHS), hold_out=0)
+        typical = np.percentile([_length(self.tokenizer, record.content) for record in read(sample, settings.seed)], 95)
+        longest = min(context // 2, math.ceil(typical / 32) * 32)
+        on_cpu = devices.here().is_cpu
+        made = RespondConfig(
+            verifier=settings.verifier,
+            sources=(Source(path=settings.prompts, limit=limit.value, hold_out=_hold_out(count)),),
+            out=str(settings.path("responses.jsonl")),
+            temperatures=(0.0, 0.7, 0.0, 1.0),
+            max_new_tokens=min(256 if on_cpu else 1024, context - longest),
+            max_prompt_tokens=longest,
+            batch=max(settings.mesh.data * settings.mesh.fsdp or jax.device_count(), min(64, count)),
+            seed=settings.seed,
+            mesh=settings.mesh,
+        )
+        reasons = {
+            "sources.0.limit": limit.reason,
+            "sources.0.hold_out": f"one in {_hold_out(count)} of {count:,} prompts, for validation and measurement",
+            "max_prompt_tokens": f"95 % of the prompts have at most {typical:.0f} tokens; longer ones are left out",
+            "max_new_tokens": f"on {'a CPU' if on_cpu else 'an accelerator'}; longer answers are cut",
+            "temperatures": "half of the answers greedy, half sampled",
+        }
+        return _composed(made, settings.respond, reasons)
+
+    def read_answers(self, responded: RespondConfig) -> Corpus:
+        source = Source(path=responded.out, format="responses", hold_out=0)
+        vocab_size = self.model.vocab_size
+        return packing.load_corpus([source], self._data(responded), self.tokenizer, self.settings.seed, vocab_size)
+
+    def steps(self, name: str, answers: Corpus) -> Choice:
+        """Returns the number of steps of a training stage."""
+        given = self.settings.steps if name == "drafter" else self.settings.head_steps
+        if given:
+            return Choice(given, "as given")
+        epochs, batch, least = EPOCHS[name], _batch_size(self.settings.mesh), LEAST_STEPS[name]
+        count = max(least, math.ceil(epochs * answers.num_sequences / batch))
+        reason = f"{epochs} epochs of {answers.num_sequences:,} sequences in batches of {batch}, at least {least} steps"
+        return Choice(count, reason)
+
+    def training(
+        self,
+        responded: RespondConfig,
+        answers: Corpus,
+        steps: Choice,
+        evaluations: int = 4,
+        *,
+        on: DrafterStage | None = None,
+    ) -> Composed:
+        """Composes the settings of `train.drafter`; or, `on` a drafter in OUT/drafter, those of `train.head`."""
+        settings, data, mesh = self.settings, self._data(responded), self.settings.mesh
+        if on:
+            name, kind, chosen, block = "head", HeadStage, _head(settings, on), on.block_size
+        else:
+            name, kind, chosen = "drafter", DrafterStage, _backbone(self, answers)
+            block = chosen["block_size"].value
+        anchors, batch = max(1, data.sequence_length // 8), _batch_size(mesh)
+        chunk = min(anchors, 2 ** int(math.log2(max(1, LOGITS_BYTES // (batch * block * self.model.vocab_size * 4)))))
+        every, sample = math.ceil(steps.value / evaluations), SAMPLED_VOCABULARY * data.sequence_length
+        is_sampled = not on and devices.here().is_cpu and sample < self.model.vocab_size
+        made = kind(
+            **{key: choice.value for key, choice in chosen.items()},
+            run=str(settings.path(name)),
+            verifier=settings.verifier,
+            sources=(Source(path=responded.out, format="responses", hold_out=_hold_out(answers.num_documents)),),
+            data=data,
+            compute_dtype=choices.compute_dtype().value,
+            objective=ObjectiveConfig(
+                loss="forward-kl",
+                decay=4.0 if block <= 8 else 7.0,
+                base_weight=0.0 if on else 0.5,
+                anchors=anchors // chunk * chunk,
+                chunk=chunk,
+                vocabulary=sample if is_sampled else 0,
+            ),
+            evaluate=EvaluateConfig(nodes=(16,), prompts=8 if settings.minutes else 16),
+            optimizer=OptimizerConfig(name="muon", learning_rate=LEARNING_RATES[name], final=0.01),
+            loop=LoopConfig(steps=steps.value, batch=batch, seed=settings.seed, save_every=50, evaluate_every=every),
+            mesh=mesh,
+        )
+        reasons = {key: choice.reason for key, choice in chosen.items()} | {
+            "objective.vocabulary": "a sample for each sequence" if is_sampled else "0 compares all tokens",
+            "compute_dtype": choices.compute_dtype().reason,
+            "loop.steps": steps.reason,
+        }
+        return _composed(made, getattr(settings, name), reasons)
+
+    def export(self) -> Composed:
+        run, out = (str(self.settings.path(name)) for name in ("head", "model"))
+        return _composed(ExportStage(run=run, out=out, overwrite=True), self.settings.export, {})
+
+    def measure(self, seconds: float = 0.0) -> Composed:
+        settings = self.settings
+        paths = dict(drafter="model", respond="respond.toml", out="measured.json")
+        made = MeasureStage(
+            verifier=settings.verifier,
+            **{name: str(settings.path(path)) for name, path in paths.items()},
+            seconds=seconds,
+            seed=settings.seed,
+        )
+        return _composed(made, settings.measure, {})
+
+    def _data(self, responded: RespondConfig) -> DataConfig:
+        whole = math.ceil((responded.max_prompt_tokens + responded.max_new_tokens) / 64) * 64
+        return DataConfig(sequence_length=min(self.model.max_positions, max(256, whole)))
+
+
+def _backbone(composer: Composer, answers: Corpus) -> dict[str, Choice]:
+    """Chooses the sizes of the backbone, the layers it starts from and its head."""
+    model, counts_v = composer.model, answers.token_counts(composer.model.vocab_size)
+    chosen = {
+        "mask_token_id": choices.mask_token(composer.tokenizer, counts_v, model.eos_token_ids),
+        "target_layer_ids": choices.tapped_layers(model.num_layers),
+        "block_size": choices.block_size(),
+        "num_layers": choices.drafter_layers(model.num_layers),
+    }
+    given = {key: value for key in chosen if (value := getattr(composer.settings, key)) not in (None, ())}
+    chosen |= {key: Choice(value, "as given") for key, value in given.items()}
+    chosen["initial_layers"] = choices.initial_layers(model, chosen["num_layers"].value)
+    return chosen | {"head": Choice("mlp", "TreeFlash's, trained with the backbone")}
+
+
+def _head(settings: PairConfig, trained: DrafterStage) -> dict[str, Choice]:
+    keeps, folder = trained.head == "mlp", str(settings.path("drafter") / "model")
+    why = f"{'continues over the whole vocabulary' if keeps else 'from zero'}, on the frozen backbone"
+    return {"drafter": Choice(folder, "the result of train.drafter"), "keep_head": Choice(keeps, why)}
+
+
+def count_prompts(settings: PairConfig, limit: int = 0) -> int:
+    return sum(1 for _ in read(Source(path=settings.prompts, limit=limit, hold_out=0), settings.seed))
+
+
+def _hold_out(count: int) -> int:
+    """Returns n such that every n-th of `count` records is held out: about 16 of them, from one in 50 to a quarter."""
+    return min(50, max(4, count // 16))
+
+
+def _batch_size(mesh: MeshConfig) -> int:
+    """Returns the smallest batch of at least 8 sequences that all devices share equally."""
+    num_devices = mesh.data * mesh.fsdp or jax.device_count() // mesh.model
+    return math.ceil(8 / num_devices) * num_devices
+
+
+def _length(tokenizer: Tokenizer | None, content: Any) -> int:
+    """Returns the number of tokens of a prompt."""
+    if tokenizer is None:
+        raise ValueError("got prompts as text, but the verifier has no tokenizer; expected one in its folder")
+    prompt = question(content)
+    return len(tokenizer.encode_chat(prompt) if isinstance(prompt, list) else tokenizer.encode(prompt))
+
+
+def _composed(by_rule: Any, given: dict[str, Any], reasons: dict[str, str]) -> Composed:
+    """Replaces settings by those that were given, and describes each choice."""
+    stage = run_config.replaced(by_rule, given)
+    lines = []
+    for name, reason in reasons.items():
+        value, before = setting(stage, name), setting(by_rule, name)
+        shown = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        lines.append(f"{name} = {shown}: {reason if value == before else 'as given'}")
+    return Composed(stage, lines)
+
+
+def setting(stage: Any, name: str) -> Any:
+    """Returns the value of a setting by its dotted name."""
+    for part in name.split("."):
+        stage = stage[int(part)] if part.isdigit() else getattr(stage, part)
+    return stage

@@ -1,0 +1,146 @@
+"""Time budget of `train.pair minutes=...`: measures the cost of each stage, and divides the time among the stages."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train import respond
+from train.data import packing
+from train.pairing.choices import Choice
+from train.pairing.compose import Composer, PairConfig
+from train.runtime import hosts, watch
+from treeflash_jax.core import files
+from treeflash_jax.core.checks import read_json
+
+SHARES = {"respond": 0.45, "drafter": 0.35, "head": 0.15, "measure": 0.15}  # of the time that fixed costs leave
+EVALUATED_SHARE, MOST_EVALUATIONS = 0.2, 4  # of a training stage
+TIMED_TOKENS, TIMED_STEPS = 32, 4
+TIMED_EVERY = 2  # steps between the two timed evaluations
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that the parts of stages take, measured on this machine.
+
+    Attributes:
+      answer: one answer of full length, in a batch.
+      answers_start: loading and compiling before the first answer.
+      start: loading and compiling before the first training step, and writing the result.
+      step: one training step.
+      first_evaluation: the first evaluation of a run, compiling included.
+      evaluation: any other evaluation.
+      export: the export of a drafter.
+    """
+
+    answer: float
+    answers_start: float
+    start: float
+    step: float
+    first_evaluation: float
+    evaluation: float
+    export: float
+
+    def plan(self, seconds: float, stages: Sequence[str]) -> dict[str, float]:
+        """Divides `seconds` among `stages`: each gets its fixed costs and its share of the remaining time."""
+        training, measuring = self.start + self.first_evaluation, 2 * self.first_evaluation  # compiles two systems
+        fixed = dict(respond=self.answers_start, drafter=training, head=training, export=self.export, measure=measuring)
+        shares = {name: SHARES.get(name, 0.0) for name in stages}
+        free = max(0.0, seconds - sum(fixed[name] for name in stages)) / (sum(shares.values()) or 1.0)
+        return {name: fixed[name] + free * share for name, share in shares.items()}
+
+    def training(self, seconds: float) -> tuple[int, int]:
+        """Returns the numbers of steps and evaluations that fit into a training stage of `seconds`."""
+        free = max(0.0, seconds - self.start - self.first_evaluation)
+        more = min(MOST_EVALUATIONS - 1, int(EVALUATED_SHARE * free / self.evaluation))
+        return int((free - more * self.evaluation) / self.step), 1 + more
+
+
+class Budget:
+    """Time used by this command and earlier ones with the same OUT; kept in OUT/minutes.json together with the costs."""
+
+    def __init__(self, settings: PairConfig):
+        self.path, self.minutes = settings.path("minutes.json"), settings.minutes
+        saved = read_json(self.path) if self.path.exists() else {}
+        self.before, self.began = saved.get("seconds", 0.0), time.perf_counter()
+        self.costs = Costs(**saved["costs"]) if saved.get("costs") else None
+
+    @property
+    def spent(self) -> float:
+        return self.before + time.perf_counter() - self.began
+
+    @property
+    def left(self) -> float:
+        return 60 * self.minutes - self.spent
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Saves the time spent, however the command ends."""
+        try:
+            yield
+        finally:
+            self.save()
+
+    def save(self) -> None:
+        costs = self.costs and dataclasses.asdict(self.costs)
+        files.write(self.path, json.dumps({"seconds": round(self.spent, 1), "costs": costs}, indent=1) + "\n")
+
+    def show(self, plan: Mapping[str, float]) -> None:
+        """Prints the seconds planned for every stage."""
+        hosts.say(f"\nPlan for minutes={self.minutes:g}, of which {watch.duration(self.spent)} are spent:")
+        for name, seconds in plan.items():
+            hosts.say(f"  train.{name}: {seconds:,.0f} s")
+        total = self.spent + sum(plan.values())
+        over = f", more than minutes={self.minutes:g}: these stages take at least this long here"
+        hosts.say(f"  all: {watch.duration(total)}{over if total > 75 * self.minutes else ''}")
+
+
+def measure_costs(
+    composer: Composer, responding: respond.RespondConfig, mains: Mapping[str, Callable[[Any], None]]
+) -> Costs:
+    """Times a batch of short answers, a few training steps with two evaluations, and an export, in OUT/timing."""
+    folder = composer.settings.path("timing")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    hosts.say(f"timing {TIMED_TOKENS} tokens of answers, {TIMED_STEPS} training steps, 2 evaluations and an export")
+    timed = dataclasses.replace(composer, settings=dataclasses.replace(composer.settings, out=str(folder)))
+    with redirect_stdout(io.StringIO()):
+        answer, answers_start = _time_answers(responding, folder / "responses.jsonl")
+        responded = dataclasses.replace(responding, out=str(folder / "responses.jsonl"))
+        stage = timed.training(responded, timed.read_answers(responded), Choice(TIMED_STEPS, "")).stage
+        loop = dataclasses.replace(stage.loop, steps=TIMED_STEPS, log_every=1, save_every=0, evaluate_every=TIMED_EVERY)
+        began = time.perf_counter()
+        mains["drafter"](dataclasses.replace(stage, loop=loop))
+        trained = time.perf_counter()
+        mains["export"](dataclasses.replace(timed.export().stage, run=stage.run))
+        exported = time.perf_counter()
+    log = watch.read_log(stage.run)
+    shutil.rmtree(folder)
+    ended = {line["step"]: line["seconds"] for line in log}
+    step = stage.loop.batch * stage.data.sequence_length / max(line.get("tokens_per_second", 0.0) for line in log)
+    first, later = (max(0.1, ended[at] - ended[at - 1] - step) for at in (TIMED_EVERY, 2 * TIMED_EVERY))
+    start = max(0.0, trained - began - TIMED_STEPS * step - first - later)
+    return Costs(answer, answers_start, start, step, first, later, exported - trained)
+
+
+def _time_answers(settings: respond.RespondConfig, out: Path) -> tuple[float, float]:
+    """Returns the seconds of an answer and of everything before it; writes some short answers to `out`, for training."""
+    began = time.perf_counter()
+    model = respond.load_model(settings)
+    prompts = respond.collect_prompts(settings, model)
+    chosen = [prompts[i] for i in packing.spread(min(settings.batch, len(prompts)), len(prompts))]
+    ids = [prompt.ids for prompt in chosen]
+    results = model.generate(ids, builder="none", max_new_tokens=TIMED_TOKENS, batch_size=settings.batch)
+    seconds = results[0].seconds
+    start = time.perf_counter() - began - seconds
+    lines = [respond.answer_line(i, chosen[i], settings, result) for i, result in enumerate(results)]
+    out.write_text("".join(lines), encoding="utf-8")
+    return seconds * settings.max_new_tokens / sum(len(result.ids) for result in results), start

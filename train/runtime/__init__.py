@@ -1,0 +1,1 @@
+"""The training loop, its state, checkpoints, hosts and monitoring."""

@@ -1,0 +1,234 @@
+"""Checkpoints of a run through Orbax: asynchronous, complete or absent, the newest few and the best kept, local or gs://.
+
+A checkpoint holds the state, a checksum of its values, and digests of the documents it was trained on. The settings of the
+run are stored beside its checkpoints; a run directory refuses settings and documents that would train something else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+from jax import lax
+
+from train.runtime import folders, hosts, run_config
+from train.runtime.run_config import LoopConfig
+from treeflash_jax.core import devices, sharding
+
+# Settings that may change when a run continues: the number of steps, and what does not affect weights.
+FREE = frozenset(
+    {"run", "mesh"} | {f"loop.{name}" for name in "steps log_every save_every evaluate_every keep tensorboard".split()}
+)
+STATE = "state"  # Orbax's name for a tree that is saved alone
+LOGGERS = ("absl", "asyncio")  # Orbax logs a traceback here of every error that it also raises
+
+
+@devices.jit
+def checksum(state: Any) -> jax.Array:
+    """Sum of all 32-bit words of a tree of arrays, modulo 2^32: the same however they are sharded."""
+    leaves = jax.tree.leaves(state)
+    return sum(jnp.sum(lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32) for x in leaves)
+
+
+class Checkpoints:
+    """The checkpoints of one run directory.
+
+    Example:
+      >>> with Checkpoints("runs/head", config.loop, corpus.digests()) as saved:
+      ...     state = saved.restore(abstract_state) or fresh_state
+      ...     saved.save(200, state, {"held_out/loss": 0.3})
+
+    Args:
+      run: the directory.
+      loop: settings of the run: its steps, and which checkpoints are kept.
+      documents: digest of the training documents by source (`Corpus.digests`); None if checkpoints are only read.
+    """
+
+    def __init__(self, run: str, loop: LoopConfig, documents: Mapping[str, str] | None = None):
+        from orbax.checkpoint import v1 as ocp  # slow to import; compiling a step alone does not need it
+
+        self.folder, self.loop, self.documents, self.orbax = folders.absolute(run), loop, documents, ocp
+        policies = ocp.training.preservation_policies
+        kept = [policies.LatestN(loop.keep)]
+        if loop.best:
+            worst = float("inf") if loop.best_mode == "min" else float("-inf")
+            kept.append(
+                policies.BestN(
+                    get_metric_fn=lambda metrics: (metrics or {}).get(loop.best, worst),
+                    reverse=loop.best_mode == "min",
+                    n=1,
+                    keep_checkpoints_without_metrics=False,
+                )
+            )
+        try:
+            self.inner = ocp.training.Checkpointer(
+                self.folder / "checkpoints",
+                save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),  # the loop decides
+                preservation_policy=policies.AnyPreservationPolicy(kept),
+                cleanup_tmp_directories=documents is not None,
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"{self.folder}/checkpoints cannot be read ({_reason(error)}); delete its damaged step or give another run="
+            ) from None
+
+    def __enter__(self) -> Checkpoints:
+        for name in LOGGERS:
+            logging.getLogger(name).disabled = True
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        try:
+            self.inner.close()
+        except Exception as error:  # of an asynchronous write
+            if kind is None:
+                raise _unwritten(self.folder, error) from None
+        if kind is None:  # threads of a failed write may still log
+            for name in LOGGERS:
+                logging.getLogger(name).disabled = False
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Metrics of every checkpoint by its step, oldest first; those without an evaluation have none."""
+        return {saved.step: saved.metrics or {} for saved in sorted(self.inner.checkpoints, key=lambda saved: saved.step)}
+
+    def restore(self, abstract: Any) -> Any:
+        """Returns the newest intact state, laid out as `abstract`; None if there is no checkpoint yet.
+
+        A damaged checkpoint (files that are missing, cut off or changed) is skipped with one line.
+
+        Raises:
+          ValueError: a checkpoint holds other arrays or was trained on other documents, or none is intact.
+        """
+        steps = list(self.metrics())
+        for step in reversed(steps):
+            try:
+                return self._load(step, abstract)
+            except _DamageError as error:
+                hosts.say(f"{error}; trying the one before")
+        if steps:
+            raise ValueError(f"{self.folder}: all of its checkpoints are damaged; move it away or give another run=")
+        return None
+
+    def load(self, step: int, abstract: Any) -> Any:
+        """Returns the state of one checkpoint, laid out as `abstract`.
+
+        Raises:
+          ValueError: the checkpoint is damaged or holds other arrays.
+        """
+        try:
+            return self._load(step, abstract)
+        except _DamageError as error:
+            raise ValueError(f"{error}; give another step") from None
+
+    def _load(self, step: int, abstract: Any) -> Any:
+        path = self.folder / "checkpoints" / str(step)
+        with self._damage(step):
+            stored = self.orbax.metadata(path, checkpointable_name=STATE)
+            notes = stored.custom_metadata or {}
+            total, steps, documents = notes["checksum"], notes["steps"], notes["documents"]
+        if stored.metadata:  # otherwise Orbax cannot read it, and its `load` says why
+            self._check_arrays(step, _shapes(stored.metadata), _shapes(abstract))
+        if self.documents is not None and steps == self.loop.steps:  # a run that is extended may have more documents
+            self._check_documents(step, documents)
+        with self._damage(step):
+            state = self.orbax.load(path, abstract, checkpointable_name=STATE)
+            if int(sharding.to_host(checksum(state))) != total:  # neither Orbax nor TensorStore notices one bit
+                raise ValueError("its values are not those that were saved")
+        return state
+
+    @contextmanager
+    def _damage(self, step: int) -> Iterator[None]:
+        """Raises `_DamageError` for errors of missing, cut off or changed files; other errors come from code."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, OSError | ValueError | KeyError) or type(error) is Exception:
+                raise _DamageError(f"{self.folder}: checkpoint of step {step} is damaged ({_reason(error)})") from error
+            raise
+
+    def _check_arrays(self, step: int, then: dict[str, tuple], now: dict[str, tuple]) -> None:
+        changed = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+        if changed:
+            was, expected = (
+                ", ".join(f"{name} {sizes.get(name, 'absent')}" for name in changed[:3]) for sizes in (then, now)
+            )
+            raise ValueError(
+                f"{self.folder}: the checkpoint of step {step} holds other arrays: {len(changed)} differ, such as {was}; "
+                f"expected {expected}. Continue with the drafter and code it was trained with, or give another run="
+            )
+
+    def _check_documents(self, step: int, then: Mapping[str, str]) -> None:
+        changed = [name for name in {**then, **self.documents} if then.get(name) != self.documents.get(name)]
+        if changed:
+            raise ValueError(
+                f"{self.folder}: the documents of {', '.join(changed)} changed after step {step} was trained; "
+                "restore those of then to continue, or give more loop.steps or another run= to train on these"
+            )
+
+    def save(self, step: int, state: Any, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
+        """Starts writing; returns once the arrays are copied.
+
+        Raises:
+          ValueError: this write, or the one before it, failed. Complete checkpoints stay as they are.
+        """
+        notes = {"documents": self.documents, "steps": self.loop.steps, "checksum": int(sharding.to_host(checksum(state)))}
+        try:
+            self.inner.wait()
+            self.inner.save_async(step, state, metrics=metrics, custom_metadata=notes, overwrite=True)
+            if wait:
+                self.inner.wait()
+        except Exception as error:
+            raise _unwritten(self.folder, error) from error
+
+
+class _DamageError(Exception):
+    """A checkpoint has files that are missing, cut off or changed."""
+
+
+def claim(folder: epath.Path, config: Any) -> None:
+    """Writes the settings of a new run, or compares them with those of the run in this directory.
+
+    Raises:
+      ValueError: the directory belongs to a run with other settings, or cannot be written.
+    """
+    path = folder / "settings.toml"
+    text = run_config.dump(run_config.to_dict(config))
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            if hosts.is_first():
+                folders.write(path, text)  # in one piece, since other hosts may read it already
+            return
+        changed = run_config.changes(config, path, FREE)
+        steps = run_config.changes(config, path, ()).get("loop.steps")
+        if steps and not changed and hosts.is_first():
+            folders.write(path, text)
+            hosts.say(f"{folder}: had loop.steps = {steps[0]}, now {steps[1]}: the learning rate follows the new number")
+    except OSError as error:
+        raise ValueError(f"{path}: {_reason(error)}; give another run=") from None
+    if changed:
+        examples = "; ".join(f"{key} was {then!r}, now {now!r}" for key, (then, now) in list(changed.items())[:3])
+        raise ValueError(f"{folder} holds a run with other settings ({examples}); give another run= or the settings it has")
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape) for path, leaf in leaves}
+
+
+def _unwritten(folder: epath.Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"{folder}: a checkpoint could not be written ({_reason(error)}); free some space or give another run=; "
+        "complete checkpoints are untouched"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Returns the end of an error's first line: TensorStore puts the names of files before the reason."""
+    text = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
+    return text.partition(" [tensorstore")[0].rpartition('": ')[2][:200]

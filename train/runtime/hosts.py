@@ -1,0 +1,74 @@
+"""Processes and devices of a run: one laptop, one GPU, or every host of a pod, by the same command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from train.runtime.run_config import MeshConfig
+from treeflash_jax.core import sharding as meshes
+
+
+def connect() -> None:
+    """Joins the other processes of this job, if there are any.
+
+    JAX finds them by itself on Cloud TPU pods and under Slurm and Open MPI; elsewhere set JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID for every process.
+    """
+    environ = os.environ
+    has_others = (
+        not environ.keys().isdisjoint(("JAX_COORDINATOR_ADDRESS", "MEGASCALE_COORDINATOR_ADDRESS"))
+        or int(environ.get("SLURM_NTASKS", "1")) > 1
+        or int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1
+        or "," in environ.get("TPU_WORKER_HOSTNAMES", "")
+    )
+    if has_others and not jax.distributed.is_initialized():
+        names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
+        jax.distributed.initialize(**{name: int(environ[key]) for name, key in names.items() if key in environ})
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """A mesh over `devices`, those of all hosts by default; `data` 0 takes what `fsdp` and `model` leave.
+
+    Raises:
+      ValueError: the product is more than the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    data = config.data or max(1, len(devices) // max(1, config.fsdp * config.model))
+    return meshes.make_mesh(data, config.model, devices, fsdp=config.fsdp)
+
+
+def is_first() -> bool:
+    """True on the process that prints and logs."""
+    return jax.process_index() == 0
+
+
+def say(text: str) -> None:
+    """Prints once, whatever the number of hosts."""
+    if is_first():
+        print(text, flush=True)
+
+
+def check_batch(batch_size: int, accumulate: int, mesh: jax.sharding.Mesh) -> None:
+    """Raises ValueError if a batch does not divide into parts, devices and hosts."""
+    devices = mesh.shape["data"] * mesh.shape.get("fsdp", 1)
+    if batch_size % (accumulate * devices) or batch_size % jax.process_count():
+        raise ValueError(
+            f"got loop.batch {batch_size} in {accumulate} parts, expected a multiple of {accumulate} parts x {devices} "
+            f"devices along data and fsdp, and of {jax.process_count()} hosts"
+        )
+
+
+def place_batch(batch: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Joins the batches of all hosts into global arrays, split over data and fsdp."""
+
+    def place(x: np.ndarray) -> jax.Array:
+        shape = (len(x) * jax.process_count(), *x.shape[1:])
+        sharding = meshes.sharding(("batch",) + (None,) * (x.ndim - 1), shape, mesh)
+        return jax.make_array_from_process_local_data(sharding, x, shape)
+
+    return jax.tree.map(place, batch)

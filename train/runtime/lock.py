@@ -1,0 +1,91 @@
+"""Locks on outputs that only one command may write at a time: a run, a file of answers, a pair.
+
+On a local path it is a lock of the operating system, which ends with its process however that ends. Object stores have no
+locks: there the newest process owns an output through a file with its token, and an older one stops before its next write.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+from etils import epath
+from filelock import FileLock, Timeout
+from jax.experimental import multihost_utils
+
+from train.runtime import folders, hosts
+
+
+@contextmanager
+def held(path: epath.Path, what: str) -> Iterator[Lock]:
+    """Holds the lock of `path` while the block runs, on behalf of all hosts of this job.
+
+    Example:
+      >>> with lock.held(folder / "run.lock", "runs/head") as mine:
+      ...     mine.check()  # before every write
+
+    Args:
+      path: file of the lock; its folder is made if it is missing.
+      what: name of the output, for messages.
+
+    Raises:
+      ValueError: another process holds it, or the file cannot be written; on every host of the job.
+    """
+    lock, error = Lock(path, what), None
+    if hosts.is_first():
+        try:
+            lock.acquire()
+        except ValueError as refused:
+            error = refused
+        except OSError as refused:
+            error = ValueError(f"{path} cannot be written ({refused.strerror or refused}); give another place")
+    if jax.process_count() > 1:
+        is_held = multihost_utils.broadcast_one_to_all(np.int32(error is None))
+        if not is_held and error is None:
+            error = ValueError(f"{what}: another process works on it; see the first host's message")
+    if error is not None:
+        raise error
+    try:
+        yield lock
+    finally:
+        if hosts.is_first():
+            lock.release()
+
+
+class Lock:
+    """The lock of one process; `held` is the way to use it."""
+
+    def __init__(self, path: epath.Path, what: str):
+        self.path, self.what, self.token = epath.Path(path), what, uuid.uuid4().hex
+        self.local = None if folders.is_remote(path) else FileLock(path, timeout=0)
+
+    def acquire(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.local is None:
+            self.path.write_text(self.token)
+            return
+        try:
+            self.local.acquire()
+        except Timeout:
+            raise ValueError(
+                f"{self.what}: another process works on it (it holds {self.path}); wait until it has ended, or stop it"
+            ) from None
+
+    def check(self) -> None:
+        """Raises ValueError if a newer process owns the output."""
+        if self.local is None and hosts.is_first() and not self._is_owned():
+            raise ValueError(f"{self.what}: another process was started on it; this one stops and writes nothing more")
+
+    def release(self) -> None:
+        if self.local is None:
+            if self._is_owned():
+                self.path.unlink(missing_ok=True)
+        else:
+            self.path.unlink(missing_ok=True)  # first, since a released lock may be another process's at once
+            self.local.release()
+
+    def _is_owned(self) -> bool:
+        return self.path.exists() and self.path.read_text() == self.token

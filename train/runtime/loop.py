@@ -1,0 +1,315 @@
+"""The training loop that every stage shares: one compiled step over a mesh, resumable at any moment.
+
+A step is a function of (settings, seed, step): a batch depends on seed and step, anchors on seed, step and sequence. A run
+that was killed, or moved to other devices or hosts, continues from its last checkpoint to where it would have ended.
+`training_state` defines what a step computes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+
+from train.data import packing
+from train.runtime import folders, hosts, lock, training_state, watch
+from train.runtime.checkpoint import Checkpoints, claim
+from train.runtime.run_config import LoopConfig
+from train.runtime.training_state import Stage, Sums, TrainState
+from treeflash_jax.core import background, devices, sharding
+from treeflash_jax.models import ceilings
+
+T = TypeVar("T")
+Evaluating = Callable[[int, int, str], None]  # receives the progress of an evaluation: number done, total, noun
+
+
+def resolve_steps(config: LoopConfig, num_sequences: int) -> int:
+    """Optimiser steps of a run. Raises ValueError if there are none."""
+    steps = config.steps or math.ceil(config.epochs * num_sequences / config.batch)
+    if steps < 1:
+        raise ValueError(f"got {num_sequences} sequences and {config.epochs} epochs, expected at least one step; add data")
+    return steps
+
+
+def means(sums: Sums) -> dict[str, Any]:
+    """Means of the sums as floats, vectors as lists; None for a metric of total weight 0."""
+
+    def mean(total: np.ndarray, weight: np.ndarray) -> Any:
+        values = [round(float(t / w), 6) if w > 0 else None for t, w in zip(total.flat, weight.flat, strict=True)]
+        return values if total.ndim else values[0]
+
+    return {name: mean(np.asarray(total), np.asarray(weight)) for name, (total, weight) in sums.items()}
+
+
+def fit(
+    stage: Stage,
+    *,
+    config: Any,
+    mesh: jax.sharding.Mesh,
+    params: Any,
+    frozen: Any,
+    corpus: packing.Corpus,
+    evaluate: Callable[[Any, Evaluating], dict[str, Any]] | None = None,
+) -> Any:
+    """Trains until the last step and returns the float32 weights, on the mesh.
+
+    Args:
+      config: settings of the stage; reads `run`, `loop`, `optimizer` and `data`, and a run belongs to all of them.
+      mesh: over all devices of all hosts.
+      params: initial weights, placed (`training_state.place`).
+      frozen: weights that are only read, placed.
+      evaluate: metrics of the weights, added to those of the held-out sequences; it may report its progress.
+
+    Raises:
+      ValueError: a run directory of other settings or past the last step, a batch that does not divide, a loss that is not
+        finite (the last checkpoint is from before), a checkpoint that cannot be written.
+      SystemExit: after SIGTERM or Ctrl-C and one more checkpoint, with status 143 or 130.
+    """
+    loop: LoopConfig = config.loop
+    hosts.check_batch(loop.batch, loop.accumulate, mesh)
+    steps, folder = resolve_steps(loop, corpus.num_sequences), folders.absolute(config.run)
+    with sharding.ambient(mesh), lock.held(folder / "run.lock", f"run={config.run}") as mine:
+        claim(folder, config)
+        with Checkpoints(config.run, loop, corpus.digests()) as saved, Termination() as termination:
+            run = _Run(stage, config, steps, mesh, params, mine, saved, termination)
+            try:
+                held_out = partial(HeldOut(stage, corpus, loop, mesh), frozen=frozen)
+                return run.train(frozen, corpus, [held_out, *([evaluate] if evaluate else [])])
+            finally:
+                run.shown.close()
+
+
+class _Run:
+    """A run in progress: the state of its last checkpoint, else a fresh one, and the compiled step."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        config: Any,
+        steps: int,
+        mesh: jax.sharding.Mesh,
+        params: Any,
+        mine: lock.Lock,
+        saved: Checkpoints,
+        termination: Termination,
+    ):
+        loop: LoopConfig = config.loop
+        self.stage, self.loop, self.steps, self.mesh = stage, loop, steps, mesh
+        self.mine, self.saved, self.termination = mine, saved, termination
+        self.rate = training_state.schedule(config.optimizer, steps, config.optimizer.learning_rate)
+        transform = training_state.make_optimizer(config.optimizer, steps, stage.specs)
+        example = training_state.abstract_batch(loop.batch, config.data.sequence_length)
+        abstract = training_state.abstract_state(stage, transform, example, mesh)
+        out = dict(out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
+        self.state: TrainState = saved.restore(abstract)
+        if self.state is None:
+            initial_state = partial(training_state.initial_state, stage, transform, batch=example)
+            self.state = devices.jit(initial_state, **out)(params)
+        every = dict(accumulate=loop.accumulate, log_every=loop.log_every or steps)
+        update = training_state.make_update(stage, transform, seed=loop.seed, **every)
+        self.update = devices.jit(update, donate_argnums=0, **out)
+        self.start = int(sharding.to_host(self.state.step))
+        if self.start > steps:
+            raise ValueError(
+                f"run={config.run} is at step {self.start}, got loop.steps {steps}; give loop.steps={self.start} or more"
+            )
+        folder = folders.absolute(config.run)
+        self.shown = watch.Watch(folder, steps=steps, resumed_at=self.start, tensorboard=loop.tensorboard)
+
+    def train(self, frozen: Any, corpus: packing.Corpus, measures: Sequence[Callable[..., dict[str, Any]]]) -> Any:
+        """Returns the weights after the last step."""
+        loop, start, steps = self.loop, self.start, self.steps
+        self.measures = measures
+        was_cut = self.is_evaluated_at(start) and start not in self.shown.evaluated  # by a signal during the evaluation
+        if start and self.termination.alone and was_cut:
+            self.finish(start, {})
+        peak = ceilings.peak_flops(self.mesh.size, self.stage.compute_dtype) if hosts.is_first() else None
+        share = dict(host=jax.process_index(), hosts=jax.process_count())
+        batches = packing.batches(corpus, start=start, stop=steps, batch=loop.batch, seed=loop.seed, **share)
+        began, timed = time.perf_counter(), start
+        for step, batch in zip(range(start + 1, steps + 1), batches, strict=True):
+            self.state = self.update(self.state, frozen, hosts.place_batch(batch, self.mesh))
+            self.shown.advance(step)
+            ends = step == steps or self.termination.requested(step)
+            logs = step == steps or _is_due(step, loop.log_every or steps)
+            pauses = ends or self.is_evaluated_at(step) or _is_due(step, loop.save_every)
+            if logs or pauses:
+                _stop_if_bad(self.state)
+            line: dict[str, Any] = {}
+            if logs:
+                now = time.perf_counter()
+                seconds, began, timed = (now - began) / (step - timed), now, step
+                line = means(sharding.to_host(self.state.window)) | {"learning_rate": float(self.rate(step - 1))}
+                line |= {"tokens_per_second": batch.tokens_bt.size * jax.process_count() / seconds}
+                line |= {"mfu": self.stage.flops / seconds / peak} if peak else {}
+            self.finish(step, line, ends)
+            if pauses:
+                began, timed = time.perf_counter(), step  # evaluations and checkpoints are not step time
+        return self.state.params
+
+    def is_evaluated_at(self, step: int) -> bool:
+        return step == self.steps or _is_due(step, self.loop.evaluate_every)
+
+    def measure(self) -> dict[str, Any]:
+        metrics: dict[str, Any] = {}
+        with sharding.ambient(self.mesh):  # which every thread sets for itself
+            for measure in self.measures:
+                metrics |= measure(self.state.params, report=self.shown.evaluating)
+        return metrics
+
+    def finish(self, step: int, line: dict[str, Any], ends: bool = False) -> None:
+        """Evaluates, logs and saves a step, and exits after a signal."""
+        metrics = self.termination.unless_received(self.measure) if self.is_evaluated_at(step) else {}
+        is_cut, line = metrics is None, line | (metrics or {})
+        saves = ends or is_cut or _is_due(step, self.loop.save_every) or (step == self.start and bool(line))
+        if line or saves:
+            self.mine.check()
+        if line:
+            self.shown.write(step, line)
+        if saves:
+            floats = {name: value for name, value in line.items() if isinstance(value, float)}
+            self.saved.save(step, self.state, floats, wait=ends or is_cut)
+        if is_cut or (ends and step < self.steps):
+            word, status = self.termination.word, self.termination.status
+            hosts.say(f"{word}: saved step {step} of {self.steps}; the same command goes on from there")
+            sys.exit(status)
+
+
+class HeldOut:
+    """Means over held-out sequences of every source, with fixed anchors; a few batches, spread over the source."""
+
+    def __init__(self, stage: Stage, corpus: packing.Corpus, loop: LoopConfig, mesh: jax.sharding.Mesh, batches: int = 4):
+        self.mesh, self.batch_size, self.batches = mesh, loop.batch, batches
+        self.packed = {name: packed for name, packed in corpus.held_out.items() if len(packed)}
+
+        def local(params: Any, frozen: Any, batch: packing.Batch, keys_b: jax.Array) -> Sums:
+            params = training_state.gather(params, stage.specs, stage.compute_dtype)
+            frozen = training_state.gather(frozen, stage.frozen_specs, stage.compute_dtype)
+            function = stage.held_out_sums or stage.sums
+            return lax.psum(function(params, frozen, batch, keys_b), training_state.shared_axes())
+
+        def sums(params: Any, frozen: Any, batch: packing.Batch, number: jax.Array) -> Sums:
+            keys_b = jax.random.split(jax.random.fold_in(jax.random.key(0), number), batch.tokens_bt.shape[0])
+            return training_state.by_batch(local, stage)(params, frozen, batch, keys_b)
+
+        self.sums = devices.jit(sums)
+
+    def __call__(self, params: Any, frozen: Any, report: Evaluating) -> dict[str, Any]:
+        share = self.batch_size // jax.process_count()
+        host = slice(jax.process_index() * share, (jax.process_index() + 1) * share)
+        totals: dict[str, Sums] = {}
+        for done, (name, packed) in enumerate(self.packed.items()):
+            report(done, len(self.packed), "held-out sources")
+            count = min(self.batches, -(-len(packed) // self.batch_size))
+            members = packing.spread(count * self.batch_size, len(packed)).reshape(count, -1)
+            placed = (hosts.place_batch(packed.take(index[host]), self.mesh) for index in members)
+            sums = [sharding.to_host(self.sums(params, frozen, batch, number)) for number, batch in enumerate(placed)]
+            totals[name] = _add(sums)
+        if not totals:
+            return {}
+        metrics = {f"held_out/{name}": value for name, value in means(_add(list(totals.values()))).items()}
+        if len(totals) > 1:
+            metrics |= {f"held_out/{name}/loss": means(total)["loss"] for name, total in totals.items()}
+        return metrics
+
+
+def _add(sums: list[Sums]) -> Sums:
+    return jax.tree.map(lambda *parts: sum(parts), *sums)
+
+
+class Termination:
+    """Notes SIGTERM and Ctrl-C, agreed on by all hosts. A second Ctrl-C ends the process at once.
+
+    Python's handlers wait until the main thread is done with a step or a compilation. Here a thread reads the numbers of
+    the signals, so that the first Ctrl-C is answered, and the second one obeyed, at any time.
+    """
+
+    def __enter__(self) -> Termination:
+        self.received: int | None = None
+        self.alone = jax.process_count() == 1
+        noted = (signal.SIGTERM, signal.SIGINT) if self.alone else (signal.SIGINT,)  # JAX handles SIGTERM of several hosts
+        self.before = {number: signal.signal(number, lambda *_: None) for number in noted}
+        self.reads, self.writes = os.pipe()
+        os.set_blocking(self.writes, False)
+        self.woken = signal.set_wakeup_fd(self.writes, warn_on_full_buffer=False)
+        self.listening = threading.Thread(target=self._listen, daemon=True)
+        self.listening.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        signal.set_wakeup_fd(self.woken)
+        for number, before in self.before.items():
+            signal.signal(number, before)
+        os.close(self.writes)
+        self.listening.join()
+        os.close(self.reads)
+
+    @property
+    def word(self) -> str:
+        return "interrupted" if self.received == signal.SIGINT else "terminated"
+
+    @property
+    def status(self) -> int:
+        return 128 + (self.received or signal.SIGTERM)
+
+    def _listen(self) -> None:
+        while numbers := os.read(self.reads, 64):
+            for number in numbers:
+                if number == signal.SIGINT and self.received is not None:
+                    os._exit(128 + number)
+                if number == signal.SIGINT:
+                    print("interrupted: saving after this step; Ctrl-C again ends at once", flush=True)
+                    if not self.alone:
+                        os.kill(os.getpid(), signal.SIGTERM)  # JAX informs all hosts of it
+                if number in self.before:
+                    self.received = self.received or number
+
+    def unless_received(self, work: Callable[[], T]) -> T | None:
+        """Returns the result of `work`, or None as soon as a signal is received; `work` then ends with the process.
+
+        Several hosts, which must agree, always finish `work`.
+        """
+        if not self.alone:
+            return work()
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(work())
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=run, daemon=True, name=background.NAME).start()
+        while not result.done():
+            if self.received is not None:
+                return None
+            wait([result], timeout=0.1)
+        return result.result()
+
+    def requested(self, step: int) -> bool:
+        return self.received is not None if self.alone else multihost_utils.reached_preemption_sync_point(step)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _stop_if_bad(state: TrainState) -> None:
+    bad = int(sharding.to_host(state.bad_step))
+    if bad >= 0:
+        raise ValueError(
+            f"the loss or its gradient was not finite at step {bad}; nothing was saved since. "
+            "Lower optimizer.learning_rate, or look at the sequences of that step"
+        )

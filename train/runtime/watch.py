@@ -1,0 +1,256 @@
+"""Monitoring of commands and runs: a progress bar, a closing table, the log of a run and its curves.
+
+    python -m train.runtime.watch RUN
+
+draws the curves of a run in RUN/curves.png (needs matplotlib). RUN/log.jsonl holds one JSON object per line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from train.runtime import folders, hosts
+from treeflash_jax.core import files
+
+Metrics = dict[str, Any]
+TRAINED = {"loss": "loss", "tau_estimate": "estimated tau"}  # metric -> its name in lines and tables
+HELD_OUT = {"held_out/loss": "held-out loss"}
+
+
+class Bar(Progress):
+    """A live line at the bottom of a terminal, below anything printed meanwhile; it vanishes when it is stopped.
+
+    Silent without a terminal, and on all hosts but the first.
+
+    Example:
+      >>> with Bar("answers", total=100) as bar:
+      ...     bar.show(40, "evaluating 3 of 16")
+    """
+
+    def __init__(self, description: str, total: int, done: int = 0):
+        is_shown = hosts.is_first() and sys.stdout.isatty()
+        columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn(compact=True))
+        note = TextColumn("{task.fields[note]}", markup=False)
+        console = Console(file=sys.stdout, quiet=not is_shown)
+        super().__init__(*columns, note, transient=True, console=console, disable=not is_shown)
+        self.task = self.add_task(description, total=total, completed=done, note="")
+
+    def show(self, done: int | None = None, note: str | None = None) -> None:
+        """Moves the bar to `done` and replaces the note behind it; None leaves either as it is."""
+        self.update(self.task, completed=done, **({} if note is None else {"note": note}))
+
+
+def table(title: str, values: Mapping[str, str]) -> None:
+    """Prints names and values on the first host: a table in a terminal, a line each elsewhere."""
+    if not hosts.is_first():
+        return
+    if not (values and sys.stdout.isatty()):
+        print(title, *(f"  {name}: {value}" for name, value in values.items()), sep="\n", flush=True)
+        return
+    print(title)  # rich would wrap its own title to the width of the table
+    grid = Table(show_header=False)
+    for name, value in values.items():
+        grid.add_row(Text(name), Text(value))
+    Console(file=sys.stdout).print(grid)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: "41 s", "12 min 3 s", "3 h 20 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def read_log(folder: Any) -> list[Metrics]:
+    """The lines of RUN/log.jsonl; a last line cut by a kill is left out.
+
+    Raises:
+      ValueError: a file that cannot be read, or any other line that is not of a log.
+    """
+    path = epath.Path(folder) / "log.jsonl"
+    if not path.exists():
+        return []
+    try:
+        texts = (path if folders.is_remote(path) else files.regular(path)).read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror or error}); move it away to begin a new log") from None
+    lines = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            line = None
+        if line is None and number == len(texts) and not text.endswith(b"\n"):
+            break
+        if not isinstance(line, dict) or type(line.get("step")) is not int or not all(map(_is_metric, line.values())):
+            raise ValueError(f"{path}, line {number}: got no line of a log; remove it, or move the file away to begin anew")
+        lines.append(line)
+    return lines
+
+
+def _is_metric(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(number is None or type(number) in (int, float) for number in values)
+
+
+class Watch:
+    """Progress bar, printed lines, RUN/log.jsonl and TensorBoard files of a run; silent on all hosts but the first.
+
+    A run that continues from a checkpoint drops log lines after the checkpoint's step.
+    """
+
+    def __init__(self, folder: epath.Path, *, steps: int, resumed_at: int, tensorboard: bool):
+        self.path, self.steps, self.began = folder / "log.jsonl", steps, time.perf_counter()
+        self.lines: list[Metrics] = []
+        self.writer: Any = None
+        if hosts.is_first():
+            self.lines = [line for line in read_log(folder) if line["step"] <= resumed_at]
+            folders.write(self.path, self._text())
+            if tensorboard:
+                try:
+                    from tensorboardX import SummaryWriter
+                except ImportError:
+                    raise ValueError("loop.tensorboard needs tensorboardX; install treeflash-jax[tensorboard]") from None
+                self.writer = SummaryWriter(str(folder / "tensorboard"))
+        self.before = self.lines[-1].get("seconds", 0.0) if self.lines else 0.0
+        self.evaluated = {line["step"] for line in self.lines if any(name.startswith("held_out/") for name in line)}
+        if resumed_at:
+            hosts.say(f"continuing at step {resumed_at} of {steps}")
+        self.bar = Bar("training", steps, resumed_at)
+        self.bar.start()
+        self.bar.show(note="compiling")
+
+    def _text(self) -> str:
+        return "".join(json.dumps(line) + "\n" for line in self.lines)
+
+    def advance(self, step: int) -> None:
+        self.bar.show(step, "")
+
+    def evaluating(self, done: int, total: int, what: str) -> None:
+        """Shows how much of an evaluation is done."""
+        self.bar.show(note=f"evaluating {done} of {total} {what}")
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Adds a line to the log and prints its most important metrics."""
+        if not hosts.is_first():
+            return
+        metrics = metrics | {"seconds": round(self.before + time.perf_counter() - self.began, 1)}
+        self.lines.append({"step": step, **metrics})
+        if folders.is_remote(self.path):  # object stores cannot append
+            self.path.write_text(self._text())
+        else:
+            with self.path.open("a") as file:
+                file.write(json.dumps(self.lines[-1]) + "\n")
+        if self.writer is not None:
+            for name, value in metrics.items():
+                for i, entry in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                    self.writer.add_scalar(name if i is None else f"{name}/{i + 1}", entry, step)
+        for words in describe(metrics):
+            hosts.say(f"step {step} of {self.steps}: {words}")
+
+    def close(self) -> None:
+        self.bar.stop()
+        if self.writer is not None:
+            self.writer.close()
+
+
+def describe(metrics: Metrics) -> list[str]:
+    """Short lines of the most important metrics, of the steps and of an evaluation; the others are in the log."""
+    known = {name: value for name, value in metrics.items() if value is not None}
+    words = [f"{word} {known[name]:.3f}" for name, word in TRAINED.items() if name in known]
+    words += [f"{known['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in known else []
+    words += [f"MFU {known['mfu']:.0%}"] if "mfu" in known else []
+    measured = [f"{word} {known[name]:.3f}" for name, word in HELD_OUT.items() if name in known]
+    measured += [f"tau {_taus(known)}"] if _taus(known) else []
+    return [", ".join(line) for line in (words, measured) if line]
+
+
+def summary(folder: Any) -> dict[str, str]:
+    """The closing table of a run, from its log: steps, losses, tau per budget, speed, time; empty without a log."""
+    lines = read_log(folder)
+    last = {name: value for line in lines for name, value in line.items() if value is not None}
+    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    values = {"steps": str(last["step"])} if last else {}
+    values |= {word: f"{last[name]:.3f}" for name, word in (TRAINED | HELD_OUT).items() if name in last}
+    values |= {"tau": _taus(last)} if _taus(last) else {}
+    values |= {"tokens/s": f"{statistics.median(speeds):,.0f} (median)"} if speeds else {}
+    return values | ({"time": duration(last["seconds"])} if "seconds" in last else {})
+
+
+def _taus(metrics: Metrics) -> str:
+    """Committed tokens per round by budget, beside those of the marginals: "2.91 at 16 nodes (marginal 2.60)"."""
+    words = []
+    for name, value in metrics.items():
+        kind, _, nodes = name.rpartition("_")
+        if kind == "held_out/tau" and nodes.isdigit():
+            marginal = metrics.get(f"held_out/tau_marginal_{nodes}")
+            beside = "" if marginal is None else f" (marginal {marginal:.2f})"
+            words.append(f"{value:.2f} at {nodes} nodes{beside}")
+    return ", ".join(words)
+
+
+def plot(folder: Any) -> epath.Path:
+    """Draws RUN/curves.png: every scalar of the log over steps, held-out ones beside those of training.
+
+    Raises:
+      ValueError: matplotlib is missing, or nothing was logged.
+    """
+    lines = read_log(folder)
+    if not lines:
+        raise ValueError(f"{folder}: got no log.jsonl with a line in it, expected the run= of a training command")
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("curves need matplotlib; install it with pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if isinstance(value, float) and name not in ("seconds", "learning_rate", "mfu"):
+                panels.setdefault(name.rpartition("/")[2], {}).setdefault(name, []).append((line["step"], value))
+    columns = min(3, max(1, len(panels)))
+    height = max(1, -(-len(panels) // columns))
+    size = (4.5 * columns, 3 * height)
+    figure, axes = pyplot.subplots(height, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
+        for name, points in curves.items():
+            axis.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 20 else "")
+        axis.set(title=title, xlabel="step")
+        axis.legend(fontsize=7)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110, format="png")
+    pyplot.close(figure)
+    folders.write(epath.Path(folder) / "curves.png", drawn.getvalue())
+    return epath.Path(folder) / "curves.png"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", help="folder of a training run, local or gs://")
+    run = parser.parse_args(argv).run
+    try:
+        print(plot(folders.absolute(run)))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Training blocks: many blocks of one packed sequence in one pass, each as the drafter sees it at inference.
+
+A block starts at an anchor a and holds [anchor, mask, ..., mask]. It sees the context of its document at positions strictly
+before a (the anchor's own feature does not exist yet when a round is drafted), and itself. Slot i is trained on the
+token at a + i.
+
+Blocks do not see each other, so anchors are processed in chunks and no array is [anchors x block, anchors x block].
+
+Shape suffixes: b sequences, s positions of a sequence, n anchors, i slots of a block, t = n i, d model, k key/value
+heads, h query heads (in products, per key/value head), e head dim, j tapped layers x model.
+
+Source: DFlash (arXiv 2602.06036) section 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from train.data.packing import Batch
+from treeflash_jax.core import sharding
+from treeflash_jax.drafters.block import backbone
+from treeflash_jax.drafters.block.block_config import DrafterConfig
+from treeflash_jax.models import vocab
+from treeflash_jax.trees import pick
+
+Layers = list[tuple[jax.Array, jax.Array]]
+
+
+@struct.dataclass
+class Blocks:
+    """Anchors of blocks and their targets.
+
+    Attributes:
+      anchors_bn: index in the sequence.
+      targets_bni: index of the token that each slot predicts, clipped to the sequence.
+      weights_bni: loss weights; 0 on the anchor, past the answer, and in blocks without an anchor.
+    """
+
+    anchors_bn: jax.Array
+    targets_bni: jax.Array
+    weights_bni: jax.Array
+
+
+def sample_blocks(batch: Batch, num_anchors: int, size: int, decay: float, keys_b: jax.Array) -> Blocks:
+    """Draws anchors without replacement, among answer tokens that an answer token of the same document follows.
+
+    Args:
+      batch: packed answers; a positive weight marks tokens that the verifier wrote.
+      num_anchors: number per sequence; a sequence with fewer candidates has empty blocks.
+      size: block size, anchor included.
+      decay: slot i weighs exp(-(i - 1) / decay); 0 weighs all slots alike.
+      keys_b: a random key per sequence, so that anchors do not depend on how sequences are spread over devices.
+    """
+    is_answer_bs = batch.weights_bt > 0
+    follows_bs = is_answer_bs[:, 1:] & (batch.segments_bt[:, 1:] == batch.segments_bt[:, :-1])
+    candidates_bs = is_answer_bs & jnp.pad(follows_bs, ((0, 0), (0, 1)))
+    uniform_bs = jax.vmap(lambda key: jax.random.uniform(key, candidates_bs.shape[1:]))(keys_b)
+    drawn_bn, anchors_bn = jax.lax.top_k(jnp.where(candidates_bs, uniform_bs, -1.0), num_anchors)
+    slot_i, length = jnp.arange(size), batch.tokens_bt.shape[1]
+    targets_bni = anchors_bn[:, :, None] + slot_i
+    inside_bni = targets_bni < length
+    targets_bni = jnp.minimum(targets_bni, length - 1)
+    same_bni = pick(batch.segments_bt, targets_bni) == pick(batch.segments_bt, anchors_bn)[:, :, None]
+    kept_bni = inside_bni & same_bni & pick(is_answer_bs, targets_bni) & (drawn_bn >= 0)[:, :, None] & (slot_i > 0)
+    share_i = jnp.exp(-(slot_i - 1) / decay) if decay > 0 else jnp.ones(size)
+    return Blocks(anchors_bn, targets_bni, jnp.where(kept_bni, share_i, 0.0))
+
+
+def context(params: Any, config: DrafterConfig, batch: Batch, features_bsj: jax.Array) -> Layers:
+    """Keys and values [b, s, k, e] of the fused features, layer by layer, as the drafter's cache holds them."""
+    groups = backbone.context_kv(params, config, features_bsj, batch.positions_bt)
+    return [layer for group in groups for layer in group]
+
+
+def hidden_states(
+    params: Any, config: DrafterConfig, embed_vd: jax.Array, batch: Batch, context: Layers, anchors_bn: jax.Array
+) -> jax.Array:
+    """Hidden states of the blocks at every anchor, [b, n, i, d], before the final norm: those of `backbone.block`."""
+    size = config.block_size
+    batch_size, count = anchors_bn.shape
+    positions_bni = pick(batch.positions_bt, anchors_bn)[:, :, None] + jnp.arange(size)
+    before_bns = jnp.arange(batch.tokens_bt.shape[1]) < anchors_bn[:, :, None]
+    seen_bns = before_bns & (batch.segments_bt[:, None] == pick(batch.segments_bt, anchors_bn)[:, :, None])
+    tokens_bni = jnp.full((batch_size, count, size), config.mask_token_id)
+    tokens_bni = tokens_bni.at[:, :, 0].set(pick(batch.tokens_bt, anchors_bn))
+    x_btd = sharding.constrain(vocab.embed(embed_vd, tokens_bni.reshape(batch_size, -1)), ("batch", None, None))
+
+    def attend(q_bthe, k_btke, v_btke, context):
+        return block_attention(q_bthe, k_btke, v_btke, *context, seen_bns)
+
+    x_btd = backbone.through_layers(params, config, x_btd, positions_bni.reshape(batch_size, -1), context, attend)
+    return x_btd.reshape(batch_size, count, size, -1)
+
+
+def block_attention(
+    q_bthe: jax.Array,
+    k_btke: jax.Array,
+    v_btke: jax.Array,
+    context_k_bske: jax.Array,
+    context_v_bske: jax.Array,
+    seen_bns: jax.Array,
+) -> jax.Array:
+    """One softmax over the context that a block sees and the block itself. t = n i slots, block after block."""
+    batch_size, slots, heads, head_dim = q_bthe.shape
+    count, kv_heads = seen_bns.shape[1], k_btke.shape[2]
+    wide = jnp.promote_types(q_bthe.dtype, jnp.float32)
+    q_bnikhe = q_bthe.reshape(batch_size, count, -1, kv_heads, heads // kv_heads, head_dim) * head_dim**-0.5
+    k_bntke, v_bntke = (x.reshape(batch_size, count, -1, kv_heads, head_dim) for x in (k_btke, v_btke))
+    past_bkhnis = jnp.einsum("bnikhe,bske->bkhnis", q_bnikhe, context_k_bske, preferred_element_type=wide)
+    past_bkhnis = jnp.where(seen_bns[:, None, None, :, None], past_bkhnis, -jnp.inf)
+    inner_bkhnit = jnp.einsum("bnikhe,bntke->bkhnit", q_bnikhe, k_bntke, preferred_element_type=wide)
+    peak = jax.lax.stop_gradient(jnp.maximum(past_bkhnis.max(-1), inner_bkhnit.max(-1)))[..., None]
+    past_bkhnis, inner_bkhnit = jnp.exp(past_bkhnis - peak), jnp.exp(inner_bkhnit - peak)
+    total_bnikh = jnp.moveaxis(past_bkhnis.sum(-1) + inner_bkhnit.sum(-1), (1, 2), (3, 4))
+    dtype = q_bthe.dtype
+    mixed = jnp.einsum("bkhnis,bske->bnikhe", past_bkhnis.astype(dtype), context_v_bske, preferred_element_type=wide)
+    mixed += jnp.einsum("bkhnit,bntke->bnikhe", inner_bkhnit.astype(dtype), v_bntke, preferred_element_type=wide)
+    return (mixed / total_bnikh[..., None]).astype(dtype).reshape(batch_size, slots, heads, head_dim)

@@ -1,0 +1,242 @@
+"""The door to training drafters: the protocol of a stage, and training itself.
+
+A stage is a frozen dataclass of settings, a subclass of `DraftingStage`, with one line in `registry.STAGES`. Data, mesh,
+checkpoints, resuming, evaluation by real tree decoding, export and ahead-of-time compilation then work with it.
+
+Example:
+  >>> @dataclass(frozen=True, kw_only=True)
+  ... class MyStage(DraftingStage):
+  ...     width: int = 64
+  ...     trains = ("table",)  # names at the top of the tree that the specs of this kind of drafter return
+  ...     ...  # the other abstract methods of DraftingStage
+  >>> drafting.train(run_config.load(MyStage, "my.toml"))
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+
+from train.data import packing
+from train.data.documents import DataConfig
+from train.data.packing import Corpus
+from train.data.records import Source
+from train.evaluate import EvaluateConfig, TreeTau
+from train.runtime import folders, hosts, loop, run_config, watch
+from train.runtime.training_state import Stage, SumsFunction, place
+from treeflash_jax import drafters
+from treeflash_jax.core import parameters, sharding
+from treeflash_jax.core.checks import bounded
+from treeflash_jax.engine.pairs import locate
+from treeflash_jax.formats import models
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.models import verifier
+from treeflash_jax.models.config import ModelConfig
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftingStage(ABC):
+    """Settings that all stages of drafters share, and the protocol of a stage.
+
+    "By name" means by the names at the top of the tree of weights that `drafters.Drafter.specs` returns for the drafter.
+
+    Attributes:
+      run: folder of checkpoints, log and result, local or gs://.
+      verifier: the name of a pair, a folder, a GGUF file or a Hub id.
+      sources, data: responses of that verifier (`train.respond`), or chats.
+      init_scale: standard deviation of fresh weights.
+      compute_dtype: dtype of activations and frozen weights.
+    """
+
+    run: str
+    verifier: str = "tiny"
+    sources: tuple[Source, ...]
+    data: DataConfig = DataConfig()
+    init_scale: float = bounded(0.02, above=0)
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    evaluate: EvaluateConfig = EvaluateConfig()
+    optimizer: run_config.OptimizerConfig
+    loop: run_config.LoopConfig
+    mesh: run_config.MeshConfig = run_config.MeshConfig()
+
+    @classmethod
+    @abstractmethod
+    def recognises(cls, raw: Mapping[str, Any]) -> bool:
+        """Tells whether settings as read from TOML belong to this stage."""
+
+    @property
+    @abstractmethod
+    def trains(self) -> tuple[str, ...]:
+        """Names of the trained weights; the others are frozen. Names that this drafter does not have are ignored."""
+
+    @abstractmethod
+    def drafter_config(self, model: ModelConfig) -> Any:
+        """Returns the config of the drafter for this verifier.
+
+        Raises:
+          ValueError: sizes that do not fit, or a folder that cannot be read.
+        """
+
+    def stored(self, drafter: Any) -> dict[str, Any]:
+        """Returns weights that exist before training, by name; at least all frozen ones. Read once per command."""
+        return {}
+
+    @abstractmethod
+    def fresh(self, drafter: Any, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns initial values of the trained weights, by name, on the host or the default device.
+
+        Args:
+          weights: those of the verifier.
+          stored: the result of `stored`.
+        """
+
+    @abstractmethod
+    def make_sums(self, verifier: ModelConfig, drafter: Any) -> SumsFunction:
+        """Returns the objective, `sums(params, frozen, batch, keys_b)`: weighted sums of the loss and of metrics.
+
+        Its arguments: trained weights by name, of any float dtype; "verifier" and the frozen weights by name, in the
+        compute dtype; packed sequences; one random key per sequence, so that draws do not depend on how sequences are
+        spread over devices. Its result: (sum, weight) of "loss", which is minimised, and of metrics for monitoring.
+        """
+
+    @property
+    def held_out(self) -> DraftingStage:
+        """Settings whose sums are measured on held-out sequences: those of training, unless these estimate something."""
+        return self
+
+    @abstractmethod
+    def flops(self, verifier: ModelConfig, drafter: Any) -> float:
+        """Floating-point operations of a step, without recomputation; for MFU."""
+
+    @abstractmethod
+    def describe(self, drafter: Any) -> tuple[str, dict[str, Any]]:
+        """Returns the kind of drafter, and its sizes by name, for the model card."""
+
+    @property
+    def noun(self) -> str:
+        """Name of what is trained, for messages."""
+        return " and ".join(self.trains)
+
+    @property
+    def systems(self) -> Mapping[str, Mapping[str, Any]]:
+        """Ways of decoding that evaluations measure: name of the metric -> options of `generate`."""
+        return {"tau": {}}
+
+    @property
+    def constant(self) -> tuple[str, ...]:
+        """Names of `systems` that this training does not change; they are measured once."""
+        return ()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Settings of the stage that decide how large a step is, for reports of compiled steps."""
+        return {}
+
+    def shaped_config(self, model: ModelConfig) -> Any:
+        """Like `drafter_config`, for a verifier that is only a shape: no folder is read."""
+        return self.drafter_config(model)
+
+    def check(self, drafter: Any, model: ModelConfig) -> None:
+        """Raises ValueError if `corpus` cannot train this drafter."""
+        return
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The verifier's tokenizer; None if its folder has none."""
+        return Tokenizer.load(locate(self.verifier, "verifier"))
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """Training documents, read, tokenised and packed once per run."""
+        vocab_size = models.read_verifier_config(locate(self.verifier, "verifier")).vocab_size
+        return packing.load_corpus(self.sources, self.data, self.tokenizer, self.loop.seed, vocab_size=vocab_size)
+
+
+def read_drafter(name: str, kind: type[Config], noun: str) -> Config:
+    """Reads the config of an existing drafter. Raises ValueError if it is not of this kind."""
+    config = models.read_drafter_config(locate(name, "drafter"))
+    if not isinstance(config, kind):
+        raise ValueError(f"{name}: got a drafter of kind {config.kind!r}, expected a {noun}")
+    return config
+
+
+def load_drafter(name: str) -> dict[str, Any]:
+    """Loads the weights of an existing drafter in float32."""
+    return models.load_drafter(locate(name, "drafter"), dtype=jnp.float32)[1]
+
+
+def copy_weights(tree: Any) -> Any:
+    """Copies weights of the verifier in float32."""
+    return jax.tree.map(lambda x: jnp.asarray(sharding.to_host(x), jnp.float32), tree)
+
+
+def make_stage(settings: DraftingStage, model: ModelConfig, drafter: Any) -> Stage:
+    """Divides the weights of a drafter into trained and frozen ones, by `settings.trains`."""
+    specs = drafters.of(drafter).specs(drafter)
+    others = {name: tree for name, tree in specs.items() if name not in settings.trains and tree}
+    return Stage(
+        specs={name: specs[name] for name in settings.trains if name in specs},
+        frozen_specs={"verifier": verifier.specs(model)} | others,
+        sums=settings.make_sums(model, drafter),
+        held_out_sums=settings.held_out.make_sums(model, drafter),
+        compute_dtype=jnp.dtype(settings.compute_dtype),
+        flops=settings.flops(model, drafter),
+    )
+
+
+def train(settings: DraftingStage) -> None:
+    """Opens verifier and data, trains, and writes RUN/model.
+
+    Raises:
+      ValueError: sources, sizes or a drafter that cannot be trained.
+    """
+    hosts.connect()
+    mesh = hosts.make_mesh(settings.mesh)
+    hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
+    folder, length = locate(settings.verifier, "verifier"), settings.data.sequence_length
+    model = models.read_verifier_config(folder)
+    if length > model.max_positions:
+        raise ValueError(f"got data.sequence_length {length}, expected at most {model.max_positions} (verifier)")
+    corpus = settings.corpus
+    _, weights = models.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
+    drafter = settings.drafter_config(model)
+    settings.check(drafter, model)
+    stage = make_stage(settings, model, drafter)
+    stored = settings.stored(drafter)
+    params = place(settings.fresh(drafter, weights, stored), stage.specs, mesh, jnp.float32)
+    frozen = {"verifier": weights} | {
+        name: place(stored[name], specs, mesh, stage.compute_dtype)
+        for name, specs in stage.frozen_specs.items()
+        if name != "verifier"
+    }
+    del stored
+    hosts.say(corpus.summary())
+    hosts.say(
+        f"{settings.noun} of {parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens, "
+        f"mesh {dict(mesh.shape)}"
+    )
+    stops = models.stop_ids(folder, model)
+    measure = TreeTau(
+        settings.evaluate, settings.systems, settings.constant, stage, model, drafter, corpus, frozen, mesh, stops
+    )
+    params = loop.fit(stage, config=settings, mesh=mesh, params=params, frozen=frozen, corpus=corpus, evaluate=measure)
+    whole = sharding.to_host(assemble(drafter, params | frozen))
+    if hosts.is_first():
+        target = epath.Path(settings.run) / "model"
+        with folders.filled(target, overwrite=True) as folder:
+            models.save_drafter(folder, drafter, whole)
+        watch.table(f"Trained {settings.noun}", watch.summary(settings.run) | {"model": str(target)})
+
+
+def assemble(drafter: Any, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of a drafter from its parts, by name; parts without weights may be missing."""
+    return {name: parts.get(name, {}) for name in drafters.of(drafter).specs(drafter)}

@@ -1,0 +1,246 @@
+"""The training objective of block drafters: backbone and head, against the verifier, a chunk of anchors at a time.
+
+One verifier pass gives features and final hidden states. A scan over chunks of anchors then runs blocks, head and both
+vocabulary passes, and keeps only the hidden states of a chunk: logits are formed again in the backward pass. No logits
+of the whole batch exist.
+
+If the passes over the vocabulary are most of a step, as on CPUs, distributions can be compared over a sample of it
+(`vocabulary`): the tokens that occur in a sequence, and random ones that stand for all others.
+
+Shape suffixes: b sequences, s positions of a sequence, n anchors of a chunk, i drafted slots of a block, t = n i, d
+model, v vocabulary, c sampled tokens.
+
+Source: TreeFlash (arXiv 2606.03819); DFlash (arXiv 2602.06036) section 4; `overlap` as in the acceptance of one draft;
+sampled softmax (arXiv 1412.2007).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from train.data.packing import Batch
+from train.runtime.training_state import Sums, split_chunks, sum_chunks
+from train.stages import blocks, losses
+from train.stages.teacher import Teacher, teach
+from treeflash_jax.core.checks import bounded
+from treeflash_jax.drafters.block import block_costs
+from treeflash_jax.drafters.block.block_config import DrafterConfig
+from treeflash_jax.drafters.block.heads import HEADS, Unembed
+from treeflash_jax.models import vocab
+from treeflash_jax.models.backend import selection
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.costs import Counter
+from treeflash_jax.trees import pick
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """Loss of a block drafter, and the blocks it is computed on.
+
+    Attributes:
+      loss: name in LOSSES.
+      decay: slot i weighs exp(-(i - 1) / decay); 0 weighs all alike.
+      base_weight: weight of the same loss on the backbone's marginals, added if a head is trained with its backbone, so
+        that the candidates of the first stage do not drift.
+      anchors: blocks per sequence.
+      chunk: blocks per sequence processed at a time; divides `anchors`.
+      vocabulary: number of tokens that the distributions of a sequence are compared over, at least the sequence length;
+        0: all. Held-out sequences are always measured over all.
+    """
+
+    loss: losses.LossName
+    decay: float = bounded(7.0, least=0)
+    base_weight: float = bounded(0.0, least=0)
+    anchors: int = bounded(least=1)
+    chunk: int = bounded(16, least=1)
+    vocabulary: int = bounded(0, least=0)
+
+    def __post_init__(self) -> None:
+        if self.anchors % self.chunk:
+            raise ValueError(
+                f"got objective.anchors {self.anchors} and chunk {self.chunk}, expected a multiple of the chunk"
+            )
+
+
+@struct.dataclass
+class Sample:
+    """Tokens that stand for the vocabulary, per sequence.
+
+    Attributes:
+      ids_bc: distinct ids, ascending.
+      log_counts_bc: log of the number of tokens that each stands for; added to logits, the sum over the sample estimates
+        the sum over the vocabulary without bias.
+    """
+
+    ids_bc: jax.Array
+    log_counts_bc: jax.Array
+
+    def places(self, ids: jax.Array) -> jax.Array:
+        """Index in the sample of tokens [b, ...] that it contains."""
+        return jax.vmap(jnp.searchsorted)(self.ids_bc, ids)
+
+
+def sample_vocabulary(batch: Batch, size: int, vocab_size: int, keys_b: jax.Array) -> Sample:
+    """Returns all tokens that occur in a sequence, and random others, drawn without replacement.
+
+    Raises:
+      ValueError: a sample that is smaller than a sequence.
+    """
+    if size < batch.tokens_bt.shape[1]:
+        raise ValueError(
+            f"got objective.vocabulary {size}, expected at least the {batch.tokens_bt.shape[1]} tokens of a sequence, or 0"
+        )
+    size = min(size, vocab_size)
+    noise_bv = jax.vmap(lambda key: jax.random.uniform(key, (vocab_size,)))(keys_b)
+    score_bv = jax.vmap(lambda score_v, tokens_s: score_v.at[tokens_s].set(2.0))(noise_bv, batch.tokens_bt)
+    ids_bc = jnp.sort(selection.top_k(score_bv, size)[1], axis=-1)
+    occurs_bc = jnp.take_along_axis(score_bv, ids_bc, axis=-1) > 1
+    count_b1 = jnp.sum(occurs_bc, axis=-1, keepdims=True)
+    others_b1 = jnp.log(vocab_size - count_b1) - jnp.log(jnp.maximum(size - count_b1, 1))
+    return Sample(ids_bc, jnp.where(occurs_bc, 0.0, others_b1))
+
+
+def drafting_sums(
+    params: Any,
+    frozen: Any,
+    batch: Batch,
+    keys_b: jax.Array,
+    *,
+    settings: ObjectiveConfig,
+    verifier: ModelConfig,
+    drafter: DrafterConfig,
+) -> Sums:
+    """Weighted sums of the loss and of metrics for monitoring, over the anchors drawn in these sequences.
+
+    Args:
+      params: trained weights, "backbone" and/or "head", of any float dtype.
+      frozen: "verifier", and "backbone" if it is not trained, in the compute dtype.
+      keys_b: one random key per sequence.
+      drafter: static; its `head` names the correction.
+
+    Returns:
+      As `losses.path_sums`, over the sample of the vocabulary if there is one; "overlap" only if the loss reads the
+      verifier's distribution.
+
+    Raises:
+      ValueError: a sample of the vocabulary that is smaller than a sequence.
+    """
+    tables, backbone = frozen["verifier"], (frozen | params)["backbone"]
+    dtype = tables["embed"].dtype
+    teacher = teach(tables, verifier, drafter.target_layer_ids, batch)
+    chosen = blocks.sample_blocks(batch, settings.anchors, drafter.block_size, settings.decay, keys_b)
+    context = blocks.context(_cast(backbone, dtype), drafter, batch, teacher.features_btj)
+    sample = None
+    if settings.vocabulary:
+        other_keys_b = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys_b)
+        sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, other_keys_b)
+
+    def hidden_states(backbone: Any, context: blocks.Layers, anchors_bn: jax.Array) -> jax.Array:
+        backbone = _cast(backbone, dtype)
+        return blocks.hidden_states(backbone, drafter, tables["embed"], batch, context, anchors_bn)[:, :, 1:]
+
+    def chunk_sums(chunk: blocks.Blocks) -> Sums:
+        run = jax.checkpoint(hidden_states) if "backbone" in params else hidden_states
+        hidden_bnid = run(backbone, context, chunk.anchors_bn)
+        score = jax.checkpoint(partial(score_sums, settings=settings, drafter=drafter))
+        return score(params.get("head"), backbone["norm"], tables, batch, teacher, chunk, hidden_bnid, sample)
+
+    return sum_chunks(chunk_sums, split_chunks(chosen, settings.chunk))
+
+
+def score_sums(
+    head: Any,
+    norm: jax.Array,
+    tables: Any,
+    batch: Batch,
+    teacher: Teacher,
+    chunk: blocks.Blocks,
+    hidden_bnid: jax.Array,
+    sample: Sample | None,
+    *,
+    settings: ObjectiveConfig,
+    drafter: DrafterConfig,
+) -> Sums:
+    """The sums of one chunk of blocks, from their hidden states without the anchor slot."""
+    unembed_vd, eps = tables.get("unembed", tables["embed"]), drafter.layers.rms_norm_eps
+    head, norm = _cast(head, unembed_vd.dtype), norm.astype(unembed_vd.dtype)
+    targets_bni, weights_bni = chunk.targets_bni[:, :, 1:], chunk.weights_bni[:, :, 1:]
+    previous_bni = jnp.maximum(targets_bni - 1, 0)
+    previous_bt = pick(batch.tokens_bt, previous_bni).reshape(len(hidden_bnid), -1)
+    hidden_btd = hidden_bnid.reshape(*previous_bt.shape, -1)
+
+    def listed(table_vd: jax.Array) -> jax.Array:
+        """The entries of a table that distributions are compared over: all, or [b, c, ...] of the sample."""
+        return table_vd if sample is None else vocab.embed(table_vd, sample.ids_bc)
+
+    unembed = Unembed(embed_vd=tables["embed"], unembed_vd=listed(unembed_vd), norm=norm, eps=eps)
+
+    def drafter_logits(name: str, weights: Any) -> jax.Array:
+        sampled = {table: listed(weights[table]) for table in HEADS[name].LOOKED_UP[1:]}
+        return HEADS[name].logits(weights | sampled, unembed, previous_bt, hidden_btd)
+
+    def counted(logits_btv: jax.Array) -> jax.Array:
+        """As [b, n, i, v]; a sampled token counts as the tokens that it stands for."""
+        if sample is not None:
+            logits_btv = logits_btv + sample.log_counts_bc[:, None].astype(logits_btv.dtype)
+        return logits_btv.reshape(*previous_bni.shape, -1)
+
+    labels_bni, log_p_bniv = pick(batch.tokens_bt, targets_bni), None
+    if settings.loss in losses.NEEDS_VERIFIER:
+        verifier_btd = pick(teacher.hidden_btd, previous_bni).reshape(*previous_bt.shape, -1)
+        log_p_bniv = losses.log_softmax(counted(vocab.unembed(unembed.unembed_vd, verifier_btd)))
+    targets = losses.Targets(labels_bni if sample is None else sample.places(labels_bni), log_p_bniv)
+    measure = losses.LOSSES[settings.loss]
+
+    logits_btv = drafter_logits("marginal", {}) if head is None else drafter_logits(drafter.head, head)
+    logits_bniv = counted(logits_btv)
+    loss_bni = measure(logits_bniv, targets)
+    if head is not None and settings.base_weight > 0:
+        loss_bni += settings.base_weight * measure(counted(drafter_logits("marginal", {})), targets)
+    likeliest_bni = vocab.argmax(lax.stop_gradient(logits_btv)).reshape(labels_bni.shape)
+    overlap_bni = None if log_p_bniv is None else losses.overlap(lax.stop_gradient(logits_bniv), targets)
+    real_bni = (weights_bni > 0).astype(jnp.float32)
+    return losses.path_sums(loss_bni, weights_bni, real_bni, likeliest_bni == targets.labels, overlap_bni)
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    """Weights in the compute dtype; gradients of weights cast at their reader add up in the dtype they come in."""
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def drafting_flops(
+    settings: ObjectiveConfig,
+    verifier: ModelConfig,
+    drafter: DrafterConfig,
+    *,
+    batch_size: int,
+    length: int,
+    trains_backbone: bool,
+) -> float:
+    """Floating-point operations that a step needs, for MFU: 2 per multiply-add, without recomputation.
+
+    Counted: the verifier's forward pass (causal attention at half the square), the drafter's context and blocks, the head,
+    and a vocabulary pass each for drafter and (if the loss reads it) verifier. A trained map counts three times, the
+    drafter's vocabulary pass twice (gradient of its input only), frozen maps once.
+    """
+    count = Counter(dtype=jnp.float32, batch=batch_size)
+    teacher = count.layers(verifier, length, length / 2).flops
+    slots = settings.anchors * drafter.block_size
+    context = block_costs.extend_work(count, drafter, length).flops
+    drafting = context + block_costs.block(count, drafter, slots, length / 2 + drafter.block_size).flops
+    drafted, kind = settings.anchors * drafter.num_depths, HEADS[drafter.head]
+    products = [spec for name, spec in kind.specs(drafter).items() if name not in kind.LOOKED_UP[:1]]
+    head = 2 * batch_size * drafted * sum(math.prod(spec.shape) for spec in products)
+    vocabulary = count.vocabulary(drafter.layers, drafted).flops
+    if settings.vocabulary:
+        vocabulary *= min(1, settings.vocabulary / drafter.layers.vocab_size)
+    passes = 2 + (settings.loss in losses.NEEDS_VERIFIER) + 2 * (drafter.head != "marginal" and settings.base_weight > 0)
+    return float(teacher + (3 if trains_backbone else 1) * drafting + 3 * head + passes * vocabulary)

@@ -1,0 +1,31 @@
+"""The stages that train drafters, by name; `drafting.DraftingStage` is their protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+
+from train.drafter import DrafterStage
+from train.eagle3 import Eagle3Stage
+from train.head import HeadStage
+from train.language_model import LanguageModelStage
+from train.runtime import run_config
+from train.stages.drafting import DraftingStage
+
+STAGES: dict[str, type[DraftingStage]] = {
+    "head": HeadStage,
+    "drafter": DrafterStage,
+    "eagle3": Eagle3Stage,
+    "language_model": LanguageModelStage,
+}
+
+
+def read_stage(path: str | PathLike, overrides: Sequence[str] = ()) -> DraftingStage:
+    """Settings of the stage that a file belongs to; later stages are asked first.
+
+    Raises:
+      ValueError: a file that cannot be read, or settings that are not of a stage.
+    """
+    raw = run_config.read(path, overrides)
+    kind = next((stage for stage in reversed(STAGES.values()) if stage.recognises(raw)), HeadStage)
+    return run_config.load(kind, path, overrides)

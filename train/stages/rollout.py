@@ -1,0 +1,165 @@
+"""The objective of EAGLE-3: the layer's output at every position, then a few steps more on its own outputs.
+
+Step 0 at position t reads the verifier's features at t and the token at t + 1, and is to predict the token at t + 2.
+Step i reads the output of step i - 1 of the same position and the token at t + 1 + i, at position t + i, as drafting
+does ("training-time test"). It sees the step-0 keys of the positions before t and those of its own steps. So a rollout
+is what decoding would run below an anchor at t + 1 if the true tokens were drafted.
+
+Positions are processed in chunks, and every step forms its logits again in the backward pass: no array has the
+vocabulary and all positions or all steps as axes.
+
+Shape suffixes: b sequences, s positions of a sequence, n positions of a chunk, i steps, t = n i, d drafter width, f 2
+d, k key/value heads, e head dim, v tokens that can be drafted.
+
+Source: EAGLE-3 (arXiv 2503.01840) section 3; losses and masks as in SpecForge and DeepSpec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from train.data.packing import Batch
+from train.runtime.training_state import Sums, split_chunks, sum_chunks
+from train.stages import blocks, losses
+from train.stages.teacher import teach
+from treeflash_jax.core.checks import bounded
+from treeflash_jax.drafters.eagle3 import EagleConfig, layer
+from treeflash_jax.models import vocab
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.trees import pick
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Positions that are rolled out, and for how many steps.
+
+    Attributes:
+      steps: number of tokens drafted from every position (training-time test steps).
+      decay: step i weighs decay ** i.
+      anchors: positions of a sequence that are rolled out, drawn anew in every step; 0: all of them.
+      chunk: positions of a sequence processed at a time; divides `anchors`, or the sequence length.
+    """
+
+    steps: int = bounded(7, least=1)
+    decay: float = bounded(0.8, above=0, most=1)
+    anchors: int = bounded(0, least=0)
+    chunk: int = bounded(128, least=1)
+
+
+def rollout_sums(
+    params: Any,
+    frozen: Any,
+    batch: Batch,
+    keys_b: jax.Array,
+    *,
+    settings: RolloutConfig,
+    verifier: ModelConfig,
+    drafter: EagleConfig,
+) -> Sums:
+    """Weighted sums of the loss and of metrics for monitoring, over the drawn positions and their steps.
+
+    Args:
+      params: trained weights of the drafter, of any float dtype.
+      frozen: "verifier", and "offsets" if the draft vocabulary is a part of the verifier's.
+
+    Returns:
+      As `losses.path_sums`; the loss is the cross-entropy against the verifier's distribution over the tokens that can
+      be drafted.
+    """
+    tables = frozen["verifier"]
+    dtype = tables["embed"].dtype
+    weights = jax.tree.map(lambda x: x.astype(dtype), params)
+    weights |= {name: frozen[name] for name in ("offsets", "embed") if name in frozen}
+    teacher = teach(tables, verifier, drafter.taps, batch)
+    carried_bsd = layer.fuse(weights, drafter, teacher.features_btj)
+    next_bs = jnp.pad(batch.tokens_bt[:, 1:], ((0, 0), (0, 1)))
+    inputs_bsf = layer.read(weights, tables, drafter, next_bs, carried_bsd)
+    first = layer.keys_values(weights, drafter, inputs_bsf, layer.rotations(drafter, batch.positions_bt))
+    step = jax.checkpoint(partial(_step, drafter=drafter))
+    score = jax.checkpoint(partial(_score, drafter=drafter))
+
+    def chunk_sums(drawn: tuple[jax.Array, jax.Array]) -> Sums:
+        index_bn, is_drawn_bn = drawn
+        position_bn, segment_bn = pick(batch.positions_bt, index_bn), pick(batch.segments_bt, index_bn)
+        token_bni, label_bni = (_after(batch.tokens_bt, index_bn, first_at, settings.steps) for first_at in (1, 2))
+        seen_bns = jnp.arange(batch.tokens_bt.shape[1]) < index_bn[..., None]
+        seen_bns &= batch.segments_bt[:, None] == segment_bn[..., None]
+        carried_bnd, keys, scores = pick(carried_bsd, index_bn), (), []
+        for i in range(settings.steps):
+            hidden_bnd, new = step(weights, tables, first, seen_bns, carried_bnd, keys, position_bn + i, token_bni[:, :, i])
+            keys = (*keys, new)
+            teacher_bnd = _after(teacher.hidden_btd, index_bn, 1 + i, 1)[:, :, 0]
+            scores.append(score(weights, tables, hidden_bnd, teacher_bnd, label_bni[:, :, i]))
+            carried_bnd = layer.feed_back(weights, drafter, hidden_bnd)
+        loss_bni, top1_bni, overlap_bni, known_bni = (jnp.stack(x, axis=-1) for x in zip(*scores, strict=True))
+        weight_bni = jnp.where(is_drawn_bn[..., None], _loss_weights(batch, index_bn, settings.steps), 0.0)
+        real_bni = (weight_bni > 0).astype(jnp.float32)
+        weight_bni *= known_bni * settings.decay ** jnp.arange(settings.steps)
+        return losses.path_sums(loss_bni, weight_bni, real_bni, top1_bni, overlap_bni)
+
+    return sum_chunks(chunk_sums, split_chunks(draw_positions(batch, settings, keys_b), settings.chunk))
+
+
+def _step(weights, tables, first, seen_bns, carried_bnd, keys, position_bn, token_bn, *, drafter: EagleConfig) -> Any:
+    """One pass of the layer over each position: its output [b, n, d], and its new key and value."""
+    inputs_bnf = layer.read(weights, tables, drafter, token_bn, carried_bnd)
+    table = layer.rotations(drafter, position_bn)
+    new = layer.keys_values(weights, drafter, inputs_bnf, table)
+    k_btke, v_btke = (
+        jnp.stack(x_bnke, axis=2).reshape(len(token_bn), -1, *new[0].shape[2:]) for x_bnke in zip(*keys, new, strict=True)
+    )
+
+    def attend(q_bnhe: jax.Array) -> jax.Array:
+        return blocks.block_attention(q_bnhe, k_btke, v_btke, *first, seen_bns)
+
+    return layer.hidden(weights, drafter, inputs_bnf, carried_bnd, table, attend), new
+
+
+def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, drafter: EagleConfig) -> tuple[jax.Array, ...]:
+    """Scores of one step, [b, n] each: loss, whether the likeliest token is the label, overlap, and whether the verifier's
+    likeliest token can be drafted."""
+    logits_bnv = vocab.unembed(weights["unembed"], layer.normed(weights, drafter, hidden_bnd))
+    verifier_bnv, ids_v = vocab.unembed(tables.get("unembed", tables["embed"]), teacher_bnd), layer.draft_ids(weights)
+    drafted_bn, known_bn = vocab.argmax(lax.stop_gradient(logits_bnv)), jnp.ones(label_bn.shape)
+    if ids_v is not None:
+        known_bn = jnp.any(vocab.argmax(verifier_bnv)[..., None] == ids_v, axis=-1).astype(known_bn.dtype)
+        verifier_bnv, drafted_bn = verifier_bnv[..., ids_v], ids_v[drafted_bn]
+    targets = losses.Targets(label_bn, losses.log_softmax(verifier_bnv))
+    loss_bn = -jnp.sum(jnp.exp(targets.log_probs) * losses.log_softmax(logits_bnv), axis=-1)
+    overlap_bn = lax.stop_gradient(losses.overlap(logits_bnv, targets))
+    return loss_bn, (drafted_bn == label_bn).astype(overlap_bn.dtype), overlap_bn, known_bn
+
+
+def draw_positions(batch: Batch, settings: RolloutConfig, keys_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Draws positions whose first step predicts an answer token.
+
+    Returns:
+      Positions [b, n], and whether each was drawn: there may be fewer candidates.
+    """
+    length = batch.tokens_bt.shape[1]
+    everywhere_bs = jnp.broadcast_to(jnp.arange(length), batch.tokens_bt.shape)
+    starts_bs = _loss_weights(batch, everywhere_bs, 1)[..., 0] > 0
+    if not settings.anchors:
+        return everywhere_bs, jnp.ones(starts_bs.shape, bool)
+    uniform_bs = jax.vmap(lambda key: jax.random.uniform(key, (length,)))(keys_b)
+    drawn_bn, index_bn = lax.top_k(jnp.where(starts_bs, uniform_bs, -1.0), settings.anchors)
+    return index_bn, drawn_bn >= 0
+
+
+def _loss_weights(batch: Batch, index_bn: jax.Array, steps: int) -> jax.Array:
+    """Loss weights of the steps from these positions, [b, n, i]."""
+    segment_bn1 = pick(batch.segments_bt, index_bn)[..., None]
+    is_inside_bni = (_after(batch.segments_bt, index_bn, 2, steps) == segment_bn1) & (segment_bn1 > 0)
+    return jnp.where(is_inside_bni, _after(batch.weights_bt, index_bn, 2, steps), 0.0)
+
+
+def _after(x_bs: jax.Array, index_bn: jax.Array, first: int, steps: int) -> jax.Array:
+    """Values `first`, `first + 1`, ... places after these positions, [b, n, i, ...]; zeros past the end."""
+    padded_bs = jnp.pad(x_bs, [(0, 0), (0, first + steps)] + [(0, 0)] * (x_bs.ndim - 2))
+    return pick(padded_bs, index_bn[..., None] + first + jnp.arange(steps))

@@ -1,0 +1,146 @@
+"""Inputs and results of acceptance rules.
+
+Shape suffixes: b batch, n tree nodes, v vocabulary, p places of an accepted path (depths + root), c tokens of a node's
+support, x requested tokens or draws (n - 1).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from treeflash_jax.models import vocab
+from treeflash_jax.trees import DraftTree, ancestor_mask, pick
+
+
+@struct.dataclass
+class TargetDistribution:
+    """The verifier's distribution after every node: softmax(logits / temperature), cut by top-k and top-p.
+
+    Attributes:
+      logits_bnv: compute dtype, possibly sharded over the vocabulary.
+      temperature_b: 0 is greedy.
+      threshold_bn: tokens with a logit below it have probability zero.
+      log_normaliser_bn: log-sum-exp of the kept logits.
+    """
+
+    logits_bnv: jax.Array
+    temperature_b: jax.Array
+    threshold_bn: jax.Array
+    log_normaliser_bn: jax.Array
+
+    def gather(self, ids_bnx: jax.Array) -> jax.Array:
+        """Returns log-probabilities of tokens, [b, n, x]; -inf for cut tokens. Greedy: 0 for the argmax, else -inf."""
+        logits_bnx = vocab.take(self.logits_bnv, ids_bnx)
+        kept_bnx = logits_bnx >= self.threshold_bn[..., None]
+        log_p_bnx = _scaled(logits_bnx, self.temperature_b) - self.log_normaliser_bn[..., None]
+        log_p_bnx = jnp.where(kept_bnx, log_p_bnx, -jnp.inf)
+        best_bn = vocab.argmax(self.logits_bnv)
+        greedy_bnx = jnp.where(ids_bnx == best_bn[..., None], 0.0, -jnp.inf)
+        return jnp.where((self.temperature_b > 0)[:, None, None], log_p_bnx, greedy_bnx)
+
+    def sample(self, gumbel_bnv: jax.Array) -> jax.Array:
+        """Returns argmax(kept logits + temperature * gumbel) at every node, [b, n]: an exact sample; the argmax at 0."""
+        kept_bnv = self.logits_bnv >= self.threshold_bn[..., None]
+        noisy_bnv = self.logits_bnv + self.temperature_b[:, None, None].astype(gumbel_bnv.dtype) * gumbel_bnv
+        return vocab.argmax(jnp.where(kept_bnv, noisy_bnv, -jnp.inf))
+
+    def residual(self, node_b: jax.Array, support_bc: jax.Array, residual_bc: jax.Array) -> jax.Array:
+        """Returns the log of one node's distribution with replaced probabilities on the support; unnormalised, [b, v].
+
+        If no mass is left, the distribution itself: a walk ends there only by rounding.
+        """
+        at_b1 = node_b[:, None]
+        logits_bv = pick(self.logits_bnv, at_b1)[:, 0]
+        scaled_bv = _scaled(logits_bv[:, None], self.temperature_b)[:, 0]
+        kept_bv = logits_bv >= pick(self.threshold_bn, at_b1)
+        log_p_bv = jnp.where(kept_bv, scaled_bv - pick(self.log_normaliser_bn, at_b1), -jnp.inf)
+        ids_bv = lax.broadcasted_iota(jnp.int32, log_p_bv.shape, 1)
+        greedy_bv = jnp.where(ids_bv == vocab.argmax(scaled_bv)[:, None], 0.0, -jnp.inf)
+        log_p_bv = jnp.where((self.temperature_b > 0)[:, None], log_p_bv, greedy_bv)
+        left_bv = vocab.put(log_p_bv, support_bc, jnp.log(residual_bc).astype(log_p_bv.dtype))
+        return jnp.where(jnp.max(left_bv, axis=-1, keepdims=True) > -jnp.inf, left_bv, log_p_bv)
+
+
+@struct.dataclass
+class Noise:
+    """Random numbers of one round. A rule reads either the first field or the other two.
+
+    Attributes:
+      gumbel_bpv: Gumbel noise for the token at position start + 1 + p, the same for every node of depth p.
+      coins_bx: uniforms in [0, 1), fresh every round: one per draw, or one per node below the root.
+      bonus_bv: Gumbel noise for the token after the last accepted node.
+    """
+
+    gumbel_bpv: jax.Array
+    coins_bx: jax.Array | None = None
+    bonus_bv: jax.Array | None = None
+
+
+@struct.dataclass
+class Acceptance:
+    """Accepted path of one round.
+
+    Attributes:
+      path_bp: accepted nodes, root first; entries from `length_b` on are 0.
+      length_b: number of accepted nodes, root included: the number of tokens that the round commits, bonus included.
+      bonus_b: the token after the last accepted node; the next anchor.
+    """
+
+    path_bp: jax.Array
+    length_b: jax.Array
+    bonus_b: jax.Array
+
+
+def follow(tree: DraftTree, matches_bn: jax.Array, depths: int) -> jax.Array:
+    """Returns the deepest node that matches along with all its ancestors, [b]; at most one child of a node may match.
+
+    Args:
+      matches_bn: True for nodes that the walk enters from their parent.
+      depths: places of a path, root included; static, at least the tree's depth + 1.
+    """
+    matches_bn = matches_bn.at[:, 0].set(True)
+    reached_bn = jnp.all(matches_bn[:, None] | ~ancestor_mask(tree.parent_bn, depths - 1), axis=-1)
+    return jnp.argmax(jnp.where(reached_bn, tree.depth_bn + 1, 0), axis=-1)
+
+
+def accept(tree: DraftTree, last_b: jax.Array, bonus_b: jax.Array, depths: int) -> Acceptance:
+    """Returns the path from the root to `last_b`, with the token that follows it; `depths` as in `follow`."""
+    above_bnn = ancestor_mask(tree.parent_bn, depths - 1)
+    on_path_bn = jnp.take_along_axis(above_bnn, last_b[:, None, None], axis=1)[:, 0]
+    at_depth_bpn = on_path_bn[:, None] & (tree.depth_bn[:, None] == jnp.arange(depths)[:, None])
+    return Acceptance(
+        path_bp=jnp.argmax(at_depth_bpn, axis=-1).astype(jnp.int32),
+        length_b=jnp.take_along_axis(tree.depth_bn, last_b[:, None], axis=1)[:, 0] + 1,
+        bonus_b=bonus_b,
+    )
+
+
+def target_distribution(
+    logits_bnv: jax.Array, temperature_b: jax.Array, top_k_b: jax.Array, top_p_b: jax.Array
+) -> TargetDistribution:
+    """Returns the verifier's distribution at every node; filters apply in the order temperature, top-k, top-p.
+
+    Args:
+      temperature_b: 0 is greedy (filters then have no effect).
+      top_k_b: number of tokens to keep; 0 keeps all.
+      top_p_b: mass to keep; 1 keeps all.
+    """
+    cuts_b = (temperature_b > 0) & ((top_k_b > 0) | (top_p_b < 1))
+
+    def threshold() -> jax.Array:
+        safe_b1 = jnp.where(temperature_b > 0, temperature_b, 1)[:, None]
+        return vocab.filter_threshold(logits_bnv, safe_b1, top_k_b[:, None], top_p_b[:, None])
+
+    no_cut_bn = jnp.full(logits_bnv.shape[:2], -jnp.inf, logits_bnv.dtype)
+    threshold_bn = lax.cond(jnp.any(cuts_b), threshold, lambda: no_cut_bn)
+    kept_bnv = jnp.where(logits_bnv >= threshold_bn[..., None], _scaled(logits_bnv, temperature_b), -jnp.inf)
+    return TargetDistribution(logits_bnv, temperature_b, threshold_bn, vocab.log_sum_exp(kept_bnv))
+
+
+def _scaled(logits_bnx: jax.Array, temperature_b: jax.Array) -> jax.Array:
+    """Returns logits / temperature in float32 at least; unchanged for greedy sequences."""
+    wide = jnp.promote_types(logits_bnx.dtype, jnp.float32)
+    return logits_bnx.astype(wide) / jnp.where(temperature_b > 0, temperature_b, 1.0)[:, None, None].astype(wide)

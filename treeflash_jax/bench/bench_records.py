@@ -1,0 +1,176 @@
+"""Records of measured answers, and the file that holds them: one JSON record a line, all of one run."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from treeflash_jax.core import files
+from treeflash_jax.core.checks import AtLeast0, NonNegative, clipped, fit, parse_json, quoted
+
+Record = dict[str, Any]
+
+SCHEMA = 2
+KINDS = {  # of the keys that every record has
+    "prompt_id": str,
+    "prompt_hash": str,
+    "system": str,
+    "settings": dict[str, Any],
+    "versions": dict[str, Any],
+    "hardware": dict[str, Any],
+    "accept_lengths": list[list[AtLeast0]],
+    "cut": list[AtLeast0],
+    "ids": list[list[AtLeast0]],
+    "texts": list[Any],
+    "tokens": AtLeast0,
+    "seconds": NonNegative,
+    "compile_seconds": NonNegative,
+    "expected": NonNegative | None,
+}
+# Settings that all records of a file share, and those of a system. Temperature and seed tell records apart.
+SHARED = "verifier quantize format max_new_tokens batch_size top_k top_p".split()
+OWN = (
+    "drafter dtype builder head nodes candidates children drafter_temperature drafter_temperature_rule shortlist depths "
+    "acceptance branches trunk selector skeleton leaves lanes attention"
+).split()
+PARTS = {
+    "settings": dict.fromkeys([*SHARED, *OWN], Any) | {"temperature": NonNegative, "seed": AtLeast0, "builder": str}
+    | {"nodes": AtLeast0 | Literal["auto"] | None, "top_p": NonNegative},
+    "hardware": {"device": Any, "backend": Any, "cores": Any},
+}  # fmt: skip
+PEER = "another program"  # the builder of a system that is no model of this library
+RECORD_START = b'{"schema": '  # of every line of results
+
+
+def read_jsonl(path: str | Path, *, unfinished_tail: bool = False) -> tuple[list[tuple[int, Record]], int]:
+    """Reads the objects of a JSONL file with their line numbers, and the number of bytes that they take.
+
+    Args:
+      path: the file; blank lines are skipped.
+      unfinished_tail: leaves out a last line that was cut off in the middle, with a warning.
+
+    Raises:
+      ValueError: a file that cannot be read, or a line that is no JSON object.
+    """
+    try:
+        lines = files.regular(path, streams=True).read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    objects, size = [], 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = parse_json(line) if line.strip() else None
+        except ValueError as error:
+            if unfinished_tail and number == len(lines) and not line.endswith(b"\n"):
+                warnings.warn(f"{path}:{number}: the last line is cut off and left out", stacklevel=2)
+                break
+            raise ValueError(f"{path}:{number}: got malformed JSON ({error}), expected one object a line") from None
+        if line.strip():
+            if not isinstance(value, dict):
+                raise ValueError(f"{path}:{number}: got {type(value).__name__}, expected a JSON object")
+            objects.append((number, value))
+        size += len(line)
+    return objects, size
+
+
+def read_records(path: str | Path) -> tuple[list[Record], int]:
+    """Reads the records of one run, and the number of bytes that they take. A last record that was cut off is left out.
+
+    Raises:
+      ValueError: malformed lines, another schema version, missing keys, an answer given twice, records of several runs.
+    """
+    objects, size = read_jsonl(path, unfinished_tail=True)
+    seen: set[tuple[str, str, float, int]] = set()
+    firsts: dict[str, Record] = {}
+    for number, record in objects:
+        where = f"{path}:{number}"
+        if record.get("schema") != SCHEMA:
+            raise ValueError(
+                f"{where}: got schema {quoted(record.get('schema'))}, expected {SCHEMA}; write to another file"
+            )
+        values = {**dict.fromkeys(KINDS), **record}
+        for key, kind in KINDS.items():
+            fit(kind, values[key], key, where)
+        for part, kinds in PARTS.items():
+            if missing := [key for key in kinds if key not in record[part]]:
+                raise ValueError(f"{where}: got {part} without {clipped(', '.join(missing), 120)}")
+            for key, kind in kinds.items():
+                fit(kind, record[part][key], f"{part}.{key}", where)
+        if not len(record["accept_lengths"]) == len(record["cut"]) == len(record["ids"]) == len(record["texts"]):
+            raise ValueError(f"{where}: got lists of different lengths, expected one entry per turn")
+        if record_key(record) in seen:
+            raise ValueError(f"{where}: got a second answer to {quoted(record_key(record), 120)}, expected one")
+        seen.add(record_key(record))
+        firsts.setdefault(record["system"], record)
+        for first in (next(iter(firsts.values())), firsts[record["system"]]):
+            if change := difference(record, first):
+                raise ValueError(f"{where}: {change} in earlier lines; results of several runs cannot be compared")
+    return [record for _, record in objects], size
+
+
+def record_key(record: Record) -> tuple[str, str, float, int]:
+    """Returns (prompt, system, temperature, seed), which tell the records of a file apart."""
+    settings = record["settings"]
+    return record["prompt_id"], record["system"], settings["temperature"], settings["seed"]
+
+
+def difference(record: Record, other: Record) -> str | None:
+    """Says what first keeps two records from belonging to one run; None if nothing does."""
+    names = SHARED + (OWN if record["system"] == other["system"] else [])
+    for part in ("settings", "versions", "hardware"):
+        ours, theirs = record[part], other[part]
+        for name in names if part == "settings" else sorted({*ours, *theirs}):
+            if ours.get(name) != theirs.get(name):
+                return f"got {name} {quoted(ours.get(name))}, but {quoted(theirs.get(name))}"
+    return None
+
+
+def is_comparable(record: Record, other: Record) -> bool:
+    """Tells whether one record is a one-token answer and the other is drafted, but must be equal up to near-ties."""
+    ours, theirs = record["settings"], other["settings"]
+    builders = {ours["builder"], theirs["builder"]}
+    rules = {settings.get("acceptance") for settings in (ours, theirs)} - {None, "sample-and-match"}
+    is_exact = not (rules and ours["temperature"] > 0) and ours["dtype"] == theirs["dtype"]
+    return is_exact and "none" in builders and len(builders - {"none", PEER}) == 1
+
+
+def is_same_answer(record: Record, other: Record) -> bool:
+    """Tells whether two answers are equal: their ids, or their texts if a program gives no ids."""
+    key = "ids" if all(record["ids"]) and all(other["ids"]) else "texts"
+    return record[key] == other[key]
+
+
+def read_results(path: str | Path) -> tuple[list[Record], int]:
+    """Reads a results file that may not exist yet: its records, and the number of bytes that they take.
+
+    Raises:
+      ValueError: a path that cannot be written, or a file that holds anything but records of one run.
+    """
+    files.check_output(path)
+    if not Path(path).exists():
+        return [], 0
+    records, size = read_records(path)
+    tail = Path(path).read_bytes()[size:]
+    if not tail.startswith(RECORD_START[: len(tail)]):
+        raise ValueError(f"{path} holds something else than results of this command; write to another file")
+    return records, size
+
+
+def open_results(path: str | Path) -> BinaryIO:
+    """Opens a results file for appending. A last record that was cut off is removed; all before it stays.
+
+    Raises:
+      ValueError: as `read_results`.
+    """
+    _, size = read_results(path)
+    try:
+        file = open(path, "a+b")
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from None
+    file.truncate(size)
+    file.seek(max(size - 1, 0))
+    if file.read(1) not in (b"", b"\n"):
+        file.write(b"\n")
+        file.flush()
+    return file

@@ -1,0 +1,246 @@
+"""The harness of all measurements: systems answer prompts in turns, and every answer becomes a record.
+
+A `System` is a model with settings of `generate`: one-token decoding, a drafter, a kind of tree, a temperature of the
+drafter, a dtype. A `Peer` is another program. All systems answer a batch of prompts before the next batch begins, in an
+order that rotates. The first call of a system and every call that had to compile are warm-up: they are repeated, and only
+the second answer counts.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
+from typing import Any
+
+import jax
+
+import treeflash_jax as tf
+from treeflash_jax.bench.bars import Tell
+from treeflash_jax.bench.bench_records import SCHEMA, Record, is_comparable, record_key
+from treeflash_jax.bench.prompt_sets import BenchPrompt, format_turn
+from treeflash_jax.cli.check import divergence, explanation
+from treeflash_jax.core import devices
+from treeflash_jax.drafters import draft_options
+from treeflash_jax.engine.planning import Request, choose_tree
+from treeflash_jax.trees import draws
+
+SAMPLING = ("max_new_tokens", "batch_size", "top_k", "top_p")
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A named way to answer prompts.
+
+    Attributes:
+      name: tells its records from those of other systems.
+      model: generates the answers.
+      config: settings of `generate`; temperature and seed are replaced by those that are measured.
+      pair: names of verifier and drafter, for the records.
+
+    Example:
+      >>> system = System(name="ar", model=tf.load("tiny"), config=tf.GenerateConfig(builder="none"))
+      >>> records = list(measure([system], [BenchPrompt(id="1", turns=("How many legs do 3 cows have?",))]))
+    """
+
+    name: str
+    model: tf.TreeFlash
+    config: tf.GenerateConfig
+    pair: tuple[str, str | None] = ("tiny", "tiny")
+
+    def answer(self, prompts: list[Any], temperature: float, seeds: list[int]) -> list[tf.Result]:
+        """Answers a batch of prompts, each with its own seed.
+
+        Returns:
+          A result per prompt. Its seconds are those of the call over the number of prompts.
+
+        Raises:
+          KeyboardInterrupt: Ctrl-C while decoding; half an answer is no measurement.
+        """
+        config = replace(self.config, temperature=temperature, seed=0)
+        results = self.model.generate(prompts, config, seed=seeds)
+        if any(result.finished == "interrupted" for result in results):
+            raise KeyboardInterrupt
+        return [replace(result, seconds=result.seconds / len(prompts)) for result in results]
+
+    def count_tokens(self, result: tf.Result) -> int:
+        return len(result.ids)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings as they take effect; those of drafting are None if nothing is drafted."""
+        model, config, plan = self.model, self.config, self.model.plan(self.config)
+        shape = asdict(choose_tree(config)[2])
+        if not draws(plan.builder):
+            shape = dict.fromkeys(shape) | ({"lanes": plan.shape.lanes} if plan.builder == "best-first" else {})
+        settings = {name: getattr(config, name) for name in SAMPLING}
+        settings |= {"verifier": self.pair[0], "drafter": self.pair[1], "dtype": str(model.dtype)}
+        settings |= {"quantize": model.quantize, "builder": plan.builder, "attention": config.attention}
+        settings |= {"nodes": None, "acceptance": None, **shape, "selector": config.selector}
+        settings |= {option.name: getattr(plan.draft, option.name, None) for option in fields(draft_options())}
+        settings |= {"drafter_temperature": None, "drafter_temperature_rule": None}
+        if plan.drafts:
+            settings |= {"nodes": "auto" if config.nodes == "auto" else plan.num_nodes, "acceptance": plan.rule}
+            fixed = config.drafter_temperature
+            settings["drafter_temperature"] = fixed or model.drafter.drafter_temperature
+            settings["drafter_temperature_rule"] = "fixed" if fixed else "max(it, min(T, 1))"
+        return settings
+
+
+def print_progress(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def measure(
+    systems: Sequence[System],
+    prompts: Sequence[BenchPrompt],
+    *,
+    format: str = "chat",
+    temperatures: Sequence[float] = (0.0,),
+    seeds: Sequence[int] = (0,),
+    known: Sequence[Record] = (),
+    is_timed: bool = True,
+    tell: Tell = print_progress,
+) -> Iterator[Record]:
+    """Answers every prompt with every system at all combinations of temperature and seed.
+
+    Every prompt draws from its own seed, made of the given one and its id: prompts are independent, and all systems use the
+    same noise. Answers that drafting must not change are compared with those of one-token decoding, and differences are
+    printed on stderr.
+
+    Args:
+      format: a key of `prompt_sets.FORMATS`.
+      known: records of an earlier run; what they hold is not measured again.
+      is_timed: repeats warm-up calls; without it, seconds include compilation.
+      tell: receives a line after every call.
+
+    Yields:
+      A record per prompt, temperature, seed and system, each as soon as it exists.
+    """
+    records = {record_key(record): record for record in known}
+    warm: set[str] = set()
+    size = systems[0].config.batch_size
+    batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
+    for number, batch in enumerate(batches):
+        turn = number % len(systems)
+        for (temperature, seed), system in product(list(product(temperatures, seeds)), [*systems[turn:], *systems[:turn]]):
+            missing = [p for p in batch if (p.id, system.name, temperature, seed) not in records]
+            if not missing:
+                continue
+            answers = converse(system, batch, format, temperature, seed)
+            compile_seconds = max(sum(result.compile_seconds for result in results) for results in answers)
+            if is_timed and (compile_seconds or system.name not in warm):
+                answers = converse(system, batch, format, temperature, seed)
+                warm.add(system.name)
+            for place, (prompt, results) in enumerate(zip(batch, answers, strict=True)):
+                if prompt not in missing:
+                    continue
+                record = make_record(system, prompt, results, format, temperature, seed)
+                record["compile_seconds"] = compile_seconds
+                others = [records.get((prompt.id, other.name, temperature, seed)) for other in systems]
+                places = [sum(turn < len(p.turns) for p in batch[:place]) for turn in range(len(results))]
+                requests = [
+                    Request(index, result.prompt_ids, temperature, 0, 1.0, prompt.seed(seed))
+                    for index, result in zip(places, results, strict=True)
+                ]
+                record["differences"] = compare(system.model, record, [other for other in others if other], requests)
+                records[record_key(record)] = record
+                yield record
+            tell(f"{number + 1}/{len(batches)} {system.name} at T {temperature:g}, seed {seed}")
+
+
+def converse(
+    system: System, prompts: Sequence[BenchPrompt], format: str, temperature: float, seed: int
+) -> list[list[tf.Result]]:
+    """Answers all turns of a batch of prompts, one call per turn; later turns see the system's own answers.
+
+    Returns:
+      Per prompt, a result per turn.
+    """
+    chats: list[Any] = [list(prompt.opening) for prompt in prompts]
+    answers: list[list[tf.Result]] = [[] for _ in prompts]
+    for turn in range(max(len(prompt.turns) for prompt in prompts)):
+        places = [i for i, prompt in enumerate(prompts) if turn < len(prompt.turns)]
+        for i in places:
+            chats[i].append({"role": "user", "content": format_turn(prompts[i].turns[turn], format)})
+        inputs = [prompts[i].ids or (tf.Text(chats[i][0]["content"]) if format == "raw" else chats[i]) for i in places]
+        results = system.answer(inputs, temperature, [prompts[i].seed(seed) for i in places])
+        for i, result in zip(places, results, strict=True):
+            answers[i].append(result)
+            chats[i].append({"role": "assistant", "content": result.text})
+    return answers
+
+
+def make_record(
+    system: System, prompt: BenchPrompt, results: Sequence[tf.Result], format: str, temperature: float, seed: int
+) -> Record:
+    """Makes the record of one answered prompt. Lists of lists are by turn.
+
+    `accept_lengths` count what rounds added to the answers, and `cut` what the last round of a turn accepted after its end;
+    `tokens` includes the token of every turn's prefill. `expected` sums the tokens that rounds were expected to commit,
+    cut rounds in full.
+    """
+    record = {
+        "schema": SCHEMA,
+        "prompt_id": prompt.id,
+        "prompt_hash": prompt.hash,
+        "system": system.name,
+        "settings": system.settings() | {"format": format, "temperature": temperature, "seed": seed},
+        "accept_lengths": [result.accept_lengths for result in results],
+        "cut": [result.cut for result in results],
+        "ids": [result.ids for result in results],
+        "texts": [result.text for result in results],
+        "nodes": [result.nodes for result in results],
+        "tokens": sum(system.count_tokens(result) for result in results),
+        "seconds": sum(result.seconds for result in results),
+        "finished": [result.finished for result in results],
+        **environment(system.model),
+    }
+    if system.config.expected_lengths:
+        record["expected"] = float(sum(sum(result.expected_lengths or []) for result in results))
+    return record
+
+
+def compare(
+    model: tf.TreeFlash, record: Record, others: Sequence[Record], requests: Sequence[Request]
+) -> dict[str, dict[str, Any]]:
+    """Compares a drafted with a one-token answer, and prints how they differ.
+
+    Args:
+      others: earlier answers of other systems to the same prompt, with the same temperature and seed.
+      requests: prompt and sampling settings of every turn of the answer.
+
+    Returns:
+      By system, {"turn", "near_tie"} and the fields of `check.Divergence`; systems with the same answer are left out.
+    """
+    differing = {}
+    for other in others:
+        if is_comparable(record, other) and record["ids"] != other["ids"]:
+            turn = next(i for i, (a, b) in enumerate(zip(record["ids"], other["ids"], strict=True)) if a != b)
+            pair = record["ids"][turn], other["ids"][turn]
+            is_plain = record["settings"]["builder"] == "none"
+            difference = divergence(model, requests[turn], *(pair[::-1] if is_plain else pair))
+            is_tie = difference.is_near_tie()
+            differing[other["system"]] = {"turn": turn, "near_tie": is_tie, **asdict(difference)}
+            print(
+                f"{'PASS' if is_tie else 'FAIL'}: prompt {record['prompt_id']}, {record['system']} and {other['system']} "
+                f"from token {difference.index} on: {explanation(difference, model.dtype)}",
+                file=sys.stderr,
+            )
+    return differing
+
+
+def environment(model: tf.TreeFlash) -> Mapping[str, dict[str, Any]]:
+    """Returns versions and hardware. Records that differ in them are never compared."""
+    device = devices.here()
+    return {
+        "versions": {"jax": jax.__version__, "treeflash_jax": tf.__version__, "python": platform.python_version()},
+        "hardware": {
+            "backend": device.backend,
+            "device": device.kind,
+            "devices": 1 if model.mesh is None else model.mesh.size,
+            "cores": os.cpu_count(),
+        },
+    }

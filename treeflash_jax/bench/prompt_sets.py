@@ -1,0 +1,134 @@
+"""Prompts of a benchmark, as JSON lines of {"id", "turns": [...]} or any form of `read_messages`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treeflash_jax.bench.bench_records import read_jsonl
+from treeflash_jax.core.checks import bounded
+from treeflash_jax.engine.prompts import Text, read_messages
+
+BUNDLED = Path(__file__).parent / "prompts.jsonl"
+# What a user turn becomes, in the words of the published benchmarks. All but raw go through the chat template.
+FORMATS = {
+    "chat": "{turn}",
+    "raw": "{turn}",
+    "math": "{turn}\nPlease reason step by step, and put your final answer within \\boxed{}.",
+    "humaneval": (
+        "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{turn}\n```"
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSet:
+    """Options that choose and word the prompts."""
+
+    prompts: str | None = bounded(None, unit="file", unset="a bundled set", help="JSONL file of prompts")
+    format: str = bounded("chat", choices=lambda: tuple(FORMATS), help="how prompts are worded")
+    limit: int | None = bounded(
+        None, least=1, unit="prompts", unset="all", help="number of prompts, drawn as in the published benchmarks"
+    )
+
+
+PUBLISHED_DRAW = 42  # random.Random(42).sample picks the prompts of the published benchmarks
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchPrompt:
+    """A prompt with its user turns and perhaps a system message, or one of token ids; `hash` identifies its text.
+
+    Example:
+      >>> BenchPrompt(id="words-1", turns=("A box holds 6 pens. How many do 3 boxes hold?",)).hash
+    """
+
+    id: str
+    turns: tuple[str, ...] = ("",)
+    system: str | None = None
+    ids: list[int] | None = None
+
+    @property
+    def hash(self) -> str:
+        texts = self.ids or (self.turns if self.system is None else (self.system, self.turns))
+        return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+
+    @property
+    def opening(self) -> list[dict[str, str]]:
+        """Messages before the first user turn."""
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def seed(self, seed: int) -> int:
+        """Makes the seed of this prompt's random numbers from a seed and the prompt's id."""
+        return zlib.crc32(f"{seed} {self.id}".encode())
+
+
+def chosen_prompts(arguments: Any) -> list[BenchPrompt]:
+    """Reads the prompts that the options of `PromptSet` name."""
+    return draw(read_prompts(arguments.prompts or BUNDLED), arguments.limit)
+
+
+def read_prompts(path: str | Path) -> list[BenchPrompt]:
+    """Reads prompts from a JSONL file, in any form of `read_messages`; answers in it are left out.
+
+    A prompt without an id is named after the file and its line number.
+
+    Raises:
+      ValueError: a file that cannot be read or is empty; by line: malformed JSON, no turns, an id given twice.
+    """
+    prompts: dict[str, BenchPrompt] = {}
+    for number, value in read_jsonl(path)[0]:
+        name = value.get("id", f"{Path(path).stem}-{number}")
+        if not isinstance(name, str | int) or name == "" or str(name) in prompts:
+            raise ValueError(f"{path}:{number}: got id {name!r}, expected one that no other prompt has")
+        try:
+            prompts[str(name)] = _prompt(str(name), read_messages(value))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from None
+    if not prompts:
+        raise ValueError(f"{path}: got no prompts, expected at least one line")
+    return list(prompts.values())
+
+
+def draw(prompts: list[BenchPrompt], limit: int | None) -> list[BenchPrompt]:
+    """Draws `limit` of the prompts, in their order, as the published benchmarks do; all if None."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"got limit {limit}, expected at least 1")
+    if limit is None or limit >= len(prompts):
+        return prompts
+    return [prompts[i] for i in sorted(random.Random(PUBLISHED_DRAW).sample(range(len(prompts)), limit))]
+
+
+def format_turn(turn: str, format: str) -> str:
+    """Words a user turn in a published prompt format."""
+    return FORMATS[format].replace("{turn}", turn)
+
+
+def empty_chat(prompt: BenchPrompt, format: str) -> Any:
+    """Makes the conversation before the last answer, with empty earlier answers."""
+    if prompt.ids:
+        return prompt.ids
+    turns = [format_turn(turn, format) for turn in prompt.turns]
+    if format == "raw":
+        return Text(turns[0])
+    chat = [*prompt.opening, {"role": "user", "content": turns[0]}]
+    for turn in turns[1:]:
+        chat += [{"role": "assistant", "content": ""}, {"role": "user", "content": turn}]
+    return chat
+
+
+def _prompt(name: str, messages: list[dict[str, str]]) -> BenchPrompt:
+    system = messages[0]["content"] if messages[0]["role"] == "system" else None
+    turns = messages if system is None else messages[1:]
+    others = [message["role"] for message in turns if message["role"] not in ("user", "assistant")]
+    if others:
+        raise ValueError(f"got a message of the role {others[0]!r}, expected an optional system message, then user turns")
+    turns = tuple(message["content"] for message in turns if message["role"] == "user")
+    if not turns or not all(turns):
+        raise ValueError("got no user turn, or an empty one, expected one or more texts")
+    return BenchPrompt(id=name, turns=turns, system=system)

@@ -1,0 +1,115 @@
+"""Devices that this machine lacks, for compiling programs ahead of time."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from treeflash_jax.core import files
+from treeflash_jax.core.checks import read_json
+from treeflash_jax.core.clock import slow
+from treeflash_jax.core.devices import GPU_MEMORY
+
+# Targets of the compiler: multiprocessors, compute capability, bytes/s, L2 cache, shared memory of a multiprocessor.
+# Source: NVIDIA's data sheets.
+GPUS = {
+    "a100": (108, 8, 2.04e12, 40 * 2**20, 167_936),
+    "h100": (132, 9, 3.35e12, 50 * 2**20, 233_472),
+    "h200": (132, 9, 4.8e12, 50 * 2**20, 233_472),
+}
+_GPU_TARGET = """
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared}
+  shared_memory_per_block_optin: {block}
+  threads_per_core_limit: 2048
+  core_count: {cores}
+  fpus_per_core: {fpus}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth}
+  l2_cache_size: {cache}
+  clock_rate_ghz: 1.755
+  device_memory_size: {memory}
+  cuda_compute_capability {{ major: {major} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 7 }}
+runtime_version {{ major: 12 minor: 8 }}
+device_description_str: "{name}"
+"""
+
+
+def find_devices(topology: str | None) -> list[Any]:
+    """Returns the devices of a topology, or those at hand; those at hand stay unused if there is a topology."""
+    if topology:
+        jax.config.update("jax_platforms", "cpu")
+        with slow(f"starting the compiler for {topology}"):
+            return topology_devices(topology)
+    return jax.devices()
+
+
+def read_kept(path: Path | None, key: str) -> dict[str, Any]:
+    """Reads the results of a JSON file whose values hold `key`; {} if there is none yet.
+
+    Raises:
+      ValueError: a file of anything else, or one that cannot be written.
+    """
+    if path is None:
+        return {}
+    files.check_output(path, files.json_with(key, inside=True))
+    return read_json(path) if path.exists() and path.stat().st_size else {}
+
+
+def topology_devices(name: str) -> list[Any]:
+    """Returns the devices of a TPU topology such as v5e:4x4 or v5p:2x2x2, or GPUs of one machine: h200, h200:8.
+
+    Raises:
+      ValueError: no compiler for them here, or no such topology.
+    """
+    return _gpus(name) if name.partition(":")[0] in GPUS else _tpus(name)
+
+
+def _gpus(name: str) -> list[Any]:
+    from jax.experimental import topologies
+
+    family, _, count = name.partition(":")
+    cores, major, bandwidth, cache, shared = GPUS[family]
+    target = _GPU_TARGET.format(
+        shared=shared, block=shared - 1024, cores=cores, fpus=64 if major == 8 else 128, bandwidth=int(bandwidth),
+        cache=cache, memory=GPU_MEMORY[family], major=major, name=f"NVIDIA {family.upper()}",
+    )  # fmt: skip
+    if not re.fullmatch(r"[1-9]\d*", count or "1"):
+        raise ValueError(f"got topology {name!r}, expected one like h200 or h200:8")
+    try:
+        return list(
+            topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{count or 1}").devices
+        )
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f'topology {name} needs the GPU compiler; pip install "jax[cuda12]" ({reason})') from None
+
+
+def _tpus(name: str) -> list[Any]:
+    try:
+        import libtpu
+    except ImportError:
+        raise ValueError(f'topology {name} needs the TPU compiler; pip install "jax[tpu]"') from None
+    os.environ.setdefault("TPU_LIBRARY_PATH", libtpu.get_library_path())
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    from jax.experimental import topologies
+
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"got topology {name!r}, expected one like v5e:4x4 or v5p:2x2x2 ({reason})") from None

@@ -1,0 +1,223 @@
+"""Options of commands, made from the fields of dataclasses, and what several commands share: the model and the prompts.
+
+`add_fields` makes an option of every field, with the type, limits, default, choices, unit and help it was declared with;
+`option_values` reads them back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from treeflash_jax.core.checks import bounded, clipped, default_text, field_checks, fit
+from treeflash_jax.core.clock import slow
+from treeflash_jax.core.files import regular
+from treeflash_jax.core.suggest import suggestion
+from treeflash_jax.engine.pairs import PAIRS
+from treeflash_jax.engine.prompts import Text
+from treeflash_jax.models.quantized import SCHEMES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model to load, and how it is loaded."""
+
+    verifier: str | None = bounded(
+        None,
+        f"language model to serve: a name ({', '.join(PAIRS)}), or the folder, GGUF file or Hub id of a Qwen3, "
+        "Qwen2 or Llama model",
+        unset="smollm2 if its weights are on this machine, otherwise tiny",
+        unit="model",
+        basic=True,
+    )
+    drafter: str | None = bounded(
+        None,
+        "a name, folder or Hub id of a DFlash, TreeFlash or EAGLE-3 drafter, or of a small language model; 'ngram'; or "
+        "'none' to decode one token at a time",
+        unset="the drafter that ships for the named verifier, otherwise none",
+        unit="model",
+        basic=True,
+    )
+    revision: str | None = bounded(None, "Hub revision of the verifier", unit="rev")
+    drafter_revision: str | None = bounded(None, "Hub revision of the drafter", unit="rev")
+    steering: str | None = bounded(
+        None,
+        "folder of steering weights for a language model that drafts (SD squared)",
+        unset="those in the drafter's folder, if any",
+        unit="folder",
+    )
+    local_files_only: bool = bounded(False, "use the local cache of the Hub only")
+    dtype: Literal["float32", "bfloat16", "float64"] | None = bounded(
+        None,
+        "dtype of weights, caches and activations",
+        unset="bfloat16, but float32 on a CPU without bfloat16 instructions",
+        basic=True,
+    )
+    quantize: str | None = bounded(
+        None, "quantize the verifier's matrices while loading", unset="none", choices=lambda: tuple(SCHEMES)
+    )
+    mesh: str | None = bounded(
+        None,
+        "use D x M devices: split the batch D ways, weights and vocabulary M ways; with DxMxE, experts E ways",
+        unset="one device",
+        unit="DxM",
+    )
+    budget: str | None = bounded(
+        None, "calibration file for --nodes auto", unset="the path treeflash calibrate writes to", unit="file"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """Prompts; every option may be given several times."""
+
+    prompt: Sequence[str] = bounded((), "text to continue as it is, without a chat template", unit="text")
+    prompt_file: Sequence[str] = bounded((), "file of text to continue as it is; - is standard input", unit="file")
+    chat: Sequence[str] = bounded((), "a user's message, formatted with the chat template", unit="text")
+    prompt_ids: Sequence[str] = bounded((), 'token ids, like "3 4 5"', unit="ids")
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser for commands: bare words may stand anywhere, and every mistake is one line."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        namespace, unknown = super().parse_known_args(args, namespace)
+        for word in unknown:
+            if word.startswith("-"):
+                self.error(f"unrecognized option {word}{self._did_you_mean(word)}")
+        if hasattr(namespace, "words"):
+            namespace.words, unknown = namespace.words + unknown, []
+        return namespace, unknown
+
+    def _did_you_mean(self, word: str) -> str:
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        options = [option for action in shown for option in action.option_strings]
+        names = {option.lstrip("-").replace("-", "_"): option for option in options}
+        meant = suggestion(word.partition("=")[0].lstrip("-").replace("-", "_"), names)
+        return f"; did you mean {names[meant]}?" if meant else ""
+
+    def format_help(self) -> str:
+        """Returns the help text, whose usage names only what must be given."""
+        if self.usage is None:
+            words = ["%(prog)s [options]"]
+            for action in self._actions:
+                if not action.option_strings:
+                    words.append(f"[{action.metavar} ...]" if action.nargs == "*" else action.metavar or action.dest)
+                elif action.required:
+                    words.append(f"{action.option_strings[0]} {action.metavar}")
+            self.usage = " ".join(words)
+        return super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with one line, without the usage text."""
+        self.exit(2, f"{self.prog}: error: {clipped(message, 240)} (see {self.prog} --help)\n")
+
+
+def add_fields(
+    parser: Any,
+    cls: type,
+    names: str = "",
+    *,
+    without: str = "",
+    several: str = "",
+    basic: bool | None = None,
+    **defaults: Any,
+) -> None:
+    """Adds an option for every field of a dataclass, with its type, limits, default, choices, unit and help.
+
+    Args:
+      parser: a parser, or a group of options.
+      cls: the dataclass; its fields are declared with `checks.bounded`.
+      names: names of the fields to take, separated by spaces; empty: all.
+      without: names of fields to leave out.
+      several: names of fields that take a list of values here.
+      basic: whether to take only fields declared as basic, or only the others; None: both.
+      **defaults: defaults other than the fields' own.
+    """
+    kinds = get_type_hints(cls)
+    for setting in fields(cls):
+        is_chosen = basic is None or setting.metadata["basic"] == basic
+        if is_chosen and setting.name in (names.split() or kinds) and setting.name not in without.split():
+            default = defaults.get(setting.name, setting.default)
+            how = _option(setting, kinds[setting.name], field_checks(cls)[setting.name], default)
+            if setting.name in several.split():
+                how["nargs"] = "+"
+            parser.add_argument("--" + setting.name.replace("_", "-"), **how)
+
+
+def _option(setting: Field, kind: Any, check: Callable[..., Any], default: Any) -> dict[str, Any]:
+    """Returns the arguments of `add_argument` for a field, whose value is read and checked by `check`."""
+    parts = [
+        part for part in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)) if part is not NoneType
+    ]
+    words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
+    usual = default_text(setting) if default is setting.default else str(default).strip("[]").replace(",", "")
+    text = (setting.metadata["help"] + (f" (default: {usual})" if usual else "")).replace("%", "%%")
+    if parts == [bool]:
+        return {"action": "store_true", "help": text}
+    how = {"help": text} | ({"required": True} if default is MISSING else {"default": default})
+    if setting.metadata["choices"] or all(get_origin(part) is Literal for part in parts):
+        return how | {"choices": list(setting.metadata["choices"]() if setting.metadata["choices"] else words)}
+    unit = setting.metadata["unit"] or "number"
+    how["metavar"] = "|".join([unit.upper() if unit.islower() else unit, *words])
+    if parts == [Sequence[str]]:
+        return how | {"action": "append", "default": list(default)}
+
+    def read(text: str) -> Any:
+        try:
+            return check(text.replace(",", " ").split() if parts == [Sequence[int]] else text, from_text=True)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return how | {"type": read}
+
+
+def option_values(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """Returns the fields of a dataclass that are options, as given."""
+    return {setting.name: getattr(arguments, setting.name) for setting in fields(cls) if hasattr(arguments, setting.name)}
+
+
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompts (options may be given several times)")
+    group.add_argument(
+        "words", nargs="*", metavar="WORDS",
+        help="a user's message, formatted with the chat template if the tokenizer has one; - reads it from standard input, "
+        "which is also the default if no prompt is given",
+    )  # fmt: skip
+    add_fields(group, PromptOptions)
+
+
+def parse_prompts(arguments: argparse.Namespace) -> list[Any]:
+    """Returns prompts in the order of the help text, as `generate` takes them.
+
+    Raises:
+      ValueError: no prompt.
+    """
+    words = arguments.words
+    if not (words or arguments.prompt or arguments.prompt_file or arguments.chat or arguments.prompt_ids):
+        words = [] if sys.stdin is None or sys.stdin.isatty() else ["-"]
+    message = " ".join(_read(word) if word == "-" else word for word in words)
+    prompts: list[Any] = [message] if message else []
+    prompts += map(Text, [*arguments.prompt, *map(_read, arguments.prompt_file)])
+    prompts += [[{"role": "user", "content": message}] for message in arguments.chat]
+    prompts += map(parse_ids, arguments.prompt_ids)
+    if not prompts:
+        raise ValueError("got no prompt, expected words, --prompt, --chat, --prompt-file, --prompt-ids or standard input")
+    return prompts
+
+
+def _read(path: str) -> str:
+    """Returns the text of a file, or of standard input for "-", without the line break at its end."""
+    if path != "-":
+        return regular(path, streams=True).read_text(encoding="utf-8").removesuffix("\n")
+    with slow("reading a prompt from standard input"):
+        return sys.stdin.read().removesuffix("\n")
+
+
+def parse_ids(text: str) -> list[int]:
+    """Returns the token ids of a text like "3 4 5". Raises ValueError if they are no numbers."""
+    return fit(list[int], text.replace(",", " ").split(), "--prompt-ids", from_text=True)

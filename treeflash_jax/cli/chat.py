@@ -1,0 +1,176 @@
+"""A conversation in the terminal: answers stream in, each turn ends with its statistics."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Unpack
+
+from rich.cells import cell_len
+from rich.console import Console
+
+from treeflash_jax.core import devices
+from treeflash_jax.engine.batching import Session
+from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.engine.planning import explain_plain, make_requests
+from treeflash_jax.engine.results import Chunk, Result
+from treeflash_jax.engine.settings import GenerateConfig, Settings
+
+HELP = "/reset forgets the conversation, /tree draws the round that accepted most, /quit or /exit leaves"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -> None:
+    """Reads user turns until /quit, /exit or end of input.
+
+    A turn that fails (say, a conversation longer than the context) is reported in one line and taken back; Ctrl-C ends the
+    answer and keeps its text so far.
+
+    Args:
+      model: with a tokenizer that has a chat template; without a drafter it answers one token at a time.
+      console: what is read from and written to.
+      **settings: fields of GenerateConfig.
+
+    Raises:
+      ValueError: a model that cannot chat, or settings that no turn could be answered with, before anything is read.
+    """
+    config = _checked(model, settings)
+    if config.builder == "none":
+        why = (
+            explain_plain(GenerateConfig(), model.drafter, devices.describe_mesh(model.mesh), model.dtype)
+            or "nothing is drafted"
+        )
+        console.print(f"[dim]answers come one token at a time: {why}[/dim]")
+    console.print(f"[dim]{HELP}[/dim]")
+    messages: list[dict[str, str]] = []
+    last, session = None, Session()
+    while True:
+        try:
+            message = console.input("[bold]you:[/bold] ").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if message in ("/quit", "/exit"):
+            return
+        if message == "/reset":
+            messages, last = [], None
+        elif message == "/tree":
+            _draw(console, last)
+        elif message.startswith("/"):
+            console.print(HELP)
+        elif message:
+            messages.append({"role": "user", "content": message})
+            try:
+                text, last = _turn(model, console, messages, config, session)
+                messages.append({"role": "assistant", "content": text})
+            except ValueError as error:
+                console.print(f"error: {error}", markup=False)
+                messages.pop()
+
+
+def _checked(model: TreeFlash, settings: Settings) -> GenerateConfig:
+    """The settings of all turns.
+
+    Raises:
+      ValueError: what would be wrong at every turn.
+    """
+    if model.tokenizer is None:
+        raise ValueError("got a verifier without tokenizer.json, expected one that can chat")
+    model.noted_plain = True  # it is said here
+    config = model.resolve(None, settings)
+    make_requests([model.encode(HELLO)], config, model.verifier)
+    model.plan(config)
+    return config
+
+
+def _draw(console: Console, last: Result | None) -> None:
+    """Draws the round of the last answer that accepted most, or says why there is none."""
+    if last is None:
+        console.print("no draft tree yet: no answer was finished")
+        return
+    longest = max(range(len(last.accept_lengths)), key=last.accept_lengths.__getitem__, default=0)
+    try:
+        console.print(str(last.tree(longest)), markup=False)
+    except ValueError as error:
+        console.print(f"no draft tree: {error}", markup=False)
+    except KeyboardInterrupt:
+        console.print("\n[dim]interrupted[/dim]")
+
+
+def _turn(
+    model: TreeFlash, console: Console, messages: list[dict[str, str]], config: GenerateConfig, session: Session
+) -> tuple[str, Result | None]:
+    """Streams one answer and prints its statistics. Ctrl-C ends it early: its text so far, and no Result."""
+    text, lines = "", Lines(console)
+    try:
+        with ignored_keyboard(), lines:
+            for piece in model.stream(messages, config=config, session=session):
+                if isinstance(piece, Chunk):
+                    lines.write(piece.text)
+                    text += piece.text
+    except KeyboardInterrupt:
+        console.print("\n[dim]interrupted[/dim]")
+        return text, None
+    rounds = len(piece.accept_lengths)
+    console.print(
+        f"\n[dim]{len(piece.ids)} tokens, {rounds} rounds, tau {piece.tau:.2f}, "
+        f"{piece.tokens_per_second:.0f} tokens/s, {piece.finished}[/dim]"
+    )
+    return text, piece
+
+
+class Lines:
+    """Prints a growing text. In a terminal, a word that would cross the right edge begins a new line.
+
+    A word is held back until it is complete, so that it never has to move.
+    """
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.column = 0
+        self.held = ""
+
+    def write(self, text: str) -> None:
+        """Prints all words of the text so far but the last one, which may still grow."""
+        if not self.console.is_terminal:
+            return self._print(text)
+        *words, last = re.findall(r"\n|[^\n\S]*\S+|[^\n\S]+", self.held + text) or [""]
+        for word in words:
+            self._place(word)
+        self.held = last
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._place(self.held)
+
+    def _place(self, word: str) -> None:
+        if word != "\n" and self.column and self.column + cell_len(word) > self.console.width:
+            self._place("\n")
+            word = word.lstrip(" ")
+        self._print(word)
+        self.column = 0 if word == "\n" else self.column + cell_len(word)
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, end="", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def ignored_keyboard() -> Iterator[None]:
+    """Neither echoes nor keeps what is typed in the terminal meanwhile; Ctrl-C still interrupts."""
+    if not sys.stdin.isatty() or sys.platform == "win32":
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSAFLUSH, before)  # FLUSH: discards what was typed

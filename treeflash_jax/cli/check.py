@@ -1,0 +1,145 @@
+"""Losslessness, checked on the user's own prompts: drafted against one-token decoding with the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treeflash_jax.core import programs, sharding
+from treeflash_jax.decoding.accepting import VERIFY_STREAM
+from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.engine.planning import Request, choose_tree, make_requests, resolve
+from treeflash_jax.engine.prompts import Prompt
+from treeflash_jax.engine.results import Result
+from treeflash_jax.engine.settings import NO_DRAFTER, Settings, takes_settings
+from treeflash_jax.models import verifier, vocab
+
+NEAR_TIE = 1e-4  # largest gap between two logits that rounding explains in any dtype
+ROUNDINGS = 8  # units of rounding of the larger logit that it explains: more than NEAR_TIE in bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """First token at which two answers to one prompt differ.
+
+    Attributes:
+      index: number of generated tokens before it.
+      drafted, plain: token of the drafted and of the one-token answer; None if the answer had ended.
+      gap: difference of the two tokens' logits after one pass over the common prefix, at a temperature above 0 with the
+        noise that decides between them; None if an answer had ended.
+      rounding: unit of rounding of the larger logit in the compute dtype.
+    """
+
+    index: int
+    drafted: int | None
+    plain: int | None
+    gap: float | None
+    rounding: float
+
+    def is_near_tie(self, limit: float | None = None) -> bool:
+        """Tells whether rounding explains the difference: a wide and a narrow matrix product round differently.
+
+        Args:
+          limit: largest gap of a near-tie; None derives it from the dtype: ROUNDINGS units of rounding, at least NEAR_TIE.
+        """
+        limit = max(NEAR_TIE, ROUNDINGS * self.rounding) if limit is None else limit
+        return self.gap is not None and self.gap <= limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One prompt, decoded twice.
+
+    Attributes:
+      divergence: first difference; None if they are equal.
+      quantize: scheme of the verifier that gave both; see `meaning`.
+    """
+
+    drafted: Result
+    plain: Result
+    divergence: Divergence | None
+    quantize: str | None = None
+
+    def passed(self, near_tie: float | None = None) -> bool:
+        """Tells whether the answers are equal up to near-ties; see `Divergence.is_near_tie`."""
+        return self.divergence is None or self.divergence.is_near_tie(near_tie)
+
+
+@takes_settings
+def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Unpack[Settings]) -> list[Check]:
+    """Decodes every prompt with and without drafting and compares.
+
+    Args:
+      model: with a drafter.
+      prompts: as `TreeFlash.generate` takes them.
+      **settings: settings of `generate`.
+
+    Raises:
+      ValueError: no drafter, or an acceptance rule whose answers are samples of their own, at a temperature above 0.
+    """
+    if model.drafter is None:
+        raise ValueError(f"{NO_DRAFTER}, expected one: without it there is nothing to compare")
+    config = resolve(None, settings, model.verifier, model.drafter)
+    if config.builder != "none" and choose_tree(config)[1] != "sample-and-match" and np.max(config.temperature) > 0:
+        rule = choose_tree(config)[1]
+        raise ValueError(f"got acceptance {rule!r} at temperature above 0, expected 'sample-and-match' to compare answers")
+    # Named, so that none is chosen by temperature: sampled trees answer with other samples.
+    drafted = model.generate(prompts, **settings | {"builder": choose_tree(config)[0]})
+    plain = model.generate(prompts, **settings | {"builder": "none"})
+    requests = make_requests([result.prompt_ids for result in plain[:: config.samples]], config, model.verifier)
+    return [
+        Check(drafted=a, plain=b, divergence=divergence(model, request, a.ids, b.ids), quantize=model.quantize)
+        for request, a, b in zip(requests, drafted, plain, strict=True)
+    ]
+
+
+def meaning(quantize: str | None) -> str:
+    """Returns one line that names the verifier with respect to which equal outputs are exact."""
+    if quantize is None:
+        return "exact with respect to the verifier as loaded"
+    return f"exact with respect to the {quantize} verifier, not to the one in the files: its own answers may differ"
+
+
+def explanation(divergence: Divergence, dtype: Any, near_tie: float | None = None) -> str:
+    """Explains a difference in one line."""
+    if divergence.gap is None:
+        return "one answer ended before the other"
+    if divergence.is_near_tie(near_tie):
+        return f"near-tie: the two candidates' logits are equal to within {dtype} rounding; not an error"
+    return f"the two candidates' logits are {divergence.gap:.2g} apart, more than {dtype} rounding explains"
+
+
+def divergence(model: TreeFlash, request: Request, drafted: list[int], plain: list[int]) -> Divergence | None:
+    """Finds the first difference of two answers to one request; None if they are equal."""
+    if drafted == plain:
+        return None
+    index = next((i for i, (a, b) in enumerate(zip(drafted, plain, strict=False)) if a != b), min(len(drafted), len(plain)))
+    tokens = [ids[index] if index < len(ids) else None for ids in (drafted, plain)]
+    prefix = request.ids + plain[:index]
+    padded = np.zeros((1, 1 << (len(prefix) - 1).bit_length()), np.int32)  # few shapes, few compilations
+    padded[0, : len(prefix)] = prefix
+    arguments = model.weights.verifier, jnp.asarray(padded), jnp.int32(len(prefix) - 1)
+    logits_v = np.asarray(programs.call(_logits_at, *arguments, mesh=model.mesh, config=model.verifier))
+    with sharding.ambient(model.mesh):
+        key, dtype = jax.random.key(request.seed), jnp.promote_types(logits_v.dtype, jnp.float32)
+        for number in (request.index, *filter(None, [request.sample]), VERIFY_STREAM, len(prefix)):
+            key = jax.random.fold_in(key, number)
+        noise_v = vocab.gumbel(key[None], logits_v.size, dtype)[0]
+    scores_v = logits_v.astype(np.float64) + request.temperature * np.asarray(noise_v)
+    ids = [token for token in tokens if token is not None]
+    gap = float(np.ptp(scores_v[ids])) if len(ids) == 2 else None
+    rounding = float(np.spacing(np.abs(logits_v[ids]).max().astype(model.dtype)))  # logits may be wider than what they sum
+    return Divergence(index=index, drafted=tokens[0], plain=tokens[1], gap=gap, rounding=rounding)
+
+
+@partial(jax.jit, static_argnames="config")
+def _logits_at(weights: Any, tokens_1t: jax.Array, index: jax.Array, config: Any) -> jax.Array:
+    size = tokens_1t.shape[1]
+    out = verifier.forward(weights, config, tokens_1t, jnp.arange(size)[None], verifier.causal_mask(1, size))
+    return verifier.logits(weights, out.hidden_btd[:, index])[0]

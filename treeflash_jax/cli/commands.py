@@ -1,0 +1,288 @@
+"""The command line. `python -m treeflash_jax` is the same as `treeflash`."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import jax
+
+from treeflash_jax import __version__
+from treeflash_jax.bench import calibrate, drafters, latency, memory, report, run
+from treeflash_jax.cli.arguments import ModelOptions, Parser, add_fields, add_prompts, option_values, parse_prompts
+from treeflash_jax.cli.check import NEAR_TIE, ROUNDINGS, check, explanation, meaning
+from treeflash_jax.core import background, sharding
+from treeflash_jax.core.checks import LINE, clipped, fit
+from treeflash_jax.core.clock import slow
+from treeflash_jax.engine import pairs
+from treeflash_jax.engine.settings import REFUSED, GenerateConfig, groups, settings_class
+from treeflash_jax.formats import conversions, dialects, gguf_reader
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns the exit status. Bad input ends with one line on stderr and status 2."""
+    arguments = parser().parse_args(argv)
+    try:
+        status = arguments.run(arguments)
+    except (ValueError, OSError) as error:
+        print(f"treeflash: error: {clipped(error, 2 * LINE)}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        status = 130
+    if argv is None:  # the process ends here
+        background.leave(status)
+    return status
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands; `parse_args(words).run` is the function that runs the chosen one."""
+    top = Parser(prog="treeflash", description="Lossless speculative decoding with draft trees.")
+    top.add_argument("--version", action="version", version=f"%(prog)s {__version__} (jax {jax.__version__})")
+    commands = _add_commands(top, "command")
+    for name, (help, add_options) in COMMANDS.items():
+        text = {"description": inspect.cleandoc(add_options.__doc__ or "")}
+        add_options(commands.add_parser(name, help=help, formatter_class=argparse.RawDescriptionHelpFormatter, **text))
+    suites = commands.add_parser("bench", help="run benchmarks, and report their results")
+    suites = _add_commands(suites, "suite")
+    for name, (help, add_options) in SUITES.items():
+        add_options(suites.add_parser(name, help=help))
+    return top
+
+
+def _add_commands(parser: argparse.ArgumentParser, metavar: str) -> Any:
+    """Returns the place of a parser's commands; without a command it prints the help text."""
+    parser.set_defaults(run=lambda _: parser.print_help() or 0)
+    return parser.add_subparsers(metavar=metavar, parser_class=Parser)
+
+
+def _add_basic(parser: argparse.ArgumentParser, without: str = "") -> None:
+    """Adds the options that most calls need: of the model, and of GenerateConfig."""
+    add_fields(parser.add_argument_group("model"), ModelOptions, basic=True)
+    add_fields(parser.add_argument_group("settings"), settings_class(), basic=True, without=without)
+
+
+def _add_advanced(parser: argparse.ArgumentParser, without: str = "") -> None:
+    """Adds all other options of the model and of GenerateConfig."""
+    add_fields(parser.add_argument_group("advanced: model"), ModelOptions, basic=False)
+    for title, group in groups().items():
+        add_fields(parser.add_argument_group(f"advanced: {title}"), group, basic=False, without=without)
+    for name in REFUSED:
+        parser.add_argument("--" + name.replace("_", "-"), help=argparse.SUPPRESS)
+
+
+def _generate_options(parser: argparse.ArgumentParser) -> None:
+    """Answers prompts, by default with smollm2 if its weights are on this machine, otherwise with the toy pair tiny."""
+    add_prompts(parser)
+    _add_basic(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object per answer, with all that was returned")
+    _add_advanced(parser)
+    parser.set_defaults(run=_generate)
+
+
+def _chat_options(parser: argparse.ArgumentParser) -> None:
+    """Holds a conversation; answers are printed as they are decoded."""
+    unused = "samples batch_size log_probs expected_lengths"
+    _add_basic(parser, without=unused)
+    _add_advanced(parser, without=unused)
+    parser.set_defaults(run=_chat)
+
+
+def _check_options(parser: argparse.ArgumentParser) -> None:
+    """Decodes every prompt with and without drafting and compares the outputs.
+
+    A prompt passes if the answers are equal, or first differ at a near-tie: two tokens with logits so nearly equal that
+    rounding decides between them. The exit status is 1 if a prompt fails.
+    """
+    add_prompts(parser)
+    unused = "samples log_probs expected_lengths"
+    _add_basic(parser, without=unused)
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--near-tie",
+        type=float,
+        metavar="GAP",
+        help=f"largest gap between the two logits of a near-tie (default: {NEAR_TIE:g} or {ROUNDINGS} units of rounding in "
+        "the compute dtype, whichever is larger)",
+    )
+    output.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    _add_advanced(parser, without=unused)
+    parser.set_defaults(run=_check)
+
+
+def _convert_options(parser: argparse.ArgumentParser) -> None:
+    """Writes a GGUF file as a Hugging Face folder, or a drafter, its weights unchanged, in another layout."""
+    parser.add_argument("source", help="GGUF file, or folder of a DFlash or TreeFlash drafter")
+    parser.add_argument("target", help="folder to write; it must not exist")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="dtype of the weights of a GGUF file (default: float32, which is exact)",
+    )
+    parser.add_argument("--to", choices=dialects.written("drafter"), help="layout in which to write a drafter")
+    parser.add_argument("--drop-head", action="store_true", help="do not write a trained head; the DFlash layout has none")
+    parser.set_defaults(run=_convert)
+
+
+def _calibrate_options(parser: argparse.ArgumentParser) -> None:
+    add_fields(parser.add_argument_group("model"), ModelOptions)
+    calibrate.add_arguments(parser)
+    parser.set_defaults(run=lambda arguments: calibrate.run(_load(arguments), arguments))
+
+
+_calibrate_options.__doc__ = calibrate.__doc__
+
+
+def _demo_options(parser: argparse.ArgumentParser) -> None:
+    """Answers three prompts one token at a time and drafted, side by side, draws a draft tree, and compares the times."""
+    parser.add_argument(
+        "--pair",
+        choices=("smollm2", "tiny"),
+        help="smollm2: SmolLM2-135M-Instruct, with n-grams in place of its drafter on CPUs without bfloat16 instructions; "
+        "tiny: a toy model that ships with the package (default: smollm2 if its weights are on this machine, else tiny)",
+    )
+    add_fields(parser, GenerateConfig, "max_new_tokens", max_new_tokens=160)
+    parser.add_argument("--repeats", type=int, default=2, help="timed runs of each way of decoding (default: %(default)s)")
+    parser.add_argument("--svg", metavar="FILE", help="write a picture of the demo")
+    parser.set_defaults(run=_demo)
+
+
+def _load(arguments: argparse.Namespace) -> Any:
+    """Loads the model that the options name, or the default with a line that says so if it is the toy pair."""
+    if arguments.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    import treeflash_jax as tf
+
+    if arguments.verifier is None:
+        arguments.verifier = pairs.default_verifier()
+        if arguments.verifier == "tiny":
+            why = f"SmolLM2 is not on this machine ({pairs.GET_SMOLLM2} adds it)"
+            print(f"treeflash: loading the toy pair tiny, since {why}", file=sys.stderr)
+    given = option_values(arguments, ModelOptions)
+    given["mesh"] = tf.make_mesh(**sharding.parse_sizes(given["mesh"])) if given["mesh"] else None
+    names = [name for name in (arguments.verifier, arguments.drafter) if name not in (None, pairs.NO_DRAFTER)]
+    with slow(f"loading {' and '.join(names)}"):
+        return tf.load(**given)
+
+
+def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings that the options give. Raises ValueError for one that is refused."""
+    for name, reason in REFUSED.items():
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is not supported: {reason}")
+    return option_values(arguments, settings_class())
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    settings, prompts = given_settings(arguments), parse_prompts(arguments)
+    model = _load(arguments)
+    for result in model.generate(prompts, **settings):
+        if arguments.json:
+            print(json.dumps(_record(result)))
+            continue
+        print(result.text if result.text is not None else " ".join(map(str, result.ids)))
+        print(
+            f"[{len(result.ids)} tokens in {len(result.accept_lengths)} rounds, tau {result.tau:.2f}, "
+            f"{result.tokens_per_second:.0f} tokens/s in {model.dtype.name}, compiled in {result.compile_seconds:.1f} s]",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from treeflash_jax.cli.chat import converse
+
+    settings = given_settings(arguments)
+    converse(_load(arguments), Console(highlight=False), **settings)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    settings, prompts = given_settings(arguments), parse_prompts(arguments)
+    limit = fit(float | None, arguments.near_tie, "--near-tie", least=0)
+    model = _load(arguments)
+    cases = check(model, prompts, **settings)
+    for index, case in enumerate(cases):
+        apart, verdict = case.divergence, "PASS" if case.passed(limit) else "FAIL"
+        means = explanation(apart, model.dtype, limit) if apart else None
+        if arguments.json:
+            record = {
+                "verdict": verdict,
+                "identical": apart is None,
+                "tokens": len(case.plain.ids),
+                "tau": case.drafted.tau,
+            }
+            record |= {"quantize": case.quantize, "meaning": meaning(case.quantize)}
+            print(json.dumps(record | {"divergence": asdict(apart) | {"meaning": means} if apart else None}))
+        elif apart is None:
+            print(f"prompt {index}: {verdict}, identical, {len(case.plain.ids)} tokens, tau {case.drafted.tau:.2f}")
+        else:
+            tokens = f"drafted {apart.drafted}, one by one {apart.plain}"
+            print(f"prompt {index}: {verdict}, differs from token {apart.index} on ({tokens}); {means}")
+    failed = sum(not case.passed(limit) for case in cases)
+    if not arguments.json:
+        identical = sum(case.divergence is None for case in cases)
+        counts = f"{identical} identical, {len(cases) - identical - failed} near-ties, {failed} other differences"
+        print(f"{'FAIL' if failed else 'PASS'}: {len(cases)} prompts, {counts}; {meaning(model.quantize)}")
+    return 1 if failed else 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    is_gguf = gguf_reader.is_gguf(arguments.source)
+    if is_gguf and (arguments.to or arguments.drop_head):
+        raise ValueError("got --to or --drop-head with a GGUF file, expected them with a drafter folder only")
+    if not is_gguf and (arguments.to is None or arguments.dtype):
+        known = " or ".join(f"--to {name}" for name in dialects.written("drafter"))
+        raise ValueError(f"got a drafter folder without --to, or with --dtype; expected {known} alone")
+    if is_gguf:
+        conversions.convert_gguf(arguments.source, arguments.target, arguments.dtype or "float32")
+    else:
+        conversions.convert_drafter(arguments.source, arguments.target, arguments.to, drop_head=arguments.drop_head)
+    print(f"wrote {arguments.target}")
+    return 0
+
+
+def _record(result: Any) -> dict[str, Any]:
+    record: dict[str, Any] = {} if result.text is None else {"text": result.text}
+    record |= {
+        "ids": result.ids,
+        "builder": result.builder,
+        "accept_lengths": result.accept_lengths,
+        "cut": result.cut,
+        "tau": result.tau,
+        "tokens_per_second": result.tokens_per_second,
+        "compile_seconds": result.compile_seconds,
+        "finished": result.finished,
+    }
+    asked = {"log_probs": result.log_probs, "expected_lengths": result.expected_lengths, "nodes": result.nodes}
+    return record | {name: value for name, value in asked.items() if value is not None}
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from treeflash_jax.cli.demo import run
+
+    run(arguments.pair, max_new_tokens=arguments.max_new_tokens, repeats=arguments.repeats, svg=arguments.svg)
+    return 0
+
+
+COMMANDS = {
+    "generate": ("answer prompts", _generate_options),
+    "chat": ("talk to a model", _chat_options),
+    "check": ("check that drafting does not change the output", _check_options),
+    "convert": ("convert a GGUF file or a drafter to another format", _convert_options),
+    "calibrate": ("measure round times for --nodes auto", _calibrate_options),
+    "demo": ("see a model answer, one token at a time and drafted", _demo_options),
+}
+SUITES = {
+    "run": ("compare tokens per round and per second of several systems", run.add_arguments),
+    "report": ("print the tables of a results file", report.add_arguments),
+    "drafters": ("compare drafters of one verifier: chains and trees, acceptance by depth", drafters.add_arguments),
+    "latency": ("time every phase of a round", latency.add_arguments),
+    "memory": ("compute the memory that a request needs on each device", memory.add_arguments),
+}

@@ -1,0 +1,213 @@
+"""The demo: a language model answers a few prompts, one token at a time and drafted, side by side."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.columns import Columns
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+import treeflash_jax as tf
+from treeflash_jax.bench import harness, report
+from treeflash_jax.bench.bench_records import Record
+from treeflash_jax.bench.harness import System
+from treeflash_jax.bench.prompt_sets import BenchPrompt
+from treeflash_jax.core import background, devices, files
+from treeflash_jax.core.devices import Device
+from treeflash_jax.engine import pairs
+
+PLAIN = "one token at a time"
+DRAFTED = "bold green"  # text of rounds that committed several tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """A pair, prompts by name, and a way of drafting."""
+
+    text: str
+    drafter: str | None = None  # the one that ships for the verifier
+    prompts: Mapping[str, str]
+    drafted: str = "TreeFlash tree"
+    settings: Mapping[str, Any]
+
+
+DEMOS = {
+    "smollm2": Demo(
+        text="SmolLM2-135M-Instruct. The prompts were chosen because a model of 135M parameters answers them well; "
+        "measured speeds are in notebooks/results/README.md. To talk to the model: treeflash chat",
+        prompts={
+            "rewrite": "Rewrite this sentence in the past tense: The children walk to the lake, feed the ducks and go home "
+            "before the rain begins.",
+            "code": "Write a Python function that checks whether a word is a palindrome.",
+            "explain": "What is photosynthesis?",
+        },
+        settings={"builder": "best-first"},
+    ),
+    "tiny": Demo(
+        text="A toy pair, trained for form only: its arithmetic is usually wrong. Drafting pays if verifying many tokens "
+        "takes little longer than verifying one, as on accelerators.",
+        prompts={
+            "pens": "A box holds 6 red pens and 9 blue pens. Ada takes 4 pens. How many pens are left?",
+            "apples": "Tom has 3 apples and buys 4 more. How many apples does he have?",
+            "seats": "A train has 5 cars with 10 seats in each car. How many seats are there?",
+        },
+        settings={"builder": "best-first", "block_size": 8, "candidates": 4, "nodes": 8},
+    ),
+}
+COPYING = replace(DEMOS["smollm2"], drafter="ngram", drafted="tree of n-grams", settings={"nodes": 16})
+
+
+def choose(pair: str, device: Device) -> Demo:
+    """Returns the demo of a pair: SmolLM2 drafts with n-grams on devices on which its own drafter does not pay."""
+    return COPYING if pair == "smollm2" and not device.drafting_pays(device.dtype) else DEMOS[pair]
+
+
+def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2, svg: str | Path | None = None) -> None:
+    """Streams answers side by side, while later programs compile, and prints a draft tree and a table.
+
+    Speeds are medians over interleaved runs at batch 1, greedy, made after all programs are compiled.
+
+    Args:
+      pair: a key of DEMOS; None: `pairs.default_verifier`.
+      max_new_tokens: most tokens of an answer; a longer one is shown up to its last whole sentence.
+      repeats: timed runs of each way of decoding.
+      svg: file for a picture of the demo: the streams of the last prompt when the first one ends, the tree and the table.
+    """
+    if repeats < 1:
+        raise ValueError(f"got repeats {repeats}, expected at least 1")
+    console, logger = Console(highlight=False), logging.getLogger("treeflash_jax")
+    pictured = Console(highlight=False, record=True, width=100, height=40, file=io.StringIO())
+    if pair is None and (pair := pairs.default_verifier()) == "tiny":
+        console.print(f"the toy pair, since SmolLM2 is not on this machine; {pairs.GET_SMOLLM2} adds it\n")
+    demo = choose(pair, devices.here())
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="tau is")  # of an answer of which little can be drafted
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)  # the live display says that programs are compiled
+        with console.status(f"loading {pair}"):
+            model = tf.load(pair, drafter=demo.drafter)
+        console.print(demo.text + "\n")
+        settings = {PLAIN: {"builder": "none"}, demo.drafted: demo.settings}
+        systems = [
+            System(name=name, model=model, config=tf.GenerateConfig(max_new_tokens=max_new_tokens, batch_size=1, **how))
+            for name, how in settings.items()
+        ]
+        compiled = {system.name: Future() for system in systems}
+        background.wait()  # a job of an earlier call would keep this one from starting
+        background.start(lambda: _compile(systems, demo.prompts.values(), compiled))
+        results = []
+        for prompt in demo.prompts.values():
+            console.print(f"[bold]{prompt}[/bold]")
+            text, result, streams = _race(console, systems, prompt, compiled)
+            console.print(text, "\n")
+            results.append(result)
+        pictured.print(f"[bold]{prompt}[/bold]", streams)
+        prompts = [BenchPrompt(id=name, turns=(prompt,)) for name, prompt in demo.prompts.items()]
+        with console.status("measuring") as status:
+            # All programs are compiled by now: no call is warm-up.
+            records = list(harness.measure(systems, prompts, seeds=range(repeats), is_timed=False, tell=status.update))
+            status.update("drawing a tree")  # its round is drafted again, by a program of its own
+            picture = _draw(results)
+        for page in (console, pictured):
+            page.print("one of the rounds, with the tokens that it kept marked:")
+            page.print(picture + "\n", markup=False)
+            page.print(_table(pair, records))
+        if svg is not None:
+            files.write(Path(svg), pictured.export_svg(title=f"treeflash demo: {devices.here().kind}, {model.dtype.name}"))
+
+
+def _compile(systems: Sequence[System], prompts: Iterable[str], compiled: Mapping[str, Future]) -> None:
+    for system in systems:
+        model = system.model
+        try:
+            compiled[system.name].set_result([model.warmup(len(model.encode(p)), config=system.config) for p in prompts])
+        except Exception as error:
+            compiled[system.name].set_exception(error)  # raised where the stream is awaited
+
+
+def _race(
+    console: Console, systems: Sequence[System], prompt: str, compiled: Mapping[str, Future]
+) -> tuple[Text, tf.Result, Columns]:
+    """Shows streams side by side; of those whose program exists, the one that has used least time goes on.
+
+    Returns:
+      The answer of the last system, coloured, its result, and both streams when the first of them ended. An answer that was
+      cut ends with its last whole sentence.
+    """
+    streams = {s.name: s.model.stream(prompt, s.config, rounds_per_dispatch=1) for s in systems}
+    texts, clocks, passes = {name: Text() for name in streams}, dict.fromkeys(streams, 0.0), dict.fromkeys(streams, 0)
+    results: dict[str, tf.Result] = {}
+    first_end = Columns()
+    is_timed, since = all(compiled[name].done() for name in streams), time.perf_counter()
+    width, height = max(24, console.width // len(texts) - 1), max(6, min(18, console.height - 6))
+
+    def panels() -> Columns:
+        panels = []
+        for name, text in texts.items():
+            state = f"{passes[name]} passes" + (f", {clocks[name]:.1f} s" if is_timed else "")
+            if not compiled[name].done():
+                state = f"compiling, {time.perf_counter() - since:.0f} s"
+            end = Text("\n").join(text.wrap(console, width - 4)[2 - height :])
+            panels.append(Panel(end, title=name, subtitle=state, width=width, height=height))
+        return Columns(panels)
+
+    with Live(get_renderable=panels, console=console, transient=True):
+        while streams:
+            name = min([name for name in streams if compiled[name].done()] or streams, key=clocks.__getitem__)
+            compiled[name].result()
+            start = time.perf_counter()
+            piece = next(streams[name])
+            clocks[name] += time.perf_counter() - start
+            if isinstance(piece, tf.Chunk):
+                passes[name] = piece.rounds + 1
+                texts[name].append(piece.text, style=DRAFTED if len(piece.ids) > 1 and piece.rounds else "")
+                continue
+            if piece.finished == "interrupted":  # Ctrl-C, which ends the demo too
+                raise KeyboardInterrupt
+            results[name] = piece
+            del streams[name]
+            first_end = panels() if len(results) == 1 else first_end
+            sentences = re.match(r".*[.!?](?=\s|$)|.*(?=\s)", texts[name].plain, re.DOTALL)
+            if piece.finished == "length" and sentences:
+                texts[name] = texts[name][: sentences.end()]
+    return texts[systems[-1].name], results[systems[-1].name], first_end
+
+
+def _draw(results: list[tf.Result]) -> str:
+    """Draws a round that kept many tokens, if possible of a tree that branches."""
+    rounds = sorted((-kept, i, j) for i, result in enumerate(results) for j, kept in enumerate(result.accept_lengths))
+    pictures = [str(results[i].tree(j)) for _, i, j in rounds[:12]]
+    return next((picture for picture in pictures if "├" in picture), pictures[0] if pictures else "none")
+
+
+def _table(pair: str, records: Sequence[Record]) -> Table:
+    table = Table("prompt", "decoded", title=f"{pair}: greedy, batch 1", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("passes", "tau", "tokens/s", "speedup", "identical"):
+        table.add_column(column, justify="right")
+    for prompt in dict.fromkeys(record["prompt_id"] for record in records):
+        answers = [record for record in records if record["prompt_id"] == prompt]
+        entries = report.summarise(answers, resamples=1)["systems"]  # in the order of the turns, which changes
+        for entry in sorted(entries, key=lambda entry: entry["system"] != PLAIN):
+            is_same, speed = entry["identical"] == entry["compared"], entry["tokens_per_second"]
+            numbers = str(entry["rounds"] // entry["responses"] + 1), f"{entry['tau'] or 1:.2f}", f"{speed:.0f}"
+            if not is_same:
+                table.caption = "no: usually a near-tie of two logits, not an error; see treeflash check"
+            ends = f"{entry['speedup']['value']:.2f} x", "yes" if is_same else "no"
+            table.add_row(prompt if entry["system"] == PLAIN else "", entry["system"], *numbers, *ends)
+    return table

@@ -1,0 +1,251 @@
+"""Properties of devices: instruction sets, memory, peak rates and the defaults that follow from them.
+
+Only this module asks which devices are present. A `Device` is a plain value: defaults can be computed and tested
+for a device that is not present.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Bytes of memory per chip, and JAX's names of TPU kinds. Source: Google Cloud's pages on each TPU version; NVIDIA's
+# data sheets.
+TPU_MEMORY = {"v4": 32 * 2**30, "v5e": 16 * 2**30, "v5p": 95 * 2**30, "v6e": 32 * 2**30}
+GPU_MEMORY = {"a100": 80 * 2**30, "h100": 80 * 2**30, "h200": 139 * 2**30}
+TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
+# Dense bfloat16 peak of one chip in FLOP/s, by prefix of JAX's name of its kind. Source: as above.
+PEAK_FLOPS = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA L4": 121e12,
+    "Tesla T4": 65e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
+# Instructions that multiply bfloat16 matrices and vectors, by their names in the flags of /proc/cpuinfo; and XLA's
+# names, in --xla_cpu_max_isa, of the instruction sets that contain them.
+MATRIX_INSTRUCTIONS = frozenset({"amx_bf16"})
+BFLOAT16_INSTRUCTIONS = MATRIX_INSTRUCTIONS | {"avx512_bf16"}
+BFLOAT16_SETS = ("AVX512_BF16", "AMX", "AMX_FP16")
+# jaxlib 0.10.2 computes wrong numbers in CPU fusions around matrix products (jax-ml/jax#39103), and 0.10.2 and 0.11.0 crash
+# in some (#39257). With this option only products go to the library YNNPACK: correct, and as fast. 0.12 needs no option.
+WITHOUT_PRODUCT_FUSIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+HAS_WRONG_FUSIONS = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 12)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device that programs run on.
+
+    Attributes:
+      backend: JAX's name: "cpu", "gpu" or "tpu".
+      kind: JAX's name of the chip.
+      features: instruction sets of a CPU, as in the flags of /proc/cpuinfo; empty if not known.
+    """
+
+    backend: str
+    kind: str = ""
+    features: frozenset[str] = frozenset()
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.backend == "cpu"
+
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """Options for compiling every program for this device: the argument of `jax.jit` of the same name."""
+        return WITHOUT_PRODUCT_FUSIONS if self.is_cpu and HAS_WRONG_FUSIONS else {}
+
+    @property
+    def dtype(self) -> Any:
+        """Default dtype of weights, caches and activations.
+
+        bfloat16, except on a CPU without instructions for it: there XLA widens every weight as it multiplies, and a
+        one-token step in float32 is faster.
+        """
+        narrow = not self.is_cpu or bool(self.features & BFLOAT16_INSTRUCTIONS)
+        return jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
+
+    @property
+    def dtype_reason(self) -> str:
+        """Reason for the default dtype, for messages."""
+        if not self.is_cpu:
+            return "the default on an accelerator"
+        available = sorted(self.features & BFLOAT16_INSTRUCTIONS)
+        return f"this CPU has {available[0]}" if available else "this CPU has no bfloat16 instructions"
+
+    def drafting_pays(self, dtype: Any, sequences: int = 1) -> bool:
+        """Returns whether drafting a small tree is usually faster than one-token decoding.
+
+        An accelerator reads the same weights for a tree and for a token. The time of a CPU grows with the number of tokens,
+        unless it has instructions for bfloat16 matrices. With avx512_bf16 alone, a round of 8 nodes of SmolLM2-135M takes
+        1.7 one-token steps for one sequence, which is less than tau, 2.3 for two, and 2.3 in float32.
+        """
+        if not self.is_cpu:
+            return True
+        enough = MATRIX_INSTRUCTIONS if sequences > 1 else BFLOAT16_INSTRUCTIONS
+        return jnp.dtype(dtype) == jnp.bfloat16 and bool(self.features & enough)
+
+    def attention(self, dtype: Any, requested: str | None = None) -> str:
+        """Returns the requested attention implementation, or else the one measured as fastest for caches of `dtype`.
+
+        On CPUs that is "streamed" in float32 and "xla" in bfloat16, where XLA would convert every slice. Nothing was
+        measured on other devices.
+
+        Raises:
+          ValueError: a Pallas kernel for another backend; a CPU interprets all of them.
+        """
+        if requested is not None:
+            if not self.is_cpu and requested.startswith("pallas-") and requested != f"pallas-{self.backend}":
+                raise ValueError(f"got attention {requested!r} on a {self.backend}, expected 'xla' or 'streamed'")
+            return requested
+        return "streamed" if self.is_cpu and jnp.dtype(dtype) != jnp.bfloat16 else "xla"
+
+    @property
+    def pays_per_token(self) -> bool:
+        """True if the time of a pass grows with its number of tokens: a CPU without instructions for matrices."""
+        return self.is_cpu and not self.features & MATRIX_INSTRUCTIONS
+
+    def tree_nodes(self, usual: int) -> int:
+        """Returns the default number of tree nodes, given the drafter's.
+
+        With SmolLM2 in bfloat16 and avx512_bf16, trees of 8 nodes are faster than trees of 16 on GSM8K, HumanEval, MT-Bench
+        and Vicuna.
+        """
+        return min(usual, 8) if self.pays_per_token else usual
+
+    @property
+    def candidates(self) -> int:
+        """Default number of candidate tokens per depth (M).
+
+        With SmolLM2, 16 instead of 8 add 3 ms to a round of 8 nodes on a CPU with avx512_bf16, and nothing to tau.
+        """
+        return 8 if self.pays_per_token else 16
+
+    def shortlist(self, vocab_size: int) -> int:
+        """Returns the default number of tokens per depth that the second stage of a draft scores; 0: all.
+
+        An accelerator reads the vocabulary table once for all contexts of the stage. On a CPU the time grows with their
+        number: with SmolLM2's 49,152 tokens, the stage takes 85 ms over all of them and 16 ms over 32 per depth, at the
+        same tau (bfloat16, two cores with avx512_bf16, batch 1).
+        """
+        return 32 if self.is_cpu and vocab_size >= 2**14 else 0
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Prompt tokens per prefill pass. Padding costs time on a CPU.
+
+        With SmolLM2 in bfloat16 on two cores, prompts of 40 and 1,500 tokens take 0.31 and 4.8 CPU seconds in passes of 64,
+        0.45 and 4.2 in passes of 128; in float32, 0.57 and 6.6, and 0.72 and 6.1.
+        """
+        return 64 if self.is_cpu else 128
+
+    @property
+    def prefill_attention(self) -> str:
+        """Attention implementation of prefill passes: on CPUs, `streamed` reads only the filled part of a cache."""
+        return "streamed" if self.is_cpu else "xla"
+
+    @property
+    def prefill_chunks(self) -> int:
+        """Prefill passes per dispatch. Ctrl-C waits for a dispatch; on a CPU, a pass takes a tenth of a second or more."""
+        return 1 if self.is_cpu else 16
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Peak FLOP/s according to the chip's data sheet; None for an unknown chip."""
+        names = [name for name in PEAK_FLOPS if self.kind.startswith(name)]
+        return PEAK_FLOPS[max(names, key=len)] if names else None
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Numbers of tree nodes that a calibration measures."""
+        return (4, 8, 16, 32) if self.is_cpu else (8, 16, 32, 64, 128, 256)
+
+
+def here() -> Device:
+    """Returns the default device."""
+    return _device(jax.default_backend(), jax.devices()[0].device_kind)
+
+
+def describe(device: Any) -> Device:
+    """Returns the `Device` of a JAX device, which may be an abstract one for compiling ahead of time."""
+    return _device(device.platform, device.device_kind)
+
+
+def describe_mesh(mesh: Any) -> Device:
+    """Returns the device of a mesh; None: the default device."""
+    return here() if mesh is None else describe(mesh.devices.flat[0])
+
+
+def _device(backend: str, kind: str) -> Device:
+    features = usable(cpu_features(), os.environ.get("XLA_FLAGS", "")) if backend == "cpu" else frozenset()
+    return Device(backend, kind, features)
+
+
+def usable(features: frozenset[str], flags: str) -> frozenset[str]:
+    """Returns the features that XLA_FLAGS allow: for example, AVX512_VNNI as --xla_cpu_max_isa excludes bfloat16."""
+    limits = re.findall(r"--xla_cpu_max_isa=(\w+)", flags)
+    return features if not limits or limits[-1].upper() in BFLOAT16_SETS else features - BFLOAT16_INSTRUCTIONS
+
+
+@functools.cache
+def cpu_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
+    """Returns the instruction sets of this machine's first processor; empty on systems without such a file."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.split(":")[0].strip() in ("flags", "Features")), ":")
+    return frozenset(flags.split(":", 1)[1].split())
+
+
+def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Returns `jax.jit(function, **options)` with the compiler options of the default device, built at the first call.
+
+    For functions called directly; `programs.call` compiles the others. Not callable from inside another jitted function:
+    JAX accepts compiler options of the outermost one only.
+    """
+    jitted = functools.cache(lambda: jax.jit(function, compiler_options=here().compiler_options, **options))
+    return functools.wraps(function)(lambda *args, **kwargs: jitted()(*args, **kwargs))
+
+
+def memory(device: Any) -> int | None:
+    """Returns the bytes that JAX may use on a device; None if it is not known, as on a CPU."""
+    try:
+        stats = device.memory_stats()
+    except (jax.errors.JaxRuntimeError, NotImplementedError):  # abstract devices
+        stats = None
+    return (stats or {}).get("bytes_limit") or TPU_MEMORY.get(TPU_KINDS.get(device.device_kind))
+
+
+@functools.cache
+def host_memory() -> int | None:
+    """Returns the memory available to this process on its host, swap included, in bytes; None if not known."""
+
+    def number(path: str, name: str) -> int | None:
+        """Reads an entry of /proc in KiB or, for an empty name, the number in a control group's file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError:
+            return None
+        match = re.search(rf"^{name}:\s*(\d+) kB" if name else r"^(\d+)$", text, flags=re.MULTILINE)
+        return int(match[1]) * (1024 if name else 1) if match else None
+
+    memory = number("/proc/meminfo", "MemTotal")
+    swap = number("/proc/meminfo", "SwapTotal") or 0
+    groups = [number("/sys/fs/cgroup/memory.max", ""), number("/sys/fs/cgroup/memory/memory.limit_in_bytes", "")]
+    known = [size + swap for size in (memory, *groups) if size]
+    return min(known, default=None)

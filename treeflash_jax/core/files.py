@@ -1,0 +1,206 @@
+"""Reading and writing files: only regular files are read, and outputs are written whole or not at all.
+
+Outputs go through `write` (one file) or `filled` (a folder). Both write beside their target and rename, so that neither a
+kill nor a full disk leaves half a file under its name, and no link is followed.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import shutil
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+STREAMS = ("/dev/fd/", "/dev/stdin")  # opened by the shell
+LAST = "config.json"  # written last: without it, no folder is read as a model
+PART = re.compile(r"\..+\.part-(?P<host>.+)-(?P<pid>\d+)")  # names of unfinished outputs
+
+
+def user_cache() -> Path:
+    """Returns the folder of files that this package can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeflash"
+
+
+def regular(path: str | os.PathLike, *, streams: bool = False) -> Path:
+    """Returns the path of a file to read, unless opening it could block forever.
+
+    A missing file or a folder passes: opening it fails with a message of its own.
+
+    Args:
+      streams: accept streams that the shell has opened, as in `--prompt-file <(command)`.
+
+    Raises:
+      ValueError: a named pipe, a socket or a device.
+    """
+    path = Path(path)
+    if streams and str(path).startswith(STREAMS):
+        return path
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return path
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        kind = "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+        raise ValueError(f"{path} is {kind}, expected a regular file")
+    return path
+
+
+def check_output(path: str | os.PathLike, may_replace: Callable[[bytes], bool] | None = None) -> None:
+    """Refuses an output file that could not be written later, before anything is computed. Writes nothing.
+
+    Args:
+      may_replace: tells whether the content of an existing file may be replaced; None replaces any.
+
+    Raises:
+      ValueError: no folder to write in, no regular file, or a file with other content.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"cannot write {path}: Is a directory")
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot write {path}: No such file or directory")
+    regular(path)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"cannot write {path}: Permission denied")
+    content = path.read_bytes() if may_replace is not None and path.exists() else b""
+    if content and not may_replace(content):
+        raise ValueError(f"{path} holds something else than results of this command; write to another file")
+
+
+def json_with(*names: str, inside: bool = False) -> Callable[[bytes], bool]:
+    """Returns a predicate for `check_output`: the file holds a JSON object with these keys.
+
+    Args:
+      inside: every value of the object is an object with these keys.
+    """
+
+    def has_keys(content: bytes) -> bool:
+        try:
+            parsed = json.loads(content)
+        except (ValueError, RecursionError):
+            return False
+        if not isinstance(parsed, dict):
+            return False
+        return all(isinstance(x, dict) and set(names) <= x.keys() for x in (parsed.values() if inside else [parsed]))
+
+    return has_keys
+
+
+def write(path: str | os.PathLike, content: str | bytes) -> None:
+    """Writes a file whole or not at all, replacing a file or link of this name.
+
+    Raises:
+      ValueError: the file cannot be written; an earlier one stays.
+    """
+    path = Path(os.path.abspath(path))
+    with _as_value_error(path):
+        part = _part(path.parent, path.name)
+        try:
+            part.write_bytes(content.encode() if isinstance(content, str) else content)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def check_folder(
+    target: str | os.PathLike, *, overwrite: bool = False, may_replace: Callable[[Path], bool] | None = None
+) -> None:
+    """Refuses a folder that `filled` would refuse. Writes nothing.
+
+    Args:
+      target: new or empty, unless `overwrite` is set.
+      overwrite: files may be replaced.
+      may_replace: with `overwrite`, tells whether the files in a folder may be replaced; None replaces any.
+
+    Raises:
+      ValueError: a file, a link, or a folder with files in it that must stay.
+    """
+    target = Path(target)
+    if target.is_dir() and not target.is_symlink():
+        if all(PART.fullmatch(entry.name) for entry in target.iterdir()):
+            return
+        if not overwrite:
+            raise ValueError(f"{target} exists; give a new folder")
+        if may_replace is not None and not may_replace(target):
+            raise ValueError(f"{target} holds files that treeflash_jax did not write; give a new folder")
+    elif os.path.lexists(target):
+        raise ValueError(f"{target} exists and is no folder but a file or a link; give a new folder")
+
+
+@contextmanager
+def filled(
+    target: str | os.PathLike, *, overwrite: bool = False, may_replace: Callable[[Path], bool] | None = None
+) -> Iterator[Path]:
+    """Yields a folder to write into; its files appear in `target` at the end, or not at all if writing fails.
+
+    A new folder appears as a whole. In an existing one the files are renamed one by one, config.json last, and files of
+    other names stay.
+
+    Args:
+      target, overwrite, may_replace: see `check_folder`.
+
+    Raises:
+      ValueError: see `check_folder`, or a folder that cannot be written.
+    """
+    target = Path(os.path.abspath(target))
+    check_folder(target, overwrite=overwrite, may_replace=may_replace)
+    exists = target.is_dir()
+    with _as_value_error(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = _part(target if exists else target.parent, target.name)
+        part.mkdir()
+    try:
+        yield part
+        with _as_value_error(target):
+            _move(part, target) if exists else os.rename(part, target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def _as_value_error(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot write {target}: {error.strerror or error}") from None
+
+
+def _move(part: Path, target: Path) -> None:
+    """Moves all files of one folder into another, config.json last."""
+    inside = (path.relative_to(part) for path in part.rglob("*") if path.is_file())
+    names = sorted(inside, key=lambda name: (name.name == LAST, name))
+    for name in names:
+        if (target / name).is_dir():
+            raise ValueError(f"{target / name} is a folder, expected a file or none; give a new folder")
+    if Path(LAST) in names:
+        (target / LAST).unlink(missing_ok=True)
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(part / name, target / name)
+
+
+def _part(folder: Path, name: str) -> Path:
+    """Returns the path of an unfinished `name` in `folder`; removes those that killed processes of this machine left."""
+    host = re.sub(r"[^\w.-]", "", socket.gethostname()) or "host"
+    part = folder / f".{name}.part-{host}-{os.getpid()}"
+    for path in folder.glob(f".{glob.escape(name)}.part-*"):
+        match = PART.fullmatch(path.name)
+        if path == part or (match and match["host"] == host and not _is_running(int(match["pid"]))):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    return part
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True

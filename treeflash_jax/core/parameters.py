@@ -1,0 +1,135 @@
+"""One `Spec` per weight: shape, logical axes, initialiser. Abstract trees, shardings and fresh weights derive from it.
+
+An `Entry` locates a weight in a file. Specs, entries and weights are trees of one structure.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from treeflash_jax.core import sharding
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape of a weight, the logical axis of each dimension, and its initialiser.
+
+    Attributes:
+      axes: logical axes, for sharding.
+      inputs: axes that products with the weight sum over; () for biases, norms and other weights that no product reads.
+        Weights with inputs decay in training and can be quantised.
+      outputs: the other axes of a linear map that Muon trains as a matrix of inputs by outputs; () leaves it to AdamW.
+      can_quantize: false keeps a weight with inputs in the model's dtype.
+      dtype: None: the model's.
+      once_per_slot: for costs of a block drafter's head: products with the weight are computed once per block slot, not
+        once per (slot, previous token).
+    """
+
+    shape: tuple[int, ...]
+    axes: sharding.Axes
+    init: Literal["normal", "ones", "zeros"] = "normal"
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    can_quantize: bool = True
+    dtype: Any = None
+    once_per_slot: bool = False
+
+    def dtype_in(self, dtype: Any) -> Any:
+        """Returns the weight's dtype in a model of `dtype`."""
+        return jnp.dtype(dtype if self.dtype is None else self.dtype)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Location of a weight: tensor `name`, with the weight's axes in `order`, flattened to a matrix.
+
+    Weights of many experts lie in a tensor for each expert, or in one tensor of three axes: `order` and `row_axes` then
+    do not count the first axis.
+
+    Attributes:
+      name: of the tensor, without a dialect's prefix; with "{}" in it, of a tensor for each index of the first axis.
+      order: the weight's axes in disk order.
+      row_axes: number of these axes that form the matrix's first axis; all of them form a vector.
+      part: (index, count) if the weight is one of `count` equal blocks of the tensor.
+      part_axis: matrix axis along which these blocks lie.
+      is_stacked: whether the tensor has the weight's first axis as its first axis.
+    """
+
+    name: str
+    order: tuple[int, ...] = (0,)
+    row_axes: int = 1
+    part: tuple[int, int] = (0, 1)
+    part_axis: int = 1
+    is_stacked: bool = False
+
+    @property
+    def is_apart(self) -> bool:
+        """True if there is a tensor for each index of the weight's first axis."""
+        return "{}" in self.name
+
+    def names(self, spec: Spec) -> list[str]:
+        """Returns the names of all tensors of the weight."""
+        return [self.name.format(i) for i in range(spec.shape[0])] if self.is_apart else [self.name]
+
+    def at(self, index: int) -> Entry:
+        """Returns the entry of one index of the first axis, for a weight of experts."""
+        return replace(self, name=self.name.format(index), is_stacked=False)
+
+    def view(self, spec: Spec) -> tuple[int, ...]:
+        return tuple(spec.shape[axis] for axis in self.order)
+
+    def disk_shape(self, spec: Spec) -> tuple[int, ...]:
+        """Returns the shape of each tensor."""
+        if self.is_apart or self.is_stacked:
+            inner = replace(self, name="", is_stacked=False).disk_shape(inside(spec))
+            return (spec.shape[0], *inner) if self.is_stacked else inner
+        view, parts = self.view(spec), self.part[1]
+        height = math.prod(view[: self.row_axes]) * (parts if self.part_axis == 0 else 1)
+        width = math.prod(view[self.row_axes :]) * (parts if self.part_axis == 1 else 1)
+        return (height, width) if self.row_axes < len(view) else (math.prod(view),)
+
+
+def inside(spec: Spec) -> Spec:
+    """Returns the spec of one index of a weight's first axis."""
+    inputs, outputs = (tuple(axis - 1 for axis in axes) for axes in (spec.inputs, spec.outputs))
+    return replace(spec, shape=spec.shape[1:], axes=spec.axes[1:], inputs=inputs, outputs=outputs)
+
+
+def count(tree: Any) -> int:
+    """Counts the numbers in a tree of weights."""
+    return sum(x.size for x in jax.tree.leaves(tree))
+
+
+def is_spec(x: Any) -> bool:
+    return isinstance(x, Spec)
+
+
+def shardings(specs: Any, mesh) -> Any:
+    return jax.tree.map(lambda spec: sharding.sharding(spec.axes, spec.shape, mesh), specs, is_leaf=is_spec)
+
+
+def abstract(specs: Any, dtype: Any, mesh=None) -> Any:
+    """Returns the `jax.ShapeDtypeStruct` of every weight, placed on `mesh` if there is one."""
+
+    def leaf(spec: Spec) -> jax.ShapeDtypeStruct:
+        place = None if mesh is None else sharding.sharding(spec.axes, spec.shape, mesh)
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype_in(dtype), sharding=place)
+
+    return jax.tree.map(leaf, specs, is_leaf=is_spec)
+
+
+def initialize(specs: Any, key: jax.Array, dtype: Any = jnp.float32, scale: float = 0.02) -> Any:
+    """Draws fresh weights: normal of standard deviation `scale`, ones, or zeros. Keys follow the order of the leaves."""
+    leaves, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
+
+    def leaf(index: int, spec: Spec) -> jax.Array:
+        if spec.init == "normal":
+            return (scale * jax.random.normal(jax.random.fold_in(key, index), spec.shape)).astype(dtype)
+        return jnp.full(spec.shape, spec.init == "ones", spec.dtype_in(dtype))
+
+    return jax.tree.unflatten(treedef, [leaf(i, spec) for i, spec in enumerate(leaves)])

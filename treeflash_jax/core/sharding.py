@@ -1,0 +1,187 @@
+"""Device meshes and the map from logical axes to mesh axes.
+
+Arrays name their axes logically ("batch", "heads", "vocab", ...); RULES says which mesh axis carries each. An axis whose
+size the mesh axis does not divide is replicated, so any model runs on any mesh. The mesh in force is JAX's ambient one
+(`jax.set_mesh`); without one, everything here is the identity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from treeflash_jax.core.checks import fit, quoted, whole
+
+RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "heads": ("model",),
+    "kv_heads": ("model",),
+    "ffn": ("model",),
+    "experts": ("model",),
+    "expert_ffn": ("model",),  # if the experts leave that axis free
+    "vocab": ("model",),
+    "embed": ("fsdp",),  # the model width of weights; activations never carry it
+}
+
+Axes = tuple[str | None, ...]
+
+
+def make_mesh(
+    data: int = 1,
+    model: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    fsdp: int = 1,
+    experts: int | None = None,
+) -> Mesh:
+    """Makes a (data, model) mesh, or (data, fsdp, model) for training.
+
+    Sequences lie over `data` and `fsdp`; heads, feed-forward and vocabulary over `model`; stored weights over `fsdp` too.
+    Experts of a mixture lie over `model`, each on one device. With `experts`, they lie over an axis of that name and
+    `model` splits the width of every expert: with `experts=1`, every device along `model` holds a slice of each expert,
+    which reads less in passes over few tokens.
+
+    Raises:
+      ValueError: the product is more than the number of devices.
+    """
+    available = list(devices if devices is not None else jax.devices())
+    sizes = {name: whole(size, name, least=1) for name, size in (("data", data), ("fsdp", fsdp), ("model", model))}
+    if experts is not None:
+        sizes["experts"] = whole(experts, "experts", least=1)
+    count = math.prod(sizes.values())
+    if count > len(available):
+        shown = f"{data} x {model}" if fsdp == 1 else f"{data} x {fsdp} x {model}"
+        raise ValueError(f"got a mesh of {shown}, expected a product of at most {len(available)} devices")
+    if fsdp == 1:
+        del sizes["fsdp"]
+    kinds = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=available[:count])
+
+
+def check(mesh: Mesh | None) -> None:
+    """Raises ValueError for a mesh without the axes of `make_mesh`."""
+    fit(Mesh | None, mesh, "mesh")
+    if mesh is not None and not {"data", "model"} <= {*mesh.axis_names}:
+        raise ValueError(f"got a mesh of axes {quoted(mesh.axis_names)}, expected 'data' and 'model' (make_mesh)")
+
+
+def parse_sizes(text: str) -> dict[str, int]:
+    """Parses arguments of `make_mesh` written like 4x2: data x model, or data x model x experts.
+
+    Raises:
+      ValueError: any other text.
+    """
+    words, names = text.split("x"), ("data", "model", "experts")
+    if len(words) not in (2, 3) or not all(word.isdigit() and int(word) for word in words):
+        raise ValueError(f"got --mesh {quoted(text)}, expected two numbers like 4x2, or three for a mixture of experts")
+    return dict(zip(names, map(int, words), strict=False))
+
+
+def partition(axes: Axes, shape: Sequence[int], mesh) -> PartitionSpec:
+    """Returns the PartitionSpec of an array with these logical axes; indivisible axes are replicated.
+
+    If several axes map to the same mesh axis, the first gets it. A mesh with an axis "experts" splits experts over it
+    alone. Inside `jax.shard_map` arrays are already local along its axes, so those are left out.
+    """
+    sizes = {name: size for name, size in mesh.shape.items() if name not in manual_axes(mesh)}
+
+    taken: set[str] = set()
+
+    def mesh_axis(axis: str | None, size: int) -> str | tuple[str, ...] | None:
+        rule = (axis,) if axis == "experts" and axis in mesh.shape else RULES.get(axis, ())
+        names = tuple(name for name in rule if name in sizes)
+        if not names or size % math.prod(sizes[name] for name in names) or taken & {*names}:
+            return None
+        taken.update(names)
+        return names if len(names) > 1 else names[0]
+
+    return PartitionSpec(*(mesh_axis(axis, size) for axis, size in zip(axes, shape, strict=True)))
+
+
+def sharding(axes: Axes, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, partition(axes, shape, mesh))
+
+
+def ambient(mesh: Mesh | None):
+    """Returns a context in which `mesh` is the ambient one; None changes nothing."""
+    return nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def current():
+    """Returns the ambient mesh, or None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def manual_axes(mesh) -> frozenset[str]:
+    """Returns axes of the ambient mesh over which an enclosing `jax.shard_map` already maps."""
+    return frozenset(getattr(mesh, "manual_axes", ()))
+
+
+def constrain(x: jax.Array, axes: Axes) -> jax.Array:
+    """Constrains the layout of `x` on the ambient mesh."""
+    mesh = current()
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
+
+
+def padded(size: int, mesh: Mesh | None) -> int:
+    """Rounds a batch size up to a multiple of the mesh's data axis."""
+    ways = 1 if mesh is None else dict(mesh.shape)["data"]
+    return -(-size // ways) * ways
+
+
+def place(tree: Any, mesh: Mesh | None, *, over_batch: bool = True) -> Any:
+    """Puts the arrays of a tree on the mesh.
+
+    Args:
+      tree: arrays that every process holds in full.
+      mesh: None leaves the arrays on their devices.
+      over_batch: splits the first axis of each array, the batch, over the mesh; false replicates the arrays.
+    """
+    if mesh is None:
+        return tree
+
+    def put(x: jax.Array) -> jax.Array:
+        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):  # cannot be put on the devices of other processes
+            return jax.random.wrap_key_data(put(jax.random.key_data(x)))
+        axes = ("batch" if over_batch else None,) + (None,) * (x.ndim - 1) if x.ndim else ()
+        spec = partition(axes, x.shape, mesh)
+        while spec and spec[-1] is None:  # as programs spell the layout of what they return
+            spec = PartitionSpec(*spec[:-1])
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(put, tree)
+
+
+def pin(tree: Any, axes: Any) -> Any:
+    """Constrains every array of a tree; `axes` has its structure, with the logical axes of an array as leaf."""
+    return tree if current() is None else jax.tree.map(constrain, tree, axes)
+
+
+def to_host(tree: Any) -> Any:
+    """Returns NumPy copies of the arrays of a tree, complete on every process."""
+
+    def whole(x: Any) -> Any:
+        is_here = getattr(x, "is_fully_addressable", True)
+        return x if is_here else multihost_utils.process_allgather(x, tiled=True)
+
+    return jax.device_get(jax.tree.map(whole, tree))
+
+
+def over_batch(function: Callable[..., Any], *arrays: Any) -> Any:
+    """Runs a function of pytrees whose leaves all start with the batch axis on each device's own sequences.
+
+    For small work that automatic partitioning would gather over the batch (`top_k` of a frontier).
+    """
+    mesh = current()
+    batch = jax.tree.leaves(arrays)[0].shape[0]
+    spec = PartitionSpec(None) if mesh is None else partition(("batch",), (batch,), mesh)
+    if spec == PartitionSpec(None):
+        return function(*arrays)
+    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(*arrays)

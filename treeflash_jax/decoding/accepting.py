@@ -1,0 +1,150 @@
+"""Acceptance of a verified tree: the path that a rule keeps, the tokens that it emits, and the random numbers for both.
+
+Shape suffixes: b batch, n tree nodes, p accepted path, s token slots, d model, v vocabulary, x stop ids.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from treeflash_jax import acceptance, trees
+from treeflash_jax.core import sharding
+from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights
+from treeflash_jax.models import verifier, vocab
+
+# Random streams of a sequence's key. Never shared: a tree that looked at verify noise would not be lossless. Verify noise
+# belongs to positions of the text; draws and coins to the round, that is to the position of its root.
+VERIFY_STREAM, DRAFT_STREAM, COINS_STREAM = 0, 1, 2
+
+
+@struct.dataclass
+class Accepted:
+    """The accepted path of a round, before any cut at a stop id or limit.
+
+    Attributes:
+      path_bp: accepted nodes, root first.
+      length_b: number of accepted nodes, and of emitted tokens; the rest is padding.
+      tokens_bp: the token emitted after each node, the bonus last.
+      log_probs_bp: the verifier's log-probabilities of these tokens; None unless planned.
+      expected_b: tokens the round was expected to commit, given its tree; None unless planned.
+    """
+
+    path_bp: jax.Array
+    length_b: jax.Array
+    tokens_bp: jax.Array
+    log_probs_bp: jax.Array | None
+    expected_b: jax.Array | None
+
+
+def accept_path(
+    state: DecodeState,
+    tree: trees.DraftTree,
+    proposal: trees.Proposal | None,
+    logits_bnv: jax.Array,
+    plan: DecodePlan,
+) -> Accepted:
+    """Returns the path that the plan's rule keeps, and the tokens that it emits."""
+    with jax.named_scope("accept"):
+        coins_bx, bonus_bv = coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
+        noise = acceptance.Noise(_noise(state, plan.path_length, logits_bnv), coins_bx, bonus_bv)
+        target = make_target(logits_bnv, state.sampling)
+        taken = acceptance.RULES[plan.rule].walk(tree, proposal, target, noise)
+        drafted_bp = trees.pick(tree.tokens_bn, taken.path_bp)
+        is_bonus_bp = jnp.arange(plan.path_length) == taken.length_b[:, None] - 1
+        emitted_bp = jnp.where(is_bonus_bp, taken.bonus_b[:, None], jnp.roll(drafted_bp, -1, axis=1))
+        log_probs_bp = expected_b = None
+        if plan.log_probs:
+            log_probs_bp = _token_log_probs(trees.pick(logits_bnv, taken.path_bp), emitted_bp)
+        if plan.expected_lengths:
+            expected_b = jnp.sum(acceptance.RULES[plan.rule].weights(tree, proposal, target), axis=1)
+        return Accepted(taken.path_bp, taken.length_b, emitted_bp, log_probs_bp, expected_b)
+
+
+def first_token(
+    weights: Weights,
+    state: DecodeState,
+    last_bd: jax.Array,
+    count_b: jax.Array,
+    plan: DecodePlan,
+    given_b: jax.Array | None = None,
+) -> DecodeState:
+    """Returns the state after the first token of each answer.
+
+    Args:
+      last_bd: hidden state at the last prompt position, from which the token is sampled unless `given_b` names it.
+      count_b: number of tokens that each sequence gets, 1 or 0.
+    """
+    logits_bnv = verifier.logits(weights.verifier, last_bd[:, None])
+    picks_bp = make_target(logits_bnv, state.sampling).sample(_noise(state, 1, logits_bnv))
+    picks_bp = picks_bp if given_b is None else given_b[:, None]
+    log_probs_bp = _token_log_probs(logits_bnv, picks_bp) if plan.log_probs else None
+    return emit(state, picks_bp, count_b, log_probs_bp)[0]
+
+
+def make_target(logits_bnv: jax.Array, sampling: Sampling) -> acceptance.TargetDistribution:
+    """Returns the distributions to sample from, after temperature and filters."""
+    return acceptance.target_distribution(logits_bnv, sampling.temperature_b, sampling.top_k_b, sampling.top_p_b)
+
+
+def _noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.Array:
+    """Returns Gumbel noise [b, depths, v] of the next positions; zeros, and nothing drawn, if all sequences are greedy."""
+    size = logits_bnv.shape[-1]
+    dtype = jnp.promote_types(logits_bnv.dtype, jnp.float32)
+    with jax.named_scope("noise"):
+        stream_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, VERIFY_STREAM)
+        positions_bp = state.end_b[:, None] + jnp.arange(depths)
+        keys_bp = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(stream_b, positions_bp)
+        return lax.cond(
+            jnp.any(state.sampling.temperature_b > 0),
+            lambda: vocab.gumbel(keys_bp, size, dtype),
+            lambda: sharding.constrain(jnp.zeros((*keys_bp.shape, size), dtype), ("batch", None, "vocab")),
+        )
+
+
+def coins(state: DecodeState, draws: int, logits_bnv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns uniforms [b, draws] for the tests of a round, and Gumbel noise [b, v] for the bonus token."""
+    dtype = jnp.promote_types(logits_bnv.dtype, jnp.float32)
+    with jax.named_scope("noise"):
+        key_b2 = jax.vmap(jax.random.split)(round_keys(state, COINS_STREAM))
+        coins_bx = jax.vmap(lambda key: jax.random.uniform(key, (draws,), dtype))(key_b2[:, 0])
+        return coins_bx, vocab.gumbel(key_b2[:, 1], logits_bnv.shape[-1], dtype)
+
+
+def round_keys(state: DecodeState, stream: int) -> jax.Array:
+    """Returns a key per sequence for this round: fold_in(fold_in(key, stream), position of the root)."""
+    stream_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, stream)
+    return jax.vmap(jax.random.fold_in)(stream_b, state.cache.length_b)
+
+
+def _token_log_probs(logits_bpv: jax.Array, tokens_bp: jax.Array) -> jax.Array:
+    chosen_bp = vocab.take(logits_bpv, tokens_bp[..., None])[..., 0]
+    return (chosen_bp - vocab.log_sum_exp(logits_bpv)).astype(jnp.float32)
+
+
+def emit(
+    state: DecodeState, tokens_bp: jax.Array, count_b: jax.Array, log_probs_bp: jax.Array | None
+) -> tuple[DecodeState, jax.Array]:
+    """Appends up to `count_b` tokens, cut after the first stop id and at the limit; returns the number kept, too."""
+    sampling = state.sampling
+    offered_bp = jnp.arange(tokens_bp.shape[1]) < count_b[:, None]
+    stops_bp = jnp.any(tokens_bp[..., None] == sampling.stop_ids_bx[:, None], axis=-1) & offered_bp
+    stopped_b = jnp.any(stops_bp, axis=1)
+    kept_b = jnp.where(stopped_b, jnp.argmax(stops_bp, axis=1) + 1, count_b)
+    room_b = sampling.limit_b - state.end_b
+    kept_b = jnp.where(state.done_b, 0, jnp.minimum(kept_b, room_b)).astype(jnp.int32)
+    stopped_b &= jnp.argmax(stops_bp, axis=1) < kept_b
+
+    # Written past the end in full width: what lies beyond `kept_b` is garbage that later rounds overwrite.
+    write = jax.vmap(lambda x_s, new_p, at: lax.dynamic_update_slice(x_s, new_p, (at,)))
+    log_probs_bs = None if log_probs_bp is None else write(state.log_probs_bs, log_probs_bp, state.end_b)
+    end_b = state.end_b + kept_b
+    state = state.replace(
+        tokens_bs=write(state.tokens_bs, tokens_bp.astype(state.tokens_bs.dtype), state.end_b),
+        end_b=end_b,
+        done_b=state.done_b | stopped_b | (end_b >= sampling.limit_b),
+        log_probs_bs=log_probs_bs,
+    )
+    return state, kept_b

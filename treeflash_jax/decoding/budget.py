@@ -1,0 +1,246 @@
+"""nodes="auto": the number of nodes that a round verifies, and whether it drafts at all, chosen on the device.
+
+Nodes of a best-first tree stand in order of decreasing path probability, so the first n of them are the tree of n nodes.
+A round drafts once, at its largest bucket, and takes the bucket that maximises tokens per second,
+
+    argmax_n (1 + c (Phi(n) - 1)) / T(n),    Phi(n) = sum of the path probabilities of the first n nodes (root = 1),
+
+summed over the sequences that are not done: one bucket a round for the whole batch. T is the measured time of a round
+(calibration.py), c the ratio of accepted to expected tokens so far. The probabilities do not depend on the verifier's
+noise, so the answer is the same for every choice.
+
+Drafting pauses once it has lost PATIENCE one-token rounds to one-token decoding (gains count, but are not saved up: the
+CUSUM test). The drafter's context then waits: features of tokens that it has not seen are pending until the next draft.
+Pauses grow geometrically, and no probe costs more than PROBE_SHARE of the pause after it, so a call loses little more than
+PATIENCE rounds and that share, whatever its prompts.
+
+Shape suffixes: b batch, n nodes or buckets of them, c measured cache lengths, p pending tokens, j tapped layers x model.
+
+Source: CaDDTree for the objective; its greedy search over every n is an argmax over buckets here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from treeflash_jax import trees
+from treeflash_jax.core import sharding
+from treeflash_jax.decoding import rounds
+from treeflash_jax.decoding.accepting import Accepted
+from treeflash_jax.decoding.rounds import Verified
+from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
+from treeflash_jax.models.attention import positions_read
+from treeflash_jax.trees import DraftTree
+
+PATIENCE = 3.0  # one-token rounds
+PROBE_SHARE = 0.01  # cost of a probe, in one-token rounds, relative to the rounds of the pause after it
+FIRST_PAUSE, LONGEST_PAUSE = 8, 2**15  # rounds
+PRIOR_TOKENS = 32.0  # drafted tokens that the calibration's reliability counts for
+
+
+@struct.dataclass
+class Measured:
+    """Measurements for one batch size. Traced: other values are the same program.
+
+    Attributes:
+      positions_c: numbers of cached positions that the measured rounds read, increasing.
+      round_cn: seconds of a drafted round, by bucket.
+      step_c: seconds of a one-token round.
+      reliability: ratio of accepted to expected tokens, roots excluded.
+      debt: initial debt of drafting, in one-token rounds.
+    """
+
+    positions_c: jax.Array
+    round_cn: jax.Array
+    step_c: jax.Array
+    reliability: jax.Array
+    debt: jax.Array
+
+    def seconds(self, positions: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        """Returns seconds of a round by bucket, and of a one-token round: linear in the positions, clamped at the ends."""
+        x = jnp.asarray(positions, self.positions_c.dtype)
+        round_n = jax.vmap(lambda y_c: jnp.interp(x, self.positions_c, y_c), 1)(self.round_cn)
+        return round_n, jnp.interp(x, self.positions_c, self.step_c)
+
+
+@struct.dataclass
+class Budget:
+    """State of the policy.
+
+    Attributes:
+      drafted, committed: tokens below the root that drafted rounds were expected to commit and did, means over live
+        sequences, the calibration's prior included. Their ratio is the reliability c.
+      debt: what drafting has lost, in one-token rounds, 0 to PATIENCE.
+      pause: one-token rounds to go before the next draft.
+      last_pause: length of the last pause; 0 since the debt was paid back.
+      features_bpj: features of tokens that the drafter has not seen yet.
+      pending_b: number of these tokens.
+    """
+
+    drafted: jax.Array
+    committed: jax.Array
+    debt: jax.Array
+    pause: jax.Array
+    last_pause: jax.Array
+    features_bpj: jax.Array
+    pending_b: jax.Array
+
+
+@struct.dataclass
+class BudgetChoice:
+    """Choice of one round.
+
+    Attributes:
+      index, nodes: the bucket, and its number of nodes.
+      tree: draft tree of the largest bucket.
+      expected: sum of the bucket's path probabilities, mean over live sequences.
+      tokens: expected number of committed tokens, mean over live sequences.
+      steps: time of the round, in one-token rounds.
+    """
+
+    index: jax.Array
+    nodes: jax.Array
+    tree: DraftTree | None
+    expected: jax.Array
+    tokens: jax.Array
+    steps: jax.Array
+
+
+def choose_bucket(
+    measured: Measured,
+    budget: Budget,
+    tree: DraftTree,
+    live_b: jax.Array,
+    positions: jax.Array | int,
+    nodes: tuple[int, ...],
+) -> BudgetChoice:
+    """Returns the bucket of most expected tokens per second.
+
+    Args:
+      tree: draft tree of the largest bucket, in order of decreasing path probability.
+      live_b: sequences that still need tokens, at least one.
+      positions: cached positions that the round reads (`attention.positions_read`).
+      nodes: number of nodes of each bucket, increasing.
+    """
+    reached_bn = jnp.cumsum(jnp.where(tree.valid_bn, jnp.exp(tree.log_prob_bn.astype(jnp.float32)), 0), axis=1)
+    reached_bn = reached_bn[:, jnp.asarray(nodes) - 1]
+    expected_n = jnp.sum(jnp.where(live_b[:, None], reached_bn, 0), axis=0) / jnp.maximum(jnp.sum(live_b), 1)
+    tokens_n = 1 + budget.committed / budget.drafted * (expected_n - 1)
+    seconds_n, step = measured.seconds(positions)
+    index = jnp.argmax(tokens_n / seconds_n).astype(jnp.int32)
+    chosen_nodes = jnp.asarray(nodes, jnp.int32)[index]
+    return BudgetChoice(index, chosen_nodes, tree, expected_n[index], tokens_n[index], seconds_n[index] / step)
+
+
+def update_budget(budget: Budget, choice: BudgetChoice, committed_b: jax.Array, live_b: jax.Array) -> Budget:
+    """Returns the budget after a drafted round: how reliable drafts are, and whether to pause.
+
+    Args:
+      committed_b: tokens that the round committed, bonus included, before any cut.
+      live_b: sequences that took part.
+    """
+    tokens_b = jnp.where(live_b, committed_b, 0).astype(budget.committed.dtype)  # int / int would be float64 under x64
+    committed = jnp.sum(tokens_b) / jnp.maximum(jnp.sum(live_b), 1)
+    loss = (choice.steps - choice.tokens).astype(budget.debt.dtype)
+    debt = jnp.maximum(budget.debt + loss, 0)
+    pause = jnp.maximum(jnp.ceil(loss / PROBE_SHARE), jnp.maximum(FIRST_PAUSE, 2 * budget.last_pause))
+    pause = jnp.where(debt > PATIENCE, jnp.minimum(pause, LONGEST_PAUSE), 0).astype(jnp.int32)
+    return budget.replace(
+        drafted=budget.drafted + choice.expected - 1,
+        committed=budget.committed + committed - 1,
+        debt=jnp.minimum(debt, PATIENCE),
+        pause=pause,
+        last_pause=jnp.where(pause > 0, pause, jnp.where(debt > 0, budget.last_pause, 0)),
+    )
+
+
+@dataclass(frozen=True)
+class BudgetPolicy:
+    """The policy of nodes="auto"; its weights are `Measured`.
+
+    Attributes:
+      nodes: number of nodes of each bucket, root included, increasing; the last is that of the plan.
+    """
+
+    nodes: tuple[int, ...]
+    PAUSES = True
+
+    def buckets(self, plan: DecodePlan) -> tuple[int, ...]:
+        return self.nodes
+
+    def start(self, weights: Weights, state: DecodeState, plan: DecodePlan) -> Budget:
+        batch, width = state.end_b.size, len(plan.taps) * plan.verifier.hidden_size
+        prior = jnp.float32(PRIOR_TOKENS)
+        return Budget(
+            drafted=prior,
+            committed=prior * weights.policy.reliability,
+            debt=jnp.copy(weights.policy.debt),  # the state is donated
+            pause=jnp.int32(0),
+            last_pause=jnp.int32(0),
+            features_bpj=jnp.zeros((batch, plan.path_length, width), weights.verifier["embed"].dtype),
+            pending_b=jnp.zeros(batch, jnp.int32),
+        )
+
+    def choose(self, weights: Weights, state: DecodeState, plan: DecodePlan) -> BudgetChoice:
+        tree, _ = rounds.draft_tree(weights, state, plan)
+        with jax.named_scope("choose"):
+            positions = positions_read(plan.attention, state.capacity, jnp.max(state.cache.length_b))
+            return choose_bucket(weights.policy, state.policy, tree, ~state.done_b, positions, self.nodes)
+
+    def draft(
+        self, state: DecodeState, choice: BudgetChoice, bucket: int, plan: DecodePlan
+    ) -> tuple[DraftTree, None, DecodePlan]:
+        return trees.first(choice.tree, bucket), None, replace(plan, num_nodes=bucket)
+
+    def observe(self, state: DecodeState, proposal: None, verified: Verified, accepted: Accepted) -> None:
+        return None
+
+    def learn(self, state: DecodeState, choice: BudgetChoice, accepted: Accepted, observed: None) -> Budget:
+        return update_budget(state.policy, choice, accepted.length_b, ~state.done_b)
+
+    def is_paused(self, state: DecodeState) -> jax.Array:
+        """Returns whether the next round is a one-token round."""
+        return state.policy.pause > 0
+
+    def is_full(self, state: DecodeState) -> jax.Array:
+        """Returns whether the drafter must catch up before another one-token round."""
+        return jnp.max(state.policy.pending_b) >= state.policy.features_bpj.shape[1]
+
+    def one_token_round(self, weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
+        """Runs a one-token round of a pause; `catch_up` shows its token to the drafter later."""
+        step_plan = replace(plan, num_nodes=1)  # a plan that drafts: its pass returns features for the drafter
+        tree = trees.root_only(rounds.find_anchor(state))
+        verified, accepted = rounds.judge(weights, state, tree, None, step_plan)
+        after = rounds.commit_path(weights, state, verified, accepted, replace(step_plan, builder="none"), nodes=1)
+        budget = state.policy
+        # Live sequences have equally many pending tokens, so one index serves all; done sequences never draft again.
+        features_bpj = lax.dynamic_update_slice_in_dim(
+            budget.features_bpj, verified.features_btj, jnp.max(budget.pending_b), axis=1
+        )
+        pending_b = budget.pending_b + after.end_b - state.end_b
+        return after.replace(policy=budget.replace(features_bpj=features_bpj, pending_b=pending_b, pause=budget.pause - 1))
+
+    def catch_up(self, weights: Weights, state: DecodeState, plan: DecodePlan, is_wanted: jax.Array) -> DecodeState:
+        """Shows the drafter the pending tokens, if that is wanted.
+
+        A loop of one turn or none: a branch would copy the drafter's context.
+        """
+        features_bpj = state.policy.features_bpj
+        first_b = state.cache.length_b - state.policy.pending_b + 1  # index of the token after the first pending position
+
+        def extend(carry):
+            drafter, pending_b = carry
+            tokens_bp = trees.pick(state.tokens_bs, first_b[:, None] + jnp.arange(features_bpj.shape[1]))
+            drafter = sharding.pin(drafter, drafter.axes())
+            drafter = rounds.extend_drafter(weights, drafter, plan, features_bpj, tokens_bp, pending_b)
+            return drafter, jnp.zeros_like(pending_b)
+
+        with jax.named_scope("catch_up"):
+            carry = state.drafter, state.policy.pending_b
+            drafter, pending_b = lax.while_loop(lambda carry: is_wanted & jnp.any(carry[1] > 0), extend, carry)
+        return state.replace(drafter=drafter, policy=state.policy.replace(pending_b=pending_b))

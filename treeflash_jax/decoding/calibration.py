@@ -1,0 +1,261 @@
+"""Measurements of `treeflash calibrate` (times of rounds, and tokens that they commit), and how a call decodes by them.
+
+A file holds one entry per pair, device, dtype, mesh and draft settings; an entry serves exactly what it was measured with.
+Round times are fitted, for each batch and number of cached positions that a round reads, by the convex and increasing
+function of the nodes that is nearest (least squares of relative errors), and taken linearly between batches and positions,
+clamped at the ends. They are those of greedy rounds. The first nodes cost most with a mixture of experts, since each needs
+further experts, until all are read: its times are fitted by an increasing function, convex or not.
+
+Source: CaDDTree, cost model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from treeflash_jax import drafters
+from treeflash_jax.core import devices, files, sharding
+from treeflash_jax.core.checks import checked, clipped, parse_json, quoted
+from treeflash_jax.core.parameters import is_spec
+from treeflash_jax.decoding.budget import PATIENCE, Measured
+from treeflash_jax.decoding.state import DecodePlan, Weights
+from treeflash_jax.models import quantized
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.quantized import Quantized
+from treeflash_jax.models.verifier import specs
+
+FILE = "treeflash_budget.json"
+WORTH_TRYING = (
+    0.8  # least speed on the calibration's prompts, relative to one-token decoding, with which anything is drafted
+)
+AS_GOOD = 0.99  # of the best speed: a larger tree that reaches it leaves more to choose from
+SAMPLES = 8  # entries that a digest reads along each axis of an array of weights
+FASTER = 0.97  # of a larger bucket's time: a smaller bucket that takes more is left out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Measurements of one pair on one device.
+
+    Attributes:
+      identity: everything that the measurements depend on (`make_identity`).
+      nodes: verified nodes of a round, root included, increasing.
+      batch, positions: sequences decoded together, and cached positions that a round reads; increasing.
+      round_seconds: of a round whose tree is built at the largest number of nodes and cut, [batch][positions][nodes].
+      tree_seconds: of building a tree, [batch][positions][nodes].
+      step_seconds: of a one-token round, [batch][positions].
+      temperatures: of the verifier, increasing.
+      tau: tokens that rounds committed on prompts, bonus included, [temperatures][nodes].
+      reliability: ratio of accepted to expected tokens, roots excluded, [temperatures].
+      sparse: whether the verifier is a mixture of experts.
+    """
+
+    identity: dict[str, Any]
+    nodes: list[int]
+    batch: list[int]
+    positions: list[int]
+    round_seconds: list[list[list[float]]]
+    tree_seconds: list[list[list[float]]]
+    step_seconds: list[list[float]]
+    temperatures: list[float]
+    tau: list[list[float]]
+    reliability: list[float]
+    sparse: bool = False
+
+    def decide(self, batch: int, positions: int, temperatures: Sequence[float]) -> Decision:
+        """Returns how a call should decode.
+
+        Args:
+          batch: sequences decoded together, padding included.
+          positions: cached positions that the last of their rounds reads.
+          temperatures: one per sequence.
+        """
+        fit = partial(fit_round_times, self.nodes, is_convex=not self.sparse)
+        fitted_bcn = np.apply_along_axis(fit, 2, np.array(self.round_seconds))
+        round_cn, tree_cn, step_c = (
+            _interpolate(batch, self.batch, np.array(x)) for x in (fitted_bcn, self.tree_seconds, self.step_seconds)
+        )
+        round_n, tree_n, step = (_interpolate(positions, self.positions, x) for x in (round_cn, tree_cn, step_c))
+
+        def seconds(largest: int) -> np.ndarray:
+            """Returns seconds of rounds that build `nodes[largest]` nodes and verify as many or fewer."""
+            return (round_n - tree_n[-1] + tree_n[largest])[: largest + 1]
+
+        # The buckets do not depend on the temperatures of a call, which must not compile anything.
+        largest = 0
+        for tau_n in np.array(self.tau):
+            rates = [np.max(tau_n[: k + 1] / seconds(k)) for k in range(len(self.nodes))]
+            largest = max(largest, max(k for k, rate in enumerate(rates) if rate >= AS_GOOD * max(rates)))
+        kept = [largest]
+        for k in reversed(range(largest)):
+            if seconds(largest)[k] <= FASTER * seconds(largest)[kept[0]]:
+                kept.insert(0, k)
+
+        tau_n, reliability = (
+            np.mean([_interpolate(t, self.temperatures, np.array(x)) for t in temperatures], axis=0)
+            for x in (self.tau, self.reliability)
+        )
+        speedup = float(np.max(tau_n[kept] * step / seconds(largest)[kept]))
+        measured = Measured(
+            positions_c=np.array(self.positions),
+            round_cn=(round_cn - tree_cn[:, -1:] + tree_cn[:, largest, None])[:, kept],
+            step_c=step_c,
+            reliability=reliability,
+            debt=0.0 if speedup >= 1 else PATIENCE - 1,  # less patience if drafting did not quite pay
+        )
+        return Decision(tuple(self.nodes[k] for k in kept) if speedup >= WORTH_TRYING else (), measured, speedup)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Choice of how a call decodes.
+
+    Attributes:
+      nodes: numbers of nodes that its rounds choose from; none: one token at a time, without a draft.
+      measured: measurements that rounds choose by.
+      speedup: speed on the calibration's prompts if every round takes the best bucket, relative to one-token decoding.
+    """
+
+    nodes: tuple[int, ...]
+    measured: Measured
+    speedup: float
+
+
+def fit_round_times(nodes: Sequence[int], seconds: Sequence[float], is_convex: bool = True) -> np.ndarray:
+    """Returns the increasing and, if wanted, convex function of the nodes with the least relative error, at the nodes.
+
+    It is a constant plus hinges max(0, n - node), or steps [n > node], with weights of 0 or more: all such functions are
+    piecewise linear between the measured nodes, and there are no others.
+    """
+    from scipy.optimize import nnls
+
+    x, y = np.asarray(nodes, float), np.asarray(seconds, float)
+    beyond = np.maximum(0, x[:, None] - x[None, :-1])
+    basis = np.concatenate([np.ones((x.size, 1)), beyond if is_convex else np.sign(beyond)], axis=1)
+    scale = np.linalg.norm(basis, axis=0)  # hinges are hundreds, times are milliseconds
+    weights, _ = nnls(basis / scale / y[:, None], np.ones(x.size))
+    return basis / scale @ weights
+
+
+def make_identity(verifier: ModelConfig, weights: Weights, plan: DecodePlan, mesh: Any) -> dict[str, Any]:
+    """Returns everything that round times and acceptance depend on: an entry of another identity is stale."""
+    return {
+        "pair": pair_digest(verifier, weights, plan),
+        "device": devices.describe_mesh(mesh).kind,
+        "mesh": None if mesh is None else dict(mesh.shape),
+        "dtype": str(weights.verifier["embed"].dtype),
+        "quantize": quantized.quantization_scheme(weights.verifier),
+        "jax": jax.__version__,
+        **drafters.of(plan.drafter).identity(plan.drafter, plan.draft),
+        "attention": plan.attention,
+    }
+
+
+def pair_digest(verifier: ModelConfig, weights: Weights, plan: DecodePlan) -> str:
+    """Returns a digest of verifier and drafter, the same for every dtype, `quantize` and mesh they can be loaded with.
+
+    It reads entries of every array: the digest of a verifier changes when a LoRA is merged into it.
+    """
+    pair = hashlib.sha256(repr((verifier, getattr(plan.drafter, "layers", None), plan.drafter.taps)).encode())
+    samples = jax.tree.map(lambda spec, x: _sample(x, spec.inputs), specs(verifier), weights.verifier, is_leaf=is_spec)
+    samples = samples, jax.tree.map(partial(_sample, inputs=()), weights.drafter)
+    for sample in jax.tree.leaves(sharding.to_host(samples)):
+        pair.update(sample.tobytes())
+    return pair.hexdigest()[:16]
+
+
+@partial(devices.jit, static_argnames="inputs")
+def _sample(weight: jax.Array | Quantized, inputs: tuple[int, ...]) -> jax.Array:
+    """Returns about SAMPLES entries along each axis of an array, rounded to bfloat16; of a matrix, of its scales in int8.
+
+    Args:
+      weight: of any dtype. Quantisation keeps a digest because it keeps the scales.
+      inputs: axes over which a matrix has its scales (`Spec.inputs`).
+    """
+    narrow = partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
+    is_quantized = isinstance(weight, Quantized)
+    entries = (weight.scale if is_quantized else weight).astype(jnp.float32)
+    if inputs and not (is_quantized and weight.dtype == jnp.bfloat16):
+        peaks = entries * quantized.LARGEST if is_quantized else jnp.max(jnp.abs(entries), axis=inputs)
+        entries = narrow(peaks) * (1 / quantized.LARGEST)
+    entries = narrow(entries)
+    return entries[tuple(slice(None, None, max(size // SAMPLES, 1)) for size in entries.shape)]
+
+
+def place(drafter: str | Path | None) -> Path:
+    """Returns the file of a drafter's calibrations: in its folder, if it is a local folder; else in the user's cache.
+
+    The folders of an installed package and of the Hub's cache belong to others.
+    """
+    if drafter is not None and os.path.isdir(drafter):
+        return Path(drafter) / FILE
+    return files.user_cache() / FILE
+
+
+def read(path: Path) -> list[Calibration]:
+    """Returns the entries of a file.
+
+    Raises:
+      ValueError: the file is missing, or no file of calibrations.
+    """
+    try:
+        return [checked(Calibration(**entry)) for entry in parse_json(files.regular(path).read_bytes())["entries"]]
+    except FileNotFoundError:
+        raise ValueError(f"{path} not found; nodes 'auto' needs what `treeflash calibrate` writes") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: got no calibration ({clipped(error, 120)}); calibrate again") from None
+
+
+def find(path: Path, identity: dict[str, Any]) -> Calibration:
+    """Returns the entry of this identity.
+
+    Raises:
+      ValueError: there is none; the nearest is named with the first thing that differs.
+    """
+
+    def differences(entry: Calibration) -> list[str]:
+        return [name for name in identity if entry.identity.get(name) != identity[name]]
+
+    entries = sorted(read(path), key=lambda entry: len(differences(entry)))
+    if not entries:
+        raise ValueError(f"{path} holds no calibration; run `treeflash calibrate` with this pair")
+    if entries[0].identity == identity:
+        return entries[0]
+    name = differences(entries[0])[0]
+    raise ValueError(
+        f"{path}: got a calibration for {name} {quoted(entries[0].identity.get(name))}, expected {quoted(identity[name])}; "
+        "run `treeflash calibrate` with this pair, device and settings"
+    )
+
+
+def write(path: Path, entry: Calibration) -> None:
+    """Adds an entry to a file, in place of one of the same identity.
+
+    Raises:
+      ValueError: the path cannot be written, or its file holds something else.
+    """
+    others = [other for other in read(path) if other.identity != entry.identity] if path.exists() else []
+    text = json.dumps({"entries": [asdict(entry) for entry in (*others, entry)]}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write(path, text + "\n")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"cannot write {path}: {reason}; name a file with --out") from None
+
+
+def _interpolate(x: float, points: Sequence[float], values: np.ndarray) -> np.ndarray:
+    """Returns values at x along the first axis: linear between the points, clamped at the ends."""
+    return np.apply_along_axis(lambda y: np.interp(x, points, y), 0, values)

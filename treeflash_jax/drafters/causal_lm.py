@@ -1,0 +1,242 @@
+"""A small language model as the drafter: any supported architecture with the verifier's vocabulary.
+
+Its cache holds one position more than the verifier's: the anchor's, so that children of the anchor are known before a round
+begins. Levels of a tree run in lanes (lanes.py); after a round the accepted path is computed once more, in one pass, and
+kept.
+
+Shape suffixes: b batch, t positions, w lanes, d model, y layers and f feed-forward width of the small model.
+
+Source: speculative decoding (arXiv 2211.17192, 2302.01318); EAGLE-2 (arXiv 2406.16858) for trees of few lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from treeflash_jax.core.checks import quoted
+from treeflash_jax.drafters import steering
+from treeflash_jax.drafters.lanes import LaneExpander, LaneSettings, LaneState, Level, likeliest_children, scratch_specs
+from treeflash_jax.drafters.options import LevelOptions
+from treeflash_jax.drafters.protocol import Inputs
+from treeflash_jax.drafters.steering import SteeringConfig
+from treeflash_jax.models import kv_cache
+from treeflash_jax.models import verifier as model
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.costs import Counter, Work
+
+OPTIONS = LevelOptions
+READS_TOKENS = True
+READS_PROMPT = True
+OWN_TOKENIZER = True
+DIALECT = "language-model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelConfig:
+    """Sizes of a language model that drafts, and its defaults for trees.
+
+    Attributes:
+      lanes: nodes per level that best-first search follows.
+      steering: sizes of the steering by the verifier's hidden states; None: not steered.
+    """
+
+    kind: ClassVar[str] = "language model"
+
+    layers: ModelConfig
+    num_depths: int = 8
+    num_nodes: int = 16
+    lanes: int | None = 4
+    drafter_temperature: float = 1.0
+    sampled_above: float | None = None
+    steering: SteeringConfig | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Verifier layers that steer it; it reads nothing else of the verifier but the tokens."""
+        return () if self.steering is None else self.steering.taps
+
+    def fitted(self, verifier: ModelConfig) -> LanguageModelConfig:
+        """Returns this config. Raises ValueError if vocabularies differ in size, or if the steering is for other models."""
+        if self.layers.vocab_size != verifier.vocab_size:
+            raise ValueError(
+                f"drafter does not fit the verifier: got a language model with a vocabulary of {self.layers.vocab_size}, "
+                f"expected the verifier's, of {verifier.vocab_size}; use a smaller model of the same family"
+            )
+        if self.steering is not None:
+            self.steering.check_fits(verifier, self.layers)
+        return self
+
+
+@struct.dataclass
+class LanguageModelState:
+    """The small model's cache and what the next draft starts from.
+
+    Attributes:
+      hidden_bd: hidden state (after the final norm) at the last position.
+      shift_byf: shifts for the next positions; None without steering. Cached positions keep the shifts they were run with.
+    """
+
+    context: kv_cache.KVCache
+    hidden_bd: jax.Array
+    shift_byf: jax.Array | None = None
+
+    def axes(self) -> LanguageModelState:
+        shift = None if self.shift_byf is None else ("batch", None, "ffn")
+        return LanguageModelState(kv_cache.axes(self.context), ("batch", None), shift)
+
+    def grow(self, capacity: int) -> LanguageModelState:
+        return self.replace(context=kv_cache.grow(self.context, capacity))
+
+    def cut(self, length_b: jax.Array) -> LanguageModelState:
+        shift_byf = None if self.shift_byf is None else jnp.zeros_like(self.shift_byf)  # prompts are not steered
+        return self.replace(context=self.context.cut(length_b), shift_byf=shift_byf)
+
+
+def steered(config: LanguageModelConfig, steering: SteeringConfig) -> LanguageModelConfig:
+    """See `Drafter.steered`."""
+    return replace(config, steering=steering)
+
+
+def choose(config: LanguageModelConfig, options: Any) -> tuple[LanguageModelConfig, LaneSettings]:
+    """See `Drafter.choose`. Raises ValueError for more children than the vocabulary has tokens."""
+    vocabulary = config.layers.vocab_size
+    if options.children > vocabulary:
+        raise ValueError(f"got children {quoted(options.children)}, expected 1 to {vocabulary} (the vocabulary)")
+    sizes = replace(config, num_depths=options.depths or config.num_depths)
+    return sizes, LaneSettings.of(sizes, options)
+
+
+def specs(config: LanguageModelConfig) -> dict[str, Any]:
+    """Weights of the model, its tables included, and of its steering."""
+    steered = {} if config.steering is None else {"steering": steering.specs(config.steering)}
+    return model.specs(config.layers) | steered
+
+
+def init(config: LanguageModelConfig, batch: int, capacity: int, dtype: Any) -> LanguageModelState:
+    context = kv_cache.allocate(config.layers, batch, capacity, dtype)
+    shift_byf = None
+    if config.steering is not None:
+        shift_byf = jnp.zeros((batch, config.steering.num_layers, config.steering.ffn), dtype)
+    return LanguageModelState(context, jnp.zeros((batch, config.layers.hidden_size), dtype), shift_byf)
+
+
+def extend(
+    params: dict[str, Any],
+    tables: Any,
+    config: LanguageModelConfig,
+    state: LanguageModelState,
+    features_btj: jax.Array | None,
+    tokens_bt: jax.Array,
+    count_b: jax.Array,
+    *,
+    attention: str,
+) -> LanguageModelState:
+    """Reads the next tokens of the text, the prompt's from the first on; tables are not read.
+
+    A steered model runs its last position with shifts from the verifier's features there, and the positions before it with
+    the shifts they were drafted with. Prompts come without features and are not steered.
+    """
+    batch, length = tokens_bt.shape
+    shift, shift_byf = None, state.shift_byf
+    if shift_byf is not None and features_btj is not None:
+        shift, shift_byf = _steered(params["steering"], state, features_btj, count_b)
+    elif shift_byf is not None:
+        shift = _constant(shift_byf)
+    positions_bt = state.context.length_b[:, None] + jnp.arange(length)
+    mask_btt = model.causal_mask(batch, length)
+    out = model.forward(
+        params, config.layers, tokens_bt, positions_bt, mask_btt, state.context, shift=shift, attention=attention
+    )  # fmt: skip
+    last_bd = jnp.take_along_axis(out.hidden_btd, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)[:, 0]
+    return LanguageModelState(
+        context=kv_cache.append(state.context, out.new_kv, kv_cache.count_after(count_b, out.hidden_btd[:, 0, 0])),
+        hidden_bd=jnp.where((count_b > 0)[:, None], last_bd, state.hidden_bd),
+        shift_byf=shift_byf,
+    )
+
+
+def _steered(
+    params: Any, state: LanguageModelState, features_btj: jax.Array, count_b: jax.Array
+) -> tuple[Callable[[int], jax.Array], jax.Array]:
+    """Returns the shifts of the new positions, as a function of the layer, and those of the positions to come."""
+    last_b1j = jnp.take_along_axis(features_btj, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)
+    new_byf = steering.shifts(params, steering.normed(params, last_b1j)[:, 0]).astype(state.shift_byf.dtype)
+    new_byf = jnp.where((count_b > 0)[:, None, None], new_byf, state.shift_byf)
+    is_last_bt1 = (jnp.arange(features_btj.shape[1]) == count_b[:, None] - 1)[..., None]
+    shift = lambda layer: jnp.where(is_last_bt1, new_byf[:, None, layer], state.shift_byf[:, None, layer])  # noqa: E731
+    return shift, new_byf
+
+
+def _constant(shift_byf: jax.Array) -> Callable[[int], jax.Array]:
+    """Returns the same shifts for all positions, as a function of the layer."""
+    return lambda layer: shift_byf[:, None, layer]
+
+
+@dataclass(frozen=True)
+class ModelStep:
+    """The `Step` of a language model; it reads the weights, the state and a temperature."""
+
+    config: LanguageModelConfig
+    children: int
+    attention: str
+
+    def __call__(self, shared: tuple[Any, LanguageModelState, jax.Array], level: Level) -> LaneState:
+        params, state, temperature_b = shared
+        out = model.forward(
+            params, self.config.layers, level.token_bw, level.position_bw, level.seen_bwx, state.context,
+            earlier=level.earlier, attention=self.attention,
+            shift=None if state.shift_byf is None else _constant(state.shift_byf),
+        )  # fmt: skip
+        return LaneState((), out.new_kv, *self.children_after(params, out.hidden_btd, temperature_b))
+
+    def children_after(
+        self, params: dict[str, Any], hidden_bwd: jax.Array, temperature_b: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return likeliest_children(params.get("unembed", params["embed"]), hidden_bwd, self.children, temperature_b)
+
+
+def draft(inputs: Inputs, _: None) -> LaneExpander:
+    """Returns the children of the anchor, and the model that continues below them."""
+    step, state = ModelStep(inputs.config, inputs.settings.children, inputs.attention), inputs.state
+    children = step.children_after(inputs.params, state.hidden_bd[:, None], inputs.temperature_b)
+    return LaneExpander(
+        (inputs.params, state, inputs.temperature_b),
+        state.context.length_b,
+        LaneState((), (), *children),
+        step=step,
+        scratch=scratch_specs(state.context),
+        num_depths=inputs.depths,
+    )
+
+
+def stages(config: LanguageModelConfig) -> Mapping[str, Callable[[Inputs, Any], Any]]:
+    """Drafts the children of the anchor; levels below them are drafted while the tree is built."""
+    return {"draft": draft}
+
+
+def work(
+    count: Counter, config: LanguageModelConfig, settings: LaneSettings, verifier: ModelConfig, quantize: str | None = None
+) -> dict[str, tuple[Work, Work]]:
+    """Counts one pass over the vocabulary for the anchor, and for every level below, one token of the model per lane."""
+    layers, width = config.layers, settings.width
+    level = count.layers(layers, width, count.context + 1) + count.vocabulary(layers, width)
+    level += count.cached(layers, count.context)
+    levels = sum([level] * (config.num_depths - 1), Work())
+    return {"draft": (count.vocabulary(layers, 1), Work()), "tree": (levels, Work())}
+
+
+def extend_work(count: Counter, config: LanguageModelConfig, tokens: float) -> Work:
+    """Counts a pass over the new tokens, and reading and writing the cache."""
+    passed = count.layers(config.layers, tokens, count.context + tokens / 2)
+    steered = Work() if config.steering is None else count.weights(steering.specs(config.steering), 1)
+    return passed + steered + count.cached(config.layers, count.context) + count.cached(config.layers, tokens)
+
+
+def identity(config: LanguageModelConfig, settings: LaneSettings) -> dict[str, Any]:
+    return {"depths": settings.depths, "children": settings.children, "lanes": config.lanes}

@@ -1,0 +1,180 @@
+"""The protocol of a drafter, and its inputs in a round.
+
+Shape suffixes: b batch, t positions, j tapped layers x model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.costs import Counter, Work
+
+
+class DrafterSizes(Protocol):
+    """The config of a drafter: a frozen dataclass with at least these attributes.
+
+    Attributes:
+      kind: the drafter's name in DRAFTERS.
+      num_depths: the deepest level that it can draft.
+      taps: 0-based verifier layers whose output (residual stream) it reads, in the order it reads them.
+      num_nodes: default number of verified nodes, root included.
+      lanes: default number of nodes per level that best-first search follows; None: all of them.
+      drafter_temperature: default temperature of the draft distribution.
+      sampled_above: sequences of at least this temperature get a sampled tree by default; None: none do.
+    """
+
+    kind: str
+    num_depths: int
+    taps: tuple[int, ...]
+    num_nodes: int
+    lanes: int | None
+    drafter_temperature: float
+    sampled_above: float | None
+
+    def fitted(self, verifier: Any) -> Any:
+        """Returns this config, completed by sizes of the verifier.
+
+        Raises:
+          ValueError: the drafter was made for another verifier.
+        """
+
+
+class State(Protocol):
+    """A drafter's memory between rounds: a pytree whose arrays have the batch as first axis."""
+
+    def axes(self) -> Any:
+        """Returns the logical axes (sharding.Axes) of every array, in the structure of the state."""
+
+    def grow(self, capacity: int) -> State:
+        """Returns the same state with room for `capacity` positions."""
+
+    def cut(self, length_b: jax.Array) -> State:
+        """Returns the state after only the first `length_b` positions; other positions are added afterwards."""
+
+
+def require_fit(**sizes: tuple[Any, Any]) -> None:
+    """Raises ValueError unless every pair of sizes, by name, is equal in the drafter and the verifier."""
+    for name, (drafter, verifier) in sizes.items():
+        if drafter != verifier:
+            name = name.replace("_", " ")
+            raise ValueError(
+                f"drafter does not fit the verifier: {name} is {drafter} in the drafter and {verifier} in the verifier; "
+                "load the drafter that was trained for this verifier"
+            )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a drafter's stages in one round.
+
+    Attributes:
+      params: the drafter's weights.
+      tables: the verifier's weights, whose embedding and vocabulary tables drafters share.
+      config: the drafter's config, static.
+      settings: static; returned by the drafter's `choose`.
+      state: the drafter's state.
+      anchor_b: the last committed token of each sequence.
+      temperature_b: temperature of the draft distribution, above 0.
+      depths: the deepest level that the round's tree can have, from 1 to the drafter's; static.
+      attention: attention implementation.
+    """
+
+    params: Any
+    tables: Any
+    config: Any
+    settings: Any
+    state: Any
+    anchor_b: jax.Array
+    temperature_b: jax.Array
+    depths: int
+    attention: str = "xla"
+
+
+class Drafter(Protocol):
+    """The functions of a drafter's module. Its state (`State`) is opaque to other modules.
+
+    Attributes:
+      OPTIONS: frozen dataclass of its options, declared with `checks.bounded`. They are settings of `generate`; options of
+        other drafters are refused unless they have their defaults.
+      READS_TOKENS: whether `extend` reads the tokens. The token of a position is known one step after its features.
+      DIALECT: default file dialect (`formats.dialects`) for saving it.
+      READS_PROMPT: optional. If True, `extend` gets the prompt's own tokens, from the first on, and no features (None), for
+        drafters that read a text as the verifier does. Tokens after the prompt come as to any other drafter.
+      MAY_OFFER_NOTHING: optional. If True, trees are often the root alone, and a round verifies only the roots if all are.
+      OWN_TOKENIZER: optional. If True, the drafter's folder has a tokenizer, which must equal the verifier's.
+      steered: optional function (config, SteeringConfig) -> the config of the drafter steered by it.
+    """
+
+    OPTIONS: type
+    READS_TOKENS: bool
+    DIALECT: str
+
+    def choose(self, config: Any, options: Any) -> tuple[Any, Any]:
+        """Returns the config and the static draft settings for a user's options; both hashable.
+
+        Raises:
+          ValueError: options that this drafter does not support.
+        """
+
+    def specs(self, config: Any) -> Any:
+        """Returns a tree with one `parameters.Spec` per weight."""
+
+    def init(self, config: Any, batch: int, capacity: int, dtype: Any) -> State:
+        """Returns the empty state, with room for `capacity` positions."""
+
+    def extend(
+        self,
+        params: Any,
+        tables: Any,
+        config: Any,
+        state: Any,
+        features_btj: jax.Array,
+        tokens_bt: jax.Array,
+        count_b: jax.Array,
+        *,
+        attention: str,
+    ) -> Any:
+        """Adds the next committed positions to the state.
+
+        Args:
+          params: weights of `specs`.
+          tables: the verifier's weights.
+          config: static.
+          state: the state so far.
+          features_btj: verifier features at consecutive positions, the first following those of the state.
+          tokens_bt: the token that follows each of these positions.
+          count_b: number of valid positions; the others are padding. 0 leaves a sequence unchanged.
+          attention: attention implementation, a name in `attention.IMPLEMENTATIONS`; ignored without a network.
+        """
+
+    def stages(self, config: Any) -> Mapping[str, Callable[[Inputs, Any], Any]]:
+        """Returns the steps of drafting by name, in order: functions of the inputs and of the previous step's result.
+
+        The first step gets None and the last returns an `Expander`: a table of all levels, or one whose network runs once
+        per level (`lanes.LaneExpander`). Benchmarks time each step; levels that run a network belong to the stage "tree".
+        """
+
+    def work(
+        self, count: Counter, config: Any, settings: Any, verifier: ModelConfig, quantize: str | None = None
+    ) -> dict[str, tuple[Work, Work]]:
+        """Counts bytes and FLOPs by stage: the stage's own work, and moving its result to the next stage.
+
+        Networks that run while the tree is built count under "tree".
+
+        Args:
+          count: sizes of the device, the batch and its context.
+          config, settings: static.
+          verifier: config of the verifier whose embedding and vocabulary tables are read.
+          quantize: scheme of these tables.
+        """
+
+    def extend_work(self, count: Counter, config: Any, tokens: float) -> Work:
+        """Counts bytes and FLOPs of `extend` for `tokens` positions of every sequence."""
+
+    def identity(self, config: Any, settings: Any) -> dict[str, Any]:
+        """Returns the sizes and settings, by name, that measurements of this drafter depend on besides its weights."""

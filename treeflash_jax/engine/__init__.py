@@ -1,0 +1,1 @@
+"""A request's way through the library: loading, settings, prompts, plans, batches and results."""

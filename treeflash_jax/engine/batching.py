@@ -1,0 +1,342 @@
+"""Batches: requests padded into device arrays, and sequences decoded together in a fixed number of slots.
+
+The number of slots never changes, so that programs are compiled once. When enough sequences have finished, a group of
+waiting requests is prefilled in a smaller batch and moved into their slots ("continuous batching").
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treeflash_jax.core import background, devices, programs, sharding
+from treeflash_jax.core.clock import Clock
+from treeflash_jax.decoding.runner import Kept, Runner
+from treeflash_jax.decoding.state import DecodeState, Sampling
+from treeflash_jax.drafters import DrafterSizes
+from treeflash_jax.engine.planning import Request, draft_temperature
+from treeflash_jax.engine.settings import GenerateConfig
+
+REFILLED_SHARE = 1 / 8  # of a batch's slots, refilled together
+STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that changing them rarely recompiles
+UNUSED = Request(index=0, ids=[0], temperature=0.0, top_k=0, top_p=1.0, seed=0)  # request of a slot without one
+
+Batch = tuple[jax.Array, jax.Array, Sampling]  # prompts [b, s], their lengths [b], sampling settings
+
+
+def capacity_bucket(positions: int) -> int:
+    """Returns the smallest cache capacity of 256, 384, 512, 768, 1024, 1536, ... that holds `positions`."""
+    size = 256
+    while size < positions:
+        if size * 3 // 2 >= positions:
+            return size * 3 // 2
+        size *= 2
+    return size
+
+
+def refill_size(batch_size: int) -> int:
+    """Returns the number of slots that are refilled together."""
+    return max(1, round(batch_size * REFILLED_SHARE))
+
+
+def make_batch(
+    requests: Sequence[Request],
+    config: GenerateConfig,
+    *,
+    batch_size: int,
+    capacity: int,
+    stop_ids: Sequence[int],
+    dtype: Any,
+    drafter: DrafterSizes | None = None,
+    mesh: Any = None,
+) -> Batch:
+    """Pads prompts and sampling settings into device arrays for `prefill`.
+
+    Args:
+      requests: prompts with their sampling settings; at most `batch_size`.
+      batch_size: number of sequences; rounded up to a multiple of the mesh's data axis. Unused slots get a one-token
+        prompt that finishes immediately.
+      capacity: KV-cache capacity per sequence, in tokens.
+      stop_ids: ids that end an answer.
+      dtype: dtype of the model; settings are float32 or wider.
+      drafter: sizes of the drafter; None decodes one token at a time.
+      mesh: None for one device.
+    """
+    batch_size = sharding.padded(batch_size, mesh)
+    num_unused = batch_size - len(requests)
+    slots = [*requests, *[UNUSED] * num_unused]
+    tokens_bs = np.zeros((batch_size, capacity), np.int32)
+    for i, request in enumerate(slots):
+        tokens_bs[i, : request.length] = request.ids
+    stops = sorted(set(stop_ids))
+    stop_ids_x = np.full(max(1, -(-len(stops) // STOP_SLOTS)) * STOP_SLOTS, -1, np.int32)
+    stop_ids_x[: len(stops)] = stops
+    length_b = np.array([request.length for request in slots], np.int32)
+    new_b = np.array([config.max_new_tokens] * len(requests) + [1] * num_unused, np.int32)
+    drafter_temperature = [draft_temperature(config, drafter, request.temperature) for request in requests]
+    numbers = np.array([(request.seed, request.index, request.sample) for request in slots], np.uint32)
+    dtype = jnp.promote_types(dtype, jnp.float32)
+    sampling = Sampling(
+        key_b=_keys(*numbers.T),
+        temperature_b=jnp.asarray([request.temperature for request in slots], dtype),
+        top_k_b=jnp.asarray([request.top_k for request in slots], jnp.int32),
+        top_p_b=jnp.asarray([request.top_p for request in slots], dtype),
+        limit_b=jnp.asarray(length_b + new_b),
+        stop_ids_bx=jnp.asarray(np.broadcast_to(stop_ids_x, (batch_size, stop_ids_x.size))),
+        drafter_temperature_b=jnp.asarray(drafter_temperature + [1.0] * num_unused, dtype),
+    )
+    return sharding.place((jnp.asarray(tokens_bs), jnp.asarray(length_b), sampling), mesh)
+
+
+@devices.jit
+def _keys(seed_b: jax.Array, index_b: jax.Array, sample_b: jax.Array) -> jax.Array:
+    """Returns one key per sequence: sample 0 has that of its prompt, sample j > 0 that key with j folded in."""
+
+    def key(seed: jax.Array, index: jax.Array, sample: jax.Array) -> jax.Array:
+        prompt = jax.random.fold_in(jax.random.key(seed), index)
+        return jnp.where(sample == 0, prompt, jax.random.fold_in(prompt, sample))
+
+    return jax.vmap(key)(seed_b, index_b, sample_b)
+
+
+class Slots:
+    """Slots of a batch.
+
+    Attributes:
+      size: number of slots.
+      group: number of slots that are refilled together.
+      waiting: (index, request) pairs without a slot.
+      held: by slot in use, the index of its request and the request.
+    """
+
+    def __init__(self, size: int, group: int, requests: Sequence[Request]):
+        self.size, self.group = size, group
+        self.waiting: deque[tuple[int, Request]] = deque(enumerate(requests))
+        self.held: dict[int, tuple[int, Request]] = {}
+
+    @property
+    def next_group(self) -> int:
+        """Number of requests that are admitted next."""
+        return min(self.group, len(self.waiting))
+
+    @property
+    def is_refill_due(self) -> bool:
+        return bool(self.waiting) and self.size - len(self.held) >= self.next_group
+
+    @property
+    def enough_done(self) -> int:
+        """Number of done sequences, free slots included, at which decoding stops."""
+        return self.next_group if self.waiting else self.size
+
+    def fill(self, limit: int) -> list[int]:
+        """Gives up to `limit` free slots to waiting requests; returns these slots."""
+        free = [slot for slot in range(self.size) if slot not in self.held]
+        filled = free[: min(limit, len(self.waiting))]
+        self.held |= {slot: self.waiting.popleft() for slot in filled}
+        return filled
+
+    def release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            del self.held[slot]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State of a batch between two dispatches.
+
+    Attributes:
+      state: donated to the next dispatch, so it has to be read before the next snapshot is requested.
+      nodes_bs: number of nodes that each round verified; None if it is the same in all rounds.
+      requests: by slot in use, the index of its request and the request.
+      ready: slots whose answers are finished; all used slots after an interrupt.
+    """
+
+    state: DecodeState
+    nodes_bs: Any
+    requests: dict[int, tuple[int, Request]]
+    ready: list[int]
+    clock: Clock
+    interrupted: bool = False
+
+
+class BatchDecoder:
+    """Decodes requests in the slots of one batch, from their prompts to the last token.
+
+    Attributes:
+      make_batch: pads requests into arrays; called with keywords `batch_size` and `capacity`.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        batch_size: int,
+        runner: Runner,
+        make_batch: Callable[..., Batch],
+        *,
+        room: int,
+        clock: Clock,
+        session: Session | None = None,
+    ):
+        """Prefills the first requests.
+
+        Args:
+          requests: requests to decode; more than `batch_size` of them wait for a free slot.
+          room: number of new tokens for which caches are made at first.
+          session: earlier caches, which may hold the beginning of the only prompt; it keeps those of this batch.
+        """
+        self.runner, self.make_batch, self.clock = runner, make_batch, clock
+        sizes = (sharding.padded(count, runner.mesh) for count in (batch_size, refill_size(batch_size)))
+        self.slots = Slots(*sizes, requests)
+        self.state = None
+        self.prepared = 0  # capacity for which programs are compiled ahead
+        longest = max(request.length for request in requests)
+        capacity = capacity_bucket(longest + room + runner.plan.path_length)
+        kept = session.take(runner, requests[0].ids) if session else None
+        if kept is not None:  # reading continues at any position, so the last chunk may extend beyond the prompt
+            capacity = max(capacity, kept[0].capacity, capacity_bucket(longest + runner.plan.prefill_chunk))
+        self._start(capacity, kept)
+        if session:
+            session.batch = self
+
+    @property
+    def is_lost(self) -> bool:
+        """Tells whether an interrupt fell between the donation of the state and its result."""
+        return self.state is None or self.state.end_b.is_deleted()
+
+    def run(self, max_rounds: int, is_over: Callable[[list[int]], bool] | None = None) -> Iterator[Snapshot]:
+        """Decodes all requests; yields after the prompts are read and after every dispatch.
+
+        After Ctrl-C, the last snapshot has all sequences so far, if their state can still be read.
+
+        Args:
+          max_rounds: largest number of rounds per dispatch.
+          is_over: tells whether tokens end an answer for a reason that programs do not know, such as a stop string.
+        """
+        try:
+            while self.slots.held:
+                done_b = sharding.to_host(self.state.done_b)
+                with self.clock.paused():
+                    if is_over is not None and not done_b.all():
+                        done_b = self._finish(done_b, is_over)
+                    ready = [slot for slot in sorted(self.slots.held) if done_b[slot]]
+                    yield self._snapshot(ready)
+                self.slots.release(ready)
+                self._dispatch(max_rounds)
+        except KeyboardInterrupt:
+            if self.is_lost:
+                raise
+            self.clock.stop()
+            yield self._snapshot(sorted(self.slots.held), interrupted=True)
+
+    def compile(self) -> None:
+        """Compiles what `run` needs, except for larger caches, and decodes nothing."""
+        self.state = self.runner.run(self.state, 0, self.slots.enough_done, self.clock)
+        if self.slots.waiting:
+            self.slots.release(sorted(self.slots.held)[: self.slots.group])
+            self._admit()
+
+    def _dispatch(self, max_rounds: int) -> None:
+        """Prefills waiting requests or runs rounds."""
+        if self.slots.waiting and not self.slots.held:
+            capacity, self.state = self.state.capacity, None  # frees its caches
+            self._start(capacity)
+        elif self.slots.is_refill_due:
+            self._admit()
+        elif self.slots.held:
+            self._grow_if_full()
+            self.state = self.runner.run(self.state, max_rounds, self.slots.enough_done, self.clock)
+
+    def _grow_if_full(self) -> None:
+        """Doubles caches without room for a round; compiles programs of larger ones in the background beforehand."""
+        state = self.state
+        end_b, limit_b = sharding.to_host((state.end_b, state.sampling.limit_b))
+        path, larger = self.runner.plan.path_length, capacity_bucket(2 * state.capacity)
+        if np.max(end_b) + path > state.capacity:
+            self.state = self.runner.grow(self.state, larger, self.clock)
+        elif np.max(limit_b) + path > state.capacity < 2 * np.max(end_b) and self.prepared < larger:
+            self.prepared = larger
+            shapes, clock, size = programs.abstract_shapes(self.state), Clock(silent=True), self.slots.size
+            background.start(lambda: self.runner.run(self.runner.grow(shapes, larger, clock), 0, size, clock))
+
+    def _start(self, capacity: int, kept: Kept | None = None) -> None:
+        """Prefills as many requests as an empty batch has slots."""
+        batch = self._pad(self.slots.fill(self.slots.size), self.slots.size, capacity)
+        self.state = self.runner.start(batch, self.clock, kept)
+
+    def _admit(self) -> None:
+        """Prefills waiting requests and moves them into free slots."""
+        slots = self.slots.fill(self.slots.group)
+        batch = self._pad(slots, self.slots.group, self.state.capacity)
+        try:
+            self.state = self.runner.admit(self.state, batch, slots, self.clock)
+        except KeyboardInterrupt:
+            self.slots.release(slots)  # the state still holds the earlier sequences
+            raise
+
+    def _pad(self, slots: Sequence[int], batch_size: int, capacity: int) -> Batch:
+        return self.make_batch([self.slots.held[slot][1] for slot in slots], batch_size=batch_size, capacity=capacity)
+
+    def _finish(self, done_b: np.ndarray, is_over: Callable[[list[int]], bool]) -> np.ndarray:
+        """Marks sequences whose tokens are over as done."""
+        tokens_bs, end_b = sharding.to_host((self.state.tokens_bs, self.state.end_b))
+        done_b = done_b.copy()
+        for slot, (_, request) in self.slots.held.items():
+            if not done_b[slot]:
+                done_b[slot] = is_over(tokens_bs[slot, request.length : end_b[slot]].tolist())
+        self.state = self.runner.finish(self.state, done_b)
+        return done_b
+
+    def _snapshot(self, ready: list[int], interrupted: bool = False) -> Snapshot:
+        nodes_bs = self.runner.nodes(self.state)
+        return Snapshot(self.state, nodes_bs, dict(self.slots.held), ready, self.clock, interrupted)
+
+
+class Session:
+    """A conversation whose caches are kept: only the part of a prompt after the tokens that they hold is read.
+
+    The answers are the same as without a session. If a chat template or the tokenizer writes earlier messages differently,
+    the tokens before the first difference are reused.
+
+    Example:
+      >>> session = tf.Session()
+      >>> for piece in model.stream(messages, session=session): ...
+    """
+
+    def __init__(self):
+        self.batch: BatchDecoder | None = None  # of the last answer
+
+    def take(self, runner: Runner, ids: list[int]) -> Kept | None:
+        """Hands out the last state and the number of prompt tokens that it keeps; None if it keeps none."""
+        last, self.batch = self.batch, None
+        if last is None or last.is_lost or last.runner.weights is not runner.weights:
+            return None
+        if last.runner.plan.for_prefill() != runner.plan.for_prefill():
+            return None
+        state = last.state
+        tokens_bs, length_b = sharding.to_host((state.tokens_bs, state.cache.length_b))
+        # An adaptive drafter may lag behind by a path; a conversation shorter than that keeps nothing.
+        known = tokens_bs[0, : max(0, length_b[0] - last.runner.plan.path_length)]
+        prompt = np.array(ids[: known.size])
+        same = int(np.cumprod(known[: prompt.size] == prompt).sum())
+        return (state, same - 1) if same > 1 else None  # a drafter's state may depend on the token after it
+
+    def prepare_next(self, positions: int) -> None:
+        """Compiles in the background what a next message of this many positions, answer included, needs if caches grow."""
+        last = self.batch
+        state, runner, clock = last.state, last.runner, Clock(silent=True)
+        capacity = capacity_bucket(int(sharding.to_host(state.end_b)[0]) + positions + runner.plan.path_length)
+        if capacity <= state.capacity:
+            return
+        shapes = programs.abstract_shapes(state)
+
+        def compile() -> None:
+            batch = last.make_batch([UNUSED], batch_size=1, capacity=capacity)
+            runner.run(runner.start(batch, clock, (shapes, 0)), 0, 1, clock)
+
+        background.start(compile)

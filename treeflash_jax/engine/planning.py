@@ -1,0 +1,297 @@
+"""From settings and prompts to plans and requests: settings checked against a pair, the plan of the compiled programs, and
+one request per answer. Nothing here reads a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from treeflash_jax import drafters
+from treeflash_jax.acceptance import check_lossless
+from treeflash_jax.core import devices
+from treeflash_jax.core.checks import checked, clipped, fit, quoted
+from treeflash_jax.core.devices import Device
+from treeflash_jax.core.suggest import suggestion
+from treeflash_jax.decoding.state import DecodePlan
+from treeflash_jax.drafters import DrafterSizes
+from treeflash_jax.engine.settings import NO_DRAFTER, OF_LOAD, REFUSED, GenerateConfig, Settings, TreeConfig, settings_class
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.trees import BUILDERS, TreeShape
+
+DEFAULT_BATCH_SIZE = 8  # largest number of sequences decoded together by default
+GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
+
+
+def resolve(
+    config: GenerateConfig | None, settings: Settings, verifier: ModelConfig, drafter: DrafterSizes | None
+) -> GenerateConfig:
+    """Returns `config` with single settings replaced, checked against the loaded pair.
+
+    Raises:
+      ValueError: a setting is unknown, refused by name, or out of range.
+    """
+    for name in settings:
+        _check_name(name)
+    if not isinstance(config, GenerateConfig | None):
+        raise ValueError(f"got config {quoted(config)}, expected a GenerateConfig; settings are given by name")
+    config = settings_class()(**(vars(config) if config else {}) | settings)
+    if isinstance(config.stop, str):
+        config = replace(config, stop=(config.stop,))
+    config = checked(config)
+    if config.builder is None and drafter is None:
+        _refuse_changed(config, _drafting_settings(), NO_DRAFTER)
+        config = replace(config, builder="none")
+    vocabulary = verifier.vocab_size
+
+    def expect(ok: bool, what: str, got: Any, expected: str) -> None:
+        if not ok:
+            raise ValueError(f"got {what} {quoted(got)}, expected {expected}")
+
+    if config.builder != "none":
+        expect(drafter is not None, "builder", config.builder, f"'none': {NO_DRAFTER}")
+        kind = drafters.of(drafter)
+        options = {option.name for option in fields(kind.OPTIONS)}
+        others = [option.name for option in fields(drafters.draft_options()) if option.name not in options]
+        _refuse_changed(config, others, f"drafters of kind {drafter.kind!r} do not have it")
+        kind.choose(drafter, config)
+        builder, rule, shape = choose_tree(config)
+        expect(not BUILDERS[builder].draws or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
+        check_lossless(rule, BUILDERS[builder].distribution_for(shape))
+        if config.selector is not None:
+            only = "with a selector, which chooses it"
+            expect(config.builder == "delayed", "builder", config.builder, "'delayed' with a selector")
+            _refuse_changed(config, ("trunk", "branches"), only)
+        if config.nodes == "auto":  # choosing by drawn nodes is not lossless; a chain's nodes are not the first of a tree
+            only = "with nodes 'auto'"
+            expect(builder == "best-first", "builder", builder, f"'best-first' {only}")
+            expect(rule == "sample-and-match", "acceptance", rule, f"'sample-and-match' {only}")
+            expect(config.lanes is None, "lanes", config.lanes, f"None {only}: a calibration measures whole trees")
+        if config.lanes is not None:
+            expect(builder == "best-first", "lanes", config.lanes, f"None with builder {builder!r}")
+            most = (config.nodes or _default_nodes(drafter, devices.here())) - 1
+            expect(config.lanes <= most, "lanes", config.lanes, f"at most {most}: the nodes below the root")
+    for value in config.stop_ids or ():
+        expect(value < vocabulary, "stop id", value, f"0 to {vocabulary - 1}")
+    return config
+
+
+def _check_name(name: str) -> None:
+    known = [setting.name for setting in fields(settings_class())]
+    if name in REFUSED:
+        raise ValueError(f"{name} is not supported: {REFUSED[name]}")
+    if name in known:
+        return
+    meant = name if name in OF_LOAD else suggestion(name, [*known, *OF_LOAD])
+    if meant in OF_LOAD:
+        raise ValueError(f"got unknown setting {name!r}; {meant} is an argument of tf.load")
+    hint = f"; did you mean {meant}?" if meant else f", expected one of {clipped(', '.join(known), 200)}"
+    raise ValueError(f"got unknown setting {quoted(name)}{hint}")
+
+
+def explain_plain(
+    config: GenerateConfig, drafter: DrafterSizes | None, device: Device, dtype: Any, sequences: int = 1
+) -> str | None:
+    """Says why the default builder drafts nothing; returns None if it drafts."""
+    if drafter is None:
+        return NO_DRAFTER
+    is_requested = any(_is_changed(config, name) for name in _drafting_settings())
+    # If n-grams offer nothing, a round is a one-token step.
+    if is_requested or drafters.may_offer_nothing(drafter) or device.drafting_pays(dtype, sequences):
+        return None
+    together = f" for {sequences} sequences at a time" if device.drafting_pays(dtype) else ""
+    return f"drafting does not pay on this CPU in {jnp.dtype(dtype).name}{together} (nodes=16 drafts anyway)"
+
+
+def _drafting_settings() -> list[str]:
+    return [setting.name for setting in (*fields(drafters.draft_options()), *fields(TreeConfig))]
+
+
+def _default_nodes(drafter: DrafterSizes, device: Device) -> int:
+    # A tree costs only what such a drafter offers.
+    return drafter.num_nodes if drafters.may_offer_nothing(drafter) else device.tree_nodes(drafter.num_nodes)
+
+
+def _is_changed(config: GenerateConfig, name: str) -> bool:
+    default = getattr(settings_class(), name)
+    return getattr(config, name, default) != default
+
+
+def _refuse_changed(config: GenerateConfig, names: Sequence[str], why: str) -> None:
+    """Refuses settings that would have no effect."""
+    for name in names:
+        if _is_changed(config, name):
+            raise ValueError(f"got {name} {quoted(getattr(config, name))}, expected its default: {why}")
+
+
+def choose_tree(config: GenerateConfig) -> tuple[str, str, TreeShape]:
+    """Returns builder, acceptance rule and tree shape, with defaults filled in."""
+    builder = config.builder or "best-first"
+    shape = TreeShape(**{field.name: getattr(config, field.name) for field in fields(TreeShape)})
+    distribution = "deterministic" if builder == "none" else BUILDERS[builder].distribution_for(shape)
+    default_rule = {"deterministic": "sample-and-match", "one path": "block"}.get(distribution, "traversal")
+    return builder, config.acceptance or default_rule, shape
+
+
+def choose_builder(config: GenerateConfig, drafter: DrafterSizes | None, temperature: float) -> str | None:
+    """Returns the requested builder, or "hybrid" if none is requested and sampled trees are better at this temperature."""
+    if drafter is None or config.builder is not None or config.acceptance is not None or config.nodes in (1, "auto"):
+        return config.builder
+    sampled_above = drafters.of(drafter).choose(drafter, config)[0].sampled_above
+    return None if sampled_above is None or temperature < sampled_above else "hybrid"
+
+
+def draft_temperature(config: GenerateConfig, drafter: DrafterSizes | None, temperature: float) -> float:
+    """Returns the temperature of the draft for a sampling temperature: the requested one, or the default."""
+    if config.drafter_temperature is not None or drafter is None:
+        return config.drafter_temperature or 1.0
+    return max(drafter.drafter_temperature, min(temperature, 1.0))
+
+
+def make_plan(
+    config: GenerateConfig,
+    verifier: ModelConfig,
+    drafter: DrafterSizes | None,
+    dtype: Any,
+    device: devices.Device | None = None,
+) -> DecodePlan:
+    """Makes the plan of the programs that `generate` compiles for these settings.
+
+    Args:
+      config: checked settings; `nodes` "auto" counts as None, since its buckets come from a calibration.
+      drafter: sizes of the drafter; None decodes one token at a time.
+      device: device that runs the programs; None for the default one.
+    """
+    device, config = device or devices.here(), settings_class()(**vars(config))
+    shared: dict[str, Any] = {
+        "verifier": verifier,
+        "log_probs": config.log_probs,
+        "expected_lengths": config.expected_lengths,
+        "attention": device.attention(dtype, config.attention),
+        "prefill_attention": config.attention or device.prefill_attention,
+        "prefill_chunk": device.prefill_chunk,
+    }
+    if drafter is None or config.builder == "none":
+        return DecodePlan(builder="none", num_nodes=1, **shared)
+    if config.shortlist is None:
+        config = replace(config, shortlist=device.shortlist(verifier.vocab_size))
+    if config.candidates is None:
+        config = replace(config, candidates=device.candidates)
+    builder, rule, shape = choose_tree(config)
+    is_chain = BUILDERS[builder].is_chain
+    if config.nodes is None and not is_chain:
+        config = replace(config, nodes=_default_nodes(drafter, device))
+    sizes, draft = drafters.of(drafter).choose(drafter, config)
+    longest = 1 + sizes.num_depths
+    nodes = drafter.num_nodes if config.nodes == "auto" else config.nodes or longest
+    lanes = sizes.lanes if shape.lanes is None and builder == "best-first" else shape.lanes
+    return DecodePlan(
+        drafter=sizes,
+        num_nodes=min(nodes, longest) if is_chain else nodes,
+        draft=draft,
+        builder=builder,
+        shape=shape if BUILDERS[builder].draws else TreeShape(lanes=lanes),
+        rule=rule,
+        **shared,
+    )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to be made: a prompt and its sampling settings.
+
+    Attributes:
+      index: index of the prompt in its call; part of the random key.
+      sample: number of the answer among those to the same prompt.
+    """
+
+    index: int
+    ids: list[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    sample: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A validated `generate` call.
+
+    Attributes:
+      requests: one per prompt and sample.
+      batch_size: number of sequences decoded together.
+    """
+
+    requests: list[Request]
+    config: GenerateConfig
+    batch_size: int
+
+    def by_builder(self, drafter: DrafterSizes | None) -> list[tuple[Call, list[int]]]:
+        """Splits the call by the builder of the trees, which may depend on a request's temperature.
+
+        Returns:
+          One call per builder, and the indices of its requests in this call.
+        """
+        members: dict[str | None, list[int]] = {}
+        for index, request in enumerate(self.requests):
+            members.setdefault(choose_builder(self.config, drafter, request.temperature), []).append(index)
+        return [
+            (Call([self.requests[i] for i in indices], replace(self.config, builder=builder), self.batch_size), indices)
+            for builder, indices in members.items()
+        ]
+
+
+def default_batch_size(config: GenerateConfig, num_requests: int) -> int:
+    return config.batch_size or min(DEFAULT_BATCH_SIZE, num_requests)
+
+
+def make_requests(
+    prompts: list[list[int]], config: GenerateConfig, verifier: ModelConfig, indices: Sequence[int] | None = None
+) -> list[Request]:
+    """Makes one request per prompt and sample, prompt by prompt.
+
+    Args:
+      prompts: token ids of every prompt.
+      indices: one index per prompt for its random key; None counts from 0.
+
+    Raises:
+      ValueError: no prompts, ids outside the vocabulary, more tokens than the context holds, lists of the wrong length.
+    """
+    if not prompts:
+        raise ValueError("got no prompts, expected at least one")
+    vocabulary, context = verifier.vocab_size, verifier.max_positions
+
+    def each(name: str) -> list[Any]:
+        value = getattr(config, name)
+        if not isinstance(value, Sequence | np.ndarray):
+            return [value] * len(prompts)
+        if len(value) != len(prompts):
+            raise ValueError(f"got {len(value)} values of {name} for {len(prompts)} prompts, expected one per prompt")
+        return list(value)
+
+    indices = range(len(prompts)) if indices is None else fit(Sequence[int], indices, "indices", least=0, below=2**32)
+    if len(indices) != len(prompts):
+        raise ValueError(f"got {len(indices)} indices for {len(prompts)} prompts, expected one per prompt")
+    settings = zip(*(each(name) for name in ("temperature", "top_k", "top_p", "seed")), strict=True)
+    requests = []
+    for number, (ids, (temperature, top_k, top_p, seed)) in enumerate(zip(prompts, settings, strict=True)):
+        outside = [i for i in ids if not 0 <= i < vocabulary]
+        if outside:
+            raise ValueError(f"prompt {number}: got id {quoted(outside[0])}, expected 0 to {vocabulary - 1}")
+        if len(ids) + config.max_new_tokens > context:
+            raise ValueError(
+                f"prompt {number}: got {len(ids)} prompt tokens + {config.max_new_tokens} new tokens, "
+                f"expected at most {context} together (the verifier's context)"
+            )
+        temperature = temperature if temperature >= GREEDY_BELOW else 0.0
+        for sample in range(config.samples):
+            requests.append(Request(indices[number], ids, temperature, top_k, top_p, seed, sample))
+    return requests

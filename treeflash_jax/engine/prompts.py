@@ -1,0 +1,171 @@
+"""Prompts of a call (a string, text to continue, a chat, or token ids) and chats in prompt and training files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from numbers import Integral
+from typing import Any
+
+from treeflash_jax.core.checks import quoted
+from treeflash_jax.core.suggest import suggestion
+from treeflash_jax.formats.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+# Names of the roles user and assistant in ShareGPT and related data sets.
+OTHER_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant"}
+RECORD_KEYS = ("conversations", "messages", "turns", "prompt")
+RECORD_FORMS = "'conversations' or 'messages' (a list of messages), 'turns' (a list of texts) or 'prompt' (a text)"
+
+
+class Text(str):
+    """A prompt that is continued as it is, without a chat template; a plain string is a user's message.
+
+    Example:
+      >>> model.generate(tf.Text("def add("))
+    """
+
+
+def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """Returns the prompts of a call as a list, also if a single prompt was given.
+
+    Raises:
+      ValueError: neither a prompt nor a list.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    items = _items(prompts)
+    is_one = bool(items) and (isinstance(items[0], Mapping) or _is_id(items[0]))
+    return [items] if is_one else items
+
+
+def encode_each(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]]) -> list[list[int]]:
+    """Returns the token ids of every prompt.
+
+    Raises:
+      ValueError: as `encode`; names the prompt if there are several.
+    """
+    encoded = []
+    for index, prompt in enumerate(prompts):
+        try:
+            encoded.append(encode(prompt))
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+    return encoded
+
+
+def encode(prompt: Prompt, tokenizer: Tokenizer | None, context: int | None = None) -> list[int]:
+    """Returns the token ids of one prompt.
+
+    A string is a user's message, formatted with the chat template if the tokenizer has one; a `Text` is continued as it is.
+
+    Args:
+      prompt: a string, Text, chat or list of ids.
+      tokenizer: tokenizer of the verifier; not needed for ids.
+      context: context length of the verifier in tokens; text that is certainly longer is refused before it is tokenised.
+        None tokenises all text.
+
+    Raises:
+      ValueError: no prompt or an empty one, text without a tokenizer, text that the tokenizer or its chat template refuses,
+        or messages that hold anything but text.
+    """
+    if isinstance(prompt, str) and not isinstance(prompt, Text) and prompt and tokenizer and tokenizer.has_chat_template:
+        prompt = [{"role": "user", "content": prompt}]
+    items = prompt if isinstance(prompt, str) else _items(prompt)
+    is_chat = bool(items) and isinstance(items[0], Mapping)
+    if is_chat or isinstance(items, str):
+        if tokenizer is None:
+            raise ValueError("got text, but the verifier's folder has no tokenizer.json; give ids instead")
+        ids = tokenizer.encode_chat(plain_messages(items), context) if is_chat else tokenizer.encode(items, context)
+    else:
+        if strange := [item for item in items if not _is_id(item)]:
+            raise ValueError(f"got {type(strange[0]).__name__} among the token ids of a prompt, expected whole numbers")
+        ids = [int(item) for item in items]
+    if not ids:
+        raise ValueError("got an empty prompt, expected at least one token")
+    return ids
+
+
+def plain_messages(chat: Iterable[Any]) -> list[dict[str, Any]]:
+    """Returns a chat whose contents are strings: the text parts of a message, joined by line breaks.
+
+    Raises:
+      ValueError: a message has no role or content, an unknown role, or content other than text.
+    """
+    messages = []
+    for index, message in enumerate(chat):
+        at = f"message {index}"
+        if not isinstance(message, Mapping):
+            raise ValueError(f"{at}: got {type(message).__name__}, expected a dict with 'role' and 'content'")
+        role = message.get("role")
+        if role not in ROLES:
+            meant = OTHER_ROLES.get(str(role)) or suggestion(str(role), ROLES)
+            hint = f"; did you mean {meant}?" if meant else ""
+            raise ValueError(f"{at}: got role {quoted(role)}, expected one of {', '.join(ROLES)}{hint}")
+        messages.append({**message, "content": _join_text(message.get("content"), at)})
+    return messages
+
+
+def read_messages(record: Any) -> list[dict[str, str]]:
+    """Returns the messages of one record of a prompt or training file, with the role names of `ROLES`.
+
+    The forms are {"messages": [{"role", "content"}, ...]} (OpenAI), the same under "conversations" or with the keys "from"
+    and "value" (SpecForge, ShareGPT), {"turns": [text, ...]} (the user's turns; the model's own answers come in between),
+    and {"prompt": text} or {"prompt": [messages]}.
+
+    Raises:
+      ValueError: another form, or no message.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"got {type(record).__name__}, expected an object; in it, {RECORD_FORMS}")
+    key = next((key for key in RECORD_KEYS if record.get(key) is not None), None)
+    value = None if key is None else record[key]
+    if key == "prompt" and isinstance(value, str):
+        value = [value]
+    if key in ("turns", "prompt") and isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
+        if not all(value):
+            raise ValueError(f"got an empty text in {key!r}, expected one or more that are not")
+        return [{"role": "user", "content": turn} for turn in value]
+    if key == "turns":
+        raise ValueError(f"got turns {value!r}, expected a list of one or more texts")
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"got keys {', '.join(map(repr, record)) or 'none'}, expected {RECORD_FORMS}")
+    messages = []
+    for message in value:
+        role, content = (
+            message.get(name, message.get(other)) if isinstance(message, dict) else None
+            for name, other in (("role", "from"), ("content", "value"))
+        )
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ValueError("got a message without role and content, expected strings under both")
+        messages.append({"role": OTHER_ROLES.get(role, role), "content": content})
+    return messages
+
+
+def _join_text(content: Any, at: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise ValueError(f"{at}: got no content, expected text")
+    if not isinstance(content, Sequence):
+        raise ValueError(f"{at}: got content of type {type(content).__name__}, expected text or a list of text parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text":
+            raise ValueError(f"{at}: got a part of type {quoted(kind)}, expected 'text': the verifier reads text alone")
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"{at}: got a text part without text, expected {{'type': 'text', 'text': ...}}")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _items(prompts: Any) -> list[Any]:
+    if isinstance(prompts, Mapping | Set | bytes) or not isinstance(prompts, Iterable):
+        expected = "a string, a chat (a list of messages) or a list of token ids"
+        raise ValueError(f"got {type(prompts).__name__} as a prompt, expected {expected}")
+    return prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)  # of arrays
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

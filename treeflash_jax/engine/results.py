@@ -1,0 +1,268 @@
+"""Results of generation: answers with their statistics and pieces of a stream, read from the state of a batch."""
+
+from __future__ import annotations
+
+import reprlib
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from html import escape
+
+from treeflash_jax import trees
+from treeflash_jax.core import sharding
+from treeflash_jax.core.checks import whole
+from treeflash_jax.engine.batching import Snapshot
+from treeflash_jax.engine.draw import DrawnTree, drawn_tree
+from treeflash_jax.engine.planning import Request, choose_tree
+from treeflash_jax.engine.settings import GenerateConfig
+from treeflash_jax.formats.tokenizer import Tokenizer
+
+LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Result:
+    """An answer and its statistics.
+
+    Attributes:
+      text: the answer without special tokens, up to a stop string; None without a tokenizer.
+      ids: generated token ids, the stop token included.
+      prompt_ids: token ids of the prompt.
+      builder: builder of the draft trees, as in GenerateConfig; "none" if nothing was drafted.
+      accept_lengths: number of tokens that each round added to the answer: the accepted ones and the bonus token, which the
+        verifier itself chooses after them. The first token comes from prefill and is not counted, so that
+        `1 + sum(accept_lengths) == len(ids)`.
+      cut: number of tokens that the last round accepted beyond the end of the answer, at a stop or at `max_new_tokens`.
+        Published counts of acceptance include them; `accept_lengths` and `tau` do not.
+      finished: "stop" (a stop id or string), "length", or "interrupted" (Ctrl-C).
+      seconds: decoding time of the call, prefill included, compilation excluded; from `generate_each`, until this answer.
+      compile_seconds: time spent compiling until this answer.
+      tokens_per_second: generated tokens of all answers of the call over `seconds`; from `generate_each` and `stream`,
+        tokens of this answer.
+      log_probs: log-probability of every generated token under the verifier (temperature 1, no filters); None unless
+        requested.
+      expected_lengths: number of tokens that each round was expected to commit, given its tree and before any cut; None
+        unless requested.
+      nodes: number of nodes that each round verified, 1 if it drafted nothing; None unless rounds choose it
+        (nodes="auto" or a selector).
+    """
+
+    text: str | None
+    ids: list[int]
+    prompt_ids: list[int]
+    builder: str
+    accept_lengths: list[int]
+    finished: str
+    seconds: float = 0.0
+    compile_seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    log_probs: list[float] | None = None
+    expected_lengths: list[float] | None = None
+    nodes: list[int] | None = None
+    cut: int = 0
+    draft_again: Callable[[int], DrawnTree] | None = field(default=None, repr=False, compare=False)
+
+    @staticmethod
+    def unanswered(prompt_ids: list[int], *, has_text: bool) -> Result:
+        """Returns the result of a prompt that was not started before Ctrl-C: no tokens, marked "interrupted"."""
+        empty = {"ids": [], "accept_lengths": [], "builder": "none", "finished": "interrupted"}
+        return Result(prompt_ids=prompt_ids, text="" if has_text else None, **empty)
+
+    @property
+    def tau(self) -> float:
+        """Block efficiency: mean number of tokens that a round added to the answer, bonus included; 1 without rounds."""
+        return sum(self.accept_lengths) / len(self.accept_lengths) if self.accept_lengths else 1.0
+
+    @property
+    def accepted_before_cut(self) -> list[int]:
+        """`accept_lengths` with the last round in full, as published code counts it and as `expected_lengths` means it."""
+        return [*self.accept_lengths[:-1], self.accept_lengths[-1] + self.cut] if self.accept_lengths else []
+
+    def __repr__(self) -> str:
+        """Shows the text first, and the first six numbers of every list."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
+        show = lambda value: reprlib.repr(value) if isinstance(value, list) else repr(value)  # noqa: E731
+        shown = (f"{name}={show(value)}" for name, value in values.items() if value is not None or name == "text")
+        return f"Result({', '.join(shown)})"
+
+    def _repr_html_(self) -> str:
+        """Shows the answer in notebooks, and its statistics below."""
+        answer = self.text if self.text is not None else " ".join(map(str, self.ids))
+        statistics = {"tokens": len(self.ids), "rounds": len(self.accept_lengths), "tau": f"{self.tau:.2f}"}
+        statistics |= {"tokens/s": f"{self.tokens_per_second:.0f}", "builder": self.builder, "finished": self.finished}
+        heads = "".join(f"<th>{escape(name)}</th>" for name in statistics)
+        values = "".join(f"<td>{escape(str(value))}</td>" for value in statistics.values())
+        return (
+            f'<div><pre style="white-space: pre-wrap">{escape(answer)}</pre>'
+            f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{values}</tr></tbody></table></div>"
+        )
+
+    def tree(self, round_index: int) -> DrawnTree:
+        """Returns the draft tree of a round, counted from 0, drafted again from the same prefix; `print` draws it.
+
+        Raises:
+          ValueError: the answer has no such round, or no draft trees.
+        """
+        if self.draft_again is None:
+            raise ValueError("this answer was decoded one token at a time: it has no draft trees")
+        if not self.accept_lengths:
+            raise ValueError("this answer has no rounds: its only token came from the prefill")
+        return self.draft_again(whole(round_index, "round", most=len(self.accept_lengths) - 1))
+
+
+class Results(list[Result]):
+    """A list of answers; notebooks show them one below the other."""
+
+    def _repr_html_(self) -> str:
+        return "".join(result._repr_html_() for result in self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A piece of a streamed answer.
+
+    Attributes:
+      ids: token ids since the last chunk.
+      text: text since the last chunk, as far as later tokens cannot change it.
+      rounds: number of rounds so far.
+    """
+
+    ids: list[int]
+    text: str
+    rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Reads Results from snapshots of a batch.
+
+    Attributes:
+      tokenizer: tokenizer of the verifier; None yields ids only.
+      draft: drafts a tree again: (request, its tokens up to an anchor) -> the tree below that anchor.
+    """
+
+    config: GenerateConfig
+    stop_ids: Sequence[int]
+    tokenizer: Tokenizer | None
+    draft: Callable[[Request, list[int]], trees.DraftTree]
+
+    def read(self, snapshot: Snapshot, slots: Sequence[int] | None = None) -> list[Result]:
+        """Returns the answers so far in these slots of the batch; None reads those that are ready."""
+        state, clock = snapshot.state, snapshot.clock
+        arrays = (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
+        optional = (state.log_probs_bs, state.expected_bs, snapshot.nodes_bs)
+        arrays, optional = sharding.to_host((arrays, optional))
+        results = []
+        for slot in snapshot.ready if slots is None else slots:
+            _, request = snapshot.requests[slot]
+            tokens_s, end, done, rounds, accepted_s = (array[slot] for array in arrays)
+            ids, accepted = tokens_s[request.length : end].tolist(), accepted_s[:rounds].tolist()
+            finished = "stop" if ids[-1] in self.stop_ids else "length"
+            if snapshot.interrupted and not done:
+                finished = "interrupted"
+            ids, text, accepted, has_stop = self._until_stop(ids, accepted)
+            cut = 1 + sum(accepted) - len(ids) if accepted else 0
+            log_probs, expected, nodes = (None if array is None else array[slot].tolist() for array in optional)
+            nodes = nodes and nodes[: len(accepted)]
+            result = Result(
+                prompt_ids=request.ids,
+                ids=ids,
+                text=text,
+                builder=choose_tree(self.config)[0],
+                accept_lengths=[*accepted[:-1], accepted[-1] - cut] if accepted else [],
+                cut=cut,
+                finished="stop" if has_stop else finished,
+                seconds=clock.seconds,
+                compile_seconds=clock.compile_seconds,
+                tokens_per_second=len(ids) / max(clock.seconds, 1e-9),
+                log_probs=log_probs and log_probs[request.length :][: len(ids)],
+                expected_lengths=expected and expected[: len(accepted)],
+                nodes=nodes,
+                draft_again=partial(self._tree, request, ids, accepted, nodes) if self.config.builder != "none" else None,
+            )
+            results.append(result)
+        return results
+
+    def read_all(self, snapshots: Iterator[Snapshot]) -> Iterator[tuple[int, Result]]:
+        """Yields the index and the answer of each request when it is finished.
+
+        Raises:
+          KeyboardInterrupt: after the unfinished answers, if decoding was interrupted.
+        """
+        for snapshot in snapshots:
+            indices = [snapshot.requests[slot][0] for slot in snapshot.ready]
+            yield from zip(indices, self.read(snapshot), strict=True)
+            if snapshot.interrupted:
+                raise KeyboardInterrupt
+            del snapshot  # its caches make room for those of the next sequences
+
+    @property
+    def is_over(self) -> Callable[[list[int]], bool] | None:
+        """Tells whether the text of tokens contains a stop string; None without stop strings."""
+        return self._has_stop if self.config.stop else None
+
+    def _has_stop(self, ids: list[int]) -> bool:
+        text = self._text(ids) or ""
+        return any(stop in text for stop in self.config.stop)
+
+    def certain(self, text: str) -> str:
+        """Removes what may still change at the end of a growing text: half a character, or the start of a stop string."""
+        held = len(text) - len(text.rstrip("\ufffd"))
+        for stop in self.config.stop:
+            for size in range(1, len(stop)):
+                if text.endswith(stop[:size]):
+                    held = max(held, size)
+        return text[: len(text) - held]
+
+    def _until_stop(self, ids: list[int], accepted: list[int]) -> tuple[list[int], str | None, list[int], bool]:
+        """Cuts tokens, text and accept lengths of an answer at its first stop string, and tells whether it has one."""
+        text = self._text(ids)
+        cuts = [text.index(stop) for stop in self.config.stop if text and stop in text]
+        if not cuts:
+            return ids, text, accepted, False
+        ids = ids[: bisect_left(range(len(ids)), True, key=lambda count: self._has_stop(ids[:count]))]
+        while accepted and 1 + sum(accepted[:-1]) >= len(ids):
+            accepted = accepted[:-1]
+        return ids, text[: min(cuts)], accepted, True
+
+    def _tree(
+        self, request: Request, ids: list[int], accepted: list[int], nodes: list[int] | None, round_index: int
+    ) -> DrawnTree:
+        """Drafts the tree of a round again, from all tokens before it."""
+        start = 1 + sum(accepted[:round_index])
+        tree = self.draft(request, request.ids + ids[:start])
+        if nodes is not None:
+            tree = trees.first(tree, nodes[round_index])
+        label = str if self.tokenizer is None else lambda token: repr(self.tokenizer.inner.decode([token]))
+        return drawn_tree(tree, ids[start:], accepted[round_index], label)
+
+    def _text(self, ids: list[int]) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode(ids)
+
+
+def with_totals(results: Sequence[Result]) -> list[Result]:
+    """Replaces times and speed of single answers by those of the whole call."""
+    tokens = sum(len(result.ids) for result in results)
+    seconds = max(result.seconds for result in results)
+    compile_seconds = max(result.compile_seconds for result in results)
+    totals = {"seconds": seconds, "compile_seconds": compile_seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
+    return [replace(result, **totals) for result in results]
+
+
+def warn_of_low_tau(results: Sequence[Result]) -> None:
+    """Warns if drafted rounds commit so few tokens that the drafter may belong to another verifier."""
+    rounds = [
+        length
+        for result in results
+        for length, nodes in zip(result.accepted_before_cut, result.nodes or [2] * len(result.accept_lengths), strict=True)
+        if nodes > 1
+    ]
+    tau = sum(rounds) / len(rounds) if rounds else 1.0
+    if len(rounds) >= LOW_TAU_ROUNDS and tau < LOW_TAU:
+        warnings.warn(
+            f"tau is {tau:.2f} over {len(rounds)} rounds, expected above {LOW_TAU}: a drafter that was trained for another "
+            "verifier, revision or prompt format looks like this",
+            stacklevel=3,
+        )

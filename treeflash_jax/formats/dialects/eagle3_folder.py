@@ -1,0 +1,276 @@
+"""EAGLE-3 drafters in the forms they are published in.
+
+    eagle3       layer under "midlayer."; EAGLE repository, AngelSlim, SpecForge
+    speculators  layer under "layers.0.", sizes in `transformer_layer_config`; the one that is written
+    deepspec     layer under "layers.0.", sizes beside `ttt_length`
+
+They disagree in what layer ids and `norm_output` mean. Ids are outputs of layers here; speculators files count the input of
+the layer after. Where no ids are given, inputs 2, L // 2 and L - 3 are read. In speculators files `norm_output` means that
+the next step is fed the normalised output; in SpecForge's, that the vocabulary table reads it normalised, as always.
+
+Source: SafeAILab/EAGLE, Tencent/AngelSlim, sgl-project/SpecForge, vllm-project/speculators, deepseek-ai/DeepSpec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treeflash_jax.core.checks import INT32, quoted
+from treeflash_jax.core.parameters import Entry
+from treeflash_jax.drafters.eagle3.eagle3_config import EagleConfig
+from treeflash_jax.formats import architectures, safetensors
+from treeflash_jax.formats.architectures import ARCHITECTURES
+from treeflash_jax.formats.architectures.common import LINEAR
+from treeflash_jax.formats.dialects.dialect import Dialect
+from treeflash_jax.formats.keys import Keys
+from treeflash_jax.formats.storage import Tensor
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.trees.shape import MAX_NODES
+
+LAYER = {"attention_norm": "input_layernorm.weight", "hidden_norm": "hidden_norm.weight"}
+OUTSIDE = {
+    "fc": Entry("fc.weight", **LINEAR),
+    "norm": Entry("norm.weight"),
+    "unembed": Entry("lm_head.weight", order=(0, 1)),
+    "embed": Entry("embed_tokens.weight", order=(0, 1)),
+    "offsets": Entry("d2t"),
+    "input_norm": Entry("input_norm.weight"),
+}
+OWN = "treeflash_config"  # defaults of ours, where they are not the usual ones
+_DEFAULTS = ("num_depths", "num_nodes", "drafter_temperature", "sampled_above")
+_MODEL_TYPES = ("llama", "qwen3")  # of the layer
+
+
+class Eagle3(Dialect):
+    """Files of the EAGLE repository, AngelSlim and SpecForge, and what the other dialects share with them."""
+
+    name = "eagle3"
+    part = "drafter"
+    kind = "eagle3"
+    marks: tuple[str, ...] = ("draft_vocab_size",)
+    prefix = "midlayer."
+    ids_are_inputs = False
+    is_nested = False  # the sizes of the layer are in an object inside config.json
+    keys: tuple[str, ...] = tuple(  # beside those of the layer
+        """draft_vocab_size eagle_config target_model_type target_hidden_size fc_norm norm_before_fc norm_before_residual
+        norm_output num_target_layers auto_map""".split()
+    )
+
+    def layer_keys(self, keys: Keys) -> Keys:
+        """Returns the keys that hold the sizes of the layer."""
+        return Keys({"model_type": "llama", **keys.raw}, keys.where)
+
+    def ids(self, keys: Keys) -> tuple[int, ...] | None:
+        """Returns the layer ids of a file as they stand there; None if there are none."""
+        inside = keys.table("eagle_config")
+        inside.check_known({"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"})
+        inside.check_only({"use_aux_hidden_state": (True, None)})
+        return _ids(inside, "eagle_aux_hidden_state_layer_ids")
+
+    def feeds_norm_back(self, keys: Keys) -> bool:
+        """Returns true if the next step is fed the normalised output, by `norm_output`."""
+        keys.check_only({"norm_output": (True, None)})
+        return False
+
+    def read_config(self, path: Path, keys: Keys) -> EagleConfig:
+        layers = self._layers(keys)
+        target = keys.whole("target_hidden_size") if "target_hidden_size" in keys else layers.hidden_size
+        draft_vocab_size = keys.whole("draft_vocab_size", layers.vocab_size, most=layers.vocab_size)
+        options = {name: keys.truth(name, False) for name in ("fc_norm", "norm_before_fc", "norm_before_residual")}
+        if options["fc_norm"] and options["norm_before_fc"]:
+            raise ValueError(f"{keys.where}: got fc_norm and norm_before_fc, expected one of them")
+        ids = self.ids(keys)
+        if self.ids_are_inputs and ids is not None and 0 in ids:
+            raise ValueError(
+                f"{keys.where}: got layer id 0, expected ids from 1: they are read as inputs of layers, and the first "
+                "layer's input is no layer's output"
+            )
+        made = EagleConfig(
+            layers=layers,
+            target_hidden_size=target,
+            taps=ids if ids is None or not self.ids_are_inputs else tuple(i - 1 for i in ids),
+            num_taps=3 if ids is None else len(ids),
+            taps_are_inputs=self.ids_are_inputs,
+            draft_vocab_size=draft_vocab_size,
+            own_embedding=target != layers.hidden_size,
+            norm_output=self.feeds_norm_back(keys),
+            **options,
+            **_defaults(keys.table(OWN)),
+        )
+        return _with_tensors(made, path, keys.where)
+
+    def _layers(self, keys: Keys) -> ModelConfig:
+        """Returns the sizes of the layer. Raises ValueError for several layers, and at keys that are not implemented."""
+        inside, known = self.layer_keys(keys), {*self.keys, OWN}
+        if inside.whole("num_hidden_layers", 1) > 1:
+            got = inside.raw["num_hidden_layers"]
+            raise ValueError(f"{keys.where}: got num_hidden_layers {got}, expected 1: only one layer is implemented")
+        architecture = architectures.of(inside)
+        if architecture.model_type not in _MODEL_TYPES:
+            expected = " or ".join(map(repr, _MODEL_TYPES))
+            raise ValueError(f"{keys.where}: got model_type {quoted(architecture.model_type)}, expected {expected}")
+        sizes = Keys({"num_hidden_layers": 1, **inside.raw, "tie_word_embeddings": False}, inside.where)
+        if not self.is_nested:
+            return architecture.read(sizes, known)
+        keys.check_known(known)
+        return architecture.read(sizes)
+
+    @contextmanager
+    def opened(self, path: Path, config: EagleConfig) -> Iterator[dict[str, Tensor]]:
+        """Opens the tensors that weights are read from; buffers of training are left out."""
+        _check_files(path)
+        with safetensors.open_folder(path) as stored:
+            tensors = {
+                name: tensor for name, tensor in stored.items() if name != "t2d" and not name.startswith("verifier_")
+            }
+            if not any(name.startswith(("midlayer.", "layers.0.")) for name in tensors):
+                raise ValueError(f"{path}: got no tensor under 'midlayer.' or 'layers.0.', expected an EAGLE-3 drafter's")
+            fc, expected = tensors.get("fc.weight"), config.num_taps * config.target_hidden_size
+            if fc is not None and (inputs := list(fc.get_shape())[-1:]) != [expected]:
+                raise ValueError(
+                    f"{path}: got fc.weight for {inputs} inputs, expected [{expected}]: {config.num_taps} tapped layers of "
+                    f"width {config.target_hidden_size}"
+                )
+            if "d2t" in tensors:
+                _check_draft_vocabulary(path, config, tensors["d2t"], stored.get("t2d"))
+            if config.draft_vocab_size == config.layers.vocab_size:
+                tensors.pop("d2t", None)  # that of all tokens
+            yield tensors
+
+    def entries(self, config: EagleConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
+        prefix = self.prefix
+        if names:
+            prefix = next(p for p in ("midlayer.", "layers.0.") if any(name.startswith(p) for name in names))
+        layer = dict(ARCHITECTURES[config.layers.model_type].layer)
+        layer |= {name: Entry(published) for name, published in LAYER.items()}
+        entries: dict[str, Any] = {name: OUTSIDE[name] for name in specs if name in OUTSIDE}
+        entries["layer"] = {name: replace(layer[name], name=prefix + layer[name].name) for name in specs["layer"]}
+        if "fc_norm" in specs:
+            entries["fc_norm"] = [Entry(f"fc_norm.{i}.weight") for i in range(len(specs["fc_norm"]))]
+        return entries
+
+
+class Speculators(Eagle3):
+    """Files of vLLM's speculators library."""
+
+    name = "speculators"
+    marks = ("speculators_model_type", "transformer_layer_config")
+    prefix = "layers.0."
+    ids_are_inputs = is_nested = True
+    keys = tuple(
+        """architectures auto_map draft_vocab_size eagle_aux_hidden_state_layer_ids embed_requires_grad enable_sp_ulysses
+        fc_norm has_no_defaults_at_init model_type norm_before_fc norm_before_residual norm_output speculators_config
+        speculators_model_type speculators_version target_hidden_size tie_word_embeddings torch_dtype dtype
+        transformer_layer_config transformers_version""".split()
+    )
+
+    def recognises(self, path: Path, keys: Keys) -> bool:
+        return super().recognises(path, keys) and keys.raw["speculators_model_type"] == "eagle3"
+
+    def layer_keys(self, keys: Keys) -> Keys:
+        return keys.table("transformer_layer_config", required=True)
+
+    def ids(self, keys: Keys) -> tuple[int, ...] | None:
+        return _ids(keys, "eagle_aux_hidden_state_layer_ids")
+
+    def feeds_norm_back(self, keys: Keys) -> bool:
+        return keys.truth("norm_output", False)
+
+    def to_hf(self, config: EagleConfig) -> dict[str, Any]:
+        architecture = ARCHITECTURES[config.layers.model_type]
+        options = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+        stated = {name: getattr(config, name) for name in _DEFAULTS}
+        stated = {name: value for name, value in stated.items() if value != getattr(EagleConfig, name)}
+        return {
+            "architectures": ["Eagle3Speculator"],
+            "model_type": "speculators",
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": architecture.to_hf(config.layers),
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": config.target_hidden_size,
+            **{name: getattr(config, name) for name in options},
+            "tie_word_embeddings": False,
+            **({} if config.taps is None else {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in config.taps]}),
+            **({OWN: stated} if stated else {}),
+        }
+
+
+class DeepSpec(Eagle3):
+    """Files of DeepSpec, which draft from the whole vocabulary with tables of their own."""
+
+    name = "deepspec"
+    marks = ("target_layer_ids", "ttt_length")
+    prefix = "layers.0."
+    keys = tuple("target_layer_ids ttt_length target_hidden_size num_target_layers norm_before_residual auto_map".split())
+
+    def layer_keys(self, keys: Keys) -> Keys:
+        return keys
+
+    def ids(self, keys: Keys) -> tuple[int, ...] | None:
+        return _ids(keys, "target_layer_ids")
+
+    def feeds_norm_back(self, keys: Keys) -> bool:
+        return False  # the key is unknown here, and refused
+
+
+def _ids(keys: Keys, name: str) -> tuple[int, ...] | None:
+    return keys.ids(name, INT32) if name in keys else None
+
+
+def _defaults(keys: Keys) -> dict[str, Any]:
+    """Returns the defaults of drafting that a file written here may state."""
+    keys.check_known(_DEFAULTS)
+    return {name: keys.whole(name, most=MAX_NODES) if name.startswith("num_") else keys.number(name) for name in keys.raw}
+
+
+def _with_tensors(config: EagleConfig, path: Path, where: str) -> EagleConfig:
+    """Adds to a config what only the names of the tensors tell. Raises ValueError if a table is missing."""
+    folder = path if path.is_dir() else path.parent
+    _check_files(folder)
+    names = safetensors.names(folder)
+    if not names:
+        return config
+    own_embedding, width = "embed_tokens.weight" in names, config.layers.hidden_size
+    if not own_embedding and config.target_hidden_size != width:
+        raise ValueError(
+            f"{where}: got no tensor embed_tokens.weight, expected one: the drafter's width is {width} and the verifier's "
+            f"{config.target_hidden_size}"
+        )
+    if config.draft_vocab_size < config.layers.vocab_size and "d2t" not in names:
+        raise ValueError(
+            f"{where}: got draft_vocab_size {config.draft_vocab_size} of {config.layers.vocab_size} and no tensor d2t, "
+            "expected the list of the tokens that can be drafted"
+        )
+    return replace(config, own_embedding=own_embedding)
+
+
+def _check_files(folder: Path) -> None:
+    """Raises ValueError for weights in files that can run code."""
+    if (folder / "pytorch_model.bin").exists() and not any(folder.glob("model*.safetensors*")):
+        raise ValueError(
+            f"{folder}: got pytorch_model.bin, expected model.safetensors: convert it with safetensors.torch.save_file"
+        )
+
+
+def _check_draft_vocabulary(path: Path, config: EagleConfig, d2t: Tensor, t2d: Tensor | None) -> None:
+    """Raises ValueError unless d2t lists increasing ids of the verifier's vocabulary, the same as t2d."""
+    vocab_size, size = config.layers.vocab_size, config.draft_vocab_size
+    if tuple(d2t.get_shape()) != (size,):
+        raise ValueError(f"{path}: tensor d2t has shape {list(d2t.get_shape())}, expected [{size}] (draft_vocab_size)")
+    ids_z = np.arange(size) + np.asarray(d2t[0:size]).astype(np.int64)
+    if ids_z.min() < 0 or ids_z.max() >= vocab_size or (np.diff(ids_z) <= 0).any():
+        raise ValueError(
+            f"{path}: tensor d2t leaves the verifier's vocabulary or its order, expected i + d2t[i] to increase from 0 to "
+            f"at most {vocab_size - 1}"
+        )
+    if t2d is None:
+        return
+    is_list = tuple(t2d.get_shape()) == (vocab_size,)
+    if not is_list or not np.array_equal(np.flatnonzero(np.asarray(t2d[0:vocab_size])), ids_z):
+        raise ValueError(f"{path}: tensors t2d and d2t list different tokens, expected the same")

@@ -1,0 +1,62 @@
+"""Language models as drafters: the folder or file of a verifier, in the verifier's own dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from treeflash_jax.drafters.causal_lm import LanguageModelConfig
+from treeflash_jax.formats import steering_files
+from treeflash_jax.formats.dialects.dialect import Dialect
+from treeflash_jax.formats.keys import Keys
+from treeflash_jax.formats.storage import Tensor
+
+PREFIX = "steering."
+
+
+class LanguageModel(Dialect):
+    """A dialect of verifiers, read and written as that of a drafter: `dialects.of` makes it of what a folder is in."""
+
+    name = "language-model"
+    part = "drafter"
+    kind = "language model"
+
+    def __init__(self, inner: Dialect):
+        self.inner = inner
+
+    def recognises(self, path: Path, keys: Keys) -> bool:
+        return False  # folders of language models are verifiers' unless a drafter is asked for
+
+    def read_config(self, path: Path, keys: Keys) -> LanguageModelConfig:
+        steered = steering_files.read_config(path) if steering_files.has(path) else None
+        return LanguageModelConfig(layers=self.inner.read_config(path, keys), steering=steered)
+
+    @contextmanager
+    def opened(self, path: Path, config: LanguageModelConfig) -> Iterator[Mapping[str, Tensor]]:
+        with ExitStack() as stack:
+            tensors = dict(stack.enter_context(self.inner.opened(path, config.layers)))
+            yield tensors | (stack.enter_context(steering_files.opened(path)) if config.steering else {})
+
+    def entries(self, config: LanguageModelConfig, specs: Any, names: Collection[str]) -> Any:
+        model = self.inner.entries(config.layers, _of_model(specs), [name for name in names if not name.startswith(PREFIX)])
+        return model | ({"steering": steering_files.entries(config.steering)} if config.steering else {})
+
+    def spare(self, config: LanguageModelConfig, specs: Any) -> tuple[str, ...]:
+        return self.inner.spare(config.layers, _of_model(specs))
+
+    def save(self, folder: Path, config: LanguageModelConfig, specs: Any, params: Any, dtype: Any) -> None:
+        """The steering lies in files of its own, so that other programs read the model."""
+        plain = replace(config, steering=None)
+        super().save(folder, plain, _of_model(specs), _of_model(params), dtype)
+        if config.steering is not None:
+            steering_files.save(folder, config.steering, params["steering"], dtype)
+
+    def to_hf(self, config: LanguageModelConfig) -> dict[str, Any]:
+        return self.inner.to_hf(config.layers)
+
+
+def _of_model(tree: dict[str, Any]) -> dict[str, Any]:
+    return {name: part for name, part in tree.items() if name != "steering"}

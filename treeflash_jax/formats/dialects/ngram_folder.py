@@ -1,0 +1,40 @@
+"""n-gram drafting: `ngram_config` in config.json, and no weights. The folder that ships is known as "ngram"."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from treeflash_jax.drafters.ngram import NgramConfig
+from treeflash_jax.formats.dialects.dialect import Dialect
+from treeflash_jax.formats.keys import Keys
+from treeflash_jax.formats.storage import Tensor
+from treeflash_jax.trees.shape import MAX_NODES
+
+
+class Ngram(Dialect):
+    """The dialect of n-gram drafters: sizes only, each with a default."""
+
+    name = "ngram"
+    part = "drafter"
+    kind = "ngram"
+    marks = ("ngram_config",)
+
+    def read_config(self, path: Path, keys: Keys) -> NgramConfig:
+        sizes, usual = keys.table("ngram_config", required=True), NgramConfig()
+        sizes.check_known({"longest", "shortest", "num_depths", "num_nodes"})
+        longest = sizes.whole("longest", usual.longest, most=64)
+        return NgramConfig(
+            longest=longest,
+            shortest=sizes.whole("shortest", min(usual.shortest, longest), most=longest),
+            num_depths=sizes.whole("num_depths", usual.num_depths, most=MAX_NODES - 1),
+            num_nodes=sizes.whole("num_nodes", usual.num_nodes, most=MAX_NODES),
+        )
+
+    def opened(self, path: Path, config: NgramConfig) -> AbstractContextManager[Mapping[str, Tensor]]:
+        return nullcontext({})
+
+    def entries(self, config: NgramConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
+        return {}

@@ -1,0 +1,232 @@
+"""GGUF files: metadata, and tensors of any type that the `gguf` package dequantises, read a slice at a time.
+
+The header is read here, since the package takes seconds for the lists of a vocabulary. A dequantised tensor is the model:
+nothing is rounded a second time but by the dtype that weights are asked for in.
+
+Source: ggml-org/ggml, docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treeflash_jax.core.checks import QUOTED, clipped, fit, quoted
+from treeflash_jax.core.files import regular
+
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
+_LITTLE = {kind: struct.Struct(f"<{kind}") for kind in _NUMBERS.values()}
+_VERSIONS = (2, 3)
+HEADER_BYTES = 2**26  # several times the largest vocabularies
+JOINED_BYTES = 2**13
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A matrix, stack of matrices or vector of a file, dequantised to float32 when it is sliced.
+
+    Attributes:
+      raw: uint8, [out, bytes]; a vector has one line of bytes.
+      type: a `gguf.GGMLQuantizationType`.
+      shape: [out, in], [experts, out, in], or [elements].
+      order: index in the file of each output; None if they are in order.
+    """
+
+    raw: np.ndarray
+    type: Any
+    shape: tuple[int, ...]
+    order: np.ndarray | None = field(default=None, repr=False)
+
+    def get_shape(self) -> tuple[int, ...]:
+        return self.shape
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.type.name not in ("F32", "F16", "BF16")
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> np.ndarray:
+        index = index if isinstance(index, tuple) else (index,)
+        if len(self.shape) == 1:
+            return _dequantized(self.raw, self.type)[0][index]
+        if self.order is not None:
+            index = (self.order[index[0]], *index[1:])
+        raw, outer = self.raw.reshape(*self.shape[:-1], -1), len(self.shape) - 1
+        return _dequantized(raw[index[:outer]], self.type)[(..., *index[outer:])]
+
+
+def _dequantized(raw: np.ndarray, type: Any) -> np.ndarray:
+    """Returns the numbers in blocks of bytes, [..., elements].
+
+    The package converts 16 lines of bytes at a time, in about ten NumPy calls: short lines are joined.
+    """
+    count, (block, size) = math.prod(raw.shape[:-1]), _package().GGML_QUANT_SIZES[type]
+    most = max(1, JOINED_BYTES // raw.shape[-1])
+    joined = next(joined for joined in range(most, 0, -1) if count % joined == 0)
+    lines = np.ascontiguousarray(raw).reshape(count // joined, joined * raw.shape[-1])
+    return _package().dequantize(lines, type).reshape(*raw.shape[:-1], raw.shape[-1] // size * block)
+
+
+@dataclass(frozen=True)
+class File:
+    """Content of a GGUF file.
+
+    Attributes:
+      metadata: values by key; arrays are lists.
+      tensors: by the file's own names; nothing is read yet.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Returns true if a path names a GGUF file, by its suffix."""
+    return Path(path).suffix.lower() == ".gguf" and not os.path.isdir(path)
+
+
+def read(path: str | Path) -> File:
+    """Reads the header of a file.
+
+    Raises:
+      ValueError: no GGUF file, or one that is cut off, of another version or byte order, one part of several, or with
+        tensors that overlap, are misaligned or have unknown types; or the package `gguf` is not installed.
+    """
+    path = regular(path)
+    _package()
+    try:
+        data = np.memmap(path, mode="r")
+    except FileNotFoundError:
+        raise ValueError(f"{path} not found; expected a GGUF file") from None
+    except ValueError:
+        raise ValueError(f"{path} is empty, expected a GGUF file; download it again") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}), expected a GGUF file") from None
+    header = _Header(path, memoryview(data)[:HEADER_BYTES])
+    num_tensors, num_values = header.begin()
+    metadata = {}
+    for _ in range(num_values):
+        key = header.string()
+        metadata[key] = header.value(header.number("I"))
+    if metadata.get("split.count") not in (None, 0, 1):
+        raise ValueError(
+            f"{path} is one of {quoted(metadata['split.count'])} parts, expected a whole file; join them with gguf-split "
+            "--merge"
+        )
+    infos = [header.tensor_info() for _ in range(num_tensors)]
+    alignment = fit(int, metadata.get("general.alignment", 32), "general.alignment", str(path), least=1)
+    start, end = math.ceil(header.at / alignment) * alignment, 0
+    tensors: dict[str, Tensor] = {}
+    for name, at, shape, kind in sorted(infos, key=lambda info: info[1]):
+        if at % alignment or at < end or name in tensors:
+            what = f"tensor {clipped(name, QUOTED)} at byte {at}"
+            expected = f"another name at a multiple of {alignment} that is at least {end}"
+            raise ValueError(f"{path} is damaged: got {what}, expected {expected}; download it again")
+        tensors[name] = _tensor(path, data, start + at, name, shape, kind)
+        end = at + tensors[name].raw.nbytes
+    return File(path, metadata, tensors)
+
+
+class _Header:
+    """A cursor over a file's header."""
+
+    def __init__(self, path: Path, data: memoryview):
+        self.path, self.data, self.at = path, data, 0
+
+    def begin(self) -> tuple[int, int]:
+        """Checks magic and version; returns the numbers of tensors and of metadata values."""
+        if bytes(self.data[:4]) != b"GGUF":
+            raise ValueError(f"{self.path} is no GGUF file (it begins with {bytes(self.data[:4])!r}); download it again")
+        self.at = 4
+        version = self.number("I")
+        if version not in _VERSIONS:
+            what = "a big-endian file" if version & 0xFFFF == 0 else f"version {version}"
+            raise ValueError(f"{self.path}: got {what}, expected a little-endian GGUF file of version 2 or 3")
+        return self.number("Q"), self.number("Q")
+
+    def expect(self, size: int) -> None:
+        """Raises ValueError if fewer bytes are left."""
+        if self.at + size > len(self.data):
+            where = f"its header does not end within {len(self.data):,} bytes"
+            raise ValueError(f"{self.path} is cut off or damaged ({where}); download it again")
+
+    def take(self, size: int) -> memoryview:
+        self.expect(size)
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+    def number(self, kind: str) -> Any:
+        form = _LITTLE[kind]
+        return form.unpack(self.take(form.size))[0]
+
+    def string(self) -> str:
+        begin = self.at + 8
+        end = begin + int.from_bytes(self.data[self.at : begin], "little")
+        self.expect(end - self.at)
+        self.at = end
+        return str(self.data[begin:end], "utf-8", "replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            kind, count = self.number("I"), self.number("Q")
+            if kind in _NUMBERS:
+                bytes_of_one = _LITTLE[_NUMBERS[kind]].size
+                return np.frombuffer(self.take(count * bytes_of_one), f"<{_NUMBERS[kind]}").tolist()
+            if kind == _STRING:
+                self.expect(8 * count)  # each begins with its length
+                return [self.string() for _ in range(count)]
+        if kind not in _NUMBERS:
+            raise ValueError(f"{self.path} is damaged: got a metadata value of type {kind}; download it again")
+        number = self.number(_NUMBERS[kind])
+        return float(str(np.float32(number))) if kind == _FLOAT else number  # 1e-05, not 9.999999747e-06
+
+    def tensor_info(self) -> tuple[str, int, tuple[int, ...], int]:
+        """Returns name, offset, shape (outermost axis first) and type number."""
+        name = self.string()
+        shape = tuple(self.number("Q") for _ in range(self.number("I")))[::-1]
+        kind = self.number("I")
+        return name, self.number("Q"), shape, kind
+
+
+def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[int, ...], number: int) -> Tensor:
+    gguf = _package()
+    try:
+        kind = gguf.GGMLQuantizationType(number)
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        gguf.dequantize(np.zeros((1, size), np.uint8), kind)
+    except (ValueError, KeyError):
+        name = clipped(name, QUOTED)
+        raise ValueError(f"{path}: tensor {name} has the unknown type {number}; a newer gguf package may know it") from None
+    except NotImplementedError:
+        raise ValueError(f"{path}: tensor {name} has type {kind.name} ({number}), which is not for weights") from None
+    if not shape or shape[-1] % block:
+        raise ValueError(
+            f"{path}: tensor {name} has shape {list(shape)}, expected rows of whole {kind.name} blocks ({block})"
+        )
+    count, width = math.prod(shape[:-1]), shape[-1] // block * size
+    end = start + count * width
+    if end > data.size:
+        raise ValueError(f"{path} is cut off: tensor {name} ends at byte {end}, the file at {data.size}; download it again")
+    return Tensor(np.asarray(data[start:end]).reshape(count, width), kind, shape)
+
+
+def _package() -> Any:
+    try:
+        import gguf  # slow to import, and only these files need it
+    except ImportError:
+        raise ValueError(
+            "GGUF files need the package gguf, which is not installed: pip install treeflash-jax[gguf]"
+        ) from None
+    return gguf

@@ -1,1 +1,0 @@
-"""Pallas kernels, imported by attention.py alone, when they are asked for."""

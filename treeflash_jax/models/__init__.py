@@ -1,0 +1,1 @@
+"""The verifier: layers, attention, KV caches and the forward pass."""

@@ -1,0 +1,116 @@
+"""Attention over a cached prefix as a Pallas kernel for GPUs (Triton).
+
+One program per sequence and key/value head, tile of queries and share of the prefix. A sequence's blocks of slots are
+divided evenly among its shares, whatever its length, so that a batch of one fills the device; the caller merges them.
+No block past a sequence's length is read.
+
+Pallas' Triton lowering serves every NVIDIA GPU since Ampere; jax 0.12 deprecates it for Mosaic's, which starts at Hopper.
+Compiled for H200 by jax 0.10.2, never run on a GPU; the sizes below are not tuned.
+
+Shape suffixes: b batch, k key/value heads, q queries of one key/value head, s cache slots, x slots of one block,
+y shares of the prefix, e head dim.
+
+Source: Flash-Decoding (Dao et al., 2023) over FlashAttention (arXiv 2205.14135).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+SLOTS = 64  # per block; a smaller power of two if that does not divide the capacity
+QUERIES = 64  # per tile, at most
+PROGRAMS = 256  # target: about two for each multiprocessor of a large GPU
+SHARE = 256  # slots of a full cache per share, at least
+LEAST = 16  # size of any side of a matrix product, at least
+
+
+def attend(
+    q_bkqe: jax.Array, keys_bkse: jax.Array, values_bkse: jax.Array, length_b: jax.Array, *, scale: float, interpret: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes softmax attention over the first `length_b` slots in y shares, not yet divided.
+
+    Args:
+      q_bkqe: queries; e a power of two, 16 at least.
+      keys_bkse: the cache; its slots a multiple of 16.
+      values_bkse: the cache.
+      length_b: number of slots that count; an empty share gives sums of 0 and a peak of -inf.
+      scale: of the logits.
+      interpret: run as plain JAX, on any device.
+
+    Returns:
+      sum exp(l - peak) v [b, k, y, q, e], sum exp(l - peak) [b, k, y, q] and peak = max l [b, k, y, q] over a share of
+      a query's logits l, in float32 at least.
+
+    Raises:
+      ValueError: sizes that the hardware's matrix products do not support.
+    """
+    batch, kv_heads, queries, head_dim = q_bkqe.shape
+    slots = keys_bkse.shape[2]
+    size = math.gcd(slots, SLOTS)
+    if head_dim & (head_dim - 1) or min(head_dim, size) < LEAST:
+        raise ValueError(
+            f"got heads of {head_dim} and a cache of {slots} slots, "
+            "expected a power of two and a multiple of 16 of attention implementation 'pallas-gpu'"
+        )
+    tile = min(QUERIES, max(LEAST, pl.next_power_of_2(queries)))
+    tiles = pl.cdiv(queries, tile)
+    shares = max(1, min(PROGRAMS // (batch * kv_heads * tiles), slots // SHARE))
+    wide = jnp.promote_types(q_bkqe.dtype, jnp.float32)
+    q_bkqe = jnp.pad(q_bkqe, ((0, 0), (0, 0), (0, tiles * tile - queries), (0, 0)))
+
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch, kv_heads, shares, tiles * tile, *sizes), wide)
+
+    query_spec = pl.BlockSpec((None, None, None, tile), lambda z, y, i: (z // kv_heads, z % kv_heads, y, i))
+    slot_spec = pl.BlockSpec((None, None, slots, head_dim), lambda z, y, i: (z // kv_heads, z % kv_heads, 0, 0))
+    mixed_bkyqe, total_bkyq, peak_bkyq = pl.pallas_call(
+        partial(_kernel, scale=scale, size=size, shares=shares),
+        grid=(batch * kv_heads, shares, tiles),
+        in_specs=[
+            pl.BlockSpec((None,), lambda z, y, i: (z // kv_heads,)),
+            pl.BlockSpec((None, None, tile, head_dim), lambda z, y, i: (z // kv_heads, z % kv_heads, i, 0)),
+            slot_spec,
+            slot_spec,
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, None, tile, head_dim), lambda z, y, i: (z // kv_heads, z % kv_heads, y, i, 0)),
+            query_spec,
+            query_spec,
+        ],
+        out_shape=[shape(head_dim), shape(), shape()],
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="prefix_attention",
+    )(length_b, q_bkqe, keys_bkse, values_bkse)
+    return mixed_bkyqe[:, :, :, :queries], total_bkyq[..., :queries], peak_bkyq[..., :queries]
+
+
+def _kernel(length_ref, q_ref, k_ref, v_ref, mixed_ref, total_ref, peak_ref, *, scale, size, shares):
+    """Attends to one share of one sequence's blocks."""
+    length, wide = length_ref[...], mixed_ref.dtype
+    blocks = lax.div(length + (size - 1), np.int32(size))
+    each = lax.div(blocks + (shares - 1), np.int32(shares))
+    first = pl.program_id(1) * each
+    q_qe = q_ref[...]
+
+    def step(index, carry):
+        mixed_qe, total_q, before_q = carry
+        at = pl.ds(index * size, size)
+        slots_x = index * size + jnp.arange(size)
+        logits_qx = plgpu.dot(q_qe, k_ref[at, :].T) * scale
+        logits_qx = jnp.where(slots_x[None] < length, logits_qx, -jnp.inf)
+        peak_q = jnp.maximum(before_q, jnp.max(logits_qx, axis=1))  # finite: the first slot is seen
+        weights_qx, kept_q = jnp.exp(logits_qx - peak_q[:, None]), jnp.exp(before_q - peak_q)
+        added_qe = plgpu.dot(weights_qx.astype(v_ref.dtype), v_ref[at, :])
+        return mixed_qe * kept_q[:, None] + added_qe, total_q * kept_q + jnp.sum(weights_qx, axis=1), peak_q
+
+    nothing = jnp.zeros(q_qe.shape, wide), jnp.zeros(q_qe.shape[:1], wide), jnp.full(q_qe.shape[:1], -jnp.inf, wide)
+    mixed_ref[...], total_ref[...], peak_ref[...] = lax.fori_loop(first, jnp.minimum(first + each, blocks), step, nothing)

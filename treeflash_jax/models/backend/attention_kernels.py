@@ -1,0 +1,22 @@
+"""Attention over a cached prefix by a Pallas kernel; the plain form is "streamed" of `models.attention`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+from jax import lax
+
+
+def attend(
+    kind: str, q_bkqe: jax.Array, keys_bkse: jax.Array, values_bkse: jax.Array, length_b: jax.Array, *, scale: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Runs the kernel for "gpu" or "tpu"; interpreted, slowly, on a CPU. See `attend` of the kernels' modules."""
+    if kind == "gpu":
+        from treeflash_jax.models.backend import attention_gpu as kernel
+    else:
+        from treeflash_jax.models.backend import attention_tpu as kernel
+    run = partial(kernel.attend, scale=scale)
+    compiled = {"cuda" if kind == "gpu" else "tpu": partial(run, interpret=False)}
+    arrays = q_bkqe, keys_bkse, values_bkse, length_b
+    return lax.platform_dependent(*arrays, cpu=partial(run, interpret=True), **compiled)

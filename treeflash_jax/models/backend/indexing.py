@@ -1,0 +1,61 @@
+"""Gathers and stores in the form that the backend runs fastest.
+
+Shape suffixes: b batch, k key/value heads, s cache slots, p new positions, e head dim, d model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns vectors of a table by id, [..., d]."""
+
+    def tied(table: jax.Array, ids: jax.Array) -> jax.Array:
+        table, ids = lax.optimization_barrier((table, ids))
+        return table[ids]
+
+    if table.dtype != jnp.bfloat16:
+        return table[ids]
+    # XLA's CPU backend gathers float32. Not tied to the ids, it would convert the whole table ahead of a decoding loop.
+    return lax.platform_dependent(table, ids, cpu=tied, default=lambda table, ids: table[ids])
+
+
+def slot_repeater(num_slots: int, times: int) -> Callable[[jax.Array], jax.Array]:
+    """Returns a function that keeps slot 1 of a block once and repeats each later slot `times` times, from [b, slots, ...].
+
+    A gather; on a CPU, where a fusion that gathers takes twice as long, a repetition.
+    """
+    index = jnp.concatenate([jnp.ones(1, jnp.int32), jnp.repeat(jnp.arange(2, num_slots), times)])
+
+    def repeated(slots: jax.Array) -> jax.Array:
+        return jnp.concatenate([slots[:, 1:2], jnp.repeat(slots[:, 2:], times, axis=1)], axis=1)
+
+    return lambda slots: lax.platform_dependent(slots, cpu=repeated, default=lambda slots: slots[:, index])
+
+
+def store(slots_bkse: jax.Array, new_bkpe: jax.Array, start_b: jax.Array) -> jax.Array:
+    """Writes new positions into the slots of a cache, from slot `start_b` of each sequence on."""
+    if slots_bkse.shape[0] == 1:  # a plain slice store; the batched form lowers to a scatter
+        return lax.dynamic_update_slice_in_dim(slots_bkse, new_bkpe, start_b[0], axis=2)
+    if slots_bkse.dtype != jnp.bfloat16:
+        return _scatter(slots_bkse, new_bkpe, start_b)
+    return lax.platform_dependent(slots_bkse, new_bkpe, start_b, cpu=_select, default=_scatter)
+
+
+def _scatter(slots_bkse: jax.Array, new_bkpe: jax.Array, start_b: jax.Array) -> jax.Array:
+    write = jax.vmap(lambda slots_kse, new_kpe, at: lax.dynamic_update_slice_in_dim(slots_kse, new_kpe, at, axis=1))
+    return write(slots_bkse, new_bkpe, start_b)
+
+
+def _select(slots_bkse: jax.Array, new_bkpe: jax.Array, start_b: jax.Array) -> jax.Array:
+    """Chooses between the old and the new value of each slot: XLA:CPU would scatter into a float32 copy of the cache."""
+    width = new_bkpe.shape[2]
+    index_bs = jnp.arange(slots_bkse.shape[2]) - start_b[:, None]
+    is_written_bs = (index_bs >= 0) & (index_bs < width)
+    chosen_bkse = jnp.take_along_axis(new_bkpe, jnp.clip(index_bs, 0, width - 1)[:, None, :, None], axis=2)
+    return jnp.where(is_written_bs[:, None, :, None], chosen_bkse, slots_bkse)

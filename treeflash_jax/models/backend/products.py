@@ -1,0 +1,144 @@
+"""Matrix products in the form that the backend runs fastest.
+
+The plain form is an einsum in the operands' dtype. XLA's CPU backend runs a bfloat16 product at the machine's rate only as
+a matrix product that accumulates in float32, is rounded afterwards and sums over the last axis of its left matrix. Products
+from bfloat16 to bfloat16, with a single vector, or summed over the first axis (the gradient of a weight) take two to five
+times as long. Results are the same: accelerators accumulate in float32 too.
+
+Shape suffixes: n activation vectors (all leading axes flattened), i input axes flattened, o output axes flattened; and of
+attention, b batch, k key/value heads, q queries of one key/value head, x keys, e head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+MIN_VECTORS = 4  # XLA's CPU backend multiplies fewer bfloat16 vectors at the speed of scalar code
+FEW_QUERIES = 8  # queries per key/value head up to which a CPU multiplies with the keys on the left
+
+
+def product(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns an einsum of activations with a weight, in their common dtype.
+
+    Args:
+      equation: such as "btd,dhe->bthe" or "...d,vd->...v". The activations' summed axes come last; the weight's come first
+        or last; the result has the activations' other axes, then the weight's.
+      x: activations.
+      weight: of any float dtype.
+    """
+    if x.dtype != jnp.bfloat16 or weight.dtype != jnp.bfloat16:
+        return jnp.einsum(equation, x, weight)
+    return _narrow(equation, x, weight)
+
+
+def attention_scores(q_bkqe: jax.Array, keys_bkxe: jax.Array) -> jax.Array:
+    """Returns products of queries with keys, [b, k, q, x], in float32 at least."""
+    wide = jnp.promote_types(q_bkqe.dtype, jnp.float32)
+
+    def keys_first(q_bkqe: jax.Array, keys_bkxe: jax.Array) -> jax.Array:
+        """Keys on the left: on the right, a CPU would copy all of them. The barrier keeps XLA from swapping the sides."""
+        scores_bkxq = jnp.einsum("bkxe,bkqe->bkxq", keys_bkxe, q_bkqe, preferred_element_type=wide)
+        return jnp.swapaxes(lax.optimization_barrier(scores_bkxq), 2, 3)
+
+    plain = partial(jnp.einsum, "bkqe,bkxe->bkqx", preferred_element_type=wide)
+    if q_bkqe.shape[2] > FEW_QUERIES or q_bkqe.dtype == jnp.bfloat16:
+        return plain(q_bkqe, keys_bkxe)
+    return lax.platform_dependent(q_bkqe, keys_bkxe, cpu=keys_first, default=plain)
+
+
+@dataclass(frozen=True)
+class Equation:
+    """An einsum read as a product of two matrices.
+
+    Attributes:
+      summed: number of axes that are summed over.
+      inputs_first: whether these are the weight's first axes, or its last.
+    """
+
+    summed: int
+    inputs_first: bool
+
+    @classmethod
+    @cache
+    def parse(cls, equation: str) -> Equation:
+        """Reads an equation of `product`.
+
+        Raises:
+          ValueError: axes in another order than `product` expects.
+        """
+        operands, result = equation.replace("...", "").split("->")
+        x, weight = operands.split(",")
+        summed = "".join(axis for axis in x if axis in weight)
+        kept = weight.replace(summed, "")
+        if not summed or not x.endswith(summed) or summed not in (weight[: len(summed)], weight[-len(summed) :]):
+            raise ValueError(f"got the product {equation!r}, expected summed axes last in x, first or last in the weight")
+        if result != x.removesuffix(summed) + kept:
+            raise ValueError(f"got the product {equation!r}, expected the axes of x, then the weight's, in the result")
+        return cls(len(summed), weight.startswith(summed))
+
+    def matrices(self, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the activations as [n, i] and the weight as [i, o] or [o, i]."""
+        size = math.prod(x.shape[x.ndim - self.summed :])
+        return x.reshape(-1, size), weight.reshape(size, -1) if self.inputs_first else weight.reshape(-1, size)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _narrow(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    return lax.platform_dependent(x, weight, cpu=partial(_on_cpu, equation), default=partial(jnp.einsum, equation))
+
+
+def _forward(equation: str, x: jax.Array, weight: jax.Array):
+    return _narrow(equation, x, weight), (x, weight)
+
+
+def _backward(equation: str, operands: tuple[jax.Array, jax.Array], grad: jax.Array):
+    def plain(x: jax.Array, weight: jax.Array, grad: jax.Array):
+        return jax.vjp(partial(jnp.einsum, equation), x, weight)[1](grad)
+
+    return lax.platform_dependent(*operands, grad, cpu=partial(_backward_on_cpu, equation), default=plain)
+
+
+_narrow.defvjp(_forward, _backward)
+
+
+def _on_cpu(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    form = Equation.parse(equation)
+    x_ni, matrix = form.matrices(x, weight)
+    y_no = _padded_product("ni,io->no" if form.inputs_first else "ni,oi->no", x_ni, matrix)
+    outputs = weight.shape[form.summed :] if form.inputs_first else weight.shape[: weight.ndim - form.summed]
+    return y_no.reshape(*x.shape[: x.ndim - form.summed], *outputs)
+
+
+def _backward_on_cpu(equation: str, x: jax.Array, weight: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    form = Equation.parse(equation)
+    x_ni, matrix = form.matrices(x, weight)
+    grad_no = grad.reshape(x_ni.shape[0], -1)
+    grad_x = _padded_product("no,io->ni" if form.inputs_first else "no,oi->ni", grad_no, matrix)
+    grad_weight = _sum_over_vectors(*((x_ni, grad_no) if form.inputs_first else (grad_no, x_ni)))
+    return grad_x.reshape(x.shape), grad_weight.reshape(weight.shape)
+
+
+def _padded_product(equation: str, x_ni: jax.Array, matrix: jax.Array) -> jax.Array:
+    count = x_ni.shape[0]
+    padded = jnp.pad(x_ni, ((0, max(0, MIN_VECTORS - count)), (0, 0)))
+    return _accumulated(equation, padded, matrix)[:count]
+
+
+def _sum_over_vectors(left_ni: jax.Array, right_no: jax.Array) -> jax.Array:
+    """Returns left^T right, [i, o]. XLA would fold a plain transpose into the product and run it at float32's rate."""
+    even = ((0, left_ni.shape[0] % 2), (0, 0))
+    left_ni, right_no = jnp.pad(left_ni, even), jnp.pad(right_no, even)
+    inputs = left_ni.shape[1]
+    left_in = jnp.moveaxis(left_ni.reshape(-1, 2, inputs), -1, 0).reshape(inputs, -1)
+    return _accumulated("in,no->io", left_in, right_no)
+
+
+def _accumulated(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    """Sums in float32 and rounds once."""
+    return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32).astype(left.dtype)

@@ -1,0 +1,114 @@
+"""Mixture of experts: each token goes through the few experts that its router prefers, and their results are added up.
+
+On a mesh every device does this for its own tokens with the experts, or the slices of all experts, that it holds, and the
+partial sums are added over the mesh. No weight travels. `backend.expert_sums` has the forms of the sum.
+
+Source: Qwen3-MoE as transformers computes it.
+
+Shape suffixes: b batch, t tokens, n = b t tokens of a device, d model, x experts, f ffn of an expert, k experts of a token.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from treeflash_jax.core import sharding
+from treeflash_jax.core.parameters import Spec, is_spec
+from treeflash_jax.models import quantized
+from treeflash_jax.models.backend import expert_sums
+from treeflash_jax.models.config import ModelConfig
+
+
+def specs(config: ModelConfig) -> dict[str, Spec]:
+    """Weights of the experts of one layer and of their router, which is never quantised."""
+    d, x, f = config.hidden_size, config.num_experts, config.expert_size
+    into, back = ("experts", "embed", "expert_ffn"), ("experts", "expert_ffn", "embed")
+    return {
+        "router": Spec((d, x), ("embed", None), inputs=(0,), can_quantize=False),
+        "expert_gate": Spec((x, d, f), into, inputs=(1,)),
+        "expert_up": Spec((x, d, f), into, inputs=(1,)),
+        "expert_down": Spec((x, f, d), back, inputs=(1,)),
+    }
+
+
+def mixture(params: dict[str, Any], config: ModelConfig, x_btd: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes the feed-forward part of a sparse layer: sum over a token's experts of weight * down(silu(gate x) * up x).
+
+    Args:
+      x_btd: normed residual stream.
+
+    Returns:
+      The sum [b, t, d] in the dtype of x, and the experts of every token [b, t, k] in order of decreasing weight.
+    """
+    weights = {name: params[name] for name in specs(config)}
+    mesh = sharding.current()
+    names = set() if mesh is None else set(mesh.axis_names) - sharding.manual_axes(mesh)
+    with jax.named_scope("experts"):
+        if not names:
+            return _local_mixture(weights, x_btd, config)
+        all_specs = quantized.specs(specs(config), quantized.quantization_scheme(weights))
+        places = jax.tree.map(lambda spec: _partition(spec, mesh), all_specs, is_leaf=is_spec)
+        experts, _, ffn = _partition(specs(config)["expert_gate"], mesh)
+        tokens = sharding.partition(("batch", None, None), x_btd.shape, mesh)
+        run = partial(_local_mixture, config=config, experts=experts, ffn=ffn)
+        layout = {"in_specs": (places, tokens), "out_specs": (tokens, tokens)}
+        return jax.shard_map(run, mesh=mesh, **layout, axis_names=names, check_vma=False)(weights, x_btd)
+
+
+def route(router: jax.Array, config: ModelConfig, x_nd: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the experts of every token and their weights, both [n, k], largest weight first, lower expert first in ties.
+
+    The product is one of the compute dtype; probabilities over all experts are float32 at least, and weights are rounded
+    to the compute dtype at the end.
+    """
+    logits_nx = quantized.product("nd,dx->nx", x_nd, router)
+    probs_nx = jax.nn.softmax(logits_nx.astype(_wide(x_nd)), axis=-1)
+    weight_nk, ids_nk = lax.top_k(probs_nx, config.experts_per_token)
+    if config.normalize_experts:
+        weight_nk = weight_nk / jnp.sum(weight_nk, axis=-1, keepdims=True)
+    return weight_nk.astype(x_nd.dtype), ids_nk
+
+
+def count_distinct(ids_btk: jax.Array, experts: int, shards: int = 1) -> jax.Array:
+    """Counts the experts that the tokens of one device go through, averaged over the devices that split the batch."""
+    ids_ya = ids_btk.reshape(shards, -1)
+    is_read_yx = jnp.any(ids_ya[..., None] == jnp.arange(experts), axis=1)
+    return jnp.sum(is_read_yx) / shards
+
+
+def _local_mixture(
+    weights: dict[str, Any], x_btd: jax.Array, config: ModelConfig, experts: str | None = None, ffn: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """`mixture` on one device.
+
+    Args:
+      experts, ffn: mesh axis that splits the experts, or the width of each; None: it holds them all.
+    """
+    if quantized.quantization_scheme(weights):  # as in `quantized.product`: no wide copy outlives its layer
+        x_btd, weights = lax.optimization_barrier((x_btd, weights))
+    batch, tokens, _ = x_btd.shape
+    x_nd, held = x_btd.reshape(batch * tokens, -1), weights["expert_gate"].shape[0]
+    weight_nk, ids_nk = route(weights["router"], config, x_nd)
+    local_nk = ids_nk - lax.axis_index(experts) * held if experts else ids_nk
+    is_held_nk = (local_nk >= 0) & (local_nk < held)
+    weight_nk = jnp.where(is_held_nk, weight_nk.astype(_wide(x_nd)), 0)
+    form = expert_sums.FORMS[expert_sums.choose_form(*ids_nk.shape, held)]
+    y_nd = form(weights, x_nd, weight_nk, jnp.where(is_held_nk, local_nk, held))
+    if axes := tuple(name for name in (experts, ffn) if name):
+        y_nd = lax.psum(y_nd, axes)
+    return y_nd.astype(x_btd.dtype).reshape(x_btd.shape), ids_nk.reshape(batch, tokens, -1)
+
+
+def _wide(x: jax.Array) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _partition(spec: Spec, mesh: Any) -> PartitionSpec:
+    """Returns the layout of a weight while tokens run through it: whole along the model width, however it is stored."""
+    return sharding.partition(tuple(None if axis == "embed" else axis for axis in spec.axes), spec.shape, mesh)

@@ -1,0 +1,127 @@
+"""Key/value caches of committed positions: slot s holds absolute position s.
+
+New positions live outside the cache until they are committed, so a verify pass reads the cache and never writes it. Each
+layer has arrays of its own: nothing is stacked, so no pass copies a slice. Only this module and attention look inside.
+
+Shape suffixes: b batch, t new positions, p committed positions, k key/value heads, s slots, e head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from treeflash_jax.core import sharding
+from treeflash_jax.models.backend import indexing
+from treeflash_jax.models.config import ModelConfig
+
+# Heads before slots: a head's positions are contiguous, which is what both attention products read.
+AXES: sharding.Axes = ("batch", "kv_heads", None, None)
+
+
+@struct.dataclass
+class LayerKV:
+    """Keys (after QK-norm and rotation) and values of one layer."""
+
+    keys_bkse: jax.Array
+    values_bkse: jax.Array
+
+
+@struct.dataclass
+class KVCache:
+    """Committed keys and values of a stack of layers.
+
+    Attributes:
+      groups: per run of identical layers, its layers in order.
+      length_b: number of committed positions of each sequence; slots beyond hold garbage.
+    """
+
+    groups: tuple[tuple[LayerKV, ...], ...]
+    length_b: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        return self.groups[0][0].keys_bkse.shape[2]
+
+    def cut(self, length_b: jax.Array) -> KVCache:
+        """Returns a cache of only the first `length_b` committed positions of each sequence."""
+        return self.replace(length_b=length_b)
+
+
+NewKV = tuple[tuple[tuple[jax.Array, jax.Array], ...], ...]  # keys and values [b, t, k, e] per group and layer
+
+
+def allocate(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> KVCache:
+    """Returns an empty cache of `capacity` slots for `batch` sequences."""
+    shape = (batch, config.num_kv_heads, capacity, config.head_dim)
+
+    def zeros() -> jax.Array:
+        return jnp.zeros(shape, dtype)
+
+    groups = tuple(tuple(LayerKV(zeros(), zeros()) for _ in range(size)) for size in config.groups)
+    return pin(KVCache(groups=groups, length_b=jnp.zeros(batch, jnp.int32)))
+
+
+def append(cache: KVCache, new: NewKV, count_b: jax.Array, path_bp: jax.Array | None = None) -> KVCache:
+    """Commits the first `count_b` of the new positions, or of those that `path_bp` names, in that order.
+
+    All positions are written at `length_b` in one fixed-width store; those past `count_b` are garbage that the next commit
+    overwrites. The caller keeps `length_b + width <= capacity`.
+
+    Args:
+      new: keys and values of the new positions.
+      count_b: positions to keep per sequence; 0 leaves a sequence as it was. Inside a loop it must depend on the pass that
+        reads the cache (`count_after`): stores wait for it, and a store that could come before a read makes XLA copy the
+        cache.
+      path_bp: indices of new positions in order of position; None: all of them.
+    """
+
+    def store(slots_bkse: jax.Array, new_btke: jax.Array) -> jax.Array:
+        if path_bp is not None:
+            new_btke = jnp.take_along_axis(new_btke, path_bp[:, :, None, None], axis=1)
+        new_bkpe = sharding.constrain(jnp.swapaxes(new_btke, 1, 2).astype(slots_bkse.dtype), AXES)
+        new_bkpe = jnp.where((count_b > 0)[:, None, None, None], new_bkpe, 0)  # see Args
+        return indexing.store(slots_bkse, new_bkpe, cache.length_b)
+
+    groups = tuple(
+        tuple(
+            LayerKV(store(layer.keys_bkse, keys), store(layer.values_bkse, values))
+            for layer, (keys, values) in zip(group, new_group, strict=True)
+        )
+        for group, new_group in zip(cache.groups, new, strict=True)
+    )
+    return pin(KVCache(groups=groups, length_b=cache.length_b + count_b.astype(jnp.int32)))
+
+
+def count_after(count_b: jax.Array, computed_b: jax.Array) -> jax.Array:
+    """Returns `count_b`, made to depend on `computed_b`, so that stores of `append` follow the pass that reads the cache.
+
+    XLA removes `lax.optimization_barrier` before it inserts copies (jax 0.10, CPU): with one, every store copies a cache.
+
+    Args:
+      computed_b: floating-point values that the pass computes.
+    """
+    return jnp.maximum(count_b, count_b - jnp.isnan(computed_b).astype(count_b.dtype))
+
+
+def pin(cache: KVCache) -> KVCache:
+    """Constrains a cache to its layout on the ambient mesh, so that loops carry it in that layout and no other."""
+    return sharding.pin(cache, axes(cache))
+
+
+def axes(cache: KVCache) -> KVCache:
+    """Returns the logical axes of every array of a cache, in its structure."""
+    return KVCache(groups=jax.tree.map(lambda _: AXES, cache.groups), length_b=("batch",))
+
+
+def grow(cache: KVCache, capacity: int) -> KVCache:
+    """Copies a cache into one of `capacity` slots."""
+
+    def pad(slots_bkse: jax.Array) -> jax.Array:
+        extra = capacity - slots_bkse.shape[2]
+        return jnp.pad(slots_bkse, ((0, 0), (0, 0), (0, extra), (0, 0)))
+
+    return pin(cache.replace(groups=jax.tree.map(pad, cache.groups)))

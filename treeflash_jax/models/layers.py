@@ -1,0 +1,181 @@
+"""The pieces of a decoder layer, shared by verifier and drafter.
+
+Shape suffixes: b batch, t tokens, d model, h query heads, k key/value heads, e head dim, f ffn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treeflash_jax.core.parameters import Spec
+from treeflash_jax.models import experts, quantized
+from treeflash_jax.models.config import ModelConfig, Rope
+
+Params = dict[str, Any]
+Attend = Callable[[Params, jax.Array], tuple[jax.Array, Any]]
+
+
+def layer_specs(config: ModelConfig, is_sparse: bool = False) -> Params:
+    """Weights of one decoder layer, dense or a mixture of experts. Linear maps are stored [in, out], with a heads axis."""
+    d, h, k, e, f = (
+        config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
+    )  # fmt: skip
+    specs = {
+        "attention_norm": Spec((d,), (None,), "ones"),
+        "q": Spec((d, h, e), ("embed", "heads", None), inputs=(0,), outputs=(1, 2)),
+        "k": Spec((d, k, e), ("embed", "kv_heads", None), inputs=(0,), outputs=(1, 2)),
+        "v": Spec((d, k, e), ("embed", "kv_heads", None), inputs=(0,), outputs=(1, 2)),
+        "o": Spec((h, e, d), ("heads", None, "embed"), inputs=(0, 1), outputs=(2,)),
+        "mlp_norm": Spec((d,), (None,), "ones"),
+    }
+    if is_sparse:
+        specs |= experts.specs(config)
+    else:
+        specs |= {
+            "gate": Spec((d, f), ("embed", "ffn"), inputs=(0,), outputs=(1,)),
+            "up": Spec((d, f), ("embed", "ffn"), inputs=(0,), outputs=(1,)),
+            "down": Spec((f, d), ("ffn", "embed"), inputs=(0,), outputs=(1,)),
+        }
+    if config.qk_norm:
+        specs |= {"q_norm": Spec((e,), (None,), "ones"), "k_norm": Spec((e,), (None,), "ones")}
+    if config.qkv_bias:
+        specs["q_bias"] = Spec((h, e), ("heads", None), "zeros")
+        specs |= {name: Spec((k, e), ("kv_heads", None), "zeros") for name in ("k_bias", "v_bias")}
+    return specs
+
+
+def linear(equation: str, x: jax.Array, weight: jax.Array | quantized.Quantized) -> jax.Array:
+    """Returns an einsum of activations with a layer's weight. All products with layer weights go through it."""
+    return quantized.product(equation, x, weight)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Returns x / rms(x) * scale over the last axis; the mean square is taken in float32 at least."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+    """Returns the radians per position of each rotated pair, [e / 2].
+
+    Source: RoFormer (arXiv 2104.09864); for `llama3`, the Llama 3.1 model card: wavelengths beyond the original context
+    are slowed by `factor`, short ones kept, those between blended; for `longrope`, LongRoPE (arXiv 2402.13753); for
+    `yarn`, YaRN (arXiv 2309.00071) section 3.2.
+    """
+    frequencies = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.kind == "default":
+        return frequencies
+    if rope.kind == "longrope":
+        return frequencies / np.array(rope.divisors)
+    if rope.kind == "yarn":
+        kept = 1.0 - _yarn_ramp(rope, head_dim)
+        return frequencies * (kept + (1.0 - kept) / rope.factor)
+    wavelengths = 2 * np.pi / frequencies
+    blend = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    kept = np.clip(blend, 0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / rope.factor)
+
+
+def _yarn_ramp(rope: Rope, head_dim: int) -> np.ndarray:
+    """Returns how much each pair is slowed, [e / 2]: 0 keeps its frequency, 1 divides it by `factor`."""
+
+    def pair(turns: float) -> float:
+        """Returns the pair, as a real number, that makes this number of turns within the original context."""
+        return head_dim * math.log(rope.original_max_positions / (2 * math.pi * turns)) / (2 * math.log(rope.theta))
+
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = (high - low) or 0.001
+    return np.clip((np.arange(head_dim // 2) - low) / width, 0.0, 1.0)
+
+
+def rotary_table(rope: Rope, head_dim: int, positions_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns cosine and sine of every position, [b, t, 1, e / 2], times the attention factor; one table for all layers."""
+    dtype = jnp.promote_types(jnp.float32, jax.dtypes.canonicalize_dtype(jnp.float64))
+    frequencies = jnp.asarray(rope_frequencies(rope, head_dim), dtype)
+    angles = positions_bt[:, :, None, None].astype(dtype) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if rope.attention_factor == 1.0:
+        return cos, sin
+    return cos * rope.attention_factor, sin * rope.attention_factor
+
+
+def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates the two halves of each head against each other by the position's angle."""
+    cos, sin = table
+    first, second = jnp.split(x_bthe.astype(jnp.promote_types(x_bthe.dtype, jnp.float32)), 2, axis=-1)
+    cos, sin = cos.astype(first.dtype), sin.astype(first.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_bthe.dtype)
+
+
+def _projected(equation: str, x_btd: jax.Array, params: Params, name: str) -> jax.Array:
+    """Maps the normed input into heads, with the layer's bias if it has one."""
+    out = linear(equation, x_btd, params[name])
+    bias = params.get(f"{name}_bias")
+    return out if bias is None else out + bias.astype(out.dtype)
+
+
+def queries(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -> jax.Array:
+    """Returns rotated queries [b, t, h, e]; QK-norm comes before the rotation."""
+    q_bthe = _projected("btd,dhe->bthe", x_btd, params, "q")
+    if config.qk_norm:
+        q_bthe = rms_norm(q_bthe, params["q_norm"], config.rms_norm_eps)
+    return rotate(q_bthe, table)
+
+
+def keys_values(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns rotated keys and values, each [b, t, k, e], as caches hold them."""
+    k_btke = _projected("btd,dke->btke", x_btd, params, "k")
+    if config.qk_norm:
+        k_btke = rms_norm(k_btke, params["k_norm"], config.rms_norm_eps)
+    return rotate(k_btke, table), _projected("btd,dke->btke", x_btd, params, "v")
+
+
+def merge_heads(params: Params, mixed_bthe: jax.Array) -> jax.Array:
+    """Maps attention output back to the residual stream, [b, t, d].
+
+    Heads are flattened first: contracted as two axes, XLA's CPU backend would transpose the weight in every pass.
+    """
+    x_btz = mixed_bthe.reshape(*mixed_bthe.shape[:2], -1)
+    return linear("btz,zd->btd", x_btz, params["o"].reshape(x_btz.shape[-1], -1))
+
+
+def swiglu(params: Params, x_btd: jax.Array, shift_btf: jax.Array | None = None) -> jax.Array:
+    """Returns down(silu(gate x) * (up x + shift)); without a shift, a plain SwiGLU."""
+    gate_btf = linear("btd,df->btf", x_btd, params["gate"])
+    up_btf = linear("btd,df->btf", x_btd, params["up"])
+    up_btf = up_btf if shift_btf is None else up_btf + shift_btf.astype(up_btf.dtype)
+    return linear("btf,fd->btd", jax.nn.silu(gate_btf) * up_btf, params["down"])
+
+
+def decoder_layer(
+    params: Params, x_btd: jax.Array, attend: Attend, eps: float, mlp: Callable[[Params, jax.Array], jax.Array] = swiglu
+) -> tuple[jax.Array, Any]:
+    """Applies one pre-norm layer: x + attention(norm x), then x + mlp(norm x).
+
+    Args:
+      params: weights of `layer_specs`.
+      x_btd: residual stream.
+      attend: maps the layer's weights and the normed input to attention output [b, t, h, e] and extra results (new keys
+        and values). Verifier and drafter differ here only.
+      eps: of both norms.
+      mlp: maps the layer's weights and the normed input to the output of the feed-forward part.
+
+    Returns:
+      The new residual stream and the extra results of `attend`.
+    """
+    mixed_bthe, extra = attend(params, rms_norm(x_btd, params["attention_norm"], eps))
+    x_btd = x_btd + merge_heads(params, mixed_bthe)
+    return x_btd + mlp(params, rms_norm(x_btd, params["mlp_norm"], eps)), extra

@@ -1,0 +1,132 @@
+"""The verifier: a Qwen3 (dense or a mixture of experts), Qwen2 or Llama language model as one pure forward pass.
+
+One function serves prefill chunks, single tokens, chains and trees: they differ in positions and mask only. Logits are a
+separate call on the positions that are read (`vocab.unembed`).
+
+Shape suffixes: b batch, t new positions, u new positions as keys, x positions of `earlier`, d model, j tapped layers
+x model, v vocabulary, k experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from treeflash_jax.core import sharding
+from treeflash_jax.core.parameters import Spec
+from treeflash_jax.models import experts, kv_cache, layers, quantized, vocab
+from treeflash_jax.models.attention import tree_attention
+from treeflash_jax.models.config import ModelConfig
+
+
+@struct.dataclass
+class Output:
+    """Result of a forward pass.
+
+    Attributes:
+      hidden_btd: hidden states after the final norm; `logits` turns chosen positions into logits.
+      features_btj: outputs of the tapped layers (residual stream, before the final norm), concatenated in tap order.
+      new_kv: keys and values of the new positions, for `kv_cache.append`.
+      routes: experts of the new positions, [b, t, k] for every sparse layer; unused routes are not computed.
+    """
+
+    hidden_btd: jax.Array
+    features_btj: jax.Array | None
+    new_kv: kv_cache.NewKV
+    routes: tuple[jax.Array, ...] = ()
+
+
+def specs(config: ModelConfig, quantize: str | None = None) -> dict[str, Any]:
+    """Every weight of the model, its matrices quantised by the scheme. Tied models have no `unembed`."""
+    table = Spec((config.vocab_size, config.hidden_size), ("vocab", "embed"), inputs=(1,))
+    tree = {
+        "embed": table,
+        "groups": [[layers.layer_specs(config, is_sparse) for _ in range(size)] for is_sparse, size in config.runs],
+        "norm": Spec((config.hidden_size,), (None,), "ones"),
+    }
+    return quantized.specs(tree if config.tie_embeddings else tree | {"unembed": table}, quantize)
+
+
+def forward(
+    params: dict[str, Any],
+    config: ModelConfig,
+    tokens_bt: jax.Array,
+    positions_bt: jax.Array,
+    mask_btu: jax.Array,
+    cache: kv_cache.KVCache | None = None,
+    *,
+    earlier: kv_cache.NewKV | None = None,
+    shift: Callable[[int], jax.Array] | None = None,
+    taps: tuple[int, ...] = (),
+    attention: str = "xla",
+) -> Output:
+    """Runs new positions through the model; the cache is read, never written.
+
+    Args:
+      params: weights of `specs`.
+      config: static.
+      tokens_bt: token ids.
+      positions_bt: absolute positions.
+      mask_btu: True if new position t sees new position u (causal for a chunk, ancestors for a tree).
+      cache: committed positions, all visible to every new one; None for none.
+      earlier: keys and values [b, x, k, e] of positions that are in no cache yet, per group and layer. The mask is then
+        [b, t, x + u]: first these positions, then the new ones.
+      shift: maps a layer's index to the shift of its feed-forward part, [b, 1 or t, f] (`layers.swiglu`); None: no shifts.
+      taps: 0-based layers whose outputs are returned.
+      attention: implementation name.
+    """
+    table = layers.rotary_table(config.rope, config.head_dim, positions_bt)
+    x_btd = sharding.constrain(vocab.embed(params["embed"], tokens_bt), ("batch", None, None))
+    length_b = None if cache is None else cache.length_b
+    tapped: dict[int, jax.Array] = {}
+    new_kv = []
+    routes = []
+    index = 0
+
+    def mixture(weights, x_btd):
+        y_btd, ids_btk = experts.mixture(weights, config, x_btd)
+        routes.append(ids_btk)
+        return y_btd
+
+    for g, group in enumerate(params["groups"]):
+        group_kv = []
+        for i, weights in enumerate(group):
+            before = None if earlier is None else earlier[g][i]
+
+            def attend(weights, x_btd, prefix=None if cache is None else cache.groups[g][i], before=before):
+                q_bthe = layers.queries(weights, config, x_btd, table)
+                new = layers.keys_values(weights, config, x_btd, table)
+                seen = new if before is None else [jnp.concatenate(pair, axis=1) for pair in zip(before, new, strict=True)]
+                mixed = tree_attention(q_bthe, *seen, mask_btu, prefix, length_b, implementation=attention)
+                return mixed, new
+
+            with jax.named_scope(f"layer_{index}"):
+                mlp = mixture if "router" in weights else layers.swiglu
+                mlp = mlp if shift is None else partial(mlp, shift_btf=shift(index))
+                x_btd, new = layers.decoder_layer(weights, x_btd, attend, config.rms_norm_eps, mlp)
+                x_btd = sharding.constrain(x_btd, ("batch", None, None))
+            if index in taps:
+                tapped[index] = x_btd
+            group_kv.append(new)
+            index += 1
+        new_kv.append(tuple(group_kv))
+    return Output(
+        hidden_btd=layers.rms_norm(x_btd, params["norm"], config.rms_norm_eps),
+        features_btj=jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None,
+        new_kv=tuple(new_kv),
+        routes=tuple(routes),
+    )
+
+
+def logits(params: dict[str, Any], hidden_btd: jax.Array) -> jax.Array:
+    """Returns logits of chosen positions, [..., v] in the compute dtype."""
+    return vocab.unembed(params.get("unembed", params["embed"]), hidden_btd)
+
+
+def causal_mask(batch: int, length: int) -> jax.Array:
+    return jnp.broadcast_to(jnp.tri(length, dtype=bool), (batch, length, length))

@@ -1,0 +1,245 @@
+"""Operations over the vocabulary: embedding, logits and reductions of logits.
+
+With an ambient mesh whose model axis divides the vocabulary, tables and logits stay sharded: a shard searches its own
+candidates and only those travel. Automatic partitioning would gather full logits for `top_k`, so that goes through
+`shard_map`; sums and maxima partition well by themselves.
+
+Shape suffixes: b batch, t positions of a sequence, x positions of one of y chunks, v vocabulary, d model, c candidates;
+`...` is any leading axes, batch first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from treeflash_jax.core import sharding
+from treeflash_jax.models import quantized
+from treeflash_jax.models.backend import selection
+from treeflash_jax.models.quantized import Quantized
+
+(AXIS,) = sharding.RULES["vocab"]
+CHUNK_BYTES = 2**30  # limit for a device's logits if only their largest entries are used
+
+
+def embed(table_vd: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
+    """Returns embeddings of tokens, [..., d]."""
+    mesh = _vocab_mesh(table_vd.shape[0])
+    if mesh is None:
+        return quantized.lookup(table_vd, ids)
+
+    def local(shard_vd: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
+        local_ids = ids - lax.axis_index(AXIS) * shard_vd.shape[0]
+        is_local = (local_ids >= 0) & (local_ids < shard_vd.shape[0])
+        vectors = quantized.lookup(shard_vd, jnp.where(is_local, local_ids, 0))
+        return lax.psum(jnp.where(is_local[..., None], vectors, 0), AXIS)
+
+    batch = _batch_spec(mesh, ids.shape)
+    return _manual(local, mesh, (PartitionSpec(AXIS), batch), batch)(table_vd, ids)
+
+
+def unembed(table_vd: jax.Array | Quantized, hidden: jax.Array) -> jax.Array:
+    """Returns hidden . table^T: logits [..., v], sharded over the vocabulary if the table is.
+
+    Args:
+      table_vd: one table, or [b, v, d], a table for each sequence.
+      hidden: [b, ..., d].
+    """
+    if len(table_vd.shape) == 3:
+        return jax.vmap(partial(quantized.product, "...d,vd->...v"))(hidden, table_vd)
+    logits = quantized.product("...d,vd->...v", hidden, table_vd)
+    return sharding.constrain(logits, ("batch",) + (None,) * (logits.ndim - 2) + ("vocab",))
+
+
+def top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the k largest entries of [..., v] and their ids, largest first, lower id first among equals."""
+    mesh = _vocab_mesh(scores.shape[-1])
+    if mesh is None:
+        return selection.top_k(scores, k)
+
+    def local(shard: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, ids = selection.top_k(shard, min(k, shard.shape[-1]))
+        ids += lax.axis_index(AXIS) * shard.shape[-1]
+        values = lax.all_gather(values, AXIS, axis=values.ndim - 1, tiled=True)
+        ids = lax.all_gather(ids, AXIS, axis=ids.ndim - 1, tiled=True)
+        values, at = lax.top_k(values, k)
+        return values, jnp.take_along_axis(ids, at, axis=-1)
+
+    leading = _batch_spec(mesh, scores.shape[:-1])
+    return _manual(local, mesh, (PartitionSpec(*leading, AXIS),), (leading, leading))(scores)
+
+
+def argmax(scores: jax.Array) -> jax.Array:
+    """Returns the id of the largest entry, the lowest among equals."""
+    if _vocab_mesh(scores.shape[-1]) is not None:
+        return selection.plain_argmax(scores)
+    return selection.argmax(scores)
+
+
+def take(logits: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns entries `ids` [..., c] of logits [..., v], ids at least 0; -inf for ids past the vocabulary."""
+    mesh = _vocab_mesh(logits.shape[-1])
+    if mesh is None:
+        return jnp.take_along_axis(logits, ids, axis=-1, mode="fill", fill_value=-jnp.inf)
+
+    def local(shard: jax.Array, ids: jax.Array) -> jax.Array:
+        local_ids = ids - lax.axis_index(AXIS) * shard.shape[-1]
+        is_local = (local_ids >= 0) & (local_ids < shard.shape[-1])
+        values = jnp.take_along_axis(shard, jnp.where(is_local, local_ids, 0), axis=-1)
+        return jnp.where(ids < logits.shape[-1], lax.psum(jnp.where(is_local, values, 0), AXIS), -jnp.inf)
+
+    leading = _batch_spec(mesh, logits.shape[:-1])
+    return _manual(local, mesh, (PartitionSpec(*leading, AXIS), leading), leading)(logits, ids)
+
+
+def put(scores_bv: jax.Array, ids_bc: jax.Array, values_bc: jax.Array) -> jax.Array:
+    """Returns scores with entries `ids` replaced; ids of a sequence are distinct, those past the vocabulary are dropped."""
+    mesh = _vocab_mesh(scores_bv.shape[-1])
+
+    def local(shard: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
+        at = ids if mesh is None else ids - lax.axis_index(AXIS) * shard.shape[-1]
+        at = jnp.where((at >= 0) & (at < shard.shape[-1]), at, shard.shape[-1])
+        return jax.vmap(lambda scores_v, at, values: scores_v.at[at].set(values, mode="drop"))(shard, at, values)
+
+    if mesh is None:
+        return local(scores_bv, ids_bc, values_bc)
+    batch = _batch_spec(mesh, scores_bv.shape[:-1])
+    few, whole = PartitionSpec(*batch, None), PartitionSpec(*batch, AXIS)
+    return _manual(local, mesh, (whole, few, few), whole)(scores_bv, ids_bc, values_bc)
+
+
+def log_sum_exp(logits: jax.Array) -> jax.Array:
+    """Returns log sum exp over the vocabulary, in float32 at least."""
+    return jax.nn.logsumexp(_wide(logits), axis=-1)
+
+
+def top_log_probs(logits: jax.Array, k: int, temperature: jax.Array | float) -> tuple[jax.Array, jax.Array]:
+    """Returns the k likeliest tokens of softmax(logits / temperature) and their log-probabilities.
+
+    Normalised over the whole vocabulary, so that the k entries sum to less than one. Trees rely on no child outscoring its
+    parent: no entry is above 0, not even by rounding, since the sum holds exp(0).
+    """
+    values, ids = top_k(logits, k)
+    peak = values[..., :1]  # saves a pass over the logits, and a collective
+    total = jnp.sum(jnp.exp((_wide(logits) - peak) / temperature), axis=-1, keepdims=True)
+    return ids, (_wide(values) - peak) / temperature - jnp.log(total)
+
+
+def likeliest(
+    table_vd: jax.Array | Quantized, hidden_btd: jax.Array, k: int, temperature_b: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the k likeliest tokens after each hidden state and their log-probabilities, [b, t, k] each.
+
+    `top_log_probs` of `unembed`, over at most CHUNK_BYTES of logits at a time.
+    """
+    batch, positions = hidden_btd.shape[:2]
+    mesh = sharding.current()
+    size = batch * positions * table_vd.shape[0] * hidden_btd.dtype.itemsize // (1 if mesh is None else mesh.size)
+    chunks = min(positions, -(-size // CHUNK_BYTES))
+
+    def of_chunk(hidden_bxd: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return top_log_probs(unembed(table_vd, hidden_bxd), k, temperature_b[:, None, None])
+
+    if chunks == 1:
+        return of_chunk(hidden_btd)
+    each = -(-positions // chunks)
+    hidden_btd = jnp.pad(hidden_btd, ((0, 0), (0, chunks * each - positions), (0, 0)))
+    by_chunk = lax.map(of_chunk, jnp.moveaxis(hidden_btd.reshape(batch, chunks, each, -1), 1, 0))
+    ids_btk, log_probs_btk = (jnp.moveaxis(x_ybxk, 0, 1).reshape(batch, -1, k)[:, :positions] for x_ybxk in by_chunk)
+    return ids_btk, log_probs_btk
+
+
+def gumbel(keys: jax.Array, size: int, dtype) -> jax.Array:
+    """Draws standard Gumbel noise [..., v], independent for each key."""
+    draw = lambda key: jax.random.gumbel(key, (size,), dtype)  # noqa: E731
+    for _ in range(keys.ndim):
+        draw = jax.vmap(draw)
+    noise = draw(keys)
+    return sharding.constrain(noise, ("batch",) + (None,) * (noise.ndim - 2) + ("vocab",))
+
+
+def filter_threshold(logits: jax.Array, temperature: jax.Array | float, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Returns the smallest logit that survives top-k, then top-p of softmax(logits / temperature).
+
+    Tokens with smaller logits are dropped: ties are kept, and so is the token that crosses p. Both cuts are computed by
+    bisection over the ordered bit patterns of the logits' own dtype, 16 passes each for bfloat16: exact, without sorting
+    the vocabulary or writing anything of its size, and with sums only, so a sharded vocabulary never moves.
+
+    Args:
+      logits: [..., v].
+      temperature: above 0, broadcastable to [...].
+      top_k: number of tokens to keep, broadcastable to [...]; 0 keeps all.
+      top_p: probability mass to keep, broadcastable to [...]; 1 keeps all.
+
+    Returns:
+      Thresholds [...], in the dtype of the logits; -inf if nothing is cut.
+    """
+    temperature = jnp.asarray(temperature, _wide(logits[..., 0]).dtype)[..., None]
+    lowest = ordered(jnp.asarray(-jnp.inf, logits.dtype))
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+
+    def at_least(cut: jax.Array) -> jax.Array:
+        return ordered(logits) >= cut[..., None]
+
+    def mass(cut: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(at_least(cut), jnp.exp((_wide(logits) - _wide(peak)) / temperature), 0), axis=-1)
+
+    kth = _bisect(lambda cut: jnp.sum(at_least(cut), axis=-1) >= top_k, logits)
+    kth = jnp.where(top_k > 0, kth, lowest)
+    wanted = top_p * mass(kth)
+    crossing = _bisect(lambda cut: mass(cut) >= wanted, logits)
+    crossing = jnp.minimum(crossing, ordered(peak[..., 0]))  # p below the smallest float keeps the likeliest token
+    return unordered(jnp.where(top_p < 1, jnp.maximum(kth, crossing), kth), logits.dtype)
+
+
+def _bisect(holds: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
+    """Returns the largest key of the logits' dtype for which `holds` (true below, false above) is true, [...]."""
+
+    def halve(_, bounds):
+        low, high = bounds  # holds(low) is true, holds(high) is false
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        true = holds(middle)
+        return jnp.where(true, middle, low), jnp.where(true, high, middle)
+
+    bounds = [ordered(jnp.asarray(end, logits.dtype)) for end in (-jnp.inf, jnp.inf)]
+    low, high = (jnp.broadcast_to(end, logits.shape[:-1]) for end in (bounds[0], bounds[1] + 1))
+    return lax.fori_loop(0, 8 * logits.dtype.itemsize, halve, (low, high))[0]
+
+
+def ordered(x: jax.Array) -> jax.Array:
+    """Returns integer keys in the order of the floating-point values; int32 for 16 bits too."""
+    bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
+    bits = bits.astype(jnp.promote_types(bits.dtype, jnp.int32))
+    return jnp.where(bits < 0, -(2 ** (8 * x.dtype.itemsize - 1)) - bits, bits)
+
+
+def unordered(key: jax.Array, dtype) -> jax.Array:
+    """Returns the floating-point values of `ordered` keys."""
+    size = 8 * jnp.dtype(dtype).itemsize
+    bits = jnp.where(key < 0, -(2 ** (size - 1)) - key, key).astype(f"int{size}")
+    return lax.bitcast_convert_type(bits, dtype)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _vocab_mesh(size: int):
+    """Returns the ambient mesh if its model axis splits a vocabulary of this size, else None."""
+    mesh = sharding.current()
+    ways = 1 if mesh is None else dict(mesh.shape).get(AXIS, 1)
+    return mesh if ways > 1 and size % ways == 0 else None
+
+
+def _batch_spec(mesh, shape: tuple[int, ...]) -> PartitionSpec:
+    return sharding.partition(("batch",) + (None,) * (len(shape) - 1), shape, mesh)
+
+
+def _manual(local: Callable, mesh, in_specs, out_specs) -> Callable:
+    names = set(mesh.axis_names) - sharding.manual_axes(mesh)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False)

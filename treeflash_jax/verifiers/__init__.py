@@ -1,1 +1,0 @@
-"""The language model that is served: layers, attention, caches, forward pass."""
