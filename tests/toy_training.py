@@ -9,9 +9,14 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import jax
@@ -109,6 +114,32 @@ def finish(process: subprocess.Popen) -> str:
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     return output
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+@contextmanager
+def metadata_server(workers: Sequence[Mapping[str, str]]) -> Iterator[list[str]]:
+    """Yields the value of GCE_METADATA_IP for each of the workers of a TPU pod, whose attributes a local server gives."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            _, worker, *_, attribute = self.path.split("/")
+            value = workers[int(worker)].get(attribute)
+            self.send_response(404 if value is None else 200)
+            self.end_headers()
+            self.wfile.write((value or "").encode())
+
+        def log_message(self, *_) -> None: ...
+
+    with ThreadingHTTPServer(("localhost", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield [f"localhost:{server.server_port}/{worker}" for worker in range(len(workers))]
+        server.shutdown()
 
 
 def read_log(run: Path) -> list[dict]:

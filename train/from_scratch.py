@@ -137,6 +137,7 @@ def main(settings: FromScratchStage) -> None:
         flops=3.0 * (count.layers(model, length, length / 2) + count.vocabulary(model, length)).flops,
     )
     mesh = hosts.make_mesh(settings.mesh)
+    hosts.introduce(mesh, f"run={settings.run}")
     corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed)
     initial = parameters.initialize(stage.specs, jax.random.key(settings.loop.seed), scale=settings.init_scale)
     params = place(initial, stage.specs, mesh, jnp.float32)

@@ -51,6 +51,7 @@ MOST_DOUBLINGS = 3  # of training that a suggestion extrapolates over
 
 
 def main(settings: PairConfig) -> None:
+    hosts.connect()
     if jax.process_count() > 1:
         raise ValueError("train.pair runs in one process; on several hosts run its stages one by one")
     composer, path = Composer.open(settings), settings.path("pair.toml")

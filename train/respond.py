@@ -108,6 +108,7 @@ def load_model(settings: RespondConfig) -> TreeFlash:
     if settings.mesh.fsdp != 1:
         raise ValueError(f"got mesh.fsdp {settings.mesh.fsdp}, expected 1: answers are made over data and model")
     mesh = hosts.make_mesh(settings.mesh, jax.local_devices() if settings.replicas == "host" else jax.devices())
+    hosts.introduce(mesh, f"out={settings.out}")
     is_alone = mesh.size == 1 and (settings.replicas == "host" or jax.process_count() == 1)
     return load(
         verifier=locate(settings.verifier, "verifier"),

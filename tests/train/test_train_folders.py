@@ -37,7 +37,9 @@ def test_a_run_leaves_its_model_there(bucket, toy, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(loop, "fit", untrained)
     head.main(toy_training.settings(toy, "run=gs://bucket/runs/head"))
     assert set(bucket) == {"/bucket/runs/head/model/config.json", "/bucket/runs/head/model/model.safetensors"}
-    assert "  model: gs://bucket/runs/head/model\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "process 1 of 1: 8 of 8 devices (cpu), mesh data=1 model=1, run=gs://bucket/runs/head\n" in printed
+    assert "  model: gs://bucket/runs/head/model\n" in printed
     drafter, params = models.load_drafter(fetched("gs://bucket/runs/head/model", tmp_path))
     assert drafter.head == "mlp" and set(params["head"]) == {"norm", "token_ug", "hidden_ug", "bias", "down"}
     before = models.load_drafter(toy.parent / "drafter")[1]

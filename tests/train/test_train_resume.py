@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -249,9 +248,7 @@ def test_terminated_run_saves_and_goes_on(toy, whole, tmp_path):
 
 
 def two_processes(toy, run, *overrides):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = toy_training.free_port()
     arguments = command(toy, run, "mesh.data=4", "mesh.model=2", "loop.batch=8", *overrides)
     environment = {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": "2"}
     processes = [start(arguments, devices=4, JAX_PROCESS_ID=str(i), **environment) for i in range(2)]

@@ -11,24 +11,43 @@ import numpy as np
 
 from train.runtime.run_config import MeshConfig
 from treeflash_jax.core import sharding as meshes
+from treeflash_jax.core.checks import clipped
+
+# Beginnings of JAX's errors if no cluster is detected, and if this process has already used its devices.
+ALONE = ("coordinator_address should be defined", "jax.distributed.initialize() must be called before")
 
 
 def connect() -> None:
     """Joins the other processes of this job, if there are any.
 
-    JAX finds them by itself on Cloud TPU pods and under Slurm and Open MPI; elsewhere set JAX_COORDINATOR_ADDRESS,
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID for every process.
+    JAX detects Cloud TPU pods (through their metadata server), GKE, Slurm, Open MPI and Kubernetes. Elsewhere set
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID for every process; JAX_NUM_PROCESSES=1 detects nothing.
+
+    Raises:
+      ValueError: there are others, or there may be, and they cannot be joined.
     """
-    environ = os.environ
-    has_others = (
-        not environ.keys().isdisjoint(("JAX_COORDINATOR_ADDRESS", "MEGASCALE_COORDINATOR_ADDRESS"))
-        or int(environ.get("SLURM_NTASKS", "1")) > 1
-        or int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1
-        or "," in environ.get("TPU_WORKER_HOSTNAMES", "")
+    names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
+    given = {name: int(os.environ[key]) for name, key in names.items() if key in os.environ}
+    if jax.distributed.is_initialized() or given.get("num_processes") == 1:
+        return
+    try:
+        jax.distributed.initialize(**given)
+    except (OSError, RuntimeError, ValueError) as error:
+        if given or not str(error).startswith(ALONE):
+            raise ValueError(
+                f"the other processes of this job cannot be joined ({clipped(error, 200)}); set JAX_COORDINATOR_ADDRESS, "
+                "JAX_NUM_PROCESSES and JAX_PROCESS_ID for every process, or JAX_NUM_PROCESSES=1 to use this one alone"
+            ) from error
+
+
+def introduce(mesh: jax.sharding.Mesh, place: str) -> None:
+    """Prints on every process which one it is, its devices, the mesh, and where results are kept."""
+    sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    print(
+        f"process {jax.process_index() + 1} of {jax.process_count()}: {jax.local_device_count()} of {jax.device_count()} "
+        f"devices ({jax.devices()[0].device_kind}), mesh {sizes}, {place}",
+        flush=True,
     )
-    if has_others and not jax.distributed.is_initialized():
-        names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
-        jax.distributed.initialize(**{name: int(environ[key]) for name, key in names.items() if key in environ})
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:

@@ -201,6 +201,7 @@ def train(settings: DraftingStage) -> None:
     """
     hosts.connect()
     mesh = hosts.make_mesh(settings.mesh)
+    hosts.introduce(mesh, f"run={settings.run}")
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
     folder, length = locate(settings.verifier, "verifier"), settings.data.sequence_length
     model = models.read_verifier_config(folder)
@@ -219,11 +220,8 @@ def train(settings: DraftingStage) -> None:
         if name != "verifier"
     }
     del stored
-    hosts.say(corpus.summary())
-    hosts.say(
-        f"{settings.noun} of {parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens, "
-        f"mesh {dict(mesh.shape)}"
-    )
+    size = f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens"
+    hosts.say(f"{corpus.summary()}\n{settings.noun} of {size}")
     stops = models.stop_ids(folder, model)
     measure = TreeTau(
         settings.evaluate, settings.systems, settings.constant, stage, model, drafter, corpus, frozen, mesh, stops
