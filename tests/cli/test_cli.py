@@ -80,6 +80,23 @@ def test_the_shipped_pair_answers_in_text_one_object_a_prompt():
         assert record["tau"] == pytest.approx(np.mean(record["accept_lengths"]))
 
 
+def test_a_single_answer_is_printed_while_it_is_decoded(tiny, capsys, monkeypatch):
+    printed, stream = [], tf.TreeFlash.stream
+
+    def watched(model, *arguments, **settings):
+        for piece in stream(model, *arguments, **settings):
+            yield piece
+            printed.append(capsys.readouterr().out)
+
+    monkeypatch.setattr(commands, "_load", lambda _: tiny)
+    monkeypatch.setattr(tf.TreeFlash, "stream", watched)
+    settings = {"max_new_tokens": 8, "nodes": 8, "candidates": 4, "children": 4}
+    options = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["generate", "Count to four.", *options]) == 0
+    assert len([text for text in printed if text.strip()]) > 1
+    assert "".join(printed) == tiny.generate("Count to four.", **settings)[0].text + "\n"
+
+
 def status(words: list[str]) -> int:
     """Exit status of a command."""
     try:
@@ -156,14 +173,15 @@ def test_the_version_is_that_of_the_package(capsys):
 
 @pytest.fixture
 def heard(monkeypatch, tiny, trained):
-    """Prompts that reach `generate`, and the arguments of `load`."""
+    """Prompts that reach `generate` or `stream`, and the arguments of `load`."""
     heard = SimpleNamespace(prompts=[], loaded={})
 
     def generate(self, prompts, **settings):
         heard.prompts += prompts
         return []
 
-    monkeypatch.setattr(tf.TreeFlash, "generate", generate)
+    for name in ("generate", "stream"):
+        monkeypatch.setattr(tf.TreeFlash, name, generate)
     monkeypatch.setattr(tf, "load", lambda **given: heard.loaded.update(given) or tiny)
     return heard
 

@@ -336,3 +336,11 @@ def test_numbers_of_every_kind_are_read(tmp_path):
     assert {key: file.metadata[key] for key in values} == values
     np.testing.assert_array_equal(file.tensors["t"][:], [[0, 1, 2], [3, 4, 5]])
     np.testing.assert_array_equal(file.tensors["u"][1:], [1, 2])
+
+
+def test_a_header_is_read_once_until_the_file_changes(tmp_path):
+    path = write(tmp_path / "x.gguf", LLAMA, {})
+    file = gguf_reader.read(path)
+    assert gguf_reader.read(path) is file
+    write(path, replace(LLAMA, num_layers=LLAMA.num_layers + 1), {})
+    assert gguf_reader.read(path).metadata["llama.block_count"] == LLAMA.num_layers + 1

@@ -19,6 +19,7 @@ from treeflash_jax.core import background, sharding
 from treeflash_jax.core.checks import LINE, clipped, fit
 from treeflash_jax.core.clock import slow
 from treeflash_jax.engine import pairs
+from treeflash_jax.engine.results import Chunk
 from treeflash_jax.engine.settings import REFUSED, GenerateConfig, groups, settings_class
 from treeflash_jax.formats import conversions, dialects, gguf_reader
 
@@ -180,11 +181,15 @@ def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 def _generate(arguments: argparse.Namespace) -> int:
     settings, prompts = given_settings(arguments), parse_prompts(arguments)
     model = _load(arguments)
-    for result in model.generate(prompts, **settings):
+    is_streamed = len(prompts) == 1 and settings.get("samples", 1) == 1 and model.tokenizer and not arguments.json
+    for result in model.stream(prompts, **settings) if is_streamed else model.generate(prompts, **settings):
+        if isinstance(result, Chunk):
+            print(result.text, end="", flush=True)
+            continue
         if arguments.json:
             print(json.dumps(_record(result)))
             continue
-        print(result.text if result.text is not None else " ".join(map(str, result.ids)))
+        print("" if is_streamed else " ".join(map(str, result.ids)) if result.text is None else result.text)
         print(
             f"[{len(result.ids)} tokens in {len(result.accept_lengths)} rounds, tau {result.tau:.2f}, "
             f"{result.tokens_per_second:.0f} tokens/s in {model.dtype.name}, compiled in {result.compile_seconds:.1f} s]",

@@ -12,6 +12,7 @@ import math
 import os
 import struct
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,16 @@ def read(path: str | Path) -> File:
     path = regular(path)
     _package()
     try:
-        data = np.memmap(path, mode="r")
+        state = path.stat()
+        return _read(path, state.st_size, state.st_mtime_ns)
     except FileNotFoundError:
         raise ValueError(f"{path} not found; expected a GGUF file") from None
+
+
+@lru_cache(maxsize=1)  # a model is opened for its config, its tokenizer and its weights
+def _read(path: Path, size: int, changed: int) -> File:
+    try:
+        data = np.memmap(path, mode="r")
     except ValueError:
         raise ValueError(f"{path} is empty, expected a GGUF file; download it again") from None
     except OSError as error:
