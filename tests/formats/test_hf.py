@@ -17,12 +17,15 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import treeflash_jax as tf
+from treeflash_jax import drafters
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Entry, Spec, initialize, is_spec
 from treeflash_jax.drafters.block import backbone as drafter
 from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.formats import models, storage
+from treeflash_jax.drafters.causal_lm import LanguageModelConfig
+from treeflash_jax.drafters.eagle3.eagle3_config import EagleConfig
+from treeflash_jax.formats import dialects, models, storage
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig, Rope
 
@@ -114,6 +117,40 @@ def test_drafter_round_trip(tmp_path, head, dialect, dtype):
     params = drafter_params(config, dtype)
     models.save_drafter(tmp_path, config, params, dialect=dialect, dtype=dtype)
     loaded_config, loaded = models.load_drafter(tmp_path, dtype=dtype)
+    assert loaded_config == config
+    assert_same_bits(loaded, params)
+
+
+EITHER_ROPE = {"theta and scaling": "rope_parameters", "parameters": "rope_theta rope_scaling"}  # the keys of the other
+
+
+@pytest.mark.parametrize("other", EITHER_ROPE.values(), ids=EITHER_ROPE)
+@pytest.mark.parametrize("dialect", dialects.written("drafter"))
+def test_every_dialect_states_what_other_programs_read(tmp_path, dialect, other):
+    """Both rope schemas, each of them enough; tapped layers in the dialect's counting; mask token and dtype."""
+    if dialect == "language-model":
+        config = LanguageModelConfig(layers=MODELS["llama"])
+    elif dialect == "speculators":
+        layers, taps = replace(MODELS["llama"], num_layers=1), {"taps": (0, 2), "num_taps": 2, "taps_are_inputs": True}
+        config = EagleConfig(layers=layers, target_hidden_size=8, draft_vocab_size=12, own_embedding=True, **taps)
+    else:
+        head = "mlp" if dialect == "treeflash" else "marginal"
+        layers = replace(DRAFTER.layers, rope=LLAMA3)
+        config = replace(DRAFTER, layers=layers, head=head, num_nodes=16, drafter_temperature=1.0, sampled_above=None)
+    params = fresh(drafters.of(config).specs(config), dtype=jnp.bfloat16)
+    models.save_drafter(tmp_path, config, params, dialect=dialect)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["dtype"] == "bfloat16"
+    if dialect == "speculators":
+        assert raw["eagle_aux_hidden_state_layer_ids"] == [1, 3], "the layers that these outputs enter"
+    elif dialect != "language-model":
+        assert raw["dflash_config"] == {"mask_token_id": 11, "target_layer_ids": [0, 2]}, "the layers themselves"
+    table = raw["transformer_layer_config"] if dialect == "speculators" else raw
+    assert table["rope_theta"] == 5e5 == table["rope_parameters"]["rope_theta"]
+    for key in other.split():
+        del table[key]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    loaded_config, loaded = models.load_drafter(tmp_path, dtype=jnp.bfloat16)
     assert loaded_config == config
     assert_same_bits(loaded, params)
 

@@ -36,7 +36,7 @@ def read(keys: Keys, head_dim: int, max_positions: int) -> Rope:
     """
     keys.check_only({"partial_rotary_factor": (1.0, None), "rope_interleaved": (False, None)})
     old, new = keys.table("rope_scaling").raw, keys.table("rope_parameters").raw
-    if old and new and old != new:
+    if new and {**new, **old} != new:
         raise ValueError(f"{keys.where}: got rope_scaling beside other rope_parameters, expected one of them")
     settings = Keys({**old, **new}, keys.where)
     settings.check_only({"partial_rotary_factor": (1.0, None)})
@@ -62,7 +62,7 @@ def read(keys: Keys, head_dim: int, max_positions: int) -> Rope:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of a rotation, in both spellings as far as they agree."""
+    """Returns the keys of a rotation in both spellings, since many programs read only one of them."""
     rope = config.rope
     raw: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.kind == "llama3":
@@ -75,7 +75,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
         divisors = list(rope.divisors)
         raw |= {"short_factor": divisors, "long_factor": divisors, "factor": 1.0, "attention_factor": 1.0}
         raw[_ORIGINAL] = config.max_positions
-    return {"rope_theta": rope.theta, "rope_parameters": raw}
+    scaling = {} if rope.kind == "default" else {"rope_scaling": {k: v for k, v in raw.items() if k != "rope_theta"}}
+    return {"rope_theta": rope.theta, **scaling, "rope_parameters": raw}
 
 
 def _llama3(keys: Keys, theta: float) -> Rope:
