@@ -3,7 +3,8 @@
     python -m train.export run=runs/head out=my-drafter step=best
 
 The folder loads in `treeflash_jax.load(drafter=...)` and in the published PyTorch code. The last step of every run is in
-RUN/model already; this command is for its best checkpoint, for other types on disk, and for the card.
+RUN/model already; this command is for its best checkpoint, for other types on disk, and for the card. It ends with tau of
+the folder, loaded again, on a few held-out prompts.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import dataclasses
 import json
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+import treeflash_jax as tf
+from train.evaluate import held_out_prompts, mean
 from train.runtime import folders, run_config, watch
 from train.runtime.checkpoint import Checkpoints
 from train.runtime.run_config import LoopConfig
@@ -28,6 +32,8 @@ from treeflash_jax.core import files, sharding
 from treeflash_jax.core.checks import bounded
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import models, storage
+
+TAU_PROMPTS, TAU_TOKENS = 4, 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +90,8 @@ def main(settings: ExportStage) -> None:
             dtype=jnp.dtype(settings.dtype),
         )
         files.write(out / "README.md", card(settings, trained, drafter, dialect, step))
-    print(f"wrote {settings.out} from step {step}")
+        tau = measure_tau(trained, out)
+    print(f"wrote {settings.out} from step {step}\n{tau}")
 
 
 def read_settings(run: str) -> DraftingStage:
@@ -103,6 +110,22 @@ def read_params(settings: ExportStage, trained: DraftingStage, stage: Stage) -> 
     with Checkpoints(settings.run, trained.loop) as saved:
         step = choose_step(saved.metrics(), settings.step, trained.loop)
         return step, saved.load(step, abstract_state(stage, transform, batch, mesh)).params
+
+
+def measure_tau(trained: DraftingStage, folder: Path) -> str:
+    """Returns a line with tau of a drafter's folder on a few held-out prompts, or with the reason why there is none."""
+    try:
+        prompts = held_out_prompts(trained.corpus, TAU_PROMPTS)
+        if not prompts:
+            raise ValueError("the sources hold out no prompt")
+        model = tf.load(verifier=trained.verifier, drafter=folder)
+        shape = {"builder": "best-first", "nodes": model.drafter.num_nodes}
+        answers = model.generate_each(prompts, **shape, max_new_tokens=TAU_TOKENS)
+        tau = mean([length for _, result in answers for length in result.accept_lengths])
+    except (ValueError, OSError) as error:  # such as data or a verifier that is not on this machine
+        return f"tau was not measured: {error}"
+    how = f"{len(prompts)} held-out prompts, greedy, {TAU_TOKENS} new tokens, trees of {shape['nodes']} nodes"
+    return f"tau {tau:.2f} of the folder loaded again: {how}"
 
 
 def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfig) -> int:

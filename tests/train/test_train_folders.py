@@ -1,5 +1,7 @@
 """Runs and results behind gs:// URLs, without a network: every file ends up there, and none in a folder named gs:."""
 
+import statistics
+
 import fsspec
 import jax
 import numpy as np
@@ -8,8 +10,10 @@ import toy_training
 from buckets import reopened
 from etils import epath
 
+import treeflash_jax as tf
 from train import export, from_scratch, head
 from train.data.records import Source
+from train.evaluate import held_out_prompts
 from train.runtime import folders, loop, run_config, watch
 from train.runtime.checkpoint import claim
 from treeflash_jax.engine.pairs import locate
@@ -88,7 +92,7 @@ def test_settings_logs_and_exports_lie_there(bucket, toy, tmp_path, monkeypatch)
     assert stored.drafter_temperature == 1 and stored.sampled_above is None
 
 
-def test_exports_store_what_was_found_after_training(toy, tmp_path, monkeypatch):
+def test_exports_store_what_was_found_after_training(toy, tmp_path, monkeypatch, capsys):
     settings = toy_training.settings(toy, f"run={tmp_path}/run")
     claim(folders.absolute(settings.run), settings)
     fresh = toy_training.fresh_head()
@@ -97,6 +101,12 @@ def test_exports_store_what_was_found_after_training(toy, tmp_path, monkeypatch)
     export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "out"), dtype="float32", **chosen))
     stored = models.read_drafter_config(tmp_path / "out")
     assert {name: getattr(stored, name) for name in chosen} == chosen
+    model, prompts = tf.load(verifier=settings.verifier, drafter=tmp_path / "out"), held_out_prompts(settings.corpus, 4)
+    results = model.generate(prompts, builder="best-first", nodes=16, max_new_tokens=32)
+    tau = statistics.mean(length for result in results for length in result.accept_lengths)
+    assert f"\ntau {tau:.2f} of the folder loaded again: 4 held-out prompts" in capsys.readouterr().out
+    without_data = toy_training.settings(toy, "sources.0.hold_out=0")
+    assert export.measure_tau(without_data, tmp_path / "out") == "tau was not measured: the sources hold out no prompt"
     for name in chosen:
         with pytest.raises(ValueError, match=f"got {name} = -1.0, expected at least 0"):
             run_config.load(export.ExportStage, None, [f"run={settings.run}", f"out={tmp_path}/bad", f"{name}=-1.0"])
