@@ -15,29 +15,29 @@ mesh, JAX version or pair, or with other draft settings, are kept in the same fi
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import treeflash_jax as tf
 from treeflash_jax.bench.bars import Progress
-from treeflash_jax.bench.phases import ROUNDS, TREE, Bench, check_sizes, copied, divide, slots_for
+from treeflash_jax.bench.depths import observe
+from treeflash_jax.bench.phases import TREE, Bench, check_sizes, slots_for
 from treeflash_jax.bench.prompt_sets import PromptSet, chosen_prompts, empty_chat
-from treeflash_jax.bench.timed import Compiler, repeat
+from treeflash_jax.bench.shapes import MeasuredSizes
+from treeflash_jax.bench.timed import Program
 from treeflash_jax.cli.arguments import add_fields, option_values
 from treeflash_jax.core import devices, sharding
-from treeflash_jax.decoding import calibration, loops, rounds
+from treeflash_jax.decoding import calibration
 from treeflash_jax.decoding.budget import BudgetPolicy, Measured
+from treeflash_jax.decoding.rounds import draft_expander
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodePlan, DecodeState
 from treeflash_jax.drafters import draft_options
-from treeflash_jax.engine.batching import capacity_bucket
 from treeflash_jax.engine.planning import make_requests, resolve
 from treeflash_jax.engine.settings import GenerateConfig, RuntimeConfig, SamplingConfig, settings_class
 from treeflash_jax.models.attention import positions_read
@@ -49,15 +49,8 @@ BATCH = 8  # prompts decoded together to measure acceptance
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("sizes (times are measured in all combinations)")
-    sizes.add_argument("--batch", nargs="+", type=int, default=[1, 8], metavar="B", help="sequences decoded together")
-    sizes.add_argument(
-        "--context", nargs="+", type=int, default=[200], metavar="S", help="tokens in the cache (default: 200)"
-    )
-    sizes.add_argument(
-        "--nodes", nargs="+", type=int, metavar="N",
-        help="tree sizes to choose from, root included (default: 4 to 32 on a CPU, 8 to 256 elsewhere; from 2 where the "
-        "verifier is a mixture of experts)",
-    )  # fmt: skip
+    names = "batch context nodes"
+    add_fields(sizes, MeasuredSizes, names, several=names, batch=[1, 8], context=[200])
     add_fields(sizes, draft_options())
     add_fields(sizes, RuntimeConfig, "attention")
     prompts = parser.add_argument_group("prompts (decoded to measure acceptance)")
@@ -65,18 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = {"max_new_tokens": 96, "temperature": [0.0, 1.0]}
     add_fields(prompts, SamplingConfig, "max_new_tokens temperature", several="temperature", **defaults)
     output = parser.add_argument_group("measurement and output")
-    output.add_argument("--repeats", type=int, default=15, help="timed samples of a round (default: %(default)s)")
+    add_fields(output, MeasuredSizes, "repeats", repeats=15)
     output.add_argument("--out", metavar="FILE", help="default: in the drafter's folder, or in ~/.cache/treeflash")
-
-
-def _lists(arguments: argparse.Namespace, model: tf.TreeFlash) -> dict[str, list[Any]]:
-    """Returns the sizes that are measured in all combinations, in increasing order. Raises ValueError for invalid ones."""
-    lists = {name: sorted(set(getattr(arguments, name))) for name in ("batch", "context", "temperature")}
-    lists["nodes"] = sorted(set(arguments.nodes or tried(model.verifier)))
-    for name, least in (("batch", 1), ("context", 1), ("nodes", 2), ("temperature", 0)):
-        if lists[name][0] < least:
-            raise ValueError(f"got --{name} {lists[name][0]}, expected at least {least}")
-    return lists
 
 
 def tried(verifier: ModelConfig) -> tuple[int, ...]:
@@ -92,7 +75,10 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
     """
     if model.drafter is None:
         raise ValueError("got no drafter, expected one: without it there is nothing to choose")
-    lists = _lists(arguments, model)
+    lists = {name: sorted(set(getattr(arguments, name))) for name in ("batch", "context", "temperature")}
+    lists["nodes"] = sorted(set(arguments.nodes or tried(model.verifier)))
+    if lists["nodes"][0] < 2:
+        raise ValueError("got --nodes 1, expected at least 2: one-token rounds are always timed")
     prompts = chosen_prompts(arguments)
     fields = option_values(arguments, settings_class()) | {"nodes": lists["nodes"][-1], "temperature": 0.0}
     config = resolve(settings_class()(builder="best-first", **fields), {}, model.verifier, model.drafter)
@@ -150,14 +136,9 @@ def describe(entry: calibration.Calibration, batch: int, positions: int) -> list
     return text
 
 
-@partial(devices.jit, static_argnames=("plan",), donate_argnames=("state",))
-def _round(weights, state: DecodeState, plan: DecodePlan):
-    """Runs `rounds.decode_round`; also returns the drafted probabilities and the accepted path."""
-    tree, _ = rounds.draft_tree(weights, state, plan)
-    verified = rounds.verify_tree(weights, state, tree, plan)
-    accepted = rounds.accept_path(state, tree, None, verified.logits_bnv, plan)
-    seen = tree.log_prob_bn, accepted.path_bp, accepted.length_b, state.done_b
-    return loops.pin(rounds.commit_path(weights, state, verified, accepted, plan)), seen
+def _see_acceptance(state: DecodeState, expander: Any, tree: Any, verified: Any, accepted: Any) -> tuple[Any, ...]:
+    """Returns the drafted probabilities and the accepted path."""
+    return tree.log_prob_bn, accepted.path_bp, accepted.length_b, state.done_b
 
 
 def accept(
@@ -170,25 +151,16 @@ def accept(
 ) -> tuple[list[float], float]:
     """Measures and prints tokens per round by nodes, and the ratio of accepted to expected draft tokens."""
     progress.step(f"answering {len(chats)} prompts at T {temperature:g}")
-    config, plan = replace(config, temperature=temperature), model.plan(config)
-    kept, expected = np.zeros(len(nodes)), np.zeros(len(nodes))
-    count = 0
+    config = replace(config, temperature=temperature)
+    kept, expected, count = np.zeros(len(nodes)), np.zeros(len(nodes)), 0
     for first in range(0, len(chats), BATCH):
         progress.detail(f"{first} of them done")
         requests = make_requests(chats[first : first + BATCH], config, model.verifier)
-        size = max(request.length for request in requests) + config.max_new_tokens + plan.path_length + 1
-        inputs = model.make_batch(requests, config, batch_size=BATCH, capacity=capacity_bucket(size))
-        with sharding.ambient(model.mesh):
-            state = loops.prefill(model.weights, *inputs, plan=plan.for_prefill())
-            while not np.all(sharding.to_host(state.done_b)):
-                state, seen = _round(model.weights, state, plan)
-                log_prob_bn, path_bp, length_b, done_b = sharding.to_host(seen)
-                for log_prob_n, path_p, length in zip(
-                    log_prob_bn[~done_b], path_bp[~done_b], length_b[~done_b], strict=True
-                ):
-                    count += 1
-                    kept += [np.sum(path_p[:length] < n) for n in nodes]
-                    expected += np.cumsum(np.exp(log_prob_n))[np.array(nodes) - 1]
+        for log_prob_bn, path_bp, length_b, done_b in observe(model, requests, config, BATCH, _see_acceptance):
+            for b in np.flatnonzero(~done_b):
+                count += 1
+                kept += [np.sum(path_bp[b, : length_b[b]] < n) for n in nodes]
+                expected += np.cumsum(np.exp(log_prob_bn[b]))[np.array(nodes) - 1]
     drafted = float(np.sum(expected - count))  # 0 for n-grams if nothing ever matched
     reliability = min(max(float(np.sum(kept - count)) / drafted, 0.1), 10.0) if drafted > 0 else 1.0
     tau = (kept / max(count, 1)).tolist()
@@ -219,42 +191,21 @@ def time(
 class Rounds(Bench):
     """`Bench` of one-token rounds, rounds that cut the largest tree to one size, and trees of each size."""
 
-    def _build(self, compiler: Compiler, prompts: tuple[Any, ...], tokens: int) -> None:
-        largest, weights, count = self.plans[-1], self.weights, jnp.int32(1)
-        prefill = compiler.compile(loops.prefill, weights, *prompts, plan=largest.for_prefill()).result()
-        self.slots, self.marks = divide(prefill.run(weights, *prompts))
-        plans = [replace(largest, policy=BudgetPolicy((plan.num_nodes,))) for plan in self.plans]
+    def build(self, prefill: Program, inputs: tuple[Any, ...]) -> None:
+        largest = self.plans[-1]
         never_pauses = Measured(jnp.ones(1), jnp.ones((1, 1)), jnp.full(1, 1e9), jnp.float32(1), jnp.float32(0))
         never_pauses = sharding.place(never_pauses, self.model.mesh, over_batch=False)
-        runner, state = Runner(plans[-1], weights, self.model.mesh, policy_weights=never_pauses), self.state
-        self.policy_weights, whole = never_pauses, runner.begin(state)
-        self.policy = {"policy": whole.policy, "nodes_bs": whole.nodes_bs}
-
-        plain = state.replace(drafter=None)
-        step = compiler.compile(loops.decode, weights, plain, count, plan=largest.one_token())
-        wholes = [compiler.compile(loops.decode, runner.all_weights, whole, count, plan=plan) for plan in plans]
-        expander = EXPANDER(weights, state, plan=largest)
-        builds = [compiler.compile(TREE, state, expander, plan=plan) for plan in self.plans]
-
-        work = self.work(largest)
-        self.add("step", None, step.result(), work, self.rounds, False, least=4, most=ROUNDS)
-        for plan, build, whole in zip(self.plans, builds, wholes, strict=True):
-            nodes = plan.num_nodes
-            self.add("tree", nodes, build.result(), work, repeat, lambda: (self.state, expander))
-            self.add("round", nodes, whole.result(), work, self.rounds, True, least=4, most=ROUNDS)
-
-    def rounds(self, run: Callable[..., Any], drafts: bool, calls: int) -> Callable[[], Any]:
-        if not drafts:
-            return super().rounds(run, drafts, calls)
-        policy = jax.block_until_ready(copied(self.policy))  # donated
-
-        def adaptive(weights: Any, state: DecodeState, count: jax.Array) -> DecodeState:
-            after = run(weights.replace(policy=self.policy_weights), state.replace(**policy), count)
-            return after.replace(policy=None, nodes_bs=None)
-
-        return super().rounds(adaptive, drafts, calls)
+        plans = [replace(largest, policy=BudgetPolicy((plan.num_nodes,))) for plan in self.plans]
+        runner = Runner(plans[-1], self.weights, self.model.mesh, policy_weights=never_pauses)
+        fresh, weights = runner.begin(self.state), runner.all_weights
+        fields = {"policy": fresh.policy, "nodes_bs": fresh.nodes_bs}
+        step = self.compile_rounds(largest.one_token(), {"drafter": None})
+        rounds = [self.compile_rounds(plan, fields, weights) for plan in plans]
+        expander = EXPANDER(self.weights, self.state, plan=largest)
+        self.add_rounds("step", None, step, {"drafter": None})
+        for plan, whole in zip(self.plans, rounds, strict=True):
+            self.run("tree", plan.num_nodes, TREE, lambda state: (state, expander), plan=plan)
+            self.add_rounds("round", plan.num_nodes, whole, fields, weights)
 
 
-@partial(devices.jit, static_argnames="plan")
-def EXPANDER(weights, state: DecodeState, plan: DecodePlan):
-    return rounds.draft_expander(weights, state, plan)
+EXPANDER = devices.jit(draft_expander, static_argnames="plan")

@@ -1,4 +1,4 @@
-"""Distances of a drafter's distributions from the verifier's, by depth, on the paths that the verifier accepts.
+"""Rounds under observation: distances of a drafter's distributions from the verifier's on accepted paths, by depth.
 
 Shape suffixes: b batch, i depth, p positions of an accepted path, c children, v vocabulary.
 
@@ -7,7 +7,7 @@ Source: the total variation distance by depth of TreeFlash (arXiv 2606.03819), F
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax.core import devices
-from treeflash_jax.core.sharding import ambient
+from treeflash_jax.core import devices, sharding
 from treeflash_jax.decoding import loops, rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.engine.batching import capacity_bucket
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.engine.planning import make_requests
+from treeflash_jax.engine.planning import Request, make_requests
 from treeflash_jax.engine.settings import GenerateConfig
 from treeflash_jax.trees import Expander, pick
 
@@ -49,20 +48,40 @@ def distances(expander: Expander, logits_bpv: jax.Array, tokens_bp: jax.Array) -
     return jnp.stack(distances_bi, axis=1)
 
 
-@partial(devices.jit, static_argnames="plan")
-def observed_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[DecodeState, jax.Array, jax.Array]:
-    """Runs a round.
-
-    Returns:
-      The state, the distances along the accepted path [b, i], and the number of them that mean something, [b].
-    """
+@partial(devices.jit, static_argnames=("plan", "see"), donate_argnames="state")
+def _observed_round(
+    weights: Weights, state: DecodeState, plan: DecodePlan, see: Callable[..., Any]
+) -> tuple[DecodeState, Any]:
     expander = rounds.draft_expander(weights, state, plan)
     tree, proposal = rounds.build_tree(state, expander, plan)
     verified = rounds.verify_tree(weights, state, tree, plan)
     accepted = rounds.accept_path(state, tree, proposal, verified.logits_bnv, plan)
+    seen = see(state, expander, tree, verified, accepted)
+    return loops.pin(rounds.commit_path(weights, state, verified, accepted, plan)), seen
+
+
+def observe(
+    model: TreeFlash, requests: Sequence[Request], config: GenerateConfig, batch_size: int, see: Callable[..., Any]
+) -> Iterator[Any]:
+    """Decodes a batch round by round, and yields what a function sees of each round.
+
+    Args:
+      see: static; from the state before the round, expander, tree, verifier's outputs and accepted path to arrays.
+    """
+    plan = model.plan(config)
+    capacity = capacity_bucket(max(request.length for request in requests) + config.max_new_tokens + 1 + plan.path_length)
+    inputs = model.make_batch(requests, config, batch_size=batch_size, capacity=capacity)
+    with sharding.ambient(model.mesh):
+        state = loops.prefill(model.weights, *inputs, plan=plan.for_prefill())
+        while not np.all(sharding.to_host(state.done_b)):
+            state, seen = _observed_round(model.weights, state, plan, see)
+            yield sharding.to_host(seen)
+
+
+def _see_distances(state: DecodeState, expander: Expander, tree: Any, verified: Any, accepted: Any) -> tuple[Any, Any]:
+    """Returns the distances along the accepted path [b, i], and the number of them that mean something, [b]."""
     distances_bi = distances(expander, pick(verified.logits_bnv, accepted.path_bp), accepted.tokens_bp)
-    count_b = jnp.where(state.done_b, 0, accepted.length_b)
-    return rounds.commit_path(weights, state, verified, accepted, plan), distances_bi, count_b
+    return distances_bi, jnp.where(state.done_b, 0, accepted.length_b)
 
 
 def distances_by_depth(model: TreeFlash, prompts: Sequence[Any], config: GenerateConfig) -> dict[str, list[float]]:
@@ -71,16 +90,9 @@ def distances_by_depth(model: TreeFlash, prompts: Sequence[Any], config: Generat
     Returns:
       {"distance", "rounds"}: mean distances, and the numbers of rounds, by depth; depth 0 comes after the anchor.
     """
-    plan = model.plan(config)
     requests = make_requests([model.encode(prompt) for prompt in prompts], config, model.verifier)
-    capacity = capacity_bucket(max(request.length for request in requests) + config.max_new_tokens + 1 + plan.path_length)
-    inputs = model.make_batch(requests, config, batch_size=len(requests), capacity=capacity)
-    with ambient(model.mesh):
-        state = loops.prefill(model.weights, *inputs, plan=plan.for_prefill())
-        total, count = 0.0, 0
-        while not bool(jnp.all(state.done_b)):
-            state, distances_bi, count_b = observed_round(model.weights, state, plan)
-            distances_bi, count_b = np.asarray(distances_bi), np.asarray(count_b)
-            means = (np.arange(distances_bi.shape[1]) < count_b[:, None]) & ~np.isnan(distances_bi)
-            total, count = total + np.sum(distances_bi, axis=0, where=means), count + np.sum(means, axis=0)
+    total, count = 0.0, 0
+    for distances_bi, count_b in observe(model, requests, config, len(requests), _see_distances):
+        means = (np.arange(distances_bi.shape[1]) < count_b[:, None]) & ~np.isnan(distances_bi)
+        total, count = total + np.sum(distances_bi, axis=0, where=means), count + np.sum(means, axis=0)
     return {"distance": [round(float(t / n), 4) for t, n in zip(total, count, strict=True) if n], "rounds": count.tolist()}

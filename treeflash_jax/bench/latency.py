@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -29,10 +29,10 @@ from treeflash_jax.bench.phases import Bench, check_sizes, slots_for, trace
 from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values
 from treeflash_jax.core import devices, files, sharding
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.drafters import DrafterSizes, draft_options
+from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.engine.planning import make_plan, resolve
-from treeflash_jax.engine.settings import RuntimeConfig, SamplingConfig, TreeConfig, settings_class
+from treeflash_jax.engine.settings import SamplingConfig, settings_class
 from treeflash_jax.formats import models
 from treeflash_jax.models.ceilings import measure_ceilings
 from treeflash_jax.models.config import ModelConfig
@@ -64,17 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16, float32 on a CPU")
     add_fields(model, ModelOptions, "quantize mesh")
     sizes = parser.add_argument_group("sizes (lists are measured in all combinations)")
-    sizes.add_argument("--batch", nargs="+", type=int, default=[1], metavar="B", help="sequences decoded together")
-    sizes.add_argument(
-        "--context", nargs="+", type=int, default=[256], metavar="S", help="tokens in the cache (default: 256)"
-    )
-    sizes.add_argument("--nodes", nargs="+", type=int, metavar="N", help="tree nodes verified per round, root included")
-    add_fields(sizes, draft_options(), without="block_size")
-    add_fields(sizes, TreeConfig, without="nodes selector drafter_temperature")
+    names = "batch context nodes"
+    add_fields(sizes, shapes.MeasuredSizes, names, several=names, batch=[1], context=[256])
+    shapes.add_tree_arguments(sizes)
     add_fields(sizes, SamplingConfig, "temperature")
-    add_fields(sizes, RuntimeConfig, "attention")
     output = parser.add_argument_group("measurement and output")
-    output.add_argument("--repeats", type=int, default=9, help="timed samples of a phase (default: %(default)s)")
+    add_fields(output, shapes.MeasuredSizes, "repeats")
     output.add_argument("--out", metavar="FILE", help="JSON file; results of other settings in it are kept")
     output.add_argument("--plot", metavar="FILE", help="plot of round / step over nodes (needs matplotlib)")
     output.add_argument(
@@ -89,10 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
       ValueError: invalid shapes, sizes or outputs, before anything is measured; devices with too little memory.
     """
-    for name in ("batch", "context", "repeats"):
-        given = getattr(arguments, name)
-        if (least := min(given if isinstance(given, list) else [given])) < 1:
-            raise ValueError(f"got --{name} {least}, expected at least 1")
     if arguments.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     mesh = None if arguments.mesh is None else tf.make_mesh(**sharding.parse_sizes(arguments.mesh))
@@ -101,7 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
     plans = make_plans(pair, arguments, dtype)
     check_sizes(pair.verifier, plans, arguments.batch, arguments.context, mesh)
     results = timings.read_results(arguments.out) if arguments.out else []
-    _check_outputs(arguments)
+    if arguments.plot:
+        plots.check(arguments.plot)
+    if arguments.profile:
+        Path(arguments.profile).mkdir(parents=True, exist_ok=True)
 
     cells = list(product(dict.fromkeys(arguments.batch), dict.fromkeys(arguments.context)))
     with Progress(2 + 2 * len(cells)) as progress:
@@ -111,12 +105,23 @@ def run(arguments: argparse.Namespace) -> int:
         model = pair.load(dtype=dtype, mesh=mesh, quantize=arguments.quantize)
         for batch, context in cells:
             progress.step(f"compiling the phases at batch {batch}, context {context}")
-            sizes = {"batch": batch, "context": context}
-            bench = Bench(model, plans, temperature=arguments.temperature, tell=progress.detail, **sizes)
+            sizes = {"batch": batch, "context": context, "temperature": arguments.temperature}
+            bench = Bench(model, plans, tell=progress.detail, **sizes)
             progress.step(f"timing them at batch {batch}, context {context}")
             times = bench.measure(ceilings, arguments.repeats)
-            settings = _record_settings(pair, plans, dtype, mesh, batch, context, arguments.temperature)
-            settings |= {"quantize": arguments.quantize} if arguments.quantize else {}
+            settings = {
+                "shape": pair.name,
+                "weights": pair.weights,
+                **shapes.describe_tree(plans[0]),
+                "dtype": dtype.name,
+                "mesh": None if mesh is None else dict(mesh.shape),
+                **sizes,
+                "slots": slots_for(context, plans)[1],
+                "nodes": [plan.num_nodes for plan in plans],
+                "drawn": asdict(plans[0].shape) if draws(plans[0].builder) else None,
+                "prefill_chunk": plans[0].prefill_chunk,
+                **({"quantize": arguments.quantize} if arguments.quantize else {}),
+            }
             result = timings.make_result(settings, harness.environment(model), ceilings, times, bench.compile_seconds)
             if bench.experts:
                 result["experts"] = [
@@ -126,8 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
             timings.show(result)
             results = timings.merge(results, result)
             if arguments.out:
-                text = json.dumps({"schema": timings.SCHEMA, "results": results}, indent=1)
-                files.write(arguments.out, text + "\n")
+                files.write(arguments.out, json.dumps({"schema": timings.SCHEMA, "results": results}, indent=1) + "\n")
             if arguments.profile:
                 trace(bench, str(Path(arguments.profile) / f"batch-{batch}-context-{context}"))
             del bench
@@ -181,40 +185,3 @@ def make_plans(pair: Pair, arguments: argparse.Namespace, dtype: Any) -> list[De
             )
         plans[plan.num_nodes] = plan
     return [plans[nodes] for nodes in sorted(plans)]
-
-
-def _record_settings(
-    pair: Pair, plans: Sequence[DecodePlan], dtype: Any, mesh: Any, batch: int, context: int, temperature: float
-) -> dict[str, Any]:
-    plan = plans[0]
-    return {
-        "shape": pair.name,
-        "weights": pair.weights,
-        "block_size": getattr(plan.drafter, "block_size", None),
-        **{name: getattr(plan.draft, name, None) for name in ("head", "candidates", "children", "shortlist", "depths")},
-        "dtype": dtype.name,
-        "mesh": None if mesh is None else dict(mesh.shape),
-        "batch": batch,
-        "context": context,
-        "slots": slots_for(context, plans)[1],
-        "nodes": [plan.num_nodes for plan in plans],
-        "builder": plan.builder,
-        "acceptance": plan.rule,
-        "drawn": asdict(plan.shape) if draws(plan.builder) else None,
-        "temperature": temperature,
-        "attention": plan.attention,
-        "prefill_chunk": plan.prefill_chunk,
-    }
-
-
-def _check_outputs(arguments: argparse.Namespace) -> None:
-    """Refuses outputs that cannot be written in the end, and makes the folder of profiles."""
-    if arguments.plot:
-        plots.check(arguments.plot)
-    if arguments.out:
-        files.check_output(arguments.out)
-    if arguments.profile:
-        try:
-            Path(arguments.profile).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"cannot write {arguments.profile}: {error.strerror}") from None

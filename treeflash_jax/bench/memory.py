@@ -6,8 +6,6 @@ Weights and caches are sums of sizes. Temporaries (activations, and weights that
 collectives of a round are read from the compiled programs. They are compiled from shapes alone, for the devices at hand or,
 with --topology, for TPUs or GPUs that this machine lacks (which needs `pip install "jax[tpu]"` or `"jax[cuda12]"`). The
 exit status is 1 if a device is too small.
-
-Shape suffixes: b batch, s token slots, x stop ids.
 """
 
 from __future__ import annotations
@@ -32,12 +30,11 @@ from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values
 from treeflash_jax.core import files, parameters, sharding
 from treeflash_jax.core.devices import GPU_MEMORY, TPU_MEMORY, Device, here
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
-from treeflash_jax.drafters import draft_options
-from treeflash_jax.engine.batching import STOP_SLOTS, capacity_bucket
+from treeflash_jax.decoding.state import DecodePlan, Weights
+from treeflash_jax.engine.batching import capacity_bucket, make_batch
 from treeflash_jax.engine.device_memory import Footprint, footprint, in_units, memory_limit
 from treeflash_jax.engine.planning import make_plan, resolve
-from treeflash_jax.engine.settings import RuntimeConfig, TreeConfig, settings_class
+from treeflash_jax.engine.settings import GenerateConfig, settings_class
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, distinct_experts
@@ -46,14 +43,10 @@ from treeflash_jax.models.costs import Counter, distinct_experts
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes.add_arguments(parser.add_argument_group("model"), required=True)
     request = parser.add_argument_group("request")
-    request.add_argument("--batch", type=int, default=1, help="sequences decoded together (default: %(default)s)")
-    request.add_argument("--context", type=int, default=4096, help="cache positions per sequence (default: %(default)s)")
+    add_fields(request, shapes.MeasuredSizes, "batch context nodes", context=4096)
     request.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default: %(default)s")
     add_fields(request, ModelOptions, "quantize")
-    request.add_argument("--nodes", type=int, help="tree nodes per round, root included (default: the drafter's)")
-    add_fields(request, draft_options(), without="block_size")
-    add_fields(request, TreeConfig, without="nodes selector drafter_temperature")
-    add_fields(request, RuntimeConfig, "attention")
+    shapes.add_tree_arguments(request)
     devices = parser.add_argument_group("devices")
     devices.add_argument(
         "--mesh",
@@ -76,16 +69,13 @@ def report(arguments: argparse.Namespace) -> int:
     mesh, limit, device = _devices(arguments)
     model, drafter = shapes.find_pair(arguments.shape, arguments.drafter_shape)
     config = resolve(None, option_values(arguments, settings_class()), model, drafter)
-    if min(arguments.batch, arguments.context) < 1:
-        raise ValueError(f"got batch {arguments.batch} and context {arguments.context}, expected at least 1 of each")
     dtype, batch, capacity = jnp.dtype(arguments.dtype), arguments.batch, capacity_bucket(arguments.context)
     plan = make_plan(config, model, drafter, dtype, device)
-    sizes = dict(mesh.shape)
+    sizes, quantize = dict(mesh.shape), arguments.quantize
     if batch % sizes["data"]:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
     earlier = read_kept(arguments.out, "bytes_per_device")
-    request = {"dtype": dtype, "mesh": mesh, "batch": batch, "capacity": capacity, "quantize": arguments.quantize}
-    needs = footprint(model, plan.drafter, **request)
+    needs = footprint(model, plan.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize)
     result = {
         "shape": shapes.short_name(arguments.shape),
         "drafter": shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None,
@@ -94,26 +84,23 @@ def report(arguments: argparse.Namespace) -> int:
         "batch": batch,
         "context": capacity,
         "dtype": dtype.name,
-        "quantize": arguments.quantize,
-        "nodes": plan.num_nodes,
-        **{name: getattr(plan.draft, name, None) for name in ("head", "candidates", "children", "shortlist", "depths")},
-        "builder": plan.builder,
-        "acceptance": plan.rule,
-        "attention": plan.attention,
+        "quantize": quantize,
+        **shapes.describe_tree(plan),
         "bytes_per_device": asdict(needs),
         "bytes_limit": limit,
     }
     if model.num_experts:
-        result["experts_read"] = _experts_read(model, mesh, batch, plan.num_nodes, dtype, arguments.quantize)
+        result["experts_read"] = _experts_read(plan, Counter(dtype=dtype, batch=batch, mesh=mesh), quantize)
     if not arguments.no_compile and (limit is None or needs.total <= limit):
-        result |= _compile(result, plan, mesh, dtype, needs)
+        with Progress(2) as progress:
+            programs = compile_programs(plan, mesh, batch, capacity, dtype, quantize, progress.step)
+        result |= _read_programs(*programs, needs, batch // sizes["data"], capacity, model)
     memory = result["bytes_per_device"]
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
     result["fits"] = None if limit is None else memory["total"] <= limit
-    words = [f"drafted by {result['drafter']}"] if result["drafter"] else []
-    words += [word for word in (arguments.quantize, plan.builder) if word not in (None, "best-first")]
-    key = f"{result['shape']} {device.kind} {'x'.join(map(str, sizes.values()))} batch {batch}"
-    key = " ".join([key, *words])
+    words = [result["shape"], device.kind, "x".join(map(str, sizes.values())), f"batch {batch}"]
+    words += [f"drafted by {result['drafter']}"] if result["drafter"] else []
+    key = " ".join(words + [word for word in (quantize, plan.builder) if word not in (None, "best-first")])
     if arguments.out:
         files.write(arguments.out, json.dumps(earlier | {key: result}, indent=1) + "\n")
     print("\n".join(describe(key, result)))
@@ -135,28 +122,18 @@ def compile_programs(
       ValueError: the compiler finds no room for them.
     """
 
-    def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        axes = ("batch",) + (None,) * (len(shape) - 1)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.sharding(axes, shape, mesh))
+    def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+        place = sharding.sharding(("batch",) + (None,) * (x.ndim - 1), x.shape, mesh)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
     weights = Weights(parameters.abstract(verifier.specs(plan.verifier, quantize), dtype, mesh))
     if plan.drafts:
         weights = weights.replace(drafter=parameters.abstract(drafters.of(plan.drafter).specs(plan.drafter), dtype, mesh))
-    wide = jnp.promote_types(dtype, jnp.float32)
-    sampling = Sampling(
-        key_b=abstract((batch,), jax.eval_shape(lambda: jax.random.key(0)).dtype),
-        temperature_b=abstract((batch,), wide),
-        top_k_b=abstract((batch,), jnp.int32),
-        top_p_b=abstract((batch,), wide),
-        limit_b=abstract((batch,), jnp.int32),
-        stop_ids_bx=abstract((batch, STOP_SLOTS), jnp.int32),
-        drafter_temperature_b=abstract((batch,), wide),
-    )
-    prompts = weights, abstract((batch, capacity), jnp.int32), abstract((batch,), jnp.int32), sampling
+    inputs = make_batch([], GenerateConfig(), batch_size=batch, capacity=capacity, stop_ids=(), dtype=dtype)
     try:
         with sharding.ambient(mesh):
             tell("compiling the prefill")
-            lowered = loops.prefill.lower(*prompts, plan=plan.for_prefill())
+            lowered = loops.prefill.lower(weights, *jax.tree.map(abstract, inputs), plan=plan.for_prefill())
             prefill = lowered.compile()
             state = jax.tree.map(
                 lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -200,23 +177,20 @@ def describe(key: str, result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _experts_read(
-    model: ModelConfig, mesh: Any, batch: int, nodes: int, dtype: Any, quantize: str | None
-) -> dict[int, dict[str, float]]:
+def _experts_read(plan: DecodePlan, count: Counter, quantize: str | None) -> dict[int, dict[str, float]]:
     """Counts distinct experts per layer, and bytes of weights that one device reads, in a one-token step and in a round."""
-    count, read = Counter(dtype=dtype, batch=batch, mesh=mesh), {}
-    for tokens in dict.fromkeys((1, nodes)):
+    model, read = plan.verifier, {}
+    for tokens in (1, plan.num_nodes):
         work = count.layers(model, tokens, 0, quantize) + count.vocabulary(model, tokens, quantize)
         distinct = distinct_experts(model.num_experts, model.experts_per_token, count.sequences * tokens)
         read[tokens] = {"distinct": distinct, "bytes": round(work.bytes)}
     return read
 
 
-def _compile(result: dict[str, Any], plan: DecodePlan, mesh: Any, dtype: Any, needs: Footprint) -> dict[str, Any]:
-    """Compiles the programs, and returns the entries of the result that they give."""
-    batch, capacity = result["batch"], result["context"]
-    with Progress(2) as progress:
-        prefill, decode = compile_programs(plan, mesh, batch, capacity, dtype, result["quantize"], progress.step)
+def _read_programs(
+    prefill: Any, decode: Any, needs: Footprint, sequences: int, capacity: int, model: ModelConfig
+) -> dict[str, Any]:
+    """Returns the entries of the result that the compiled programs give; `sequences` are those of one device."""
     of_prefill, of_round = prefill.memory_analysis(), decode.memory_analysis()
     held = of_round.argument_size_in_bytes + of_round.output_size_in_bytes - of_round.alias_size_in_bytes
     resident = max(held, needs.total)
@@ -225,7 +199,6 @@ def _compile(result: dict[str, Any], plan: DecodePlan, mesh: Any, dtype: Any, ne
     memory |= {"round": of_round.temp_size_in_bytes, "prefill": of_prefill.temp_size_in_bytes}
     per_round = [collective for collective in find_collectives(decode.as_text()) if collective.in_loop]
     everything = per_round + find_collectives(prefill.as_text())
-    sequences, model = batch // dict(mesh.shape)["data"], plan.verifier
     return {
         "bytes_per_device": memory,
         "collectives": sum_collectives(collective for collective in per_round if not collective.in_branch),
@@ -238,21 +211,20 @@ def _compile(result: dict[str, Any], plan: DecodePlan, mesh: Any, dtype: Any, ne
 
 def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, Device]:
     """Returns the mesh, the bytes of a device, and the kind of the devices; a topology is its own kind."""
-    topology, limit = arguments.topology, None
+    topology, device, limit, count, devices = arguments.topology, here(), None, jax.device_count(), None
+    family, _, dims = (topology or "").partition(":")
+    is_tpu = family in TPU_MEMORY
     if topology:
-        family, _, dims = topology.partition(":")
-        limit = (TPU_MEMORY | GPU_MEMORY).get(family)
-        if limit is None or not re.fullmatch(r"\d+(x\d+)+" if family in TPU_MEMORY else r"\d*", dims):
+        limit, device = (TPU_MEMORY | GPU_MEMORY).get(family), Device("tpu" if is_tpu else "gpu", topology)
+        if limit is None or not re.fullmatch(r"\d+(x\d+)+" if is_tpu else r"\d*", dims):
             raise ValueError(f"got topology {topology!r}, expected one like v5e:4x4, v5p:2x2x2, h200 or h200:8")
-    device = Device("tpu" if family in TPU_MEMORY else "gpu", topology) if topology else here()
-    if arguments.no_compile:
-        count = math.prod(map(int, (dims or "1").split("x"))) if topology else jax.device_count()
-        sizes = sharding.parse_sizes(arguments.mesh or f"1x{count}")
-        mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-        return mesh, limit or memory_limit(), device
-    devices = find_devices(topology)
-    mesh = sharding.make_mesh(**sharding.parse_sizes(arguments.mesh or f"1x{len(devices)}"), devices=devices)
-    if not topology:
-        return mesh, memory_limit(mesh), device
-    chips = len({tuple(d.coords) for d in devices}) if family in TPU_MEMORY else len(devices)
-    return mesh, limit * chips // len(devices), device  # a chip of v4 is two devices
+        count = math.prod(map(int, (dims or "1").split("x")))
+    if not arguments.no_compile:
+        devices = find_devices(topology)
+        count, chips = len(devices), len({tuple(d.coords) for d in devices}) if is_tpu else len(devices)
+        limit = limit and limit * chips // count  # a chip of v4 is two devices
+    sizes = sharding.parse_sizes(arguments.mesh or f"1x{count}")
+    if devices is None:
+        return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)), limit or memory_limit(), device
+    mesh = sharding.make_mesh(**sizes, devices=devices)
+    return mesh, limit or memory_limit(mesh), device

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -24,20 +25,22 @@ import numpy as np
 from treeflash_jax import drafters
 from treeflash_jax.bench.bars import Tell
 from treeflash_jax.bench.floors import phase_work
-from treeflash_jax.bench.timed import Compiler, Program, Timed, repeat, running, sample_in_turn
+from treeflash_jax.bench.timed import Compiler, Program, Timed, running, sample_in_turn
 from treeflash_jax.core import devices, sharding
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.loops import DecodePlan, DecodeState
 from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_stage, verify_tree
-from treeflash_jax.engine.batching import capacity_bucket
+from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
+from treeflash_jax.engine.batching import Batch, capacity_bucket
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.planning import make_requests
 from treeflash_jax.engine.settings import GenerateConfig
 from treeflash_jax.models.ceilings import Ceilings
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.costs import Work, distinct_experts
+from treeflash_jax.models.costs import distinct_experts
 from treeflash_jax.models.experts import count_distinct
 
+# From a program and a number of calls to a function that enqueues them and returns arrays to wait for.
+Prepare = Callable[[Callable[..., Any], int], Callable[[], Any]]
 ROUNDS = 16  # most rounds of one dispatch of `decode`
 
 DRAFT = jax.jit(draft_stage, static_argnames=("plan", "name"))
@@ -90,27 +93,26 @@ def check_sizes(
             )
 
 
-def count_experts(
-    plans: Sequence[DecodePlan], routes: Sequence[tuple[jax.Array, ...]], batch: int, mesh: Any
-) -> dict[int, tuple[list[float], float]]:
-    """Counts the distinct experts that each layer reads on one device, and those that routing at random would choose.
+def count_experts(model: TreeFlash, layers: Sequence[jax.Array], sequences: int, tokens: int) -> tuple[list[float], float]:
+    """Counts the distinct experts of each layer on one device, and those that routing at random would choose.
 
     Args:
-      plans: plans with a mixture of experts as verifier.
-      routes: experts of every plan's tree, by layer. The root of a tree is the token of a one-token step.
-      batch: sequences decoded together, on all devices.
-
-    Returns:
-      (counts by layer, count at random) by tokens per sequence: 1, and the nodes of each plan.
+      layers: experts of all tokens, by layer.
+      sequences: sequences decoded together, on all devices.
+      tokens: tokens per sequence.
     """
-    model, shards = plans[0].verifier, 1 if mesh is None else dict(mesh.shape)["data"]
-    passes = {1: [ids_bnk[:, :1] for ids_bnk in routes[0]]}
-    passes |= {plan.num_nodes: layers for plan, layers in zip(plans, routes, strict=True)}
-    experts = {}
-    for tokens, layers in passes.items():
-        counts = [float(x) for x in sharding.to_host([count_distinct(ids, model.num_experts, shards) for ids in layers])]
-        experts[tokens] = counts, distinct_experts(model.num_experts, model.experts_per_token, batch // shards * tokens)
-    return experts
+    config, shards = model.verifier, 1 if model.mesh is None else dict(model.mesh.shape)["data"]
+    counts = sharding.to_host([count_distinct(ids, config.num_experts, shards) for ids in layers])
+    at_random = distinct_experts(config.num_experts, config.experts_per_token, sequences // shards * tokens)
+    return [float(x) for x in counts], at_random
+
+
+def random_prompts(model: TreeFlash, plans: Sequence[DecodePlan], batch: int, context: int, temperature: float) -> Batch:
+    """Makes prompts of `context` random tokens, with room for the rounds that are timed."""
+    positions, capacity = slots_for(context, plans)
+    config = GenerateConfig(max_new_tokens=positions - context, temperature=temperature, stop_ids=())
+    ids = np.random.default_rng(0).integers(0, model.verifier.vocab_size, (batch, context)).tolist()
+    return model.make_batch(make_requests(ids, config, model.verifier), config, batch_size=batch, capacity=capacity)
 
 
 class Bench:
@@ -119,10 +121,9 @@ class Bench:
     Attributes:
       timed: the phases.
       compile_seconds: time of compiling and warming up all of them; the times of single programs overlap.
-      experts: of a mixture of experts, as `count_experts` returns them.
+      experts: of a mixture of experts, by tokens per sequence (1, and the nodes of each plan), the distinct experts that
+        each layer reads on one device, and the number that routing at random would choose.
     """
-
-    experts: dict[int, tuple[list[float], float]]
 
     def __init__(
         self,
@@ -144,28 +145,27 @@ class Bench:
         Raises:
           ValueError: logits that are not finite, or too little memory on the devices.
         """
-        self.model, self.plans, self.weights = model, list(plans), model.weights
-        self.where, self.tell = f"batch {batch}, context {context}", tell
+        self.model, self.plans, self.weights, self.tell = model, list(plans), model.weights, tell
+        self.where, self.compiler = f"batch {batch}, context {context}", Compiler(tell)
         self.timed: list[Timed] = []
-        self.experts = {}
-        positions, self.capacity = slots_for(context, plans)
-        config = GenerateConfig(max_new_tokens=positions - context, temperature=temperature, stop_ids=())
-        ids = np.random.default_rng(0).integers(0, model.verifier.vocab_size, (batch, context)).tolist()
-        prompts = model.make_batch(
-            make_requests(ids, config, model.verifier), config, batch_size=batch, capacity=self.capacity
-        )
+        self.experts: dict[int, tuple[list[float], float]] = {}
         self.sizes = {"batch": batch, "context": context, "dtype": model.dtype, "mesh": model.mesh}
-        self.sizes["quantize"] = model.quantize
+        inputs = self.weights, *random_prompts(model, plans, batch, context, temperature)
         since = time.perf_counter()
-        compiler = Compiler(tell)
-        with running(model.mesh, self.where), compiler.pool:
-            self._build(compiler, prompts, tokens=batch * context)
+        with running(model.mesh, self.where), self.compiler.pool:
+            prefill = self.compiler.compile(loops.prefill, *inputs, plan=self.plans[0].for_prefill()).result()
+            self.slots, self.marks = divide(prefill.run(*inputs))
+            self.build(prefill, inputs)
         self.compile_seconds = time.perf_counter() - since
 
     def measure(self, ceilings: Ceilings, repeats: int) -> list[dict[str, Any]]:
         """Times all phases; returns `Timed.summarise` of each."""
         self.sample(repeats)
-        return [timed.summarise(ceilings) for timed in self.timed]
+        sizes = self.sizes | {"quantize": self.model.quantize}
+        sizes["experts"] = {tokens: float(np.mean(counts)) for tokens, (counts, _) in self.experts.items()}
+        work = {plan.num_nodes: phase_work(plan, **sizes) for plan in self.plans}
+        shared = work[self.plans[0].num_nodes]
+        return [timed.summarise(work.get(timed.nodes, shared)[timed.phase], ceilings) for timed in self.timed]
 
     def sample(self, repeats: int) -> None:
         """Times all phases in turns."""
@@ -176,110 +176,106 @@ class Bench:
     def state(self) -> DecodeState:
         return unite(self.slots, self.marks)
 
-    def work(self, plan: DecodePlan) -> dict[str, Work]:
-        """Counts the work of every phase of a plan."""
-        experts = {tokens: float(np.mean(counts)) for tokens, (counts, _) in self.experts.items()}
-        return phase_work(plan, **self.sizes, experts=experts)
-
-    def _build(self, compiler: Compiler, prompts: tuple[Any, ...], tokens: int) -> None:
+    def build(self, prefill: Program, inputs: tuple[Any, ...]) -> None:
         """Compiles phase by phase: each gets values and layouts as the program of the phase before returned them."""
-        first, plans, weights = self.plans[0], self.plans, self.weights
-        prefill = compiler.compile(loops.prefill, weights, *prompts, plan=first.for_prefill()).result()
-        self.slots, self.marks = divide(prefill.run(weights, *prompts))
-        state = self.state
+        first, weights = self.plans[0], self.weights
+        step = self.compile_rounds(first.one_token(), {"drafter": None})
+        rounds = [self.compile_rounds(plan, {}) for plan in self.plans]
+        self.add_rounds("step", None, step, {"drafter": None})
+        units = self.sizes["batch"] * self.sizes["context"]
+        self.add("prefill", None, prefill, self.repeated(lambda state: inputs), most=4, units=units)
+        value = None
+        for name in drafters.of(first.drafter).stages(first.drafter):
+            value = self.run(name, None, DRAFT, lambda state, given=value: (weights, state, given), plan=first, name=name)
+        for plan, whole in zip(self.plans, rounds, strict=True):
+            self._run_tree(plan, value)
+            self.add_rounds("round", plan.num_nodes, whole, {})
 
-        count = jnp.int32(1)
-        step = compiler.compile(loops.decode, weights, state.replace(drafter=None), count, plan=first.one_token())
-        rounds = [compiler.compile(loops.decode, weights, state, count, plan=plan) for plan in plans]
-
-        drafting, expander = _compile_draft(compiler, first, weights, state)
-        builds = compiler.each(TREE, plans, [(state, expander) for _ in plans])
-        trees = [build.run(state, expander) for build in builds]
-        verifies = compiler.each(VERIFY, plans, [(weights, state, tree) for tree, _ in trees])
-        verified = [verify.run(weights, state, tree) for verify, (tree, _) in zip(verifies, trees, strict=True)]
-        if not all(bool(jnp.isfinite(each.logits_bnv).all()) for each in verified):
+    def _run_tree(self, plan: DecodePlan, expander: Any) -> None:
+        """Adds the phases that depend on the number of nodes."""
+        weights, run = self.weights, partial(self.run, nodes=plan.num_nodes, plan=plan)
+        tree, proposal = run("tree", function=TREE, make_args=lambda state: (state, expander))
+        verified = run("verify", function=VERIFY, make_args=lambda state: (weights, state, tree))
+        if not bool(jnp.isfinite(verified.logits_bnv).all()):
             raise ValueError(f"{self.where}: got logits that are not finite")
-        if verified[0].routes:
-            self.experts = count_experts(
-                self.plans, [each.routes for each in verified], self.sizes["batch"], self.model.mesh
-            )
-        judged = [(*pair, each.logits_bnv) for pair, each in zip(trees, verified, strict=True)]
-        accepts = compiler.each(ACCEPT, plans, [(state, *args) for args in judged])
-        accepted = [accept.run(state, *args) for accept, args in zip(accepts, judged, strict=True)]
-        kept = list(zip(verified, accepted, strict=True))
-        commits = compiler.each(COMMIT, plans, [(weights, self.slots, self.marks, *pair) for pair in kept])
+        if verified.routes:
+            roots = [ids_bnk[:, :1] for ids_bnk in verified.routes]  # the token of a one-token step
+            for tokens, layers in ((1, roots), (plan.num_nodes, verified.routes)):
+                self.experts[tokens] = count_experts(self.model, layers, self.sizes["batch"], tokens)
+        args = tree, proposal, verified.logits_bnv
+        accepted = run("accept", function=ACCEPT, make_args=lambda state: (state, *args))
 
-        work = self.work(first)
-        self.add("step", None, step.result(), work, self.rounds, False, least=4, most=ROUNDS)
-        self.add("prefill", None, prefill, work, repeat, lambda: (weights, *prompts), most=4, units=tokens)
-        for name, program, given in drafting:
-            self.add(name, None, program, work, repeat, lambda given=given: (weights, self.state, given))
-        for i, plan in enumerate(plans):
-            nodes, work = plan.num_nodes, self.work(plan)
-            tree, args, pair = trees[i][0], judged[i], kept[i]
-            self.add("tree", nodes, builds[i], work, repeat, lambda: (self.state, expander))
-            self.add("verify", nodes, verifies[i], work, repeat, lambda tree=tree: (weights, self.state, tree))
-            self.add("accept", nodes, accepts[i], work, repeat, lambda args=args: (self.state, *args))
-            self.add("commit", nodes, commits[i], work, self._onward, pair)
-            self.add("round", nodes, rounds[i].result(), work, self.rounds, True, least=4, most=ROUNDS)
+        def commit(run: Callable[..., Any], calls: int) -> Callable[[], Any]:
+            """Prepares commits at the same positions, each into the slots that the one before returned."""
 
-    def add(
+            def enqueue() -> Any:
+                for _ in range(calls):
+                    self.slots, _ = run(weights, self.slots, self.marks, verified, accepted)
+                return self.slots
+
+            return enqueue
+
+        program = self.compiler.compile(COMMIT, weights, self.slots, self.marks, verified, accepted, plan=plan)
+        self.add("commit", plan.num_nodes, program.result(), commit)
+
+    def run(
         self,
         phase: str,
         nodes: int | None,
-        program: Program,
-        work: dict[str, Work],
-        kind: Callable[..., Callable[[], Any]],
-        *args: Any,
-        **sizes: int,
+        function: Any,
+        make_args: Callable[[DecodeState], tuple[Any, ...]],
+        **static: Any,
+    ) -> Any:
+        """Compiles a phase without effect on the state, adds it, and returns its output."""
+        program = self.compiler.compile(function, *make_args(self.state), **static).result()
+        return self.add(phase, nodes, program, self.repeated(make_args))
+
+    def repeated(self, make_args: Callable[[DecodeState], tuple[Any, ...]]) -> Prepare:
+        def prepare(run: Callable[..., Any], calls: int) -> Callable[[], Any]:
+            args = make_args(self.state)
+            return lambda: [run(*args) for _ in range(calls)][-1]
+
+        return prepare
+
+    def add(self, phase: str, nodes: int | None, program: Program, prepare: Prepare, *, warm: int = 1, **sizes: int) -> Any:
+        """Adds a phase, and returns the output of its last of `warm` calls."""
+        self.timed.append(Timed(phase, nodes, program, partial(prepare, program.run), **sizes))
+        return jax.block_until_ready(self.timed[-1].prepare(warm)())
+
+    def compile_rounds(self, plan: DecodePlan, fields: dict[str, Any], weights: Weights | None = None) -> Future[Program]:
+        """Compiles `decode` on the state with some fields replaced."""
+        state = self.state.replace(**fields)
+        return self.compiler.compile(loops.decode, weights or self.weights, state, jnp.int32(1), plan=plan)
+
+    def add_rounds(
+        self,
+        phase: str,
+        nodes: int | None,
+        program: Future[Program],
+        fields: dict[str, Any],
+        weights: Weights | None = None,
     ) -> None:
-        """Adds a phase and warms it up.
+        """Adds a program of `compile_rounds`; its rounds are one dispatch and begin at the end of the prompts.
 
         Raises:
           RuntimeError: a dispatch that ended before its last round, whose time would be that of fewer rounds.
         """
-        timed = Timed(phase, nodes, program, work[phase], partial(kind, program.run, *args), **sizes)
-        self.timed.append(timed)
-        if kind != self.rounds:
-            jax.block_until_ready(timed.prepare(1)())
-            return
-        done = int(timed.prepare(timed.most)().rounds_b.min())
-        if done != timed.most:
-            raise RuntimeError(f"{self.where}: got {done} rounds of {phase}, expected {timed.most}")
+        weights = weights or self.weights
 
-    def _onward(self, run: Callable[..., Any], pair: tuple[Any, Any], calls: int) -> Callable[[], Any]:
-        """Prepares commits at the same positions, each into the slots that the one before returned."""
+        def prepare(run: Callable[..., Any], calls: int) -> Callable[[], Any]:
+            marks, others = jax.block_until_ready(copied((self.marks, fields)))  # donated
+            state, count = unite(self.slots, marks), jnp.int32(calls)
 
-        def enqueue() -> Any:
-            for _ in range(calls):
-                self.slots, _ = run(self.weights, self.slots, self.marks, *pair)
-            return self.slots
+            def enqueue() -> Any:
+                out = run(weights, state.replace(**others), count)
+                self.slots, _ = divide(out.replace(**{name: getattr(state, name) for name in fields}))
+                return out
 
-        return enqueue
+            return enqueue
 
-    def rounds(self, run: Callable[..., Any], drafts: bool, calls: int) -> Callable[[], Any]:
-        """Prepares `calls` rounds in one dispatch, from the end of the prompts."""
-        marks = jax.block_until_ready(copied(self.marks))  # donated
-        state, count = unite(self.slots, marks), jnp.int32(calls)
-
-        def enqueue() -> Any:
-            out = run(self.weights, state if drafts else state.replace(drafter=None), count)
-            self.slots = divide(out if drafts else out.replace(drafter=state.drafter))[0]
-            return out
-
-        return enqueue
-
-
-def _compile_draft(
-    compiler: Compiler, plan: DecodePlan, weights: Any, state: DecodeState
-) -> tuple[list[tuple[str, Program, Any]], Any]:
-    """Returns the drafter's phases, each with its program and its input, and the output of the last."""
-    phases, value = [], None
-    for name in drafters.of(plan.drafter).stages(plan.drafter):
-        program = compiler.compile(DRAFT, weights, state, value, plan=plan, name=name).result()
-        phases.append((name, program, value))
-        value = program.run(weights, state, value)
-    return phases, value
+        out = self.add(phase, nodes, program.result(), prepare, warm=ROUNDS, least=4, most=ROUNDS)
+        if (done := int(out.rounds_b.min())) != ROUNDS:
+            raise RuntimeError(f"{self.where}: got {done} rounds of {phase}, expected {ROUNDS}")
 
 
 def trace(bench: Bench, folder: str, rounds: int = 4) -> None:

@@ -6,6 +6,7 @@ Sources: the models' config.json files; DFlash (arXiv 2602.06036) for the drafte
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,17 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax import drafters
+from treeflash_jax.cli.arguments import add_fields
 from treeflash_jax.core import devices, sharding
+from treeflash_jax.core.checks import bounded
 from treeflash_jax.core.parameters import Spec, is_spec
-from treeflash_jax.decoding.loops import Weights
-from treeflash_jax.drafters import DrafterSizes
+from treeflash_jax.decoding.state import DecodePlan, Weights
+from treeflash_jax.drafters import DrafterSizes, draft_options
 from treeflash_jax.drafters.block.block_config import DrafterConfig, default_target_layers, fresh_layers
 from treeflash_jax.drafters.causal_lm import LanguageModelConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import DRAFTERS, locate
+from treeflash_jax.engine.settings import RuntimeConfig, TreeConfig
 from treeflash_jax.formats import models
 from treeflash_jax.models import quantized, verifier
 from treeflash_jax.models.config import ModelConfig, Rope
@@ -53,33 +57,31 @@ VERIFIERS: dict[str, ModelConfig] = {
     "qwen2.5-3b": _config(2048, 11_008, 36, 16, tie_embeddings=True, **_QWEN25),
     "qwen2.5-7b": _config(3584, 18_944, 28, 28, **_QWEN25 | {"vocab_size": 152_064, "num_kv_heads": 4}),
     "llama-3.1-8b": _config(
-        4096,
-        14_336,
-        32,
-        32,
-        vocab_size=128_256,
-        num_kv_heads=8,
-        head_dim=128,
-        max_positions=131_072,
-        rope=Rope(theta=5e5, kind="llama3", factor=8.0),
-        **_LLAMA,
-    ),  # fmt: skip
+        4096, 14_336, 32, 32, vocab_size=128_256, num_kv_heads=8, head_dim=128, max_positions=131_072,
+        rope=Rope(theta=5e5, kind="llama3", factor=8.0), **_LLAMA,
+    ),
     "smollm2": _config(
-        576,
-        1536,
-        30,
-        9,
-        vocab_size=49_152,
-        num_kv_heads=3,
-        head_dim=64,
-        max_positions=8192,
-        rope=Rope(theta=1e5),
-        tie_embeddings=True,
-        eos_token_ids=(2,),
-        **_LLAMA,
-    ),  # fmt: skip
+        576, 1536, 30, 9, vocab_size=49_152, num_kv_heads=3, head_dim=64, max_positions=8192, rope=Rope(theta=1e5),
+        tie_embeddings=True, eos_token_ids=(2,), **_LLAMA,
+    ),
     "tiny": models.read_verifier_config(locate("tiny", "verifier")),
-}
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSizes:
+    """Sizes for which phases and rounds are timed or compiled, and the number of samples."""
+
+    batch: int = bounded(1, "sequences decoded together", least=1, unit="sequences")
+    context: int = bounded(256, "tokens in the cache", least=1, unit="tokens")
+    nodes: int | None = bounded(
+        None,
+        "tree nodes verified per round, root included",
+        unset="the drafter's; to calibrate, 4 to 32 on a CPU and 8 to 256 elsewhere",
+        least=1,
+        unit="nodes",
+    )
+    repeats: int = bounded(9, "timed samples of a phase", least=1, unit="samples")
 
 
 def add_arguments(parser: Any, *, required: bool = False) -> None:
@@ -92,6 +94,26 @@ def add_arguments(parser: Any, *, required: bool = False) -> None:
         metavar="FILE",
         help="a drafter's config.json, the name of a language model, or ngram (default: the published sizes)",
     )
+
+
+def add_tree_arguments(parser: Any) -> None:
+    """Adds the options that say what a round drafts and verifies."""
+    add_fields(parser, draft_options())
+    add_fields(parser, TreeConfig, without="nodes selector drafter_temperature")
+    add_fields(parser, RuntimeConfig, "attention")
+
+
+def describe_tree(plan: DecodePlan) -> dict[str, Any]:
+    """Returns what a plan's rounds draft and verify, for a record."""
+    sizes = plan.draft, plan.drafter
+    options = {option.name: [getattr(size, option.name, None) for size in sizes] for option in fields(draft_options())}
+    return {
+        "nodes": plan.num_nodes,
+        **{name: first if first is not None else second for name, (first, second) in options.items()},
+        "builder": plan.builder,
+        "acceptance": plan.rule,
+        "attention": plan.attention,
+    }
 
 
 def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig, DrafterSizes]:
@@ -168,18 +190,17 @@ def random_pair(
     specs = verifier.specs(model), drafters.of(drafter).specs(drafter)
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs, is_leaf=is_spec))))
 
-    def draw(specs: Any, scheme: str | None) -> Any:
-        finish = partial(quantized.compress, scheme=scheme, mesh=mesh)
-        return jax.tree.map(lambda spec: finish(_draw(next(keys), spec, dtype, mesh), spec), specs, is_leaf=is_spec)
+    def draw(spec: Spec, scheme: str | None) -> jax.Array:
+        place = None if mesh is None else sharding.sharding(spec.axes, spec.shape, mesh)
+        center, scale = {"normal": (0.0, 0.02), "ones": (1.0, 0.02), "zeros": (0.0, 1e-3)}[spec.init]
+        weight = _normal(spec.shape, jnp.dtype(dtype), place)(next(keys), center, scale)
+        return quantized.compress(weight, spec, scheme=scheme, mesh=mesh)
 
-    weights = Weights(*(draw(each, scheme) for each, scheme in zip(specs, (quantize, None), strict=True)))
-    return TreeFlash(model, weights, drafter=drafter, mesh=mesh)
-
-
-def _draw(key: jax.Array, spec: Spec, dtype: Any, mesh: Any) -> jax.Array:
-    place = None if mesh is None else sharding.sharding(spec.axes, spec.shape, mesh)
-    center, scale = {"normal": (0.0, 0.02), "ones": (1.0, 0.02), "zeros": (0.0, 1e-3)}[spec.init]
-    return _normal(spec.shape, jnp.dtype(dtype), place)(key, center, scale)
+    weights = (
+        jax.tree.map(partial(draw, scheme=scheme), tree, is_leaf=is_spec)
+        for tree, scheme in zip(specs, (quantize, None), strict=True)
+    )
+    return TreeFlash(model, Weights(*weights), drafter=drafter, mesh=mesh)
 
 
 @cache

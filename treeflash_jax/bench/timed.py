@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +39,6 @@ class Timed:
 
     Attributes:
       nodes: nodes of the tree; None if the phase does not depend on them.
-      work: bytes and FLOPs of its floor.
       prepare: returns, for a number of calls, a function that enqueues them and returns an array to wait for.
       least, most: limits of the number of calls per sample.
       units: divides the time of a call (tokens of a prefill).
@@ -50,7 +49,6 @@ class Timed:
     phase: str
     nodes: int | None
     program: Program
-    work: Work
     prepare: Callable[[int], Callable[[], Any]]
     least: int = 1
     most: int = CALLS
@@ -73,8 +71,8 @@ class Timed:
         self.calls = max(self.least, min(self.most, math.ceil(SAMPLE_SECONDS / seconds)))
         self.samples = min(repeats, max(2, int(PHASE_SECONDS / (self.calls * seconds))))
 
-    def summarise(self, ceilings: Ceilings) -> dict[str, Any]:
-        """Returns milliseconds (median and quartiles) of one call or token, beside their floor."""
+    def summarise(self, work: Work, ceilings: Ceilings) -> dict[str, Any]:
+        """Returns milliseconds (median and quartiles) of one call or token, beside the floor of its work."""
         low, median, high = (1e3 * float(x) for x in np.percentile(self.seconds, (25, 50, 75)))
         return {
             "phase": self.phase,
@@ -82,9 +80,9 @@ class Timed:
             "ms": median,
             "low_ms": low,
             "high_ms": high,
-            "floor_ms": 1e3 * self.work.seconds(ceilings),
-            "bytes": self.work.bytes,
-            "flops": self.work.flops,
+            "floor_ms": 1e3 * work.seconds(ceilings),
+            "bytes": work.bytes,
+            "flops": work.flops,
             "samples": len(self.seconds),
             "calls": self.calls,
             "compile_seconds": self.program.compile_seconds,
@@ -112,11 +110,6 @@ class Compiler:
             return Program(program, seconds + time.perf_counter() - since)
 
         return self.pool.submit(finish)
-
-    def each(self, function: Any, plans: Sequence[Any], args: Sequence[tuple[Any, ...]]) -> list[Program]:
-        """Compiles a phase for every plan."""
-        futures = [self.compile(function, *given, plan=plan) for plan, given in zip(plans, args, strict=True)]
-        return [future.result() for future in futures]
 
 
 def sample_in_turn(phases: list[Timed], repeats: int, tell: Tell) -> None:
@@ -146,15 +139,3 @@ def running(mesh: Any, where: str) -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise ValueError(f"{where}: the devices have too little memory for it") from None
-
-
-def repeat(run: Callable[..., Any], make_args: Callable[[], tuple[Any, ...]], calls: int) -> Callable[[], Any]:
-    """Prepares several equal calls, which change nothing."""
-    args = make_args()
-
-    def enqueue() -> Any:
-        for _ in range(calls):
-            out = run(*args)
-        return out
-
-    return enqueue

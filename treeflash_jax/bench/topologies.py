@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -76,40 +75,27 @@ def topology_devices(name: str) -> list[Any]:
     Raises:
       ValueError: no compiler for them here, or no such topology.
     """
-    return _gpus(name) if name.partition(":")[0] in GPUS else _tpus(name)
-
-
-def _gpus(name: str) -> list[Any]:
     from jax.experimental import topologies
 
     family, _, count = name.partition(":")
-    cores, major, bandwidth, cache, shared = GPUS[family]
-    target = _GPU_TARGET.format(
-        shared=shared, block=shared - 1024, cores=cores, fpus=64 if major == 8 else 128, bandwidth=int(bandwidth),
-        cache=cache, memory=GPU_MEMORY[family], major=major, name=f"NVIDIA {family.upper()}",
-    )  # fmt: skip
-    if not re.fullmatch(r"[1-9]\d*", count or "1"):
-        raise ValueError(f"got topology {name!r}, expected one like h200 or h200:8")
+    if family in GPUS:
+        cores, major, bandwidth, cache, shared = GPUS[family]
+        target = _GPU_TARGET.format(
+            shared=shared, block=shared - 1024, cores=cores, fpus=64 if major == 8 else 128, bandwidth=int(bandwidth),
+            cache=cache, memory=GPU_MEMORY[family], major=major, name=f"NVIDIA {family.upper()}",
+        )  # fmt: skip
+        described = {"platform": "cuda", "target_config": target, "topology": f"1x1x{count or 1}"}
+        expected = f'topology {name} needs the GPU compiler; pip install "jax[cuda12]"'
+    else:
+        try:
+            import libtpu
+        except ImportError:
+            raise ValueError(f'topology {name} needs the TPU compiler; pip install "jax[tpu]"') from None
+        os.environ.setdefault("TPU_LIBRARY_PATH", libtpu.get_library_path())
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        described = {"platform": "tpu", "topology_name": name}
+        expected = f"got topology {name!r}, expected one like v5e:4x4 or v5p:2x2x2"
     try:
-        return list(
-            topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{count or 1}").devices
-        )
+        return list(topologies.get_topology_desc(**described).devices)
     except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f'topology {name} needs the GPU compiler; pip install "jax[cuda12]" ({reason})') from None
-
-
-def _tpus(name: str) -> list[Any]:
-    try:
-        import libtpu
-    except ImportError:
-        raise ValueError(f'topology {name} needs the TPU compiler; pip install "jax[tpu]"') from None
-    os.environ.setdefault("TPU_LIBRARY_PATH", libtpu.get_library_path())
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    from jax.experimental import topologies
-
-    try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"got topology {name!r}, expected one like v5e:4x4 or v5p:2x2x2 ({reason})") from None
+        raise ValueError(f"{expected} ({str(error).splitlines()[0]})") from None
