@@ -34,6 +34,7 @@ from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig
 
 ROOT = Path(__file__).parents[1]
+TIMES = ("tokens_per_second", "mfu", "seconds", "goodput")
 SIZES = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8)
 MODEL = ModelConfig(num_layers=3, tie_embeddings=True, max_positions=256, eos_token_ids=(2,), **SIZES)
 DRAFTER = DrafterConfig(
@@ -145,7 +146,7 @@ def metadata_server(workers: Sequence[Mapping[str, str]]) -> Iterator[list[str]]
 def read_log(run: Path) -> list[dict]:
     """Lines of a run's log without times."""
     lines = [json.loads(line) for line in (Path(run) / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", "mfu", "seconds")} for line in lines]
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 
 def terminate_after(steps: int) -> None:

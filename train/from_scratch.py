@@ -8,6 +8,7 @@ loop is that of all stages, `runtime.loop.fit`. On several hosts the tokenizer h
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -118,6 +119,7 @@ def next_token_sums(params: Any, frozen: Any, batch: packing.Batch, keys_b: Any,
 
 
 def main(settings: FromScratchStage) -> None:
+    began = time.perf_counter()
     hosts.connect()
     if not Path(settings.tokenizer).exists():
         train_tokenizer(settings)
@@ -142,7 +144,8 @@ def main(settings: FromScratchStage) -> None:
     initial = parameters.initialize(stage.specs, jax.random.key(settings.loop.seed), scale=settings.init_scale)
     params = place(initial, stage.specs, mesh, jnp.float32)
     hosts.say(f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens")
-    params = sharding.to_host(loop.fit(stage, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus))
+    params = loop.fit(stage, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus, began=began)
+    params = sharding.to_host(params)
     if hosts.is_first():
         target = epath.Path(settings.run) / "model"
         with folders.filled(target, overwrite=True) as folder:

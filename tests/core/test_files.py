@@ -440,7 +440,7 @@ LOGS = {
 
 
 def new_watch(run):
-    return watch.Watch(epath.Path(run), steps=9, resumed_at=5, tensorboard=False)
+    return watch.Watch(epath.Path(run), steps=9, resumed_at=5)
 
 
 @pytest.mark.parametrize("name", LOGS)

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -121,7 +122,8 @@ def whole(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "time", SimpleNamespace(perf_counter=itertools.count(step=6.0).__next__))
         patch.setattr(loop.ceilings, "peak_flops", lambda devices, dtype: 1e6 * devices)
-        return folder, *fit(folder, lambda params, report: {"score": next(scores)}, save_every=5)
+        shown = dict(tensorboard=True, profile=(4, 5))
+        return folder, *fit(folder, lambda params, report: {"score": next(scores)}, save_every=5, **shown)
 
 
 def test_lines_checkpoints_and_evaluations_come_when_due(whole):
@@ -135,14 +137,60 @@ def test_lines_checkpoints_and_evaluations_come_when_due(whole):
     for line in log:
         if "loss" in line:
             np.testing.assert_allclose(line["learning_rate"], rate(line["step"] - 1), rtol=1e-6)
-            seconds = 6.0 if line["step"] in (6, 10) else 2.0  # of one step, after the checkpoint of step 5, and of three
+            # The first step is not timed; step 6 follows a checkpoint.
+            seconds = {3: 6.0 / 2, 6: 6.0, 9: 6.0 / 3, 10: 6.0}[line["step"]]
             np.testing.assert_allclose(line["tokens_per_second"], 8 * WIDTH / seconds)
             np.testing.assert_allclose(line["mfu"], STAGE.flops / seconds / 2e6)
     assert log[-2]["loss"] != log[-1]["loss"], "the last line is of the last step alone"
 
 
-def test_a_terminated_run_goes_on_to_the_same_end(whole, tmp_path, capsys):
+def test_tensorboard_reads_the_metrics(whole):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+
+    [path] = (whole[0] / "tensorboard").glob("events.out.tfevents.*")
+    content, shown = path.read_bytes(), {}
+    while content:  # length, its checksum, an event, its checksum
+        size = int.from_bytes(content[:8], "little")
+        event, content = Event.FromString(content[12 : 12 + size]), content[16 + size :]
+        shown |= {(event.step, value.tag): value.simple_value for value in event.summary.value}
+    logged = {}
+    for line in whole[1]:
+        for name, value in line.items():
+            parts = {f"{name}/{i}": x for i, x in enumerate(value, 1)} if isinstance(value, list) else {name: value}
+            logged |= {(line["step"], part): x for part, x in parts.items() if part != "step"}
+    assert shown.keys() == logged.keys() and (10, "y/2") in shown
+    np.testing.assert_allclose([shown[key] for key in logged], [*logged.values()], rtol=1e-5)
+
+
+def test_profiles_hold_the_steps_that_settings_name(whole):
+    [path] = (whole[0] / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    events = [event for plane in planes for line in plane.lines for event in line.events if event.name == "train"]
+    assert [dict(event.stats)["step_num"] for event in events] == [4, 5]
+
+
+class FakeWandb:
+    """The two calls of Weights & Biases that training makes."""
+
+    def __init__(self):
+        self.starts, self.logged, self.finished = [], [], 0
+
+    def init(self, **settings):
+        self.starts.append(settings)
+        return self
+
+    def log(self, metrics, step):
+        self.logged.append((step, metrics))
+
+    def finish(self):
+        self.finished += 1
+
+
+def test_a_terminated_run_goes_on_to_the_same_end(whole, tmp_path, monkeypatch, capsys):
     """SIGTERM during the evaluation of step 5: the step is saved at once, and evaluated when the run goes on."""
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     before, killed, released = signal.getsignal(signal.SIGTERM), [], threading.Event()
 
     def evaluate(params, report):
@@ -151,17 +199,32 @@ def test_a_terminated_run_goes_on_to_the_same_end(whole, tmp_path, capsys):
         released.wait(60)
 
     with pytest.raises(SystemExit) as ended:
-        fit(tmp_path / "run", evaluate)
+        fit(tmp_path / "run", evaluate, wandb="drafters")
     assert time.monotonic() - killed[0] < 30, "the evaluation was not waited for"
     released.set()
     assert ended.value.code == 143 and saved(tmp_path / "run") == [5]
     assert "terminated: saved step 5 of 10; the same command goes on from there" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) is before
     scores = iter([3.0, 1.0])
-    _, final = fit(tmp_path / "run", lambda params, report: {"score": next(scores)})
+    _, final = fit(tmp_path / "run", lambda params, report: {"score": next(scores)}, wandb="drafters")
     assert "continuing at step 5 of 10" in capsys.readouterr().out
     assert toy_training.read_log(tmp_path / "run") == toy_training.read_log(whole[0])
     jax.tree.map(np.testing.assert_array_equal, final, whole[2])
+    assert_starts(tmp_path / "run", wandb)
+
+
+def assert_starts(run, wandb):
+    """Every start is in the record, and a run of Weights & Biases of its own in the group of the first."""
+    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert [start["step"] for start in starts] == [0, 5]
+    for start in starts:
+        assert start["versions"]["jax"] == jax.__version__ and start["mesh"] == {"data": 2, "model": 1}
+        assert start["processes"] == 1 and start["devices"] == "8 cpu" and len(start["commit"] or 40 * "0") >= 40
+    first, second = wandb.starts
+    assert [first["id"], second["id"]] == [start["wandb"] for start in starts] and first["id"] != second["id"]
+    assert first["group"] == second["group"] == first["id"] and first["project"] == "drafters"
+    assert first["config"]["loop"]["batch"] == 8 and wandb.finished == 2
+    assert [step for step, _ in wandb.logged] == [3, 5, 6, 9, 10] and 0 < wandb.logged[-1][1]["goodput"] < 1
 
 
 def test_a_finished_run_only_gives_its_weights(whole, monkeypatch):

@@ -1,5 +1,6 @@
 """Runs and results behind gs:// URLs, without a network: every file ends up there, and none in a folder named gs:."""
 
+import json
 import statistics
 
 import fsspec
@@ -14,7 +15,7 @@ import treeflash_jax as tf
 from train import export, from_scratch, head
 from train.data.records import Source
 from train.evaluate import held_out_prompts
-from train.runtime import folders, loop, run_config, watch
+from train.runtime import folders, hosts, loop, run_config, sinks, watch
 from train.runtime.checkpoint import claim
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import models
@@ -77,7 +78,7 @@ def test_settings_logs_and_exports_lie_there(bucket, toy, tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="loop.batch was 8, now 16"):
         claim(folder, toy_training.settings(toy, "run=gs://bucket/run", "loop.batch=16"))
     assert set(bucket) == {"/bucket/run/settings.toml"}
-    shown = watch.Watch(folder, steps=4, resumed_at=0, tensorboard=False)
+    shown = watch.Watch(folder, steps=4, resumed_at=0)
     for step, tau in ((2, 3.5), (4, 4.5)):
         shown.write(step, {"held_out/tau_64": tau})
     shown.close()
@@ -90,6 +91,21 @@ def test_settings_logs_and_exports_lie_there(bucket, toy, tmp_path, monkeypatch)
     assert "step 2" in card and "| tau_64 | 3.500 |" in card, "what was measured up to that step"
     stored = models.read_drafter_config(tmp_path)
     assert stored.drafter_temperature == 1 and stored.sampled_above is None
+
+
+def test_profiles_and_the_record_of_starts_lie_there(bucket, toy):
+    settings = toy_training.settings(toy, "run=gs://bucket/run")
+    folder, mesh = folders.absolute(settings.run), hosts.make_mesh(settings.mesh)
+    for step in (0, 4):
+        sinks.open_sinks(folder, settings, mesh, step)
+    assert [json.loads(line)["step"] for line in (folder / "starts.jsonl").read_text().splitlines()] == [0, 4]
+    trace = sinks.Trace(folder, (2, 3))
+    for step in range(1, 5):
+        assert not any("tensorboard" in name for name in bucket) or step == 4
+        trace.begin(step, {})
+        trace.end(step, {})
+    [profile] = (name for name in bucket if name.endswith(".xplane.pb"))
+    assert profile.startswith("/bucket/run/tensorboard/plugins/profile/")
 
 
 def test_exports_store_what_was_found_after_training(toy, tmp_path, monkeypatch, capsys):

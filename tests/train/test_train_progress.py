@@ -97,13 +97,18 @@ def test_without_a_terminal_there_are_plain_lines_only(capsys):
 
 
 def test_a_run_logs_the_seconds_of_all_its_parts(run, monkeypatch, capsys):
-    now = iter([100.0, 107.5])
-    monkeypatch.setattr(watch.time, "perf_counter", lambda: next(now))
-    shown = watch.Watch(watch.folders.absolute(run), steps=60, resumed_at=40, tensorboard=False)
+    """Steps 41 to 50 of an earlier start are lost: their time counts, but not as time in steps."""
+    with (run / "log.jsonl").open("a") as file:
+        file.write('{"step": 40, "goodput": 0.4, "seconds": 125.0}\n{"step": 50, "goodput": 0.5, "seconds": 140.0}\n')
+    monkeypatch.setattr(watch.time, "perf_counter", lambda: 107.5)
+    shown = watch.Watch(watch.folders.absolute(run), steps=60, resumed_at=40, began=100.0)
+    shown.step_seconds += 5.0
     shown.write(60, {"loss": 2.0})
     shown.close()
-    assert watch.read_log(run)[-1] == {"step": 60, "loss": 2.0, "seconds": 132.5}
+    goodput = round((0.4 * 125 + 5) / 147.5, 4)
+    assert watch.read_log(run)[-1] == {"step": 60, "loss": 2.0, "goodput": goodput, "seconds": 147.5}
     assert capsys.readouterr().out == "continuing at step 40 of 60\nstep 60 of 60: loss 2.000\n"
+    assert watch.summary(run)["goodput"] == "37% of the time in steps"
 
 
 def curves(*arguments, hidden=""):

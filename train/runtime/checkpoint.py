@@ -22,7 +22,8 @@ from treeflash_jax.core import devices, sharding
 
 # Settings that may change when a run continues: the number of steps, and what does not affect weights.
 FREE = frozenset(
-    {"run", "mesh"} | {f"loop.{name}" for name in "steps log_every save_every evaluate_every keep tensorboard".split()}
+    {"run", "mesh"}
+    | {f"loop.{name}" for name in "steps log_every save_every evaluate_every keep tensorboard wandb profile".split()}
 )
 STATE = "state"  # Orbax's name for a tree that is saved alone
 LOGGERS = ("absl", "asyncio")  # Orbax logs a traceback here of every error that it also raises

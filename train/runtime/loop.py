@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 
 from train.data import packing
-from train.runtime import folders, hosts, lock, training_state, watch
+from train.runtime import folders, hosts, lock, sinks, training_state, watch
 from train.runtime.checkpoint import Checkpoints, claim
 from train.runtime.run_config import LoopConfig
 from train.runtime.training_state import Stage, Sums, TrainState
@@ -62,6 +63,7 @@ def fit(
     frozen: Any,
     corpus: packing.Corpus,
     evaluate: Callable[[Any, Evaluating], dict[str, Any]] | None = None,
+    began: float | None = None,
 ) -> Any:
     """Trains until the last step and returns the float32 weights, on the mesh.
 
@@ -71,6 +73,7 @@ def fit(
       params: initial weights, placed (`training_state.place`).
       frozen: weights that are only read, placed.
       evaluate: metrics of the weights, added to those of the held-out sequences; it may report its progress.
+      began: `time.perf_counter()` at the beginning of the command; now by default.
 
     Raises:
       ValueError: a run directory of other settings or past the last step, a batch that does not divide, a loss that is not
@@ -83,12 +86,10 @@ def fit(
     with sharding.ambient(mesh), lock.held(folder / "run.lock", f"run={config.run}") as mine:
         claim(folder, config)
         with Checkpoints(config.run, loop, corpus.digests()) as saved, Termination() as termination:
-            run = _Run(stage, config, steps, mesh, params, mine, saved, termination)
-            try:
+            run = _Run(stage, config, steps, mesh, params, mine, saved, termination, began)
+            with closing(run.shown), closing(run.trace.running):
                 held_out = partial(HeldOut(stage, corpus, loop, mesh), frozen=frozen)
                 return run.train(frozen, corpus, [held_out, *([evaluate] if evaluate else [])])
-            finally:
-                run.shown.close()
 
 
 class _Run:
@@ -104,6 +105,7 @@ class _Run:
         mine: lock.Lock,
         saved: Checkpoints,
         termination: Termination,
+        began: float | None,
     ):
         loop: LoopConfig = config.loop
         self.stage, self.loop, self.steps, self.mesh = stage, loop, steps, mesh
@@ -126,7 +128,9 @@ class _Run:
                 f"run={config.run} is at step {self.start}, got loop.steps {steps}; give loop.steps={self.start} or more"
             )
         folder = folders.absolute(config.run)
-        self.shown = watch.Watch(folder, steps=steps, resumed_at=self.start, tensorboard=loop.tensorboard)
+        opened = sinks.open_sinks(folder, config, mesh, self.start) if self.start < steps else []
+        self.shown = watch.Watch(folder, steps=steps, resumed_at=self.start, sinks=opened, began=began)
+        self.trace = sinks.Trace(folder, loop.profile)
 
     def train(self, frozen: Any, corpus: packing.Corpus, measures: Sequence[Callable[..., dict[str, Any]]]) -> Any:
         """Returns the weights after the last step."""
@@ -140,23 +144,31 @@ class _Run:
         batches = packing.batches(corpus, start=start, stop=steps, batch=loop.batch, seed=loop.seed, **share)
         began, timed = time.perf_counter(), start
         for step, batch in zip(range(start + 1, steps + 1), batches, strict=True):
-            self.state = self.update(self.state, frozen, hosts.place_batch(batch, self.mesh))
+            self.trace.begin(step, self.state)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                self.state = self.update(self.state, frozen, hosts.place_batch(batch, self.mesh))
+            self.trace.end(step, self.state)
             self.shown.advance(step)
+            if step == start + 1:  # which compiled
+                jax.block_until_ready(self.state.step)
+                began, timed = time.perf_counter(), step
             ends = step == steps or self.termination.requested(step)
             logs = step == steps or _is_due(step, loop.log_every or steps)
             pauses = ends or self.is_evaluated_at(step) or _is_due(step, loop.save_every)
+            line: dict[str, Any] = means(sharding.to_host(self.state.window)) if logs else {}
             if logs or pauses:
                 _stop_if_bad(self.state)
-            line: dict[str, Any] = {}
-            if logs:
                 now = time.perf_counter()
-                seconds, began, timed = (now - began) / (step - timed), now, step
-                line = means(sharding.to_host(self.state.window)) | {"learning_rate": float(self.rate(step - 1))}
-                line |= {"tokens_per_second": batch.tokens_bt.size * jax.process_count() / seconds}
-                line |= {"mfu": self.stage.flops / seconds / peak} if peak else {}
+                seconds, count, began, timed = now - began, step - timed, now, step
+                self.shown.step_seconds += seconds
+            if logs:
+                line |= {"learning_rate": float(self.rate(step - 1))}
+            if logs and count:
+                line |= {"tokens_per_second": count * batch.tokens_bt.size * jax.process_count() / seconds}
+                line |= {"mfu": count * self.stage.flops / seconds / peak} if peak else {}
             self.finish(step, line, ends)
             if pauses:
-                began, timed = time.perf_counter(), step  # evaluations and checkpoints are not step time
+                began = time.perf_counter()  # evaluations and checkpoints are not step time
         return self.state.params
 
     def is_evaluated_at(self, step: int) -> bool:

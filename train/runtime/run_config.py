@@ -92,7 +92,9 @@ class LoopConfig:
       keep: number of newest checkpoints kept; the best by `best` is kept too.
       best: metric of an evaluation by which a checkpoint is best; empty: only the newest are kept.
       best_mode: "min" if the lowest value of `best` is best, "max" if the highest is.
-      tensorboard: also writes TensorBoard files (needs the `tensorboard` extra).
+      tensorboard: also writes TensorBoard files to RUN/tensorboard (needs the `tensorboard` extra).
+      wandb: project of Weights & Biases that receives the metrics (needs the `wandb` extra); empty: none.
+      profile: first and last step of a profile for TensorBoard, such as [100, 105].
     """
 
     steps: int = bounded(0, least=0)
@@ -107,6 +109,8 @@ class LoopConfig:
     best: str = bounded("held_out/loss", min_length=0)
     best_mode: Literal["min", "max"] = "min"
     tensorboard: bool = False
+    wandb: str = bounded("", min_length=0)
+    profile: tuple[int, int] | None = None
 
 
 def parse(cls: type[T], doc: str | None, argv: Sequence[str] | None = None) -> T:

@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from train.runtime import folders, hosts
+from train.runtime.sinks import Sink
 from treeflash_jax.core import files
 
 Metrics = dict[str, Any]
@@ -108,25 +109,30 @@ def _is_metric(value: Any) -> bool:
 
 
 class Watch:
-    """Progress bar, printed lines, RUN/log.jsonl and TensorBoard files of a run; silent on all hosts but the first.
+    """Progress bar, printed lines and RUN/log.jsonl of a run; silent on all hosts but the first.
 
-    A run that continues from a checkpoint drops log lines after the checkpoint's step.
+    A run that continues drops log lines after the step of its checkpoint. "seconds" are those of all starts, up
+    to the last line of each; "goodput" is the share of them spent in steps that were kept, compilation left out.
+
+    Args:
+      sinks: programs that show metrics too.
+      began: `time.perf_counter()` at the beginning of the command.
     """
 
-    def __init__(self, folder: epath.Path, *, steps: int, resumed_at: int, tensorboard: bool):
-        self.path, self.steps, self.began = folder / "log.jsonl", steps, time.perf_counter()
+    def __init__(
+        self, folder: epath.Path, *, steps: int, resumed_at: int, sinks: Sequence[Sink] = (), began: float | None = None
+    ):
+        self.path, self.steps, self.sinks = folder / "log.jsonl", steps, sinks
+        self.began = time.perf_counter() if began is None else began
         self.lines: list[Metrics] = []
-        self.writer: Any = None
+        self.before = self.step_seconds = 0.0
         if hosts.is_first():
-            self.lines = [line for line in read_log(folder) if line["step"] <= resumed_at]
+            lines = read_log(folder)
+            self.before = max((line.get("seconds", 0.0) for line in lines), default=0.0)
+            self.lines = [line for line in lines if line["step"] <= resumed_at]
             folders.write(self.path, self._text())
-            if tensorboard:
-                try:
-                    from tensorboardX import SummaryWriter
-                except ImportError:
-                    raise ValueError("loop.tensorboard needs tensorboardX; install treeflash-jax[tensorboard]") from None
-                self.writer = SummaryWriter(str(folder / "tensorboard"))
-        self.before = self.lines[-1].get("seconds", 0.0) if self.lines else 0.0
+        if self.lines:
+            self.step_seconds = self.lines[-1].get("seconds", 0.0) * self.lines[-1].get("goodput", 0.0)
         self.evaluated = {line["step"] for line in self.lines if any(name.startswith("held_out/") for name in line)}
         if resumed_at:
             hosts.say(f"continuing at step {resumed_at} of {steps}")
@@ -148,24 +154,26 @@ class Watch:
         """Adds a line to the log and prints its most important metrics."""
         if not hosts.is_first():
             return
-        metrics = metrics | {"seconds": round(self.before + time.perf_counter() - self.began, 1)}
+        seconds = self.before + time.perf_counter() - self.began
+        metrics = metrics | {"goodput": round(self.step_seconds / seconds, 4), "seconds": round(seconds, 1)}
         self.lines.append({"step": step, **metrics})
         if folders.is_remote(self.path):  # object stores cannot append
             self.path.write_text(self._text())
         else:
             with self.path.open("a") as file:
                 file.write(json.dumps(self.lines[-1]) + "\n")
-        if self.writer is not None:
-            for name, value in metrics.items():
-                for i, entry in enumerate(value) if isinstance(value, list) else [(None, value)]:
-                    self.writer.add_scalar(name if i is None else f"{name}/{i + 1}", entry, step)
+        flat = {}
+        for name, value in metrics.items():
+            flat |= {f"{name}/{i}": x for i, x in enumerate(value, 1)} if isinstance(value, list) else {name: value}
+        for sink in self.sinks:
+            sink.write(step, {name: value for name, value in flat.items() if value is not None})
         for words in describe(metrics):
             hosts.say(f"step {step} of {self.steps}: {words}")
 
     def close(self) -> None:
         self.bar.stop()
-        if self.writer is not None:
-            self.writer.close()
+        for sink in self.sinks:
+            sink.close()
 
 
 def describe(metrics: Metrics) -> list[str]:
@@ -188,6 +196,7 @@ def summary(folder: Any) -> dict[str, str]:
     values |= {word: f"{last[name]:.3f}" for name, word in (TRAINED | HELD_OUT).items() if name in last}
     values |= {"tau": _taus(last)} if _taus(last) else {}
     values |= {"tokens/s": f"{statistics.median(speeds):,.0f} (median)"} if speeds else {}
+    values |= {"goodput": f"{last['goodput']:.0%} of the time in steps"} if "goodput" in last else {}
     return values | ({"time": duration(last["seconds"])} if "seconds" in last else {})
 
 
@@ -222,7 +231,7 @@ def plot(folder: Any) -> epath.Path:
     panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for line in lines:
         for name, value in line.items():
-            if isinstance(value, float) and name not in ("seconds", "learning_rate", "mfu"):
+            if isinstance(value, float) and name not in ("seconds", "goodput", "learning_rate", "mfu"):
                 panels.setdefault(name.rpartition("/")[2], {}).setdefault(name, []).append((line["step"], value))
     columns = min(3, max(1, len(panels)))
     height = max(1, -(-len(panels) // columns))

@@ -14,6 +14,7 @@ Example:
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -199,6 +200,7 @@ def train(settings: DraftingStage) -> None:
     Raises:
       ValueError: sources, sizes or a drafter that cannot be trained.
     """
+    began = time.perf_counter()
     hosts.connect()
     mesh = hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
@@ -226,7 +228,9 @@ def train(settings: DraftingStage) -> None:
     measure = TreeTau(
         settings.evaluate, settings.systems, settings.constant, stage, model, drafter, corpus, frozen, mesh, stops
     )
-    params = loop.fit(stage, config=settings, mesh=mesh, params=params, frozen=frozen, corpus=corpus, evaluate=measure)
+    params = loop.fit(
+        stage, config=settings, mesh=mesh, params=params, frozen=frozen, corpus=corpus, evaluate=measure, began=began
+    )
     whole = sharding.to_host(assemble(drafter, params | frozen))
     if hosts.is_first():
         target = epath.Path(settings.run) / "model"
