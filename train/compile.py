@@ -54,8 +54,8 @@ def compile_step(settings: DraftingStage, shape: str, devices: list[Any], *, ste
     """
     model = shapes.find_verifier(shape)
     drafter = settings.shaped_config(model)
-    stage = make_stage(settings, model, drafter)
     mesh = hosts.make_mesh(settings.mesh, devices)
+    stage = make_stage(settings, model, drafter, mesh)
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
     with sharding.ambient(mesh):
         batch = abstract_batch(settings.loop.batch, settings.data.sequence_length, mesh)

@@ -44,7 +44,7 @@ class BlockStage(DraftingStage):
     objective: ObjectiveConfig
 
     def make_sums(self, verifier: ModelConfig, drafter: DrafterConfig) -> SumsFunction:
-        return partial(drafting_sums, settings=self.objective, verifier=verifier, drafter=drafter)
+        return partial(drafting_sums, settings=self.objective, verifier=verifier, drafter=drafter, attention=self.attention)
 
     @property
     def held_out(self) -> DraftingStage:

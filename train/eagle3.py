@@ -109,7 +109,7 @@ class Eagle3Stage(DraftingStage):
         return {name: fresh[name] for name in self.trains}
 
     def make_sums(self, verifier: ModelConfig, drafter: EagleConfig) -> SumsFunction:
-        return partial(rollout_sums, settings=self.objective, verifier=verifier, drafter=drafter)
+        return partial(rollout_sums, settings=self.objective, verifier=verifier, drafter=drafter, attention=self.attention)
 
     def flops(self, verifier: ModelConfig, drafter: EagleConfig) -> float:
         """Counts the verifier's pass and logits once; features, and layer and logits of every step, three times."""

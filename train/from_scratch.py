@@ -27,13 +27,13 @@ from train.data.records import Source, read
 from train.runtime import folders, hosts, loop, run_config, watch
 from train.runtime.training_state import Stage, Sums, place
 from train.stages import losses
-from train.stages.teacher import document_mask
 from treeflash_jax.core import files, parameters, sharding
 from treeflash_jax.core.checks import bounded
 from treeflash_jax.formats import architectures, models
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import verifier, vocab
+from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter
 
@@ -110,8 +110,8 @@ def train_tokenizer(settings: FromScratchStage) -> None:
 def next_token_sums(params: Any, frozen: Any, batch: packing.Batch, keys_b: Any, *, model: ModelConfig, dtype: Any) -> Sums:
     """Weighted sum of -log p(token | document so far), and of the weights."""
     params = jax.tree.map(lambda x: x.astype(dtype), params)
-    mask_btu = document_mask(batch.segments_bt)
-    out = verifier.forward(params, model, batch.tokens_bt, batch.positions_bt, mask_btu, attention="chunked")
+    mask = PackedMask(batch.segments_bt, batch.segments_bt)
+    out = verifier.forward(params, model, batch.tokens_bt, batch.positions_bt, mask, attention="chunked")
     labels_bt, weights_bt = (jnp.roll(x_bt, -1, axis=1).at[:, -1].set(0) for x_bt in (batch.tokens_bt, batch.weights_bt))
     logits_btv = vocab.unembed(params.get("unembed", params["embed"]), out.hidden_btd)
     loss_bt = losses.cross_entropy(logits_btv, losses.Targets(labels_bt, None))

@@ -30,7 +30,7 @@ from train.runtime.training_state import Sums, SumsFunction, split_chunks, sum_c
 from train.stages import losses
 from train.stages.drafting import DraftingStage, load_drafter, read_drafter
 from train.stages.drafting import train as main
-from train.stages.teacher import document_mask, teach
+from train.stages.teacher import teach
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.checks import AtLeast0, bounded
 from treeflash_jax.drafters import causal_lm, steering
@@ -38,6 +38,7 @@ from treeflash_jax.drafters.causal_lm import LanguageModelConfig
 from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.models import verifier as lm
 from treeflash_jax.models import vocab
+from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter
 from treeflash_jax.trees import pick
@@ -135,7 +136,7 @@ class LanguageModelStage(DraftingStage):
         return fresh
 
     def make_sums(self, verifier: ModelConfig, drafter: LanguageModelConfig) -> SumsFunction:
-        return partial(language_model_sums, settings=self, verifier=verifier, drafter=drafter)
+        return partial(language_model_sums, settings=self, verifier=verifier, drafter=drafter, attention=self.attention)
 
     def flops(self, verifier: ModelConfig, drafter: LanguageModelConfig) -> float:
         count, length = Counter(dtype=jnp.float32, batch=self.loop.batch), self.data.sequence_length
@@ -163,6 +164,7 @@ def language_model_sums(
     settings: LanguageModelStage,
     verifier: ModelConfig,
     drafter: LanguageModelConfig,
+    attention: str = "chunked",
 ) -> Sums:
     """Weighted sums over the tokens of the answers.
 
@@ -173,16 +175,16 @@ def language_model_sums(
     tables = frozen["verifier"]
     dtype, trees = tables["embed"].dtype, frozen | params
     weights = jax.tree.map(lambda x: x.astype(dtype), {name: trees[name] for name in causal_lm.specs(drafter)})
-    teacher = teach(tables, verifier, drafter.taps, batch)
+    teacher = teach(tables, verifier, drafter.taps, batch, attention)
     shift = None
     if drafter.steering is not None:
         shift = training_shift(weights["steering"], batch, keys_b, teacher.features_btj, settings.offset)
-    mask_bts = document_mask(batch.segments_bt)
+    mask = PackedMask(batch.segments_bt, batch.segments_bt)
 
     @jax.checkpoint
     def run(weights: Any) -> jax.Array:
-        inputs = batch.tokens_bt, batch.positions_bt, mask_bts
-        return lm.forward(weights, drafter.layers, *inputs, attention="chunked", shift=shift).hidden_btd
+        inputs = batch.tokens_bt, batch.positions_bt, mask
+        return lm.forward(weights, drafter.layers, *inputs, attention=attention, shift=shift).hidden_btd
 
     labels_bt, weights_bt = (jnp.roll(x, -1, axis=1).at[:, -1].set(0) for x in (batch.tokens_bt, batch.weights_bt))
     needs_verifier = settings.loss in losses.NEEDS_VERIFIER

@@ -111,6 +111,18 @@ def test_peak_rates_are_those_of_the_chip():
     assert {kind: Device("any", kind).peak_flops for kind in rates} == rates
 
 
+def test_training_attends_with_the_kernel_of_the_device():
+    kinds = {("tpu", "TPU v5 lite"): "splash", ("gpu", "NVIDIA H200"): "cudnn", ("gpu", "Tesla T4"): "chunked"}
+    kinds |= {("gpu", "AMD Instinct MI300X"): "chunked", ("cpu", "cpu"): "chunked"}
+    assert {kind: Device(*kind).training_attention() for kind in kinds} == kinds
+    assert (
+        Device("cpu").training_attention("splash") == "splash" and Device("tpu").training_attention("chunked") == "chunked"
+    )
+    for backend, name in (("tpu", "cudnn"), ("gpu", "splash"), ("cpu", "cudnn")):
+        with pytest.raises(ValueError, match=f"got attention '{name}' on a {backend}, expected 'auto' or 'chunked'"):
+            Device(backend, "NVIDIA H200").training_attention(name)
+
+
 def test_a_cpu_is_measured_in_the_dtype_that_is_computed_in(monkeypatch):
     monkeypatch.setattr(ceilings, "measure_flops", {jnp.float32: 1e11, jnp.bfloat16: 4e11}.get)
     assert [ceilings.peak_flops(8, dtype) for dtype in (jnp.float32, jnp.bfloat16)] == [1e11, 4e11]

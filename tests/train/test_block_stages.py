@@ -12,11 +12,12 @@ from toy_training import DRAFTER, MODEL, make_batch, random_weights
 from train import drafter, evaluate, head
 from train.runtime import hosts, run_config, training_state, watch
 from train.stages import drafting, objective, registry
-from treeflash_jax.core import sharding
+from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import models
 from treeflash_jax.models import verifier
+from treeflash_jax.models.backend import packed_attention
 
 WITH_HEAD = toy_training.with_head()
 OBJECTIVE = objective.ObjectiveConfig(loss="forward-kl", decay=4.0, anchors=8, chunk=8)
@@ -83,6 +84,18 @@ def test_state_lies_over_fsdp_and_model(toy):
         assert tree["head"]["down"].sharding.spec == jax.P("model", "fsdp")
     assert state.params["backbone"]["norm"].sharding.spec == jax.P(None)
     assert sharding.partition(("batch", None), (8, 32), mesh) == jax.P(("data", "fsdp"), None)
+
+
+@pytest.mark.parametrize("kind, expected", [("tpu", "splash"), ("cpu", "chunked")])
+def test_verifier_and_blocks_attend_as_the_device_does(toy, monkeypatch, kind, expected):
+    """Chosen for the devices of the mesh; in every layer of the verifier, and of the backbone in each pass over blocks."""
+    asked = []
+    monkeypatch.setattr(packed_attention, "supports", lambda name, *arrays: bool(asked.append(name)))
+    monkeypatch.setattr(devices, "describe_mesh", lambda mesh: devices.Device(mesh))
+    stage = drafting.make_stage(toy_training.settings(toy), MODEL, WITH_HEAD, kind)
+    params, frozen = (parameters.abstract(specs, "float32", None) for specs in (stage.specs, stage.frozen_specs))
+    jax.eval_shape(stage.sums, params, frozen, make_batch((20, 20)), jax.random.split(jax.random.key(0), 2))
+    assert set(asked) == {expected} and len(asked) >= MODEL.num_layers + WITH_HEAD.layers.num_layers
 
 
 @pytest.mark.slow

@@ -74,8 +74,7 @@ def test_block_attention_equals_brute_force():
         for shape in ((b, n * q, h, e), *2 * [(b, n * q, k, e)], *2 * [(b, s, k, e)])
     ]
     queries, new_k, new_v, old_k, old_v = arrays
-    seen = (np.arange(s) < anchors[..., None]) & (segments[:, None] == np.take_along_axis(segments, anchors, 1)[..., None])
-    mixed = blocks.block_attention(queries, new_k, new_v, old_k, old_v, seen)
+    mixed = blocks.block_attention(queries, new_k, new_v, old_k, old_v, jnp.asarray(anchors), jnp.asarray(segments))
     for r in range(b):
         for t in range(n * q):
             anchor = anchors[r, t // q]

@@ -25,6 +25,9 @@ from treeflash_jax.core import sharding
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.models import vocab
+from treeflash_jax.models.attention import tree_attention
+from treeflash_jax.models.backend import packed_attention
+from treeflash_jax.models.backend.packed_attention import BlockRule, PackedMask
 from treeflash_jax.trees import pick
 
 Layers = list[tuple[jax.Array, jax.Array]]
@@ -77,20 +80,24 @@ def context(params: Any, config: DrafterConfig, batch: Batch, features_bsj: jax.
 
 
 def hidden_states(
-    params: Any, config: DrafterConfig, embed_vd: jax.Array, batch: Batch, context: Layers, anchors_bn: jax.Array
+    params: Any,
+    config: DrafterConfig,
+    embed_vd: jax.Array,
+    batch: Batch,
+    context: Layers,
+    anchors_bn: jax.Array,
+    attention: str = "chunked",
 ) -> jax.Array:
     """Hidden states of the blocks at every anchor, [b, n, i, d], before the final norm: those of `backbone.block`."""
     size = config.block_size
     batch_size, count = anchors_bn.shape
     positions_bni = pick(batch.positions_bt, anchors_bn)[:, :, None] + jnp.arange(size)
-    before_bns = jnp.arange(batch.tokens_bt.shape[1]) < anchors_bn[:, :, None]
-    seen_bns = before_bns & (batch.segments_bt[:, None] == pick(batch.segments_bt, anchors_bn)[:, :, None])
     tokens_bni = jnp.full((batch_size, count, size), config.mask_token_id)
     tokens_bni = tokens_bni.at[:, :, 0].set(pick(batch.tokens_bt, anchors_bn))
     x_btd = sharding.constrain(vocab.embed(embed_vd, tokens_bni.reshape(batch_size, -1)), ("batch", None, None))
 
     def attend(q_bthe, k_btke, v_btke, context):
-        return block_attention(q_bthe, k_btke, v_btke, *context, seen_bns)
+        return block_attention(q_bthe, k_btke, v_btke, *context, anchors_bn, batch.segments_bt, attention)
 
     x_btd = backbone.through_layers(params, config, x_btd, positions_bni.reshape(batch_size, -1), context, attend)
     return x_btd.reshape(batch_size, count, size, -1)
@@ -102,11 +109,27 @@ def block_attention(
     v_btke: jax.Array,
     context_k_bske: jax.Array,
     context_v_bske: jax.Array,
-    seen_bns: jax.Array,
+    anchors_bn: jax.Array,
+    segments_bs: jax.Array,
+    attention: str = "chunked",
 ) -> jax.Array:
-    """One softmax over the context that a block sees and the block itself. t = n i slots, block after block."""
+    """One softmax over the context that a block sees and the block itself. t = n i slots, block after block.
+
+    Kernels take the blocks as more keys behind the context; "chunked" leaves each block's products with the others out.
+    """
     batch_size, slots, heads, head_dim = q_bthe.shape
-    count, kv_heads = seen_bns.shape[1], k_btke.shape[2]
+    count, kv_heads = anchors_bn.shape[1], k_btke.shape[2]
+    segments_bn = pick(segments_bs, anchors_bn)
+    k_bxke, v_bxke = (jnp.concatenate(x, axis=1) for x in ((context_k_bske, k_btke), (context_v_bske, v_btke)))
+    if packed_attention.supports(attention, q_bthe, k_bxke):
+        queries, keys = slots // count, k_btke.shape[1] // count
+        rule = BlockRule(segments_bs.shape[1], keys)
+        packed_bt = jnp.repeat(rule.pack(anchors_bn, jnp.arange(count)), queries, axis=1)
+        segments_bx = jnp.concatenate([segments_bs, jnp.repeat(segments_bn, keys, axis=1)], axis=1)
+        mask = PackedMask(jnp.repeat(segments_bn, queries, axis=1), segments_bx, packed_bt, rule)
+        return tree_attention(q_bthe, k_bxke, v_bxke, mask, implementation=attention)
+    before_bns = jnp.arange(segments_bs.shape[1]) < anchors_bn[:, :, None]
+    seen_bns = before_bns & (segments_bs[:, None] == segments_bn[:, :, None])
     wide = jnp.promote_types(q_bthe.dtype, jnp.float32)
     q_bnikhe = q_bthe.reshape(batch_size, count, -1, kv_heads, heads // kv_heads, head_dim) * head_dim**-0.5
     k_bntke, v_bntke = (x.reshape(batch_size, count, -1, kv_heads, head_dim) for x in (k_btke, v_btke))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
@@ -33,7 +33,7 @@ from train.evaluate import EvaluateConfig, TreeTau
 from train.runtime import folders, hosts, loop, run_config, watch
 from train.runtime.training_state import Stage, SumsFunction, place
 from treeflash_jax import drafters
-from treeflash_jax.core import parameters, sharding
+from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.core.checks import bounded
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import models
@@ -56,6 +56,8 @@ class DraftingStage(ABC):
       sources, data: responses of that verifier (`train.respond`), or chats.
       init_scale: standard deviation of fresh weights.
       compute_dtype: dtype of activations and frozen weights.
+      attention: "auto": splash attention on TPUs, cuDNN on NVIDIA GPUs, for sequence lengths and dtypes that these take;
+        else "chunked", a few queries at a time.
     """
 
     run: str
@@ -64,6 +66,7 @@ class DraftingStage(ABC):
     data: DataConfig = DataConfig()
     init_scale: float = bounded(0.02, above=0)
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    attention: Literal["auto", "chunked", "splash", "cudnn"] = "auto"
     evaluate: EvaluateConfig = EvaluateConfig()
     optimizer: run_config.OptimizerConfig
     loop: run_config.LoopConfig
@@ -180,8 +183,10 @@ def copy_weights(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(sharding.to_host(x), jnp.float32), tree)
 
 
-def make_stage(settings: DraftingStage, model: ModelConfig, drafter: Any) -> Stage:
-    """Divides the weights of a drafter into trained and frozen ones, by `settings.trains`."""
+def make_stage(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: Any = None) -> Stage:
+    """Divides the weights of a drafter into trained and frozen ones, by `settings.trains`, and chooses the attention."""
+    attention = devices.describe_mesh(mesh).training_attention(settings.attention)
+    settings = replace(settings, attention=attention)
     specs = drafters.of(drafter).specs(drafter)
     others = {name: tree for name, tree in specs.items() if name not in settings.trains and tree}
     return Stage(
@@ -213,7 +218,7 @@ def train(settings: DraftingStage) -> None:
     _, weights = models.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
     drafter = settings.drafter_config(model)
     settings.check(drafter, model)
-    stage = make_stage(settings, model, drafter)
+    stage = make_stage(settings, model, drafter, mesh)
     stored = settings.stored(drafter)
     params = place(settings.fresh(drafter, weights, stored), stage.specs, mesh, jnp.float32)
     frozen = {"verifier": weights} | {

@@ -117,6 +117,7 @@ def drafting_sums(
     settings: ObjectiveConfig,
     verifier: ModelConfig,
     drafter: DrafterConfig,
+    attention: str = "chunked",
 ) -> Sums:
     """Weighted sums of the loss and of metrics for monitoring, over the anchors drawn in these sequences.
 
@@ -125,6 +126,7 @@ def drafting_sums(
       frozen: "verifier", and "backbone" if it is not trained, in the compute dtype.
       keys_b: one random key per sequence.
       drafter: static; its `head` names the correction.
+      attention: implementation, a name in `attention.TRAINING`.
 
     Returns:
       As `losses.path_sums`, over the sample of the vocabulary if there is one; "overlap" only if the loss reads the
@@ -135,7 +137,7 @@ def drafting_sums(
     """
     tables, backbone = frozen["verifier"], (frozen | params)["backbone"]
     dtype = tables["embed"].dtype
-    teacher = teach(tables, verifier, drafter.target_layer_ids, batch)
+    teacher = teach(tables, verifier, drafter.target_layer_ids, batch, attention)
     chosen = blocks.sample_blocks(batch, settings.anchors, drafter.block_size, settings.decay, keys_b)
     context = blocks.context(_cast(backbone, dtype), drafter, batch, teacher.features_btj)
     sample = None
@@ -145,7 +147,8 @@ def drafting_sums(
 
     def hidden_states(backbone: Any, context: blocks.Layers, anchors_bn: jax.Array) -> jax.Array:
         backbone = _cast(backbone, dtype)
-        return blocks.hidden_states(backbone, drafter, tables["embed"], batch, context, anchors_bn)[:, :, 1:]
+        hidden_bnid = blocks.hidden_states(backbone, drafter, tables["embed"], batch, context, anchors_bn, attention)
+        return hidden_bnid[:, :, 1:]
 
     def chunk_sums(chunk: blocks.Blocks) -> Sums:
         run = jax.checkpoint(hidden_states) if "backbone" in params else hidden_states

@@ -61,6 +61,7 @@ def rollout_sums(
     settings: RolloutConfig,
     verifier: ModelConfig,
     drafter: EagleConfig,
+    attention: str = "chunked",
 ) -> Sums:
     """Weighted sums of the loss and of metrics for monitoring, over the drawn positions and their steps.
 
@@ -76,23 +77,21 @@ def rollout_sums(
     dtype = tables["embed"].dtype
     weights = jax.tree.map(lambda x: x.astype(dtype), params)
     weights |= {name: frozen[name] for name in ("offsets", "embed") if name in frozen}
-    teacher = teach(tables, verifier, drafter.taps, batch)
+    teacher = teach(tables, verifier, drafter.taps, batch, attention)
     carried_bsd = layer.fuse(weights, drafter, teacher.features_btj)
     next_bs = jnp.pad(batch.tokens_bt[:, 1:], ((0, 0), (0, 1)))
     inputs_bsf = layer.read(weights, tables, drafter, next_bs, carried_bsd)
     first = layer.keys_values(weights, drafter, inputs_bsf, layer.rotations(drafter, batch.positions_bt))
-    step = jax.checkpoint(partial(_step, drafter=drafter))
+    step = jax.checkpoint(partial(_step, drafter=drafter, attention=attention))
     score = jax.checkpoint(partial(_score, drafter=drafter))
 
     def chunk_sums(drawn: tuple[jax.Array, jax.Array]) -> Sums:
         index_bn, is_drawn_bn = drawn
-        position_bn, segment_bn = pick(batch.positions_bt, index_bn), pick(batch.segments_bt, index_bn)
+        position_bn, where = pick(batch.positions_bt, index_bn), (index_bn, batch.segments_bt)
         token_bni, label_bni = (_after(batch.tokens_bt, index_bn, first_at, settings.steps) for first_at in (1, 2))
-        seen_bns = jnp.arange(batch.tokens_bt.shape[1]) < index_bn[..., None]
-        seen_bns &= batch.segments_bt[:, None] == segment_bn[..., None]
         carried_bnd, keys, scores = pick(carried_bsd, index_bn), (), []
         for i in range(settings.steps):
-            hidden_bnd, new = step(weights, tables, first, seen_bns, carried_bnd, keys, position_bn + i, token_bni[:, :, i])
+            hidden_bnd, new = step(weights, tables, first, where, carried_bnd, keys, position_bn + i, token_bni[:, :, i])
             keys = (*keys, new)
             teacher_bnd = _after(teacher.hidden_btd, index_bn, 1 + i, 1)[:, :, 0]
             scores.append(score(weights, tables, hidden_bnd, teacher_bnd, label_bni[:, :, i]))
@@ -106,7 +105,9 @@ def rollout_sums(
     return sum_chunks(chunk_sums, split_chunks(draw_positions(batch, settings, keys_b), settings.chunk))
 
 
-def _step(weights, tables, first, seen_bns, carried_bnd, keys, position_bn, token_bn, *, drafter: EagleConfig) -> Any:
+def _step(
+    weights, tables, first, where, carried_bnd, keys, position_bn, token_bn, *, drafter: EagleConfig, attention
+) -> Any:
     """One pass of the layer over each position: its output [b, n, d], and its new key and value."""
     inputs_bnf = layer.read(weights, tables, drafter, token_bn, carried_bnd)
     table = layer.rotations(drafter, position_bn)
@@ -116,7 +117,7 @@ def _step(weights, tables, first, seen_bns, carried_bnd, keys, position_bn, toke
     )
 
     def attend(q_bnhe: jax.Array) -> jax.Array:
-        return blocks.block_attention(q_bnhe, k_btke, v_btke, *first, seen_bns)
+        return blocks.block_attention(q_bnhe, k_btke, v_btke, *first, *where, attention)
 
     return layer.hidden(weights, drafter, inputs_bnf, carried_bnd, table, attend), new
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import struct
 
 from train.data.packing import Batch
 from treeflash_jax.models import verifier
+from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig
 
 
@@ -26,18 +26,13 @@ class Teacher:
     hidden_btd: jax.Array
 
 
-def document_mask(segments_bt: jax.Array) -> jax.Array:
-    """Causal mask inside each document, [b, t, t]."""
-    same_bts = segments_bt[:, :, None] == segments_bt[:, None, :]
-    return same_bts & jnp.tri(segments_bt.shape[1], dtype=bool)
-
-
-def teach(params: Any, config: ModelConfig, taps: tuple[int, ...], batch: Batch) -> Teacher:
-    """Runs the verifier over packed sequences.
+def teach(params: Any, config: ModelConfig, taps: tuple[int, ...], batch: Batch, attention: str = "chunked") -> Teacher:
+    """Runs the verifier over packed sequences. It is frozen: its attention runs forward only.
 
     Args:
       taps: 0-based layers, in the order in which the drafter reads them.
+      attention: implementation, a name in `attention.TRAINING`.
     """
-    mask_bts = document_mask(batch.segments_bt)
-    out = verifier.forward(params, config, batch.tokens_bt, batch.positions_bt, mask_bts, taps=taps, attention="chunked")
+    mask = PackedMask(batch.segments_bt, batch.segments_bt)
+    out = verifier.forward(params, config, batch.tokens_bt, batch.positions_bt, mask, taps=taps, attention=attention)
     return jax.lax.stop_gradient(Teacher(out.features_btj, out.hidden_btd))

@@ -114,6 +114,19 @@ class Device:
             return requested
         return "streamed" if self.is_cpu and jnp.dtype(dtype) != jnp.bfloat16 else "xla"
 
+    def training_attention(self, requested: str = "auto") -> str:
+        """Returns the requested attention implementation for packed sequences; "auto": the kernel for this device.
+
+        cuDNN's needs an Ampere GPU or newer; the names of the older data-centre GPUs do not start with NVIDIA ("Tesla T4").
+
+        Raises:
+          ValueError: a kernel for another device; a CPU interprets "splash".
+        """
+        kernel = {"tpu": "splash", "gpu": "cudnn" if self.kind.startswith("NVIDIA") else None}.get(self.backend)
+        if requested not in ("auto", "chunked", "splash" if self.is_cpu else kernel):
+            raise ValueError(f"got attention {requested!r} on a {self.backend}, expected 'auto' or 'chunked'")
+        return (kernel or "chunked") if requested == "auto" else requested
+
     @property
     def pays_per_token(self) -> bool:
         """True if the time of a pass grows with its number of tokens: a CPU without instructions for matrices."""

@@ -185,3 +185,19 @@ def over_batch(function: Callable[..., Any], *arrays: Any) -> Any:
     if spec == PartitionSpec(None):
         return function(*arrays)
     return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(*arrays)
+
+
+def over_mesh(function: Callable[..., Any], arrays: Sequence[Any], layouts: Sequence[tuple[Axes, Sequence[int]]]) -> Any:
+    """Runs a function on each device's own part of `arrays`; its result lies like the first of them.
+
+    Args:
+      layouts: of each of the arrays, which may be pytrees: logical axes, and the sizes that a mesh axis must divide.
+    """
+    mesh = current()
+    names = set() if mesh is None else set(mesh.axis_names) - manual_axes(mesh)
+    if not names:
+        return function(*arrays)
+    specs = tuple(partition(axes, sizes, mesh) for axes, sizes in layouts)
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=names, check_vma=False
+    )(*arrays)  # fmt: skip

@@ -6,6 +6,7 @@ exists.
 
 "xla" reads the whole capacity of the cache and is the reference that the others are tested against. "streamed" and the
 Pallas kernels read the prefix block by block under an online softmax, up to the block that holds its last position.
+"splash", "cudnn" and "chunked" are for packed sequences without a prefix, in training.
 
 Shape suffixes: b batch, t new positions (queries), u new positions (keys), s cache slots, h query heads, k key/value heads,
 g = h / k, q = g t queries of one key/value head, x any kind of key, y shares of the prefix, e head dim.
@@ -20,11 +21,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from treeflash_jax.core import sharding
 from treeflash_jax.models import kv_cache
-from treeflash_jax.models.backend import attention_kernels, products
+from treeflash_jax.models.backend import attention_kernels, packed_attention, products
+from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.kv_cache import LayerKV
 
 MAX_CHUNKS, MIN_CHUNK_SLOTS = 8, 128
@@ -36,7 +37,7 @@ def tree_attention(
     q_bthe: jax.Array,
     k_buke: jax.Array,
     v_buke: jax.Array,
-    mask_btu: jax.Array,
+    mask_btu: jax.Array | PackedMask,
     prefix: LayerKV | None = None,
     length_b: jax.Array | None = None,
     *,
@@ -65,6 +66,10 @@ def tree_attention(
         raise ValueError(f"got attention implementation {implementation!r}, expected one of {sorted(IMPLEMENTATIONS)}")
     scale = q_bthe.shape[-1] ** -0.5 if scale is None else scale
     attend = IMPLEMENTATIONS[implementation]
+    if isinstance(mask_btu, PackedMask):
+        if packed_attention.supports(implementation, q_bthe, k_buke):
+            return packed_attention.attend(implementation, q_bthe, k_buke, v_buke, mask_btu, scale)
+        mask_btu = mask_btu.dense()
     return attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
 
 
@@ -192,15 +197,9 @@ def _attend_in_parts(
         return _ungroup_queries(part.mixed_bkqe / part.total_bkq[..., None], q_bthe)
 
     arrays = q_bthe, k_buke, v_buke, mask_btu, prefix, length_b
-    mesh = sharding.current()
-    names = set() if mesh is None else set(mesh.axis_names) - sharding.manual_axes(mesh)
-    if not names:
-        return attend(*arrays)
-    heads = sharding.partition(("batch", None, "kv_heads", None), k_buke.shape, mesh)
-    slots = sharding.partition(kv_cache.AXES, prefix.keys_bkse.shape, mesh)
-    batch = sharding.partition(("batch",), length_b.shape, mesh)
-    specs = (heads, heads, heads, PartitionSpec(*batch, None, None), slots, batch)
-    return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=heads, axis_names=names, check_vma=False)(*arrays)
+    heads, batch = (("batch", None, "kv_heads", None), k_buke.shape), (("batch",), length_b.shape)
+    layouts = heads, heads, heads, batch, (kv_cache.AXES, prefix.keys_bkse.shape), batch
+    return sharding.over_mesh(attend, arrays, layouts)
 
 
 def _extend(
@@ -248,13 +247,13 @@ def _mix(weights_bkqx: jax.Array, values_bkxe: jax.Array) -> jax.Array:
     return jnp.einsum("bkqx,bkxe->bkqe", weights_bkqx, values_bkxe, preferred_element_type=wide)
 
 
+TRAINING = ("chunked", *packed_attention.KINDS)  # the first is the plain form of the others; users choose among the rest
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "xla": _xla,
-    "chunked": _chunked,
+    **dict.fromkeys(TRAINING, _chunked),
     "streamed": _streamed,
     "pallas-gpu": partial(_pallas, "gpu"),
     "pallas-tpu": partial(_pallas, "tpu"),
 }
 
-TRAINING = "chunked"  # for sequences without a prefix; users choose among the others
-CHOICES = tuple(name for name in IMPLEMENTATIONS if name != TRAINING)
+CHOICES = tuple(name for name in IMPLEMENTATIONS if name not in TRAINING)
