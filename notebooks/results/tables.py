@@ -1,9 +1,9 @@
-"""Writes the tables of the README files from the JSON files in this folder, and what repeats the settings of a call.
+"""Writes the tables of the README files from the JSON files in this folder and from the declared settings.
 
     python notebooks/results/tables.py
 
-A table stands between the lines `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a key of TABLES. The test suite
-fails when a README file and the results disagree.
+A table stands between the lines `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of TABLES. A test fails if a page
+and the results disagree.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read(name: str) -> Any:
 
 
 def table(header: str, rows: Iterable[Iterable[Any]]) -> str:
-    """A Markdown table; `header` separates its columns by "|"."""
+    """Formats a Markdown table; `header` separates its columns by "|"."""
     columns = [column.strip() for column in header.split("|")]
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
@@ -52,7 +52,7 @@ def interval(ratio: dict[str, float] | None) -> str:
 
 
 def _systems() -> Iterable[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Every system of tau_gsm8k.json: its name in words, its row at temperature 0, its row at temperature 1."""
+    """Yields every system of tau_gsm8k.json: its name in words, its row at temperature 0, its row at temperature 1."""
     runs = read("tau_gsm8k.json")
     sampled = {row["system"].partition("@")[0]: row for row in runs["sampled"]["rows"]}
     for row in runs["greedy"]["rows"]:
@@ -78,7 +78,7 @@ def tau() -> str:
 
 
 def _pairs(name: str, header: str, cells: Callable[[dict[str, Any], dict[str, Any]], list[str]]) -> str:
-    """Rows of two systems side by side, by the prompts and temperatures of a results file."""
+    """Formats two systems side by side, by the prompts and temperatures of a results file."""
     runs = read(name)
     rows = []
     for prompts, report in runs["prompts"].items():
@@ -91,8 +91,6 @@ def _pairs(name: str, header: str, cells: Callable[[dict[str, Any], dict[str, An
 
 
 def tau_smollm2() -> str:
-    """Of the drafter that ships for SmolLM2."""
-
     def cells(marginal: dict[str, Any], tree: dict[str, Any]) -> list[str]:
         return [f"{marginal['tau']:.2f}", f"{tree['tau']:.2f}", interval(tree["tau_ratio"])]
 
@@ -100,8 +98,6 @@ def tau_smollm2() -> str:
 
 
 def speed_smollm2() -> str:
-    """Of the drafter that ships for SmolLM2."""
-
     def cells(plain: dict[str, Any], tree: dict[str, Any]) -> list[str]:
         speeds = [f"{row['tokens_per_second']:.1f}" for row in (plain, tree)]
         return [f"{tree['tau']:.2f}", *speeds, interval(tree["speedup"])]
@@ -109,52 +105,10 @@ def speed_smollm2() -> str:
     return _pairs("speed_smollm2.json", "tau | one token, tokens/s | tree of 8 nodes, tokens/s | speedup", cells)
 
 
-def tau_seen() -> str:
-    seen = read("tau_gsm8k.json")["greedy_by_seen_16_grams"]
-    rows = []
-    for name, greedy, sampled in _systems():
-        parts = seen.get(greedy["system"])
-        apart = [f"{parts[part]['tau']:.2f}" for part in ("seen", "unseen")] if parts else ["", ""]
-        rows.append([name, greedy["nodes"] or "", f"{greedy['tau']:.2f}", *apart, f"{sampled['tau']:.2f}"])
-    return table("drafted by | nodes | tau, T = 0 | of it seen | unseen | tau, T = 1", rows)
-
-
-def drafter_temperature() -> str:
-    runs = read("drafter_temperature.json")
-    columns = list(runs["rows"][0]["tau"])
-    names = {"mlp": SYSTEMS["treeflash"], "marginal": SYSTEMS["marginal"]}
-    rows = [
-        [names[row["head"]], row["nodes"], f"{row['temperature']:g}", *(f"{tau:.2f}" for tau in row["tau"].values())]
-        for row in runs["rows"]
-    ]
-    header = " | ".join(["drafted by", "nodes", "T", *columns])
-    return "\n".join([table(header, rows), "", f"{runs['note']}: `{runs['command']}`."])
-
-
-def train_head() -> str:
-    run = read("train_tiny_head.json")
-    last = run["curve"][-1]
-    rows = [
-        [
-            nodes,
-            *(f"{last[f'held_out/{name}_{nodes}']:.2f}" for name in ("tau_marginal", "tau")),
-            f"{run[f'ratio_{nodes}']:.2f}",
-        ]
-        for nodes in (16, 64)
-    ]
-    seconds = run["cpu_seconds"]
-    caption = (
-        f"{run['what'][0].upper()}{run['what'][1:]}. {run['hardware']}. Answers took {seconds['respond']} CPU seconds, "
-        f"training {seconds['head']}."
-    )
-    made = table("nodes | tau without a head | tau with the head | ratio", rows)
-    return "\n".join([made, "", caption, fenced(run["command"])])
-
-
 def train_steps() -> str:
     rows = []
     for step in (*read("tpu_train_steps.json").values(), *read("gpu_train_steps.json").values()):
-        moved = {kind: one["bytes"] / GIB for kind, one in step["collectives"].items()}
+        moved = {kind: collective["bytes"] / GIB for kind, collective in step["collectives"].items()}
         rows.append(
             [
                 step["topology"],
@@ -216,18 +170,18 @@ def experts_rounds() -> str:
 
 
 def compiled(name: str, reads: str = "") -> str:
-    """Memory and collectives of rounds; `reads` heads the columns of the weights that a mixture of experts reads."""
+    """Formats memory and collectives of rounds; `reads`: headers of the columns of weights that experts add."""
     rows = []
-    for one in read(name).values():
-        size = {name: count / GIB for name, count in one["bytes_per_device"].items()}
-        moved = {kind: part["bytes"] / MIB for kind, part in one["collectives"].items()}
+    for result in read(name).values():
+        size = {name: count / GIB for name, count in result["bytes_per_device"].items()}
+        moved = {kind: part["bytes"] / MIB for kind, part in result["collectives"].items()}
         parts = [size["verifier"], size["drafter"] + size.get("head", 0), size["verifier_cache"] + size["drafter_cache"]]
         parts += [max(size["round"], size["prefill"])]
-        total = f"{size['total']:.2f} of {one['bytes_limit'] / GIB:.0f}"
+        total = f"{size['total']:.2f} of {result['bytes_limit'] / GIB:.0f}"
         ends = [total, f"{moved['all-gather']:.2f} MiB", f"{moved['all-reduce']:.0f} MiB"]
-        ends += [f"{passed['bytes'] / GIB:.2f}" for passed in one.get("experts_read", {}).values()]
-        mesh = "x".join(map(str, one["mesh"].values()))
-        rows.append([one["shape"], one["topology"], mesh, *(f"{part:.2f}" for part in parts), *ends])
+        ends += [f"{passed['bytes'] / GIB:.2f}" for passed in result.get("experts_read", {}).values()]
+        mesh = "x".join(map(str, result["mesh"].values()))
+        rows.append([result["shape"], result["topology"], mesh, *(f"{part:.2f}" for part in parts), *ends])
     header = (
         "model | topology | mesh | verifier | drafter and head | caches | temporary | total | all-gathers | all-reduces"
     )
@@ -235,20 +189,20 @@ def compiled(name: str, reads: str = "") -> str:
 
 
 def fits() -> str:
-    """Weights of a device, and how many tokens' keys and values fit beside them in nine tenths of its memory."""
+    """Formats weights per device, and the number of tokens whose caches fit beside them in nine tenths of its memory."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for one in read("fits.json").values():
-        size = one["bytes_per_device"]
+    for result in read("fits.json").values():
+        size = result["bytes_per_device"]
         weights = size["verifier"] + size["drafter"]
-        per_token = (size["verifier_cache"] + size["drafter_cache"]) / (one["batch"] * one["context"])
-        tokens = (0.9 * one["bytes_limit"] - weights) / per_token
-        rows.setdefault((one["shape"], one["quantize"] or one["dtype"]), []).append(
+        per_token = (size["verifier_cache"] + size["drafter_cache"]) / (result["batch"] * result["context"])
+        tokens = (0.9 * result["bytes_limit"] - weights) / per_token
+        rows.setdefault((result["shape"], result["quantize"] or result["dtype"]), []).append(
             f"{weights / GIB:.1f} GiB, {tokens / 1000:,.0f}k tokens"
         )
     made = table("model | weights | one H100 | one H200 | v5e-8 | v5p-8", [[*name, *cells] for name, cells in rows.items()])
     more = []
-    for one in read("fits_h100.json").values():
-        size = one["bytes_per_device"]
+    for result in read("fits_h100.json").values():
+        size = result["bytes_per_device"]
         summed = sum(size[part] for part in ("verifier", "drafter", "verifier_cache", "drafter_cache"))
         more.append((size["total"] - summed) / GIB)
     note = f"Compiled for one H100, {len(more)} of these requests needed {min(more):.1f} to {max(more):.1f} GiB more."
@@ -256,7 +210,7 @@ def fits() -> str:
 
 
 def drafter_rounds() -> str:
-    """Rounds of drafters that are not blocks: memory, and the bytes of their collectives."""
+    """Formats memory and collectives of rounds of drafters that are not block drafters."""
     rows = []
     for result in read("drafter_rounds.json").values():
         size = {name: count / GIB for name, count in result["bytes_per_device"].items()}
@@ -274,24 +228,24 @@ def beside_published() -> str:
     rows = []
     for key, name in names.items():
         for suffix, note in (("", ""), ("_one_thread", ", published code on one thread")):
-            one = runs[key + suffix]
-            speeds = [f"{one[which]:.0f}" for which in ("tokens_per_second", "other_tokens_per_second")]
-            rows.append([name + note, *speeds, f"{one['ratio']:.1f}"])
+            speed = runs[key + suffix]
+            speeds = [f"{speed[which]:.0f}" for which in ("tokens_per_second", "other_tokens_per_second")]
+            rows.append([name + note, *speeds, f"{speed['ratio']:.1f}"])
     made = table("decoding | this library, tokens/s | published code, tokens/s | ratio", rows)
     note = runs["note"].partition("; one_thread")[0]
     return "\n".join([made, "", f"{note[0].upper()}{note[1:]}:", fenced([runs["command"]], "text")])
 
 
 def _beside(runs: dict[str, Any]) -> str:
-    """Systems of peers_smollm2.json by the prompts of each run, speeds over those of the first."""
+    """Formats systems of peers_smollm2.json by prompts, with speeds over those of the first system."""
     rows = []
     for prompts, run in runs["runs"].items():
         plain = next(iter(run["systems"].values()))
-        for system, found in run["systems"].items():
-            ratio = median(mine / theirs for mine, theirs in zip(found["all"], plain["all"], strict=True))
-            tau = f"{found['tau']:.2f}" if "tau" in found else ""
-            same = f"{found['same']} of {run['prompts']}"
-            rows.append([prompts, system, tau, f"{found['tokens_per_second']:.1f}", f"{ratio:.2f}", same])
+        for system, measured in run["systems"].items():
+            ratio = median(mine / theirs for mine, theirs in zip(measured["all"], plain["all"], strict=True))
+            tau = f"{measured['tau']:.2f}" if "tau" in measured else ""
+            same = f"{measured['same']} of {run['prompts']}"
+            rows.append([prompts, system, tau, f"{measured['tokens_per_second']:.1f}", f"{ratio:.2f}", same])
     made = table("prompts | decoded by | tau | tokens/s | over one token | same answer", rows)
     return "\n".join([made, "", f"{runs['note'][0].upper()}{runs['note'][1:]}:", fenced(runs["commands"], "text")])
 
@@ -336,48 +290,22 @@ def drafters() -> str:
 
 
 def sampled_trees() -> str:
-    runs = read("rules_shipped.json")
-    plain = {_tree(row): row for row in runs["rows"] if row["builder"] == "best-first"}
-    pairs = [("hybrid", "traversal"), ("one-path", "block")]
+    runs = read("sampled_tiny.json")
+    plain = {(row["temperature"], row["system"]): row["tau"] for row in runs["rows"]}
     rows = [
         [
             f"{row['temperature']:g}",
             row["nodes"],
-            row["candidates"],
-            " + ".join(pair),
-            f"{plain[_tree(row)]['tau']['value']:.2f}",
-            f"{row['tau']['value']:.2f}",
-            interval(row["tau_ratio"]),
-            interval(row["expected_tau_ratio"]),
-        ]
-        for pair in pairs
-        for row in sorted(runs["rows"], key=_tree)
-        if (row["builder"], row["acceptance"]) == pair
-    ]
-    header = "T | nodes | candidates | builder + rule | tau, best-first tree | tau | ratio | expected ratio"
-    commands = [command for command in runs["command"] if "--limit 64" in command]
-    return "\n".join([table(header, rows), fenced(commands)])
-
-
-def _tree(row: dict[str, Any]) -> tuple[float, int, int]:
-    return row["temperature"], row["nodes"], row["candidates"]
-
-
-def leaves() -> str:
-    runs = read("rules_shipped.json")
-    key = ("nodes", "builder", "acceptance")
-    without = {tuple(row[k] for k in key): row for row in runs["all_pairs"]["rows"] if row["head"] == "mlp"}
-    rows = [
-        [
-            row["nodes"],
             f"{row['builder']} + {row['acceptance']}",
-            *(f"{one['expected_tau']['value']:.2f}" for one in (other, row)),
+            f"{plain[row['temperature'], row['against']]:.2f}",
+            f"{row['tau']:.2f}",
+            interval(row["tau_ratio"]),
         ]
-        for row in runs["leaves"]["rows"]
-        if row["builder"] != "best-first" and (other := without[tuple(row[k] for k in key)])
+        for row in runs["rows"]
+        if row["against"]
     ]
-    made = table("nodes | builder + rule | expected tau | with leaves", rows)
-    return "\n".join([made, fenced([runs["leaves"]["command"]])])
+    header = "T | nodes | builder + rule | tau, best-first tree | tau | ratio"
+    return "\n".join([table(header, rows), "", f"{runs['note']}:", fenced(runs["command"])])
 
 
 def accept_costs() -> str:
@@ -398,31 +326,30 @@ def accept_costs() -> str:
 
 
 def options() -> str:
-    """Every setting of a call, from the fields that declare it."""
+    """Formats every setting of a call, from the fields that declare it."""
     from treeflash_jax.core.checks import default_text
     from treeflash_jax.engine.settings import groups
 
     rows = {True: [], False: []}
-    for one in (field for group in groups().values() for field in fields(group)):
-        about = one.metadata
-        rows[about["basic"]].append([f"`--{one.name.replace('_', '-')}`", about["help"], default_text(one), about["kind"]])
+    for setting in (field for group in groups().values() for field in fields(group)):
+        about, name = setting.metadata, setting.name.replace("_", "-")
+        rows[about["basic"]].append([f"`--{name}`", about["help"], default_text(setting), about["kind"]])
     return table("option | meaning | default | changes", [*rows[True], ["**advanced**", "", "", ""], *rows[False]])
 
 
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        *(tau, tau_smollm2, speed_smollm2, tau_seen, drafter_temperature, train_head, train_steps, latency, budget, fits),
-        *(tpu_rounds, experts_rounds, drafter_rounds, beside_published, peers, peers_trained, drafters, sampled_trees),
-        *(leaves, accept_costs, options),
+        *(tau, tau_smollm2, speed_smollm2, train_steps, latency, budget, fits, tpu_rounds, experts_rounds, drafter_rounds),
+        *(beside_published, peers, peers_trained, drafters, sampled_trees, accept_costs, options),
     )
 }
 
 
 def rendered(text: str) -> str:
-    """A page with its tables made anew."""
+    """Returns a page with its tables generated again."""
     made = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
-    return made.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", text)
+    return made.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}", text)
 
 
 def main() -> None:
