@@ -111,6 +111,12 @@ def test_peak_rates_are_those_of_the_chip():
     assert {kind: Device("any", kind).peak_flops for kind in rates} == rates
 
 
+def test_prefill_passes_are_as_long_as_the_ridge_of_the_chip():
+    """Peak FLOP/s over bytes/s, for weights of two bytes and two FLOPs: 206, 240, 166 and 560 tokens."""
+    chunks = {"NVIDIA H200": 256, "TPU v5 lite": 256, "TPU v5": 128, "TPU v6 lite": 512, "NVIDIA Unknown": 128, "cpu": 64}
+    assert {kind: Device("cpu" if kind == "cpu" else "any", kind).prefill_chunk for kind in chunks} == chunks
+
+
 def test_training_attends_with_the_kernel_of_the_device():
     kinds = {("tpu", "TPU v5 lite"): "splash", ("gpu", "NVIDIA H200"): "cudnn", ("gpu", "Tesla T4"): "chunked"}
     kinds |= {("gpu", "AMD Instinct MI300X"): "chunked", ("cpu", "cpu"): "chunked"}

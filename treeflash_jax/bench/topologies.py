@@ -11,14 +11,14 @@ import jax
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import read_json
 from treeflash_jax.core.clock import slow
-from treeflash_jax.core.devices import GPU_MEMORY
+from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES
 
-# Targets of the compiler: multiprocessors, compute capability, bytes/s, L2 cache, shared memory of a multiprocessor.
+# Targets of the compiler: multiprocessors, compute capability, L2 cache, shared memory of a multiprocessor.
 # Source: NVIDIA's data sheets.
 GPUS = {
-    "a100": (108, 8, 2.04e12, 40 * 2**20, 167_936),
-    "h100": (132, 9, 3.35e12, 50 * 2**20, 233_472),
-    "h200": (132, 9, 4.8e12, 50 * 2**20, 233_472),
+    "a100": (108, 8, 40 * 2**20, 167_936),
+    "h100": (132, 9, 50 * 2**20, 233_472),
+    "h200": (132, 9, 50 * 2**20, 233_472),
 }
 _GPU_TARGET = """
 gpu_device_info {{
@@ -79,10 +79,12 @@ def topology_devices(name: str) -> list[Any]:
 
     family, _, count = name.partition(":")
     if family in GPUS:
-        cores, major, bandwidth, cache, shared = GPUS[family]
+        cores, major, cache, shared = GPUS[family]
+        chip = f"NVIDIA {family.upper()}"
+        bandwidth = int(PEAK_RATES[chip][1])
         target = _GPU_TARGET.format(
-            shared=shared, block=shared - 1024, cores=cores, fpus=64 if major == 8 else 128, bandwidth=int(bandwidth),
-            cache=cache, memory=GPU_MEMORY[family], major=major, name=f"NVIDIA {family.upper()}",
+            shared=shared, block=shared - 1024, cores=cores, fpus=64 if major == 8 else 128, bandwidth=bandwidth,
+            cache=cache, memory=GPU_MEMORY[family], major=major, name=chip,
         )  # fmt: skip
         described = {"platform": "cuda", "target_config": target, "topology": f"1x1x{count or 1}"}
         expected = f'topology {name} needs the GPU compiler; pip install "jax[cuda12]"'

@@ -7,6 +7,7 @@ for a device that is not present.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 from collections.abc import Callable
@@ -23,17 +24,17 @@ import jax.numpy as jnp
 TPU_MEMORY = {"v4": 32 * 2**30, "v5e": 16 * 2**30, "v5p": 95 * 2**30, "v6e": 32 * 2**30}
 GPU_MEMORY = {"a100": 80 * 2**30, "h100": 80 * 2**30, "h200": 139 * 2**30}
 TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
-# Dense bfloat16 peak of one chip in FLOP/s, by prefix of JAX's name of its kind. Source: as above.
-PEAK_FLOPS = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA L4": 121e12,
-    "Tesla T4": 65e12,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
+# Dense bfloat16 FLOP/s and bytes/s of memory of one chip, by prefix of JAX's name of its kind. Source: as above.
+PEAK_RATES = {
+    "NVIDIA H200": (989e12, 4.8e12),
+    "NVIDIA H100": (989e12, 3.35e12),
+    "NVIDIA A100": (312e12, 2.04e12),
+    "NVIDIA L4": (121e12, 0.3e12),
+    "Tesla T4": (65e12, 0.32e12),
+    "TPU v4": (275e12, 1.23e12),
+    "TPU v5 lite": (197e12, 0.82e12),
+    "TPU v5": (459e12, 2.77e12),
+    "TPU v6 lite": (918e12, 1.64e12),
 }
 # Instructions that multiply bfloat16 matrices and vectors, by their names in the flags of /proc/cpuinfo; and XLA's
 # names, in --xla_cpu_max_isa, of the instruction sets that contain them.
@@ -159,12 +160,18 @@ class Device:
 
     @property
     def prefill_chunk(self) -> int:
-        """Prompt tokens per prefill pass. Padding costs time on a CPU.
+        """Prompt tokens per prefill pass.
 
-        With SmolLM2 in bfloat16 on two cores, prompts of 40 and 1,500 tokens take 0.31 and 4.8 CPU seconds in passes of 64,
-        0.45 and 4.2 in passes of 128; in float32, 0.57 and 6.6, and 0.72 and 6.1.
+        On a known accelerator, the power of two nearest to its ridge: the number of tokens whose products with bfloat16
+        weights take as long as reading the weights. With fewer, prefill waits for memory; more would pad short prompts.
+
+        Padding costs most on a CPU. With SmolLM2 in bfloat16 on two cores, prompts of 40 and 1,500 tokens take 0.31 and 4.8
+        CPU seconds in passes of 64, 0.45 and 4.2 in passes of 128; in float32, 0.57 and 6.6, and 0.72 and 6.1.
         """
-        return 64 if self.is_cpu else 128
+        if self.is_cpu or not self.peak_rates:
+            return 64 if self.is_cpu else 128
+        flops, bytes_read = self.peak_rates
+        return 2 ** round(math.log2(flops / bytes_read))
 
     @property
     def prefill_attention(self) -> str:
@@ -177,10 +184,15 @@ class Device:
         return 1 if self.is_cpu else 16
 
     @property
+    def peak_rates(self) -> tuple[float, float] | None:
+        """Peak FLOP/s and bytes/s according to the chip's data sheet; None for an unknown chip."""
+        names = [name for name in PEAK_RATES if self.kind.startswith(name)]
+        return PEAK_RATES[max(names, key=len)] if names else None
+
+    @property
     def peak_flops(self) -> float | None:
         """Peak FLOP/s according to the chip's data sheet; None for an unknown chip."""
-        names = [name for name in PEAK_FLOPS if self.kind.startswith(name)]
-        return PEAK_FLOPS[max(names, key=len)] if names else None
+        return self.peak_rates and self.peak_rates[0]
 
     @property
     def nodes(self) -> tuple[int, ...]:
