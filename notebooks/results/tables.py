@@ -246,7 +246,7 @@ def _beside(runs: dict[str, Any]) -> str:
             tau = f"{measured['tau']:.2f}" if "tau" in measured else ""
             same = f"{measured['same']} of {run['prompts']}"
             rows.append([prompts, system, tau, f"{measured['tokens_per_second']:.1f}", f"{ratio:.2f}", same])
-    made = table("prompts | decoded by | tau | tokens/s | over one token | same answer", rows)
+    made = table("prompts | decoded by | tau | tokens/s | over one-token decoding | same answers", rows)
     return "\n".join([made, "", f"{runs['note'][0].upper()}{runs['note'][1:]}:", fenced(runs["commands"], "text")])
 
 
