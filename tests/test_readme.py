@@ -124,8 +124,12 @@ def test_papers_are_cited_whole():
 @pytest.mark.parametrize("page", PAGES)
 def test_named_files_and_links_exist(page):
     here = (ROOT / page).parent
-    for link in re.findall(r"\]\((?!https?:)([^)#]*)[^)]*\)", PAGES[page]):
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", PAGES[page]):
         assert (here / link).exists(), link
+        target = (here / link).read_text(encoding="utf-8") if link and anchor else PAGES[page]
+        headings = re.findall(r"^#+ (.*)$", target, flags=re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in anchors, f"{link}#{anchor}"
     for name in set(FILES.findall(PAGES[page])) - {"config.json", "tokenizer.json"}:  # of any model's folder
         assert any((folder / name).exists() for folder in (here, ROOT, RESULTS, ROOT / "treeflash_jax")), name
 
