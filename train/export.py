@@ -72,7 +72,7 @@ def main(settings: ExportStage) -> None:
     folders.check(settings.out, **replacing)
     trained = read_settings(settings.run)
     model = models.read_verifier_config(locate(trained.verifier, "verifier"))
-    drafter = trained.drafter_config(model)
+    drafter = trained.recorded_config(model)
     drafter = dataclasses.replace(
         drafter,
         drafter_temperature=settings.drafter_temperature or drafter.drafter_temperature,
@@ -118,7 +118,7 @@ def measure_tau(trained: DraftingStage, folder: Path) -> str:
         prompts = held_out_prompts(trained.corpus, TAU_PROMPTS)
         if not prompts:
             raise ValueError("the sources hold out no prompt")
-        model = tf.load(verifier=trained.verifier, drafter=folder)
+        model = tf.load(verifier=trained.verifier, drafter=folder, thinking=bool(trained.data.thinking))
         shape = {"builder": "best-first", "nodes": model.drafter.num_nodes}
         answers = model.generate_each(prompts, **shape, max_new_tokens=TAU_TOKENS)
         tau = mean([length for _, result in answers for length in result.accept_lengths])
@@ -172,6 +172,7 @@ or, on the command line (the second path is this folder, wherever it lies):
 {chr(10).join(f"| {name} | {value} |" for name, value in sizes.items())}
 | drafter temperature | {drafter.drafter_temperature} |
 | sampled trees from temperature | {drafter.sampled_above or "never"} |
+| trained with thinking | {"not known" if trained.data.thinking is None else trained.data.thinking} |
 
 ## Held out, at step {step}
 

@@ -123,7 +123,7 @@ def main(settings: FromScratchStage) -> None:
     hosts.connect()
     if not Path(settings.tokenizer).exists():
         train_tokenizer(settings)
-    tokenizer = Tokenizer.load(settings.tokenizer)
+    tokenizer = Tokenizer.load(settings.tokenizer, {"enable_thinking": bool(settings.data.thinking)})
     keys = Keys(settings.model | {"vocab_size": len(tokenizer.inner), "eos_token_id": list(tokenizer.stop_ids)}, "model")
     model, dtype, length = (
         architectures.of(keys).read(keys),

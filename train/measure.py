@@ -90,13 +90,14 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
       ValueError: no held-out prompt, or a pair that cannot be loaded.
     """
     began = time.perf_counter()
+    asked = run_config.load(respond.RespondConfig, settings.respond)
     pair = {"verifier": settings.verifier, "drafter": settings.drafter}
+    pair |= {"thinking": asked.thinking, "template": asked.template}
     model = tf.load(**pair)
     models = {str(model.dtype): model}
     for dtype in DTYPES.get(devices.here().backend, ()):
         if dtype not in models:
             models[dtype] = tf.load(**pair, dtype=jnp.dtype(dtype))
-    asked = run_config.load(respond.RespondConfig, settings.respond)
     held_out = respond.collect_prompts(asked, model, held_out=True)
     prompts = [BenchPrompt(id=str(number), ids=prompt.ids) for number, prompt in enumerate(held_out)]
     prompts = _spread(prompts, settings.prompts)

@@ -167,6 +167,7 @@ def conclude(settings: PairConfig, responded: respond.RespondConfig, measured: d
     best = max(drafted, key=lambda system: system["speedup"]["value"])
     speedup, tau = best["speedup"]["value"], best["tau"]
     words = ["treeflash", "generate", "--verifier", settings.verifier, "--drafter", str(settings.path("model"))]
+    words += ["--thinking"] * responded.thinking
     if speedup > 1:
         words += [word for name, value in measured["options"].items() for word in (f"--{name}", str(value))]
     else:

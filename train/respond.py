@@ -20,7 +20,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,6 +57,8 @@ class RespondConfig:
       max_new_tokens: largest number of tokens of an answer.
       cut: handling of answers that reach that limit: "keep" them in `out`, or "drop" them from it.
       max_prompt_tokens: longer prompts are left out.
+      thinking: ask the chat template for answers with thinking; drafters trained on them record it.
+      template: further arguments of the chat template, by name.
       malformed: handling of records that cannot be used.
       batch: answers of one replica decoded together.
       seed: random seed of limits and answers.
@@ -72,6 +74,8 @@ class RespondConfig:
     max_new_tokens: int = bounded(160, least=1)
     cut: Literal["keep", "drop"] = "keep"
     max_prompt_tokens: int = bounded(192, least=1)
+    thinking: bool = False
+    template: dict[str, Any] = field(default_factory=dict)
     malformed: Literal["error", "skip"] = "error"
     batch: int = bounded(128, least=1, most=2**16)
     seed: int = bounded(0, least=0)
@@ -114,6 +118,8 @@ def load_model(settings: RespondConfig) -> TreeFlash:
         verifier=locate(settings.verifier, "verifier"),
         drafter=None if settings.drafter is None else locate(settings.drafter, "drafter"),
         mesh=None if is_alone else mesh,
+        thinking=settings.thinking,
+        template=settings.template,
     )
 
 

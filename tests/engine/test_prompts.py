@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 import treeflash_jax as tf
 from treeflash_jax.engine import prompts
+from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "Name a colour."}]
@@ -99,6 +102,30 @@ def test_a_tokenizer_without_a_template_and_a_template_that_refuses_are_one_line
     inner.chat_template = "{{ raise_exception('roles must\\nalternate') }}"
     with pytest.raises(ValueError, match="template refuses: roles must alternate"):
         prompts.encode(CHAT, Tokenizer(inner))
+
+
+def test_thinking_is_a_setting_of_the_model_that_its_drafter_should_share(tmp_path, caplog):
+    pair = {part: shutil.copytree(locate("tiny", part), tmp_path / part) for part in ("verifier", "drafter")}
+
+    def edit(path, **values):
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    edit(pair["verifier"] / "tokenizer_config.json", chat_template="{{ enable_thinking }}, {{ effort }}")
+    for trained, thinking, words in (
+        (None, False, ""),
+        (None, True, "the drafter is not known to be trained with thinking, and thinking is True"),
+        (False, True, "the drafter was trained without thinking, and thinking is True"),
+        (True, False, "the drafter was trained with thinking, and thinking is False"),
+        (True, True, ""),
+    ):
+        caplog.clear()
+        edit(pair["drafter"] / "config.json", thinking=trained)
+        model = tf.load(**pair, thinking=thinking, template={"effort": "high"})
+        assert model.encode(CHAT) == model.tokenizer.encode(f"{thinking}, high")
+        assert [words in record.getMessage() for record in caplog.records] == [True] * bool(words)
+    assert tf.load("tiny", thinking=True).encode(CHAT) == tf.load("tiny").encode(CHAT), "its template does not know it"
+    with pytest.raises(ValueError, match="thinking is an argument of tf.load"):
+        model.generate(CHAT, thinking=True)
 
 
 def test_a_stream_takes_one_prompt_alone_or_in_a_list(tiny):

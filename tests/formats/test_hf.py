@@ -45,7 +45,7 @@ MODELS = {
 }  # fmt: skip
 DRAFTER = DrafterConfig(
     layers=replace(MODEL, num_layers=2, eos_token_ids=()), block_size=4, mask_token_id=11, target_layer_ids=(0, 2),
-    num_target_layers=3, head="mlp", num_nodes=10, drafter_temperature=0.5, sampled_above=0.8,
+    num_target_layers=3, head="mlp", num_nodes=10, drafter_temperature=0.5, sampled_above=0.8, thinking=True,
 )  # fmt: skip
 LAYER = {  # of the tiny drafter above, [out, in]
     "self_attn.q_proj.weight": [24, 8],

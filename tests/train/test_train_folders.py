@@ -129,6 +129,31 @@ def test_exports_store_what_was_found_after_training(toy, tmp_path, monkeypatch,
     assert not (tmp_path / "bad").exists()
 
 
+@pytest.mark.parametrize("answered, given, expected", [
+    (None, [], None), ("seed = 0", [], False), ("thinking = true", [], True),
+    ("thinking = true", ["data.thinking=false"], False), (None, ["data.thinking=true"], True),
+])  # fmt: skip
+def test_drafters_record_how_the_answers_were_made(tmp_path, monkeypatch, answered, given, expected):
+    toml, beside = toy_training.write(tmp_path), tmp_path / "responses.jsonl.settings.toml"
+    if answered is not None:
+        beside.write_text(answered)
+
+    def fit(stage, *, params, config, **_):
+        claim(folders.absolute(config.run), config)
+        return params
+
+    monkeypatch.setattr(loop, "fit", fit)
+    monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": toy_training.fresh_head()}))
+    monkeypatch.setattr(export, "measure_tau", lambda *_: "")
+    head.main(toy_training.settings(toml, *given))
+    beside.unlink(missing_ok=True)
+    export.main(export.ExportStage(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
+    for folder in ("run/model", "out"):
+        assert models.read_drafter_config(tmp_path / folder).thinking is expected
+    tokenizer = toy_training.settings(toml, "verifier=tiny", *given).tokenizer
+    assert tokenizer.template == {"enable_thinking": bool(given) and bool(expected)}
+
+
 def test_what_failed_is_not_sent(bucket):
     with pytest.raises(FileNotFoundError), folders.filled("gs://bucket/x") as folder:
         (folder / "half").write_text("1")

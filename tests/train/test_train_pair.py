@@ -188,6 +188,7 @@ def test_more_steps_and_prompts_extend_what_was_begun_and_all_else_stays(prompts
     asked = composer.respond().stage
     run_config.save(asked, tmp_path / "responses.jsonl.settings.toml")
     trained = composer.training(asked, nothing, composer.steps("drafter", nothing)).stage
+    assert composer.training(replace(asked, thinking=True), nothing, choices.Choice(1, "")).stage.data.thinking
     (tmp_path / "drafter" / "checkpoints" / "6").mkdir(parents=True)
     run_config.save(trained, tmp_path / "drafter" / "settings.toml")
     files_before = sorted(tmp_path.rglob("*"))
@@ -230,13 +231,18 @@ def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, tried, 
     monkeypatch.setattr(measure.harness, "measure", answer)
     monkeypatch.setattr(measure.report, "summarise", lambda records: {"settings": {}})
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(measure.tf, "load", lambda **named: SimpleNamespace(dtype=named.get("dtype", "float32")))
-    monkeypatch.setattr(measure.run_config, "load", lambda *_: None)
+    loaded = []
+    answering = SimpleNamespace(thinking=True, template={"effort": "high"})
+    monkeypatch.setattr(
+        measure.tf, "load", lambda dtype="float32", **how: loaded.append(how) or SimpleNamespace(dtype=dtype)
+    )
+    monkeypatch.setattr(measure.run_config, "load", lambda *_: answering)
     asked = [SimpleNamespace(ids=[i]) for i in range(20)]
     monkeypatch.setattr(measure.respond, "collect_prompts", lambda *_, **named: asked)
     stage = measure.MeasureStage(verifier="x", drafter="x", respond="x", out=f"{tmp_path}/out.json", seconds=seconds)
     measured = measure.measure(stage)
     assert len(measured["trial"]) == tried and measured["prompts"] == count
+    assert all(vars(answering).items() <= how.items() for how in loaded), "prompts as those of the answers"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +258,7 @@ def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, tried, 
 )
 def test_the_end_says_what_would_pay_from_what_was_measured(prompts, tmp_path, capsys, speedup, taus, said):
     """A round of 2.5 one-token steps at tau 2: a doubling that adds 0.5 to 2.0 reaches 2.5."""
-    settings = settings_of(prompts, tmp_path)
+    settings = settings_of(prompts, tmp_path, "respond.thinking=true")
     (tmp_path / "drafter").mkdir()
     log = [{"step": step, "held_out/tau_marginal_16": 1.0, "held_out/tau_16": tau} for step, tau in taus.items()]
     (tmp_path / "drafter" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
@@ -263,6 +269,7 @@ def test_the_end_says_what_would_pay_from_what_was_measured(prompts, tmp_path, c
     pair.conclude(settings, asked, measured, 120.0)
     shown = capsys.readouterr().out
     assert said in shown and ("so tau must exceed" in shown) == (speedup < 1) == ("--nodes" not in shown)
+    assert "--thinking" in shown
     held_out = [f"A box holds {3 + i} {THINGS[i % 5]}. How many do 3 boxes hold?" for i in (3, 7, 11)]
     assert shlex.split(shown)[-2:] == ["--chat", min(held_out, key=len)]
 

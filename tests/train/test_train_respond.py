@@ -324,6 +324,17 @@ def test_models_that_cannot_be_loaded(settings, tmp_path):
             respond.load_model(replace(settings, **changed))
 
 
+def test_the_template_is_asked_and_stays_with_the_answers(settings):
+    thinking, out = replace(settings, thinking=True, template={"effort": "high"}), Path(settings.out)
+    assert respond.load_model(thinking).tokenizer.template == {"enable_thinking": True, "effort": "high"}
+    assert answers.read_thinking(settings.out) is None
+    out.parent.mkdir()
+    answers.save_settings(thinking, out)
+    assert answers.read_thinking(settings.out) is True
+    with pytest.raises(ValueError, match="was begun with thinking = True, got False"):
+        answers.check_settings(settings, out, respond.FREE)
+
+
 @pytest.mark.slow
 def test_two_processes_write_the_file_of_one(settings, whole, tmp_path):
     """Two processes of four devices: a replica each over uneven batches, then one verifier over all eight."""

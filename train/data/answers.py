@@ -46,6 +46,12 @@ def save_settings(settings: Any, out: Path) -> None:
         files.write(path, run_config.dump(run_config.to_dict(settings)))
 
 
+def read_thinking(source: str) -> bool | None:
+    """Returns whether the answers of a source were made with thinking; None if there are no settings beside it."""
+    path = settings_path(Path(source))
+    return run_config.read(path).get("thinking", False) if path.exists() else None
+
+
 def check_settings(settings: Any, out: Path, free: Collection[str]) -> None:
     """Refuses to continue a file of answers, or of questions, with settings that would have made another one.
 

@@ -23,6 +23,8 @@ class DataConfig:
 
     Attributes:
       sequence_length: tokens of a packed sequence.
+      thinking: render chats with thinking, which drafters record. None: without it; of responses, the settings of
+        `train.respond` are recorded.
       prompt_weight: loss weight of everything in a chat that is not the assistant's; the assistant's tokens weigh 1.
       malformed: handling of records that cannot be used: stop the run, or skip and count them.
       too_long: handling of chats and responses longer than `sequence_length`; "cut" drops their end. Plain text is always
@@ -30,6 +32,7 @@ class DataConfig:
     """
 
     sequence_length: int = bounded(384, least=2)
+    thinking: bool | None = None
     prompt_weight: float = bounded(0.0, least=0, most=1)
     malformed: Literal["error", "skip"] = "error"
     too_long: Literal["drop", "cut", "error"] = "drop"
@@ -96,7 +99,7 @@ def read_documents(
 def chat_documents(
     tokenizer: Tokenizer, chats: Sequence[Messages], prompt_weight: float = 0.0
 ) -> list[Document | ValueError]:
-    """Renders chats with the tokenizer's template, thinking off; the assistant's tokens weigh 1, its stop token included.
+    """Renders chats with the tokenizer's template; the assistant's tokens weigh 1, its stop token included.
 
     An assistant turn is what the template adds to its own generation prompt: the chat before the turn, with the generation
     prompt, is a token prefix of the chat that includes it, which is a prefix of the whole chat. So a drafter learns exactly

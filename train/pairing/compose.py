@@ -237,7 +237,7 @@ class Composer:
 
     def _data(self, responded: RespondConfig) -> DataConfig:
         whole = math.ceil((responded.max_prompt_tokens + responded.max_new_tokens) / 64) * 64
-        return DataConfig(sequence_length=min(self.model.max_positions, max(256, whole)))
+        return DataConfig(sequence_length=min(self.model.max_positions, max(256, whole)), thinking=responded.thinking)
 
 
 def _backbone(composer: Composer, answers: Corpus) -> dict[str, Choice]:

@@ -19,13 +19,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 from etils import epath
 
-from train.data import packing
+from train.data import answers, packing
 from train.data.documents import DataConfig
 from train.data.packing import Corpus
 from train.data.records import Source
@@ -149,6 +149,20 @@ class DraftingStage(ABC):
         """Like `drafter_config`, for a verifier that is only a shape: no folder is read."""
         return self.drafter_config(model)
 
+    def resolved(self) -> Self:
+        """Returns these settings with `data.thinking` as all sources state it."""
+        sources = [source for source in self.sources if source.format != "text"]
+        stated = {answers.read_thinking(source.path) if source.format == "responses" else False for source in sources}
+        if self.data.thinking is not None or len(stated) != 1:
+            return self
+        return replace(self, data=replace(self.data, thinking=stated.pop()))
+
+    def recorded_config(self, model: ModelConfig) -> Any:
+        """Returns `drafter_config` with what the files of the drafter record of its training data."""
+        drafter = self.drafter_config(model)
+        records = self.data.thinking is not None and hasattr(drafter, "thinking")
+        return replace(drafter, thinking=self.data.thinking) if records else drafter
+
     def check(self, drafter: Any, model: ModelConfig) -> None:
         """Raises ValueError if `corpus` cannot train this drafter."""
         return
@@ -156,7 +170,7 @@ class DraftingStage(ABC):
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The verifier's tokenizer; None if its folder has none."""
-        return Tokenizer.load(locate(self.verifier, "verifier"))
+        return Tokenizer.load(locate(self.verifier, "verifier"), {"enable_thinking": bool(self.data.thinking)})
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -207,7 +221,7 @@ def train(settings: DraftingStage) -> None:
     """
     began = time.perf_counter()
     hosts.connect()
-    mesh = hosts.make_mesh(settings.mesh)
+    settings, mesh = settings.resolved(), hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
     folder, length = locate(settings.verifier, "verifier"), settings.data.sequence_length
@@ -216,7 +230,7 @@ def train(settings: DraftingStage) -> None:
         raise ValueError(f"got data.sequence_length {length}, expected at most {model.max_positions} (verifier)")
     corpus = settings.corpus
     _, weights = models.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
-    drafter = settings.drafter_config(model)
+    drafter = settings.recorded_config(model)
     settings.check(drafter, model)
     stage = make_stage(settings, model, drafter, mesh)
     stored = settings.stored(drafter)

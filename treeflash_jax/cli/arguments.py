@@ -66,6 +66,7 @@ class ModelOptions:
         unset="one device",
         unit="DxM",
     )
+    thinking: bool = bounded(False, "ask the chat template for answers with thinking, if it knows this argument")
     budget: str | None = bounded(
         None, "calibration file for --nodes auto", unset="the path treeflash calibrate writes to", unit="file"
     )

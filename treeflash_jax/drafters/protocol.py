@@ -26,6 +26,7 @@ class DrafterSizes(Protocol):
       lanes: default number of nodes per level that best-first search follows; None: all of them.
       drafter_temperature: default temperature of the draft distribution.
       sampled_above: sequences of at least this temperature get a sampled tree by default; None: none do.
+      thinking: optional. Whether it was trained on answers with thinking; None: its files do not say.
     """
 
     kind: str

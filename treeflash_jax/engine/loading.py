@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from treeflash_jax.core.checks import fit, quoted
 from treeflash_jax.core.suggest import suggesting
 from treeflash_jax.decoding import calibration
 from treeflash_jax.decoding.state import Weights
+from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.engine import pairs
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.model import TreeFlash
@@ -25,6 +28,7 @@ from treeflash_jax.models import quantized
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 KEPT_SECONDS = 0.3  # shortest compilation whose program is kept in JAX's cache
+logger = logging.getLogger("treeflash_jax")
 
 
 @suggesting
@@ -41,6 +45,8 @@ def load(
     steering: str | Path | None = None,
     local_files_only: bool = False,
     budget: str | Path | None = None,
+    thinking: bool = False,
+    template: Mapping[str, Any] | None = None,
 ) -> TreeFlash:
     """Loads a verifier and, if there is one, its drafter. No code from a model repository is run.
 
@@ -72,6 +78,8 @@ def load(
       local_files_only: read Hub ids from the local cache only.
       budget: calibration file for nodes="auto". The default is the path `treeflash calibrate` writes to: in the drafter's
         folder or, for named models and Hub ids, in ~/.cache/treeflash.
+      thinking: ask the chat template for answers with thinking (`enable_thinking`); some templates ignore it.
+      template: further arguments of the chat template, by name.
 
     Returns:
       A TreeFlash model, ready to generate.
@@ -83,6 +91,7 @@ def load(
     paths = {"name": name, "verifier": verifier, "drafter": drafter, "steering": steering, "budget": budget}
     for argument, path in paths.items():
         fit(str | Path | None, path, argument)
+    fit(bool, thinking, "thinking")
     sharding.check(mesh)
     quantized.check_scheme(quantize)
     keep_programs()
@@ -104,7 +113,8 @@ def load(
         if steering is not None:
             drafter_config = drafters.steered(drafter_config, steering_files.read_config(Path(steering)))
         drafter_config = drafter_config.fitted(config)
-    tokenizer = Tokenizer.load(verifier)
+        warn_of_thinking(drafter_config, thinking)
+    tokenizer = Tokenizer.load(verifier, {"enable_thinking": thinking, **(template or {})})
     if drafter is not None and drafters.own_tokenizer(drafter_config):
         check_same_tokens(tokenizer, Tokenizer.load(drafter))
     check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), usable_memory(mesh), mesh)
@@ -123,6 +133,14 @@ def load(
         budget=Path(budget),
         names=names,
     )
+
+
+def warn_of_thinking(drafter: DrafterSizes, thinking: bool) -> None:
+    """Logs a warning if answers are asked for with thinking and the drafter was trained without, or the other way round."""
+    trained = getattr(drafter, "thinking", thinking)
+    if bool(trained) != thinking:
+        state = {None: "is not known to be trained with", False: "was trained without", True: "was trained with"}[trained]
+        logger.warning(f"the drafter {state} thinking, and thinking is {thinking}: tau may be far lower")
 
 
 def float_type(dtype: Any) -> Any:

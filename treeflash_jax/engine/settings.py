@@ -40,7 +40,8 @@ REFUSED = {
     "raw": 'text to be continued is given as tf.Text("...") in Python, and with --prompt on the command line',
 }
 NO_DRAFTER = "no drafter is loaded"
-OF_LOAD = "verifier drafter dtype quantize mesh revision local_files_only budget".split()  # no settings of a call
+# Arguments of load, which are no settings of a call.
+OF_LOAD = "verifier drafter dtype quantize mesh revision local_files_only budget thinking template".split()
 
 
 # What a setting changes: the text that is sampled; only how fast it comes; or what the program computes besides.

@@ -25,16 +25,19 @@ LONGEST_CHAT = 2**26  # characters, before and after the template
 class Tokenizer:
     """Encodes prompts and chats, decodes answers.
 
+    Attributes:
+      template: arguments of the chat template, by name; templates ignore those that they do not know.
+
     Example:
       >>> tokenizer = Tokenizer.load("Qwen3-4B")
       >>> tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
     """
 
-    def __init__(self, inner: Any):
-        self.inner = inner
+    def __init__(self, inner: Any, template: Mapping[str, Any] | None = None):
+        self.inner, self.template = inner, {"enable_thinking": False, **(template or {})}
 
     @staticmethod
-    def load(folder: str | Path) -> Tokenizer | None:
+    def load(folder: str | Path, template: Mapping[str, Any] | None = None) -> Tokenizer | None:
         """The tokenizer of a model folder or GGUF file, or None where it has none.
 
         Raises:
@@ -49,7 +52,7 @@ class Tokenizer:
         from transformers import PreTrainedTokenizerFast  # slow to import, and ids need no tokenizer
 
         with _one_line(f"{folder}: tokenizer.json or tokenizer_config.json is damaged"):
-            return Tokenizer(PreTrainedTokenizerFast.from_pretrained(folder))
+            return Tokenizer(PreTrainedTokenizerFast.from_pretrained(folder), template)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -87,7 +90,7 @@ class Tokenizer:
         return bool(self.inner.chat_template)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], context: int | None = None) -> list[int]:
-        """A chat up to the point where the assistant speaks; thinking switched off where the template knows it.
+        """A chat up to the point where the assistant speaks.
 
         Raises:
           ValueError: no chat template, a chat that the template refuses, or text as for `encode`.
@@ -95,7 +98,7 @@ class Tokenizer:
         return self.encode_texts([self.render(messages)], context, add_special_tokens=False)[0]
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """Returns a chat as the template writes it; thinking is switched off if the template can do so.
+        """Returns a chat as the template writes it.
 
         Args:
           add_generation_prompt: whether to begin an answer of the assistant.
@@ -107,9 +110,8 @@ class Tokenizer:
             raise ValueError("got a chat, but the verifier's tokenizer has no chat template; give text or ids instead")
         _check_chat("a chat of", sum(len(str(message.get("content"))) for message in messages))
         with _one_line("got a chat that the verifier's chat template refuses"):
-            text = self.inner.apply_chat_template(
-                list(messages), add_generation_prompt=add_generation_prompt, enable_thinking=False, tokenize=False
-            )
+            how = {"add_generation_prompt": add_generation_prompt, "tokenize": False}
+            text = self.inner.apply_chat_template(list(messages), **how, **self.template)
         _check_chat("a chat template that writes", len(text))
         self._check(text, None)
         return text

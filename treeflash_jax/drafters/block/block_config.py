@@ -20,7 +20,7 @@ class DrafterConfig:
       target_layer_ids: 0-based verifier layers whose output (residual stream) the drafter reads, in file order.
       num_target_layers: number of layers of the verifier this drafter was trained for.
       head: name in `heads.HEADS`; it determines how a drafted token depends on the one before it.
-      num_nodes, drafter_temperature, sampled_above: see `DrafterSizes`.
+      num_nodes, drafter_temperature, sampled_above, thinking: see `DrafterSizes`.
     """
 
     kind: ClassVar[str] = "block"
@@ -35,6 +35,7 @@ class DrafterConfig:
     num_nodes: int = 16
     drafter_temperature: float = 1.0
     sampled_above: float | None = None
+    thinking: bool | None = None
 
     @property
     def num_depths(self) -> int:

@@ -29,7 +29,7 @@ class EagleConfig:
       norm_output: whether the next step is fed the normalised output of the layer (EAGLE-3.1).
       num_depths: default depth of a draft.
       lanes: default number of nodes per level that are followed.
-      num_nodes, drafter_temperature, sampled_above: see `DrafterSizes`.
+      num_nodes, drafter_temperature, sampled_above, thinking: see `DrafterSizes`.
 
     Source: EAGLE-3 (arXiv 2503.01840); EAGLE-3.1 (arXiv 2605.09992) for the options; EAGLE-2 (arXiv 2406.16858) for lanes.
     """
@@ -52,6 +52,7 @@ class EagleConfig:
     num_nodes: int = 16
     drafter_temperature: float = 1.0
     sampled_above: float | None = None
+    thinking: bool | None = None
 
     def fitted(self, verifier: ModelConfig) -> EagleConfig:
         """Returns this config with its tapped layers.

@@ -32,7 +32,8 @@ class DFlash(Dialect):
     marks = ("dflash_config",)
     kind = "block"
     class_name = "DFlashDraftModel"
-    keys: tuple[str, ...] = ("dflash_config", "block_size", "num_target_layers", "auto_map")  # beside those of the layers
+    # Beside those of the layers; `thinking` is ours, and other programs ignore it.
+    keys: tuple[str, ...] = ("dflash_config", "block_size", "num_target_layers", "auto_map", "thinking")
     heads: Collection[str] = ("marginal",)  # that its files can hold
     prefix = ""  # of the backbone's tensors where they are written; both are read
 
@@ -58,6 +59,7 @@ class DFlash(Dialect):
             mask_token_id=dflash.whole("mask_token_id", least=0),
             target_layer_ids=taps,
             num_target_layers=num_target_layers,
+            thinking=keys.value(bool | None, "thinking", None, "true or false"),
         )
 
     def entries(self, config: DrafterConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
@@ -82,4 +84,5 @@ class DFlash(Dialect):
             "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)},
             "num_target_layers": config.num_target_layers,
             "layer_types": ["full_attention"] * config.layers.num_layers,
+            **({} if config.thinking is None else {"thinking": config.thinking}),
         }

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ OUTSIDE = {
     "offsets": Entry("d2t"),
     "input_norm": Entry("input_norm.weight"),
 }
-OWN = "treeflash_config"  # defaults of ours, where they are not the usual ones
-_DEFAULTS = ("num_depths", "num_nodes", "drafter_temperature", "sampled_above")
+OWN = "treeflash_config"  # fields of ours that have no key elsewhere, unless they have their defaults
+_DEFAULTS = ("num_depths", "num_nodes", "drafter_temperature", "sampled_above", "thinking")
 _MODEL_TYPES = ("llama", "qwen3")  # of the layer
 
 
@@ -224,9 +225,11 @@ def _ids(keys: Keys, name: str) -> tuple[int, ...] | None:
 
 
 def _defaults(keys: Keys) -> dict[str, Any]:
-    """Returns the defaults of drafting that a file written here may state."""
+    """Returns the fields that only files written here may state."""
     keys.check_known(_DEFAULTS)
-    return {name: keys.whole(name, most=MAX_NODES) if name.startswith("num_") else keys.number(name) for name in keys.raw}
+    whole = partial(keys.whole, most=MAX_NODES)
+    kinds = {"num_depths": whole, "num_nodes": whole, "thinking": keys.truth}
+    return {name: kinds.get(name, keys.number)(name) for name in keys.raw}
 
 
 def _with_tensors(config: EagleConfig, path: Path, where: str) -> EagleConfig:
