@@ -12,6 +12,7 @@ import numpy as np
 from train.runtime.run_config import MeshConfig
 from treeflash_jax.core import sharding as meshes
 from treeflash_jax.core.checks import clipped
+from treeflash_jax.core.devices import here
 
 # Beginnings of JAX's errors if no cluster is detected, and if this process has already used its devices.
 ALONE = ("coordinator_address should be defined", "jax.distributed.initialize() must be called before")
@@ -45,7 +46,7 @@ def introduce(mesh: jax.sharding.Mesh, place: str) -> None:
     sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     print(
         f"process {jax.process_index() + 1} of {jax.process_count()}: {jax.local_device_count()} of {jax.device_count()} "
-        f"devices ({jax.devices()[0].device_kind}), mesh {sizes}, {place}",
+        f"devices ({here().kind}), mesh {sizes}, {place}",
         flush=True,
     )
 

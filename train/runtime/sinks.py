@@ -20,6 +20,7 @@ import jax
 from etils import epath
 
 from train.runtime import folders, hosts, run_config
+from treeflash_jax.core.devices import here
 
 PACKAGES = ("treeflash-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -70,7 +71,7 @@ def describe_start(mesh: jax.sharding.Mesh) -> dict[str, Any]:
         "commit": commit or None,
         "versions": {name: installed[name] for name in PACKAGES if name in installed},
         "processes": jax.process_count(),
-        "devices": f"{jax.device_count()} {jax.devices()[0].device_kind}",
+        "devices": f"{jax.device_count()} {here().kind}",
         "mesh": dict(mesh.shape),
     }
 
