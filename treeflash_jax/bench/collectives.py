@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
 WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
-COMPUTATIONS = re.compile(r"^(ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", flags=re.MULTILINE | re.DOTALL)
+COMPUTATIONS = re.compile(r"^(ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}$", flags=re.MULTILINE | re.DOTALL)
 CALLED = re.compile(r"(?:body|condition|calls|to_apply)=%?([\w.\-]+)")
 BRANCHES = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}")
 
