@@ -39,6 +39,8 @@ def connect() -> None:
                 f"the other processes of this job cannot be joined ({clipped(error, 200)}); set JAX_COORDINATOR_ADDRESS, "
                 "JAX_NUM_PROCESSES and JAX_PROCESS_ID for every process, or JAX_NUM_PROCESSES=1 to use this one alone"
             ) from error
+    if jax.process_count() > 1 and here().is_cpu:  # programs of XLA:CPU read from a cache wait for each other forever
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def introduce(mesh: jax.sharding.Mesh, place: str) -> None:
