@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,6 +18,7 @@ from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.systems import parse_systems
 from treeflash_jax.cli import check
 from treeflash_jax.cli.commands import main
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 FIRST, SECOND = "How many legs do 3 cows have?", "And 5 hens?"
 PROMPTS = [{"id": "cows", "turns": [FIRST, SECOND], "reference": "12"}, {"id": 7, "turns": ["Name a colour."]}]
@@ -60,8 +61,14 @@ def fake(tiny, monkeypatch):
 
     fake = SimpleNamespace(calls=calls, compiles=lambda call: False, finished="stop", model=tiny)
     fake.ids = lambda config: [5, 6, 7, 8]
+
+    def load(*_, thinking, template, **__):
+        model = copy(tiny)
+        model.tokenizer = Tokenizer(tiny.tokenizer.inner, {"enable_thinking": thinking, **(template or {})})
+        return model
+
     monkeypatch.setattr(tf.TreeFlash, "generate", generate)
-    monkeypatch.setattr(run.tf, "load", lambda *_, **__: tiny)
+    monkeypatch.setattr(run.tf, "load", load)
     return fake
 
 
@@ -101,6 +108,7 @@ def test_a_run_records_what_generate_gives(tiny, prompts, tmp_path, monkeypatch,
     drafts |= {"attention": None}
     others = {"temperature": 0.0, "seed": 0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 8, "format": "chat"}
     model = {"dtype": "float32", "quantize": None, "batch_size": 1, "verifier": "tiny", "drafter": "tiny"}
+    model |= {"template": {"enable_thinking": False}}
     assert record["settings"] == drafts | others | model
     assert record["hardware"]["backend"] == "cpu" and record["hardware"]["cores"] >= 1
     assert set(record["versions"]) == {"jax", "treeflash_jax", "python"}
@@ -207,6 +215,8 @@ def test_an_interrupted_answer_is_not_recorded(fake, prompts, tmp_path):
         (["--max-new-tokens", "9"], "got max_new_tokens 9, but 8 in the file"),
         (["--format", "math"], "got format 'math', but 'chat'"),
         (["--candidates", "5"], "got candidates 5, but 4"),
+        (["--thinking"], "got template {'enable_thinking': True}, but {'enable_thinking': False}"),
+        (["--template", '{"effort": "high"}'], "got template {'effort': 'high', 'enable_thinking': False}, but"),
         (["--systems", "medusa"], "unknown system 'medusa'"),
         (["--systems", "treeflash-0"], "nodes 0"),
         (["--max-new-tokens", "1500"], "prompt 'cows': got 30"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -24,6 +24,7 @@ class Toy:
     colour: str | None = bounded(None, "what it looks like", choices=lambda: tuple(COLOURS))
     names: Sequence[str] = bounded((), "what it is called", unit="name")
     ids: Sequence[int] | None = bounded(None, "what it is made of", unit="ids")
+    extra: Mapping[str, Any] | None = bounded(None, "what else it has", unit="json")
     loud: bool = bounded(False, "whether it is heard")
 
 
@@ -34,21 +35,20 @@ def parsed(*words: str, **how: object) -> dict[str, object]:
 
 
 def test_fields_without_options_have_their_defaults():
-    plain = dict(size=3, rate=0.5, rows=None, kind="a", colour=None, names=[], ids=None, loud=False)
+    plain = dict(size=3, rate=0.5, rows=None, kind="a", colour=None, names=[], ids=None, extra=None, loud=False)
     assert parsed("--place", "x") == {"place": "x"} | plain
 
 
 def test_options_are_read_as_the_types_of_their_fields():
     words = "--place x --size 4 --rate 2 --rows auto --kind b --colour red --names p --names q --loud --ids".split()
-    assert parsed(*words, "3 4,5") == dict(
-        place="x", size=4, rate=2.0, rows="auto", kind="b", colour="red", names=["p", "q"], ids=(3, 4, 5), loud=True
-    )
+    values = dict(place="x", size=4, rate=2.0, rows="auto", kind="b", colour="red", names=["p", "q"], loud=True)
+    assert parsed(*words, "3 4,5", "--extra", '{"a": [1]}') == values | {"ids": (3, 4, 5), "extra": {"a": [1]}}
     assert parsed("--place", "x", "--rows", "7")["rows"] == 7
 
 
 def test_a_command_may_take_some_fields_or_lists_of_values():
     assert parsed("--rate", "1", "2", names="rate size", several="rate", size=9) == {"size": 9, "rate": [1.0, 2.0]}
-    assert set(parsed("--place", "x", without="size rate")) == {"place", "rows", "kind", "colour", "names", "ids", "loud"}
+    assert set(parsed("--place", "x", without="size rate names")) == {*"place rows kind colour ids extra loud".split()}
 
 
 def test_what_a_registry_gains_later_is_a_choice(monkeypatch):
@@ -65,6 +65,8 @@ def test_what_a_registry_gains_later_is_a_choice(monkeypatch):
         (["--place", "x", "--rows", "9" * 5000], "expected an integer or 'auto'"),
         (["--place", "x", "--colour", "green"], "--colour: invalid choice: 'green' (choose from"),
         (["--place", "x", "--ids", "x"], "--ids: got ids 'x', expected a valid integer"),
+        (["--place", "x", "--extra", "[1]"], "--extra: got extra [1], expected a valid dictionary"),
+        (["--place", "x", "--extra", "{1"], "--extra: not valid JSON"),
         (["--place", "x", "--sise", "4"], "unrecognized option --sise; did you mean --size?"),
     ],
 )

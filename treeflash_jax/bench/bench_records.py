@@ -29,7 +29,7 @@ KINDS = {  # of the keys that every record has
     "expected": NonNegative | None,
 }
 # Settings that all records of a file share, and those of a system. Temperature and seed tell records apart.
-SHARED = "verifier quantize format max_new_tokens batch_size top_k top_p".split()
+SHARED = "verifier template quantize format max_new_tokens batch_size top_k top_p".split()
 OWN = (
     "drafter dtype builder head nodes candidates children drafter_temperature drafter_temperature_rule shortlist depths "
     "acceptance branches trunk selector skeleton leaves lanes attention"

@@ -78,6 +78,7 @@ class System:
         settings = {name: getattr(config, name) for name in SAMPLING}
         settings |= {"verifier": self.pair[0], "drafter": self.pair[1], "dtype": str(model.dtype)}
         settings |= {"quantize": model.quantize, "builder": plan.builder, "attention": config.attention}
+        settings |= {"template": model.tokenizer.template if model.tokenizer else None}
         settings |= {"nodes": None, "acceptance": None, **shape, "selector": config.selector}
         settings |= {option.name: getattr(plan.draft, option.name, None) for option in fields(draft_options())}
         settings |= {"drafter_temperature": None, "drafter_temperature_rule": None}

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", nargs="+", choices=("float32", "bfloat16", "float64"), default=[None],
         help="dtypes, each of which adds its own systems (default: bfloat16, but float32 on a CPU without it)",
     )  # fmt: skip
-    add_fields(model, ModelOptions, "quantize budget")
+    add_fields(model, ModelOptions, "quantize thinking template budget")
     prompts = parser.add_argument_group("prompts")
     add_fields(prompts, PromptSet)
     prompts.add_argument(

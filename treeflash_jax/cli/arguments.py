@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from treeflash_jax.core.checks import bounded, clipped, default_text, field_checks, fit
+from treeflash_jax.core.checks import bounded, clipped, default_text, field_checks, fit, parse_json
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.files import regular
 from treeflash_jax.core.suggest import suggestion
@@ -67,6 +67,9 @@ class ModelOptions:
         unit="DxM",
     )
     thinking: bool = bounded(False, "ask the chat template for answers with thinking, if it knows this argument")
+    template: Mapping[str, Any] | None = bounded(
+        None, 'further arguments of the chat template, such as {"reasoning_effort": "high"}', unset="none", unit="json"
+    )
     budget: str | None = bounded(
         None, "calibration file for --nodes auto", unset="the path treeflash calibrate writes to", unit="file"
     )
@@ -170,6 +173,8 @@ def _option(setting: Field, kind: Any, check: Callable[..., Any], default: Any) 
 
     def read(text: str) -> Any:
         try:
+            if parts == [Mapping[str, Any]]:
+                return check(parse_json(text))
             return check(text.replace(",", " ").split() if parts == [Sequence[int]] else text, from_text=True)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
