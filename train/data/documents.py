@@ -29,6 +29,8 @@ class DataConfig:
       malformed: handling of records that cannot be used: stop the run, or skip and count them.
       too_long: handling of chats and responses longer than `sequence_length`; "cut" drops their end. Plain text is always
         cut into pieces.
+      record: local folder that keeps the verifier's outputs of every sequence; they are then read in every step instead
+        of being computed (`mfu` counts them all the same). "" computes them in every step.
     """
 
     sequence_length: int = bounded(384, least=2)
@@ -36,6 +38,7 @@ class DataConfig:
     prompt_weight: float = bounded(0.0, least=0, most=1)
     malformed: Literal["error", "skip"] = "error"
     too_long: Literal["drop", "cut", "error"] = "drop"
+    record: str = ""
 
 
 @dataclass(frozen=True)

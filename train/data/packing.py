@@ -12,7 +12,7 @@ import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -35,12 +35,15 @@ class Batch:
       segments_bt: 1, 2, ... per document of a sequence; 0 for padding.
       positions_bt: position inside the document.
       weights_bt: loss weight of predicting this token from those before it; 0 on a document's first token.
+      features_btj, hidden_btd: outputs of the verifier (`teacher.Teacher`), if they are recorded.
     """
 
     tokens_bt: np.ndarray
     segments_bt: np.ndarray
     positions_bt: np.ndarray
     weights_bt: np.ndarray
+    features_btj: np.ndarray | None = None
+    hidden_btd: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class PackedDataset:
       start_k: first position of each of them in its sequence.
       first: index into `document_k` of each sequence's first document, and the number of documents at the end.
       sequence_length: tokens of a sequence, padding included.
+      outputs: recorded outputs of the verifier, [sequences, tokens, model] each: of tapped layers, then the last states.
     """
 
     tokens: np.ndarray
@@ -64,6 +68,7 @@ class PackedDataset:
     start_k: np.ndarray
     first: np.ndarray
     sequence_length: int
+    outputs: tuple[np.ndarray, ...] = ()
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -84,6 +89,9 @@ class PackedDataset:
     def take(self, indices: Sequence[int] | np.ndarray) -> Batch:
         shape = (len(indices), self.sequence_length)
         out = Batch(*(np.zeros(shape, dtype) for dtype in (np.int32, np.int32, np.int32, np.float32)))
+        if self.outputs:
+            *features, hidden_btd = (x_std[indices] for x_std in self.outputs)
+            out = replace(out, features_btj=np.concatenate(features, axis=-1) if features else None, hidden_btd=hidden_btd)
         for b, index in enumerate(indices):
             for segment, k in enumerate(range(self.first[index], self.first[index + 1]), start=1):
                 begin, end = self.offsets[self.document_k[k]], self.offsets[self.document_k[k] + 1]

@@ -32,6 +32,7 @@ from train.data.records import Source
 from train.evaluate import EvaluateConfig, TreeTau
 from train.runtime import folders, hosts, loop, run_config, watch
 from train.runtime.training_state import Stage, SumsFunction, place
+from train.stages.recorded import record
 from treeflash_jax import drafters
 from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.core.checks import bounded
@@ -233,6 +234,10 @@ def train(settings: DraftingStage) -> None:
     drafter = settings.recorded_config(model)
     settings.check(drafter, model)
     stage = make_stage(settings, model, drafter, mesh)
+    if settings.data.record:
+        attention = devices.describe_mesh(mesh).training_attention(settings.attention)
+        recorded = dict(model=model, taps=drafter.taps, batch_size=settings.loop.batch, attention=attention, mesh=mesh)
+        corpus = record(corpus, settings.data.record, weights=weights, **recorded)
     stored = settings.stored(drafter)
     params = place(settings.fresh(drafter, weights, stored), stage.specs, mesh, jnp.float32)
     frozen = {"verifier": weights} | {

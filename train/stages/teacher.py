@@ -27,12 +27,14 @@ class Teacher:
 
 
 def teach(params: Any, config: ModelConfig, taps: tuple[int, ...], batch: Batch, attention: str = "chunked") -> Teacher:
-    """Runs the verifier over packed sequences. It is frozen: its attention runs forward only.
+    """Runs the verifier over packed sequences, unless the batch has its outputs. Its attention runs forward only.
 
     Args:
       taps: 0-based layers, in the order in which the drafter reads them.
       attention: implementation, a name in `attention.TRAINING`.
     """
+    if batch.hidden_btd is not None:
+        return Teacher(batch.features_btj, batch.hidden_btd)
     mask = PackedMask(batch.segments_bt, batch.segments_bt)
     out = verifier.forward(params, config, batch.tokens_bt, batch.positions_bt, mask, taps=taps, attention=attention)
     return jax.lax.stop_gradient(Teacher(out.features_btj, out.hidden_btd))

@@ -1,0 +1,110 @@
+"""Recorded outputs of the verifier: computed once per training sequence, then read in every pass over the data.
+
+Worth its disk if the verifier's pass is a large part of a step, and several passes or runs read the same documents:
+2 x (layers + 1) x hidden size bytes per token in bfloat16.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from train.data.packing import Batch, Corpus, PackedDataset
+from train.runtime import hosts, watch
+from train.stages.teacher import Teacher, teach
+from treeflash_jax.core import devices, sharding
+from treeflash_jax.models.config import ModelConfig
+
+HIDDEN = "hidden"  # file of the states from which logits are made; the others are named by their layer
+SAMPLES = 8  # entries that the digest reads along each axis of a weight
+
+
+def record(
+    corpus: Corpus,
+    folder: str,
+    *,
+    weights: Any,
+    model: ModelConfig,
+    taps: Sequence[int],
+    batch_size: int,
+    attention: str,
+    mesh: jax.sharding.Mesh,
+) -> Corpus:
+    """Returns the corpus with the outputs of the verifier; computes and writes those that `folder` lacks.
+
+    Interrupted, the same command goes on from there. Every layer has its own file, so that drafters that read different
+    layers share files. Other documents, sequence lengths, weights or dtypes have other files.
+
+    Args:
+      weights: weights of the verifier, on the mesh.
+      taps: 0-based layers, in the order in which the drafter reads them.
+      batch_size: sequences per pass of the verifier.
+
+    Raises:
+      ValueError: several processes, or a disk without room.
+    """
+    if jax.process_count() > 1:
+        raise ValueError(f"got data.record on {jax.process_count()} processes, expected one; leave data.record out")
+    dtype, packed_sets = np.dtype(weights["embed"].dtype), [*corpus.train.values(), *corpus.held_out.values()]
+    shape = (packed_sets[0].sequence_length, model.hidden_size)
+    key = hashlib.sha256(repr((model, dtype.name, shape, corpus.digests())).encode())
+    for x in jax.tree.leaves(weights):
+        key.update(sharding.to_host(x[tuple(slice(None, None, max(n // SAMPLES, 1)) for n in x.shape)]).tobytes())
+    place = Path(folder) / key.hexdigest()[:16]
+    place.mkdir(parents=True, exist_ok=True)
+
+    def with_outputs(packed: PackedDataset, name: str) -> PackedDataset:
+        files = {layer: place / f"{name}-{layer}" for layer in (*taps, HIDDEN)}
+        missing = {layer: path for layer, path in files.items() if not path.exists()}
+        if missing:
+            layers = tuple(layer for layer in missing if layer != HIDDEN)
+            run = partial(devices.jit(partial(teach, config=model, taps=layers, attention=attention)), weights)
+            size = dtype.itemsize * shape[0] * shape[1]
+            _write(packed, [*missing.values()], size, batch_size, lambda batch: run(batch=hosts.place_batch(batch, mesh)))
+        maps = (np.memmap(path, dtype, "r", shape=(len(packed), *shape)) for path in files.values())
+        return replace(packed, outputs=tuple(maps))
+
+    train = {name: with_outputs(packed, f"{name}-train") for name, packed in corpus.train.items()}
+    held_out = {name: with_outputs(packed, f"{name}-held-out") for name, packed in corpus.held_out.items()}
+    return replace(corpus, train=train, held_out=held_out)
+
+
+def _write(
+    packed: PackedDataset, files: Sequence[Path], size: int, batch_size: int, run: Callable[[Batch], Teacher]
+) -> None:
+    """Appends the missing sequences to FILE.part, `size` bytes each, and renames it."""
+    parts = [path.with_name(path.name + ".part") for path in files]
+    for part in parts:
+        part.touch()
+    done = min(part.stat().st_size for part in parts) // size
+    needed, free = (len(packed) - done) * size * len(parts), shutil.disk_usage(parts[0].parent).free
+    if needed > free:
+        raise ValueError(
+            f"got {free / 1e9:.1f} GB of disk for data.record, expected {needed / 1e9:.1f} GB; free some, or leave it out"
+        )
+    hosts.say(f"recording {len(packed) - done:,} sequences, {needed / 1e9:.1f} GB, in {parts[0].parent}")
+    with ExitStack() as stack:
+        streams = [stack.enter_context(part.open("r+b")) for part in parts]
+        for stream in streams:
+            stream.truncate(done * size)
+            stream.seek(done * size)
+        bar = stack.enter_context(watch.Bar("recording", total=len(packed), done=done))
+        for first in range(done, len(packed), batch_size):
+            index = np.arange(first, first + batch_size)
+            out = sharding.to_host(run(packed.take(np.minimum(index, len(packed) - 1))))
+            count = 0 if out.features_btj is None else out.features_btj.shape[-1] // out.hidden_btd.shape[-1]
+            features = np.split(out.features_btj, count, axis=-1) if count else []
+            for stream, array in zip(streams, [*features, out.hidden_btd], strict=False):  # states may be on disk already
+                stream.write(array[index < len(packed)].tobytes())
+            bar.show(first + batch_size)
+    for part, path in zip(parts, files, strict=True):
+        part.rename(path)
