@@ -403,7 +403,7 @@ def test_a_lora_in_any_matrix_makes_another_pair_and_the_form_of_the_weights_doe
         ({"nodes": "auto", "builder": "chain"}, "builder 'chain', expected 'best-first' with nodes 'auto'"),
         ({"nodes": "auto", "acceptance": "block"}, "acceptance 'block'"),
         ({"nodes": "auto", "lanes": 2}, "lanes 2, expected None with nodes 'auto'"),
-        ({"nodes": "auto"}, "a.json not found; nodes 'auto' needs what `treeflash calibrate` writes"),
+        ({"nodes": "auto"}, "a.json not found; nodes 'auto' needs the file that `treeflash calibrate` writes"),
     ],
 )
 def test_mistakes_are_one_line(trained, tmp_path, settings, words):
@@ -423,8 +423,9 @@ def test_a_damaged_file_is_one_line(tmp_path, text):
 
 def test_a_calibration_lies_beside_a_drafter_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert calibration.place(tmp_path) == tmp_path / calibration.FILE
-    assert calibration.place("owner/drafter") == calibration.place(None) == tmp_path / "cache/treeflash" / calibration.FILE
+    assert calibration.default_path(tmp_path) == tmp_path / calibration.FILE
+    for drafter in ("owner/drafter", None):
+        assert calibration.default_path(drafter) == tmp_path / "cache/treeflash" / calibration.FILE
 
 
 @pytest.mark.slow

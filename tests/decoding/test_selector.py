@@ -19,7 +19,7 @@ from treeflash_jax import GenerateConfig, make_mesh
 from treeflash_jax.core import parameters, programs
 from treeflash_jax.decoding import accepting, calibration, rounds, tree_selector
 from treeflash_jax.decoding.selector_policy import SelectorPolicy, list_shapes
-from treeflash_jax.decoding.tree_selector import LEFT, SCALARS, Features, SelectorConfig
+from treeflash_jax.decoding.tree_selector import OBSERVED, SCALARS, Features, SelectorConfig
 from treeflash_jax.engine.planning import make_requests
 from treeflash_jax.formats import selector_file
 from treeflash_jax.trees import Bucket
@@ -124,8 +124,8 @@ def test_features_by_hand():
     assert left.hidden_bj.tolist() == [[1.0], [3.0]]
     entropy = 1.75 * np.log(2)  # of the verifier at temperature 1, whatever is filtered
     drafted = -(0.2 * np.log(0.2) + 0.8 * np.log(0.8))
-    np.testing.assert_allclose(left.left_bl, [[entropy, drafted, 0.2 + 0.25, 1], [entropy, 0, 0, 0]], atol=1e-6)
-    assert left.left_bl.shape[1] == len(LEFT)
+    np.testing.assert_allclose(left.scalars_bl, [[entropy, drafted, 0.2 + 0.25, 1], [entropy, 0, 0, 0]], atol=1e-6)
+    assert left.scalars_bl.shape[1] == len(OBSERVED)
 
 
 def test_a_file_is_read_back_and_another_bucket_list_is_refused(tmp_path):
@@ -163,7 +163,7 @@ def test_mistakes_are_one_line(tmp_path, trained):
     pair = random_pair()
     path = written(trained, tmp_path / "a.safetensors")
     ask = lambda model, **how: partial(model.generate, [[1, 2]], max_new_tokens=2, **HOW | {"selector": path} | how)  # noqa: E731
-    refused(ask(pair), "selector for the pair", "train one")
+    refused(ask(pair), "selector for the pair", "train a selector")
     refused(ask(trained, acceptance="traversal"), "acceptance 'traversal'", "'sample-and-match'")
     refused(ask(trained, builder="best-first"), "builder 'best-first'", "'delayed'")
     refused(ask(trained, builder=None), "'delayed'")

@@ -86,7 +86,7 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
     check_sizes(model.verifier, [plan], lists["batch"], lists["context"], model.mesh)
     chats = [model.encode(empty_chat(prompt, arguments.format)) for prompt in prompts]
     make_requests(chats, config, model.verifier)  # refuses prompts that are too long
-    out = Path(arguments.out) if arguments.out else model.budget or calibration.place(None)
+    out = Path(arguments.out) if arguments.out else model.budget or calibration.default_path(None)
     if out.exists():
         calibration.read(out)
 

@@ -15,8 +15,8 @@ from treeflash_jax.core import sharding
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.models import verifier, vocab
 
-# Random streams of a sequence's key. Never shared: a tree that looked at verify noise would not be lossless. Verify noise
-# belongs to positions of the text; draws and coins to the round, that is to the position of its root.
+# Random streams of a sequence's key, never shared: a tree that depends on verify noise is not lossless. Verify noise is
+# keyed by the position of each token; draws and coins by the position of the round's root.
 VERIFY_STREAM, DRAFT_STREAM, COINS_STREAM = 0, 1, 2
 
 
@@ -51,16 +51,16 @@ def accept_path(
         coins_bx, bonus_bv = coins(state, tree.tokens_bn.shape[1] - 1, logits_bnv)
         noise = acceptance.Noise(_noise(state, plan.path_length, logits_bnv), coins_bx, bonus_bv)
         target = make_target(logits_bnv, state.sampling)
-        taken = acceptance.RULES[plan.rule].walk(tree, proposal, target, noise)
-        drafted_bp = trees.pick(tree.tokens_bn, taken.path_bp)
-        is_bonus_bp = jnp.arange(plan.path_length) == taken.length_b[:, None] - 1
-        emitted_bp = jnp.where(is_bonus_bp, taken.bonus_b[:, None], jnp.roll(drafted_bp, -1, axis=1))
+        result = acceptance.RULES[plan.rule].walk(tree, proposal, target, noise)
+        drafted_bp = trees.pick(tree.tokens_bn, result.path_bp)
+        is_bonus_bp = jnp.arange(plan.path_length) == result.length_b[:, None] - 1
+        emitted_bp = jnp.where(is_bonus_bp, result.bonus_b[:, None], jnp.roll(drafted_bp, -1, axis=1))
         log_probs_bp = expected_b = None
         if plan.log_probs:
-            log_probs_bp = _token_log_probs(trees.pick(logits_bnv, taken.path_bp), emitted_bp)
+            log_probs_bp = _token_log_probs(trees.pick(logits_bnv, result.path_bp), emitted_bp)
         if plan.expected_lengths:
             expected_b = jnp.sum(acceptance.RULES[plan.rule].weights(tree, proposal, target), axis=1)
-        return Accepted(taken.path_bp, taken.length_b, emitted_bp, log_probs_bp, expected_b)
+        return Accepted(result.path_bp, result.length_b, emitted_bp, log_probs_bp, expected_b)
 
 
 def first_token(
@@ -74,8 +74,9 @@ def first_token(
     """Returns the state after the first token of each answer.
 
     Args:
-      last_bd: hidden state at the last prompt position, from which the token is sampled unless `given_b` names it.
-      count_b: number of tokens that each sequence gets, 1 or 0.
+      last_bd: hidden state at the last prompt position.
+      count_b: number of tokens to emit for each sequence, 1 or 0.
+      given_b: first tokens if they are known; None: sampled from `last_bd`.
     """
     logits_bnv = verifier.logits(weights.verifier, last_bd[:, None])
     picks_bp = make_target(logits_bnv, state.sampling).sample(_noise(state, 1, logits_bnv))
@@ -85,12 +86,12 @@ def first_token(
 
 
 def make_target(logits_bnv: jax.Array, sampling: Sampling) -> acceptance.TargetDistribution:
-    """Returns the distributions to sample from, after temperature and filters."""
+    """Returns the verifier's distributions after temperature and filters."""
     return acceptance.target_distribution(logits_bnv, sampling.temperature_b, sampling.top_k_b, sampling.top_p_b)
 
 
 def _noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.Array:
-    """Returns Gumbel noise [b, depths, v] of the next positions; zeros, and nothing drawn, if all sequences are greedy."""
+    """Returns Gumbel noise [b, depths, v] of the next positions; zeros if all sequences are greedy."""
     size = logits_bnv.shape[-1]
     dtype = jnp.promote_types(logits_bnv.dtype, jnp.float32)
     with jax.named_scope("noise"):
@@ -127,7 +128,7 @@ def _token_log_probs(logits_bpv: jax.Array, tokens_bp: jax.Array) -> jax.Array:
 def emit(
     state: DecodeState, tokens_bp: jax.Array, count_b: jax.Array, log_probs_bp: jax.Array | None
 ) -> tuple[DecodeState, jax.Array]:
-    """Appends up to `count_b` tokens, cut after the first stop id and at the limit; returns the number kept, too."""
+    """Appends up to `count_b` tokens, cut after the first stop id and at the limit; also returns the number kept."""
     sampling = state.sampling
     offered_bp = jnp.arange(tokens_bp.shape[1]) < count_b[:, None]
     stops_bp = jnp.any(tokens_bp[..., None] == sampling.stop_ids_bx[:, None], axis=-1) & offered_bp
@@ -137,7 +138,7 @@ def emit(
     kept_b = jnp.where(state.done_b, 0, jnp.minimum(kept_b, room_b)).astype(jnp.int32)
     stopped_b &= jnp.argmax(stops_bp, axis=1) < kept_b
 
-    # Written past the end in full width: what lies beyond `kept_b` is garbage that later rounds overwrite.
+    # All tokens are written; later rounds overwrite those beyond `kept_b`.
     write = jax.vmap(lambda x_s, new_p, at: lax.dynamic_update_slice(x_s, new_p, (at,)))
     log_probs_bs = None if log_probs_bp is None else write(state.log_probs_bs, log_probs_bp, state.end_b)
     end_b = state.end_b + kept_b

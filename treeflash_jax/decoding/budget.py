@@ -1,7 +1,7 @@
 """nodes="auto": the number of nodes that a round verifies, and whether it drafts at all, chosen on the device.
 
-Nodes of a best-first tree stand in order of decreasing path probability, so the first n of them are the tree of n nodes.
-A round drafts once, at its largest bucket, and takes the bucket that maximises tokens per second,
+Nodes of a best-first tree are in order of decreasing path probability, so the first n of them are the tree of n nodes.
+A round drafts once, with the largest bucket, and verifies the bucket that maximises tokens per second,
 
     argmax_n (1 + c (Phi(n) - 1)) / T(n),    Phi(n) = sum of the path probabilities of the first n nodes (root = 1),
 
@@ -9,10 +9,10 @@ summed over the sequences that are not done: one bucket a round for the whole ba
 (calibration.py), c the ratio of accepted to expected tokens so far. The probabilities do not depend on the verifier's
 noise, so the answer is the same for every choice.
 
-Drafting pauses once it has lost PATIENCE one-token rounds to one-token decoding (gains count, but are not saved up: the
-CUSUM test). The drafter's context then waits: features of tokens that it has not seen are pending until the next draft.
-Pauses grow geometrically, and no probe costs more than PROBE_SHARE of the pause after it, so a call loses little more than
-PATIENCE rounds and that share, whatever its prompts.
+Drafting pauses once its debt, the time lost to one-token decoding, exceeds PATIENCE one-token rounds (a CUSUM test: gains
+reduce the debt, at most to 0). During a pause, features of new tokens are buffered until the next draft. Pauses grow
+geometrically, and no probe costs more than PROBE_SHARE of the pause after it, so a call loses little more than PATIENCE
+rounds and that share on any prompt.
 
 Shape suffixes: b batch, n nodes or buckets of them, c measured cache lengths, p pending tokens, j tapped layers x model.
 
@@ -40,12 +40,12 @@ from treeflash_jax.trees import DraftTree
 PATIENCE = 3.0  # one-token rounds
 PROBE_SHARE = 0.01  # cost of a probe, in one-token rounds, relative to the rounds of the pause after it
 FIRST_PAUSE, LONGEST_PAUSE = 8, 2**15  # rounds
-PRIOR_TOKENS = 32.0  # drafted tokens that the calibration's reliability counts for
+PRIOR_TOKENS = 32.0  # weight of the calibration's reliability, in drafted tokens
 
 
 @struct.dataclass
 class Measured:
-    """Measurements for one batch size. Traced: other values are the same program.
+    """Measurements for one batch size; traced, so changing them never recompiles.
 
     Attributes:
       positions_c: numbers of cached positions that the measured rounds read, increasing.
@@ -73,13 +73,13 @@ class Budget:
     """State of the policy.
 
     Attributes:
-      drafted, committed: tokens below the root that drafted rounds were expected to commit and did, means over live
-        sequences, the calibration's prior included. Their ratio is the reliability c.
-      debt: what drafting has lost, in one-token rounds, 0 to PATIENCE.
-      pause: one-token rounds to go before the next draft.
-      last_pause: length of the last pause; 0 since the debt was paid back.
-      features_bpj: features of tokens that the drafter has not seen yet.
-      pending_b: number of these tokens.
+      drafted, committed: expected and actual number of drafted tokens that were committed, means over live sequences,
+        starting from the calibration's prior. The reliability c is committed / drafted.
+      debt: time lost by drafting, in one-token rounds, 0 to PATIENCE.
+      pause: remaining one-token rounds before the next draft.
+      last_pause: length of the last pause; 0 once the debt is back to 0.
+      features_bpj: features of pending tokens, which are not in the drafter's context yet.
+      pending_b: number of pending tokens.
     """
 
     drafted: jax.Array
@@ -119,7 +119,7 @@ def choose_bucket(
     positions: jax.Array | int,
     nodes: tuple[int, ...],
 ) -> BudgetChoice:
-    """Returns the bucket of most expected tokens per second.
+    """Returns the bucket with the most expected tokens per second.
 
     Args:
       tree: draft tree of the largest bucket, in order of decreasing path probability.
@@ -138,11 +138,11 @@ def choose_bucket(
 
 
 def update_budget(budget: Budget, choice: BudgetChoice, committed_b: jax.Array, live_b: jax.Array) -> Budget:
-    """Returns the budget after a drafted round: how reliable drafts are, and whether to pause.
+    """Returns the budget after a drafted round: new reliability, debt and pause.
 
     Args:
       committed_b: tokens that the round committed, bonus included, before any cut.
-      live_b: sequences that took part.
+      live_b: sequences that were not done.
     """
     tokens_b = jnp.where(live_b, committed_b, 0).astype(budget.committed.dtype)  # int / int would be float64 under x64
     committed = jnp.sum(tokens_b) / jnp.maximum(jnp.sum(live_b), 1)
@@ -212,13 +212,13 @@ class BudgetPolicy:
         return jnp.max(state.policy.pending_b) >= state.policy.features_bpj.shape[1]
 
     def one_token_round(self, weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
-        """Runs a one-token round of a pause; `catch_up` shows its token to the drafter later."""
-        step_plan = replace(plan, num_nodes=1)  # a plan that drafts: its pass returns features for the drafter
+        """Runs a one-token round of a pause; `catch_up` adds its token to the drafter's context later."""
+        step_plan = replace(plan, num_nodes=1)  # still drafts, so that the pass returns features for the drafter
         tree = trees.root_only(rounds.find_anchor(state))
         verified, accepted = rounds.judge(weights, state, tree, None, step_plan)
         after = rounds.commit_path(weights, state, verified, accepted, replace(step_plan, builder="none"), nodes=1)
         budget = state.policy
-        # Live sequences have equally many pending tokens, so one index serves all; done sequences never draft again.
+        # All live sequences have the same number of pending tokens; done sequences never draft again.
         features_bpj = lax.dynamic_update_slice_in_dim(
             budget.features_bpj, verified.features_btj, jnp.max(budget.pending_b), axis=1
         )
@@ -226,9 +226,9 @@ class BudgetPolicy:
         return after.replace(policy=budget.replace(features_bpj=features_bpj, pending_b=pending_b, pause=budget.pause - 1))
 
     def catch_up(self, weights: Weights, state: DecodeState, plan: DecodePlan, is_wanted: jax.Array) -> DecodeState:
-        """Shows the drafter the pending tokens, if that is wanted.
+        """Adds pending tokens to the drafter's context if `is_wanted`.
 
-        A loop of one turn or none: a branch would copy the drafter's context.
+        A loop of at most one iteration: a branch would copy the drafter's context.
         """
         features_bpj = state.policy.features_bpj
         first_b = state.cache.length_b - state.policy.pending_b + 1  # index of the token after the first pending position

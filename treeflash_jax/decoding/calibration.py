@@ -1,10 +1,10 @@
-"""Measurements of `treeflash calibrate` (times of rounds, and tokens that they commit), and how a call decodes by them.
+"""Measurements of `treeflash calibrate`, round times and committed tokens, and the choice of how a call decodes.
 
-A file holds one entry per pair, device, dtype, mesh and draft settings; an entry serves exactly what it was measured with.
-Round times are fitted, for each batch and number of cached positions that a round reads, by the convex and increasing
-function of the nodes that is nearest (least squares of relative errors), and taken linearly between batches and positions,
-clamped at the ends. They are those of greedy rounds. The first nodes cost most with a mixture of experts, since each needs
-further experts, until all are read: its times are fitted by an increasing function, convex or not.
+A file contains one entry per pair, device, dtype, mesh and draft settings; an entry is valid only for exactly these.
+Greedy rounds are timed. For each batch and number of cached positions that a round reads, times are fitted by the nearest
+convex, increasing function of the nodes (least squares of relative errors), and interpolated linearly between batches and
+positions, clamped at the ends. With a mixture of experts the first nodes cost most, since each needs further experts until
+all are read: its times are fitted by an increasing function that need not be convex.
 
 Source: CaDDTree, cost model.
 """
@@ -37,12 +37,10 @@ from treeflash_jax.models.quantized import Quantized
 from treeflash_jax.models.verifier import specs
 
 FILE = "treeflash_budget.json"
-WORTH_TRYING = (
-    0.8  # least speed on the calibration's prompts, relative to one-token decoding, with which anything is drafted
-)
-AS_GOOD = 0.99  # of the best speed: a larger tree that reaches it leaves more to choose from
-SAMPLES = 8  # entries that a digest reads along each axis of an array of weights
-FASTER = 0.97  # of a larger bucket's time: a smaller bucket that takes more is left out
+WORTH_TRYING = 0.8  # speed on the calibration's prompts, relative to one-token decoding, below which nothing is drafted
+AS_GOOD = 0.99  # share of the best speed; the largest tree that reaches it is drafted, since it leaves the widest choice
+SAMPLES = 8  # entries that a digest reads along each axis of a weight
+FASTER = 0.97  # maximal time of a smaller bucket, relative to the next larger one; slower ones are left out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +51,11 @@ class Calibration:
       identity: everything that the measurements depend on (`make_identity`).
       nodes: verified nodes of a round, root included, increasing.
       batch, positions: sequences decoded together, and cached positions that a round reads; increasing.
-      round_seconds: of a round whose tree is built at the largest number of nodes and cut, [batch][positions][nodes].
-      tree_seconds: of building a tree, [batch][positions][nodes].
-      step_seconds: of a one-token round, [batch][positions].
-      temperatures: of the verifier, increasing.
-      tau: tokens that rounds committed on prompts, bonus included, [temperatures][nodes].
+      round_seconds: seconds of a round that builds the largest tree and verifies a part, [batch][positions][nodes].
+      tree_seconds: seconds of building a tree, [batch][positions][nodes].
+      step_seconds: seconds of a one-token round, [batch][positions].
+      temperatures: temperatures of the verifier, increasing.
+      tau: mean number of tokens that a round commits, bonus included, [temperatures][nodes].
       reliability: ratio of accepted to expected tokens, roots excluded, [temperatures].
       sparse: whether the verifier is a mixture of experts.
     """
@@ -90,10 +88,10 @@ class Calibration:
         round_n, tree_n, step = (_interpolate(positions, self.positions, x) for x in (round_cn, tree_cn, step_c))
 
         def seconds(largest: int) -> np.ndarray:
-            """Returns seconds of rounds that build `nodes[largest]` nodes and verify as many or fewer."""
+            """Returns seconds of rounds that build `nodes[largest]` nodes, by the number of them that is verified."""
             return (round_n - tree_n[-1] + tree_n[largest])[: largest + 1]
 
-        # The buckets do not depend on the temperatures of a call, which must not compile anything.
+        # Buckets must not depend on a call's temperatures: changing these never recompiles.
         largest = 0
         for tau_n in np.array(self.tau):
             rates = [np.max(tau_n[: k + 1] / seconds(k)) for k in range(len(self.nodes))]
@@ -123,9 +121,9 @@ class Decision:
     """Choice of how a call decodes.
 
     Attributes:
-      nodes: numbers of nodes that its rounds choose from; none: one token at a time, without a draft.
-      measured: measurements that rounds choose by.
-      speedup: speed on the calibration's prompts if every round takes the best bucket, relative to one-token decoding.
+      nodes: number of nodes of each bucket, increasing; empty: one-token decoding.
+      measured: measurements for `BudgetPolicy`.
+      speedup: speed with the best bucket on the calibration's prompts, relative to one-token decoding.
     """
 
     nodes: tuple[int, ...]
@@ -134,17 +132,16 @@ class Decision:
 
 
 def fit_round_times(nodes: Sequence[int], seconds: Sequence[float], is_convex: bool = True) -> np.ndarray:
-    """Returns the increasing and, if wanted, convex function of the nodes with the least relative error, at the nodes.
+    """Returns the increasing (and with `is_convex`, convex) function with the least relative error, at the nodes.
 
-    It is a constant plus hinges max(0, n - node), or steps [n > node], with weights of 0 or more: all such functions are
-    piecewise linear between the measured nodes, and there are no others.
+    A constant plus hinges max(0, n - node), or steps [n > node] if it need not be convex, with weights of 0 or more.
     """
     from scipy.optimize import nnls
 
     x, y = np.asarray(nodes, float), np.asarray(seconds, float)
     beyond = np.maximum(0, x[:, None] - x[None, :-1])
     basis = np.concatenate([np.ones((x.size, 1)), beyond if is_convex else np.sign(beyond)], axis=1)
-    scale = np.linalg.norm(basis, axis=0)  # hinges are hundreds, times are milliseconds
+    scale = np.linalg.norm(basis, axis=0)  # for conditioning: hinges are in the hundreds, times in milliseconds
     weights, _ = nnls(basis / scale / y[:, None], np.ones(x.size))
     return basis / scale @ weights
 
@@ -178,27 +175,25 @@ def pair_digest(verifier: ModelConfig, weights: Weights, plan: DecodePlan) -> st
 
 @partial(devices.jit, static_argnames="inputs")
 def _sample(weight: jax.Array | Quantized, inputs: tuple[int, ...]) -> jax.Array:
-    """Returns about SAMPLES entries along each axis of an array, rounded to bfloat16; of a matrix, of its scales in int8.
+    """Returns about SAMPLES entries along each axis of an array, or of a matrix's int8 scales, rounded to bfloat16.
+
+    Quantisation keeps the scales, and so the digest.
 
     Args:
-      weight: of any dtype. Quantisation keeps a digest because it keeps the scales.
-      inputs: axes over which a matrix has its scales (`Spec.inputs`).
+      inputs: axes over which a matrix is scaled (`Spec.inputs`).
     """
-    narrow = partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
+    to_bfloat16 = partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
     is_quantized = isinstance(weight, Quantized)
     entries = (weight.scale if is_quantized else weight).astype(jnp.float32)
     if inputs and not (is_quantized and weight.dtype == jnp.bfloat16):
         peaks = entries * quantized.LARGEST if is_quantized else jnp.max(jnp.abs(entries), axis=inputs)
-        entries = narrow(peaks) * (1 / quantized.LARGEST)
-    entries = narrow(entries)
+        entries = to_bfloat16(peaks) * (1 / quantized.LARGEST)
+    entries = to_bfloat16(entries)
     return entries[tuple(slice(None, None, max(size // SAMPLES, 1)) for size in entries.shape)]
 
 
-def place(drafter: str | Path | None) -> Path:
-    """Returns the file of a drafter's calibrations: in its folder, if it is a local folder; else in the user's cache.
-
-    The folders of an installed package and of the Hub's cache belong to others.
-    """
+def default_path(drafter: str | Path | None) -> Path:
+    """Returns the file of a drafter's calibrations: in its folder, if it is a local folder; else in the user's cache."""
     if drafter is not None and os.path.isdir(drafter):
         return Path(drafter) / FILE
     return files.user_cache() / FILE
@@ -208,12 +203,12 @@ def read(path: Path) -> list[Calibration]:
     """Returns the entries of a file.
 
     Raises:
-      ValueError: the file is missing, or no file of calibrations.
+      ValueError: the file is missing or contains anything else.
     """
     try:
         return [checked(Calibration(**entry)) for entry in parse_json(files.regular(path).read_bytes())["entries"]]
     except FileNotFoundError:
-        raise ValueError(f"{path} not found; nodes 'auto' needs what `treeflash calibrate` writes") from None
+        raise ValueError(f"{path} not found; nodes 'auto' needs the file that `treeflash calibrate` writes") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: got no calibration ({clipped(error, 120)}); calibrate again") from None
 
@@ -222,7 +217,7 @@ def find(path: Path, identity: dict[str, Any]) -> Calibration:
     """Returns the entry of this identity.
 
     Raises:
-      ValueError: there is none; the nearest is named with the first thing that differs.
+      ValueError: no entry matches; the message names the first difference from the nearest entry.
     """
 
     def differences(entry: Calibration) -> list[str]:
@@ -230,7 +225,7 @@ def find(path: Path, identity: dict[str, Any]) -> Calibration:
 
     entries = sorted(read(path), key=lambda entry: len(differences(entry)))
     if not entries:
-        raise ValueError(f"{path} holds no calibration; run `treeflash calibrate` with this pair")
+        raise ValueError(f"{path} contains no calibration; run `treeflash calibrate` with this pair")
     if entries[0].identity == identity:
         return entries[0]
     name = differences(entries[0])[0]
@@ -241,10 +236,10 @@ def find(path: Path, identity: dict[str, Any]) -> Calibration:
 
 
 def write(path: Path, entry: Calibration) -> None:
-    """Adds an entry to a file, in place of one of the same identity.
+    """Adds an entry to a file, replacing one of the same identity.
 
     Raises:
-      ValueError: the path cannot be written, or its file holds something else.
+      ValueError: the path cannot be written, or its file contains anything else.
     """
     others = [other for other in read(path) if other.identity != entry.identity] if path.exists() else []
     text = json.dumps({"entries": [asdict(entry) for entry in (*others, entry)]}, indent=1)

@@ -1,7 +1,8 @@
 """The loops around rounds, as pure functions of a donated state.
 
-`decode` runs rounds (rounds.py) inside one program until every sequence is done (or a few at a time, for streaming); `read`
-reads prompts in fixed chunks, so one program serves all prompt lengths, into the caches that `begin` made or took over.
+`decode` runs rounds (rounds.py) inside one program until every sequence is done (or a few at a time, for streaming).
+`begin` allocates the caches or reuses earlier ones; `read` fills them with prompts in chunks of one size, so that all
+prompt lengths share a program.
 
 Shape suffixes: b batch, s token slots, t chunk tokens, d model, v vocabulary.
 """
@@ -22,7 +23,7 @@ from treeflash_jax.decoding import accepting, rounds
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights, pin
 from treeflash_jax.models import kv_cache, verifier
 
-Carry = tuple[DecodeState, jax.Array]  # with the number of rounds that have run
+Carry = tuple[DecodeState, jax.Array]  # state and number of rounds run
 
 
 @partial(jax.jit, static_argnames=("plan",))
@@ -57,13 +58,13 @@ def begin(
     plan: DecodePlan,
     dtype: Any,
 ) -> DecodeState:
-    """Returns the state of sequences whose prompts have not been read, or whose beginnings an earlier state has read.
+    """Returns the state before prefill, with empty caches or those of an earlier state that has the same first tokens.
 
     Args:
       tokens_bs, length_b, sampling: see `prefill`.
-      kept: an earlier state of equal shape, donated, whose tokens begin like the prompts; None: empty caches.
-      kept_b: number of prompt tokens that its caches keep, fewer than the prompt has; those of the drafter do, too.
-      plan, dtype: static; dtype of the caches.
+      kept: earlier state of equal shape, donated; None: empty caches.
+      kept_b: number of positions to keep in its caches, less than the prompt's length.
+      dtype: dtype of the caches; static.
     """
     batch, capacity = tokens_bs.shape
     drafter = None
@@ -97,12 +98,12 @@ def read(
     *,
     plan: DecodePlan,
 ) -> DecodeState:
-    """Reads the next chunks of the prompts, and emits the first token of those that are read to their end.
+    """Reads the next chunks of the prompts, and emits the first token after each prompt that is complete.
 
     Args:
-      state: from `begin` or an earlier `read`; donated. The last chunk, padding included, has to fit its capacity.
-      max_chunks: int32 scalar, number of chunks after which to stop.
-      first_b: the first tokens, if they are known already; None: they are sampled.
+      state: result of `begin` or an earlier `read`; donated. The last chunk, padding included, must fit its capacity.
+      max_chunks: int32 scalar, maximal number of chunks.
+      first_b: first tokens if they are known; None: sampled.
     """
     cache, drafter, last = _read(weights, pin(state), length_b, max_chunks, plan)
     count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # of first tokens
@@ -119,7 +120,7 @@ def _read(
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Returns both caches after some chunks and, for the last prompt position, the hidden state and features [b, d].
 
-    A drafter that reads tokens has not seen the last position, whose token is not known yet.
+    A drafter that reads tokens lacks the last position, since the token after it is not known yet.
     """
     batch, capacity = state.tokens_bs.shape
     chunk = plan.chunk(capacity)
@@ -170,14 +171,12 @@ def decode(
     """Runs rounds until enough sequences are done, `max_rounds` have run, or the next round might not fit the caches.
 
     The state is donated. Nothing leaves the device in between. If the plan's policy pauses drafting, drafted and one-token
-    rounds are loops of their own inside the loop: a branch that commits would copy the caches, a loop that does not run
-    copies nothing.
+    rounds are two inner loops: a branch that commits would copy the caches, a loop without iterations copies nothing.
 
     Args:
-      state: from `read` or an earlier `decode`.
+      state: result of `read` or an earlier `decode`.
       max_rounds: int32 scalar.
-      enough: int32 scalar, number of done sequences that ends the loop, so that waiting ones can take their places; None:
-        all.
+      enough: int32 scalar, number of done sequences that ends the loop, to admit waiting ones; None: all.
     """
     enough = state.done_b.size if enough is None else enough
     policy = plan.policy
@@ -216,19 +215,19 @@ def _repeat(one_round: Callable[[DecodeState], DecodeState], carry: Carry, holds
 
 @partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
 def catch_up(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
-    """Shows the drafter all tokens of pauses that it has not seen; needed before `admit` if the plan's policy pauses."""
+    """Adds all pending tokens to the drafter's context; required before `admit` if the plan's policy pauses."""
     return pin(plan.policy.catch_up(weights, pin(state), plan, jnp.bool_(True)))
 
 
 @partial(jax.jit, donate_argnames=("state",))
 def admit(state: DecodeState, fresh: DecodeState, slots_a: jax.Array) -> DecodeState:
-    """Puts sequences that have just read their prompts into the places of sequences that are done.
+    """Replaces done sequences by new ones whose prompts have been read.
 
-    The state is donated; of the caches, only the replaced sequences are written. A policy knows nothing of new sequences.
+    The state is donated; only the replaced sequences of the caches are written. The policy's state of new ones is 0.
 
     Args:
       fresh: state of the new sequences after `read`, with caches of the same capacity.
-      slots_a: int32, place of each of the first sequences of `fresh`; -1 ends the list.
+      slots_a: int32, batch index for each of the first sequences of `fresh`; -1 ends the list.
     """
     state, nodes_bs, policy = pin(state), state.nodes_bs, state.policy
 

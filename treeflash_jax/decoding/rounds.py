@@ -1,7 +1,7 @@
 """One round of tree decoding, phase by phase: draft a block, build a tree, verify it in one pass, accept, commit.
 
-Each phase is a pure function, so that it can be compiled and timed by itself. Plain one-token decoding is the same round
-with a tree of one node and no drafter.
+Each phase is a pure function, so that benchmarks can time it. One-token decoding is the same round with a tree of one
+node and no drafter.
 
 Shape suffixes: b batch, n tree nodes, p accepted path, s token slots, d model, v vocabulary, x stop ids.
 """
@@ -23,7 +23,7 @@ from treeflash_jax.decoding.accepting import DRAFT_STREAM, Accepted, accept_path
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.models import kv_cache, verifier
 
-DECAY = 0.8  # weight of the mean of recent rounds when a round is added to it
+DECAY = 0.8  # of the mean over recent rounds, per round
 
 
 @struct.dataclass
@@ -58,7 +58,7 @@ def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Deco
 def _chosen_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
     """Runs a round of the bucket that the plan's policy chooses.
 
-    Every bucket is a branch that reads the caches and hands on its path, padded to the longest: a branch that commits
+    Every bucket is a branch that reads the caches and returns its path, padded to the longest: a branch that commits
     would copy the caches.
     """
     policy = plan.policy
@@ -80,8 +80,8 @@ def _judge_if_drafted(
 ) -> tuple[Verified, Accepted]:
     """Like `judge`, but verifies only the roots if every draft tree is empty, which takes no longer than one token.
 
-    Both branches read the caches and hand on their path. The text alone decides which of them runs, so the roots' own
-    rule leaves the verifier's distribution as it is.
+    Both branches read the caches and return their path. Which one runs depends on the text alone, so the output stays
+    exact although the roots have another rule.
     """
     root_plan = replace(plan, num_nodes=1, rule="sample-and-match")
 
@@ -97,13 +97,13 @@ def _judge_if_drafted(
 def judge(
     weights: Weights, state: DecodeState, tree: trees.DraftTree, proposal: trees.Proposal | None, plan: DecodePlan
 ) -> tuple[Verified, Accepted]:
-    """Verifies a tree in one pass and returns the path that the plan's rule keeps of it."""
+    """Verifies a tree in one pass and returns the path that the plan's rule keeps."""
     verified = verify_tree(weights, state, tree, plan)
     return verified, accept_path(state, tree, proposal, verified.logits_bnv, plan)
 
 
 def keep_path(verified: Verified, accepted: Accepted, length: int) -> tuple[Verified, Accepted]:
-    """Returns only what `commit_path` reads of a verified tree: its nodes along the path, padded to `length`."""
+    """Cuts the outputs for a tree to its accepted path, padded to `length` nodes, as `commit_path` needs them."""
 
     def pad(x_bp: jax.Array) -> jax.Array:
         return jnp.pad(x_bp, ((0, 0), (0, length - x_bp.shape[1]), *((0, 0),) * (x_bp.ndim - 2)))
@@ -152,14 +152,13 @@ def draft_stage(weights: Weights, state: DecodeState, value: Any, plan: DecodePl
 def build_tree(
     state: DecodeState, expander: trees.Expander, plan: DecodePlan, choice_b: jax.Array | None = None
 ) -> tuple[trees.DraftTree, trees.Proposal | None]:
-    """Returns the tree below each anchor and, if its nodes were drawn, the distribution that they were drawn from.
+    """Returns the trees of `draft_tree`, given the drafter's expander.
 
     Args:
       choice_b: index of each sequence's bucket, if the plan's shape lists buckets.
     """
     builder = trees.BUILDERS[plan.builder]
     keys = (round_keys(state, DRAFT_STREAM),) if builder.draws else ()
-
     past = {"recent_b": recent_lengths(state)} if builder.reads_past(plan.shape) else {}
     past |= {} if choice_b is None else {"choice_b": choice_b}
 
@@ -173,7 +172,7 @@ def build_tree(
 
 
 def recent_lengths(state: DecodeState) -> jax.Array:
-    """Returns the tokens that recent rounds of each sequence committed, a mean with exponentially decaying weights, [b].
+    """Returns the exponentially decaying mean of the tokens that each sequence's rounds committed, [b].
 
     It starts at the length that the default trunk of a delayed tree would commit.
     """
@@ -193,7 +192,7 @@ def extend_drafter(
 
 
 def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, plan: DecodePlan) -> Verified:
-    """Runs one pass of the verifier over all nodes; the caches are read, not written."""
+    """Runs one verifier pass over all nodes; the caches are only read."""
     with jax.named_scope("verify"):
         out = verifier.forward(
             weights.verifier,
@@ -211,7 +210,7 @@ def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, pla
 
 
 def drafter_features(out: verifier.Output, plan: DecodePlan) -> jax.Array | None:
-    """Returns the tapped features of new positions, without entries if the drafter taps no layer."""
+    """Returns the tapped features of new positions; an array of width 0 if the drafter taps no layer."""
     if plan.taps or not plan.drafts:
         return out.features_btj
     return jnp.zeros((*out.hidden_btd.shape[:2], 0), out.hidden_btd.dtype)
@@ -225,21 +224,21 @@ def commit_path(
     plan: DecodePlan,
     nodes: jax.Array | int = 0,
 ) -> DecodeState:
-    """Returns the state after the round, the positions of the accepted path added to both caches.
+    """Returns the state after the round, with the positions of the accepted path in both caches.
 
     Args:
-      nodes: number of nodes that were verified, of all sequences or each [b]; read only with a policy.
+      nodes: number of verified nodes, a scalar or [b]; read only with a policy.
     """
     with jax.named_scope("commit"):
         is_round_bs = (jnp.arange(state.capacity) == state.rounds_b[:, None]) & ~state.done_b[:, None]
 
-        def note(x_bs: jax.Array, value_b: jax.Array) -> jax.Array:
+        def store(x_bs: jax.Array, value_b: jax.Array) -> jax.Array:
             return jnp.where(is_round_bs, value_b.astype(x_bs.dtype)[:, None], x_bs)
 
         state = state.replace(
-            expected_bs=note(state.expected_bs, accepted.expected_b) if plan.expected_lengths else state.expected_bs,
-            accepted_bs=note(state.accepted_bs, accepted.length_b),
-            nodes_bs=None if state.nodes_bs is None else note(state.nodes_bs, jnp.broadcast_to(nodes, state.done_b.shape)),
+            expected_bs=store(state.expected_bs, accepted.expected_b) if plan.expected_lengths else state.expected_bs,
+            accepted_bs=store(state.accepted_bs, accepted.length_b),
+            nodes_bs=None if state.nodes_bs is None else store(state.nodes_bs, jnp.broadcast_to(nodes, state.done_b.shape)),
             rounds_b=state.rounds_b + ~state.done_b,
         )
         state, kept_b = emit(state, accepted.tokens_bp, accepted.length_b, accepted.log_probs_bp)

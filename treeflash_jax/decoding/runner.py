@@ -1,4 +1,4 @@
-"""The programs of decoding as a batch calls them.
+"""Calls of the compiled decoding programs for one batch.
 
 Shape suffixes: b batch, s token slots, a admitted sequences.
 """
@@ -25,7 +25,7 @@ from treeflash_jax.trees import DraftTree
 
 REGISTRIES = (drafters.DRAFTERS, HEADS, trees.BUILDERS, acceptance.RULES)
 SHIPPED = [dict(registry) for registry in REGISTRIES]
-Kept = tuple[DecodeState, int]  # an earlier state, donated, and the number of the prompt's tokens that its caches keep
+Kept = tuple[DecodeState, int]  # an earlier state, donated, and the number of positions to keep in its caches
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,9 @@ class Runner:
     """Runs the compiled programs of one plan. States are donated: a state that was passed in cannot be used again.
 
     Attributes:
-      weights: of verifier and drafter.
       mesh: mesh of weights and states; None for one device.
       policy_weights: weights of the plan's policy.
-      reports_nodes: whether `nodes` reports one node a round for a plan without a policy.
+      reports_nodes: whether `nodes` returns ones instead of None for a plan without a policy.
     """
 
     plan: DecodePlan
@@ -62,18 +61,18 @@ class Runner:
         return state.replace(policy=policy, nodes_bs=nodes_bs)
 
     def run(self, state: DecodeState, rounds: int, enough: int, clock: Clock | None = None) -> DecodeState:
-        """Returns the state after `rounds` rounds, or fewer if `enough` sequences are done before."""
+        """Returns the state after `rounds` rounds, or once `enough` sequences are done."""
         args = jnp.int32(rounds), jnp.int32(enough)
         return self.call(loops.decode, self.all_weights, state, *args, clock=clock, plan=self.plan)
 
     def admit(
-        self, state: DecodeState, inputs: tuple[Any, ...], places: list[int], clock: Clock | None = None
+        self, state: DecodeState, inputs: tuple[Any, ...], slots: list[int], clock: Clock | None = None
     ) -> DecodeState:
-        """Returns the state with new sequences, their prompts read, in these places."""
+        """Returns the state with done sequences, at these batch indices, replaced by new ones after prefill."""
         fresh, size = self.prefill(inputs, clock), inputs[1].size
         if self.plan.policy is not None and self.plan.policy.PAUSES:
             state = self.call(loops.catch_up, self.all_weights, state, clock=clock, plan=self.plan)
-        slots_a = jnp.asarray(np.array(places + [-1] * (size - len(places)), np.int32))
+        slots_a = jnp.asarray(np.array(slots + [-1] * (size - len(slots)), np.int32))
         return self.call(loops.admit, state, fresh, sharding.place(slots_a, self.mesh, over_batch=False), clock=clock)
 
     def grow(self, state: DecodeState, capacity: int, clock: Clock | None = None) -> DecodeState:
@@ -85,7 +84,7 @@ class Runner:
         return state.replace(done_b=sharding.place(jnp.asarray(done_b), self.mesh))
 
     def nodes(self, state: DecodeState) -> jax.Array | np.ndarray | None:
-        """Returns the number of nodes that every round of every sequence verified [b, s]; None if always the plan's."""
+        """Returns the number of nodes verified per sequence and round [b, s]; None if it is always the plan's."""
         return np.ones(state.accepted_bs.shape, np.int32) if self.reports_nodes else state.nodes_bs
 
     def draft(self, inputs: tuple[Any, ...], length: int, anchor: int) -> DraftTree:
@@ -99,7 +98,7 @@ class Runner:
         return self.call(loops.draft, self.all_weights, self.begin(state), plan=self.plan)
 
     def call(self, function: Any, *args: Any, clock: Clock | None = None, **static: Any) -> Any:
-        is_kept = [dict(registry) for registry in REGISTRIES] == SHIPPED  # no source is known of kinds that users add
+        is_kept = [dict(registry) for registry in REGISTRIES] == SHIPPED  # keys cover this package's source only
         return programs.call(function, *args, mesh=self.mesh, clock=clock, is_kept=is_kept, **static)
 
     def prefill(
@@ -109,7 +108,7 @@ class Runner:
         kept: Kept | None = None,
         first_b: jax.Array | None = None,
     ) -> DecodeState:
-        """Reads prompts, a few chunks per dispatch: in between, the clock reports and Ctrl-C is heeded."""
+        """Reads prompts, a few chunks per dispatch, so that progress is logged and Ctrl-C works in between."""
         tokens_bs, length_b, _ = inputs
         clock = clock or Clock()
         plan, capacity, count = self.plan.for_prefill(), tokens_bs.shape[1], 0
@@ -134,7 +133,7 @@ def make_calibrated_runner(
     """Returns a runner with nodes="auto", or of one-token decoding if drafting cannot pay.
 
     Args:
-      runner: runner of rounds that verify the largest trees of the calibration.
+      runner: runner whose plan has the calibration's largest tree.
       calibration: measurements of this pair with these draft settings.
       batch: number of sequences decoded together, padding included.
       positions, temperatures: see `Calibration.decide`.

@@ -1,10 +1,10 @@
 """Delayed trees that a selector (tree_selector.py) chooses for every sequence and round.
 
-Every sequence takes the bucket of the highest score, so that sequences decoded beside it never change its answer. A round
+Every sequence gets the bucket of its highest score, so that its answer never depends on the rest of the batch. A round
 then runs in the shapes of the largest chosen tree.
 
-Shape suffixes: b batch, n tree nodes, j tapped layers x model, l values that a round leaves (tree_selector.LEFT),
-c tokens of a node's support, v vocabulary.
+Shape suffixes: b batch, n tree nodes, j tapped layers x model, l values of tree_selector.OBSERVED, c tokens of a node's
+support, v vocabulary.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from treeflash_jax.decoding import rounds, tree_selector
 from treeflash_jax.decoding.accepting import Accepted, make_target
 from treeflash_jax.decoding.rounds import Verified
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
-from treeflash_jax.decoding.tree_selector import LEFT, Features, SelectorConfig
+from treeflash_jax.decoding.tree_selector import OBSERVED, Features, SelectorConfig
 from treeflash_jax.models import vocab
 
 
 @struct.dataclass
 class Observed:
-    """State of the policy: what the last round left behind; zeros before a first one.
+    """State of the policy: values at the last accepted node of the last round; zeros before the first round.
 
     Attributes:
-      hidden_bj: the verifier's features at the last accepted node.
-      left_bl: in the order of tree_selector.LEFT.
+      hidden_bj: the verifier's features.
+      scalars_bl: the values of tree_selector.OBSERVED.
     """
 
     hidden_bj: jax.Array
-    left_bl: jax.Array
+    scalars_bl: jax.Array
 
 
 @struct.dataclass
@@ -43,10 +43,9 @@ class SelectorChoice:
     """Choice of one round.
 
     Attributes:
-      index: the smallest shapes that hold the trees of all live sequences.
+      index: index in `list_shapes` of the smallest shapes into which the trees of all live sequences fit.
       nodes: number of nodes of each sequence's tree, [b].
-      bucket_b: bucket of each sequence.
-      expander: the drafter's offers.
+      bucket_b: index of each sequence's bucket.
     """
 
     index: jax.Array
@@ -56,9 +55,9 @@ class SelectorChoice:
 
 
 def list_shapes(buckets: tuple[trees.Bucket, ...]) -> list[tuple[int, int]]:
-    """Returns the shapes of rounds: how many of the first buckets each can hold, and the nodes of their largest tree.
+    """Returns the shapes of rounds: (number of buckets, counted from the first, that fit; nodes of their largest tree).
 
-    A shape for each bucket, unless it has no more nodes and is no deeper than those before it.
+    One for each bucket that has more nodes or more levels than all buckets before it.
     """
     shapes: dict[tuple[int, int], int] = {}
     for count in range(1, len(buckets) + 1):
@@ -68,11 +67,11 @@ def list_shapes(buckets: tuple[trees.Bucket, ...]) -> list[tuple[int, int]]:
 
 
 def make_features(state: DecodeState, expander: trees.Expander) -> Features:
-    """Returns the selector's inputs. They depend on nothing that is drawn: only the anchor's children are expanded."""
+    """Returns the selector's inputs. They are independent of all draws: only the anchor's children are expanded."""
     root_bc = expander.children(jnp.int32(0), expander.start(1))[1][:, 0].astype(jnp.float32)
     is_last_bs = jnp.arange(state.capacity) == state.rounds_b[:, None] - 1
     columns = [
-        *jnp.moveaxis(state.policy.left_bl, 1, 0),
+        *jnp.moveaxis(state.policy.scalars_bl, 1, 0),
         _entropy(root_bc),
         jnp.exp(jnp.max(root_bc, axis=-1)),
         jnp.log(state.end_b.astype(jnp.float32)),
@@ -90,7 +89,7 @@ def _entropy(log_bc: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class SelectorPolicy:
-    """The policy of a selector; its weights are those of the network, the plan's shape lists the buckets."""
+    """The policy of a selector; its weights are the network's, its buckets those of the plan's shape."""
 
     PAUSES = False
 
@@ -99,7 +98,7 @@ class SelectorPolicy:
 
     def start(self, weights: Weights, state: DecodeState, plan: DecodePlan) -> Observed:
         batch, width = state.end_b.size, len(plan.taps) * plan.verifier.hidden_size
-        return Observed(jnp.zeros((batch, width), jnp.float32), jnp.zeros((batch, len(LEFT)), jnp.float32))
+        return Observed(jnp.zeros((batch, width), jnp.float32), jnp.zeros((batch, len(OBSERVED)), jnp.float32))
 
     def choose(self, weights: Weights, state: DecodeState, plan: DecodePlan) -> SelectorChoice:
         expander = rounds.draft_expander(weights, state, plan)
@@ -126,14 +125,14 @@ class SelectorPolicy:
         logits_b1v = at_last(verified.logits_bnv)
         log_q_bc = at_last(proposal.log_q_bnc)[:, 0].astype(jnp.float32)
         p_bc = jnp.exp(make_target(logits_b1v, state.sampling).gather(at_last(proposal.support_bnc)))[:, 0]
-        wide_bv = logits_b1v[:, 0].astype(jnp.float32)
-        normaliser_b = vocab.log_sum_exp(wide_bv)
-        entropy_b = normaliser_b - jnp.sum(jnp.exp(wide_bv - normaliser_b[:, None]) * wide_bv, axis=-1)
+        logits_bv = logits_b1v[:, 0].astype(jnp.float32)
+        log_z_b = vocab.log_sum_exp(logits_bv)
+        entropy_b = log_z_b - jnp.sum(jnp.exp(logits_bv - log_z_b[:, None]) * logits_bv, axis=-1)
         is_known_b = jnp.any(jnp.isfinite(log_q_bc), axis=-1)
         overlap_b = jnp.sum(jnp.minimum(p_bc, jnp.exp(log_q_bc)), axis=-1)
-        left = entropy_b, _entropy(log_q_bc), overlap_b, is_known_b
-        left_bl = jnp.stack([x_b.astype(jnp.float32) for x_b in left], axis=1)
-        return Observed(at_last(verified.features_btj)[:, 0].astype(jnp.float32), left_bl)
+        scalars = entropy_b, _entropy(log_q_bc), overlap_b, is_known_b
+        scalars_bl = jnp.stack([x_b.astype(jnp.float32) for x_b in scalars], axis=1)
+        return Observed(at_last(verified.features_btj)[:, 0].astype(jnp.float32), scalars_bl)
 
     def learn(self, state: DecodeState, choice: SelectorChoice, accepted: Accepted, observed: Observed) -> Observed:
         return observed
@@ -146,10 +145,10 @@ def plan_selection(config: SelectorConfig, plan: DecodePlan, nodes: int | None) 
       nodes: requested number of nodes of a round, root included; None: those of the largest tree.
 
     Raises:
-      ValueError: the selector is for another acceptance rule, or its largest tree has more nodes.
+      ValueError: the selector was trained for another acceptance rule, or its largest tree has more nodes.
     """
     if plan.rule != config.rule:
-        raise ValueError(f"got acceptance {quoted(plan.rule)}, expected {config.rule!r}, which the selector was made for")
+        raise ValueError(f"got acceptance {quoted(plan.rule)}, expected {config.rule!r}, the selector's")
     if nodes is not None and nodes < config.nodes:
         raise ValueError(f"got nodes {nodes}, expected at least {config.nodes}: the selector's largest tree")
     return replace(plan, num_nodes=config.nodes, shape=replace(plan.shape, trunk=config.buckets), policy=SelectorPolicy())

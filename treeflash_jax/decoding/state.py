@@ -1,4 +1,4 @@
-"""The plan of a decoding program, and what its rounds read and hand on: weights, sampling settings, the loop carry.
+"""The plan of a decoding program, and its data: weights, sampling settings, the loop carry.
 
 Shape suffixes: b batch, s token slots, x stop ids.
 """
@@ -23,18 +23,18 @@ class DecodePlan:
     """Everything that shapes the compiled program; two equal plans share it.
 
     Attributes:
-      drafter: sizes of the drafter, a config of its kind; None with builder "none".
-      num_nodes: nodes verified per round, root included; with a policy, the most it may choose.
+      drafter: the drafter's config (`DrafterSizes`); None with builder "none".
+      num_nodes: nodes verified per round, root included; with a policy, the maximum.
       draft: settings of the draft, as the drafter's `choose` returned them.
       builder: one of `trees.BUILDERS`, or "none": one token a round.
       shape: sizes of the tree besides its number of nodes.
       rule: acceptance rule, lossless for the distribution that the builder draws from.
       attention: implementation of the verify pass.
       prefill_attention: implementation of prefill passes; None: that of the verify pass.
-      prefill_chunk: most prompt tokens per prefill pass.
-      log_probs: whether to keep the verifier's log-probability of every emitted token.
-      expected_lengths: whether to keep the number of tokens that every round was expected to commit.
-      policy: chooses a bucket (a size of tree) for every round, see `policy.Policy`; None: all rounds are alike.
+      prefill_chunk: maximal number of prompt tokens per prefill pass.
+      log_probs: whether to record the verifier's log-probability of every emitted token.
+      expected_lengths: whether to record the number of tokens that every round was expected to commit.
+      policy: `policy.Policy`, which chooses each round's bucket (size of tree); None: all rounds have equal shapes.
     """
 
     verifier: ModelConfig
@@ -57,22 +57,22 @@ class DecodePlan:
 
     @property
     def path_length(self) -> int:
-        """Nodes of the longest path that a round can accept, root included."""
+        """Maximal number of accepted nodes, root included."""
         return 1 + min(self.drafter.num_depths, self.num_nodes - 1) if self.drafts else 1
 
     def chunk(self, capacity: int) -> int:
-        """Prompt tokens per prefill pass into caches of this capacity, which it divides."""
+        """Returns the number of prompt tokens per prefill pass, a divisor of the capacity."""
         return math.gcd(self.prefill_chunk, capacity)
 
     def for_prefill(self) -> DecodePlan:
-        """The plan that all plans with the same prefill share."""
+        """Returns the prefill plan, equal for all plans with the same prefill."""
         names = ("verifier", "drafter", "prefill_chunk", "log_probs", "expected_lengths")
         shared = {name: getattr(self, name) for name in names}
         attention = self.prefill_attention or self.attention
         return DecodePlan(builder="best-first" if self.drafts else "none", attention=attention, **shared)
 
     def one_token(self) -> DecodePlan:
-        """The plan of plain one-token decoding beside this one: what drafting is measured against."""
+        """Returns the plan of one-token decoding with this plan's settings, the baseline of measurements."""
         names = ("verifier", "attention", "prefill_attention", "prefill_chunk", "log_probs", "expected_lengths")
         return DecodePlan(builder="none", num_nodes=1, **{name: getattr(self, name) for name in names})
 
@@ -87,7 +87,7 @@ class Weights:
 
     Attributes:
       drafter: None for plain decoding.
-      policy: values that the plan's policy chooses by; None without a policy.
+      policy: measurements or network of the plan's policy; None without a policy.
     """
 
     verifier: Any
@@ -100,7 +100,7 @@ class Sampling:
     """Sampling settings of each sequence; traced, so changing them never recompiles.
 
     Attributes:
-      key_b: a random key per answer, from its seed, prompt index and sample: batch composition never changes an answer.
+      key_b: random key from seed, prompt index and sample, so that answers are independent of the batch.
       temperature_b: 0 is greedy.
       top_k_b: 0 keeps all.
       top_p_b: 1 keeps all.
@@ -120,11 +120,11 @@ class Sampling:
 
 @struct.dataclass
 class DecodeState:
-    """The loop carry. The last token of a sequence is its anchor: emitted, but not yet seen by the verifier.
+    """The loop carry. The last token of a sequence is its anchor: emitted, but not in the verifier's cache yet.
 
     Attributes:
       tokens_bs: prompt and generated ids.
-      end_b: number of ids of each sequence. The caches hold `end_b - 1` positions.
+      end_b: number of ids of each sequence. The verifier's cache has `end_b - 1` positions.
       done_b: whether a sequence needs no more tokens.
       drafter: the drafter's state; None for plain decoding.
       rounds_b: rounds that each sequence took part in.
@@ -154,7 +154,7 @@ class DecodeState:
 
 
 def pin(state: DecodeState) -> DecodeState:
-    """Constrains the whole state to its layout on the ambient mesh, so that every program returns the layout it takes."""
+    """Constrains the state to its layout on the ambient mesh, so that all programs accept and return the same layout."""
     if sharding.current() is None:
         return state
     others = state.replace(cache=None, drafter=None)

@@ -1,7 +1,7 @@
-"""A small network that scores delayed trees for the next round of a sequence by what earlier rounds left behind.
+"""A small network that scores delayed trees for a sequence's next round from the results of earlier rounds.
 
 The trees are at most MOST buckets (branches, trunk, length), listed by increasing cost. selector_policy.py chooses one.
-Of the paper's inputs the network reads
+The network reads these of the paper's inputs:
   - the verifier's state at the last accepted node: the layers that the drafter taps (a language model without steering and
     n-grams tap none), one position before the anchor, whose own state is not computed yet;
   - there, the entropy of the verifier, that of the drafter, and their overlap sum_x min(p(x), q(x)) = 1 - L1 / 2. The
@@ -10,7 +10,7 @@ Of the paper's inputs the network reads
   - context length, temperature and top-p.
 It does not read the drafter's hidden states, which are opaque behind the drafter door; the two Kullback-Leibler
 divergences, which are infinite where a filter cuts tokens that were drafted; nor round times, which are constants of the
-training. Two inputs are not the paper's: the mean of recent rounds that trunk="auto" goes by, and the last round's length.
+training. Two inputs are not the paper's: the mean length of recent rounds (as for trunk="auto"), and the last length.
 
 Shape suffixes: b batch, j tapped layers x model, s scalars, a buckets, d width.
 
@@ -33,8 +33,8 @@ from treeflash_jax.trees.shape import MAX_NODES
 
 MOST = 12  # buckets
 WIDTH, WIDE, NARROW = 128, 512, 32
-LEFT = ("verifier entropy", "drafter entropy", "overlap", "is known")  # by the last round
-SCALARS = (*LEFT, "entropy below the anchor", "largest probability", "log context", "temperature", "top-p")
+OBSERVED = ("verifier entropy", "drafter entropy", "overlap", "is known")  # at the last accepted node
+SCALARS = (*OBSERVED, "entropy below the anchor", "largest probability", "log context", "temperature", "top-p")
 SCALARS += ("recent mean", "last length")
 EPSILON = 1e-5
 
@@ -70,22 +70,22 @@ class SelectorConfig:
         return max(bucket.nodes for bucket in self.buckets)
 
     def check_pair(self, pair: str, width: int) -> None:
-        """Raises ValueError if the selector was made for another pair, or for features of another width."""
+        """Raises ValueError if the selector was trained for another pair, or for features of another width."""
         if pair != self.pair:
             raise ValueError(
-                f"got a selector for the pair {quoted(self.pair)}, expected {quoted(pair)}; train one for this"
+                f"got a selector for the pair {quoted(self.pair)}, expected {quoted(pair)}; train a selector for it"
             )
         if width != self.width:
-            raise ValueError(f"got a selector of width {self.width}, expected {width}, that of the pair; train it again")
+            raise ValueError(f"got a selector of width {self.width}, expected {width}, the pair's; train it again")
 
 
 @struct.dataclass
 class Features:
-    """Inputs of the network, known before anything is drawn.
+    """Inputs of the network, independent of the round's draws.
 
     Attributes:
-      hidden_bj: the verifier's features at the last accepted node; zeros before a first round.
-      scalars_bs: in the order of SCALARS.
+      hidden_bj: the verifier's features at the last accepted node; zeros before the first round.
+      scalars_bs: the values of SCALARS.
     """
 
     hidden_bj: jax.Array
@@ -108,7 +108,7 @@ def specs(config: SelectorConfig) -> dict[str, Spec]:
 
 
 def scores(params: Any, features: Features, *, dropout: float = 0.0, key: jax.Array | None = None) -> jax.Array:
-    """Returns a score per bucket [b, a].
+    """Returns the scores of all buckets, [b, a].
 
     Args:
       dropout: share of hidden units dropped in training.

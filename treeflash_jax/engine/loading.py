@@ -100,7 +100,7 @@ def load(
     verifier, drafter = pairs.choose(name, verifier, drafter)
     names = str(verifier), str(drafter)
     if budget is None:
-        budget = calibration.place(None if str(drafter) in pairs.NAMES else drafter)
+        budget = calibration.default_path(None if str(drafter) in pairs.NAMES else drafter)
     dtype = devices.here().dtype if dtype is None else float_type(dtype)
     verifier = pairs.locate(verifier, "verifier", revision, local_files_only)
     config = models.read_verifier_config(verifier)

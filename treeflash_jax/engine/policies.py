@@ -39,7 +39,7 @@ class Policies:
         key = replace(plan, num_nodes=1)
         if key not in self._calibrations:
             identity = calibration.make_identity(self.verifier, self.weights, plan, self.mesh)
-            self._calibrations[key] = calibration.find(self.budget or calibration.place(None), identity)
+            self._calibrations[key] = calibration.find(self.budget or calibration.default_path(None), identity)
         return self._calibrations[key]
 
     def selector(self, path: str, plan: DecodePlan) -> tuple[SelectorConfig, Any]:
