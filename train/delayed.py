@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import treeflash_jax as tf
@@ -29,6 +29,7 @@ class DelayedStage:
 
     Attributes:
       verifier, drafter: name of a pair, folder, GGUF file or Hub id.
+      thinking, template: arguments of the chat template, as in `train.respond`.
       selector: file of a selector for them.
       prompts: JSONL file; the first turn of each is asked.
       out: JSON file of results.
@@ -43,6 +44,8 @@ class DelayedStage:
 
     verifier: str = "tiny"
     drafter: str | None = None
+    thinking: bool = False
+    template: dict[str, Any] = field(default_factory=dict)
     selector: str
     prompts: str
     out: str
@@ -59,7 +62,9 @@ class DelayedStage:
 
 def main(settings: DelayedStage) -> None:
     files.check_output(settings.out, files.json_with("settings", "command", "systems"))
-    model = tf.load(verifier=settings.verifier, drafter=settings.drafter)
+    model = tf.load(
+        verifier=settings.verifier, drafter=settings.drafter, thinking=settings.thinking, template=settings.template
+    )
     prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in draw(read_prompts(settings.prompts), settings.limit)]
     systems, temperatures = make_systems(model, settings), settings.temperatures
     records: list[dict[str, Any]] = []

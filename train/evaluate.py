@@ -1,24 +1,17 @@
-"""Block efficiency of drafters in training, and two questions to a trained pair.
+"""Block efficiency (tau) of a drafter: on held-out prompts while it trains, and over drafter temperatures.
 
-    python -m train.evaluate temperatures --data train.jsonl
-    python -m train.evaluate seen --responses runs/responses.jsonl --results greedy.jsonl
+    python -m train.evaluate data=train.jsonl drafter=my-drafter verifier=Qwen/Qwen3-4B
 
-`TreeTau` measures real tree decoding on held-out prompts while a drafter trains. `temperatures`: tau over drafter
-temperatures on training prompts, never evaluation prompts; the drafter's config stores the best for a greedy verifier.
-`seen`: tau of a `treeflash bench run` file apart for rounds whose 16-gram, 8 tokens up to the anchor and the 8 that follow,
-stands in the drafter's training answers; rounds near either end of an answer are left out.
+The command prints tau on training prompts as JSON, a line for each verifier temperature, number of nodes and head;
+`train.export drafter_temperature=T` stores the best drafter temperature with the drafter.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,20 +19,19 @@ import jax
 import treeflash_jax as tf
 from train.data import packing
 from train.data.records import Source, read
+from train.runtime import run_config
 from train.runtime.loop import Evaluating
 from train.runtime.training_state import Stage, gather
 from treeflash_jax import drafters
 from treeflash_jax.bench import harness, report
-from treeflash_jax.bench.bench_records import read_jsonl, read_records
 from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.core import devices
-from treeflash_jax.core.checks import bounded, fit
+from treeflash_jax.core.checks import bounded
 from treeflash_jax.decoding.loops import Weights
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees.shape import Nodes
 
-BEFORE, AFTER = 8, 8
 TEMPERATURES = (0.4, 0.55, 0.7, 0.85, 1.0, 1.2)
 
 
@@ -136,84 +128,47 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def temperatures(model: tf.TreeFlash, path: str, prompts: int, seed: int) -> Iterator[dict]:
-    """Yields tau at every drafter temperature, by verifier temperature, number of nodes and head."""
-    chats = [record.content[0]["content"] for record in read(Source(path=path, limit=prompts), seed)]
-    chats = [BenchPrompt(id=str(number), turns=(chat,)) for number, chat in enumerate(chats)]
+@dataclass(frozen=True, kw_only=True)
+class TemperatureStage:
+    """Settings of the command.
+
+    Attributes:
+      data: JSONL file of training chats; only the first message of each is used.
+      verifier, drafter: name of a pair, folder, GGUF file or Hub id.
+      thinking, template: arguments of the chat template, as in `train.respond`.
+      prompts: number of prompts.
+      seed: random seed of the choice of prompts.
+    """
+
+    data: str
+    verifier: str = "tiny"
+    drafter: str | None = None
+    thinking: bool = False
+    template: dict[str, Any] = field(default_factory=dict)
+    prompts: int = bounded(32, least=1)
+    seed: int = bounded(1, least=0)
+
+
+def main(settings: TemperatureStage) -> None:
+    model = tf.load(
+        verifier=settings.verifier, drafter=settings.drafter, thinking=settings.thinking, template=settings.template
+    )
+    records = read(Source(path=settings.data, limit=settings.prompts), settings.seed)
+    chats = [BenchPrompt(id=str(i), turns=(record.content[0]["content"],)) for i, record in enumerate(records)]
     heads = (model.drafter.head, "marginal") if hasattr(model.drafter, "head") else (None,)
     for temperature, nodes, head in product((0.0, 1.0), (16, 64), heads):
-        settings = {"nodes": nodes, "head": head, "max_new_tokens": 128, "builder": "best-first"}
-        configs = {sharpness: tf.GenerateConfig(**settings, drafter_temperature=sharpness, batch_size=prompts)
-                   for sharpness in TEMPERATURES}  # fmt: skip
-        systems = [System(name=str(sharpness), model=model, config=config) for sharpness, config in configs.items()]
+        options = {"nodes": nodes, "head": head, "max_new_tokens": 128, "builder": "best-first"}
+        shared = options | {"batch_size": settings.prompts}
+        systems = [
+            System(name=str(x), model=model, config=tf.GenerateConfig(**shared, drafter_temperature=x))
+            for x in TEMPERATURES
+        ]
         sampling = {"temperatures": [temperature], "seeds": [3], "is_timed": False, "tell": lambda text: None}
-        records = list(harness.measure(systems, chats, **sampling))
-        taus = {entry["system"]: round(entry["tau"], 3) for entry in report.summarise(records, resamples=1)["systems"]}
-        yield settings | {"temperature": temperature, "seed": 3, "prompts": prompts, "tau": taus}
-
-
-def grams(answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> set[tuple[int, ...]]:
-    """Returns all 16-grams of (prompt, response) pairs that touch the response."""
-    size, known = BEFORE + AFTER, set()
-    for prompt, response in answers:
-        tokens = (*prompt[-(size - 1) :], *response)
-        known |= {tokens[first : first + size] for first in range(len(tokens) - size + 1)}
-    return known
-
-
-def by_seen(records: Sequence[dict], known: set[tuple[int, ...]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns tau of seen and of unseen rounds, and their numbers, by system."""
-    lengths: dict[str, dict[str, list[int]]] = defaultdict(lambda: {"seen": [], "unseen": []})
-    for record in records:
-        for ids, accepted in zip(record["ids"], record["accept_lengths"], strict=True):
-            anchor = 0
-            for length in accepted:
-                gram = tuple(ids[anchor + 1 - BEFORE : anchor + 1 + AFTER]) if anchor + 1 >= BEFORE else ()
-                if len(gram) == BEFORE + AFTER:
-                    lengths[record["system"]]["seen" if gram in known else "unseen"].append(length)
-                anchor += length
-    return {
-        system: {kind: {"tau": round(mean(rounds), 3), "rounds": len(rounds)} for kind, rounds in kinds.items() if rounds}
-        for system, kinds in lengths.items()
-    }
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    questions = parser.add_subparsers(dest="question", required=True)
-    sweep = questions.add_parser("temperatures")
-    sweep.add_argument("--data", required=True, help="JSONL file of training chats")
-    sweep.add_argument("--verifier", default="tiny", help="pair, folder, GGUF file or Hub id (default: %(default)s)")
-    sweep.add_argument("--drafter", help="folder or Hub id")
-    sweep.add_argument("--prompts", type=int, default=32)
-    sweep.add_argument("--seed", type=int, default=1)
-    seen = questions.add_parser("seen")
-    seen.add_argument("--responses", type=Path, required=True, help="what train.respond wrote")
-    seen.add_argument("--results", type=Path, required=True, help="what `treeflash bench run` wrote")
-    args = parser.parse_args(argv)
-    if args.question == "temperatures":
-        model = tf.load(verifier=args.verifier, drafter=args.drafter)
-        for result in temperatures(model, args.data, args.prompts, args.seed):
-            print(json.dumps(result), flush=True)
-        return
-    try:
-        known = grams(read_answers(args.responses))
-        records, _ = read_records(args.results)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    print(json.dumps(by_seen([record for record in records if record["system"] != "ar"], known), indent=1))
-
-
-def read_answers(path: Path) -> list[tuple[list[int], list[int]]]:
-    """Reads prompts and responses of a file that `train.respond` wrote.
-
-    Raises:
-      ValueError: a file that cannot be read, or a line that is no answer, by its number.
-    """
-    lines, _ = read_jsonl(path)
-    names, kind = ("prompt", "response"), list[int]
-    return [tuple(fit(kind, line.get(name), name, where=f"{path}:{number}") for name in names) for number, line in lines]
+        answers = list(harness.measure(systems, chats, **sampling))
+        taus = {entry["system"]: round(entry["tau"], 3) for entry in report.summarise(answers, resamples=1)["systems"]}
+        shown = options | {"temperature": temperature, "seed": 3, "prompts": settings.prompts, "tau": taus}
+        print(json.dumps(shown), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run_config.run(main, TemperatureStage, __doc__)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import treeflash_jax as tf
+from train.data import packing
 from train.evaluate import held_out_prompts, mean
 from train.runtime import folders, run_config, watch
 from train.runtime.checkpoint import Checkpoints
@@ -48,7 +49,7 @@ class ExportStage:
         block drafters, of which "dflash" holds the backbone alone).
       dtype: dtype of the weights on disk.
       licence: licence of the weights, for the model card.
-      drafter_temperature: default stored with the drafter, as `train.evaluate temperatures` found it; 0 keeps the run's.
+      drafter_temperature: default stored with the drafter, as `train.evaluate` measures it; 0 keeps the run's.
       sampled_above: temperature from which `treeflash bench run --preset rules` found sampled trees better; 0 stores none.
       overwrite: `out` may hold an earlier export, whose files are replaced; nothing else ever is.
     """
@@ -115,7 +116,13 @@ def read_params(settings: ExportStage, trained: DraftingStage, stage: Stage) -> 
 def measure_tau(trained: DraftingStage, folder: Path) -> str:
     """Returns a line with tau of a drafter's folder on a few held-out prompts, or with the reason why there is none."""
     try:
-        prompts = held_out_prompts(trained.corpus, TAU_PROMPTS)
+        few = [  # drawn at random: to read all records may take minutes
+            dataclasses.replace(source, limit=min(source.limit or limit, limit))
+            for source in trained.sources
+            if source.format != "text" and (limit := 2 * TAU_PROMPTS * source.hold_out)
+        ]
+        corpus = few and packing.load_corpus(few, trained.data, trained.tokenizer, trained.loop.seed)
+        prompts = held_out_prompts(corpus, TAU_PROMPTS) if corpus else []
         if not prompts:
             raise ValueError("the sources hold out no prompt")
         model = tf.load(verifier=trained.verifier, drafter=folder, thinking=bool(trained.data.thinking))

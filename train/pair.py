@@ -168,6 +168,7 @@ def conclude(settings: PairConfig, responded: respond.RespondConfig, measured: d
     speedup, tau = best["speedup"]["value"], best["tau"]
     words = ["treeflash", "generate", "--verifier", settings.verifier, "--drafter", str(settings.path("model"))]
     words += ["--thinking"] * responded.thinking
+    words += ["--template", json.dumps(responded.template)] if responded.template else []
     if speedup > 1:
         words += [word for name, value in measured["options"].items() for word in (f"--{name}", str(value))]
     else:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -65,6 +65,7 @@ class SelectorStage:
     Attributes:
       run: folder of labels, selector and result.
       verifier, drafter: name of a pair, folder, GGUF file or Hub id.
+      thinking, template: arguments of the chat template, as in `train.respond`.
       sources: prompts; of chats the first message counts.
       buckets: [branches, trunk, length] of each delayed tree, by increasing cost.
       acceptance: rule that the trees are for.
@@ -83,6 +84,8 @@ class SelectorStage:
     run: str
     verifier: str = "tiny"
     drafter: str | None = None
+    thinking: bool = False
+    template: dict[str, Any] = field(default_factory=dict)
     sources: tuple[Source, ...]
     buckets: tuple[tuple[int, int, int], ...]
     acceptance: str = "traversal"
@@ -113,7 +116,9 @@ class SelectorStage:
 def main(settings: SelectorStage) -> None:
     folder = Path(settings.run).expanduser()
     with lock.held(folders.absolute(f"{folder}/run.lock"), settings.run):
-        model = tf.load(verifier=settings.verifier, drafter=settings.drafter)
+        model = tf.load(
+            verifier=settings.verifier, drafter=settings.drafter, thinking=settings.thinking, template=settings.template
+        )
         config, plan = make_config(model, settings)
         began = perf_counter()
         runners = [roots.make_runner(model, config, plan, bucket) for bucket in range(len(config.buckets))]

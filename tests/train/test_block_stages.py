@@ -9,7 +9,7 @@ import pytest
 import toy_training
 from toy_training import DRAFTER, MODEL, make_batch, random_weights
 
-from train import drafter, evaluate, head
+from train import drafter, head
 from train.runtime import hosts, run_config, training_state, watch
 from train.stages import drafting, objective, registry
 from treeflash_jax.core import devices, parameters, sharding
@@ -189,14 +189,3 @@ def test_backbone_from_scratch_learns(toy, tmp_path, monkeypatch, kind):
     else:
         assert "overlap" not in log[-1]
         assert reports[-3:] == [(done, 2, "prompts with trees of 4 nodes") for done in range(3)]
-
-
-def test_rounds_are_seen_where_their_16_gram_was_trained_on():
-    known = evaluate.grams([(list(range(100)), list(range(100, 110)))])
-    assert tuple(range(94, 110)) in known and tuple(range(85, 101)) in known and tuple(range(84, 100)) not in known
-    new = list(range(200, 230))
-    answers = [list(range(94, 110)) + new, new]  # the round anchored at token 7 of the first continues a known text
-    records = [{"system": "treeflash-16", "ids": answers, "accept_lengths": [[7, 3, 4], [7, 8]]}]
-    assert evaluate.by_seen(records, known) == {
-        "treeflash-16": {"seen": {"tau": 3.0, "rounds": 1}, "unseen": {"tau": 6.0, "rounds": 2}}
-    }

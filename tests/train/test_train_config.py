@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from train import ask, drafter, export, from_scratch, head, measure, respond, selector
+from train import ask, delayed, drafter, evaluate, export, from_scratch, head, measure, respond, selector
 from train.pairing import compose
 from train.runtime import run_config
 from train.stages import registry
@@ -114,7 +114,7 @@ def test_changes_name_what_differs(tmp_path):
         run_config.changes(settings, saved, ())
 
 
-OTHERS = [compose.PairConfig, export.ExportStage, measure.MeasureStage]
+OTHERS = [compose.PairConfig, export.ExportStage, measure.MeasureStage, delayed.DelayedStage, evaluate.TemperatureStage]
 
 
 @pytest.mark.parametrize("cls", dict.fromkeys([*STAGES.values(), *OTHERS]))
@@ -124,6 +124,25 @@ def test_help_describes_every_setting(cls):
     for number in settings:
         assert lines[number + 1 : number + 2] and number + 1 not in settings, f"{lines[number]} has no description"
     assert "MISSING" not in str(lines) and len(settings) > 3
+
+
+@pytest.mark.parametrize(
+    ("stage", "cls", "words"),
+    [
+        (selector, selector.SelectorStage, [str(ROOT / "configs" / "tiny" / "selector.toml"), "run={}/run"]),
+        (delayed, delayed.DelayedStage, ["selector=x", "prompts=x", "out={}/out.json"]),
+        (evaluate, evaluate.TemperatureStage, ["data=x"]),
+    ],
+)
+def test_commands_ask_the_chat_template_as_train_respond_does(monkeypatch, tmp_path, stage, cls, words):
+    def load(**how):
+        assert how["thinking"] is True and how["template"] == {"effort": "high"}
+        raise ChildProcessError
+
+    monkeypatch.setattr(stage.tf, "load", load)
+    words = [word.format(tmp_path) for word in words] + ["thinking=true", "template.effort=high"]
+    with pytest.raises(ChildProcessError):
+        stage.main(run_config.parse(cls, None, words))
 
 
 def test_drafter_stages_are_told_apart():

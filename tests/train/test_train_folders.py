@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from dataclasses import replace
 
 import fsspec
 import jax
@@ -13,6 +14,7 @@ from etils import epath
 
 import treeflash_jax as tf
 from train import export, from_scratch, head
+from train.data import documents
 from train.data.records import Source
 from train.evaluate import held_out_prompts
 from train.runtime import folders, hosts, loop, run_config, sinks, watch
@@ -113,11 +115,14 @@ def test_exports_store_what_was_found_after_training(toy, tmp_path, monkeypatch,
     claim(folders.absolute(settings.run), settings)
     fresh = toy_training.fresh_head()
     monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": fresh}))
-    chosen = dict(drafter_temperature=0.7, sampled_above=0.6)
+    chosen, read_record, parsed = dict(drafter_temperature=0.7, sampled_above=0.6), documents.read, []
+    monkeypatch.setattr(documents, "read", lambda *how: (parsed.append(record) or record for record in read_record(*how)))
     export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "out"), dtype="float32", **chosen))
     stored = models.read_drafter_config(tmp_path / "out")
     assert {name: getattr(stored, name) for name in chosen} == chosen
-    model, prompts = tf.load(verifier=settings.verifier, drafter=tmp_path / "out"), held_out_prompts(settings.corpus, 4)
+    assert len(parsed) == 80, "of 120 records, eight for each of ten that are held out"
+    part = replace(settings, sources=(replace(settings.sources[0], limit=80),))
+    model, prompts = tf.load(verifier=settings.verifier, drafter=tmp_path / "out"), held_out_prompts(part.corpus, 4)
     results = model.generate(prompts, builder="best-first", nodes=16, max_new_tokens=32)
     tau = statistics.mean(length for result in results for length in result.accept_lengths)
     assert f"\ntau {tau:.2f} of the folder loaded again: 4 held-out prompts" in capsys.readouterr().out

@@ -258,7 +258,7 @@ def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, tried, 
 )
 def test_the_end_says_what_would_pay_from_what_was_measured(prompts, tmp_path, capsys, speedup, taus, said):
     """A round of 2.5 one-token steps at tau 2: a doubling that adds 0.5 to 2.0 reaches 2.5."""
-    settings = settings_of(prompts, tmp_path, "respond.thinking=true")
+    settings = settings_of(prompts, tmp_path, "respond.thinking=true", "respond.template.effort=high")
     (tmp_path / "drafter").mkdir()
     log = [{"step": step, "held_out/tau_marginal_16": 1.0, "held_out/tau_16": tau} for step, tau in taus.items()]
     (tmp_path / "drafter" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
@@ -269,7 +269,7 @@ def test_the_end_says_what_would_pay_from_what_was_measured(prompts, tmp_path, c
     pair.conclude(settings, asked, measured, 120.0)
     shown = capsys.readouterr().out
     assert said in shown and ("so tau must exceed" in shown) == (speedup < 1) == ("--nodes" not in shown)
-    assert "--thinking" in shown
+    assert "--thinking" in shown and json.loads(shlex.split(shown)[shlex.split(shown).index("--template") + 1])
     held_out = [f"A box holds {3 + i} {THINGS[i % 5]}. How many do 3 boxes hold?" for i in (3, 7, 11)]
     assert shlex.split(shown)[-2:] == ["--chat", min(held_out, key=len)]
 

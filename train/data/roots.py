@@ -31,7 +31,7 @@ from treeflash_jax.decoding.tree_selector import SelectorConfig
 from treeflash_jax.engine import planning
 from treeflash_jax.engine.batching import capacity_bucket
 
-SETTINGS = "verifier drafter sources buckets acceptance depths temperatures top_p new_tokens every draws batch seed"
+TRAINING = "run costs steps roots learning_rate dropout tail_weight tail_share".split()  # settings that shape no label
 
 
 @struct.dataclass
@@ -78,7 +78,8 @@ def record_all(
       settings: a `train.selector.SelectorStage`.
       runners: one per bucket; batches of prompts take turns.
     """
-    shaping = {name: run_config.to_dict(settings)[name] for name in SETTINGS.split()} | {"pair": config.pair}
+    shaping = {name: value for name, value in run_config.to_dict(settings).items() if name not in TRAINING}
+    shaping |= {"pair": config.pair}
     digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:8]
     records = (record for source in settings.sources for record in read(source, settings.seed))
     prompts = [model.encode(record.content[:1]) for record in records if record.content]
