@@ -46,9 +46,8 @@ from treeflash_jax.core import devices, files, parameters
 from treeflash_jax.core.checks import NonNegative, Positive, Probability, bounded
 from treeflash_jax.decoding import calibration, tree_selector
 from treeflash_jax.decoding.runner import Runner
-from treeflash_jax.decoding.selector_policy import list_shapes, plan_selection
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.decoding.tree_selector import SelectorConfig
+from treeflash_jax.decoding.tree_selector import SelectorConfig, list_shapes, plan_selection
 from treeflash_jax.engine import planning
 from treeflash_jax.engine.batching import capacity_bucket
 from treeflash_jax.formats import selector_file

@@ -25,7 +25,7 @@ from treeflash_jax.core import parameters
 from treeflash_jax.decoding import loops, tree_selector
 from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
 from treeflash_jax.decoding.runner import Runner
-from treeflash_jax.decoding.selector_policy import SelectorPolicy
+from treeflash_jax.decoding.tree_selector import SelectorPolicy
 from treeflash_jax.drafters import causal_lm, eagle3, ngram, steering
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings

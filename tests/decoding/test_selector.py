@@ -18,8 +18,7 @@ from safetensors.numpy import save_file
 from treeflash_jax import GenerateConfig, make_mesh
 from treeflash_jax.core import parameters, programs
 from treeflash_jax.decoding import accepting, calibration, rounds, tree_selector
-from treeflash_jax.decoding.selector_policy import SelectorPolicy, list_shapes
-from treeflash_jax.decoding.tree_selector import OBSERVED, SCALARS, Features, SelectorConfig
+from treeflash_jax.decoding.tree_selector import OBSERVED, SCALARS, Features, SelectorConfig, SelectorPolicy, list_shapes
 from treeflash_jax.engine.planning import make_requests
 from treeflash_jax.formats import selector_file
 from treeflash_jax.trees import Bucket

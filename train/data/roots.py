@@ -25,9 +25,8 @@ from treeflash_jax import acceptance
 from treeflash_jax.core import devices, sharding
 from treeflash_jax.decoding import accepting, rounds, tree_selector
 from treeflash_jax.decoding.runner import Runner
-from treeflash_jax.decoding.selector_policy import make_features
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
-from treeflash_jax.decoding.tree_selector import SelectorConfig
+from treeflash_jax.decoding.tree_selector import SelectorConfig, make_features
 from treeflash_jax.engine import planning
 from treeflash_jax.engine.batching import capacity_bucket
 

@@ -194,9 +194,8 @@ def _sample(weight: jax.Array | Quantized, inputs: tuple[int, ...]) -> jax.Array
 
 def default_path(drafter: str | Path | None) -> Path:
     """Returns the file of a drafter's calibrations: in its folder, if it is a local folder; else in the user's cache."""
-    if drafter is not None and os.path.isdir(drafter):
-        return Path(drafter) / FILE
-    return files.user_cache() / FILE
+    is_folder = drafter is not None and os.path.isdir(drafter)
+    return (Path(drafter) if is_folder else files.user_cache()) / FILE
 
 
 def read(path: Path) -> list[Calibration]:

@@ -265,13 +265,7 @@ def grow(state: DecodeState, capacity: int) -> DecodeState:
     def pad(x_bs: jax.Array | None) -> jax.Array | None:
         return None if x_bs is None else jnp.pad(x_bs, ((0, 0), (0, capacity - x_bs.shape[1])))
 
-    grown = state.replace(
-        tokens_bs=pad(state.tokens_bs),
-        accepted_bs=pad(state.accepted_bs),
-        log_probs_bs=pad(state.log_probs_bs),
-        expected_bs=pad(state.expected_bs),
-        nodes_bs=pad(state.nodes_bs),
-        cache=kv_cache.grow(state.cache, capacity),
-        drafter=None if state.drafter is None else state.drafter.grow(capacity),
-    )
-    return pin(grown)
+    names = "tokens_bs", "accepted_bs", "log_probs_bs", "expected_bs", "nodes_bs"
+    drafter = None if state.drafter is None else state.drafter.grow(capacity)
+    padded = {name: pad(getattr(state, name)) for name in names}
+    return pin(state.replace(cache=kv_cache.grow(state.cache, capacity), drafter=drafter, **padded))

@@ -8,9 +8,10 @@ Shape suffixes: b batch, n tree nodes, p accepted path, s token slots, d model, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,43 @@ class Verified:
     features_btj: jax.Array | None
     new_kv: kv_cache.NewKV
     routes: tuple[jax.Array, ...] = ()
+
+
+class Policy(Protocol):
+    """Chooses one of a few buckets (sizes of tree) for every round, on the device; hashable and static.
+
+    `DecodePlan.policy` is `budget.BudgetPolicy` (nodes="auto"), `tree_selector.SelectorPolicy`, or None: all rounds have
+    equal shapes. Its state is `DecodeState.policy`; its measurements or network are `Weights.policy`.
+
+    The distribution of answers must not depend on the choice: it may be a function of the text, draft distributions and
+    earlier rounds, but never of the round's random numbers.
+
+    Attributes:
+      PAUSES: whether drafting can pause. Such a policy also has `is_paused`, `is_full`, `one_token_round` and `catch_up`
+        (see `budget.BudgetPolicy`).
+    """
+
+    PAUSES: bool
+
+    def buckets(self, plan: DecodePlan) -> Sequence[Any]:
+        """Returns the buckets, each a branch of a round; the last has the largest tree."""
+
+    def start(self, weights: Weights, state: DecodeState, plan: DecodePlan) -> Any:
+        """Returns the policy's state: scalars, and arrays whose first axis is the batch; zeros for a new sequence."""
+
+    def choose(self, weights: Weights, state: DecodeState, plan: DecodePlan) -> Any:
+        """Drafts, and returns a choice: `index` of the bucket, and `nodes` verified, a scalar or one per sequence."""
+
+    def draft(
+        self, state: DecodeState, choice: Any, bucket: Any, plan: DecodePlan
+    ) -> tuple[trees.DraftTree, trees.Proposal | None, DecodePlan]:
+        """Returns the tree of a bucket, the distribution it was drawn from, if any, and the bucket's plan."""
+
+    def observe(self, state: DecodeState, proposal: trees.Proposal | None, verified: Verified, accepted: Accepted) -> Any:
+        """Returns the input of `learn` from a verified tree, with the same shapes for all buckets."""
+
+    def learn(self, state: DecodeState, choice: Any, accepted: Accepted, observed: Any) -> Any:
+        """Returns the policy's state after a round; `state` is the decode state before it."""
 
 
 def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:

@@ -34,7 +34,7 @@ class DecodePlan:
       prefill_chunk: maximal number of prompt tokens per prefill pass.
       log_probs: whether to record the verifier's log-probability of every emitted token.
       expected_lengths: whether to record the number of tokens that every round was expected to commit.
-      policy: `policy.Policy`, which chooses each round's bucket (size of tree); None: all rounds have equal shapes.
+      policy: `rounds.Policy`, which chooses each round's bucket (size of tree); None: all rounds have equal shapes.
     """
 
     verifier: ModelConfig
@@ -66,10 +66,9 @@ class DecodePlan:
 
     def for_prefill(self) -> DecodePlan:
         """Returns the prefill plan, equal for all plans with the same prefill."""
+        builder, attention = "best-first" if self.drafts else "none", self.prefill_attention or self.attention
         names = ("verifier", "drafter", "prefill_chunk", "log_probs", "expected_lengths")
-        shared = {name: getattr(self, name) for name in names}
-        attention = self.prefill_attention or self.attention
-        return DecodePlan(builder="best-first" if self.drafts else "none", attention=attention, **shared)
+        return DecodePlan(builder=builder, attention=attention, **{name: getattr(self, name) for name in names})
 
     def one_token(self) -> DecodePlan:
         """Returns the plan of one-token decoding with this plan's settings, the baseline of measurements."""

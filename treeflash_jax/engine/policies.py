@@ -10,9 +10,8 @@ from typing import Any
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import calibration
 from treeflash_jax.decoding.runner import Runner, make_calibrated_runner
-from treeflash_jax.decoding.selector_policy import plan_selection
 from treeflash_jax.decoding.state import DecodePlan, Weights
-from treeflash_jax.decoding.tree_selector import SelectorConfig
+from treeflash_jax.decoding.tree_selector import SelectorConfig, plan_selection
 from treeflash_jax.engine.settings import GenerateConfig
 from treeflash_jax.formats import selector_file
 from treeflash_jax.models.config import ModelConfig
