@@ -38,7 +38,7 @@ class DataConfig:
     prompt_weight: float = bounded(0.0, least=0, most=1)
     malformed: Literal["error", "skip"] = "error"
     too_long: Literal["drop", "cut", "error"] = "drop"
-    record: str = ""
+    record: str = bounded("", min_length=0)
 
 
 @dataclass(frozen=True)
