@@ -132,6 +132,7 @@ def test_every_dialect_states_what_other_programs_read(tmp_path, dialect, other)
         config = LanguageModelConfig(layers=MODELS["llama"])
     elif dialect == "speculators":
         layers, taps = replace(MODELS["llama"], num_layers=1), {"taps": (0, 2), "num_taps": 2, "taps_are_inputs": True}
+        taps |= {"verifier": ("meta-llama/Llama-3.1-8B-Instruct", "LlamaForCausalLM")}
         config = EagleConfig(layers=layers, target_hidden_size=8, draft_vocab_size=12, own_embedding=True, **taps)
     else:
         head = "mlp" if dialect == "treeflash" else "marginal"
@@ -143,6 +144,14 @@ def test_every_dialect_states_what_other_programs_read(tmp_path, dialect, other)
     assert raw["dtype"] == "bfloat16"
     if dialect == "speculators":
         assert raw["eagle_aux_hidden_state_layer_ids"] == [1, 3], "the layers that these outputs enter"
+        assert raw["speculators_config"].pop("proposal_methods") == [
+            {"proposal_type": "greedy", "speculative_tokens": 7, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+        ]
+        assert raw["speculators_version"] and raw["speculators_config"] == {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": "meta-llama/Llama-3.1-8B-Instruct", "architectures": ["LlamaForCausalLM"]},
+        }
     elif dialect != "language-model":
         assert raw["dflash_config"] == {"mask_token_id": 11, "target_layer_ids": [0, 2]}, "the layers themselves"
     table = raw["transformer_layer_config"] if dialect == "speculators" else raw

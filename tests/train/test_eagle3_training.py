@@ -181,7 +181,9 @@ def test_a_run_learns_and_is_exported(toml, tmp_path, vocabulary):
 
 
 def test_settings_of_a_run_are_known_by_their_objective(toml):
-    assert isinstance(read_stage(toml), stage.Eagle3Stage)
+    settings = read_stage(toml)
+    assert isinstance(settings, stage.Eagle3Stage)
+    assert settings.recorded_config(toy_training.MODEL).verifier == (settings.verifier, "Qwen3ForCausalLM")
     with pytest.raises(ValueError, match=r"objective\.chunk 9, expected a divisor of data\.sequence_length 32"):
         run_config.load(stage.Eagle3Stage, toml, ["objective.anchors=0", "objective.chunk=9"])
     with pytest.raises(ValueError, match="draft_vocab_size 65, expected at most 64"):

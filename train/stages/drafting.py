@@ -38,6 +38,7 @@ from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.core.checks import bounded
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import models
+from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig
@@ -161,8 +162,9 @@ class DraftingStage(ABC):
     def recorded_config(self, model: ModelConfig) -> Any:
         """Returns `drafter_config` with what the files of the drafter record of its training data."""
         drafter = self.drafter_config(model)
-        records = self.data.thinking is not None and hasattr(drafter, "thinking")
-        return replace(drafter, thinking=self.data.thinking) if records else drafter
+        known = {"verifier": (self.verifier, ARCHITECTURES[model.model_type].class_name)}
+        known |= {} if self.data.thinking is None else {"thinking": self.data.thinking}
+        return replace(drafter, **{name: value for name, value in known.items() if hasattr(drafter, name)})
 
     def check(self, drafter: Any, model: ModelConfig) -> None:
         """Raises ValueError if `corpus` cannot train this drafter."""

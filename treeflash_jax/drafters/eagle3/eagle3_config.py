@@ -29,6 +29,7 @@ class EagleConfig:
       norm_output: whether the next step is fed the normalised output of the layer (EAGLE-3.1).
       num_depths: default depth of a draft.
       lanes: default number of nodes per level that are followed.
+      verifier: name of the verifier that it was trained for, and its classes in transformers; () if its files do not say.
       num_nodes, drafter_temperature, sampled_above, thinking: see `DrafterSizes`.
 
     Source: EAGLE-3 (arXiv 2503.01840); EAGLE-3.1 (arXiv 2605.09992) for the options; EAGLE-2 (arXiv 2406.16858) for lanes.
@@ -49,6 +50,7 @@ class EagleConfig:
     norm_output: bool = False
     num_depths: int = 7
     lanes: int | None = 10
+    verifier: tuple[str, ...] = ()
     num_nodes: int = 16
     drafter_temperature: float = 1.0
     sampled_above: float | None = None

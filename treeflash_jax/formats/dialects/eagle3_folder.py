@@ -46,6 +46,7 @@ OUTSIDE = {
 OWN = "treeflash_config"  # fields of ours that have no key elsewhere, unless they have their defaults
 _DEFAULTS = ("num_depths", "num_nodes", "drafter_temperature", "sampled_above", "thinking")
 _MODEL_TYPES = ("llama", "qwen3")  # of the layer
+SPECULATORS_VERSION = "0.7.0"  # whose config.json is written
 
 
 class Eagle3(Dialect):
@@ -79,6 +80,10 @@ class Eagle3(Dialect):
         keys.check_only({"norm_output": (True, None)})
         return False
 
+    def verifier(self, keys: Keys) -> tuple[str, ...]:
+        """Returns the name and the classes of the drafter's verifier, as EagleConfig holds them."""
+        return ()
+
     def read_config(self, path: Path, keys: Keys) -> EagleConfig:
         layers = self._layers(keys)
         target = keys.whole("target_hidden_size") if "target_hidden_size" in keys else layers.hidden_size
@@ -101,6 +106,7 @@ class Eagle3(Dialect):
             draft_vocab_size=draft_vocab_size,
             own_embedding=target != layers.hidden_size,
             norm_output=self.feeds_norm_back(keys),
+            verifier=self.verifier(keys),
             **options,
             **_defaults(keys.table(OWN)),
         )
@@ -183,6 +189,11 @@ class Speculators(Eagle3):
     def feeds_norm_back(self, keys: Keys) -> bool:
         return keys.truth("norm_output", False)
 
+    def verifier(self, keys: Keys) -> tuple[str, ...]:
+        stated = keys.table("speculators_config").table("verifier")
+        classes = stated.value(list[str], "architectures", [], "a list of names")
+        return (stated.value(str, "name_or_path", None, "a name"), *classes) if "name_or_path" in stated else ()
+
     def to_hf(self, config: EagleConfig) -> dict[str, Any]:
         architecture = ARCHITECTURES[config.layers.model_type]
         options = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
@@ -192,6 +203,8 @@ class Speculators(Eagle3):
             "architectures": ["Eagle3Speculator"],
             "model_type": "speculators",
             "speculators_model_type": "eagle3",
+            "speculators_version": SPECULATORS_VERSION,
+            **({"speculators_config": _speculators_config(config)} if config.verifier else {}),
             "transformer_layer_config": architecture.to_hf(config.layers),
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.target_hidden_size,
@@ -218,6 +231,17 @@ class DeepSpec(Eagle3):
 
     def feeds_norm_back(self, keys: Keys) -> bool:
         return False  # the key is unknown here, and refused
+
+
+def _speculators_config(config: EagleConfig) -> dict[str, Any]:
+    """Returns what vLLM reads to serve the drafter's folder with its verifier: a chain of `num_depths` tokens."""
+    method = {"proposal_type": "greedy", "speculative_tokens": config.num_depths}
+    return {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+        "verifier": {"name_or_path": config.verifier[0], "architectures": list(config.verifier[1:])},
+    }
 
 
 def _ids(keys: Keys, name: str) -> tuple[int, ...] | None:
