@@ -28,7 +28,7 @@ from treeflash_jax.core.parameters import Entry, Spec
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters.block.heads import HEADS, table
-from treeflash_jax.drafters.options import option
+from treeflash_jax.drafters.protocol import option
 from treeflash_jax.engine.planning import make_requests
 from treeflash_jax.formats import models
 from treeflash_jax.formats.architectures import ARCHITECTURES, common

@@ -31,7 +31,7 @@ from treeflash_jax.core.checks import AtLeast0, bounded
 from treeflash_jax.drafters import eagle3
 from treeflash_jax.drafters.block.block_config import fresh_layers
 from treeflash_jax.drafters.eagle3 import EagleConfig, layer
-from treeflash_jax.drafters.eagle3.eagle3_config import default_taps
+from treeflash_jax.drafters.eagle3.layer import default_taps
 from treeflash_jax.formats import models
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter

@@ -44,7 +44,7 @@ def opened(form: str):
 def drafted(params, tables, config, state, depths: int):
     """The expander of a state."""
     ones = jnp.ones(state.hidden_bd.shape[0])
-    settings = LaneSettings(children=5, depths=depths, width=1)
+    settings = LaneSettings(children=5, width=1)
     inputs = Inputs(params, tables, config, settings, state, jnp.zeros(len(ones), jnp.int32), ones, depths)
     return eagle3.draft(inputs, None)
 
@@ -170,6 +170,6 @@ def test_every_node_has_the_distribution_of_its_path_run_alone():
 def test_a_draft_may_be_deeper_and_offer_fewer_tokens():
     config = opened("eagle")[0]
     sizes, settings = eagle3.choose(config, GenerateConfig(depths=4, children=3))
-    assert sizes == replace(config, num_depths=4) and settings == LaneSettings(children=3, depths=4, width=10)
+    assert sizes == replace(config, num_depths=4) and settings == LaneSettings(children=3, width=10)
     with pytest.raises(ValueError, match=f"got children {config.draft_vocab_size + 1}, expected"):
         eagle3.choose(config, GenerateConfig(children=config.draft_vocab_size + 1))

@@ -25,7 +25,7 @@ from treeflash_jax.formats import models
 from treeflash_jax.models import verifier
 
 CONFIG = ngram.NgramConfig(longest=4, shortest=2, num_depths=5)
-SETTINGS = ngram.NgramSettings(children=6, depths=5)
+MATCHES = 6
 pytestmark = pytest.mark.filterwarnings("ignore:tau is")
 
 
@@ -47,7 +47,7 @@ def shown(texts: list[list[int]], capacity: int = 48) -> ngram.NgramState:
 def offered(texts: list[list[int]], temperature: float = 1.0) -> ngram.Continuations:
     state, batch = shown(texts), len(texts)
     anchor_b, temperature_b = jnp.asarray([text[-1] for text in texts], jnp.int32), jnp.full(batch, temperature)
-    return ngram.look_up(Inputs({}, None, CONFIG, SETTINGS, state, anchor_b, temperature_b, SETTINGS.depths), None)
+    return ngram.look_up(Inputs({}, None, CONFIG, MATCHES, state, anchor_b, temperature_b, CONFIG.num_depths), None)
 
 
 def continuations(text: list[int]) -> list[tuple[float, list[int]]]:
@@ -59,10 +59,10 @@ def continuations(text: list[int]) -> list[tuple[float, list[int]]]:
             length += 1
         if length >= CONFIG.shortest:
             after = list(text)
-            while len(after) < at + SETTINGS.depths:  # at the end of the text it repeats itself
+            while len(after) < at + CONFIG.num_depths:  # at the end of the text it repeats itself
                 after.append(after[len(after) - len(text) + at])
-            got.append((length, at, after[at : at + SETTINGS.depths]))
-    best = sorted(got, key=lambda result: result[:2], reverse=True)[: SETTINGS.children]
+            got.append((length, at, after[at : at + CONFIG.num_depths]))
+    best = sorted(got, key=lambda result: result[:2], reverse=True)[:MATCHES]
     return [(ngram.LONGER ** (result[0] - best[0][0]) * ngram.OLDER**rank, result[2]) for rank, result in enumerate(best)]
 
 
@@ -89,7 +89,7 @@ def test_trees_hold_what_followed_earlier(temperature):
     sizes = set()
     for b, text in enumerate(texts):
         matches, paths = continuations(text), [()]
-        everything = {tuple(result[:depth]) for _, result in matches for depth in range(1, SETTINGS.depths + 1)}
+        everything = {tuple(result[:depth]) for _, result in matches for depth in range(1, CONFIG.num_depths + 1)}
         assert valid[b].sum() == 1 + min(8, len(everything))
         for node in range(1, int(valid[b].sum())):
             paths.append((*paths[parent[b, node]], int(tokens[b, node])))

@@ -73,7 +73,7 @@ def _distributions(config, weights, tokens_bt, features_btj) -> list[tuple[jax.A
         jnp.concatenate([tokens_bt[:, 5:9], padding[0]], axis=1),
         jnp.asarray([4]),
     )
-    settings = LaneSettings(children=40, depths=2, width=1)
+    settings = LaneSettings(children=40, width=1)
     expander = causal_lm.draft(Inputs(weights, None, config, settings, state, tokens_bt[:, 8], jnp.ones(1), 2), None)
     start = expander.start(1)
     child_bw = jnp.argmax(start.tokens_bwc == tokens_bt[0, 9], axis=-1)

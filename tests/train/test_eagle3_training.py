@@ -68,7 +68,7 @@ def drafted_along(weights, drafting, tokens_1s, *, drafter):
     out = verifier.forward(
         weights, MODEL, tokens_1s, jnp.arange(size)[None], verifier.causal_mask(1, size), taps=drafter.taps
     )
-    settings = LaneSettings(children=drafter.draft_vocab_size, depths=STEPS, width=1)
+    settings = LaneSettings(children=drafter.draft_vocab_size, width=1)
     padded_s = jnp.pad(tokens_1s[0], (0, STEPS + 2))
 
     def step(state, t):

@@ -31,7 +31,7 @@ from train.runtime.training_state import Sums, split_chunks, sum_chunks
 from train.stages import blocks, losses
 from train.stages.teacher import Teacher, teach
 from treeflash_jax.core.checks import bounded
-from treeflash_jax.drafters.block import block_costs
+from treeflash_jax.drafters import block
 from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS, Unembed
 from treeflash_jax.models import vocab
@@ -237,8 +237,8 @@ def drafting_flops(
     count = Counter(dtype=jnp.float32, batch=batch_size)
     teacher = count.layers(verifier, length, length / 2).flops
     slots = settings.anchors * drafter.block_size
-    context = block_costs.extend_work(count, drafter, length).flops
-    drafting = context + block_costs.block(count, drafter, slots, length / 2 + drafter.block_size).flops
+    context = block.extend_work(count, drafter, length).flops
+    drafting = context + block.block_work(count, drafter, slots, length / 2 + drafter.block_size).flops
     drafted, kind = settings.anchors * drafter.num_depths, HEADS[drafter.head]
     products = [spec for name, spec in kind.specs(drafter).items() if name not in kind.LOOKED_UP[:1]]
     head = 2 * batch_size * drafted * sum(math.prod(spec.shape) for spec in products)

@@ -125,7 +125,7 @@ def _read(
     batch, capacity = state.tokens_bs.shape
     chunk = plan.chunk(capacity)
     dtype = weights.verifier["embed"].dtype
-    reads_prompt = plan.drafts and drafters.reads_prompt(plan.drafter)
+    reads_prompt = plan.drafts and drafters.is_declared("READS_PROMPT", plan.drafter)
     waits = plan.drafts and drafters.of(plan.drafter).READS_TOKENS
     width = plan.verifier.hidden_size
     last = {"hidden": jnp.zeros((batch, width), dtype)}

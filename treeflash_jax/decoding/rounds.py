@@ -86,7 +86,7 @@ def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Deco
     if plan.policy is not None:
         return _chosen_round(weights, state, plan)
     tree, proposal = draft_tree(weights, state, plan)
-    if plan.drafts and drafters.may_offer_nothing(plan.drafter):
+    if plan.drafts and drafters.is_declared("MAY_OFFER_NOTHING", plan.drafter):
         verified, accepted = _judge_if_drafted(weights, state, tree, proposal, plan)
     else:
         verified, accepted = judge(weights, state, tree, proposal, plan)

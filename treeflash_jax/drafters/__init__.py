@@ -34,19 +34,9 @@ def of(config: DrafterSizes) -> Drafter:
     return DRAFTERS[config.kind]
 
 
-def reads_prompt(config: DrafterSizes) -> bool:
-    """Returns the drafter's READS_PROMPT; see `Drafter`."""
-    return getattr(of(config), "READS_PROMPT", False)
-
-
-def may_offer_nothing(config: DrafterSizes) -> bool:
-    """Returns the drafter's MAY_OFFER_NOTHING; see `Drafter`."""
-    return getattr(of(config), "MAY_OFFER_NOTHING", False)
-
-
-def own_tokenizer(config: DrafterSizes) -> bool:
-    """Returns the drafter's OWN_TOKENIZER; see `Drafter`."""
-    return getattr(of(config), "OWN_TOKENIZER", False)
+def is_declared(flag: str, config: DrafterSizes) -> bool:
+    """Returns an optional flag of the drafter: READS_PROMPT, MAY_OFFER_NOTHING or OWN_TOKENIZER; see `Drafter`."""
+    return getattr(of(config), flag, False)
 
 
 def steered(config: DrafterSizes, steering: SteeringConfig) -> DrafterSizes:
@@ -73,6 +63,5 @@ def _merge(*options: type) -> type:
 
 
 __all__ = [
-    "DRAFTERS", "Drafter", "DrafterSizes", "Expander", "Inputs", "State", "draft_options", "may_offer_nothing", "of",
-    "reads_prompt",
+    "DRAFTERS", "Drafter", "DrafterSizes", "Expander", "Inputs", "State", "draft_options", "is_declared", "of",
 ]  # fmt: skip

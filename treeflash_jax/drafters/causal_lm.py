@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from treeflash_jax.core.checks import quoted
 from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.lanes import LaneExpander, LaneSettings, LaneState, Level, likeliest_children, scratch_specs
-from treeflash_jax.drafters.options import LevelOptions
-from treeflash_jax.drafters.protocol import Inputs
+from treeflash_jax.drafters.lanes import choose as choose
+from treeflash_jax.drafters.lanes import identity as identity
+from treeflash_jax.drafters.protocol import Inputs, LevelOptions
 from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models import verifier as model
@@ -61,6 +61,10 @@ class LanguageModelConfig:
         """Verifier layers that steer it; it reads nothing else of the verifier but the tokens."""
         return () if self.steering is None else self.steering.taps
 
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.layers.vocab_size
+
     def fitted(self, verifier: ModelConfig) -> LanguageModelConfig:
         """Returns this config. Raises ValueError if vocabularies differ in size, or if the steering is for other models."""
         if self.layers.vocab_size != verifier.vocab_size:
@@ -86,6 +90,11 @@ class LanguageModelState:
     hidden_bd: jax.Array
     shift_byf: jax.Array | None = None
 
+    @property
+    def shift(self) -> Callable[[int], jax.Array] | None:
+        """The shifts, the same for all positions, as a function of the layer; None without steering."""
+        return None if self.shift_byf is None else lambda layer: self.shift_byf[:, None, layer]
+
     def axes(self) -> LanguageModelState:
         shift = None if self.shift_byf is None else ("batch", None, "ffn")
         return LanguageModelState(kv_cache.axes(self.context), ("batch", None), shift)
@@ -103,15 +112,6 @@ def steered(config: LanguageModelConfig, steering: SteeringConfig) -> LanguageMo
     return replace(config, steering=steering)
 
 
-def choose(config: LanguageModelConfig, options: Any) -> tuple[LanguageModelConfig, LaneSettings]:
-    """See `Drafter.choose`. Raises ValueError for more children than the vocabulary has tokens."""
-    vocabulary = config.layers.vocab_size
-    if options.children > vocabulary:
-        raise ValueError(f"got children {quoted(options.children)}, expected 1 to {vocabulary} (the vocabulary)")
-    sizes = replace(config, num_depths=options.depths or config.num_depths)
-    return sizes, LaneSettings.of(sizes, options)
-
-
 def specs(config: LanguageModelConfig) -> dict[str, Any]:
     """Weights of the model, its tables included, and of its steering."""
     steered = {} if config.steering is None else {"steering": steering.specs(config.steering)}
@@ -119,10 +119,8 @@ def specs(config: LanguageModelConfig) -> dict[str, Any]:
 
 
 def init(config: LanguageModelConfig, batch: int, capacity: int, dtype: Any) -> LanguageModelState:
-    context = kv_cache.allocate(config.layers, batch, capacity, dtype)
-    shift_byf = None
-    if config.steering is not None:
-        shift_byf = jnp.zeros((batch, config.steering.num_layers, config.steering.ffn), dtype)
+    context, sizes = kv_cache.allocate(config.layers, batch, capacity, dtype), config.steering
+    shift_byf = None if sizes is None else jnp.zeros((batch, sizes.num_layers, sizes.ffn), dtype)
     return LanguageModelState(context, jnp.zeros((batch, config.layers.hidden_size), dtype), shift_byf)
 
 
@@ -143,11 +141,9 @@ def extend(
     the shifts they were drafted with. Prompts come without features and are not steered.
     """
     batch, length = tokens_bt.shape
-    shift, shift_byf = None, state.shift_byf
+    shift, shift_byf = state.shift, state.shift_byf
     if shift_byf is not None and features_btj is not None:
         shift, shift_byf = _steered(params["steering"], state, features_btj, count_b)
-    elif shift_byf is not None:
-        shift = _constant(shift_byf)
     positions_bt = state.context.length_b[:, None] + jnp.arange(length)
     mask_btt = model.causal_mask(batch, length)
     out = model.forward(
@@ -164,18 +160,13 @@ def extend(
 def _steered(
     params: Any, state: LanguageModelState, features_btj: jax.Array, count_b: jax.Array
 ) -> tuple[Callable[[int], jax.Array], jax.Array]:
-    """Returns the shifts of the new positions, as a function of the layer, and those of the positions to come."""
+    """Returns the shifts of the new positions, as a function of the layer, and the shifts of later positions."""
     last_b1j = jnp.take_along_axis(features_btj, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)
     new_byf = steering.shifts(params, steering.normed(params, last_b1j)[:, 0]).astype(state.shift_byf.dtype)
     new_byf = jnp.where((count_b > 0)[:, None, None], new_byf, state.shift_byf)
     is_last_bt1 = (jnp.arange(features_btj.shape[1]) == count_b[:, None] - 1)[..., None]
     shift = lambda layer: jnp.where(is_last_bt1, new_byf[:, None, layer], state.shift_byf[:, None, layer])  # noqa: E731
     return shift, new_byf
-
-
-def _constant(shift_byf: jax.Array) -> Callable[[int], jax.Array]:
-    """Returns the same shifts for all positions, as a function of the layer."""
-    return lambda layer: shift_byf[:, None, layer]
 
 
 @dataclass(frozen=True)
@@ -187,32 +178,26 @@ class ModelStep:
     attention: str
 
     def __call__(self, shared: tuple[Any, LanguageModelState, jax.Array], level: Level) -> LaneState:
-        params, state, temperature_b = shared
+        params, state, _ = shared
         out = model.forward(
             params, self.config.layers, level.token_bw, level.position_bw, level.seen_bwx, state.context,
-            earlier=level.earlier, attention=self.attention,
-            shift=None if state.shift_byf is None else _constant(state.shift_byf),
+            earlier=level.earlier, attention=self.attention, shift=state.shift,
         )  # fmt: skip
-        return LaneState((), out.new_kv, *self.children_after(params, out.hidden_btd, temperature_b))
+        return self.offer(shared, out.hidden_btd, out.new_kv)
 
-    def children_after(
-        self, params: dict[str, Any], hidden_bwd: jax.Array, temperature_b: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        return likeliest_children(params.get("unembed", params["embed"]), hidden_bwd, self.children, temperature_b)
+    def offer(self, shared: tuple[Any, LanguageModelState, jax.Array], hidden_bwd: jax.Array, kv: Any) -> LaneState:
+        """Returns the children below the model's hidden states."""
+        params, _, temperature_b = shared
+        table_vd = params.get("unembed", params["embed"])
+        return LaneState((), kv, *likeliest_children(table_vd, hidden_bwd, self.children, temperature_b))
 
 
 def draft(inputs: Inputs, _: None) -> LaneExpander:
     """Returns the children of the anchor, and the model that continues below them."""
-    step, state = ModelStep(inputs.config, inputs.settings.children, inputs.attention), inputs.state
-    children = step.children_after(inputs.params, state.hidden_bd[:, None], inputs.temperature_b)
-    return LaneExpander(
-        (inputs.params, state, inputs.temperature_b),
-        state.context.length_b,
-        LaneState((), (), *children),
-        step=step,
-        scratch=scratch_specs(state.context),
-        num_depths=inputs.depths,
-    )
+    context, step = inputs.state.context, ModelStep(inputs.config, inputs.settings.children, inputs.attention)
+    shared = inputs.params, inputs.state, inputs.temperature_b
+    first, scratch = step.offer(shared, inputs.state.hidden_bd[:, None], ()), scratch_specs(context)
+    return LaneExpander(shared, context.length_b, first, step=step, scratch=scratch, num_depths=inputs.depths)
 
 
 def stages(config: LanguageModelConfig) -> Mapping[str, Callable[[Inputs, Any], Any]]:
@@ -236,7 +221,3 @@ def extend_work(count: Counter, config: LanguageModelConfig, tokens: float) -> W
     passed = count.layers(config.layers, tokens, count.context + tokens / 2)
     steered = Work() if config.steering is None else count.weights(steering.specs(config.steering), 1)
     return passed + steered + count.cached(config.layers, count.context) + count.cached(config.layers, tokens)
-
-
-def identity(config: LanguageModelConfig, settings: LaneSettings) -> dict[str, Any]:
-    return {"depths": settings.depths, "children": settings.children, "lanes": config.lanes}

@@ -37,7 +37,7 @@ Source: EAGLE-2 (arXiv 2406.16858) and EAGLE-3 (arXiv 2503.01840), tree drafting
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.checks import quoted
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.models import vocab
 from treeflash_jax.models.kv_cache import KVCache
@@ -95,7 +96,7 @@ Step = Callable[[Any, Level], LaneState]
 
 @dataclass(frozen=True, kw_only=True)
 class LaneSettings:
-    """Static sizes of a draft in lanes: returned by `choose` of such a drafter.
+    """Static sizes of a draft in lanes.
 
     Attributes:
       width: nodes per level that the network runs for: the lanes of best-first search, 1 in a chain, all nodes of a sampled
@@ -103,19 +104,31 @@ class LaneSettings:
     """
 
     children: int
-    depths: int
     width: int
 
-    @staticmethod
-    def of(config: Any, options: Any) -> LaneSettings:
-        """Returns the settings for a drafter's config and a call's options (`settings.GenerateConfig`)."""
-        builder = BUILDERS[options.builder or "best-first"] if options.builder != "none" else None
-        nodes = config.num_nodes if options.nodes in (None, "auto") else options.nodes
-        if builder is None or builder.is_chain:
-            width = 1
-        else:
-            width = nodes if builder.draws else min(options.lanes or config.lanes or nodes, max(nodes - 1, 1))
-        return LaneSettings(children=options.children, depths=config.num_depths, width=width)
+
+def choose(config: Any, options: Any) -> tuple[Any, LaneSettings]:
+    """`Drafter.choose` for a config with `draft_vocab_size` and a call's options (`settings.GenerateConfig`).
+
+    Raises:
+      ValueError: more children than the vocabulary has tokens.
+    """
+    if options.children > config.draft_vocab_size:
+        expected = f"1 to {config.draft_vocab_size} (the drafter's vocabulary)"
+        raise ValueError(f"got children {quoted(options.children)}, expected {expected}")
+    builder = BUILDERS[options.builder or "best-first"] if options.builder != "none" else None
+    nodes = config.num_nodes if options.nodes in (None, "auto") else options.nodes
+    if builder is None or builder.is_chain:
+        width = 1
+    else:
+        width = nodes if builder.draws else min(options.lanes or config.lanes or nodes, max(nodes - 1, 1))
+    sizes = replace(config, num_depths=options.depths or config.num_depths)
+    return sizes, LaneSettings(children=options.children, width=width)
+
+
+def identity(config: Any, settings: LaneSettings) -> dict[str, Any]:
+    """See `Drafter.identity`."""
+    return {"depths": config.num_depths, "children": settings.children, "lanes": config.lanes}
 
 
 @struct.dataclass

@@ -24,8 +24,7 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax.core import sharding
-from treeflash_jax.drafters.options import LevelOptions
-from treeflash_jax.drafters.protocol import Inputs
+from treeflash_jax.drafters.protocol import Inputs, LevelOptions
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
 from treeflash_jax.trees.containers import pick
@@ -66,18 +65,6 @@ class NgramConfig:
         return self
 
 
-@dataclass(frozen=True, kw_only=True)
-class NgramSettings:
-    """Settings of a draft.
-
-    Attributes:
-      children: maximal number of matches to follow: the longest ones, among equals the most recent.
-    """
-
-    children: int
-    depths: int
-
-
 @struct.dataclass
 class NgramState:
     """The text so far, the anchor last.
@@ -100,9 +87,9 @@ class NgramState:
         return self.replace(length_b=length_b)
 
 
-def choose(config: NgramConfig, options: Any) -> tuple[NgramConfig, NgramSettings]:
-    depths = options.depths or config.num_depths
-    return replace(config, num_depths=depths), NgramSettings(children=options.children, depths=depths)
+def choose(config: NgramConfig, options: Any) -> tuple[NgramConfig, int]:
+    """See `Drafter.choose`. The settings are the number of matches to follow: the longest, among equals the most recent."""
+    return replace(config, num_depths=options.depths or config.num_depths), options.children
 
 
 def specs(config: NgramConfig) -> dict[str, Any]:
@@ -182,7 +169,7 @@ class Continuations:
 def look_up(inputs: Inputs, _: None) -> Continuations:
     """Returns the continuations of the longest matches of the text's last tokens."""
     config, text = inputs.config, inputs.state
-    count = min(inputs.settings.children, text.tokens_bs.shape[1])
+    count = min(inputs.settings, text.tokens_bs.shape[1])
 
     def find(tokens_bs: jax.Array, length_b: jax.Array, temperature_b: jax.Array) -> tuple[jax.Array, ...]:
         matched_bs = match_lengths(tokens_bs, length_b, config.longest)
@@ -200,7 +187,7 @@ def look_up(inputs: Inputs, _: None) -> Continuations:
 
 
 def match_lengths(tokens_bs: jax.Array, length_b: jax.Array, longest: int) -> jax.Array:
-    """Returns how many of a text's last tokens (`longest` at most) directly precede each position, int32 [b, s].
+    """Returns the number of the text's last tokens (at most `longest`) that directly precede each position, int32 [b, s].
 
     0 outside the text, and at its end.
     """
@@ -219,7 +206,7 @@ def stages(config: NgramConfig) -> Mapping[str, Callable[[Inputs, Any], Any]]:
 
 
 def work(
-    count: Counter, config: NgramConfig, settings: NgramSettings, verifier: ModelConfig, quantize: str | None = None
+    count: Counter, config: NgramConfig, settings: int, verifier: ModelConfig, quantize: str | None = None
 ) -> dict[str, tuple[Work, Work]]:
     """Counts reading the text once."""
     return {"draft": (Work(4 * count.sequences * count.context), Work())}
@@ -230,6 +217,6 @@ def extend_work(count: Counter, config: NgramConfig, tokens: float) -> Work:
     return Work(4 * count.sequences * tokens)
 
 
-def identity(config: NgramConfig, settings: NgramSettings) -> dict[str, Any]:
+def identity(config: NgramConfig, settings: int) -> dict[str, Any]:
     lengths = {"longest": config.longest, "shortest": config.shortest}
-    return lengths | {"children": settings.children, "depths": settings.depths}
+    return lengths | {"children": settings, "depths": config.num_depths}

@@ -1,4 +1,4 @@
-"""The protocol of a drafter, and its inputs in a round.
+"""The protocol of a drafter, its inputs in a round, and options that several kinds of drafters share.
 
 Shape suffixes: b batch, t positions, j tapped layers x model.
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
 
+from treeflash_jax.core.checks import bounded
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
+from treeflash_jax.trees.shape import MAX_NODES
 
 
 class DrafterSizes(Protocol):
@@ -100,8 +103,8 @@ class Drafter(Protocol):
     """The functions of a drafter's module. Its state (`State`) is opaque to other modules.
 
     Attributes:
-      OPTIONS: frozen dataclass of its options, declared with `checks.bounded`. They are settings of `generate`; options of
-        other drafters are refused unless they have their defaults.
+      OPTIONS: frozen dataclass of its options, declared with `option`: settings of `generate` and of the command line, and
+        part of the records. Options of other drafters are refused unless they have their defaults.
       READS_TOKENS: whether `extend` reads the tokens. The token of a position is known one step after its features.
       DIALECT: default file dialect (`formats.dialects`) for saving it.
       READS_PROMPT: optional. If True, `extend` gets the prompt's own tokens, from the first on, and no features (None), for
@@ -179,3 +182,27 @@ class Drafter(Protocol):
 
     def identity(self, config: Any, settings: Any) -> dict[str, Any]:
         """Returns the sizes and settings, by name, that measurements of this drafter depend on besides its weights."""
+
+
+option = partial(bounded, kind="speed")  # no option of a drafter changes the distribution of the output
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions:
+    """Options of drafters that list the most likely next tokens of every node."""
+
+    children: int = option(16, "most likely next tokens kept for every candidate (K in the paper)", least=1, unit="tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelOptions(ListOptions):
+    """Options of drafters that draft one level of the tree after the other."""
+
+    depths: int | None = option(
+        None,
+        "deepest level of the tree, or length of the chain, for drafters whose network runs once per level",
+        unset="the drafter's",
+        least=1,
+        most=MAX_NODES - 1,
+        unit="levels",
+    )

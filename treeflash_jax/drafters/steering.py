@@ -96,10 +96,10 @@ def start(params: dict[str, Any]) -> dict[str, Any]:
 def normed(params: dict[str, Any], features_btj: jax.Array) -> jax.Array:
     """Returns LayerNorm(g), [b, t, d]; the statistics are taken in float32 at least."""
     g_btd = jnp.einsum("btj,jd->btd", features_btj, params["mix"]) + params["mix_bias"]
-    wide = g_btd.astype(jnp.promote_types(g_btd.dtype, jnp.float32))
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    scaled = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + EPS)
-    return scaled.astype(g_btd.dtype) * params["norm"] + params["norm_bias"]
+    x_btd = g_btd.astype(jnp.promote_types(g_btd.dtype, jnp.float32))
+    x_btd -= jnp.mean(x_btd, axis=-1, keepdims=True)
+    x_btd *= jax.lax.rsqrt(jnp.mean(jnp.square(x_btd), axis=-1, keepdims=True) + EPS)
+    return x_btd.astype(g_btd.dtype) * params["norm"] + params["norm_bias"]
 
 
 def shifts(params: dict[str, Any], normed_bd: jax.Array) -> jax.Array:

@@ -115,7 +115,7 @@ def load(
         drafter_config = drafter_config.fitted(config)
         warn_of_thinking(drafter_config, thinking)
     tokenizer = Tokenizer.load(verifier, {"enable_thinking": thinking, **(template or {})})
-    if drafter is not None and drafters.own_tokenizer(drafter_config):
+    if drafter is not None and drafters.is_declared("OWN_TOKENIZER", drafter_config):
         check_same_tokens(tokenizer, Tokenizer.load(drafter))
     check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), usable_memory(mesh), mesh)
     if drafter is not None:  # from here on weights are read

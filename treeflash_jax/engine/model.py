@@ -258,7 +258,7 @@ class TreeFlash(LoadedPair):
         call = make_call(self, prompts, config, settings, indices)
         results = with_totals([result for _, result in sorted(serve(self, call), key=lambda pair: pair[0])])
         plan = self.plan(call.config)
-        if plan.drafts and plan.num_nodes > 1 and not drafters.may_offer_nothing(plan.drafter):
+        if plan.drafts and plan.num_nodes > 1 and not drafters.is_declared("MAY_OFFER_NOTHING", plan.drafter):
             warn_of_low_tau(results)
         return Results(results)
 

@@ -100,7 +100,7 @@ def explain_plain(
         return NO_DRAFTER
     is_requested = any(_is_changed(config, name) for name in _drafting_settings())
     # If n-grams offer nothing, a round is a one-token step.
-    if is_requested or drafters.may_offer_nothing(drafter) or device.drafting_pays(dtype, sequences):
+    if is_requested or drafters.is_declared("MAY_OFFER_NOTHING", drafter) or device.drafting_pays(dtype, sequences):
         return None
     together = f" for {sequences} sequences at a time" if device.drafting_pays(dtype) else ""
     return f"drafting does not pay on this CPU in {jnp.dtype(dtype).name}{together} (nodes=16 drafts anyway)"
@@ -112,7 +112,7 @@ def _drafting_settings() -> list[str]:
 
 def _default_nodes(drafter: DrafterSizes, device: Device) -> int:
     # A tree costs only what such a drafter offers.
-    return drafter.num_nodes if drafters.may_offer_nothing(drafter) else device.tree_nodes(drafter.num_nodes)
+    return drafter.num_nodes if drafters.is_declared("MAY_OFFER_NOTHING", drafter) else device.tree_nodes(drafter.num_nodes)
 
 
 def _is_changed(config: GenerateConfig, name: str) -> bool:

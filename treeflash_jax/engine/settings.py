@@ -19,7 +19,7 @@ from treeflash_jax.acceptance import RULES
 from treeflash_jax.core.checks import NonNegative, Probability, basic_first, bounded, default_text
 from treeflash_jax.core.suggest import suggesting
 from treeflash_jax.drafters.block import BlockOptions
-from treeflash_jax.drafters.options import LevelOptions
+from treeflash_jax.drafters.protocol import LevelOptions
 from treeflash_jax.models.attention import CHOICES
 from treeflash_jax.trees import BUILDERS, TreeShape
 from treeflash_jax.trees.shape import MAX_NODES, Nodes

@@ -17,12 +17,13 @@ import jax
 
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.drafters.block import backbone
-from treeflash_jax.drafters.block.backbone import DrafterState, init
+from treeflash_jax.drafters.block.backbone import DrafterState
+from treeflash_jax.drafters.block.backbone import init as init
 from treeflash_jax.drafters.block.block_config import DrafterConfig
-from treeflash_jax.drafters.block.block_costs import extend_work, work
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, DraftSettings, Unembed
-from treeflash_jax.drafters.options import ListOptions, option
-from treeflash_jax.drafters.protocol import Inputs
+from treeflash_jax.drafters.protocol import Inputs, ListOptions, option
+from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.models.costs import Counter, Work
 from treeflash_jax.trees import TransitionTable
 
 READS_TOKENS = False
@@ -87,12 +88,8 @@ def choose(config: DrafterConfig, options: Any) -> tuple[DrafterConfig, DraftSet
     expect(shortlist <= vocabulary, "shortlist", f"0 (all tokens) to {vocabulary} (the vocabulary)")
     heads = (MARGINAL, config.head)
     expect(options.head in (None, *heads), "head", f"one of {heads}, what this drafter has")
-    settings = DraftSettings(
-        candidates=candidates,
-        children=options.children,
-        shortlist=shortlist,
-        head=options.head or config.head,
-    )
+    sizes = {"candidates": candidates, "children": options.children, "shortlist": shortlist}
+    settings = DraftSettings(**sizes, head=options.head or config.head)
     measured = config.sampled_above if settings.head == config.head else None  # measured with the drafter's own head
     return replace(config, block_size=size, sampled_above=measured), settings
 
@@ -119,24 +116,14 @@ def extend(
 
 def draft_block(inputs: Inputs, _: None) -> jax.Array:
     """Returns the block after each anchor, [b, q, d], before its final norm."""
-    return backbone.block(
-        inputs.params["backbone"],
-        inputs.config,
-        inputs.state,
-        inputs.tables["embed"],
-        inputs.anchor_b,
-        attention=inputs.attention,
-    )
+    params, embed_vd = inputs.params["backbone"], inputs.tables["embed"]
+    return backbone.block(params, inputs.config, inputs.state, embed_vd, inputs.anchor_b, attention=inputs.attention)
 
 
 def expand_block(inputs: Inputs, hidden_bqd: jax.Array) -> TransitionTable:
     """Returns next-token distributions at every depth, given the token before."""
-    unembed = Unembed(
-        embed_vd=inputs.tables["embed"],
-        unembed_vd=inputs.tables.get("unembed", inputs.tables["embed"]),
-        norm=inputs.params["backbone"]["norm"],
-        eps=inputs.config.layers.rms_norm_eps,
-    )
+    embed_vd, norm = inputs.tables["embed"], inputs.params["backbone"]["norm"]
+    unembed = Unembed(embed_vd, inputs.tables.get("unembed", embed_vd), norm, inputs.config.layers.rms_norm_eps)
     head = HEADS[inputs.settings.head or inputs.config.head]
     return head.expand(inputs.params["head"], unembed, hidden_bqd, inputs.anchor_b, inputs.settings, inputs.temperature_b)
 
@@ -146,17 +133,52 @@ def stages(config: DrafterConfig) -> Mapping[str, Callable[[Inputs, Any], Any]]:
     return {"draft": draft_block, "expand": expand_block}
 
 
+def extend_work(count: Counter, config: DrafterConfig, tokens: float) -> Work:
+    """Counts adding the features of new tokens to the context."""
+    specs = backbone.specs(config)
+    keys_values = [{name: layer[name] for name in ("k", "v")} for group in specs["groups"] for layer in group]
+    used = {"fc": specs["fc"], "norm": specs["hidden_norm"], "layers": keys_values}
+    return count.weights(used, tokens) + count.cached(config.layers, tokens)
+
+
+def block_work(count: Counter, config: DrafterConfig, tokens: float, seen: float) -> Work:
+    """Counts the pass over block slots, each seeing `seen` positions, without reading the context."""
+    specs = backbone.specs(config)
+    used = {name: specs[name] for name in ("groups", "norm")}
+    return count.weights(used, tokens) + count.attention(config.layers, tokens, seen)
+
+
+def work(
+    count: Counter, config: DrafterConfig, settings: DraftSettings, verifier: ModelConfig, quantize: str | None = None
+) -> dict[str, tuple[Work, Work]]:
+    """See `Drafter.work`.
+
+    The vocabulary table counts once per reduction over it that has to wait for an earlier one: twice in the second stage
+    of a conditional head, which needs its candidates first.
+    """
+    size, depths = config.block_size, config.num_depths
+    drafted = block_work(count, config, size, count.context + size) + count.cached(config.layers, count.context)
+    head = HEADS[settings.head or config.head]
+    specs = head.specs(config)
+    contexts = settings.candidates if head.READS_PREVIOUS else 1
+    entries = count.sequences * depths * contexts * settings.children
+    transitions = Work(12 * entries)  # token, log-probability and next context
+    listed = settings.shortlist if head.SECOND_PASS else max(contexts, settings.children, settings.shortlist)
+    again = head.SECOND_PASS and not listed  # the last depth's marginals are not scored
+    second = count.vocabulary(verifier, depths - 1 if again else depths, quantize)
+    for name in head.LOOKED_UP:  # vectors of the contexts' tokens and of the tokens that may follow
+        second += count.lookups(specs.pop(name).shape[1], depths * listed, contexts / len(head.LOOKED_UP))
+    pairs = 1 + (depths - 1) * contexts
+    if again:
+        second += count.vocabulary(verifier, pairs, quantize)
+    elif head.SECOND_PASS:
+        second += count.lookups(verifier.hidden_size, depths * listed, pairs)
+    slots = {name: specs.pop(name) for name in list(specs) if specs[name].once_per_slot}
+    second += count.weights(slots, depths) + count.weights(specs, pairs)
+    block = count.numbers((None, None), (size, verifier.hidden_size))
+    return {"draft": (drafted, block), "expand": (second, transitions)}
+
+
 def identity(config: DrafterConfig, settings: DraftSettings) -> dict[str, Any]:
-    return {
-        "head": settings.head or config.head,
-        "block_size": config.block_size,
-        "candidates": settings.candidates,
-        "children": settings.children,
-        "shortlist": settings.shortlist,
-    }
-
-
-__all__ = [
-    "DIALECT", "OPTIONS", "READS_TOKENS", "DraftSettings", "DrafterState", "HEADS", "Unembed", "choose", "draft_block",
-    "expand_block", "extend", "extend_work", "identity", "init", "specs", "stages", "work",
-]  # fmt: skip
+    sizes = {name: getattr(settings, name) for name in ("candidates", "children", "shortlist")}
+    return {"head": settings.head or config.head, "block_size": config.block_size} | sizes

@@ -13,21 +13,20 @@ Source: EAGLE-3 (arXiv 2503.01840); EAGLE-2 (arXiv 2406.16858) for the tree.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from treeflash_jax.core.checks import quoted
 from treeflash_jax.drafters.eagle3 import layer
-from treeflash_jax.drafters.eagle3.eagle3_config import EagleConfig
-from treeflash_jax.drafters.eagle3.layer import specs
+from treeflash_jax.drafters.eagle3.layer import EagleConfig
+from treeflash_jax.drafters.eagle3.layer import specs as specs
 from treeflash_jax.drafters.lanes import LaneExpander, LaneSettings, LaneState, Level, likeliest_children, scratch_specs
-from treeflash_jax.drafters.options import LevelOptions
-from treeflash_jax.drafters.protocol import Inputs
+from treeflash_jax.drafters.lanes import choose as choose
+from treeflash_jax.drafters.lanes import identity as identity
+from treeflash_jax.drafters.protocol import Inputs, LevelOptions
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig
@@ -57,15 +56,6 @@ class EagleState:
 
     def cut(self, length_b: jax.Array) -> EagleState:
         return self.replace(context=self.context.cut(length_b))
-
-
-def choose(config: EagleConfig, options: Any) -> tuple[EagleConfig, LaneSettings]:
-    """See `Drafter.choose`. Raises ValueError for more children than the draft vocabulary has tokens."""
-    children = options.children
-    if children > config.draft_vocab_size:
-        raise ValueError(f"got children {quoted(children)}, expected 1 to {config.draft_vocab_size} (the draft vocabulary)")
-    sizes = replace(config, num_depths=options.depths or config.num_depths)
-    return sizes, LaneSettings.of(sizes, options)
 
 
 def init(config: EagleConfig, batch: int, capacity: int, dtype: Any) -> EagleState:
@@ -108,19 +98,11 @@ def extend(
 
 def draft(inputs: Inputs, _: None) -> LaneExpander:
     """Returns the children of the anchor, and the layer that continues below them."""
-    params, config, settings = inputs.params, inputs.config, inputs.settings
-    embed = {} if config.own_embedding else {"embed": inputs.tables["embed"]}
-    shared = params, embed, inputs.state.context, inputs.temperature_b
-    hidden_b1d = inputs.state.hidden_bd[:, None]
-    step = _step(config, settings.children, inputs.attention)
-    return LaneExpander(
-        shared,
-        inputs.state.context.length_b,
-        _lane_state(shared, config, settings.children, hidden_b1d, ()),
-        step=step,
-        scratch=scratch_specs(inputs.state.context),
-        num_depths=inputs.depths,
-    )
+    context, step = inputs.state.context, LayerStep(inputs.config, inputs.settings.children, inputs.attention)
+    embed = {} if inputs.config.own_embedding else {"embed": inputs.tables["embed"]}
+    shared = inputs.params, embed, context, inputs.temperature_b
+    first, scratch = step.offer(shared, inputs.state.hidden_bd[:, None], ()), scratch_specs(context)
+    return LaneExpander(shared, context.length_b, first, step=step, scratch=scratch, num_depths=inputs.depths)
 
 
 def stages(config: EagleConfig) -> Mapping[str, Callable[[Inputs, Any], Any]]:
@@ -128,35 +110,37 @@ def stages(config: EagleConfig) -> Mapping[str, Callable[[Inputs, Any], Any]]:
     return {"draft": draft}
 
 
-@cache
-def _step(config: EagleConfig, children: int, attention: str) -> Callable[[Any, Level], LaneState]:
-    """Returns one step per setting: equal steps share a program."""
-    return partial(_run_level, config=config, children=children, attention=attention)
+@dataclass(frozen=True)
+class LayerStep:
+    """The `Step` of EAGLE-3: the layer over a token per lane, each carrying the output of the level above."""
 
+    config: EagleConfig
+    children: int
+    attention: str
 
-def _run_level(shared: Any, level: Level, *, config: EagleConfig, children: int, attention: str) -> LaneState:
-    """Runs the layer over a token per lane, each carrying the output of the level above."""
-    params, tables, context, _ = shared
-    carried_bwd = layer.feed_back(params, config, level.carry)
-    read_bw = layer.read(params, tables, config, level.token_bw, carried_bwd)
-    table = layer.rotations(config, level.position_bw)
-    k_bwke, v_bwke = layer.keys_values(params, config, read_bw, table)
-    [[[earlier_k, earlier_v]]] = level.earlier
-    keys_bxke, values_bxke = level.join(earlier_k, k_bwke), level.join(earlier_v, v_bwke)
+    def __call__(self, shared: Any, level: Level) -> LaneState:
+        (params, tables, context, _), config = shared, self.config
+        carried_bwd = layer.feed_back(params, config, level.carry)
+        read_bw = layer.read(params, tables, config, level.token_bw, carried_bwd)
+        table = layer.rotations(config, level.position_bw)
+        k_bwke, v_bwke = layer.keys_values(params, config, read_bw, table)
+        [[[earlier_k, earlier_v]]] = level.earlier
+        keys_bxke, values_bxke = level.join(earlier_k, k_bwke), level.join(earlier_v, v_bwke)
 
-    def attend(q_bwhe: jax.Array) -> jax.Array:
-        prefix, length_b = context.groups[0][0], context.length_b
-        return tree_attention(q_bwhe, keys_bxke, values_bxke, level.seen_bwx, prefix, length_b, implementation=attention)
+        def attend(q_bwhe: jax.Array) -> jax.Array:
+            seen, prefix, length_b = level.seen_bwx, context.groups[0][0], context.length_b
+            return tree_attention(q_bwhe, keys_bxke, values_bxke, seen, prefix, length_b, implementation=self.attention)
 
-    hidden_bwd = layer.hidden(params, config, read_bw, carried_bwd, table, attend)
-    return _lane_state(shared, config, children, hidden_bwd, (((k_bwke, v_bwke),),))
+        hidden_bwd = layer.hidden(params, config, read_bw, carried_bwd, table, attend)
+        return self.offer(shared, hidden_bwd, (((k_bwke, v_bwke),),))
 
-
-def _lane_state(shared: Any, config: EagleConfig, children: int, hidden_bwd: jax.Array, kv: Any) -> LaneState:
-    params, temperature_b = shared[0], shared[-1]
-    normed_bwd = layer.normed(params, config, hidden_bwd)
-    offered = likeliest_children(params["unembed"], normed_bwd, children, temperature_b, layer.draft_ids(params))
-    return LaneState(hidden_bwd, kv, *offered)
+    def offer(self, shared: Any, hidden_bwd: jax.Array, kv: Any) -> LaneState:
+        """Returns the children below the layer's outputs."""
+        (params, *_, temperature_b), ids_z = shared, layer.draft_ids(shared[0])
+        normed_bwd = layer.normed(params, self.config, hidden_bwd)
+        return LaneState(
+            hidden_bwd, kv, *likeliest_children(params["unembed"], normed_bwd, self.children, temperature_b, ids_z)
+        )
 
 
 def extend_work(count: Counter, config: EagleConfig, tokens: float) -> Work:
@@ -177,13 +161,3 @@ def work(
     level = count.weights({name: specs[name] for name in ("layer", "norm", "unembed")}, width)
     level += count.attention(config.layers, width, count.context + 1) + count.cached(config.layers, count.context)
     return {"draft": (first, Work()), "tree": (sum([level] * (config.num_depths - 1), Work()), Work())}
-
-
-def identity(config: EagleConfig, settings: LaneSettings) -> dict[str, Any]:
-    return {"depths": settings.depths, "children": settings.children, "lanes": config.lanes}
-
-
-__all__ = [
-    "DIALECT", "OPTIONS", "READS_TOKENS", "EagleConfig", "EagleState", "choose", "draft", "extend",
-    "extend_work", "identity", "init", "specs", "stages", "work",
-]  # fmt: skip

@@ -40,11 +40,7 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
 
 
 def correct(
-    params: dict[str, Any],
-    embedding_bmd: jax.Array,
-    by_context: ByContext,
-    hidden_bqd: jax.Array,
-    normed_bqd: jax.Array,
+    params: dict[str, Any], embedding_bmd: jax.Array, by_context: ByContext, hidden_bqd: jax.Array, normed_bqd: jax.Array
 ) -> jax.Array:
     """Returns h + W [RMSNorm(e); RMSNorm_final(h)] in every context, [b, m, d]; arguments as for the MLP head."""
     by_slot_bqd = hidden_bqd + linear("bqd,de->bqe", normed_bqd, params["hidden"])

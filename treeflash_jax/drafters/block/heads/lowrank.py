@@ -65,16 +65,16 @@ def expand(
     m, batch = settings.candidates, anchor_b.shape[0]
     listed = max(m, settings.children, settings.shortlist)
     marginal_biv = vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bqd[:, 1:]))
-    wide = jnp.promote_types(marginal_biv.dtype, jnp.float32)
+    dtype = jnp.promote_types(marginal_biv.dtype, jnp.float32)
     likely_bix, tokens_bix = vocab.top_k(marginal_biv, listed)
-    scale_b = temperature_b.astype(wide)
-    likely_bix = likely_bix.astype(wide) / scale_b[:, None, None]
+    scale_b = temperature_b.astype(dtype)
+    likely_bix = likely_bix.astype(dtype) / scale_b[:, None, None]
     elsewhere_bi = mass_elsewhere(marginal_biv, likely_bix, scale_b)
 
     anchor_b1m = jnp.broadcast_to(anchor_b[:, None, None], (batch, 1, m))
     previous_bim = jnp.concatenate([anchor_b1m, tokens_bix[:, :-1, :m]], axis=1)
     before_bimk, after_bixk = vocab.embed(params["previous"], previous_bim), vocab.embed(params["following"], tokens_bix)
-    change_bimx = jnp.einsum("bimk,bixk->bimx", before_bimk, after_bixk, preferred_element_type=wide)
+    change_bimx = jnp.einsum("bimk,bixk->bimx", before_bimk, after_bixk, preferred_element_type=dtype)
     scores_bimx = likely_bix[:, :, None] + change_bimx / scale_b[:, None, None, None]
     total_bim = jnp.logaddexp(jax.nn.logsumexp(scores_bimx, axis=-1), elsewhere_bi[..., None])
     values_bimc, at_bimc = selection.top_k(scores_bimx, settings.children)

@@ -47,11 +47,7 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
 
 
 def correct(
-    params: dict[str, Any],
-    embedding_bmd: jax.Array,
-    by_context: ByContext,
-    hidden_bqd: jax.Array,
-    normed_bqd: jax.Array,
+    params: dict[str, Any], embedding_bmd: jax.Array, by_context: ByContext, hidden_bqd: jax.Array, normed_bqd: jax.Array
 ) -> jax.Array:
     """Returns h + W_d (silu(g) * u) in every context, [b, m, d].
 

@@ -88,9 +88,7 @@ def first_order_table(
     if marginal_biv.shape[1]:
         _, likely_biy = vocab.top_k(marginal_biv, max(m, settings.shortlist))
     candidates_bim = likely_biy[:, : depths - 1, :m]
-
     previous_bx = jnp.concatenate([anchor_b[:, None], candidates_bim.reshape(batch, -1)], axis=1)
-
     by_context = indexing.slot_repeater(size, m)
     corrected_bxd = correct(vocab.embed(unembed.embed_vd, previous_bx), by_context, hidden_bqd, normed_bqd)
     if settings.shortlist:
@@ -157,17 +155,18 @@ def _shortlisted(
     tokens_bz = likely_biy.reshape(batch, -1)
     earlier_zz = jnp.tri(tokens_bz.shape[1], k=-1, dtype=bool)
     again_bz = jnp.any((tokens_bz[:, :, None] == tokens_bz[:, None]) & earlier_zz, axis=-1)
-    wide = jnp.promote_types(corrected_bxd.dtype, jnp.float32)
-    temperature_b11 = temperature_b[:, None, None].astype(wide)
+    dtype = jnp.promote_types(corrected_bxd.dtype, jnp.float32)
+    temperature_b11 = temperature_b[:, None, None].astype(dtype)
 
     def scaled(logits: jax.Array) -> jax.Array:
-        return jnp.where(again_bz[:, None], -jnp.inf, logits.astype(wide) / temperature_b11)
+        return jnp.where(again_bz[:, None], -jnp.inf, logits.astype(dtype) / temperature_b11)
 
     vectors_bzd = vocab.embed(unembed.unembed_vd, tokens_bz)
-    scores_bxz = scaled(jnp.einsum("bxd,bzd->bxz", unembed.normed(corrected_bxd), vectors_bzd, preferred_element_type=wide))
-    listed_biz = scaled(
-        vocab.take(marginal_biv, jnp.broadcast_to(tokens_bz[:, None], (*marginal_biv.shape[:2], tokens_bz.shape[1])))
+    scores_bxz = scaled(
+        jnp.einsum("bxd,bzd->bxz", unembed.normed(corrected_bxd), vectors_bzd, preferred_element_type=dtype)
     )
+    tokens_biz = jnp.broadcast_to(tokens_bz[:, None], (*marginal_biv.shape[:2], tokens_bz.shape[1]))
+    listed_biz = scaled(vocab.take(marginal_biv, tokens_biz))
     elsewhere_bi = mass_elsewhere(marginal_biv, listed_biz, temperature_b)
     total_bx = jnp.logaddexp(jax.nn.logsumexp(scores_bxz, axis=-1), by_context(jnp.pad(elsewhere_bi, ((0, 0), (1, 0)))))
     values_bxc, at_bxc = selection.top_k(scores_bxz, min(settings.children, scores_bxz.shape[-1]))
