@@ -12,41 +12,37 @@ prompts or steps extends a finished OUT.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
 import shlex
 import shutil
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from train import drafter, export, head, measure, respond
 from train.data.records import read
-from train.pairing import extend
 from train.pairing.choices import Choice
-from train.pairing.compose import LEAST_PROMPTS, Composed, Composer, PairConfig, count_prompts
-from train.pairing.time_budget import Budget, measure_costs
+from train.pairing.compose import LEAST_PROMPTS, MOST_EVALUATIONS, Composed, Composer, PairConfig, count_prompts, setting
+from train.pairing.time_budget import Budget
 from train.runtime import folders, hosts, lock, run_config, watch
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import read_json
 
-MAINS: dict[str, Callable[[Any], None]] = {
-    "respond": respond.main,
-    "drafter": drafter.main,
-    "head": head.main,
-    "export": export.main,
-    "measure": measure.main,
+STAGES = {
+    "respond": (respond, respond.RespondConfig),
+    "drafter": (drafter, drafter.DrafterStage),
+    "head": (head, head.HeadStage),
+    "export": (export, export.ExportStage),
+    "measure": (measure, measure.MeasureStage),
 }
-KINDS = {
-    "respond": respond.RespondConfig,
-    "drafter": drafter.DrafterStage,
-    "head": head.HeadStage,
-    "export": export.ExportStage,
-    "measure": measure.MeasureStage,
-}
+# Settings that may change after stages were begun; and the first stage that others affect, if not "drafter".
+MAY_CHANGE = ("minutes", "num_prompts", "steps", "head_steps", "out", "mesh", "export", "measure")
+FIRST_AFFECTED = {"verifier": "respond", "prompts": "respond", "seed": "respond", "respond": "respond", "head": "head"}
 MOST_DOUBLINGS = 3  # of training that a suggestion extrapolates over
 
 
@@ -57,18 +53,34 @@ def main(settings: PairConfig) -> None:
     composer, path = Composer.open(settings), settings.path("pair.toml")
     is_known = path.exists() and not run_config.changes(settings, path, ())
     if not is_known:
-        extend.check(settings)
+        check_extension(settings)
         composer.check()
-    with (
-        lock.held(folders.absolute(settings.path("pair.lock")), f"out={settings.out}"),
-        (budget := Budget(settings)).counting(),
-    ):
-        if not is_known:  # stages are composed again; each continues only with the settings it was begun with
-            for name in MAINS:
-                settings.path(f"{name}.toml").unlink(missing_ok=True)
-            files.write(path, run_config.dump(run_config.to_dict(settings)))
-        stages = _run_stages(composer, budget)
-        conclude(settings, stages["respond"], read_json(stages["measure"].out), budget.spent)
+    with lock.held(folders.absolute(settings.path("pair.lock")), f"out={settings.out}"):
+        budget = Budget(settings)
+        try:
+            if not is_known:  # stages are composed again; each continues only with the settings it was begun with
+                for name in STAGES:
+                    settings.path(f"{name}.toml").unlink(missing_ok=True)
+                files.write(path, run_config.dump(run_config.to_dict(settings)))
+            stages = _run_stages(composer, budget)
+            conclude(settings, stages["respond"], read_json(stages["measure"].out), budget.spent)
+        finally:
+            budget.save()
+
+
+def check_extension(settings: PairConfig) -> None:
+    """Raises ValueError if the stages begun in OUT cannot continue with these settings, before anything is written."""
+    path = settings.path("pair.toml")
+    changes = run_config.changes(settings, path, MAY_CHANGE) if path.exists() else {}
+    for key, (then, now) in changes.items():
+        if _begun_with(settings, FIRST_AFFECTED.get(key.partition(".")[0], "drafter")).exists():
+            give = f"leave {key} out" if then in (None, [], "") else f"give {key}={then}"
+            raise ValueError(f"{settings.out} was begun with {key} = {then!r}, got {now!r}; {give}, or another out=")
+
+
+def _begun_with(settings: PairConfig, name: str) -> Path:
+    """Returns the path of the settings that a stage was begun with."""
+    return settings.path("responses.jsonl.settings.toml" if name == "respond" else f"{name}/settings.toml")
 
 
 def _run_stages(composer: Composer, budget: Budget) -> dict[str, Any]:
@@ -76,23 +88,23 @@ def _run_stages(composer: Composer, budget: Budget) -> dict[str, Any]:
     settings, stages = composer.settings, {}
     path = settings.path("finished.json")
     finished = read_json(path) if path.exists() else {}
-    for number, name in enumerate(MAINS, start=1):
+    for number, (name, (module, kind)) in enumerate(STAGES.items(), start=1):
         toml = settings.path(f"{name}.toml")
-        hosts.say(f"\n{number} of {len(MAINS)}: python -m train.{name} {shlex.quote(str(toml))}")
+        hosts.say(f"\n{number} of {len(STAGES)}: python -m train.{name} {shlex.quote(str(toml))}")
         if not toml.exists():
             _write_stage(name, settings, _compose(name, composer, stages, budget))
-        stages[name] = run_config.load(KINDS[name], toml)
+        stages[name] = run_config.load(kind, toml)
         # Less time later is no reason to measure again.
         if name in finished and finished[name] | {"seconds": 0} == run_config.to_dict(stages[name]) | {"seconds": 0}:
             hosts.say("  finished before")
             continue
-        stale = {name} if name == "respond" else {*MAINS} - {*stages} | {name}
+        stale = {name} if name == "respond" else {*STAGES} - {*stages} | {name}
         finished = {other: stage for other, stage in finished.items() if other not in stale}
         files.write(path, json.dumps(finished, indent=1) + "\n")
         if name == "drafter":  # the head was trained on another backbone
             shutil.rmtree(settings.path("head"), ignore_errors=True)
-        began, answered = time.perf_counter(), extend.count_answers(settings)
-        MAINS[name](stages[name])
+        began, answered = time.perf_counter(), _count_answers(settings)
+        module.main(stages[name])
         if name == "respond" and settings.minutes:
             stages[name] = _answer_more(composer, stages[name], budget, began, answered)
         finished[name] = run_config.to_dict(stages[name])
@@ -107,23 +119,19 @@ def _compose(name: str, composer: Composer, stages: dict[str, Any], budget: Budg
         made = composer.respond()
         if not settings.minutes:
             return made
-        if budget.costs is None:
-            budget.costs = measure_costs(composer, made.stage, MAINS)
-            budget.save()
-        plan = budget.costs.plan(budget.left, tuple(MAINS))
-        budget.show(plan)
-        count = LEAST_PROMPTS + int((plan[name] - budget.costs.answers_start) / budget.costs.answer)
-        return composer.respond(_limit(settings, count, plan[name]))
+        seconds = budget.plan(composer, made.stage)["respond"]
+        count = LEAST_PROMPTS + int((seconds - budget.costs.answers_start) / budget.costs.answer)
+        return composer.respond(_limit(settings, count, seconds))
     if name == "export":
         return composer.export()
     if name == "measure":
         return composer.measure(max(1.0, round(budget.left)) if settings.minutes else 0.0)
     answers = composer.read_answers(stages["respond"])
-    steps, evaluations = composer.steps(name, answers), 4
+    steps, evaluations = composer.steps(name, answers), MOST_EVALUATIONS
     if settings.minutes:
-        seconds = budget.costs.plan(budget.left, tuple(MAINS)[tuple(MAINS).index(name) :])[name]
+        seconds = budget.costs.plan(budget.left, name)[name]
         count, evaluations = budget.costs.training(seconds)
-        count = max(1, count + extend.trained_steps(settings, name))
+        count = max(1, count + _trained_steps(settings, name))
         if count < steps.value and steps.reason != "as given":
             reason = f"as many as fit into {watch.duration(seconds)}, at {budget.costs.step:.2g} s a step"
             steps = Choice(count, reason)
@@ -131,7 +139,7 @@ def _compose(name: str, composer: Composer, stages: dict[str, Any], budget: Budg
 
 
 def _limit(settings: PairConfig, count: int, seconds: float) -> Choice | None:
-    """Returns the number of prompts that time allows; None if there are no more than that."""
+    """Returns the number of prompts that time allows; None if it allows all of them."""
     if count >= (settings.num_prompts or count_prompts(settings)):
         return None
     return Choice(count, f"as many as fit into {watch.duration(seconds)}")
@@ -139,26 +147,61 @@ def _limit(settings: PairConfig, count: int, seconds: float) -> Choice | None:
 
 def _answer_more(composer: Composer, stage: Any, budget: Budget, began: float, before: int) -> Any:
     """Answers more prompts if those planned took much less time: the plan assumes answers of full length."""
-    took, count = time.perf_counter() - began, extend.count_answers(composer.settings) - before
-    planned = budget.costs.plan(budget.left + took, tuple(MAINS))["respond"]
+    took, count = time.perf_counter() - began, _count_answers(composer.settings) - before
+    planned = budget.costs.plan(budget.left + took)["respond"]
     limit = stage.sources[0].limit
     if not limit or count < LEAST_PROMPTS or took >= 0.75 * planned:
         return stage
     choice = _limit(composer.settings, limit + int((planned - took) * count / took), planned)
     stage = _write_stage("respond", composer.settings, composer.respond(choice))
-    MAINS["respond"](stage)
+    respond.main(stage)
     return stage
 
 
 def _write_stage(name: str, settings: PairConfig, made: Composed) -> Any:
     """Prints the choices, writes them with the settings to OUT/NAME.toml, and returns the settings."""
-    stage, lines = extend.continued(made, settings, name)
+    stage, lines = continued(made, settings, name)
     for line in lines:
         hosts.say(f"  {line}")
     path = settings.path(f"{name}.toml")
     comments = "".join(f"# {line}\n" for line in [f"python -m train.{name} {path}", *lines])
     files.write(path, comments + run_config.dump(run_config.to_dict(stage)))
     return stage
+
+
+def continued(made: Composed, settings: PairConfig, name: str) -> Composed:
+    """Returns the settings that a stage was begun with, with its number of prompts or steps raised to that of `made`."""
+    if name not in ("respond", "drafter", "head") or not _begun_with(settings, name).exists():
+        return made
+    before, new = run_config.load(type(made.stage), _begun_with(settings, name)), made.stage
+    if name == "respond":
+        limits = (before.sources[0].limit, new.sources[0].limit)
+        source = dataclasses.replace(before.sources[0], limit=max(limits) if all(limits) else 0)
+        stage = dataclasses.replace(before, sources=(source,), mesh=new.mesh)
+        key, why = "sources.0.limit", "existing answers are kept"
+    else:
+        done = _trained_steps(settings, name)
+        loop = dataclasses.replace(before.loop, steps=max(done, new.loop.steps))
+        if loop != before.loop:
+            loop = dataclasses.replace(loop, evaluate_every=new.loop.evaluate_every)
+        stage = dataclasses.replace(before, loop=loop, mesh=new.mesh)
+        key, why = "loop.steps", f"continues from step {done}, with the learning rate of a run of {loop.steps}"
+    value = setting(stage, key)
+    if stage == before:
+        return Composed(stage, [f"{key} = {value}, and all other settings: as before"])
+    [line] = [line for line in made.lines if line.startswith(f"{key} = {value}:")] or [f"{key} = {value}: as before"]
+    return Composed(stage, [f"{line}; {why}", "all other settings are those that it was begun with"])
+
+
+def _count_answers(settings: PairConfig) -> int:
+    path = settings.path("responses.jsonl")
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _trained_steps(settings: PairConfig, name: str) -> int:
+    """Returns the step of a training stage's newest checkpoint; 0 without one."""
+    folder = settings.path(name) / "checkpoints"
+    return max((int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()), default=0)
 
 
 def conclude(settings: PairConfig, responded: respond.RespondConfig, measured: dict[str, Any], seconds: float) -> None:
@@ -184,10 +227,8 @@ def conclude(settings: PairConfig, responded: respond.RespondConfig, measured: d
 
 def _outlook(settings: PairConfig, factor: float, seconds: float) -> str:
     """Estimates the training that raises tau by `factor`, if every doubling of steps adds as much as the last one."""
-    curve: dict[int, float] = {}
-    for line in watch.read_log(settings.path("drafter")):
-        taus = [value for name, value in line.items() if re.fullmatch(r"held_out/tau_\d+", name)]
-        curve |= {line["step"]: taus[0]} if taus else {}
+    log = watch.read_log(settings.path("drafter"))
+    curve = {line["step"]: tau for line in log for name, tau in line.items() if re.fullmatch(r"held_out/tau_\d+", name)}
     last = max(curve, default=0)
     half = min(curve, key=lambda step: abs(step - last / 2), default=0)
     too_short = "The run is too short to say how much training that takes"
@@ -199,7 +240,7 @@ def _outlook(settings: PairConfig, factor: float, seconds: float) -> str:
     if doublings > MOST_DOUBLINGS:
         return f"{too_short}: {rise}."
     more = 2**doublings
-    count, minutes = math.ceil(more * extend.count_answers(settings)), math.ceil(more * seconds / 60)
+    count, minutes = math.ceil(more * _count_answers(settings)), math.ceil(more * seconds / 60)
     return (
         f"In the last doubling of steps, {rise}. If every further doubling adds as much, drafting pays with {more:.1f} "
         f"times the training: about {count:,} answers and {minutes:,} minutes in all. The same command with more minutes, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import shlex
@@ -14,9 +15,9 @@ import pytest
 import toy_training
 
 import treeflash_jax as tf
-from train import drafter, measure, pair
+from train import drafter, export, head, measure, pair, respond
 from train.data import packing
-from train.pairing import choices, compose, extend, time_budget
+from train.pairing import choices, compose, time_budget
 from train.runtime import loop, run_config, watch
 from treeflash_jax.cli import commands
 from treeflash_jax.drafters.block.block_config import fresh_layers
@@ -49,27 +50,22 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
     """Killed before the head; the same command then ends, and the last line it prints runs."""
     monkeypatch.setattr(measure, "DTYPES", {})
     monkeypatch.setattr(measure, "ATTENTION", {})
-    settings, ran, real = settings_of(prompts, tmp_path / "pair", "num_prompts=10"), [], dict(pair.MAINS)
-    loaded, load = {}, tf.load
-
-    def load_once(*, verifier, drafter, **named):
-        if (verifier, drafter) not in loaded:
-            loaded[verifier, drafter] = load(verifier=verifier, drafter=drafter, **named)
-        return loaded[verifier, drafter]
-
-    monkeypatch.setattr(tf, "load", lambda _=None, **named: load_once(**named))  # keeps the compiled programs
+    settings, ran = settings_of(prompts, tmp_path / "pair", "num_prompts=10"), []
+    load, load_once = tf.load, functools.cache(tf.load)
+    monkeypatch.setattr(
+        tf, "load", lambda **named: load_once(verifier=named["verifier"], drafter=named["drafter"])
+    )  # keeps the compiled programs
 
     def killed(stage):
         raise KeyboardInterrupt
 
-    def watched(name):
-        def main(stage):
-            ran.append(name)
-            real[name](stage)
+    def watch_main(name, main):
+        monkeypatch.setattr(pair.STAGES[name][0], "main", lambda stage: (ran.append(name), main(stage)))
 
-        return main
-
-    monkeypatch.setattr(pair, "MAINS", {name: watched(name) for name in real} | {"head": killed})
+    for name, (module, _) in pair.STAGES.items():
+        watch_main(name, module.main)
+    watched = head.main
+    monkeypatch.setattr(head, "main", killed)
     with pytest.raises(KeyboardInterrupt):
         pair.main(settings)
     assert ran == ["respond", "drafter"]
@@ -83,28 +79,25 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
         "sources.0.hold_out = 4: one in 4 of 10 prompts, for validation",
     ):
         assert line in shown
-    monkeypatch.setattr(pair, "MAINS", {name: watched(name) for name in real})
+    monkeypatch.setattr(head, "main", watched)
     pair.main(settings)
     assert ran == ["respond", "drafter", "head", "export", "measure"], "what was finished was not run again"
     *_, line = [line.strip() for line in capsys.readouterr().out.splitlines() if "treeflash generate" in line]
     words = shlex.split(line)
     assert words[:6] == ["treeflash", "generate", "--verifier", "tiny", "--drafter", str(tmp_path / "pair" / "model")]
     assert commands.main([*words[1:], "--max-new-tokens", "3"]) == 0
-    for name, kind in pair.KINDS.items():
-        stage = run_config.load(kind, tmp_path / "pair" / f"{name}.toml")
-        if name in ("drafter", "head"):
-            assert (stage.loop.steps, stage.mesh.data) == ({"drafter": 6, "head": 4}[name], 1)
+    stages = {name: run_config.load(kind, tmp_path / "pair" / f"{name}.toml") for name, (_, kind) in pair.STAGES.items()}
+    for name, steps in (("drafter", 6), ("head", 4)):
+        assert (stages[name].loop.steps, stages[name].mesh.data) == (steps, 1)
     measured = json.loads((tmp_path / "pair" / "measured.json").read_text())
     assert measured["prompts"] == 2 and measured["options"] == {"nodes": 4}
-    plain, drafted = measured["systems"]
+    _, drafted = measured["systems"]
     assert drafted["identical"] == 2 and drafted["tau"] >= 1 and drafted["speedup"]["value"] > 0
     card = (tmp_path / "pair" / "model" / "README.md").read_text()
     [line] = [line.strip() for line in card.splitlines() if "tf.load(" in line]
-    monkeypatch.setattr(tf, "load", load)
-    scope = {"tf": tf}
+    scope = {"tf": SimpleNamespace(load=load)}
     exec(line, scope)
     assert scope["model"].drafter.block_size == 4 and scope["model"].drafter.head == "mlp"
-    monkeypatch.setattr(tf, "load", lambda _=None, **named: load_once(**named))
     ran.clear()
     pair.main(settings)
     assert ran == [], "all was finished"
@@ -142,13 +135,14 @@ COSTS = time_budget.Costs(
 
 def test_a_plan_spends_the_time_and_counts_every_stage():
     """Fixed costs first: 10 + 2 x 30 + 5 + 20 of 600 s; the remaining 505 s in shares of 45, 35, 15 and 15."""
-    plan, free = COSTS.plan(600.0, tuple(pair.MAINS)), 505 / 1.1
+    assert list(pair.STAGES) == list(time_budget.SHARES)
+    plan, free = COSTS.plan(600.0), 505 / 1.1
     fixed = {"respond": 10, "drafter": 30, "head": 30, "export": 5, "measure": 20}
     shares = {"respond": 0.45, "drafter": 0.35, "head": 0.15, "export": 0, "measure": 0.15}
     assert plan == pytest.approx({name: fixed[name] + free * shares[name] for name in fixed})
-    later = COSTS.plan(300.0, ("head", "export", "measure"))
-    assert sum(later.values()) == pytest.approx(300), "the time left is divided among the stages that are left"
-    assert sum(COSTS.plan(1.0, tuple(pair.MAINS)).values()) == 95, "the least there is"
+    later = COSTS.plan(300.0, "head")
+    assert list(later) == ["head", "export", "measure"] and sum(later.values()) == pytest.approx(300)
+    assert sum(COSTS.plan(1.0).values()) == 95, "the fixed costs"
     assert COSTS.training(30.0 + 100.0) == ((100 - 3 * 4) // 2, 4), "evaluations take at most a fifth of the time"
     assert COSTS.training(30.0 + 30.0) == ((30 - 4) // 2, 2) and COSTS.training(3.0) == (0, 1)
 
@@ -156,9 +150,9 @@ def test_a_plan_spends_the_time_and_counts_every_stage():
 def test_costs_are_measured(prompts, tmp_path, monkeypatch):
     result = SimpleNamespace(ids=[5] * 32, seconds=8.0, finished="length")
     model = SimpleNamespace(generate=lambda ids, **named: [result] * len(ids))
-    monkeypatch.setattr(time_budget.respond, "load_model", lambda stage: model)
+    monkeypatch.setattr(respond, "load_model", lambda stage: model)
     asked_prompts = [SimpleNamespace(ids=[7, 8], source="asked") for _ in range(40)]
-    monkeypatch.setattr(time_budget.respond, "collect_prompts", lambda stage, model: asked_prompts)
+    monkeypatch.setattr(respond, "collect_prompts", lambda stage, model: asked_prompts)
     monkeypatch.setattr(time_budget.time, "perf_counter", itertools.count(step=50.0).__next__)
     composer = compose.Composer.open(settings_of(prompts, tmp_path, "minutes=10", "respond.batch=16"))
 
@@ -170,9 +164,10 @@ def test_costs_are_measured(prompts, tmp_path, monkeypatch):
         (tmp_path / "timing" / "drafter").mkdir()
         (tmp_path / "timing" / "drafter" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
 
-    mains = {"drafter": train, "export": lambda stage: None}
+    monkeypatch.setattr(drafter, "main", train)
+    monkeypatch.setattr(export, "main", lambda stage: None)
     asked = composer.respond().stage
-    costs = time_budget.measure_costs(composer, asked, mains)
+    costs = time_budget.measure_costs(composer, asked)
     assert costs == time_budget.Costs(
         answer=8.0 * asked.max_new_tokens / (16 * 32), answers_start=42.0, start=50.0 - 8.0 - 10.0 - 4.0, step=2.0,
         first_evaluation=10.0, evaluation=4.0, export=50.0,
@@ -201,17 +196,17 @@ def test_more_steps_and_prompts_extend_what_was_begun_and_all_else_stays(prompts
             pair.main(settings_of(prompts, tmp_path, "num_prompts=8", *more))
     assert sorted(tmp_path.rglob("*")) == files_before
     after = settings_of(prompts, tmp_path, "steps=10", "num_prompts=12")
-    extend.check(after)
-    extend.check(replace(after, head={"keep_head": False})), "no head was begun"
+    pair.check_extension(after)
+    pair.check_extension(replace(after, head={"keep_head": False}))  # no head was begun
     composer = replace(composer, settings=after)
-    made = extend.continued(composer.respond(), after, "respond")
+    made = pair.continued(composer.respond(), after, "respond")
     assert made.stage == replace(asked, sources=(replace(asked.sources[0], limit=12),)), "the same prompts are held out"
     more = packing.Corpus({"more": packing.pack([packing.Document(np.array([3, 4]), np.ones(2))] * 99, 8)}, {}, {}, {})
-    made = extend.continued(composer.training(asked, more, composer.steps("drafter", more)), after, "drafter")
+    made = pair.continued(composer.training(asked, more, composer.steps("drafter", more)), after, "drafter")
     assert made.stage == replace(trained, loop=replace(trained.loop, steps=10, evaluate_every=3))
     assert made.lines[0] == "loop.steps = 10: as given; continues from step 6, with the learning rate of a run of 10"
     fewer = composer.training(asked, more, choices.Choice(2, ""))
-    assert extend.continued(fewer, after, "drafter").stage == trained
+    assert pair.continued(fewer, after, "drafter").stage == trained
 
 
 @pytest.mark.parametrize(("seconds", "tried", "count"), [(0.0, 8, 16), (20.0, 6, 4), (1.0, 2, 2), (1000.0, 8, 16)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,21 +22,21 @@ LAYERS_PER_DRAFTER_LAYER = 10
 
 @dataclass(frozen=True)
 class Choice:
-    """Value of a setting, and in one clause the reason for it."""
+    """Value of a setting, and the reason for it in one clause."""
 
     value: Any
     reason: str
 
 
 def mask_token(tokenizer: Tokenizer | None, counts_v: np.ndarray, stop_ids: tuple[int, ...] = ()) -> Choice:
-    """Chooses the token that fills the open slots of a block: one that the training data does not contain, if there is any.
+    """Chooses the token that fills the open slots of a block: an unused one, or else the rarest.
 
-    In this order: a special token named mask, one named reserved, an id past the tokenizer's last, another special token
-    outside the chat template, and last the rarest ordinary token.
+    Tried in this order: unused special tokens named mask or reserved, ids past the tokenizer's last, other unused special
+    tokens outside the chat template, and the rarest ordinary token.
 
     Args:
-      tokenizer: the verifier's; None if its ids have no text.
-      counts_v: number of times each id of the verifier's vocabulary occurs in the training data.
+      tokenizer: the verifier's tokenizer; None if it has none.
+      counts_v: occurrences of each token of the verifier's vocabulary in the training data.
       stop_ids: ids that end an answer.
     """
     inner = None if tokenizer is None else tokenizer.inner
@@ -72,18 +72,8 @@ def drafter_layers(num_layers: int) -> Choice:
     return Choice(count, f"about a tenth of the verifier's {num_layers} layers, from 2 to {MOST_TAPS}")
 
 
-def compute_dtype() -> Choice:
-    return Choice(devices.here().dtype.name, devices.here().dtype_reason)
-
-
-def block_size() -> Choice:
-    return (
-        Choice(8, "every drafted slot costs time on a CPU") if devices.here().is_cpu else Choice(16, "the published size")
-    )
-
-
 def initial_layers(model: ModelConfig, count: int) -> Choice:
-    """Chooses the verifier layers that a backbone of `count` layers starts as copies of."""
+    """Chooses the verifier layers whose copies a backbone of `count` layers starts with."""
     if not _has_drafter_layers(model):
         return Choice((), "random, as the verifier's layers are of another kind")
     last = tuple(range(model.num_layers - count, model.num_layers))
@@ -91,12 +81,33 @@ def initial_layers(model: ModelConfig, count: int) -> Choice:
 
 
 def _has_drafter_layers(model: ModelConfig) -> bool:
-    """Returns whether this verifier's layers have the weights of a new drafter's."""
     return not model.num_experts and layers.layer_specs(fresh_layers(model, 1)).keys() == layers.layer_specs(model).keys()
 
 
+def backbone(
+    model: ModelConfig, tokenizer: Tokenizer | None, counts_v: np.ndarray, given: Mapping[str, Any]
+) -> dict[str, Choice]:
+    """Chooses the settings of a backbone and its head, but for those that were given.
+
+    Args:
+      counts_v: occurrences of each token of the verifier's vocabulary in the training data.
+      given: settings by name; those that are None or empty are chosen.
+    """
+    on_cpu = devices.here().is_cpu
+    block = Choice(8, "every drafted slot costs time on a CPU") if on_cpu else Choice(16, "the published size")
+    chosen = {
+        "mask_token_id": mask_token(tokenizer, counts_v, model.eos_token_ids),
+        "target_layer_ids": tapped_layers(model.num_layers),
+        "block_size": block,
+        "num_layers": drafter_layers(model.num_layers),
+    }
+    chosen |= {name: Choice(given[name], "as given") for name in chosen if given[name] not in (None, ())}
+    chosen["initial_layers"] = initial_layers(model, chosen["num_layers"].value)
+    return chosen | {"head": Choice("mlp", "TreeFlash's, trained with the backbone")}
+
+
 def check_initial(initial_layers: Sequence[int], drafter: DrafterConfig, model: ModelConfig) -> None:
-    """Raises ValueError if the backbone's layers cannot start as copies of these layers of the verifier."""
+    """Raises ValueError if the backbone's layers cannot start as copies of these verifier layers."""
     if not initial_layers:
         return
     got, count = f"got initial_layers {list(initial_layers)}", drafter.layers.num_layers

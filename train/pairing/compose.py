@@ -1,4 +1,4 @@
-"""Settings of the stages of `train.pair`: composed by rule, then overridden by those that were given."""
+"""Settings of the stages of `train.pair`: composed by rule, then replaced by those that were given."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ SAMPLED_VOCABULARY = 4  # tokens of a sampled vocabulary per token of a sequence
 MEASURED_LENGTHS = 512  # prompts whose length decides what is too long
 LOGITS_BYTES = 512 * 2**20  # of the drafter's logits in memory at a time
 LEAST_PROMPTS = 8
+MOST_EVALUATIONS = 4  # of a training stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ class Composer:
         return cls(settings, models.read_verifier_config(folder), Tokenizer.load(folder))
 
     def check(self) -> None:
-        """Composes all stages before there are answers, so that a misspelt setting does not show up after an hour."""
+        """Composes all stages without answers, so that a misspelt setting is refused at once."""
         responded, nothing, step = self.respond().stage, Corpus({}, {}, {}, {}), Choice(1, "")
         trained = self.training(responded, nothing, step).stage
         choices.check_taps(trained.drafter_config(self.model), self.model)
@@ -135,12 +136,12 @@ class Composer:
         if count < LEAST_PROMPTS:
             raise ValueError(f"{settings.prompts}: got {count} prompts, expected at least {LEAST_PROMPTS}")
         sample = Source(path=settings.prompts, limit=min(count, MEASURED_LENGTHS), hold_out=0)
-        typical = np.percentile([_length(self.tokenizer, record.content) for record in read(sample, settings.seed)], 95)
+        typical = np.percentile([self._length(record.content) for record in read(sample, settings.seed)], 95)
         longest = min(context // 2, math.ceil(typical / 32) * 32)
-        on_cpu = devices.here().is_cpu
+        on_cpu, hold_out = devices.here().is_cpu, _hold_out(count)
         made = RespondConfig(
             verifier=settings.verifier,
-            sources=(Source(path=settings.prompts, limit=limit.value, hold_out=_hold_out(count)),),
+            sources=(Source(path=settings.prompts, limit=limit.value, hold_out=hold_out),),
             out=str(settings.path("responses.jsonl")),
             temperatures=(0.0, 0.7, 0.0, 1.0),
             max_new_tokens=min(256 if on_cpu else 1024, context - longest),
@@ -151,12 +152,19 @@ class Composer:
         )
         reasons = {
             "sources.0.limit": limit.reason,
-            "sources.0.hold_out": f"one in {_hold_out(count)} of {count:,} prompts, for validation and measurement",
+            "sources.0.hold_out": f"one in {hold_out} of {count:,} prompts, for validation and measurement",
             "max_prompt_tokens": f"95 % of the prompts have at most {typical:.0f} tokens; longer ones are left out",
             "max_new_tokens": f"on {'a CPU' if on_cpu else 'an accelerator'}; longer answers are cut",
             "temperatures": "half of the answers greedy, half sampled",
         }
         return _composed(made, settings.respond, reasons)
+
+    def _length(self, content: Any) -> int:
+        """Returns the number of tokens of a prompt."""
+        if self.tokenizer is None:
+            raise ValueError("got prompts as text, but the verifier has no tokenizer; expected one in its folder")
+        prompt = question(content)
+        return len(self.tokenizer.encode_chat(prompt) if isinstance(prompt, list) else self.tokenizer.encode(prompt))
 
     def read_answers(self, responded: RespondConfig) -> Corpus:
         source = Source(path=responded.out, format="responses", hold_out=0)
@@ -178,17 +186,23 @@ class Composer:
         responded: RespondConfig,
         answers: Corpus,
         steps: Choice,
-        evaluations: int = 4,
+        evaluations: int = MOST_EVALUATIONS,
         *,
         on: DrafterStage | None = None,
     ) -> Composed:
         """Composes the settings of `train.drafter`; or, `on` a drafter in OUT/drafter, those of `train.head`."""
         settings, data, mesh = self.settings, self._data(responded), self.settings.mesh
         if on:
-            name, kind, chosen, block = "head", HeadStage, _head(settings, on), on.block_size
+            name, kind, block, keeps = "head", HeadStage, on.block_size, on.head == "mlp"
+            why = f"{'continues over the whole vocabulary' if keeps else 'from zero'}, on the frozen backbone"
+            folder = Choice(str(settings.path("drafter") / "model"), "the result of train.drafter")
+            chosen = {"drafter": folder, "keep_head": Choice(keeps, why)}
         else:
-            name, kind, chosen = "drafter", DrafterStage, _backbone(self, answers)
+            name, kind = "drafter", DrafterStage
+            counts_v = answers.token_counts(self.model.vocab_size)
+            chosen = choices.backbone(self.model, self.tokenizer, counts_v, vars(settings))
             block = chosen["block_size"].value
+        chosen["compute_dtype"] = Choice(devices.here().dtype.name, devices.here().dtype_reason)
         anchors, batch = max(1, data.sequence_length // 8), _batch_size(mesh)
         chunk = min(anchors, 2 ** int(math.log2(max(1, LOGITS_BYTES // (batch * block * self.model.vocab_size * 4)))))
         every, sample = math.ceil(steps.value / evaluations), SAMPLED_VOCABULARY * data.sequence_length
@@ -199,7 +213,6 @@ class Composer:
             verifier=settings.verifier,
             sources=(Source(path=responded.out, format="responses", hold_out=_hold_out(answers.num_documents)),),
             data=data,
-            compute_dtype=choices.compute_dtype().value,
             objective=ObjectiveConfig(
                 loss="forward-kl",
                 decay=4.0 if block <= 8 else 7.0,
@@ -215,7 +228,6 @@ class Composer:
         )
         reasons = {key: choice.reason for key, choice in chosen.items()} | {
             "objective.vocabulary": "a sample for each sequence" if is_sampled else "0 compares all tokens",
-            "compute_dtype": choices.compute_dtype().reason,
             "loop.steps": steps.reason,
         }
         return _composed(made, getattr(settings, name), reasons)
@@ -225,40 +237,14 @@ class Composer:
         return _composed(ExportStage(run=run, out=out, overwrite=True), self.settings.export, {})
 
     def measure(self, seconds: float = 0.0) -> Composed:
-        settings = self.settings
-        paths = dict(drafter="model", respond="respond.toml", out="measured.json")
-        made = MeasureStage(
-            verifier=settings.verifier,
-            **{name: str(settings.path(path)) for name, path in paths.items()},
-            seconds=seconds,
-            seed=settings.seed,
-        )
-        return _composed(made, settings.measure, {})
+        drafter, responded, out = (str(self.settings.path(name)) for name in ("model", "respond.toml", "measured.json"))
+        pair = dict(verifier=self.settings.verifier, drafter=drafter, respond=responded)
+        made = MeasureStage(**pair, out=out, seconds=seconds, seed=self.settings.seed)
+        return _composed(made, self.settings.measure, {})
 
     def _data(self, responded: RespondConfig) -> DataConfig:
         whole = math.ceil((responded.max_prompt_tokens + responded.max_new_tokens) / 64) * 64
         return DataConfig(sequence_length=min(self.model.max_positions, max(256, whole)), thinking=responded.thinking)
-
-
-def _backbone(composer: Composer, answers: Corpus) -> dict[str, Choice]:
-    """Chooses the sizes of the backbone, the layers it starts from and its head."""
-    model, counts_v = composer.model, answers.token_counts(composer.model.vocab_size)
-    chosen = {
-        "mask_token_id": choices.mask_token(composer.tokenizer, counts_v, model.eos_token_ids),
-        "target_layer_ids": choices.tapped_layers(model.num_layers),
-        "block_size": choices.block_size(),
-        "num_layers": choices.drafter_layers(model.num_layers),
-    }
-    given = {key: value for key in chosen if (value := getattr(composer.settings, key)) not in (None, ())}
-    chosen |= {key: Choice(value, "as given") for key, value in given.items()}
-    chosen["initial_layers"] = choices.initial_layers(model, chosen["num_layers"].value)
-    return chosen | {"head": Choice("mlp", "TreeFlash's, trained with the backbone")}
-
-
-def _head(settings: PairConfig, trained: DrafterStage) -> dict[str, Choice]:
-    keeps, folder = trained.head == "mlp", str(settings.path("drafter") / "model")
-    why = f"{'continues over the whole vocabulary' if keeps else 'from zero'}, on the frozen backbone"
-    return {"drafter": Choice(folder, "the result of train.drafter"), "keep_head": Choice(keeps, why)}
 
 
 def count_prompts(settings: PairConfig, limit: int = 0) -> int:
@@ -274,14 +260,6 @@ def _batch_size(mesh: MeshConfig) -> int:
     """Returns the smallest batch of at least 8 sequences that all devices share equally."""
     num_devices = mesh.data * mesh.fsdp or jax.device_count() // mesh.model
     return math.ceil(8 / num_devices) * num_devices
-
-
-def _length(tokenizer: Tokenizer | None, content: Any) -> int:
-    """Returns the number of tokens of a prompt."""
-    if tokenizer is None:
-        raise ValueError("got prompts as text, but the verifier has no tokenizer; expected one in its folder")
-    prompt = question(content)
-    return len(tokenizer.encode_chat(prompt) if isinstance(prompt, list) else tokenizer.encode(prompt))
 
 
 def _composed(by_rule: Any, given: dict[str, Any], reasons: dict[str, str]) -> Composed:

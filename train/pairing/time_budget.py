@@ -1,4 +1,4 @@
-"""Time budget of `train.pair minutes=...`: measures the cost of each stage, and divides the time among the stages."""
+"""Time budget of `train.pair minutes=...`: measures the costs of all stages, and divides the time among them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ import io
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from train import respond
+from train import drafter, export, respond
 from train.data import packing
 from train.pairing.choices import Choice
-from train.pairing.compose import Composer, PairConfig
+from train.pairing.compose import MOST_EVALUATIONS, Composer, PairConfig
 from train.runtime import hosts, watch
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import read_json
 
-SHARES = {"respond": 0.45, "drafter": 0.35, "head": 0.15, "measure": 0.15}  # of the time that fixed costs leave
-EVALUATED_SHARE, MOST_EVALUATIONS = 0.2, 4  # of a training stage
+# Shares of the time that fixed costs leave, by stage in their order.
+SHARES = {"respond": 0.45, "drafter": 0.35, "head": 0.15, "export": 0.0, "measure": 0.15}
+EVALUATED_SHARE = 0.2  # of a training stage
 TIMED_TOKENS, TIMED_STEPS = 32, 4
 TIMED_EVERY = 2  # steps between the two timed evaluations
 
@@ -49,13 +48,13 @@ class Costs:
     evaluation: float
     export: float
 
-    def plan(self, seconds: float, stages: Sequence[str]) -> dict[str, float]:
-        """Divides `seconds` among `stages`: each gets its fixed costs and its share of the remaining time."""
+    def plan(self, seconds: float, first: str = "respond") -> dict[str, float]:
+        """Divides `seconds` among the stages from `first` on: the fixed costs of each, and shares of the rest."""
         training, measuring = self.start + self.first_evaluation, 2 * self.first_evaluation  # compiles two systems
         fixed = dict(respond=self.answers_start, drafter=training, head=training, export=self.export, measure=measuring)
-        shares = {name: SHARES.get(name, 0.0) for name in stages}
-        free = max(0.0, seconds - sum(fixed[name] for name in stages)) / (sum(shares.values()) or 1.0)
-        return {name: fixed[name] + free * share for name, share in shares.items()}
+        names = list(SHARES)[list(SHARES).index(first) :]
+        free = max(0.0, seconds - sum(fixed[name] for name in names)) / sum(SHARES[name] for name in names)
+        return {name: fixed[name] + free * SHARES[name] for name in names}
 
     def training(self, seconds: float) -> tuple[int, int]:
         """Returns the numbers of steps and evaluations that fit into a training stage of `seconds`."""
@@ -65,7 +64,7 @@ class Costs:
 
 
 class Budget:
-    """Time used by this command and earlier ones with the same OUT; kept in OUT/minutes.json together with the costs."""
+    """Time used by all commands with the same OUT, and measured costs; kept in OUT/minutes.json."""
 
     def __init__(self, settings: PairConfig):
         self.path, self.minutes = settings.path("minutes.json"), settings.minutes
@@ -81,31 +80,26 @@ class Budget:
     def left(self) -> float:
         return 60 * self.minutes - self.spent
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Saves the time spent, however the command ends."""
-        try:
-            yield
-        finally:
-            self.save()
-
     def save(self) -> None:
         costs = self.costs and dataclasses.asdict(self.costs)
         files.write(self.path, json.dumps({"seconds": round(self.spent, 1), "costs": costs}, indent=1) + "\n")
 
-    def show(self, plan: Mapping[str, float]) -> None:
-        """Prints the seconds planned for every stage."""
+    def plan(self, composer: Composer, responding: respond.RespondConfig) -> dict[str, float]:
+        """Returns and prints the seconds planned for every stage; measures the costs unless an earlier command did."""
+        if self.costs is None:
+            self.costs = measure_costs(composer, responding)
+            self.save()
+        plan = self.costs.plan(self.left)
         hosts.say(f"\nPlan for minutes={self.minutes:g}, of which {watch.duration(self.spent)} are spent:")
         for name, seconds in plan.items():
             hosts.say(f"  train.{name}: {seconds:,.0f} s")
         total = self.spent + sum(plan.values())
         over = f", more than minutes={self.minutes:g}: these stages take at least this long here"
         hosts.say(f"  all: {watch.duration(total)}{over if total > 75 * self.minutes else ''}")
+        return plan
 
 
-def measure_costs(
-    composer: Composer, responding: respond.RespondConfig, mains: Mapping[str, Callable[[Any], None]]
-) -> Costs:
+def measure_costs(composer: Composer, responding: respond.RespondConfig) -> Costs:
     """Times a batch of short answers, a few training steps with two evaluations, and an export, in OUT/timing."""
     folder = composer.settings.path("timing")
     shutil.rmtree(folder, ignore_errors=True)
@@ -118,9 +112,9 @@ def measure_costs(
         stage = timed.training(responded, timed.read_answers(responded), Choice(TIMED_STEPS, "")).stage
         loop = dataclasses.replace(stage.loop, steps=TIMED_STEPS, log_every=1, save_every=0, evaluate_every=TIMED_EVERY)
         began = time.perf_counter()
-        mains["drafter"](dataclasses.replace(stage, loop=loop))
+        drafter.main(dataclasses.replace(stage, loop=loop))
         trained = time.perf_counter()
-        mains["export"](dataclasses.replace(timed.export().stage, run=stage.run))
+        export.main(dataclasses.replace(timed.export().stage, run=stage.run))
         exported = time.perf_counter()
     log = watch.read_log(stage.run)
     shutil.rmtree(folder)
@@ -132,7 +126,7 @@ def measure_costs(
 
 
 def _time_answers(settings: respond.RespondConfig, out: Path) -> tuple[float, float]:
-    """Returns the seconds of an answer and of everything before it; writes some short answers to `out`, for training."""
+    """Writes some short answers to `out`, to train on; returns the seconds of a full one and of everything before it."""
     began = time.perf_counter()
     model = respond.load_model(settings)
     prompts = respond.collect_prompts(settings, model)
