@@ -15,12 +15,13 @@ Source: Magpie (arXiv 2406.08464).
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
+from etils import epath
 
 from train.data import answers
 from train.runtime import folders, hosts, lock, run_config, watch
@@ -42,7 +43,7 @@ class AskConfig:
 
     Attributes:
       verifier: the name of a pair, a folder, a GGUF file or a Hub id; with a chat template.
-      out: the JSONL file.
+      out: the JSONL file, local or gs://.
       count: number of different questions.
       temperature, top_p: sampling of their tokens.
       max_tokens: largest number of tokens of a question.
@@ -70,8 +71,8 @@ def main(settings: AskConfig) -> None:
     hosts.connect()
     if jax.process_count() > 1:
         raise ValueError(f"got {jax.process_count()} processes, expected one: questions are short")
-    out = Path(settings.out).expanduser()
-    with lock.held(folders.absolute(f"{out}.lock"), f"out={settings.out}") as mine:
+    out = folders.absolute(os.path.expanduser(settings.out))
+    with lock.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}") as mine:
         answers.check_settings(settings, out, FREE)
         model = load(verifier=locate(settings.verifier, "verifier"))
         known, first = read(out)
@@ -80,8 +81,7 @@ def main(settings: AskConfig) -> None:
         with watch.Bar("questions", settings.count, before) as bar:
             for lines in ask(model, settings, known, first):
                 mine.check()
-                with out.open("a", encoding="utf-8") as file:
-                    file.write("".join(lines))
+                folders.append(out, "".join(lines))
                 bar.show(len(known))
                 hosts.say(f"{len(known):,} of {settings.count:,} questions")
     new = len(known) - before
@@ -104,7 +104,7 @@ def question_tokens(tokenizer: Tokenizer | None) -> tuple[list[int], int]:
     return opening, closing[0]
 
 
-def read(out: Path) -> tuple[set[str], int]:
+def read(out: epath.Path) -> tuple[set[str], int]:
     """Returns the normalised questions of a file, and the number of the first one to try next.
 
     Raises:

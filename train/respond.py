@@ -20,12 +20,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from etils import epath
 from jax.experimental import multihost_utils
 
 from train.data import answers
@@ -52,7 +53,7 @@ class RespondConfig:
       drafter: likewise, but no file, to decode with drafts: the same answers in less time. None: one token at a time.
       sources: sources of prompts: chats up to their first assistant turn, whole texts, or prompts of earlier responses.
         Records held out for validation are not answered.
-      out: the JSONL file.
+      out: the JSONL file, local or gs://.
       temperatures: taken in turn by the prompts.
       max_new_tokens: largest number of tokens of an answer.
       cut: handling of answers that reach that limit: "keep" them in `out`, or "drop" them from it.
@@ -86,7 +87,7 @@ class RespondConfig:
         for name in ("sources", "temperatures"):
             if not getattr(self, name):
                 raise ValueError(f"got no {name}, expected at least one")
-        if Path(self.out).suffix == ".toml":
+        if epath.Path(self.out).suffix == ".toml":
             raise ValueError(f"got out {quoted(self.out)}, expected the name of a JSONL file: TOML files hold settings")
 
 
@@ -100,8 +101,8 @@ class Prompt:
 
 def main(settings: RespondConfig) -> None:
     hosts.connect()
-    out = Path(settings.out).expanduser()
-    with lock.held(folders.absolute(f"{out}.lock"), f"out={settings.out}") as mine:
+    out = folders.absolute(os.path.expanduser(settings.out))
+    with lock.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}") as mine:
         answers.check_settings(settings, out, FREE)
         model = load_model(settings)
         answer(settings, model, collect_prompts(settings, model), out, mine)
@@ -180,7 +181,7 @@ def question(content: Any) -> Any:
     return content[: roles.index("assistant")] if "assistant" in roles else content
 
 
-def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt], out: Path, mine: lock.Lock) -> None:
+def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt], out: epath.Path, mine: lock.Lock) -> None:
     """Answers the prompts that `out` lacks, and merges the answers of all hosts in order.
 
     Raises:
@@ -199,14 +200,10 @@ def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt],
     missing = [index for index in range(len(prompts)) if index not in done]
     share = missing[jax.process_index() :: jax.process_count()] if by_host else missing
     began, tokens = time.perf_counter(), 0
-    with (
-        path.open("a", encoding="utf-8") if writes else open(os.devnull, "w") as file,
-        watch.Bar("answers", len(done) + len(share), len(done)) as bar,
-    ):
+    adding = answers.adding(path, out, mine.check) if writes else nullcontext(lambda *_: None)
+    with adding as add, watch.Bar("answers", len(done) + len(share), len(done)) as bar:
         for number, (index, result) in enumerate(respond(model, prompts, share, settings), start=1):
-            mine.check()
-            file.write(answer_line(index, prompts[index], settings, result))
-            file.flush()
+            add(index, answer_line(index, prompts[index], settings, result))
             tokens += len(result.ids)
             bar.show(len(done) + number)
     seconds = time.perf_counter() - began
@@ -265,7 +262,7 @@ def _temperature(index: int, settings: RespondConfig) -> float:
     return settings.temperatures[index % len(settings.temperatures)]
 
 
-def _check_shared(count: int, out: Path) -> None:
+def _check_shared(count: int, out: epath.Path) -> None:
     """Raises ValueError if hosts see different answers: they would wait for each other for ever. Also a barrier."""
     counts = multihost_utils.process_allgather(np.int32(count)) if jax.process_count() > 1 else np.int32([count])
     if np.any(counts != count):

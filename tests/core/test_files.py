@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import toy_training
@@ -139,6 +140,22 @@ def test_outputs_never_replace_what_is_not_theirs(tmp_path, capsys, name, text):
         error = f"{caught}\n"
     assert error.count("\n") == 1 and "notes.txt" in error
     assert snapshot(tmp_path) == {"notes.txt": text.encode()}
+
+
+def test_what_lies_at_a_url_is_downloaded_once_until_it_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    system = fsspec.filesystem("memory")
+    for name in ("config.json", "inside/weights"):
+        system.pipe(f"/models/drafter/{name}", name.encode())
+    folder = files.fetch("memory://models/drafter")
+    assert folder.name == "drafter" and (folder / "inside" / "weights").read_bytes() == b"inside/weights"
+    (folder / "kept").touch()
+    assert files.fetch("memory://models/drafter/") == folder and (folder / "kept").exists()
+    assert files.fetch("memory://models/drafter/config.json").read_text() == "config.json"
+    system.pipe("/models/drafter/config.json", b"new")
+    assert (files.fetch("memory://models/drafter") / "config.json").read_text() == "new" and not folder.exists()
+    with pytest.raises(ValueError, match="memory://models/other cannot be read .no such file or folder.; gs:// needs"):
+        files.fetch("memory://models/other")
 
 
 @pytest.mark.parametrize("suite", ["run", "latency"])

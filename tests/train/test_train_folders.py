@@ -177,7 +177,7 @@ def test_urls_that_cannot_be_opened_are_one_line(monkeypatch):
     reopened()
     monkeypatch.setattr(fsspec, "filesystem", missing)
     for place, message in (
-        ("gs://b/run", r"\(Please install gcsfs.*\); gs:// needs pip install gcsfs"),
+        ("gs://b/run", r"\(Please install gcsfs.*\); gs:// needs pip install treeflash-jax"),
         ("ftp://b", "ftp://"),
     ):
         with pytest.raises(ValueError, match=message) as caught:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from etils import epath
 
 import treeflash_jax as tf
 from train import respond
@@ -163,6 +164,28 @@ def test_parts_of_other_hosts_are_merged(model, settings, whole):
     assert out.read_bytes() == whole
     assert model.calls == [list(range(2, 8))]
     assert sorted(path.name for path in out.parent.iterdir()) == ["answers.jsonl", "answers.jsonl.settings.toml"]
+
+
+def test_answers_behind_a_url_are_parts_until_they_are_merged(bucket, model, settings, whole, monkeypatch):
+    """Files cannot grow there. A lock that was lost ends the command before its next part."""
+    out, settings = "/bucket/answers.jsonl", replace(settings, out="gs://bucket/answers.jsonl")
+    monkeypatch.setattr(answers, "SECONDS_PER_PART", 0)
+    generate_each = model.generate_each
+
+    def taken_over(prompts, **named):
+        for number, (at, result) in enumerate(generate_each(prompts, **named)):
+            if number == 4:
+                epath.Path(f"{settings.out}.lock").write_text("of another process")
+            yield at, result
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="another process was started on it"):
+        patch.setattr(model, "generate_each", taken_over)
+        respond.main(settings)
+    parts = [name for name in bucket if ".part-" in name]
+    assert len(parts) == 4 and all(name.startswith(f"{out}.part-") for name in parts)
+    respond.main(settings)
+    assert bucket[out].getvalue() == whole and len(model.calls[1]) == 7
+    assert {*bucket} - {f"{out}.lock"} == {out, f"{out}.settings.toml"}
 
 
 def split(whole: bytes) -> tuple[bytes, bytes]:

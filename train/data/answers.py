@@ -1,7 +1,7 @@
 """The resumable JSONL file of `train.respond`: its parts, its settings, the prompts it lacks, and its order.
 
-Beside OUT there may be OUT.part-N (one per host, until they are merged), OUT.cut (answers that reached the limit, if they
-are dropped), OUT.settings.toml and OUT.lock.
+Beside OUT there may be OUT.part-N (one per host, until they are merged; on gs://, where files cannot grow, one per minute),
+OUT.cut (answers that reached the limit, if they are dropped), OUT.settings.toml and OUT.lock.
 """
 
 from __future__ import annotations
@@ -9,50 +9,55 @@ from __future__ import annotations
 import json
 import operator
 import os
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple
 
-from train.runtime import run_config
+from etils import epath
+
+from train.runtime import folders, run_config
 from treeflash_jax.core import files
 
-
-def part_path(out: Path, host: int) -> Path:
-    return out.with_name(f"{out.name}.part-{host}")
+SECONDS_PER_PART = 60.0  # of answers that make a part behind a URL
 
 
-def cut_path(out: Path) -> Path:
+def part_path(out: epath.Path, number: int) -> epath.Path:
+    return out.with_name(f"{out.name}.part-{number}")
+
+
+def cut_path(out: epath.Path) -> epath.Path:
     return out.with_name(f"{out.name}.cut")
 
 
-def settings_path(out: Path) -> Path:
+def settings_path(out: epath.Path) -> epath.Path:
     return out.with_name(f"{out.name}.settings.toml")
 
 
-def _files(out: Path) -> list[Path]:
+def _files(out: epath.Path) -> list[epath.Path]:
     """Returns the files that may hold answers: `out`, the dropped ones, and the parts of hosts."""
     return [out, cut_path(out), *_parts(out)]
 
 
-def _parts(out: Path) -> list[Path]:
-    return sorted(out.parent.glob(f"{out.name}.part-*"))
+def _parts(out: epath.Path) -> list[epath.Path]:
+    beside = out.parent.iterdir() if out.parent.exists() else ()
+    return sorted(path for path in beside if path.name.startswith(f"{out.name}.part-"))
 
 
-def save_settings(settings: Any, out: Path) -> None:
+def save_settings(settings: Any, out: epath.Path) -> None:
     """Writes the settings of a new file, or of one whose sources have larger limits now (see `check_settings`)."""
     path = settings_path(out)
     if not path.exists() or "sources" in run_config.changes(settings, path, ()):
-        files.write(path, run_config.dump(run_config.to_dict(settings)))
+        folders.write(path, run_config.dump(run_config.to_dict(settings)))
 
 
 def read_thinking(source: str) -> bool | None:
     """Returns whether the answers of a source were made with thinking; None if there are no settings beside it."""
-    path = settings_path(Path(source))
+    path = settings_path(folders.absolute(source))
     return run_config.read(path).get("thinking", False) if path.exists() else None
 
 
-def check_settings(settings: Any, out: Path, free: Collection[str]) -> None:
+def check_settings(settings: Any, out: epath.Path, free: Collection[str]) -> None:
     """Refuses to continue a file of answers, or of questions, with settings that would have made another one.
 
     Args:
@@ -62,7 +67,7 @@ def check_settings(settings: Any, out: Path, free: Collection[str]) -> None:
       ValueError: no regular file, a file without its settings, or other settings.
     """
     for path in _files(out):
-        if files.regular(path).is_dir():
+        if not folders.is_remote(path) and files.regular(path).is_dir():
             raise ValueError(f"{path} is a folder, expected a file: give another out")
     path = settings_path(out)
     if not path.exists():
@@ -85,13 +90,13 @@ def _only_grew(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> 
 class Place(NamedTuple):
     """Location of an answer, file, line number and first byte; and whether it reached the length limit."""
 
-    path: Path
+    path: epath.Path
     number: int
     start: int
     is_cut: bool
 
 
-def match(out: Path, prompts: Sequence[Any]) -> tuple[list[Any], dict[int, Place]]:
+def match(out: epath.Path, prompts: Sequence[Any]) -> tuple[list[Any], dict[int, Place]]:
     """Matches the answers of a file with prompts, by their ids.
 
     Returns:
@@ -121,10 +126,10 @@ def match(out: Path, prompts: Sequence[Any]) -> tuple[list[Any], dict[int, Place
     return [prompts[matched[index] if index in matched else next(others)] for index in range(len(prompts))], places
 
 
-def _answered(out: Path) -> Iterator[tuple[Place, int, list[int]]]:
+def _answered(out: epath.Path) -> Iterator[tuple[Place, int, list[int]]]:
     """Yields the place of every answer, and the index and ids of its prompt."""
     for path in (path for path in _files(out) if path.exists()):
-        with path.open("rb") as file:
+        with folders.opened(path) as file:
             start = 0
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
@@ -138,14 +143,54 @@ def _answered(out: Path) -> Iterator[tuple[Place, int, list[int]]]:
                 start += len(line)
 
 
-def drop_unfinished_line(path: Path) -> None:
-    """Truncates a file after its last line end."""
-    if path.exists():
-        with path.open("r+b") as file:
-            file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
+@contextmanager
+def adding(path: epath.Path, out: epath.Path, check: Callable[[], None]) -> Iterator[Callable[[int, str], None]]:
+    """Yields a function that adds the answer of an index to the file at `path`, or behind a URL to parts of `out`.
+
+    Args:
+      check: called before every write.
+    """
+    if not folders.is_remote(out):
+        with path.open("a") as file:
+
+            def append(_: int, line: str) -> None:
+                check()
+                file.write(line)
+                file.flush()
+
+            yield append
+        return
+    lines: dict[int, str] = {}
+    sent = time.monotonic()
+
+    def send() -> None:
+        nonlocal sent
+        check()
+        part_path(out, min(lines)).write_text("".join(lines.values()))
+        lines.clear()
+        sent = time.monotonic()
+
+    def collect(index: int, line: str) -> None:
+        lines[index] = line
+        if time.monotonic() - sent > SECONDS_PER_PART:
+            send()
+
+    try:
+        yield collect
+    finally:
+        if lines:
+            send()
 
 
-def merge(out: Path, count: int, cut: Literal["keep", "drop"]) -> int:
+def drop_unfinished_line(path: epath.Path) -> None:
+    """Truncates a file after its last line end; objects behind a URL are always whole."""
+    if path.exists() and not folders.is_remote(path):
+        with path.open("rb") as file:
+            size = sum(len(line) for line in file if line.endswith(b"\n"))
+        os.truncate(path, size)
+
+
+def merge(out: epath.Path, count: int, cut: Literal["keep", "drop"]) -> int:
     """Merges `count` answers of all hosts in order; returns the number of those dropped to OUT.cut."""
     places: dict[int, Place] = {}
     for place, index, _ in _answered(out):
@@ -154,17 +199,14 @@ def merge(out: Path, count: int, cut: Literal["keep", "drop"]) -> int:
         raise ValueError(f"{out}: {count - len(places)} answers are missing; expected all hosts to see this folder")
     parts, dropped = _parts(out), [index for index in range(count) if cut == "drop" and places[index].is_cut]
     shares = {cut_path(out): dropped, out: sorted({*range(count)} - {*dropped})}
-    # Whenever the process is killed, every line is in one of the files at least.
-    merged = {path: path.with_name(f"{path.name}.merging") for path in shares}
     with ExitStack() as stack:
-        sources = {path: stack.enter_context(path.open("rb")) for path in {place.path for place in places.values()}}
-        for path, share in shares.items():
-            with merged[path].open("wb") as file:
-                for place in (places[index] for index in share):
+        sources = {path: stack.enter_context(folders.opened(path)) for path in {place.path for place in places.values()}}
+        # In this order every line is in one of the files at least, whenever the process is killed.
+        for path in shares if cut == "drop" else reversed(shares):
+            with folders.filled(path.parent, overwrite=True) as part, (part / path.name).open("wb") as file:
+                for place in (places[index] for index in shares[path]):
                     sources[place.path].seek(place.start)
                     file.write(sources[place.path].readline())
-    for path in shares if cut == "drop" else reversed(shares):
-        os.replace(merged[path], path)
     for part in parts:
         part.unlink()
     if not dropped:

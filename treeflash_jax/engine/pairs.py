@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from treeflash_jax.core import files
 from treeflash_jax.core.checks import LONGEST_PATH, clipped, quoted
 from treeflash_jax.formats import gguf_reader, hub
 
@@ -37,16 +38,16 @@ class Pair:
 
 
 def locate(name: str | Path, part: Part = "verifier", revision: str | None = None, local_files_only: bool = False) -> Path:
-    """Returns the folder or GGUF file of a model, downloading Hub ids.
+    """Returns the folder or GGUF file of a model, downloading Hub ids and URLs.
 
     Args:
-      name: name of a pair, "ngram", a folder, a GGUF file, or a Hub id.
+      name: name of a pair, "ngram", a folder, a GGUF file, a URL of either such as gs://bucket/drafter, or a Hub id.
       part: part of a pair. If no drafter ships for it, its verifier is returned, which can draft as a language model.
       revision: revision on the Hub.
       local_files_only: read Hub ids from the local cache only.
 
     Raises:
-      ValueError: the name is none of these, or the Hub cannot be reached.
+      ValueError: the name is none of these, or the Hub or URL cannot be reached.
     """
     pair = PAIRS.get(str(name))
     if part == "drafter" and str(name) in DRAFTERS:
@@ -94,14 +95,14 @@ def find_drafter(verifier: str | Path) -> str | None:
 
 
 def _path(name: str | Path, revision: str | None, local_files_only: bool) -> Path:
-    path = Path(name)
+    path = files.fetch(str(name)) if "://" in str(name) else Path(name)
     if os.path.isdir(path):  # unlike Path.is_dir, False for names that no file can have
-        files = sorted(file for file in path.iterdir() if gguf_reader.is_gguf(file))
-        if not files or (path / "config.json").exists():
+        gguf = sorted(file for file in path.iterdir() if gguf_reader.is_gguf(file))
+        if not gguf or (path / "config.json").exists():
             return path
-        if len(files) > 1:
-            raise ValueError(f"{path}: got {len(files)} GGUF files, expected one; name one of them, such as {files[0]}")
-        return files[0]
+        if len(gguf) > 1:
+            raise ValueError(f"{path}: got {len(gguf)} GGUF files, expected one; name one of them, such as {gguf[0]}")
+        return gguf[0]
     if os.path.isfile(path) and gguf_reader.is_gguf(path):
         return path
     if not hub.is_hub_id(name) or gguf_reader.is_gguf(path):
