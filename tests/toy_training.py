@@ -156,12 +156,25 @@ def terminate_after(steps: int) -> None:
         def requested(self, step: int) -> bool:
             if step == steps:
                 os.kill(os.getpid(), signal.SIGTERM)
-                deadline = time.monotonic() + 60
+                deadline = time.monotonic() + (60 if self.alone else 2)  # JAX looks for signals once a second
                 while self.received is None and time.monotonic() < deadline:
                     time.sleep(0.01)  # until the listening thread has noted it; without it one more step may be done
             return super().requested(step)
 
     loop.Termination = Terminated
+
+
+def record_batches(path: Path) -> None:
+    """Has this process write the tokens of every step that it trains on to a file: a JSON list [step, sequences] a line."""
+    batches = packing.batches
+
+    def recorded(corpus: packing.Corpus, *, start: int, **named) -> Iterator[packing.Batch]:
+        for step, batch in enumerate(batches(corpus, start=start, **named), start):
+            with path.open("a") as file:
+                file.write(json.dumps([step, batch.tokens_bt.tolist()]) + "\n")
+            yield batch
+
+    packing.batches = recorded
 
 
 if __name__ == "__main__":
@@ -170,4 +183,6 @@ if __name__ == "__main__":
         jax.config.update("jax_num_cpu_devices", int(os.environ["TOY_DEVICES"]))
     if "TOY_TERMINATE_AFTER" in os.environ:
         terminate_after(int(os.environ["TOY_TERMINATE_AFTER"]))
+    if "TOY_RECORD" in os.environ:
+        record_batches(Path(os.environ["TOY_RECORD"]))
     head.main(settings(Path(sys.argv[1]) / "head.toml", *sys.argv[2:]))

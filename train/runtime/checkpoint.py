@@ -133,7 +133,7 @@ class Checkpoints:
             notes = stored.custom_metadata or {}
             total, steps, documents = notes["checksum"], notes["steps"], notes["documents"]
         if stored.metadata:  # otherwise Orbax cannot read it, and its `load` says why
-            self._check_arrays(step, _shapes(stored.metadata), _shapes(abstract))
+            self._check_arrays(step, _describe(stored.metadata), _describe(abstract))
         if self.documents is not None and steps == self.loop.steps:  # a run that is extended may have more documents
             self._check_documents(step, documents)
         with self._damage(step):
@@ -152,11 +152,11 @@ class Checkpoints:
                 raise _DamageError(f"{self.folder}: checkpoint of step {step} is damaged ({_reason(error)})") from error
             raise
 
-    def _check_arrays(self, step: int, then: dict[str, tuple], now: dict[str, tuple]) -> None:
+    def _check_arrays(self, step: int, then: dict[str, str], now: dict[str, str]) -> None:
         changed = [name for name in {**then, **now} if then.get(name) != now.get(name)]
         if changed:
             was, expected = (
-                ", ".join(f"{name} {sizes.get(name, 'absent')}" for name in changed[:3]) for sizes in (then, now)
+                ", ".join(f"{name} {arrays.get(name, 'absent')}" for name in changed[:3]) for arrays in (then, now)
             )
             raise ValueError(
                 f"{self.folder}: the checkpoint of step {step} holds other arrays: {len(changed)} differ, such as {was}; "
@@ -217,9 +217,11 @@ def claim(folder: epath.Path, config: Any) -> None:
         raise ValueError(f"{folder} holds a run with other settings ({examples}); give another run= or the settings it has")
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+def _describe(tree: Any) -> dict[str, str]:
+    """Returns dtype and shape by path, such as "float32[8, 16]"."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape) for path, leaf in leaves}
+    names = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)
+    return {name: f"{jnp.dtype(leaf.dtype)}{list(leaf.shape)}" for name, (_, leaf) in zip(names, leaves, strict=True)}
 
 
 def _unwritten(folder: epath.Path, error: Exception) -> ValueError:
