@@ -15,7 +15,7 @@ import numpy as np
 from treeflash_jax import acceptance, trees
 from treeflash_jax.acceptance.target import TargetDistribution
 from treeflash_jax.trees import DETERMINISTIC, WITH_REPLACEMENT, TransitionTable, TreeShape
-from treeflash_jax.trees.without_replacement import best_outline
+from treeflash_jax.trees.sampled import best_outline
 
 FORCED = 1e3  # noise that outweighs any log-probability
 NODES, BATCH = 7, 1024  # of the enumerations, so that all share their compiled rules

@@ -66,7 +66,7 @@ def passed(path: Path) -> jax.Array:
 
 
 def kept(path: Path, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The last node kept, and what is left of its p on the support; place p uses coin p - 1."""
+    """Returns the last node kept and the remainder of its p on the support; place p uses coin p - 1."""
     weight_bp, keep_bp = tests(path)
     places = weight_bp.shape[1]
     is_hit_bp = jnp.pad(coins_bx[:, : places - 1], ((0, 0), (1, 0))) < keep_bp

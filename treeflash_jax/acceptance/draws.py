@@ -145,9 +145,8 @@ def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
     def test(state):
         turn, chance_bx, weight_bn, scale_bn, mass_bn, spare_bn, tested_bn = state
         now_bx = order_bx == turn
-        weight_bx, scale_bx, mass_bx, spare_bx = (
-            pick(x_bn, draws.parent_bx) for x_bn in (weight_bn, scale_bn, mass_bn, spare_bn)
-        )
+        parents = (pick(x_bn, draws.parent_bx) for x_bn in (weight_bn, scale_bn, mass_bn, spare_bn))
+        weight_bx, scale_bx, mass_bx, spare_bx = parents
         left_bx = jnp.maximum(weight_bx * drawn_p_bx - scale_bx * drawn_q_bx, 0)
         left_bx = jnp.where(gone_at_bx < draws.rank_bx, 0, left_bx)
         top_bx = jnp.where(draws.is_fixed_bx, left_bx, left_bx * spare_bx)

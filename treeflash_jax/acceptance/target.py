@@ -142,5 +142,5 @@ def target_distribution(
 
 def _scaled(logits_bnx: jax.Array, temperature_b: jax.Array) -> jax.Array:
     """Returns logits / temperature in float32 at least; unchanged for greedy sequences."""
-    wide = jnp.promote_types(logits_bnx.dtype, jnp.float32)
-    return logits_bnx.astype(wide) / jnp.where(temperature_b > 0, temperature_b, 1.0)[:, None, None].astype(wide)
+    dtype = jnp.promote_types(logits_bnx.dtype, jnp.float32)
+    return logits_bnx.astype(dtype) / jnp.where(temperature_b > 0, temperature_b, 1.0)[:, None, None].astype(dtype)

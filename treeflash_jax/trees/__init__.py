@@ -27,8 +27,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from treeflash_jax.trees.best_first import best_first
-from treeflash_jax.trees.chains import rank_0_chain, walk
 from treeflash_jax.trees.containers import (
     DETERMINISTIC,
     NO_TOKEN,
@@ -41,12 +39,12 @@ from treeflash_jax.trees.containers import (
     pick,
     root_only,
 )
+from treeflash_jax.trees.deterministic import best_first, rank_0_chain, walk
 from treeflash_jax.trees.expander import Expander, TransitionTable
 from treeflash_jax.trees.grow import draw_noise
 from treeflash_jax.trees.hybrid import hybrid
-from treeflash_jax.trees.paths import delayed, paths
+from treeflash_jax.trees.sampled import delayed, paths, without_replacement
 from treeflash_jax.trees.shape import Bucket, TreeShape
-from treeflash_jax.trees.without_replacement import without_replacement
 
 Build = Callable[..., tuple[DraftTree, Proposal | None]]
 

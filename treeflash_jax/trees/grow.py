@@ -20,7 +20,7 @@ from treeflash_jax.models.backend.levels import over_depths
 from treeflash_jax.trees.containers import DETERMINISTIC, NO_TOKEN, WITHOUT_REPLACEMENT, DraftTree, Proposal, pick
 from treeflash_jax.trees.expander import Expander
 
-UNUSED = -1  # depth of a place that holds no node
+UNUSED = -1  # depth of a place without a node
 
 
 @struct.dataclass
@@ -118,7 +118,7 @@ def grow(
         )
         return (state_bn, nodes), None
 
-    start = {
+    start = {  # "home": place of the first equal draw, whose node all duplicates share
         "token": jnp.broadcast_to(anchor_b[:, None], (batch, n)).astype(jnp.int32),
         "slot": jnp.zeros((batch, n), jnp.int32),
         "alive": jnp.broadcast_to(places == 0, (batch, n)),

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from treeflash_jax.trees.best_first import best_first_search
 from treeflash_jax.trees.containers import DETERMINISTIC, WITHOUT_REPLACEMENT, DraftTree, Proposal, pick
+from treeflash_jax.trees.deterministic import best_first_search
 from treeflash_jax.trees.expander import Expander
 from treeflash_jax.trees.grow import UNUSED, Outline, grow
 from treeflash_jax.trees.shape import TreeShape

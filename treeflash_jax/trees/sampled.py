@@ -1,14 +1,18 @@
-"""Sampled paths: independent chains of draws from the anchor or from the end of a common trunk."""
+"""Sampled trees of an outline that is fixed before the draws: independent paths, or siblings without replacement."""
 
 from __future__ import annotations
+
+import heapq
 
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.trees.containers import WITH_REPLACEMENT, DraftTree, Proposal
+from treeflash_jax.trees.containers import WITH_REPLACEMENT, WITHOUT_REPLACEMENT, DraftTree, Proposal
 from treeflash_jax.trees.expander import Expander
 from treeflash_jax.trees.grow import UNUSED, Outline, grow, outline
 from treeflash_jax.trees.shape import Bucket, TreeShape
+
+ACCEPTANCE = 0.7  # assumed chance a that a test accepts: a sibling of rank r is reached and kept with a (1 - a)^r
 
 
 def paths(
@@ -85,3 +89,32 @@ def _padded(plan: Outline, num_nodes: int) -> Outline:
     return plan.replace(
         depth_bn=jnp.where(is_used_bn, plan.depth_bn, UNUSED), kind_bn=jnp.full_like(plan.kind_bn, WITH_REPLACEMENT)
     )
+
+
+def without_replacement(
+    expander: Expander, anchor_b: jax.Array, num_nodes: int, shape: TreeShape, noise_bnc: jax.Array
+) -> tuple[DraftTree, Proposal]:
+    """Draws up to `shape.branches` distinct children per node; the outline is the best for a fixed acceptance rate.
+
+    Source: Sequoia (arXiv 2402.12374) for fixed outlines and sampling without replacement; EAGLE (arXiv 2401.15077).
+    """
+    ranks = min(shape.branches, noise_bnc.shape[2])
+    parents, siblings = best_outline(num_nodes - 1, ranks, expander.num_depths)
+    plan = outline(parents, WITHOUT_REPLACEMENT, anchor_b.shape[0], siblings)
+    return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves, ranks=ranks)
+
+
+def best_outline(count: int, ranks: int, depths: int) -> tuple[list[int], list[int]]:
+    """Returns parents and sibling ranks of the `count` places that are reached most often, parents first."""
+    parents: list[int] = []
+    siblings: list[int] = []
+    heap = [(-ACCEPTANCE, 0, 0, 1)] if ranks and depths else []
+    while heap and len(parents) < count:
+        cost, parent, rank, depth = heapq.heappop(heap)
+        parents.append(parent)
+        siblings.append(rank)
+        if rank + 1 < ranks:
+            heapq.heappush(heap, (cost * (1 - ACCEPTANCE), parent, rank + 1, depth))
+        if depth < depths:
+            heapq.heappush(heap, (cost * ACCEPTANCE, len(parents), 0, depth + 1))
+    return parents, siblings
