@@ -82,9 +82,13 @@ def test_drafters_with_a_head_are_shown_without_it_too(tiny):
 def test_mistakes_are_one_line(tmp_path, capsys):
     for words, says in (
         (["--nodes", "1"], "--nodes 1, expected at least 2"),
-        (["--context", "0"], "--context 0"),
+        (["--context", "0"], "--context: got context '0', expected at least 1"),
         (["--drafter", "a=tiny", "a=tiny"], "two drafters called 'a'"),
     ):
-        assert main(["bench", "drafters", *words, "--out", str(tmp_path / "x.json")]) == 2
+        try:
+            status = main(["bench", "drafters", *words, "--out", str(tmp_path / "x.json")])
+        except SystemExit as stop:
+            status = stop.code
+        assert status == 2
         error = capsys.readouterr().err
         assert says in error and error.count("\n") == 1 and not (tmp_path / "x.json").exists()

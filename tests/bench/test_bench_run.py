@@ -101,7 +101,7 @@ def test_a_run_records_what_generate_gives(tiny, prompts, tmp_path, monkeypatch,
     lengths = answer.accept_lengths + again.accept_lengths
     assert record["texts"] == [answer.text, again.text] and record["cut"] == [answer.cut, again.cut]
     assert record["finished"] == [answer.finished, again.finished] and 1 + sum(lengths[:1]) <= record["tokens"]
-    drafts = {"nodes": 8, "candidates": 4, "children": 4, "shortlist": 0, "depths": None, "head": "mlp", "block_size": None}
+    drafts = {"nodes": 8, "candidates": 4, "children": 4, "shortlist": 0, "depths": None, "head": "mlp", "block_size": 16}
     drafts |= {"builder": "best-first", "acceptance": "sample-and-match"}
     drafts |= dict.fromkeys(("branches", "trunk", "selector", "skeleton", "leaves", "lanes"))  # sizes of sampled trees only
     drafts |= {"drafter_temperature": tiny.drafter.drafter_temperature, "drafter_temperature_rule": "max(it, min(T, 1))"}
@@ -283,7 +283,7 @@ def test_training_files_are_prompt_files_too(tiny, tmp_path):
     assert isinstance(prompt_sets.empty_chat(found[1], "raw"), tf.Text)
     [[result]] = harness.converse(plain_system(tiny, max_new_tokens=2, batch_size=1), found[2:3], "chat", 0.0, 0)
     assert result.prompt_ids == tiny.encode(opening)
-    with pytest.raises(ValueError, match="'mixed-3': got a system message, expected none with the format raw"):
+    with pytest.raises(ValueError, match="'mixed-3': got a system message, expected one turn alone with the format raw"):
         run.check([plain_system(tiny)], found[2:], "raw", [], "out")
 
 
@@ -294,7 +294,7 @@ def test_another_text_or_format_for_a_known_prompt_is_refused(fake, prompts, tmp
     assert bench(prompts, out) == 2
     assert "another text for prompt '7'" in capsys.readouterr().err
     assert bench(prompts, tmp_path / "raw.jsonl", "--format", "raw") == 2
-    assert "prompt 'cows': got 2 turns, expected 1" in capsys.readouterr().err
+    assert "prompt 'cows': got 2 turns, expected one turn alone" in capsys.readouterr().err
 
 
 def plain_system(model, **settings):

@@ -257,6 +257,7 @@ def test_demo_shows_two_ways_of_decoding_side_by_side(capsys, monkeypatch, tmp_p
     assert main(["demo", "--pair", "tiny", "--max-new-tokens", "16", "--repeats", "1", "--svg", str(path)]) == 0
     svg = path.read_text(encoding="utf-8")
     assert all(words in svg for words in ("one&#160;token&#160;at&#160;a&#160;time", "TreeFlash&#160;tree", "speedup"))
+    assert '<svg xml:space="preserve"' in svg, "without it, some renderers drop the tree's indentation"
     out, err = capsys.readouterr()
     printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out)
     assert not err, "nothing tears the live display"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import AtLeast0, NonNegative, clipped, fit, parse_json, quoted
+from treeflash_jax.drafters import draft_options
+from treeflash_jax.trees import TreeShape
 
 Record = dict[str, Any]
 
@@ -30,15 +33,9 @@ KINDS = {  # of the keys that every record has
 }
 # Settings that all records of a file share, and those of a system. Temperature and seed tell records apart.
 SHARED = "verifier template quantize format max_new_tokens batch_size top_k top_p".split()
-OWN = (
-    "drafter dtype builder head nodes candidates children drafter_temperature drafter_temperature_rule shortlist depths "
-    "acceptance branches trunk selector skeleton leaves lanes attention"
-).split()
-PARTS = {
-    "settings": dict.fromkeys([*SHARED, *OWN], Any) | {"temperature": NonNegative, "seed": AtLeast0, "builder": str}
-    | {"nodes": AtLeast0 | Literal["auto"] | None, "top_p": NonNegative},
-    "hardware": {"device": Any, "backend": Any, "cores": Any},
-}  # fmt: skip
+OWN = "drafter dtype builder nodes drafter_temperature drafter_temperature_rule acceptance selector attention".split()
+OWN += [field.name for options in (draft_options(), TreeShape) for field in fields(options)]
+PARTS = {"settings": [*SHARED, *OWN, "temperature", "seed"], "hardware": ["device", "backend", "cores"]}
 PEER = "another program"  # the builder of a system that is no model of this library
 RECORD_START = b'{"schema": '  # of every line of results
 
@@ -89,21 +86,18 @@ def read_records(path: str | Path) -> tuple[list[Record], int]:
             raise ValueError(
                 f"{where}: got schema {quoted(record.get('schema'))}, expected {SCHEMA}; write to another file"
             )
-        values = {**dict.fromkeys(KINDS), **record}
         for key, kind in KINDS.items():
-            fit(kind, values[key], key, where)
-        for part, kinds in PARTS.items():
-            if missing := [key for key in kinds if key not in record[part]]:
+            fit(kind, record.get(key), key, where)
+        for part, keys in PARTS.items():
+            if missing := [key for key in keys if key not in record[part]]:
                 raise ValueError(f"{where}: got {part} without {clipped(', '.join(missing), 120)}")
-            for key, kind in kinds.items():
-                fit(kind, record[part][key], f"{part}.{key}", where)
         if not len(record["accept_lengths"]) == len(record["cut"]) == len(record["ids"]) == len(record["texts"]):
             raise ValueError(f"{where}: got lists of different lengths, expected one entry per turn")
         if record_key(record) in seen:
             raise ValueError(f"{where}: got a second answer to {quoted(record_key(record), 120)}, expected one")
         seen.add(record_key(record))
         firsts.setdefault(record["system"], record)
-        for first in (next(iter(firsts.values())), firsts[record["system"]]):
+        for first in (objects[0][1], firsts[record["system"]]):
             if change := difference(record, first):
                 raise ValueError(f"{where}: {change} in earlier lines; results of several runs cannot be compared")
     return [record for _, record in objects], size
@@ -164,13 +158,9 @@ def open_results(path: str | Path) -> BinaryIO:
       ValueError: as `read_results`.
     """
     _, size = read_results(path)
-    try:
-        file = open(path, "a+b")
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from None
+    file = open(path, "a+b")
     file.truncate(size)
     file.seek(max(size - 1, 0))
     if file.read(1) not in (b"", b"\n"):
         file.write(b"\n")
-        file.flush()
     return file

@@ -26,6 +26,7 @@ from treeflash_jax.bench.depths import distances_by_depth
 from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.phases import Bench
 from treeflash_jax.bench.prompt_sets import PromptSet, chosen_prompts, empty_chat
+from treeflash_jax.bench.shapes import MeasuredSizes
 from treeflash_jax.cli.arguments import ModelOptions, add_fields
 from treeflash_jax.core import files
 from treeflash_jax.decoding.state import Weights
@@ -46,11 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_fields(model, ModelOptions, "dtype")
     add_fields(parser.add_argument_group("prompts"), PromptSet)
     sizes = parser.add_argument_group("sizes and sampling")
-    sizes.add_argument("--nodes", nargs="+", type=int, default=[16, 64], help="sizes of trees (default: 16 64)")
+    names = "nodes context repeats"
+    add_fields(sizes, MeasuredSizes, names, several="nodes", nodes=[16, 64])
     add_fields(sizes, SamplingConfig, "max_new_tokens temperature seed")
     add_fields(sizes, RuntimeConfig, "batch_size", batch_size=1)
-    sizes.add_argument("--context", type=int, default=256, help="tokens in the cache of the timed phases (default: 256)")
-    sizes.add_argument("--repeats", type=int, default=9, help="timed samples of a phase (default: 9)")
     output = parser.add_argument_group("output")
     output.add_argument("--out", required=True, metavar="FILE", help="JSON file")
     output.add_argument("--plot", metavar="FILE", help="picture (needs matplotlib)")
@@ -67,9 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if min(arguments.nodes) < 2:
         raise ValueError(f"got --nodes {min(arguments.nodes)}, expected at least 2: one-token decoding is always measured")
-    for name in ("context", "repeats"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"got --{name} {getattr(arguments, name)}, expected at least 1")
     files.check_output(arguments.out, files.json_with("systems", inside=False))
     if arguments.plot:
         plots.check(arguments.plot)
@@ -78,24 +75,37 @@ def run(arguments: argparse.Namespace) -> int:
     base = tf.GenerateConfig(**{name: getattr(arguments, name) for name in names})
     systems = make_systems(load_all(arguments), base, arguments.nodes, arguments.verifier)
     records: list[Record] = []
+    distances: dict[tuple[str, str], Any] = {}
+    times: dict[str, dict[str, float]] = {}
+
+    def save() -> dict[str, Any]:
+        """Writes and returns the summary of the records, with the drafter, distances and times of every system."""
+        summary = report.summarise(records)
+        keys = {system.name: key for key, system in systems.items()}
+        for entry in summary["systems"]:
+            drafter, way, _ = keys[entry["system"]]
+            entry |= {"drafter": drafter, "way": way, "distance_by_depth": distances.get((drafter, way))}
+            entry["phases_ms"] = times.get(entry["system"])
+        files.write(arguments.out, json.dumps(summary, indent=1) + "\n")
+        return summary
+
     with Progress(3) as progress:
         progress.step("answering the prompts")
         sampling = {"temperatures": [arguments.temperature], "seeds": [arguments.seed]}
         for record in harness.measure(list(systems.values()), prompts, format=arguments.format, **sampling):
             records.append(record)
             if len(records) % (len(systems) * arguments.batch_size) == 0:
-                _save(records, systems, arguments)
-        _save(records, systems, arguments)
+                save()
+        save()
         progress.step("measuring distances by depth")
         chats = [empty_chat(replace(p, turns=p.turns[:1]), arguments.format) for p in prompts[:DISTANCE_PROMPTS]]
-        distances = {
-            (drafter, way): distances_by_depth(system.model, chats, at_temperature_one(system))
-            for (drafter, way, nodes), system in systems.items()
-            if nodes == max(arguments.nodes) and way.startswith("tree")
-        }
-        _save(records, systems, arguments, distances)
+        for (drafter, way, nodes), system in systems.items():
+            if nodes == max(arguments.nodes) and way.startswith("tree"):
+                distances[drafter, way] = distances_by_depth(system.model, chats, at_temperature_one(system))
+        save()
         progress.step("timing the phases")
-        summary = _save(records, systems, arguments, distances, time_phases(list(systems.values())[1:], arguments))
+        times |= time_phases(list(systems.values())[1:], arguments)
+        summary = save()
     report.show(summary)
     show_phases(summary["systems"])
     if arguments.plot:
@@ -147,35 +157,12 @@ def at_temperature_one(system: System) -> tf.GenerateConfig:
 
 def time_phases(systems: Sequence[System], arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Times the phases of every system's round and a one-token step: milliseconds by system and phase."""
-    ceilings, sizes = (
-        measure_ceilings(systems[0].model.dtype),
-        {"batch": arguments.batch_size, "context": arguments.context},
-    )
-    times = {}
+    ceilings, times = measure_ceilings(systems[0].model.dtype), {}
+    sizes = {"batch": arguments.batch_size, "context": arguments.context, "temperature": arguments.temperature}
     for system in systems:
-        plan = system.model.plan(system.config)
-        bench = Bench(system.model, [plan], temperature=arguments.temperature, **sizes)
-        phases = bench.measure(ceilings, arguments.repeats)
+        phases = Bench(system.model, [system.model.plan(system.config)], **sizes).measure(ceilings, arguments.repeats)
         times[system.name] = {phase["phase"]: phase["ms"] for phase in phases if phase["phase"] != "prefill"}
     return times
-
-
-def _save(
-    records: Sequence[Record],
-    systems: dict[Key, System],
-    arguments: argparse.Namespace,
-    distances: dict[tuple[str, str], Any] | None = None,
-    times: dict[str, dict[str, float]] | None = None,
-) -> dict[str, Any]:
-    """Writes and returns the summary of the records, with the drafter, distances and times of every system."""
-    summary = report.summarise(records)
-    keys = {system.name: key for key, system in systems.items()}
-    for entry in summary["systems"]:
-        drafter, way, _ = keys[entry["system"]]
-        entry |= {"drafter": drafter, "way": way, "distance_by_depth": (distances or {}).get((drafter, way))}
-        entry["phases_ms"] = (times or {}).get(entry["system"])
-    files.write(arguments.out, json.dumps(summary, indent=1) + "\n")
-    return summary
 
 
 def show_phases(systems: Sequence[dict[str, Any]]) -> None:

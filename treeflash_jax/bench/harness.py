@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -22,9 +22,9 @@ import treeflash_jax as tf
 from treeflash_jax.bench.bars import Tell
 from treeflash_jax.bench.bench_records import SCHEMA, Record, is_comparable, record_key
 from treeflash_jax.bench.prompt_sets import BenchPrompt, format_turn
+from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.cli.check import divergence, explanation
 from treeflash_jax.core import devices
-from treeflash_jax.drafters import draft_options
 from treeflash_jax.engine.planning import Request, choose_tree
 from treeflash_jax.trees import draws
 
@@ -77,17 +77,17 @@ class System:
             shape = dict.fromkeys(shape) | ({"lanes": plan.shape.lanes} if plan.builder == "best-first" else {})
         settings = {name: getattr(config, name) for name in SAMPLING}
         settings |= {"verifier": self.pair[0], "drafter": self.pair[1], "dtype": str(model.dtype)}
-        settings |= {"quantize": model.quantize, "builder": plan.builder, "attention": config.attention}
+        settings |= {"quantize": model.quantize, **shape, "selector": config.selector, **describe_tree(plan)}
         settings |= {"template": model.tokenizer.template if model.tokenizer else None}
-        settings |= {"nodes": None, "acceptance": None, **shape, "selector": config.selector}
-        settings |= {option.name: getattr(plan.draft, option.name, None) for option in fields(draft_options())}
-        settings |= {"drafter_temperature": None, "drafter_temperature_rule": None}
-        if plan.drafts:
-            settings |= {"nodes": "auto" if config.nodes == "auto" else plan.num_nodes, "acceptance": plan.rule}
-            fixed = config.drafter_temperature
-            settings["drafter_temperature"] = fixed or model.drafter.drafter_temperature
-            settings["drafter_temperature_rule"] = "fixed" if fixed else "max(it, min(T, 1))"
-        return settings
+        settings |= {"attention": config.attention, "drafter_temperature": None, "drafter_temperature_rule": None}
+        if not plan.drafts:
+            return settings | {"nodes": None, "acceptance": None}
+        fixed = config.drafter_temperature
+        return settings | {
+            "nodes": "auto" if config.nodes == "auto" else plan.num_nodes,
+            "drafter_temperature": fixed or model.drafter.drafter_temperature,
+            "drafter_temperature_rule": "fixed" if fixed else "max(it, min(T, 1))",
+        }
 
 
 def print_progress(text: str) -> None:
@@ -108,8 +108,8 @@ def measure(
     """Answers every prompt with every system at all combinations of temperature and seed.
 
     Every prompt draws from its own seed, made of the given one and its id: prompts are independent, and all systems use the
-    same noise. Answers that drafting must not change are compared with those of one-token decoding, and differences are
-    printed on stderr.
+    same noise. Answers that drafting must not change are compared with those of one-token decoding, and every difference is
+    printed once on stderr.
 
     Args:
       format: a key of `prompt_sets.FORMATS`.
@@ -121,7 +121,7 @@ def measure(
       A record per prompt, temperature, seed and system, each as soon as it exists.
     """
     records = {record_key(record): record for record in known}
-    warm: set[str] = set()
+    warm, printed = set(), set()
     size = systems[0].config.batch_size
     batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
     for number, batch in enumerate(batches):
@@ -146,7 +146,7 @@ def measure(
                     Request(index, result.prompt_ids, temperature, 0, 1.0, prompt.seed(seed))
                     for index, result in zip(places, results, strict=True)
                 ]
-                record["differences"] = compare(system.model, record, [other for other in others if other], requests)
+                record["differences"] = compare(system.model, record, filter(None, others), requests, printed)
                 records[record_key(record)] = record
                 yield record
             tell(f"{number + 1}/{len(batches)} {system.name} at T {temperature:g}, seed {seed}")
@@ -205,13 +205,14 @@ def make_record(
 
 
 def compare(
-    model: tf.TreeFlash, record: Record, others: Sequence[Record], requests: Sequence[Request]
+    model: tf.TreeFlash, record: Record, others: Iterable[Record], requests: Sequence[Request], printed: set[str]
 ) -> dict[str, dict[str, Any]]:
     """Compares a drafted with a one-token answer, and prints how they differ.
 
     Args:
       others: earlier answers of other systems to the same prompt, with the same temperature and seed.
       requests: prompt and sampling settings of every turn of the answer.
+      printed: lines that are not printed again; extended.
 
     Returns:
       By system, {"turn", "near_tie"} and the fields of `check.Divergence`; systems with the same answer are left out.
@@ -225,11 +226,14 @@ def compare(
             difference = divergence(model, requests[turn], *(pair[::-1] if is_plain else pair))
             is_tie = difference.is_near_tie()
             differing[other["system"]] = {"turn": turn, "near_tie": is_tie, **asdict(difference)}
-            print(
-                f"{'PASS' if is_tie else 'FAIL'}: prompt {record['prompt_id']}, {record['system']} and {other['system']} "
-                f"from token {difference.index} on: {explanation(difference, model.dtype)}",
-                file=sys.stderr,
+            names = " and ".join(sorted((record["system"], other["system"])))
+            line = (
+                f"{'PASS' if is_tie else 'FAIL'}: prompt {record['prompt_id']}, {names} "
+                f"from token {difference.index} on: {explanation(difference, model.dtype)}"
             )
+            if line not in printed:
+                print_progress(line)
+            printed.add(line)
     return differing
 
 

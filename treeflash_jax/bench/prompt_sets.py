@@ -15,6 +15,7 @@ from treeflash_jax.core.checks import bounded
 from treeflash_jax.engine.prompts import Text, read_messages
 
 BUNDLED = Path(__file__).parent / "prompts.jsonl"
+PUBLISHED_DRAW = 42  # random.Random(42).sample picks the prompts of the published benchmarks
 # What a user turn becomes, in the words of the published benchmarks. All but raw go through the chat template.
 FORMATS = {
     "chat": "{turn}",
@@ -35,9 +36,6 @@ class PromptSet:
     limit: int | None = bounded(
         None, least=1, unit="prompts", unset="all", help="number of prompts, drawn as in the published benchmarks"
     )
-
-
-PUBLISHED_DRAW = 42  # random.Random(42).sample picks the prompts of the published benchmarks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +85,14 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
         if not isinstance(name, str | int) or name == "" or str(name) in prompts:
             raise ValueError(f"{path}:{number}: got id {name!r}, expected one that no other prompt has")
         try:
-            prompts[str(name)] = _prompt(str(name), read_messages(value))
+            messages = read_messages(value)
+            system = messages.pop(0)["content"] if messages[0]["role"] == "system" else None
+            if others := [message["role"] for message in messages if message["role"] not in ("user", "assistant")]:
+                raise ValueError(f"got a message of the role {others[0]!r}, expected a system message, then user turns")
+            turns = tuple(message["content"] for message in messages if message["role"] == "user")
+            if not turns or not all(turns):
+                raise ValueError("got no user turn, or an empty one, expected one or more texts")
+            prompts[str(name)] = BenchPrompt(id=str(name), turns=turns, system=system)
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from None
     if not prompts:
@@ -97,8 +102,6 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
 
 def draw(prompts: list[BenchPrompt], limit: int | None) -> list[BenchPrompt]:
     """Draws `limit` of the prompts, in their order, as the published benchmarks do; all if None."""
-    if limit is not None and limit < 1:
-        raise ValueError(f"got limit {limit}, expected at least 1")
     if limit is None or limit >= len(prompts):
         return prompts
     return [prompts[i] for i in sorted(random.Random(PUBLISHED_DRAW).sample(range(len(prompts)), limit))]
@@ -120,15 +123,3 @@ def empty_chat(prompt: BenchPrompt, format: str) -> Any:
     for turn in turns[1:]:
         chat += [{"role": "assistant", "content": ""}, {"role": "user", "content": turn}]
     return chat
-
-
-def _prompt(name: str, messages: list[dict[str, str]]) -> BenchPrompt:
-    system = messages[0]["content"] if messages[0]["role"] == "system" else None
-    turns = messages if system is None else messages[1:]
-    others = [message["role"] for message in turns if message["role"] not in ("user", "assistant")]
-    if others:
-        raise ValueError(f"got a message of the role {others[0]!r}, expected an optional system message, then user turns")
-    turns = tuple(message["content"] for message in turns if message["role"] == "user")
-    if not turns or not all(turns):
-        raise ValueError("got no user turn, or an empty one, expected one or more texts")
-    return BenchPrompt(id=name, turns=turns, system=system)

@@ -89,7 +89,9 @@ def summarise(records: Sequence[Record], *, against: str | None = None, resample
     groups: dict[float, dict[str, Answers]] = {}
     for record in records:
         prompt, system, temperature, seed = record_key(record)
-        groups.setdefault(temperature, {}).setdefault(system, {})[prompt, seed] = _with_counts(record)
+        lengths = sum(record["accept_lengths"], [])
+        sums = {"rounds": len(lengths), "committed": sum(lengths), "whole": sum(lengths) + sum(record["cut"])}
+        groups.setdefault(temperature, {}).setdefault(system, {})[prompt, seed] = record | sums
     first, dtypes = records[0], dict.fromkeys(record["settings"]["dtype"] for record in records)
     dtypes.pop(None, None)  # of other programs
     return {
@@ -97,22 +99,12 @@ def summarise(records: Sequence[Record], *, against: str | None = None, resample
         "versions": first["versions"],
         "hardware": first["hardware"],
         "systems": [
-            {
-                "temperature": temperature,
-                "system": name,
-                **_summarise_system(name, systems, against or "marginal", resamples),
-            }
+            {"temperature": temperature, "system": name}
+            | _summarise_system(name, systems, against or "marginal", resamples)
             for temperature, systems in sorted(groups.items())
             for name in systems
         ],
     }
-
-
-def _with_counts(record: Record) -> Record:
-    """Adds the numbers of rounds, of tokens that they committed, and of those with what the end of an answer cut."""
-    lengths = [length for turn in record["accept_lengths"] for length in turn]
-    sums = {"rounds": len(lengths), "committed": sum(lengths), "whole": sum(lengths) + sum(record["cut"])}
-    return record | sums
 
 
 def _summarise_system(name: str, systems: dict[str, Answers], against: str, resamples: int) -> dict[str, Any]:
@@ -221,23 +213,22 @@ def paired_ratio(mine: Answers, theirs: Answers, top: str, bottom: str, resample
         sums[:, prompts[key[0]]] += (ours[top], ours[bottom], other[top], other[bottom])
     if not sums.sum(axis=1).all():
         return None
-    ratio = {"value": float(_ratio(sums.sum(axis=1))), "low": None, "high": None, "answers": len(common)}
+
+    def divide(sums: np.ndarray) -> np.ndarray:
+        return (sums[0] / sums[1]) / (sums[2] / sums[3])
+
+    ratio = {"value": float(divide(sums.sum(axis=1))), "low": None, "high": None, "answers": len(common)}
     if len(prompts) > 1:
         share = np.full(len(prompts), 1 / len(prompts))
         counts = np.random.default_rng(0).multinomial(len(prompts), share, size=resamples)  # [resamples, prompts]
         with np.errstate(invalid="ignore"):  # a resample of prompts without rounds has no ratio
-            ratios = _ratio(sums @ counts.T)
+            ratios = divide(sums @ counts.T)
         ratio["low"], ratio["high"] = (float(x) for x in np.nanpercentile(ratios, (2.5, 97.5)))
     return ratio
 
 
-def _ratio(sums: np.ndarray) -> np.ndarray:
-    return (sums[0] / sums[1]) / (sums[2] / sums[3])
-
-
 def show(summary: dict[str, Any], console: Console | None = None) -> None:
     """Prints the summary as tables that fit 80 columns."""
-    console = console or table_console()
     settings, systems = summary["settings"], summary["systems"]
     title = f"{settings['verifier']}, {settings['format']} prompts, batch {settings['batch_size']}"
     columns = ["T", "*system", "responses", "tau", "per\nresponse", "tau ratio", "*over"]
@@ -251,50 +242,44 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
     depths = make_table("% of rounds that accept at least n draft tokens", ["T", "*system", *map(str, range(1, depth + 1))])
     for system in systems:
         key = f"{system['temperature']:g}", system["system"]
-        ratio = system["tau_ratio"]
         if system["builder"] != PEER:
-            numbers = _number(system["tau"]), _number(system["tau_per_response"])
-            other = system["against"] if ratio else "-"
-            tokens.add_row(*key, str(system["responses"]), *numbers, format_interval(ratio), other)
+            numbers = str(system["responses"]), _number(system["tau"]), _number(system["tau_per_response"])
+            ratio = system["tau_ratio"]
+            tokens.add_row(*key, *numbers, format_interval(ratio), system["against"] if ratio else "-")
         speeds = (f"{system[name]:.0f}" for name in ("tokens_per_second", "median_tokens_per_second"))
         same = f"{system['identical']} of {system['compared']}" if system["compared"] else "-"
         speed.add_row(*key, *speeds, format_interval(system["speedup"]), same)
         if ratios := system["whole_rounds"]:
-            tau = _number(ratios["tau"] and ratios["tau"]["value"])
-            intervals = format_interval(ratios["tau_ratio"]), format_interval(ratios["expected_tau_ratio"])
-            whole.add_row(*key, tau, *intervals)
+            intervals = (format_interval(ratios[name]) for name in ("tau_ratio", "expected_tau_ratio"))
+            whole.add_row(*key, _number(ratios["tau"] and ratios["tau"]["value"]), *intervals)
         if shares := system["acceptance_by_depth"]:
             depths.add_row(*key, *(f"{100 * share:.0f}" for share in shares + [0.0] * (depth - len(shares))))
-    console.print(*(table for table in (tokens, speed, whole, depths) if table.row_count))
-    console.print(_describe(summary))
-    console.print(*_judge([system for system in systems if system["verdict"]], settings["dtype"]))
+    tables = (table for table in (tokens, speed, whole, depths) if table.row_count)
+    (console or table_console()).print(*tables, _describe(summary))
 
 
 def _describe(summary: dict[str, Any]) -> str:
+    """Returns the settings, what the columns mean and, of systems that drafting must not change, the verdict."""
     settings, hardware = summary["settings"], summary["hardware"]
     quantized = f"{settings['quantize']} verifier, " if settings["quantize"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
-    return (
+    text = (
         f"{hardware['device']} ({hardware['backend']}, {hardware['cores']} cores), {settings['dtype']}, {quantized}"
         f"at most {settings['max_new_tokens']} new tokens, top-k {settings['top_k']}, top-p {settings['top_p']:g}; "
         f"{versions}. tau: tokens that a round adds to its answer, the verifier's bonus token included; brackets: 95 % "
         "paired bootstrap over prompts; identical: answers equal to one-token decoding."
     )
-
-
-def _judge(systems: Sequence[dict[str, Any]], dtype: str) -> list[str]:
-    """Returns the verdict on all systems that drafting must not change, in a sentence, if there are any."""
-    if not systems:
-        return []
+    if not (judged := [system for system in summary["systems"] if system["verdict"]]):
+        return text
     names = "identical", "compared", "near_ties", "compared_tokens"
-    identical, answers, near_ties, tokens = (sum(system[name] for system in systems) for name in names)
-    failed = ", ".join(f"{s['system']} at T {s['temperature']:g}" for s in systems if s["verdict"] == "FAIL")
+    identical, answers, near_ties, tokens = (sum(system[name] for system in judged) for name in names)
+    failed = ", ".join(f"{s['system']} at T {s['temperature']:g}" for s in judged if s["verdict"] == "FAIL")
     often = f", one in {tokens / near_ties:.0f} tokens" if near_ties else ""
-    return [
-        f"lossless: {'FAIL, ' + failed if failed else 'PASS'}; {identical} of {answers} answers identical, {near_ties} "
-        f"near-ties{often} (the two candidates' logits are equal to within {dtype} rounding; not an error), "
-        f"{answers - identical - near_ties} other differences"
-    ]
+    return (
+        f"{text}\nlossless: {'FAIL, ' + failed if failed else 'PASS'}; {identical} of {answers} answers identical, "
+        f"{near_ties} near-ties{often} (the two candidates' logits are equal to within {settings['dtype']} rounding; "
+        f"not an error), {answers - identical - near_ties} other differences"
+    )
 
 
 def table_console() -> Console:
@@ -306,10 +291,8 @@ def make_table(title: str, columns: Sequence[str]) -> Table:
     """Makes an empty table. Columns of numbers keep their width; those marked with * hold names, which may be folded."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
-        if column.startswith("*"):
-            table.add_column(column[1:], overflow="fold")
-        else:
-            table.add_column(column, justify="right", no_wrap=True)
+        how = {"overflow": "fold"} if column.startswith("*") else {"justify": "right", "no_wrap": True}
+        table.add_column(column.removeprefix("*"), **how)
     return table
 
 
@@ -319,7 +302,5 @@ def _number(value: float | None) -> str:
 
 def format_interval(ratio: dict[str, Any] | None) -> str:
     """Formats a ratio and, in brackets, its interval; "-" for None."""
-    if ratio is None:
-        return "-"
-    brackets = "" if ratio["low"] is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
-    return f"{ratio['value']:.2f}{brackets}"
+    brackets = " [{low:.2f}, {high:.2f}]".format(**ratio) if ratio and ratio["low"] is not None else ""
+    return _number(ratio and ratio["value"]) + brackets

@@ -15,7 +15,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import product
 from pathlib import Path
 
 import jax
@@ -50,10 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-ids", metavar="IDS", help="one prompt of token ids, separated by spaces, instead of a file"
     )
     chosen = parser.add_argument_group("systems")
-    names = ", ".join(systems.SYSTEMS)
     chosen.add_argument(
         "--systems", nargs="+", default=list(systems.SYSTEMS), metavar="NAME",
-        help=f"{names}, or a tree like treeflash-32+hybrid+traversal@0.7: nodes, builder, rule, drafter temperature",
+        help=f"{', '.join(systems.SYSTEMS)}, or "
+        "a tree like treeflash-32+hybrid+traversal@0.7: nodes, builder, rule, drafter temperature",
     )  # fmt: skip
     chosen.add_argument(
         "--preset", choices=systems.PRESETS, action=systems.Preset,
@@ -64,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another program that decodes greedily, as in bench/peers; may be given several times",
     )  # fmt: skip
     add_fields(chosen, TreeConfig, several="nodes", nodes=[16])
-    add_fields(chosen, draft_options(), without="head block_size")
+    add_fields(chosen, draft_options(), without="head")  # which the names of systems choose
     sampling = parser.add_argument_group("sampling and output")
     options = "max_new_tokens temperature top_k top_p seed stop_ids"
     add_fields(sampling, SamplingConfig, options, several="temperature seed", temperature=[0.0], seed=[0])
@@ -117,7 +116,7 @@ def _load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> lis
     """Loads the pair in every dtype. With several dtypes, a system's name ends with its dtype."""
     if "float64" in arguments.dtype:
         jax.config.update("jax_enable_x64", True)
-    verifier, drafter = arguments.pair or (None, None)
+    pair = tuple(arguments.pair or ("tiny", "tiny"))
     shared = option_values(arguments, settings_class())
     for name in ("nodes", "temperature", "seed"):
         del shared[name]
@@ -126,13 +125,12 @@ def _load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> lis
     for dtype in arguments.dtype:
         with slow(f"loading {' and '.join(arguments.pair or ['the shipped pair'])}"):
             options = option_values(arguments, ModelOptions) | {"dtype": dtype}
-            model = tf.load(None if arguments.pair else "tiny", verifier=verifier, drafter=drafter, **options)
+            model = tf.load(**dict(zip(("verifier", "drafter"), pair, strict=True)), **options)
         if arguments.preset == "rules" and getattr(model.drafter, "head", None) == "marginal":
             chosen = {name: fields for name, fields in chosen.items() if "head" in fields}
         for name, fields in chosen.items():
             config = settings_class()(**shared | ({"acceptance": None} if "builder" in fields else {}) | fields)
             name = name if len(arguments.dtype) == 1 else f"{name}, {dtype}"
-            pair = tuple(arguments.pair or ("tiny", "tiny"))
             loaded.append(System(name=name, model=model, config=config, pair=pair))
     return loaded
 
@@ -163,15 +161,14 @@ def check(
             if change := bench_records.difference(ours, record):
                 raise ValueError(f"{path}: {change} in the file; write to another file")
     hashes = {record["prompt_id"]: record["prompt_hash"] for record in earlier}
-    for prompt, system in product(prompts, measured[:1]):
-        new_tokens, most = system.config.max_new_tokens, system.model.verifier.max_positions
+    new_tokens, most = measured[0].config.max_new_tokens, measured[0].model.verifier.max_positions
+    for prompt in prompts:
         if hashes.get(prompt.id, prompt.hash) != prompt.hash:
             raise ValueError(f"{path}: got another text for prompt {prompt.id!r} than in the file; write to another file")
-        if format == "raw" and len(prompt.turns) > 1:
-            raise ValueError(f"prompt {prompt.id!r}: got {len(prompt.turns)} turns, expected 1 with the format raw")
-        if format == "raw" and prompt.system is not None:
-            raise ValueError(f"prompt {prompt.id!r}: got a system message, expected none with the format raw")
-        length = len(system.model.encode(empty_chat(prompt, format))) + len(prompt.turns) * new_tokens
+        if format == "raw" and (len(prompt.turns) > 1 or prompt.system is not None):
+            got = "a system message" if prompt.system is not None else f"{len(prompt.turns)} turns"
+            raise ValueError(f"prompt {prompt.id!r}: got {got}, expected one turn alone with the format raw")
+        length = len(measured[0].model.encode(empty_chat(prompt, format))) + len(prompt.turns) * new_tokens
         if length > most:
             raise ValueError(
                 f"prompt {prompt.id!r}: got {length} tokens, {new_tokens} new ones a turn included, "

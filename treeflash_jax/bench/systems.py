@@ -9,7 +9,6 @@ drafter's head. A tree's name may add its nodes, a builder, an acceptance rule a
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -25,16 +24,16 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 # Builders that a name may add, as fields of GenerateConfig.
 BRANCHING = {name: {"builder": name} for name in branching()} | {"one-path": {"builder": "paths", "branches": 1}}
-NAME = re.compile(r"([a-z]+)(?:-(\d+|auto))?(?:\+([a-z-]+)(?:\+([a-z-]+))?)?(?:@(.+))?")
+NAME = re.compile(r"([a-z]+)(?:-(\d+|auto))?(?:\+([a-z-]+)(?:\+([a-z-]+))?)?(?:@(\d+\.?\d*))?")
 
 
 def lossless_pairs() -> list[str]:
     """Returns "+builder+rule" for every pair that leaves the verifier's distribution untouched."""
     pairs = []
-    for builder, fields in BRANCHING.items():
+    for name, fields in BRANCHING.items():
         shape = TreeShape(branches=fields.get("branches", TreeShape.branches))
         distribution = BUILDERS[fields["builder"]].distribution_for(shape)
-        pairs += [f"+{builder}+{rule}" for rule in RULES if distribution in RULES[rule].DISTRIBUTIONS]
+        pairs += [f"+{name}+{rule}" for rule in RULES if distribution in RULES[rule].DISTRIBUTIONS]
     return pairs
 
 
@@ -77,15 +76,13 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int | str]) -> dict[str,
         is_tree = fields is not None and "builder" not in fields
         is_known = is_tree or (fields is not None and size is builder is None)
         is_known &= builder in (None, *BRANCHING) and rule in (None, *RULES)
-        if not is_known or (sharpness and (base == "ar" or not _is_positive(sharpness))):
+        if not is_known or (sharpness and (base == "ar" or not float(sharpness))):
             raise ValueError(
                 f"got unknown system {name!r}, expected one of {', '.join(SYSTEMS)}, or a tree like treeflash-32, "
                 "or one with its own builder, rule and drafter temperature like treeflash-32+hybrid+traversal@0.7"
             )
-        if builder:
-            fields = fields | BRANCHING[builder] | {"acceptance": rule}
-        if sharpness:
-            fields = fields | {"drafter_temperature": float(sharpness)}
+        fields = fields | (BRANCHING[builder] | {"acceptance": rule} if builder else {})
+        fields |= {"drafter_temperature": float(sharpness)} if sharpness else {}
         if not is_tree:
             systems[name] = fields
             continue
@@ -95,10 +92,3 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int | str]) -> dict[str,
                 raise ValueError(f"got nodes {count}, expected at least 1 (the root counts)")
             systems[f"{base}-{count}{ending}"] = fields | {"nodes": count}
     return systems
-
-
-def _is_positive(text: str) -> bool:
-    try:
-        return 0 < float(text) < math.inf
-    except ValueError:
-        return False

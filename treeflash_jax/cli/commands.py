@@ -13,6 +13,7 @@ import jax
 
 from treeflash_jax import __version__
 from treeflash_jax.bench import calibrate, drafters, latency, memory, report, run
+from treeflash_jax.bench.shapes import MeasuredSizes
 from treeflash_jax.cli.arguments import ModelOptions, Parser, add_fields, add_prompts, option_values, parse_prompts
 from treeflash_jax.cli.check import NEAR_TIE, ROUNDINGS, check, explanation, meaning
 from treeflash_jax.core import background, sharding
@@ -147,7 +148,7 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
         "tiny: a toy model that ships with the package (default: smollm2 if its weights are on this machine, else tiny)",
     )
     add_fields(parser, GenerateConfig, "max_new_tokens", max_new_tokens=160)
-    parser.add_argument("--repeats", type=int, default=2, help="timed runs of each way of decoding (default: %(default)s)")
+    add_fields(parser, MeasuredSizes, "repeats", repeats=2)
     parser.add_argument("--svg", metavar="FILE", help="write a picture of the demo")
     parser.set_defaults(run=_demo)
 
@@ -254,19 +255,9 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _record(result: Any) -> dict[str, Any]:
-    record: dict[str, Any] = {} if result.text is None else {"text": result.text}
-    record |= {
-        "ids": result.ids,
-        "builder": result.builder,
-        "accept_lengths": result.accept_lengths,
-        "cut": result.cut,
-        "tau": result.tau,
-        "tokens_per_second": result.tokens_per_second,
-        "compile_seconds": result.compile_seconds,
-        "finished": result.finished,
-    }
-    asked = {"log_probs": result.log_probs, "expected_lengths": result.expected_lengths, "nodes": result.nodes}
-    return record | {name: value for name, value in asked.items() if value is not None}
+    names = "text ids builder accept_lengths cut tau tokens_per_second compile_seconds finished"
+    names += " log_probs expected_lengths nodes"  # of answers that have them
+    return {name: value for name in names.split() if (value := getattr(result, name)) is not None}
 
 
 def _demo(arguments: argparse.Namespace) -> int:

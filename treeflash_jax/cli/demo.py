@@ -88,8 +88,6 @@ def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2,
       repeats: timed runs of each way of decoding.
       svg: file for a picture of the demo: the streams of the last prompt when the first one ends, the tree and the table.
     """
-    if repeats < 1:
-        raise ValueError(f"got repeats {repeats}, expected at least 1")
     console, logger = Console(highlight=False), logging.getLogger("treeflash_jax")
     pictured = Console(highlight=False, record=True, width=100, height=40, file=io.StringIO())
     if pair is None and (pair := pairs.default_verifier()) == "tiny":
@@ -103,10 +101,10 @@ def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2,
         with console.status(f"loading {pair}"):
             model = tf.load(pair, drafter=demo.drafter)
         console.print(demo.text + "\n")
-        settings = {PLAIN: {"builder": "none"}, demo.drafted: demo.settings}
+        shared = {"max_new_tokens": max_new_tokens, "batch_size": 1}
         systems = [
-            System(name=name, model=model, config=tf.GenerateConfig(max_new_tokens=max_new_tokens, batch_size=1, **how))
-            for name, how in settings.items()
+            System(name=name, model=model, config=tf.GenerateConfig(**shared, **settings))
+            for name, settings in ((PLAIN, {"builder": "none"}), (demo.drafted, demo.settings))
         ]
         compiled = {system.name: Future() for system in systems}
         background.wait()  # a job of an earlier call would keep this one from starting
@@ -117,19 +115,19 @@ def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2,
             text, result, streams = _race(console, systems, prompt, compiled)
             console.print(text, "\n")
             results.append(result)
-        pictured.print(f"[bold]{prompt}[/bold]", streams)
         prompts = [BenchPrompt(id=name, turns=(prompt,)) for name, prompt in demo.prompts.items()]
         with console.status("measuring") as status:
             # All programs are compiled by now: no call is warm-up.
             records = list(harness.measure(systems, prompts, seeds=range(repeats), is_timed=False, tell=status.update))
             status.update("drawing a tree")  # its round is drafted again, by a program of its own
-            picture = _draw(results)
-        for page in (console, pictured):
-            page.print("one of the rounds, with the tokens that it kept marked:")
-            page.print(picture + "\n", markup=False)
-            page.print(_table(pair, records))
+            tree = Text(f"one of the rounds, with the tokens that it kept marked:\n{_draw(results)}\n")
+        console.print(tree, table := _table(pair, records))
         if svg is not None:
-            files.write(Path(svg), pictured.export_svg(title=f"treeflash demo: {devices.here().kind}, {model.dtype.name}"))
+            pictured.print(f"[bold]{prompt}[/bold]", streams, tree, table)
+            title = f"treeflash demo: {devices.here().kind}, {model.dtype.name}"
+            picture = pictured.export_svg(title=title, font_aspect_ratio=0.6)  # the width of Fira Code's letters
+            # librsvg drops the spaces at the ends of texts unless they are to be kept.
+            files.write(svg, picture.replace("<svg ", '<svg xml:space="preserve" ', 1))
 
 
 def _compile(systems: Sequence[System], prompts: Iterable[str], compiled: Mapping[str, Future]) -> None:
@@ -152,8 +150,7 @@ def _race(
     """
     streams = {s.name: s.model.stream(prompt, s.config, rounds_per_dispatch=1) for s in systems}
     texts, clocks, passes = {name: Text() for name in streams}, dict.fromkeys(streams, 0.0), dict.fromkeys(streams, 0)
-    results: dict[str, tf.Result] = {}
-    first_end = Columns()
+    first_end = None
     is_timed, since = all(compiled[name].done() for name in streams), time.perf_counter()
     width, height = max(24, console.width // len(texts) - 1), max(6, min(18, console.height - 6))
 
@@ -180,13 +177,14 @@ def _race(
                 continue
             if piece.finished == "interrupted":  # Ctrl-C, which ends the demo too
                 raise KeyboardInterrupt
-            results[name] = piece
             del streams[name]
-            first_end = panels() if len(results) == 1 else first_end
+            first_end = first_end or panels()
+            if name == systems[-1].name:
+                result = piece
             sentences = re.match(r".*[.!?](?=\s|$)|.*(?=\s)", texts[name].plain, re.DOTALL)
             if piece.finished == "length" and sentences:
                 texts[name] = texts[name][: sentences.end()]
-    return texts[systems[-1].name], results[systems[-1].name], first_end
+    return texts[systems[-1].name], result, first_end
 
 
 def _draw(results: list[tf.Result]) -> str:
