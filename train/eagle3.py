@@ -44,7 +44,7 @@ class Eagle3Stage(DraftingStage):
 
     Attributes:
       objective: positions that are rolled out, and for how many steps.
-      target_layer_ids: verifier layers whose outputs are read; empty takes the rule of the EAGLE repository.
+      target_layer_ids: verifier layers that it reads; empty takes the rule of the EAGLE repository.
       fc_norm, norm_before_residual, norm_output: options of EAGLE-3.1, see `EagleConfig`.
       draft_vocab_size: number of tokens that can be drafted, the most frequent ones of the answers; 0: all.
       num_depths, num_nodes, drafter_temperature: defaults stored with the drafter.

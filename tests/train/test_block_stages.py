@@ -7,14 +7,14 @@ import jax
 import numpy as np
 import pytest
 import toy_training
-from toy_training import DRAFTER, MODEL, make_batch, random_weights
+from toy_training import MODEL, make_batch, random_weights
 
 from train import drafter, head
 from train.runtime import hosts, run_config, training_state, watch
 from train.stages import drafting, objective, registry
 from treeflash_jax.core import devices, parameters, sharding
+from treeflash_jax.drafters import block
 from treeflash_jax.drafters.block import backbone as dflash
-from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.formats import models
 from treeflash_jax.models import verifier
 from treeflash_jax.models.backend import packed_attention
@@ -28,25 +28,21 @@ def toy(tmp_path_factory):
     return toy_training.write(tmp_path_factory.mktemp("toy"))
 
 
-def run_stage(toy, *overrides):
-    """(log lines without times, settings) of a run in this process."""
-    settings = toy_training.settings(toy, *overrides)
-    head.main(settings)
-    return toy_training.read_log(settings.run), settings
+def run_stage(toy, run, *overrides):
+    """Runs the stage in this process; returns log lines without times."""
+    head.main(toy_training.settings(toy, f"run={run}", *overrides))
+    return toy_training.read_log(run)
 
 
 def assert_same_losses(first, other, tolerance):
-    names = ("loss", "overlap", "top1", "grad_norm", "held_out/loss")
-    assert [line["step"] for line in first] == [line["step"] for line in other]
-    for a, b in zip(first, other, strict=True):
-        for name in names:
-            if name in a:
-                np.testing.assert_allclose(np.float64(a[name]), np.float64(b[name]), atol=tolerance, rtol=tolerance)
+    names = ("step", "loss", "overlap", "top1", "grad_norm", "held_out/loss")
+    first, other = ([{name: line[name] for name in names if name in line} for line in log] for log in (first, other))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=tolerance, rtol=tolerance), first, other)
 
 
 @pytest.fixture(scope="module")
 def one_device(toy, tmp_path_factory):
-    return run_stage(toy, f"run={tmp_path_factory.mktemp('one')}/run", "loop.steps=50", "train_backbone=true")[0]
+    return run_stage(toy, tmp_path_factory.mktemp("one") / "run", "loop.steps=50", "train_backbone=true")
 
 
 @pytest.mark.slow
@@ -59,7 +55,7 @@ def one_device(toy, tmp_path_factory):
     ],
 )
 def test_meshes_parts_and_chunks_follow_one_device(toy, one_device, tmp_path, overrides):
-    log, _ = run_stage(toy, f"run={tmp_path}/run", "loop.steps=50", "train_backbone=true", *overrides)
+    log = run_stage(toy, tmp_path / "run", "loop.steps=50", "train_backbone=true", *overrides)
     assert log[-1]["loss"] < log[0]["loss"] * 0.9
     assert_same_losses(one_device, log, 1e-4)
 
@@ -67,10 +63,9 @@ def test_meshes_parts_and_chunks_follow_one_device(toy, one_device, tmp_path, ov
 @pytest.mark.slow
 def test_samples_of_the_vocabulary_are_the_same_on_every_mesh(toy, tmp_path):
     words = ["loop.steps=6", "train_backbone=true", "objective.vocabulary=40"]
-    first, _ = run_stage(toy, f"run={tmp_path}/one", *words)
+    first = run_stage(toy, tmp_path / "one", *words)
     for name, mesh in {"parts": ["mesh.data=2", "mesh.fsdp=2", "mesh.model=2"], "data": ["mesh.data=8"]}.items():
-        other, _ = run_stage(toy, f"run={tmp_path}/{name}", *words, *mesh)
-        assert_same_losses(first, other, 1e-4)
+        assert_same_losses(first, run_stage(toy, tmp_path / name, *words, *mesh), 1e-4)
 
 
 def test_state_lies_over_fsdp_and_model(toy):
@@ -100,9 +95,9 @@ def test_verifier_and_blocks_attend_as_the_device_does(toy, monkeypatch, kind, e
 
 @pytest.mark.slow
 def test_muon_and_linear_heads_train_too(toy, tmp_path):
-    log, settings = run_stage(toy, f"run={tmp_path}/run", "head=linear", "optimizer.name=muon")
+    log = run_stage(toy, tmp_path / "run", "head=linear", "optimizer.name=muon")
     assert log[-1]["loss"] < log[0]["loss"]
-    weights = models.load_drafter(f"{settings.run}/model")[1]["head"]
+    weights = models.load_drafter(tmp_path / "run" / "model")[1]["head"]
     assert set(weights) == {"norm", "token", "hidden"} and np.any(weights["token"])
 
 
@@ -135,16 +130,13 @@ def test_copied_layers_read_the_context_as_the_verifier_does():
 
 
 def test_a_head_goes_on_where_it_was(toy, tmp_path):
-    config = {
-        "backbone": random_weights(dflash.specs(DRAFTER), 1),
-        "head": random_weights(HEADS["mlp"].specs(WITH_HEAD), 2),
-    }
-    models.save_drafter(tmp_path / "drafter", WITH_HEAD, config)
+    weights = random_weights(block.specs(WITH_HEAD), 1)
+    models.save_drafter(tmp_path / "drafter", WITH_HEAD, weights)
     settings = toy_training.settings(toy, f"drafter={tmp_path}/drafter", "keep_head=true")
     made = settings.drafter_config(MODEL)
     stored = settings.stored(made)
     start = stored | settings.fresh(made, None, stored)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=0.01), start, config)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0.01), start, weights)
     settings = toy_training.settings(toy, "keep_head=true")
     with pytest.raises(ValueError, match="got a drafter with head 'marginal' to be kept, expected 'mlp'"):
         settings.drafter_config(MODEL)
@@ -156,13 +148,10 @@ def test_backbone_from_scratch_learns(toy, tmp_path, monkeypatch, kind):
     """Alone, and together with a head over a sample of the vocabulary."""
     reports = []
     monkeypatch.setattr(watch.Watch, "evaluating", lambda self, *words: reports.append(words))
-    text = toy.read_text().replace('drafter = "', 'unused = "')
-    lines = [line for line in text.splitlines() if not line.startswith("unused")]
-    tables = [line for line in lines if line.endswith("}") or line.endswith("]")]
-    plain = [line for line in lines if line not in tables]
-    plain += ["num_layers = 1", "block_size = 4", "mask_token_id = 3", f'head = "{kind}"']
-    (tmp_path / "drafter.toml").write_text("\n".join(plain + tables))
-    words = [f"run={tmp_path}/run", "evaluate.prompts=2", "evaluate.nodes=[4]", "evaluate.new_tokens=8"]
+    lines = [line for line in toy.read_text().splitlines() if not line.startswith("drafter")]
+    (tmp_path / "drafter.toml").write_text("\n".join(lines))
+    words = ["num_layers=1", "block_size=4", "mask_token_id=3", f"head={kind}"]
+    words += [f"run={tmp_path}/run", "evaluate.prompts=2", "evaluate.nodes=[4]", "evaluate.new_tokens=8"]
     words += ["evaluate.candidates=2", "loop.best=held_out/tau_4", "loop.best_mode=max"]
     if kind == "mlp":
         with pytest.raises(ValueError, match="head 'mlp' and objective.base_weight 0"):
@@ -178,9 +167,8 @@ def test_backbone_from_scratch_learns(toy, tmp_path, monkeypatch, kind):
     assert made.head == kind
     if kind == "mlp":
         assert log[-1]["held_out/tau_marginal_4"] >= 1 and np.any(weights["head"]["down"])
-        stage = drafting.make_stage(settings, MODEL, made)
         exact = dataclasses.replace(settings, objective=dataclasses.replace(settings.objective, vocabulary=0))
-        whole = drafting.make_stage(exact, MODEL, made)
+        stage, whole = (drafting.make_stage(of, MODEL, made) for of in (settings, exact))
         parts = weights, {"verifier": random_weights(verifier.specs(MODEL), 0)}, make_batch((20, 20))
         keys = jax.random.split(jax.random.key(0), 2)
         held_out, all_tokens, some = (of(*parts, keys) for of in (stage.held_out_sums, whole.sums, stage.sums))

@@ -1,10 +1,8 @@
-"""Training blocks: many blocks of one packed sequence in one pass, each as the drafter sees it at inference.
+"""Training blocks: many blocks of a packed sequence in one pass, each as the drafter sees it at inference.
 
-A block starts at an anchor a and holds [anchor, mask, ..., mask]. It sees the context of its document at positions strictly
-before a (the anchor's own feature does not exist yet when a round is drafted), and itself. Slot i is trained on the
+A block [anchor, mask, ..., mask] starts at an anchor a. It attends to its document at positions strictly before a (when a
+round is drafted, the anchor's feature does not exist yet) and to itself, not to other blocks. Slot i is trained on the
 token at a + i.
-
-Blocks do not see each other, so anchors are processed in chunks and no array is [anchors x block, anchors x block].
 
 Shape suffixes: b sequences, s positions of a sequence, n anchors, i slots of a block, t = n i, d model, k key/value
 heads, h query heads (in products, per key/value head), e head dim, j tapped layers x model.
@@ -38,9 +36,9 @@ class Blocks:
     """Anchors of blocks and their targets.
 
     Attributes:
-      anchors_bn: index in the sequence.
+      anchors_bn: index of each anchor in the sequence.
       targets_bni: index of the token that each slot predicts, clipped to the sequence.
-      weights_bni: loss weights; 0 on the anchor, past the answer, and in blocks without an anchor.
+      weights_bni: loss weights; 0 for the anchor slot, past the answer, and in blocks without an anchor.
     """
 
     anchors_bn: jax.Array
@@ -49,14 +47,14 @@ class Blocks:
 
 
 def sample_blocks(batch: Batch, num_anchors: int, size: int, decay: float, keys_b: jax.Array) -> Blocks:
-    """Draws anchors without replacement, among answer tokens that an answer token of the same document follows.
+    """Draws anchors without replacement, among answer tokens followed by another one of the same document.
 
     Args:
       batch: packed answers; a positive weight marks tokens that the verifier wrote.
-      num_anchors: number per sequence; a sequence with fewer candidates has empty blocks.
+      num_anchors: anchors per sequence; a sequence with fewer candidates has empty blocks.
       size: block size, anchor included.
-      decay: slot i weighs exp(-(i - 1) / decay); 0 weighs all slots alike.
-      keys_b: a random key per sequence, so that anchors do not depend on how sequences are spread over devices.
+      decay: slot i weighs exp(-(i - 1) / decay); 0 weighs all slots equally.
+      keys_b: one random key per sequence, so that anchors do not depend on the distribution of sequences over devices.
     """
     is_answer_bs = batch.weights_bt > 0
     follows_bs = is_answer_bs[:, 1:] & (batch.segments_bt[:, 1:] == batch.segments_bt[:, :-1])
@@ -74,7 +72,7 @@ def sample_blocks(batch: Batch, num_anchors: int, size: int, decay: float, keys_
 
 
 def context(params: Any, config: DrafterConfig, batch: Batch, features_bsj: jax.Array) -> Layers:
-    """Keys and values [b, s, k, e] of the fused features, layer by layer, as the drafter's cache holds them."""
+    """Returns keys and values [b, s, k, e] of the fused features for each layer, as in the drafter's cache."""
     groups = backbone.context_kv(params, config, features_bsj, batch.positions_bt)
     return [layer for group in groups for layer in group]
 
@@ -88,7 +86,7 @@ def hidden_states(
     anchors_bn: jax.Array,
     attention: str = "chunked",
 ) -> jax.Array:
-    """Hidden states of the blocks at every anchor, [b, n, i, d], before the final norm: those of `backbone.block`."""
+    """Returns the hidden states of `backbone.block` at every anchor, [b, n, i, d], before the final norm."""
     size = config.block_size
     batch_size, count = anchors_bn.shape
     positions_bni = pick(batch.positions_bt, anchors_bn)[:, :, None] + jnp.arange(size)
@@ -113,9 +111,9 @@ def block_attention(
     segments_bs: jax.Array,
     attention: str = "chunked",
 ) -> jax.Array:
-    """One softmax over the context that a block sees and the block itself. t = n i slots, block after block.
+    """Attends from each block to its context and itself, in one softmax. t = n i slots, block after block.
 
-    Kernels take the blocks as more keys behind the context; "chunked" leaves each block's products with the others out.
+    Kernels get the blocks as further keys after the context; "chunked" skips the products of different blocks.
     """
     batch_size, slots, heads, head_dim = q_bthe.shape
     count, kv_heads = anchors_bn.shape[1], k_btke.shape[2]
@@ -130,16 +128,16 @@ def block_attention(
         return tree_attention(q_bthe, k_bxke, v_bxke, mask, implementation=attention)
     before_bns = jnp.arange(segments_bs.shape[1]) < anchors_bn[:, :, None]
     seen_bns = before_bns & (segments_bs[:, None] == segments_bn[:, :, None])
-    wide = jnp.promote_types(q_bthe.dtype, jnp.float32)
+    sum_dtype = jnp.promote_types(q_bthe.dtype, jnp.float32)
     q_bnikhe = q_bthe.reshape(batch_size, count, -1, kv_heads, heads // kv_heads, head_dim) * head_dim**-0.5
     k_bntke, v_bntke = (x.reshape(batch_size, count, -1, kv_heads, head_dim) for x in (k_btke, v_btke))
-    past_bkhnis = jnp.einsum("bnikhe,bske->bkhnis", q_bnikhe, context_k_bske, preferred_element_type=wide)
+    past_bkhnis = jnp.einsum("bnikhe,bske->bkhnis", q_bnikhe, context_k_bske, preferred_element_type=sum_dtype)
     past_bkhnis = jnp.where(seen_bns[:, None, None, :, None], past_bkhnis, -jnp.inf)
-    inner_bkhnit = jnp.einsum("bnikhe,bntke->bkhnit", q_bnikhe, k_bntke, preferred_element_type=wide)
+    inner_bkhnit = jnp.einsum("bnikhe,bntke->bkhnit", q_bnikhe, k_bntke, preferred_element_type=sum_dtype)
     peak = jax.lax.stop_gradient(jnp.maximum(past_bkhnis.max(-1), inner_bkhnit.max(-1)))[..., None]
     past_bkhnis, inner_bkhnit = jnp.exp(past_bkhnis - peak), jnp.exp(inner_bkhnit - peak)
     total_bnikh = jnp.moveaxis(past_bkhnis.sum(-1) + inner_bkhnit.sum(-1), (1, 2), (3, 4))
     dtype = q_bthe.dtype
-    mixed = jnp.einsum("bkhnis,bske->bnikhe", past_bkhnis.astype(dtype), context_v_bske, preferred_element_type=wide)
-    mixed += jnp.einsum("bkhnit,bntke->bnikhe", inner_bkhnit.astype(dtype), v_bntke, preferred_element_type=wide)
+    mixed = jnp.einsum("bkhnis,bske->bnikhe", past_bkhnis.astype(dtype), context_v_bske, preferred_element_type=sum_dtype)
+    mixed += jnp.einsum("bkhnit,bntke->bnikhe", inner_bkhnit.astype(dtype), v_bntke, preferred_element_type=sum_dtype)
     return (mixed / total_bnikh[..., None]).astype(dtype).reshape(batch_size, slots, heads, head_dim)

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from train.data.records import Source
 from train.evaluate import EvaluateConfig, TreeTau
 from train.runtime import folders, hosts, loop, run_config, watch
 from train.runtime.training_state import Stage, SumsFunction, place
-from train.stages.recorded import record
+from train.stages.teacher import record
 from treeflash_jax import drafters
 from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.core.checks import bounded
@@ -54,11 +54,11 @@ class DraftingStage(ABC):
 
     Attributes:
       run: folder of checkpoints, log and result, local or gs://.
-      verifier: the name of a pair, a folder, a GGUF file or a Hub id.
+      verifier: name of a pair, folder, GGUF file or Hub id.
       sources, data: responses of that verifier (`train.respond`), or chats.
       init_scale: standard deviation of fresh weights.
       compute_dtype: dtype of activations and frozen weights.
-      attention: "auto": splash attention on TPUs, cuDNN on NVIDIA GPUs, for sequence lengths and dtypes that these take;
+      attention: "auto": splash attention on TPUs, cuDNN on NVIDIA GPUs, if they support the sequence length and dtype;
         else "chunked", a few queries at a time.
     """
 
@@ -77,23 +77,23 @@ class DraftingStage(ABC):
     @classmethod
     @abstractmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        """Tells whether settings as read from TOML belong to this stage."""
+        """Returns whether settings read from TOML belong to this stage."""
 
     @property
     @abstractmethod
     def trains(self) -> tuple[str, ...]:
-        """Names of the trained weights; the others are frozen. Names that this drafter does not have are ignored."""
+        """Names of the trained weights; the others are frozen. Names unknown to this drafter are ignored."""
 
     @abstractmethod
     def drafter_config(self, model: ModelConfig) -> Any:
         """Returns the config of the drafter for this verifier.
 
         Raises:
-          ValueError: sizes that do not fit, or a folder that cannot be read.
+          ValueError: sizes that do not match the verifier's, or an unreadable folder.
         """
 
     def stored(self, drafter: Any) -> dict[str, Any]:
-        """Returns weights that exist before training, by name; at least all frozen ones. Read once per command."""
+        """Reads weights that exist before training, by name; at least all frozen ones. Called once per command."""
         return {}
 
     @abstractmethod
@@ -101,58 +101,49 @@ class DraftingStage(ABC):
         """Returns initial values of the trained weights, by name, on the host or the default device.
 
         Args:
-          weights: those of the verifier.
-          stored: the result of `stored`.
+          weights: weights of the verifier.
+          stored: result of `stored`.
         """
 
     @abstractmethod
     def make_sums(self, verifier: ModelConfig, drafter: Any) -> SumsFunction:
         """Returns the objective, `sums(params, frozen, batch, keys_b)`: weighted sums of the loss and of metrics.
 
-        Its arguments: trained weights by name, of any float dtype; "verifier" and the frozen weights by name, in the
-        compute dtype; packed sequences; one random key per sequence, so that draws do not depend on how sequences are
-        spread over devices. Its result: (sum, weight) of "loss", which is minimised, and of metrics for monitoring.
+        Its arguments are the trained weights by name, of any float dtype; "verifier" and the frozen weights by name, in
+        the compute dtype; packed sequences; and one random key per sequence, so that draws do not depend on the
+        distribution of sequences over devices. It returns (sum, weight) of "loss", which is minimised, and of metrics.
         """
-
-    @property
-    def held_out(self) -> DraftingStage:
-        """Settings whose sums are measured on held-out sequences: those of training, unless these estimate something."""
-        return self
 
     @abstractmethod
     def flops(self, verifier: ModelConfig, drafter: Any) -> float:
-        """Floating-point operations of a step, without recomputation; for MFU."""
+        """Returns the floating-point operations of a step, without recomputation; for MFU."""
 
     @abstractmethod
     def describe(self, drafter: Any) -> tuple[str, dict[str, Any]]:
         """Returns the kind of drafter, and its sizes by name, for the model card."""
 
+    # Decoding that evaluations measure, metric -> options of `generate`; metrics that training does not change, which are
+    # measured once; and settings that determine the size of a step, for reports of compiled steps.
+    systems: ClassVar[Mapping[str, Mapping[str, Any]]] = {"tau": {}}
+    constant: ClassVar[tuple[str, ...]] = ()
+    sizes: ClassVar[Mapping[str, int]] = {}
+
+    @property
+    def held_out(self) -> DraftingStage:
+        """Settings whose sums are measured on held-out sequences; other than these if training estimates its sums."""
+        return self
+
     @property
     def noun(self) -> str:
-        """Name of what is trained, for messages."""
+        """Name of the trained weights, for messages."""
         return " and ".join(self.trains)
 
-    @property
-    def systems(self) -> Mapping[str, Mapping[str, Any]]:
-        """Ways of decoding that evaluations measure: name of the metric -> options of `generate`."""
-        return {"tau": {}}
-
-    @property
-    def constant(self) -> tuple[str, ...]:
-        """Names of `systems` that this training does not change; they are measured once."""
-        return ()
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Settings of the stage that decide how large a step is, for reports of compiled steps."""
-        return {}
-
     def shaped_config(self, model: ModelConfig) -> Any:
-        """Like `drafter_config`, for a verifier that is only a shape: no folder is read."""
+        """Returns a drafter config like `drafter_config`, for a verifier known only by its sizes: reads no folder."""
         return self.drafter_config(model)
 
     def resolved(self) -> Self:
-        """Returns these settings with `data.thinking` as all sources state it."""
+        """Returns these settings with `data.thinking` set if all sources agree on it."""
         sources = [source for source in self.sources if source.format != "text"]
         stated = {answers.read_thinking(source.path) if source.format == "responses" else False for source in sources}
         if self.data.thinking is not None or len(stated) != 1:
@@ -160,7 +151,7 @@ class DraftingStage(ABC):
         return replace(self, data=replace(self.data, thinking=stated.pop()))
 
     def recorded_config(self, model: ModelConfig) -> Any:
-        """Returns `drafter_config` with what the files of the drafter record of its training data."""
+        """Returns `drafter_config` with the facts about its training data that its files record."""
         drafter = self.drafter_config(model)
         known = {"verifier": (self.verifier, ARCHITECTURES[model.model_type].class_name)}
         known |= {} if self.data.thinking is None else {"thinking": self.data.thinking}
@@ -201,9 +192,8 @@ def copy_weights(tree: Any) -> Any:
 
 
 def make_stage(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: Any = None) -> Stage:
-    """Divides the weights of a drafter into trained and frozen ones, by `settings.trains`, and chooses the attention."""
-    attention = devices.describe_mesh(mesh).training_attention(settings.attention)
-    settings = replace(settings, attention=attention)
+    """Divides a drafter's weights into trained and frozen ones by `settings.trains`, and chooses the attention."""
+    settings = replace(settings, attention=devices.describe_mesh(mesh).training_attention(settings.attention))
     specs = drafters.of(drafter).specs(drafter)
     others = {name: tree for name, tree in specs.items() if name not in settings.trains and tree}
     return Stage(
@@ -217,7 +207,7 @@ def make_stage(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: 
 
 
 def train(settings: DraftingStage) -> None:
-    """Opens verifier and data, trains, and writes RUN/model.
+    """Loads verifier and data, trains, and writes RUN/model.
 
     Raises:
       ValueError: sources, sizes or a drafter that cannot be trained.
@@ -266,5 +256,5 @@ def train(settings: DraftingStage) -> None:
 
 
 def assemble(drafter: Any, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights of a drafter from its parts, by name; parts without weights may be missing."""
+    """Returns the weights of a drafter from its parts, by name; parts without weights may be missing."""
     return {name: parts.get(name, {}) for name in drafters.of(drafter).specs(drafter)}

@@ -1,7 +1,6 @@
 """Losses of drafted distributions, by name: of logits against the verifier's distribution or against the next token.
 
-A loss is one function and one line in LOSSES; it returns a value per drafted token, in float32 at least. Logits come a
-chunk at a time, so nothing here holds the logits of a batch.
+A loss is one function and one line in LOSSES; it returns a value per drafted token, in float32 at least.
 
 Shape suffixes: `...` any leading axes, v vocabulary.
 
@@ -28,7 +27,7 @@ class Targets:
     """Targets of drafted tokens.
 
     Attributes:
-      labels: the token that followed, [...].
+      labels: next tokens, [...].
       log_probs: log-probabilities of the verifier at temperature 1, [..., v]; None if the loss does not read them.
     """
 
@@ -38,8 +37,7 @@ class Targets:
 
 def cross_entropy(logits: jax.Array, targets: Targets) -> jax.Array:
     """-log q(label)."""
-    picked = vocab.take(logits, targets.labels[..., None])[..., 0]
-    return vocab.log_sum_exp(logits) - picked
+    return vocab.log_sum_exp(logits) - vocab.take(logits, targets.labels[..., None])[..., 0]
 
 
 def forward_kl(logits: jax.Array, targets: Targets) -> jax.Array:
@@ -59,7 +57,7 @@ def overlap(logits: jax.Array, targets: Targets) -> jax.Array:
 
 
 def log_softmax(logits: jax.Array) -> jax.Array:
-    """In float32 at least."""
+    """Computes in float32 at least."""
     return jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
 
 
@@ -74,27 +72,27 @@ NEEDS_VERIFIER = frozenset({"forward-kl", "total-variation"})
 def path_sums(
     loss_bni: jax.Array, weights_bni: jax.Array, real_bni: jax.Array, top1_bni: jax.Array, overlap_bni: jax.Array | None
 ) -> Sums:
-    """Metric sums of drafted paths, n per sequence.
+    """Returns metric sums of drafted paths, n per sequence.
 
     Args:
       weights_bni: weights of the loss at every depth.
       real_bni: 1 for depths that count, 0 for those past the end of the document.
-      top1_bni: whether the likeliest token is the one that followed.
+      top1_bni: 1 if the likeliest token is the next token.
       overlap_bni: sum min(p, q); None without the verifier's distribution.
 
     Returns:
-      "loss"; per depth "top1" and "overlap"; "tau_estimate", 1 + the expected number of kept tokens, each kept with
-      probability overlap (0 or 1 for top1) if all before it are, over paths that count at every depth.
+      "loss"; per depth "top1" and "overlap"; "tau_estimate", 1 + the expected number of accepted tokens, over paths that
+      count at every depth. A token is accepted with probability overlap (0 or 1 for top1) if all before it are.
     """
     top1_bni = top1_bni * real_bni
-    kept_bni, total_i = top1_bni, jnp.sum(real_bni, axis=(0, 1))
+    accepted_bni, total_i = top1_bni, jnp.sum(real_bni, axis=(0, 1))
     sums = {
         "loss": (jnp.sum(loss_bni * weights_bni), jnp.sum(weights_bni)),
         "top1": (jnp.sum(top1_bni, axis=(0, 1)), total_i),
     }
     if overlap_bni is not None:
-        kept_bni = overlap_bni * real_bni
-        sums["overlap"] = (jnp.sum(kept_bni, axis=(0, 1)), total_i)
+        accepted_bni = overlap_bni * real_bni
+        sums["overlap"] = (jnp.sum(accepted_bni, axis=(0, 1)), total_i)
     whole_bn = jnp.prod(real_bni, axis=-1)
-    tau_bn = 1.0 + jnp.sum(jnp.cumprod(kept_bni, axis=-1), axis=-1)
+    tau_bn = 1.0 + jnp.sum(jnp.cumprod(accepted_bni, axis=-1), axis=-1)
     return sums | {"tau_estimate": (jnp.sum(tau_bn * whole_bn), jnp.sum(whole_bn))}

@@ -1,11 +1,10 @@
 """The training objective of block drafters: backbone and head, against the verifier, a chunk of anchors at a time.
 
 One verifier pass gives features and final hidden states. A scan over chunks of anchors then runs blocks, head and both
-vocabulary passes, and keeps only the hidden states of a chunk: logits are formed again in the backward pass. No logits
-of the whole batch exist.
+vocabulary passes, and keeps only the hidden states of a chunk: logits are recomputed in the backward pass.
 
-If the passes over the vocabulary are most of a step, as on CPUs, distributions can be compared over a sample of it
-(`vocabulary`): the tokens that occur in a sequence, and random ones that stand for all others.
+If the passes over the vocabulary dominate a step, as on CPUs, distributions can be compared over a sample of it
+(`vocabulary`): the tokens of a sequence, and random ones that represent all others.
 
 Shape suffixes: b sequences, s positions of a sequence, n anchors of a chunk, i drafted slots of a block, t = n i, d
 model, v vocabulary, c sampled tokens.
@@ -47,13 +46,13 @@ class ObjectiveConfig:
 
     Attributes:
       loss: name in LOSSES.
-      decay: slot i weighs exp(-(i - 1) / decay); 0 weighs all alike.
-      base_weight: weight of the same loss on the backbone's marginals, added if a head is trained with its backbone, so
-        that the candidates of the first stage do not drift.
+      decay: slot i weighs exp(-(i - 1) / decay); 0 weighs all slots equally.
+      base_weight: weight of the same loss on the backbone's marginals, added if a head is trained, so that the
+        candidates do not drift.
       anchors: blocks per sequence.
       chunk: blocks per sequence processed at a time; divides `anchors`.
-      vocabulary: number of tokens that the distributions of a sequence are compared over, at least the sequence length;
-        0: all. Held-out sequences are always measured over all.
+      vocabulary: size of the sample of the vocabulary, at least the sequence length; 0 compares distributions over the
+        whole vocabulary, as is always done for held-out sequences.
     """
 
     loss: losses.LossName
@@ -65,34 +64,32 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         if self.anchors % self.chunk:
-            raise ValueError(
-                f"got objective.anchors {self.anchors} and chunk {self.chunk}, expected a multiple of the chunk"
-            )
+            raise ValueError(f"got objective.anchors {self.anchors}, expected a multiple of objective.chunk {self.chunk}")
 
 
 @struct.dataclass
 class Sample:
-    """Tokens that stand for the vocabulary, per sequence.
+    """Sample of the vocabulary for each sequence.
 
     Attributes:
       ids_bc: distinct ids, ascending.
-      log_counts_bc: log of the number of tokens that each stands for; added to logits, the sum over the sample estimates
-        the sum over the vocabulary without bias.
+      log_counts_bc: log of the number of tokens that each represents. Added to logits, they make the sum over the sample
+        an unbiased estimate of the sum over the vocabulary.
     """
 
     ids_bc: jax.Array
     log_counts_bc: jax.Array
 
     def places(self, ids: jax.Array) -> jax.Array:
-        """Index in the sample of tokens [b, ...] that it contains."""
+        """Returns the index in the sample of each of these tokens [b, ...], all of which it contains."""
         return jax.vmap(jnp.searchsorted)(self.ids_bc, ids)
 
 
 def sample_vocabulary(batch: Batch, size: int, vocab_size: int, keys_b: jax.Array) -> Sample:
-    """Returns all tokens that occur in a sequence, and random others, drawn without replacement.
+    """Returns all tokens of a sequence, and random others drawn without replacement.
 
     Raises:
-      ValueError: a sample that is smaller than a sequence.
+      ValueError: a sample smaller than a sequence.
     """
     if size < batch.tokens_bt.shape[1]:
         raise ValueError(
@@ -119,21 +116,17 @@ def drafting_sums(
     drafter: DrafterConfig,
     attention: str = "chunked",
 ) -> Sums:
-    """Weighted sums of the loss and of metrics for monitoring, over the anchors drawn in these sequences.
+    """Returns weighted sums of the loss and of metrics for monitoring, over anchors drawn in these sequences.
 
     Args:
       params: trained weights, "backbone" and/or "head", of any float dtype.
       frozen: "verifier", and "backbone" if it is not trained, in the compute dtype.
       keys_b: one random key per sequence.
-      drafter: static; its `head` names the correction.
       attention: implementation, a name in `attention.TRAINING`.
 
     Returns:
-      As `losses.path_sums`, over the sample of the vocabulary if there is one; "overlap" only if the loss reads the
-      verifier's distribution.
-
-    Raises:
-      ValueError: a sample of the vocabulary that is smaller than a sequence.
+      The sums of `losses.path_sums`, over the sample of the vocabulary if there is one; "overlap" only if the loss reads
+      the verifier's distribution.
     """
     tables, backbone = frozen["verifier"], (frozen | params)["backbone"]
     dtype = tables["embed"].dtype
@@ -172,7 +165,7 @@ def score_sums(
     settings: ObjectiveConfig,
     drafter: DrafterConfig,
 ) -> Sums:
-    """The sums of one chunk of blocks, from their hidden states without the anchor slot."""
+    """Returns the sums of one chunk of blocks, from their hidden states without the anchor slot."""
     unembed_vd, eps = tables.get("unembed", tables["embed"]), drafter.layers.rms_norm_eps
     head, norm = _cast(head, unembed_vd.dtype), norm.astype(unembed_vd.dtype)
     targets_bni, weights_bni = chunk.targets_bni[:, :, 1:], chunk.weights_bni[:, :, 1:]
@@ -180,18 +173,17 @@ def score_sums(
     previous_bt = pick(batch.tokens_bt, previous_bni).reshape(len(hidden_bnid), -1)
     hidden_btd = hidden_bnid.reshape(*previous_bt.shape, -1)
 
-    def listed(table_vd: jax.Array) -> jax.Array:
-        """The entries of a table that distributions are compared over: all, or [b, c, ...] of the sample."""
+    def sampled(table_vd: jax.Array) -> jax.Array:
         return table_vd if sample is None else vocab.embed(table_vd, sample.ids_bc)
 
-    unembed = Unembed(embed_vd=tables["embed"], unembed_vd=listed(unembed_vd), norm=norm, eps=eps)
+    unembed = Unembed(embed_vd=tables["embed"], unembed_vd=sampled(unembed_vd), norm=norm, eps=eps)
 
     def drafter_logits(name: str, weights: Any) -> jax.Array:
-        sampled = {table: listed(weights[table]) for table in HEADS[name].LOOKED_UP[1:]}
-        return HEADS[name].logits(weights | sampled, unembed, previous_bt, hidden_btd)
+        weights = weights | {table: sampled(weights[table]) for table in HEADS[name].LOOKED_UP[1:]}
+        return HEADS[name].logits(weights, unembed, previous_bt, hidden_btd)
 
     def counted(logits_btv: jax.Array) -> jax.Array:
-        """As [b, n, i, v]; a sampled token counts as the tokens that it stands for."""
+        """Returns logits [b, n, i, v] in which a sampled token counts as all tokens that it represents."""
         if sample is not None:
             logits_btv = logits_btv + sample.log_counts_bc[:, None].astype(logits_btv.dtype)
         return logits_btv.reshape(*previous_bni.shape, -1)
@@ -215,7 +207,7 @@ def score_sums(
 
 
 def _cast(tree: Any, dtype: Any) -> Any:
-    """Weights in the compute dtype; gradients of weights cast at their reader add up in the dtype they come in."""
+    """Casts weights where they are read, so that their gradients add up in the dtype of the uncast weights."""
     return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
@@ -228,10 +220,10 @@ def drafting_flops(
     length: int,
     trains_backbone: bool,
 ) -> float:
-    """Floating-point operations that a step needs, for MFU: 2 per multiply-add, without recomputation.
+    """Returns the floating-point operations of a step for MFU: 2 per multiply-add, without recomputation.
 
-    Counted: the verifier's forward pass (causal attention at half the square), the drafter's context and blocks, the head,
-    and a vocabulary pass each for drafter and (if the loss reads it) verifier. A trained map counts three times, the
+    Counts the verifier's forward pass (causal attention at half the square), the drafter's context and blocks, the head,
+    and a vocabulary pass each for drafter and (if the loss reads it) verifier. Trained maps count three times, the
     drafter's vocabulary pass twice (gradient of its input only), frozen maps once.
     """
     count = Counter(dtype=jnp.float32, batch=batch_size)

@@ -21,10 +21,10 @@ STAGES: dict[str, type[DraftingStage]] = {
 
 
 def read_stage(path: str | PathLike, overrides: Sequence[str] = ()) -> DraftingStage:
-    """Settings of the stage that a file belongs to; later stages are asked first.
+    """Reads the settings of whichever stage recognises a file; later stages of STAGES are tried first.
 
     Raises:
-      ValueError: a file that cannot be read, or settings that are not of a stage.
+      ValueError: an unreadable file, or settings that do not belong to a stage.
     """
     raw = run_config.read(path, overrides)
     kind = next((stage for stage in reversed(STAGES.values()) if stage.recognises(raw)), HeadStage)

@@ -1,12 +1,12 @@
 """The objective of EAGLE-3: the layer's output at every position, then a few steps more on its own outputs.
 
-Step 0 at position t reads the verifier's features at t and the token at t + 1, and is to predict the token at t + 2.
-Step i reads the output of step i - 1 of the same position and the token at t + 1 + i, at position t + i, as drafting
-does ("training-time test"). It sees the step-0 keys of the positions before t and those of its own steps. So a rollout
-is what decoding would run below an anchor at t + 1 if the true tokens were drafted.
+Step 0 at position t reads the verifier's features at t and the token at t + 1, and predicts the token at t + 2. Step i
+reads the output of step i - 1 and the token at t + 1 + i, at position t + i, as drafting does ("training-time test"). It
+attends to the step-0 keys before t and to the keys of its rollout. So a rollout computes what decoding would compute
+below an anchor at t + 1 if the true tokens were drafted.
 
-Positions are processed in chunks, and every step forms its logits again in the backward pass: no array has the
-vocabulary and all positions or all steps as axes.
+Positions are processed in chunks, and logits are recomputed in the backward pass: no array has the vocabulary and all
+positions or all steps as axes.
 
 Shape suffixes: b sequences, s positions of a sequence, n positions of a chunk, i steps, t = n i, d drafter width, f 2
 d, k key/value heads, e head dim, v tokens that can be drafted.
@@ -42,7 +42,7 @@ class RolloutConfig:
     Attributes:
       steps: number of tokens drafted from every position (training-time test steps).
       decay: step i weighs decay ** i.
-      anchors: positions of a sequence that are rolled out, drawn anew in every step; 0: all of them.
+      anchors: positions of a sequence that are rolled out, drawn in every step; 0: all of them.
       chunk: positions of a sequence processed at a time; divides `anchors`, or the sequence length.
     """
 
@@ -63,15 +63,15 @@ def rollout_sums(
     drafter: EagleConfig,
     attention: str = "chunked",
 ) -> Sums:
-    """Weighted sums of the loss and of metrics for monitoring, over the drawn positions and their steps.
+    """Returns weighted sums of the loss and of metrics for monitoring, over the drawn positions and their steps.
 
     Args:
       params: trained weights of the drafter, of any float dtype.
       frozen: "verifier", and "offsets" if the draft vocabulary is a part of the verifier's.
 
     Returns:
-      As `losses.path_sums`; the loss is the cross-entropy against the verifier's distribution over the tokens that can
-      be drafted.
+      The sums of `losses.path_sums`; the loss is the cross-entropy against the verifier's distribution over the draft
+      vocabulary.
     """
     tables = frozen["verifier"]
     dtype = tables["embed"].dtype
@@ -108,7 +108,7 @@ def rollout_sums(
 def _step(
     weights, tables, first, where, carried_bnd, keys, position_bn, token_bn, *, drafter: EagleConfig, attention
 ) -> Any:
-    """One pass of the layer over each position: its output [b, n, d], and its new key and value."""
+    """Runs the layer at each position; returns its output [b, n, d], and the new key and value."""
     inputs_bnf = layer.read(weights, tables, drafter, token_bn, carried_bnd)
     table = layer.rotations(drafter, position_bn)
     new = layer.keys_values(weights, drafter, inputs_bnf, table)
@@ -123,8 +123,7 @@ def _step(
 
 
 def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, drafter: EagleConfig) -> tuple[jax.Array, ...]:
-    """Scores of one step, [b, n] each: loss, whether the likeliest token is the label, overlap, and whether the verifier's
-    likeliest token can be drafted."""
+    """Returns for one step, [b, n] each: loss, top-1 hits, overlap, and 1 if the verifier's top token can be drafted."""
     logits_bnv = vocab.unembed(weights["unembed"], layer.normed(weights, drafter, hidden_bnd))
     verifier_bnv, ids_v = vocab.unembed(tables.get("unembed", tables["embed"]), teacher_bnd), layer.draft_ids(weights)
     drafted_bn, known_bn = vocab.argmax(lax.stop_gradient(logits_bnv)), jnp.ones(label_bn.shape)
@@ -138,10 +137,10 @@ def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, drafter: Eagle
 
 
 def draw_positions(batch: Batch, settings: RolloutConfig, keys_b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Draws positions whose first step predicts an answer token.
+    """Draws positions [b, n] whose first step predicts an answer token.
 
     Returns:
-      Positions [b, n], and whether each was drawn: there may be fewer candidates.
+      Positions, and for each whether it was drawn: there may be fewer candidates than `settings.anchors`.
     """
     length = batch.tokens_bt.shape[1]
     everywhere_bs = jnp.broadcast_to(jnp.arange(length), batch.tokens_bt.shape)
@@ -154,13 +153,13 @@ def draw_positions(batch: Batch, settings: RolloutConfig, keys_b: jax.Array) -> 
 
 
 def _loss_weights(batch: Batch, index_bn: jax.Array, steps: int) -> jax.Array:
-    """Loss weights of the steps from these positions, [b, n, i]."""
+    """Returns loss weights [b, n, i] of the steps from these positions."""
     segment_bn1 = pick(batch.segments_bt, index_bn)[..., None]
     is_inside_bni = (_after(batch.segments_bt, index_bn, 2, steps) == segment_bn1) & (segment_bn1 > 0)
     return jnp.where(is_inside_bni, _after(batch.weights_bt, index_bn, 2, steps), 0.0)
 
 
 def _after(x_bs: jax.Array, index_bn: jax.Array, first: int, steps: int) -> jax.Array:
-    """Values `first`, `first + 1`, ... places after these positions, [b, n, i, ...]; zeros past the end."""
+    """Returns the values `first`, `first + 1`, ... after these positions, [b, n, i, ...]; zeros past the end."""
     padded_bs = jnp.pad(x_bs, [(0, 0), (0, first + steps)] + [(0, 0)] * (x_bs.ndim - 2))
     return pick(padded_bs, index_bn[..., None] + first + jnp.arange(steps))

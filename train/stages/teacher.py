@@ -1,16 +1,33 @@
-"""The frozen verifier in training: one clean pass over packed sequences, from which every kind of drafter learns."""
+"""The frozen verifier in training: its outputs, computed in every step, or once per training sequence and recorded.
+
+Recording is worth its disk if the verifier's pass is a large part of a step, and several passes or runs read the same
+documents: 2 x (layers + 1) x hidden size bytes per token in bfloat16.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import struct
 
-from train.data.packing import Batch
+from train.data.packing import Batch, Corpus, PackedDataset
+from train.runtime import hosts, watch
+from treeflash_jax.core import devices, sharding
 from treeflash_jax.models import verifier
 from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig
+
+HIDDEN = "hidden"  # file of the final states; the others are named by their layer
+SAMPLES = 8  # entries that the digest reads along each axis of a weight
 
 
 @struct.dataclass
@@ -19,7 +36,7 @@ class Teacher:
 
     Attributes:
       features_btj: outputs of the tapped layers, j = layers x model.
-      hidden_btd: the states from which logits are made.
+      hidden_btd: final states, from which logits are computed.
     """
 
     features_btj: jax.Array
@@ -27,7 +44,7 @@ class Teacher:
 
 
 def teach(params: Any, config: ModelConfig, taps: tuple[int, ...], batch: Batch, attention: str = "chunked") -> Teacher:
-    """Runs the verifier over packed sequences, unless the batch has its outputs. Its attention runs forward only.
+    """Runs the verifier over packed sequences, unless the batch contains its outputs.
 
     Args:
       taps: 0-based layers, in the order in which the drafter reads them.
@@ -38,3 +55,85 @@ def teach(params: Any, config: ModelConfig, taps: tuple[int, ...], batch: Batch,
     mask = PackedMask(batch.segments_bt, batch.segments_bt)
     out = verifier.forward(params, config, batch.tokens_bt, batch.positions_bt, mask, taps=taps, attention=attention)
     return jax.lax.stop_gradient(Teacher(out.features_btj, out.hidden_btd))
+
+
+def record(
+    corpus: Corpus,
+    folder: str,
+    *,
+    weights: Any,
+    model: ModelConfig,
+    taps: Sequence[int],
+    batch_size: int,
+    attention: str,
+    mesh: jax.sharding.Mesh,
+) -> Corpus:
+    """Returns the corpus with the outputs of the verifier; computes and writes those that `folder` lacks.
+
+    An interrupted command continues when it is run again. Every layer has its own file, so that drafters that read
+    different layers share files. Other documents, sequence lengths, weights or dtypes have other files.
+
+    Args:
+      weights: weights of the verifier, on the mesh.
+      taps: 0-based layers, in the order in which the drafter reads them.
+      batch_size: sequences per pass of the verifier.
+
+    Raises:
+      ValueError: several processes, or too little disk space.
+    """
+    if jax.process_count() > 1:
+        raise ValueError(f"got data.record on {jax.process_count()} processes, expected one; leave data.record out")
+    dtype, packed_sets = np.dtype(weights["embed"].dtype), [*corpus.train.values(), *corpus.held_out.values()]
+    shape = (packed_sets[0].sequence_length, model.hidden_size)
+    key = hashlib.sha256(repr((model, dtype.name, shape, corpus.digests())).encode())
+    for x in jax.tree.leaves(weights):
+        key.update(sharding.to_host(x[tuple(slice(None, None, max(n // SAMPLES, 1)) for n in x.shape)]).tobytes())
+    place = Path(folder) / key.hexdigest()[:16]
+    place.mkdir(parents=True, exist_ok=True)
+
+    def with_outputs(packed: PackedDataset, name: str) -> PackedDataset:
+        files = {layer: place / f"{name}-{layer}" for layer in (*taps, HIDDEN)}
+        missing = {layer: path for layer, path in files.items() if not path.exists()}
+        if missing:
+            layers = tuple(layer for layer in missing if layer != HIDDEN)
+            run = partial(devices.jit(partial(teach, config=model, taps=layers, attention=attention)), weights)
+            size = dtype.itemsize * shape[0] * shape[1]
+            _write(packed, [*missing.values()], size, batch_size, lambda batch: run(batch=hosts.place_batch(batch, mesh)))
+        maps = (np.memmap(path, dtype, "r", shape=(len(packed), *shape)) for path in files.values())
+        return replace(packed, outputs=tuple(maps))
+
+    train = {name: with_outputs(packed, f"{name}-train") for name, packed in corpus.train.items()}
+    held_out = {name: with_outputs(packed, f"{name}-held-out") for name, packed in corpus.held_out.items()}
+    return replace(corpus, train=train, held_out=held_out)
+
+
+def _write(
+    packed: PackedDataset, files: Sequence[Path], size: int, batch_size: int, run: Callable[[Batch], Teacher]
+) -> None:
+    """Appends the missing sequences to FILE.part, `size` bytes each, and renames it to FILE."""
+    parts = [path.with_name(path.name + ".part") for path in files]
+    for part in parts:
+        part.touch()
+    done = min(part.stat().st_size for part in parts) // size
+    needed, free = (len(packed) - done) * size * len(parts), shutil.disk_usage(parts[0].parent).free
+    if needed > free:
+        raise ValueError(
+            f"got {free / 1e9:.1f} GB of disk for data.record, expected {needed / 1e9:.1f} GB; free some, or leave it out"
+        )
+    hosts.say(f"recording {len(packed) - done:,} sequences, {needed / 1e9:.1f} GB, in {parts[0].parent}")
+    with ExitStack() as stack:
+        streams = [stack.enter_context(part.open("r+b")) for part in parts]
+        for stream in streams:
+            stream.truncate(done * size)
+            stream.seek(done * size)
+        bar = stack.enter_context(watch.Bar("recording", total=len(packed), done=done))
+        for first in range(done, len(packed), batch_size):
+            index = np.arange(first, first + batch_size)
+            out = sharding.to_host(run(packed.take(np.minimum(index, len(packed) - 1))))
+            count = 0 if out.features_btj is None else out.features_btj.shape[-1] // out.hidden_btd.shape[-1]
+            features = np.split(out.features_btj, count, axis=-1) if count else []
+            for stream, array in zip(streams, [*features, out.hidden_btd], strict=False):  # states may be on disk already
+                stream.write(array[index < len(packed)].tobytes())
+            bar.show(first + batch_size)
+    for part, path in zip(parts, files, strict=True):
+        part.rename(path)

@@ -7,7 +7,7 @@ import pytest
 import toy_training
 
 from train import head
-from train.stages import recorded, teacher
+from train.stages import teacher
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_an_interrupted_record_goes_on_and_layers_are_shared(toy, tmp_path, monk
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
 
     taps, teach = [], teacher.teach
-    monkeypatch.setattr(recorded, "teach", lambda *args, **named: taps.append(named["taps"]) or teach(*args, **named))
+    monkeypatch.setattr(teacher, "teach", lambda *args, **named: taps.append(named["taps"]) or teach(*args, **named))
     (folder / "responses-train-2").unlink()
     head.main(dataclasses.replace(settings, run=f"{tmp_path}/layer"))
     assert taps == [(2,)]
@@ -56,6 +56,6 @@ def test_an_interrupted_record_goes_on_and_layers_are_shared(toy, tmp_path, monk
 
 
 def test_a_full_disk_is_refused_before_anything_is_computed(toy, tmp_path, monkeypatch):
-    monkeypatch.setattr(recorded.shutil, "disk_usage", lambda _: recorded.shutil._ntuple_diskusage(10, 10, 0))
+    monkeypatch.setattr(teacher.shutil, "disk_usage", lambda _: teacher.shutil._ntuple_diskusage(10, 10, 0))
     with pytest.raises(ValueError, match="got 0.0 GB of disk for data.record, expected"):
         head.main(toy_training.settings(toy, f"run={tmp_path}/run", f"data.record={tmp_path}/outputs"))
