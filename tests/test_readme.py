@@ -10,18 +10,20 @@ import shlex
 import typing
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 from conftest import SMOLLM2
 
 from train import compile as train_compile
-from train.runtime import run_config
+from train.runtime import hosts, run_config
 from train.stages import registry
 from treeflash_jax.acceptance import RULES
 from treeflash_jax.bench import shapes
 from treeflash_jax.bench.floors import phase_work
 from treeflash_jax.cli import commands
+from treeflash_jax.core.devices import PEAK_RATES
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters.block import DraftSettings
 from treeflash_jax.formats import dialects
@@ -36,6 +38,22 @@ PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page 
 README = PAGES["README.md"]
 ALL = "\n".join(PAGES.values())
 SHELL = "\n".join(re.findall(r"^```sh\n(.*?)^```", ALL, flags=re.DOTALL | re.MULTILINE))
+ON_ALL = r"train/launch\.sh pod run "  # workers of a pod, each with some of its 16 chips
+TRAINING = rf"^(srun [^\n]*?|{ON_ALL}|train/launch\.sh pod one )?python -m train\.(\w+) (.*)$"
+# Options of gcloud's commands that the pages use, after https://cloud.google.com/sdk/gcloud/reference.
+GCLOUD = {
+    "config set": (),
+    "storage buckets create": ("--location",),
+    "storage cat": (),
+    "storage cp": ("--recursive",),
+    "compute tpus tpu-vm create": ("--accelerator-type", "--version", "--spot"),
+    "compute tpus tpu-vm delete": ("--quiet",),
+    "compute tpus tpu-vm scp": ("--worker",),
+    "compute tpus tpu-vm ssh": ("--worker", "--command"),
+    "compute tpus queued-resources create": ("--node-id", "--accelerator-type", "--runtime-version", "--spot"),
+    "compute tpus queued-resources delete": ("--force", "--quiet"),
+    "compute tpus queued-resources describe": ("--format",),
+}
 # Names in inline code of tables and text that are files or folders of the repository.
 FILES = re.compile(r"`((?:[a-z_0-9-]+/)*(?:[a-z_0-9-]+\.(?:py|json|png|ipynb|toml)|[a-z_]+/))`")
 
@@ -79,14 +97,58 @@ def test_printed_commands_parse(command):
 
 
 def test_printed_training_commands_are_understood():
-    commands = re.findall(r"^(?:srun )?python -m train\.(\w+) (.*)$", SHELL, flags=re.MULTILINE)
-    staged = [(stage, words.split()) for stage, words in commands if stage != "compile"]  # tests/test_train_compile.py
-    assert {stage for stage, _ in staged} >= {"pair", "respond", "head", "drafter", "export"}
-    for stage, words in staged:
-        hints = typing.get_type_hints(importlib.import_module(f"train.{stage}").main)
-        kind = registry.STAGES.get(stage, hints["settings"])
-        files = [ROOT / word for word in words if "=" not in word]
-        run_config.load(kind, files[0] if files else None, [word for word in words if "=" in word])
+    commands = re.findall(TRAINING, SHELL, flags=re.MULTILINE)
+    staged = [command for command in commands if command[1] != "compile"]  # tests/train/test_train_compile.py
+    assert {stage for _, stage, _ in staged} >= {"pair", "respond", "head", "drafter", "export", "measure"}
+    for where, stage, words in staged:
+        settings = understood(stage, words.split())
+        if (where.startswith("srun --nodes") or re.match(ON_ALL, where)) and stage in registry.STAGES:
+            assert settings.mesh.fsdp == 16, "chips of the pod, and of two nodes with 8 GPUs"
+            hosts.check_batch(settings.loop.batch, settings.loop.accumulate, SimpleNamespace(shape={"data": 1, "fsdp": 16}))
+        if re.match(ON_ALL, where) and stage in registry.STAGES:
+            assert settings.loop.batch == 16 * settings.loop.accumulate, "one sequence a chip, as it was compiled"
+    for name in ("qwen3-4b", "qwen3-8b"):  # train.measure answers what was held out
+        settings = understood("respond", [f"configs/{name}/respond.toml"])
+        assert all(source.hold_out for source in settings.sources)
+
+
+def understood(stage: str, words: list[str]) -> typing.Any:
+    """Returns the settings of a stage that the words of a command give."""
+    hints = typing.get_type_hints(importlib.import_module(f"train.{stage}").main)
+    files = [ROOT / word for word in words if "=" not in word]
+    kind = registry.STAGES.get(stage, hints["settings"])
+    return run_config.load(kind, files[0] if files else None, [word for word in words if "=" in word])
+
+
+def test_commands_of_other_programs_have_their_options():
+    lines = [shlex.split(line)[1:] for line in SHELL.splitlines() if line.startswith("gcloud ")]
+    used = set()
+    for words in lines:
+        name = next(name for name in GCLOUD if words[: len(name.split())] == name.split())
+        used.add(name)
+        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= set(GCLOUD[name]), words
+    assert used == set(GCLOUD)
+    launched = re.findall(r"^train/launch\.sh pod (\w+)", SHELL, flags=re.MULTILINE)
+    assert set(launched) == {"install", "run", "one", "log"} and "launch.sh pod stop" in PAGES["train/README.md"]
+
+
+def test_times_on_a_pod_are_those_of_the_formula():
+    rows = re.findall(r"^\| (\w+) \| (\de\d) \| (\d+) min \| (\d+) min \|$", PAGES["train/README.md"], flags=re.MULTILINE)
+    steps = read("tpu_train_steps.json").values()
+    flops = {len(step["trains"]): step["flops_per_step"] / step["batch"] / step["sequence_length"] for step in steps}
+    model = shapes.find_verifier("qwen3-4b")
+    cache = 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    assert round(cache / 1e3) == 147 and round(flops[1] / 1e9) == 22 and round(flops[2] / 1e9) == 14
+    assert [stage for stage, *_ in rows] == ["respond", "drafter", "head"]
+    for stage, tokens, *minutes in rows:
+        for chips, replicas, kind, shown in ((16, 4, "TPU v5 lite", minutes[0]), (8, 8, "NVIDIA H200", minutes[1])):
+            peak, bandwidth = PEAK_RATES[kind]
+            seconds = {
+                "respond": float(tokens) / 64 / replicas * (8.04e9 + 64 * 1000 * cache) / (bandwidth * chips / replicas),
+                "drafter": float(tokens) * flops[1] / chips / peak,
+                "head": float(tokens) * flops[2] / chips / peak,
+            }
+            assert round(seconds[stage] / 60) == int(shown), (stage, kind)
 
 
 def test_named_options_exist(capsys):
@@ -98,6 +160,7 @@ def test_named_options_exist(capsys):
         with pytest.raises(SystemExit):
             main([*command, "--help"])
         known |= set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
+    known |= {option for options in GCLOUD.values() for option in options}
     named = set(re.findall(r"`(--[a-z-]+)", ALL))
     assert named >= {"--nodes", "--builder", "--quantize", "--prompt-file"}
     assert named <= known

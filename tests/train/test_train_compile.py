@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -73,6 +74,19 @@ def test_a_step_compiles_for_the_devices_at_hand(small_shape, tmp_path, capsys):
     assert "mesh {'data': 8, 'model': 1}" in capsys.readouterr().out
     held, replicated = (one["bytes_per_chip"]["state_and_weights"] for one in (result, json.loads(out.read_text())[key]))
     assert 0.25 * replicated < held < 0.3 * replicated
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "size"), [("drafter", "mask_token_id=3"), ("head", "loop.steps=1")])
+def test_commands_for_a_pod_compile(small_shape, capsys, stage, size):
+    """With their settings and as many parts, on eight devices for sixteen."""
+    page = Path(ROOT, "train", "README.md").read_text()
+    [words] = re.findall(rf"^train/launch\.sh pod run python -m train\.{stage} (.*)$", page, flags=re.MULTILINE)
+    file, *overrides = words.split()
+    parts = int(re.search(r"loop\.accumulate=(\d+)", words)[1])
+    small = [*SMALL, f"loop.batch={8 * parts}", "mesh.fsdp=8", size]
+    assert compiling.main(["--shape", "small", f"{ROOT}/{file}", *overrides, *small]) == 0
+    assert "'fsdp': 8" in (shown := capsys.readouterr().out) and f"{8 * parts} sequences of 32 tokens" in shown
 
 
 @pytest.mark.slow
