@@ -89,7 +89,6 @@ def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2,
       svg: file for a picture of the demo: the streams of the last prompt when the first one ends, the tree and the table.
     """
     console, logger = Console(highlight=False), logging.getLogger("treeflash_jax")
-    pictured = Console(highlight=False, record=True, width=100, height=40, file=io.StringIO())
     if pair is None and (pair := pairs.default_verifier()) == "tiny":
         console.print(f"the toy pair, since SmolLM2 is not on this machine; {pairs.GET_SMOLLM2} adds it\n")
     demo = choose(pair, devices.here())
@@ -109,7 +108,7 @@ def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2,
         compiled = {system.name: Future() for system in systems}
         background.wait()  # a job of an earlier call would keep this one from starting
         background.start(lambda: _compile(systems, demo.prompts.values(), compiled))
-        results = []
+        results = []  # of the drafted answers
         for prompt in demo.prompts.values():
             console.print(f"[bold]{prompt}[/bold]")
             text, result, streams = _race(console, systems, prompt, compiled)
@@ -123,6 +122,7 @@ def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2,
             tree = Text(f"one of the rounds, with the tokens that it kept marked:\n{_draw(results)}\n")
         console.print(tree, table := _table(pair, records))
         if svg is not None:
+            pictured = Console(highlight=False, record=True, width=console.width, file=io.StringIO())
             pictured.print(f"[bold]{prompt}[/bold]", streams, tree, table)
             title = f"treeflash demo: {devices.here().kind}, {model.dtype.name}"
             picture = pictured.export_svg(title=title, font_aspect_ratio=0.6)  # the width of Fira Code's letters
@@ -160,8 +160,8 @@ def _race(
             state = f"{passes[name]} passes" + (f", {clocks[name]:.1f} s" if is_timed else "")
             if not compiled[name].done():
                 state = f"compiling, {time.perf_counter() - since:.0f} s"
-            end = Text("\n").join(text.wrap(console, width - 4)[2 - height :])
-            panels.append(Panel(end, title=name, subtitle=state, width=width, height=height))
+            lines = Text("\n").join(text.wrap(console, width - 4)[2 - height :])
+            panels.append(Panel(lines, title=name, subtitle=state, width=width, height=height))
         return Columns(panels)
 
     with Live(get_renderable=panels, console=console, transient=True):
@@ -187,11 +187,11 @@ def _race(
     return texts[systems[-1].name], result, first_end
 
 
-def _draw(results: list[tf.Result]) -> str:
-    """Draws a round that kept many tokens, if possible of a tree that branches."""
+def _draw(results: Sequence[tf.Result]) -> str:
+    """Draws, of the rounds that kept most tokens, the one with most branches."""
     rounds = sorted((-kept, i, j) for i, result in enumerate(results) for j, kept in enumerate(result.accept_lengths))
-    pictures = [str(results[i].tree(j)) for _, i, j in rounds[:12]]
-    return next((picture for picture in pictures if "├" in picture), pictures[0] if pictures else "none")
+    pictures = (str(results[i].tree(j)) for _, i, j in rounds[:12])
+    return max(pictures, key=lambda picture: picture.count("├"), default="none")
 
 
 def _table(pair: str, records: Sequence[Record]) -> Table:
@@ -199,13 +199,18 @@ def _table(pair: str, records: Sequence[Record]) -> Table:
     for column in ("passes", "tau", "tokens/s", "speedup", "identical"):
         table.add_column(column, justify="right")
     for prompt in dict.fromkeys(record["prompt_id"] for record in records):
-        answers = [record for record in records if record["prompt_id"] == prompt]
-        entries = report.summarise(answers, resamples=1)["systems"]  # in the order of the turns, which changes
-        for entry in sorted(entries, key=lambda entry: entry["system"] != PLAIN):
-            is_same, speed = entry["identical"] == entry["compared"], entry["tokens_per_second"]
-            numbers = str(entry["rounds"] // entry["responses"] + 1), f"{entry['tau'] or 1:.2f}", f"{speed:.0f}"
+        entries = report.summarise([r for r in records if r["prompt_id"] == prompt], resamples=1)["systems"]
+        for entry in sorted(entries, key=lambda entry: entry["system"] != PLAIN):  # the order of the turns changes
+            is_same = entry["identical"] == entry["compared"]
             if not is_same:
                 table.caption = "no: usually a near-tie of two logits, not an error; see treeflash check"
-            ends = f"{entry['speedup']['value']:.2f} x", "yes" if is_same else "no"
-            table.add_row(prompt if entry["system"] == PLAIN else "", entry["system"], *numbers, *ends)
+            table.add_row(
+                prompt if entry["system"] == PLAIN else "",
+                entry["system"],
+                str(entry["rounds"] // entry["responses"] + 1),
+                f"{entry['tau'] or 1:.2f}",
+                f"{entry['tokens_per_second']:.0f}",
+                f"{entry['speedup']['value']:.2f} x",
+                "yes" if is_same else "no",
+            )
     return table
