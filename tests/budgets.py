@@ -7,13 +7,14 @@ from treeflash_jax.decoding import calibration
 from treeflash_jax.decoding.calibration import Calibration
 
 BUCKETS = [2, 4, 8, 16]
-AUTO = {"nodes": "auto", "candidates": 8, "children": 8}
+SIZES = {"candidates": 8, "children": 8}
+AUTO = {"nodes": "auto"} | SIZES
 FLAT, STEEP, MIXED = [1.0] * 4, [1.0, 2.0, 4.0, 8.0], [1.0, 1.2, 1.5, 2.1]
 
 
-def table(model, seconds, step, *, tau=(1.8, 2.5, 3.2, 3.8), nodes=BUCKETS, **changes) -> Calibration:
+def table(model, seconds, step, *, tau=(1.8, 2.5, 3.2, 3.8), nodes=BUCKETS, settings=SIZES, **changes) -> Calibration:
     """A calibration that was never measured."""
-    plan = model.plan(GenerateConfig(builder="best-first", candidates=AUTO["candidates"], children=AUTO["children"]))
+    plan = model.plan(GenerateConfig(builder="best-first", **settings))
     return Calibration(
         identity=calibration.make_identity(model.verifier, model.weights, plan, model.mesh) | changes,
         nodes=list(nodes),

@@ -7,6 +7,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import prefilled
 from budgets import AUTO, MIXED, beside, table
 from conftest import needs_8_devices, random_pair
 
@@ -14,8 +15,6 @@ from treeflash_jax import make_mesh
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.engine.batching import Slots
-from treeflash_jax.engine.planning import make_requests
-from treeflash_jax.engine.settings import GenerateConfig
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16], [17] * 20, [18, 19]]
 SETTINGS = {
@@ -82,17 +81,8 @@ def test_a_batch_keeps_its_slots_busy():
 @pytest.mark.usefixtures("as_users_compile")
 def test_admission_writes_the_replaced_sequences_only():
     model = random_pair()
-    settings = GenerateConfig(max_new_tokens=20, nodes=8, candidates=4, children=4)
-    plan = model.plan(settings)
-    state, fresh = (
-        loops.prefill(
-            model.weights,
-            *model.make_batch(
-                make_requests(prompts, settings, model.verifier), settings, batch_size=len(prompts), capacity=256
-            ),
-            plan=plan.for_prefill(),
-        )
-        for prompts in ([[1, 2], [3, 4], [5]], [[6, 7, 8], [9]])
+    (_, state), (_, fresh) = (
+        prefilled(model, prompts, **SETTINGS["tree"]) for prompts in ([[1, 2], [3, 4], [5]], [[6, 7, 8], [9]])
     )
     old = [np.asarray(x) for x in (state.tokens_bs, state.cache.groups[0][0].keys_bkse)]
     new = [np.asarray(x) for x in (fresh.tokens_bs, fresh.cache.groups[0][0].keys_bkse)]
@@ -125,13 +115,6 @@ def test_rounds_that_choose_their_nodes_go_on_choosing(trained, tmp_path, step):
 @needs_8_devices
 def test_sequences_move_in_on_a_mesh():
     alone, sharded = random_pair(), random_pair(make_mesh(2, 2))
-    how = {
-        "max_new_tokens": 12,
-        "nodes": 8,
-        "candidates": 4,
-        "children": 4,
-        "batch_size": 4,
-        "stop_ids": [3, 7, 11, 20, 33],
-    }
+    how = SETTINGS["tree"] | {"max_new_tokens": 12, "batch_size": 4, "stop_ids": [3, 7, 11, 20, 33]}
     expected = [result.ids for result in alone.generate(PROMPTS, **how)]
     assert [result.ids for result in sharded.generate(PROMPTS, **how)] == expected

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import make_inputs, make_pair, prefilled
 from compiled import CAPACITY, assert_copies_nothing, assert_one_program
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, compilations
 
-import treeflash_jax as tf
-from treeflash_jax import drafters
-from treeflash_jax.core import parameters
 from treeflash_jax.decoding import loops, rounds
-from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import causal_lm, eagle3, ngram, steering
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.engine.planning import make_requests
-from treeflash_jax.models import verifier
 from treeflash_jax.trees import NO_TOKEN
 
 SMALL = replace(RANDOM_MODEL, num_layers=2, num_kv_heads=1)
@@ -38,22 +34,6 @@ TREE = {"nodes": 8, "children": 4}
 pytestmark = pytest.mark.filterwarnings("ignore:tau is")
 
 
-def a_pair(kind: str, head: str | None = None) -> tf.TreeFlash:
-    """Random weights of a verifier and of a drafter of this kind, a block drafter with this head if one is named."""
-    config = KINDS[kind] if head is None else replace(KINDS[kind], head=head)
-    specs = verifier.specs(RANDOM_MODEL), drafters.of(config).specs(config)
-    weights = [parameters.initialize(spec, jax.random.key(i), scale=0.3) for i, spec in enumerate(specs)]
-    return tf.TreeFlash(RANDOM_MODEL, Weights(*weights), drafter=config, stop_ids=())
-
-
-def planned(model: tf.TreeFlash, prompts: list[list[int]], capacity: int = 256, **settings) -> tuple[DecodePlan, tuple]:
-    """The plan of a call, and the inputs of its prompts for caches of this capacity."""
-    config = tf.GenerateConfig(max_new_tokens=20, **settings)
-    return model.plan(config), model.make_batch(
-        make_requests(prompts, config, model.verifier), config, batch_size=2, capacity=capacity
-    )
-
-
 SHORT = [("ngram", {}), ("block", {"shortlist": 2})]  # some of their entries have no child
 FULL = [(kind, {}) for kind in KINDS if kind not in ("block", "ngram")] + [("block", {"head": head}) for head in HEADS]
 
@@ -63,10 +43,10 @@ FULL = [(kind, {}) for kind in KINDS if kind not in ("block", "ngram")] + [("blo
 )
 def test_no_token_is_offered_twice(kind, settings):
     """Along eight paths that take different children; a proposal names no token twice, whatever its empty entries held."""
-    model = a_pair(kind, settings.get("head"))
+    model = make_pair(RANDOM_MODEL, replace(KINDS[kind], **{name: settings[name] for name in settings if name == "head"}))
     prompts = [[*range(RANDOM_MODEL.vocab_size)] * 3, [8]]  # whatever follows the first, n-grams have seen it three times
-    plan, inputs = planned(model, prompts, builder="hybrid", nodes=8, children=6, **settings)
-    state, lanes_w = loops.prefill(model.weights, *inputs, plan=plan.for_prefill()), jnp.arange(8)
+    plan, state = prefilled(model, prompts, builder="hybrid", nodes=8, children=6, **settings)
+    lanes_w = jnp.arange(8)
 
     @jax.jit
     def drafted(weights, state):
@@ -81,9 +61,8 @@ def test_no_token_is_offered_twice(kind, settings):
     offers, support_bnc = drafted(model.weights, state)
     is_short = False
     for tokens_bwc, log_probs_bwc in offers:
-        for tokens_c, log_probs_c in zip(
-            *(np.asarray(x).reshape(-1, x.shape[-1]) for x in (tokens_bwc, log_probs_bwc)), strict=True
-        ):
+        flat = (np.asarray(x).reshape(-1, x.shape[-1]) for x in (tokens_bwc, log_probs_bwc))
+        for tokens_c, log_probs_c in zip(*flat, strict=True):
             offered = tokens_c[np.isfinite(log_probs_c)]
             assert len({*offered}) == offered.size and ((offered >= 0) & (offered < RANDOM_MODEL.vocab_size)).all()
             is_short |= 0 < offered.size < tokens_c.size
@@ -101,9 +80,9 @@ BUILDERS = [(kind, "best-first") for kind in KINDS if kind != "block"] + [("ngra
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "builder"), BUILDERS)
 def test_a_round_is_one_program_that_copies_no_cache(kind, builder):
-    model = a_pair(kind)
+    model = make_pair(RANDOM_MODEL, KINDS[kind])
     settings = TREE if builder == "best-first" else {"children": 4}
-    plan, inputs = planned(model, PROMPTS, capacity=CAPACITY, builder=builder, **settings)
+    plan, inputs = make_inputs(model, PROMPTS, CAPACITY, builder=builder, **settings)
     begun, chunks = loops.begin(*inputs, plan=plan.for_prefill(), dtype=jnp.float32), jax.device_put(jnp.int32(3))
     read = loops.read.lower(model.weights, begun, inputs[1], chunks, plan=plan.for_prefill()).compile()
     state = read(model.weights, begun, inputs[1], chunks)
@@ -115,7 +94,7 @@ def test_a_round_is_one_program_that_copies_no_cache(kind, builder):
     "kind", ["ngram", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind not in ("block", "ngram"))]
 )
 def test_nothing_recompiles_when_only_values_change(kind):
-    model = a_pair(kind)
+    model = make_pair(RANDOM_MODEL, KINDS[kind])
 
     def run(seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -141,20 +120,16 @@ def test_the_last_round_before_a_cache_grows_writes_where_it_should(kind):
 
     Texts of language models and of n-grams hold one token more than the verifier's cache.
     """
-    model = a_pair(kind)
-    plan, _ = planned(model, PROMPTS, **TREE)
+    model = make_pair(RANDOM_MODEL, KINDS[kind])
+    plan, _ = make_inputs(model, PROMPTS, **TREE)
     texts = [np.random.default_rng(0).integers(0, 64, 255 - plan.path_length).tolist(), [1, 2, 1, 2]]
 
     def after_a_round(texts: list[list[int]], grown: bool):
-        _, inputs = planned(model, texts, **TREE)
-        state = loops.prefill(model.weights, *inputs, plan=plan.for_prefill())
+        _, state = prefilled(model, texts, **TREE)
         return loops.decode(model.weights, loops.grow(state, 384) if grown else state, jnp.int32(1), plan=plan)
 
     filled, roomy = after_a_round(texts, grown=False), after_a_round(texts, grown=True)
     assert filled.rounds_b.tolist() == [1, 1] and filled.capacity == 256, "the path of the longest text fills its cache"
-    grown, expected = (
-        jax.tree.leaves((state.drafter, state.cache, state.tokens_bs)) for state in (loops.grow(filled, 384), roomy)
-    )
-    for x, y in zip(grown, expected, strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-4)
+    grown, expected = ((state.drafter, state.cache, state.tokens_bs) for state in (loops.grow(filled, 384), roomy))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), grown, expected)
     assert after_a_round([[0, *texts[0]], texts[1]], grown=False).rounds_b.tolist() == [0, 0], "a longer path would not fit"

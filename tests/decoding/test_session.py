@@ -7,30 +7,21 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import make_pair
 from conftest import RANDOM_MODEL
 from test_every_drafter import KINDS
 
 import treeflash_jax as tf
-from treeflash_jax import drafters
-from treeflash_jax.core import background, clock, parameters, programs
+from treeflash_jax.core import background, clock, programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine import model as engine
-from treeflash_jax.models import verifier
 
 pytestmark = pytest.mark.filterwarnings("ignore:tau is")
-
-
-def pair(kind: str | None, dtype: str) -> tf.TreeFlash:
-    """Random weights of a verifier and of a drafter of this kind."""
-    config = KINDS.get(kind)
-    specs = [verifier.specs(RANDOM_MODEL)] + ([drafters.of(config).specs(config)] if kind else [])
-    weights = [parameters.initialize(spec, jax.random.key(i), scale=0.3) for i, spec in enumerate(specs)]
-    weights = jax.tree.map(lambda x: x.astype(dtype), weights)
-    return tf.TreeFlash(RANDOM_MODEL, Weights(*weights), drafter=config)
 
 
 def answer(model: tf.TreeFlash, prompt: list[int], session: tf.Session | None, **settings) -> list[int]:
@@ -53,7 +44,7 @@ def test_answers_with_kept_caches_are_those_without(kind, monkeypatch):
     monkeypatch.setattr(tf.Session, "take", note)
     settings = {"max_new_tokens": 20, **({"nodes": 8, "children": 4} if kind else {})}
     with jax.enable_x64(True):
-        model = pair(kind, "float64")
+        model = make_pair(RANDOM_MODEL, KINDS.get(kind), dtype=jnp.float64)
         for temperature in (0.0, 0.8):
             rng, session, counts[:] = np.random.default_rng(0), tf.Session(), []
             prompt, lengths = rng.integers(0, 64, 75).tolist(), []
@@ -100,7 +91,7 @@ def test_a_prompt_is_read_in_pieces_that_are_reported(tiny, monkeypatch, caplog)
 def test_the_programs_of_larger_caches_are_compiled_while_an_answer_goes_on(monkeypatch):
     """For a long answer, and for a conversation's next turn: programs are ready before they are needed."""
     monkeypatch.setattr(engine, "INITIAL_ROOM", 100)
-    model = pair("block", "float32")
+    model = make_pair(RANDOM_MODEL, KINDS["block"])
     settings = {"max_new_tokens": 300, "nodes": 4, "children": 4, "candidates": 4}
     programs.clear()
     session = tf.Session()

@@ -8,6 +8,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from answers import refused
 from conftest import DATA
 
 from treeflash_jax import TreeFlash
@@ -69,10 +70,8 @@ def test_the_default_decodes_plainly_with_one_note(alone, trained, caplog):
 def test_the_default_drafts_if_that_pays(features, most, trained, monkeypatch, caplog):
     """Not in float32 on a CPU, nor for several sequences without bfloat16 matrix instructions, unless requested."""
     monkeypatch.setattr(devices, "here", lambda: Device("cpu", features=features))
-    wide = TreeFlash(trained.verifier, trained.weights, drafter=trained.drafter)
-    narrow = TreeFlash(
-        trained.verifier, jax.tree.map(lambda x: x.astype(jnp.bfloat16), trained.weights), drafter=trained.drafter
-    )
+    bfloat16 = jax.tree.map(lambda x: x.astype(jnp.bfloat16), trained.weights)
+    wide, narrow = (TreeFlash(trained.verifier, x, drafter=trained.drafter) for x in (trained.weights, bfloat16))
     config = GenerateConfig(max_new_tokens=1)
     assert wide.resolve(config, {}).builder == "none" and wide.resolve(config, {"seed": 4}).builder == "none"
     assert len(caplog.records) == 1 and "does not pay on this CPU in float32" in caplog.text
@@ -110,9 +109,8 @@ def test_a_chat_says_why_nothing_is_drafted(tiny, monkeypatch, caplog):
     ],
 )
 def test_requested_drafting_is_refused(alone, settings, words):
-    with pytest.raises(ValueError, match="no drafter is loaded") as error:
+    with refused(f"(?=.*no drafter is loaded).*{words}"):
         alone.generate(PROMPT, **settings)
-    assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def test_settings_of_drafting_have_no_effect_on_plain_decoding(alone, trained):

@@ -10,19 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import cut_by_stops, drafted_as_plain, make_pair, prefilled
 from conftest import RANDOM_MODEL, needs_8_devices
 from test_extending import goes_through_everything
 
 import treeflash_jax as tf
 from treeflash_jax import trees
 from treeflash_jax.cli.commands import main
-from treeflash_jax.core import parameters, programs
+from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
-from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import Inputs, ngram
-from treeflash_jax.engine.planning import make_requests
 from treeflash_jax.formats import models
-from treeflash_jax.models import verifier
 
 CONFIG = ngram.NgramConfig(longest=4, shortest=2, num_depths=5)
 MATCHES = 6
@@ -83,9 +81,8 @@ def test_trees_hold_what_followed_earlier(temperature):
     built = jax.jit(lambda params: trees.best_first(params, jnp.zeros(len(texts), jnp.int32), 9))(
         offered(texts, temperature)
     )
-    tokens, parent, log_prob, valid = (
-        np.asarray(x) for x in (built.tokens_bn, built.parent_bn, built.log_prob_bn, built.valid_bn)
-    )
+    arrays = built.tokens_bn, built.parent_bn, built.log_prob_bn, built.valid_bn
+    tokens, parent, log_prob, valid = map(np.asarray, arrays)
     sizes = set()
     for b, text in enumerate(texts):
         matches, paths = continuations(text), [()]
@@ -121,10 +118,7 @@ def float64():
 
 def a_model(dtype, mesh=None) -> tf.TreeFlash:
     """Random weights of the verifier: small ones repeat themselves."""
-    specs = verifier.specs(RANDOM_MODEL)
-    weights = parameters.initialize(specs, jax.random.key(0), dtype, 0.3)
-    weights = weights if mesh is None else jax.device_put(weights, parameters.shardings(specs, mesh))
-    return tf.TreeFlash(RANDOM_MODEL, Weights(weights, {}), drafter=ngram.NgramConfig(), mesh=mesh)
+    return make_pair(RANDOM_MODEL, ngram.NgramConfig(), dtype=dtype, mesh=mesh)
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +134,8 @@ MORE += [{"nodes": 8, "lanes": 2, "children": 3}, {"builder": "chain"}]
 def test_drafted_output_is_one_token_output(model, how):
     mixed = {"temperature": [0.0, 0.7, 0.05], "seed": 3}
     for settings in ({}, mixed, mixed | {"max_new_tokens": 1}):
-        settings = {"max_new_tokens": 40, "stop_ids": (), "batch_size": 3} | settings
-        expected = model.generate(TEXTS, builder="none", **settings)
-        got = model.generate(TEXTS, **how, **settings)
-        assert [result.ids for result in got] == [result.ids for result in expected]
+        settings = {"max_new_tokens": 40, "batch_size": 3} | settings
+        got = drafted_as_plain(model, TEXTS, how, **settings)
         if settings["max_new_tokens"] > 1 and how.get("nodes") != 1:
             assert max(max(result.accept_lengths) for result in got) > 1, "control: something was drafted and accepted"
 
@@ -155,10 +147,7 @@ def test_answers_stop_inside_rounds(model, how):
     texts = [[*result.prompt_ids, *result.ids] for result in model.generate(TEXTS, builder="none", **settings)]
     going_on, cut = model.generate(texts, builder="none", **settings), 0
     for stop in {result.ids[4] for result in going_on}:
-        expected = model.generate(texts, builder="none", **settings | {"stop_ids": (stop,)})
-        got = model.generate(texts, **how, **settings | {"stop_ids": (stop,)})
-        assert [result.ids for result in got] == [result.ids for result in expected]
-        cut += sum(result.finished == "stop" and result.cut > 0 for result in got)
+        cut += cut_by_stops(drafted_as_plain(model, texts, how, **settings | {"stop_ids": (stop,)}))
     assert cut
 
 
@@ -183,10 +172,8 @@ def test_eight_devices_answer_as_one(model, how):
 def test_where_nothing_matches_the_verifier_reads_the_anchor_alone():
     """A round has two passes to choose from: one over the tree, one over a single token of each sequence."""
     model = a_model(jnp.float32)
-    config = tf.GenerateConfig(max_new_tokens=20, nodes=8)
-    inputs = model.make_batch(make_requests([[1, 2]], config, model.verifier), config, batch_size=1, capacity=256)
-    state = loops.prefill(model.weights, *inputs, plan=model.plan(config).for_prefill())
-    text = loops.decode.lower(model.weights, state, jnp.int32(1), plan=model.plan(config)).as_text()
+    plan, state = prefilled(model, [[1, 2]], nodes=8)
+    text = loops.decode.lower(model.weights, state, jnp.int32(1), plan=plan).as_text()
     products = re.findall(r"dot_general .* -> tensor<1x(\d+)x64xf32>", text)  # up, gate and vocabulary
     assert {*products} == {"1", "8"} and products.count("1") == products.count("8")
 

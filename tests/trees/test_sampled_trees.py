@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import prefilled
 from conftest import random_pair
 
 from treeflash_jax import GenerateConfig, TreeFlash, make_mesh, trees
@@ -18,7 +19,7 @@ from treeflash_jax.cli import commands
 from treeflash_jax.cli.check import check
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import accepting, loops, rounds
-from treeflash_jax.engine.planning import choose_tree, make_requests
+from treeflash_jax.engine.planning import choose_tree
 
 PROMPTS = [[3, 4, 5, 17, 29], [7, 8], [11], [20, 21, 22]]
 TREE = {"nodes": 8, "candidates": 8, "children": 8, "max_new_tokens": 24}
@@ -89,13 +90,7 @@ def test_answers_do_not_depend_on_the_batch_or_on_devices_and_values_do_not_reco
 
 
 def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_noise(model):
-    config = GenerateConfig(**TREE)
-    sequences = make_requests(PROMPTS[:1], config, model.verifier)
-    state = loops.prefill(
-        model.weights,
-        *model.make_batch(sequences, config, batch_size=1, capacity=256),
-        plan=model.plan(config).for_prefill(),
-    )
+    _, state = prefilled(model, PROMPTS[:1], **TREE)
     later = state.replace(cache=state.cache.replace(length_b=state.cache.length_b + 1))
     keys = [
         jax.random.key_data(accepting.round_keys(at, stream)).tolist()
@@ -116,10 +111,7 @@ def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_nois
     [
         ({"builder": "heap"}, "builder 'heap'"),
         ({"acceptance": "luck"}, "acceptance 'luck'"),
-        (
-            {"acceptance": "traversal"},
-            "tree of distribution 'deterministic', expected sampled nodes with their distribution",
-        ),
+        ({"acceptance": "traversal"}, "distribution 'deterministic', expected sampled nodes with their distribution"),
         ({"builder": "hybrid", "acceptance": "block"}, "tree of distribution 'hybrid', expected one sampled path"),
         ({"builder": "without-replacement", "acceptance": "k-sequential"}, "siblings drawn independently"),
         ({"builder": "hybrid", "nodes": 1}, "nodes 1"),
