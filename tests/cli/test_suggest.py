@@ -8,7 +8,7 @@ import pytest
 
 import treeflash_jax as tf
 from treeflash_jax.core import suggest
-from treeflash_jax.engine.settings import OF_LOAD
+from treeflash_jax.engine.settings import LOAD_ARGUMENTS
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_arguments_of_load_are_no_settings(trained):
     ):
         with pytest.raises(ValueError, match=f"'{name}'; {meant} is an argument of tf.load"):
             trained.generate([3], **{name: 1})
-    assert set(OF_LOAD) <= set(inspect.signature(tf.load).parameters)
+    assert set(LOAD_ARGUMENTS) <= set(inspect.signature(tf.load).parameters)
     for name, meant in (("model", "verifier"), ("speculative_model", "drafter"), ("torch_dtype", "dtype")):
         with pytest.raises(ValueError, match=f"unknown argument '{name}'; did you mean {meant}"):
             tf.load(**{name: "x"})

@@ -193,7 +193,7 @@ def others(trained_pair: TreeFlash, prompts: list[list[int]], check: Callable, f
         reliability=[1.0],
     )
     with tempfile.TemporaryDirectory() as folder:
-        trained_pair.policies.budget = Path(folder) / "budget.json"
+        trained_pair.budget = Path(folder) / "budget.json"
         calibration.write(trained_pair.budget, entry)
         settings = {"max_new_tokens": 60, "temperature": [0.0, 0.7, 1.3, 0.0, 1.3]}
         check({"mlp": trained_pair}, prompts, settings, [{"nodes": "auto", "head": "mlp"}])

@@ -364,7 +364,7 @@ def test_a_stale_calibration_is_refused(trained, tmp_path, changed):
         model.generate(PROMPTS[0], **AUTO)
     assert len(programs.compiled()) == before
     calibration.write(path, table(trained, MIXED, 0.9))
-    assert model.policies.calibration(model.plan(GenerateConfig(**AUTO))).identity[changed] != "other"
+    assert model.calibration(model.plan(GenerateConfig(**AUTO))).identity[changed] != "other"
     assert len(calibration.read(path)) == 2, "the other one is kept"
 
 

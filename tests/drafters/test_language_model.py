@@ -152,7 +152,7 @@ def test_sampled_trees_leave_greedy_answers_as_they_are(pair, builder):
 def test_rounds_that_choose_their_nodes_and_pause(float64, tmp_path, noise):
     """A pause puts off what the small model reads; a drafter that is wrong most of the time is paused."""
     model = a_pair(noise)
-    model.policies.budget = tmp_path / "budget.json"
+    model.budget = tmp_path / "budget.json"
     entry = table(model, [1.0, 1.2, 1.5], 0.7, tau=(1.8, 2.5, 3.2), nodes=[2, 4, 8], settings={"children": 8})
     calibration.write(model.budget, entry)
     settings = {"max_new_tokens": 60, "stop_ids": (), "batch_size": 3, "temperature": [0.0, 0.7, 1.3]}

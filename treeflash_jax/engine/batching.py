@@ -25,7 +25,7 @@ from treeflash_jax.engine.settings import GenerateConfig
 
 REFILLED_SHARE = 1 / 8  # of a batch's slots, refilled together
 STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that changing them rarely recompiles
-UNUSED = Request(index=0, ids=[0], temperature=0.0, top_k=0, top_p=1.0, seed=0)  # request of a slot without one
+UNUSED = Request(index=0, ids=[0], temperature=0.0, top_k=0, top_p=1.0, seed=0)  # fills unused slots
 
 Batch = tuple[jax.Array, jax.Array, Sampling]  # prompts [b, s], their lengths [b], sampling settings
 
@@ -41,7 +41,7 @@ def capacity_bucket(positions: int) -> int:
 
 
 def refill_size(batch_size: int) -> int:
-    """Returns the number of slots that are refilled together."""
+    """Returns the number of slots refilled together."""
     return max(1, round(batch_size * REFILLED_SHARE))
 
 
@@ -63,10 +63,9 @@ def make_batch(
       batch_size: number of sequences; rounded up to a multiple of the mesh's data axis. Unused slots get a one-token
         prompt that finishes immediately.
       capacity: KV-cache capacity per sequence, in tokens.
-      stop_ids: ids that end an answer.
-      dtype: dtype of the model; settings are float32 or wider.
+      dtype: dtype of the model; settings are at least float32.
       drafter: sizes of the drafter; None decodes one token at a time.
-      mesh: None for one device.
+      mesh: mesh that shards the batch; None for one device.
     """
     batch_size = sharding.padded(batch_size, mesh)
     num_unused = batch_size - len(requests)
@@ -96,7 +95,7 @@ def make_batch(
 
 @devices.jit
 def _keys(seed_b: jax.Array, index_b: jax.Array, sample_b: jax.Array) -> jax.Array:
-    """Returns one key per sequence: sample 0 has that of its prompt, sample j > 0 that key with j folded in."""
+    """Returns one key per sequence: the prompt's key for sample 0, with j folded in for sample j > 0."""
 
     def key(seed: jax.Array, index: jax.Array, sample: jax.Array) -> jax.Array:
         prompt = jax.random.fold_in(jax.random.key(seed), index)
@@ -110,9 +109,9 @@ class Slots:
 
     Attributes:
       size: number of slots.
-      group: number of slots that are refilled together.
+      group: number of slots refilled together.
       waiting: (index, request) pairs without a slot.
-      held: by slot in use, the index of its request and the request.
+      held: (index, request) pair of each used slot.
     """
 
     def __init__(self, size: int, group: int, requests: Sequence[Request]):
@@ -122,7 +121,7 @@ class Slots:
 
     @property
     def next_group(self) -> int:
-        """Number of requests that are admitted next."""
+        """Number of requests admitted next."""
         return min(self.group, len(self.waiting))
 
     @property
@@ -135,7 +134,7 @@ class Slots:
         return self.next_group if self.waiting else self.size
 
     def fill(self, limit: int) -> list[int]:
-        """Gives up to `limit` free slots to waiting requests; returns these slots."""
+        """Assigns up to `limit` free slots to waiting requests and returns these slots."""
         free = [slot for slot in range(self.size) if slot not in self.held]
         filled = free[: min(limit, len(self.waiting))]
         self.held |= {slot: self.waiting.popleft() for slot in filled}
@@ -151,9 +150,9 @@ class Snapshot:
     """State of a batch between two dispatches.
 
     Attributes:
-      state: donated to the next dispatch, so it has to be read before the next snapshot is requested.
-      nodes_bs: number of nodes that each round verified; None if it is the same in all rounds.
-      requests: by slot in use, the index of its request and the request.
+      state: decoding state; donated to the next dispatch, so read it before the next snapshot.
+      nodes_bs: number of nodes verified by each round; None if it is the same in all rounds.
+      requests: (index, request) pair of each used slot.
       ready: slots whose answers are finished; all used slots after an interrupt.
     """
 
@@ -166,11 +165,7 @@ class Snapshot:
 
 
 class BatchDecoder:
-    """Decodes requests in the slots of one batch, from their prompts to the last token.
-
-    Attributes:
-      make_batch: pads requests into arrays; called with keywords `batch_size` and `capacity`.
-    """
+    """Decodes requests in the slots of one batch, from their prompts to the last token."""
 
     def __init__(
         self,
@@ -186,19 +181,20 @@ class BatchDecoder:
         """Prefills the first requests.
 
         Args:
-          requests: requests to decode; more than `batch_size` of them wait for a free slot.
-          room: number of new tokens for which caches are made at first.
-          session: earlier caches, which may hold the beginning of the only prompt; it keeps those of this batch.
+          requests: requests to decode; those beyond `batch_size` wait for a free slot.
+          make_batch: pads requests into arrays; called with keywords `batch_size` and `capacity`.
+          room: number of new tokens for which caches have room at first.
+          session: caches that may contain the beginning of the only prompt; replaced by those of this batch.
         """
         self.runner, self.make_batch, self.clock = runner, make_batch, clock
         sizes = (sharding.padded(count, runner.mesh) for count in (batch_size, refill_size(batch_size)))
         self.slots = Slots(*sizes, requests)
         self.state = None
-        self.prepared = 0  # capacity for which programs are compiled ahead
+        self.prepared = 0  # capacity for which programs were compiled ahead
         longest = max(request.length for request in requests)
         capacity = capacity_bucket(longest + room + runner.plan.path_length)
         kept = session.take(runner, requests[0].ids) if session else None
-        if kept is not None:  # reading continues at any position, so the last chunk may extend beyond the prompt
+        if kept is not None:  # prefill continues at any position, so its last chunk may extend beyond the prompt
             capacity = max(capacity, kept[0].capacity, capacity_bucket(longest + runner.plan.prefill_chunk))
         self._start(capacity, kept)
         if session:
@@ -206,17 +202,17 @@ class BatchDecoder:
 
     @property
     def is_lost(self) -> bool:
-        """Tells whether an interrupt fell between the donation of the state and its result."""
+        """True if an interrupt fell between the donation of the state and its result."""
         return self.state is None or self.state.end_b.is_deleted()
 
     def run(self, max_rounds: int, is_over: Callable[[list[int]], bool] | None = None) -> Iterator[Snapshot]:
-        """Decodes all requests; yields after the prompts are read and after every dispatch.
+        """Decodes all requests; yields after prefill and after every dispatch.
 
         After Ctrl-C, the last snapshot has all sequences so far, if their state can still be read.
 
         Args:
           max_rounds: largest number of rounds per dispatch.
-          is_over: tells whether tokens end an answer for a reason that programs do not know, such as a stop string.
+          is_over: predicate of tokens that end an answer for a reason that programs cannot check, such as a stop string.
         """
         try:
             while self.slots.held:
@@ -235,7 +231,7 @@ class BatchDecoder:
             yield self._snapshot(sorted(self.slots.held), interrupted=True)
 
     def compile(self) -> None:
-        """Compiles what `run` needs, except for larger caches, and decodes nothing."""
+        """Compiles the programs of `run`, except for larger caches, without decoding."""
         self.state = self.runner.run(self.state, 0, self.slots.enough_done, self.clock)
         if self.slots.waiting:
             self.slots.release(sorted(self.slots.held)[: self.slots.group])
@@ -253,7 +249,7 @@ class BatchDecoder:
             self.state = self.runner.run(self.state, max_rounds, self.slots.enough_done, self.clock)
 
     def _grow_if_full(self) -> None:
-        """Doubles caches without room for a round; compiles programs of larger ones in the background beforehand."""
+        """Doubles caches without room for a round; compiles the programs of larger caches in the background before."""
         state = self.state
         end_b, limit_b = sharding.to_host((state.end_b, state.sampling.limit_b))
         path, larger = self.runner.plan.path_length, capacity_bucket(2 * state.capacity)
@@ -265,7 +261,7 @@ class BatchDecoder:
             background.start(lambda: self.runner.run(self.runner.grow(shapes, larger, clock), 0, size, clock))
 
     def _start(self, capacity: int, kept: Kept | None = None) -> None:
-        """Prefills as many requests as an empty batch has slots."""
+        """Prefills requests into all slots of an empty batch."""
         batch = self._pad(self.slots.fill(self.slots.size), self.slots.size, capacity)
         self.state = self.runner.start(batch, self.clock, kept)
 
@@ -276,14 +272,13 @@ class BatchDecoder:
         try:
             self.state = self.runner.admit(self.state, batch, slots, self.clock)
         except KeyboardInterrupt:
-            self.slots.release(slots)  # the state still holds the earlier sequences
+            self.slots.release(slots)  # the state still has the earlier sequences
             raise
 
     def _pad(self, slots: Sequence[int], batch_size: int, capacity: int) -> Batch:
         return self.make_batch([self.slots.held[slot][1] for slot in slots], batch_size=batch_size, capacity=capacity)
 
     def _finish(self, done_b: np.ndarray, is_over: Callable[[list[int]], bool]) -> np.ndarray:
-        """Marks sequences whose tokens are over as done."""
         tokens_bs, end_b = sharding.to_host((self.state.tokens_bs, self.state.end_b))
         done_b = done_b.copy()
         for slot, (_, request) in self.slots.held.items():
@@ -298,10 +293,10 @@ class BatchDecoder:
 
 
 class Session:
-    """A conversation whose caches are kept: only the part of a prompt after the tokens that they hold is read.
+    """A conversation whose caches are kept: prefill skips the tokens of a prompt that they already contain.
 
-    The answers are the same as without a session. If a chat template or the tokenizer writes earlier messages differently,
-    the tokens before the first difference are reused.
+    The answers are the same as without a session. If the chat template or the tokenizer encodes earlier messages
+    differently, the tokens before the first difference are reused.
 
     Example:
       >>> session = tf.Session()
@@ -312,7 +307,7 @@ class Session:
         self.batch: BatchDecoder | None = None  # of the last answer
 
     def take(self, runner: Runner, ids: list[int]) -> Kept | None:
-        """Hands out the last state and the number of prompt tokens that it keeps; None if it keeps none."""
+        """Returns the last state, which the caller donates, and its number of reusable prompt tokens; None for none."""
         last, self.batch = self.batch, None
         if last is None or last.is_lost or last.runner.weights is not runner.weights:
             return None
@@ -327,16 +322,15 @@ class Session:
         return (state, same - 1) if same > 1 else None  # a drafter's state may depend on the token after it
 
     def prepare_next(self, positions: int) -> None:
-        """Compiles in the background what a next message of this many positions, answer included, needs if caches grow."""
+        """Compiles programs in the background if a next message and answer of `positions` tokens need larger caches."""
         last = self.batch
         state, runner, clock = last.state, last.runner, Clock(silent=True)
         capacity = capacity_bucket(int(sharding.to_host(state.end_b)[0]) + positions + runner.plan.path_length)
-        if capacity <= state.capacity:
-            return
         shapes = programs.abstract_shapes(state)
 
         def compile() -> None:
             batch = last.make_batch([UNUSED], batch_size=1, capacity=capacity)
             runner.run(runner.start(batch, clock, (shapes, 0)), 0, 1, clock)
 
-        background.start(compile)
+        if capacity > state.capacity:
+            background.start(compile)

