@@ -67,6 +67,10 @@ def write(path: Path, lines) -> Path:
     return path
 
 
+def load(path, tokenizer=None, *, data=(), seed=0, **source) -> Corpus:
+    return load_corpus([Source(path=str(path), **source)], DataConfig(**dict(data)), tokenizer, seed, vocab_size=2048)
+
+
 def numbered(sizes, first: int = 1) -> list[Document]:
     """Document i is made of the token i + first only."""
     return [Document(np.full(n, i), np.full(n, 0.5 + i % 2)) for i, n in enumerate(sizes, start=first)]
@@ -91,16 +95,14 @@ def test_packing_is_first_fit_and_keeps_documents_whole_and_apart(sizes):
         expected[fitting[0] if fitting else -1].append(document)
     assert len(batch.tokens_bt) == len(expected)
     for b, members in enumerate(expected):
-        columns = np.concatenate([np.full(sizes[d - 1], d) for d in members])
-        np.testing.assert_array_equal(batch.tokens_bt[b], np.pad(columns, (0, 12 - len(columns))))
         start = 0
         for segment, d in enumerate(members, start=1):
             stop = start + sizes[d - 1]
-            assert set(batch.segments_bt[b, start:stop]) == {segment}
+            assert set(batch.segments_bt[b, start:stop]) == {segment} and set(batch.tokens_bt[b, start:stop]) == {d}
             np.testing.assert_array_equal(batch.positions_bt[b, start:stop], np.arange(stop - start))
             assert batch.weights_bt[b, start] == 0 and np.all(batch.weights_bt[b, start + 1 : stop] == 0.5 + d % 2)
             start = stop
-        for name in ("segments_bt", "positions_bt", "weights_bt"):
+        for name in ("tokens_bt", "segments_bt", "positions_bt", "weights_bt"):
             assert not getattr(batch, name)[b, start:].any()
     with pytest.raises(ValueError, match="got a document of 13 tokens, expected at most 12"):
         packing.pack(numbered([*sizes, 13]), 12)
@@ -177,12 +179,10 @@ def test_the_assistants_words_weigh_one(tokenizer, turns):
     [document] = chat_documents(tokenizer, [messages], 0.25)
     pieces, weights = [], []
     for message in messages:
-        own = message["role"] == "assistant"
         texts = (f"<|im_start|>{message['role']}\n", message["content"] + "<|im_end|>", "\n")
-        for text, weight in zip(texts, (0.25, 1.0 if own else 0.25, 0.25), strict=True):
-            ids = tokenizer.encode(text)
-            pieces += ids
-            weights += [weight] * len(ids)
+        for text, weight in zip(texts, (0.25, 1.0 if message["role"] == "assistant" else 0.25, 0.25), strict=True):
+            pieces += tokenizer.encode(text)
+            weights += [weight] * (len(pieces) - len(weights))
     assert document.tokens_n.tolist() == pieces, "as the shipped pair was trained"
     assert document.weights_n.tolist() == weights
 
@@ -239,12 +239,8 @@ def test_what_is_held_out_depends_on_neither_limit_nor_seed(tmp_path):
     path = write(tmp_path / "answers.jsonl", lines)
 
     def parts(limit: int, seed: int) -> tuple[set[int], set[int]]:
-        source = Source(path=str(path), format="responses", limit=limit, hold_out=4)
-        opened = load_corpus([source], DataConfig(sequence_length=4), None, seed)
-        return tuple(
-            {int(rows["answers"][r].tokens_bt[0, 2]) - 10 for r in range(len(rows["answers"]))}
-            for rows in (opened.train, opened.held_out)
-        )
+        opened = load(path, format="responses", limit=limit, hold_out=4, seed=seed, data={"sequence_length": 4})
+        return tuple({*(part["answers"].tokens[2::4] - 10)} for part in (opened.train, opened.held_out))
 
     kept, held_out = parts(0, 0)
     assert held_out == set(range(3, 40, 4)) and kept == set(range(40)) - held_out
@@ -258,7 +254,7 @@ def test_what_is_measured_is_spread_over_what_is_held_out(tmp_path):
     assert packing.spread(3, 10).tolist() == [0, 3, 6] and packing.spread(5, 2).tolist() == [0, 1, 0, 1, 0]
     lines = [{"prompt": [1] * (1 + i % 3), "response": [10 + i, 3]} for i in range(40)]
     path = write(tmp_path / "answers.jsonl", lines)
-    opened = load_corpus([Source(path=str(path), format="responses", hold_out=2)], DataConfig(sequence_length=5), None, 0)
+    opened = load(path, format="responses", hold_out=2, data={"sequence_length": 5})
     packed = opened.held_out["answers"]
     assert [packed.prompt(number) for number in range(6)] == [[1, 1], [], [1, 1, 1], [1, 1], [], [1, 1, 1]]
     usable = [prompt for number in range(20) if (prompt := packed.prompt(number))]
@@ -269,8 +265,8 @@ def test_what_is_measured_is_spread_over_what_is_held_out(tmp_path):
 
 def test_responses_weigh_one_and_the_prompt_nothing(tmp_path):
     answer = {"prompt": [5, 6, 7], "response": [8, 9], "finished": "stop"}
-    source = Source(path=str(write(tmp_path / "r.jsonl", [answer, answer])), format="responses", hold_out=2)
-    corpus = load_corpus([source], DataConfig(sequence_length=6), None, 0, vocab_size=10)
+    path = write(tmp_path / "r.jsonl", [answer, answer])
+    corpus = load(path, format="responses", hold_out=2, data={"sequence_length": 6})
     assert corpus.train["r"][0].tokens_bt.tolist() == [[5, 6, 7, 8, 9, 0]]
     assert corpus.train["r"][0].weights_bt.tolist() == [[0, 0, 0, 1, 1, 0]]
     assert corpus.num_sequences == 1 == corpus.num_documents and len(corpus.held_out["r"]) == 1
@@ -307,8 +303,7 @@ def test_files_folders_globs_and_repeated_names(tmp_path, tokenizer):
         (tmp_path / folder).mkdir(exist_ok=True)
         write(tmp_path / folder / f"{name}.jsonl", ["\n", {"messages": CHAT}, "\n"])
     for path, count in (("x", 2), ("*/one.jsonl", 2), ("**/*.jsonl", 3), ("x/two.jsonl", 1)):
-        source = Source(path=f"{tmp_path}/{path}", hold_out=0)
-        [packed] = load_corpus([source], DataConfig(), tokenizer, 0).train.values()
+        [packed] = load(f"{tmp_path}/{path}", tokenizer, hold_out=0).train.values()
         assert packed.num_documents == count
     twice = [Source(path=f"{tmp_path}/{folder}/one.jsonl", weight=weight) for folder, weight in (("x", 1.0), ("y", 3.0))]
     opened = load_corpus(twice, DataConfig(), tokenizer, 0)
@@ -319,9 +314,7 @@ def test_plain_text_is_cut_and_counted_in_characters(tmp_path, tokenizer):
     for i in range(8):
         (tmp_path / f"test_{i}.txt").write_text(f"word {i} " * 50)
     (tmp_path / ".hidden").write_bytes(b"\xff\xfe")
-    whole = load_corpus(
-        [Source(path=str(tmp_path), format="text", hold_out=0)], DataConfig(sequence_length=32), tokenizer, 0
-    )
+    whole = load(tmp_path, tokenizer, format="text", hold_out=0, data={"sequence_length": 32})
     ids = [tokenizer.encode(f"word {i} " * 50) for i in range(8)]
     [packed] = whole.train.values()
     assert packed.tokens.tolist() == [t for each in ids for t in each], "every text, in order"
@@ -337,10 +330,10 @@ def test_plain_text_is_cut_and_counted_in_characters(tmp_path, tokenizer):
 
 @pytest.mark.slow
 def test_the_standard_library_is_text(tokenizer):
-    source = Source(path=records.STDLIB, format="text", limit=60_000)
-    opened = load_corpus([source], DataConfig(sequence_length=64, prompt_weight=0.5), tokenizer, 1)
-    rows = opened.train["stdlib"].take(np.arange(len(opened.train["stdlib"])))
-    assert set(np.unique(rows.weights_bt)) == {0, 1} and len(opened.held_out["stdlib"])
+    data = {"sequence_length": 64, "prompt_weight": 0.5}
+    opened = load(records.STDLIB, tokenizer, format="text", limit=60_000, data=data)
+    batch = opened.train["stdlib"].take(np.arange(len(opened.train["stdlib"])))
+    assert set(np.unique(batch.weights_bt)) == {0, 1} and len(opened.held_out["stdlib"])
     places = [Path(record.where).parts for record in records.read(Source(path=records.STDLIB, format="text"), 0)]
     assert len(places) > 300 and not any({"test", "site-packages"} & set(parts) for parts in places)
 
@@ -356,8 +349,7 @@ def test_a_hub_set(monkeypatch, tokenizer):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for path in ("hub:owner/chats", "hub:owner/chats:maths:train_sft"):
-        opened = load_corpus([Source(path=path, limit=2)], DataConfig(), tokenizer, 0)
-        assert opened.train["chats"].num_documents == 2
+        assert load(path, tokenizer, limit=2).train["chats"].num_documents == 2
     assert asked == [(("owner/chats", None), {"split": "train"}), (("owner/chats", "maths"), {"split": "train_sft"})]
 
     def out_of_reach(*args, **named):
@@ -365,7 +357,7 @@ def test_a_hub_set(monkeypatch, tokenizer):
 
     monkeypatch.setattr(datasets, "load_dataset", out_of_reach)
     with pytest.raises(ValueError, match="hub:owner/chats: Couldn't reach .*give the path of a JSONL file") as caught:
-        load_corpus([Source(path="hub:owner/chats")], DataConfig(), tokenizer, 0)
+        load("hub:owner/chats", tokenizer)
     assert "\n" not in str(caught.value)
 
 
@@ -378,7 +370,7 @@ def test_evaluation_sets_are_refused(tmp_path, path, format, tokenizer):
     if not path.startswith("hub:"):
         path = str(write(tmp_path / path, [{"messages": CHAT, "prompt": [1], "response": [2], "text": "x"}]))
     with pytest.raises(ValueError, match="expected training data"):
-        load_corpus([Source(path=path, format=format)], DataConfig(), tokenizer, 0)
+        load(path, tokenizer, format=format)
     (tmp_path / "latest_devices.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     for name in ("test_as_train.jsonl", "latest_devices.jsonl"):
         allowed = write(tmp_path / name, [{"messages": CHAT}])
@@ -410,11 +402,11 @@ BAD_LINES = [
 @pytest.mark.parametrize("format, line, message", BAD_LINES)
 def test_malformed_records_are_named_or_skipped(tmp_path, tokenizer, format, line, message):
     good = {"chat": GOOD, "text": {"text": "words of a text"}, "responses": ANSWER}[format]
-    source = Source(path=str(write(tmp_path / "set.jsonl", [good, line, good])), format=format, hold_out=0)
+    path = write(tmp_path / "set.jsonl", [good, line, good])
     with pytest.raises(ValueError, match=message) as caught:
-        load_corpus([source], DataConfig(), tokenizer, 0, vocab_size=2048)
-    assert str(tmp_path / "set.jsonl") in str(caught.value) and "\n" not in str(caught.value)
-    opened = load_corpus([source], DataConfig(malformed="skip"), tokenizer, 0, vocab_size=2048)
+        load(path, tokenizer, format=format)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    opened = load(path, tokenizer, format=format, hold_out=0, data={"malformed": "skip"})
     assert opened.skipped == {"set": {"malformed": 1}} and opened.train["set"].num_documents == 2
     assert "1 malformed" in opened.summary()
 
@@ -435,20 +427,19 @@ BAD_PLACES = [
 def test_bad_places(tmp_path, tokenizer, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    source = Source(path=str(tmp_path / name), format="text" if name.endswith(".txt") else "chat")
     with pytest.raises(ValueError, match=message):
-        load_corpus([source], DataConfig(sequence_length=64), tokenizer, 0)
+        load(tmp_path / name, tokenizer, format="text" if name.endswith(".txt") else "chat", data={"sequence_length": 64})
 
 
 def test_records_that_are_too_long(tmp_path, tokenizer):
     longer_answer = {"messages": [CHAT[0], {"role": "assistant", "content": "one " * 90}]}
-    path = str(write(tmp_path / "set.jsonl", [GOOD, LONG, longer_answer, GOOD]))
+    path = write(tmp_path / "set.jsonl", [GOOD, LONG, longer_answer, GOOD])
 
     def opened(too_long: str) -> Corpus:
-        return load_corpus([Source(path=path)], DataConfig(sequence_length=64, too_long=too_long), tokenizer, 0)
+        return load(path, tokenizer, data={"sequence_length": 64, "too_long": too_long})
 
-    assert opened("drop").skipped == {"set": {"too long": 2}} and opened("drop").train["set"].num_documents == 2
-    cut = opened("cut")
+    drop, cut = opened("drop"), opened("cut")
+    assert drop.skipped == {"set": {"too long": 2}} and drop.train["set"].num_documents == 2
     assert cut.skipped == {"set": {"too long": 1, "cut": 1}}, "a chat whose answer is cut away teaches nothing"
     assert sorted(np.diff(cut.train["set"].offsets))[-1] == 64
     with pytest.raises(ValueError, match=r"set.jsonl, line 2: got \d+ tokens, expected at most 64 \(sequence_length\)"):
@@ -456,24 +447,25 @@ def test_records_that_are_too_long(tmp_path, tokenizer):
 
 
 def test_bad_settings_and_tokenizers(tmp_path, templated):
-    path = str(write(tmp_path / "set.jsonl", [GOOD]))
-    for bad in ({"path": ""}, {"weight": 0.0}, {"limit": -1}, {"hold_out": 1}):
-        with pytest.raises(ValueError, match=f"got {next(iter(bad))} "):
-            run_config.replaced(Source(path="x"), bad)
-    for bad in ({"sequence_length": 1}, {"prompt_weight": 1.5}):
-        with pytest.raises(ValueError, match=f"got {next(iter(bad))} "):
-            run_config.replaced(DataConfig(), bad)
+    path = write(tmp_path / "set.jsonl", [GOOD])
+    source, data = Source(path="x"), DataConfig()
+    for config, name, value in (
+        (source, "path", ""), (source, "weight", 0.0), (source, "limit", -1), (source, "hold_out", 1),
+        (data, "sequence_length", 1), (data, "prompt_weight", 1.5),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"got {name} "):
+            run_config.replaced(config, {name: value})
     with pytest.raises(ValueError, match="got no sources"):
         load_corpus([], DataConfig(), None, 0)
     with pytest.raises(ValueError, match="no tokenizer.json"):
-        load_corpus([Source(path=path)], DataConfig(), None, 0)
+        load(path)
     for template, message in (
         (None, "no chat template"),
         ("{{ raise_exception('roles must alternate') }}", "line 1: .*chat template refuses: roles must alternate"),
-        (UNLIKE, "line 1: the chat template's generation prompt is not how it begins an answer"),
+        (UNLIKE, "line 1: got a chat template whose generation prompt does not begin its answers"),
     ):
         with pytest.raises(ValueError, match=message):
-            load_corpus([Source(path=path)], DataConfig(), templated(template), 0)
+            load(path, templated(template))
 
 
 # Training from scratch

@@ -1,6 +1,6 @@
-"""The resumable JSONL file of `train.respond`: its parts, its settings, the prompts it lacks, and its order.
+"""The resumable JSONL file of `train.respond`: its parts, settings, missing prompts, and order.
 
-Beside OUT there may be OUT.part-N (one per host, until they are merged; on gs://, where files cannot grow, one per minute),
+Files beside OUT: OUT.part-N (one per host until they are merged; on gs://, where files cannot grow, one per minute),
 OUT.cut (answers that reached the limit, if they are dropped), OUT.settings.toml and OUT.lock.
 """
 
@@ -35,7 +35,7 @@ def settings_path(out: epath.Path) -> epath.Path:
 
 
 def _files(out: epath.Path) -> list[epath.Path]:
-    """Returns the files that may hold answers: `out`, the dropped ones, and the parts of hosts."""
+    """Returns the files that may contain answers: `out`, dropped answers, and the parts of hosts."""
     return [out, cut_path(out), *_parts(out)]
 
 
@@ -45,7 +45,7 @@ def _parts(out: epath.Path) -> list[epath.Path]:
 
 
 def save_settings(settings: Any, out: epath.Path) -> None:
-    """Writes the settings of a new file, or of one whose sources have larger limits now (see `check_settings`)."""
+    """Writes the settings of a file that is new, or whose sources have larger limits now (see `check_settings`)."""
     path = settings_path(out)
     if not path.exists() or "sources" in run_config.changes(settings, path, ()):
         folders.write(path, run_config.dump(run_config.to_dict(settings)))
@@ -58,10 +58,10 @@ def read_thinking(source: str) -> bool | None:
 
 
 def check_settings(settings: Any, out: epath.Path, free: Collection[str]) -> None:
-    """Refuses to continue a file of answers, or of questions, with settings that would have made another one.
+    """Refuses to continue a file of answers or questions with settings that change its content.
 
     Args:
-      free: names of settings that do not affect its content.
+      free: names of settings that do not affect the content.
 
     Raises:
       ValueError: no regular file, a file without its settings, or other settings.
@@ -81,14 +81,14 @@ def check_settings(settings: Any, out: epath.Path, free: Collection[str]) -> Non
 
 
 def _only_grew(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> bool:
-    """Returns whether sources differ only in larger limits, of which 0 is the largest."""
+    """Returns whether sources differ only in larger limits; 0 is the largest."""
     if [{**source, "limit": 0} for source in old] != [{**source, "limit": 0} for source in new]:
         return False
     return all(not b["limit"] or 0 < a["limit"] <= b["limit"] for a, b in zip(old, new, strict=True))
 
 
 class Place(NamedTuple):
-    """Location of an answer, file, line number and first byte; and whether it reached the length limit."""
+    """File, line number and byte offset of an answer, and whether it reached the length limit."""
 
     path: epath.Path
     number: int
@@ -97,14 +97,14 @@ class Place(NamedTuple):
 
 
 def match(out: epath.Path, prompts: Sequence[Any]) -> tuple[list[Any], dict[int, Place]]:
-    """Matches the answers of a file with prompts, by their ids.
+    """Matches the answers of a file with prompts, by the ids of the prompts.
 
     Returns:
-      The prompts in the order of the answers, those without an answer in the gaps; and the places of the answers by index:
-      of several with one index the first, and no unfinished line.
+      The prompts in the order of the answers, prompts without an answer in the gaps; and the places of the answers by
+      index: the first if an index occurs repeatedly, and no unfinished line.
 
     Raises:
-      ValueError: a line that answers another prompt, because the data changed.
+      ValueError: an answer to another prompt, because the data changed.
     """
     numbers: dict[str, list[int]] = {}
     for number, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""Documents: the records of a source as token ids, with the loss weight of predicting each of them."""
+"""Documents: records of a source as token ids, each with its loss weight."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class DataConfig:
 
     Attributes:
       sequence_length: tokens of a packed sequence.
-      thinking: render chats with thinking, which drafters record. None: without it; of responses, the settings of
-        `train.respond` are recorded.
-      prompt_weight: loss weight of everything in a chat that is not the assistant's; the assistant's tokens weigh 1.
+      thinking: render chats with thinking; drafters record it. None: without it, or for responses, as the settings of
+        `train.respond` say.
+      prompt_weight: loss weight of chat tokens outside of the assistant's turns, whose tokens weigh 1.
       malformed: handling of records that cannot be used: stop the run, or skip and count them.
       too_long: handling of chats and responses longer than `sequence_length`; "cut" drops their end. Plain text is always
         cut into pieces.
-      record: local folder that keeps the verifier's outputs of every sequence; they are then read in every step instead
-        of being computed (`mfu` counts them all the same). "" computes them in every step.
+      record: local folder for the verifier's outputs of every sequence, which are then read in every step instead of
+        being computed (`mfu` still counts them); "" records nothing.
     """
 
     sequence_length: int = bounded(384, least=2)
@@ -43,7 +43,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids and the loss weight of predicting each of them."""
+    """Token ids, and the loss weight of predicting each token."""
 
     tokens_n: np.ndarray
     weights_n: np.ndarray
@@ -59,16 +59,16 @@ def read_documents(
 ) -> Iterator[tuple[int, Document]]:
     """Yields (number, document) for every usable document of a source.
 
-    Chats and responses are numbered as their records, pieces of plain text one after the other.
+    Chats and responses have the numbers of their records; pieces of plain text are counted.
 
     Args:
       tokenizer: may be None for responses.
-      seed: seed of the order in which the source's limit counts.
+      seed: seed of the order to which the source's limit applies.
       vocab_size: upper bound of ids.
-      skipped: updated with the number of records left out ("malformed", "too long") or kept in part ("cut").
+      skipped: updated with the number of records left out ("malformed", "too long") or shortened ("cut").
 
     Raises:
-      ValueError: by file and line, a record that cannot be used; a source that cannot be read; no tokenizer.
+      ValueError: a record that cannot be used, with its file and line; an unreadable source; no tokenizer.
     """
 
     def malformed(error: Malformed) -> None:
@@ -104,15 +104,15 @@ def chat_documents(
 ) -> list[Document | ValueError]:
     """Renders chats with the tokenizer's template; the assistant's tokens weigh 1, its stop token included.
 
-    An assistant turn is what the template adds to its own generation prompt: the chat before the turn, with the generation
-    prompt, is a token prefix of the chat that includes it, which is a prefix of the whole chat. So a drafter learns exactly
-    the contexts it will draft in. If a template rewrites earlier turns (Qwen3 drops their thinking), those turns fail this
-    test and only the last one is learnt. Messages after the last assistant turn are left out.
+    An assistant turn is the text that the template adds to its generation prompt: the chat before the turn, with the
+    generation prompt, must be a token prefix of the chat that includes the turn, and that a prefix of the whole chat. So a
+    drafter is trained on the contexts that it drafts in. Earlier turns that a template rewrites (Qwen3 drops their
+    thinking) fail this test and are not learnt. Messages after the last assistant turn are left out.
 
     Returns:
-      One Document per chat, or the error that says why there is none.
+      One Document per chat, or the ValueError that explains why there is none.
     """
-    rendered: list[list[str] | ValueError] = [_catch(_render, tokenizer, chat) for chat in chats]
+    rendered = [_catch(_render, tokenizer, chat) for chat in chats]
     texts = [text for group in rendered if isinstance(group, list) for text in group]
     encoded = iter(tokenizer.encode_texts(texts, add_special_tokens=False) if texts else ())
     ends = {*tokenizer.stop_ids, *tokenizer.inner.all_special_ids}
@@ -132,7 +132,7 @@ def text_documents(tokenizer: Tokenizer, text: str, length: int) -> list[Documen
 def _tokenise(
     source: Source, config: DataConfig, tokenizer: Tokenizer | None, records: Iterator[Record]
 ) -> Iterator[tuple[int, str, Document | ValueError]]:
-    """Yields number, place, and the document or the reason why there is none."""
+    """Yields number, place, and document of each record, or the ValueError that explains why there is none."""
     if source.format == "responses":
         for record in records:
             prompt, response = record.content.prompt, record.content.response
@@ -181,12 +181,12 @@ def _weigh(prefixes: list[list[int]], ends: set[int], prompt_weight: float) -> D
             stop = max((n + 1 for n, token in enumerate(span) if token in ends), default=len(span))
             weights_n[start : start + stop] = 1
     if start is None:
-        raise ValueError("the chat template's generation prompt is not how it begins an answer, so none can be told apart")
+        raise ValueError("got a chat template whose generation prompt does not begin its answers, expected one that does")
     return Document(np.array(whole, np.int32), weights_n)
 
 
 def _catch(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns the result, or the ValueError instead of it."""
+    """Returns the result of a function, or the ValueError that it raised."""
     try:
         return function(*args)
     except ValueError as error:

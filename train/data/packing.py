@@ -1,7 +1,7 @@
-"""Sequence packing: documents share training sequences of fixed length, which are mixed and dealt to hosts in batches.
+"""Sequence packing: documents share training sequences of fixed length, which are mixed and distributed in batches.
 
-A token attends to its own document only. The batch of a step is a function of (seed, step) alone, whatever step a run
-starts at and however many hosts share it, so that a resumed run sees the same batches.
+Tokens attend within their document. The batch of a step depends on seed and step alone, not on the first step of a run or
+the number of hosts, so that a resumed run sees the same batches.
 
 Shape suffixes: b sequences, t tokens of a sequence, n tokens of a document, k documents in the order of their sequences.
 """
@@ -34,7 +34,7 @@ class Batch:
       tokens_bt: ids; padding is 0.
       segments_bt: 1, 2, ... per document of a sequence; 0 for padding.
       positions_bt: position inside the document.
-      weights_bt: loss weight of predicting this token from those before it; 0 on a document's first token.
+      weights_bt: loss weight of predicting this token; 0 on a document's first token.
       features_btj, hidden_btd: outputs of the verifier (`teacher.Teacher`), if they are recorded.
     """
 
@@ -48,17 +48,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class PackedDataset:
-    """Documents of a source and their places in sequences, which are formed on access: documents are stored once, flat.
+    """Documents of a source, stored flat, and their positions in sequences, which are assembled on access.
 
     Attributes:
-      tokens: ids of all documents, one after the other, int32.
-      weights: their loss weights, float16.
+      tokens: concatenated ids of all documents, int32.
+      weights: loss weights of these tokens, float16.
       offsets: start of each document in these arrays, and the end of the last.
       document_k: documents in the order of their sequences.
-      start_k: first position of each of them in its sequence.
+      start_k: position of each of them in its sequence.
       first: index into `document_k` of each sequence's first document, and the number of documents at the end.
       sequence_length: tokens of a sequence, padding included.
-      outputs: recorded outputs of the verifier, [sequences, tokens, model] each: of tapped layers, then the last states.
+      outputs: recorded outputs of the verifier, [sequences, tokens, model] each: tapped layers, then final states.
     """
 
     tokens: np.ndarray
@@ -81,7 +81,7 @@ class PackedDataset:
         return self.take([index])
 
     def prompt(self, document: int) -> list[int]:
-        """Returns the tokens before the first trained one of a document; none if these are fewer than two."""
+        """Returns the tokens of a document before the first with a weight; empty if there are fewer than two."""
         begin, end = self.offsets[document], self.offsets[document + 1]
         (trained,) = np.nonzero(self.weights[begin + 1 : end])
         return self.tokens[begin : begin + 1 + trained[0]].tolist() if len(trained) and trained[0] else []
@@ -109,9 +109,9 @@ class Corpus:
 
     Attributes:
       train: sequences to train on.
-      held_out: sequences of other documents, for validation; sources that hold none out are missing.
-      weights: share of each source in a batch, relative to the others.
-      skipped: number of records per source and reason: "malformed" and "too long" are left out, "cut" are kept in part.
+      held_out: sequences of other documents, for validation; sources without held-out documents are missing.
+      weights: relative share of each source in a batch.
+      skipped: number of records per source and reason: "malformed" and "too long" are left out, "cut" are shortened.
     """
 
     train: dict[str, PackedDataset]
@@ -128,20 +128,17 @@ class Corpus:
         return sum(packed.num_documents for packed in self.train.values())
 
     def token_counts(self, vocab_size: int) -> np.ndarray:
-        """Returns the number of times each id occurs, prompts and held-out documents included."""
+        """Returns the number of occurrences of each id, in prompts and held-out documents too."""
         counts = [np.bincount(p.tokens, minlength=vocab_size) for p in (*self.train.values(), *self.held_out.values())]
         return sum(counts, np.zeros(vocab_size, np.int64))
 
     def digests(self) -> dict[str, str]:
-        """Returns the SHA-256 of each source's documents, also those held out: tokens, weights and lengths, in order."""
-        digests = {}
-        for name, packed in self.train.items():
-            digest = hashlib.sha256()
-            for part in (packed, self.held_out.get(name, pack([], packed.sequence_length))):
-                for flat in (part.offsets, part.tokens, part.weights):
-                    digest.update(flat)
-            digests[name] = digest.hexdigest()
-        return digests
+        """Returns the SHA-256 of the documents of each source, held-out ones included: offsets, tokens and weights."""
+        digests = {name: hashlib.sha256() for name in self.train}
+        for name, packed in (*self.train.items(), *self.held_out.items()):
+            for flat in (packed.offsets, packed.tokens, packed.weights):
+                digests[name].update(flat)
+        return {name: digest.hexdigest() for name, digest in digests.items()}
 
     def summary(self) -> str:
         """Returns one line per source."""
@@ -161,14 +158,13 @@ def load_corpus(
     """Reads, tokenises and packs every source.
 
     Args:
-      config: how documents are made.
-      tokenizer: may be None if every source holds responses.
-      seed: seed of the order in which a source's limit counts.
+      tokenizer: may be None if all sources are responses.
+      seed: seed of the order to which a source's limit applies.
       vocab_size: upper bound of ids.
 
     Raises:
-      ValueError: a source that is missing, empty, or an evaluation set; by file and line, a record that cannot be used and
-        that `config` does not skip; a source of which nothing is left.
+      ValueError: a source that is missing, an evaluation set, or without a usable document; a record that cannot be used,
+        with its file and line, unless `config` skips it.
     """
     if not sources:
         raise ValueError("got no sources, expected at least one [[sources]] table")

@@ -1,7 +1,7 @@
 """Records of training text: chats, answers and plain texts, read from files, folders, the Hub, or Python itself.
 
-A source is read record by record and never held in memory. Every record has a number, its position in the source, that
-depends on neither seed nor limit: a record held out for validation in one stage is held out in every other stage too.
+Records are read one by one. The number of a record is its position in the source, independent of seed and limit: a record
+held out for validation in one stage is held out in all stages.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages
 class Source:
     """A source of training text: a [[sources]] table of a stage's TOML.
 
-    Evaluation prompts must not leak in: a file or a Hub set and split whose name says test, dev, validation, ... and not
-    train is refused.
+    Files, and Hub sets and splits, with test, dev, validation, ... in their name and not train are refused, so that no
+    evaluation prompts are trained on.
 
     Attributes:
       path: a JSONL file, a text file, a folder of either (globs too; all but globs also at gs://), "python:stdlib", the
@@ -42,8 +42,8 @@ class Source:
         "train" if none is given).
       format: "chat", "responses" (as `train.respond` writes them) or "text" (files, or records with a "text").
       weight: share of a batch's sequences relative to the other sources.
-      limit: number of records, the first of a seeded order; of texts, number of characters. 0 takes all.
-      hold_out: every n-th document is held out for validation; 0 holds none.
+      limit: number of records, in a seeded random order; for texts, number of characters; 0: all.
+      hold_out: every n-th document is held out for validation; 0: none.
     """
 
     path: str = bounded()
@@ -64,13 +64,12 @@ class Source:
         return "stdlib" if self.path == STDLIB else Path(self.path).stem
 
     def holds_out(self, number: int) -> bool:
-        """Returns whether a document is held out for validation."""
         return bool(self.hold_out) and number % self.hold_out == self.hold_out - 1
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Token ids of a prompt and of a verifier's answer."""
+    """Token ids of a prompt and of the verifier's answer."""
 
     prompt: list[int]
     response: list[int]
@@ -78,7 +77,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Record:
-    """A record: its number in the source, its place for error messages, and its content."""
+    """Number in the source, place for error messages, and content of a record."""
 
     number: int
     where: str
@@ -93,9 +92,8 @@ def read(source: Source, seed: int, skip: Callable[[Malformed], None] | None = N
     """Yields the records of a source within its limit, in the order of the source.
 
     Args:
-      source: chats come with role names user, assistant, ...; line ends are "\\n", and messages have no space around them.
-      seed: seed of the order in which a limit counts.
-      skip: called with every record that cannot be used; None raises instead.
+      seed: seed of the order to which the limit applies.
+      skip: called with the error of every record that cannot be used; None raises it.
 
     Raises:
       Malformed: a record that is not in the source's format, if `skip` is None.
@@ -120,8 +118,8 @@ def read(source: Source, seed: int, skip: Callable[[Malformed], None] | None = N
 def parse_chat(raw: Any) -> Messages:
     """Parses messages in any form of `engine.prompts.read_messages`, also of a prompt file for benchmarks.
 
-    Of several user turns in succession the first is kept, as later ones need the answers in between; a reference program
-    ("reference": {"code"}) is the assistant's answer to it.
+    Line ends become "\\n", and space around messages is removed. A chat of user turns alone keeps the first, as later ones
+    need the answers in between; a reference program ("reference": {"code"}) becomes the assistant's answer.
     """
     messages = prompts.read_messages(raw)
     if len(messages) > 1 and {message["role"] for message in messages} == {"user"}:
@@ -133,7 +131,7 @@ def parse_chat(raw: Any) -> Messages:
 
 
 def parse_answer(raw: Any) -> Answer:
-    """Parses the ids of a prompt and its response, neither of them empty."""
+    """Parses the ids of a prompt and its response, which must not be empty."""
     lists = [raw.get(name) if isinstance(raw, dict) else None for name in ("prompt", "response")]
     for name, ids in zip(("prompt", "response"), lists, strict=True):
         if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
@@ -150,7 +148,7 @@ def parse_text(raw: Any) -> str:
 
 @dataclass(frozen=True)
 class _Store:
-    """Records of a source by number: their places, which are all that is kept in memory, and how to name and load one."""
+    """Places of a source's records by number, and functions that name and load the record at a place."""
 
     places: Sequence[Any]
     where: Callable[[Any], str]
@@ -186,7 +184,7 @@ def _open(source: Source) -> _Store:
 
 
 def _find_lines(files: Sequence[Path]) -> list[tuple[Path, int, int]]:
-    """Returns file, line number and first byte of every line that is not blank."""
+    """Returns file, line number and byte offset of every line that is not blank."""
     places: list[tuple[Path, int, int]] = []
     for path in files:
         start = 0

@@ -1,4 +1,4 @@
-"""Labels of a selector: roots of decoded prompts, with the expected length of a round for every bucket.
+"""Labels of a selector: roots of decoded prompts, with the expected length of the next round for every bucket.
 
 Shape suffixes: b batch, j tapped layers x model, s scalars, a buckets, o roots.
 """
@@ -30,7 +30,7 @@ from treeflash_jax.decoding.tree_selector import SelectorConfig, make_features
 from treeflash_jax.engine import planning
 from treeflash_jax.engine.batching import capacity_bucket
 
-TRAINING = "run costs steps roots learning_rate dropout tail_weight tail_share".split()  # settings that shape no label
+TRAINING = "run costs steps roots learning_rate dropout tail_weight tail_share".split()  # settings that affect no label
 
 
 @struct.dataclass
@@ -39,9 +39,9 @@ class Labels:
 
     Attributes:
       hidden_oj, scalars_os: inputs of the selector, see `tree_selector.Features`.
-      expected_oa: tokens that a round is expected to commit with every bucket.
-      setting_o: number of the pair of sampling settings.
-      prompt_o: number of the prompt.
+      expected_oa: expected number of tokens that the round commits with every bucket.
+      setting_o: index of the pair of sampling settings.
+      prompt_o: index of the prompt.
     """
 
     hidden_oj: np.ndarray
@@ -62,7 +62,7 @@ class Labels:
 
 
 def make_runner(model: tf.TreeFlash, config: SelectorConfig, plan: DecodePlan, bucket: int) -> Runner:
-    """Returns a runner whose selector always chooses one bucket."""
+    """Returns a runner whose selector always chooses the same bucket."""
     params = {name: jnp.zeros(spec.shape) for name, spec in tree_selector.specs(config).items()}
     params["out_bias"] = params["out_bias"].at[bucket].set(1.0)
     return Runner(plan, model.weights, model.mesh, policy_weights=params)
@@ -71,15 +71,14 @@ def make_runner(model: tf.TreeFlash, config: SelectorConfig, plan: DecodePlan, b
 def record_all(
     model: tf.TreeFlash, settings: Any, config: SelectorConfig, runners: Sequence[Runner], folder: Path
 ) -> Labels:
-    """Returns the labels of all prompts; those of batches that have a file in the folder are read from it.
+    """Returns the labels of all prompts, read from the folder or recorded there, batch by batch.
 
     Args:
       settings: a `train.selector.SelectorStage`.
       runners: one per bucket; batches of prompts take turns.
     """
-    shaping = {name: value for name, value in run_config.to_dict(settings).items() if name not in TRAINING}
-    shaping |= {"pair": config.pair}
-    digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:8]
+    affecting = {name: value for name, value in run_config.to_dict(settings).items() if name not in TRAINING}
+    digest = hashlib.sha256(json.dumps(affecting | {"pair": config.pair}, sort_keys=True).encode()).hexdigest()[:8]
     records = (record for source in settings.sources for record in read(source, settings.seed))
     prompts = [model.encode(record.content[:1]) for record in records if record.content]
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,10 +100,10 @@ def record_all(
 def record_batch(
     model: tf.TreeFlash, settings: Any, runner: Runner, prompts: Sequence[Sequence[int]], group: int
 ) -> Labels:
-    """Returns labels of roots every few rounds of decoding one batch of prompts.
+    """Decodes one batch of prompts and returns labels of roots every few rounds.
 
     Args:
-      group: number of the batch; its prompts begin at `group * settings.batch`.
+      group: index of the batch; its prompts begin at `group * settings.batch`.
     """
     pairs = [(temperature, top_p) for temperature in settings.temperatures for top_p in settings.top_p]
     prompt_b = np.arange(len(prompts))[group * settings.batch :][: settings.batch]
@@ -128,9 +127,9 @@ def record_batch(
 
 @partial(devices.jit, static_argnames=("draws", "plan"))
 def expected_lengths(weights: Weights, state: DecodeState, *, draws: int, plan: DecodePlan) -> tuple[jax.Array, ...]:
-    """Returns the selector's inputs [b, j] and [b, s], and tokens that the next round commits with every bucket [b, a].
+    """Returns the selector's inputs [b, j] and [b, s], and the expected length of the next round for every bucket [b, a].
 
-    These are means, over `draws` trees, of the rule's exact expectation given the tree: coins are averaged out.
+    The length is the mean, over `draws` trees, of the rule's exact expectation given the tree.
     """
     buckets = plan.shape.trunk
     expander = rounds.draft_expander(weights, state, plan)
