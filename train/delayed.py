@@ -1,4 +1,4 @@
-"""Compares delayed trees on prompts: fixed trunks, trunk="auto", and a selector that `train.selector` made.
+"""Compares delayed trees on prompts: fixed trunks, trunk="auto", and a selector trained by `train.selector`.
 
     python -m train.delayed selector=runs/tiny/selector/selector.safetensors prompts=prompts.jsonl out=delayed.json
 
@@ -30,15 +30,15 @@ class DelayedStage:
     Attributes:
       verifier, drafter: name of a pair, folder, GGUF file or Hub id.
       thinking, template: arguments of the chat template, as in `train.respond`.
-      selector: file of a selector for them.
-      prompts: JSONL file; the first turn of each is asked.
+      selector: file of a selector for this pair.
+      prompts: JSONL file of prompts, of which the first turn is used.
       out: JSON file of results.
       limit: number of prompts, spread over the file.
       new_tokens: tokens of each answer.
       nodes, branches, trunks: sizes of the fixed trees, and of trunk="auto".
-      fewer: further numbers of nodes of trunk="auto".
-      depths: deepest level drafted, of drafters that have the option; 0: the drafter's own.
-      temperatures: sampling temperatures of the verifier that are measured.
+      fewer: further numbers of nodes for trunk="auto".
+      depths: deepest level drafted, for drafters with this option; 0: the drafter's default.
+      temperatures: sampling temperatures.
       seed: random seed of the answers.
     """
 

@@ -1,19 +1,19 @@
-"""Trains a selector, which chooses a delayed tree for every sequence and round from what earlier rounds left behind.
+"""Trains a selector, which chooses a delayed tree for every sequence and round from the results of earlier rounds.
 
     python -m train.selector configs/tiny/selector.toml sources.0.path=prompts.jsonl
 
-Three steps. Labels: prompts are decoded, each with one of the buckets, and at a root every few rounds the rule's exact
-expected length is computed for every bucket, the mean of a few drawn trees. Costs: the seconds of a round of every bucket,
-at batch 1 on this machine, unless they are given. Training: with pi = softmax(scores) of a root,
+Three steps. Labels: prompts are decoded, each with one of the buckets; at a root every few rounds, the rule's exact
+expected length is computed for every bucket and averaged over a few drawn trees. Costs: the seconds of a round with every
+bucket, at batch 1 on this machine, unless given. Training: with pi = softmax(scores) of a root,
 
     TPS = sum_a pi_a E_a / sum_a pi_a T_a,    loss = mean(-log(TPS / TPS_base)) + weight * tail
 
-where the base is the best single bucket of the root's sampling settings, and the tail the mean of max(0, 1 - TPS /
+where the base is the best single bucket for the root's sampling settings, and the tail the mean of max(0, 1 - TPS /
 TPS_base)^2 over the worst share of the roots. The paper states neither weight nor share.
 
-The run's folder gets labels-*.npz (one file per batch of prompts), selector.safetensors and result.json. With given costs
-the same settings give the same files on one machine. Labels are recorded once for the same settings: another training takes
-seconds, and a recording that was stopped goes on.
+Writes labels-*.npz (one file per batch of prompts), selector.safetensors and result.json to the run's folder; with given
+costs the files are reproducible on one machine. Labels of the same settings are recorded once: another training takes
+seconds, and an interrupted recording continues.
 
 Shape suffixes: a buckets, o roots.
 
@@ -65,17 +65,18 @@ class SelectorStage:
       run: folder of labels, selector and result.
       verifier, drafter: name of a pair, folder, GGUF file or Hub id.
       thinking, template: arguments of the chat template, as in `train.respond`.
-      sources: prompts; of chats the first message counts.
+      sources: prompts; the first message of chats.
       buckets: [branches, trunk, length] of each delayed tree, by increasing cost.
-      acceptance: rule that the trees are for.
-      depths: deepest level drafted, of drafters that have the option; 0: the drafter's own.
-      temperatures, top_p: every pair of them is a sampling setting; prompts take turns.
+      acceptance: acceptance rule of the trees.
+      depths: deepest level drafted, for drafters with this option; 0: the drafter's default.
+      temperatures, top_p: sampling settings, every pair of which is used for some of the prompts.
       new_tokens: tokens of each recorded answer.
       every: rounds between two roots.
       draws: number of trees that a label averages.
       batch: prompts recorded together.
       costs: cost of a round per bucket, in any unit; none: measured.
-      steps, roots, learning_rate, dropout: settings of training; a step reads `roots` roots.
+      steps, learning_rate, dropout: settings of training.
+      roots: number of roots per training step.
       tail_weight, tail_share: weight of the tail term, and share of the roots in it.
       seed: random seed of prompts, answers, weights and the order of roots.
     """
@@ -109,7 +110,7 @@ class SelectorStage:
             if not getattr(self, name):
                 raise ValueError(f"got no {name}, expected at least one")
         if self.costs and len(self.costs) != len(self.buckets):
-            raise ValueError(f"got {len(self.costs)} costs, expected {len(self.buckets)}: one a bucket")
+            raise ValueError(f"got {len(self.costs)} costs, expected {len(self.buckets)}: one per bucket")
 
 
 def main(settings: SelectorStage) -> None:
@@ -142,7 +143,7 @@ def make_config(model: tf.TreeFlash, settings: SelectorStage) -> tuple[SelectorC
     """Returns the config of the selector and the plan of its rounds.
 
     Raises:
-      ValueError: no drafter, buckets that are no trees, or settings that the pair cannot serve.
+      ValueError: no drafter, invalid buckets, or settings that the pair does not support.
     """
     buckets = tuple(Bucket(*bucket) for bucket in settings.buckets)
     choices = {"builder": "delayed", "acceptance": settings.acceptance}
@@ -156,7 +157,7 @@ def make_config(model: tf.TreeFlash, settings: SelectorStage) -> tuple[SelectorC
 
 
 def measure_costs(model: tf.TreeFlash, config: SelectorConfig, runners: Sequence[Runner]) -> np.ndarray:
-    """Returns seconds of a round of every bucket at batch 1: the fastest of a few repeats, equal in equal shapes."""
+    """Returns the seconds of a round with every bucket at batch 1: minima over repeats and over buckets of one shape."""
     path = runners[0].plan.path_length
     generate = model.resolve(None, {"temperature": 1.0, "max_new_tokens": 2 + TIMED_ROUNDS * path, "stop_ids": []})
     requests = planning.make_requests([[1] * 32], generate, model.verifier)
@@ -178,7 +179,7 @@ def measure_costs(model: tf.TreeFlash, config: SelectorConfig, runners: Sequence
 def compute_loss(
     scores_oa: jax.Array, labels: Labels, seconds_a: jax.Array, base_o: jax.Array, settings: SelectorStage
 ) -> jax.Array:
-    """Returns the loss in the module's docstring; `base_o` is TPS_base."""
+    """Computes the loss of the module's docstring; `base_o` is TPS_base."""
     chance_oa = jax.nn.softmax(scores_oa)
     ratio_o = jnp.sum(chance_oa * labels.expected_oa, axis=1) / (chance_oa @ seconds_a) / base_o
     shortfall_o = jnp.square(jnp.maximum(0, 1 - ratio_o))
@@ -187,7 +188,7 @@ def compute_loss(
 
 
 def best_buckets(labels: Labels, seconds_a: np.ndarray) -> np.ndarray:
-    """Returns for every root the bucket of the most tokens per second on all roots of its sampling settings, [o]."""
+    """Returns for every root the bucket with the most tokens per second on all roots of its sampling settings, [o]."""
     best_o = np.zeros(labels.setting_o.size, int)
     for setting in np.unique(labels.setting_o):
         is_same_o = labels.setting_o == setting
@@ -198,7 +199,7 @@ def best_buckets(labels: Labels, seconds_a: np.ndarray) -> np.ndarray:
 def train_selector(
     labels: Labels, seconds_a: np.ndarray, settings: SelectorStage, config: SelectorConfig
 ) -> dict[str, jax.Array]:
-    """Returns the weights of the step with the least loss on the held-out prompts, which is computed 20 times."""
+    """Returns the weights with the least loss on held-out prompts, which is computed 20 times during training."""
     is_held_o = labels.prompt_o % HELD_OUT == 0
     if not is_held_o.any() or is_held_o.all():
         raise ValueError(f"got roots of {np.unique(labels.prompt_o).size} prompts, expected more than {HELD_OUT}")
@@ -236,26 +237,20 @@ def train_selector(
 
 
 def summarize(params: Any, labels: Labels, seconds_a: np.ndarray) -> dict[str, Any]:
-    """Returns tokens a round and a second, by the labels: of the selector, every bucket, and the best bucket per setting.
+    """Returns tokens per round and second, by the labels, of the selector, every bucket, and the best bucket per setting.
 
-    Each is a value, and its ratio to the best bucket per setting, with 95 % intervals of a bootstrap over the prompts.
+    Each is a value and its ratio to the best bucket per setting, with 95 % intervals of a bootstrap over prompts.
     """
-    count, prompts = labels.setting_o.size, np.unique(labels.prompt_o)
-    unit = {(str(prompt), 0): {"length": 1, "rounds": 1, "seconds": 1} for prompt in prompts}
+    best_o, (prompts, prompt_o) = best_buckets(labels, seconds_a), np.unique(labels.prompt_o, return_inverse=True)
+    count, names = prompt_o.size, ("length", "rounds", "seconds")
 
     def totals(bucket_o: np.ndarray) -> dict[Any, dict[str, float]]:
-        by_root = {
-            "length": labels.expected_oa[np.arange(count), bucket_o],
-            "rounds": np.ones(count),
-            "seconds": seconds_a[bucket_o],
-        }
-        return {
-            (str(prompt), 0): {name: float(x[labels.prompt_o == prompt].sum()) for name, x in by_root.items()}
-            for prompt in prompts
-        }
+        values = labels.expected_oa[np.arange(count), bucket_o], np.ones(count), seconds_a[bucket_o]
+        sums = zip(*(np.bincount(prompt_o, value_o) for value_o in values), strict=True)
+        return {(str(prompt), 0): dict(zip(names, each, strict=True)) for prompt, each in zip(prompts, sums, strict=True)}
 
     def rates(bucket_o: np.ndarray) -> dict[str, Any]:
-        against = {"value": unit, "ratio": totals(best_buckets(labels, seconds_a))}
+        against = {"value": {(str(prompt), 0): dict.fromkeys(names, 1) for prompt in prompts}, "ratio": totals(best_o)}
         return {
             name: {what: paired_ratio(totals(bucket_o), other, "length", per, RESAMPLES) for what, other in against.items()}
             for name, per in (("tau", "rounds"), ("tokens_per_second", "seconds"))
@@ -266,7 +261,7 @@ def summarize(params: Any, labels: Labels, seconds_a: np.ndarray) -> dict[str, A
         "prompts": int(prompts.size),
         "roots": int(count),
         "selector": rates(chosen_o),
-        "best of each setting": rates(best_buckets(labels, seconds_a)),
+        "best of each setting": rates(best_o),
         "buckets": {str(bucket): rates(np.full(count, bucket)) for bucket in range(seconds_a.size)},
         "chosen": {str(bucket): int(np.sum(chosen_o == bucket)) for bucket in range(seconds_a.size)},
     }

@@ -15,7 +15,6 @@ from train import delayed
 from train import selector as stage_of
 from train.data import roots
 from train.data.records import Source
-from train.runtime import run_config
 from treeflash_jax import acceptance, trees
 from treeflash_jax.decoding.tree_selector import SCALARS, SelectorConfig
 from treeflash_jax.trees import Bucket, TreeShape
@@ -34,11 +33,7 @@ def float64():
 
 
 @pytest.mark.parametrize(
-    ("rule", "which"),
-    [
-        ("traversal", BUCKETS[1:2]),
-        pytest.param("recursive", BUCKETS, marks=pytest.mark.slow),
-    ],
+    ("rule", "which"), [("traversal", BUCKETS[1:2]), pytest.param("recursive", BUCKETS, marks=pytest.mark.slow)]
 )
 def test_a_label_is_what_enumeration_gives(float64, rule, which):
     """Every draft and every coin of buckets over three tokens, all of them in the shapes of the largest."""
@@ -112,13 +107,10 @@ def test_a_world_of_two_contexts_is_learnt():
     assert np.all(np.argmax(np.asarray(labels.scores(dear)), axis=1) == 1), "costs count"
 
 
-def test_mistakes_are_one_line():
-    for change, word in (
-        ({"costs": (1.0,)}, "got 1 costs"),
-        ({"temperatures": ()}, "no temperatures"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            settings(**change)
+@pytest.mark.parametrize(("change", "word"), [({"costs": (1.0,)}, "got 1 costs"), ({"buckets": ()}, "no buckets")])
+def test_mistakes_are_one_line(change, word):
+    with pytest.raises(ValueError, match=word):
+        settings(**change)
 
 
 @pytest.mark.slow
@@ -148,15 +140,15 @@ def test_from_prompts_to_answers(tmp_path, monkeypatch):
     assert groups == [0, 1, 1, 2]
     prompts = [np.load(path)["prompt_o"] for path in sorted((tmp_path / "run").glob("labels-*.npz"))]
     assert len(prompts) == 3 and np.array_equal(np.unique(np.concatenate(prompts)), np.arange(20))
-    first = (tmp_path / "run" / "selector.safetensors").read_bytes()
+    made = tmp_path / "run" / "selector.safetensors"
+    first = made.read_bytes()
     stage_of.main(stage_of.SelectorStage(**names, **how))
-    assert (tmp_path / "run" / "selector.safetensors").read_bytes() == first and len(groups) == 4
+    assert made.read_bytes() == first and len(groups) == 4
     stage_of.main(stage_of.SelectorStage(**names, **how | {"draws": 1}))
     assert len(groups) == 7, "labels of other settings are recorded anew"
     out = tmp_path / "out.json"
-    words = [f"{name}={value}" for name, value in names.items()]
-    words += [f"selector={tmp_path}/run/selector.safetensors", f"prompts={asked}", f"out={out}", "limit=3", "new_tokens=8"]
-    delayed.main(run_config.parse(delayed.DelayedStage, None, [*words, "trunks=[0]", "temperatures=[1.0]", "nodes=4"]))
+    compared = dict(selector=str(made), prompts=str(asked), out=str(out), limit=3, new_tokens=8, trunks=(0,), nodes=4)
+    delayed.main(delayed.DelayedStage(**names, **compared, temperatures=(1.0,)))
     systems = json.loads(out.read_text())["systems"]
     assert [system["system"] for system in systems] == ["one token", "trunk 0", "trunk auto", "selector"]
     assert systems[0]["tau"] == 1 and all(system["tokens_per_second"] > 0 for system in systems)

@@ -69,7 +69,7 @@ def test_overrides_win_and_reach_into_lists():
         ("sources.3.path=x", "expected sources.0 to sources.0"),
         ("run.name=x", "run is a value, not a table"),
         ("train_backbone=yesno", "expected a valid boolean"),
-        ("objective.chunk=5", "expected a multiple of the chunk"),
+        ("objective.chunk=5", "expected a multiple of objective.chunk 5"),
         ("evaluate.nodes=4", "expected a list"),
     ],
 )
