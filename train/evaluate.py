@@ -9,6 +9,7 @@ The command prints tau on training prompts as JSON, a line for each verifier tem
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -57,7 +58,7 @@ class EvaluateConfig:
 
 
 class TreeTau:
-    """Tau of the drafter being trained, with every setting that its stage names."""
+    """Measures tau of the drafter being trained, with every way of decoding that its stage names."""
 
     def __init__(
         self,
@@ -84,16 +85,14 @@ class TreeTau:
 
     def __call__(self, params: Any, report: Evaluating) -> dict[str, float]:
         """Measures tau of these weights by number of nodes; `report` receives the number of finished prompts."""
-        if not self.prompts or not self.config.nodes:
+        if not self.prompts:
             return {}
         parts = self.frozen | self.cast(params)
         self.model.weights = Weights(self.frozen["verifier"], {name: parts.get(name, {}) for name in self.names})
-        taus: dict[str, float] = {}
         for name, options in self.systems.items():
             if name not in self.constant or name not in self.known:
                 self.known[name] = self._tau(name, options, report)
-            taus |= self.known[name]
-        return taus
+        return {name: tau for taus in self.known.values() for name, tau in taus.items()}
 
     def _tau(self, name: str, options: Mapping[str, Any], report: Evaluating) -> dict[str, float]:
         config, taus, count = self.config, {}, len(self.prompts)
@@ -113,7 +112,7 @@ class TreeTau:
             for done, (_, result) in enumerate(answers, start=1):
                 lengths += [float(length) for length in result.accept_lengths]
                 report(done, count, what)
-            taus[f"held_out/{name}_{nodes}"] = mean(lengths)
+            taus[f"held_out/{name}_{nodes}"] = statistics.fmean(lengths)
         return taus
 
 
@@ -122,10 +121,6 @@ def held_out_prompts(corpus: packing.Corpus, count: int) -> list[list[int]]:
     prompts = [packed.prompt(number) for packed in corpus.held_out.values() for number in range(packed.num_documents)]
     prompts = [prompt for prompt in prompts if prompt]
     return [prompts[i] for i in packing.spread(min(count, len(prompts)), len(prompts))]
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 @dataclass(frozen=True, kw_only=True)

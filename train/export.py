@@ -1,10 +1,9 @@
-"""Writes what a drafter's run trained as a Hugging Face folder with a model card, from any of its checkpoints.
+"""Writes the drafter of a run as a Hugging Face folder with a model card.
 
     python -m train.export run=runs/head out=my-drafter step=best
 
-The folder loads in `treeflash_jax.load(drafter=...)` and in the published PyTorch code. The last step of every run is in
-RUN/model already; this command is for its best checkpoint, for other types on disk, and for the card. It ends with tau of
-the folder, loaded again, on a few held-out prompts.
+RUN/model already holds the drafter of the last step; this command is for other checkpoints, dialects and dtypes, and for
+the card. It loads the folder again and prints its tau on a few held-out prompts.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 import treeflash_jax as tf
 from train.data import packing
-from train.evaluate import held_out_prompts, mean
+from train.evaluate import held_out_prompts
 from train.runtime import folders, run_config, watch
 from train.runtime.checkpoint import Checkpoints
 from train.runtime.run_config import LoopConfig
@@ -45,13 +45,13 @@ class ExportStage:
       run: folder of a run of any stage that trains a drafter, local or gs://.
       out: new folder, local or gs://.
       step: "last", "best" (by the run's `loop.best`), or a number.
-      dialect: form of the files, one of `formats.dialects`; empty takes that of this kind of drafter ("treeflash" for
-        block drafters, of which "dflash" holds the backbone alone).
+      dialect: form of the files, one of `formats.dialects`; empty: the default of this kind of drafter ("treeflash" for
+        block drafters; "dflash" holds a backbone alone).
       dtype: dtype of the weights on disk.
       licence: licence of the weights, for the model card.
       drafter_temperature: default stored with the drafter, as `train.evaluate` measures it; 0 keeps the run's.
       sampled_above: temperature from which `treeflash bench run --preset rules` found sampled trees better; 0 stores none.
-      overwrite: `out` may hold an earlier export, whose files are replaced; nothing else ever is.
+      overwrite: replace the files of an earlier export in `out`; any other files are an error.
     """
 
     run: str
@@ -66,37 +66,27 @@ class ExportStage:
 
 
 def main(settings: ExportStage) -> None:
-    replacing = {
-        "overwrite": settings.overwrite,
-        "may_replace": lambda folder: storage.is_own(folder / "model.safetensors"),
-    }
+    is_own = lambda folder: storage.is_own(folder / "model.safetensors")  # noqa: E731
+    replacing = {"overwrite": settings.overwrite, "may_replace": is_own}
     folders.check(settings.out, **replacing)
     trained = read_settings(settings.run)
     model = models.read_verifier_config(locate(trained.verifier, "verifier"))
     drafter = trained.recorded_config(model)
-    drafter = dataclasses.replace(
-        drafter,
-        drafter_temperature=settings.drafter_temperature or drafter.drafter_temperature,
-        sampled_above=settings.sampled_above or None,
-    )
+    temperature = settings.drafter_temperature or drafter.drafter_temperature
+    drafter = dataclasses.replace(drafter, drafter_temperature=temperature, sampled_above=settings.sampled_above or None)
     dialect = settings.dialect or drafters.of(drafter).DIALECT
     models.writable(dialect).to_hf(drafter)  # refused before weights are read
     step, params = read_params(settings, trained, make_stage(trained, model, drafter))
+    whole = assemble(drafter, trained.stored(drafter) | params)
     with folders.filled(settings.out, **replacing) as out:
-        models.save_drafter(
-            out,
-            drafter,
-            assemble(drafter, trained.stored(drafter) | params),
-            dialect=dialect,
-            dtype=jnp.dtype(settings.dtype),
-        )
+        models.save_drafter(out, drafter, whole, dialect=dialect, dtype=jnp.dtype(settings.dtype))
         files.write(out / "README.md", card(settings, trained, drafter, dialect, step))
         tau = measure_tau(trained, out)
     print(f"wrote {settings.out} from step {step}\n{tau}")
 
 
 def read_settings(run: str) -> DraftingStage:
-    """Reads the settings that a run was started with. Raises ValueError if `run` is not the run of a drafter."""
+    """Reads the settings of a run. Raises ValueError if `run` is not the run of a drafter."""
     path = folders.absolute(run) / "settings.toml"
     if not path.exists():
         raise ValueError(f"{run}: got no settings.toml, expected the run= of a stage that trains a drafter")
@@ -114,7 +104,7 @@ def read_params(settings: ExportStage, trained: DraftingStage, stage: Stage) -> 
 
 
 def measure_tau(trained: DraftingStage, folder: Path) -> str:
-    """Returns a line with tau of a drafter's folder on a few held-out prompts, or with the reason why there is none."""
+    """Returns a line with the tau of a drafter's folder on a few held-out prompts, or why there is none."""
     try:
         few = [  # drawn at random: to read all records may take minutes
             dataclasses.replace(source, limit=min(source.limit or limit, limit))
@@ -128,7 +118,7 @@ def measure_tau(trained: DraftingStage, folder: Path) -> str:
         model = tf.load(verifier=trained.verifier, drafter=folder, thinking=bool(trained.data.thinking))
         shape = {"builder": "best-first", "nodes": model.drafter.num_nodes}
         answers = model.generate_each(prompts, **shape, max_new_tokens=TAU_TOKENS)
-        tau = mean([length for _, result in answers for length in result.accept_lengths])
+        tau = statistics.fmean([length for _, result in answers for length in result.accept_lengths])
     except (ValueError, OSError) as error:  # such as data or a verifier that is not on this machine
         return f"tau was not measured: {error}"
     how = f"{len(prompts)} held-out prompts, greedy, {TAU_TOKENS} new tokens, trees of {shape['nodes']} nodes"
@@ -136,7 +126,7 @@ def measure_tau(trained: DraftingStage, folder: Path) -> str:
 
 
 def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfig) -> int:
-    """The step meant by "last", "best" or a number. Raises ValueError if it was not saved."""
+    """Returns the step that "last", "best" or a number stands for. Raises ValueError if it was not saved."""
     scores = {step: metrics[loop.best] for step, metrics in saved.items() if loop.best in metrics}
     if wanted == "last" and saved:
         return max(saved)
@@ -148,7 +138,7 @@ def choose_step(saved: dict[int, dict[str, float]], wanted: str, loop: LoopConfi
 
 
 def card(settings: ExportStage, trained: DraftingStage, drafter: Any, dialect: str, step: int) -> str:
-    """A model card: the drafter, its training, and the last held-out metrics of its run."""
+    """Returns a model card: the drafter, the settings of its run, and the last held-out metrics up to `step`."""
     kind, sizes = trained.describe(drafter)
     last: dict[str, Any] = {}
     for line in watch.read_log(settings.run):
