@@ -189,16 +189,19 @@ def load_corpus(
 
 
 def batches(
-    corpus: Corpus, *, batch: int, seed: int, start: int, stop: int, host: int = 0, hosts: int = 1
+    corpus: Corpus, *, batch: int, seed: int, start: int, stop: int, members: Sequence[int] | None = None
 ) -> Iterator[Batch]:
-    """Yields this host's sequences of every step in [start, stop), prefetched by threads.
+    """Yields the batch of every step in [start, stop), prefetched by threads.
 
-    Host h takes sequences [h batch / hosts, (h + 1) batch / hosts) of a step's batch. Sources contribute their shares in a
-    fixed pattern, each in fresh random orders of its sequences: epoch after epoch.
+    Sources contribute their shares in a fixed pattern, each in fresh random orders of its sequences: epoch after epoch.
+
+    Args:
+      members: indices of the sequences to yield; None: the whole batch.
     """
     import grain  # slow to import, and only training needs it
 
-    share, streams = batch // hosts, []
+    members = range(batch) if members is None else members
+    streams = []
     for number, packed in enumerate(corpus.train.values()):
         # Sources of one length must not be shuffled alike.
         [source_seed] = np.random.SeedSequence((seed, number)).generate_state(1)
@@ -206,8 +209,7 @@ def batches(
     mixed = grain.MapDataset.mix(streams, list(corpus.weights.values()))
 
     def form(step: int) -> Batch:
-        first = step * batch + host * share
-        return jax.tree.map(lambda *x_bt: np.concatenate(x_bt), *(mixed[i] for i in range(first, first + share)))
+        return jax.tree.map(lambda *x_bt: np.concatenate(x_bt), *(mixed[step * batch + i] for i in members))
 
     if start >= stop:
         return iter(())

@@ -78,6 +78,9 @@ class Checkpoints:
                 f"{self.folder}/checkpoints cannot be read ({_reason(error)}); delete its damaged step or give another run="
             ) from None
 
+        # Orbax's thread asks JAX about an earlier step, after which hosts may agree on a step that one of them has passed.
+        self.inner._manager.reached_preemption = lambda step: False
+
     def __enter__(self) -> Checkpoints:
         for name in LOGGERS:
             logging.getLogger(name).disabled = True

@@ -76,20 +76,26 @@ def say(text: str) -> None:
 
 
 def check_batch(batch_size: int, accumulate: int, mesh: jax.sharding.Mesh) -> None:
-    """Raises ValueError if a batch does not divide into parts, devices and hosts."""
+    """Raises ValueError if a batch does not divide into parts and devices."""
     devices = mesh.shape["data"] * mesh.shape.get("fsdp", 1)
-    if batch_size % (accumulate * devices) or batch_size % jax.process_count():
+    if batch_size % (accumulate * devices):
         raise ValueError(
             f"got loop.batch {batch_size} in {accumulate} parts, expected a multiple of {accumulate} parts x {devices} "
-            f"devices along data and fsdp, and of {jax.process_count()} hosts"
+            "devices along data and fsdp"
         )
 
 
-def place_batch(batch: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Joins the batches of all hosts into global arrays, split over data and fsdp."""
+def local_members(batch_size: int, mesh: jax.sharding.Mesh) -> list[int]:
+    """Returns the indices of the sequences of a batch that lie on devices of this process."""
+    placed = meshes.sharding(("batch",), (batch_size,), mesh).addressable_devices_indices_map((batch_size,))
+    return sorted({i for [part] in placed.values() for i in range(batch_size)[part]})
+
+
+def place_batch(batch: Any, batch_size: int, mesh: jax.sharding.Mesh) -> Any:
+    """Joins the `local_members` of all hosts into global arrays, split over data and fsdp."""
 
     def place(x: np.ndarray) -> jax.Array:
-        shape = (len(x) * jax.process_count(), *x.shape[1:])
+        shape = (batch_size, *x.shape[1:])
         sharding = meshes.sharding(("batch",) + (None,) * (x.ndim - 1), shape, mesh)
         return jax.make_array_from_process_local_data(sharding, x, shape)
 

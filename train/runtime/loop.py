@@ -140,13 +140,13 @@ class _Run:
         if start and self.termination.alone and was_cut:
             self.finish(start, {})
         peak = ceilings.peak_flops(self.mesh.size, self.stage.compute_dtype) if hosts.is_first() else None
-        share = dict(host=jax.process_index(), hosts=jax.process_count())
-        batches = packing.batches(corpus, start=start, stop=steps, batch=loop.batch, seed=loop.seed, **share)
+        members = hosts.local_members(loop.batch, self.mesh)
+        batches = packing.batches(corpus, start=start, stop=steps, batch=loop.batch, seed=loop.seed, members=members)
         began, timed = time.perf_counter(), start
         for step, batch in zip(range(start + 1, steps + 1), batches, strict=True):
             self.trace.begin(step, self.state)
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                self.state = self.update(self.state, frozen, hosts.place_batch(batch, self.mesh))
+                self.state = self.update(self.state, frozen, hosts.place_batch(batch, loop.batch, self.mesh))
             self.trace.end(step, self.state)
             self.shown.advance(step)
             if step == start + 1:  # which compiled
@@ -164,7 +164,7 @@ class _Run:
             if logs:
                 line |= {"learning_rate": float(self.rate(step - 1))}
             if logs and count:
-                line |= {"tokens_per_second": count * batch.tokens_bt.size * jax.process_count() / seconds}
+                line |= {"tokens_per_second": count * loop.batch * batch.tokens_bt.shape[1] / seconds}
                 line |= {"mfu": count * self.stage.flops / seconds / peak} if peak else {}
             self.finish(step, line, ends)
             if pauses:
@@ -219,14 +219,13 @@ class HeldOut:
         self.sums = devices.jit(sums)
 
     def __call__(self, params: Any, frozen: Any, report: Evaluating) -> dict[str, Any]:
-        share = self.batch_size // jax.process_count()
-        host = slice(jax.process_index() * share, (jax.process_index() + 1) * share)
+        local = hosts.local_members(self.batch_size, self.mesh)
         totals: dict[str, Sums] = {}
         for done, (name, packed) in enumerate(self.packed.items()):
             report(done, len(self.packed), "held-out sources")
             count = min(self.batches, -(-len(packed) // self.batch_size))
             members = packing.spread(count * self.batch_size, len(packed)).reshape(count, -1)
-            placed = (hosts.place_batch(packed.take(index[host]), self.mesh) for index in members)
+            placed = (hosts.place_batch(packed.take(index[local]), self.batch_size, self.mesh) for index in members)
             sums = [sharding.to_host(self.sums(params, frozen, batch, number)) for number, batch in enumerate(placed)]
             totals[name] = _add(sums)
         if not totals:
