@@ -134,7 +134,7 @@ class Corpus:
 
     def digests(self) -> dict[str, str]:
         """Returns the SHA-256 of the documents of each source, held-out ones included: offsets, tokens and weights."""
-        digests = {name: hashlib.sha256() for name in self.train}
+        digests = {name: hashlib.sha256() for name in self.train | self.held_out}
         for name, packed in (*self.train.items(), *self.held_out.items()):
             for flat in (packed.offsets, packed.tokens, packed.weights):
                 digests[name].update(flat)
