@@ -109,10 +109,11 @@ def test_verifier_round_trip(tmp_path, name, dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("head, dialect", [
     ("mlp", "treeflash"), ("linear", "treeflash"), ("marginal", "treeflash"), ("marginal", "dflash"),
+    ("marginal", "speculators-dflash"),
 ])  # fmt: skip
 def test_drafter_round_trip(tmp_path, head, dialect, dtype):
     config = replace(DRAFTER, head=head)
-    if dialect == "dflash":  # has no place for these
+    if dialect != "treeflash":  # has no place for these
         config = replace(config, num_nodes=16, drafter_temperature=1.0, sampled_above=None)
     params = drafter_params(config, dtype)
     models.save_drafter(tmp_path, config, params, dialect=dialect, dtype=dtype)
@@ -121,6 +122,7 @@ def test_drafter_round_trip(tmp_path, head, dialect, dtype):
     assert_same_bits(loaded, params)
 
 
+NAMED = ("meta-llama/Llama-3.1-8B-Instruct", "LlamaForCausalLM")  # a drafter's verifier
 EITHER_ROPE = {"theta and scaling": "rope_parameters", "parameters": "rope_theta rope_scaling"}  # the keys of the other
 
 
@@ -132,29 +134,39 @@ def test_every_dialect_states_what_other_programs_read(tmp_path, dialect, other)
         config = LanguageModelConfig(layers=MODELS["llama"])
     elif dialect == "speculators":
         layers, taps = replace(MODELS["llama"], num_layers=1), {"taps": (0, 2), "num_taps": 2, "taps_are_inputs": True}
-        taps |= {"verifier": ("meta-llama/Llama-3.1-8B-Instruct", "LlamaForCausalLM")}
+        taps |= {"verifier": NAMED}
         config = EagleConfig(layers=layers, target_hidden_size=8, draft_vocab_size=12, own_embedding=True, **taps)
     else:
         head = "mlp" if dialect == "treeflash" else "marginal"
         layers = replace(DRAFTER.layers, rope=LLAMA3)
         config = replace(DRAFTER, layers=layers, head=head, num_nodes=16, drafter_temperature=1.0, sampled_above=None)
+        config = replace(config, verifier=NAMED)
     params = fresh(drafters.of(config).specs(config), dtype=jnp.bfloat16)
     models.save_drafter(tmp_path, config, params, dialect=dialect)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["dtype"] == "bfloat16"
-    if dialect == "speculators":
-        assert raw["eagle_aux_hidden_state_layer_ids"] == [1, 3], "the layers that these outputs enter"
+    if "speculators" in dialect:
+        algorithm = "eagle3" if dialect == "speculators" else "dflash"
+        ids = raw[{"eagle3": "eagle_aux_hidden_state_layer_ids", "dflash": "aux_hidden_state_layer_ids"}[algorithm]]
+        assert ids == [1, 3], "the layers that these outputs enter"
         assert raw["speculators_config"].pop("proposal_methods") == [
-            {"proposal_type": "greedy", "speculative_tokens": 7, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+            {
+                "proposal_type": "greedy",
+                "speculative_tokens": config.num_depths,
+                "verifier_accept_k": 1,
+                "accept_tolerance": 0.0,
+            }
         ]
         assert raw["speculators_version"] and raw["speculators_config"] == {
-            "algorithm": "eagle3",
+            "algorithm": algorithm,
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": "meta-llama/Llama-3.1-8B-Instruct", "architectures": ["LlamaForCausalLM"]},
+            "verifier": {"name_or_path": NAMED[0], "architectures": [NAMED[1]]},
         }
+        assert raw["speculators_model_type"] == algorithm and raw["draft_vocab_size"] == config.layers.vocab_size
+        assert raw.get("mask_token_id") == (None if algorithm == "eagle3" else 11)
     elif dialect != "language-model":
         assert raw["dflash_config"] == {"mask_token_id": 11, "target_layer_ids": [0, 2]}, "the layers themselves"
-    table = raw["transformer_layer_config"] if dialect == "speculators" else raw
+    table = raw["transformer_layer_config"] if "speculators" in dialect else raw
     assert table["rope_theta"] == 5e5 == table["rope_parameters"]["rope_theta"]
     for key in other.split():
         del table[key]
@@ -200,6 +212,34 @@ def test_published_names_and_shapes(tmp_path):
 
     with pytest.raises(ValueError, match="got a mlp head, expected none"):
         models.save_drafter(tmp_path / "no", DRAFTER, drafter_params(DRAFTER), dialect="dflash")
+
+
+def test_dflash_as_the_speculators_library_writes_it(tmp_path):
+    """With copies of the verifier's tables and settings of training; from a part of the vocabulary, it is refused."""
+    config = replace(DRAFTER, head="marginal", num_nodes=16, drafter_temperature=1.0, sampled_above=None)
+    params = drafter_params(config)
+    models.save_drafter(tmp_path, config, params, dialect="speculators-dflash", dtype=jnp.float32)
+    raw, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    assert "speculators_config" not in raw, "the verifier is not known"
+    tables = {"embed_tokens.weight": np.ones((12, 8), np.float32), "t2d": np.ones(12, bool)}
+    save_file(tensors | tables, tmp_path / "model.safetensors")
+    raw |= {"speculators_config": {"verifier": {"name_or_path": "a/b", "architectures": []}}, "max_anchors": 512}
+    for change, message in (
+        ({}, None),
+        ({"draft_vocab_size": 11}, "draft_vocab_size = 11 is not implemented, expected 12"),
+        ({"sample_from_anchor": True}, "sample_from_anchor = True is not implemented"),
+        ({"projector_type": "domino"}, "projector_type = 'domino' is not implemented"),
+        ({"aux_hidden_state_layer_ids": [0, 3]}, "target_layer_ids"),
+        ({"emb_dim": 4}, "unknown key 'emb_dim'"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(raw | change))
+        if message is None:
+            loaded_config, loaded = models.load_drafter(tmp_path)
+            assert loaded_config == replace(config, verifier=("a/b",))
+            assert_same_bits(loaded, params)
+        else:
+            with pytest.raises(ValueError, match=message):
+                models.load_drafter(tmp_path)
 
 
 def test_tensors_hold_their_weights_out_by_in(tmp_path):

@@ -120,6 +120,7 @@ def test_exports_store_what_was_found_after_training(toy, tmp_path, monkeypatch,
     export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "out"), dtype="float32", **chosen))
     stored = models.read_drafter_config(tmp_path / "out")
     assert {name: getattr(stored, name) for name in chosen} == chosen
+    assert stored.verifier == (settings.verifier, "Qwen3ForCausalLM")
     assert len(parsed) == 80, "of 120 records, eight for each of ten that are held out"
     part = replace(settings, sources=(replace(settings.sources[0], limit=80),))
     model, prompts = tf.load(verifier=settings.verifier, drafter=tmp_path / "out"), held_out_prompts(part.corpus, 4)

@@ -20,6 +20,7 @@ class DrafterConfig:
       target_layer_ids: 0-based verifier layers whose output (residual stream) the drafter reads, in file order.
       num_target_layers: number of layers of the verifier this drafter was trained for.
       head: name in `heads.HEADS`; it determines how a drafted token depends on the one before it.
+      verifier: name of the verifier that it was trained for, and its classes in transformers; () if its files do not say.
       num_nodes, drafter_temperature, sampled_above, thinking: see `DrafterSizes`.
     """
 
@@ -32,6 +33,7 @@ class DrafterConfig:
     target_layer_ids: tuple[int, ...]
     num_target_layers: int
     head: str = "marginal"
+    verifier: tuple[str, ...] = ()
     num_nodes: int = 16
     drafter_temperature: float = 1.0
     sampled_above: float | None = None

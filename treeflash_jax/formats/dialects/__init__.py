@@ -22,6 +22,7 @@ from treeflash_jax.formats.dialects.gguf import Gguf
 from treeflash_jax.formats.dialects.huggingface import HuggingFace
 from treeflash_jax.formats.dialects.language_model_folder import LanguageModel
 from treeflash_jax.formats.dialects.ngram_folder import Ngram
+from treeflash_jax.formats.dialects.speculators import SpeculatorsDFlash
 from treeflash_jax.formats.dialects.treeflash import TreeFlash
 from treeflash_jax.formats.keys import Keys
 
@@ -31,6 +32,7 @@ KNOWN = (
     DFlash(),
     TreeFlash(),
     Eagle3(),
+    SpeculatorsDFlash(),
     Speculators(),
     DeepSpec(),
     LanguageModel(HuggingFace()),

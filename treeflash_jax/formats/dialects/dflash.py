@@ -32,8 +32,8 @@ class DFlash(Dialect):
     marks = ("dflash_config",)
     kind = "block"
     class_name = "DFlashDraftModel"
-    # Beside those of the layers; `thinking` is ours, and other programs ignore it.
-    keys: tuple[str, ...] = ("dflash_config", "block_size", "num_target_layers", "auto_map", "thinking")
+    # Beside those of the layers; `thinking` and `verifier` are ours, and other programs ignore them.
+    keys: tuple[str, ...] = ("dflash_config", "block_size", "num_target_layers", "auto_map", "thinking", "verifier")
     heads: Collection[str] = ("marginal",)  # that its files can hold
     prefix = ""  # of the backbone's tensors where they are written; both are read
 
@@ -60,6 +60,7 @@ class DFlash(Dialect):
             target_layer_ids=taps,
             num_target_layers=num_target_layers,
             thinking=keys.value(bool | None, "thinking", None, "true or false"),
+            verifier=tuple(keys.value(list[str], "verifier", [], "a list of names")),
         )
 
     def entries(self, config: DrafterConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
@@ -85,4 +86,5 @@ class DFlash(Dialect):
             "num_target_layers": config.num_target_layers,
             "layer_types": ["full_attention"] * config.layers.num_layers,
             **({} if config.thinking is None else {"thinking": config.thinking}),
+            **({"verifier": list(config.verifier)} if config.verifier else {}),
         }

@@ -28,6 +28,7 @@ from treeflash_jax.drafters.eagle3.layer import EagleConfig
 from treeflash_jax.formats import architectures, safetensors
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.architectures.common import LINEAR
+from treeflash_jax.formats.dialects import speculators
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
@@ -46,7 +47,6 @@ OUTSIDE = {
 OWN = "treeflash_config"  # fields of ours that have no key elsewhere, unless they have their defaults
 _DEFAULTS = ("num_depths", "num_nodes", "drafter_temperature", "sampled_above", "thinking")
 _MODEL_TYPES = ("llama", "qwen3")  # of the layer
-SPECULATORS_VERSION = "0.7.0"  # whose config.json is written
 
 
 class Eagle3(Dialect):
@@ -190,9 +190,7 @@ class Speculators(Eagle3):
         return keys.truth("norm_output", False)
 
     def verifier(self, keys: Keys) -> tuple[str, ...]:
-        stated = keys.table("speculators_config").table("verifier")
-        classes = stated.value(list[str], "architectures", [], "a list of names")
-        return (stated.value(str, "name_or_path", None, "a name"), *classes) if "name_or_path" in stated else ()
+        return speculators.read_verifier(keys)
 
     def to_hf(self, config: EagleConfig) -> dict[str, Any]:
         architecture = ARCHITECTURES[config.layers.model_type]
@@ -201,10 +199,7 @@ class Speculators(Eagle3):
         stated = {name: value for name, value in stated.items() if value != getattr(EagleConfig, name)}
         return {
             "architectures": ["Eagle3Speculator"],
-            "model_type": "speculators",
-            "speculators_model_type": "eagle3",
-            "speculators_version": SPECULATORS_VERSION,
-            **({"speculators_config": _speculators_config(config)} if config.verifier else {}),
+            **speculators.describe("eagle3", config.num_depths, config.verifier),
             "transformer_layer_config": architecture.to_hf(config.layers),
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.target_hidden_size,
@@ -231,17 +226,6 @@ class DeepSpec(Eagle3):
 
     def feeds_norm_back(self, keys: Keys) -> bool:
         return False  # the key is unknown here, and refused
-
-
-def _speculators_config(config: EagleConfig) -> dict[str, Any]:
-    """Returns what vLLM reads to serve the drafter's folder with its verifier: a chain of `num_depths` tokens."""
-    method = {"proposal_type": "greedy", "speculative_tokens": config.num_depths}
-    return {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
-        "verifier": {"name_or_path": config.verifier[0], "architectures": list(config.verifier[1:])},
-    }
 
 
 def _ids(keys: Keys, name: str) -> tuple[int, ...] | None:
