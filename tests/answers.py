@@ -40,9 +40,9 @@ def prefilled(model: TreeFlash, prompts: list, capacity: int = 256, **settings) 
     return plan, loops.prefill(model.weights, *inputs, plan=plan.for_prefill())
 
 
-def drafted_as_plain(model: TreeFlash, prompts: list, draft: dict, **settings) -> list[Result]:
-    """Asserts that drafted answers are those of one-token decoding, and returns them."""
-    plain = model.generate(prompts, builder="none", **settings)
+def drafted_as_plain(model: TreeFlash, prompts: list, draft: dict, *, plain: Any = None, **settings) -> list[Result]:
+    """Asserts that drafted answers are those of one-token decoding (`plain`, if they are known), and returns them."""
+    plain = plain or model.generate(prompts, builder="none", **settings)
     drafted = model.generate(prompts, **draft, **settings)
     for prompt, got, expected in zip(prompts, drafted, plain, strict=True):
         assert (got.ids, got.finished) == (expected.ids, expected.finished), (draft, settings, prompt)

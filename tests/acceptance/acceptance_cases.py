@@ -1,4 +1,4 @@
-"""Small worlds for the tests of acceptance rules: every draft of every builder, by the oracle and by the library."""
+"""Verifiers and drafters of few tokens: every draft of every builder and rule, by the oracle and by the library."""
 
 from __future__ import annotations
 
@@ -85,17 +85,16 @@ class World:
         """The drafter as a transition table: node (depth, places of the children along the prefix)."""
         children = max(len(context.tokens) for context in self.drafter.contexts.values())
         shape = (self.depths, children ** (self.depths - 1), children)
-        tokens = np.broadcast_to(np.arange(children), shape).astype(np.int32)
-        log_probs, next_row = np.full(shape, -np.inf), np.full(shape, -1, np.int32)
-        tokens = tokens.copy()
+        tokens = np.broadcast_to(np.arange(children), shape).astype(np.int32)  # astype copies
+        log_probs, next_context = np.full(shape, -np.inf), np.full(shape, -1, np.int32)
         for node, context in self.drafter.contexts.items():
             at = 0
             for i, token in enumerate(node):
                 at = at * children + self.drafter.contexts[node[:i]].tokens.index(token)
             here = len(node), at, slice(len(context.tokens))
             tokens[here], log_probs[here] = context.tokens, context.log_probs
-            next_row[here] = [at * children + i if goes else -1 for i, goes in enumerate(context.continues)]
-        arrays = (jnp.asarray(x) for x in (tokens, log_probs, next_row))
+            next_context[here] = [at * children + i if goes else -1 for i, goes in enumerate(context.continues)]
+        arrays = (jnp.asarray(x) for x in (tokens, log_probs, next_context))
         return TransitionTable(*(jnp.broadcast_to(x, (batch, *x.shape)) for x in arrays))
 
     def noise(self, case: Case, drafts: list[tuple[float, oracle.Tree]]) -> np.ndarray:
@@ -120,9 +119,8 @@ class World:
         """The library's trees under given noise."""
         build = partial(trees.BUILDERS[case.builder].build, num_nodes=case.nodes, shape=case.shape)
         anchor_b = jnp.zeros(noise.shape[0], jnp.int32)
-        return jax.jit(lambda table, noise: build(table, anchor_b, noise_bnc=noise))(
-            self.table(len(noise)), jnp.asarray(noise)
-        )
+        built = jax.jit(lambda table, noise: build(table, anchor_b, noise_bnc=noise))
+        return built(self.table(len(noise)), jnp.asarray(noise))
 
 
 def read(tree, proposal, b: int, vocabulary: int):
@@ -157,26 +155,25 @@ def read(tree, proposal, b: int, vocabulary: int):
 
 
 class Spy(TargetDistribution):
-    """Target nodes that remember the residual node the walk asked for."""
+    """Target distributions that record the residuals of a walk."""
 
-    asked: list = []
+    residuals: list = []
 
     def residual(self, *arguments):
-        row_bv = super().residual(*arguments)
-        Spy.asked.append(row_bv)
-        return row_bv
+        Spy.residuals.append(super().residual(*arguments))
+        return Spy.residuals[-1]
 
 
 def target_distribution(logits_bnv, temperature=1.0, top_p=1.0, kind=TargetDistribution):
     batch = logits_bnv.shape[0]
     full = partial(jnp.full, (batch,), dtype=jnp.promote_types(logits_bnv.dtype, jnp.float32))
-    sequences = acceptance.target_distribution(logits_bnv, full(temperature), jnp.zeros(batch, jnp.int32), full(top_p))
-    return kind(sequences.logits_bnv, sequences.temperature_b, sequences.threshold_bn, sequences.log_normaliser_bn)
+    target = acceptance.target_distribution(logits_bnv, full(temperature), jnp.zeros(batch, jnp.int32), full(top_p))
+    return kind(target.logits_bnv, target.temperature_b, target.threshold_bn, target.log_normaliser_bn)
 
 
 def node_logits(p: oracle.Distribution, prefixes: list[oracle.Prefix], nodes: int) -> np.ndarray:
-    sequences = [np.log(p(prefix)) for prefix in prefixes]
-    return np.stack(sequences + [sequences[0]] * (nodes - len(sequences)))
+    logits = [np.log(p(prefix)) for prefix in prefixes]
+    return np.stack(logits + [logits[0]] * (nodes - len(logits)))
 
 
 def make_noise(coins_bx, depths: int, vocabulary: int):
@@ -207,13 +204,13 @@ def padded(tree, proposal, nodes: int):
 @partial(jax.jit, static_argnames="rule")
 def walked(rule: str, tree, proposal, logits_bnv, coins_bx, top_p):
     """The library's walk under given coins: the last accepted nodes, and the distributions of the token after them."""
-    Spy.asked.clear()
-    sequences = target_distribution(logits_bnv, top_p=top_p, kind=Spy)
+    Spy.residuals.clear()
+    target = target_distribution(logits_bnv, top_p=top_p, kind=Spy)
     noise = make_noise(coins_bx, proposal.depths, logits_bnv.shape[2])
-    taken = acceptance.RULES[rule].walk(tree, proposal, sequences, noise)
-    [row_bv] = Spy.asked
+    taken = acceptance.RULES[rule].walk(tree, proposal, target, noise)
+    [residual_bv] = Spy.residuals
     last_b1 = jnp.take_along_axis(taken.path_bp, taken.length_b[:, None] - 1, axis=1)
-    return last_b1[:, 0], jax.nn.softmax(row_bv, axis=-1)
+    return last_b1[:, 0], jax.nn.softmax(residual_bv, axis=-1)
 
 
 def library_distribution(world: World, case: Case, rule: str, tokens: int, edge: float = 1e-9) -> np.ndarray:
@@ -225,7 +222,7 @@ def library_distribution(world: World, case: Case, rule: str, tokens: int, edge:
     drafts = world.drafts(case)
     tree, proposal = world.build(case, world.noise(case, drafts))
     distribution = np.zeros((world.vocabulary,) * tokens)
-    sequences, coins, chances, prefixes_of = [], [], [], []
+    places, coins, chances, prefixes_of = [], [], [], []
     totals: dict[oracle.Prefix, np.ndarray] = {}
     for b, (probability, drafted) in enumerate(drafts):
         prefixes, seen, names = read(tree, proposal, b, world.vocabulary)
@@ -246,21 +243,20 @@ def library_distribution(world: World, case: Case, rule: str, tokens: int, edge:
             coin_x = np.full(NODES - 1, 0.5)
             for name, (coin, _) in zip(thresholds, cell, strict=True):
                 coin_x[index[name]] = coin
-            sequences.append(b)
+            places.append(b)
             coins.append(coin_x)
             chances.append(probability * np.prod([share for _, share in cell]))
         prefixes_of.append(prefixes)
-    sequences = np.asarray(sequences)
+    places = np.asarray(places)
     logits = np.stack([node_logits(world.unfiltered, prefixes, NODES) for prefixes in prefixes_of])
     tree, proposal = padded(tree, proposal, NODES)
-    for at in range(0, len(sequences), BATCH):
-        b_here, chances_here = sequences[at : at + BATCH], chances[at : at + BATCH]
+    for at in range(0, len(places), BATCH):
+        b_here, chances_here = places[at : at + BATCH], chances[at : at + BATCH]
         full = np.resize(np.arange(at, at + len(b_here)), BATCH)
-        inputs = jax.tree.map(lambda x, b=sequences[full]: x[b], (tree, proposal, jnp.asarray(logits)))
+        inputs = jax.tree.map(lambda x, b=places[full]: x[b], (tree, proposal, jnp.asarray(logits)))
         last_b, following_bv = walked(rule, *inputs, jnp.asarray(np.stack(coins)[full]), world.top_p)
-        for b, chance, last, following in zip(
-            b_here, chances_here, np.asarray(last_b), np.asarray(following_bv), strict=False
-        ):
+        walks = b_here, chances_here, np.asarray(last_b), np.asarray(following_bv)
+        for b, chance, last, following in zip(*walks, strict=False):
             prefix = prefixes_of[b][last]
             totals[prefix] = totals.get(prefix, 0) + chance * following
     for prefix, following in totals.items():

@@ -65,15 +65,14 @@ def outcomes(run: Callable[[Run], object]) -> Iterator[tuple[Run, object]]:
 class Tree:
     """A drafted tree: the draws at every node in the order of their tests, each with the distribution it had.
 
-    `places` names the draws for whoever wants to force them: (place of the parent, own place, token, kind).
+    `places` names the draws, so that the library's can be forced: (place of the parent, place, token, kind).
     """
 
     draws: dict[Prefix, list[tuple[int, np.ndarray]]] = field(default_factory=dict)
     places: list[tuple[int, int, int, str]] = field(default_factory=list)
 
-    def add(self, node: Prefix, token: int, distribution: np.ndarray, front: bool = False) -> Prefix:
-        entry = (int(token), np.asarray(distribution, float))
-        self.draws.setdefault(node, []).insert(0 if front else len(self.draws.get(node, [])), entry)
+    def add(self, node: Prefix, token: int, distribution: np.ndarray) -> Prefix:
+        self.draws.setdefault(node, []).append((int(token), np.asarray(distribution, float)))
         return (*node, int(token))
 
     @property

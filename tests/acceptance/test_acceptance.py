@@ -6,6 +6,7 @@ side of every coin (acceptance_cases.py).
 
 from __future__ import annotations
 
+import itertools
 from functools import cache, partial
 
 import acceptance_cases as cases
@@ -25,7 +26,7 @@ CASES = {
     "delayed": cases.delayed_case(4, 1, 2),
     "without-replacement": cases.without_replacement_case(6, 2),
     "hybrid": cases.hybrid_case(7, 0.34),
-    "hybrid, rows used up": cases.hybrid_case(7, 0.67),
+    "hybrid, no child left": cases.hybrid_case(7, 0.67),
 }
 SIZES = {"full": (0, 3, 2, 3, 1.0), "truncated": (3, 4, 2, 3, 1.0), "top-p": (5, 4, 2, 3, 0.8)}  # seed, v, depth, c, top-p
 LOSSLESS = [
@@ -58,9 +59,9 @@ def test_the_oracle_is_lossless(name, rule, size):
 def test_the_oracle_is_lossless_on_three_paths_and_three_levels(rule):
     p = oracle.random_verifier(1, 3, 4)
     drafter = oracle.random_drafter(1, p, 3, 3, 3, ends=0.0)
-    for sequences, branches in ((7, 3), (7, 2)):
-        draft = lambda run, sequences=sequences, k=branches: oracle.draft_paths(drafter, run, sequences, k, 0, 3)  # noqa: E731
-        depth = (sequences - 1) // branches
+    for branches in (3, 2):
+        draft = lambda run, k=branches: oracle.draft_paths(drafter, run, 7, k, 0, 3)  # noqa: E731
+        depth = 6 // branches
         assert error(oracle.distribution_for(draft, oracle.RULES[rule], p, 3, depth + 1), p) < 1e-12
 
 
@@ -88,15 +89,16 @@ def test_broken_rules_fail_the_same_test():
         }
         return oracle.Tree(ranked)
 
-    result = lambda run: oracle.draft_paths(drafter, run, 3, 1, 0, 2)  # noqa: E731
+    one = lambda run: oracle.draft_paths(drafter, run, 3, 1, 0, 2)  # noqa: E731
     two = lambda run: oracle.draft_paths(drafter, run, 5, 2, 0, 2)  # noqa: E731
-    errors = {
-        "greedy nodes": error(oracle.distribution_for(greedy, oracle.recursive, p, 3, 3), p),
-        "stops early": error(oracle.distribution_for(result, partial(oracle.block, stops_early=True), p, 3, 3), p),
-        "plain q": error(oracle.distribution_for(two, partial(oracle.multi_path_block, plain=True), p, 3, 3), p),
-        "unrenormalised": error(oracle.distribution_for(unrenormalised, oracle.recursive, p, 3, 3), p),
-        "re-ranked": error(oracle.distribution_for(reranked, oracle.recursive, p, 3, 3), p),
+    broken = {
+        "greedy nodes": (greedy, oracle.recursive),
+        "stops early": (one, partial(oracle.block, stops_early=True)),
+        "plain q": (two, partial(oracle.multi_path_block, plain=True)),
+        "unrenormalised": (unrenormalised, oracle.recursive),
+        "re-ranked": (reranked, oracle.recursive),
     }
+    errors = {name: error(oracle.distribution_for(*pair, p, 3, 3), p) for name, pair in broken.items()}
     assert min(errors.values()) > 0.005, errors
 
 
@@ -165,10 +167,10 @@ def forest():
     shape = (2, DEPTHS, 6, CHILDREN)
     log_probs = jax.nn.log_softmax(2 * rng.normal(size=(*shape[:3], VOCABULARY))).astype(np.float32)
     order = np.argsort(-np.asarray(log_probs), axis=-1)[..., :CHILDREN]
-    next_row = np.where(rng.random(shape) < 0.2, -1, rng.integers(0, 6, shape))
-    next_row[:, -1] = -1
+    next_context = np.where(rng.random(shape) < 0.2, -1, rng.integers(0, 6, shape))
+    next_context[:, -1] = -1
     table = trees.TransitionTable(
-        jnp.asarray(order, jnp.int32), jnp.take_along_axis(log_probs, order, axis=-1), jnp.asarray(next_row, jnp.int32)
+        jnp.asarray(order, jnp.int32), jnp.take_along_axis(log_probs, order, axis=-1), jnp.asarray(next_context, jnp.int32)
     )
 
     @jax.jit
@@ -259,9 +261,9 @@ def small(name: str, q, logits_v, coins, seed: int = 0):
     with np.errstate(divide="ignore"):
         log_q = np.log(q[order]).astype(np.float32)
     shape = (batch, 2, 1, len(q))
-    next_row = np.broadcast_to(np.array([0, -1])[:, None, None], shape[1:])
+    next_context = np.broadcast_to(np.array([0, -1])[:, None, None], shape[1:])
     table = trees.TransitionTable(
-        *(jnp.broadcast_to(jnp.asarray(x), shape) for x in (order.astype(np.int32), log_q, next_row.astype(np.int32)))
+        *(jnp.broadcast_to(jnp.asarray(x), shape) for x in (order.astype(np.int32), log_q, next_context.astype(np.int32)))
     )
     drawn, proposal = grown(name, table, jax.random.split(jax.random.key(seed), batch))
     logits = jnp.broadcast_to(jnp.asarray(logits_v, jnp.float32), (batch, 7, len(q)))
@@ -272,10 +274,10 @@ def small(name: str, q, logits_v, coins, seed: int = 0):
 
 @partial(jax.jit, static_argnames="rule")
 def taken_by(rule: str, drawn, proposal, logits, coins, gumbel, temperature, top_p):
-    sequences = cases.target_distribution(logits, temperature, top_p)
+    target = cases.target_distribution(logits, temperature, top_p)
     noise = acceptance.Noise(jnp.zeros((*gumbel.shape[:1], 3, gumbel.shape[1])), coins, gumbel)
-    taken = RULES[rule].walk(drawn, proposal, sequences, noise)
-    return RULES[rule].weights(drawn, proposal, sequences), taken.length_b, taken.bonus_b
+    taken = RULES[rule].walk(drawn, proposal, target, noise)
+    return RULES[rule].weights(drawn, proposal, target), taken.length_b, taken.bonus_b
 
 
 NEARLY_ONE = np.float32(1 - 2**-24)
@@ -325,12 +327,7 @@ def test_peaked_nodes_exhausted_proposals_and_cut_tokens(name, rule):
     certain = np.array([1.0, 0, 0, 0, 0])
     few = np.array([0.7, 0.3, 0, 0, 0])  # fewer tokens than siblings
     with np.errstate(divide="ignore"):
-        pairs = [
-            (a, np.log(b), top_p)
-            for a in (peaked, certain, few, P)
-            for b in (peaked, certain, few, P)
-            for top_p in (1.0, 0.7)
-        ]
+        pairs = [(a, np.log(b), c) for a, b, c in itertools.product(*[(peaked, certain, few, P)] * 2, (1.0, 0.7))]
     for q, logits, top_p in pairs:
         drawn, *others = small(name, q, logits, COINS)
         weights_bn, length_b, bonus_b = (np.asarray(x) for x in taken_by(rule, drawn, *others, 1.0, top_p))
@@ -363,23 +360,18 @@ def test_greedy_keeps_the_likeliest_path_and_emits_the_argmax(name, rule):
 
 
 def test_a_node_with_nothing_left_is_the_verifiers_distribution():
-    sequences = cases.target_distribution(jnp.broadcast_to(jnp.log(jnp.asarray(P, jnp.float32)), (1, 2, 5)))
+    target = cases.target_distribution(jnp.broadcast_to(jnp.log(jnp.asarray(P, jnp.float32)), (1, 2, 5)))
     node_b, nothing = jnp.array([1]), jnp.zeros((1, 5))
-    np.testing.assert_allclose(jax.nn.softmax(sequences.residual(node_b, jnp.arange(5)[None], nothing))[0], P, atol=1e-6)
-    off_support = jax.nn.softmax(sequences.residual(node_b, jnp.array([[4, 1]]), nothing[:, :2]))[0]
+    np.testing.assert_allclose(jax.nn.softmax(target.residual(node_b, jnp.arange(5)[None], nothing))[0], P, atol=1e-6)
+    off_support = jax.nn.softmax(target.residual(node_b, jnp.array([[4, 1]]), nothing[:, :2]))[0]
     np.testing.assert_allclose(off_support, oracle.normalised(P * [1, 0, 1, 1, 0]), atol=1e-6)
 
 
 def test_lossy_combinations_are_refused_with_the_reason():
-    for distribution, rule in (
-        ("paths", "block"),
-        ("hybrid", "k-sequential"),
-        ("delayed", "multi-path-block"),
-        ("paths", "rejection"),
-    ):
-        with pytest.raises(
-            ValueError, match=f"acceptance '{rule}' with a tree of distribution '{distribution}', expected"
-        ) as raised:
+    lossy = {"block": "paths", "k-sequential": "hybrid", "multi-path-block": "delayed", "rejection": "paths"}
+    for rule, distribution in lossy.items():
+        words = f"acceptance '{rule}' with a tree of distribution '{distribution}', expected"
+        with pytest.raises(ValueError, match=words) as raised:
             check_lossless(rule, distribution)
         assert RULES[rule].NEEDS in str(raised.value) and "sample-and-match" in str(raised.value)
     for rule in RULES:
@@ -395,12 +387,12 @@ def test_the_token_at_the_cut_is_kept(top_k, top_p, temperature):
     """Filters that leave one token leave all of the mass on it, in whatever a rule reads of a node."""
     logits = jnp.asarray(np.random.default_rng(0).permuted(np.tile(np.arange(96.0), (8, 1)), axis=1), jnp.bfloat16)[:, None]
     full = partial(jnp.full, (8,))
-    sequences = acceptance.target_distribution(logits, full(temperature), full(top_k), full(top_p))
+    target = acceptance.target_distribution(logits, full(temperature), full(top_k), full(top_p))
     best = jnp.argmax(logits[:, 0], axis=-1)
     noise = jax.random.gumbel(jax.random.key(0), logits.shape) * 100
-    np.testing.assert_array_equal(sequences.sample(noise)[:, 0], best)
-    log_p = sequences.gather(jnp.broadcast_to(jnp.arange(96), logits.shape))[:, 0]
-    left = sequences.residual(jnp.zeros(8, jnp.int32), (best[:, None] + 1) % 96, jnp.zeros((8, 1)))
+    np.testing.assert_array_equal(target.sample(noise)[:, 0], best)
+    log_p = target.gather(jnp.broadcast_to(jnp.arange(96), logits.shape))[:, 0]
+    left = target.residual(jnp.zeros(8, jnp.int32), (best[:, None] + 1) % 96, jnp.zeros((8, 1)))
     for context in (log_p, left):
         np.testing.assert_allclose(jnp.exp(context), jax.nn.one_hot(best, 96), atol=1e-6)
 
@@ -409,8 +401,8 @@ def test_nodes_of_one_batch_have_filters_of_their_own():
     """Number of tokens that each node keeps, of p = (1/2, 1/4, ...) at temperature 1."""
     logits = jnp.broadcast_to(-np.log(2) * jnp.arange(12.0), (6, 1, 12))
     temperature, top_k = jnp.asarray([1, 0.5, 2, 1, 1, 0]), jnp.asarray([0, 0, 0, 3, 0, 3])
-    sequences = acceptance.target_distribution(logits, temperature, top_k, jnp.asarray([0.9, 0.9, 0.9, 1, 1, 0.9]))
-    log_p = sequences.gather(jnp.broadcast_to(jnp.arange(12), logits.shape))[:, 0]
+    target = acceptance.target_distribution(logits, temperature, top_k, jnp.asarray([0.9, 0.9, 0.9, 1, 1, 0.9]))
+    log_p = target.gather(jnp.broadcast_to(jnp.arange(12), logits.shape))[:, 0]
     np.testing.assert_array_equal(jnp.isfinite(log_p).sum(axis=1), [4, 2, 7, 3, 12, 1])
     np.testing.assert_allclose(jnp.exp(log_p).sum(axis=1), 1, atol=1e-6)
 

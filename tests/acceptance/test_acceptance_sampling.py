@@ -22,7 +22,7 @@ from treeflash_jax.acceptance import RULES, recursive
 from treeflash_jax.acceptance.draws import first_hits, make_rule, read_draws
 from treeflash_jax.acceptance.target import follow
 from treeflash_jax.core import parameters
-from treeflash_jax.decoding import loops, tree_selector
+from treeflash_jax.decoding import tree_selector
 from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.tree_selector import SelectorPolicy
@@ -105,23 +105,23 @@ def asked(part: int, size: int = BATCH, new: int = NEW) -> tuple[jax.Array, jax.
     return tokens_bs, full(len(PROMPT), jnp.int32), sampling
 
 
-def planned(rule: str, builder: str, nodes: int, shape: TreeShape) -> DecodePlan:
+def planned(rule: str, builder: str, nodes: int, shape: TreeShape, **more) -> DecodePlan:
     return DecodePlan(
         verifier=MODEL, drafter=DRAFTER, num_nodes=nodes, draft=DraftSettings(candidates=3, children=3),
-        builder=builder, shape=shape, rule=rule, prefill_chunk=len(PROMPT),
+        builder=builder, shape=shape, rule=rule, prefill_chunk=len(PROMPT), **more,
     )  # fmt: skip
 
 
-def answers(weights: Weights, plan: DecodePlan, *, batches: int = 1, size: int = BATCH, new: int = NEW):
-    """Tokens [draws, new] and rounds [draws] of `batches` of `size` sequences, each with its own key."""
-    tokens, rounds = [], []
-    for part in range(batches):
-        state = loops.prefill(weights, *asked(part, size, new), plan=plan.for_prefill())
-        state = loops.decode(weights, state, jnp.int32(new), plan=plan)
-        assert bool(jnp.all(state.done_b))
-        tokens.append(np.asarray(state.tokens_bs)[:, len(PROMPT) : len(PROMPT) + new])
-        rounds.append(np.asarray(state.rounds_b))
-    return np.concatenate(tokens), np.concatenate(rounds)
+def answers(weights: Weights, plan: DecodePlan, policy=None, *, batches: int = 1, size: int = BATCH, new: int = NEW):
+    """Tokens [draws, new] and states of `batches` of `size` sequences, each with its own key."""
+    runner = Runner(plan, weights, policy_weights=policy)
+    states = [runner.run(runner.start(asked(part, size, new)), new, size) for part in range(batches)]
+    assert all(bool(jnp.all(state.done_b)) for state in states)
+    return np.concatenate([state.tokens_bs[:, len(PROMPT) : len(PROMPT) + new] for state in states]), states
+
+
+def count_rounds(states: list) -> np.ndarray:
+    return np.concatenate([state.rounds_b for state in states])
 
 
 def p_value(tokens: np.ndarray, exact: np.ndarray) -> float:
@@ -137,7 +137,8 @@ def p_value(tokens: np.ndarray, exact: np.ndarray) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_answers_have_the_verifiers_distribution(weights, exact, rule):
-    tokens, rounds = answers(weights, planned(rule, *PLANS[rule]), batches=2)
+    tokens, states = answers(weights, planned(rule, *PLANS[rule]), batches=2)
+    rounds = count_rounds(states)
     assert p_value(tokens, exact) > 0.001
     assert np.mean(rounds >= 2) > 0.6 and len(np.unique(rounds)) > 2
 
@@ -170,8 +171,8 @@ def test_answers_have_it_with_every_drafter_tree_and_rule(weights, exact, monkey
     made = parameters.initialize(drafters.of(drafter).specs(drafter), jax.random.key(1), scale=0.7)
     pair = weights.replace(drafter=made)
     plan = replace(TreeFlash(MODEL, pair, drafter=drafter).plan(config), rule=IN_TURN, prefill_chunk=len(PROMPT))
-    tokens, rounds = answers(pair, plan, size=EACH * len(fitting), new=4)
-    assert len(np.unique(rounds)) > 1
+    tokens, states = answers(pair, plan, size=EACH * len(fitting), new=4)
+    assert len(np.unique(count_rounds(states))) > 1
     parts = zip(fitting, np.split(tokens, len(fitting)), strict=True)
     p_values = {name: p_value(part, exact) for name, part in parts}
     assert min(p_values.values()) > 1e-4, p_values
@@ -180,34 +181,20 @@ def test_answers_have_it_with_every_drafter_tree_and_rule(weights, exact, monkey
 @pytest.mark.slow
 def test_answers_have_it_where_past_rounds_choose_the_trunk(weights, exact):
     plan = planned("k-sequential", "delayed", 6, TreeShape(branches=2, trunk="auto"))
-    tokens, rounds = answers(weights, plan, batches=2)
-    assert p_value(tokens, exact) > 0.001 and len(np.unique(rounds)) > 2
-
-
-def selected_answers(weights: Weights, rule: str, batches: int):
-    """As `answers`, of a selector that is an arbitrary function of its inputs: tokens, and the nodes of every round."""
-    buckets = (Bucket(1, 1, 0), Bucket(2, 0, 1), Bucket(1, 3, 0), Bucket(2, 1, 2), Bucket(3, 0, 2))
-    shape, draft = TreeShape(trunk=buckets), DraftSettings(candidates=3, children=3)
-    plan = DecodePlan(
-        verifier=MODEL, drafter=DRAFTER, num_nodes=7, draft=draft, builder="delayed", shape=shape, rule=rule,
-        prefill_chunk=len(PROMPT), policy=SelectorPolicy(),
-    )  # fmt: skip
-    made = tree_selector.SelectorConfig(buckets=buckets, width=MODEL.hidden_size, pair="", rule=rule)
-    wild = parameters.initialize(tree_selector.specs(made), jax.random.key(0), scale=1.0)
-    runner = Runner(plan, weights, policy_weights=wild)
-    tokens, nodes = [], []
-    for part in range(batches):
-        state = runner.run(runner.start(asked(part)), NEW, BATCH)
-        assert bool(jnp.all(state.done_b))
-        tokens.append(np.asarray(state.tokens_bs)[:, len(PROMPT) : len(PROMPT) + NEW])
-        nodes.append(np.asarray(state.nodes_bs))
-    return np.concatenate(tokens), np.concatenate(nodes)
+    tokens, states = answers(weights, plan, batches=2)
+    assert p_value(tokens, exact) > 0.001 and len(np.unique(count_rounds(states))) > 2
 
 
 @pytest.mark.slow
 def test_answers_have_it_where_a_selector_chooses_the_tree(weights, exact):
-    tokens, nodes = selected_answers(weights, "traversal", 2)
+    """The selector is an arbitrary function of its inputs."""
+    buckets = (Bucket(1, 1, 0), Bucket(2, 0, 1), Bucket(1, 3, 0), Bucket(2, 1, 2), Bucket(3, 0, 2))
+    plan = planned("traversal", "delayed", 7, TreeShape(trunk=buckets), policy=SelectorPolicy())
+    config = tree_selector.SelectorConfig(buckets=buckets, width=MODEL.hidden_size, pair="", rule=plan.rule)
+    selector = parameters.initialize(tree_selector.specs(config), jax.random.key(0), scale=1.0)
+    tokens, states = answers(weights, plan, selector, batches=2)
     assert p_value(tokens, exact) > 0.001
+    nodes = np.concatenate([state.nodes_bs for state in states])
     counts = np.bincount(nodes.ravel())[1:]
     assert np.count_nonzero(counts > 0.02 * counts.sum()) > 2, "many trees are in use"
 

@@ -68,14 +68,14 @@ def run(params, tables, features_btj, tokens_bt, *, config):
     padded = extend(nothing, jnp.where(real_bt1, features_btj, 1e3), tokens_bt, count_b)
     again = extend(one_by_one, features_btj, tokens_bt, jnp.zeros(batch, jnp.int32))
 
-    own_weights = drafted(params, tables, config, whole, STEPS + 1)
-    state, likeliest = own_weights.start(1), jnp.zeros((batch, 1), jnp.int32)
+    expander = drafted(params, tables, config, whole, STEPS + 1)
+    state, likeliest = expander.start(1), jnp.zeros((batch, 1), jnp.int32)
     steps = []
     for depth in range(STEPS):
-        offered = own_weights.children(jnp.int32(depth), state)
-        state = own_weights.follow(jnp.int32(depth), state, likeliest)
+        offered = expander.children(jnp.int32(depth), state)
+        state = expander.follow(jnp.int32(depth), state, likeliest)
         steps.append((offered[0][:, 0, 0], offered[1][:, 0], state.carry[:, 0]))
-    last = own_weights.children(jnp.int32(STEPS), state)
+    last = expander.children(jnp.int32(STEPS), state)
     return {
         "whole": whole, "one_by_one": one_by_one, "hidden": jnp.swapaxes(hidden_tbd, 0, 1), "padded": padded,
         "again": again, "steps": [jnp.stack(x, axis=1) for x in zip(*steps, strict=True)], "last": last[1][:, 0],
@@ -138,17 +138,17 @@ def test_every_node_has_the_distribution_of_its_path_run_alone():
     def run(params, tables):
         state = eagle3.init(config, 2, SLOTS, jnp.float64)
         state = eagle3.extend(params, tables, config, state, features, tokens, jnp.asarray([6, 3]), attention="xla")
-        own_weights = drafted(params, tables, config, state, depths)
-        grown = trees.best_first(own_weights, jnp.zeros(2, jnp.int32), 14, lanes=3)
+        expander = drafted(params, tables, config, state, depths)
+        grown = trees.best_first(expander, jnp.zeros(2, jnp.int32), 14, lanes=3)
 
         def along(path_bi):
             """Log-probabilities of tokens, each after those before it."""
-            state, scores = own_weights.start(1), []
+            state, scores = expander.start(1), []
             for depth in range(depths):
-                tokens_b1c, log_probs_b1c = own_weights.children(jnp.int32(depth), state)
+                tokens_b1c, log_probs_b1c = expander.children(jnp.int32(depth), state)
                 child_b1 = jnp.argmax(tokens_b1c == path_bi[:, depth, None, None], axis=-1).astype(jnp.int32)
                 scores.append(jnp.take_along_axis(log_probs_b1c, child_b1[..., None], axis=2)[:, 0, 0])
-                state = own_weights.follow(jnp.int32(depth), state, child_b1)
+                state = expander.follow(jnp.int32(depth), state, child_b1)
             return jnp.stack(scores, axis=1)
 
         parent_bn, path_bni = grown.parent_bn, jnp.zeros((2, 14, depths), jnp.int32)
