@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 import treeflash_jax as tf
-from treeflash_jax.core import suggest
+from treeflash_jax.core import checks
 from treeflash_jax.engine.settings import LOAD_ARGUMENTS
 
 
@@ -65,5 +65,5 @@ def test_signatures_stay_as_they_are():
 
 def test_no_alias_stands_for_a_name_of_ours_that_is_known_beside_it():
     settings = list(inspect.signature(tf.GenerateConfig).parameters)
-    assert all(suggest.suggestion(name, settings) == name for name in settings)
-    assert not {alias for words in suggest.ALIASES.values() for alias in words.split()} & set(settings)
+    assert all(checks.suggestion(name, settings) == name for name in settings)
+    assert not {alias for words in checks.ALIASES.values() for alias in words.split()} & set(settings)

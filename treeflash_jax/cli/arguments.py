@@ -13,10 +13,9 @@ from dataclasses import MISSING, Field, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from treeflash_jax.core.checks import bounded, clipped, default_text, field_checks, fit, parse_json
+from treeflash_jax.core.checks import bounded, clipped, default_text, field_checks, fit, parse_json, suggestion
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.files import regular
-from treeflash_jax.core.suggest import suggestion
 from treeflash_jax.engine.pairs import PAIRS
 from treeflash_jax.engine.prompts import Text
 from treeflash_jax.models.quantized import SCHEMES

@@ -1,1 +1,1 @@
-"""Devices, sharding, parameters, costs, files and checks: nothing here knows of language models."""
+"""Devices, sharding, parameters, programs, files and checks, independent of language models."""

@@ -1,4 +1,4 @@
-"""Compilation ahead of need, in a background thread."""
+"""Compilation ahead of time, in a background thread."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 
 import jax
 
-NAME = "treeflash-ahead"  # of threads that do not keep a command alive
+NAME = "treeflash-ahead"  # of threads that a command does not wait for
 logger = logging.getLogger("treeflash_jax")
 _thread: threading.Thread | None = None
 
 
 def start(job: Callable[[], Any]) -> None:
-    """Runs `job` in the background, unless an earlier one still runs. A failure is logged and has no other effect."""
+    """Runs `job` in the background unless an earlier one still runs; only logs a failure."""
     global _thread
     if _thread is not None and _thread.is_alive():
         return
-    is_wide = jax.config.jax_enable_x64  # may be a setting of the calling thread only
+    has_x64 = jax.config.jax_enable_x64  # may be a setting of the calling thread only
 
     def run() -> None:
         try:
-            with jax.enable_x64(is_wide):
+            with jax.enable_x64(has_x64):
                 job()
         except Exception:
             logger.info("compiling ahead failed", exc_info=True)
@@ -43,7 +43,7 @@ def wait() -> None:
 
 
 def leave(status: int) -> None:
-    """Ends the process at once if a thread of this NAME still runs, since its result is no longer needed."""
+    """Ends the process at once if a thread of this NAME still runs."""
     if any(thread.name == NAME for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()

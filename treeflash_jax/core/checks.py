@@ -1,4 +1,4 @@
-"""Checks of values that users give: settings by their declaration, JSON files, and quoting in one line.
+"""Checks of users' values: settings by their declaration, JSON files, quoting in one line, suggestions for unknown names.
 
 A setting is declared once, by the type of its dataclass field and the limits given to `bounded`. pydantic checks both; it
 is imported at the first check, since its import takes a tenth of a second.
@@ -6,7 +6,9 @@ is imported at the first check, since its import takes a tenth of a second.
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import json
 import math
 import operator
@@ -21,22 +23,23 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Interval
 
 from treeflash_jax.core import files
-from treeflash_jax.core.suggest import suggestion
 
 T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 QUOTED = 60  # characters of a value in a message
 LONGEST_PATH = 120  # characters of a path in a message
-LINE = 300  # characters of a message that holds another library's words
+LINE = 300  # characters of a message with another library's text
 INT32 = 2**31 - 1
 LIMITS = {"least": "ge", "most": "le", "above": "gt", "below": "lt"}  # our names of pydantic's constraints
-CONFIG = {"allow_inf_nan": False, "str_min_length": 1, "arbitrary_types_allowed": True}  # pydantic's; texts are not empty
-# Types for items of lists, which limits given to `bounded` do not reach in settings of training.
+SHARED = ("min_length", "choices")  # other arguments of `fit` in a field's metadata
+CONFIG = {"allow_inf_nan": False, "str_min_length": 1, "arbitrary_types_allowed": True}  # of pydantic
+# Types of list items, which the limits given to `bounded` do not reach in settings of training.
 AtLeast0, AtLeast1 = Annotated[int, Interval(ge=0, le=2**53)], Annotated[int, Interval(ge=1, le=2**53)]
 NonNegative, Positive = Annotated[float, Ge(0)], Annotated[float, Gt(0)]
 Probability = Annotated[float, Interval(gt=0, le=1)]
 
-WORDS = {  # of pydantic's messages, by ours
+WORDS = {  # patterns in pydantic's messages and their replacements
     r"\w+ should (be|have) |Unable to parse \w+ \w+ as |, (unable|exceeded)[^,]*?(?= or |$)": "",
     r"an instance of Sequence|a valid (tuple|list)|'\w+' instances are not allowed as a Sequence value": "a list",
     "greater than or equal to": "at least",
@@ -51,18 +54,18 @@ _short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
 
 
 def quoted(value: Any, size: int = QUOTED) -> str:
-    """Returns a value as messages show it: one line of at most `size` characters, whatever the value is."""
+    """Formats any value for a message: one line of at most `size` characters."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**size:
         return f"a number of about {int(value.bit_length() * math.log10(2)):,} digits"
     try:
         text = _short.repr(value)
-    except Exception:  # a value's own repr may fail in any way
+    except Exception:  # raised by the value's __repr__
         text = type(value).__name__
     return clipped(text.encode("utf-8", "backslashreplace").decode(), size)
 
 
 def clipped(text: object, size: int = LINE) -> str:
-    """Returns any text, such as another library's error, as one line of at most `size` characters."""
+    """Formats text, such as another library's error, as one line of at most `size` characters."""
     line = " ".join(str(text).split())
     return line if len(line) <= size else line[: size - 4] + " ..."
 
@@ -81,15 +84,15 @@ def bounded(
     """Returns a dataclass field whose value is checked and described: `nodes: int = bounded(16, "tree nodes", least=1)`.
 
     Args:
-      default: value of the field if none is given; without a default, the field is required.
+      default: default value; a field without one is required.
       help: description for `help`, command lines and tables of options.
-      unit: what a number counts, or the kind of a text.
+      unit: unit of a number, or kind of a text.
       unset: meaning of the default None.
-      kind: what the setting changes: "answer", "speed" or "program".
-      basic: whether help and tables list it first, before the advanced ones.
+      kind: effect of the setting: "answer", "speed" or "program".
+      basic: lists the field before the advanced ones in help and tables.
       choices: returns the accepted texts; called at every check, since registries grow.
-      **limits: `least`, `most`, `above` and `below` of a number, which is at most INT32 unless `most` says otherwise; or
-        other constraints of `pydantic.Field`.
+      **limits: `least`, `most` (INT32 by default), `above` and `below` of a number; or other constraints of
+        `pydantic.Field`.
     """
     described = {"help": help, "unit": unit, "unset": unset, "kind": kind, "basic": basic, "choices": choices}
     limits = {"most": INT32} | limits if limits.keys() & LIMITS.keys() else limits
@@ -97,22 +100,22 @@ def bounded(
 
 
 def default_text(setting: Field) -> str:
-    """Returns the default of a field in words; "" if there is nothing to say."""
+    """Returns the default of a field as text; "" for False and empty values."""
     if setting.default is None:
         return setting.metadata.get("unset", "")
     return "" if setting.default in ((), "", MISSING) or setting.default is False else f"{setting.default}"
 
 
 def basic_first(cls: type) -> list[Field]:
-    """Returns the fields of a dataclass, those declared as basic before the others."""
+    """Returns the fields of a dataclass, basic fields first."""
     return sorted(fields(cls), key=lambda setting: not setting.metadata["basic"])
 
 
 def checked(config: T) -> T:
-    """Returns a dataclass whose fields have their types and limits; scalars of NumPy and JAX become Python's.
+    """Checks types and limits of a dataclass's fields and converts scalars of NumPy and JAX to Python's.
 
     Raises:
-      ValueError: the first field that does not fit.
+      ValueError: the first field with a wrong value.
     """
     changed = [setting.name for setting in fields(config) if getattr(config, setting.name) is not setting.default]
     checks = field_checks(type(config))
@@ -122,12 +125,10 @@ def checked(config: T) -> T:
 @functools.cache
 def field_checks(cls: type) -> dict[str, Callable[..., Any]]:
     """Returns, for every field of a dataclass, `fit` with its type and limits."""
-    kinds, checks = get_type_hints(cls, include_extras=True), {}
+    hints, checks = get_type_hints(cls, include_extras=True), {}
     for setting in fields(cls):
-        limits = {
-            name: x for name, x in setting.metadata.items() if name in ("ge", "le", "gt", "lt", "min_length", "choices")
-        }
-        checks[setting.name] = functools.partial(fit, kinds[setting.name], name=setting.name, **limits)
+        limits = {name: setting.metadata[name] for name in (*LIMITS.values(), *SHARED) if name in setting.metadata}
+        checks[setting.name] = functools.partial(fit, hints[setting.name], name=setting.name, **limits)
     return checks
 
 
@@ -142,18 +143,18 @@ def fit(
     choices: Callable[[], Iterable[str]] | None = None,
     **limits: Any,
 ) -> Any:
-    """Returns a value as `kind`, a type or a type hint such as `float | Sequence[float]`; lists become tuples.
+    """Converts a value to `kind`, a type or a type hint such as `float | Sequence[float]`; lists become tuples.
 
     Args:
       name: name of the value in messages.
-      where: file that the value is from, if any.
-      says: the expectation in words, in place of pydantic's.
-      from_text: whether texts may stand for numbers, as on command lines.
+      where: file that contains the value, if any.
+      says: expectation in words, in place of pydantic's.
+      from_text: accepts texts as numbers, as on command lines.
       choices: returns the accepted texts.
-      **limits: as of `bounded`, or of `pydantic.Field`.
+      **limits: see `bounded`.
 
     Raises:
-      ValueError: the value is something else.
+      ValueError: any other value.
     """
     place = f"{where}: " if where else ""
     try:
@@ -170,7 +171,7 @@ def fit(
 
 
 def _without_arrays(value: Any) -> Any:
-    """Returns numbers and lists in place of ranges and of arrays and scalars of NumPy and JAX."""
+    """Converts ranges, and arrays and scalars of NumPy and JAX, to numbers and lists."""
     if isinstance(value, range):
         return list(value)
     if hasattr(value, "tolist") and hasattr(value, "dtype"):
@@ -188,7 +189,7 @@ def _adapter(kind: Any, limits: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def _limited(kind: Any, limits: Any) -> Any:
-    """Returns a type hint whose numbers have limits, also those inside lists and unions."""
+    """Adds limits to the numbers of a type hint, also inside lists and unions."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind in (int, float):
         return Annotated[kind, limits]
@@ -199,8 +200,8 @@ def _limited(kind: Any, limits: Any) -> Any:
 
 
 def explain(errors: list[Any]) -> tuple[Any, str]:
-    """Returns the value that `errors()` of a `pydantic.ValidationError` are about, and what was expected in its place."""
-    depth = max(len(error["loc"]) for error in errors)  # of a list, its item says more than the list
+    """Returns the wrong value and the expectation from the `errors()` of a `pydantic.ValidationError`."""
+    depth = max(len(error["loc"]) for error in errors)  # a list's item rather than the list
     errors = [error for error in errors if len(error["loc"]) == depth]
     text = " or ".join(dict.fromkeys(error["msg"] for error in errors))
     for theirs, ours in WORDS.items():
@@ -209,17 +210,12 @@ def explain(errors: list[Any]) -> tuple[Any, str]:
 
 
 def whole(value: Any, name: str, least: int = 0, most: int = INT32) -> int:
-    """Returns a whole number from `least` to `most` as Python's int. Raises ValueError if it is anything else."""
+    """Converts an integer from `least` to `most` to Python's int. Raises ValueError for any other value."""
     return fit(int, value, name, least=least, most=most, says=f"{least} to {most}" if most < INT32 else "")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns a JSON value.
-
-    Raises:
-      ValueError: in a few words without a place, text that is not JSON, is nested too deeply, or has a number of thousands
-        of digits.
-    """
+    """Parses JSON. Raises ValueError, without the file's name, for any other text, deep nesting and numbers too long."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -233,14 +229,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """Returns the object of a JSON file.
-
-    Raises:
-      ValueError: a file that cannot be read or holds anything else.
-    """
-    place = files.regular(path)
+    """Reads the object of a JSON file. Raises ValueError for an unreadable file or any other content."""
+    file = files.regular(path)
     try:
-        raw = parse_json(place.read_bytes())
+        raw = parse_json(file.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path} not found; expected a Hugging Face model folder") from None
     except OSError as error:
@@ -250,3 +242,57 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: got a JSON {type(raw).__name__}, expected an object")
     return raw
+
+
+# Names in transformers, vLLM, OpenAI's API and llama.cpp by ours. The first known name counts.
+ALIASES = {
+    "max_new_tokens": "max_tokens max_length max_completion_tokens max_output_tokens n_predict num_tokens new_tokens",
+    "samples": "n num_return_sequences num_samples n_samples best_of",
+    "temperature": "do_sample sample temp",
+    "verifier": "model model_id model_name model_name_or_path pretrained_model_name_or_path target_model base_model m",
+    "pair": "model verifier drafter",
+    "shape": "model verifier",
+    "drafter": "draft draft_model assistant_model speculative_model",
+    "nodes": "tree_size num_nodes num_draft_tokens num_speculative_tokens num_assistant_tokens draft_tokens",
+    "block_size": "gamma draft_length block",
+    "acceptance": "rule verification",
+    "stop": "stop_strings stop_sequences stop_words",
+    "stop_ids": "eos_token_id eos_token_ids stop_token_ids eos",
+    "log_probs": "logprobs logprob output_scores return_logprobs",
+    "seed": "random_seed rng generator",
+    "dtype": "torch_dtype data_type precision",
+    "quantize": "quantization load_in_8bit load_in_4bit quant",
+    "mesh": "tensor_parallel_size tensor_parallel device_map devices tp",
+    "prompt": "p text input inputs",
+    "chat": "message messages user question",
+    "prompt_file": "file input_file prompts prompts_file",
+    "out": "output output_file o",
+}
+
+
+def suggestion(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that an unknown name is an alias of or resembles; None for neither. Names have underscores."""
+    known = list(known)
+    for ours, theirs in ALIASES.items():
+        if ours in known and name in theirs.split():
+            return ours
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return close[0] if close else None
+
+
+def suggesting(function: Function) -> Function:
+    """Wraps a function or class: unknown keyword arguments raise a ValueError that suggests a known argument."""
+    if isinstance(function, type):
+        function.__init__ = suggesting(function.__init__)
+        return function
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **keywords: Any) -> Any:
+        for name in keywords:
+            if name not in known:
+                meant = suggestion(name, known)
+                raise ValueError(f"got unknown argument {name!r}" + (f"; did you mean {meant}?" if meant else ""))
+        return function(*args, **keywords)
+
+    return checked

@@ -1,4 +1,4 @@
-"""Decoding time, with compilation counted apart, and a log line about anything that takes longer than a second."""
+"""Decoding time, with compilation counted separately, and log lines about operations that take over a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 
 logger = logging.getLogger("treeflash_jax")
 SILENT_SECONDS = 1.0
-REPORT_SECONDS = 2.0  # between two lines about the same prompt
+REPORT_SECONDS = 2.0  # between two log lines about the same prompt
 
 
 @contextmanager
@@ -26,11 +26,7 @@ def slow(text: str) -> Iterator[None]:
 
 
 class Clock:
-    """A stopwatch that runs from its creation; `seconds` is the time until the last stop or pause.
-
-    Args:
-      silent: announce no compilation.
-    """
+    """A running stopwatch; `seconds` is the time until the last stop or pause. `silent` announces no compilation."""
 
     def __init__(self, silent: bool = False):
         self.seconds = self.compile_seconds = 0.0
@@ -44,7 +40,7 @@ class Clock:
         self.seconds += time.perf_counter() - self._since
 
     def reading(self, positions: Iterable[int], length: int) -> Iterator[int]:
-        """Yields the positions of a prompt that are read next; logs one every few seconds."""
+        """Yields the positions of a prompt during prefill; logs one every few seconds."""
         reported = time.perf_counter()
         for position in positions:
             if time.perf_counter() - reported >= REPORT_SECONDS:

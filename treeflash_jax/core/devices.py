@@ -1,7 +1,6 @@
 """Properties of devices: instruction sets, memory, peak rates and the defaults that follow from them.
 
-Only this module asks which devices are present. A `Device` is a plain value: defaults can be computed and tested
-for a device that is not present.
+Only this module queries the devices present. A `Device` is a plain value, also for devices that are not present.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Bytes of memory per chip, and JAX's names of TPU kinds. Source: Google Cloud's pages on each TPU version; NVIDIA's
-# data sheets.
+# Bytes of memory per chip, and JAX's names of TPU kinds. Source: Google Cloud's pages on TPUs; NVIDIA's data sheets.
 TPU_MEMORY = {"v4": 32 * 2**30, "v5e": 16 * 2**30, "v5p": 95 * 2**30, "v6e": 32 * 2**30}
 GPU_MEMORY = {"a100": 80 * 2**30, "h100": 80 * 2**30, "h200": 139 * 2**30}
 TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
-# Dense bfloat16 FLOP/s and bytes/s of memory of one chip, by prefix of JAX's name of its kind. Source: as above.
+# Dense bfloat16 FLOP/s and bytes/s of memory per chip, by prefix of JAX's name of its kind. Source: as above.
 PEAK_RATES = {
     "NVIDIA H200": (989e12, 4.8e12),
     "NVIDIA H100": (989e12, 3.35e12),
@@ -36,13 +34,13 @@ PEAK_RATES = {
     "TPU v5": (459e12, 2.77e12),
     "TPU v6 lite": (918e12, 1.64e12),
 }
-# Instructions that multiply bfloat16 matrices and vectors, by their names in the flags of /proc/cpuinfo; and XLA's
-# names, in --xla_cpu_max_isa, of the instruction sets that contain them.
+# Instructions for bfloat16 matrices and vectors, as named in /proc/cpuinfo, and the instruction sets with them, as named in
+# --xla_cpu_max_isa.
 MATRIX_INSTRUCTIONS = frozenset({"amx_bf16"})
 BFLOAT16_INSTRUCTIONS = MATRIX_INSTRUCTIONS | {"avx512_bf16"}
 BFLOAT16_SETS = ("AVX512_BF16", "AMX", "AMX_FP16")
-# jaxlib 0.10.2 computes wrong numbers in CPU fusions around matrix products (jax-ml/jax#39103), and 0.10.2 and 0.11.0 crash
-# in some (#39257). With this option only products go to the library YNNPACK: correct, and as fast. 0.12 needs no option.
+# CPU fusions around matrix products give wrong numbers in jaxlib 0.10.2 (jax-ml/jax#39103) and crash in 0.10.2 and 0.11.0
+# (#39257). This option passes only products to the library YNNPACK: correct, and as fast. 0.12 does not need it.
 WITHOUT_PRODUCT_FUSIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 HAS_WRONG_FUSIONS = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 12)
 
@@ -54,7 +52,7 @@ class Device:
     Attributes:
       backend: JAX's name: "cpu", "gpu" or "tpu".
       kind: JAX's name of the chip.
-      features: instruction sets of a CPU, as in the flags of /proc/cpuinfo; empty if not known.
+      features: instruction sets of a CPU, as in the flags of /proc/cpuinfo; empty if unknown.
     """
 
     backend: str
@@ -67,33 +65,32 @@ class Device:
 
     @property
     def compiler_options(self) -> dict[str, str]:
-        """Options for compiling every program for this device: the argument of `jax.jit` of the same name."""
+        """Argument `compiler_options` of `jax.jit` for every program of this device."""
         return WITHOUT_PRODUCT_FUSIONS if self.is_cpu and HAS_WRONG_FUSIONS else {}
 
     @property
     def dtype(self) -> Any:
         """Default dtype of weights, caches and activations.
 
-        bfloat16, except on a CPU without instructions for it: there XLA widens every weight as it multiplies, and a
-        one-token step in float32 is faster.
+        bfloat16, but float32 on a CPU without bfloat16 instructions: XLA would convert every weight to float32 in every
+        product, and a one-token step in float32 is faster.
         """
-        narrow = not self.is_cpu or bool(self.features & BFLOAT16_INSTRUCTIONS)
-        return jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
+        has_bfloat16 = not self.is_cpu or self.features & BFLOAT16_INSTRUCTIONS
+        return jnp.dtype(jnp.bfloat16 if has_bfloat16 else jnp.float32)
 
     @property
     def dtype_reason(self) -> str:
-        """Reason for the default dtype, for messages."""
         if not self.is_cpu:
             return "the default on an accelerator"
         available = sorted(self.features & BFLOAT16_INSTRUCTIONS)
         return f"this CPU has {available[0]}" if available else "this CPU has no bfloat16 instructions"
 
     def drafting_pays(self, dtype: Any, sequences: int = 1) -> bool:
-        """Returns whether drafting a small tree is usually faster than one-token decoding.
+        """True if drafting a small tree is usually faster than one-token decoding.
 
-        An accelerator reads the same weights for a tree and for a token. The time of a CPU grows with the number of tokens,
-        unless it has instructions for bfloat16 matrices. With avx512_bf16 alone, a round of 8 nodes of SmolLM2-135M takes
-        1.7 one-token steps for one sequence, which is less than tau, 2.3 for two, and 2.3 in float32.
+        An accelerator reads the same weights for a tree and for a token. On a CPU without bfloat16 matrix instructions,
+        time grows with the number of tokens. With avx512_bf16 alone, a round of 8 nodes of SmolLM2-135M takes 1.7 one-token
+        steps for one sequence, which is less than tau, 2.3 for two, and 2.3 in float32.
         """
         if not self.is_cpu:
             return True
@@ -101,9 +98,9 @@ class Device:
         return jnp.dtype(dtype) == jnp.bfloat16 and bool(self.features & enough)
 
     def attention(self, dtype: Any, requested: str | None = None) -> str:
-        """Returns the requested attention implementation, or else the one measured as fastest for caches of `dtype`.
+        """Returns the requested attention implementation or the default for caches of `dtype`.
 
-        On CPUs that is "streamed" in float32 and "xla" in bfloat16, where XLA would convert every slice. Nothing was
+        On CPUs the fastest measured: "streamed" in float32, "xla" in bfloat16, where XLA would convert every slice. Not
         measured on other devices.
 
         Raises:
@@ -116,9 +113,9 @@ class Device:
         return "streamed" if self.is_cpu and jnp.dtype(dtype) != jnp.bfloat16 else "xla"
 
     def training_attention(self, requested: str = "auto") -> str:
-        """Returns the requested attention implementation for packed sequences; "auto": the kernel for this device.
+        """Returns the requested attention implementation for packed sequences; for "auto", the device's kernel.
 
-        cuDNN's needs an Ampere GPU or newer; the names of the older data-centre GPUs do not start with NVIDIA ("Tesla T4").
+        cuDNN's needs an Ampere GPU or newer; names of older data-centre GPUs do not start with NVIDIA ("Tesla T4").
 
         Raises:
           ValueError: a kernel for another device; a CPU interprets "splash".
@@ -130,14 +127,13 @@ class Device:
 
     @property
     def pays_per_token(self) -> bool:
-        """True if the time of a pass grows with its number of tokens: a CPU without instructions for matrices."""
+        """True if the time of a pass grows with its number of tokens: on CPUs without matrix instructions."""
         return self.is_cpu and not self.features & MATRIX_INSTRUCTIONS
 
     def tree_nodes(self, usual: int) -> int:
         """Returns the default number of tree nodes, given the drafter's.
 
-        With SmolLM2 in bfloat16 and avx512_bf16, trees of 8 nodes are faster than trees of 16 on GSM8K, HumanEval, MT-Bench
-        and Vicuna.
+        With SmolLM2 in bfloat16 and avx512_bf16, 8 nodes are faster than 16 on GSM8K, HumanEval, MT-Bench and Vicuna.
         """
         return min(usual, 8) if self.pays_per_token else usual
 
@@ -145,16 +141,16 @@ class Device:
     def candidates(self) -> int:
         """Default number of candidate tokens per depth (M).
 
-        With SmolLM2, 16 instead of 8 add 3 ms to a round of 8 nodes on a CPU with avx512_bf16, and nothing to tau.
+        With SmolLM2 on a CPU with avx512_bf16, 16 instead of 8 add 3 ms to a round of 8 nodes, and nothing to tau.
         """
         return 8 if self.pays_per_token else 16
 
     def shortlist(self, vocab_size: int) -> int:
-        """Returns the default number of tokens per depth that the second stage of a draft scores; 0: all.
+        """Returns the default number of tokens per depth scored by the second stage of a draft; 0 for all.
 
-        An accelerator reads the vocabulary table once for all contexts of the stage. On a CPU the time grows with their
-        number: with SmolLM2's 49,152 tokens, the stage takes 85 ms over all of them and 16 ms over 32 per depth, at the
-        same tau (bfloat16, two cores with avx512_bf16, batch 1).
+        An accelerator reads the vocabulary table once for all contexts of the stage; on a CPU, time grows with their
+        number: with SmolLM2's 49,152 tokens, the stage takes 85 ms over all of them and 16 ms over 32 per depth, at equal
+        tau (bfloat16, two cores with avx512_bf16, batch 1).
         """
         return 32 if self.is_cpu and vocab_size >= 2**14 else 0
 
@@ -163,19 +159,18 @@ class Device:
         """Prompt tokens per prefill pass.
 
         On a known accelerator, the power of two nearest to its ridge: the number of tokens whose products with bfloat16
-        weights take as long as reading the weights. With fewer, prefill waits for memory; more would pad short prompts.
+        weights take as long as reading the weights. With fewer, prefill is bound by memory; more would pad short prompts.
 
         Padding costs most on a CPU. With SmolLM2 in bfloat16 on two cores, prompts of 40 and 1,500 tokens take 0.31 and 4.8
         CPU seconds in passes of 64, 0.45 and 4.2 in passes of 128; in float32, 0.57 and 6.6, and 0.72 and 6.1.
         """
         if self.is_cpu or not self.peak_rates:
             return 64 if self.is_cpu else 128
-        flops, bytes_read = self.peak_rates
-        return 2 ** round(math.log2(flops / bytes_read))
+        return 2 ** round(math.log2(self.peak_rates[0] / self.peak_rates[1]))
 
     @property
     def prefill_attention(self) -> str:
-        """Attention implementation of prefill passes: on CPUs, `streamed` reads only the filled part of a cache."""
+        """Attention implementation of prefill; `streamed` reads only the filled part of a cache."""
         return "streamed" if self.is_cpu else "xla"
 
     @property
@@ -185,18 +180,17 @@ class Device:
 
     @property
     def peak_rates(self) -> tuple[float, float] | None:
-        """Peak FLOP/s and bytes/s according to the chip's data sheet; None for an unknown chip."""
+        """Peak FLOP/s and bytes/s of the chip's data sheet; None for an unknown chip."""
         names = [name for name in PEAK_RATES if self.kind.startswith(name)]
         return PEAK_RATES[max(names, key=len)] if names else None
 
     @property
     def peak_flops(self) -> float | None:
-        """Peak FLOP/s according to the chip's data sheet; None for an unknown chip."""
         return self.peak_rates and self.peak_rates[0]
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Numbers of tree nodes that a calibration measures."""
+        """Numbers of tree nodes measured by a calibration."""
         return (4, 8, 16, 32) if self.is_cpu else (8, 16, 32, 64, 128, 256)
 
 
@@ -211,7 +205,7 @@ def describe(device: Any) -> Device:
 
 
 def describe_mesh(mesh: Any) -> Device:
-    """Returns the device of a mesh; None: the default device."""
+    """Returns the device of a mesh; the default device for None."""
     return here() if mesh is None else describe(mesh.devices.flat[0])
 
 
@@ -228,7 +222,7 @@ def usable(features: frozenset[str], flags: str) -> frozenset[str]:
 
 @functools.cache
 def cpu_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
-    """Returns the instruction sets of this machine's first processor; empty on systems without such a file."""
+    """Returns the instruction sets of the first processor; empty without such a file."""
     try:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -240,15 +234,15 @@ def cpu_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
 def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Returns `jax.jit(function, **options)` with the compiler options of the default device, built at the first call.
 
-    For functions called directly; `programs.call` compiles the others. Not callable from inside another jitted function:
-    JAX accepts compiler options of the outermost one only.
+    For functions called directly; `programs.call` compiles the others. Not callable inside another jitted function: JAX
+    accepts compiler options only for the outermost.
     """
     jitted = functools.cache(lambda: jax.jit(function, compiler_options=here().compiler_options, **options))
     return functools.wraps(function)(lambda *args, **kwargs: jitted()(*args, **kwargs))
 
 
 def memory(device: Any) -> int | None:
-    """Returns the bytes that JAX may use on a device; None if it is not known, as on a CPU."""
+    """Returns the bytes that JAX may use on a device; None if unknown, as on a CPU."""
     try:
         stats = device.memory_stats()
     except (jax.errors.JaxRuntimeError, NotImplementedError):  # abstract devices
@@ -258,10 +252,10 @@ def memory(device: Any) -> int | None:
 
 @functools.cache
 def host_memory() -> int | None:
-    """Returns the memory available to this process on its host, swap included, in bytes; None if not known."""
+    """Returns the bytes of host memory available to this process, swap included; None if unknown."""
 
     def number(path: str, name: str) -> int | None:
-        """Reads an entry of /proc in KiB or, for an empty name, the number in a control group's file."""
+        """Reads an entry of /proc in KiB or, without a name, the number in a control group's file."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError:
@@ -269,8 +263,6 @@ def host_memory() -> int | None:
         match = re.search(rf"^{name}:\s*(\d+) kB" if name else r"^(\d+)$", text, flags=re.MULTILINE)
         return int(match[1]) * (1024 if name else 1) if match else None
 
-    memory = number("/proc/meminfo", "MemTotal")
-    swap = number("/proc/meminfo", "SwapTotal") or 0
+    memory, swap = (number("/proc/meminfo", name) for name in ("MemTotal", "SwapTotal"))
     groups = [number("/sys/fs/cgroup/memory.max", ""), number("/sys/fs/cgroup/memory/memory.limit_in_bytes", "")]
-    known = [size + swap for size in (memory, *groups) if size]
-    return min(known, default=None)
+    return min((size + (swap or 0) for size in (memory, *groups) if size), default=None)

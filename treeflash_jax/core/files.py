@@ -1,7 +1,7 @@
-"""Reading and writing files: only regular files are read, and outputs are written whole or not at all.
+"""Reading of regular files, and writing of outputs that appear whole or not at all.
 
-Outputs go through `write` (one file) or `filled` (a folder). Both write beside their target and rename, so that neither a
-kill nor a full disk leaves half a file under its name, and no link is followed.
+`write` (one file) and `filled` (a folder) write beside their target and rename, so that neither a kill nor a full disk
+leaves half a file under its name, and no link is followed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 STREAMS = ("/dev/fd/", "/dev/stdin")  # opened by the shell
-LAST = "config.json"  # written last: without it, no folder is read as a model
+LAST = "config.json"  # written last: a folder without it is no model
 PART = re.compile(r"\..+\.part-(?P<host>.+)-(?P<pid>\d+)")  # names of unfinished outputs
 
 
 def user_cache() -> Path:
-    """Returns the folder of files that this package can make again."""
+    """Returns the cache folder of this package."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeflash"
 
 
@@ -61,15 +61,13 @@ def fetch(url: str) -> Path:
 
 
 def regular(path: str | os.PathLike, *, streams: bool = False) -> Path:
-    """Returns the path of a file to read, unless opening it could block forever.
-
-    A missing file or a folder passes: opening it fails with a message of its own.
+    """Returns the path of a file to read. Missing files and folders pass: opening them fails.
 
     Args:
       streams: accept streams that the shell has opened, as in `--prompt-file <(command)`.
 
     Raises:
-      ValueError: a named pipe, a socket or a device.
+      ValueError: a named pipe, a socket or a device, which could block forever.
     """
     path = Path(path)
     if streams and str(path).startswith(STREAMS):
@@ -85,10 +83,10 @@ def regular(path: str | os.PathLike, *, streams: bool = False) -> Path:
 
 
 def check_output(path: str | os.PathLike, may_replace: Callable[[bytes], bool] | None = None) -> None:
-    """Refuses an output file that could not be written later, before anything is computed. Writes nothing.
+    """Checks that an output file can be written, before anything is computed. Writes nothing.
 
     Args:
-      may_replace: tells whether the content of an existing file may be replaced; None replaces any.
+      may_replace: predicate of the content of an existing file that may be replaced; None replaces any.
 
     Raises:
       ValueError: no folder to write in, no regular file, or a file with other content.
@@ -107,11 +105,7 @@ def check_output(path: str | os.PathLike, may_replace: Callable[[bytes], bool] |
 
 
 def json_with(*names: str, inside: bool = False) -> Callable[[bytes], bool]:
-    """Returns a predicate for `check_output`: the file holds a JSON object with these keys.
-
-    Args:
-      inside: every value of the object is an object with these keys.
-    """
+    """Returns a predicate for `check_output`: a JSON object with these keys or, with `inside`, of objects with them."""
 
     def has_keys(content: bytes) -> bool:
         try:
@@ -126,11 +120,7 @@ def json_with(*names: str, inside: bool = False) -> Callable[[bytes], bool]:
 
 
 def write(path: str | os.PathLike, content: str | bytes) -> None:
-    """Writes a file whole or not at all, replacing a file or link of this name.
-
-    Raises:
-      ValueError: the file cannot be written; an earlier one stays.
-    """
+    """Writes a file whole or not at all, replacing a file or link of this name. Raises ValueError if it cannot."""
     path = Path(os.path.abspath(path))
     with _as_value_error(path):
         part = _part(path.parent, path.name)
@@ -144,15 +134,15 @@ def write(path: str | os.PathLike, content: str | bytes) -> None:
 def check_folder(
     target: str | os.PathLike, *, overwrite: bool = False, may_replace: Callable[[Path], bool] | None = None
 ) -> None:
-    """Refuses a folder that `filled` would refuse. Writes nothing.
+    """Checks that `filled` can write a folder. Writes nothing.
 
     Args:
-      target: new or empty, unless `overwrite` is set.
-      overwrite: files may be replaced.
-      may_replace: with `overwrite`, tells whether the files in a folder may be replaced; None replaces any.
+      target: folder; new or empty, unless `overwrite` is set.
+      overwrite: allows the files to be replaced.
+      may_replace: with `overwrite`, predicate of a folder whose files may be replaced; None replaces any.
 
     Raises:
-      ValueError: a file, a link, or a folder with files in it that must stay.
+      ValueError: a file, a link, or a folder with files that may not be replaced.
     """
     target = Path(target)
     if target.is_dir() and not target.is_symlink():
@@ -172,8 +162,8 @@ def filled(
 ) -> Iterator[Path]:
     """Yields a folder to write into; its files appear in `target` at the end, or not at all if writing fails.
 
-    A new folder appears as a whole. In an existing one the files are renamed one by one, config.json last, and files of
-    other names stay.
+    A new folder appears as a whole. In an existing folder, files are renamed one by one, config.json last; files of other
+    names stay.
 
     Args:
       target, overwrite, may_replace: see `check_folder`.
@@ -219,7 +209,7 @@ def _move(part: Path, target: Path) -> None:
 
 
 def _part(folder: Path, name: str) -> Path:
-    """Returns the path of an unfinished `name` in `folder`; removes those that killed processes of this machine left."""
+    """Returns the path of an unfinished `name` in `folder`; removes those of killed processes of this machine."""
     host = re.sub(r"[^\w.-]", "", socket.gethostname()) or "host"
     part = folder / f".{name}.part-{host}-{os.getpid()}"
     for path in folder.glob(f".{glob.escape(name)}.part-*"):

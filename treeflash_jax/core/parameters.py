@@ -1,4 +1,4 @@
-"""One `Spec` per weight: shape, logical axes, initialiser. Abstract trees, shardings and fresh weights derive from it.
+"""Specs of weights (shape, logical axes, initializer), from which abstract trees, shardings and fresh weights derive.
 
 An `Entry` locates a weight in a file. Specs, entries and weights are trees of one structure.
 """
@@ -17,16 +17,16 @@ from treeflash_jax.core import sharding
 
 @dataclass(frozen=True)
 class Spec:
-    """Shape of a weight, the logical axis of each dimension, and its initialiser.
+    """Shape of a weight, the logical axis of each dimension, and its initializer.
 
     Attributes:
       axes: logical axes, for sharding.
-      inputs: axes that products with the weight sum over; () for biases, norms and other weights that no product reads.
-        Weights with inputs decay in training and can be quantised.
-      outputs: the other axes of a linear map that Muon trains as a matrix of inputs by outputs; () leaves it to AdamW.
+      inputs: contracted axes in products with the weight; () for biases, norms and other weights outside products.
+        Weights with inputs decay in training and can be quantized.
+      outputs: remaining axes of a linear map that Muon trains as an (inputs, outputs) matrix; () leaves it to AdamW.
       can_quantize: false keeps a weight with inputs in the model's dtype.
-      dtype: None: the model's.
-      once_per_slot: for costs of a block drafter's head: products with the weight are computed once per block slot, not
+      dtype: dtype of the weight; None for the model's.
+      once_per_slot: in costs of a block drafter's head, counts products with the weight once per block slot instead of
         once per (slot, previous token).
     """
 
@@ -48,15 +48,15 @@ class Spec:
 class Entry:
     """Location of a weight: tensor `name`, with the weight's axes in `order`, flattened to a matrix.
 
-    Weights of many experts lie in a tensor for each expert, or in one tensor of three axes: `order` and `row_axes` then
-    do not count the first axis.
+    Weights of experts are stored in a tensor per expert or in one tensor of three axes; `order` and `row_axes` then
+    exclude the first axis.
 
     Attributes:
-      name: of the tensor, without a dialect's prefix; with "{}" in it, of a tensor for each index of the first axis.
+      name: name of the tensor, without a dialect's prefix; with "{}", of one tensor per index of the first axis.
       order: the weight's axes in disk order.
       row_axes: number of these axes that form the matrix's first axis; all of them form a vector.
       part: (index, count) if the weight is one of `count` equal blocks of the tensor.
-      part_axis: matrix axis along which these blocks lie.
+      part_axis: matrix axis of these blocks.
       is_stacked: whether the tensor has the weight's first axis as its first axis.
     """
 
@@ -69,15 +69,14 @@ class Entry:
 
     @property
     def is_apart(self) -> bool:
-        """True if there is a tensor for each index of the weight's first axis."""
+        """True if each index of the weight's first axis has a tensor."""
         return "{}" in self.name
 
     def names(self, spec: Spec) -> list[str]:
-        """Returns the names of all tensors of the weight."""
         return [self.name.format(i) for i in range(spec.shape[0])] if self.is_apart else [self.name]
 
     def at(self, index: int) -> Entry:
-        """Returns the entry of one index of the first axis, for a weight of experts."""
+        """Returns the entry of one expert."""
         return replace(self, name=self.name.format(index), is_stacked=False)
 
     def view(self, spec: Spec) -> tuple[int, ...]:
@@ -95,13 +94,12 @@ class Entry:
 
 
 def inside(spec: Spec) -> Spec:
-    """Returns the spec of one index of a weight's first axis."""
+    """Returns the spec without the weight's first axis."""
     inputs, outputs = (tuple(axis - 1 for axis in axes) for axes in (spec.inputs, spec.outputs))
     return replace(spec, shape=spec.shape[1:], axes=spec.axes[1:], inputs=inputs, outputs=outputs)
 
 
 def count(tree: Any) -> int:
-    """Counts the numbers in a tree of weights."""
     return sum(x.size for x in jax.tree.leaves(tree))
 
 
@@ -114,17 +112,17 @@ def shardings(specs: Any, mesh) -> Any:
 
 
 def abstract(specs: Any, dtype: Any, mesh=None) -> Any:
-    """Returns the `jax.ShapeDtypeStruct` of every weight, placed on `mesh` if there is one."""
+    """Returns the `jax.ShapeDtypeStruct` of every weight, sharded over `mesh` if it is given."""
 
     def leaf(spec: Spec) -> jax.ShapeDtypeStruct:
-        place = None if mesh is None else sharding.sharding(spec.axes, spec.shape, mesh)
-        return jax.ShapeDtypeStruct(spec.shape, spec.dtype_in(dtype), sharding=place)
+        layout = None if mesh is None else sharding.sharding(spec.axes, spec.shape, mesh)
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype_in(dtype), sharding=layout)
 
     return jax.tree.map(leaf, specs, is_leaf=is_spec)
 
 
 def initialize(specs: Any, key: jax.Array, dtype: Any = jnp.float32, scale: float = 0.02) -> Any:
-    """Draws fresh weights: normal of standard deviation `scale`, ones, or zeros. Keys follow the order of the leaves."""
+    """Draws weights: normal with standard deviation `scale`, ones, or zeros; leaf i uses the key fold_in(key, i)."""
     leaves, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
 
     def leaf(index: int, spec: Spec) -> jax.Array:

@@ -1,10 +1,9 @@
-"""Compiled programs of this process: models of equal shape, and calls of equal size, share them.
+"""Compiled programs of this process, shared by models of equal shape and calls of equal size.
 
-A program is compiled when it is first called with these shapes and kept until `clear`. It is determined by the function,
-its static arguments, the structure of its other arguments with the shapes, dtypes and shardings of their arrays, the mesh,
-and JAX's precision; never by values, nor by the model that calls.
+A program is compiled at its first call and kept until `clear`. Its key is the function, its static arguments, the structure
+of its other arguments with the shapes, dtypes and shardings of their arrays, the mesh, and JAX's precision; never values.
 
-With `folder` set, executables are also kept on disk, so that a later process neither traces nor compiles. JAX's own
+With `folder` set, executables are also stored on disk, so that a later process neither traces nor compiles. JAX's own
 compilation cache saves only the compiler's time, not the tracing and lowering of every layer.
 """
 
@@ -33,10 +32,10 @@ from treeflash_jax.core import devices, files, sharding
 from treeflash_jax.core.clock import Clock
 
 logger = logging.getLogger("treeflash_jax")
-folder: Path | None = None  # of kept executables; None keeps none
-KEPT_FILES = 128  # most recently used executables kept in the folder
+folder: Path | None = None  # of stored executables; None stores none
+KEPT_FILES = 128  # number of most recently used executables kept in the folder
 NAME = re.compile(r"[0-9a-f]{16}-\w+-[0-9a-f]{32}")  # of an executable's file
-AHEAD = 4  # executables read ahead: those of one answer
+AHEAD = 4  # number of executables read ahead: those of one answer
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Program:
 
     Attributes:
       function: the jitted function it was compiled from.
-      run: the executable, which takes the arguments that are not static.
+      run: the executable; its arguments are those that are not static.
     """
 
     function: Any
@@ -64,12 +63,12 @@ def call(
 
     Args:
       function: a `jax.jit` function.
-      *args: its arguments, trees of arrays. With a `jax.ShapeDtypeStruct` among them, the program is compiled only, and the
-        shapes of its result are returned.
-      mesh: the ambient mesh of the program; None for one device.
-      clock: counts compilation apart from running and announces it if it takes long.
-      is_kept: whether the executable may be read from and written to `folder`, since its static arguments and the source of
-        this package determine it.
+      *args: trees of arrays. With a `jax.ShapeDtypeStruct` among them, the program is compiled but not run, and the shapes
+        of its result are returned.
+      mesh: ambient mesh of the program; None for one device.
+      clock: counts compilation separately from running and announces it if it takes long.
+      is_kept: whether `folder` may store the executable; only if its static arguments and the source of this package
+        determine it.
       **static: static arguments of `function`, by name.
     """
     leaves, structure = jax.tree.flatten(args)
@@ -82,7 +81,7 @@ def call(
             with clock.paused() if clock else nullcontext():
                 executable = _read(path, list(leaves[0].sharding.device_set if mesh is None else mesh.devices.flat))
             if executable is None:
-                lock = _locks.setdefault(key, threading.Lock())  # the background may be compiling it
+                lock = _locks.setdefault(key, threading.Lock())  # a background thread may be compiling it
                 with (clock or Clock()).compiling(function.__name__, _note()), lock:
                     if key in _programs:
                         executable = _programs[key].run
@@ -98,28 +97,28 @@ def call(
 
 
 def abstract_shapes(tree: Any) -> Any:
-    """Returns the arrays of a tree as shapes, with which `call` compiles and does not run."""
+    """Returns the `jax.ShapeDtypeStruct` of every array of a tree; with these, `call` only compiles."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def _path(key: Any) -> Path | None:
     """Returns the file of a program's executable, or None.
 
-    If JAX keeps programs itself, there is none: what XLA:CPU has read from JAX's cache and serializes again does not run.
+    None while JAX's own cache is on: executables that XLA:CPU read from it and serialized again do not run.
     """
     if folder is None or jax.config.jax_compilation_cache_dir is not None or jax.process_count() > 1:
         return None
     function, static, structure, shapes, mesh, precision = key
-    place = None if mesh is None else (mesh, mesh.axis_types, [device.id for device in mesh.devices.flat])
+    mesh_key = None if mesh is None else (mesh, mesh.axis_types, [device.id for device in mesh.devices.flat])
     random = jax.config.jax_default_prng_impl, jax.config.jax_threefry_partitionable
-    text = repr((function.__module__, function.__name__, static, str(structure), shapes, place, precision, random))
+    text = repr((function.__module__, function.__name__, static, str(structure), shapes, mesh_key, precision, random))
     return folder / f"{_environment()}-{function.__name__}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 def read_ahead() -> None:
-    """Starts reading the executables that were used last, on a thread.
+    """Starts reading the most recently used executables on a thread.
 
-    Called before weights are read: on two CPU cores, 32 tokens of SmolLM2 from a warm cache then end a second earlier.
+    Called before weights are read: on two CPU cores, this saves a second for 32 tokens of SmolLM2 from a warm cache.
     """
     if folder is None or jax.config.jax_compilation_cache_dir is not None:
         return
@@ -131,22 +130,28 @@ def read_ahead() -> None:
 
 @cache
 def _environment() -> str:
-    """Returns a digest of what determines executables besides a call: this source, versions, device and flags."""
+    """Returns a digest of the inputs of all executables: this source, versions, device and flags."""
     source = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         source.update(path.read_bytes())
     versions = [sys.version, *(metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy"))]
-    here = devices.here()
-    device = [here.backend, here.kind, sorted(here.features), jax.devices()[0].client.platform_version, jax.device_count()]
+    default = devices.here()
+    device = [
+        default.backend,
+        default.kind,
+        sorted(default.features),
+        jax.devices()[0].client.platform_version,
+        jax.device_count(),
+    ]
     flags = sorted((name, value) for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_", "LIBTPU_")))
     return hashlib.sha256(repr((source.hexdigest(), versions, device, flags)).encode()).hexdigest()[:16]
 
 
 def _read(path: Path | None, where: Sequence[Any]) -> Any:
-    """Returns the executable in a file, loaded for these devices; None if the file is missing or does not load."""
+    """Loads the executable in a file for these devices; None if the file is missing or does not load."""
     if path is None or not path.is_file():
         return None
-    with suppress(OSError):  # a folder that may only be read
+    with suppress(OSError):  # a read-only folder
         path.touch()
     job = _ahead.pop(path, None) if where == jax.devices()[:1] else None
     return job.result() if job else _load(path, where)
@@ -155,7 +160,7 @@ def _read(path: Path | None, where: Sequence[Any]) -> Any:
 def _load(path: Path, where: Sequence[Any]) -> Any:
     try:
         return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()), execution_devices=where)
-    except Exception as error:  # damaged, or refused by a runtime that differs in unlisted ways: compiled again
+    except Exception as error:  # damaged, or incompatible with this runtime: compiled again
         logger.info("%s does not load (%s)", path, error)
         return None
 
@@ -178,17 +183,17 @@ def compiled(function: Any = None) -> list[Program]:
 
 
 def clear() -> None:
-    """Drops all programs, so that their memory is freed. The next calls compile again.
+    """Frees all programs; the next calls compile again.
 
-    A process that loads many models of different sizes may need this: on Linux, programs for the CPU take memory maps, of
-    which a process may have 65,530.
+    For processes that load many models of different sizes: on Linux, programs for the CPU use memory maps, which are
+    limited to 65,530 per process.
     """
     for function in {program.function for program in _programs.values()}:
-        function.clear_cache()  # JAX keeps what it lowered and compiled, too
+        function.clear_cache()  # JAX's own references
     _programs.clear()
 
 
 def _note() -> str:
-    place = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir or folder
-    kept = f"kept in {place}" if place else "kept until this process ends"
+    cache_folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir or folder
+    kept = f"kept in {cache_folder}" if cache_folder else "kept until this process ends"
     return f"compiling, once for this batch size, length and tree; programs are {kept}"

@@ -1,8 +1,8 @@
 """Device meshes and the map from logical axes to mesh axes.
 
-Arrays name their axes logically ("batch", "heads", "vocab", ...); RULES says which mesh axis carries each. An axis whose
-size the mesh axis does not divide is replicated, so any model runs on any mesh. The mesh in force is JAX's ambient one
-(`jax.set_mesh`); without one, everything here is the identity.
+RULES maps logical axes of arrays ("batch", "heads", "vocab", ...) to mesh axes. An axis that its mesh axis does not divide
+is replicated, so any model runs on any mesh. Functions use JAX's ambient mesh (`jax.set_mesh`); without one, they are the
+identity.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "experts": ("model",),
     "expert_ffn": ("model",),  # if the experts leave that axis free
     "vocab": ("model",),
-    "embed": ("fsdp",),  # the model width of weights; activations never carry it
+    "embed": ("fsdp",),  # model width, of weights only
 }
 
 Axes = tuple[str | None, ...]
@@ -42,13 +42,13 @@ def make_mesh(
 ) -> Mesh:
     """Makes a (data, model) mesh, or (data, fsdp, model) for training.
 
-    Sequences lie over `data` and `fsdp`; heads, feed-forward and vocabulary over `model`; stored weights over `fsdp` too.
-    Experts of a mixture lie over `model`, each on one device. With `experts`, they lie over an axis of that name and
-    `model` splits the width of every expert: with `experts=1`, every device along `model` holds a slice of each expert,
-    which reads less in passes over few tokens.
+    Sequences are sharded over `data` and `fsdp`; heads, feed-forward and vocabulary over `model`; stored weights also over
+    `fsdp`. Experts of a mixture are sharded over `model`, each on one device. With `experts`, they are sharded over an axis
+    of that name and the width of every expert over `model`: with `experts=1`, every device along `model` has a slice of
+    each expert, which reads less in passes over few tokens.
 
     Raises:
-      ValueError: the product is more than the number of devices.
+      ValueError: the product of the sizes exceeds the number of devices.
     """
     available = list(devices if devices is not None else jax.devices())
     sizes = {name: whole(size, name, least=1) for name, size in (("data", data), ("fsdp", fsdp), ("model", model))}
@@ -72,11 +72,7 @@ def check(mesh: Mesh | None) -> None:
 
 
 def parse_sizes(text: str) -> dict[str, int]:
-    """Parses arguments of `make_mesh` written like 4x2: data x model, or data x model x experts.
-
-    Raises:
-      ValueError: any other text.
-    """
+    """Parses arguments of `make_mesh` like 4x2 (data x model) or 4x2x1 (with experts). Raises ValueError for others."""
     words, names = text.split("x"), ("data", "model", "experts")
     if len(words) not in (2, 3) or not all(word.isdigit() and int(word) for word in words):
         raise ValueError(f"got --mesh {quoted(text)}, expected two numbers like 4x2, or three for a mixture of experts")
@@ -86,11 +82,10 @@ def parse_sizes(text: str) -> dict[str, int]:
 def partition(axes: Axes, shape: Sequence[int], mesh) -> PartitionSpec:
     """Returns the PartitionSpec of an array with these logical axes; indivisible axes are replicated.
 
-    If several axes map to the same mesh axis, the first gets it. A mesh with an axis "experts" splits experts over it
-    alone. Inside `jax.shard_map` arrays are already local along its axes, so those are left out.
+    If several axes map to the same mesh axis, the first gets it. A mesh with an axis "experts" shards experts over it
+    alone. Axes of an enclosing `jax.shard_map` are omitted: arrays are already local along them.
     """
     sizes = {name: size for name, size in mesh.shape.items() if name not in manual_axes(mesh)}
-
     taken: set[str] = set()
 
     def mesh_axis(axis: str | None, size: int) -> str | tuple[str, ...] | None:
@@ -109,7 +104,7 @@ def sharding(axes: Axes, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
 
 
 def ambient(mesh: Mesh | None):
-    """Returns a context in which `mesh` is the ambient one; None changes nothing."""
+    """Returns a context with this ambient mesh; None keeps the current one."""
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
@@ -120,12 +115,12 @@ def current():
 
 
 def manual_axes(mesh) -> frozenset[str]:
-    """Returns axes of the ambient mesh over which an enclosing `jax.shard_map` already maps."""
+    """Returns the mesh axes of an enclosing `jax.shard_map`."""
     return frozenset(getattr(mesh, "manual_axes", ()))
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
-    """Constrains the layout of `x` on the ambient mesh."""
+    """Constrains the sharding of `x` on the ambient mesh."""
     mesh = current()
     return x if mesh is None else jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
 
@@ -140,9 +135,9 @@ def place(tree: Any, mesh: Mesh | None, *, over_batch: bool = True) -> Any:
     """Puts the arrays of a tree on the mesh.
 
     Args:
-      tree: arrays that every process holds in full.
-      mesh: None leaves the arrays on their devices.
-      over_batch: splits the first axis of each array, the batch, over the mesh; false replicates the arrays.
+      tree: arrays that are complete on every process.
+      mesh: mesh for the arrays; None leaves them on their devices.
+      over_batch: shards the first axis, the batch, over the mesh; false replicates the arrays.
     """
     if mesh is None:
         return tree
@@ -152,7 +147,7 @@ def place(tree: Any, mesh: Mesh | None, *, over_batch: bool = True) -> Any:
             return jax.random.wrap_key_data(put(jax.random.key_data(x)))
         axes = ("batch" if over_batch else None,) + (None,) * (x.ndim - 1) if x.ndim else ()
         spec = partition(axes, x.shape, mesh)
-        while spec and spec[-1] is None:  # as programs spell the layout of what they return
+        while spec and spec[-1] is None:  # the normal form of the shardings of programs' results
             spec = PartitionSpec(*spec[:-1])
         return jax.device_put(x, NamedSharding(mesh, spec))
 
@@ -160,24 +155,24 @@ def place(tree: Any, mesh: Mesh | None, *, over_batch: bool = True) -> Any:
 
 
 def pin(tree: Any, axes: Any) -> Any:
-    """Constrains every array of a tree; `axes` has its structure, with the logical axes of an array as leaf."""
+    """Constrains the sharding of every array of a tree; `axes` is a tree of their logical axes."""
     return tree if current() is None else jax.tree.map(constrain, tree, axes)
 
 
 def to_host(tree: Any) -> Any:
     """Returns NumPy copies of the arrays of a tree, complete on every process."""
 
-    def whole(x: Any) -> Any:
-        is_here = getattr(x, "is_fully_addressable", True)
-        return x if is_here else multihost_utils.process_allgather(x, tiled=True)
+    def gather(x: Any) -> Any:
+        is_local = getattr(x, "is_fully_addressable", True)
+        return x if is_local else multihost_utils.process_allgather(x, tiled=True)
 
-    return jax.device_get(jax.tree.map(whole, tree))
+    return jax.device_get(jax.tree.map(gather, tree))
 
 
 def over_batch(function: Callable[..., Any], *arrays: Any) -> Any:
-    """Runs a function of pytrees whose leaves all start with the batch axis on each device's own sequences.
+    """Runs a function on each device's sequences; the batch is the first axis of all its arguments and results.
 
-    For small work that automatic partitioning would gather over the batch (`top_k` of a frontier).
+    For small operations that automatic partitioning would gather over the batch (`top_k` of a frontier).
     """
     mesh = current()
     batch = jax.tree.leaves(arrays)[0].shape[0]
@@ -188,10 +183,11 @@ def over_batch(function: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def over_mesh(function: Callable[..., Any], arrays: Sequence[Any], layouts: Sequence[tuple[Axes, Sequence[int]]]) -> Any:
-    """Runs a function on each device's own part of `arrays`; its result lies like the first of them.
+    """Runs a function on each device's part of `arrays`; its result is sharded like the first of them.
 
     Args:
-      layouts: of each of the arrays, which may be pytrees: logical axes, and the sizes that a mesh axis must divide.
+      arrays: arrays or pytrees.
+      layouts: for each of `arrays`, its logical axes, and the sizes that the mesh axes must divide.
     """
     mesh = current()
     names = set() if mesh is None else set(mesh.axis_names) - manual_axes(mesh)

@@ -15,8 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from treeflash_jax import drafters
 from treeflash_jax.core import devices, files, programs, sharding
-from treeflash_jax.core.checks import fit, quoted
-from treeflash_jax.core.suggest import suggesting
+from treeflash_jax.core.checks import fit, quoted, suggesting
 from treeflash_jax.decoding import calibration
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import DrafterSizes

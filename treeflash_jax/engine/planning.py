@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from treeflash_jax import drafters
 from treeflash_jax.acceptance import check_lossless
 from treeflash_jax.core import devices
-from treeflash_jax.core.checks import checked, clipped, fit, quoted
+from treeflash_jax.core.checks import checked, clipped, fit, quoted, suggestion
 from treeflash_jax.core.devices import Device
-from treeflash_jax.core.suggest import suggestion
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.engine.settings import (

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any
 
-from treeflash_jax.core.checks import quoted
-from treeflash_jax.core.suggest import suggestion
+from treeflash_jax.core.checks import quoted, suggestion
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]

@@ -16,8 +16,7 @@ from annotated_types import Interval
 
 from treeflash_jax import drafters
 from treeflash_jax.acceptance import RULES
-from treeflash_jax.core.checks import NonNegative, Probability, basic_first, bounded, default_text
-from treeflash_jax.core.suggest import suggesting
+from treeflash_jax.core.checks import NonNegative, Probability, basic_first, bounded, default_text, suggesting
 from treeflash_jax.drafters.block import BlockOptions
 from treeflash_jax.drafters.protocol import LevelOptions
 from treeflash_jax.models.attention import CHOICES
