@@ -56,10 +56,7 @@ DRAFTERS = {  # with the settings under which a node has the most entries withou
         {"children": 3},
     ),
     "language model": (causal_lm.LanguageModelConfig(layers=MODEL, num_depths=3), {"children": 3}),
-    "steered language model": (
-        causal_lm.LanguageModelConfig(layers=MODEL, num_depths=3, steering=STEERS),
-        {"children": 4},
-    ),
+    "steered language model": (causal_lm.LanguageModelConfig(layers=MODEL, num_depths=3, steering=STEERS), {"children": 4}),
     "ngram": (ngram.NgramConfig(shortest=1, num_depths=3), {"children": 6}),
 }
 TREES = {

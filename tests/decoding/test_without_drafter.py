@@ -64,8 +64,7 @@ def test_the_default_decodes_plainly_with_one_note(alone, trained, caplog):
 
 
 @pytest.mark.parametrize(
-    ("features", "most"),
-    [(frozenset(), 0), (frozenset({"avx512_bf16"}), 1), (frozenset({"avx512_bf16", "amx_bf16"}), 8)],
+    ("features", "most"), [(frozenset(), 0), (frozenset({"avx512_bf16"}), 1), (frozenset({"avx512_bf16", "amx_bf16"}), 8)]
 )
 def test_the_default_drafts_if_that_pays(features, most, trained, monkeypatch, caplog):
     """Not in float32 on a CPU, nor for several sequences without bfloat16 matrix instructions, unless requested."""

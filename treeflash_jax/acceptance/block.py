@@ -87,8 +87,8 @@ def _stop(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, coins_bx: jax.A
 
 def _as_path(tree: DraftTree, draws: Draws) -> Path:
     """Returns the tree as a path: node p is at depth p."""
-    q_bx = draws.here(draws.q_bnc)
-    ratio_bx = jnp.where(draws.is_draw_bx, draws.here(draws.p_bnc) / jnp.where(q_bx > 0, q_bx, 1), 0)
+    q_bx = draws.gather(draws.q_bnc)
+    ratio_bx = jnp.where(draws.is_draw_bx, draws.gather(draws.p_bnc) / jnp.where(q_bx > 0, q_bx, 1), 0)
     return Path(
         node_bp=jnp.broadcast_to(jnp.arange(tree.tokens_bn.shape[1]), tree.tokens_bn.shape),
         exists_bp=tree.valid_bn,

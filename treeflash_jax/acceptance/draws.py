@@ -62,7 +62,7 @@ class Draws:
     earlier_bxy: jax.Array
     gone_bnc: jax.Array
 
-    def here(self, x_bnc: jax.Array) -> jax.Array:
+    def gather(self, x_bnc: jax.Array) -> jax.Array:
         """Returns the parents' values at the drawn tokens, [b, x]."""
         return jnp.take_along_axis(pick(x_bnc, self.parent_bx), self.slot_bx[..., None], axis=2)[..., 0]
 
@@ -133,7 +133,7 @@ def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
         step_bn = _to_nodes(draws.rank_bx + 1, draws.is_first_bx, draws.node_bx, draws.outside_bn.astype(jnp.int32))
         order_bx += pick(jnp.sum(jnp.where(above_bnn, step_bn[:, None], 0), axis=-1), draws.parent_bx)
     order_bx = jnp.where(draws.is_draw_bx, order_bx, -1)
-    drawn_p_bx, drawn_q_bx, gone_at_bx = (draws.here(x) for x in (draws.p_bnc, draws.q_bnc, draws.gone_bnc))
+    drawn_p_bx, drawn_q_bx, gone_at_bx = (draws.gather(x) for x in (draws.p_bnc, draws.q_bnc, draws.gone_bnc))
     one_bn = jnp.ones_like(draws.outside_bn)
     counts_bn = jnp.zeros(one_bn.shape, jnp.int32)
 

@@ -40,8 +40,8 @@ def _stop(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, coins_bx: jax.A
 
 
 def _chances(draws: Draws, rho_bn: jax.Array) -> jax.Array:
-    scaled_bx = draws.here(draws.q_bnc) * pick(rho_bn, draws.parent_bx)
-    chance_bx = jnp.minimum(draws.here(draws.p_bnc) / jnp.where(scaled_bx > 0, scaled_bx, 1), 1)
+    scaled_bx = draws.gather(draws.q_bnc) * pick(rho_bn, draws.parent_bx)
+    chance_bx = jnp.minimum(draws.gather(draws.p_bnc) / jnp.where(scaled_bx > 0, scaled_bx, 1), 1)
     return chance_bx * draws.is_draw_bx
 
 

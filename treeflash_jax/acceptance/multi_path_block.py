@@ -49,7 +49,7 @@ def _choose(draws: Draws, depths: int) -> Path:
     place_bnc = jnp.argsort(order_bnc, axis=-1)
     sorted_bnc = jnp.take_along_axis(q_bnc, order_bnc, axis=-1)
     below_bnc = jnp.take_along_axis(jnp.cumsum(sorted_bnc, axis=-1) - sorted_bnc, place_bnc, axis=-1)
-    place_bx = draws.here(place_bnc)
+    place_bx = draws.gather(place_bnc)
     paths_b = jnp.sum((draws.parent_bx == 0) & draws.is_draw_bx, axis=1)
 
     def step(carry, _):

@@ -31,7 +31,7 @@ def _stop(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, coins_bx: jax.A
 
 def _test(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array):
     draws = read_draws(tree, proposal, p_bnc)
-    p_bx, q_bx = draws.here(draws.p_bnc), draws.here(draws.q_bnc)
+    p_bx, q_bx = draws.gather(draws.p_bnc), draws.gather(draws.q_bnc)
     return draws, jnp.minimum(p_bx / jnp.where(q_bx > 0, q_bx, 1), 1) * draws.is_draw_bx
 
 

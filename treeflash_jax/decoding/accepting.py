@@ -40,11 +40,7 @@ class Accepted:
 
 
 def accept_path(
-    state: DecodeState,
-    tree: trees.DraftTree,
-    proposal: trees.Proposal | None,
-    logits_bnv: jax.Array,
-    plan: DecodePlan,
+    state: DecodeState, tree: trees.DraftTree, proposal: trees.Proposal | None, logits_bnv: jax.Array, plan: DecodePlan
 ) -> Accepted:
     """Returns the path that the plan's rule keeps, and the tokens that it emits."""
     with jax.named_scope("accept"):

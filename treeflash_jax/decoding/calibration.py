@@ -37,10 +37,10 @@ from treeflash_jax.models.quantized import Quantized
 from treeflash_jax.models.verifier import specs
 
 FILE = "treeflash_budget.json"
-WORTH_TRYING = 0.8  # speed on the calibration's prompts, relative to one-token decoding, below which nothing is drafted
-AS_GOOD = 0.99  # share of the best speed; the largest tree that reaches it is drafted, since it leaves the widest choice
+MIN_SPEEDUP = 0.8  # speed on the calibration's prompts, relative to one-token decoding, below which nothing is drafted
+NEARLY_BEST = 0.99  # share of the best speed; the largest tree that reaches it is drafted: it leaves the widest choice
 SAMPLES = 8  # entries that a digest reads along each axis of a weight
-FASTER = 0.97  # maximal time of a smaller bucket, relative to the next larger one; slower ones are left out
+MAX_TIME_RATIO = 0.97  # maximal time of a smaller bucket, relative to the next larger one; slower ones are left out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +95,10 @@ class Calibration:
         largest = 0
         for tau_n in np.array(self.tau):
             rates = [np.max(tau_n[: k + 1] / seconds(k)) for k in range(len(self.nodes))]
-            largest = max(largest, max(k for k, rate in enumerate(rates) if rate >= AS_GOOD * max(rates)))
+            largest = max(largest, max(k for k, rate in enumerate(rates) if rate >= NEARLY_BEST * max(rates)))
         kept = [largest]
         for k in reversed(range(largest)):
-            if seconds(largest)[k] <= FASTER * seconds(largest)[kept[0]]:
+            if seconds(largest)[k] <= MAX_TIME_RATIO * seconds(largest)[kept[0]]:
                 kept.insert(0, k)
 
         tau_n, reliability = (
@@ -113,7 +113,7 @@ class Calibration:
             reliability=reliability,
             debt=0.0 if speedup >= 1 else PATIENCE - 1,  # less patience if drafting did not quite pay
         )
-        return Decision(tuple(self.nodes[k] for k in kept) if speedup >= WORTH_TRYING else (), measured, speedup)
+        return Decision(tuple(self.nodes[k] for k in kept) if speedup >= MIN_SPEEDUP else (), measured, speedup)
 
 
 @dataclass(frozen=True)

@@ -126,10 +126,10 @@ def _read(
     chunk = plan.chunk(capacity)
     dtype = weights.verifier["embed"].dtype
     reads_prompt = plan.drafts and drafters.is_declared("READS_PROMPT", plan.drafter)
-    waits = plan.drafts and drafters.of(plan.drafter).READS_TOKENS
+    reads_tokens = plan.drafts and drafters.of(plan.drafter).READS_TOKENS
     width = plan.verifier.hidden_size
     last = {"hidden": jnp.zeros((batch, width), dtype)}
-    last |= {"features": jnp.zeros((batch, width * len(plan.taps)), dtype)} if waits else {}
+    last |= {"features": jnp.zeros((batch, width * len(plan.taps)), dtype)} if reads_tokens else {}
     mask_btt = verifier.causal_mask(batch, chunk)
 
     def step(carry):
@@ -143,25 +143,25 @@ def _read(
             taps=plan.taps, attention=plan.attention,
         )  # fmt: skip
         if plan.drafts:
-            known_b = jnp.clip(length_b - 1 - cache.length_b, 0, chunk) if waits and not reads_prompt else count_b
-            shown = (None, tokens_bt) if reads_prompt else (out.features_btj, next_bt)
+            known_b = jnp.clip(length_b - 1 - cache.length_b, 0, chunk) if reads_tokens and not reads_prompt else count_b
+            visible = (None, tokens_bt) if reads_prompt else (out.features_btj, next_bt)
             drafter = sharding.pin(drafter, drafter.axes())
-            drafter = rounds.extend_drafter(weights, drafter, plan, *shown, known_b)
+            drafter = rounds.extend_drafter(weights, drafter, plan, *visible, known_b)
 
-        def ends(x_btd: jax.Array, before_bd: jax.Array) -> jax.Array:
+        def at_end(x_btd: jax.Array, before_bd: jax.Array) -> jax.Array:
             end_bd = jnp.take_along_axis(x_btd, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)[:, 0]
             return jnp.where((count_b > 0)[:, None], end_bd, before_bd)
 
         outputs = {"hidden": out.hidden_btd, "features": rounds.drafter_features(out, plan)}
-        last = {name: ends(outputs[name], before_bd) for name, before_bd in last.items()}
+        last = {name: at_end(outputs[name], before_bd) for name, before_bd in last.items()}
         kept_b = kv_cache.count_after(count_b, last["hidden"][:, 0])
         return index + 1, kv_cache.append(cache, out.new_kv, kept_b), drafter, last
 
-    def goes_on(carry):
+    def is_unfinished(carry):
         return (carry[0] < max_chunks) & jnp.any(carry[1].length_b < length_b)
 
     carry = jnp.zeros_like(max_chunks), state.cache, state.drafter, last
-    return lax.while_loop(goes_on, step, carry)[1:]
+    return lax.while_loop(is_unfinished, step, carry)[1:]
 
 
 @partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))

@@ -1,8 +1,8 @@
 """Selector: a small network that chooses the delayed tree of every sequence and round, and the policy that runs it.
 
-The trees are at most MOST buckets (branches, trunk, length), listed by increasing cost. Every sequence gets the bucket of
-its highest score, so that its answer never depends on the rest of the batch; a round runs in the shapes of the largest
-chosen tree. The network reads these of the paper's inputs:
+The trees are at most MAX_BUCKETS buckets (branches, trunk, length), listed by increasing cost. Every sequence gets the
+bucket of its highest score, so that its answer never depends on the rest of the batch; a round runs in the shapes of the
+largest chosen tree. The network reads these of the paper's inputs:
   - the verifier's state at the last accepted node: the layers that the drafter taps (a language model without steering and
     n-grams tap none), one position before the anchor, whose own state is not computed yet;
   - there, the entropy of the verifier, that of the drafter, and their overlap sum_x min(p(x), q(x)) = 1 - L1 / 2. The
@@ -39,7 +39,7 @@ from treeflash_jax.models import vocab
 from treeflash_jax.trees import Bucket
 from treeflash_jax.trees.shape import MAX_NODES
 
-MOST = 12  # buckets
+MAX_BUCKETS = 12
 WIDTH, WIDE, NARROW = 128, 512, 32
 OBSERVED = ("verifier entropy", "drafter entropy", "overlap", "is known")  # at the last accepted node
 SCALARS = (*OBSERVED, "entropy below the anchor", "largest probability", "log context", "temperature", "top-p")
@@ -64,8 +64,8 @@ class SelectorConfig:
     rule: str
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.buckets) <= MOST:
-            raise ValueError(f"got {len(self.buckets)} buckets, expected 1 to {MOST}")
+        if not 1 <= len(self.buckets) <= MAX_BUCKETS:
+            raise ValueError(f"got {len(self.buckets)} buckets, expected 1 to {MAX_BUCKETS}")
         for bucket in self.buckets:
             if min(bucket.branches, bucket.trunk + 1, bucket.length + 1, bucket.nodes - 1) < 1:
                 raise ValueError(f"got bucket {quoted(bucket)}, expected branches of at least 1, and a node to draft")

@@ -79,7 +79,7 @@ class LanguageModelConfig:
 
 @struct.dataclass
 class LanguageModelState:
-    """The small model's cache and what the next draft starts from.
+    """The small model's cache, and the inputs of the next draft.
 
     Attributes:
       hidden_bd: hidden state (after the final norm) at the last position.

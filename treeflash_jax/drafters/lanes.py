@@ -217,11 +217,7 @@ def scratch_specs(context: KVCache) -> tuple[tuple[tuple[Spec, Spec], ...], ...]
 
 
 def likeliest_children(
-    table_vd: jax.Array,
-    hidden_bwd: jax.Array,
-    children: int,
-    temperature_b: jax.Array,
-    ids_z: jax.Array | None = None,
+    table_vd: jax.Array, hidden_bwd: jax.Array, children: int, temperature_b: jax.Array, ids_z: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the likeliest tokens after each hidden state and their log-probabilities, [b, w, c] each.
 

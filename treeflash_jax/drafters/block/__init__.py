@@ -87,7 +87,7 @@ def choose(config: DrafterConfig, options: Any) -> tuple[DrafterConfig, DraftSet
     shortlist = options.shortlist or 0
     expect(shortlist <= vocabulary, "shortlist", f"0 (all tokens) to {vocabulary} (the vocabulary)")
     heads = (MARGINAL, config.head)
-    expect(options.head in (None, *heads), "head", f"one of {heads}, what this drafter has")
+    expect(options.head in (None, *heads), "head", f"one of {heads}, this drafter's")
     sizes = {"candidates": candidates, "children": options.children, "shortlist": shortlist}
     settings = DraftSettings(**sizes, head=options.head or config.head)
     measured = config.sampled_above if settings.head == config.head else None  # measured with the drafter's own head

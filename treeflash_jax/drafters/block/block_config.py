@@ -70,8 +70,7 @@ class DrafterConfig:
 
 
 def fresh_layers(verifier: ModelConfig, num_layers: int) -> ModelConfig:
-    """Returns layers for a new drafter: the verifier's widths and rotary base, but Qwen3's or Llama's dense layers, no
-    YaRN.
+    """Returns layers for a new drafter: dense layers of Qwen3 or Llama with the verifier's widths and rotary base, no YaRN.
 
     The published PyTorch drafters have Qwen3's dense layers, so a drafter for a Qwen2 or a mixture of experts has them too.
     """

@@ -39,7 +39,7 @@ DIALECT = "speculators"
 
 @struct.dataclass
 class EagleState:
-    """The drafter's cache and what the next draft starts from.
+    """The drafter's cache, and the input of the next draft.
 
     Attributes:
       hidden_bd: the layer's output at the last position.

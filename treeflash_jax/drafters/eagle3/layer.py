@@ -46,8 +46,8 @@ class EagleConfig:
         lists them.
       own_embedding: whether it has an embedding table; else it reads the verifier's.
       fc_norm: whether the feature of every tapped layer is normalised before they are joined (EAGLE-3.1).
-      norm_before_fc: whether the joined features are.
-      norm_before_residual: whether the residual of the layer is what the attention reads, normalised.
+      norm_before_fc: whether the joined features are normalised.
+      norm_before_residual: whether the layer adds its attention to the normalised carried state, not to the raw one.
       norm_output: whether the next step is fed the normalised output of the layer (EAGLE-3.1).
       num_depths: default depth of a draft.
       lanes: default number of nodes per level that are followed.
