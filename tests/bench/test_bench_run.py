@@ -16,7 +16,7 @@ import treeflash_jax as tf
 from treeflash_jax.bench import bench_records, harness, prompt_sets, run
 from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.systems import parse_systems
-from treeflash_jax.cli import check
+from treeflash_jax.cli import check, commands
 from treeflash_jax.cli.commands import main
 from treeflash_jax.formats.tokenizer import Tokenizer
 
@@ -301,14 +301,21 @@ def plain_system(model, **settings):
     return System(name="ar", model=model, config=tf.GenerateConfig(builder="none", **settings))
 
 
-def test_a_pair_without_a_head_has_no_treeflash(tiny):
-    headless = tf.TreeFlash(tiny.verifier, tiny.weights, drafter=replace(tiny.drafter, head="marginal"))
-    config = tf.GenerateConfig(builder="best-first", nodes=4)
-    with pytest.raises(ValueError, match="'treeflash-4', expected 'marginal' trees alone"):
-        run.check([System(name="treeflash-4", model=headless, config=config)], [], "chat", [], "out.jsonl")
+def test_a_tree_needs_a_drafter(tiny):
     plain = tf.TreeFlash(tiny.verifier, tiny.weights)
+    config = tf.GenerateConfig(builder="best-first", nodes=4)
     with pytest.raises(ValueError, match="no drafter is loaded"):
         run.check([System(name="treeflash-4", model=plain, config=config)], [], "chat", [], "out.jsonl")
+
+
+def test_a_preset_leaves_out_trees_of_equal_settings(tiny, monkeypatch):
+    names = ["marginal+hybrid+traversal", "treeflash+hybrid+traversal"]
+    words = ["bench", "run", "--out", "out", "--preset", "rules", "--nodes", "8", "--systems", *names]
+    arguments = commands.parser().parse_args(words)
+    for head, expected in (("marginal", 1), ("mlp", 2)):
+        model = tf.TreeFlash(tiny.verifier, tiny.weights, drafter=replace(tiny.drafter, head=head))
+        monkeypatch.setattr(run.tf, "load", lambda *_, model=model, **__: model)
+        assert len(run.load_systems(arguments, parse_systems(arguments.systems, arguments.nodes))) == expected
 
 
 def test_systems_by_name():

@@ -21,7 +21,7 @@ from train.data import answers
 from train.data.records import Source
 from train.runtime import folders, lock, run_config, watch
 from train.runtime.checkpoint import Checkpoints, claim
-from treeflash_jax.bench import bench_records, timings
+from treeflash_jax.bench import bench_records, latency
 from treeflash_jax.cli.commands import main as cli
 from treeflash_jax.core import files
 from treeflash_jax.core.checks import read_json
@@ -75,7 +75,7 @@ PIPES = {
     "calibration": ("budget.json", lambda path: calibration.read(path)),
     "settings": ("head.toml", lambda path: run_config.read(path)),
     "results": ("out.jsonl", lambda path: bench_records.read_records(path)),
-    "timings": ("out.json", lambda path: timings.read_results(path)),
+    "timings": ("out.json", lambda path: latency.read_results(path)),
     "log": ("log.jsonl", lambda path: watch.read_log(path.parent)),
     "output": ("out.json", lambda path: files.check_output(path)),
     "answers": ("out.jsonl", lambda path: answers.check_settings(None, path, ())),
@@ -180,9 +180,9 @@ def test_figures_replace_figures_alone(tmp_path):
 
     (tmp_path / "a.png").write_bytes(b"\x89PNG of a cat")
     refused(lambda: plots.check(tmp_path / "a.png"), "holds something else")
-    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pytest.importorskip("matplotlib")
     for name in ("b.png", "b.svg", "b.pdf"):
-        plots.save(pyplot.figure(), tmp_path / name)
+        plots.draw({}, tmp_path / name)
         plots.check(tmp_path / name)
 
 

@@ -197,15 +197,15 @@ class Rounds(Bench):
         never_pauses = sharding.place(never_pauses, self.model.mesh, over_batch=False)
         plans = [replace(largest, policy=BudgetPolicy((plan.num_nodes,))) for plan in self.plans]
         runner = Runner(plans[-1], self.weights, self.model.mesh, policy_weights=never_pauses)
-        fresh, weights = runner.begin(self.state), runner.all_weights
+        fresh, self.weights = runner.begin(self.state), runner.all_weights
         fields = {"policy": fresh.policy, "nodes_bs": fresh.nodes_bs}
         step = self.compile_rounds(largest.one_token(), {"drafter": None})
-        rounds = [self.compile_rounds(plan, fields, weights) for plan in plans]
+        rounds = [self.compile_rounds(plan, fields) for plan in plans]
         expander = EXPANDER(self.weights, self.state, plan=largest)
         self.add_rounds("step", None, step, {"drafter": None})
         for plan, whole in zip(self.plans, rounds, strict=True):
             self.run("tree", plan.num_nodes, TREE, lambda state: (state, expander), plan=plan)
-            self.add_rounds("round", plan.num_nodes, whole, fields, weights)
+            self.add_rounds("round", plan.num_nodes, whole, fields)
 
 
 EXPANDER = devices.jit(draft_expander, static_argnames="plan")

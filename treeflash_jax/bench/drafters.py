@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 import treeflash_jax as tf
 from treeflash_jax import drafters
 from treeflash_jax.bench import harness, plots, report
@@ -68,8 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     if min(arguments.nodes) < 2:
         raise ValueError(f"got --nodes {min(arguments.nodes)}, expected at least 2: one-token decoding is always measured")
     files.check_output(arguments.out, files.json_with("systems", inside=False))
-    if arguments.plot:
-        plots.check(arguments.plot)
+    plots.check(arguments.plot)
     prompts = chosen_prompts(arguments)
     names = "max_new_tokens", "temperature", "seed", "batch_size"
     base = tf.GenerateConfig(**{name: getattr(arguments, name) for name in names})
@@ -101,10 +98,19 @@ def run(arguments: argparse.Namespace) -> int:
         chats = [empty_chat(replace(p, turns=p.turns[:1]), arguments.format) for p in prompts[:DISTANCE_PROMPTS]]
         for (drafter, way, nodes), system in systems.items():
             if nodes == max(arguments.nodes) and way.startswith("tree"):
-                distances[drafter, way] = distances_by_depth(system.model, chats, at_temperature_one(system))
+                # Neither distribution is sharpened, and most of the drafter's is listed.
+                config = replace(system.config, temperature=1.0, drafter_temperature=1.0)
+                if hasattr(drafters.of(system.model.drafter).OPTIONS, "children"):
+                    config = replace(config, children=min(LISTED, system.model.verifier.vocab_size))
+                distances[drafter, way] = distances_by_depth(system.model, chats, config)
         save()
         progress.step("timing the phases")
-        times |= time_phases(list(systems.values())[1:], arguments)
+        ceilings = measure_ceilings(systems["none", "one token", None].model.dtype)
+        sizes = {"batch": arguments.batch_size, "context": arguments.context, "temperature": arguments.temperature}
+        for system in list(systems.values())[1:]:
+            bench = Bench(system.model, [system.model.plan(system.config)], **sizes)
+            phases = bench.measure(ceilings, arguments.repeats)
+            times[system.name] = {phase["phase"]: phase["ms"] for phase in phases if phase["phase"] != "prefill"}
         summary = save()
     report.show(summary)
     show_phases(summary["systems"])
@@ -148,23 +154,6 @@ def make_systems(
     return systems
 
 
-def at_temperature_one(system: System) -> tf.GenerateConfig:
-    """Returns settings that leave both distributions as they are, with enough children to list most of the drafter's."""
-    can_list = hasattr(drafters.of(system.model.drafter).OPTIONS, "children")
-    listed = {"children": min(LISTED, system.model.verifier.vocab_size)} if can_list else {}
-    return replace(system.config, temperature=1.0, drafter_temperature=1.0, **listed)
-
-
-def time_phases(systems: Sequence[System], arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Times the phases of every system's round and a one-token step: milliseconds by system and phase."""
-    ceilings, times = measure_ceilings(systems[0].model.dtype), {}
-    sizes = {"batch": arguments.batch_size, "context": arguments.context, "temperature": arguments.temperature}
-    for system in systems:
-        phases = Bench(system.model, [system.model.plan(system.config)], **sizes).measure(ceilings, arguments.repeats)
-        times[system.name] = {phase["phase"]: phase["ms"] for phase in phases if phase["phase"] != "prefill"}
-    return times
-
-
 def show_phases(systems: Sequence[dict[str, Any]]) -> None:
     """Prints a table of the phases' times."""
     phases = list(dict.fromkeys(phase for system in systems for phase in system["phases_ms"] or ()))
@@ -177,35 +166,13 @@ def show_phases(systems: Sequence[dict[str, Any]]) -> None:
 
 
 def draw(systems: Sequence[dict[str, Any]], path: str) -> None:
-    """Draws tokens per round over nodes, time of a round by phase, and distance from the verifier by depth."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 4.2), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
-    drafted = [system for system in systems if system["nodes"]]
-    colours = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(system["drafter"] for system in drafted))}
-
-    def style(drafter: str, way: str) -> dict[str, str]:
-        line, marker = (":" if "no head" in way else "-"), ("x" if "chain" in way else "o")
-        return {"label": f"{drafter}, {way}", "color": colours[drafter], "linestyle": line, "marker": marker}
-
-    for name in dict.fromkeys((system["drafter"], system["way"]) for system in drafted):
-        same = [system for system in drafted if (system["drafter"], system["way"]) == name]
-        left.plot(*zip(*sorted((system["nodes"], system["tau"]) for system in same), strict=True), **style(*name))
-        if same[-1]["distance_by_depth"]:
-            distance = same[-1]["distance_by_depth"]["distance"]
-            right.plot(range(1, len(distance) + 1), distance, **style(*name))
-    left.set(xlabel="nodes verified per round", ylabel="tokens per round (tau)")
-    figure.legend(*left.get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=7)
-    right.set(xlabel="depth", ylabel="total variation distance", ylim=(0, 1))
-    bottom = np.zeros(len(drafted))
-    for phase in dict.fromkeys(phase for system in drafted for phase in system["phases_ms"]):
-        if phase not in ("round", "step"):
-            width = np.asarray([system["phases_ms"].get(phase, 0.0) for system in drafted])
-            middle.barh([system["system"] for system in drafted], width, left=bottom, label=phase)
-            bottom += width
-    middle.invert_yaxis()
-    middle.tick_params(axis="y", labelsize=7)
-    middle.set(xlabel="ms of a round, by phase")
-    middle.legend(fontsize=7)
-    plots.save(figure, path)
+    """Draws tokens per round over nodes, and distance from the verifier over depth."""
+    tau: dict[str, dict[float, float]] = {}
+    distances: dict[str, dict[float, float]] = {}
+    for system in systems:
+        label = f"{system['drafter']}, {system['way']}"
+        if system["nodes"] and system["tau"]:
+            tau.setdefault(label, {})[system["nodes"]] = system["tau"]
+        if system["distance_by_depth"]:
+            distances[label] = dict(enumerate(system["distance_by_depth"]["distance"], start=1))
+    plots.draw({"tokens per round over nodes": tau, "total variation distance over depth": distances}, path)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,22 +22,38 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import treeflash_jax as tf
-from treeflash_jax.bench import harness, plots, shapes, timings
+from treeflash_jax.bench import harness, plots, report, shapes
 from treeflash_jax.bench.bars import Progress
 from treeflash_jax.bench.phases import Bench, check_sizes, slots_for, trace
 from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values
 from treeflash_jax.core import devices, files, sharding
+from treeflash_jax.core.checks import read_json
 from treeflash_jax.decoding.state import DecodePlan
-from treeflash_jax.drafters import DrafterSizes
+from treeflash_jax.drafters import DrafterSizes, draft_options
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.engine.planning import make_plan, resolve
 from treeflash_jax.engine.settings import SamplingConfig, settings_class
 from treeflash_jax.formats import models
-from treeflash_jax.models.ceilings import measure_ceilings
+from treeflash_jax.models.ceilings import Ceilings, measure_ceilings
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import draws
+
+SCHEMA = 2
+LABELS = {
+    "step": "one-token step",
+    "prefill": "prefill, a token",
+    "expand": "head",
+    "tree": "tree build",
+    "verify": "tree verify",
+    "round": "whole round",
+}
+SWEPT = ("batch", "context", "slots", "nodes")  # settings in which results of one figure may differ
+SAME = ("settings", "versions", "hardware")  # of results that replace each other
+
+Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -91,12 +108,22 @@ def run(arguments: argparse.Namespace) -> int:
     dtype = jnp.dtype(arguments.dtype or devices.here().dtype)
     plans = make_plans(pair, arguments, dtype)
     check_sizes(pair.verifier, plans, arguments.batch, arguments.context, mesh)
-    results = timings.read_results(arguments.out) if arguments.out else []
-    if arguments.plot:
-        plots.check(arguments.plot)
+    results = read_results(arguments.out) if arguments.out else []
+    plots.check(arguments.plot)
     if arguments.profile:
         Path(arguments.profile).mkdir(parents=True, exist_ok=True)
-
+    settings = {
+        "shape": pair.name,
+        "weights": pair.weights,
+        **shapes.describe_tree(plans[0]),
+        "dtype": dtype.name,
+        "mesh": None if mesh is None else dict(mesh.shape),
+        "temperature": arguments.temperature,
+        "nodes": [plan.num_nodes for plan in plans],
+        "drawn": asdict(plans[0].shape) if draws(plans[0].builder) else None,
+        "prefill_chunk": plans[0].prefill_chunk,
+        **({"quantize": arguments.quantize} if arguments.quantize else {}),
+    }
     cells = list(product(dict.fromkeys(arguments.batch), dict.fromkeys(arguments.context)))
     with Progress(2 + 2 * len(cells)) as progress:
         progress.step("measuring the machine's copy and matmul rates")
@@ -105,38 +132,21 @@ def run(arguments: argparse.Namespace) -> int:
         model = pair.load(dtype=dtype, mesh=mesh, quantize=arguments.quantize)
         for batch, context in cells:
             progress.step(f"compiling the phases at batch {batch}, context {context}")
-            sizes = {"batch": batch, "context": context, "temperature": arguments.temperature}
-            bench = Bench(model, plans, tell=progress.detail, **sizes)
+            sizes = {"batch": batch, "context": context}
+            bench = Bench(model, plans, tell=progress.detail, temperature=arguments.temperature, **sizes)
             progress.step(f"timing them at batch {batch}, context {context}")
             times = bench.measure(ceilings, arguments.repeats)
-            settings = {
-                "shape": pair.name,
-                "weights": pair.weights,
-                **shapes.describe_tree(plans[0]),
-                "dtype": dtype.name,
-                "mesh": None if mesh is None else dict(mesh.shape),
-                **sizes,
-                "slots": slots_for(context, plans)[1],
-                "nodes": [plan.num_nodes for plan in plans],
-                "drawn": asdict(plans[0].shape) if draws(plans[0].builder) else None,
-                "prefill_chunk": plans[0].prefill_chunk,
-                **({"quantize": arguments.quantize} if arguments.quantize else {}),
-            }
-            result = timings.make_result(settings, harness.environment(model), ceilings, times, bench.compile_seconds)
-            if bench.experts:
-                result["experts"] = [
-                    {"tokens": tokens, "of": pair.verifier.num_experts, "by_layer": counts, "at_random": at_random}
-                    for tokens, (counts, at_random) in bench.experts.items()
-                ]
-            timings.show(result)
-            results = timings.merge(results, result)
+            measured = settings | sizes | {"slots": slots_for(context, plans)[1]}
+            result = make_result(model, bench, measured, ceilings, times)
+            show(result)
+            results = [r for r in results if any(r[key] != result[key] for key in SAME)] + [result]
             if arguments.out:
-                files.write(arguments.out, json.dumps({"schema": timings.SCHEMA, "results": results}, indent=1) + "\n")
+                files.write(arguments.out, json.dumps({"schema": SCHEMA, "results": results}, indent=1) + "\n")
             if arguments.profile:
                 trace(bench, str(Path(arguments.profile) / f"batch-{batch}-context-{context}"))
             del bench
     if arguments.plot:
-        timings.plot([other for other in results if timings.is_same_sweep(other, result)], arguments.plot)
+        plot(results, arguments.plot)
     return 0
 
 
@@ -185,3 +195,100 @@ def make_plans(pair: Pair, arguments: argparse.Namespace, dtype: Any) -> list[De
             )
         plans[plan.num_nodes] = plan
     return [plans[nodes] for nodes in sorted(plans)]
+
+
+def make_result(
+    model: tf.TreeFlash, bench: Bench, settings: dict[str, Any], ceilings: Ceilings, times: Sequence[dict[str, Any]]
+) -> Result:
+    """Makes the result of one batch and context: times of its phases, and rounds over one-token steps by nodes."""
+    by_phase = {(time["phase"], time["nodes"]): time for time in times}
+    step, rounds = by_phase["step", None], []
+    for nodes in settings["nodes"]:
+        whole = by_phase["round", nodes]
+        parts = [t["ms"] for t in times if t["nodes"] in (None, nodes) and t["phase"] not in ("step", "prefill", "round")]
+        ratios = {
+            "round_over_step": whole["ms"] / step["ms"],
+            "floor_round_over_step": whole["floor_ms"] / step["floor_ms"],
+        }
+        rounds.append({"nodes": nodes, **ratios, "sum_of_phases_ms": sum(parts)})
+    result = {"settings": settings, **harness.environment(model), "ceilings": asdict(ceilings)}
+    result |= {"phases": list(times), "rounds": rounds, "compile_seconds": bench.compile_seconds}
+    if bench.experts:
+        result["experts"] = [
+            {"tokens": tokens, "of": model.verifier.num_experts, "by_layer": counts, "at_random": at_random}
+            for tokens, (counts, at_random) in bench.experts.items()
+        ]
+    return result
+
+
+def read_results(path: str | Path) -> list[Result]:
+    """Reads the results of earlier runs; none if there is no file yet.
+
+    Raises:
+      ValueError: a file that cannot be read or holds anything else.
+    """
+    files.check_output(path, files.json_with("schema", "results"))
+    return read_json(path)["results"] if Path(path).exists() and Path(path).stat().st_size else []
+
+
+def show(result: Result) -> None:
+    """Prints a result."""
+    settings, hardware, ceilings = result["settings"], result["hardware"], result["ceilings"]
+    mesh = "" if settings["mesh"] is None else ", mesh " + " x ".join(map(str, settings["mesh"].values()))
+    quantized = f", {settings['quantize']} verifier" if settings.get("quantize") else ""
+    options = [option.name for option in fields(draft_options())]
+    table = report.make_table("", ["*phase", "nodes", "ms", "quartiles", "floor ms", "ms / floor"])
+    for time in result["phases"]:
+        ratio = time["ms"] / time["floor_ms"] if time["floor_ms"] else math.inf
+        table.add_row(
+            LABELS.get(time["phase"], time["phase"]),
+            str(time["nodes"] or "-"),
+            f"{time['ms']:.4f}",
+            f"{time['low_ms']:.4f} - {time['high_ms']:.4f}",
+            f"{time['floor_ms']:.4f}",
+            f"{ratio:.2f}" if ratio < 1000 else "> 1000",
+        )
+    lines = [
+        f"{settings['shape']}, {settings['weights']} weights, {settings['dtype']}{quantized}, batch {settings['batch']}, "
+        f"context {settings['context']} ({settings['slots']} slots){mesh}, {settings['builder']}, "
+        + "".join(f"{name} {settings[name]}, " for name in options if settings[name] is not None)
+        + f"T {settings['temperature']:g}",
+        f"{hardware['device']} ({hardware['backend']}): copy {ceilings['copy_bytes_per_second'] / 1e9:.4g} GB/s, "
+        f"{settings['dtype']} matmul {ceilings['matmul_flops_per_second'] / 1e12:.4g} TFLOP/s a device; "
+        + ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
+    ]
+    ends = [
+        f"  round / step at {r['nodes']} nodes: {r['round_over_step']:.2f} "
+        f"(of the floors: {r['floor_round_over_step']:.2f}); its phases alone sum to {r['sum_of_phases_ms']:.4f} ms"
+        for r in result["rounds"]
+    ]
+    for read in result.get("experts", ()):
+        counts = read["by_layer"]
+        ends.append(
+            f"  experts that a layer reads in a pass over {read['tokens']} tokens a sequence: {np.mean(counts):.1f} of "
+            f"{read['of']} (from {min(counts):.1f} to {max(counts):.1f} by layer; {read['at_random']:.1f} at random)"
+        )
+    print(*lines, sep="\n")
+    report.table_console().print(table)
+    print(*ends, f"  compiled and warmed up before, in {result['compile_seconds']:.0f} s", sep="\n", flush=True)
+
+
+def plot(results: Sequence[Result], path: str | Path) -> None:
+    """Draws round / step over nodes of the last sweep: a panel per context; a line per batch, and one for its floors."""
+
+    def fixed(result: Result) -> list[Any]:
+        settings = {name: value for name, value in result["settings"].items() if name not in SWEPT}
+        return [settings, result["versions"], result["hardware"]]
+
+    panels: dict[str, dict[str, dict[float, float]]] = {}
+    for result in (other for other in results if fixed(other) == fixed(results[-1])):
+        settings = result["settings"]
+        lines = panels.setdefault(f"context {settings['context']}", {})
+        for label, key in (("", "round_over_step"), (", floors", "floor_round_over_step")):
+            line = lines.setdefault(f"batch {settings['batch']}{label}", {})
+            line |= {sizes["nodes"]: sizes[key] for sizes in result["rounds"]}
+    settings = results[-1]["settings"]
+    title = (
+        f"round / one-token step over nodes: {settings['shape']}, {settings['dtype']}, {results[-1]['hardware']['device']}"
+    )
+    plots.draw(panels, path, title=title)

@@ -29,7 +29,7 @@ from treeflash_jax.bench.timed import Compiler, Program, Timed, running, sample_
 from treeflash_jax.core import devices, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_stage, verify_tree
-from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
+from treeflash_jax.decoding.state import DecodePlan, DecodeState
 from treeflash_jax.engine.batching import Batch, capacity_bucket
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.planning import make_requests
@@ -41,6 +41,7 @@ from treeflash_jax.models.experts import count_distinct
 
 # From a program and a number of calls to a function that enqueues them and returns arrays to wait for.
 Prepare = Callable[[Callable[..., Any], int], Callable[[], Any]]
+MakeArgs = Callable[[DecodeState], tuple[Any, ...]]
 ROUNDS = 16  # most rounds of one dispatch of `decode`
 
 DRAFT = jax.jit(draft_stage, static_argnames=("plan", "name"))
@@ -93,17 +94,16 @@ def check_sizes(
             )
 
 
-def count_experts(model: TreeFlash, layers: Sequence[jax.Array], sequences: int, tokens: int) -> tuple[list[float], float]:
+def count_experts(model: TreeFlash, layers: Sequence[jax.Array]) -> tuple[list[float], float]:
     """Counts the distinct experts of each layer on one device, and those that routing at random would choose.
 
     Args:
-      layers: experts of all tokens, by layer.
-      sequences: sequences decoded together, on all devices.
-      tokens: tokens per sequence.
+      layers: experts of all tokens by layer, [b, tokens, experts per token].
     """
     config, shards = model.verifier, 1 if model.mesh is None else dict(model.mesh.shape)["data"]
     counts = sharding.to_host([count_distinct(ids, config.num_experts, shards) for ids in layers])
-    at_random = distinct_experts(config.num_experts, config.experts_per_token, sequences // shards * tokens)
+    batch, tokens = layers[0].shape[:2]
+    at_random = distinct_experts(config.num_experts, config.experts_per_token, batch // shards * tokens)
     return [float(x) for x in counts], at_random
 
 
@@ -199,9 +199,8 @@ class Bench:
         if not bool(jnp.isfinite(verified.logits_bnv).all()):
             raise ValueError(f"{self.where}: got logits that are not finite")
         if verified.routes:
-            roots = [ids_bnk[:, :1] for ids_bnk in verified.routes]  # the token of a one-token step
-            for tokens, layers in ((1, roots), (plan.num_nodes, verified.routes)):
-                self.experts[tokens] = count_experts(self.model, layers, self.sizes["batch"], tokens)
+            for tokens in (1, plan.num_nodes):  # the root is the token of a one-token step
+                self.experts[tokens] = count_experts(self.model, [ids_bnk[:, :tokens] for ids_bnk in verified.routes])
         args = tree, proposal, verified.logits_bnv
         accepted = run("accept", function=ACCEPT, make_args=lambda state: (state, *args))
 
@@ -218,19 +217,12 @@ class Bench:
         program = self.compiler.compile(COMMIT, weights, self.slots, self.marks, verified, accepted, plan=plan)
         self.add("commit", plan.num_nodes, program.result(), commit)
 
-    def run(
-        self,
-        phase: str,
-        nodes: int | None,
-        function: Any,
-        make_args: Callable[[DecodeState], tuple[Any, ...]],
-        **static: Any,
-    ) -> Any:
+    def run(self, phase: str, nodes: int | None, function: Any, make_args: MakeArgs, **static: Any) -> Any:
         """Compiles a phase without effect on the state, adds it, and returns its output."""
         program = self.compiler.compile(function, *make_args(self.state), **static).result()
         return self.add(phase, nodes, program, self.repeated(make_args))
 
-    def repeated(self, make_args: Callable[[DecodeState], tuple[Any, ...]]) -> Prepare:
+    def repeated(self, make_args: MakeArgs) -> Prepare:
         def prepare(run: Callable[..., Any], calls: int) -> Callable[[], Any]:
             args = make_args(self.state)
             return lambda: [run(*args) for _ in range(calls)][-1]
@@ -242,32 +234,23 @@ class Bench:
         self.timed.append(Timed(phase, nodes, program, partial(prepare, program.run), **sizes))
         return jax.block_until_ready(self.timed[-1].prepare(warm)())
 
-    def compile_rounds(self, plan: DecodePlan, fields: dict[str, Any], weights: Weights | None = None) -> Future[Program]:
+    def compile_rounds(self, plan: DecodePlan, fields: dict[str, Any]) -> Future[Program]:
         """Compiles `decode` on the state with some fields replaced."""
-        state = self.state.replace(**fields)
-        return self.compiler.compile(loops.decode, weights or self.weights, state, jnp.int32(1), plan=plan)
+        return self.compiler.compile(loops.decode, self.weights, self.state.replace(**fields), jnp.int32(1), plan=plan)
 
-    def add_rounds(
-        self,
-        phase: str,
-        nodes: int | None,
-        program: Future[Program],
-        fields: dict[str, Any],
-        weights: Weights | None = None,
-    ) -> None:
+    def add_rounds(self, phase: str, nodes: int | None, program: Future[Program], fields: dict[str, Any]) -> None:
         """Adds a program of `compile_rounds`; its rounds are one dispatch and begin at the end of the prompts.
 
         Raises:
           RuntimeError: a dispatch that ended before its last round, whose time would be that of fewer rounds.
         """
-        weights = weights or self.weights
 
         def prepare(run: Callable[..., Any], calls: int) -> Callable[[], Any]:
             marks, others = jax.block_until_ready(copied((self.marks, fields)))  # donated
             state, count = unite(self.slots, marks), jnp.int32(calls)
 
             def enqueue() -> Any:
-                out = run(weights, state.replace(**others), count)
+                out = run(self.weights, state.replace(**others), count)
                 self.slots, _ = divide(out.replace(**{name: getattr(state, name) for name in fields}))
                 return out
 

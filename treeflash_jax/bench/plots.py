@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from treeflash_jax.core import files
 
+Lines = Mapping[str, Mapping[float, float]]  # by label, y by x
 
-def check(path: str | Path) -> None:
+
+def check(path: str | Path | None) -> None:
     """Refuses, before anything is measured, a figure that cannot be drawn or that would replace another file.
 
     Raises:
       ValueError: no matplotlib, an unknown kind of file, or a path that cannot or must not be written.
     """
+    if path is None:
+        return
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
@@ -24,11 +27,20 @@ def check(path: str | Path) -> None:
     known = sorted(FigureCanvasAgg.get_supported_filetypes())
     if Path(path).suffix[1:] not in known:
         raise ValueError(f"got --plot {path}, expected a file ending in one of {', '.join(known)}")
-    files.check_output(path, lambda content: b"atplotlib" in content)  # named in what it draws
+    files.check_output(path, lambda content: b"atplotlib" in content)  # named in all figures that it draws
 
 
-def save(figure: Any, path: str | Path) -> None:
-    """Writes a matplotlib figure in the format of the path's ending."""
+def draw(panels: Mapping[str, Lines], path: str | Path, *, title: str | None = None) -> None:
+    """Draws lines in panels side by side, by title, in the format of the path's ending."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5 * max(len(panels), 1), 3.6), layout="constrained")
+    for axis, (name, lines) in zip(figure.subplots(1, len(panels) or 1, squeeze=False)[0], panels.items(), strict=False):
+        for label, points in lines.items():
+            axis.plot(*zip(*sorted(points.items()), strict=True), "o-", label=label)
+        axis.set(title=name, ylim=(0, None))
+        axis.legend(fontsize="x-small")
+    figure.suptitle(title)
     drawn = io.BytesIO()
     figure.savefig(drawn, format=Path(path).suffix[1:])
     files.write(path, drawn.getvalue())
@@ -42,24 +54,12 @@ def draw_trees(systems: Sequence[dict[str, Any]], path: str | Path) -> None:
     Args:
       systems: entries of `report.summarise`; those without a number of nodes are left out.
     """
-    from matplotlib.figure import Figure
 
     def tau(system: dict[str, Any]) -> float:
         return system["whole_rounds"]["expected_tau"]["value"] if system["whole_rounds"] else system["tau"]
 
-    systems = sorted((s for s in systems if isinstance(s["nodes"], int) and s["tau"]), key=tau)
-    heads, temperatures = (list(dict.fromkeys(s[key] for s in systems)) or [None] for key in ("head", "temperature"))
-    figure = Figure(figsize=(4 * len(temperatures), 3.4 * len(heads)), layout="constrained")
-    axes = figure.subplots(len(heads), len(temperatures), squeeze=False, sharey=True)
-    for (i, head), (j, temperature) in product(enumerate(heads), enumerate(temperatures)):
-        best: dict[str, dict[int, dict[str, Any]]] = {}
-        for system in systems:
-            if (system["head"], system["temperature"]) == (head, temperature):
-                best.setdefault(system["builder"], {})[system["nodes"]] = system
-        for builder, by_nodes in best.items():
-            nodes = sorted(by_nodes)
-            label = f"{builder}, {by_nodes[nodes[-1]]['acceptance']}"
-            axes[i, j].plot(nodes, [tau(by_nodes[count]) for count in nodes], "o-", label=label)
-        axes[i, j].set(title=f"{head}, T = {temperature}", xlabel="nodes verified in a round", ylabel="tokens per round")
-        axes[i, j].legend(fontsize="x-small")
-    save(figure, path)
+    panels: dict[str, dict[str, dict[float, float]]] = {}
+    for system in sorted((s for s in systems if isinstance(s["nodes"], int) and s["tau"]), key=tau):
+        name = f"{system['head']}, T = {system['temperature']:g}"
+        panels.setdefault(name, {}).setdefault(system["builder"], {})[system["nodes"]] = tau(system)
+    draw(panels, path, title="tokens per round over nodes, with the best rule of each builder")

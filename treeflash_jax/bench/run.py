@@ -30,7 +30,6 @@ from treeflash_jax.core.clock import slow
 from treeflash_jax.drafters import draft_options
 from treeflash_jax.engine.planning import resolve
 from treeflash_jax.engine.settings import RuntimeConfig, SamplingConfig, TreeConfig, settings_class
-from treeflash_jax.trees import branching
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,10 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
             "got --other with a temperature above 0 or a batch, expected greedy decoding of one prompt at a time"
         )
     earlier, _ = bench_records.read_results(arguments.out)
-    if arguments.plot:
-        plots.check(arguments.plot)
+    plots.check(arguments.plot)
     with ExitStack() as stack:
-        measured = _load_systems(arguments, chosen)
+        measured = load_systems(arguments, chosen)
         base = measured[0]
         for other in arguments.other:
             name, _, command = other.partition("=")
@@ -112,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list[System]:
+def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list[System]:
     """Loads the pair in every dtype. With several dtypes, a system's name ends with its dtype."""
     if "float64" in arguments.dtype:
         jax.config.update("jax_enable_x64", True)
@@ -126,12 +124,12 @@ def _load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> lis
         with slow(f"loading {' and '.join(arguments.pair or ['the shipped pair'])}"):
             options = option_values(arguments, ModelOptions) | {"dtype": dtype}
             model = tf.load(**dict(zip(("verifier", "drafter"), pair, strict=True)), **options)
-        if arguments.preset == "rules" and getattr(model.drafter, "head", None) == "marginal":
-            chosen = {name: fields for name, fields in chosen.items() if "head" in fields}
         for name, fields in chosen.items():
             config = settings_class()(**shared | ({"acceptance": None} if "builder" in fields else {}) | fields)
             name = name if len(arguments.dtype) == 1 else f"{name}, {dtype}"
-            loaded.append(System(name=name, model=model, config=config, pair=pair))
+            system = System(name=name, model=model, config=config, pair=pair)
+            if not arguments.preset or system.settings() not in [other.settings() for other in loaded]:
+                loaded.append(system)  # without a trained head, a preset's trees with and without the head are the same
     return loaded
 
 
@@ -152,9 +150,6 @@ def check(
     for system in measured:
         model, config = system.model, system.config
         resolve(config, {"temperature": temperatures, "seed": seeds}, model.verifier, model.drafter)
-        has_head = getattr(model.drafter, "head", None) != "marginal"
-        if config.builder in branching() and config.head is None and not has_head:
-            raise ValueError(f"got system {system.name!r}, expected 'marginal' trees alone: this drafter has no head")
         settings = system.settings() | {"format": format}
         ours = {"system": system.name, "settings": settings, **harness.environment(model)}
         for record in earlier:

@@ -53,6 +53,7 @@ class Preset(argparse.Action):
     """Sets the options of a preset that still have their defaults."""
 
     def __call__(self, parser: Any, namespace: Any, value: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, value)
         for name, preset in PRESETS[value].items():
             if getattr(namespace, name) == parser.get_default(name):
                 setattr(namespace, name, preset)
