@@ -25,7 +25,7 @@ from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.phases import Bench
 from treeflash_jax.bench.prompt_sets import PromptSet, chosen_prompts, empty_chat
 from treeflash_jax.bench.shapes import MeasuredSizes
-from treeflash_jax.cli.arguments import ModelOptions, add_fields
+from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values
 from treeflash_jax.core import files
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine.settings import RuntimeConfig, SamplingConfig
@@ -68,8 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     files.check_output(arguments.out, files.json_with("systems", inside=False))
     plots.check(arguments.plot)
     prompts = chosen_prompts(arguments)
-    names = "max_new_tokens", "temperature", "seed", "batch_size"
-    base = tf.GenerateConfig(**{name: getattr(arguments, name) for name in names})
+    base = tf.GenerateConfig(**option_values(arguments, SamplingConfig), batch_size=arguments.batch_size)
     systems = make_systems(load_all(arguments), base, arguments.nodes, arguments.verifier)
     records: list[Record] = []
     distances: dict[tuple[str, str], Any] = {}
@@ -108,8 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         ceilings = measure_ceilings(systems["none", "one token", None].model.dtype)
         sizes = {"batch": arguments.batch_size, "context": arguments.context, "temperature": arguments.temperature}
         for system in list(systems.values())[1:]:
-            bench = Bench(system.model, [system.model.plan(system.config)], **sizes)
-            phases = bench.measure(ceilings, arguments.repeats)
+            phases = Bench(system.model, [system.model.plan(system.config)], **sizes).measure(ceilings, arguments.repeats)
             times[system.name] = {phase["phase"]: phase["ms"] for phase in phases if phase["phase"] != "prefill"}
         summary = save()
     report.show(summary)

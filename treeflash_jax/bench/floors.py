@@ -26,12 +26,6 @@ from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.models.costs import Counter, Work
 
 
-def phase_names(plan: DecodePlan) -> list[str]:
-    """Returns the names of a round's phases, in order."""
-    drafting = drafters.of(plan.drafter).stages(plan.drafter) if plan.drafts else ()
-    return [*drafting, "tree", "verify", "accept", "commit"]
-
-
 def phase_work(
     plan: DecodePlan,
     *,
@@ -52,8 +46,8 @@ def phase_work(
         tokens, routing at random is assumed.
 
     Returns:
-      By name: those of `phase_names`, "round", "step" (one token without drafting) and "prefill" (one token of a prompt of
-      `context` tokens, all sequences of the batch counted).
+      By name: the drafter's stages, "tree", "verify", "accept", "commit", "round", "step" (one token without drafting) and
+      "prefill" (one token of a prompt of `context` tokens, all sequences of the batch counted).
     """
     count = Counter(dtype=dtype, batch=batch, context=context, mesh=mesh)
     model, drafter, nodes, path = plan.verifier, plan.drafter, plan.num_nodes, plan.path_length

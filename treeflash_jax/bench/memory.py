@@ -90,7 +90,7 @@ def report(arguments: argparse.Namespace) -> int:
         "bytes_limit": limit,
     }
     if model.num_experts:
-        result["experts_read"] = _experts_read(plan, Counter(dtype=dtype, batch=batch, mesh=mesh), quantize)
+        result["experts_read"] = _count_experts(plan, Counter(dtype=dtype, batch=batch, mesh=mesh), quantize)
     if not arguments.no_compile and (limit is None or needs.total <= limit):
         with Progress(2) as progress:
             programs = compile_programs(plan, mesh, batch, capacity, dtype, quantize, progress.step)
@@ -177,7 +177,7 @@ def describe(key: str, result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _experts_read(plan: DecodePlan, count: Counter, quantize: str | None) -> dict[int, dict[str, float]]:
+def _count_experts(plan: DecodePlan, count: Counter, quantize: str | None) -> dict[int, dict[str, float]]:
     """Counts distinct experts per layer, and bytes of weights that one device reads, in a one-token step and in a round."""
     model, read = plan.verifier, {}
     for tokens in (1, plan.num_nodes):

@@ -133,7 +133,6 @@ def _summarise_system(name: str, systems: dict[str, Answers], against: str, resa
         **_compare_answers([(mine[key], same_dtype[key]) for key in mine.keys() & same_dtype.keys()]),
         "against": other,
         "tau_ratio": paired_ratio(mine, systems.get(other, {}), "committed", "rounds", resamples),
-        "speed_ratio": paired_ratio(mine, systems.get(other, {}), "tokens", "seconds", resamples),
         "whole_rounds": _whole_rounds(mine, systems, resamples) if records[0].get("expected") else None,
     }
 
