@@ -1,7 +1,7 @@
-"""Options of commands, made from the fields of dataclasses, and what several commands share: the model and the prompts.
+"""Options of commands, made from the fields of dataclasses; the options of models and prompts.
 
-`add_fields` makes an option of every field, with the type, limits, default, choices, unit and help it was declared with;
-`option_values` reads them back.
+`add_fields` adds an option per field, with its declared type, limits, default, choices, unit and help; `option_values`
+returns their values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from treeflash_jax.models.quantized import SCHEMES
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The model to load, and how it is loaded."""
+    """Options of `tf.load`."""
 
     verifier: str | None = bounded(
         None,
@@ -65,7 +65,7 @@ class ModelOptions:
         unset="one device",
         unit="DxM",
     )
-    thinking: bool = bounded(False, "ask the chat template for answers with thinking, if it knows this argument")
+    thinking: bool = bounded(False, "value of `enable_thinking` for the chat template; some templates ignore it")
     template: Mapping[str, Any] | None = bounded(
         None, 'further arguments of the chat template, such as {"reasoning_effort": "high"}', unset="none", unit="json"
     )
@@ -76,7 +76,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """Prompts; every option may be given several times."""
+    """Prompts; all options are repeatable."""
 
     prompt: Sequence[str] = bounded((), "text to continue as it is, without a chat template", unit="text")
     prompt_file: Sequence[str] = bounded((), "file of text to continue as it is; - is standard input", unit="file")
@@ -85,7 +85,7 @@ class PromptOptions:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser for commands: bare words may stand anywhere, and every mistake is one line."""
+    """An ArgumentParser with positional words between options and one-line errors."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         namespace, unknown = super().parse_known_args(args, namespace)
@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean {names[meant]}?" if meant else ""
 
     def format_help(self) -> str:
-        """Returns the help text, whose usage names only what must be given."""
+        """Returns the help text; its usage line names only required arguments."""
         if self.usage is None:
             words = ["%(prog)s [options]"]
             for action in self._actions:
@@ -133,13 +133,13 @@ def add_fields(
     """Adds an option for every field of a dataclass, with its type, limits, default, choices, unit and help.
 
     Args:
-      parser: a parser, or a group of options.
-      cls: the dataclass; its fields are declared with `checks.bounded`.
-      names: names of the fields to take, separated by spaces; empty: all.
-      without: names of fields to leave out.
-      several: names of fields that take a list of values here.
-      basic: whether to take only fields declared as basic, or only the others; None: both.
-      **defaults: defaults other than the fields' own.
+      parser: parser, or group of options.
+      cls: dataclass with fields declared by `checks.bounded`.
+      names: names of the fields to add, separated by spaces; empty for all.
+      without: names of fields to omit.
+      several: names of fields whose option accepts a list of values.
+      basic: true adds only basic fields, false only the others, None both.
+      **defaults: defaults that replace those of the fields.
     """
     kinds = get_type_hints(cls)
     for setting in fields(cls):
@@ -153,7 +153,7 @@ def add_fields(
 
 
 def _option(setting: Field, kind: Any, check: Callable[..., Any], default: Any) -> dict[str, Any]:
-    """Returns the arguments of `add_argument` for a field, whose value is read and checked by `check`."""
+    """Returns the arguments of `add_argument` for a field; `check` parses and checks its value."""
     parts = [
         part for part in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)) if part is not NoneType
     ]
@@ -182,7 +182,7 @@ def _option(setting: Field, kind: Any, check: Callable[..., Any], default: Any) 
 
 
 def option_values(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
-    """Returns the fields of a dataclass that are options, as given."""
+    """Returns the parsed values of the fields of a dataclass."""
     return {setting.name: getattr(arguments, setting.name) for setting in fields(cls) if hasattr(arguments, setting.name)}
 
 
@@ -216,7 +216,7 @@ def parse_prompts(arguments: argparse.Namespace) -> list[Any]:
 
 
 def _read(path: str) -> str:
-    """Returns the text of a file, or of standard input for "-", without the line break at its end."""
+    """Returns the text of a file, or of standard input for "-", without its final line break."""
     if path != "-":
         return regular(path, streams=True).read_text(encoding="utf-8").removesuffix("\n")
     with slow("reading a prompt from standard input"):
@@ -224,5 +224,5 @@ def _read(path: str) -> str:
 
 
 def parse_ids(text: str) -> list[int]:
-    """Returns the token ids of a text like "3 4 5". Raises ValueError if they are no numbers."""
+    """Parses token ids like "3 4 5". Raises ValueError for other text."""
     return fit(list[int], text.replace(",", " ").split(), "--prompt-ids", from_text=True)

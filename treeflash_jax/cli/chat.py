@@ -1,4 +1,4 @@
-"""A conversation in the terminal: answers stream in, each turn ends with its statistics."""
+"""A conversation in the terminal: answers are streamed, with statistics after each turn."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ HELLO = [{"role": "user", "content": "Hello"}]
 def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -> None:
     """Reads user turns until /quit, /exit or end of input.
 
-    A turn that fails (say, a conversation longer than the context) is reported in one line and taken back; Ctrl-C ends the
-    answer and keeps its text so far.
+    A turn that fails (for example, a conversation longer than the context) is reported in one line and removed; Ctrl-C ends
+    the answer and keeps its text so far.
 
     Args:
-      model: with a tokenizer that has a chat template; without a drafter it answers one token at a time.
-      console: what is read from and written to.
+      model: model whose tokenizer has a chat template; without a drafter it decodes one token at a time.
       **settings: fields of GenerateConfig.
 
     Raises:
-      ValueError: a model that cannot chat, or settings that no turn could be answered with, before anything is read.
+      ValueError: a model without a chat template, or invalid settings; raised before the first turn.
     """
-    config = _checked(model, settings)
+    if model.tokenizer is None:
+        raise ValueError("got a verifier without tokenizer.json, expected one that can chat")
+    model.noted_plain = True  # printed here instead
+    config = model.resolve(None, settings)
+    make_requests([model.encode(HELLO)], config, model.verifier)
+    model.plan(config)
     if config.builder == "none":
-        why = (
-            explain_plain(GenerateConfig(), model.drafter, devices.describe_mesh(model.mesh), model.dtype)
-            or "nothing is drafted"
-        )
-        console.print(f"[dim]answers come one token at a time: {why}[/dim]")
+        why = explain_plain(GenerateConfig(), model.drafter, devices.describe_mesh(model.mesh), model.dtype)
+        console.print(f"[dim]decoding one token at a time: {why or 'nothing is drafted'}[/dim]")
     console.print(f"[dim]{HELP}[/dim]")
     messages: list[dict[str, str]] = []
     last, session = None, Session()
@@ -70,23 +71,8 @@ def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -
                 messages.pop()
 
 
-def _checked(model: TreeFlash, settings: Settings) -> GenerateConfig:
-    """The settings of all turns.
-
-    Raises:
-      ValueError: what would be wrong at every turn.
-    """
-    if model.tokenizer is None:
-        raise ValueError("got a verifier without tokenizer.json, expected one that can chat")
-    model.noted_plain = True  # it is said here
-    config = model.resolve(None, settings)
-    make_requests([model.encode(HELLO)], config, model.verifier)
-    model.plan(config)
-    return config
-
-
 def _draw(console: Console, last: Result | None) -> None:
-    """Draws the round of the last answer that accepted most, or says why there is none."""
+    """Draws the draft tree of the last answer's round that accepted most, or prints why there is none."""
     if last is None:
         console.print("no draft tree yet: no answer was finished")
         return
@@ -102,7 +88,7 @@ def _draw(console: Console, last: Result | None) -> None:
 def _turn(
     model: TreeFlash, console: Console, messages: list[dict[str, str]], config: GenerateConfig, session: Session
 ) -> tuple[str, Result | None]:
-    """Streams one answer and prints its statistics. Ctrl-C ends it early: its text so far, and no Result."""
+    """Streams one answer and prints its statistics; returns its text and Result, None after Ctrl-C."""
     text, lines = "", Lines(console)
     try:
         with ignored_keyboard(), lines:
@@ -122,10 +108,7 @@ def _turn(
 
 
 class Lines:
-    """Prints a growing text. In a terminal, a word that would cross the right edge begins a new line.
-
-    A word is held back until it is complete, so that it never has to move.
-    """
+    """Prints a growing text, wrapped at words in a terminal. The last word is printed once it is complete."""
 
     def __init__(self, console: Console):
         self.console = console
@@ -133,7 +116,7 @@ class Lines:
         self.held = ""
 
     def write(self, text: str) -> None:
-        """Prints all words of the text so far but the last one, which may still grow."""
+        """Prints the text so far except for its last word, which may still grow."""
         if not self.console.is_terminal:
             return self._print(text)
         *words, last = re.findall(r"\n|[^\n\S]*\S+|[^\n\S]+", self.held + text) or [""]
@@ -160,7 +143,7 @@ class Lines:
 
 @contextmanager
 def ignored_keyboard() -> Iterator[None]:
-    """Neither echoes nor keeps what is typed in the terminal meanwhile; Ctrl-C still interrupts."""
+    """Discards keyboard input without echo; Ctrl-C still interrupts."""
     if not sys.stdin.isatty() or sys.platform == "win32":
         yield
         return
@@ -173,4 +156,4 @@ def ignored_keyboard() -> Iterator[None]:
     try:
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSAFLUSH, before)  # FLUSH: discards what was typed
+        termios.tcsetattr(sys.stdin, termios.TCSAFLUSH, before)  # FLUSH discards the input

@@ -1,4 +1,4 @@
-"""Losslessness, checked on the user's own prompts: drafted against one-token decoding with the same seed."""
+"""Check of losslessness on the user's prompts: drafted against one-token decoding with the same seed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from treeflash_jax.engine.results import Result
 from treeflash_jax.engine.settings import NO_DRAFTER, Settings, takes_settings
 from treeflash_jax.models import verifier, vocab
 
-NEAR_TIE = 1e-4  # largest gap between two logits that rounding explains in any dtype
-ROUNDINGS = 8  # units of rounding of the larger logit that it explains: more than NEAR_TIE in bfloat16
+NEAR_TIE = 1e-4  # largest gap between the two logits of a near-tie, in any dtype, or
+ROUNDINGS = 8  # this number of units of rounding of the larger logit, if larger (as in bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +43,10 @@ class Divergence:
     rounding: float
 
     def is_near_tie(self, limit: float | None = None) -> bool:
-        """Tells whether rounding explains the difference: a wide and a narrow matrix product round differently.
+        """True if rounding explains the difference: matrix products over one and over many tokens round differently.
 
         Args:
-          limit: largest gap of a near-tie; None derives it from the dtype: ROUNDINGS units of rounding, at least NEAR_TIE.
+          limit: largest gap of a near-tie; None for ROUNDINGS units of rounding, at least NEAR_TIE.
         """
         limit = max(NEAR_TIE, ROUNDINGS * self.rounding) if limit is None else limit
         return self.gap is not None and self.gap <= limit
@@ -54,11 +54,11 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One prompt, decoded twice.
+    """One prompt, decoded with and without drafting.
 
     Attributes:
-      divergence: first difference; None if they are equal.
-      quantize: scheme of the verifier that gave both; see `meaning`.
+      divergence: first difference; None if the answers are equal.
+      quantize: quantization scheme of the verifier; see `meaning`.
     """
 
     drafted: Result
@@ -67,21 +67,16 @@ class Check:
     quantize: str | None = None
 
     def passed(self, near_tie: float | None = None) -> bool:
-        """Tells whether the answers are equal up to near-ties; see `Divergence.is_near_tie`."""
+        """True if the answers are equal up to near-ties; see `Divergence.is_near_tie`."""
         return self.divergence is None or self.divergence.is_near_tie(near_tie)
 
 
 @takes_settings
 def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Unpack[Settings]) -> list[Check]:
-    """Decodes every prompt with and without drafting and compares.
-
-    Args:
-      model: with a drafter.
-      prompts: as `TreeFlash.generate` takes them.
-      **settings: settings of `generate`.
+    """Decodes every prompt with and without drafting and compares the answers; see `TreeFlash.generate`.
 
     Raises:
-      ValueError: no drafter, or an acceptance rule whose answers are samples of their own, at a temperature above 0.
+      ValueError: no drafter, or an acceptance rule with other samples than one-token decoding at a temperature above 0.
     """
     if model.drafter is None:
         raise ValueError(f"{NO_DRAFTER}, expected one: without it there is nothing to compare")
@@ -89,7 +84,7 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Unpack[Settin
     if config.builder != "none" and choose_tree(config)[1] != "sample-and-match" and np.max(config.temperature) > 0:
         rule = choose_tree(config)[1]
         raise ValueError(f"got acceptance {rule!r} at temperature above 0, expected 'sample-and-match' to compare answers")
-    # Named, so that none is chosen by temperature: sampled trees answer with other samples.
+    # An explicit builder disables the choice by temperature: sampled trees give other samples.
     drafted = model.generate(prompts, **settings | {"builder": choose_tree(config)[0]})
     plain = model.generate(prompts, **settings | {"builder": "none"})
     requests = make_requests([result.prompt_ids for result in plain[:: config.samples]], config, model.verifier)
@@ -100,7 +95,7 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Unpack[Settin
 
 
 def meaning(quantize: str | None) -> str:
-    """Returns one line that names the verifier with respect to which equal outputs are exact."""
+    """Returns one line that names the verifier whose outputs are reproduced exactly."""
     if quantize is None:
         return "exact with respect to the verifier as loaded"
     return f"exact with respect to the {quantize} verifier, not to the one in the files: its own answers may differ"
@@ -134,7 +129,7 @@ def divergence(model: TreeFlash, request: Request, drafted: list[int], plain: li
     scores_v = logits_v.astype(np.float64) + request.temperature * np.asarray(noise_v)
     ids = [token for token in tokens if token is not None]
     gap = float(np.ptp(scores_v[ids])) if len(ids) == 2 else None
-    rounding = float(np.spacing(np.abs(logits_v[ids]).max().astype(model.dtype)))  # logits may be wider than what they sum
+    rounding = float(np.spacing(np.abs(logits_v[ids]).max().astype(model.dtype)))  # logits may have more bits
     return Divergence(index=index, drafted=tokens[0], plain=tokens[1], gap=gap, rounding=rounding)
 
 

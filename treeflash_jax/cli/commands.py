@@ -56,13 +56,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_commands(parser: argparse.ArgumentParser, metavar: str) -> Any:
-    """Returns the place of a parser's commands; without a command it prints the help text."""
+    """Adds subcommands to a parser, which prints its help text if none is given."""
     parser.set_defaults(run=lambda _: parser.print_help() or 0)
     return parser.add_subparsers(metavar=metavar, parser_class=Parser)
 
 
 def _add_basic(parser: argparse.ArgumentParser, without: str = "") -> None:
-    """Adds the options that most calls need: of the model, and of GenerateConfig."""
+    """Adds the basic options of the model and of GenerateConfig."""
     add_fields(parser.add_argument_group("model"), ModelOptions, basic=True)
     add_fields(parser.add_argument_group("settings"), settings_class(), basic=True, without=without)
 
@@ -81,13 +81,13 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     add_prompts(parser)
     _add_basic(parser)
     output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object per answer, with all that was returned")
+    output.add_argument("--json", action="store_true", help="print one JSON object per answer, with all results")
     _add_advanced(parser)
     parser.set_defaults(run=_generate)
 
 
 def _chat_options(parser: argparse.ArgumentParser) -> None:
-    """Holds a conversation; answers are printed as they are decoded."""
+    """Starts a conversation; answers are printed as they are decoded."""
     unused = "samples batch_size log_probs expected_lengths"
     _add_basic(parser, without=unused)
     _add_advanced(parser, without=unused)
@@ -117,7 +117,7 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:
-    """Writes a GGUF file as a Hugging Face folder, or a drafter, its weights unchanged, in another layout."""
+    """Writes a GGUF file as a Hugging Face folder, or a drafter in another layout with unchanged weights."""
     parser.add_argument("source", help="GGUF file, or folder of a DFlash or TreeFlash drafter")
     parser.add_argument("target", help="folder to write; it must not exist")
     parser.add_argument(
@@ -140,7 +140,7 @@ _calibrate_options.__doc__ = calibrate.__doc__
 
 
 def _demo_options(parser: argparse.ArgumentParser) -> None:
-    """Answers three prompts one token at a time and drafted, side by side, draws a draft tree, and compares the times."""
+    """Answers three prompts one token at a time and with drafting, side by side, draws a draft tree, and compares times."""
     parser.add_argument(
         "--pair",
         choices=("smollm2", "tiny"),
@@ -154,7 +154,7 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _load(arguments: argparse.Namespace) -> Any:
-    """Loads the model that the options name, or the default with a line that says so if it is the toy pair."""
+    """Loads the model of the options; prints a line if that is the toy pair by default."""
     if arguments.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     import treeflash_jax as tf
@@ -172,7 +172,7 @@ def _load(arguments: argparse.Namespace) -> Any:
 
 
 def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings that the options give. Raises ValueError for one that is refused."""
+    """Returns the settings given by options. Raises ValueError for one in REFUSED."""
     for name, reason in REFUSED.items():
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is not supported: {reason}")
@@ -218,13 +218,8 @@ def _check(arguments: argparse.Namespace) -> int:
         apart, verdict = case.divergence, "PASS" if case.passed(limit) else "FAIL"
         means = explanation(apart, model.dtype, limit) if apart else None
         if arguments.json:
-            record = {
-                "verdict": verdict,
-                "identical": apart is None,
-                "tokens": len(case.plain.ids),
-                "tau": case.drafted.tau,
-            }
-            record |= {"quantize": case.quantize, "meaning": meaning(case.quantize)}
+            record = {"verdict": verdict, "identical": apart is None, "tokens": len(case.plain.ids)}
+            record |= {"tau": case.drafted.tau, "quantize": case.quantize, "meaning": meaning(case.quantize)}
             print(json.dumps(record | {"divergence": asdict(apart) | {"meaning": means} if apart else None}))
         elif apart is None:
             print(f"prompt {index}: {verdict}, identical, {len(case.plain.ids)} tokens, tau {case.drafted.tau:.2f}")
@@ -273,7 +268,7 @@ COMMANDS = {
     "check": ("check that drafting does not change the output", _check_options),
     "convert": ("convert a GGUF file or a drafter to another format", _convert_options),
     "calibrate": ("measure round times for --nodes auto", _calibrate_options),
-    "demo": ("see a model answer, one token at a time and drafted", _demo_options),
+    "demo": ("compare answers decoded one token at a time and with drafting", _demo_options),
 }
 SUITES = {
     "run": ("compare tokens per round and per second of several systems", run.add_arguments),
