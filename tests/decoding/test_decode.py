@@ -180,26 +180,14 @@ def test_capacity_ladder():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens 0"),
-        ({"nodes": 0}, "nodes 0"),
-        ({"block_size": 1}, "block_size 1"),
-        ({"block_size": 99}, "block_size 99"),
-        ({"candidates": 0}, "candidates 0"),
-        ({"candidates": 132}, "candidates 132"),
-        ({"children": 0}, "children 0"),
-        ({"children": 132}, "children 132"),
-        ({"temperature": -0.1}, "temperature -0.1"),
+        *(({name: value}, f"{name} {value!r}") for name, value in (
+            ("max_new_tokens", 0), ("nodes", 0), ("block_size", 1), ("block_size", 99), ("candidates", 0),
+            ("candidates", 132), ("children", 0), ("children", 132), ("temperature", -0.1), ("top_k", -1), ("top_p", 0.0),
+            ("top_p", 1.5), ("seed", -1), ("drafter_temperature", 0.0), ("builder", "heap"), ("head", "linear"),
+            ("batch_size", 0), ("samples", 0),
+        )),
         ({"temperature": [0.0, 1.0]}, "2 values of temperature for 1 prompts"),
-        ({"top_k": -1}, "top_k -1"),
-        ({"top_p": 0.0}, "top_p 0.0"),
-        ({"top_p": 1.5}, "top_p 1.5"),
-        ({"seed": -1}, "seed -1"),
         ({"stop_ids": [131]}, "stop id 131"),
-        ({"drafter_temperature": 0.0}, "drafter_temperature 0.0"),
-        ({"builder": "heap"}, "builder 'heap'"),
-        ({"head": "linear"}, "head 'linear'"),
-        ({"batch_size": 0}, "batch_size 0"),
-        ({"samples": 0}, "samples 0"),
         ({"stop": "\n"}, "stop strings, but the verifier's folder has no tokenizer"),
         ({"stop": [""]}, "at least 1 character"),
         ({"max_new_tokens": 2044}, "5 prompt tokens + 2044 new tokens"),
@@ -208,7 +196,7 @@ def test_capacity_ladder():
         ({"grammar": "x"}, "grammar is not supported"),
         ({"tree_size": 4}, "unknown setting 'tree_size'"),
     ],
-)
+)  # fmt: skip
 def test_bad_settings_are_refused_before_any_compute(trained, settings, words):
     before = len(programs.compiled())
     with refused(words.replace("+", r"\+")):

@@ -28,13 +28,9 @@ VERIFIER = ModelConfig(
     max_positions=512,
 )  # fmt: skip
 DRAFTER = eagle3.EagleConfig(
-    layers=replace(VERIFIER, num_layers=1, num_kv_heads=1),
-    target_hidden_size=16,
-    draft_vocab_size=10,
-    norm_output=True,
-    taps=(0, 0, 1),
-    num_depths=3,
-).fitted(VERIFIER)
+    layers=replace(VERIFIER, num_layers=1, num_kv_heads=1), target_hidden_size=16, draft_vocab_size=10, norm_output=True,
+    taps=(0, 0, 1), num_depths=3,
+).fitted(VERIFIER)  # fmt: skip
 PROMPTS = [[3, 4, 5, 6, 7], [8], [2, 9, 4, 4, 1, 0, 3, 5, 7, 6, 2]]
 
 

@@ -38,27 +38,15 @@ class Pair:
 def run_stages(weights, prompt_bt, config, fit, head, draft, nodes):
     """One round by hand, from the prompt to the tree."""
     length = prompt_bt.shape[1]
-    out = verifier.forward(
-        weights.verifier,
-        config,
-        prompt_bt,
-        jnp.arange(length)[None],
-        verifier.causal_mask(1, length),
-        taps=fit.target_layer_ids,
-    )
+    positions_bt, mask_btt = jnp.arange(length)[None], verifier.causal_mask(1, length)
+    out = verifier.forward(weights.verifier, config, prompt_bt, positions_bt, mask_btt, taps=fit.target_layer_ids)
     logits_btv = verifier.logits(weights.verifier, out.hidden_btd)
     anchor_b = jnp.argmax(logits_btv[:, -1], axis=-1).astype(jnp.int32)
-    state = backbone.extend(
-        weights.drafter["backbone"], fit, backbone.init(fit, 1, 64, jnp.float32), out.features_btj, jnp.array([length])
-    )
-    tables = weights.verifier
-    hidden_bqd = backbone.block(weights.drafter["backbone"], fit, state, tables["embed"], anchor_b)
-    unembed = Unembed(
-        tables["embed"],
-        tables.get("unembed", tables["embed"]),
-        weights.drafter["backbone"]["norm"],
-        fit.layers.rms_norm_eps,
-    )
+    params, tables = weights.drafter["backbone"], weights.verifier
+    state = backbone.extend(params, fit, backbone.init(fit, 1, 64, jnp.float32), out.features_btj, jnp.array([length]))
+    hidden_bqd = backbone.block(params, fit, state, tables["embed"], anchor_b)
+    unembed_vd = tables.get("unembed", tables["embed"])
+    unembed = Unembed(tables["embed"], unembed_vd, params["norm"], fit.layers.rms_norm_eps)
     logits_bqv = vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bqd))
     table = HEADS[head].expand(weights.drafter["head"], unembed, hidden_bqd, anchor_b, draft, jnp.ones(1))
     grown = trees.best_first(table, anchor_b, nodes)
@@ -66,7 +54,7 @@ def run_stages(weights, prompt_bt, config, fit, head, draft, nodes):
         "verifier_logits": logits_btv,
         "context_features": out.features_btj,
         "anchor": anchor_b,
-        "fused_context": backbone.fuse(weights.drafter["backbone"], fit, out.features_btj),
+        "fused_context": backbone.fuse(params, fit, out.features_btj),
         "block_hidden": hidden_bqd,
         "block_logits": logits_bqv,
         "candidates": vocab.top_k(logits_bqv, draft.candidates)[1],
@@ -111,9 +99,8 @@ def test_stage(pair, stage):
 def test_anchor_and_candidates(pair):
     assert pair.stages["anchor"] == pair.expected["anchor"].ravel()
     if "stage1_tokens" in pair.expected:  # position 0 is a dummy: depth 0 follows the anchor
-        np.testing.assert_array_equal(
-            np.sort(pair.stages["candidates"][0, 1:-1]), np.sort(pair.expected["stage1_tokens"][1:])
-        )
+        candidates = pair.stages["candidates"][0, 1:-1], pair.expected["stage1_tokens"][1:]
+        np.testing.assert_array_equal(*map(np.sort, candidates))
 
 
 def test_transitions(pair):
@@ -133,12 +120,8 @@ def test_transitions(pair):
     assert (table.next_context_bimc[0, -1] == -1).all()
     got_order, order = np.argsort(table.tokens_bimc[0]), np.argsort(tokens)
     np.testing.assert_array_equal(np.sort(table.tokens_bimc[0]), np.sort(tokens))
-    np.testing.assert_allclose(
-        np.take_along_axis(table.log_probs_bimc[0], got_order, -1),
-        np.take_along_axis(log_probs, order, -1),
-        atol=TOLERANCE,
-        rtol=0,
-    )
+    pairs = (table.log_probs_bimc[0], got_order), (log_probs, order)
+    np.testing.assert_allclose(*(np.take_along_axis(x, by, -1) for x, by in pairs), atol=TOLERANCE, rtol=0)
 
 
 def test_tree_node_for_node(pair):
@@ -160,15 +143,9 @@ def test_published_chain(pair):
 ])  # fmt: skip
 def test_generation(pair, builder, ids, accept):
     settings, prompt = pair.settings, pair.expected["prompt"][0].tolist()
-    result = pair.model.generate(
-        prompt,
-        builder=builder,
-        nodes=settings["tree_size"] if builder == "best-first" else None,
-        candidates=settings["top_m"],
-        children=settings["top_k"],
-        max_new_tokens=settings["max_new_tokens"],
-        stop_ids=settings["stop_token_ids"],
-    )[0]
+    sizes = {"candidates": settings["top_m"], "children": settings["top_k"], "stop_ids": settings["stop_token_ids"]}
+    sizes |= {"nodes": settings["tree_size"]} if builder == "best-first" else {}
+    [result] = pair.model.generate(prompt, builder=builder, max_new_tokens=settings["max_new_tokens"], **sizes)
     assert prompt + result.ids == pair.expected[ids].ravel().tolist()
     rounds = len(result.ids) - 1  # the first token comes from the prefill
     assert result.accepted_before_cut == (pair.expected[accept].tolist() if accept else [1] * rounds)

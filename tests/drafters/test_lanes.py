@@ -49,14 +49,9 @@ def step(shared: dict, level: Level) -> LaneState:
     x_bwd = jnp.tanh(level.carry + shared["embed"][level.token_bw] + jnp.sin(level.position_bw.astype(float))[..., None])
     q_bwhe, k_bwke, v_bwke = (jnp.einsum("bwd,de->bwe", x_bwd, shared[name])[:, :, None] for name in ("q", "k", "v"))
     [[[earlier_k, earlier_v]]] = level.earlier
-    mixed_bwhe = tree_attention(
-        q_bwhe,
-        level.join(earlier_k, k_bwke),
-        level.join(earlier_v, v_bwke),
-        level.seen_bwx,
-        shared["context"].groups[0][0],
-        shared["context"].length_b,
-    )
+    keys_bxke, values_bxke = level.join(earlier_k, k_bwke), level.join(earlier_v, v_bwke)
+    prefix, length_b = shared["context"].groups[0][0], shared["context"].length_b
+    mixed_bwhe = tree_attention(q_bwhe, keys_bxke, values_bxke, level.seen_bwx, prefix, length_b)
     hidden_bwd = x_bwd + mixed_bwhe[:, :, 0]
     return LaneState(hidden_bwd, (((k_bwke, v_bwke),),), *offered(shared, hidden_bwd))
 
@@ -75,19 +70,19 @@ class Rollout:
     """The network along single paths of one sequence, in NumPy, without lanes or a scratch."""
 
     def __init__(self, shared: dict, b: int):
-        self.own, self.b, self.known = jax.tree.map(np.asarray, shared), b, {}
+        self.params, self.b, self.known = jax.tree.map(np.asarray, shared), b, {}
 
     def children(self, path: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and log-probabilities after a path of drafted tokens, likeliest first."""
         if path not in self.known:
-            logits = self._hidden(path) @ self.own["unembed"].T
+            logits = self._hidden(path) @ self.params["unembed"].T
             log_probs = logits - np.log(np.sum(np.exp(logits)))
             best = np.argsort(-log_probs)[:CHILDREN]
-            self.known[path] = self.own["ids"][best], log_probs[best]
+            self.known[path] = self.params["ids"][best], log_probs[best]
         return self.known[path]
 
     def _hidden(self, path: tuple[int, ...]) -> np.ndarray:
-        params, b, length = self.own, self.b, LENGTHS[self.b]
+        params, b, length = self.params, self.b, LENGTHS[self.b]
         hidden, cached = params["first"][b], params["context"].groups[0][0]
         keys, values = ([*x[b, 0, :length]] for x in (cached.keys_bkse, cached.values_bkse))
         for depth, token in enumerate(path):
@@ -156,9 +151,8 @@ def test_draws_have_the_distribution_of_their_path(shared, name):
         rollout, drawn = Rollout(shared, b), 0
         for node, (path, score) in enumerate(paths(built, b).items()):
             along = [dict(zip(*map(np.ndarray.tolist, rollout.children(path[:i])), strict=True)) for i in range(len(path))]
-            np.testing.assert_allclose(
-                score, sum(distribution[token] for distribution, token in zip(along, path, strict=True)), atol=1e-10
-            )
+            expected = sum(distribution[token] for distribution, token in zip(along, path, strict=True))
+            np.testing.assert_allclose(score, expected, atol=1e-10)
             can = np.isfinite(log_q_bnc[b, node])
             if can.all():  # nothing before it was fixed or is held back: the distribution of its path, renormalised
                 tokens, log_probs = rollout.children(path)

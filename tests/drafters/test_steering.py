@@ -235,8 +235,8 @@ def test_two_factors_are_their_product_and_layers_are_slices_of_all(float64):
     factors = parameters.initialize(random, jax.random.key(3), jnp.float64, 0.5)
     whole = {name: x for name, x in factors.items() if name not in ("down", "up")}
     whole["project"] = jnp.einsum("dr,ryf->dyf", factors["down"], factors["up"])
-    rows_bd = jax.random.normal(jax.random.key(4), (3, 6), jnp.float64)
-    expected = steering.shifts(whole, rows_bd)
-    np.testing.assert_allclose(steering.shifts(factors, rows_bd), expected, atol=1e-12)
-    for of_layer in (steering.layer_shifts(own_, rows_bd[:, None]) for own_ in (factors, whole)):
+    normed_bd = jax.random.normal(jax.random.key(4), (3, 6), jnp.float64)
+    expected = steering.shifts(whole, normed_bd)
+    np.testing.assert_allclose(steering.shifts(factors, normed_bd), expected, atol=1e-12)
+    for of_layer in (steering.layer_shifts(form, normed_bd[:, None]) for form in (factors, whole)):
         np.testing.assert_allclose(jnp.stack([of_layer(i)[:, 0] for i in range(2)], axis=1), expected, atol=1e-12)

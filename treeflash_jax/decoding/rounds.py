@@ -232,19 +232,14 @@ def extend_drafter(
 def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, plan: DecodePlan) -> Verified:
     """Runs one verifier pass over all nodes; the caches are only read."""
     with jax.named_scope("verify"):
+        positions_bn = state.cache.length_b[:, None] + tree.depth_bn
+        mask_bnn = trees.ancestor_mask(tree.parent_bn, plan.path_length - 1)
         out = verifier.forward(
-            weights.verifier,
-            plan.verifier,
-            tree.tokens_bn,
-            state.cache.length_b[:, None] + tree.depth_bn,
-            trees.ancestor_mask(tree.parent_bn, plan.path_length - 1),
-            state.cache,
-            taps=plan.taps,
-            attention=plan.attention,
-        )
-        return Verified(
-            verifier.logits(weights.verifier, out.hidden_btd), drafter_features(out, plan), out.new_kv, out.routes
-        )
+            weights.verifier, plan.verifier, tree.tokens_bn, positions_bn, mask_bnn, state.cache,
+            taps=plan.taps, attention=plan.attention,
+        )  # fmt: skip
+        logits_bnv = verifier.logits(weights.verifier, out.hidden_btd)
+        return Verified(logits_bnv, drafter_features(out, plan), out.new_kv, out.routes)
 
 
 def drafter_features(out: verifier.Output, plan: DecodePlan) -> jax.Array | None:

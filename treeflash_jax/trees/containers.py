@@ -64,13 +64,7 @@ class Proposal:
 def root_only(anchor_b: jax.Array) -> DraftTree:
     """Returns the tree of one-token decoding."""
     zero_b1 = jnp.zeros_like(anchor_b)[:, None]
-    return DraftTree(
-        tokens_bn=anchor_b[:, None],
-        parent_bn=zero_b1,
-        depth_bn=zero_b1,
-        log_prob_bn=zero_b1.astype(jnp.float32),
-        valid_bn=zero_b1 == 0,
-    )
+    return DraftTree(anchor_b[:, None], zero_b1, zero_b1, log_prob_bn=zero_b1.astype(jnp.float32), valid_bn=zero_b1 == 0)
 
 
 def below_root(anchor_b, tokens_bw, parent_bw, depth_bw, log_prob_bw) -> DraftTree:
