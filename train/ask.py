@@ -1,13 +1,13 @@
-"""The verifier writes users' questions itself, as training prompts if none are at hand.
+"""Generates users' questions with the verifier, as training prompts if there are none.
 
     python -m train.ask verifier=smollm2 out=runs/smollm2/questions.jsonl count=1400
 
-A chat model that reads the beginning of a user's turn, and nothing else, continues with a question like those that it was
-trained to answer. Writes one JSON object a line, {"id", "turns": [text]}, the format that `train.respond` and `train.pair`
-read. Questions that do not end within `max_tokens`, and duplicates, are left out.
+Given only the beginning of a user's turn, a chat model continues with a question like those that it was trained to answer.
+Writes one JSON object per line, {"id", "turns": [text]}, for `train.respond` and `train.pair`. Questions that do not end
+within `max_tokens`, and duplicates, are left out.
 
-A question depends on the seed and on its number alone, so the same command continues where it was stopped, one with a
-larger `count` adds to the file, and both end with the file that a single run writes. Its settings are in OUT.settings.toml.
+A question depends only on the seed and its number: the same command continues an interrupted run, a larger `count` adds to
+the file, and both result in the file of a single run. The settings are stored in OUT.settings.toml.
 
 Source: Magpie (arXiv 2406.08464).
 """
@@ -32,7 +32,7 @@ from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 TRIES = 256  # questions that are generated between two writes
-MOST_IDLE = 4  # times in succession without a new question, after which there will be none
+MOST_IDLE = 4  # successive writes without a new question, after which the command fails
 FREE = ("out", "count", "batch")  # settings that may change on continuing: no question depends on them
 MARK = "THE QUESTION"
 
@@ -42,12 +42,12 @@ class AskConfig:
     """Settings of this stage.
 
     Attributes:
-      verifier: the name of a pair, a folder, a GGUF file or a Hub id; with a chat template.
+      verifier: name of a pair, folder, GGUF file or Hub id; with a chat template.
       out: the JSONL file, local or gs://.
       count: number of different questions.
       temperature, top_p: sampling of their tokens.
       max_tokens: largest number of tokens of a question.
-      batch: questions decoded together.
+      batch: number of questions decoded together.
       seed: random seed of the questions.
     """
 
@@ -62,11 +62,11 @@ class AskConfig:
 
 
 def main(settings: AskConfig) -> None:
-    """Writes the questions that the file lacks.
+    """Adds missing questions to the file.
 
     Raises:
-      ValueError: a file of other settings, a verifier without a chat template or with one that does not show where a user's
-        turn begins, one that writes no questions, or several processes.
+      ValueError: a file of other settings, several processes, a verifier that generates no questions or whose chat template
+        is missing or does not show where a user's turn begins.
     """
     hosts.connect()
     if jax.process_count() > 1:
@@ -105,7 +105,7 @@ def question_tokens(tokenizer: Tokenizer | None) -> tuple[list[int], int]:
 
 
 def read(out: epath.Path) -> tuple[set[str], int]:
-    """Returns the normalised questions of a file, and the number of the first one to try next.
+    """Returns the normalised questions of a file, and the number of the next question to try.
 
     Raises:
       ValueError: a line that this stage did not write.
@@ -123,14 +123,14 @@ def read(out: epath.Path) -> tuple[set[str], int]:
 
 
 def ask(model: TreeFlash, settings: AskConfig, known: set[str], first: int) -> Iterator[list[str]]:
-    """Yields lines of new questions until there are enough, and adds the questions to `known`.
+    """Yields lines of new questions until there are enough, and adds them to `known`.
 
     Args:
       known: normalised questions so far.
       first: number of the first question to try.
 
     Raises:
-      ValueError: many tries brought nothing new.
+      ValueError: many tries without a new question.
     """
     opening, closing = question_tokens(model.tokenizer)
     idle = 0

@@ -3,8 +3,8 @@ own responses.
 
     python -m train.drafter configs/tiny/drafter.toml run=runs/drafter verifier=tiny
 
-The verifier stays frozen. Leaves a Hugging Face folder in RUN/model, which `treeflash_jax.load`, `train.head` and the
-published code read.
+The verifier stays frozen. Writes a Hugging Face folder, RUN/model, for `treeflash_jax.load`, `train.head` and the published
+code.
 
 Source: DFlash (arXiv 2602.06036) sections 4.2 and 5.
 """
@@ -39,7 +39,7 @@ WITH_HEAD = {"tau": {}, "tau_marginal": {"head": "marginal"}}
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStage(DraftingStage):
-    """Settings that the stages of block drafters share; they train "backbone", "head" or both."""
+    """Settings shared by the stages of block drafters, which train "backbone", "head" or both."""
 
     objective: ObjectiveConfig
 
@@ -80,12 +80,12 @@ class DrafterStage(BlockStage):
     Attributes:
       objective: loss and blocks.
       num_layers, block_size, mask_token_id: sizes of the backbone; all others are the verifier's.
-      target_layer_ids: verifier layers it reads; empty takes the published rule, one per layer of the backbone.
-      head: a name in drafters.block.heads. With any but "marginal", which has no weights, the head is trained with the
-        backbone from the start: the objective is that of the head, plus `objective.base_weight` times that of the
-        backbone's marginals, which offer the candidates and need a weight above 0.
-      initial_layers: verifier layers that the backbone's layers start as copies of, one for each; empty starts all of them
-        at random, as published. With copies a short training gets much further.
+      target_layer_ids: verifier layers that it reads; empty takes the published rule, one per layer of the backbone.
+      head: name in drafters.block.heads. All but "marginal", which has no weights, are trained with the backbone from the
+        start: the loss of the head, plus `objective.base_weight`, above 0, times the loss of the backbone's marginals,
+        which propose the candidates.
+      initial_layers: verifier layers copied into the backbone's layers, one for each; empty starts at random, as
+        published. With copies a short training gets much further.
       drafter_temperature, num_nodes: defaults stored with the drafter.
     """
 
@@ -145,9 +145,9 @@ class DrafterStage(BlockStage):
 
 
 def _copy_layers(drafter: DrafterConfig, weights: Any, initial_layers: Sequence[int]) -> dict[str, Any]:
-    """Copies verifier layers that read the last tapped layer as they read the residual stream there.
+    """Copies verifier layers, which read the last tapped layer in place of the residual stream.
 
-    With one layer, the next one after the tap, the context's keys and values are those of the verifier itself.
+    If the only layer is the one after the tap, the context's keys and values are the verifier's.
     """
     layers = [layer for group in weights["groups"] for layer in group]
     copies = [copy_weights(layers[i]) for i in initial_layers]

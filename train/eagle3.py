@@ -89,7 +89,7 @@ class Eagle3Stage(DraftingStage):
         ).fitted(model)
 
     def stored(self, drafter: EagleConfig) -> dict[str, Any]:
-        """The tokens that can be drafted, if not all: as the run has saved them, else the most frequent of its answers."""
+        """Returns the draft vocabulary if it is not whole: as saved by the run, or the most frequent tokens of answers."""
         vocab_size, size = drafter.layers.vocab_size, drafter.draft_vocab_size
         if size == vocab_size:
             return {}

@@ -2,8 +2,8 @@
 
     python -m train.from_scratch configs/shipped/from_scratch.toml run=runs/verifier
 
-Leaves a Hugging Face folder in RUN/model, tokenizer included, which every other stage reads as its verifier. The training
-loop is that of all stages, `runtime.loop.fit`. On several hosts the tokenizer has to exist already.
+Writes a Hugging Face folder with the tokenizer, RUN/model, which all other stages read as their verifier. On several hosts
+the tokenizer must exist before.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class FromScratchStage:
 
 
 def training_texts(sources: Sequence[Source], seed: int) -> Iterator[str]:
-    """Yields every message of chats, and texts as they are."""
+    """Yields every message of chats, and whole texts."""
     for source in sources:
         if source.format == "responses":
             raise ValueError(f"{source.path}: got responses, which are token ids already; expected chats or texts")
@@ -108,7 +108,7 @@ def train_tokenizer(settings: FromScratchStage) -> None:
 
 
 def next_token_sums(params: Any, frozen: Any, batch: packing.Batch, keys_b: Any, *, model: ModelConfig, dtype: Any) -> Sums:
-    """Weighted sum of -log p(token | document so far), and of the weights."""
+    """Returns the weighted sum of -log p(token | document so far), and of the weights."""
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     mask = PackedMask(batch.segments_bt, batch.segments_bt)
     out = verifier.forward(params, model, batch.tokens_bt, batch.positions_bt, mask, attention="chunked")
@@ -125,11 +125,8 @@ def main(settings: FromScratchStage) -> None:
         train_tokenizer(settings)
     tokenizer = Tokenizer.load(settings.tokenizer, {"enable_thinking": bool(settings.data.thinking)})
     keys = Keys(settings.model | {"vocab_size": len(tokenizer.inner), "eos_token_id": list(tokenizer.stop_ids)}, "model")
-    model, dtype, length = (
-        architectures.of(keys).read(keys),
-        jnp.dtype(settings.compute_dtype),
-        settings.data.sequence_length,
-    )
+    model, dtype = architectures.of(keys).read(keys), jnp.dtype(settings.compute_dtype)
+    length = settings.data.sequence_length
     count = Counter(dtype=dtype, batch=settings.loop.batch)
     stage = Stage(
         specs=verifier.specs(model),

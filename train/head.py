@@ -3,8 +3,8 @@
     python -m train.head configs/tiny/head.toml run=runs/head drafter=runs/drafter/model
 
 Minimises the forward KL from the verifier's distribution (temperature 1) to the corrected one, given the true previous
-token. The output layer starts at zero, which is DFlash, whatever head the drafter's folder holds; with `keep_head`
-training continues from that head. Writes a Hugging Face folder, RUN/model.
+token. The output layer starts at zero, which is DFlash; with `keep_head` training continues from the drafter's head.
+Writes a Hugging Face folder, RUN/model.
 
 Source: TreeFlash (arXiv 2606.03819).
 """
@@ -36,10 +36,10 @@ class HeadStage(BlockStage):
 
     Attributes:
       objective: loss and blocks.
-      drafter: the name of a pair, a folder or a Hub id of a DFlash or TreeFlash drafter.
-      head: a name in drafters.block.heads: "mlp" (TreeFlash), "linear" or "lowrank".
-      keep_head: starts from the drafter's head, which is of this kind, not from zero.
-      train_backbone: also trains the backbone (the paper's main runs; frozen is its nearly equal ablation).
+      drafter: name of a pair, folder or Hub id of a DFlash or TreeFlash drafter.
+      head: name in drafters.block.heads: "mlp" (TreeFlash), "linear" or "lowrank".
+      keep_head: starts from the drafter's head, which must be of this kind.
+      train_backbone: also trains the backbone (the paper's main runs; its ablation with a frozen one is nearly equal).
       drafter_temperature: default stored with the drafter; 0 keeps the backbone's.
     """
 
@@ -84,7 +84,6 @@ class HeadStage(BlockStage):
         return load_drafter(self.drafter)
 
     def fresh(self, drafter: DrafterConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
-        """The drafter's head, or one whose output layer is zero, so that training starts from the marginals."""
         fresh = {name: stored[name] for name in self.trains}
         if not self.keep_head:
             key = jax.random.key(self.loop.seed + 1)

@@ -4,10 +4,9 @@
     python -m train.language_model configs/tiny/language_model.toml run=runs/steered steers=true
     python -m train.language_model ... language_model=Qwen/Qwen3-0.6B train_model=false steers=true
 
-The loss compares the small model's next-token distribution with the verifier's, over the verifier's own answers. With
-`steers` the feed-forward layers of the small model are shifted by the verifier's states one to `offset` tokens earlier,
-as they are when a draft of that length follows a committed token. Writes the folder of the small model, with its
-steering: RUN/model.
+The loss compares the small model's next-token distribution with the verifier's, over the verifier's answers. With `steers`
+the small model's feed-forward layers are shifted by the verifier's states one to `offset` tokens earlier, as in a draft of
+that length. Writes a folder with the small model and its steering, RUN/model.
 
 Source: SD squared (arXiv 2511.09844) section 4; Osprey (arXiv 2609.09338) for a start from the verifier's first layers.
 """
@@ -51,17 +50,17 @@ class LanguageModelStage(DraftingStage):
     """Settings of this stage, besides those of DraftingStage.
 
     Attributes:
-      language_model: the name of a pair, a folder, a GGUF file or a Hub id of the small model; it may be steered already.
-        Empty: the verifier's tables and its first `num_layers` layers.
-      num_layers: layers of a model that is cut from the verifier.
-      train_model: trains the small model; false leaves it as it is, and needs `steers`.
-      steers: trains steering too, from zero, or from that of the small model.
+      language_model: name of a pair, folder, GGUF file or Hub id of the small model, which may have steering. Empty: the
+        verifier's tables and its first `num_layers` layers.
+      num_layers: number of layers taken from the verifier.
+      train_model: trains the small model; false keeps it frozen, and needs `steers`.
+      steers: trains steering too, from zero or from the small model's.
       taps: layers of the verifier that steering reads, low to high; empty takes the published rule.
       rank: rank of the projection to the shifts; 0 is one whole matrix, as published.
-      offset: largest distance of a draft from the state that steers it; drawn from 1 to `offset` for every sequence.
+      offset: largest distance between a draft and the state that steers it; drawn from 1 to `offset` per sequence.
       loss: name in LOSSES.
-      chunk: tokens of a sequence whose logits exist at a time; divides the sequence length.
-      num_depths, num_nodes, drafter_temperature: settings of evaluations; folders of language models cannot hold them.
+      chunk: tokens of a sequence whose logits are computed at a time; divides the sequence length.
+      num_depths, num_nodes, drafter_temperature: settings of evaluations; not stored with language models.
     """
 
     language_model: str = bounded("", min_length=0)
@@ -166,12 +165,7 @@ def language_model_sums(
     drafter: LanguageModelConfig,
     attention: str = "chunked",
 ) -> Sums:
-    """Weighted sums over the tokens of the answers.
-
-    Returns:
-      "loss"; "top1", whether the likeliest token is the one that followed; and "overlap", sum min(p, q), if the loss
-      reads the verifier's distribution.
-    """
+    """Returns sums over answer tokens: "loss", "top1", and "overlap" if the loss reads the verifier's distribution."""
     tables = frozen["verifier"]
     dtype, trees = tables["embed"].dtype, frozen | params
     weights = jax.tree.map(lambda x: x.astype(dtype), {name: trees[name] for name in causal_lm.specs(drafter)})
@@ -210,12 +204,12 @@ def training_shift(
 ) -> Callable[[int], jax.Array]:
     """Returns a function from a layer to its shift at every token, [b, t, f], by the verifier's state a few tokens earlier.
 
-    As in a draft, all tokens of a sequence are equally far from the state that steers them; it is always of the same
-    document. Tokens before the last one of a prompt are not steered.
+    As in a draft, all tokens of a sequence have the same distance from the state that steers them, within their document.
+    Tokens before the last one of a prompt are not steered.
     """
     offset_b = jax.vmap(lambda key: jax.random.randint(key, (), 1, offset + 1))(keys_b)
-    place_t = jnp.arange(batch.tokens_bt.shape[1])
-    source_bt = jnp.maximum(place_t - offset_b[:, None], place_t - batch.positions_bt)
+    index_t = jnp.arange(batch.tokens_bt.shape[1])
+    source_bt = jnp.maximum(index_t - offset_b[:, None], index_t - batch.positions_bt)
     answers_bt = jnp.roll(batch.weights_bt, -1, axis=1).at[:, -1].set(0) > 0
     shifts = steering.layer_shifts(weights, pick(steering.normed(weights, features_btj), source_bt))
     return lambda layer: jnp.where(answers_bt[..., None], shifts(layer), 0)

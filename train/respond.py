@@ -1,16 +1,16 @@
-"""The verifier answers training prompts: a drafter has to predict the verifier's own text, not that of a data set.
+"""Answers training prompts with the verifier: a drafter has to predict the verifier's text, not that of a data set.
 
     python -m train.respond configs/shipped/respond.toml out=runs/responses.jsonl sources.0.path=data/gsm8k_train.jsonl
 
-Writes one JSON object a line, shortest prompts first: {"index", "source", "temperature", "finished": "stop" or "length",
-"prompt": ids, "response": ids}; with cut = "drop", answers that reached the limit go to OUT.cut instead. An answer depends
-on the seed and the index of its prompt, not on batches or hosts, so the same command continues where it was stopped, on
-any number of hosts, and ends with the same file. Its settings are in OUT.settings.toml; a file of other settings is never
-continued or overwritten, and two commands never write one file (OUT.lock).
+Writes one JSON object per line, shortest prompts first: {"index", "source", "temperature", "finished": "stop" or "length",
+"prompt": ids, "response": ids}; with cut = "drop", answers that reach the limit are written to OUT.cut instead. An answer
+depends on the seed and the index of its prompt, not on batches or hosts: the same command continues an interrupted run, on
+any number of hosts, and results in the same file. The settings are stored in OUT.settings.toml; a file of other settings
+is never continued or overwritten, and OUT.lock keeps a second command from writing it.
 
-On several hosts `out` has to be visible to all of them. With replicas = "host" each host serves a verifier on its own
-devices, takes its share of the prompts and writes a part file; the first host merges the parts at the end. With
-replicas = "all" one verifier is spread over all devices, for those that do not fit a host's.
+On several hosts `out` must be visible to all of them. With replicas = "host" each host runs a verifier on its devices,
+answers its share of the prompts and writes a part file; the first host merges the parts at the end. With replicas = "all"
+one verifier is sharded over all devices, if it does not fit into one host.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ class RespondConfig:
     """Settings of this stage.
 
     Attributes:
-      verifier: the name of a pair, a folder, a GGUF file or a Hub id.
-      drafter: likewise, but no file, to decode with drafts: the same answers in less time. None: one token at a time.
+      verifier: name of a pair, folder, GGUF file or Hub id.
+      drafter: name of a pair, folder or Hub id, for the same answers in less time; none: one-token decoding.
       sources: sources of prompts: chats up to their first assistant turn, whole texts, or prompts of earlier responses.
         Records held out for validation are not answered.
       out: the JSONL file, local or gs://.
-      temperatures: taken in turn by the prompts.
+      temperatures: sampling temperatures, which successive prompts use in turn.
       max_new_tokens: largest number of tokens of an answer.
       cut: handling of answers that reach that limit: "keep" them in `out`, or "drop" them from it.
       max_prompt_tokens: longer prompts are left out.
       thinking: ask the chat template for answers with thinking; drafters trained on them record it.
       template: further arguments of the chat template, by name.
       malformed: handling of records that cannot be used.
-      batch: answers of one replica decoded together.
+      batch: number of answers that a replica decodes together.
       seed: random seed of limits and answers.
       mesh: devices of a replica; `fsdp` stays 1.
       replicas: one verifier per host, or one over all hosts.
@@ -109,7 +109,7 @@ def main(settings: RespondConfig) -> None:
 
 
 def load_model(settings: RespondConfig) -> TreeFlash:
-    """Loads the verifier, and the drafter if there is one, on the devices of this replica."""
+    """Loads the verifier and the drafter, if any, on the devices of this replica."""
     if settings.mesh.fsdp != 1:
         raise ValueError(f"got mesh.fsdp {settings.mesh.fsdp}, expected 1: answers are made over data and model")
     mesh = hosts.make_mesh(settings.mesh, jax.local_devices() if settings.replicas == "host" else jax.devices())
@@ -128,7 +128,7 @@ def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool
     """Returns the prompts of all sources, sorted by length to reduce padding.
 
     Args:
-      held_out: return the prompts that are held out for validation, and no others.
+      held_out: return the prompts held out for validation instead of the others.
 
     Raises:
       ValueError: a source that cannot be read, no prompt that is short enough, or more tokens than the context holds.
@@ -182,10 +182,10 @@ def question(content: Any) -> Any:
 
 
 def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt], out: epath.Path, mine: lock.Lock) -> None:
-    """Answers the prompts that `out` lacks, and merges the answers of all hosts in order.
+    """Answers the prompts missing in `out`, and merges the answers of all hosts in order.
 
     Raises:
-      ValueError: a file of other prompts, a folder that not all hosts see, or a lock that was lost.
+      ValueError: a file of other prompts, a folder not visible to all hosts, or a lost lock.
     """
     by_host = settings.replicas == "host" and jax.process_count() > 1
     path = answers.part_path(out, jax.process_index()) if by_host else out
@@ -263,7 +263,7 @@ def _temperature(index: int, settings: RespondConfig) -> float:
 
 
 def _check_shared(count: int, out: epath.Path) -> None:
-    """Raises ValueError if hosts see different answers: they would wait for each other for ever. Also a barrier."""
+    """Raises ValueError if hosts see different answers, and would wait for each other forever. Also a barrier."""
     counts = multihost_utils.process_allgather(np.int32(count)) if jax.process_count() > 1 else np.int32([count])
     if np.any(counts != count):
         raise ValueError(
