@@ -19,6 +19,7 @@ from conftest import RANDOM_DRAFTER, RANDOM_MODEL
 from hypothesis import strategies
 from ml_dtypes import bfloat16
 from published_configs import LLAMA_31_8B, QWEN3_4B, QWEN25_7B_YARN, TREEFLASH_4B
+from refusals import refused
 
 import treeflash_jax as tf
 from train import drafter, evaluate, head, measure, respond
@@ -41,18 +42,6 @@ CONFIGS = Path(__file__).parent.parent / "configs" / "tiny"
 HUGE = 10**400
 DEEP = "[" * 200_000
 WRONG = (None, "x", "", [], {}, object(), b"3", 1.5, math.nan, math.inf, -math.inf, -1, 2**31, 2**63, HUGE, True, [1.5])
-
-
-def refused(call, *words: str) -> str:
-    """The line that a call is refused with."""
-    began = time.thread_time()
-    with pytest.raises(ValueError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message and len(message) <= 300, message
-    assert all(word in message for word in words), message
-    assert time.thread_time() - began < 5
-    return message
 
 
 def understood(call, *arguments, **settings) -> bool:

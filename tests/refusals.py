@@ -1,0 +1,24 @@
+"""Refusals in one line, and the content of folders before and after them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+
+def refused(call, *words: str) -> str:
+    """Returns the line with which a call is refused; it contains the words and has at most 300 characters."""
+    began = time.thread_time()
+    with pytest.raises((ValueError, SystemExit)) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and len(message) <= 300, message
+    assert all(word in message for word in words), message
+    assert time.thread_time() - began < 5
+    return message
+
+
+def snapshot(folder) -> dict[str, bytes]:
+    """Returns the content of all files below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

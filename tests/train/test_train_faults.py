@@ -1,0 +1,275 @@
+"""Faults of training: files of others stay, damage is named, one process works on a run, and Ctrl-C saves its step."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import toy_training
+from etils import epath
+from refusals import refused, snapshot
+
+from train import export, head, respond
+from train.data import answers
+from train.data.records import Source
+from train.runtime import folders, lock, watch
+from train.runtime.checkpoint import Checkpoints, claim
+from treeflash_jax.formats import models
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return toy_training.write(tmp_path_factory.mktemp("toy"))
+
+
+def test_exports_replace_exports_alone(toy, tmp_path, monkeypatch):
+    settings = toy_training.settings(toy, f"run={tmp_path}/run")
+    claim(epath.Path(settings.run), settings)
+    fresh = toy_training.fresh_head()
+    monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": fresh}))
+
+    def exported(out, **named):
+        export.main(export.ExportStage(run=settings.run, out=str(out), dtype="float32", **named))
+
+    project = tmp_path / "project"
+    project.mkdir()
+    for name in ("README.md", "config.json", "model.safetensors"):
+        (project / name).write_text("mine")
+    before = snapshot(project)
+    monkeypatch.chdir(project)
+    for out in (".", project):
+        refused(lambda out=out: exported(out), "exists; give a new folder")
+        refused(lambda out=out: exported(out, overwrite=True), "did not write")
+    assert snapshot(project) == before
+    exported(tmp_path / "out")
+    refused(lambda: exported(tmp_path / "out"), "exists; give a new folder")
+    written = snapshot(tmp_path / "out")
+    (tmp_path / "out" / "notes").write_text("mine")
+    exported(tmp_path / "out", overwrite=True, drafter_temperature=0.5)
+    assert snapshot(tmp_path / "out").keys() == {*written, "notes"}
+    assert models.read_drafter_config(tmp_path / "out").drafter_temperature == 0.5
+
+
+# The file of answers and its settings.
+
+ASKED = [respond.Prompt("x", ids) for ids in ([1], [2, 3], [4, 5, 6])]
+
+
+def asking(out, **named):
+    named = {"verifier": "tiny", "sources": (Source(path="x.jsonl"),), "out": str(out), "max_new_tokens": 8} | named
+    return respond.RespondConfig(**named)
+
+
+def answer_lines(*indices, finished="stop"):
+    return "".join(
+        json.dumps({"index": i, "prompt": ASKED[i].ids, "response": [7], "finished": finished}) + "\n" for i in indices
+    )
+
+
+def check_answers(settings):
+    answers.check_settings(settings, Path(settings.out), respond.FREE)
+
+
+def test_settings_of_the_user_are_never_written_over(tmp_path):
+    theirs = tmp_path / "mine.toml"
+    theirs.write_text("# my settings\nmax_new_tokens = 8\n")
+    settings = asking(tmp_path / "mine.jsonl")
+    check_answers(settings)
+    answers.save_settings(settings, Path(settings.out))
+    Path(settings.out).write_text(answer_lines(0))
+    check_answers(settings)
+    refused(lambda: check_answers(asking(settings.out, max_new_tokens=12)), "begun with max_new_tokens = 8")
+    (tmp_path / "other.jsonl").write_text(answer_lines(0))
+    refused(lambda: check_answers(asking(tmp_path / "other.jsonl")), "exists without its settings")
+    assert theirs.read_text() == "# my settings\nmax_new_tokens = 8\n"
+    refused(lambda: asking(tmp_path / "answers.toml"), "expected the name of a JSONL file")
+
+
+@pytest.mark.parametrize("repeated", [(0, 1, 2, 0, 1, 2), (0, 1, 1)])
+def test_doubled_answers_are_repaired(tmp_path, repeated):
+    """In one file, and also in the part of one process."""
+    out = tmp_path / "out.jsonl"
+    out.write_text(answer_lines(*repeated))
+    if 2 not in repeated:
+        (tmp_path / "out.jsonl.part-0").write_text(answer_lines(1, 2, 2))
+    for _ in range(2):
+        assert answers.merge(out, 3, "keep") == 0
+        assert snapshot(tmp_path) == {"out.jsonl": answer_lines(0, 1, 2).encode()}
+
+
+LINES = {
+    "text for an index": b'{"index": "0", "prompt": [1], "response": [7]}\n',
+    "list": b"[]\n",
+    "deep": b"[" * 100_000 + b"\n",
+    "bytes": b"\xff\xfe\n",
+    "no prompt": b'{"index": 0}\n',
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_damaged_answers_are_named(tmp_path, name):
+    out = tmp_path / "out.jsonl"
+    out.write_bytes(answer_lines(0).encode() + LINES[name])
+    refused(lambda: answers.match(out, ASKED), "out.jsonl, line 2: got no answer")
+    assert snapshot(tmp_path).keys() == {"out.jsonl"}
+
+
+# The lock.
+
+HOLDER = (
+    "import sys, time; from train.runtime import lock; from etils import epath\n"
+    "time.sleep(max(0, float(sys.argv[2]) - time.time()))\n"
+    "with lock.held(epath.Path(sys.argv[1]), 'x'):\n    print('held', flush=True); time.sleep(float(sys.argv[3]))"
+)
+
+
+def holder(path, begins=0.0, seconds=600):
+    """A process that holds a lock."""
+    command = [sys.executable, "-c", HOLDER, str(path), str(begins), str(seconds)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=ROOT, **pipes)
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    path = epath.Path(tmp_path) / "x.lock"
+    process = holder(path)
+    assert process.stdout.readline() == "held\n"
+    refused(lambda: lock.held(path, "run=x").__enter__(), "run=x: another process works on it", "x.lock")
+    process.kill()
+    process.communicate()
+    with lock.held(path, "run=x") as mine:
+        mine.check()
+        refused(lambda: lock.held(path, "run=x").__enter__(), "run=x: another process works on it")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_one_of_many_gets_the_lock(tmp_path):
+    """Processes that start together, on the file of a killed one."""
+    (tmp_path / "x.lock").write_text("")
+    both = [holder(tmp_path / "x.lock", begins=time.time() + 15, seconds=3) for _ in range(2)]
+    errors = [process.communicate()[1] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 1], errors
+    assert "works on it" in "".join(errors) and not list(tmp_path.iterdir())
+
+
+def test_a_bucket_belongs_to_the_newest_process(bucket):
+    path = epath.Path("gs://bucket/run/x.lock")
+    with lock.held(path, "run=x") as killed:
+        with lock.held(path, "run=x") as newer:
+            newer.check()
+            refused(killed.check, "run=x: another process was started on it")
+        assert not path.exists()
+        with lock.held(path, "run=x") as newer:
+            killed.release()
+            newer.check()
+
+
+# Damaged runs.
+
+
+def test_damaged_metrics_of_checkpoints_are_refused(toy, tmp_path):
+    folder = tmp_path / "checkpoints" / "4" / "metrics"
+    folder.mkdir(parents=True)
+    (folder / "metrics").write_text('{"held_out/lo')
+    before, loop = snapshot(tmp_path), toy_training.settings(toy).loop
+    refused(lambda: Checkpoints(str(tmp_path), loop, {}), "checkpoints cannot be read (", "delete its damaged step")
+    assert snapshot(tmp_path) == before
+
+
+LOGS = {
+    "list": b"[]\n",
+    "text for a step": b'{"step": "2"}\n',
+    "cut in the middle": b'{"step": 2, "lo\n{"step": 3}\n',
+    "bytes": b"\xff\xfe\n",
+    "nulls": b"\0" * 20 + b"\n",
+    "deep": b"[" * 100_000 + b"\n",
+    "object for a loss": b'{"step": 2, "seconds": {}}\n',
+}
+
+
+def new_watch(run):
+    return watch.Watch(epath.Path(run), steps=9, resumed_at=5)
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_damaged_logs_are_named(tmp_path, name):
+    (tmp_path / "log.jsonl").write_bytes(b'{"step": 1}\n' + LOGS[name])
+    before = snapshot(tmp_path)
+    for read in (watch.read_log, watch.summary, new_watch):
+        refused(lambda read=read: read(tmp_path), "log.jsonl, line 2: got no line of a log")
+    assert snapshot(tmp_path) == before
+    (tmp_path / "log.jsonl").write_bytes(b'{"step": 1}\n{"step": 2, "lo')
+    assert watch.read_log(tmp_path) == [{"step": 1}]
+
+
+# Ctrl-C while training.
+
+
+def run(script):
+    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_an_interrupted_step_is_saved_in_one_line(toy, tmp_path, monkeypatch, capsys):
+    advance = watch.Watch.advance
+
+    def interrupted(self, step):
+        advance(self, step)
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+
+    monkeypatch.setattr(watch.Watch, "advance", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as caught:
+        head.main(toy_training.settings(toy, f"run={tmp_path}/run", "loop.batch=4"))
+    assert caught.value.code == 130 and signal.getsignal(signal.SIGINT) is before
+    assert "interrupted: saved step 2 of 12; the same command goes on from there" in capsys.readouterr().out
+    assert (tmp_path / "run" / "checkpoints" / "2").is_dir() and not (tmp_path / "run" / "run.lock").exists()
+
+
+def test_a_second_interrupt_ends_at_once():
+    script = (
+        "import os, signal, time; from train.runtime import loop\n"
+        "with loop.Termination() as asked:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.5)\n"
+        "    assert asked.requested(1) and asked.status == 143\n"
+        "with loop.Termination() as asked:\n"
+        "    for _ in range(2):\n"
+        "        assert not asked.requested(1) or asked.status == 130\n"
+        "        os.kill(os.getpid(), signal.SIGINT); time.sleep(0.5)\n"
+        "    print('went on')"
+    )
+    ended = run(script)
+    assert ended.returncode == 130 and "went on" not in ended.stdout, ended.stderr
+    assert "Ctrl-C again ends at once" in ended.stdout and "Traceback" not in ended.stderr
+
+
+def test_an_evaluation_that_was_cut_short_does_not_abort_the_process():
+    """Its thread returns from XLA again and again while the interpreter ends, which aborts Python 3.11 with status 134."""
+    script = (
+        "import os, signal, sys, threading, jax, jax.numpy as jnp\n"
+        "from train import export; from train.runtime import run_config, loop\n"
+        "multiply = jax.jit(lambda x: x @ x)\n"
+        "def work():\n"
+        "    while True: multiply(jnp.ones((64, 64))).block_until_ready()\n"
+        "def main(_):\n"
+        "    with loop.Termination() as asked:\n"
+        "        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "        asked.unless_received(work); sys.exit(asked.status)\n"
+        "run_config.run(main, export.ExportStage, None, ['run=a', 'out=b'])"
+    )
+    ended = run(script)
+    assert ended.returncode == 130, ended.stderr
+
+
+def test_two_runs_of_one_folder_are_refused(toy, tmp_path):
+    with lock.held(folders.absolute(tmp_path) / "run.lock", "run"):
+        refused(lambda: head.main(toy_training.settings(toy, f"run={tmp_path}")), "works on it")
+    assert not list(tmp_path.iterdir())
