@@ -15,7 +15,8 @@ import toy_training
 import treeflash_jax as tf
 from train import eagle3 as stage
 from train import export
-from train.data.packing import Batch
+from train.data import packing
+from train.data.packing import Batch, Document
 from train.runtime import run_config
 from train.stages import rollout
 from train.stages.registry import read_stage
@@ -38,18 +39,8 @@ LENGTHS, SIZE, STEPS = (7, 4), 12, 3
 def make_batch() -> Batch:
     """One sequence with two documents and padding; the first two tokens of each are a prompt."""
     rng = np.random.default_rng(0)
-    segments, positions, weights = [], [], []
-    for number, length in enumerate(LENGTHS, start=1):
-        segments += [number] * length
-        positions += range(length)
-        weights += [0.0, 0.0] + [1.0] * (length - 2)
-    pad = SIZE - len(segments)
-    return Batch(
-        tokens_bt=jnp.asarray([[*rng.integers(0, 12, len(segments)), *[0] * pad]], jnp.int32),
-        segments_bt=jnp.asarray([segments + [0] * pad], jnp.int32),
-        positions_bt=jnp.asarray([positions + [0] * pad], jnp.int32),
-        weights_bt=jnp.asarray([weights + [0.0] * pad], float),
-    )
+    documents = [Document(rng.integers(0, 12, n), np.arange(n) >= 2) for n in LENGTHS]
+    return jax.tree.map(jnp.asarray, packing.pack(documents, SIZE)[0])
 
 
 def make_weights(drafter: eagle3.EagleConfig):
@@ -184,12 +175,16 @@ def test_settings_of_a_run_are_known_by_their_objective(toml):
     settings = read_stage(toml)
     assert isinstance(settings, stage.Eagle3Stage)
     assert settings.recorded_config(toy_training.MODEL).verifier == (settings.verifier, "Qwen3ForCausalLM")
-    with pytest.raises(ValueError, match=r"objective\.chunk 9, expected a divisor of data\.sequence_length 32"):
-        run_config.load(stage.Eagle3Stage, toml, ["objective.anchors=0", "objective.chunk=9"])
-    with pytest.raises(ValueError, match="draft_vocab_size 65, expected at most 64"):
-        run_config.load(stage.Eagle3Stage, toml, ["draft_vocab_size=65"]).drafter_config(toy_training.MODEL)
-    with pytest.raises(ValueError, match=r"objective\.anchors 64, expected at most data\.sequence_length 32"):
-        run_config.load(stage.Eagle3Stage, toml, ["objective.anchors=64"])
+    for words, message in (
+        (
+            ["objective.anchors=0", "objective.chunk=9"],
+            r"objective\.chunk 9, expected a divisor of data\.sequence_length 32",
+        ),
+        (["objective.anchors=64"], r"objective\.anchors 64, expected at most data\.sequence_length 32"),
+        (["draft_vocab_size=65"], "draft_vocab_size 65, expected at most 64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_config.load(stage.Eagle3Stage, toml, words).drafter_config(toy_training.MODEL)
 
 
 def test_positions_are_drawn_among_those_that_predict_an_answer():

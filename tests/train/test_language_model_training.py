@@ -54,15 +54,13 @@ def test_a_token_is_steered_from_a_few_tokens_back_within_its_document():
     features_bsj = jax.random.normal(jax.random.key(3), (1, 10, 48))
     made = parameters.initialize(steering.specs(SIZES), jax.random.key(0), scale=0.5)
     made |= {"project": jax.random.normal(jax.random.key(1), made["project"].shape)}
-    per_row = steering.layer_shifts(made, steering.normed(made, features_bsj))
+    unshifted = steering.layer_shifts(made, steering.normed(made, features_bsj))
     seen = set()
     for seed in range(12):
         shift_bt = training_shift(made, ROWS, jax.random.split(jax.random.key(seed), 1), features_bsj, offset=3)
         for offset in (1, 2, 3):
-            source = [max(t - offset, 0 if t < 6 else 6) for t in range(10)]
-            expected = np.where(
-                np.asarray([0, 1, 1, 1, 1, 0, 0, 1, 1, 0])[None, :, None], pick(per_row(1), jnp.asarray([source])), 0
-            )
+            source = jnp.asarray([[max(t - offset, 0 if t < 6 else 6) for t in range(10)]])
+            expected = np.asarray([0, 1, 1, 1, 1, 0, 0, 1, 1, 0])[None, :, None] * pick(unshifted(1), source)
             if np.allclose(shift_bt(1), expected, atol=1e-5):
                 seen.add(offset)
                 break
@@ -116,10 +114,8 @@ def test_a_model_cut_from_its_verifier_is_distilled_then_steered(toy, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, kept, tree)
     model = tf.load(verifier=toy / "verifier", drafter=tmp_path / "out", dtype="float32")
     assert np.any(np.asarray(model.weights.drafter["steering"]["up"]))
-    plain, drafted = (
-        model.generate([[5, 6, 7]], max_new_tokens=6, **how)[0] for how in ({"builder": "none"}, {"nodes": 4})
-    )
-    assert plain.ids == drafted.ids
+    plain, drafted = (model.generate([[5, 6, 7]], max_new_tokens=6, **how) for how in ({"builder": "none"}, {"nodes": 4}))
+    assert plain[0].ids == drafted[0].ids
 
 
 def test_settings_that_train_nothing_or_fit_nothing_are_refused(toy):

@@ -1,6 +1,7 @@
 """Settings of the stages: what a TOML file and overrides may say, and that every file in configs/ says nothing else."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -30,12 +31,8 @@ def test_every_file_is_understood_and_survives_being_saved(path, tmp_path):
 
 
 def test_there_are_recipes_for_every_pair():
-    found = {(path.parent.name, path.stem) for path in FILES}
-    assert {
-        (pair, stage)
-        for pair in ("tiny", "shipped", "smollm2", "qwen3-4b", "qwen3-8b")
-        for stage in ("respond", "drafter", "head")
-    } <= found
+    pairs, stages = ("tiny", "shipped", "smollm2", "qwen3-4b", "qwen3-8b"), ("respond", "drafter", "head")
+    assert {*itertools.product(pairs, stages)} <= {(path.parent.name, path.stem) for path in FILES}
 
 
 def test_published_recipes():
@@ -94,12 +91,9 @@ def test_any_path_survives_being_saved(tmp_path, name):
 def test_changes_name_what_differs(tmp_path):
     saved = tmp_path / "settings.toml"
     settings = run_config.load(head.HeadStage, HEAD)
-    now = run_config.load(
-        head.HeadStage, HEAD, ["loop.batch=16", "sources.0.limit=3", "mesh.data=4", "run=x", "loop.keep=5"]
-    )
-    saved.write_text(
-        "init_scale = 0.5\n" + run_config.dump(run_config.to_dict(settings)).replace("init_scale = 0.04\n", "")
-    )
+    words = ["loop.batch=16", "sources.0.limit=3", "mesh.data=4", "run=x", "loop.keep=5"]
+    now = run_config.load(head.HeadStage, HEAD, words)
+    saved.write_text(run_config.dump(run_config.to_dict(dataclasses.replace(settings, init_scale=0.5))))
     changed = run_config.changes(now, saved, {"run", "mesh", "loop.keep"})
     assert changed.pop("sources")[1][0]["limit"] == 3
     assert changed == {"loop.batch": (4, 16), "init_scale": (0.5, 0.04)}

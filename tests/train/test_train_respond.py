@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import toy_training
 from etils import epath
 
 import treeflash_jax as tf
@@ -21,7 +19,6 @@ from train.respond import RespondConfig
 from train.runtime import run_config
 from train.runtime.run_config import MeshConfig
 
-ROOT = Path(__file__).parents[2]
 QUESTIONS = ["Tom has 3 apples.", "How many?", "Write a function.", "What is 12 + 30? Explain it at length.", "Hi", "Why?"]
 QUESTIONS += [f"Question {i}" for i in range(5)]
 BOTH = """
@@ -191,15 +188,12 @@ def test_answers_behind_a_url_are_parts_until_they_are_merged(bucket, model, set
 def split(whole: bytes) -> tuple[bytes, bytes]:
     """Lines of answers that ended, and of those that were cut."""
     lines = whole.splitlines(keepends=True)
-    is_cut = [record["finished"] == "length" for record in lines_of(whole)]
-    return tuple(
-        b"".join(line for line, cut in zip(lines, is_cut, strict=True) if cut == wanted) for wanted in (False, True)
-    )
+    return tuple(b"".join(line for line in lines if (b'"length"' in line) == is_cut) for is_cut in (False, True))
 
 
 @pytest.fixture
-def stopping(model, monkeypatch) -> bytes:
-    """Every third answer ends by itself; what a run that keeps all of them writes."""
+def stopping(model, monkeypatch) -> None:
+    """Every third answer ends by itself."""
     generate_each = model.generate_each
 
     def answers(prompts, **named):
@@ -296,9 +290,8 @@ def test_a_file_that_does_not_fit_is_left_alone(model, settings, whole, line, me
 def test_prompts_of_every_kind_of_source(model, settings, tmp_path):
     asked = [{"role": "user", "content": "Only asked"}]
     several = [*chat("First")["messages"], *chat("Second")["messages"]]
-    chats = write(
-        tmp_path / "chats.jsonl", [{"messages": asked}, {"messages": several}, chat("word " * 300), chat("Held out")]
-    )
+    lines = [{"messages": asked}, {"messages": several}, chat("word " * 300), chat("Held out")]
+    chats = write(tmp_path / "chats.jsonl", lines)
     texts = write(tmp_path / "texts.jsonl", [{"text": "Once upon a time"}])
     before = write(tmp_path / "before.jsonl", [{"prompt": [7, 8, 9], "response": [1]}])
     sources = (
@@ -307,13 +300,8 @@ def test_prompts_of_every_kind_of_source(model, settings, tmp_path):
         Source(path=str(before), format="responses"),
     )
     prompts = respond.collect_prompts(replace(settings, sources=sources), model)
-    first = [{"role": "user", "content": "First"}]
-    expected = [
-        ("before", [7, 8, 9]),
-        ("texts", model.encode(tf.Text("Once upon a time"))),
-        ("chats", model.encode(asked)),
-        ("chats", model.encode(first)),
-    ]
+    expected = [("before", [7, 8, 9]), ("texts", model.encode(tf.Text("Once upon a time")))]
+    expected += [("chats", model.encode(messages)) for messages in (asked, several[:1])]
     assert [(prompt.source, prompt.ids) for prompt in prompts] == sorted(expected, key=lambda item: len(item[1]))
 
 
@@ -366,32 +354,15 @@ def test_two_processes_write_the_file_of_one(settings, whole, tmp_path):
         path = tmp_path / f"{replicas}.settings"
         run_config.save(replace(settings, out=str(tmp_path / f"{replicas}.jsonl"), replicas=replicas, mesh=mesh), path)
         paths.append(str(path))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    environ = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "4",
-        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-        "JAX_NUM_PROCESSES": "2",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", BOTH, *paths],
-            env=environ | {"JAX_PROCESS_ID": str(number)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(2)
-    ]
+    address = f"localhost:{toy_training.free_port()}"
+    environ = {"JAX_NUM_CPU_DEVICES": "4", "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    command = [sys.executable, "-c", BOTH, *paths]
+    processes = [toy_training.start(command, **environ, JAX_PROCESS_ID=str(number)) for number in range(2)]
     try:
-        logs = [process.communicate(timeout=300)[0] for process in processes]
+        logs = [toy_training.finish(process) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(logs)
     for replicas in ("host", "all"):
         assert (tmp_path / f"{replicas}.jsonl").read_bytes() == whole, replicas
     assert not list(tmp_path.glob("*.part-*"))
