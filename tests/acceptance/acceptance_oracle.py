@@ -53,7 +53,7 @@ class Run:
 
 
 def outcomes(run: Callable[[Run], object]) -> Iterator[tuple[Run, object]]:
-    """Every run of positive probability, with what it returned."""
+    """Every run of positive probability, with its result."""
     todo: list[tuple[int, ...]] = [()]
     while todo:
         answer = Run(todo.pop(), todo)
@@ -125,7 +125,7 @@ def recursive(tree: Tree, p: Distribution, run: Run):
 
 
 def naive_tree(tree: Tree, p: Distribution, run: Run):
-    """y ~ [p - q]+ is asked for child by child: is it you?"""
+    """Tests child by child whether it is the token y ~ [p - q]+."""
     node: Prefix = ()
     while True:
         r, went = p(node), False

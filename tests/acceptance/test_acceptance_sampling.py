@@ -33,7 +33,7 @@ from treeflash_jax.engine.planning import choose_tree
 from treeflash_jax.models import verifier
 from treeflash_jax.trees import BUILDERS, Bucket, TreeShape
 
-VOCABULARY, NEW, PROMPT = 4, 6, (1, 2, 3, 1, 2, 0, 3, 0, 1, 1, 2, 3)  # whatever follows it, n-grams have seen it often
+VOCABULARY, NEW, PROMPT = 4, 6, (1, 2, 3, 1, 2, 0, 3, 0, 1, 1, 2, 3)  # every token occurs often: n-grams match
 BATCH = 40_000
 EACH = 3_000  # answers of a rule that shares its program with others
 MODEL = replace(RANDOM_MODEL, vocab_size=VOCABULARY, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2)
@@ -159,7 +159,7 @@ QUICK = ("ngram", "hybrid")
     [pytest.param(*pair, marks=[] if pair == QUICK else pytest.mark.slow) for pair in itertools.product(DRAFTERS, TREES)],
 )
 def test_answers_have_it_with_every_drafter_tree_and_rule(weights, exact, monkeypatch, kind, tree):
-    """Entries without a child once brought rejected tokens back, where they named a token that another entry offered."""
+    """Regression: an entry without a child that named another entry's token brought rejected tokens back."""
     drafter, settings = DRAFTERS[kind]
     config = GenerateConfig(**settings, **TREES[tree])
     builder, _, shape = choose_tree(config)

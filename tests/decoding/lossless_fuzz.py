@@ -38,7 +38,7 @@ from treeflash_jax.engine.model import TreeFlash  # noqa: E402
 from treeflash_jax.models import quantized, verifier  # noqa: E402
 from treeflash_jax.models.config import ModelConfig, Rope  # noqa: E402
 
-VOCABULARY = 16  # few tokens, so that drafts are right now and then
+VOCABULARY = 16  # few tokens, so that random drafts are accepted sometimes
 SIZES = dict(
     vocab_size=VOCABULARY, hidden_size=24, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=6, max_positions=512
 )
@@ -60,7 +60,7 @@ KINDS = (  # of drafted programs
 
 
 def make_weights(config: ModelConfig, drafter: DrafterConfig, seed: int, quantize: str | None) -> Weights:
-    """Random weights in which nothing is zero or one; matrices of the verifier rounded where that is asked for."""
+    """Random weights without zeros and ones; the verifier's matrices in `quantize`, if it is not None."""
 
     def draw(specs, number: int, scale: float):
         normal = jax.tree.map(lambda spec: replace(spec, init="normal"), specs, is_leaf=is_spec)

@@ -1,4 +1,4 @@
-"""Waiting prompts take the places of finished sequences: same answers, fewer rounds, no new programs, no copied caches."""
+"""Waiting prompts replace finished sequences: same answers, fewer rounds, no new programs, no copied caches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = {
 @pytest.mark.parametrize(
     "name", [name if name in ("tree", "sampled") else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
 )
-def test_answers_do_not_depend_on_who_else_is_decoded(trained, name):
+def test_answers_do_not_depend_on_the_batch(trained, name):
     how = {"max_new_tokens": 24, "stop_ids": [3, 7, 11, 20, 33, 40], **SETTINGS[name]}
     whole = trained.generate(PROMPTS, batch_size=7, **how)
     before = len(programs.compiled())
@@ -99,8 +99,8 @@ def test_admission_writes_the_replaced_sequences_only():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [0.42, 0.9])
-def test_rounds_that_choose_their_nodes_go_on_choosing(trained, tmp_path, step):
-    """With pauses in between, too: what the drafter has put off is shown to it before others move in."""
+def test_the_budget_policy_survives_admission(trained, tmp_path, step):
+    """With pauses, too: pending tokens are added to the drafter's context before an admission."""
     model = beside(trained, tmp_path / "a.json", table(trained, MIXED, step))
     how = {"max_new_tokens": 60, "stop_ids": [3, 7, 11, 20]}
     plain = trained.generate(PROMPTS, builder="none", batch_size=7, **how)

@@ -1,4 +1,4 @@
-"""Rounds that choose their own nodes: the choice, what it must not change, and the calibration it goes by.
+"""The budget policy: its choices, answers that do not depend on them, and the calibration that it reads.
 
 No test looks at a time: tables are made up, and what they make a round do is counted.
 """
@@ -141,7 +141,7 @@ def test_a_cut_tree_is_the_smaller_tree(trained):
     ],
 )
 @pytest.mark.parametrize("how", ["greedy", "sampled"])
-def test_whatever_is_chosen_the_answer_is_that_of_one_token_decoding(trained, plain, tmp_path, seconds, step, taken, how):
+def test_answers_are_those_of_one_token_decoding_for_every_choice(trained, plain, tmp_path, seconds, step, taken, how):
     model = beside(trained, tmp_path / "a.json", table(trained, seconds, step))
     results = model.generate(PROMPTS, max_new_tokens=70, stop_ids=[], **AUTO, **(SAMPLED if how == "sampled" else {}))
     assert [result.ids for result in results] == plain[how]
@@ -165,7 +165,7 @@ def copied(state):
     return jax.tree.map(jnp.copy, state)
 
 
-def test_what_never_drafts_decodes_as_it_was_asked_to(trained, tmp_path):
+def test_one_token_decoding_keeps_the_requested_settings(trained, tmp_path):
     """Not by the defaults: its speed was measured with these settings."""
     auto = {**AUTO, "attention": "xla", "log_probs": True}  # no default
     asked = trained.plan(GenerateConfig(**auto | {"nodes": None}))
@@ -181,7 +181,7 @@ def test_what_never_drafts_decodes_as_it_was_asked_to(trained, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("attention", "taken"), [pytest.param("xla", -1, marks=pytest.mark.slow), ("streamed", 0)])
-def test_rounds_go_by_what_their_attention_reads(trained, tmp_path, attention, taken):
+def test_the_bucket_depends_on_the_positions_that_attention_reads(trained, tmp_path, attention, taken):
     """A few positions of a cache of 512, or all of them."""
     entry = table(trained, MIXED, 0.9, attention=attention)
     plan, weights, state = started(beside(trained, tmp_path / "a.json", entry), PROMPTS, 512, attention=attention)
@@ -231,8 +231,8 @@ def test_after_a_pause_rounds_draft_again(trained, plain, tmp_path):
 
 
 @pytest.mark.parametrize(("steps", "tokens"), [(1.3, 1.0), (1.6, 1.2), (4.0, 1.1), (2.0, 1.9)])
-def test_where_drafting_never_pays_little_is_lost(steps, tokens):
-    """Rounds that all commit what they were expected to, against as many one-token rounds."""
+def test_the_loss_is_bounded_if_drafting_never_pays(steps, tokens):
+    """Every round commits its expected tokens; the baseline is the same number of tokens in one-token rounds."""
     now, live = make_budget(), jnp.ones(3, bool)
     choice = make_choice(tokens, tokens, steps)
     learn = jax.jit(update_budget)
@@ -248,7 +248,7 @@ def test_where_drafting_never_pays_little_is_lost(steps, tokens):
     assert probes > budget.PATIENCE / (steps - tokens) + 1, "it is tried again"
 
 
-def test_a_debt_that_is_paid_back_is_forgotten():
+def test_a_debt_that_is_paid_back_ends_pauses():
     live, came = jnp.ones(3, bool), jnp.full(3, 3)
     losing, paying = (make_choice(tokens, tokens, 2.0) for tokens in (1.5, 4.0))
     now = make_budget(debt=budget.PATIENCE)
@@ -262,7 +262,7 @@ def test_a_debt_that_is_paid_back_is_forgotten():
     assert int(now.pause) == int(now.last_pause) == 0 and float(now.debt) == 0
 
 
-def test_reliability_is_what_came_true():
+def test_reliability_is_the_ratio_of_accepted_to_expected_tokens():
     now = make_budget(reliability=0.5)
     now = update_budget(now, make_choice(5.0, 3.0, 1.0), jnp.array([2, 4, 9]), jnp.array([True, True, False]))
     assert float(now.drafted) == budget.PRIOR_TOKENS + 4 and float(now.committed) == budget.PRIOR_TOKENS / 2 + 2
@@ -417,7 +417,7 @@ def test_a_damaged_file_is_one_line(tmp_path, text):
         calibration.read(path)
 
 
-def test_a_calibration_lies_beside_a_drafter_of_ones_own(tmp_path, monkeypatch):
+def test_the_default_path_is_the_folder_of_a_local_drafter(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert calibration.default_path(tmp_path) == tmp_path / calibration.FILE
     for drafter in ("owner/drafter", None):

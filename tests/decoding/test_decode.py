@@ -132,7 +132,7 @@ def test_a_round_is_one_program_that_copies_no_cache(builder, batch):
 
 @pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("bad", [False, True])
-def test_a_loop_that_copies_a_cache_is_found(bad):
+def test_a_loop_that_copies_a_cache_is_detected(bad):
     """Control of the test above: positions that are read after the write need the cache as it was."""
 
     def step(index, carry):
@@ -152,14 +152,14 @@ def test_a_drafter_of_another_model_is_pointed_out():
         model.generate([[1, 2, 3]], max_new_tokens=70, nodes=2, candidates=4, children=4)
 
 
-def test_a_chain_is_a_whole_block_unless_asked_otherwise(trained):
+def test_a_chain_is_a_whole_block_by_default(trained):
     sizes = {(builder, nodes): trained.plan(GenerateConfig(builder=builder, nodes=nodes)).num_nodes
              for builder in ("chain", "walk", "best-first") for nodes in (None, 4, 99)}  # fmt: skip
     assert sizes["chain", None] == sizes["walk", None] == sizes["chain", 99] == trained.drafter.block_size == 8
     assert sizes["chain", 4] == 4 and sizes["best-first", 99] == 99
 
 
-def test_a_draft_is_about_as_sharp_as_what_it_has_to_match(trained):
+def test_the_draft_temperature_follows_the_sampling_temperature(trained):
     sharp = replace(trained.drafter, drafter_temperature=0.5)
     asked = [draft_temperature(GenerateConfig(), sharp, t) for t in (0.0, 0.3, 0.7, 1.0, 1.3)]
     assert asked == [0.5, 0.5, 0.7, 1.0, 1.0]

@@ -122,7 +122,7 @@ def oracle(lookahead: float) -> tf.TreeFlash:
 @pytest.mark.parametrize(
     "how", [{"nodes": 17}, pytest.param({"builder": "walk", "depths": 3}, marks=pytest.mark.slow)], ids=str
 )
-def test_a_drafter_with_the_verifiers_law_is_accepted_to_full_depth(how):
+def test_a_drafter_with_the_verifiers_distribution_is_accepted_to_full_depth(how):
     with jax.enable_x64(True):
         how = {"max_new_tokens": 40, "drafter_temperature": 0.02, "children": 4} | how
         [result] = oracle(0.0).generate([[3, 4, 5]], **how)
@@ -133,7 +133,7 @@ def test_a_drafter_with_the_verifiers_law_is_accepted_to_full_depth(how):
 
 
 def test_the_drafter_is_shown_every_token_once(wide):
-    """After a few rounds its context has the length of the verifier's, and holds what one prefill of the text gives."""
+    """After a few rounds its context has the length of the verifier's, and equals that of one prefill of the text."""
     plan, state = prefilled(wide, PROMPTS, **TREE)
     state = loops.decode(wide.weights, state, jnp.int32(4), plan=plan)
     end_b, drafter = np.asarray(state.end_b), state.drafter

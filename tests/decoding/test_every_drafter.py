@@ -42,9 +42,9 @@ FULL = [(kind, {}) for kind in KINDS if kind not in ("block", "ngram")] + [("blo
     ("kind", "settings"), [*SHORT, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in FULL)], ids=str
 )
 def test_no_token_is_offered_twice(kind, settings):
-    """Along eight paths that take different children; a proposal names no token twice, whatever its empty entries held."""
+    """Along eight paths that take different children; the support of a proposal has distinct tokens besides NO_TOKEN."""
     model = make_pair(RANDOM_MODEL, replace(KINDS[kind], **{name: settings[name] for name in settings if name == "head"}))
-    prompts = [[*range(RANDOM_MODEL.vocab_size)] * 3, [8]]  # whatever follows the first, n-grams have seen it three times
+    prompts = [[*range(RANDOM_MODEL.vocab_size)] * 3, [8]]  # the first contains every token three times
     plan, state = prefilled(model, prompts, builder="hybrid", nodes=8, children=6, **settings)
     lanes_w = jnp.arange(8)
 

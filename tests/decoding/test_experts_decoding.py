@@ -83,7 +83,7 @@ def test_int8():
     assert [result.ids for result in drafted] == [result.ids for result in plain]
 
 
-def test_check_says_how_near_a_tie_was_where_bfloat16_answers_part(tmp_path):
+def test_check_reports_the_gap_at_the_first_difference_in_bfloat16(tmp_path):
     model = pair(dtype=jnp.bfloat16)
     checks = check(model, PROMPTS * 4, **TREE, max_new_tokens=48)
     assert len(checks) == 16 and any(each.divergence is None for each in checks)

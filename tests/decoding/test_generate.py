@@ -21,7 +21,7 @@ def answer(tiny) -> tf.Result:
 
 
 def test_samples_of_different_seeds_differ(tiny):
-    """The first sample is the answer without `samples`, whatever the batch; no two samples share their draws."""
+    """The first sample is the answer without `samples`, for every batch; no two samples share their draws."""
     settings = {"max_new_tokens": 20, "temperature": 1.0, "batch_size": 4, **TREE}
     sampled = [tiny.generate([CHAT, tf.Text("def add(")], samples=2, seed=seed, **settings) for seed in (7, 8)]
     alone = tiny.generate([CHAT, tf.Text("def add(")], seed=7, **settings)
@@ -100,7 +100,7 @@ def test_an_interrupt_keeps_what_there_is(tiny, monkeypatch, answer):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_an_interrupt_while_prompts_are_read_takes_no_answer_for_another(tiny, monkeypatch, batch_size):
+def test_an_interrupt_during_prefill_keeps_earlier_answers(tiny, monkeypatch, batch_size):
     """With one place, there is no state while prompts are read; the answers before them stay."""
     prompts = [CHAT, tf.Text("3 + 4 ="), tf.Text("Tom has 3 apples.")]
     whole = tiny.generate(prompts, max_new_tokens=40, batch_size=batch_size, **TREE)

@@ -1,4 +1,4 @@
-"""Selectors of delayed trees: what they must not change, their files, and what is refused. Training: tests/train."""
+"""Selectors of delayed trees: answers that do not depend on them, their files, refusals. Training: tests/train."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def made_for(model, rule: str, buckets=BUCKETS) -> SelectorConfig:
 
 
 def arbitrary(config: SelectorConfig) -> dict:
-    """Weights of a selector that goes wildly by its inputs."""
+    """Random weights, so that choices depend strongly on the inputs."""
     weights = parameters.initialize(tree_selector.specs(config), jax.random.key(2), scale=1.0)
     return weights | {"norm": jnp.ones_like(weights["norm"]), "scale": jnp.ones(len(SCALARS))}
 
@@ -49,7 +49,7 @@ def written(model, path, rule: str = "sample-and-match") -> str:
 
 @pytest.mark.slow
 def test_answers_are_those_of_one_token_decoding_alone_and_together(trained, tmp_path):
-    """Trees of every sequence are its own choice: neither ids nor nodes depend on what is decoded beside it."""
+    """Trees are chosen for each sequence: neither ids nor nodes depend on the rest of the batch."""
     how = HOW | SAMPLED | {"selector": written(trained, tmp_path / "a.safetensors"), "max_new_tokens": 24}
     results = trained.generate(PROMPTS, **how)
     plain = trained.generate(PROMPTS, builder="none", max_new_tokens=24, stop_ids=[], **SAMPLED)
@@ -121,7 +121,7 @@ def test_features_by_hand():
     accepted = accepting.Accepted(jnp.asarray([[0, 1, 0]] * 2), jnp.asarray([2, 2]), None, None, None)
     left = SelectorPolicy().observe(SimpleNamespace(sampling=sampling), proposal, verified, accepted)
     assert left.hidden_bj.tolist() == [[1.0], [3.0]]
-    entropy = 1.75 * np.log(2)  # of the verifier at temperature 1, whatever is filtered
+    entropy = 1.75 * np.log(2)  # of the verifier at temperature 1, before filters
     drafted = -(0.2 * np.log(0.2) + 0.8 * np.log(0.8))
     np.testing.assert_allclose(left.scalars_bl, [[entropy, drafted, 0.2 + 0.25, 1], [entropy, 0, 0, 0]], atol=1e-6)
     assert left.scalars_bl.shape[1] == len(OBSERVED)

@@ -67,7 +67,7 @@ def run_stages(weights, prompt_bt, config, fit, head, draft, nodes):
 
 @pytest.fixture(scope="module")
 def quick_compiler():
-    """Compiling dominates this file; the numbers hold at any optimisation level."""
+    """Most of this file's time is compiling; the numbers are the same at any optimisation level."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

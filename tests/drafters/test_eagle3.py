@@ -34,7 +34,7 @@ def float64():
 
 
 def opened(form: str):
-    """Config, weights and what is expected of a folder; the verifier's tables hold what the folder lacks."""
+    """Config, weights and expected numbers of a folder; the verifier's tables, which the folder may lack."""
     config, params = models.load_drafter(FOLDER / form, dtype=jnp.float64)
     expected = dict(np.load(FOLDER / form / "expected.npz"))
     tables = {"embed": jnp.asarray(expected["embed"], jnp.float64)} if "embed" in expected else {}

@@ -188,7 +188,7 @@ def test_on_other_platforms_than_a_cpu_no_level_is_a_branch(shared, monkeypatch)
 
 
 def test_a_network_may_keep_nothing(shared):
-    """A recurrent network: what it carries is all that it knows."""
+    """A recurrent network, whose only state is the carry."""
 
     def recurrent(shared, level):
         assert level.earlier == ()

@@ -114,7 +114,7 @@ ORACLES += [{"builder": "hybrid", "nodes": 9, "skeleton": 1.0, "drafter_temperat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [{"nodes": 17, "drafter_temperature": 0.02}, *ORACLES])
-def test_what_the_verifier_itself_drafts_is_accepted_to_full_depth(oracle, how):
+def test_the_verifiers_own_drafts_are_accepted_to_full_depth(oracle, how):
     result = oracle.generate([[1, 2, 3]], max_new_tokens=40, stop_ids=(), **how)[0]
     depths = how.get("depths", 8)
     assert set(result.accepted_before_cut[:-1]) == {depths + 1}

@@ -169,7 +169,7 @@ def test_eight_devices_answer_as_one(model, how):
     assert " all-reduce(" in text and not [line for line in gathered if "64]" in line.split("{")[0] or ",256" in line]
 
 
-def test_where_nothing_matches_the_verifier_reads_the_anchor_alone():
+def test_without_a_match_the_verifier_reads_only_the_anchor():
     """A round has two passes to choose from: one over the tree, one over a single token of each sequence."""
     model = a_model(jnp.float32)
     plan, state = prefilled(model, [[1, 2]], nodes=8)
@@ -181,7 +181,7 @@ def test_where_nothing_matches_the_verifier_reads_the_anchor_alone():
 # By name, and as a folder
 
 
-def test_it_is_known_by_name(tmp_path):
+def test_ngram_is_a_name_of_a_drafter(tmp_path):
     model = tf.load("tiny", drafter="ngram")
     assert (model.drafter, model.weights.drafter) == (ngram.NgramConfig(), {})
     (tmp_path / "config.json").write_text(json.dumps({"ngram_config": {"longest": 3, "num_nodes": 6}}))

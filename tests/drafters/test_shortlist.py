@@ -1,4 +1,4 @@
-"""The second stage over a shortlist: equal to the whole vocabulary where it lists all of it, a lossless draft where not."""
+"""The second stage over a shortlist: equal to the whole vocabulary if it lists all tokens, else still a lossless draft."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_list_of_all_tokens_changes_nothing(pair):
 
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_children_are_distinct_tokens_of_the_list_with_a_distribution_of_their_own(pair, size):
-    """The list, and what lies off it, by hand: scores of the head's full contexts, mass off the list from the marginals."""
+    """The list, and the mass off it, by hand: scores of the head's full contexts, mass off the list from the marginals."""
     table = run(pair, size)
     whole = run_full_contexts(pair)
     assert table.tokens_bimc.shape[-1] == min(K, size * DEPTHS)
@@ -108,7 +108,7 @@ def test_answers_stay_those_of_one_token_decoding(trained, temperature):
 @pytest.mark.parametrize(
     ("device", "vocab_size", "shortlist"), [("cpu", 2**14, 32), ("cpu", 2**14 - 1, 0), ("gpu", 2**14, 0), ("tpu", 2**14, 0)]
 )
-def test_a_cpu_shortlists_a_large_vocabulary_unless_asked_otherwise(device, vocab_size, shortlist):
+def test_a_cpu_shortlists_a_large_vocabulary_by_default(device, vocab_size, shortlist):
     models = RANDOM_MODEL, RANDOM_DRAFTER.layers
     verifier, layers = (replace(model, vocab_size=vocab_size) for model in models)
 

@@ -82,7 +82,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def test_a_steered_draft_is_that_of_pytorch(folder, expected):
-    """Read from files; positions keep what steered them, and what lies past the real positions steers nothing."""
+    """Read from files; positions keep the shifts that they were run with, and features of padding have no effect."""
     config, weights = models.load_drafter(folder)
     assert config.taps == (0, 1, 2)
     got = drafted_logits(config, weights, expected["tokens"], expected["features"])

@@ -120,7 +120,7 @@ def test_draws_and_coins_are_fresh_every_round_and_apart_from_the_verifiers_nois
         ({"skeleton": 1.5}, "skeleton 1.5"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_any_compute(model, settings, words):
+def test_impossible_settings_are_refused_before_any_compute(model, settings, words):
     before = len(programs.compiled())
     with pytest.raises(ValueError, match=words):
         model.generate(PROMPTS, **settings)
@@ -182,7 +182,7 @@ def test_the_comparison_writes_numbers_and_a_picture(tmp_path, monkeypatch, caps
         assert abs(whole["expected_tau"]["value"] - whole["tau"]["value"]) < 1
 
 
-def test_a_trunk_goes_by_what_recent_rounds_kept():
+def test_an_automatic_trunk_is_the_mean_of_recent_rounds():
     """Sequence by sequence: the tree is that of the trunk that the mean of the past asks for, and of the same draws."""
     depths, nodes = 4, 8
     log_probs = jnp.log(jnp.asarray([0.4, 0.3, 0.2, 0.1]))

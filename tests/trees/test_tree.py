@@ -72,7 +72,7 @@ def heap_search(tokens_imc, log_probs_imc, next_context_imc, budget: int) -> dic
 
 
 def paths(built: trees.DraftTree, b: int) -> list[tuple[int, ...]]:
-    """The token path of every node of one tree, in node order; fails where a parent does not precede its child."""
+    """The token path of every node of one tree, in node order; fails if a parent does not precede its child."""
     tokens, parent, depth = (np.asarray(x)[b] for x in (built.tokens_bn, built.parent_bn, built.depth_bn))
     actual: list[tuple[int, ...]] = [()]
     for node in range(1, int(np.asarray(built.valid_bn)[b].sum())):
@@ -83,7 +83,7 @@ def paths(built: trees.DraftTree, b: int) -> list[tuple[int, ...]]:
 
 
 def assert_documented(built: trees.DraftTree, anchor_b: jax.Array) -> None:
-    """Root, padding and order of a tree are what the docstring of DraftTree says."""
+    """Root, padding and order of a tree are those in the docstring of DraftTree."""
     tokens, parent, depth, log_prob, valid = (
         np.asarray(x) for x in (built.tokens_bn, built.parent_bn, built.depth_bn, built.log_prob_bn, built.valid_bn)
     )
@@ -222,7 +222,7 @@ def test_the_plain_form_builds_the_same_trees(kind, monkeypatch):
     assert_same_tree(ours, jax.jit(lambda *args: trees.best_first(*args, 12))(table, anchor_b))
 
 
-def test_a_loop_ends_where_nothing_better_lies_below():
+def test_the_loop_ends_if_no_deeper_node_is_better():
     """Levels below are not read: what would be NaN stays out."""
     table = random_tables("plain")
     likely = jnp.log(jnp.asarray([0.3, 0.3, 0.3, 0.1]))
