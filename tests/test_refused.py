@@ -346,7 +346,7 @@ def test_other_stages_refuse_too():
 
 RECORD = {
     "schema": 2, "prompt_id": "a", "prompt_hash": "0", "system": "ar",
-    "settings": dict.fromkeys(bench_records.SHARED, 1) | dict.fromkeys(bench_records.OWN)
+    "settings": dict.fromkeys(bench_records.SHARED, 1) | dict.fromkeys(bench_records.SYSTEM)
     | {"temperature": 0.0, "seed": 0, "builder": "none", "top_p": 1.0},
     "accept_lengths": [[1, 1]], "cut": [0], "ids": [[1, 2, 3]], "texts": ["x"], "tokens": 3, "seconds": 1.0,
     "compile_seconds": 0.0, "versions": {"jax": "1"}, "hardware": {"backend": "cpu", "device": "cpu", "cores": 2},

@@ -18,7 +18,7 @@ HARDWARE = {"backend": "cpu", "device": "cpu", "devices": 1, "cores": 2}
 def make_record(prompt, system, lengths, seconds, *, tokens=None, temperature=0.0, seed=0, ids=((1, 2),), dtype="float32"):
     """A record made by hand; `lengths` by turn."""
     base, _, nodes = system.partition("-")
-    own = dict.fromkeys(bench_records.OWN) | {
+    own = dict.fromkeys(bench_records.SYSTEM) | {
         "builder": "none" if base.startswith("ar") else "best-first",
         "nodes": int(nodes.partition("@")[0]) if nodes else None,
         "dtype": dtype,

@@ -15,7 +15,7 @@ from treeflash_jax.trees import TreeShape
 Record = dict[str, Any]
 
 SCHEMA = 2
-KINDS = {  # of the keys that every record has
+KINDS = {  # types of the values of a record
     "prompt_id": str,
     "prompt_hash": str,
     "system": str,
@@ -31,11 +31,11 @@ KINDS = {  # of the keys that every record has
     "compile_seconds": NonNegative,
     "expected": NonNegative | None,
 }
-# Settings that all records of a file share, and those of a system. Temperature and seed tell records apart.
+# Settings that are equal in all records of a file, and in all of a system. Temperature and seed may vary.
 SHARED = "verifier template quantize format max_new_tokens batch_size top_k top_p".split()
-OWN = "drafter dtype builder nodes drafter_temperature drafter_temperature_rule acceptance selector attention".split()
-OWN += [field.name for options in (draft_options(), TreeShape) for field in fields(options)]
-PARTS = {"settings": [*SHARED, *OWN, "temperature", "seed"], "hardware": ["device", "backend", "cores"]}
+SYSTEM = "dtype drafter drafter_temperature drafter_temperature_rule builder acceptance nodes selector attention".split()
+SYSTEM += [field.name for options in (draft_options(), TreeShape) for field in fields(options)]
+PARTS = {"settings": [*SHARED, *SYSTEM, "temperature", "seed"], "hardware": ["device", "backend", "cores"]}
 PEER = "another program"  # the builder of a system that is no model of this library
 RECORD_START = b'{"schema": '  # of every line of results
 
@@ -110,8 +110,8 @@ def record_key(record: Record) -> tuple[str, str, float, int]:
 
 
 def difference(record: Record, other: Record) -> str | None:
-    """Says what first keeps two records from belonging to one run; None if nothing does."""
-    names = SHARED + (OWN if record["system"] == other["system"] else [])
+    """Describes the first difference that two records of one run cannot have; None if there is none."""
+    names = SHARED + (SYSTEM if record["system"] == other["system"] else [])
     for part in ("settings", "versions", "hardware"):
         ours, theirs = record[part], other[part]
         for name in names if part == "settings" else sorted({*ours, *theirs}):

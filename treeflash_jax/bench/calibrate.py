@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--out", metavar="FILE", help="default: in the drafter's folder, or in ~/.cache/treeflash")
 
 
-def tried(verifier: ModelConfig) -> tuple[int, ...]:
+def default_nodes(verifier: ModelConfig) -> tuple[int, ...]:
     """Returns the default sizes of trees; with a mixture of experts only small ones may pay."""
     return (*(SMALL if verifier.num_experts else ()), *devices.here().nodes)
 
@@ -71,12 +71,12 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
     """Measures, prints and stores.
 
     Raises:
-      ValueError: settings that cannot be served, prompts that are too long, a file that cannot be written.
+      ValueError: unsupported settings, prompts that are too long, a file that cannot be written.
     """
     if model.drafter is None:
         raise ValueError("got no drafter, expected one: without it there is nothing to choose")
     lists = {name: sorted(set(getattr(arguments, name))) for name in ("batch", "context", "temperature")}
-    lists["nodes"] = sorted(set(arguments.nodes or tried(model.verifier)))
+    lists["nodes"] = sorted(set(arguments.nodes or default_nodes(model.verifier)))
     if lists["nodes"][0] < 2:
         raise ValueError("got --nodes 1, expected at least 2: one-token rounds are always timed")
     prompts = chosen_prompts(arguments)
@@ -136,7 +136,7 @@ def describe(entry: calibration.Calibration, batch: int, positions: int) -> list
     return text
 
 
-def _see_acceptance(state: DecodeState, expander: Any, tree: Any, verified: Any, accepted: Any) -> tuple[Any, ...]:
+def _read_acceptance(state: DecodeState, expander: Any, tree: Any, verified: Any, accepted: Any) -> tuple[Any, ...]:
     """Returns the drafted probabilities and the accepted path."""
     return tree.log_prob_bn, accepted.path_bp, accepted.length_b, state.done_b
 
@@ -156,7 +156,7 @@ def accept(
     for first in range(0, len(chats), BATCH):
         progress.detail(f"{first} of them done")
         requests = make_requests(chats[first : first + BATCH], config, model.verifier)
-        for log_prob_bn, path_bp, length_b, done_b in observe(model, requests, config, BATCH, _see_acceptance):
+        for log_prob_bn, path_bp, length_b, done_b in observe(model, requests, config, BATCH, _read_acceptance):
             for b in np.flatnonzero(~done_b):
                 count += 1
                 kept += [np.sum(path_bp[b, : length_b[b]] < n) for n in nodes]

@@ -32,7 +32,7 @@ def distances(expander: Expander, logits_bpv: jax.Array, tokens_bp: jax.Array) -
 
     Args:
       logits_bpv: of the verifier, after 0, 1, ... tokens of the path.
-      tokens_bp: tokens of the path. Distances after a token that the drafter does not list mean nothing.
+      tokens_bp: tokens of the path. Distances after a token that the drafter does not list are undefined.
     """
     state_b1, distances_bi = expander.start(1), []
     for depth in range(min(expander.num_depths, logits_bpv.shape[1])):
@@ -48,25 +48,25 @@ def distances(expander: Expander, logits_bpv: jax.Array, tokens_bp: jax.Array) -
     return jnp.stack(distances_bi, axis=1)
 
 
-@partial(devices.jit, static_argnames=("plan", "see"), donate_argnames="state")
+@partial(devices.jit, static_argnames=("plan", "read"), donate_argnames="state")
 def _observed_round(
-    weights: Weights, state: DecodeState, plan: DecodePlan, see: Callable[..., Any]
+    weights: Weights, state: DecodeState, plan: DecodePlan, read: Callable[..., Any]
 ) -> tuple[DecodeState, Any]:
     expander = rounds.draft_expander(weights, state, plan)
     tree, proposal = rounds.build_tree(state, expander, plan)
     verified = rounds.verify_tree(weights, state, tree, plan)
     accepted = rounds.accept_path(state, tree, proposal, verified.logits_bnv, plan)
-    seen = see(state, expander, tree, verified, accepted)
-    return loops.pin(rounds.commit_path(weights, state, verified, accepted, plan)), seen
+    values = read(state, expander, tree, verified, accepted)
+    return loops.pin(rounds.commit_path(weights, state, verified, accepted, plan)), values
 
 
 def observe(
-    model: TreeFlash, requests: Sequence[Request], config: GenerateConfig, batch_size: int, see: Callable[..., Any]
+    model: TreeFlash, requests: Sequence[Request], config: GenerateConfig, batch_size: int, read: Callable[..., Any]
 ) -> Iterator[Any]:
-    """Decodes a batch round by round, and yields what a function sees of each round.
+    """Decodes a batch round by round, and yields the arrays that a function computes in each round.
 
     Args:
-      see: static; from the state before the round, expander, tree, verifier's outputs and accepted path to arrays.
+      read: static; function of the state before the round, expander, tree, verifier's outputs and accepted path.
     """
     plan = model.plan(config)
     capacity = capacity_bucket(max(request.length for request in requests) + config.max_new_tokens + 1 + plan.path_length)
@@ -74,12 +74,12 @@ def observe(
     with sharding.ambient(model.mesh):
         state = loops.prefill(model.weights, *inputs, plan=plan.for_prefill())
         while not np.all(sharding.to_host(state.done_b)):
-            state, seen = _observed_round(model.weights, state, plan, see)
-            yield sharding.to_host(seen)
+            state, values = _observed_round(model.weights, state, plan, read)
+            yield sharding.to_host(values)
 
 
-def _see_distances(state: DecodeState, expander: Expander, tree: Any, verified: Any, accepted: Any) -> tuple[Any, Any]:
-    """Returns the distances along the accepted path [b, i], and the number of them that mean something, [b]."""
+def _read_distances(state: DecodeState, expander: Expander, tree: Any, verified: Any, accepted: Any) -> tuple[Any, Any]:
+    """Returns the distances along the accepted path [b, i], and the number of them that are defined, [b]."""
     distances_bi = distances(expander, pick(verified.logits_bnv, accepted.path_bp), accepted.tokens_bp)
     return distances_bi, jnp.where(state.done_b, 0, accepted.length_b)
 
@@ -92,7 +92,7 @@ def distances_by_depth(model: TreeFlash, prompts: Sequence[Any], config: Generat
     """
     requests = make_requests([model.encode(prompt) for prompt in prompts], config, model.verifier)
     total, count = 0.0, 0
-    for distances_bi, count_b in observe(model, requests, config, len(requests), _see_distances):
+    for distances_bi, count_b in observe(model, requests, config, len(requests), _read_distances):
         means = (np.arange(distances_bi.shape[1]) < count_b[:, None]) & ~np.isnan(distances_bi)
         total, count = total + np.sum(distances_bi, axis=0, where=means), count + np.sum(means, axis=0)
     return {"distance": [round(float(t / n), 4) for t, n in zip(total, count, strict=True) if n], "rounds": count.tolist()}

@@ -113,7 +113,7 @@ def measure(
 
     Args:
       format: a key of `prompt_sets.FORMATS`.
-      known: records of an earlier run; what they hold is not measured again.
+      known: records of an earlier run, which are not measured again.
       is_timed: repeats warm-up calls; without it, seconds include compilation.
       tell: receives a line after every call.
 

@@ -180,7 +180,7 @@ def make_plans(pair: Pair, arguments: argparse.Namespace, dtype: Any) -> list[De
     """Makes the plans that `generate` would run, by increasing number of nodes.
 
     Raises:
-      ValueError: settings that the pair cannot serve.
+      ValueError: settings that the pair does not support.
     """
     fields, plans = option_values(arguments, settings_class()), {}
     for nodes in arguments.nodes or [None]:

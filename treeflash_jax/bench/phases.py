@@ -42,7 +42,7 @@ from treeflash_jax.models.experts import count_distinct
 # From a program and a number of calls to a function that enqueues them and returns arrays to wait for.
 Prepare = Callable[[Callable[..., Any], int], Callable[[], Any]]
 MakeArgs = Callable[[DecodeState], tuple[Any, ...]]
-ROUNDS = 16  # most rounds of one dispatch of `decode`
+ROUNDS = 16  # maximal number of rounds in one dispatch of `decode`
 
 DRAFT = jax.jit(draft_stage, static_argnames=("plan", "name"))
 TREE = jax.jit(build_tree, static_argnames="plan")

@@ -5,7 +5,7 @@
     treeflash bench run --preset rules --limit 64 --out rules.jsonl --plot rules.png
     treeflash bench run --systems ar treeflash-8 --other "transformers=python torch_generate.py FOLDER" --out peers.jsonl
 
-See `harness` for what is measured. The same command continues a run that was stopped: what the file holds is not measured
+See `harness` for what is measured. The same command continues a run that was stopped: answers in the file are not measured
 again. A file of other settings, versions or hardware is refused and left as it is.
 """
 
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures what the output file lacks, then prints the summary of all it holds.
+    """Measures the answers that the output file lacks, then prints the summary of all of them.
 
     Raises:
       ValueError: bad prompts, systems, settings or output; nothing that was measured before is lost.
@@ -142,10 +142,10 @@ def check(
     temperatures: Sequence[float] = (0.0,),
     seeds: Sequence[int] = (0,),
 ) -> None:
-    """Refuses, before any compute, what cannot be measured or does not belong to the earlier records of the file.
+    """Refuses settings and prompts that the pair does not support or that differ from earlier records of the file.
 
     Raises:
-      ValueError: settings that the pair cannot serve, prompts that are too long, other settings or texts than before.
+      ValueError: unsupported settings, prompts that are too long, other settings or texts than before.
     """
     for system in measured:
         model, config = system.model, system.config

@@ -19,10 +19,10 @@ from treeflash_jax.core import devices, sharding
 from treeflash_jax.models.ceilings import Ceilings
 from treeflash_jax.models.costs import Work
 
-CALLS = 64  # of one sample, at most
+CALLS = 64  # maximal number of calls in a sample
 SAMPLE_SECONDS = 0.02
 PHASE_SECONDS = 6.0  # slow phases get fewer samples, at least two
-COMPILERS = 8  # programs compiled side by side, at most
+COMPILERS = 8  # maximal number of programs compiled in parallel
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Timed:
 
 
 class Compiler:
-    """Compiles programs on a few threads, while the calling thread goes on."""
+    """Compiles programs on background threads."""
 
     def __init__(self, tell: Tell):
         self.tell, self.done = tell, 0

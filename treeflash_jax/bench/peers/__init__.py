@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import treeflash_jax as tf
-from treeflash_jax.bench.bench_records import OWN, PEER
+from treeflash_jax.bench.bench_records import PEER, SYSTEM
 from treeflash_jax.bench.harness import System
 from treeflash_jax.core.checks import parse_json
 
@@ -72,7 +72,7 @@ class Peer(System):
         return round(result.tokens_per_second * result.seconds)
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | dict.fromkeys(OWN) | {"builder": PEER}
+        return super().settings() | dict.fromkeys(SYSTEM) | {"builder": PEER}
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         program = self.programs[-1]
