@@ -17,7 +17,6 @@ from treeflash_jax.models import layers
 from treeflash_jax.models.config import ModelConfig
 
 MOST_TAPS = 5  # as in the published drafters
-LAYERS_PER_DRAFTER_LAYER = 10
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def tapped_layers(num_layers: int) -> Choice:
 
 
 def drafter_layers(num_layers: int) -> Choice:
-    count = min(MOST_TAPS, max(2, round(num_layers / LAYERS_PER_DRAFTER_LAYER)))
+    count = min(MOST_TAPS, max(2, round(num_layers / 10)))
     return Choice(count, f"about a tenth of the verifier's {num_layers} layers, from 2 to {MOST_TAPS}")
 
 
