@@ -19,6 +19,16 @@ def refused(call, *words: str) -> str:
     return message
 
 
+def understood(call, *arguments, **settings) -> bool:
+    """Returns whether a call was served; a call that is not must be refused in one line."""
+    try:
+        call(*arguments, **settings)
+    except ValueError as error:
+        assert "\n" not in str(error) and len(str(error)) <= 300, str(error)
+        return False
+    return True
+
+
 def snapshot(folder) -> dict[str, bytes]:
     """Returns the content of all files below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-import shutil
 import time
 from dataclasses import fields, replace
-from pathlib import Path
 
 import hypothesis
 import jax
@@ -18,40 +16,21 @@ import pytest
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL
 from hypothesis import strategies
 from ml_dtypes import bfloat16
-from published_configs import LLAMA_31_8B, QWEN3_4B, QWEN25_7B_YARN, TREEFLASH_4B
-from refusals import refused
+from refusals import refused, understood
 
 import treeflash_jax as tf
-from train import drafter, evaluate, head, measure, respond
-from train.data import packing
-from train.data.records import Source, read
-from train.runtime import run_config
 from treeflash_jax.bench import bench_records
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import checks, devices
 from treeflash_jax.decoding import calibration
 from treeflash_jax.engine import prompts
-from treeflash_jax.engine.pairs import locate
 from treeflash_jax.engine.planning import make_requests, resolve
 from treeflash_jax.engine.settings import GenerateConfig
-from treeflash_jax.formats import models, storage
-from treeflash_jax.formats.dialects import parse
 from treeflash_jax.formats.tokenizer import Tokenizer
 
-CONFIGS = Path(__file__).parent.parent / "configs" / "tiny"
 HUGE = 10**400
 DEEP = "[" * 200_000
 WRONG = (None, "x", "", [], {}, object(), b"3", 1.5, math.nan, math.inf, -math.inf, -1, 2**31, 2**63, HUGE, True, [1.5])
-
-
-def understood(call, *arguments, **settings) -> bool:
-    """Returns whether a call was served; a call that is not must be refused in one line."""
-    try:
-        call(*arguments, **settings)
-    except ValueError as error:
-        assert "\n" not in str(error) and len(str(error)) <= 300, str(error)
-        return False
-    return True
 
 
 def asked(**settings) -> GenerateConfig:
@@ -68,10 +47,8 @@ def test_settings_of_generate():
         for name in GenerateConfig.__dataclass_fields__
     }
     assert not [name for name, values in taken.items() if HUGE in values]
-    whole = (
-        "max_new_tokens nodes block_size candidates children shortlist branches trunk top_k seed samples batch_size".split()
-    )
-    for name in whole:
+    whole = "max_new_tokens nodes block_size candidates children shortlist branches trunk top_k seed samples batch_size"
+    for name in whole.split():
         assert not any(isinstance(value, float | bool | str | bytes) for value in taken[name]), (name, taken[name])
         assert 2**63 not in taken[name]
     assert [name for name in taken if "" in taken[name]] == []
@@ -192,155 +169,6 @@ def test_broken_tokenizer_files(tiny, tmp_path):
         refused(lambda: Tokenizer.load(tmp_path), "tokenizer.json")
 
 
-def test_prompts_of_training_name_their_line(tiny, tmp_path):
-    lines = [{"prompt": "fine"}, {"prompt": "half \ud800"}, {"prompt": "fine too"}]
-    path = tmp_path / "set.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings = respond.RespondConfig(sources=(Source(path=str(path), hold_out=0),), verifier="x", out=str(tmp_path / "out"))
-    refused(lambda: respond.collect_prompts(settings, tiny), "line 2", "U+D800")
-    assert len(respond.collect_prompts(replace(settings, malformed="skip"), tiny)) == 2
-    path.write_text("".join(json.dumps({"text": line["prompt"] * 9}) + "\n" for line in lines))
-    source, opened = Source(path=str(path), format="text", hold_out=0), packing.load_corpus
-    refused(lambda: opened([source], packing.DataConfig(), tiny.tokenizer, 0), "line 2", "U+D800")
-    [skipped] = opened([source], packing.DataConfig(malformed="skip"), tiny.tokenizer, 0).skipped.values()
-    assert skipped == {"malformed": 1}
-
-
-# Configs and other files
-
-
-def test_keys_of_config_json():
-    wrong = (
-        None, "x", "", [], {}, [[1]], {"a": 1}, 1.5, math.nan, math.inf, -1, 0, 2**31, 2**63, HUGE, True, ["x"] *
-        10**4
-    )  # fmt: skip
-    verifiers = QWEN3_4B, LLAMA_31_8B, QWEN25_7B_YARN
-    for raw, part in (*((raw, "verifier") for raw in verifiers), (TREEFLASH_4B, "drafter")):
-        for key in raw:
-            for value in wrong:
-                if understood(parse, part, {**raw, key: value}):
-                    assert not (isinstance(value, int) and value >= 2**31) or key in hf_inert(), (key, value)
-    yarn = (
-        "factor original_max_position_embeddings attention_factor mscale mscale_all_dim beta_fast beta_slow truncate type"
-    )
-    for key in yarn.split():
-        for value in wrong:
-            rope = QWEN25_7B_YARN["rope_scaling"] | {key: value}
-            if understood(parse, "verifier", QWEN25_7B_YARN | {"rope_scaling": rope}):
-                assert value is None or isinstance(value, int | float) and math.isfinite(value), (key, value)
-    llama3 = LLAMA_31_8B["rope_scaling"]
-    for change, words in (
-        ({"rope_scaling": llama3 | {"low_freq_factor": 4.0}}, "low_freq_factor"),
-        ({"rope_scaling": llama3, "rope_parameters": {"rope_type": "default"}}, "rope_scaling beside"),
-        ({"eos_token_id": LLAMA_31_8B["vocab_size"]}, "eos_token_id"),
-        ({"layer_types": [3]}, "layer_types"),
-        ({"layer_types": "full_attention"}, "layer_types"),
-    ):
-        refused(lambda change=change: parse("verifier", {**LLAMA_31_8B, **change}), words)
-    tree = {"treeflash_config": {"candidate_tokens": 2**31}}
-    refused(lambda: parse("drafter", {**TREEFLASH_4B, **tree}), "candidate_tokens")
-
-
-@pytest.mark.parametrize("part", ["verifier", "drafter"])
-def test_layers_that_the_tensors_lack(part, tmp_path):
-    """At once: specs of 10^9 layers would never be built."""
-    folder = shutil.copytree(locate("tiny", part), tmp_path / part)
-    raw = json.loads((folder / "config.json").read_text())
-    for count in (raw["num_hidden_layers"] + 1, 10**5, 10**9):
-        (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": count, "layer_types": None}))
-        refused(lambda: tf.load(**{"verifier": "tiny", part: folder}), f"got {count:,} layers, expected")
-    (folder / "model.safetensors").unlink()
-    refused(lambda: tf.load(**{"verifier": "tiny", part: folder}), "expected at most 1,000")
-
-
-def test_experts_that_the_tensors_lack(tmp_path):
-    folder = shutil.copytree(Path(__file__).parent / "data" / "qwen3_moe" / "apart", tmp_path / "apart")
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"num_local_experts": 10**9}))
-    refused(lambda: models.load_verifier(folder), "1,000,000,000 of model.layers.")
-
-
-def hf_inert() -> set[str]:
-    """Keys that no number depends on, whatever they hold."""
-    used = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    used += "max_position_embeddings block_size num_target_layers eos_token_id rope_theta rms_norm_eps"
-    return {*QWEN3_4B, *LLAMA_31_8B, *QWEN25_7B_YARN, *TREEFLASH_4B} - {*used.split()} | {"rms_norm_eps", "rope_theta"}
-
-
-def test_files_of_json(tmp_path):
-    path = tmp_path / "generation_config.json"
-    texts = ["", "{", "[]", "3", DEEP, '{"a": ' * 50_000, '{"eos_token_id": ' + "9" * 5000 + "}", "\ud800"]
-    for text in texts:
-        path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        refused(lambda: models.stop_ids(tmp_path, RANDOM_MODEL), str(path)) if len(str(path)) < 150 else None
-    for content, words in (('{"eos_token_id": 64}', "eos_token_id"), ('{"eos_token_id": "2"}', "eos_token_id")):
-        path.write_text(content)
-        refused(lambda: models.stop_ids(tmp_path, RANDOM_MODEL), words)
-    path.unlink()
-    path.symlink_to(tmp_path / "nowhere")
-    refused(lambda: models.stop_ids(tmp_path, RANDOM_MODEL), "not found")
-
-
-# Training
-
-
-def leaves(raw, prefix=""):
-    """Dotted names of all values of nested tables, and the values."""
-    for key, value in raw.items():
-        yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
-
-
-def test_training_settings():
-    """Every setting of the stages with wrong values of every type: served, or refused before anything runs."""
-    words = [
-        '""', "[]", "{}", "1.5", "nan", "inf", "-1", "0", str(2**31), str(2**63), "1" + "0" * 400, "true", "[1.5]",
-        '"x"'
-    ]  # fmt: skip
-    stages = {"head.toml": head.HeadStage, "drafter.toml": drafter.DrafterStage, "respond.toml": respond.RespondConfig}
-    for name, stage in stages.items():
-        for key, default in leaves(run_config.to_dict(run_config.load(stage, CONFIGS / name))):
-            for word in words:
-                loaded = understood(run_config.load, stage, CONFIGS / name, [f"{key}={word}"])
-                is_text = isinstance(default, str) or key == "drafter"
-                assert not loaded or word not in ("nan", "inf", str(HUGE)) or is_text, (key, word)
-
-
-BAD_TRAINING = (
-    "drafter_temperature=-1 num_nodes=0 num_nodes=4097 num_layers=0 block_size=1 loop.batch=0 loop.batch=-2 run="
-    " optimizer.learning_rate=-1 optimizer.learning_rate=0 optimizer.learning_rate=1e30 optimizer.b1=2 optimizer.b1=1"
-    " optimizer.b2=-1 optimizer.warmup=5 optimizer.final=-1 optimizer.clip=-1 optimizer.clip=0 optimizer.weight_decay=-5"
-    " evaluate.prompts=-1 evaluate.nodes=[0] evaluate.batch=0 loop.accumulate=0 loop.steps=-1 loop.keep=0 loop.log_every=-1"
-    " data.sequence_length=1 data.prompt_weight=2 objective.decay=-1 objective.chunk=0 init_scale=0 mesh.model=0"
-).split()
-
-
-@pytest.mark.parametrize("word", BAD_TRAINING)
-def test_training_settings_by_name(word):
-    key = word.split("=")[0]
-    refused(lambda: run_config.load(drafter.DrafterStage, CONFIGS / "drafter.toml", [word]), key.split(".")[-1])
-
-
-def test_evaluation_sets_are_known_by_their_names(tmp_path):
-    for name in ("test", "TESTS", "my-evals", "validations", "benchmarks", "dev"):
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text('{"prompt": "x"}\n')
-        refused(lambda path=path: list(read_data(path)), "expected training data")
-    path = tmp_path / "tests-of-train.jsonl"
-    path.write_text('{"prompt": "x"}\n')
-    assert len(list(read_data(path))) == 1
-
-
-def read_data(path):
-    return read(Source(path=str(path)), 0)
-
-
-def test_other_stages_refuse_too():
-    assert evaluate.EvaluateConfig() == run_config.replaced(evaluate.EvaluateConfig(), {})
-    stage = {"verifier": "x", "drafter": "x", "respond": "x", "out": "x"}
-    for change in ({"prompts": 0}, {"nodes": [0]}, {"nodes": []}, {"temperatures": [-1.0]}, {"out": ""}):
-        refused(lambda change=change: run_config.replaced(measure.MeasureStage(**stage), change), next(iter(change)))
-
-
 # What the benchmarks and the calibration left
 
 
@@ -435,25 +263,3 @@ def test_command_lines(words, capsys):
         code = stopped.code
     error = capsys.readouterr().err
     assert code == 2 and error.count("\n") == 1 and len(error) <= 330, error
-
-
-# Numbers
-
-
-def test_weights_that_are_no_numbers():
-    for dtype in (np.float16, np.float32, np.float64, bfloat16):
-        values = np.random.default_rng(0).normal(size=(300, 700)).astype(dtype)
-        largest = np.full((3, 5), np.finfo(np.float16).max if dtype is np.float16 else 3e38, dtype)
-        assert storage.all_finite(values) and storage.all_finite(values.T) and storage.all_finite(-largest)
-        for bad in (math.nan, math.inf, -math.inf):
-            for place in ((0, 0), (150, 350), (-1, -1)):
-                spoilt = values.copy()
-                spoilt[place] = bad
-                assert not storage.all_finite(spoilt) and not storage.all_finite(spoilt.T)
-
-
-def test_weights_are_refused_by_name(trained, tmp_path):
-    spoilt = jax.tree.map(np.array, trained.weights.verifier)
-    spoilt["norm"][3] = math.nan
-    models.save_verifier(tmp_path, trained.verifier, spoilt)
-    refused(lambda: models.load_verifier(tmp_path), "tensor model.norm.weight", "NaN")
