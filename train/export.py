@@ -183,7 +183,7 @@ included).
 ## Settings of the run
 
 ```toml
-{run_config.dump(run_config.to_dict(trained)).strip()}
+{run_config.dump(trained).strip()}
 ```
 """
 

@@ -61,7 +61,7 @@ def main(settings: PairConfig) -> None:
             if not is_known:  # stages are composed again; each continues only with the settings it was begun with
                 for name in STAGES:
                     settings.path(f"{name}.toml").unlink(missing_ok=True)
-                files.write(path, run_config.dump(run_config.to_dict(settings)))
+                run_config.save(settings, path)
             stages = _run_stages(composer, budget)
             conclude(settings, stages["respond"], read_json(stages["measure"].out), budget.spent)
         finally:
@@ -165,7 +165,7 @@ def _write_stage(name: str, settings: PairConfig, made: Composed) -> Any:
         hosts.say(f"  {line}")
     path = settings.path(f"{name}.toml")
     comments = "".join(f"# {line}\n" for line in [f"python -m train.{name} {path}", *lines])
-    files.write(path, comments + run_config.dump(run_config.to_dict(stage)))
+    files.write(path, comments + run_config.dump(stage))
     return stage
 
 

@@ -93,7 +93,7 @@ def test_changes_name_what_differs(tmp_path):
     settings = run_config.load(head.HeadStage, HEAD)
     words = ["loop.batch=16", "sources.0.limit=3", "mesh.data=4", "run=x", "loop.keep=5"]
     now = run_config.load(head.HeadStage, HEAD, words)
-    saved.write_text(run_config.dump(run_config.to_dict(dataclasses.replace(settings, init_scale=0.5))))
+    saved.write_text(run_config.dump(dataclasses.replace(settings, init_scale=0.5)))
     changed = run_config.changes(now, saved, {"run", "mesh", "loop.keep"})
     assert changed.pop("sources")[1][0]["limit"] == 3
     assert changed == {"loop.batch": (4, 16), "init_scale": (0.5, 0.04)}

@@ -48,7 +48,7 @@ def save_settings(settings: Any, out: epath.Path) -> None:
     """Writes the settings of a file that is new, or whose sources have larger limits now (see `check_settings`)."""
     path = settings_path(out)
     if not path.exists() or "sources" in run_config.changes(settings, path, ()):
-        folders.write(path, run_config.dump(run_config.to_dict(settings)))
+        run_config.save(settings, path)
 
 
 def read_thinking(source: str) -> bool | None:
@@ -150,36 +150,26 @@ def adding(path: epath.Path, out: epath.Path, check: Callable[[], None]) -> Iter
     Args:
       check: called before every write.
     """
-    if not folders.is_remote(out):
-        with path.open("a") as file:
-
-            def append(_: int, line: str) -> None:
-                check()
-                file.write(line)
-                file.flush()
-
-            yield append
-        return
     lines: dict[int, str] = {}
     sent = time.monotonic()
 
     def send() -> None:
-        nonlocal sent
-        check()
-        part_path(out, min(lines)).write_text("".join(lines.values()))
-        lines.clear()
-        sent = time.monotonic()
+        if lines:
+            check()
+            folders.append(part_path(out, min(lines)) if folders.is_remote(out) else path, "".join(lines.values()))
+            lines.clear()
 
-    def collect(index: int, line: str) -> None:
+    def add(index: int, line: str) -> None:
+        nonlocal sent
         lines[index] = line
-        if time.monotonic() - sent > SECONDS_PER_PART:
+        if not folders.is_remote(out) or time.monotonic() - sent > SECONDS_PER_PART:
             send()
+            sent = time.monotonic()
 
     try:
-        yield collect
+        yield add
     finally:
-        if lines:
-            send()
+        send()
 
 
 def drop_unfinished_line(path: epath.Path) -> None:

@@ -136,9 +136,22 @@ class Checkpoints:
             notes = stored.custom_metadata or {}
             total, steps, documents = notes["checksum"], notes["steps"], notes["documents"]
         if stored.metadata:  # otherwise Orbax cannot read it, and its `load` says why
-            self._check_arrays(step, _describe(stored.metadata), _describe(abstract))
-        if self.documents is not None and steps == self.loop.steps:  # a run that is extended may have more documents
-            self._check_documents(step, documents)
+            then, now = _describe(stored.metadata), _describe(abstract)
+            if changed := _changed(then, now):
+                was, expected = (
+                    ", ".join(f"{name} {arrays.get(name, 'absent')}" for name in changed[:3]) for arrays in (then, now)
+                )
+                raise ValueError(
+                    f"{self.folder}: the checkpoint of step {step} holds other arrays: {len(changed)} differ, such as "
+                    f"{was}; expected {expected}. Continue with the drafter and code it was trained with, or give another "
+                    "run="
+                )
+        # A run that is extended may have more documents.
+        if self.documents is not None and steps == self.loop.steps and (changed := _changed(documents, self.documents)):
+            raise ValueError(
+                f"{self.folder}: the documents of {', '.join(changed)} changed after step {step} was trained; "
+                "restore those of then to continue, or give more loop.steps or another run= to train on these"
+            )
         with self._damage(step):
             state = self.orbax.load(path, abstract, checkpointable_name=STATE)
             if int(sharding.to_host(checksum(state))) != total:  # neither Orbax nor TensorStore notices one bit
@@ -154,25 +167,6 @@ class Checkpoints:
             if isinstance(error, OSError | ValueError | KeyError) or type(error) is Exception:
                 raise _DamageError(f"{self.folder}: checkpoint of step {step} is damaged ({_reason(error)})") from error
             raise
-
-    def _check_arrays(self, step: int, then: dict[str, str], now: dict[str, str]) -> None:
-        changed = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-        if changed:
-            was, expected = (
-                ", ".join(f"{name} {arrays.get(name, 'absent')}" for name in changed[:3]) for arrays in (then, now)
-            )
-            raise ValueError(
-                f"{self.folder}: the checkpoint of step {step} holds other arrays: {len(changed)} differ, such as {was}; "
-                f"expected {expected}. Continue with the drafter and code it was trained with, or give another run="
-            )
-
-    def _check_documents(self, step: int, then: Mapping[str, str]) -> None:
-        changed = [name for name in {**then, **self.documents} if then.get(name) != self.documents.get(name)]
-        if changed:
-            raise ValueError(
-                f"{self.folder}: the documents of {', '.join(changed)} changed after step {step} was trained; "
-                "restore those of then to continue, or give more loop.steps or another run= to train on these"
-            )
 
     def save(self, step: int, state: Any, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         """Starts writing; returns once the arrays are copied.
@@ -201,23 +195,26 @@ def claim(folder: epath.Path, config: Any) -> None:
       ValueError: the directory belongs to a run with other settings, or cannot be written.
     """
     path = folder / "settings.toml"
-    text = run_config.dump(run_config.to_dict(config))
     try:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             if hosts.is_first():
-                folders.write(path, text)  # in one piece, since other hosts may read it already
+                run_config.save(config, path)  # in one piece, since other hosts may read it already
             return
         changed = run_config.changes(config, path, FREE)
         steps = run_config.changes(config, path, ()).get("loop.steps")
         if steps and not changed and hosts.is_first():
-            folders.write(path, text)
+            run_config.save(config, path)
             hosts.say(f"{folder}: had loop.steps = {steps[0]}, now {steps[1]}: the learning rate follows the new number")
     except OSError as error:
         raise ValueError(f"{path}: {_reason(error)}; give another run=") from None
     if changed:
         examples = "; ".join(f"{key} was {then!r}, now {now!r}" for key, (then, now) in list(changed.items())[:3])
         raise ValueError(f"{folder} holds a run with other settings ({examples}); give another run= or the settings it has")
+
+
+def _changed(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    return [name for name in {**then, **now} if then.get(name) != now.get(name)]
 
 
 def _describe(tree: Any) -> dict[str, str]:

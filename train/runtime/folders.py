@@ -1,4 +1,4 @@
-"""Folders of runs and of results: on this machine, or behind a URL such as gs://bucket/run."""
+"""Folders and files of runs and results, local or at a URL such as gs://bucket/run."""
 
 from __future__ import annotations
 
@@ -15,37 +15,35 @@ from etils import epath
 
 from treeflash_jax.core import files
 
-# gcsfs would keep listings for ever, but other processes write to the same folders.
+# gcsfs would cache listings for ever, but other processes write to the same folders.
 fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
 
 
-def is_remote(place: str | os.PathLike) -> bool:
-    return "://" in os.fspath(place)
+def is_remote(path: str | os.PathLike) -> bool:
+    return "://" in os.fspath(path)
 
 
-def absolute(place: str | os.PathLike) -> epath.Path:
-    """`place` from the root, as Orbax wants it; a URL as it is.
+def absolute(path: str | os.PathLike) -> epath.Path:
+    """Returns an absolute path, which Orbax requires, or a URL unchanged.
 
     Raises:
-      ValueError: a URL that cannot be opened here.
+      ValueError: no file system is installed for the URL.
     """
-    if not is_remote(place):
-        return epath.Path(os.path.abspath(place))
+    if not is_remote(path):
+        return epath.Path(os.path.abspath(path))
     try:
-        path = epath.Path(place)
-        path.exists()
+        epath.Path(path).exists()
     except (ImportError, KeyError, NotImplementedError) as error:
-        kind = os.fspath(place).partition("://")[0]
-        reason = str(error).splitlines()[0]
+        scheme, reason = os.fspath(path).partition("://")[0], str(error).splitlines()[0]
         raise ValueError(
-            f"{place}: {kind}:// cannot be opened here ({reason}); gs:// needs pip install treeflash-jax[gcs]"
+            f"{path}: {scheme}:// cannot be opened here ({reason}); gs:// needs pip install treeflash-jax[gcs]"
         ) from None
-    return path
+    return epath.Path(path)
 
 
 @contextmanager
 def opened(path: epath.Path) -> Iterator[BinaryIO]:
-    """Opens a file to be read at any position; copies one behind a URL to this machine first."""
+    """Opens a file for reading at any position; a remote file is downloaded first."""
     with path.open("rb") as file:
         if not is_remote(path):
             yield file
@@ -56,48 +54,47 @@ def opened(path: epath.Path) -> Iterator[BinaryIO]:
             yield copy
 
 
-def check(place: str | os.PathLike, *, overwrite: bool = False, may_replace: Callable[[Any], bool] | None = None) -> None:
-    """Refuses what `filled` would refuse, before anything is computed; as `files.check_folder`, also behind a URL."""
-    if not is_remote(place):
-        files.check_folder(place, overwrite=overwrite, may_replace=may_replace)
+def check(target: str | os.PathLike, *, overwrite: bool = False, may_replace: Callable[[Any], bool] | None = None) -> None:
+    """Refuses a folder that `filled` would refuse; see `files.check_folder`."""
+    if not is_remote(target):
+        files.check_folder(target, overwrite=overwrite, may_replace=may_replace)
         return
-    folder = absolute(place)
+    folder = absolute(target)
     if folder.exists() and any(folder.iterdir()):
         if not overwrite:
-            raise ValueError(f"{place} exists; give a new folder")
+            raise ValueError(f"{target} exists; give a new folder")
         if may_replace is not None and not may_replace(folder):
-            raise ValueError(f"{place} holds files that treeflash_jax did not write; give a new folder")
+            raise ValueError(f"{target} holds files that treeflash_jax did not write; give a new folder")
 
 
 @contextmanager
 def filled(
-    place: str | os.PathLike, *, overwrite: bool = False, may_replace: Callable[[Any], bool] | None = None
+    target: str | os.PathLike, *, overwrite: bool = False, may_replace: Callable[[Any], bool] | None = None
 ) -> Iterator[Path]:
-    """A local folder to write into, whose files lie in `place` at the end; nothing of them where writing fails.
+    """Yields a local folder to write into; its files are moved or uploaded to `target` at the end, unless writing fails.
 
     Args:
-      place: here, where the files are renamed into it (`files.filled`), or behind a URL, where they are sent.
-      overwrite, may_replace: as in `check`.
+      target, overwrite, may_replace: see `files.check_folder`.
 
     Raises:
-      ValueError: a place that has files already, or that cannot be written.
+      ValueError: see `check`, or a folder that cannot be written.
     """
-    if not is_remote(place):
-        with files.filled(place, overwrite=overwrite, may_replace=may_replace) as folder:
+    if not is_remote(target):
+        with files.filled(target, overwrite=overwrite, may_replace=may_replace) as folder:
             yield folder
         return
-    check(place, overwrite=overwrite, may_replace=may_replace)
+    check(target, overwrite=overwrite, may_replace=may_replace)
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
         inside = (path for path in Path(name).rglob("*") if path.is_file())
         for path in sorted(inside, key=lambda path: (path.name == files.LAST, path)):
-            target = epath.Path(place) / path.relative_to(name).as_posix()
-            target.parent.mkdir(parents=True, exist_ok=True)
-            epath.Path(path).copy(target, overwrite=True)
+            copy = epath.Path(target) / path.relative_to(name).as_posix()
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            epath.Path(path).copy(copy, overwrite=True)
 
 
 def append(path: epath.Path, text: str) -> None:
-    """Adds text to a file; one behind a URL, where files cannot grow, is written again."""
+    """Appends to a file; a remote file, which cannot grow, is rewritten."""
     if is_remote(path):
         path.write_text((path.read_text() if path.exists() else "") + text)
     else:
@@ -106,7 +103,7 @@ def append(path: epath.Path, text: str) -> None:
 
 
 def write(path: epath.Path, content: str | bytes) -> None:
-    """Writes a file that is whole or absent, whatever kills the process; objects behind a URL always are.
+    """Writes a file whole or not at all, as object stores do by themselves.
 
     Raises:
       ValueError: the file cannot be written.

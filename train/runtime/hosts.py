@@ -1,4 +1,4 @@
-"""Processes and devices of a run: one laptop, one GPU, or every host of a pod, by the same command."""
+"""Processes and devices of a run: the same command runs on a laptop, on one GPU and on every host of a pod."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from treeflash_jax.core import sharding as meshes
 from treeflash_jax.core.checks import clipped
 from treeflash_jax.core.devices import here
 
-# Beginnings of JAX's errors if no cluster is detected, and if this process has already used its devices.
+# Prefixes of JAX's errors if no cluster is detected, and if this process has already used its devices.
 ALONE = ("coordinator_address should be defined", "jax.distributed.initialize() must be called before")
 
 
@@ -25,7 +25,7 @@ def connect() -> None:
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID for every process; JAX_NUM_PROCESSES=1 detects nothing.
 
     Raises:
-      ValueError: there are others, or there may be, and they cannot be joined.
+      ValueError: the other processes cannot be joined.
     """
     names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
     given = {name: int(os.environ[key]) for name, key in names.items() if key in os.environ}
@@ -43,40 +43,36 @@ def connect() -> None:
         jax.config.update("jax_enable_compilation_cache", False)
 
 
-def introduce(mesh: jax.sharding.Mesh, place: str) -> None:
-    """Prints on every process which one it is, its devices, the mesh, and where results are kept."""
+def introduce(mesh: jax.sharding.Mesh, output: str) -> None:
+    """Prints on every process its number, its devices, the mesh, and the output folder or file."""
     sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     print(
         f"process {jax.process_index() + 1} of {jax.process_count()}: {jax.local_device_count()} of {jax.device_count()} "
-        f"devices ({here().kind}), mesh {sizes}, {place}",
+        f"devices ({here().kind}), mesh {sizes}, {output}",
         flush=True,
     )
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """A mesh over `devices`, those of all hosts by default; `data` 0 takes what `fsdp` and `model` leave.
-
-    Raises:
-      ValueError: the product is more than the number of devices.
-    """
+    """Makes a mesh over `devices`, by default those of all hosts; with `data` 0, that axis takes all that remain."""
     devices = jax.devices() if devices is None else devices
     data = config.data or max(1, len(devices) // max(1, config.fsdp * config.model))
     return meshes.make_mesh(data, config.model, devices, fsdp=config.fsdp)
 
 
 def is_first() -> bool:
-    """True on the process that prints and logs."""
+    """Returns true on the process that prints and logs."""
     return jax.process_index() == 0
 
 
 def say(text: str) -> None:
-    """Prints once, whatever the number of hosts."""
+    """Prints on the first host."""
     if is_first():
         print(text, flush=True)
 
 
 def check_batch(batch_size: int, accumulate: int, mesh: jax.sharding.Mesh) -> None:
-    """Raises ValueError if a batch does not divide into parts and devices."""
+    """Raises ValueError if a batch is not divisible by parts and devices."""
     devices = mesh.shape["data"] * mesh.shape.get("fsdp", 1)
     if batch_size % (accumulate * devices):
         raise ValueError(
@@ -92,7 +88,7 @@ def local_members(batch_size: int, mesh: jax.sharding.Mesh) -> list[int]:
 
 
 def place_batch(batch: Any, batch_size: int, mesh: jax.sharding.Mesh) -> Any:
-    """Joins the `local_members` of all hosts into global arrays, split over data and fsdp."""
+    """Makes global arrays, sharded over data and fsdp, of the `local_members` of all hosts."""
 
     def place(x: np.ndarray) -> jax.Array:
         shape = (batch_size, *x.shape[1:])

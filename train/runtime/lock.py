@@ -1,7 +1,7 @@
 """Locks on outputs that only one command may write at a time: a run, a file of answers, a pair.
 
-On a local path it is a lock of the operating system, which ends with its process however that ends. Object stores have no
-locks: there the newest process owns an output through a file with its token, and an older one stops before its next write.
+A local lock is the operating system's, which releases it when the process ends. Object stores have no locks: the newest
+process owns an output through a file with its token, and an older one stops before its next write.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from train.runtime import folders, hosts
 
 @contextmanager
 def held(path: epath.Path, what: str) -> Iterator[Lock]:
-    """Holds the lock of `path` while the block runs, on behalf of all hosts of this job.
+    """Holds the lock of `path` for all hosts of this job while the block runs.
 
     Example:
       >>> with lock.held(folder / "run.lock", "runs/head") as mine:
       ...     mine.check()  # before every write
 
     Args:
-      path: file of the lock; its folder is made if it is missing.
-      what: name of the output, for messages.
+      path: lock file; its folder is created if missing.
+      what: name of the output in messages.
 
     Raises:
-      ValueError: another process holds it, or the file cannot be written; on every host of the job.
+      ValueError: another process holds the lock, or the file cannot be written; raised on every host.
     """
     lock, error = Lock(path, what), None
     if hosts.is_first():
@@ -56,7 +56,7 @@ def held(path: epath.Path, what: str) -> Iterator[Lock]:
 
 
 class Lock:
-    """The lock of one process; `held` is the way to use it."""
+    """The lock of one process, made by `held`."""
 
     def __init__(self, path: epath.Path, what: str):
         self.path, self.what, self.token = epath.Path(path), what, uuid.uuid4().hex

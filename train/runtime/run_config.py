@@ -28,6 +28,7 @@ import pydantic
 import tomli_w
 from etils import epath
 
+from train.runtime import folders
 from treeflash_jax.core import background, files
 from treeflash_jax.core.checks import CONFIG, bounded, clipped, explain, quoted
 from treeflash_jax.engine.loading import keep_programs
@@ -228,20 +229,18 @@ def to_dict(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def save(config: Any, path: Any) -> None:
-    """Writes settings as TOML that `load` reads back to the same."""
-    path.write_bytes(dump(to_dict(config)).encode())
+def save(config: Any, path: epath.PathLike) -> None:
+    """Writes settings as TOML from which `load` returns equal settings."""
+    folders.write(path, dump(config))
 
 
-def dump(raw: dict[str, Any]) -> str:
-    """Returns TOML of nested dicts; None, which TOML cannot express, is left out."""
+def dump(config: Any) -> str:
+    """Returns settings as TOML, without those that are None, which TOML cannot express."""
 
-    def without_none(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: without_none(item) for key, item in value.items() if item is not None}
-        return [without_none(item) for item in value] if isinstance(value, list) else value
+    def without_none(table: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in table.items() if value is not None}
 
-    return tomli_w.dumps(without_none(raw))
+    return tomli_w.dumps(json.loads(json.dumps(dataclasses.asdict(config)), object_hook=without_none))
 
 
 def describe(cls: type) -> str:

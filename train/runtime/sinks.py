@@ -54,7 +54,7 @@ def open_sinks(folder: epath.Path, config: Any, mesh: jax.sharding.Mesh, step: i
     sinks = [_tensorboard(folder, step)] if config.loop.tensorboard else []
     if name:
         sinks.append(_wandb(config, name, known[0] if known else name))
-    folders.write(path, starts + json.dumps(start) + "\n")
+    folders.append(path, json.dumps(start) + "\n")
     return sinks
 
 
