@@ -142,6 +142,15 @@ def test_a_plan_is_made_for_a_device_that_is_not_here(tiny):
     assert [plan.for_prefill().attention for plan in plans] == ["streamed", "xla"]
 
 
+@pytest.mark.parametrize(("kind", "wide"), [("cpu", jnp.dtype("float32")), ("gpu", None), ("tpu", None)])
+def test_the_residual_stream_is_wider_than_the_weights_on_cpus_only(tiny, kind, wide):
+    def dtypes(dtype):
+        plan = make_plan(tf.GenerateConfig(builder="best-first"), tiny.verifier, tiny.drafter, dtype, Device(kind))
+        return {part.residual_dtype for part in (plan, plan.for_prefill(), plan.one_token())}
+
+    assert dtypes(jnp.bfloat16) == dtypes(jnp.float16) == {wide} and dtypes(jnp.float32) == dtypes(jnp.float64) == {None}
+
+
 WRONG_FUSIONS = """
 import jax, jax.numpy as jnp
 from treeflash_jax.core import devices, programs

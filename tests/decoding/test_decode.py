@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 from answers import make_inputs, refused
 from compiled import CAPACITY, assert_copies_nothing, assert_one_program, copies_in_loops
-from conftest import compilations, random_pair
+from conftest import RANDOM_DRAFTER, RANDOM_MODEL, compilations, random_pair
 
 from treeflash_jax import TreeFlash
-from treeflash_jax.core import clock, programs
+from treeflash_jax.core import clock, parameters, programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.engine import model as engine
 from treeflash_jax.engine.batching import capacity_bucket
@@ -88,6 +89,34 @@ def test_log_probs_are_the_verifiers(trained, greedy):
     expected = log_probs_tv[jnp.arange(len(PROMPT) - 1, size - 1), ids[0, len(PROMPT) :]]
     np.testing.assert_allclose(tree.log_probs, expected, atol=1e-4)
     assert greedy.log_probs is None
+
+
+def test_logits_in_bfloat16_are_nearer_to_float32_with_a_residual_stream_in_float32():
+    config = replace(RANDOM_MODEL, num_layers=16)
+    narrow = parameters.initialize(verifier.specs(config), jax.random.key(0), jnp.bfloat16, scale=0.1)
+    ids = jax.random.randint(jax.random.key(1), (8, 16), 0, 64)
+    places = jnp.broadcast_to(jnp.arange(16), ids.shape), verifier.causal_mask(8, 16)
+
+    @partial(jax.jit, static_argnames="dtype")
+    def run(weights, dtype=None):
+        out = verifier.forward(weights, config, ids, *places, taps=(3,), residual_dtype=dtype)
+        return out.features_btj, verifier.logits(weights, out.hidden_btd)
+
+    (features, plain), (wide_features, wide) = run(narrow), run(narrow, dtype=jnp.float32)
+    assert (plain.dtype, wide.dtype, features.dtype, wide_features.dtype) == ("bfloat16", "float32", "bfloat16", "bfloat16")
+    exact = run(jax.tree.map(lambda x: x.astype(jnp.float32), narrow))[1]
+    rounded, ours, theirs = (jnp.std(x.astype(jnp.float32) - exact) for x in (wide.astype(jnp.bfloat16), wide, plain))
+    assert ours < rounded < 0.8 * theirs, "both the logits and the stream bring them nearer"
+
+
+@pytest.mark.parametrize("drafts", [{"nodes": 8}, {"builder": "none"}])
+def test_prefill_and_rounds_in_bfloat16_make_float32_logits_on_a_cpu(monkeypatch, drafts):
+    pair, seen, logits = random_pair(), [], verifier.logits
+    weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), pair.weights)
+    model = TreeFlash(RANDOM_MODEL, weights, drafter=RANDOM_DRAFTER)
+    monkeypatch.setattr(verifier, "logits", lambda *args: seen.append(logits(*args).dtype.name) or logits(*args))
+    model.generate(PROMPT, max_new_tokens=2, **drafts)
+    assert seen == ["float32"] * 2
 
 
 def test_nothing_recompiles_when_only_values_change(trained):

@@ -63,6 +63,9 @@ def test_a_vocabulary_table_is_summed_over_its_last_axis(leading):
     program = jax.jit(partial(products.product, "...d,vd->...v")).lower(hidden, table).compile()
     expected = exact("...d,vd->...v", hidden, table)
     np.testing.assert_allclose(np.asarray(program(hidden, table), np.float64), expected, rtol=2**-8, atol=1e-5)
+    wide = jax.jit(partial(products.product, "...d,vd->...v", dtype=jnp.dtype("float32")))(hidden, table)
+    assert wide.dtype == jnp.float32
+    np.testing.assert_allclose(wide, expected, rtol=1e-5, atol=1e-5, err_msg="sums that are not rounded")
     assert not re.search(r"bf16\[16,40\]", program.as_text()), "the table must not be transposed"
 
 

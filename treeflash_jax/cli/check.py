@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax.core import programs, sharding
+from treeflash_jax.core import devices, programs, sharding
 from treeflash_jax.decoding.accepting import VERIFY_STREAM
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.planning import Request, choose_tree, make_requests, resolve
@@ -120,7 +120,8 @@ def divergence(model: TreeFlash, request: Request, drafted: list[int], plain: li
     padded = np.zeros((1, 1 << (len(prefix) - 1).bit_length()), np.int32)  # few shapes, few compilations
     padded[0, : len(prefix)] = prefix
     arguments = model.weights.verifier, jnp.asarray(padded), jnp.int32(len(prefix) - 1)
-    logits_v = np.asarray(programs.call(_logits_at, *arguments, mesh=model.mesh, config=model.verifier))
+    static = {"config": model.verifier, "dtype": devices.describe_mesh(model.mesh).residual_dtype(model.dtype)}
+    logits_v = np.asarray(programs.call(_logits_at, *arguments, mesh=model.mesh, **static))
     with sharding.ambient(model.mesh):
         key, dtype = jax.random.key(request.seed), jnp.promote_types(logits_v.dtype, jnp.float32)
         for number in (request.index, *filter(None, [request.sample]), VERIFY_STREAM, len(prefix)):
@@ -133,8 +134,9 @@ def divergence(model: TreeFlash, request: Request, drafted: list[int], plain: li
     return Divergence(index=index, drafted=tokens[0], plain=tokens[1], gap=gap, rounding=rounding)
 
 
-@partial(jax.jit, static_argnames="config")
-def _logits_at(weights: Any, tokens_1t: jax.Array, index: jax.Array, config: Any) -> jax.Array:
+@partial(jax.jit, static_argnames=("config", "dtype"))
+def _logits_at(weights: Any, tokens_1t: jax.Array, index: jax.Array, config: Any, dtype: Any) -> jax.Array:
     size = tokens_1t.shape[1]
-    out = verifier.forward(weights, config, tokens_1t, jnp.arange(size)[None], verifier.causal_mask(1, size))
+    mask_1tt = verifier.causal_mask(1, size)
+    out = verifier.forward(weights, config, tokens_1t, jnp.arange(size)[None], mask_1tt, residual_dtype=dtype)
     return verifier.logits(weights, out.hidden_btd[:, index])[0]

@@ -128,7 +128,7 @@ def _read(
     reads_prompt = plan.drafts and drafters.is_declared("READS_PROMPT", plan.drafter)
     reads_tokens = plan.drafts and drafters.of(plan.drafter).READS_TOKENS
     width = plan.verifier.hidden_size
-    last = {"hidden": jnp.zeros((batch, width), dtype)}
+    last = {"hidden": jnp.zeros((batch, width), plan.residual_dtype or dtype)}
     last |= {"features": jnp.zeros((batch, width * len(plan.taps)), dtype)} if reads_tokens else {}
     mask_btt = verifier.causal_mask(batch, chunk)
 
@@ -140,7 +140,7 @@ def _read(
         count_b = jnp.clip(length_b - cache.length_b, 0, chunk)
         out = verifier.forward(
             weights.verifier, plan.verifier, tokens_bt, positions_bt, mask_btt, cache,
-            taps=plan.taps, attention=plan.attention,
+            taps=plan.taps, attention=plan.attention, residual_dtype=plan.residual_dtype,
         )  # fmt: skip
         if plan.drafts:
             known_b = jnp.clip(length_b - 1 - cache.length_b, 0, chunk) if reads_tokens and not reads_prompt else count_b

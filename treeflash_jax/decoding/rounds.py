@@ -236,7 +236,7 @@ def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, pla
         mask_bnn = trees.ancestor_mask(tree.parent_bn, plan.path_length - 1)
         out = verifier.forward(
             weights.verifier, plan.verifier, tree.tokens_bn, positions_bn, mask_bnn, state.cache,
-            taps=plan.taps, attention=plan.attention,
+            taps=plan.taps, attention=plan.attention, residual_dtype=plan.residual_dtype,
         )  # fmt: skip
         logits_bnv = verifier.logits(weights.verifier, out.hidden_btd)
         return Verified(logits_bnv, drafter_features(out, plan), out.new_kv, out.routes)
@@ -246,7 +246,8 @@ def drafter_features(out: verifier.Output, plan: DecodePlan) -> jax.Array | None
     """Returns the tapped features of new positions; an array of width 0 if the drafter taps no layer."""
     if plan.taps or not plan.drafts:
         return out.features_btj
-    return jnp.zeros((*out.hidden_btd.shape[:2], 0), out.hidden_btd.dtype)
+    keys_btke = jax.tree.leaves(out.new_kv)[0]
+    return jnp.zeros((*keys_btke.shape[:2], 0), keys_btke.dtype)
 
 
 def commit_path(

@@ -32,6 +32,7 @@ class DecodePlan:
       attention: implementation of the verify pass.
       prefill_attention: implementation of prefill passes; None: that of the verify pass.
       prefill_chunk: maximal number of prompt tokens per prefill pass.
+      residual_dtype: dtype of the verifier's residual stream and logits; None: that of the weights.
       log_probs: whether to record the verifier's log-probability of every emitted token.
       expected_lengths: whether to record the number of tokens that every round was expected to commit.
       policy: `rounds.Policy`, which chooses each round's bucket (size of tree); None: all rounds have equal shapes.
@@ -47,6 +48,7 @@ class DecodePlan:
     attention: str = "xla"
     prefill_attention: str | None = None
     prefill_chunk: int = 128
+    residual_dtype: Any = None
     log_probs: bool = False
     expected_lengths: bool = False
     policy: Any = None
@@ -67,12 +69,12 @@ class DecodePlan:
     def for_prefill(self) -> DecodePlan:
         """Returns the prefill plan, equal for all plans with the same prefill."""
         builder, attention = "best-first" if self.drafts else "none", self.prefill_attention or self.attention
-        names = ("verifier", "drafter", "prefill_chunk", "log_probs", "expected_lengths")
+        names = ("verifier", "drafter", "prefill_chunk", "residual_dtype", "log_probs", "expected_lengths")
         return DecodePlan(builder=builder, attention=attention, **{name: getattr(self, name) for name in names})
 
     def one_token(self) -> DecodePlan:
         """Returns the plan of one-token decoding with this plan's settings, the baseline of measurements."""
-        names = ("verifier", "attention", "prefill_attention", "prefill_chunk", "log_probs", "expected_lengths")
+        names = "verifier attention prefill_attention prefill_chunk residual_dtype log_probs expected_lengths".split()
         return DecodePlan(builder="none", num_nodes=1, **{name: getattr(self, name) for name in names})
 
     @property

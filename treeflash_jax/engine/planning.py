@@ -175,6 +175,7 @@ def make_plan(
         "attention": device.attention(dtype, config.attention),
         "prefill_attention": config.attention or device.prefill_attention,
         "prefill_chunk": device.prefill_chunk,
+        "residual_dtype": device.residual_dtype(dtype),
     }
     if drafter is None or config.builder == "none":
         return DecodePlan(builder="none", num_nodes=1, **shared)

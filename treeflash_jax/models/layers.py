@@ -56,10 +56,10 @@ def linear(equation: str, x: jax.Array, weight: jax.Array | quantized.Quantized)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Returns x / rms(x) * scale over the last axis; the mean square is taken in float32 at least."""
+    """Returns x / rms(x) * scale over the last axis in the dtype of the scale, from a mean square in float32 at least."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * scale.astype(x.dtype)
+    return normed.astype(scale.dtype) * scale
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:

@@ -102,13 +102,17 @@ def compress(weight: jax.Array, spec: Spec, scheme: str | None, mesh=None) -> An
     return jax.block_until_ready(compile_quantize(spec.inputs, place)(weight))
 
 
-def product(equation: str, x: jax.Array, weight: jax.Array | Quantized) -> jax.Array:
-    """Returns an einsum of activations with a weight whose output axes come last; in the dtype of x if quantised."""
+def product(equation: str, x: jax.Array, weight: jax.Array | Quantized, dtype: Any = None) -> jax.Array:
+    """Returns an einsum of activations with a weight whose output axes come last; in the dtype of x if quantised.
+
+    Args:
+      dtype: see `products.product`.
+    """
     if not isinstance(weight, Quantized):
-        return products.product(equation, x, weight)
+        return products.product(equation, x, weight, dtype)
     # Tied to x: XLA would convert the values of all layers ahead of a decoding loop and hold them, wide, to its end.
     x, values = lax.optimization_barrier((x, weight.values))
-    return products.product(equation, x, values.astype(x.dtype)) * weight.scale.astype(x.dtype)
+    return products.product(equation, x, values.astype(x.dtype), dtype) * weight.scale.astype(dtype or x.dtype)
 
 
 def lookup(table: jax.Array | Quantized, ids: jax.Array) -> jax.Array:

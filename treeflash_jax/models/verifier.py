@@ -64,6 +64,7 @@ def forward(
     shift: Callable[[int], jax.Array] | None = None,
     taps: tuple[int, ...] = (),
     attention: str = "xla",
+    residual_dtype: Any = None,
 ) -> Output:
     """Runs new positions through the model; the cache is read, never written.
 
@@ -79,9 +80,12 @@ def forward(
       shift: maps a layer's index to the shift of its feed-forward part, [b, 1 or t, f] (`layers.swiglu`); None: no shifts.
       taps: 0-based layers whose outputs are returned.
       attention: implementation name.
+      residual_dtype: dtype of the residual stream and of `hidden_btd`; None: that of the weights.
     """
     table = layers.rotary_table(config.rope, config.head_dim, positions_bt)
     x_btd = sharding.constrain(vocab.embed(params["embed"], tokens_bt), ("batch", None, None))
+    dtype = x_btd.dtype
+    x_btd = x_btd.astype(residual_dtype or dtype)
     length_b = None if cache is None else cache.length_b
     tapped: dict[int, jax.Array] = {}
     new_kv = []
@@ -111,12 +115,12 @@ def forward(
                 x_btd, new = layers.decoder_layer(weights, x_btd, attend, config.rms_norm_eps, mlp)
                 x_btd = sharding.constrain(x_btd, ("batch", None, None))
             if index in taps:
-                tapped[index] = x_btd
+                tapped[index] = x_btd.astype(dtype)
             group_kv.append(new)
             index += 1
         new_kv.append(tuple(group_kv))
     return Output(
-        hidden_btd=layers.rms_norm(x_btd, params["norm"], config.rms_norm_eps),
+        hidden_btd=layers.rms_norm(x_btd, params["norm"], config.rms_norm_eps).astype(x_btd.dtype),
         features_btj=jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None,
         new_kv=tuple(new_kv),
         routes=tuple(routes),
@@ -124,8 +128,9 @@ def forward(
 
 
 def logits(params: dict[str, Any], hidden_btd: jax.Array) -> jax.Array:
-    """Returns logits of chosen positions, [..., v] in the compute dtype."""
-    return vocab.unembed(params.get("unembed", params["embed"]), hidden_btd)
+    """Returns logits of chosen positions, [..., v]: products in the weights' dtype, summed in that of the hidden states."""
+    table = params.get("unembed", params["embed"])
+    return vocab.unembed(table, hidden_btd.astype(table.dtype), hidden_btd.dtype)
 
 
 def causal_mask(batch: int, length: int) -> jax.Array:

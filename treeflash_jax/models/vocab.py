@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,16 +44,17 @@ def embed(table_vd: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
     return _manual(local, mesh, (PartitionSpec(AXIS), batch), batch)(table_vd, ids)
 
 
-def unembed(table_vd: jax.Array | Quantized, hidden: jax.Array) -> jax.Array:
+def unembed(table_vd: jax.Array | Quantized, hidden: jax.Array, dtype: Any = None) -> jax.Array:
     """Returns hidden . table^T: logits [..., v], sharded over the vocabulary if the table is.
 
     Args:
       table_vd: one table, or [b, v, d], a table for each sequence.
       hidden: [b, ..., d].
+      dtype: of the logits of one table; None: that of `hidden`.
     """
     if len(table_vd.shape) == 3:
         return jax.vmap(partial(quantized.product, "...d,vd->...v"))(hidden, table_vd)
-    logits = quantized.product("...d,vd->...v", hidden, table_vd)
+    logits = quantized.product("...d,vd->...v", hidden, table_vd, dtype)
     return sharding.constrain(logits, ("batch",) + (None,) * (logits.ndim - 2) + ("vocab",))
 
 

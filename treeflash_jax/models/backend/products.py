@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +24,18 @@ MIN_VECTORS = 4  # XLA's CPU backend multiplies fewer bfloat16 vectors at the sp
 FEW_QUERIES = 8  # queries per key/value head up to which a CPU multiplies with the keys on the left
 
 
-def product(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns an einsum of activations with a weight, in their common dtype.
+def product(equation: str, x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
+    """Returns an einsum of activations with a weight.
 
     Args:
       equation: such as "btd,dhe->bthe" or "...d,vd->...v". The activations' summed axes come last; the weight's come first
         or last; the result has the activations' other axes, then the weight's.
       x: activations.
       weight: of any float dtype.
+      dtype: of the result; None: the operands' common dtype. Sums in a wider one are not rounded, in the form for CPUs.
     """
+    if dtype not in (None, x.dtype):
+        return _on_cpu(equation, x, weight, dtype)
     if x.dtype != jnp.bfloat16 or weight.dtype != jnp.bfloat16:
         return jnp.einsum(equation, x, weight)
     return _narrow(equation, x, weight)
@@ -107,10 +111,10 @@ def _backward(equation: str, operands: tuple[jax.Array, jax.Array], grad: jax.Ar
 _narrow.defvjp(_forward, _backward)
 
 
-def _on_cpu(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+def _on_cpu(equation: str, x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
     form = Equation.parse(equation)
     x_ni, matrix = form.matrices(x, weight)
-    y_no = _padded_product("ni,io->no" if form.inputs_first else "ni,oi->no", x_ni, matrix)
+    y_no = _padded_product("ni,io->no" if form.inputs_first else "ni,oi->no", x_ni, matrix, dtype)
     outputs = weight.shape[form.summed :] if form.inputs_first else weight.shape[: weight.ndim - form.summed]
     return y_no.reshape(*x.shape[: x.ndim - form.summed], *outputs)
 
@@ -124,10 +128,10 @@ def _backward_on_cpu(equation: str, x: jax.Array, weight: jax.Array, grad: jax.A
     return grad_x.reshape(x.shape), grad_weight.reshape(weight.shape)
 
 
-def _padded_product(equation: str, x_ni: jax.Array, matrix: jax.Array) -> jax.Array:
+def _padded_product(equation: str, x_ni: jax.Array, matrix: jax.Array, dtype: Any = None) -> jax.Array:
     count = x_ni.shape[0]
     padded = jnp.pad(x_ni, ((0, max(0, MIN_VECTORS - count)), (0, 0)))
-    return _accumulated(equation, padded, matrix)[:count]
+    return _accumulated(equation, padded, matrix, dtype)[:count]
 
 
 def _sum_over_vectors(left_ni: jax.Array, right_no: jax.Array) -> jax.Array:
@@ -139,6 +143,6 @@ def _sum_over_vectors(left_ni: jax.Array, right_no: jax.Array) -> jax.Array:
     return _accumulated("in,no->io", left_in, right_no)
 
 
-def _accumulated(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    """Sums in float32 and rounds once."""
-    return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32).astype(left.dtype)
+def _accumulated(equation: str, left: jax.Array, right: jax.Array, dtype: Any = None) -> jax.Array:
+    """Sums in float32 and rounds once, to the dtype of the operands or `dtype`."""
+    return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32).astype(dtype or left.dtype)
