@@ -9,6 +9,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from answers import drafted_as_plain
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices
 
 from treeflash_jax import make_mesh
@@ -78,9 +79,7 @@ def test_eight_devices_answer_as_one_and_no_round_moves_weights(expected, sizes)
 
 
 def test_int8():
-    model = pair(quantize="int8")
-    plain, drafted = (model.generate(PROMPTS, **how, **SETTINGS) for how in ({"builder": "none"}, TREE))
-    assert [result.ids for result in drafted] == [result.ids for result in plain]
+    drafted_as_plain(pair(quantize="int8"), PROMPTS, TREE, **SETTINGS)
 
 
 def test_check_reports_the_gap_at_the_first_difference_in_bfloat16(tmp_path):
