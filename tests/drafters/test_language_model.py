@@ -13,7 +13,7 @@ import pytest
 from answers import cut_by_stops, drafted_as_plain, prefilled, refused
 from budgets import table
 from conftest import RANDOM_MODEL, needs_8_devices
-from test_extending import goes_through_everything
+from extending import goes_through_everything
 
 import treeflash_jax as tf
 from treeflash_jax.core import parameters, programs

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from answers import cut_by_stops, drafted_as_plain, make_pair, prefilled
 from conftest import RANDOM_MODEL, needs_8_devices
-from test_extending import goes_through_everything
+from extending import goes_through_everything
 
 import treeflash_jax as tf
 from treeflash_jax import trees

@@ -1,0 +1,43 @@
+"""Commands with which tests run an extension of the library."""
+
+from __future__ import annotations
+
+import json
+
+import treeflash_jax as tf
+from treeflash_jax.cli.commands import main
+
+CHAT = [{"role": "user", "content": "Ada has 3 pens and buys 5 more. How many pens has she?"}]
+SMALL = {"nodes": 4, "candidates": 2, "children": 2}
+OPTIONS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+ASK = ["--chat", CHAT[0]["content"]]
+
+
+def generated(capsys, *words: str) -> list[int]:
+    """Token ids of `treeflash generate --json`."""
+    assert main(["generate", *words, "--max-new-tokens", "12", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["ids"]
+
+
+def goes_through_everything(model: tf.TreeFlash, folder, tmp_path, capsys, settings=SMALL, verifier="tiny") -> None:
+    """Python, the command line, benchmarks and calibration."""
+    options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    answers = [model.generate(CHAT, max_new_tokens=12, **how)[0] for how in ({"builder": "none"}, settings)]
+    assert answers[0].ids == answers[1].ids
+    pair = ["--verifier", str(verifier), "--drafter", str(folder)]
+    assert generated(capsys, *pair, *ASK, *options) == answers[0].ids
+    results, prompts = tmp_path / "results.jsonl", tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"id": 1, "turns": [CHAT[0]["content"]]}) + "\n")
+    words = ["--pair", str(verifier), str(folder), "--systems", "ar", "treeflash", "--prompts", str(prompts), *options]
+    assert main(["bench", "run", *words, "--max-new-tokens", "8", "--out", str(results)]) == 0
+    assert main(["bench", "report", str(results)]) == 0
+    assert "treeflash" in capsys.readouterr().out
+    words = ["--pair", str(verifier), str(folder), "--context", "20", "--repeats", "1", *options]
+    assert main(["bench", "latency", *words, "--out", str(tmp_path / "latency.json")]) == 0
+    shape = verifier if verifier == "tiny" else verifier / "config.json"
+    words = ["--shape", str(shape), "--drafter-shape", str(folder / "config.json"), "--no-compile", "--dtype", "float32"]
+    assert main(["bench", "memory", *words]) == 0
+    budget = ["--out", str(tmp_path / "budget.json"), "--limit", "1", "--repeats", "1", "--max-new-tokens", "24"]
+    words = ["--batch", "1", "--context", "40", *options, "--nodes", "2", "4"]
+    assert main(["calibrate", *pair, *words, *budget]) == 0
+    assert json.loads((tmp_path / "budget.json").read_text()) and "NaN" not in (tmp_path / "budget.json").read_text()

@@ -1,0 +1,268 @@
+"""Extending the library by a drafter, its option, its file dialect and the stage that trains it, without an edit to it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy_training
+from extending import CHAT, goes_through_everything
+from flax import struct
+
+import treeflash_jax as tf
+from train import compile as compiling
+from train import export
+from train.stages import drafting, registry
+from treeflash_jax import drafters, trees
+from treeflash_jax.cli.commands import main
+from treeflash_jax.core import parameters
+from treeflash_jax.core.parameters import Entry, Spec
+from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.state import Weights
+from treeflash_jax.drafters.protocol import option
+from treeflash_jax.engine.planning import make_requests
+from treeflash_jax.formats import models
+from treeflash_jax.formats.dialects import DIALECTS, dialect
+from treeflash_jax.models.costs import Work
+
+# A drafter: after each token, the tokens of a table; it remembers the last token it was shown.
+
+
+@dataclass(frozen=True, kw_only=True)
+class BigramConfig:
+    kind: ClassVar[str] = "bigram"
+    vocab_size: int
+    num_depths: int = 3
+    taps: tuple[int, ...] = (0,)
+    num_nodes: int = 4
+    lanes: int | None = None
+    drafter_temperature: float = 1.0
+    sampled_above: float | None = None
+
+    def fitted(self, verifier):
+        assert self.vocab_size == verifier.vocab_size
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class BigramOptions:
+    certainty: float = option(0.9, "probability of the next token", above=0, below=1, unit="probability")
+
+
+@struct.dataclass
+class LastToken:
+    """The last token that was shown, how many were, and their sum, each token counted with its place."""
+
+    token_b: jax.Array
+    number_b: jax.Array
+    sum_b: jax.Array
+
+    def axes(self):
+        return LastToken(("batch",), ("batch",), ("batch",))
+
+    def grow(self, capacity):
+        return self
+
+
+def _extended(own, tables, config, state, features_btj, tokens_bt, count_b, *, attention):
+    last_b = jnp.take_along_axis(tokens_bt, jnp.maximum(count_b - 1, 0)[:, None], axis=1)[:, 0]
+    place_t = jnp.arange(tokens_bt.shape[1])
+    weighted_bt = jnp.where(place_t < count_b[:, None], (state.number_b[:, None] + place_t + 1) * tokens_bt, 0)
+    return LastToken(
+        token_b=jnp.where(count_b > 0, last_b, state.token_b),
+        number_b=state.number_b + count_b.astype(jnp.int32),
+        sum_b=state.sum_b + jnp.sum(weighted_bt, axis=1, dtype=jnp.int32),
+    )
+
+
+def _looked_up(inputs, _):
+    """A path along the table; nothing at all where the state does not hold the anchor."""
+    token_b, found = inputs.anchor_b, []
+    for _ in range(inputs.config.num_depths):
+        token_b = inputs.params["next"][token_b].astype(jnp.int32)
+        found.append(token_b)
+    tokens_bi11 = jnp.stack(found, axis=1)[:, :, None, None]
+    is_known_b = inputs.state.token_b == inputs.anchor_b
+    likely = jnp.log(inputs.settings.certainty)
+    log_probs = jnp.where(is_known_b[:, None, None, None], likely, -jnp.inf) + jnp.zeros(tokens_bi11.shape)
+    last = jnp.arange(tokens_bi11.shape[1])[None, :, None, None] == tokens_bi11.shape[1] - 1
+    return trees.TransitionTable(tokens_bi11, log_probs, jnp.where(last, -1, 0) + jnp.zeros_like(tokens_bi11))
+
+
+BIGRAM = SimpleNamespace(
+    OPTIONS=BigramOptions,
+    READS_TOKENS=True,
+    DIALECT="bigram",
+    choose=lambda config, options: (config, BigramOptions(certainty=options.certainty)),
+    specs=lambda config: {"next": Spec((config.vocab_size,), (None,))},
+    init=lambda config, batch, capacity, dtype: LastToken(*(jnp.full(batch, x, jnp.int32) for x in (-1, 0, 0))),
+    extend=_extended,
+    stages=lambda config: {"look up": _looked_up},
+    work=lambda count, config, settings, verifier, quantize=None: {"look up": (Work(), Work())},
+    extend_work=lambda count, config, tokens: Work(),
+    identity=lambda config, settings: {"depths": config.num_depths},
+)
+
+
+def bigram_of(text: list[int], vocab_size: int) -> dict[str, jax.Array]:
+    table = np.zeros(vocab_size, np.float32)
+    table[text[:-1]] = text[1:]
+    return {"next": jnp.asarray(table)}
+
+
+# A file dialect: folders that hold such a table.
+
+
+class BigramFiles(dialect.Dialect):
+    name, part, marks = "bigram", "drafter", ("bigram_config",)
+
+    def read_config(self, path, keys):
+        return BigramConfig(vocab_size=keys.table("bigram_config").whole("size"))
+
+    def entries(self, config, specs, names):
+        return {"next": Entry("bigram.table")}
+
+    def to_hf(self, config):
+        return {"bigram_config": {"size": config.vocab_size}}
+
+
+@pytest.fixture
+def bigram(monkeypatch):
+    monkeypatch.setitem(drafters.DRAFTERS, "bigram", BIGRAM)
+    monkeypatch.setitem(DIALECTS, "bigram", BigramFiles())
+
+
+@pytest.mark.filterwarnings("ignore:tau is")
+@pytest.mark.slow
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_a_drafter(bigram, trained, prompts):
+    """Its tokens come in the right order, whatever the length of a prompt: else it would draft nothing."""
+    verifier = trained.verifier
+    texts = [[7, 8, 9, 10] * n + [5, 6] for n in (1, 2, 40)][:prompts]
+    plain = trained.generate(texts, max_new_tokens=24, builder="none")
+    weights = Weights(trained.weights.verifier, bigram_of(texts[0] + plain[0].ids, verifier.vocab_size))
+    config = BigramConfig(vocab_size=verifier.vocab_size)
+    model = tf.TreeFlash(verifier, weights, drafter=config, stop_ids=trained.stop_ids)
+    for how in ({}, {"builder": "walk"}, {"temperature": 1.0, "seed": 3}):
+        expected = trained.generate(texts, max_new_tokens=24, **how | {"builder": "none"})
+        found = model.generate(texts, max_new_tokens=24, nodes=4, **how)
+        assert [result.ids for result in found] == [result.ids for result in expected]
+    assert model.generate(texts, max_new_tokens=24, nodes=4)[0].tau > 1.2
+
+
+def test_a_drafter_is_shown_every_token_once(bigram, trained):
+    """By the prefill and by rounds: the token after each position whose features it sees, in order."""
+    verifier = trained.verifier
+    texts = [[7, 8, 9, 10] * n + [5, 6] for n in (1, 2, 40)]  # the last is longer than a chunk of the prefill
+    weights = Weights(trained.weights.verifier, bigram_of(texts[0], verifier.vocab_size))
+    model = tf.TreeFlash(verifier, weights, drafter=BigramConfig(vocab_size=verifier.vocab_size))
+    config = tf.GenerateConfig(nodes=4, max_new_tokens=20)
+    plan = model.plan(config)
+    inputs = model.make_batch(make_requests(texts, config, verifier), config, batch_size=3, capacity=256)
+    state = loops.prefill(model.weights, *inputs, plan=plan.for_prefill())
+
+    def check(state):
+        tokens_bs, end_b, shown = np.asarray(state.tokens_bs), np.asarray(state.end_b), state.drafter
+        for b, end in enumerate(end_b):
+            after = tokens_bs[b, 1:end]
+            assert (int(shown.number_b[b]), int(shown.token_b[b])) == (len(after), after[-1])
+            assert int(shown.sum_b[b]) == int(np.sum(np.arange(1, len(after) + 1) * after))
+
+    check(state)
+    check(loops.decode(model.weights, state, jnp.int32(5), plan=plan))
+
+
+@pytest.mark.slow
+def test_a_dialect_and_the_drafter_in_it(bigram, tiny, tmp_path, capsys):
+    plain = tiny.generate(CHAT, max_new_tokens=12, builder="none")[0]
+    own = bigram_of(plain.prompt_ids + plain.ids, tiny.verifier.vocab_size)
+    folder, config = tmp_path / "drafter", BigramConfig(vocab_size=tiny.verifier.vocab_size)
+    models.save_drafter(folder, config, own, dialect="bigram", dtype=jnp.float32)
+    model = tf.load("tiny", drafter=folder)
+    assert model.drafter == config
+    np.testing.assert_array_equal(model.weights.drafter["next"], own["next"])
+    with pytest.raises(ValueError, match="got shortlist 4, expected its default: drafters of kind 'bigram'"):
+        model.generate(CHAT, shortlist=4)
+    goes_through_everything(model, folder, tmp_path, capsys, {"nodes": 4, "certainty": 0.8})
+    records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {record["settings"]["certainty"] for record in records} == {None, 0.8}, "one-token decoding has none"
+
+
+def test_an_option_of_a_drafter(bigram, trained, capsys):
+    """It is a setting and a command-line option, and refused by name where it would do nothing."""
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    assert "--certainty PROBABILITY" in capsys.readouterr().out
+    for settings, words in (
+        ({"certainty": 0.5}, "got certainty 0.5, expected its default: drafters of kind 'block'"),
+        ({"certainty": 1.5}, "got certainty 1.5, expected below 1"),
+        ({"certanty": 0.5}, "did you mean certainty"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            trained.generate([3], **settings)
+
+
+# A stage that trains it: the table learns the mean of the tokens that follow.
+
+
+@dataclass(frozen=True, kw_only=True)
+class BigramStage(drafting.DraftingStage):
+    size: int
+    trains = ("next",)
+
+    @classmethod
+    def recognises(cls, raw):
+        return "size" in raw
+
+    def drafter_config(self, model):
+        return BigramConfig(vocab_size=self.size)
+
+    def fresh(self, drafter, weights, stored):
+        return parameters.initialize(BIGRAM.specs(drafter), jax.random.key(self.loop.seed), scale=self.init_scale)
+
+    def make_sums(self, verifier, drafter):
+        def sums(params, frozen, batch, keys_b):
+            here_bt, after_bt = batch.tokens_bt[:, :-1], batch.tokens_bt[:, 1:]
+            weight_bt = batch.weights_bt[:, 1:] * (batch.segments_bt[:, 1:] == batch.segments_bt[:, :-1])
+            error_bt = jnp.square(params["next"][here_bt] - after_bt)
+            return {"loss": (jnp.sum(weight_bt * error_bt), jnp.sum(weight_bt))}
+
+        return sums
+
+    def flops(self, verifier, drafter):
+        return float(self.loop.batch * self.data.sequence_length)
+
+    def describe(self, drafter):
+        return "bigram table", {"depths": drafter.num_depths}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:tau is")
+def test_a_drafter_is_trained_and_exported(bigram, monkeypatch, tmp_path):
+    monkeypatch.setitem(registry.STAGES, "bigram", BigramStage)
+    text = toy_training.write(tmp_path).read_text()
+    lines = [line for line in text.splitlines() if not line.startswith(("objective", "drafter"))]
+    (tmp_path / "bigram.toml").write_text("\n".join(["size = 64", *lines]))
+    run, evaluate = tmp_path / "run", "evaluate={prompts = 1, nodes = [4], new_tokens = 4}"
+    often = "loop.log_every=1", "optimizer.learning_rate=6"
+    settings = registry.read_stage(tmp_path / "bigram.toml", [f"run={run}", "loop.steps=12", *often, evaluate])
+    drafting.train(settings)
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["loss"] < 0.5 * log[0]["loss"] and log[-1]["held_out/tau_4"] >= 1
+    export.main(export.ExportStage(run=str(run), out=str(tmp_path / "out"), dtype="float32"))
+    assert "| depths | 3 |" in (tmp_path / "out" / "README.md").read_text()
+    model = tf.load(verifier=tmp_path / "verifier", drafter=tmp_path / "out", dtype="float32")
+    rounded = models.load_drafter(run / "model")[1]["next"]  # in bfloat16
+    np.testing.assert_allclose(model.weights.drafter["next"], rounded, rtol=1e-2)
+    assert np.asarray(rounded).max() > 10
+    arms = {"builder": "none"}, {"nodes": 4}
+    plain, drafted = (model.generate([[5, 6, 7]], max_new_tokens=6, **how)[0] for how in arms)
+    assert plain.ids == drafted.ids
+    compiled = compiling.compile_step(settings, "tiny", jax.devices()[:1])
+    assert compiled["trains"] == ["next"] and compiled["flops_per_step"] == 8 * 32
