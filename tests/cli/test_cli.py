@@ -41,16 +41,8 @@ def test_generate_gives_the_published_ids(capsys, folder, builder):
     expected, settings = np.load(pair / "expected.npz"), json.loads((pair / "settings.json").read_text())
     prompt = expected["prompt"][0]
     arguments = ["generate", "--verifier", str(pair / "verifier"), "--drafter", str(pair / "drafter")]
-    arguments += [
-        "--prompt-ids",
-        " ".join(map(str, prompt)),
-        "--builder",
-        builder,
-        "--json",
-        "--log-probs",
-        "--stop-ids",
-        "2",
-    ]
+    arguments += ["--prompt-ids", " ".join(map(str, prompt)), "--builder", builder]
+    arguments += ["--json", "--log-probs", "--stop-ids", "2"]
     sizes = {"max-new-tokens": "max_new_tokens", "candidates": "top_m", "children": "top_k", "nodes": "tree_size"}
     for option, key in sizes.items():
         if option != "nodes" or builder == "best-first":

@@ -31,12 +31,8 @@ def test_settings_of_other_libraries_are_understood(trained, name, meant):
 
 
 def test_arguments_of_load_are_no_settings(trained):
-    for name, meant in (
-        ("model", "verifier"),
-        ("torch_dtype", "dtype"),
-        ("dtype", "dtype"),
-        ("assistant_model", "drafter"),
-    ):
+    names = {"model": "verifier", "torch_dtype": "dtype", "dtype": "dtype", "assistant_model": "drafter"}
+    for name, meant in names.items():
         with pytest.raises(ValueError, match=f"'{name}'; {meant} is an argument of tf.load"):
             trained.generate([3], **{name: 1})
     assert set(LOAD_ARGUMENTS) <= set(inspect.signature(tf.load).parameters)

@@ -78,7 +78,7 @@ def test_features_are_read_from_the_flags(tmp_path):
     path.write_text("processor\t: 0\nmodel name\t: x\nflags\t\t: fpu avx2 amx_bf16\n\nprocessor\t: 1\nflags\t\t: none\n")
     assert devices.cpu_features(str(path)) == {"fpu", "avx2", "amx_bf16"}
     path = tmp_path / "other"
-    path.write_text("nothing of the kind")
+    path.write_text("no flags")
     assert devices.cpu_features(str(path)) == devices.cpu_features(str(tmp_path / "missing")) == frozenset()
 
 
@@ -121,9 +121,8 @@ def test_training_attends_with_the_kernel_of_the_device():
     kinds = {("tpu", "TPU v5 lite"): "splash", ("gpu", "NVIDIA H200"): "cudnn", ("gpu", "Tesla T4"): "chunked"}
     kinds |= {("gpu", "AMD Instinct MI300X"): "chunked", ("cpu", "cpu"): "chunked"}
     assert {kind: Device(*kind).training_attention() for kind in kinds} == kinds
-    assert (
-        Device("cpu").training_attention("splash") == "splash" and Device("tpu").training_attention("chunked") == "chunked"
-    )
+    assert Device("cpu").training_attention("splash") == "splash"
+    assert Device("tpu").training_attention("chunked") == "chunked"
     for backend, name in (("tpu", "cudnn"), ("gpu", "splash"), ("cpu", "cudnn")):
         with pytest.raises(ValueError, match=f"got attention '{name}' on a {backend}, expected 'auto' or 'chunked'"):
             Device(backend, "NVIDIA H200").training_attention(name)
@@ -180,13 +179,7 @@ def test_programs_are_compiled_without_the_fusions_that_are_wrong():
 
 def test_every_program_gets_the_compiler_options():
     """`jax.jit` alone serves what `programs.call` or `bench.timed` compiles, and what is compiled for other devices."""
-    compiled_elsewhere = {
-        "devices.py",
-        "check.py",
-        "loops.py",
-        "phases.py",
-        "compile.py",
-    }
+    compiled_elsewhere = {"devices.py", "check.py", "loops.py", "phases.py", "compile.py"}
     for path in FILES:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         jitted = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax.jit"]
