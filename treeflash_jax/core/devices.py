@@ -101,10 +101,7 @@ class Device:
         """Returns the requested attention implementation or the default for caches of `dtype`.
 
         On CPUs the fastest measured: "streamed" in float32, "xla" in bfloat16, where XLA would convert every slice. Not
-        measured on other devices.
-
-        Raises:
-          ValueError: a Pallas kernel for another backend; a CPU interprets all of them.
+        measured on other devices. Raises ValueError for another backend's Pallas kernel; a CPU interprets all of them.
         """
         if requested is not None:
             if not self.is_cpu and requested.startswith("pallas-") and requested != f"pallas-{self.backend}":
@@ -123,10 +120,8 @@ class Device:
     def training_attention(self, requested: str = "auto") -> str:
         """Returns the requested attention implementation for packed sequences; for "auto", the device's kernel.
 
-        cuDNN's needs an Ampere GPU or newer; names of older data-centre GPUs do not start with NVIDIA ("Tesla T4").
-
-        Raises:
-          ValueError: a kernel for another device; a CPU interprets "splash".
+        cuDNN's needs an Ampere GPU or newer; names of older data-centre GPUs do not start with NVIDIA ("Tesla T4"). Raises
+        ValueError for another device's kernel; a CPU interprets "splash".
         """
         kernel = {"tpu": "splash", "gpu": "cudnn" if self.kind.startswith("NVIDIA") else None}.get(self.backend)
         if requested not in ("auto", "chunked", "splash" if self.is_cpu else kernel):
