@@ -82,7 +82,7 @@ def _tensorboard(folder: epath.Path, step: int) -> Sink:
 
         writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
     except ImportError as error:
-        raise ValueError(f"loop.tensorboard: {error}; install treeflash-jax[tensorboard], and gcsfs for gs://") from None
+        raise ValueError(f"loop.tensorboard: {error}; install treeflash-jax[tensorboard], for gs:// also [gcs]") from None
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
