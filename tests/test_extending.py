@@ -23,10 +23,10 @@ from treeflash_jax.cli.commands import main
 from treeflash_jax.core.parameters import Entry, Spec
 from treeflash_jax.drafters.block.heads import HEADS, table
 from treeflash_jax.formats import models
-from treeflash_jax.formats.architectures import ARCHITECTURES, common
+from treeflash_jax.formats.architectures import ARCHITECTURES, dense
 from treeflash_jax.formats.architectures.architecture import Architecture, Key
 from treeflash_jax.formats.dialects import DIALECTS
-from treeflash_jax.formats.dialects.dflash import DFlash
+from treeflash_jax.formats.dialects.block_folder import DFlash
 
 # A head: the hidden state is shifted by a learned multiple of the embedding of the token before.
 
@@ -121,12 +121,12 @@ def test_an_acceptance_rule(monkeypatch, tiny, capsys):
 TOY_ARCHITECTURE = Architecture(
     model_type="toy",
     class_name="ToyForCausalLM",
-    keys=(*common.keys(head_dim=lambda fields: 32)[1:], Key(name="words", field="vocab_size")),
+    keys=(*dense.keys(head_dim=lambda fields: 32)[1:], Key(name="words", field="vocab_size")),
     constants={"qk_norm": True},
-    only=common.ONLY | {"logit_scale": (1.0,)},
-    inert=common.INERT | {"recipe"},
+    only=dense.ONLY | {"logit_scale": (1.0,)},
+    inert=dense.INERT | {"recipe"},
     layer={name: replace(entry, name=f"toy.{name}") for name, entry in ARCHITECTURES["qwen3"].layer.items()},
-    outside=common.OUTSIDE | {"norm": Entry("the.norm")},
+    outside=dense.OUTSIDE | {"norm": Entry("the.norm")},
 )
 
 

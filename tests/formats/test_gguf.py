@@ -29,7 +29,6 @@ from gguf_files import (  # noqa: E402
     as_gguf,
     digests,
     name_of,
-    pairwise,
     save_hf,
     stored,
     vocabulary,
@@ -41,8 +40,7 @@ import treeflash_jax as tf  # noqa: E402
 from treeflash_jax.cli.commands import main  # noqa: E402
 from treeflash_jax.engine.pairs import locate  # noqa: E402
 from treeflash_jax.formats import gguf_reader, models  # noqa: E402
-from treeflash_jax.formats.dialects import gguf as gguf_dialect  # noqa: E402
-from treeflash_jax.formats.dialects import parse  # noqa: E402
+from treeflash_jax.formats.dialects import DIALECTS, parse  # noqa: E402
 from treeflash_jax.formats.tokenizer import Tokenizer  # noqa: E402
 from treeflash_jax.models import layers, quantized, verifier  # noqa: E402
 from treeflash_jax.models.config import ModelConfig, Rope  # noqa: E402
@@ -117,17 +115,10 @@ def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kind):
     np.testing.assert_array_equal(got["embed"], gguf.dequantize(raw["model.embed_tokens.weight"], kind))
 
 
-def test_llama_rows_come_back_in_order():
-    rows = np.arange(6 * 8 * 3).reshape(48, 3)
-    order = gguf_dialect.half_rotation_order(6, 8)
-    np.testing.assert_array_equal(pairwise(rows, 6)[order], rows)
-    h, s, j = 4, 1, 2  # head, half, pair: the formula of the specification
-    assert order[h * 8 + s * 4 + j] == h * 8 + 2 * j + s
-
-
 def test_slices_equal_the_whole(tmp_path):
     tensors = as_gguf(save_hf(tmp_path, LLAMA), LLAMA, gguf.GGMLQuantizationType.Q8_0)
-    held = gguf_dialect.tensors(gguf_reader.read(write(tmp_path / "x.gguf", LLAMA, tensors)), LLAMA)
+    with DIALECTS["gguf"].opened(write(tmp_path / "x.gguf", LLAMA, tensors), LLAMA) as opened:
+        held = dict(opened)
     for name in ("blk.0.attn_q.weight", "blk.1.attn_k.weight", "blk.0.ffn_down.weight", "token_embd.weight"):
         whole = held[name][:]
         assert whole.shape == tuple(held[name].get_shape()) and whole.dtype == np.float32

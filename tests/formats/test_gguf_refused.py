@@ -87,7 +87,7 @@ REFUSED = {
     "rotated part": (lambda p: write_small(p, changes={"rope.dimension_count": 8}), "dimension_count 8, expected 16"),
     "linear": (lambda p: write_small(p, changes={"rope.scaling.type": "linear"}), "rope.scaling.type 'linear'"),
     "yarn without a factor": (lambda p: write_small(p, changes={"rope.scaling.type": "yarn"}), "scaling.factor = None"),
-    "yarn that speeds up": (lambda p: write_small(p, changes=YARN | {"rope.scaling.factor": 0.5}), "yarn factor 0.5"),
+    "yarn that speeds up": (lambda p: write_small(p, changes=YARN | {"rope.scaling.factor": 0.5}), "factor = 0.5"),
     "betas": (lambda p: write_small(p, changes=YARN | {"rope.scaling.yarn_beta_fast": 0.5}), "beta_fast 0.5"),
     "half of yarn": (lambda p: write_small(p, changes=YARN | {"rope.scaling.yarn_ext_factor": 0.5}), "ext_factor = 0.5"),
     "yarn and divisors": (
@@ -112,10 +112,10 @@ REFUSED = {
     "template of numbers": (lambda p: write_small(p, {"tokenizer.chat_template": 3}), "chat_template = 3, expected a text"),
     "bos of another kind": (lambda p: write_small(p, {"tokenizer.ggml.bos_token_id": "x"}), "bos_token_id = 'x'"),
     "a number of tokens": (lambda p: write_small(p, {"tokenizer.ggml.tokens": 3}), "ggml.tokens = 3, expected a list"),
-    "eos of another kind": (lambda p: write_small(p, {"tokenizer.ggml.eos_token_id": "2"}), "eos_token_id '2'"),
+    "eos of another kind": (lambda p: write_small(p, {"tokenizer.ggml.eos_token_id": "2"}), "eos_token_id = '2'"),
     "size beyond 32 bits": (lambda p: write_small(p, changes={"feed_forward_length": 2**31}), "length = 2147483648"),
     "odd heads": (lambda p: write_small(p, changes=dict.fromkeys(LENGTHS, 15)), "head_dim 15"),
-    "eos": (lambda p: write_small(p, {"tokenizer.ggml.eos_token_id": 9999}), "eos_token_id 9999"),
+    "eos": (lambda p: write_small(p, {"tokenizer.ggml.eos_token_id": 9999}), "eos_token_id = 9999"),
     "closing texts": (lambda p: write_small(p, {"tokenizer.ggml.add_eos_token": True}), "add_eos_token"),
 }  # fmt: skip
 
@@ -129,7 +129,7 @@ def test_bad_files_get_one_line(small, damage, words, capsys):
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"expert_used_count": 5}, "qwen3moe.expert_used_count 5 of 4 experts, expected at most 4"),
+    ({"expert_used_count": 5}, "num_experts_per_tok 5 of 4 experts, expected at most 4"),
     ({"expert_feed_forward_length": None}, "got qwen3moe.expert_feed_forward_length = None"),
     ({"expert_shared_count": 1}, "qwen3moe.expert_shared_count = 1"),
 ])  # fmt: skip

@@ -1,9 +1,8 @@
-"""Files of one dialect written in another."""
+"""Conversion of files from one dialect to another."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
     """Writes a drafter's files in another dialect, bit for bit.
 
     Args:
-      target: new folder; it appears when all of it is written.
-      dialect: of the new files, by name.
-      drop_head: leave a head behind that the dialect cannot hold.
+      target: new folder; it appears when it is complete.
+      dialect: name of the dialect to write.
+      drop_head: leave out a block drafter's head, which some dialects cannot store.
 
     Raises:
-      ValueError: a dialect that cannot be written; a drafter that it cannot hold, such as one with a head; or a target
-        that is there already.
+      ValueError: a dialect that cannot be written, a drafter that it cannot store, or a target that exists.
     """
     files.check_folder(target)
     config = models.read_drafter_config(source)
@@ -37,8 +35,8 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
         raise ValueError(f"{source}: got tensors of types {sorted(kinds)}, expected one type")
     dtype = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}.get(kinds.pop(), jnp.float32)
     config, params = models.load_drafter(source, dtype=dtype)
-    if drop_head and "head" in params:
-        config, params = replace(config, head="marginal"), params | {"head": {}}
+    if drop_head:
+        config, params = written.without_head(config, params)
     with files.filled(target) as folder:
         models.save_drafter(folder, config, params, dialect=dialect, dtype=dtype)
 
@@ -47,11 +45,11 @@ def convert_gguf(source: str | Path, target: str | Path, dtype: Any = jnp.float3
     """Writes a GGUF file as a Hugging Face folder: configs, weights and tokenizer.
 
     Args:
-      target: new folder; it appears when all of it is written.
-      dtype: on disk; float32 holds what the quantised types mean exactly.
+      target: new folder; it appears when it is complete.
+      dtype: dtype on disk; float32 represents all quantised types exactly.
 
     Raises:
-      ValueError: as `models.load_verifier`, or a target that is there already.
+      ValueError: as `models.load_verifier`, or a target that exists.
     """
     files.check_folder(target)
     file = gguf_reader.read(source)

@@ -1,27 +1,23 @@
-"""Architectures: what the published files of each family of verifiers hold, and how it maps to ours.
+"""Architectures: how config keys and tensor names of each family of verifiers map to ours.
 
-A family is one file that makes an `Architecture`, and one line in ARCHITECTURES. Config keys and tensor names stand
-together in that record; `record.Architecture` says what each field means, `common` has what the families share. A family
-whose layers have other weights or other maths also needs them in `verifiers.layers.layer_specs`, by fields of
-`ModelConfig`.
+A family is one `Architecture` and one line in ARCHITECTURES; `architecture.Architecture` describes its fields, `dense` has
+the parts that families share. A family with other layer weights or mathematics also needs them in
+`models.layers.layer_specs`, chosen by fields of `ModelConfig`: `dense.QWEN2` sets `qkv_bias` in `constants` and names the
+biases in `layer`. In `qwen3_moe`, a mixture of experts, `keys` adds the sizes of the experts, `derive` lists the dense
+layers, `layer` names the weights of both kinds of layers, and `layouts` has the names of a second file layout.
 
-`qwen2` is one: `constants` says `qk_norm=False` and that queries, keys and values have biases, and `layer` names them.
-`qwen3_moe`, a mixture of experts, is another: `keys` adds the sizes of the experts, `derive` finds which layers are dense,
-`layer` names the weights of both kinds, of which every layer takes those that its specs ask for, and `layouts` has another
-form of them.
-
-    from treeflash_jax.formats.architectures import ARCHITECTURES, common
-    from treeflash_jax.formats.architectures.record import Architecture
+    from treeflash_jax.formats.architectures import ARCHITECTURES, dense
+    from treeflash_jax.formats.architectures.architecture import Architecture
 
     ARCHITECTURES["mine"] = Architecture(
-        model_type="mine",                                      # in config.json
+        model_type="mine",                                     # in config.json
         class_name="MineForCausalLM",
-        keys=common.keys(head_dim=lambda fields: 64),           # sizes, and the default of head_dim
+        keys=dense.keys(head_dim=lambda fields: 64),           # sizes, and the default of head_dim
         constants={"qk_norm": False},
-        only=common.ONLY | {"logit_scale": (1.0,)},             # a key that must not change the numbers
-        inert=common.INERT | {"training_recipe"},               # a key that cannot
-        layer=common.LAYER,                                     # or a table of its own
-        outside=common.OUTSIDE,
+        only=dense.ONLY | {"logit_scale": (1.0,)},             # a key of which one value is implemented
+        inert=dense.INERT | {"training_recipe"},               # a key without effect on the forward pass
+        layer=dense.LAYER,                                     # names of the layers' tensors
+        outside=dense.OUTSIDE,
     )
 
 `load`, `convert`, training and the command line then read folders of that family.
@@ -31,9 +27,7 @@ from __future__ import annotations
 
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.formats.architectures.architecture import Architecture
-from treeflash_jax.formats.architectures.llama import LLAMA
-from treeflash_jax.formats.architectures.qwen2 import QWEN2
-from treeflash_jax.formats.architectures.qwen3 import QWEN3
+from treeflash_jax.formats.architectures.dense import LLAMA, QWEN2, QWEN3
 from treeflash_jax.formats.architectures.qwen3_moe import QWEN3_MOE
 from treeflash_jax.formats.keys import Keys
 
@@ -41,7 +35,7 @@ ARCHITECTURES = {architecture.model_type: architecture for architecture in (QWEN
 
 
 def of(keys: Keys) -> Architecture:
-    """The family of a config.json. Raises ValueError where it is not implemented."""
+    """Returns the family of a config.json. Raises ValueError if it is not implemented."""
     model_type = keys.raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(map(repr, ARCHITECTURES))

@@ -1,4 +1,4 @@
-"""The record of a model family: its keys in config.json, its tensors, and the fields and weights they map to."""
+"""Model families: how the keys and tensors of their files map to fields and weights of ours."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from treeflash_jax.formats.architectures import rope
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
 
-MOST_LAYERS = 1000
-_LAYER = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")  # in the name of a tensor
+MAX_LAYERS = 1000  # of a config without tensors
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")  # in tensor names
 
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """A key of config.json and the field of ModelConfig that holds its value.
+    """A key of config.json and the field of ModelConfig that stores its value.
 
     Attributes:
-      name: in config.json.
-      field: of ModelConfig.
+      name: key in config.json.
+      field: field of ModelConfig.
       kind: int (at least 1), float (above 0) or bool.
-      default: of a missing key; None: the key is required. A function of the fields read so far stands for null, too.
+      default: value of a missing key; None: the key is required. A function of the fields already read replaces null too.
     """
 
     name: str
@@ -48,23 +48,24 @@ class Architecture:
     """One model family. Every key of its config.json is used, known to be inert, or refused.
 
     Attributes:
-      model_type: its name in config.json, and in ModelConfig.
+      model_type: `model_type` in config.json and in ModelConfig.
       class_name: `architectures` in config.json.
-      keys: keys that become fields of ModelConfig as they are; both directions.
-      constants: fields of ModelConfig that the family fixes.
+      keys: keys that map to one field of ModelConfig, for reading and writing.
+      constants: fields of ModelConfig that are fixed for the family.
       only: keys with the values that are implemented; an absent key means the first one.
-      layer_types: names in the key `layer_types` that are implemented.
-      inert: keys that no number of a forward pass depends on.
-      derive: fields of ModelConfig that take more than one key, such as the layers of each kind in a mixture of experts;
-        it is given the config's keys and the fields read so far, and may raise ValueError.
-      derived: the keys that `derive` reads.
-      write: keys for these fields, from a ModelConfig.
-      layer: place on disk of each weight of a layer, by our name, for all kinds of layers; names follow "model.layers.0.".
-      outside: place on disk of the other weights.
-      layouts: other forms of `layer` that files may have; the tensors that they hold say which one it is.
-      gguf: `general.architecture` of the family's GGUF files; None: they are not read.
-      gguf_sizes: sizes that only this family's GGUF files state, by their keys: fields of ModelConfig.
-      gguf_rotates_pairs: these files order query and key matrices for a rotation of neighbouring elements.
+      layer_types: implemented values of the key `layer_types`.
+      inert: keys without effect on a forward pass.
+      derive: function of the config's keys and the fields already read; returns fields of ModelConfig that depend on
+        several keys, such as the dense layers of a mixture of experts. May raise ValueError.
+      derived: keys that `derive` reads.
+      write: function of a ModelConfig that returns the keys for the fields of `derive`.
+      layer: location on disk of each weight of a layer, by our name, for all kinds of layers; tensor names lack the
+        prefix "model.layers.0.".
+      outside: location on disk of the other weights.
+      layouts: alternatives to `layer`; the names of a file's tensors determine which one it has.
+      gguf: `general.architecture` of the family's GGUF files; None: not readable.
+      gguf_sizes: keys of config.json with the metadata keys of their values, for sizes that only this family has.
+      gguf_rotates_pairs: GGUF files order query and key matrices for a rotation of neighbouring elements.
     """
 
     model_type: str
@@ -85,11 +86,11 @@ class Architecture:
     gguf_rotates_pairs: bool = False
 
     def read(self, keys: Keys, also_known: Collection[str] = (), names: Collection[str] = ()) -> ModelConfig:
-        """Returns the sizes that a config.json states.
+        """Returns the config that a config.json states.
 
         Args:
           also_known: keys that the caller reads.
-          names: names of the tensors beside the file, if there are any.
+          names: names of the file's tensors, if known.
 
         Raises:
           ValueError: a key or value that is not implemented, a missing size, or more layers than the tensors have.
@@ -100,20 +101,23 @@ class Architecture:
         fields: dict[str, Any] = {}
         for key in self.keys:
             fields[key.field] = key.read(keys, fields)
-        check_layers(keys.where, fields["num_layers"], names)
-        self._check_layer_types(keys, fields["num_layers"])
-        check_heads(keys.where, *(fields[name] for name in ("num_heads", "num_kv_heads", "head_dim")))
+        self._check_layers(keys, fields["num_layers"], names)
+        heads, kv_heads, head_dim = (fields[name] for name in ("num_heads", "num_kv_heads", "head_dim"))
+        if heads % kv_heads:
+            raise ValueError(f"{keys.where}: got {heads} heads over {kv_heads} key/value heads, expected a multiple")
+        if head_dim % 2:
+            raise ValueError(f"{keys.where}: got head_dim {head_dim}, expected an even number (its halves are rotated)")
         fields |= self.constants
         fields |= self.derive(keys, fields)
         return ModelConfig(
             **fields,
             model_type=self.model_type,
-            rope=rope.read(keys, fields["head_dim"], fields["max_positions"]),
+            rope=rope.read(keys, head_dim, fields["max_positions"]),
             eos_token_ids=keys.stop_ids(fields["vocab_size"]),
         )
 
     def to_hf(self, config: ModelConfig) -> dict[str, Any]:
-        """Returns config.json for these sizes, as transformers would write it; without `architectures` and dtype."""
+        """Returns config.json for a config, as transformers would write it; without `architectures` and dtype."""
         eos = list(config.eos_token_ids)
         return {
             "model_type": self.model_type,
@@ -125,11 +129,11 @@ class Architecture:
         }
 
     def entries(self, specs: Mapping[str, Any], names: Collection[str] = ()) -> dict[str, Any]:
-        """Returns the place on disk of each weight of a verifier.
+        """Returns the location on disk of each weight of a verifier.
 
         Args:
-          specs: tree of Spec, of which "groups" holds the layers.
-          names: of the tensors in the files, where the family has several layouts; empty where files are to be written.
+          specs: tree of Spec, in which "groups" contains the layers.
+          names: names of the file's tensors, which determine the layout; empty when files are written.
 
         Raises:
           ValueError: tensors of several layouts, or of none.
@@ -140,62 +144,45 @@ class Architecture:
     def layer_entries(
         self, groups: list[list[dict[str, Any]]], prefix: str, names: Collection[str] = ()
     ) -> list[list[dict[str, Entry]]]:
-        """Returns the place on disk of each weight of a stack of layers."""
+        """Returns the location on disk of each weight of a stack of layers, as `entries`."""
         index = iter(range(sum(map(len, groups))))
-        table = self._table({name for group in groups for specs in group for name in specs}, names)
+        table = self._layout({name for group in groups for specs in group for name in specs}, names)
 
-        def one(specs: Mapping[str, Any]) -> dict[str, Entry]:
-            at = f"{prefix}layers.{next(index)}."
-            return {name: replace(table[name], name=at + table[name].name) for name in specs}
+        def layer(specs: Mapping[str, Any]) -> dict[str, Entry]:
+            start = f"{prefix}layers.{next(index)}."
+            return {name: replace(table[name], name=start + table[name].name) for name in specs}
 
-        return [[one(specs) for specs in group] for group in groups]
+        return [[layer(specs) for specs in group] for group in groups]
 
-    def _table(self, weights: Collection[str], names: Collection[str]) -> Mapping[str, Entry]:
-        """Returns the layout of `layer` that these tensors have."""
-        tables = (self.layer, *self.layouts)
-        stored = [{table[name].name for name in weights} for table in tables]  # names of tensors, by layout
-        marks = [names_ - set.union(set(), *(other for other in stored if other != names_)) for names_ in stored]
-        if not names or not any(marks):
+    def _layout(self, weights: Collection[str], names: Collection[str]) -> Mapping[str, Entry]:
+        """Returns `layer`, or that one of `layouts` to which these tensor names belong."""
+        layouts = (self.layer, *self.layouts)
+        differing = [weight for weight in weights if len({layout[weight].name for layout in layouts}) > 1]
+        if not names or not differing:
             return self.layer
-        kinds = {re.sub(r"\.\d+\.", ".{}.", name.partition(".layers.")[2].partition(".")[2]) for name in names}
-        matches = [i for i, mark in enumerate(marks) if mark & kinds]
+        stored = {re.sub(r"\.\d+\.", ".{}.", name.partition(".layers.")[2].partition(".")[2]) for name in names}
+        marks = [{layout[weight].name for weight in differing} for layout in layouts]
+        matches = [layout for layout, mark in zip(layouts, marks, strict=True) if mark & stored]
         if len(matches) != 1:
-            shown = " or ".join(min(mark) for mark in marks)
+            shown = " or ".join(map(min, marks))
             raise ValueError(f"got tensors of {'several' if matches else 'none'} of these layouts, expected one: {shown}")
-        return tables[matches[0]]
+        return matches[0]
 
     def spare(self, specs: Mapping[str, Any]) -> tuple[str, ...]:
-        """Returns names of tensors that no weight is read from; some files repeat a tied table."""
+        """Returns tensor names that are allowed but not read, such as a second copy of a tied table."""
         return tuple(entry.name for name, entry in self.outside.items() if name not in specs)
 
-    def _check_layer_types(self, keys: Keys, num_layers: int) -> None:
-        kinds = keys.value(list[str] | None, "layer_types", None, "a list of names")
-        if kinds is None:
-            return
-        if unknown := sorted({*kinds} - {*self.layer_types}):
+    def _check_layers(self, keys: Keys, num_layers: int, names: Collection[str]) -> None:
+        """Raises ValueError for unknown layer types, or more layers than tensors: building them could take hours."""
+        stored = len({match[1] for name in names if (match := _LAYER.search(name))})
+        if num_layers > (stored or MAX_LAYERS):
+            expected = f"{stored}, as its tensors have" if stored else f"at most {MAX_LAYERS:,}"
+            raise ValueError(f"{keys.where}: got {num_layers:,} layers, expected {expected}")
+        types = keys.value(list[str] | None, "layer_types", None, "a list of names")
+        if types and (unknown := sorted({*types} - {*self.layer_types})):
             raise ValueError(
                 f"{keys.where}: layer_types {quoted(unknown)} are not implemented, "
                 f"expected only {', '.join(map(repr, self.layer_types))}"
             )
-        if len(kinds) != num_layers:
-            raise ValueError(f"{keys.where}: got {len(kinds)} layer_types for {num_layers} layers")
-
-
-def check_layers(where: str, num_layers: int, names: Collection[str]) -> None:
-    """Raises ValueError if a config states more layers than its tensors have: building them could take hours.
-
-    Args:
-      names: names of the tensors; without layers among them, the limit is MOST_LAYERS.
-    """
-    in_files = len({match[1] for name in names if (match := _LAYER.search(name))})
-    if num_layers > (in_files or MOST_LAYERS):
-        expected = f"{in_files}, as its tensors have" if in_files else f"at most {MOST_LAYERS:,}"
-        raise ValueError(f"{where}: got {num_layers:,} layers, expected {expected}")
-
-
-def check_heads(where: str, heads: int, kv_heads: int, head_dim: int) -> None:
-    """Raises ValueError where heads cannot share keys and values evenly, or cannot be rotated."""
-    if heads % kv_heads:
-        raise ValueError(f"{where}: got {heads} heads over {kv_heads} key/value heads, expected a multiple")
-    if head_dim % 2:
-        raise ValueError(f"{where}: got head_dim {head_dim}, expected an even number (its halves are rotated)")
+        if types is not None and len(types) != num_layers:
+            raise ValueError(f"{keys.where}: got {len(types)} layer_types for {num_layers} layers")

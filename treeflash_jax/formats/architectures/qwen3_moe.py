@@ -1,4 +1,4 @@
-"""Qwen3 with mixtures of experts in place of most or all feed-forward parts."""
+"""Qwen3-MoE: Qwen3 with a mixture of experts as the feed-forward part of most or all layers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from treeflash_jax.core.checks import INT32
 from treeflash_jax.core.parameters import Entry
-from treeflash_jax.formats.architectures import common
 from treeflash_jax.formats.architectures.architecture import Key
-from treeflash_jax.formats.architectures.qwen3 import QWEN3
+from treeflash_jax.formats.architectures.dense import INERT, LINEAR, ONLY, QWEN3, even_heads
+from treeflash_jax.formats.architectures.dense import keys as dense_keys
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
 
-APART = {  # a tensor for each expert
-    "router": Entry("mlp.gate.weight", **common.LINEAR),
-    "expert_gate": Entry("mlp.experts.{}.gate_proj.weight", **common.LINEAR),
-    "expert_up": Entry("mlp.experts.{}.up_proj.weight", **common.LINEAR),
-    "expert_down": Entry("mlp.experts.{}.down_proj.weight", **common.LINEAR),
+APART = {  # one tensor per expert
+    "router": Entry("mlp.gate.weight", **LINEAR),
+    "expert_gate": Entry("mlp.experts.{}.gate_proj.weight", **LINEAR),
+    "expert_up": Entry("mlp.experts.{}.up_proj.weight", **LINEAR),
+    "expert_down": Entry("mlp.experts.{}.down_proj.weight", **LINEAR),
 }
-_FUSED: dict[str, Any] = common.LINEAR | {"is_stacked": True, "part_axis": 0}
-FUSED = {  # one tensor for all experts of a layer, gate and up in one
+_FUSED: dict[str, Any] = LINEAR | {"is_stacked": True, "part_axis": 0}
+FUSED = {  # one tensor for all experts of a layer, with gate and up concatenated
     "router": APART["router"],
     "expert_gate": Entry("mlp.experts.gate_up_proj", **_FUSED, part=(0, 2)),
     "expert_up": Entry("mlp.experts.gate_up_proj", **_FUSED, part=(1, 2)),
@@ -30,7 +30,7 @@ FUSED = {  # one tensor for all experts of a layer, gate and up in one
 
 
 def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Number and choice of the experts, and which layers have none."""
+    """Returns the number of experts and the dense layers."""
     spellings = {keys.whole(key, least=0) for key in ("num_experts", "num_local_experts") if key in keys}
     if len(spellings) > 1:
         got = f"num_experts {keys.raw['num_experts']} and num_local_experts {keys.raw['num_local_experts']}"
@@ -66,14 +66,13 @@ QWEN3_MOE = replace(
     model_type="qwen3_moe",
     class_name="Qwen3MoeForCausalLM",
     keys=(
-        *common.keys(head_dim=common.even_heads),
+        *dense_keys(head_dim=even_heads),
         Key(name="num_experts_per_tok", field="experts_per_token", default=8),
         Key(name="moe_intermediate_size", field="expert_size", default=768),
         Key(name="norm_topk_prob", field="normalize_experts", kind=bool, default=False),
     ),
-    only=common.ONLY
-    | {"shared_expert_intermediate_size": (0, None), "use_qk_norm": (True, None), "qkv_bias": (False, None)},
-    inert=common.INERT | {"router_aux_loss_coef", "output_router_logits"},
+    only=ONLY | {"shared_expert_intermediate_size": (0, None), "use_qk_norm": (True, None), "qkv_bias": (False, None)},
+    inert=INERT | {"router_aux_loss_coef", "output_router_logits"},
     derive=_derive,
     derived=("num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
     write=_write,
@@ -81,8 +80,8 @@ QWEN3_MOE = replace(
     layouts=(QWEN3.layer | FUSED,),
     gguf="qwen3moe",
     gguf_sizes={
-        "expert_count": "num_experts",
-        "expert_used_count": "experts_per_token",
-        "expert_feed_forward_length": "expert_size",
+        "num_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
     },
 )

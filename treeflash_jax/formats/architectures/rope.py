@@ -15,21 +15,12 @@ _KEYS_OF_KIND = {
     "default": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "longrope": ("short_factor", "long_factor", "factor", "attention_factor", _ORIGINAL),
-    "yarn": (
-        "factor",
-        _ORIGINAL,
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-    ),
+    "yarn": (*"factor attention_factor mscale mscale_all_dim beta_fast beta_slow truncate".split(), _ORIGINAL),
 }
 
 
 def read(keys: Keys, head_dim: int, max_positions: int) -> Rope:
-    """Returns the rotation that a config states, in either spelling.
+    """Returns the rotary embedding of a config, in either spelling.
 
     Raises:
       ValueError: a kind, key or value that is not implemented, or two spellings that disagree.
@@ -62,21 +53,16 @@ def read(keys: Keys, head_dim: int, max_positions: int) -> Rope:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of a rotation in both spellings, since many programs read only one of them."""
-    rope = config.rope
-    raw: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    if rope.kind == "llama3":
-        raw |= {key: getattr(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        raw[_ORIGINAL] = rope.original_max_positions
-    if rope.kind == "yarn":
-        names = ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate")
-        raw |= {key: getattr(rope, key) for key in names} | {_ORIGINAL: rope.original_max_positions}
+    """Returns the keys of a rotary embedding in both spellings, since many programs read only one of them."""
+    rope, original = config.rope, config.rope.original_max_positions
+    scaling: dict[str, Any] = {key: getattr(rope, key) for key in _KEYS_OF_KIND[rope.kind] if hasattr(rope, key)}
     if rope.kind == "longrope":
-        divisors = list(rope.divisors)
-        raw |= {"short_factor": divisors, "long_factor": divisors, "factor": 1.0, "attention_factor": 1.0}
-        raw[_ORIGINAL] = config.max_positions
-    scaling = {} if rope.kind == "default" else {"rope_scaling": {k: v for k, v in raw.items() if k != "rope_theta"}}
-    return {"rope_theta": rope.theta, **scaling, "rope_parameters": raw}
+        divisors, original = list(rope.divisors), config.max_positions
+        scaling = {"short_factor": divisors, "long_factor": divisors, "factor": 1.0, "attention_factor": 1.0}
+    if rope.kind != "default":
+        scaling = {"rope_type": rope.kind, **scaling, _ORIGINAL: original}
+    raw = {"rope_type": rope.kind, "rope_theta": rope.theta, **scaling}
+    return {"rope_theta": rope.theta, **({"rope_scaling": scaling} if scaling else {}), "rope_parameters": raw}
 
 
 def _llama3(keys: Keys, theta: float) -> Rope:
@@ -95,64 +81,48 @@ def _llama3(keys: Keys, theta: float) -> Rope:
     )
 
 
-def yarn(
-    where: str, *, theta: float, factor: float, original: int, beta_fast: float, beta_slow: float, **others: Any
-) -> Rope:
-    """Returns YaRN scaling; `original` is the length of the original context. Raises ValueError for impossible settings."""
-    if not factor >= 1:
-        raise ValueError(f"{where}: got yarn factor {factor}, expected a number of at least 1")
-    if beta_fast <= beta_slow:
-        raise ValueError(f"{where}: got beta_fast {beta_fast} and beta_slow {beta_slow}, expected the fast one higher")
-    if theta <= 1:
-        raise ValueError(f"{where}: got rope_theta {theta} with yarn, expected a number above 1")
-    return Rope(
-        theta=theta,
-        kind="yarn",
-        factor=factor,
-        original_max_positions=original,
-        beta_fast=beta_fast,
-        beta_slow=beta_slow,
-        **others,
-    )
-
-
 def attention_growth(factor: float, scale: float = 1.0) -> float:
     """Returns the factor of cosines and sines for a context `factor` times as long. Source: YaRN, section 3.4."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def _yarn(keys: Keys, theta: float, max_positions: int) -> Rope:
-    """Computes YaRN as transformers 5 does: null is a default, and a `factor` of null the ratio of the contexts."""
+    """Computes YaRN as transformers 5 does: null means the default, and a `factor` of null the ratio of the contexts."""
     original = keys.whole(_ORIGINAL) if _ORIGINAL in keys else max_positions
-    if keys.raw.get("factor", 0) is None:
-        factor = max_positions / original
-    else:
+    factor = max_positions / original
+    if keys.raw.get("factor", 0) is not None:
         factor = keys.value(float, "factor", None, "a number of at least 1", least=1)
+    if not factor >= 1:
+        raise ValueError(f"{keys.where}: got yarn factor {factor}, expected a number of at least 1")
     scales = [
         keys.value(float, key, None, "a number of at least 0", least=0)
         for key in ("mscale", "mscale_all_dim")
         if key in keys
     ]
+    growth = attention_growth(factor)
     if "attention_factor" in keys:
         growth = keys.number("attention_factor")
     elif len(scales) == 2 and all(scales):
         growth = attention_growth(factor, scales[0]) / attention_growth(factor, scales[1])
-    else:
-        growth = attention_growth(factor)
-    betas = {key: keys.number(key) for key in ("beta_fast", "beta_slow") if key in keys}
-    return yarn(
-        keys.where,
+    fast, slow = (keys.number(key) if key in keys else usual for key, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)))
+    if fast <= slow:
+        raise ValueError(f"{keys.where}: got beta_fast {fast} and beta_slow {slow}, expected the fast one higher")
+    if theta <= 1:
+        raise ValueError(f"{keys.where}: got rope_theta {theta} with yarn, expected a number above 1")
+    return Rope(
         theta=theta,
+        kind="yarn",
         factor=factor,
-        original=original,
-        **{"beta_fast": 32.0, "beta_slow": 1.0} | betas,
+        original_max_positions=original,
         attention_factor=growth,
+        beta_fast=fast,
+        beta_slow=slow,
         truncate=keys.truth("truncate", True),
     )
 
 
 def _divisors(keys: Keys, head_dim: int) -> tuple[float, ...]:
-    """Returns the divisors of a `longrope` that is the same at every length, as in GGUF files."""
+    """Returns the divisors of a `longrope` with equal factors at every length, as in GGUF files."""
     divisors = keys.value(list[float], "short_factor", None, "a list of numbers above 0", above=0)
     if keys.raw.get("long_factor") != keys.raw["short_factor"] or keys.raw.get("attention_factor") != 1.0:
         raise ValueError(

@@ -1,10 +1,9 @@
 """File dialects: the forms in which verifiers and drafters are published.
 
-To add one, write a subclass of `dialect.Dialect` in a file of its own and list it in KNOWN. `load`, `convert`,
-`train.export` and the command line then read it, and write it if it has `to_hf`. The last dialect in the list that
-recognises a folder reads it, so a dialect that refines another comes after it.
-
-`read_config` of a drafter's dialect returns the config class of that drafter, whose `kind` names its entry in DRAFTERS.
+To add one, list a subclass of `dialect.Dialect` in KNOWN. `load`, `convert`, `train.export` and the command line then
+read it, and write it if it has `to_hf`. The last dialect in the list that recognises a folder reads it, so a dialect that
+refines another comes after it. `read_config` of a drafter's dialect returns the drafter's config, whose `kind` is its name
+in DRAFTERS.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.formats.architectures import ARCHITECTURES
-from treeflash_jax.formats.dialects.dflash import DFlash
+from treeflash_jax.formats.dialects.block_folder import DFlash, TreeFlash
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.dialects.eagle3_folder import DeepSpec, Eagle3, Speculators
 from treeflash_jax.formats.dialects.gguf import Gguf
@@ -23,21 +22,12 @@ from treeflash_jax.formats.dialects.huggingface import HuggingFace
 from treeflash_jax.formats.dialects.language_model_folder import LanguageModel
 from treeflash_jax.formats.dialects.ngram_folder import Ngram
 from treeflash_jax.formats.dialects.speculators import SpeculatorsDFlash
-from treeflash_jax.formats.dialects.treeflash import TreeFlash
 from treeflash_jax.formats.keys import Keys
 
 KNOWN = (
-    HuggingFace(),
-    Gguf(),
-    DFlash(),
-    TreeFlash(),
-    Eagle3(),
-    SpeculatorsDFlash(),
-    Speculators(),
-    DeepSpec(),
+    HuggingFace(), Gguf(), DFlash(), TreeFlash(), Eagle3(), SpeculatorsDFlash(), Speculators(), DeepSpec(), Ngram(),
     LanguageModel(HuggingFace()),
-    Ngram(),
-)
+)  # fmt: skip
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in KNOWN}
 
 
@@ -45,7 +35,7 @@ def of(path: Path, keys: Keys, part: str) -> Dialect:
     """Returns the dialect of a folder or file.
 
     Args:
-      part: "verifier" or "drafter", the expected content. As a drafter, a verifier is a language model that drafts.
+      part: "verifier" or "drafter", the expected content. A verifier read as a drafter is a language model that drafts.
 
     Raises:
       ValueError: the other part, or a model that is not implemented.
@@ -69,15 +59,11 @@ def of(path: Path, keys: Keys, part: str) -> Dialect:
 
 
 def parse(part: str, raw: Mapping[str, Any], where: str = "config.json") -> Any:
-    """Returns the config that the object of a config.json states.
-
-    Raises:
-      ValueError: another part's config; a key or value that is not implemented; or a missing size.
-    """
+    """Returns the config of a parsed config.json. Raises ValueError as `of` and `Dialect.read_config`."""
     keys, path = Keys(raw, where), Path(where)
     return of(path, keys, part).read_config(path, keys)
 
 
 def written(part: str) -> tuple[str, ...]:
-    """Returns the names of the dialects that can be written."""
+    """Returns the names of the dialects of a part that can be written."""
     return tuple(name for name, d in DIALECTS.items() if d.part == part and type(d).to_hf is not Dialect.to_hf)

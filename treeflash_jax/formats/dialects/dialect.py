@@ -17,7 +17,7 @@ from treeflash_jax.formats.storage import Tensor
 
 
 class Dialect:
-    """A file format of verifiers or drafters: how it is recognised, what its config means, and where each weight lies.
+    """A file format of verifiers or drafters: its marks, the meaning of its config, and the location of each weight.
 
     Tensors may be presented under other names, types or orders than the file's, as those of GGUF files are.
 
@@ -38,7 +38,7 @@ class Dialect:
         return all(mark in keys.raw for mark in self.marks)
 
     def read_config(self, path: Path, keys: Keys) -> Any:
-        """Returns the config. Raises ValueError at a key or value that is not implemented."""
+        """Returns the config. Raises ValueError for a key or value that is not implemented."""
         raise NotImplementedError
 
     def opened(self, path: Path, config: Any) -> AbstractContextManager[Mapping[str, Tensor]]:
@@ -46,10 +46,10 @@ class Dialect:
         return safetensors.open_folder(path)
 
     def entries(self, config: Any, specs: Any, names: Collection[str]) -> Any:
-        """Returns the place on disk of each weight: a tree of Entry.
+        """Returns the location on disk of each weight: a tree of Entry.
 
         Args:
-          names: names of the tensors in the files, which identify the layout; empty when files are written.
+          names: names of the file's tensors, which determine the layout; empty when files are written.
 
         Raises:
           ValueError: names of several layouts, or of none.
@@ -61,19 +61,23 @@ class Dialect:
         raise NotImplementedError
 
     def spare(self, config: Any, specs: Any) -> tuple[str, ...]:
-        """Returns names of tensors that files may hold and no weight is read from."""
+        """Returns tensor names that are allowed but not read."""
         return ()
 
+    def without_head(self, config: Any, params: Any) -> tuple[Any, Any]:
+        """Returns a drafter without the weights that only some dialects of its kind can store."""
+        return config, params
+
     def save(self, folder: Path, config: Any, specs: Any, params: Any, dtype: Any) -> None:
-        """Writes config.json and model.safetensors into a folder that exists.
+        """Writes config.json and model.safetensors into an existing folder.
 
         Raises:
-          ValueError: sizes that the dialect cannot hold, or weights that are not of the specs.
+          ValueError: a config that the dialect cannot store, or weights of other shapes than the specs'.
         """
         raw = self.to_hf(config) | {"dtype": jnp.dtype(dtype).name}
         storage.save(folder / "model.safetensors", specs, self.entries(config, specs, ()), params, dtype)
         files.write(folder / "config.json", json.dumps(raw, indent=2) + "\n")
 
     def to_hf(self, config: Any) -> dict[str, Any]:
-        """Returns config.json of these sizes, without dtype. Raises ValueError if the dialect cannot hold them."""
+        """Returns config.json for a config, without dtype. Raises ValueError if the dialect cannot store it."""
         raise ValueError(f"{self.name} files cannot be written, expected another dialect")

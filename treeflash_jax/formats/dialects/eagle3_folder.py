@@ -27,7 +27,7 @@ from treeflash_jax.core.parameters import Entry
 from treeflash_jax.drafters.eagle3.layer import EagleConfig
 from treeflash_jax.formats import architectures, safetensors
 from treeflash_jax.formats.architectures import ARCHITECTURES
-from treeflash_jax.formats.architectures.common import LINEAR
+from treeflash_jax.formats.architectures.dense import LINEAR
 from treeflash_jax.formats.dialects import speculators
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys

@@ -1,4 +1,4 @@
-"""Folders of verifiers as transformers writes them: config.json and safetensors, by architecture."""
+"""Folders of verifiers as transformers writes them: config.json and safetensors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class HuggingFace(Dialect):
         return ARCHITECTURES[config.model_type].entries(specs, names)
 
     def stop_ids(self, path: Path, config: ModelConfig) -> tuple[int, ...]:
-        """Those of config.json and of generation_config.json, united."""
-        beside = path / "generation_config.json"
-        raw = read_json(beside) if os.path.lexists(beside) else {}
-        return tuple(sorted({*config.eos_token_ids, *Keys(raw, str(beside)).stop_ids(config.vocab_size)}))
+        """Returns the union of those in config.json and generation_config.json."""
+        generation = path / "generation_config.json"
+        raw = read_json(generation) if os.path.lexists(generation) else {}
+        return tuple(sorted({*config.eos_token_ids, *Keys(raw, str(generation)).stop_ids(config.vocab_size)}))
 
     def spare(self, config: ModelConfig, specs: Any) -> tuple[str, ...]:
         return ARCHITECTURES[config.model_type].spare(specs)

@@ -14,11 +14,9 @@ from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
 
-PREFIX = "steering."
-
 
 class LanguageModel(Dialect):
-    """A dialect of verifiers, read and written as that of a drafter: `dialects.of` makes it of what a folder is in."""
+    """A verifier's dialect, read and written as a drafter's. `dialects.of` wraps the dialect of the files."""
 
     name = "language-model"
     part = "drafter"
@@ -28,11 +26,11 @@ class LanguageModel(Dialect):
         self.inner = inner
 
     def recognises(self, path: Path, keys: Keys) -> bool:
-        return False  # folders of language models are verifiers' unless a drafter is asked for
+        return False  # `dialects.of` decides: the same folders are verifiers too
 
     def read_config(self, path: Path, keys: Keys) -> LanguageModelConfig:
-        steered = steering_files.read_config(path) if steering_files.has(path) else None
-        return LanguageModelConfig(layers=self.inner.read_config(path, keys), steering=steered)
+        steering = steering_files.read_config(path) if steering_files.has(path) else None
+        return LanguageModelConfig(layers=self.inner.read_config(path, keys), steering=steering)
 
     @contextmanager
     def opened(self, path: Path, config: LanguageModelConfig) -> Iterator[Mapping[str, Tensor]]:
@@ -41,16 +39,17 @@ class LanguageModel(Dialect):
             yield tensors | (stack.enter_context(steering_files.opened(path)) if config.steering else {})
 
     def entries(self, config: LanguageModelConfig, specs: Any, names: Collection[str]) -> Any:
-        model = self.inner.entries(config.layers, _of_model(specs), [name for name in names if not name.startswith(PREFIX)])
+        model_names = [name for name in names if not name.startswith("steering.")]
+        model = self.inner.entries(config.layers, _without_steering(specs), model_names)
         return model | ({"steering": steering_files.entries(config.steering)} if config.steering else {})
 
     def spare(self, config: LanguageModelConfig, specs: Any) -> tuple[str, ...]:
-        return self.inner.spare(config.layers, _of_model(specs))
+        return self.inner.spare(config.layers, _without_steering(specs))
 
     def save(self, folder: Path, config: LanguageModelConfig, specs: Any, params: Any, dtype: Any) -> None:
-        """The steering lies in files of its own, so that other programs read the model."""
+        """Writes steering to separate files, so that other programs can read the model."""
         plain = replace(config, steering=None)
-        super().save(folder, plain, _of_model(specs), _of_model(params), dtype)
+        super().save(folder, plain, _without_steering(specs), _without_steering(params), dtype)
         if config.steering is not None:
             steering_files.save(folder, config.steering, params["steering"], dtype)
 
@@ -58,5 +57,5 @@ class LanguageModel(Dialect):
         return self.inner.to_hf(config.layers)
 
 
-def _of_model(tree: dict[str, Any]) -> dict[str, Any]:
+def _without_steering(tree: dict[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in tree.items() if name != "steering"}

@@ -1,4 +1,4 @@
-"""n-gram drafting: `ngram_config` in config.json, and no weights. The folder that ships is known as "ngram"."""
+"""n-gram drafters: `ngram_config` in config.json, and no weights. One ships under the name "ngram"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from treeflash_jax.trees.shape import MAX_NODES
 
 
 class Ngram(Dialect):
-    """The dialect of n-gram drafters: sizes only, each with a default."""
+    """The dialect of n-gram drafters: a few sizes, each with a default."""
 
     name = "ngram"
     part = "drafter"

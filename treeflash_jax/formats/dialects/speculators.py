@@ -11,7 +11,7 @@ from typing import Any
 
 from treeflash_jax.core.checks import INT32
 from treeflash_jax.drafters.block.block_config import DrafterConfig
-from treeflash_jax.formats.dialects.dflash import DFlash
+from treeflash_jax.formats.dialects.block_folder import DFlash
 from treeflash_jax.formats.keys import Keys
 
 VERSION = "0.7.0"  # of the library whose config.json is written
@@ -67,7 +67,7 @@ class SpeculatorsDFlash(DFlash):
         return replace(config, verifier=read_verifier(keys))
 
     def spare(self, config: DrafterConfig, specs: Any) -> tuple[str, ...]:
-        """Copies of the verifier's weights, and lists of the whole vocabulary."""
+        """Returns the names of copies of the verifier's weights and of lists of the whole vocabulary."""
         tables = "embed_tokens.weight lm_head.weight verifier_lm_head.weight verifier_norm.weight t2d d2t"
         return tuple(tables.split())
 

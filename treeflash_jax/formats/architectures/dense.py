@@ -1,19 +1,22 @@
-"""Parts that families of decoder-only models share: most keys of config.json and the names of most tensors."""
+"""Dense families: Llama 2 and 3 (also SmolLM2), Qwen2 and Qwen2.5, and Qwen3; and the keys and tensor names they share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from treeflash_jax.core.parameters import Entry
-from treeflash_jax.formats.architectures.architecture import Key
+from treeflash_jax.formats.architectures.architecture import Architecture, Key
+from treeflash_jax.formats.keys import Keys
 
 LINEAR: dict[str, Any] = {"order": (1, 0), "row_axes": 1}  # [in, out] here, [out, in] on disk
 TO_HEADS: dict[str, Any] = {"order": (1, 2, 0), "row_axes": 2}  # [in, heads, head_dim] here, [heads head_dim, in] on disk
+BIAS: dict[str, Any] = {"order": (0, 1), "row_axes": 2}  # [heads, head_dim] here, [heads head_dim] on disk
 
 
 def even_heads(fields: Mapping[str, int]) -> int:
-    """Returns the hidden size over the heads, for files without head_dim. Raises ValueError if it is not whole."""
+    """Returns hidden_size / num_heads, for files without head_dim. Raises ValueError if it is not whole."""
     width, heads = fields["hidden_size"], fields["num_heads"]
     if width % heads:
         raise ValueError(f"got hidden_size {width} over {heads} heads, expected a multiple")
@@ -21,7 +24,7 @@ def even_heads(fields: Mapping[str, int]) -> int:
 
 
 def keys(head_dim: Any) -> tuple[Key, ...]:
-    """Returns the keys of a dense model; `head_dim` computes a missing one from the fields read before."""
+    """Returns the keys of a dense model; `head_dim` computes a missing head_dim from the fields already read."""
     return (
         Key(name="vocab_size", field="vocab_size"),
         Key(name="hidden_size", field="hidden_size"),
@@ -76,3 +79,48 @@ OUTSIDE = {
     "norm": Entry("model.norm.weight"),
     "unembed": Entry("lm_head.weight", order=(0, 1)),
 }
+
+
+def _check_head_dim(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ValueError for another head_dim than hidden_size / num_heads, on whose meaning readers of Qwen2 disagree."""
+    if fields["head_dim"] * fields["num_heads"] != fields["hidden_size"]:
+        raise ValueError(
+            f"{keys.where}: got head_dim {fields['head_dim']} of {fields['num_heads']} heads, expected hidden_size "
+            f"{fields['hidden_size']} over the heads"
+        )
+    return {}
+
+
+LLAMA = Architecture(
+    model_type="llama",
+    class_name="LlamaForCausalLM",
+    keys=keys(head_dim=even_heads),
+    constants={"qk_norm": False},
+    only=ONLY,
+    inert=INERT,
+    layer=LAYER,
+    outside=OUTSIDE,
+    gguf="llama",
+    gguf_rotates_pairs=True,
+)
+QWEN2 = replace(
+    LLAMA,
+    model_type="qwen2",
+    class_name="Qwen2ForCausalLM",
+    constants={"qk_norm": False, "qkv_bias": True},
+    only=ONLY | {"attention_bias": (None, False)},  # true would give `o` a bias as well
+    derive=_check_head_dim,
+    layer=LAYER | {f"{name}_bias": Entry(f"self_attn.{name}_proj.bias", **BIAS) for name in ("q", "k", "v")},
+    gguf="qwen2",
+    gguf_rotates_pairs=False,
+)
+QWEN3 = replace(
+    LLAMA,
+    model_type="qwen3",
+    class_name="Qwen3ForCausalLM",
+    keys=keys(head_dim=lambda fields: 128),
+    constants={"qk_norm": True},
+    layer=LAYER | {"q_norm": Entry("self_attn.q_norm.weight"), "k_norm": Entry("self_attn.k_norm.weight")},
+    gguf="qwen3",
+    gguf_rotates_pairs=False,
+)

@@ -1,6 +1,9 @@
-"""DFlash: block drafters without a head; `dflash_config` in config.json, tensors without a prefix.
+"""Block drafters as published: DFlash without a head, TreeFlash with one.
 
-Source: DFlash (arXiv 2602.06036), the published PyTorch code.
+    dflash       `dflash_config` in config.json, tensors without a prefix
+    treeflash    also `treeflash_config`, tensors of the backbone under "model."
+
+Source: DFlash (arXiv 2602.06036), TreeFlash (arXiv 2606.03819), their published PyTorch code.
 """
 
 from __future__ import annotations
@@ -13,10 +16,10 @@ from typing import Any
 from treeflash_jax.core.checks import INT32, quoted
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.drafters.block.block_config import DrafterConfig, default_target_layers
-from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.drafters.block.heads import HEADS, MARGINAL
 from treeflash_jax.formats import architectures, safetensors
 from treeflash_jax.formats.architectures import ARCHITECTURES
-from treeflash_jax.formats.architectures.common import LINEAR
+from treeflash_jax.formats.architectures.dense import LINEAR
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.trees.shape import MAX_NODES
@@ -32,18 +35,18 @@ class DFlash(Dialect):
     marks = ("dflash_config",)
     kind = "block"
     class_name = "DFlashDraftModel"
-    # Beside those of the layers; `thinking` and `verifier` are ours, and other programs ignore them.
+    # Besides those of the layers. `thinking` and `verifier` are ours; other programs ignore them.
     keys: tuple[str, ...] = ("dflash_config", "block_size", "num_target_layers", "auto_map", "thinking", "verifier")
-    heads: Collection[str] = ("marginal",)  # that its files can hold
-    prefix = ""  # of the backbone's tensors where they are written; both are read
+    heads: Collection[str] = (MARGINAL,)  # that files can store
+    prefix = ""  # of the backbone's tensors in new files; both prefixes are read
 
     def read_config(self, path: Path, keys: Keys) -> DrafterConfig:
         dflash = keys.table("dflash_config", required=True)
         dflash.check_known({"mask_token_id", "target_layer_ids", "block_size"})
         layers = architectures.of(keys).read(keys, self.keys, safetensors.names(path))
         if layers.num_experts:
-            kind = quoted(layers.model_type)
-            raise ValueError(f"{keys.where}: got a drafter of model_type {kind}, expected one without experts")
+            model_type = quoted(layers.model_type)
+            raise ValueError(f"{keys.where}: got a drafter of model_type {model_type}, expected one without experts")
         num_target_layers = keys.whole("num_target_layers")
         if "target_layer_ids" in dflash:
             taps = dflash.ids("target_layer_ids", INT32)
@@ -51,8 +54,7 @@ class DFlash(Dialect):
             taps = default_target_layers(num_target_layers, layers.num_layers)
         sizes = [table.raw["block_size"] for table in (keys, dflash) if "block_size" in table.raw]
         if sizes[1:] not in ([], sizes[:1]):
-            got = " and ".join(map(quoted, sizes))
-            raise ValueError(f"{keys.where}: got block_size both {got}, expected one")
+            raise ValueError(f"{keys.where}: got block_size both {' and '.join(map(quoted, sizes))}, expected one")
         return DrafterConfig(
             layers=layers,
             block_size=Keys({**dflash.raw, **keys.raw}, keys.where).whole("block_size", least=2, most=MAX_NODES),
@@ -72,11 +74,14 @@ class DFlash(Dialect):
         backbone["groups"] = table.layer_entries(specs["backbone"]["groups"], prefix)
         return {"backbone": backbone, "head": dict(HEADS[config.head].ENTRIES)}
 
+    def without_head(self, config: DrafterConfig, params: dict[str, Any]) -> tuple[DrafterConfig, dict[str, Any]]:
+        return replace(config, head=MARGINAL), params | {"head": {}}
+
     def to_hf(self, config: DrafterConfig) -> dict[str, Any]:
         if config.head not in self.heads:
             raise ValueError(
-                f"got a {config.head} head, expected none: {self.name} files hold no head, and "
-                "`treeflash convert --drop-head` leaves it behind"
+                f"got a {config.head} head, expected none: {self.name} files cannot store it; "
+                "`treeflash convert --drop-head` removes it"
             )
         return {
             "architectures": [self.class_name],
@@ -88,3 +93,38 @@ class DFlash(Dialect):
             **({} if config.thinking is None else {"thinking": config.thinking}),
             **({"verifier": list(config.verifier)} if config.verifier else {}),
         }
+
+
+class TreeFlash(DFlash):
+    """The dialect of the published TreeFlash drafters. FILE_NAME and ENTRIES of a head are its names in files."""
+
+    name = "treeflash"
+    marks = ("dflash_config", "treeflash_config")
+    class_name = "TreeFlashDraftModel"
+    keys = (*DFlash.keys, "treeflash_config")
+    heads = HEADS
+    prefix = "model."
+
+    def read_config(self, path: Path, keys: Keys) -> DrafterConfig:
+        treeflash = keys.table("treeflash_config")
+        treeflash.check_known({"candidate_tokens", "ar_approximation", "drafter_temperature", "sampled_above"})
+        heads = {module.FILE_NAME: head for head, module in HEADS.items()}
+        head = treeflash.raw.get("ar_approximation")
+        if not isinstance(head, str | None) or head not in heads:
+            raise ValueError(f"{treeflash.where}: got ar_approximation {quoted(head)}, expected one of {list(heads)}")
+        return replace(
+            super().read_config(path, keys),
+            head=heads[head],
+            num_nodes=treeflash.whole("candidate_tokens", 16, most=MAX_NODES),
+            drafter_temperature=treeflash.number("drafter_temperature", 1.0),
+            sampled_above=treeflash.number("sampled_above") if "sampled_above" in treeflash.raw else None,
+        )
+
+    def to_hf(self, config: DrafterConfig) -> dict[str, Any]:
+        treeflash = {
+            "candidate_tokens": config.num_nodes,
+            "ar_approximation": HEADS[config.head].FILE_NAME,
+            "drafter_temperature": config.drafter_temperature,
+            **({} if config.sampled_above is None else {"sampled_above": config.sampled_above}),
+        }
+        return super().to_hf(config) | {"treeflash_config": treeflash}
