@@ -1,7 +1,7 @@
 """GGUF files: metadata, and tensors of any type that the `gguf` package dequantises, read a slice at a time.
 
-The header is read here, since the package takes seconds for the lists of a vocabulary. A dequantised tensor is the model:
-nothing is rounded a second time but by the dtype that weights are asked for in.
+The header is parsed here: the package takes seconds for the lists of a vocabulary. Dequantised values are float32, rounded
+only by the dtype in which weights are loaded.
 
 Source: ggml-org/ggml, docs/gguf.md.
 """
@@ -37,7 +37,7 @@ class Tensor:
       raw: uint8, [out, bytes]; a vector has one line of bytes.
       type: a `gguf.GGMLQuantizationType`.
       shape: [out, in], [experts, out, in], or [elements].
-      order: index in the file of each output; None if they are in order.
+      order: index in the file of each output; None: in order.
     """
 
     raw: np.ndarray
@@ -83,7 +83,7 @@ class File:
 
     Attributes:
       metadata: values by key; arrays are lists.
-      tensors: by the file's own names; nothing is read yet.
+      tensors: tensors by name; their data is not read yet.
     """
 
     path: Path

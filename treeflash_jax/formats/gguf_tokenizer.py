@@ -29,23 +29,20 @@ _PRE = {  # tokenizer.ggml.pre, and the pre-tokenizer it stands for
     "smollm": "smollm",
     "gpt-2": "gpt-2",
 }  # fmt: skip
-_MADE_AS = 1  # of the files below; another number makes them again
+_VERSION = 1  # of the files below; a new number makes them again
 
 
 def folder(path: str | Path) -> Path | None:
-    """The folder of the tokenizer of a GGUF file, made in the user's cache where it is not there yet.
-
-    Returns:
-      A folder with tokenizer.json and tokenizer_config.json; None where the file has no tokenizer.
+    """Returns a folder in the user's cache with the files of a GGUF file's tokenizer; None if it has none.
 
     Raises:
-      ValueError: a tokenizer of a kind that is not implemented.
+      ValueError: a kind of tokenizer that is not implemented.
     """
     path = Path(path).resolve()
     if not path.exists():
         raise ValueError(f"{path} not found; expected a GGUF file")
     state = path.stat()
-    key = hashlib.sha256(repr((str(path), state.st_size, state.st_mtime_ns, _MADE_AS)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((str(path), state.st_size, state.st_mtime_ns, _VERSION)).encode()).hexdigest()[:16]
     kept = user_cache() / "gguf" / f"{path.stem}-{key}"
     if (kept / "tokenizer.json").exists():
         return kept
@@ -64,23 +61,19 @@ def folder(path: str | Path) -> Path | None:
 
 
 def files(file: File) -> dict[str, str]:
-    """Texts of tokenizer_config.json and tokenizer.json, by name; none where the file has no tokenizer.
+    """Returns the texts of tokenizer_config.json and tokenizer.json, by name; {} if the file has no tokenizer.
 
     Raises:
-      ValueError: a tokenizer of a kind that is not implemented.
+      ValueError: a kind of tokenizer that is not implemented.
     """
     if not {"tokenizer.ggml.model", "tokenizer.ggml.tokens"} & file.metadata.keys():
         return {}
-    made = build(file)
+    made = _tokenizer(file)  # checks the vocabulary that the settings refer to
     return {"tokenizer_config.json": json.dumps(_settings(file), indent=2) + "\n", "tokenizer.json": made.to_str()}
 
 
-def build(file: File) -> Any:
-    """The `tokenizers.Tokenizer` of a file.
-
-    Raises:
-      ValueError: a tokenizer of a kind that is not implemented, or without tokens.
-    """
+def _tokenizer(file: File) -> Any:
+    """Returns the `tokenizers.Tokenizer` of a file."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
     keys = Keys(file.metadata, str(file.path))
@@ -109,11 +102,7 @@ def build(file: File) -> Any:
 
 
 def special_ids(file: File) -> dict[str, int]:
-    """Ids of the tokens that have a role: "bos", "eos", "unknown", "padding", those of them that the file names.
-
-    Raises:
-      ValueError: an id outside the vocabulary.
-    """
+    """Returns a file's ids of the "bos", "eos", "unknown" and "padding" tokens. Raises ValueError for bad ids."""
     keys, tokens = Keys(file.metadata, str(file.path)), file.metadata.get("tokenizer.ggml.tokens")
     named = {role: f"tokenizer.ggml.{role}_token_id" for role in ("bos", "eos", "unknown", "padding")}
     most = len(tokens) - 1 if tokens else INT32
@@ -121,7 +110,7 @@ def special_ids(file: File) -> dict[str, int]:
 
 
 def _pre_tokenizer(kind: str) -> tuple[Any, Any]:
-    """A pre-tokenizer and what normalises the text before it, or None."""
+    """Returns a pre-tokenizer and the normaliser of its input; None for no normaliser."""
     from tokenizers import Regex, normalizers, pre_tokenizers
 
     if kind in ("gpt-2", "smollm"):
@@ -135,7 +124,7 @@ def _pre_tokenizer(kind: str) -> tuple[Any, Any]:
 
 
 def _settings(file: File) -> dict[str, Any]:
-    """tokenizer_config.json."""
+    """Returns the content of tokenizer_config.json."""
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     settings = {names[role]: tokens[i] for role, i in special_ids(file).items()}

@@ -10,7 +10,7 @@ from treeflash_jax.core.checks import INT32, fit, quoted
 
 
 def is_among(value: Any, values: Collection[Any]) -> bool:
-    """Returns whether a value equals one of several; 1 and 0 do not stand for true and false."""
+    """Returns true if a value equals one of `values`; 1 and 0 do not equal true and false."""
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
 
 
@@ -20,7 +20,7 @@ class Keys:
 
     Attributes:
       raw: its keys and values.
-      where: the file, and the place in it, for messages.
+      where: the file and the path of keys inside it, for messages.
     """
 
     raw: Mapping[str, Any]
@@ -56,11 +56,11 @@ class Keys:
         return fit(Sequence[int], value, f"{key} =", self.where, says=says, least=0, most=most, min_length=1)
 
     def value(self, kind: Any, key: str, default: Any, says: str, **limits: Any) -> Any:
-        """The value of a key as a type or type hint; `default` stands for a missing key only."""
+        """Returns the value of a key as a type or type hint; `default` replaces a missing key, not null."""
         return fit(kind, self.raw.get(key, default), f"{key} =", self.where, says=says, **limits)
 
     def check_known(self, known: Collection[str]) -> None:
-        """Raises ValueError at a key that is none of `known`."""
+        """Raises ValueError for a key that is not in `known`."""
         unknown = sorted(set(self.raw) - set(known))
         if unknown:
             raise ValueError(
@@ -68,7 +68,7 @@ class Keys:
             )
 
     def check_only(self, accepted: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raises ValueError where a key has a value that is not implemented; an absent key has the first one."""
+        """Raises ValueError for a value that is not implemented; an absent key has the first one."""
         for key, values in accepted.items():
             if not is_among(self.raw.get(key, values[0]), values):
                 raise ValueError(

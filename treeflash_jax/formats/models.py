@@ -1,7 +1,4 @@
-"""Verifiers and drafters in folders and files: configs and weights, read in any dialect and written in those that can be.
-
-No key and no tensor name is known here: `dialects` and `architectures` say what files mean, `storage` moves the bytes.
-"""
+"""Verifiers and drafters in folders and files: configs and weights, read and written by dialect."""
 
 from __future__ import annotations
 
@@ -38,9 +35,9 @@ def load_verifier(
 
     Args:
       path: a folder with config.json and model.safetensors, whole or in parts; or a GGUF file.
-      dtype: of the parameters; bfloat16 files load bit for bit into bfloat16.
-      mesh: where they go; each device's host reads its own slices only. None: the default device.
-      quantize: "int8" rounds every matrix as it arrives; devices hold one of them in `dtype` at a time.
+      dtype: dtype of the weights; bfloat16 files load bit for bit into bfloat16.
+      mesh: mesh to shard the weights over; each host reads only the slices of its devices. None: the default device.
+      quantize: "int8" rounds every matrix when it is read, so that devices store one matrix in `dtype` at a time.
 
     Raises:
       ValueError: anything missing, unknown, damaged, mis-shaped or not implemented.
@@ -55,22 +52,14 @@ def load_verifier(
 
 
 def load_drafter(path: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tuple[Any, dict[str, Any]]:
-    """Reads a drafter in any dialect: its config and its weights, one tree as its kind of drafter wants them.
-
-    Raises:
-      ValueError: as `load_verifier`.
-    """
+    """Reads a drafter in any dialect: its config and its weights. Raises ValueError as `load_verifier`."""
     dialect, config = _find(path, "drafter")
     with dialect.opened(Path(path), config) as tensors:
         return config, _load(path, dialect, config, drafters.of(config).specs(config), tensors, dtype, mesh)
 
 
 def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
-    """Returns the ids that end an answer of a verifier.
-
-    Raises:
-      ValueError: a file of them that cannot be read, or ids outside the vocabulary.
-    """
+    """Returns the ids that end an answer of a verifier. Raises ValueError for a damaged file or bad ids."""
     path = Path(path)
     return dialects.of(path, Keys({}, str(path)), "verifier").stop_ids(path, config)
 
@@ -79,7 +68,7 @@ def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any
     """Writes config.json and model.safetensors as transformers would.
 
     Raises:
-      ValueError: quantised weights, or shapes that are not the config's.
+      ValueError: quantised weights, or weights of other shapes than the config's.
     """
     scheme = quantized.quantization_scheme(params)
     if scheme:
@@ -95,10 +84,10 @@ def save_drafter(
     Args:
       folder: created if missing.
       params: weights of its specs; those of a block drafter are {"backbone": ..., "head": ...}.
-      dialect: of the files, by name; one of `dialects.written("drafter")`. None: the drafter's own.
+      dialect: name of one of `dialects.written("drafter")`; None: the usual one of this kind of drafter.
 
     Raises:
-      ValueError: no such dialect, or one that cannot hold this drafter.
+      ValueError: no such dialect, or one that cannot store this drafter.
     """
     kind = drafters.of(config)
     _save(Path(folder), writable(dialect or kind.DIALECT, config), config, kind.specs(config), params, dtype)
@@ -108,7 +97,7 @@ def writable(dialect: str, config: Any = None) -> Dialect:
     """Returns a dialect of drafters by name.
 
     Raises:
-      ValueError: the dialect is unknown, cannot be written, or holds another kind of drafter than the config's.
+      ValueError: the dialect is unknown, cannot be written, or stores another kind of drafter than the config's.
     """
     known = dialects.written("drafter")
     if dialect not in known:
@@ -128,8 +117,8 @@ def _find(path: str | Path, part: str) -> tuple[Dialect, Any]:
     if gguf_reader.is_gguf(path):
         keys = Keys({}, str(path))
     else:
-        place = path if path.is_file() else path / "config.json"
-        keys = Keys(read_json(place), str(place))
+        config_json = path if path.is_file() else path / "config.json"
+        keys = Keys(read_json(config_json), str(config_json))
     dialect = dialects.of(path, keys, part)
     return dialect, dialect.read_config(path, keys)
 
@@ -143,6 +132,6 @@ def _load(path, dialect: Dialect, config, specs, tensors, dtype, mesh, finish=la
 
 
 def _save(folder: Path, dialect: Dialect, config: Any, specs: Any, params: Any, dtype: Any) -> None:
-    dialect.to_hf(config)  # refused before there is a folder
+    dialect.to_hf(config)  # raises before the folder is made
     folder.mkdir(parents=True, exist_ok=True)
     dialect.save(folder, config, specs, params, dtype)

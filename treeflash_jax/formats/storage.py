@@ -1,7 +1,6 @@
 """Trees of weights, read slice by slice from the tensors of any file format into their shardings, and written back.
 
-An `Entry` says where a weight lies on disk; specs, entries and weights are trees of one shape. No names are known here, and
-nothing needs torch. `formats` opens files; what is written is safetensors.
+An `Entry` locates a weight on disk; specs, entries and weights are trees of one structure. Output is safetensors.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Tensor(Protocol):
     def get_shape(self) -> Sequence[int]: ...
 
     def get_dtype(self) -> str:
-        """The type of what is read, as safetensors files call it."""
+        """Returns the dtype of slices, by its name in safetensors files."""
 
     def __getitem__(self, index: Any) -> np.ndarray: ...
 
@@ -52,13 +51,13 @@ def load(
     spare: tuple[str, ...] = (),
     finish: Callable[[jax.Array, Spec], Any] = lambda weight, _: weight,
 ) -> Any:
-    """Reads a tree of weights, each device's host its own slices only.
+    """Reads a tree of weights; each host reads only the slices of its devices.
 
     Args:
-      dtype: of the weights whose spec has none of its own; bfloat16 files load bit for bit into bfloat16.
-      mesh: where they go; None: the default device.
-      spare: names that may be in the files though no weight wants them.
-      finish: what takes a weight's place, as soon as it is read.
+      dtype: dtype of weights whose spec has none; bfloat16 files load bit for bit into bfloat16.
+      mesh: mesh to shard the weights over; None: the default device.
+      spare: tensor names that are allowed but not read.
+      finish: transformation of each weight, applied as soon as it is read.
 
     Raises:
       ValueError: tensors missing, unknown, of the wrong shape or type, or with NaN or infinity in them.
@@ -78,11 +77,11 @@ def load(
             experts = range(*index[0].indices(spec.shape[0]))
             sizes = [len(range(size)[at]) for size, at in zip(spec.shape, index, strict=True)]
             part = np.empty(sizes, kind)
-            for place, i in enumerate(experts):  # into place: many experts at once are large
+            for number, i in enumerate(experts):  # one at a time saves memory
                 expert = entry.at(i)
                 source = _Plane(tensors[expert.name], i) if entry.is_stacked else tensors[expert.name]
-                part[place] = read_slice(source, inside(spec), expert, index[1:])
-                checked(expert.name, part[place])
+                part[number] = read_slice(source, inside(spec), expert, index[1:])
+                checked(expert.name, part[number])
             return part
 
         if mesh is None:
@@ -123,8 +122,8 @@ def _check(
 def all_finite(values: np.ndarray) -> bool:
     """Returns true if an array of any float type holds no NaN and no infinity.
 
-    Bits are compared, a piece that fits into a processor's cache at a time: NumPy has no fast `isfinite` for bfloat16. A
-    number is not finite where all bits of its exponent are set.
+    NumPy has no fast `isfinite` for bfloat16: exponent bits are compared, all set if a number is not finite, in pieces that
+    fit into a processor's cache.
     """
     bits = values.ravel(order="K").view(f"u{values.dtype.itemsize}")
     exponent = np.asarray(np.inf, values.dtype).view(bits.dtype)[()]
@@ -135,7 +134,7 @@ def all_finite(values: np.ndarray) -> bool:
 
 
 def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...]) -> np.ndarray:
-    """Reads one slice of a weight, and no more of the file than it needs."""
+    """Reads one slice of a weight, and only the part of the file that it needs."""
     view = entry.view(spec)
     spans = [slice(*index[axis].indices(spec.shape[axis])[:2]) for axis in entry.order]
     inner = view[entry.row_axes :]
@@ -181,12 +180,10 @@ def _pairs(specs: Any, entries: Any) -> Iterator[tuple[Spec, Entry]]:
 def save(
     path: Path, specs: Any, entries: Any, params: Any, dtype: Any, extra: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Writes a tree of weights to one safetensors file, converted to `dtype` where their specs have none of their own.
-
-    `extra` joins the metadata of the file.
+    """Writes weights to one safetensors file, in `dtype` if their spec has none; `extra` is added to its metadata.
 
     Raises:
-      ValueError: a weight whose shape is not its spec's.
+      ValueError: a weight of another shape than its spec's.
     """
     parts: dict[str, list[tuple[int, int, np.ndarray]]] = {}
 
@@ -210,7 +207,9 @@ def save(
         joined = [block for *_, block in sorted(blocks, key=lambda block: block[0])]
         tensors[name] = np.ascontiguousarray(np.concatenate(joined, axis=blocks[0][1]))
     metadata = METADATA | extra
-    files.write(path, _in_order(serialize(tensors, metadata=metadata), metadata))  # save_file's are for their owner alone
+    files.write(
+        path, _in_order(serialize(tensors, metadata=metadata), metadata)
+    )  # save_file makes files that only their owner can read
 
 
 def _in_order(content: bytes, metadata: Mapping[str, str]) -> bytes:

@@ -1,8 +1,7 @@
-"""Text in and out: a thin layer over the Hugging Face tokenizer of a model folder.
+"""Encoding and decoding of text with the Hugging Face tokenizer of a model folder.
 
-Tokenizers and chat templates come with models. What they raise becomes one line here, and lone surrogates and text that no
-context holds are refused before they are tokenised. Templates run in the sandbox of transformers, which opens no files and
-changes nothing; one that never ends is stopped by Ctrl-C.
+Tokenizers and chat templates come with models: their errors become one line, and lone surrogates and texts longer than the
+context are refused before tokenisation. Templates run in the sandbox of transformers; Ctrl-C stops one that never ends.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from treeflash_jax.core.checks import clipped, quoted
 from treeflash_jax.core.files import regular
 from treeflash_jax.formats import gguf_reader, gguf_tokenizer
 
-SHORT = 2**17  # characters of a text that is tokenised before its length is looked at
+SHORT = 2**17  # bytes of a text that is tokenised without a check of its length
 LONGEST_CHAT = 2**26  # characters, before and after the template
 
 
@@ -26,7 +25,7 @@ class Tokenizer:
     """Encodes prompts and chats, decodes answers.
 
     Attributes:
-      template: arguments of the chat template, by name; templates ignore those that they do not know.
+      template: arguments of the chat template, by name; templates ignore unknown ones.
 
     Example:
       >>> tokenizer = Tokenizer.load("Qwen3-4B")
@@ -38,11 +37,7 @@ class Tokenizer:
 
     @staticmethod
     def load(folder: str | Path, template: Mapping[str, Any] | None = None) -> Tokenizer | None:
-        """The tokenizer of a model folder or GGUF file, or None where it has none.
-
-        Raises:
-          ValueError: files that no tokenizer can be made of.
-        """
+        """Returns the tokenizer of a model folder or GGUF file; None if it has none. Raises ValueError if it is damaged."""
         folder = gguf_tokenizer.folder(folder) if gguf_reader.is_gguf(folder) else Path(folder)
         if folder is None or not (folder / "tokenizer.json").exists():
             return None
@@ -59,27 +54,20 @@ class Tokenizer:
         return () if self.inner.eos_token_id is None else (int(self.inner.eos_token_id),)
 
     def encode(self, text: str, context: int | None = None) -> list[int]:
-        """Ids of a text as it is.
+        """Returns the ids of a text, without a chat template.
 
         Args:
-          context: most tokens that are of use; None: any number.
+          context: maximum number of tokens; None: no limit.
 
         Raises:
-          ValueError: half a character (a lone surrogate), text that must have more tokens, or that the tokenizer refuses.
+          ValueError: a lone surrogate, a text that certainly has more tokens, or one that the tokenizer refuses.
         """
         return self.encode_texts([text], context)[0]
 
     def encode_texts(
         self, texts: Sequence[str], context: int | None = None, *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Ids of several texts, encoded together by all cores.
-
-        Args:
-          add_special_tokens: whether the tokenizer adds those that it puts around a text.
-
-        Raises:
-          ValueError: as `encode`, of any of them.
-        """
+        """Returns the ids of several texts, encoded in parallel. Raises ValueError as `encode`."""
         for text in texts:
             self._check(text, context)
         with _one_line("the tokenizer refuses the text"):
@@ -90,18 +78,14 @@ class Tokenizer:
         return bool(self.inner.chat_template)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], context: int | None = None) -> list[int]:
-        """A chat up to the point where the assistant speaks.
-
-        Raises:
-          ValueError: no chat template, a chat that the template refuses, or text as for `encode`.
-        """
+        """Returns the ids of a chat up to the start of the next answer. Raises ValueError as `render` and `encode`."""
         return self.encode_texts([self.render(messages)], context, add_special_tokens=False)[0]
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """Returns a chat as the template writes it.
+        """Returns a chat as text, by the chat template.
 
         Args:
-          add_generation_prompt: whether to begin an answer of the assistant.
+          add_generation_prompt: whether the text ends with the start of an answer of the assistant.
 
         Raises:
           ValueError: no chat template, a chat that the template refuses, or more than LONGEST_CHAT characters.
@@ -145,11 +129,7 @@ def _check_chat(what: str, size: int) -> None:
 
 
 def check_same_tokens(verifier: Tokenizer | None, drafter: Tokenizer | None) -> None:
-    """Compares the tokens of all ids, added ones included; where one of them has no tokenizer there is nothing to compare.
-
-    Raises:
-      ValueError: an id that stands for another token, or for none.
-    """
+    """Raises ValueError if two tokenizers differ in the token of any id, added tokens included; None fits any other."""
     if verifier is None or drafter is None:
         return
     ours, theirs = ({id: token for token, id in tokenizer.inner.get_vocab().items()} for tokenizer in (verifier, drafter))
@@ -165,7 +145,7 @@ def check_same_tokens(verifier: Tokenizer | None, drafter: Tokenizer | None) -> 
 
 @contextmanager
 def _one_line(what: str) -> Iterator[None]:
-    """Makes one ValueError of whatever the libraries behind a tokenizer raise: their errors have no common ancestor."""
+    """Converts any error of a tokenizer's libraries, which have no common base class, to a ValueError of one line."""
     try:
         yield
     except BaseException as error:
