@@ -134,7 +134,7 @@ def test_commands_of_other_programs_have_their_options():
 
 def test_times_on_a_pod_are_those_of_the_formula():
     rows = re.findall(r"^\| (\w+) \| (\de\d) \| (\d+) min \| (\d+) min \|$", PAGES["train/README.md"], flags=re.MULTILINE)
-    steps = read("tpu_train_steps.json").values()
+    steps = read("train_steps.json").values()
     flops = {len(step["trains"]): step["flops_per_step"] / step["batch"] / step["sequence_length"] for step in steps}
     model = shapes.find_verifier("qwen3-4b")
     cache = 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim

@@ -1,4 +1,4 @@
-"""Compiles a training step for TPUs or GPUs that this machine lacks: bytes per chip, FLOPs, collectives.
+"""Compiles a training step for TPUs or GPUs that this machine lacks: memory and its traffic, FLOPs, collectives.
 
     python -m train.compile --shape qwen3-4b --topology v5e:4x4 configs/qwen3-4b/head.toml mesh.fsdp=16 loop.batch=16
     python -m train.compile --shape qwen3-4b --steps 10 configs/qwen3-4b/head.toml loop.batch=4
@@ -38,6 +38,7 @@ from train.stages.registry import read_stage
 from treeflash_jax.bench import shapes
 from treeflash_jax.bench.collectives import find_collectives, sum_collectives
 from treeflash_jax.bench.topologies import find_devices, read_kept
+from treeflash_jax.bench.traffic import count_bytes
 from treeflash_jax.cli.arguments import Parser
 from treeflash_jax.core import devices as chips
 from treeflash_jax.core import files, parameters, sharding
@@ -79,7 +80,7 @@ def compile_step(settings: DraftingStage, shape: str, devices: list[Any], *, ste
                 "tokens_per_second": batch.tokens_bt.size / seconds,
                 "mfu": stage.flops / seconds / peak if peak else None,
             }
-    memory = compiled.memory_analysis()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {
         "shape": shape,
@@ -89,6 +90,7 @@ def compile_step(settings: DraftingStage, shape: str, devices: list[Any], *, ste
         "accumulate": settings.loop.accumulate,
         "sequence_length": settings.data.sequence_length,
         **settings.sizes,
+        "attention": chips.describe_mesh(mesh).training_attention(settings.attention),
         "bytes_per_chip": {
             "state_and_weights": held,
             "temporary": memory.temp_size_in_bytes,
@@ -96,7 +98,8 @@ def compile_step(settings: DraftingStage, shape: str, devices: list[Any], *, ste
         },
         "flops_per_step": stage.flops,
         "flops_per_chip": stage.flops / mesh.size,
-        "collectives": sum_collectives(find_collectives(compiled.as_text())),
+        "bytes_accessed_per_chip": count_bytes(text),
+        "collectives": sum_collectives(find_collectives(text)),
         "jax": jax.__version__,
     } | measured
 
@@ -162,7 +165,9 @@ def main(argv: list[str] | None = None) -> int:
         devices = find_devices(args.topology)
         result = {"topology": args.topology or chips.describe(devices[0]).kind}
         result |= compile_step(settings, args.shape, devices, steps=args.steps)
-        key = f"{args.shape} {'+'.join(result['trains'])} {result['topology']}"
+        key = (
+            f"{args.shape} {'+'.join(result['trains'])} {result['topology']} batch {result['batch']} {result['attention']}"
+        )
         if args.out:
             files.write(args.out, json.dumps(earlier | {key: result}, indent=1) + "\n")
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:  # the last where memory runs out
@@ -179,6 +184,7 @@ def describe(key: str, result: dict[str, Any]) -> list[str]:
         f"{key}, mesh {result['mesh']}, {result['batch']} sequences of {result['sequence_length']} tokens",
         f"bytes per chip: {chip['total'] / 2**30:.2f} GiB ({chip['temporary'] / 2**30:.2f} GiB temporary)",
         f"FLOPs: {result['flops_per_step']:.3g} a step, {result['flops_per_chip']:.3g} a chip",
+        f"memory traffic: {result['bytes_accessed_per_chip'] / 2**30:.0f} GiB a step on a chip",
     ]
     for kind, total in result["collectives"].items():
         lines.append(f"{kind}: {total['count']} a step, {total['bytes'] / 2**30:.2f} GiB of results on a chip")

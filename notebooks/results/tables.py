@@ -107,24 +107,21 @@ def speed_smollm2() -> str:
 
 def train_steps() -> str:
     rows = []
-    for step in (*read("tpu_train_steps.json").values(), *read("gpu_train_steps.json").values()):
+    for step in read("train_steps.json").values():
         moved = {kind: collective["bytes"] / GIB for kind, collective in step["collectives"].items()}
+        memory, traffic = step["bytes_per_chip"], step.get("bytes_accessed_per_chip")
         rows.append(
             [
-                step["topology"],
-                " and ".join(step["trains"]),
-                step["batch"],
-                step["anchors"],
-                f"{step['bytes_per_chip']['total'] / GIB:.1f} GiB",
+                *(step["topology"], " and ".join(step["trains"]), step["batch"], step["attention"]),
+                *(f"{memory[part] / GIB:.1f} GiB" for part in ("total", "temporary")),
+                f"{traffic / GIB:,.0f} GiB" if traffic else "",
                 f"{step['flops_per_chip']:.1e}",
                 f"{moved['all-gather']:.1f} GiB",
                 f"{moved['all-reduce'] + moved.get('reduce-scatter', 0):.1f} GiB",
             ]
         )
-    header = (
-        "topology | trains | batch | anchors | memory a chip | FLOPs a chip | all-gather | all-reduce and reduce-scatter"
-    )
-    return table(header, rows)
+    header = "topology | trains | batch | attention | memory a chip | of it temporary | memory traffic a chip"
+    return table(f"{header} | FLOPs a chip | all-gather | all-reduce and reduce-scatter", rows)
 
 
 def latency() -> str:

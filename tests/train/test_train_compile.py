@@ -77,7 +77,8 @@ def test_a_step_compiles_for_the_devices_at_hand(small_shape, tmp_path, capsys):
     (key,) = results.keys() - {"earlier"}
     result = results[key]
     assert result["mesh"] == {"data": 2, "fsdp": 2, "model": 2} and result["trains"] == ["backbone", "head"]
-    assert result["collectives"]["all-gather"]["count"] > 0
+    assert result["collectives"]["all-gather"]["count"] > 0 and result["attention"] == "chunked"
+    assert result["bytes_accessed_per_chip"] > result["bytes_per_chip"]["state_and_weights"] * 2
     assert result["bytes_per_chip"]["total"] > result["bytes_per_chip"]["temporary"] > 0
     assert "bytes per chip" in capsys.readouterr().out
     # Masters and both moments lie over all devices but the data axis: a quarter of them on each.

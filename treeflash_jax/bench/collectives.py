@@ -52,13 +52,13 @@ def find_collectives(text: str) -> list[Collective]:
             result, operation = match.groups()
             kind = operation.removesuffix("-start")
             if kind in KINDS:
-                arrays = _read_arrays(result)
+                arrays = read_arrays(result)
                 if kind != operation:  # a start lists its operands and results: the largest array is the result
                     arrays = [max(arrays)]
                 size, shapes = sum(size for size, _ in arrays), tuple(shape for _, shape in arrays)
                 collectives.append(Collective(kind, size, shapes, trips, in_loop, in_branch))
             is_loop = operation == "while"
-            times = trips * _count_trips(line, bodies) if is_loop else trips
+            times = trips * count_trips(line, bodies) if is_loop else trips
             for called in CALLED.findall(line):
                 if not called.startswith("async_collective_fusion"):
                     visit(called, times, in_loop or is_loop, in_branch)
@@ -88,7 +88,7 @@ def count_moved(collectives: Sequence[Collective], sequences: int, size: int) ->
     return sum(math.prod(shape) >= sequences * size and math.prod(shape) % size == 0 for shape in shapes)
 
 
-def _count_trips(line: str, bodies: dict[str, list[str]]) -> int:
+def count_trips(line: str, bodies: dict[str, list[str]]) -> int:
     """Returns the trips of a loop: as the compiler notes them, or (TPUs) the constant that a counter stays below."""
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
         return int(known.group(1))
@@ -98,7 +98,7 @@ def _count_trips(line: str, bodies: dict[str, list[str]]) -> int:
     return int(bound.group(1)) if bound else 1
 
 
-def _read_arrays(result: str) -> list[tuple[int, tuple[int, ...]]]:
+def read_arrays(result: str) -> list[tuple[int, tuple[int, ...]]]:
     """Returns bytes and shape of each array of a result's type."""
     arrays = []
     for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", result):
