@@ -98,7 +98,13 @@ def record(
             layers = tuple(layer for layer in missing if layer != HIDDEN)
             run = partial(devices.jit(partial(teach, config=model, taps=layers, attention=attention)), weights)
             size = dtype.itemsize * shape[0] * shape[1]
-            _write(packed, [*missing.values()], size, batch_size, lambda batch: run(batch=hosts.place_batch(batch, mesh)))
+            _write(
+                packed,
+                [*missing.values()],
+                size,
+                batch_size,
+                lambda batch: run(batch=hosts.place_batch(batch, batch_size, mesh)),
+            )
         maps = (np.memmap(path, dtype, "r", shape=(len(packed), *shape)) for path in files.values())
         return replace(packed, outputs=tuple(maps))
 
