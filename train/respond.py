@@ -3,10 +3,10 @@
     python -m train.respond configs/shipped/respond.toml out=runs/responses.jsonl sources.0.path=data/gsm8k_train.jsonl
 
 Writes one JSON object per line, shortest prompts first: {"index", "source", "temperature", "finished": "stop" or "length",
-"prompt": ids, "response": ids}; with cut = "drop", answers that reach the limit are written to OUT.cut instead. An answer
-depends on the seed and the index of its prompt, not on batches or hosts: the same command continues an interrupted run, on
-any number of hosts, and results in the same file. The settings are stored in OUT.settings.toml; a file of other settings
-is never continued or overwritten, and OUT.lock keeps a second command from writing it.
+"prompt": ids, "response": ids}. An answer depends on the seed and the index of its prompt, not on batches or hosts: the
+same command continues an interrupted run, on any number of hosts, and results in the same file. The settings are stored in
+OUT.settings.toml; a file of other settings is never continued or overwritten, and OUT.lock keeps a second command from
+writing it.
 
 On several hosts `out` must be visible to all of them. With replicas = "host" each host runs a verifier on its devices,
 answers its share of the prompts and writes a part file; the first host merges the parts at the end. With replicas = "all"
@@ -41,7 +41,7 @@ from treeflash_jax.engine.prompts import Text
 from treeflash_jax.engine.results import Result
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress
-FREE = ("out", "batch", "mesh", "replicas", "cut")  # settings that may change on continuing: no answer depends on them
+FREE = ("out", "batch", "mesh", "replicas")  # settings that may change on continuing: no answer depends on them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,6 @@ class RespondConfig:
       out: the JSONL file, local or gs://.
       temperatures: sampling temperatures, which successive prompts use in turn.
       max_new_tokens: largest number of tokens of an answer.
-      cut: handling of answers that reach that limit: "keep" them in `out`, or "drop" them from it.
       max_prompt_tokens: longer prompts are left out.
       thinking: ask the chat template for answers with thinking; drafters trained on them record it.
       template: further arguments of the chat template, by name.
@@ -73,7 +72,6 @@ class RespondConfig:
     out: str
     temperatures: tuple[NonNegative, ...] = (0.0, 0.7, 0.0, 1.0)
     max_new_tokens: int = bounded(160, least=1)
-    cut: Literal["keep", "drop"] = "keep"
     max_prompt_tokens: int = bounded(192, least=1)
     thinking: bool = False
     template: dict[str, Any] = field(default_factory=dict)
@@ -210,10 +208,9 @@ def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt],
     _wait("merge")
     if hosts.is_first():
         mine.check()
-        dropped = answers.merge(out, len(prompts), settings.cut)
-        also = f", {dropped:,} that were cut in {answers.cut_path(out)}" if dropped else ""
+        answers.merge(out, len(prompts))
         speed = {"new tokens": f"{tokens:,} ({tokens / seconds:,.0f} a second)", "time": watch.duration(seconds)}
-        watch.table(f"{len(prompts) - dropped:,} answers in {out}{also}", speed if tokens else {})
+        watch.table(f"{len(prompts):,} answers in {out}", speed if tokens else {})
 
 
 def respond(

@@ -445,6 +445,17 @@ def test_records_that_are_too_long(tmp_path, tokenizer):
         opened("error")
 
 
+def test_answers_that_reached_their_limit_may_be_left_out(tmp_path):
+    answers = [{"prompt": [5], "response": [6 + i, 3], "finished": "length" if i % 2 else "stop"} for i in range(4)]
+    path = write(tmp_path / "answers.jsonl", answers)
+    kept, dropped = (
+        load(path, format="responses", hold_out=0, data={"sequence_length": 9, "unfinished": how})
+        for how in ("keep", "drop")
+    )
+    assert kept.train["answers"].tokens[1::3].tolist() == [6, 7, 8, 9] and not kept.skipped["answers"]
+    assert dropped.train["answers"].tokens[1::3].tolist() == [6, 8] and dropped.skipped["answers"] == {"unfinished": 2}
+
+
 def test_bad_settings_and_tokenizers(tmp_path, templated):
     path = write(tmp_path / "set.jsonl", [GOOD])
     source, data = Source(path="x"), DataConfig()

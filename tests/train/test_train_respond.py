@@ -185,56 +185,6 @@ def test_answers_behind_a_url_are_parts_until_they_are_merged(bucket, model, set
     assert {*bucket} - {f"{out}.lock"} == {out, f"{out}.settings.toml"}
 
 
-def split(whole: bytes) -> tuple[bytes, bytes]:
-    """Lines of answers that ended, and of those that were cut."""
-    lines = whole.splitlines(keepends=True)
-    return tuple(b"".join(line for line in lines if (b'"length"' in line) == is_cut) for is_cut in (False, True))
-
-
-@pytest.fixture
-def stopping(model, monkeypatch) -> None:
-    """Every third answer ends by itself."""
-    generate_each = model.generate_each
-
-    def answers(prompts, **named):
-        for at, result in generate_each(prompts, **named):
-            yield at, replace(result, finished="stop" if named["indices"][at] % 3 == 1 else "length")
-
-    monkeypatch.setattr(model, "generate_each", answers)
-
-
-def test_answers_that_were_cut_may_be_dropped(model, stopping, settings, capsys):
-    """Whatever state a run is stopped in, and whichever setting it had before."""
-    out, apart = Path(settings.out), Path(settings.out + ".cut")
-
-    def contents():
-        return out.read_bytes(), apart.read_bytes() if apart.exists() else None
-
-    respond.main(settings)
-    whole = out.read_bytes()
-    kept, cut = split(whole)
-    assert kept and cut and not apart.exists()
-    dropping = replace(settings, cut="drop")
-    model.calls.clear()
-    for again, expected in ((dropping, (kept, cut)), (settings, (whole, None)), (dropping, (kept, cut))):
-        respond.main(again)
-        assert contents() == expected
-    numbers = kept.count(b"\n"), cut.count(b"\n")
-    assert f"{numbers[0]} answers in {out}, {numbers[1]} that were cut in {apart}\n" in capsys.readouterr().out
-    assert not model.calls, "lines move, and no prompt is answered again"
-    assert sorted(path.name for path in out.parent.iterdir()) == [
-        "answers.jsonl", "answers.jsonl.cut", "answers.jsonl.settings.toml"
-    ]  # fmt: skip
-    half = whole[: len(whole) // 2]
-    for there, aside in ((half, None), (whole, cut), (kept, None), (whole[:-3], cut), (b"", cut), (kept[:-9], cut)):
-        out.write_bytes(there)
-        apart.unlink(missing_ok=True)
-        if aside is not None:
-            apart.write_bytes(aside)
-        respond.main(dropping)
-        assert contents() == (kept, cut)
-
-
 def test_settings_may_change_only_where_no_answer_depends_on_them(model, settings, whole):
     out = Path(settings.out)
     respond.main(settings)

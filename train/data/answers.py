@@ -1,7 +1,7 @@
 """The resumable JSONL file of `train.respond`: its parts, settings, missing prompts, and order.
 
 Files beside OUT: OUT.part-N (one per host until they are merged; on gs://, where files cannot grow, one per minute),
-OUT.cut (answers that reached the limit, if they are dropped), OUT.settings.toml and OUT.lock.
+OUT.settings.toml and OUT.lock.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -26,17 +26,8 @@ def part_path(out: epath.Path, number: int) -> epath.Path:
     return out.with_name(f"{out.name}.part-{number}")
 
 
-def cut_path(out: epath.Path) -> epath.Path:
-    return out.with_name(f"{out.name}.cut")
-
-
 def settings_path(out: epath.Path) -> epath.Path:
     return out.with_name(f"{out.name}.settings.toml")
-
-
-def _files(out: epath.Path) -> list[epath.Path]:
-    """Returns the files that may contain answers: `out`, dropped answers, and the parts of hosts."""
-    return [out, cut_path(out), *_parts(out)]
 
 
 def _parts(out: epath.Path) -> list[epath.Path]:
@@ -66,12 +57,12 @@ def check_settings(settings: Any, out: epath.Path, free: Collection[str]) -> Non
     Raises:
       ValueError: no regular file, a file without its settings, or other settings.
     """
-    for path in _files(out):
+    for path in (out, *_parts(out)):
         if not folders.is_remote(path) and files.regular(path).is_dir():
             raise ValueError(f"{path} is a folder, expected a file: give another out")
     path = settings_path(out)
     if not path.exists():
-        if any(path.exists() for path in _files(out)):
+        if any(path.exists() for path in (out, *_parts(out))):
             raise ValueError(f"{out} exists without its settings ({path.name}), expected a new file: give another out")
         return
     changed = run_config.changes(settings, path, free)
@@ -88,12 +79,11 @@ def _only_grew(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> 
 
 
 class Place(NamedTuple):
-    """File, line number and byte offset of an answer, and whether it reached the length limit."""
+    """File, line number and byte offset of an answer."""
 
     path: epath.Path
     number: int
     start: int
-    is_cut: bool
 
 
 def match(out: epath.Path, prompts: Sequence[Any]) -> tuple[list[Any], dict[int, Place]]:
@@ -128,7 +118,7 @@ def match(out: epath.Path, prompts: Sequence[Any]) -> tuple[list[Any], dict[int,
 
 def _answered(out: epath.Path) -> Iterator[tuple[Place, int, list[int]]]:
     """Yields the place of every answer, and the index and ids of its prompt."""
-    for path in (path for path in _files(out) if path.exists()):
+    for path in (path for path in (out, *_parts(out)) if path.exists()):
         with folders.opened(path) as file:
             start = 0
             for number, line in enumerate(file, start=1):
@@ -139,7 +129,7 @@ def _answered(out: epath.Path) -> Iterator[tuple[Place, int, list[int]]]:
                     index, ids = operator.index(record["index"]), record["prompt"]
                 except (ValueError, KeyError, TypeError, RecursionError):
                     raise ValueError(f"{path}, line {number}: got no answer, expected what this stage writes") from None
-                yield Place(path, number, start, record.get("finished") == "length"), index, ids
+                yield Place(path, number, start), index, ids
                 start += len(line)
 
 
@@ -180,25 +170,21 @@ def drop_unfinished_line(path: epath.Path) -> None:
         os.truncate(path, size)
 
 
-def merge(out: epath.Path, count: int, cut: Literal["keep", "drop"]) -> int:
-    """Merges `count` answers of all hosts in order; returns the number of those dropped to OUT.cut."""
+def merge(out: epath.Path, count: int) -> None:
+    """Merges `count` answers of all hosts in order."""
     places: dict[int, Place] = {}
     for place, index, _ in _answered(out):
         places.setdefault(index, place)
     if len(places) < count:
         raise ValueError(f"{out}: {count - len(places)} answers are missing; expected all hosts to see this folder")
-    parts, dropped = _parts(out), [index for index in range(count) if cut == "drop" and places[index].is_cut]
-    shares = {cut_path(out): dropped, out: sorted({*range(count)} - {*dropped})}
+    parts = _parts(out)
     with ExitStack() as stack:
         sources = {path: stack.enter_context(folders.opened(path)) for path in {place.path for place in places.values()}}
-        # In this order every line is in one of the files at least, whenever the process is killed.
-        for path in shares if cut == "drop" else reversed(shares):
-            with folders.filled(path.parent, overwrite=True) as part, (part / path.name).open("wb") as file:
-                for place in (places[index] for index in shares[path]):
-                    sources[place.path].seek(place.start)
-                    file.write(sources[place.path].readline())
+        part = stack.enter_context(folders.filled(out.parent, overwrite=True))
+        with (part / out.name).open("wb") as file:
+            for index in range(count):
+                source = sources[places[index].path]
+                source.seek(places[index].start)
+                file.write(source.readline())
     for part in parts:
         part.unlink()
-    if not dropped:
-        cut_path(out).unlink()
-    return len(dropped)

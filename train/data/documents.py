@@ -29,6 +29,7 @@ class DataConfig:
       malformed: handling of records that cannot be used: stop the run, or skip and count them.
       too_long: handling of chats and responses longer than `sequence_length`; "cut" drops their end. Plain text is always
         cut into pieces.
+      unfinished: "drop" leaves out responses that reached the length limit of `train.respond`.
       record: local folder for the verifier's outputs of every sequence, which are then read in every step instead of
         being computed (`mfu` still counts them); "" records nothing.
     """
@@ -38,6 +39,7 @@ class DataConfig:
     prompt_weight: float = bounded(0.0, least=0, most=1)
     malformed: Literal["error", "skip"] = "error"
     too_long: Literal["drop", "cut", "error"] = "drop"
+    unfinished: Literal["keep", "drop"] = "keep"
     record: str = bounded("", min_length=0)
 
 
@@ -65,7 +67,7 @@ def read_documents(
       tokenizer: may be None for responses.
       seed: seed of the order to which the source's limit applies.
       vocab_size: upper bound of ids.
-      skipped: updated with the number of records left out ("malformed", "too long") or shortened ("cut").
+      skipped: updated with the number of records left out ("malformed", "too long", "unfinished") or shortened ("cut").
 
     Raises:
       ValueError: a record that cannot be used, with its file and line; an unreadable source; no tokenizer.
@@ -77,7 +79,7 @@ def read_documents(
         skipped["malformed"] += 1
 
     length = config.sequence_length
-    for number, where, document in _tokenise(source, config, tokenizer, read(source, seed, malformed)):
+    for number, where, document in _tokenise(source, config, tokenizer, read(source, seed, malformed), skipped):
         if isinstance(document, ValueError):
             malformed(Malformed(f"{where}: {document}"))
             continue
@@ -130,12 +132,15 @@ def text_documents(tokenizer: Tokenizer, text: str, length: int) -> list[Documen
 
 
 def _tokenise(
-    source: Source, config: DataConfig, tokenizer: Tokenizer | None, records: Iterator[Record]
+    source: Source, config: DataConfig, tokenizer: Tokenizer | None, records: Iterator[Record], skipped: Counter[str]
 ) -> Iterator[tuple[int, str, Document | ValueError]]:
     """Yields number, place, and document of each record, or the ValueError that explains why there is none."""
     if source.format == "responses":
         for record in records:
             prompt, response = record.content.prompt, record.content.response
+            if config.unfinished == "drop" and not record.content.is_finished:
+                skipped["unfinished"] += 1
+                continue
             weights_n = np.repeat(np.float32([0, 1]), [len(prompt), len(response)])
             yield record.number, record.where, Document(np.array(prompt + response, np.int32), weights_n)
         return

@@ -111,7 +111,7 @@ class Corpus:
       train: sequences to train on.
       held_out: sequences of other documents, for validation; sources without held-out documents are missing.
       weights: relative share of each source in a batch.
-      skipped: number of records per source and reason: "malformed" and "too long" are left out, "cut" are shortened.
+      skipped: number of records per source and reason, see `documents.read_documents`.
     """
 
     train: dict[str, PackedDataset]

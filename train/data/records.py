@@ -69,10 +69,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Answer:
-    """Token ids of a prompt and of the verifier's answer."""
+    """Token ids of a prompt and of the verifier's answer, and whether the answer ended before the length limit."""
 
     prompt: list[int]
     response: list[int]
+    is_finished: bool
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def parse_answer(raw: Any) -> Answer:
     for name, ids in zip(("prompt", "response"), lists, strict=True):
         if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
             raise ValueError(f"got no {name!r}, expected a list of token ids")
-    return Answer(*lists)
+    return Answer(*lists, is_finished=raw.get("finished") != "length")
 
 
 def parse_text(raw: Any) -> str:
