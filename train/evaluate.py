@@ -1,39 +1,24 @@
-"""Block efficiency (tau) of a drafter: on held-out prompts while it trains, and over drafter temperatures.
-
-    python -m train.evaluate data=train.jsonl drafter=my-drafter verifier=Qwen/Qwen3-4B
-
-The command prints tau on training prompts as JSON, a line for each verifier temperature, number of nodes and head;
-`train.export drafter_temperature=T` stores the best drafter temperature with the drafter.
-"""
+"""Block efficiency (tau) of a drafter on held-out prompts while it trains."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import product
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 import treeflash_jax as tf
 from train.data import packing
-from train.data.records import Source, read
-from train.runtime import run_config
 from train.runtime.loop import Evaluating
 from train.runtime.training_state import Stage, gather
 from treeflash_jax import drafters
-from treeflash_jax.bench import harness, report
-from treeflash_jax.bench.harness import System
-from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.core import devices
 from treeflash_jax.core.checks import bounded
 from treeflash_jax.decoding.loops import Weights
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees.shape import Nodes
-
-TEMPERATURES = (0.4, 0.55, 0.7, 0.85, 1.0, 1.2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,49 +106,3 @@ def held_out_prompts(corpus: packing.Corpus, count: int) -> list[list[int]]:
     prompts = [packed.prompt(number) for packed in corpus.held_out.values() for number in range(packed.num_documents)]
     prompts = [prompt for prompt in prompts if prompt]
     return [prompts[i] for i in packing.spread(min(count, len(prompts)), len(prompts))]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TemperatureStage:
-    """Settings of the command.
-
-    Attributes:
-      data: JSONL file of training chats; only the first message of each is used.
-      verifier, drafter: name of a pair, folder, GGUF file or Hub id.
-      thinking, template: arguments of the chat template, as in `train.respond`.
-      prompts: number of prompts.
-      seed: random seed of the choice of prompts.
-    """
-
-    data: str
-    verifier: str = "tiny"
-    drafter: str | None = None
-    thinking: bool = False
-    template: dict[str, Any] = field(default_factory=dict)
-    prompts: int = bounded(32, least=1)
-    seed: int = bounded(1, least=0)
-
-
-def main(settings: TemperatureStage) -> None:
-    model = tf.load(
-        verifier=settings.verifier, drafter=settings.drafter, thinking=settings.thinking, template=settings.template
-    )
-    records = read(Source(path=settings.data, limit=settings.prompts), settings.seed)
-    chats = [BenchPrompt(id=str(i), turns=(record.content[0]["content"],)) for i, record in enumerate(records)]
-    heads = (model.drafter.head, "marginal") if hasattr(model.drafter, "head") else (None,)
-    for temperature, nodes, head in product((0.0, 1.0), (16, 64), heads):
-        options = {"nodes": nodes, "head": head, "max_new_tokens": 128, "builder": "best-first"}
-        shared = options | {"batch_size": settings.prompts}
-        systems = [
-            System(name=str(x), model=model, config=tf.GenerateConfig(**shared, drafter_temperature=x))
-            for x in TEMPERATURES
-        ]
-        sampling = {"temperatures": [temperature], "seeds": [3], "is_timed": False, "tell": lambda text: None}
-        answers = list(harness.measure(systems, chats, **sampling))
-        taus = {entry["system"]: round(entry["tau"], 3) for entry in report.summarise(answers, resamples=1)["systems"]}
-        shown = options | {"temperature": temperature, "seed": 3, "prompts": settings.prompts, "tau": taus}
-        print(json.dumps(shown), flush=True)
-
-
-if __name__ == "__main__":
-    run_config.run(main, TemperatureStage, __doc__)

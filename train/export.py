@@ -49,7 +49,7 @@ class ExportStage:
         block drafters; "dflash" holds a backbone alone).
       dtype: dtype of the weights on disk.
       licence: licence of the weights, for the model card.
-      drafter_temperature: default stored with the drafter, as `train.evaluate` measures it; 0 keeps the run's.
+      drafter_temperature: default stored with the drafter, as `treeflash bench run` measures it; 0 keeps the run's.
       sampled_above: temperature from which `treeflash bench run --preset rules` found sampled trees better; 0 stores none.
       overwrite: replace the files of an earlier export in `out`; any other files are an error.
     """

@@ -264,18 +264,17 @@ def drafters() -> str:
 
     rows = []
     for system in runs["systems"]:
-        times, distances = system["phases_ms"], system["distance_by_depth"]
+        times = system["phases_ms"]
         if times is None:
             plain = f"{system['tokens_per_second']:.0f}"
             continue
         shares = system["acceptance_by_depth"]
         accepted = [share / above for above, share in zip([1.0, *shares], shares, strict=False)]
         pace = [f"{system['tau']:.2f}", f"{system['tokens_per_second']:.0f}"]
-        more = [join(accepted), join(distances["distance"]) if distances else ""]
         costs = [f"{times[phase]:.1f}" if phase in times else "" for phase in phases]
-        rows.append([system["drafter"], system["way"], system["nodes"], *pace, *more, *costs])
+        rows.append([system["drafter"], system["way"], system["nodes"], *pace, join(accepted), *costs])
     step = median(system["phases_ms"]["step"] for system in runs["systems"] if system["phases_ms"])
-    header = "drafter | way | nodes | tau | tokens/s | accepted at depth 1 to 5 | distance at depth 1 to 5"
+    header = "drafter | way | nodes | tau | tokens/s | accepted at depth 1 to 5"
     header += "".join(f" | {phase}" for phase in phases)
     settings = runs["settings"]
     note = (

@@ -13,7 +13,7 @@ import pytest
 from conftest import DATA
 
 import treeflash_jax as tf
-from treeflash_jax.bench import bench_records, harness, prompt_sets, run
+from treeflash_jax.bench import bench_records, harness, prompt_sets, report, run
 from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.systems import parse_systems
 from treeflash_jax.cli import check, commands
@@ -327,6 +327,72 @@ def test_systems_by_name():
     sharper = parse_systems(["marginal@0.7", "chain@0.5", "treeflash-4@2"], [8])
     assert list(sharper) == "marginal-8@0.7 chain@0.5 treeflash-4@2".split()
     assert [fields["drafter_temperature"] for fields in sharper.values()] == [0.7, 0.5, 2.0]
+
+
+def test_settings_in_a_name():
+    systems = parse_systems(["treeflash-8+delayed:trunk=auto:branches=3", "treeflash:selector=a:b.safetensors"], [4])
+    assert list(systems) == ["treeflash-8+delayed:trunk=auto:branches=3", "treeflash-4:selector=a:b.safetensors"]
+    delayed, selector = systems.values()
+    assert delayed == {"builder": "delayed", "acceptance": None, "nodes": 8, "trunk": "auto", "branches": 3}
+    assert selector == {"nodes": 4, "selector": "a:b.safetensors"}
+    for name, words in (
+        ("treeflash:temperature=1", "got setting 'temperature' of a system, expected one of"),
+        ("treeflash:trunk=-1", "trunk"),
+        ("ar:trunk=1", "unknown system"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            parse_systems([name], [4])
+
+
+def test_drafters_are_systems_with_one_baseline_and_their_own_options():
+    words = ["--pair", "tiny", "shipped=tiny", "ngram", "--nodes", "4", "--candidates", "5", "--out", "x"]
+    arguments = commands.parser().parse_args(["bench", "run", *words])
+    systems = run.load_systems(arguments, parse_systems(arguments.systems, arguments.nodes))
+    trees = [f"{name}, shipped" for name in ("chain", "marginal-4", "treeflash-4")]
+    assert [system.name for system in systems] == ["ar", *trees, "chain, ngram", "treeflash-4, ngram"]
+    assert [system.settings()["candidates"] for system in systems] == [None, 5, 5, 5, None, None]
+    assert [system.settings()["drafter"] for system in systems[1:]] == 3 * ["shipped"] + 2 * ["ngram"]
+    assert systems[1].model.weights.verifier is systems[-1].model.weights.verifier, "one copy in memory"
+
+
+@pytest.mark.slow
+def test_drafters_are_compared_in_turns_with_the_times_of_their_phases(short, prompts, tmp_path, capsys):
+    out, plot = tmp_path / "out.jsonl", tmp_path / "tau.png"
+    words = ["bench", "run", "--pair", str(short), f"itself={short}", "ngram", "--systems", "ar", "chain", "treeflash"]
+    words += ["--prompts", str(prompts), "--nodes", "2", "4", "--max-new-tokens", "8", "--phases", "30"]
+    assert main([*words, "--out", str(out), "--plot", str(plot)]) == 0
+    printed, records = capsys.readouterr().out, read(out)
+    names = [f"{name}, {drafter}" for drafter in ("itself", "ngram") for name in ("chain", "treeflash-2", "treeflash-4")]
+    assert [record["system"] for record in records[:7]] == ["ar", *names] and len(records) == 14
+    assert plot.stat().st_size > 1000 and "ms by phase, after 30 tokens" in printed and "FAIL" not in printed
+    phases = {record["system"]: record["phases"] for record in records}
+    assert phases.pop("ar") is None
+    assert set(phases["treeflash-4, itself"]["ms"]) == {
+        *("draft", "tree", "verify", "accept", "commit", "round", "step", "prefill")
+    }
+    assert all(times["context"] == 30 and min(times["ms"].values()) > 0 for times in phases.values())
+    systems = {system["system"]: system for system in report.summarise(records)["systems"]}
+    assert systems["treeflash-4, itself"]["acceptance_by_depth"][0] == 1, "a model accepts what it drafted itself"
+    out.write_text("".join(map("{}\n".format, out.read_text().splitlines()[:9])))
+    assert main([*words, "--out", str(out)]) == 0
+    assert {record["system"]: record["phases"] for record in read(out)} == phases | {"ar": None}, "times are kept"
+
+
+@pytest.mark.parametrize(
+    ("pair", "words"),
+    [
+        (["tiny"], "got --pair tiny, expected a verifier and drafters"),
+        (["tiny", "a=tiny", "a=ngram"], "expected a verifier and drafters of different labels"),
+        (["tiny", "ngram", "--systems", "marginal"], "drafters of kind 'ngram' do not have it"),
+        (["tiny", "tiny", "--phases", "0"], "--phases"),
+        (["tiny", "tiny", "--phases", "9999"], "got --context 9999, expected at most"),
+    ],
+)
+def test_bad_drafters_and_sizes_end_with_one_line(tmp_path, capsys, pair, words):
+    out = tmp_path / "out.jsonl"
+    assert main(["bench", "run", "--pair", *pair, "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1 and not out.exists()
 
 
 def test_published_formats_and_draw(fake):

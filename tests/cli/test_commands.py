@@ -187,7 +187,7 @@ def test_every_command_has_help(capsys):
     commands = [[name] for name in commands_of(help_of(capsys)) if name != "bench"]
     commands += [["bench", name] for name in commands_of(help_of(capsys, "bench"))]
     expected = {"generate", "chat", "check", "convert", "calibrate", "demo"}
-    expected |= {f"bench {suite}" for suite in ("run", "report", "drafters", "latency", "memory")}
+    expected |= {f"bench {suite}" for suite in ("run", "report", "latency", "memory")}
     assert {" ".join(words) for words in commands} == expected
     for words in commands:
         text = help_of(capsys, *words)

@@ -104,7 +104,6 @@ def test_indices_name_files_of_their_folder(tmp_path, name):
 
 OUTPUTS = {
     "bench run": lambda out: cli(["bench", "run", "--out", out]),
-    "bench drafters": lambda out: cli(["bench", "drafters", "--out", out]),
     "bench latency": lambda out: cli(["bench", "latency", "--out", out]),
     "bench memory": lambda out: cli(["bench", "memory", "--shape", "tiny", "--no-compile", "--out", out]),
     "train.compile": lambda out: compile.main(["x.toml", "--shape", "qwen3-4b", "--out", out]),

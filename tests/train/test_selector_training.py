@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train import delayed
 from train import selector as stage_of
 from train.data import roots
 from train.data.records import Source
 from treeflash_jax import acceptance, trees
+from treeflash_jax.bench import bench_records, report
+from treeflash_jax.cli.commands import main
 from treeflash_jax.decoding.tree_selector import SCALARS, SelectorConfig
 from treeflash_jax.trees import Bucket, TreeShape
 
@@ -146,10 +147,11 @@ def test_from_prompts_to_answers(tmp_path, monkeypatch):
     assert made.read_bytes() == first and len(groups) == 4
     stage_of.main(stage_of.SelectorStage(**names, **how | {"draws": 1}))
     assert len(groups) == 7, "labels of other settings are recorded anew"
-    out = tmp_path / "out.json"
-    compared = dict(selector=str(made), prompts=str(asked), out=str(out), limit=3, new_tokens=8, trunks=(0,), nodes=4)
-    delayed.main(delayed.DelayedStage(**names, **compared, temperatures=(1.0,)))
-    systems = json.loads(out.read_text())["systems"]
-    assert [system["system"] for system in systems] == ["one token", "trunk 0", "trunk auto", "selector"]
-    assert systems[0]["tau"] == 1 and all(system["tokens_per_second"] > 0 for system in systems)
-    assert all(system["against"] == "trunk auto" for system in systems if system["system"] != "trunk auto")
+    out, delayed = tmp_path / "out.jsonl", [f"treeflash-4+delayed:{kind}" for kind in ("trunk=0", "trunk=auto")]
+    words = ["bench", "run", "--prompts", str(asked), "--limit", "3", "--max-new-tokens", "8", "--temperature", "1"]
+    systems = ["ar", *delayed, f"treeflash-4+delayed:selector={made}"]
+    assert main([*words, "--systems", *systems, "--out", str(out)]) == 0
+    summary = report.summarise(bench_records.read_records(out)[0], against=delayed[1])["systems"]
+    assert [system["system"] for system in summary] == systems
+    assert summary[0]["tau"] == 1 and all(system["tokens_per_second"] > 0 for system in summary)
+    assert all(system["against"] == delayed[1] for system in summary if system["system"] != delayed[1])

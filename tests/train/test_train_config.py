@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train import ask, delayed, drafter, evaluate, export, from_scratch, head, measure, respond, selector
+from train import ask, drafter, export, from_scratch, head, measure, respond, selector
 from train.pairing import compose
 from train.runtime import run_config
 from train.stages import registry
@@ -108,7 +108,7 @@ def test_changes_name_what_differs(tmp_path):
         run_config.changes(settings, saved, ())
 
 
-OTHERS = [compose.PairConfig, export.ExportStage, measure.MeasureStage, delayed.DelayedStage, evaluate.TemperatureStage]
+OTHERS = [compose.PairConfig, export.ExportStage, measure.MeasureStage]
 
 
 @pytest.mark.parametrize("cls", dict.fromkeys([*STAGES.values(), *OTHERS]))
@@ -120,23 +120,20 @@ def test_help_describes_every_setting(cls):
     assert "MISSING" not in str(lines) and len(settings) > 3
 
 
-@pytest.mark.parametrize(
-    ("stage", "cls", "words"),
-    [
-        (selector, selector.SelectorStage, [str(ROOT / "configs" / "tiny" / "selector.toml"), "run={}/run"]),
-        (delayed, delayed.DelayedStage, ["selector=x", "prompts=x", "out={}/out.json"]),
-        (evaluate, evaluate.TemperatureStage, ["data=x"]),
-    ],
-)
-def test_commands_ask_the_chat_template_as_train_respond_does(monkeypatch, tmp_path, stage, cls, words):
+def test_the_selector_asks_the_chat_template_as_train_respond_does(monkeypatch, tmp_path):
     def load(**how):
         assert how["thinking"] is True and how["template"] == {"effort": "high"}
         raise ChildProcessError
 
-    monkeypatch.setattr(stage.tf, "load", load)
-    words = [word.format(tmp_path) for word in words] + ["thinking=true", "template.effort=high"]
+    monkeypatch.setattr(selector.tf, "load", load)
+    words = [
+        str(ROOT / "configs" / "tiny" / "selector.toml"),
+        f"run={tmp_path}/run",
+        "thinking=true",
+        "template.effort=high",
+    ]
     with pytest.raises(ChildProcessError):
-        stage.main(run_config.parse(cls, None, words))
+        selector.main(run_config.parse(selector.SelectorStage, None, words))
 
 
 def test_drafter_stages_are_told_apart():

@@ -30,6 +30,7 @@ KINDS = {  # types of the values of a record
     "seconds": NonNegative,
     "compile_seconds": NonNegative,
     "expected": NonNegative | None,
+    "phases": dict[str, Any] | None,
 }
 # Settings that are equal in all records of a file, and in all of a system. Temperature and seed may vary.
 SHARED = "verifier template quantize format max_new_tokens batch_size top_k top_p".split()

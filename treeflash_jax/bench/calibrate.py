@@ -15,8 +15,9 @@ mesh, JAX version or pair, or with other draft settings, are kept in the same fi
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,19 @@ import numpy as np
 
 import treeflash_jax as tf
 from treeflash_jax.bench.bars import Progress
-from treeflash_jax.bench.depths import observe
 from treeflash_jax.bench.phases import TREE, Bench, check_sizes, slots_for
 from treeflash_jax.bench.prompt_sets import PromptSet, chosen_prompts, empty_chat
 from treeflash_jax.bench.shapes import MeasuredSizes
 from treeflash_jax.bench.timed import Program
 from treeflash_jax.cli.arguments import add_fields, option_values
 from treeflash_jax.core import devices, sharding
-from treeflash_jax.decoding import calibration
+from treeflash_jax.decoding import calibration, loops, rounds
 from treeflash_jax.decoding.budget import BudgetPolicy, Measured
-from treeflash_jax.decoding.rounds import draft_expander
 from treeflash_jax.decoding.runner import Runner
-from treeflash_jax.decoding.state import DecodePlan, DecodeState
+from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.drafters import draft_options
-from treeflash_jax.engine.planning import make_requests, resolve
+from treeflash_jax.engine.batching import capacity_bucket
+from treeflash_jax.engine.planning import Request, make_requests, resolve
 from treeflash_jax.engine.settings import GenerateConfig, RuntimeConfig, SamplingConfig, settings_class
 from treeflash_jax.models.attention import positions_read
 from treeflash_jax.models.config import ModelConfig
@@ -136,9 +136,25 @@ def describe(entry: calibration.Calibration, batch: int, positions: int) -> list
     return text
 
 
-def _read_acceptance(state: DecodeState, expander: Any, tree: Any, verified: Any, accepted: Any) -> tuple[Any, ...]:
-    """Returns the drafted probabilities and the accepted path."""
-    return tree.log_prob_bn, accepted.path_bp, accepted.length_b, state.done_b
+@partial(devices.jit, static_argnames="plan", donate_argnames="state")
+def _observed_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[DecodeState, tuple[Any, ...]]:
+    """Returns the state after a round, and the drafted log-probabilities and the accepted path."""
+    tree, proposal = rounds.draft_tree(weights, state, plan)
+    verified, accepted = rounds.judge(weights, state, tree, proposal, plan)
+    values = tree.log_prob_bn, accepted.path_bp, accepted.length_b, state.done_b
+    return loops.pin(rounds.commit_path(weights, state, verified, accepted, plan)), values
+
+
+def _observe(model: tf.TreeFlash, requests: Sequence[Request], config: GenerateConfig) -> Iterator[tuple[Any, ...]]:
+    """Decodes at most BATCH requests together, and yields what `_observed_round` returns of every round."""
+    plan = model.plan(config)
+    capacity = capacity_bucket(max(request.length for request in requests) + config.max_new_tokens + 1 + plan.path_length)
+    inputs = model.make_batch(requests, config, batch_size=BATCH, capacity=capacity)
+    with sharding.ambient(model.mesh):
+        state = loops.prefill(model.weights, *inputs, plan=plan.for_prefill())
+        while not np.all(sharding.to_host(state.done_b)):
+            state, values = _observed_round(model.weights, state, plan)
+            yield sharding.to_host(values)
 
 
 def accept(
@@ -156,7 +172,7 @@ def accept(
     for first in range(0, len(chats), BATCH):
         progress.detail(f"{first} of them done")
         requests = make_requests(chats[first : first + BATCH], config, model.verifier)
-        for log_prob_bn, path_bp, length_b, done_b in observe(model, requests, config, BATCH, _read_acceptance):
+        for log_prob_bn, path_bp, length_b, done_b in _observe(model, requests, config):
             for b in np.flatnonzero(~done_b):
                 count += 1
                 kept += [np.sum(path_bp[b, : length_b[b]] < n) for n in nodes]
@@ -183,8 +199,7 @@ def time(
     progress.step(f"compiling rounds at batch {batch}, context {context}")
     bench = Rounds(model, plans, batch=batch, context=context, tell=progress.detail)
     progress.step(f"timing them at batch {batch}, context {context}")
-    bench.sample(repeats)
-    median = {(timed.phase, timed.nodes): float(np.median(timed.seconds)) for timed in bench.timed}
+    median = bench.medians(repeats)
     return [median["round", n] for n in nodes], [median["tree", n] for n in nodes], median["step", None]
 
 
@@ -208,4 +223,4 @@ class Rounds(Bench):
             self.add_rounds("round", plan.num_nodes, whole, fields)
 
 
-EXPANDER = devices.jit(draft_expander, static_argnames="plan")
+EXPANDER = devices.jit(rounds.draft_expander, static_argnames="plan")

@@ -172,6 +172,11 @@ class Bench:
         with running(self.model.mesh, self.where):
             sample_in_turn(self.timed, repeats, self.tell)
 
+    def medians(self, repeats: int) -> dict[tuple[str, int | None], float]:
+        """Times all phases; returns the median seconds of each, by phase and nodes."""
+        self.sample(repeats)
+        return {(timed.phase, timed.nodes): float(np.median(timed.seconds)) for timed in self.timed}
+
     @property
     def state(self) -> DecodeState:
         return unite(self.slots, self.marks)

@@ -49,7 +49,8 @@ def draw(panels: Mapping[str, Lines], path: str | Path, *, title: str | None = N
 def draw_trees(systems: Sequence[dict[str, Any]], path: str | Path) -> None:
     """Draws tokens per round over nodes, the expected ones if they were recorded.
 
-    There is a panel per temperature and head, with a line per builder for the best of its rules.
+    There is a panel per temperature and a line per drafter, head and builder, for the best of its rules. With one drafter,
+    there is a panel per temperature and head.
 
     Args:
       systems: entries of `report.summarise`; those without a number of nodes are left out.
@@ -58,8 +59,12 @@ def draw_trees(systems: Sequence[dict[str, Any]], path: str | Path) -> None:
     def tau(system: dict[str, Any]) -> float:
         return system["whole_rounds"]["expected_tau"]["value"] if system["whole_rounds"] else system["tau"]
 
+    drawn = sorted((system for system in systems if isinstance(system["nodes"], int) and system["tau"]), key=tau)
+    compares = len({system["drafter"] for system in drawn}) > 1
     panels: dict[str, dict[str, dict[float, float]]] = {}
-    for system in sorted((s for s in systems if isinstance(s["nodes"], int) and s["tau"]), key=tau):
-        name = f"{system['head']}, T = {system['temperature']:g}"
-        panels.setdefault(name, {}).setdefault(system["builder"], {})[system["nodes"]] = tau(system)
+    for system in drawn:
+        title = f"T = {system['temperature']:g}" if compares else f"{system['head']}, T = {system['temperature']:g}"
+        label = [system["drafter"], *([system["head"]] if system["head"] else [])] if compares else []
+        label = ", ".join([*label, system["builder"]])
+        panels.setdefault(title, {}).setdefault(label, {})[system["nodes"]] = tau(system)
     draw(panels, path, title="tokens per round over nodes, with the best rule of each builder")

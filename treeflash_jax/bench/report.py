@@ -84,7 +84,7 @@ def summarise(records: Sequence[Record], *, against: str | None = None, resample
     if resamples < 1:
         raise ValueError(f"got resamples {resamples}, expected at least 1")
     names = sorted({record["system"] for record in records})
-    if against is not None and not any(against in (name, name.partition("@")[0], name.partition("-")[0]) for name in names):
+    if against is not None and not any(against in (name, *_shorter(name), name.partition("-")[0]) for name in names):
         raise ValueError(f"got unknown system {against!r}, expected one of {', '.join(names)}")
     groups: dict[float, dict[str, Answers]] = {}
     for record in records:
@@ -116,10 +116,12 @@ def _summarise_system(name: str, systems: dict[str, Answers], against: str, resa
     plain = [answers for answers in systems.values() if _settings(answers)["builder"] == "none"]
     fastest = max(plain, key=_speed, default={})
     same_dtype = next((answers for answers in plain if _settings(answers)["dtype"] == settings["dtype"]), fastest)
-    wanted = against, f"{against}-{settings['nodes']}"
-    other = next((other for other in systems if {other, other.partition("@")[0]} & {*wanted} and other != name), None)
+    wanted = {against, f"{against}-{settings['nodes']}"}
+    alike = [n for n in systems if all(_settings(systems[n])[key] == settings[key] for key in ("drafter", "dtype"))]
+    others = [*(n for n in systems if n == against), *(n for n in alike if wanted & {n, *_shorter(n)})]
+    other = next((other for other in others if other != name), None)
     return {
-        **{key: settings[key] for key in ("nodes", "head", "acceptance")},
+        **{key: settings[key] for key in ("drafter", "nodes", "head", "acceptance")},
         "builder": "one-path" if settings["branches"] == 1 and settings["builder"] == "paths" else settings["builder"],
         "prompts": len({prompt for prompt, _ in mine}),
         "responses": len(responses),
@@ -134,7 +136,14 @@ def _summarise_system(name: str, systems: dict[str, Answers], against: str, resa
         "against": other,
         "tau_ratio": paired_ratio(mine, systems.get(other, {}), "committed", "rounds", resamples),
         "whole_rounds": _whole_rounds(mine, systems, resamples) if records[0].get("expected") else None,
+        "phases": next((record["phases"] for record in records if record.get("phases")), None),
     }
+
+
+def _shorter(name: str) -> tuple[str, str]:
+    """Returns a system's name without drafter and dtype, and without the drafter temperature too."""
+    name = name.partition(", ")[0]
+    return name, name.partition("@")[0]
 
 
 def _acceptance_by_depth(records: Sequence[Record]) -> list[float]:
@@ -253,8 +262,20 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
             whole.add_row(*key, _number(ratios["tau"] and ratios["tau"]["value"]), *intervals)
         if shares := system["acceptance_by_depth"]:
             depths.add_row(*key, *(f"{100 * share:.0f}" for share in shares + [0.0] * (depth - len(shares))))
-    tables = (table for table in (tokens, speed, whole, depths) if table.row_count)
+    tables = (table for table in (tokens, speed, whole, depths, _phases(systems)) if table.row_count)
     (console or table_console()).print(*tables, _describe(summary))
+
+
+def _phases(systems: Sequence[dict[str, Any]]) -> Table:
+    """Makes the table of the times of phases."""
+    timed = {system["system"]: system["phases"] for system in systems if system["phases"]}
+    phases = dict.fromkeys(phase for times in timed.values() for phase in times["ms"] if phase not in ("prefill", "step"))
+    contexts = ", ".join(sorted({str(times["context"]) for times in timed.values()}))
+    table = make_table(f"ms by phase, after {contexts} tokens", ["*system", *phases, "step", "round / step"])
+    for name, times in timed.items():
+        cells = [f"{times['ms'][phase]:.2f}" if phase in times["ms"] else "-" for phase in (*phases, "step")]
+        table.add_row(name, *cells, f"{times['ms']['round'] / times['ms']['step']:.2f}")
+    return table
 
 
 def _describe(summary: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """Compares systems on the same prompts, one JSON line per answered prompt: `treeflash bench run --out results.jsonl`.
 
-    treeflash bench run --pair VERIFIER DRAFTER --prompts gsm8k.jsonl --format math --limit 64 \\
-        --systems ar chain marginal treeflash --nodes 16 64 --temperature 0 1 --seed 0 1 --out results.jsonl
+    treeflash bench run --prompts gsm8k.jsonl --format math --limit 64 --systems ar chain marginal treeflash \\
+        --nodes 16 64 --temperature 0 1 --seed 0 1 --out results.jsonl
+    treeflash bench run --pair tiny shipped=tiny EAGLE-3=runs/eagle3/model ngram --phases 200 --out drafters.jsonl
     treeflash bench run --preset rules --limit 64 --out rules.jsonl --plot rules.png
     treeflash bench run --systems ar treeflash-8 --other "transformers=python torch_generate.py FOLDER" --out peers.jsonl
 
@@ -13,30 +14,40 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import jax
 
 import treeflash_jax as tf
+from treeflash_jax import drafters
 from treeflash_jax.bench import bench_records, harness, plots, report, systems
 from treeflash_jax.bench.bench_records import Record
 from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.peers import Peer
+from treeflash_jax.bench.phases import Bench, check_sizes
 from treeflash_jax.bench.prompt_sets import BenchPrompt, PromptSet, chosen_prompts, empty_chat
 from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values, parse_ids
+from treeflash_jax.core.checks import fit
 from treeflash_jax.core.clock import slow
+from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import draft_options
 from treeflash_jax.engine.planning import resolve
 from treeflash_jax.engine.settings import RuntimeConfig, SamplingConfig, TreeConfig, settings_class
+
+REPEATS = 9  # timed samples of a phase
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument(
-        "--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="folders, Hub ids or names (default: tiny tiny)"
-    )
+        "--pair", nargs="+", metavar=("VERIFIER", "[LABEL=]DRAFTER"), default=["tiny", "tiny"],
+        help="folders, Hub ids or names (default: tiny tiny); systems are measured with each of several drafters",
+    )  # fmt: skip
     model.add_argument(
         "--dtype", nargs="+", choices=("float32", "bfloat16", "float64"), default=[None],
         help="dtypes, each of which adds its own systems (default: bfloat16, but float32 on a CPU without it)",
@@ -67,6 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options = "max_new_tokens temperature top_k top_p seed stop_ids"
     add_fields(sampling, SamplingConfig, options, several="temperature seed", temperature=[0.0], seed=[0])
     add_fields(sampling, RuntimeConfig, "batch_size expected_lengths attention", batch_size=1)
+    sampling.add_argument(
+        "--phases", type=int, metavar="CONTEXT", help="also time the phases of a round, after this number of tokens"
+    )
     sampling.add_argument("--out", required=True, metavar="FILE", help="JSONL that results are appended to")
     sampling.add_argument("--plot", metavar="FILE", help="picture of tokens per round over nodes (needs matplotlib)")
     parser.set_defaults(run=run)
@@ -98,9 +112,13 @@ def run(arguments: argparse.Namespace) -> int:
             peer = Peer(name=name, model=base.model, config=base.config, pair=base.pair, command=command)
             measured.append(stack.enter_context(peer))
         check(measured, prompts, arguments.format, earlier, arguments.out, temperatures, seeds)
+        phases = {record["system"]: record["phases"] for record in earlier if record.get("phases")}
+        if arguments.phases is not None:
+            phases |= time_phases(measured, fit(int, arguments.phases, "--phases", least=1), temperatures[0], phases)
         output = stack.enter_context(bench_records.open_results(arguments.out))
         sampling = {"temperatures": temperatures, "seeds": seeds}
         for record in harness.measure(measured, prompts, format=arguments.format, known=earlier, **sampling):
+            record["phases"] = phases.get(record["system"])
             output.write(json.dumps(record).encode() + b"\n")
             output.flush()
     summary = report.summarise(bench_records.read_records(arguments.out)[0])
@@ -111,26 +129,83 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list[System]:
-    """Loads the pair in every dtype. With several dtypes, a system's name ends with its dtype."""
+    """Loads the verifier with every drafter in every dtype, and makes the systems; those of equal settings only once.
+
+    With several drafters, or several dtypes, a system's name ends with its own. Each of several drafters gets the options
+    that it has.
+
+    Raises:
+      ValueError: no drafter, two drafters of one label, settings that a pair does not support.
+    """
     if "float64" in arguments.dtype:
         jax.config.update("jax_enable_x64", True)
-    pair = tuple(arguments.pair or ("tiny", "tiny"))
+    verifier, *words = arguments.pair
+    labels = {label or name: name for label, _, name in (word.rpartition("=") for word in words)}
+    if not words or len(labels) < len(words):
+        raise ValueError(f"got --pair {' '.join(arguments.pair)}, expected a verifier and drafters of different labels")
     shared = option_values(arguments, settings_class())
     for name in ("nodes", "temperature", "seed"):
         del shared[name]
     shared["builder"] = shared["builder"] or "best-first"
-    loaded = []
-    for dtype in arguments.dtype:
-        with slow(f"loading {' and '.join(arguments.pair or ['the shipped pair'])}"):
-            options = option_values(arguments, ModelOptions) | {"dtype": dtype}
-            model = tf.load(**dict(zip(("verifier", "drafter"), pair, strict=True)), **options)
-        for name, fields in chosen.items():
-            config = settings_class()(**shared | ({"acceptance": None} if "builder" in fields else {}) | fields)
-            name = name if len(arguments.dtype) == 1 else f"{name}, {dtype}"
-            system = System(name=name, model=model, config=config, pair=pair)
-            if not arguments.preset or system.settings() not in [other.settings() for other in loaded]:
-                loaded.append(system)  # without a trained head, a preset's trees with and without the head are the same
-    return loaded
+    loaded: dict[str, System] = {}
+    for dtype, (label, drafter) in product(arguments.dtype, labels.items()):
+        with slow(f"loading {verifier} and {drafter}"):
+            model = tf.load(verifier=verifier, drafter=drafter, **option_values(arguments, ModelOptions) | {"dtype": dtype})
+        for other in loaded.values():
+            if other.model.dtype == model.dtype:  # keeps one copy of the verifier
+                model.weights = Weights(other.model.weights.verifier, model.weights.drafter)
+        missing = _missing_options(model) if len(labels) > 1 else set()
+        for name, system in chosen.items():
+            if "head" in missing and system.get("head") == "marginal" and "builder" not in system:
+                continue  # this drafter has no head to leave out
+            settings = shared | ({"acceptance": None} if "builder" in system else {}) | system
+            settings = {key: value for key, value in settings.items() if key not in missing}
+            config = resolve(None, settings, model.verifier, model.drafter)
+            ends = [label] * (len(labels) > 1 and config.builder != "none") + [dtype] * (len(arguments.dtype) > 1)
+            made = System(name=", ".join([name, *ends]), model=model, config=config, pair=(verifier, label))
+            key = made.settings() | ({"drafter": None} if config.builder == "none" else {})
+            loaded.setdefault(json.dumps(key), made)
+    return list(loaded.values())
+
+
+def _missing_options(model: tf.TreeFlash) -> set[str]:
+    """Returns the options of other drafters that this one lacks."""
+    every, its = (fields(options) for options in (draft_options(), drafters.of(model.drafter).OPTIONS))
+    return {option.name for option in every} - {option.name for option in its}
+
+
+def time_phases(
+    measured: Sequence[System], context: int, temperature: float, known: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Times the phases of a round of every system that drafts, except those whose trees a policy chooses.
+
+    Args:
+      context: tokens in the cache.
+      known: systems that are not measured again.
+
+    Returns:
+      By system, {"context", "ms"}: tokens in the cache, and the median time of every phase; "step" is that of one token.
+
+    Raises:
+      ValueError: a context that leaves no room for the timed rounds.
+    """
+    groups: dict[Any, dict[str, DecodePlan]] = {}  # systems that differ in nodes alone
+    models, times = {id(system.model): system.model for system in measured}, {}
+    for system in measured:
+        plan = system.model.plan(system.config)
+        is_fixed = plan.drafts and plan.policy is None and system.config.nodes != "auto"
+        if is_fixed and not isinstance(system, Peer) and system.name not in known:
+            groups.setdefault((id(system.model), replace(plan, num_nodes=1)), {})[system.name] = plan
+    sizes = {"batch": measured[0].config.batch_size, "context": context}
+    for (model, _), plans in groups.items():
+        model, several = models[model], list({plan.num_nodes: plan for plan in plans.values()}.values())
+        check_sizes(model.verifier, several, [sizes["batch"]], [context], model.mesh)
+        with slow(f"timing the phases of {', '.join(plans)}"):
+            medians = Bench(model, several, temperature=temperature, **sizes).medians(REPEATS)
+        for name, plan in plans.items():
+            its = {phase: 1e3 * seconds for (phase, nodes), seconds in medians.items() if nodes in (None, plan.num_nodes)}
+            times[name] = {"context": context, "ms": its}
+    return times
 
 
 def check(

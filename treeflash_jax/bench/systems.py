@@ -4,6 +4,7 @@
 drafter's head. A tree's name may add its nodes, a builder, an acceptance rule and a drafter temperature: "treeflash-32",
 "treeflash-auto" (the number of nodes that `treeflash calibrate` found best), "treeflash-32+hybrid",
 "marginal+paths+traversal", "treeflash-16@0.7". A tree without nodes in its name is measured for every number of --nodes.
+Settings of the drafter or the tree may follow as ":name=value", such as "treeflash-16+delayed:branches=2:trunk=auto".
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from treeflash_jax.acceptance import RULES
+from treeflash_jax.core.checks import field_checks
+from treeflash_jax.drafters import draft_options
+from treeflash_jax.engine.settings import TreeConfig, settings_class
 from treeflash_jax.trees import BUILDERS, TreeShape, branching
 
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -24,15 +29,15 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 # Builders that a name may add, as fields of GenerateConfig.
 BRANCHING = {name: {"builder": name} for name in branching()} | {"one-path": {"builder": "paths", "branches": 1}}
-NAME = re.compile(r"([a-z]+)(?:-(\d+|auto))?(?:\+([a-z-]+)(?:\+([a-z-]+))?)?(?:@(\d+\.?\d*))?")
+NAME = re.compile(r"([a-z]+)(?:-(\d+|auto))?(?:\+([a-z-]+)(?:\+([a-z-]+))?)?(?:@(\d+\.?\d*))?((?::\w+=.+)?)")
 
 
 def lossless_pairs() -> list[str]:
     """Returns "+builder+rule" for every pair that leaves the verifier's distribution untouched."""
     pairs = []
-    for name, fields in BRANCHING.items():
-        shape = TreeShape(branches=fields.get("branches", TreeShape.branches))
-        distribution = BUILDERS[fields["builder"]].distribution_for(shape)
+    for name, settings in BRANCHING.items():
+        shape = TreeShape(branches=settings.get("branches", TreeShape.branches))
+        distribution = BUILDERS[settings["builder"]].distribution_for(shape)
         pairs += [f"+{name}+{rule}" for rule in RULES if distribution in RULES[rule].DISTRIBUTIONS]
     return pairs
 
@@ -67,29 +72,41 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int | str]) -> dict[str,
       nodes: numbers of nodes of the trees whose name gives none.
 
     Raises:
-      ValueError: an unknown system, or fewer nodes than one.
+      ValueError: an unknown system or setting, or fewer nodes than one.
     """
     systems: dict[str, dict[str, Any]] = {}
     for name in names:
         match = NAME.fullmatch(name)
-        base, size, builder, rule, sharpness = match.groups() if match else (None,) * 5
-        fields = SYSTEMS.get(base)
-        is_tree = fields is not None and "builder" not in fields
-        is_known = is_tree or (fields is not None and size is builder is None)
+        base, size, builder, rule, temperature, settings = match.groups() if match else (None,) * 6
+        system = SYSTEMS.get(base)
+        is_tree = system is not None and "builder" not in system
+        is_known = is_tree or (system is not None and size is builder is None)
         is_known &= builder in (None, *BRANCHING) and rule in (None, *RULES)
-        if not is_known or (sharpness and (base == "ar" or not float(sharpness))):
+        if not is_known or (base == "ar" and (temperature or settings)) or (temperature and not float(temperature)):
             raise ValueError(
                 f"got unknown system {name!r}, expected one of {', '.join(SYSTEMS)}, or a tree like treeflash-32, "
                 "or one with its own builder, rule and drafter temperature like treeflash-32+hybrid+traversal@0.7"
             )
-        fields = fields | (BRANCHING[builder] | {"acceptance": rule} if builder else {})
-        fields |= {"drafter_temperature": float(sharpness)} if sharpness else {}
+        system = system | (BRANCHING[builder] | {"acceptance": rule} if builder else {})
+        system |= {"drafter_temperature": float(temperature)} if temperature else {}
+        system |= _parse_settings(settings)
         if not is_tree:
-            systems[name] = fields
+            systems[name] = system
             continue
         ending = name.removeprefix(base if size is None else f"{base}-{size}")
         for count in nodes if size is None else [size if size == "auto" else int(size)]:
             if count != "auto" and count < 1:
                 raise ValueError(f"got nodes {count}, expected at least 1 (the root counts)")
-            systems[f"{base}-{count}{ending}"] = fields | {"nodes": count}
+            systems[f"{base}-{count}{ending}"] = system | {"nodes": count}
     return systems
+
+
+def _parse_settings(text: str) -> dict[str, Any]:
+    """Parses the settings that end a name, ":name=value:name=value"."""
+    checks, settings = field_checks(settings_class()), {}
+    known = [field.name for group in (draft_options(), TreeConfig) for field in fields(group) if field.name != "nodes"]
+    for setting, value in re.findall(r":(\w+)=(.+?)(?=:\w+=|$)", text):
+        if setting not in known:
+            raise ValueError(f"got setting {setting!r} of a system, expected one of {', '.join(known)}")
+        settings[setting] = checks[setting](value, from_text=True)
+    return settings

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from treeflash_jax import __version__
-from treeflash_jax.bench import calibrate, drafters, latency, memory, report, run
+from treeflash_jax.bench import calibrate, latency, memory, report, run
 from treeflash_jax.bench.shapes import MeasuredSizes
 from treeflash_jax.cli.arguments import ModelOptions, Parser, add_fields, add_prompts, option_values, parse_prompts
 from treeflash_jax.cli.check import NEAR_TIE, ROUNDINGS, check, explanation, meaning
@@ -271,9 +271,8 @@ COMMANDS = {
     "demo": ("compare answers decoded one token at a time and with drafting", _demo_options),
 }
 SUITES = {
-    "run": ("compare tokens per round and per second of several systems", run.add_arguments),
+    "run": ("compare systems on prompts: tokens per round and per second, time by phase", run.add_arguments),
     "report": ("print the tables of a results file", report.add_arguments),
-    "drafters": ("compare drafters of one verifier: chains and trees, acceptance by depth", drafters.add_arguments),
     "latency": ("time every phase of a round", latency.add_arguments),
     "memory": ("compute the memory that a request needs on each device", memory.add_arguments),
 }
