@@ -56,6 +56,31 @@ def test_other_wishes_are_respected(tmp_path, choice):
     assert not kept(folder)
 
 
+ON_TWO_DEVICES = """
+import json, jax, jax.numpy as jnp
+jax.config.update("jax_num_cpu_devices", 2)
+import treeflash_jax as tf
+from treeflash_jax.core import programs, sharding
+from treeflash_jax.core.clock import Clock
+from treeflash_jax.engine.loading import keep_programs
+
+def double(x):
+    return 2 * x
+
+keep_programs()
+programs.read_ahead()
+mesh, clock = tf.make_mesh(2), Clock()
+numbers = programs.call(jax.jit(double), sharding.place(jnp.arange(4), mesh), mesh=mesh, clock=clock)
+print(json.dumps([numbers.tolist(), clock.compile_seconds > 0]))
+"""
+
+
+def test_executables_for_several_devices_are_read_by_their_mesh_alone(tmp_path):
+    """Reading one ahead for a single device would end the process."""
+    assert run(tmp_path, script=ON_TWO_DEVICES) == [[0, 2, 4, 6], True]
+    assert run(tmp_path, script=ON_TWO_DEVICES) == [[0, 2, 4, 6], False]
+
+
 ANSWERS = """
 import json, sys
 import treeflash_jax as tf

@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from treeflash_jax.core.checks import bounded, clipped, default_text, field_checks, fit, parse_json, suggestion
+from treeflash_jax.core.checks import bounded, clipped, default_text, field_checks, fit, parse_json, quoted, suggestion
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.files import regular
 from treeflash_jax.engine.pairs import PAIRS
@@ -85,7 +85,10 @@ class PromptOptions:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with positional words between options and one-line errors."""
+    """An ArgumentParser with positional words between options and one-line errors, which name what was probably meant."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         namespace, unknown = super().parse_known_args(args, namespace)
@@ -95,6 +98,12 @@ class Parser(argparse.ArgumentParser):
         if hasattr(namespace, "words"):
             namespace.words, unknown = namespace.words + unknown, []
         return namespace, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            meant = suggestion(value, action.choices)
+            known = f"expected one of {', '.join(action.choices)}" + (f"; did you mean {meant}?" if meant else "")
+            raise argparse.ArgumentError(action, f"got {quoted(value)}, {known}")
 
     def _did_you_mean(self, word: str) -> str:
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS]

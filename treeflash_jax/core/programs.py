@@ -34,7 +34,7 @@ from treeflash_jax.core.clock import Clock
 logger = logging.getLogger("treeflash_jax")
 folder: Path | None = None  # of stored executables; None stores none
 KEPT_FILES = 128  # number of most recently used executables kept in the folder
-NAME = re.compile(r"[0-9a-f]{16}-\w+-[0-9a-f]{32}")  # of an executable's file
+NAME = re.compile(r"[0-9a-f]{16}-\d+-\w+-[0-9a-f]{32}")  # of an executable's file
 AHEAD = 4  # number of executables read ahead: those of one answer
 
 
@@ -77,9 +77,10 @@ def call(
     key = (function, tuple(sorted(static.items())), structure, shapes, mesh, precision)
     with sharding.ambient(mesh):
         if key not in _programs:
-            path = _path(key) if is_kept else None
+            where = list(leaves[0].sharding.device_set if mesh is None else mesh.devices.flat)
+            path = _path(key, len(where)) if is_kept else None
             with clock.paused() if clock else nullcontext():
-                executable = _read(path, list(leaves[0].sharding.device_set if mesh is None else mesh.devices.flat))
+                executable = _read(path, where)
             if executable is None:
                 lock = _locks.setdefault(key, threading.Lock())  # a background thread may be compiling it
                 with (clock or Clock()).compiling(function.__name__, _note()), lock:
@@ -101,8 +102,8 @@ def abstract_shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
-def _path(key: Any) -> Path | None:
-    """Returns the file of a program's executable, or None.
+def _path(key: Any, num_devices: int) -> Path | None:
+    """Returns the file of a program's executable for `num_devices` devices, or None.
 
     None while JAX's own cache is on: executables that XLA:CPU read from it and serialized again do not run.
     """
@@ -112,17 +113,19 @@ def _path(key: Any) -> Path | None:
     mesh_key = None if mesh is None else (mesh, mesh.axis_types, [device.id for device in mesh.devices.flat])
     random = jax.config.jax_default_prng_impl, jax.config.jax_threefry_partitionable
     text = repr((function.__module__, function.__name__, static, str(structure), shapes, mesh_key, precision, random))
-    return folder / f"{_environment()}-{function.__name__}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return folder / f"{_environment()}-{num_devices}-{function.__name__}-{digest}"
 
 
 def read_ahead() -> None:
-    """Starts reading the most recently used executables on a thread.
+    """Starts reading the most recently used executables for one device on a thread.
 
-    Called before weights are read: on two CPU cores, this saves a second for 32 tokens of SmolLM2 from a warm cache.
+    Called before weights are read: on two CPU cores, this saves a second for 32 tokens of SmolLM2 from a warm cache. XLA ends
+    the process if it loads an executable for several devices onto one.
     """
     if folder is None or jax.config.jax_compilation_cache_dir is not None:
         return
-    paths = sorted(folder.glob(f"{_environment()}-*"), key=lambda path: path.stat().st_mtime)[-AHEAD:]
+    paths = sorted(folder.glob(f"{_environment()}-1-*"), key=lambda path: path.stat().st_mtime)[-AHEAD:]
     pool = ThreadPoolExecutor(1)
     _ahead.update({path: pool.submit(_load, path, jax.devices()[:1]) for path in paths if path not in _ahead})
     pool.shutdown(wait=False)

@@ -89,6 +89,7 @@ def load(
     for argument, path in paths.items():
         fit(str | Path | None, path, argument)
     fit(bool, thinking, "thinking")
+    fit(Mapping[str, Any] | None, template, "template", says="a dictionary")
     sharding.check(mesh)
     quantized.check_scheme(quantize)
     keep_programs()

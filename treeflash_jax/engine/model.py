@@ -9,7 +9,7 @@ from typing import Unpack
 
 from treeflash_jax import drafters
 from treeflash_jax.core import sharding
-from treeflash_jax.core.checks import whole
+from treeflash_jax.core.checks import fit, whole
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.engine import planning
 from treeflash_jax.engine.batching import BatchDecoder, Session, capacity_bucket, refill_size
@@ -191,6 +191,7 @@ class TreeFlash(LoadedPair):
           ValueError: see `generate`, or there is more than one prompt; raised when the first chunk is requested.
         """
         rounds_per_dispatch = whole(rounds_per_dispatch, "rounds_per_dispatch", least=1)
+        fit(Session | None, session, "session", says="a tf.Session")
         call = make_call(self, prompt, config, settings | {"batch_size": 1})
         if call.config.samples != 1:
             raise ValueError(f"got samples {call.config.samples}, expected 1: a stream is one answer")

@@ -83,7 +83,7 @@ def _listed(index: Path) -> dict[str, str]:
 
 def _open(path: Path, stack: ExitStack) -> Any:
     if not os.path.exists(path):  # False for names that no file can have, too
-        raise ValueError(f"{clipped(path, LONGEST_PATH)} not found; expected a folder with all its safetensors files")
+        raise ValueError(f"{clipped(path, LONGEST_PATH)} not found; expected a safetensors file there")
     regular(path)
     try:
         return stack.enter_context(safe_open(path, framework="np"))
