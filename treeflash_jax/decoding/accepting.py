@@ -15,8 +15,8 @@ from treeflash_jax.core import sharding
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Sampling, Weights
 from treeflash_jax.models import verifier, vocab
 
-# Random streams of a sequence's key, never shared: a tree that depends on verify noise is not lossless. Verify noise is
-# keyed by the position of each token; draws and coins by the position of the round's root.
+# Streams of a sequence's key, never shared: a tree that depends on the noise of the verifier's samples is not lossless.
+# That noise is keyed by the position of each token; draws and coins are keyed by the position of the round's root.
 VERIFY_STREAM, DRAFT_STREAM, COINS_STREAM = 0, 1, 2
 
 
@@ -88,8 +88,7 @@ def make_target(logits_bnv: jax.Array, sampling: Sampling) -> acceptance.TargetD
 
 def _noise(state: DecodeState, depths: int, logits_bnv: jax.Array) -> jax.Array:
     """Returns Gumbel noise [b, depths, v] of the next positions; zeros if all sequences are greedy."""
-    size = logits_bnv.shape[-1]
-    dtype = jnp.promote_types(logits_bnv.dtype, jnp.float32)
+    size, dtype = logits_bnv.shape[-1], jnp.promote_types(logits_bnv.dtype, jnp.float32)
     with jax.named_scope("noise"):
         stream_b = jax.vmap(jax.random.fold_in, (0, None))(state.sampling.key_b, VERIFY_STREAM)
         positions_bp = state.end_b[:, None] + jnp.arange(depths)
@@ -137,11 +136,7 @@ def emit(
     # All tokens are written; later rounds overwrite those beyond `kept_b`.
     write = jax.vmap(lambda x_s, new_p, at: lax.dynamic_update_slice(x_s, new_p, (at,)))
     log_probs_bs = None if log_probs_bp is None else write(state.log_probs_bs, log_probs_bp, state.end_b)
+    tokens_bs = write(state.tokens_bs, tokens_bp.astype(state.tokens_bs.dtype), state.end_b)
     end_b = state.end_b + kept_b
-    state = state.replace(
-        tokens_bs=write(state.tokens_bs, tokens_bp.astype(state.tokens_bs.dtype), state.end_b),
-        end_b=end_b,
-        done_b=state.done_b | stopped_b | (end_b >= sampling.limit_b),
-        log_probs_bs=log_probs_bs,
-    )
-    return state, kept_b
+    done_b = state.done_b | stopped_b | (end_b >= sampling.limit_b)
+    return state.replace(tokens_bs=tokens_bs, end_b=end_b, done_b=done_b, log_probs_bs=log_probs_bs), kept_b

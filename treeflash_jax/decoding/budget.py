@@ -1,26 +1,27 @@
-"""nodes="auto": the number of nodes that a round verifies, and whether it drafts at all, chosen on the device.
+"""The policy of nodes="auto": chooses on the device how many nodes a round verifies, and whether it drafts at all.
 
 Nodes of a best-first tree are in order of decreasing path probability, so the first n of them are the tree of n nodes.
 A round drafts once, with the largest bucket, and verifies the bucket that maximises tokens per second,
 
     argmax_n (1 + c (Phi(n) - 1)) / T(n),    Phi(n) = sum of the path probabilities of the first n nodes (root = 1),
 
-summed over the sequences that are not done: one bucket a round for the whole batch. T is the measured time of a round
-(calibration.py), c the ratio of accepted to expected tokens so far. The probabilities do not depend on the verifier's
-noise, so the answer is the same for every choice.
+averaged over the sequences that are not done: one bucket a round for the whole batch. T is the measured time of a round
+(calibration.py), c the ratio of accepted to expected tokens so far. The probabilities do not depend on the noise of the
+verifier's samples, so every choice gives the same answer.
 
 Drafting pauses once its debt, the time lost to one-token decoding, exceeds PATIENCE one-token rounds (a CUSUM test: gains
 reduce the debt, at most to 0). During a pause, features of new tokens are buffered until the next draft. Pauses grow
-geometrically, and no probe costs more than PROBE_SHARE of the pause after it, so a call loses little more than PATIENCE
-rounds and that share on any prompt.
+geometrically, and no probe (the drafted round after a pause) costs more than PROBE_SHARE of the next pause. So a call
+loses little more than PATIENCE rounds and that share of its time, whatever the prompt.
 
-Shape suffixes: b batch, n nodes or buckets of them, c measured cache lengths, p pending tokens, j tapped layers x model.
+Shape suffixes: b batch, n nodes or buckets, c measured cache lengths, p pending tokens, j tapped layers x model.
 
-Source: CaDDTree for the objective; its greedy search over every n is an argmax over buckets here.
+Source: CaDDTree for the objective. It searches every n greedily; here the argmax is over a few buckets.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -73,8 +74,8 @@ class Budget:
     """State of the policy.
 
     Attributes:
-      drafted, committed: expected and actual number of drafted tokens that were committed, means over live sequences,
-        starting from the calibration's prior. The reliability c is committed / drafted.
+      drafted, committed: expected and actual numbers of committed draft tokens, averaged over live sequences and summed
+        over rounds, starting from the calibration's prior; c is committed / drafted.
       debt: time lost by drafting, in one-token rounds, 0 to PATIENCE.
       pause: remaining one-token rounds before the next draft.
       last_pause: length of the last pause; 0 once the debt is back to 0.
@@ -112,12 +113,7 @@ class BudgetChoice:
 
 
 def choose_bucket(
-    measured: Measured,
-    budget: Budget,
-    tree: DraftTree,
-    live_b: jax.Array,
-    positions: jax.Array | int,
-    nodes: tuple[int, ...],
+    measured: Measured, budget: Budget, tree: DraftTree, live_b: jax.Array, positions: jax.Array | int, nodes: Sequence[int]
 ) -> BudgetChoice:
     """Returns the bucket with the most expected tokens per second.
 
@@ -219,9 +215,8 @@ class BudgetPolicy:
         after = rounds.commit_path(weights, state, verified, accepted, replace(step_plan, builder="none"), nodes=1)
         budget = state.policy
         # All live sequences have the same number of pending tokens; done sequences never draft again.
-        features_bpj = lax.dynamic_update_slice_in_dim(
-            budget.features_bpj, verified.features_btj, jnp.max(budget.pending_b), axis=1
-        )
+        at = jnp.max(budget.pending_b)
+        features_bpj = lax.dynamic_update_slice_in_dim(budget.features_bpj, verified.features_btj, at, axis=1)
         pending_b = budget.pending_b + after.end_b - state.end_b
         return after.replace(policy=budget.replace(features_bpj=features_bpj, pending_b=pending_b, pause=budget.pause - 1))
 

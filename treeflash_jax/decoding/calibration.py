@@ -1,9 +1,9 @@
-"""Measurements of `treeflash calibrate`, round times and committed tokens, and the choice of how a call decodes.
+"""Measurements of `treeflash calibrate`: round times and committed tokens; and the buckets of a call, chosen by them.
 
 A file contains one entry per pair, device, dtype, mesh and draft settings; an entry is valid only for exactly these.
 Greedy rounds are timed. For each batch and number of cached positions that a round reads, times are fitted by the nearest
 convex, increasing function of the nodes (least squares of relative errors), and interpolated linearly between batches and
-positions, clamped at the ends. With a mixture of experts the first nodes cost most, since each needs further experts until
+positions, clamped at the ends. With a mixture of experts the first nodes cost most, since each reads more experts until
 all are read: its times are fitted by an increasing function that need not be convex.
 
 Source: CaDDTree, cost model.
@@ -73,11 +73,11 @@ class Calibration:
     sparse: bool = False
 
     def decide(self, batch: int, positions: int, temperatures: Sequence[float]) -> Decision:
-        """Returns how a call should decode.
+        """Returns the buckets of a call.
 
         Args:
-          batch: sequences decoded together, padding included.
-          positions: cached positions that the last of their rounds reads.
+          batch: number of sequences decoded together, padding included.
+          positions: number of cached positions that the last of their rounds reads.
           temperatures: one per sequence.
         """
         fit = partial(fit_round_times, self.nodes, is_convex=not self.sparse)
@@ -118,7 +118,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Decision:
-    """Choice of how a call decodes.
+    """Buckets of a call.
 
     Attributes:
       nodes: number of nodes of each bucket, increasing; empty: one-token decoding.
@@ -177,10 +177,7 @@ def pair_digest(verifier: ModelConfig, weights: Weights, plan: DecodePlan) -> st
 def _sample(weight: jax.Array | Quantized, inputs: tuple[int, ...]) -> jax.Array:
     """Returns about SAMPLES entries along each axis of an array, or of a matrix's int8 scales, rounded to bfloat16.
 
-    Quantisation keeps the scales, and so the digest.
-
-    Args:
-      inputs: axes over which a matrix is scaled (`Spec.inputs`).
+    Quantisation over the axes `inputs` (`Spec.inputs`) keeps the scales, and so the digest.
     """
     to_bfloat16 = partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
     is_quantized = isinstance(weight, Quantized)
@@ -199,11 +196,7 @@ def default_path(drafter: str | Path | None) -> Path:
 
 
 def read(path: Path) -> list[Calibration]:
-    """Returns the entries of a file.
-
-    Raises:
-      ValueError: the file is missing or contains anything else.
-    """
+    """Returns the entries of a file. Raises ValueError if it is missing or contains anything else."""
     try:
         return [checked(Calibration(**entry)) for entry in parse_json(files.regular(path).read_bytes())["entries"]]
     except FileNotFoundError:
@@ -213,11 +206,7 @@ def read(path: Path) -> list[Calibration]:
 
 
 def find(path: Path, identity: dict[str, Any]) -> Calibration:
-    """Returns the entry of this identity.
-
-    Raises:
-      ValueError: no entry matches; the message names the first difference from the nearest entry.
-    """
+    """Returns the entry of this identity. Raises ValueError if there is none, with a difference from the nearest entry."""
 
     def differences(entry: Calibration) -> list[str]:
         return [name for name in identity if entry.identity.get(name) != identity[name]]
@@ -235,11 +224,7 @@ def find(path: Path, identity: dict[str, Any]) -> Calibration:
 
 
 def write(path: Path, entry: Calibration) -> None:
-    """Adds an entry to a file, replacing one of the same identity.
-
-    Raises:
-      ValueError: the path cannot be written, or its file contains anything else.
-    """
+    """Adds an entry to a file, replacing one of its identity. Raises ValueError if the file cannot be read or written."""
     others = [other for other in read(path) if other.identity != entry.identity] if path.exists() else []
     text = json.dumps({"entries": [asdict(entry) for entry in (*others, entry)]}, indent=1)
     try:

@@ -1,10 +1,9 @@
-"""The loops around rounds, as pure functions of a donated state.
+"""The compiled programs of a batch, as pure functions of a donated state.
 
-`decode` runs rounds (rounds.py) inside one program until every sequence is done (or a few at a time, for streaming).
 `begin` allocates the caches or reuses earlier ones; `read` fills them with prompts in chunks of one size, so that all
-prompt lengths share a program.
+prompt lengths share a program. `decode` runs rounds (rounds.py) until every sequence is done, or a few for streaming.
 
-Shape suffixes: b batch, s token slots, t chunk tokens, d model, v vocabulary.
+Shape suffixes: b batch, s token slots, t chunk tokens, d model, j tapped layers x model, a admitted sequences.
 """
 
 from __future__ import annotations
@@ -36,12 +35,7 @@ def prefill(
     *,
     plan: DecodePlan,
 ) -> DecodeState:
-    """Reads prompts in one dispatch and emits the first token of each: `begin`, then `read` to the end.
-
-    Args:
-      tokens_bs: prompts, right-padded to the cache capacity.
-      length_b: prompt lengths, at least 1.
-    """
+    """Reads whole prompts, right-padded to the cache capacity, and emits the first token of each: `begin`, then `read`."""
     state = begin(tokens_bs, length_b, sampling, plan=plan, dtype=weights.verifier["embed"].dtype)
     chunks = tokens_bs.shape[1] // plan.chunk(tokens_bs.shape[1])
     return read(weights, state, length_b, jnp.int32(chunks), first_b, plan=plan)
@@ -61,13 +55,13 @@ def begin(
     """Returns the state before prefill, with empty caches or those of an earlier state that has the same first tokens.
 
     Args:
-      tokens_bs, length_b, sampling: see `prefill`.
+      tokens_bs: prompts, right-padded to the cache capacity.
+      length_b: prompt lengths, at least 1.
       kept: earlier state of equal shape, donated; None: empty caches.
       kept_b: number of positions to keep in its caches, less than the prompt's length.
       dtype: dtype of the caches; static.
     """
     batch, capacity = tokens_bs.shape
-    drafter = None
     if kept is not None:
         cache, drafter = kept.cache.cut(kept_b), kept.drafter.cut(kept_b) if plan.drafts else None
     else:
@@ -105,31 +99,27 @@ def read(
       max_chunks: int32 scalar, maximal number of chunks.
       first_b: first tokens if they are known; None: sampled.
     """
-    cache, drafter, last = _read(weights, pin(state), length_b, max_chunks, plan)
+    cache, drafter, (hidden_bd, features_bj) = _read(weights, pin(state), length_b, max_chunks, plan)
     count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # of first tokens
-    state = state.replace(cache=cache, drafter=drafter)
-    state = accepting.first_token(weights, state, last["hidden"], count_b, plan, first_b)
+    state = accepting.first_token(weights, state.replace(cache=cache), hidden_bd, count_b, plan, first_b)
     if plan.drafts and drafters.of(plan.drafter).READS_TOKENS:  # the token after the last prompt position
         first_b1 = trees.pick(state.tokens_bs, length_b[:, None])
-        drafter = rounds.extend_drafter(weights, drafter, plan, last["features"][:, None], first_b1, count_b)
+        drafter = rounds.extend_drafter(weights, drafter, plan, features_bj[:, None], first_b1, count_b)
     return pin(state.replace(drafter=drafter))
 
 
 def _read(
     weights: Weights, state: DecodeState, length_b: jax.Array, max_chunks: jax.Array, plan: DecodePlan
-) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns both caches after some chunks and, for the last prompt position, the hidden state and features [b, d].
+) -> tuple[Any, Any, tuple[jax.Array, jax.Array]]:
+    """Returns both caches after some chunks and, for the last prompt position, the hidden state [b, d] and features [b, j].
 
     A drafter that reads tokens lacks the last position, since the token after it is not known yet.
     """
-    batch, capacity = state.tokens_bs.shape
-    chunk = plan.chunk(capacity)
-    dtype = weights.verifier["embed"].dtype
+    batch, chunk = state.end_b.size, plan.chunk(state.capacity)
+    dtype, width = weights.verifier["embed"].dtype, plan.verifier.hidden_size
     reads_prompt = plan.drafts and drafters.is_declared("READS_PROMPT", plan.drafter)
     reads_tokens = plan.drafts and drafters.of(plan.drafter).READS_TOKENS
-    width = plan.verifier.hidden_size
-    last = {"hidden": jnp.zeros((batch, width), plan.residual_dtype or dtype)}
-    last |= {"features": jnp.zeros((batch, width * len(plan.taps)), dtype)} if reads_tokens else {}
+    last = jnp.zeros((batch, width), plan.residual_dtype or dtype), jnp.zeros((batch, width * len(plan.taps)), dtype)
     mask_btt = verifier.causal_mask(batch, chunk)
 
     def step(carry):
@@ -152,9 +142,8 @@ def _read(
             end_bd = jnp.take_along_axis(x_btd, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)[:, 0]
             return jnp.where((count_b > 0)[:, None], end_bd, before_bd)
 
-        outputs = {"hidden": out.hidden_btd, "features": rounds.drafter_features(out, plan)}
-        last = {name: at_end(outputs[name], before_bd) for name, before_bd in last.items()}
-        kept_b = kv_cache.count_after(count_b, last["hidden"][:, 0])
+        last = jax.tree.map(at_end, (out.hidden_btd, out.features_btj), last)
+        kept_b = kv_cache.count_after(count_b, last[0][:, 0])
         return index + 1, kv_cache.append(cache, out.new_kv, kept_b), drafter, last
 
     def is_unfinished(carry):
@@ -170,13 +159,12 @@ def decode(
 ) -> DecodeState:
     """Runs rounds until enough sequences are done, `max_rounds` have run, or the next round might not fit the caches.
 
-    The state is donated. Nothing leaves the device in between. If the plan's policy pauses drafting, drafted and one-token
-    rounds are two inner loops: a branch that commits would copy the caches, a loop without iterations copies nothing.
+    Nothing leaves the device in between. If the plan's policy pauses drafting, drafted and one-token rounds are two inner
+    loops: a branch that commits would copy the caches, a loop without iterations copies nothing.
 
     Args:
-      state: result of `read` or an earlier `decode`.
-      max_rounds: int32 scalar.
-      enough: int32 scalar, number of done sequences that ends the loop, to admit waiting ones; None: all.
+      state: result of `read` or an earlier `decode`; donated.
+      enough: number of done sequences that ends the loop, so that waiting ones can be admitted; None: all.
     """
     enough = state.done_b.size if enough is None else enough
     policy = plan.policy
@@ -221,11 +209,10 @@ def catch_up(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeSt
 
 @partial(jax.jit, donate_argnames=("state",))
 def admit(state: DecodeState, fresh: DecodeState, slots_a: jax.Array) -> DecodeState:
-    """Replaces done sequences by new ones whose prompts have been read.
-
-    The state is donated; only the replaced sequences of the caches are written. The policy's state of new ones is 0.
+    """Replaces done sequences by new ones, and the policy's state of these by 0; writes no other sequence of the caches.
 
     Args:
+      state: donated.
       fresh: state of the new sequences after `read`, with caches of the same capacity.
       slots_a: int32, batch index for each of the first sequences of `fresh`; -1 ends the list.
     """

@@ -39,7 +39,7 @@ class Verified:
     """
 
     logits_bnv: jax.Array | None
-    features_btj: jax.Array | None
+    features_btj: jax.Array
     new_kv: kv_cache.NewKV
     routes: tuple[jax.Array, ...] = ()
 
@@ -99,8 +99,7 @@ def _chosen_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Dec
     Every bucket is a branch that reads the caches and returns its path, padded to the longest: a branch that commits
     would copy the caches.
     """
-    policy = plan.policy
-    choice = policy.choose(weights, state, plan)
+    policy, choice = plan.policy, plan.policy.choose(weights, state, plan)
 
     def branch(bucket: Any) -> tuple[Verified, Accepted, Any]:
         tree, proposal, bucket_plan = policy.draft(state, choice, bucket, plan)
@@ -118,8 +117,7 @@ def _judge_if_drafted(
 ) -> tuple[Verified, Accepted]:
     """Like `judge`, but verifies only the roots if every draft tree is empty, which takes no longer than one token.
 
-    Both branches read the caches and return their path. Which one runs depends on the text alone, so the output stays
-    exact although the roots have another rule.
+    Which branch runs depends on the text alone, so the output stays exact although the roots have another rule.
     """
     root_plan = replace(plan, num_nodes=1, rule="sample-and-match")
 
@@ -239,15 +237,7 @@ def verify_tree(weights: Weights, state: DecodeState, tree: trees.DraftTree, pla
             taps=plan.taps, attention=plan.attention, residual_dtype=plan.residual_dtype,
         )  # fmt: skip
         logits_bnv = verifier.logits(weights.verifier, out.hidden_btd)
-        return Verified(logits_bnv, drafter_features(out, plan), out.new_kv, out.routes)
-
-
-def drafter_features(out: verifier.Output, plan: DecodePlan) -> jax.Array | None:
-    """Returns the tapped features of new positions; an array of width 0 if the drafter taps no layer."""
-    if plan.taps or not plan.drafts:
-        return out.features_btj
-    keys_btke = jax.tree.leaves(out.new_kv)[0]
-    return jnp.zeros((*keys_btke.shape[:2], 0), keys_btke.dtype)
+        return Verified(logits_bnv, out.features_btj, out.new_kv, out.routes)
 
 
 def commit_path(

@@ -20,11 +20,10 @@ from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.budget import BudgetPolicy
 from treeflash_jax.decoding.calibration import Calibration
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
-from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.trees import DraftTree
 
-REGISTRIES = (drafters.DRAFTERS, HEADS, trees.BUILDERS, acceptance.RULES)
-SHIPPED = [dict(registry) for registry in REGISTRIES]
+REGISTRIES = (*drafters.REGISTRIES, trees.BUILDERS, acceptance.RULES)
+SHIPPED = [dict(registry) for registry in REGISTRIES]  # programs of others are not kept: keys cover this package only
 Kept = tuple[DecodeState, int]  # an earlier state, donated, and the number of positions to keep in its caches
 
 
@@ -92,13 +91,13 @@ class Runner:
         if drafters.of(self.plan.drafter).READS_TOKENS:  # the drafter must read the anchor, too
             first_b = sharding.place(jnp.full(inputs[1].shape, anchor, jnp.int32), self.mesh)
             state = self.prefill(inputs, first_b=first_b)
-        else:
+        else:  # by the program that reads any prompt
             state = self.prefill(inputs)
             state = state.replace(tokens_bs=state.tokens_bs.at[0, length].set(anchor))
         return self.call(loops.draft, self.all_weights, self.begin(state), plan=self.plan)
 
     def call(self, function: Any, *args: Any, clock: Clock | None = None, **static: Any) -> Any:
-        is_kept = [dict(registry) for registry in REGISTRIES] == SHIPPED  # keys cover this package's source only
+        is_kept = [dict(registry) for registry in REGISTRIES] == SHIPPED
         return programs.call(function, *args, mesh=self.mesh, clock=clock, is_kept=is_kept, **static)
 
     def prefill(

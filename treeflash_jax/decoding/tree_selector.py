@@ -1,22 +1,21 @@
 """Selector: a small network that chooses the delayed tree of every sequence and round, and the policy that runs it.
 
-The trees are at most MAX_BUCKETS buckets (branches, trunk, length), listed by increasing cost. Every sequence gets the
-bucket of its highest score, so that its answer never depends on the rest of the batch; a round runs in the shapes of the
-largest chosen tree. The network reads these of the paper's inputs:
-  - the verifier's state at the last accepted node: the layers that the drafter taps (a language model without steering and
-    n-grams tap none), one position before the anchor, whose own state is not computed yet;
-  - there, the entropy of the verifier, that of the drafter, and their overlap sum_x min(p(x), q(x)) = 1 - L1 / 2. The
-    drafter's distribution is known if the last tree drew children of that node; an indicator says whether it did;
+There are at most MAX_BUCKETS trees (`Bucket`), listed by increasing cost. Every sequence gets the tree of its highest
+score, so that its answer never depends on the rest of the batch; a round runs in the shapes of the largest chosen tree.
+The network reads these of the paper's inputs:
+  - the verifier's features at the last accepted node (the anchor's are not computed yet), if the drafter taps any layers;
+  - there, the entropies of verifier and drafter and their overlap sum_x min(p(x), q(x)). The drafter's are known if the
+    last tree drew children of that node, which an indicator tells;
   - the entropy of the drafter below the anchor, over the children that it keeps, and its largest probability;
   - context length, temperature and top-p.
-It does not read the drafter's hidden states, which are opaque behind the drafter door; the two Kullback-Leibler
-divergences, which are infinite where a filter cuts tokens that were drafted; nor round times, which are constants of the
-training. Two inputs are not the paper's: the mean length of recent rounds (as for trunk="auto"), and the last length.
+It does not read the drafter's hidden states, which other modules cannot see; the two Kullback-Leibler divergences, which
+are infinite if a filter cuts drafted tokens; nor round times, which are constant in training. Two inputs are not the
+paper's: the mean length of recent rounds (as for trunk="auto") and the length of the last one.
 
 Shape suffixes: b batch, n tree nodes, j tapped layers x model, s scalars, l values of OBSERVED, a buckets, d width,
 c tokens of a node's support, v vocabulary.
 
-Source: neural selector of delayed tree expansion (arXiv 2602.16994); float32, outside of the branches of a round.
+Source: neural selector of delayed tree expansion (arXiv 2602.16994); computed in float32.
 """
 
 from __future__ import annotations
@@ -49,13 +48,11 @@ EPSILON = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class SelectorConfig:
-    """Buckets of a selector, and the pair and rule that it was trained for.
+    """Buckets of a selector by increasing cost, and the pair and rule that it was trained for.
 
     Attributes:
-      buckets: sizes of trees, by increasing cost.
       width: width of the verifier's tapped features; 0: none.
       pair: digest of verifier and drafter (`calibration.pair_digest`).
-      rule: acceptance rule.
     """
 
     buckets: tuple[Bucket, ...]
@@ -89,12 +86,7 @@ class SelectorConfig:
 
 @struct.dataclass
 class Features:
-    """Inputs of the network, independent of the round's draws.
-
-    Attributes:
-      hidden_bj: the verifier's features at the last accepted node; zeros before the first round.
-      scalars_bs: the values of SCALARS.
-    """
+    """Inputs of the network, independent of the round's draws: `Observed.hidden_bj`, and the values of SCALARS."""
 
     hidden_bj: jax.Array
     scalars_bs: jax.Array
@@ -116,12 +108,7 @@ def specs(config: SelectorConfig) -> dict[str, Spec]:
 
 
 def scores(params: Any, features: Features, *, dropout: float = 0.0, key: jax.Array | None = None) -> jax.Array:
-    """Returns the scores of all buckets, [b, a].
-
-    Args:
-      dropout: share of hidden units dropped in training.
-      key: random key of dropout; None: no dropout.
-    """
+    """Returns the scores of all buckets, [b, a]; with a key, after dropping a share `dropout` of the hidden units."""
 
     def drop(x_bd: jax.Array, layer: int) -> jax.Array:
         if key is None:
@@ -143,12 +130,7 @@ def scores(params: Any, features: Features, *, dropout: float = 0.0, key: jax.Ar
 
 @struct.dataclass
 class Observed:
-    """State of the policy: values at the last accepted node of the last round; zeros before the first round.
-
-    Attributes:
-      hidden_bj: the verifier's features.
-      scalars_bl: the values of OBSERVED.
-    """
+    """State of the policy: the verifier's features and the values of OBSERVED at the last accepted node; zeros at first."""
 
     hidden_bj: jax.Array
     scalars_bl: jax.Array
@@ -171,9 +153,9 @@ class SelectorChoice:
 
 
 def list_shapes(buckets: tuple[Bucket, ...]) -> list[tuple[int, int]]:
-    """Returns the shapes of rounds: (number of buckets, counted from the first, that fit; nodes of their largest tree).
+    """Returns the shapes of rounds: (number of buckets that fit, counted from the first; nodes of their largest tree).
 
-    One for each bucket that has more nodes or more levels than all buckets before it.
+    There is one for each bucket that has more nodes or more levels than all buckets before it.
     """
     shapes: dict[tuple[int, int], int] = {}
     for count in range(1, len(buckets) + 1):
@@ -257,11 +239,7 @@ class SelectorPolicy:
 def plan_selection(config: SelectorConfig, plan: DecodePlan, nodes: int | None) -> DecodePlan:
     """Returns the plan of rounds that choose between a selector's buckets.
 
-    Args:
-      nodes: requested number of nodes of a round, root included; None: those of the largest tree.
-
-    Raises:
-      ValueError: the selector was trained for another acceptance rule, or its largest tree has more nodes.
+    Raises ValueError if it was trained for another rule, or if its largest tree has more than the requested `nodes`.
     """
     if plan.rule != config.rule:
         raise ValueError(f"got acceptance {quoted(plan.rule)}, expected {config.rule!r}, the selector's")

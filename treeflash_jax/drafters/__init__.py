@@ -3,7 +3,7 @@
 A drafter is one module with the functions of `Drafter`, and one line in DRAFTERS. Decoding, benchmarks and files reach a
 drafter through it. Its training is a stage, behind the door in `train/stages/drafting.py`.
 
-Example of a round (decoding/rounds.py):
+A round (decoding/rounds.py):
   >>> drafter = drafters.of(config)
   >>> inputs = Inputs(weights.drafter, weights.verifier, config, settings, state, anchor_b, temperature_b, depths)
   >>> expander = None
@@ -27,6 +27,7 @@ from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.trees.expander import Expander
 
 DRAFTERS: dict[str, Drafter] = {"block": block, "eagle3": eagle3, "language model": causal_lm, "ngram": ngram}
+REGISTRIES = DRAFTERS, block.HEADS  # of everything here that programs can be compiled for
 
 
 def of(config: DrafterSizes) -> Drafter:
@@ -63,5 +64,6 @@ def _merge(*options: type) -> type:
 
 
 __all__ = [
-    "DRAFTERS", "Drafter", "DrafterSizes", "Expander", "Inputs", "State", "draft_options", "is_declared", "of",
+    "DRAFTERS", "REGISTRIES", "Drafter", "DrafterSizes", "Expander", "Inputs", "State", "draft_options", "is_declared",
+    "of", "steered",
 ]  # fmt: skip

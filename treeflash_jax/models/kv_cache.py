@@ -102,9 +102,9 @@ def count_after(count_b: jax.Array, computed_b: jax.Array) -> jax.Array:
     XLA removes `lax.optimization_barrier` before it inserts copies (jax 0.10, CPU): with one, every store copies a cache.
 
     Args:
-      computed_b: floating-point values that the pass computes.
+      computed_b: numbers that the pass computes; the result is `count_b` whatever they are.
     """
-    return jnp.maximum(count_b, count_b - jnp.isnan(computed_b).astype(count_b.dtype))
+    return jnp.maximum(count_b, count_b - (computed_b < 0))
 
 
 def pin(cache: KVCache) -> KVCache:

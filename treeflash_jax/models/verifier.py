@@ -30,13 +30,14 @@ class Output:
 
     Attributes:
       hidden_btd: hidden states after the final norm; `logits` turns chosen positions into logits.
-      features_btj: outputs of the tapped layers (residual stream, before the final norm), concatenated in tap order.
+      features_btj: outputs of the tapped layers (residual stream, before the final norm), concatenated in tap order;
+        of width 0 without taps.
       new_kv: keys and values of the new positions, for `kv_cache.append`.
       routes: experts of the new positions, [b, t, k] for every sparse layer; unused routes are not computed.
     """
 
     hidden_btd: jax.Array
-    features_btj: jax.Array | None
+    features_btj: jax.Array
     new_kv: kv_cache.NewKV
     routes: tuple[jax.Array, ...] = ()
 
@@ -88,9 +89,7 @@ def forward(
     x_btd = x_btd.astype(residual_dtype or dtype)
     length_b = None if cache is None else cache.length_b
     tapped: dict[int, jax.Array] = {}
-    new_kv = []
-    routes = []
-    index = 0
+    new_kv, routes, index = [], [], 0
 
     def mixture(weights, x_btd):
         y_btd, ids_btk = experts.mixture(weights, config, x_btd)
@@ -121,7 +120,7 @@ def forward(
         new_kv.append(tuple(group_kv))
     return Output(
         hidden_btd=layers.rms_norm(x_btd, params["norm"], config.rms_norm_eps).astype(x_btd.dtype),
-        features_btj=jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None,
+        features_btj=jnp.concatenate([tapped[i] for i in taps] or [jnp.zeros((*tokens_bt.shape, 0), dtype)], axis=-1),
         new_kv=tuple(new_kv),
         routes=tuple(routes),
     )

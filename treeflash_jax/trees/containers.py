@@ -37,7 +37,7 @@ NO_TOKEN = np.iinfo(np.int32).max  # id of an entry without a child: outside eve
 
 @struct.dataclass
 class Proposal:
-    """Distribution that sampled nodes were drawn from; builders of deterministic trees return None instead.
+    """Distribution that sampled nodes were drawn from.
 
     The children of a node are tested in the order of their draws. The first sampled child has distribution `log_q`; a later
     one has it again (with replacement) or restricted to the remaining tokens and renormalised (without). Deterministic

@@ -1,7 +1,6 @@
 """`Expander`, the interface between drafters and tree builders, and `TransitionTable`, that of first-order heads.
 
-Shape suffixes: b batch, i draft depth, m contexts (previous tokens of a depth), c children kept per context, w lanes: nodes
-of a level that are followed.
+Shape suffixes: b batch, i draft depth, m contexts (previous tokens of a depth), c children kept per context, w lanes.
 """
 
 from __future__ import annotations

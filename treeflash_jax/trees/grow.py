@@ -27,6 +27,8 @@ UNUSED = -1  # depth of a place without a node
 class Outline:
     """Places of a tree before its tokens are known; place 0 is the root and parents precede children.
 
+    Arrays are [b, n], or [n] if all sequences have the same outline.
+
     Attributes:
       parent_bn: place of the parent.
       depth_bn: UNUSED for places without a node.
@@ -42,15 +44,19 @@ class Outline:
     slot_bn: jax.Array
 
 
-def outline(parents: Sequence[int], kind: int, batch: int, ranks: Sequence[int] | None = None) -> Outline:
-    """Returns the same outline of sampled nodes for all sequences; `parents` and `ranks` of places 1, 2, ..."""
-    parent_n = np.array([0, *parents], np.int32)
-    depth_n = np.zeros_like(parent_n)
-    for place in range(1, parent_n.size):
-        depth_n[place] = depth_n[parent_n[place]] + 1
-    rank_n = np.array([0, *(ranks or [0] * len(parents))], np.int32)
-    columns = parent_n, depth_n, np.full_like(parent_n, kind), rank_n, np.zeros_like(parent_n)
-    return Outline(*(jnp.broadcast_to(jnp.asarray(x_n), (batch, x_n.size)) for x_n in columns))
+def make_outline(parents: Sequence[int], kind: int, ranks: Sequence[int] = (), size: int | None = None) -> Outline:
+    """Returns an outline of sampled nodes, the same for all sequences.
+
+    Args:
+      parents, ranks: of places 1, 2, ...; no ranks: all are 0.
+      size: number of places, unused ones included; None: none is unused.
+    """
+    parent_n, depth_n, rank_n = np.zeros((3, size or 1 + len(parents)), np.int32)
+    depth_n[1 + len(parents) :] = UNUSED
+    parent_n[1 : 1 + len(parents)], rank_n[1 : 1 + len(ranks)] = parents, ranks
+    for place, parent in enumerate(parents, start=1):
+        depth_n[place] = depth_n[parent] + 1
+    return Outline(parent_n, depth_n, np.full_like(parent_n, kind), rank_n, np.zeros_like(parent_n))
 
 
 def draw_noise(key_b: jax.Array, expander: Expander, num_nodes: int) -> jax.Array:
@@ -89,7 +95,8 @@ def grow(
     Source: DDTree and TreeFlash for the distributions; Gumbel top-k (Kool et al., arXiv 1903.06059) for draws without
     replacement.
     """
-    batch, n = plan.parent_bn.shape
+    batch, n = anchor_b.size, plan.parent_bn.shape[-1]
+    plan = jax.tree.map(lambda x_n: jnp.broadcast_to(x_n, (batch, n)), plan)
     depths = min(expander.num_depths, n - 1 if deepest is None else deepest)
     places = jnp.arange(n, dtype=jnp.int32)
     support_bnc = jnp.broadcast_to(jnp.arange(noise_bnc.shape[2], dtype=jnp.int32), (batch, n, noise_bnc.shape[2]))

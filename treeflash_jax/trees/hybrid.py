@@ -1,4 +1,4 @@
-"""A deterministic skeleton with sampled chains: best-first search where the drafter is sure, draws elsewhere."""
+"""A deterministic skeleton with sampled chains: best-first search for the likely nodes, draws for the others."""
 
 from __future__ import annotations
 

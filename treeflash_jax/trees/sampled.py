@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from treeflash_jax.trees.containers import WITH_REPLACEMENT, WITHOUT_REPLACEMENT, DraftTree, Proposal
 from treeflash_jax.trees.expander import Expander
-from treeflash_jax.trees.grow import UNUSED, Outline, grow, outline
+from treeflash_jax.trees.grow import grow, make_outline
 from treeflash_jax.trees.shape import Bucket, TreeShape
 
 ACCEPTANCE = 0.7  # assumed chance a that a test accepts: a sibling of rank r is reached and kept with a (1 - a)^r
@@ -22,9 +23,7 @@ def paths(
 
     Source: SpecInfer (arXiv 2305.09781); SpecTr (arXiv 2310.15141).
     """
-    bucket = largest_bucket(expander.num_depths, num_nodes, 0, shape.branches)
-    plan = _places(bucket, anchor_b.shape[0])
-    return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves, deepest=bucket.depth)
+    return delayed(expander, anchor_b, num_nodes, replace(shape, trunk=0), noise_bnc)
 
 
 def delayed(
@@ -49,46 +48,36 @@ def delayed(
     Source: delayed tree expansion (arXiv 2602.16994).
     """
     depths = expander.num_depths
-    if isinstance(shape.trunk, int):
-        table = [largest_bucket(depths, num_nodes, shape.trunk, shape.branches)]
-        plan = _places(table[0], anchor_b.shape[0])
+    if isinstance(shape.trunk, tuple):
+        table = [bucket.cut(depths) for bucket in shape.trunk]
     else:
-        if shape.trunk == "auto":
-            most = min(num_nodes - 1, depths)
-            table = [largest_bucket(depths, num_nodes, trunk, shape.branches) for trunk in range(most + 1)]
-            choice_b = jnp.round(recent_b).astype(jnp.int32) - 1
-        else:
-            table = [bucket.cut(depths) for bucket in shape.trunk]
+        trunks = range(min(num_nodes - 1, depths) + 1) if shape.trunk == "auto" else [shape.trunk]
+        table = [_largest_bucket(depths, num_nodes, trunk, shape.branches) for trunk in trunks]
+    if shape.trunk == "auto":
+        choice_b = jnp.round(recent_b).astype(jnp.int32) - 1
+    size = table[0].nodes if choice_b is None else num_nodes
+    plans = [make_outline(_parents(bucket), WITH_REPLACEMENT, size=size) for bucket in table]
+    plan = plans[0]
+    if choice_b is not None:
         choice_b = jnp.clip(choice_b, 0, len(table) - 1)
-        places = [_padded(_places(bucket, 1), num_nodes) for bucket in table]
-        plan = jax.tree.map(lambda *x_1n: jnp.concatenate(x_1n)[choice_b], *places)
+        plan = jax.tree.map(lambda *x_n: jnp.stack(x_n)[choice_b], *plans)
     deepest = max(bucket.depth for bucket in table)
     return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves, deepest=deepest)
 
 
-def largest_bucket(depths: int, num_nodes: int, trunk: int, branches: int) -> Bucket:
+def _largest_bucket(depths: int, num_nodes: int, trunk: int, branches: int) -> Bucket:
     """Returns the largest bucket with this trunk and number of branches that fits."""
     trunk = min(trunk, num_nodes - 1, depths)
     branches = min(branches, max(num_nodes - 1 - trunk, 1))
     return Bucket(branches, trunk, min((num_nodes - 1 - trunk) // branches, depths - trunk))
 
 
-def _places(bucket: Bucket, batch: int) -> Outline:
+def _parents(bucket: Bucket) -> list[int]:
     parents = list(range(bucket.trunk))
     for step in range(bucket.length):
         first = [bucket.trunk] * bucket.branches
         parents += first if step == 0 else [len(parents) - bucket.branches + 1 + k for k in range(bucket.branches)]
-    return outline(parents, WITH_REPLACEMENT, batch)
-
-
-def _padded(plan: Outline, num_nodes: int) -> Outline:
-    """Pads an outline with unused places to `num_nodes`."""
-    missing = (0, 0), (0, num_nodes - plan.parent_bn.shape[1])
-    plan = jax.tree.map(lambda x_bn: jnp.pad(x_bn, missing), plan)
-    is_used_bn = jnp.pad(jnp.ones((1, num_nodes - missing[1][1]), bool), missing)
-    return plan.replace(
-        depth_bn=jnp.where(is_used_bn, plan.depth_bn, UNUSED), kind_bn=jnp.full_like(plan.kind_bn, WITH_REPLACEMENT)
-    )
+    return parents
 
 
 def without_replacement(
@@ -100,7 +89,7 @@ def without_replacement(
     """
     ranks = min(shape.branches, noise_bnc.shape[2])
     parents, siblings = best_outline(num_nodes - 1, ranks, expander.num_depths)
-    plan = outline(parents, WITHOUT_REPLACEMENT, anchor_b.shape[0], siblings)
+    plan = make_outline(parents, WITHOUT_REPLACEMENT, siblings)
     return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves, ranks=ranks)
 
 
