@@ -1,4 +1,4 @@
-"""Language models as drafters: their state, full acceptance of the verifier's own drafts, and losslessness in float64."""
+"""Language models as drafters: state, full acceptance of the verifier's own drafts, files. See test_every_drafter.py."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import cut_by_stops, drafted_as_plain, prefilled, refused
+from answers import drafted_as_plain, prefilled, refused
 from budgets import table
-from conftest import RANDOM_MODEL, needs_8_devices
+from conftest import RANDOM_MODEL
 from extending import goes_through_everything
 
 import treeflash_jax as tf
-from treeflash_jax.core import parameters, programs
+from treeflash_jax.core import parameters
 from treeflash_jax.decoding import calibration, loops
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import causal_lm
@@ -40,15 +40,12 @@ def fresh(config, seed: int, scale: float = 0.3, dtype=jnp.float64):
     return parameters.initialize(verifier.specs(config), jax.random.key(seed), dtype, scale)
 
 
-def a_pair(noise: float, mesh=None, dtype=jnp.float64, **sizes) -> tf.TreeFlash:
+def a_pair(noise: float) -> tf.TreeFlash:
     """A random verifier, and as its drafter the same weights with noise on them."""
-    weights = fresh(RANDOM_MODEL, 0, dtype=dtype)
-    drafter = jax.tree.map(lambda x, y: x + noise * y, weights, fresh(RANDOM_MODEL, 1, dtype=dtype))
-    config = causal_lm.LanguageModelConfig(layers=RANDOM_MODEL, **sizes)
-    if mesh is not None:
-        place = parameters.shardings(verifier.specs(RANDOM_MODEL), mesh)
-        weights, drafter = (jax.device_put(tree, place) for tree in (weights, drafter))
-    return tf.TreeFlash(RANDOM_MODEL, Weights(weights, drafter), drafter=config, mesh=mesh)
+    weights = fresh(RANDOM_MODEL, 0)
+    drafter = jax.tree.map(lambda x, y: x + noise * y, weights, fresh(RANDOM_MODEL, 1))
+    config = causal_lm.LanguageModelConfig(layers=RANDOM_MODEL)
+    return tf.TreeFlash(RANDOM_MODEL, Weights(weights, drafter), drafter=config)
 
 
 @pytest.fixture(scope="module")
@@ -120,33 +117,6 @@ def test_the_verifiers_own_drafts_are_accepted_to_full_depth(oracle, how):
     assert set(result.accepted_before_cut[:-1]) == {depths + 1}
 
 
-BUDGETS = [{"nodes": 8, "depths": 3}]
-MORE = [{"builder": "walk"}] + [{"nodes": nodes} for nodes in (1, 2, 16, 64)] + [{"builder": "walk", "depths": 1}]
-MORE += [{"nodes": 16, "lanes": lanes, "depths": 5} for lanes in (1, 15)]
-
-
-def compare(model: tf.TreeFlash, draft: dict, **settings) -> int:
-    """Compares the answers; returns the number of those that stop inside an accepted path."""
-    return cut_by_stops(drafted_as_plain(model, TEXTS, {"children": 8} | draft, **settings | {"batch_size": 3}))
-
-
-@pytest.mark.parametrize("draft", BUDGETS + [pytest.param(draft, marks=pytest.mark.slow) for draft in MORE], ids=str)
-def test_drafted_output_is_one_token_output(pair, draft):
-    mixed = {"temperature": [0.0, 0.7, 1.3], "top_k": [0, 0, 9], "seed": 3}
-    for settings in ({}, mixed, mixed | {"seed": 4, "max_new_tokens": 1}):
-        compare(pair, draft, **{"max_new_tokens": 24, "stop_ids": ()} | settings)
-    plain = pair.generate(TEXTS, builder="none", batch_size=3, max_new_tokens=24, stop_ids=(), **mixed)
-    stops = {token for answer in plain for token in answer.ids[8:16:3]}
-    stopped = sum(compare(pair, draft, max_new_tokens=24, stop_ids=(stop,), **mixed) for stop in stops)
-    assert stopped or draft.get("nodes") in (1, 2) or draft.get("depths") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("builder", ["paths", "delayed", "without-replacement", "hybrid"])
-def test_sampled_trees_leave_greedy_answers_as_they_are(pair, builder):
-    compare(pair, {"builder": builder, "nodes": 7}, max_new_tokens=20, stop_ids=())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.15, 0.5])
 def test_rounds_that_choose_their_nodes_and_pause(float64, tmp_path, noise):
@@ -170,21 +140,6 @@ def test_a_tree_is_drawn_from_the_anchor_that_the_round_had(pair, how):
         assert sum(result.tree(index).accepted) >= length or index == len(result.accept_lengths) - 1
 
 
-@needs_8_devices
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [{"nodes": 8}, {"builder": "walk"}, {"builder": "paths", "nodes": 8}], ids=str)
-def test_eight_devices_answer_as_one(pair, how):
-    settings = {"max_new_tokens": 20, "stop_ids": (), "children": 4}
-    texts = [*TEXTS, [9, 8]]
-    expected = [result.ids for result in pair.generate(texts, builder="none", **settings)]
-    programs.clear()
-    model = a_pair(0.15, mesh=tf.make_mesh(4, 2))
-    assert [result.ids for result in model.generate(texts, **how, **settings)] == expected
-    [text] = [program.run.as_text() for program in programs.compiled(loops.decode)]
-    gathered = [line.split(" all-gather")[0] for line in text.splitlines() if " all-gather(" in line]
-    assert gathered and not [line for line in gathered if "64]" in line.split("{")[0] or ",256," in line]
-
-
 # Files
 
 
@@ -206,19 +161,6 @@ def test_a_folder_of_a_language_model_drafts(folders):
 def test_what_does_not_fit_is_refused_before_weights_are_read(folders, tmp_path):
     with pytest.raises(ValueError, match="got a language model with a vocabulary of 60, expected the verifier's, of 64"):
         tf.load(folders["big"], drafter=folders["other"])
-    model = tf.load(folders["big"], drafter=folders["small"], dtype="float32")
-    for settings, says in (
-        ({"candidates": 4}, "candidates 4"),
-        ({"shortlist": 4}, "shortlist 4"),
-        ({"head": "mlp"}, "head 'mlp'"),
-        ({"block_size": 4}, "block_size 4"),
-        ({"children": 65}, "children 65"),
-        ({"depths": 0}, "depths 0"),
-        ({"lanes": 2, "builder": "walk"}, "lanes 2"),
-        ({"lanes": 16, "nodes": 16}, "lanes 16"),
-    ):
-        with refused(says):
-            model.generate([[1]], **settings)
     for folder, dialect in ((folders["small"], "dflash"), (pairs.locate("tiny", "drafter"), causal_lm.DIALECT)):
         with pytest.raises(ValueError, match=f"got dialect '{dialect}' for a drafter of kind"):
             conversions.convert_drafter(folder, tmp_path / "converted", dialect)

@@ -1,4 +1,4 @@
-"""n-gram drafting: its trees against a plain search of the text, losslessness in float64, and rounds without a draft."""
+"""n-gram drafting: its trees against a plain search of the text, and rounds without a draft. See test_every_drafter.py."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import cut_by_stops, drafted_as_plain, make_pair, prefilled
-from conftest import RANDOM_MODEL, needs_8_devices
+from answers import make_pair, prefilled
+from conftest import RANDOM_MODEL
 from extending import goes_through_everything
 
 import treeflash_jax as tf
 from treeflash_jax import trees
 from treeflash_jax.cli.commands import main
-from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.drafters import Inputs, ngram
 from treeflash_jax.formats import models
@@ -106,72 +105,14 @@ def test_the_longest_and_most_recent_match_comes_first():
 
 # Decoding
 
-TEXTS = [[7, 8, 9, 10, 11] * 6 + [7, 8], [3], [1, 2, 3, 4] * 12]
-
 
 @pytest.fixture(scope="module")
-def float64():
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
+def model() -> tf.TreeFlash:
+    return make_pair(RANDOM_MODEL, ngram.NgramConfig())
 
 
-def a_model(dtype, mesh=None) -> tf.TreeFlash:
-    """Random weights of the verifier: small ones repeat themselves."""
-    return make_pair(RANDOM_MODEL, ngram.NgramConfig(), dtype=dtype, mesh=mesh)
-
-
-@pytest.fixture(scope="module")
-def model(float64) -> tf.TreeFlash:
-    return a_model(jnp.float64)
-
-
-MORE = [{"builder": "walk", "depths": 4}, *({"nodes": nodes} for nodes in (1, 2, 64))]
-MORE += [{"nodes": 8, "lanes": 2, "children": 3}, {"builder": "chain"}]
-
-
-@pytest.mark.parametrize("how", [{"nodes": 8}, *(pytest.param(how, marks=pytest.mark.slow) for how in MORE)], ids=str)
-def test_drafted_output_is_one_token_output(model, how):
-    mixed = {"temperature": [0.0, 0.7, 0.05], "seed": 3}
-    for settings in ({}, mixed, mixed | {"max_new_tokens": 1}):
-        settings = {"max_new_tokens": 40, "batch_size": 3} | settings
-        got = drafted_as_plain(model, TEXTS, how, **settings)
-        if settings["max_new_tokens"] > 1 and how.get("nodes") != 1:
-            assert max(max(result.accept_lengths) for result in got) > 1, "control: something was drafted and accepted"
-
-
-@pytest.mark.parametrize("how", [{"nodes": 8}, pytest.param({"builder": "walk"}, marks=pytest.mark.slow)], ids=str)
-def test_answers_stop_inside_rounds(model, how):
-    """Texts with answers that repeat themselves, so that drafts are accepted and stops fall inside rounds."""
-    settings = {"max_new_tokens": 40, "stop_ids": (), "batch_size": 3, "temperature": [0.0, 0.7, 0.05], "seed": 3}
-    texts = [[*result.prompt_ids, *result.ids] for result in model.generate(TEXTS, builder="none", **settings)]
-    going_on, cut = model.generate(texts, builder="none", **settings), 0
-    for stop in {result.ids[4] for result in going_on}:
-        cut += cut_by_stops(drafted_as_plain(model, texts, how, **settings | {"stop_ids": (stop,)}))
-    assert cut
-
-
-@needs_8_devices
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [{"nodes": 8}, {"builder": "walk"}, {"builder": "paths", "nodes": 8}], ids=str)
-def test_eight_devices_answer_as_one(model, how):
-    """Every device looks up the texts that it holds; the vocabulary and the heads are split too."""
-    settings = {"max_new_tokens": 40, "stop_ids": ()}
-    settings |= {} if how.get("builder") == "paths" else {"temperature": [0.0, 0.7, 0.0, 0.05], "seed": 3}
-    texts = [*TEXTS, [9, 8, 9, 8, 9]]
-    expected = [result.ids for result in model.generate(texts, builder="none", **settings)]
-    programs.clear()
-    got = a_model(jnp.float64, tf.make_mesh(4, 2)).generate(texts, **how, **settings)
-    assert [result.ids for result in got] == expected
-    assert max(max(result.accept_lengths) for result in got) > 1, "control: something was drafted and accepted"
-    [text] = [program.run.as_text() for program in programs.compiled(loops.decode)]
-    gathered = [line.split(" all-gather")[0] for line in text.splitlines() if " all-gather(" in line]
-    assert " all-reduce(" in text and not [line for line in gathered if "64]" in line.split("{")[0] or ",256" in line]
-
-
-def test_without_a_match_the_verifier_reads_only_the_anchor():
+def test_without_a_match_the_verifier_reads_only_the_anchor(model):
     """A round has two passes to choose from: one over the tree, one over a single token of each sequence."""
-    model = a_model(jnp.float32)
     plan, state = prefilled(model, [[1, 2]], nodes=8)
     text = loops.decode.lower(model.weights, state, jnp.int32(1), plan=plan).as_text()
     products = re.findall(r"dot_general .* -> tensor<1x(\d+)x64xf32>", text)  # up, gate and vocabulary
@@ -190,8 +131,6 @@ def test_ngram_is_a_name_of_a_drafter(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"ngram_config": wrong}))
         with pytest.raises(ValueError, match=next(iter(reversed(wrong)))):
             models.load_drafter(tmp_path)
-    with pytest.raises(ValueError, match="candidates 4"):
-        model.generate([[1]], candidates=4)
 
 
 @pytest.mark.filterwarnings("error")

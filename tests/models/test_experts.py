@@ -17,13 +17,9 @@ from treeflash_jax.models.backend import expert_sums
 from treeflash_jax.models.costs import Counter, distinct_experts
 
 CONFIG = replace(RANDOM_MODEL, hidden_size=8, num_experts=6, experts_per_token=2, expert_size=4, normalize_experts=True)
-FORMS = expert_sums.FORMS | {
-    "every expert": expert_sums.all_experts,
-    "gather on CPUs": expert_sums.gather_in_steps,
-    "gather on GPUs": expert_sums.gather_and_reduce,
-    "gather on TPUs": expert_sums.gather_slices,
-    "sorted on TPUs": expert_sums.ragged,
-}
+CHOSEN = expert_sums.gather, expert_sums.dense, expert_sums.sort_by_expert
+GATHERED = expert_sums.gather_in_steps, expert_sums.gather_and_reduce, expert_sums.gather_slices  # on CPUs, GPUs, TPUs
+FORMS = {form.__name__: form for form in (*CHOSEN, *GATHERED, expert_sums.all_experts, expert_sums.ragged)}
 
 
 @jax.jit
@@ -127,12 +123,10 @@ def test_bytes_and_flops_of_a_pass_count_the_experts_that_are_read():
 
 
 def test_the_number_of_tokens_chooses_the_form():
-    assert [expert_sums.choose_form(count, 8, 128) for count in (1, 2, 8, 9, 64, 65)] == ["gather"] * 3 + ["dense"] * 2 + [
-        "sorted"
-    ]
-    assert (
-        expert_sums.choose_form(1, 8, 16) == "gather" and expert_sums.choose_form(1, 8, 8) == "dense"
-    )  # experts of one device
+    gather, dense, by_expert = CHOSEN
+    forms = [expert_sums.choose_form(count, 8, 128) for count in (1, 2, 8, 9, 64, 65)]
+    assert forms == [gather, gather, gather, dense, dense, by_expert]
+    assert [expert_sums.choose_form(1, 8, held) for held in (16, 8)] == [gather, dense], "experts of one device"
 
 
 def test_more_tokens_than_a_block_are_run_block_by_block():

@@ -39,9 +39,8 @@ def attend(
 
     Args:
       q_bkqe: queries; e a power of two, 16 at least.
-      keys_bkse: the cache; its slots a multiple of 16.
-      values_bkse: the cache.
-      length_b: number of slots that count; an empty share gives sums of 0 and a peak of -inf.
+      keys_bkse, values_bkse: the cache; its slots a multiple of 16.
+      length_b: number of slots that are read; an empty share gives sums of 0 and a peak of -inf.
       scale: of the logits.
       interpret: run as plain JAX, on any device.
 

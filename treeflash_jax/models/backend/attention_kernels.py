@@ -17,6 +17,5 @@ def attend(
     else:
         from treeflash_jax.models.backend import attention_tpu as kernel
     run = partial(kernel.attend, scale=scale)
-    compiled = {"cuda" if kind == "gpu" else "tpu": partial(run, interpret=False)}
-    arrays = q_bkqe, keys_bkse, values_bkse, length_b
-    return lax.platform_dependent(*arrays, cpu=partial(run, interpret=True), **compiled)
+    forms = {"cpu": partial(run, interpret=True), "cuda" if kind == "gpu" else "tpu": partial(run, interpret=False)}
+    return lax.platform_dependent(q_bkqe, keys_bkse, values_bkse, length_b, **forms)

@@ -30,20 +30,7 @@ SUBLANES = 16  # queries are padded to a multiple: a bfloat16 tile
 def attend(
     q_bkqe: jax.Array, keys_bkse: jax.Array, values_bkse: jax.Array, length_b: jax.Array, *, scale: float, interpret: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes softmax attention over the first `length_b` slots, not yet divided.
-
-    Args:
-      q_bkqe: queries.
-      keys_bkse: the cache; fastest if the slots are a multiple of SLOTS.
-      values_bkse: the cache.
-      length_b: number of slots that count; 0 gives sums of 0 and a peak of -inf.
-      scale: of the logits.
-      interpret: run as plain JAX, on any device.
-
-    Returns:
-      sum exp(l - peak) v [b, k, 1, q, e], sum exp(l - peak) [b, k, 1, q] and peak = max l [b, k, 1, q] over a query's
-      logits l, in float32 at least.
-    """
+    """Computes the same as `attention_gpu.attend`, in one share and for any sizes; fastest if SLOTS divides the slots."""
     batch, kv_heads, queries, head_dim = q_bkqe.shape
     tiles = pl.cdiv(queries, QUERIES)
     tile = pl.cdiv(queries, tiles * SUBLANES) * SUBLANES

@@ -1,14 +1,13 @@
 """Forms of the sum over the experts of a mixture, equal but for rounding.
 
-The number of tokens, which is static, decides which one is compiled:
+The number of tokens, which is static, decides which one is compiled (`choose_form`):
 
-- "gather" reads the matrices of each token's experts, one assignment after the other, without copying any. A GPU reduces
+- `gather` reads the matrices of each token's experts, one assignment after the other, without copying any. A GPU reduces
   over gathered matrices in one kernel, TPUs multiply by slices, CPUs add up a few inputs of all chosen matrices at a time.
-- "dense" runs all tokens through all experts and weighs the results; every matrix is read once.
-- "sorted" orders the assignments by expert and runs ragged products. Only TPUs have a native one: XLA pads it to E times
-  the work on GPUs and CPUs, where "dense" is compiled instead, BLOCK tokens at a time.
-
-CPUs also gather instead of "dense" if a token chooses few of the experts (SPARSE).
+- `dense` runs all tokens through all experts and adds the results by weight; every matrix is read once. CPUs gather
+  instead if a token chooses few of the experts (SPARSE).
+- `sort_by_expert` orders the assignments by expert and runs ragged products. Only TPUs have a native one: XLA pads it to E
+  times the work on GPUs and CPUs, where `dense` is compiled instead, BLOCK tokens at a time.
 
 Every form takes the weights, the tokens [n, d], the weight of every assignment in float32 at least (0 for experts that the
 device does not hold) and its expert (then the number of experts held), and returns the sum before it is rounded.
@@ -39,11 +38,11 @@ Weights = dict[str, Any]
 Form = Callable[[Weights, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def choose_form(num_tokens: int, per_token: int, held: int) -> str:
+def choose_form(num_tokens: int, per_token: int, held: int) -> Form:
     """Returns the form that reads fewest bytes or, for many tokens, does least work."""
     if 2 * num_tokens * per_token <= held:
-        return "gather"
-    return "dense" if num_tokens <= MANY_TOKENS else "sorted"
+        return gather
+    return dense if num_tokens <= MANY_TOKENS else sort_by_expert
 
 
 def gather(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.Array) -> jax.Array:
@@ -172,9 +171,6 @@ def ragged(weights: Weights, x_nd: jax.Array, weight_nk: jax.Array, ids_nk: jax.
     weight_a = weight_nk.reshape(-1)[order_a]
     y_ad = jnp.where(weight_a[:, None] > 0, y_ad * weight_a[:, None], 0)  # values outside every group are undefined
     return jnp.sum(y_ad[jnp.argsort(order_a)].reshape(count, per_token, -1), axis=1)
-
-
-FORMS: dict[str, Form] = {"gather": gather, "dense": dense, "sorted": sort_by_expert}
 
 
 def _experts(weights: Weights) -> Weights:
