@@ -1,4 +1,4 @@
-"""Rounds with a drafter of any kind: losslessness in float64, one program, meshes, refusals, caches filled to the last slot.
+"""Rounds with a drafter of any kind: losslessness in float64, one program, meshes, refusals, caches filled to the end.
 
 Block drafters have more cases of losslessness in lossless_float64.py.
 """

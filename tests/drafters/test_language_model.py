@@ -1,4 +1,4 @@
-"""Language models as drafters: state, full acceptance of the verifier's own drafts, files. See test_every_drafter.py."""
+"""Language models as drafters: state, full acceptance of the verifier's own drafts, files; see test_every_drafter.py"""
 
 from __future__ import annotations
 

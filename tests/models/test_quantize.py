@@ -117,7 +117,7 @@ def test_linear_is_the_product_with_the_rounded_weight(equation, name):
     x = draw((2, 3, *(weight.shape[axis] for axis in inputs)), 1)
     small = quantize(jnp.asarray(weight), inputs)
     expected = np.einsum(equation, x, widened(small, inputs))
-    product = layers.merge_heads({"o": small}, x) if name == "o" else layers.linear(equation, x, small)
+    product = layers.merge_heads({"o": small}, x) if name == "o" else quantized.product(equation, x, small)
     np.testing.assert_allclose(product, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -127,7 +127,7 @@ def test_loops_carry_int8_and_no_wide_copy():
 
     @jax.jit
     def repeat(weight, x, times):
-        return jax.lax.fori_loop(0, times, lambda _, x: jnp.tanh(layers.linear("td,df->tf", x, weight)), x)
+        return jax.lax.fori_loop(0, times, lambda _, x: jnp.tanh(quantized.product("td,df->tf", x, weight)), x)
 
     text = repeat.lower(small, jnp.ones((4, 32)), 5).compile().as_text()
     [carried] = re.findall(r"= \((.*)\) while\(", text)

@@ -12,8 +12,8 @@ A rule is one file with one line in RULES. It has:
 
 Arguments are a `trees.DraftTree`, the `trees.Proposal` its nodes were drawn from (None for deterministic trees), the
 verifier's `TargetDistribution` at every node, and `Noise`. `draws.make_rule` makes both functions for rules that test
-draws: they read the support of every node's children and the verifier's mass off it, and form one vector over the
-vocabulary, for the last accepted node.
+draws: they read p on the support of every node's children and its mass off it, and form one vector over the vocabulary,
+for the last accepted node.
 
 Coins are fresh every round. If a coin belonged to a position of the text, one that rejected there would be used again after
 a walk that ended earlier, and block and traversal rules would not be lossless.

@@ -1,9 +1,9 @@
-"""Shared parts of the rules that test draws: the verifier and the proposal on the support, and the tests in order.
+"""Shared parts of the rules that test draws: p (the verifier) and q (the proposal) on the support, and the tests in order.
 
 The residual after rejecting draws from one distribution q is max(w p - C q, 0) with one scalar C per node, because each
-rejection subtracts the same direction again; deterministic children only remove their own token. So a node carries four
-scalars (entry weight w, C, the remaining mass Z, the remaining part of q), and everything here is [b, n, c] or smaller. The
-mass of p off the support does not change: one number per node.
+rejection subtracts a multiple of q again; deterministic children only remove their own token. So a node has four scalars
+(entry weight w, C, the remaining mass Z, the remaining part of q), and everything here is [b, n, c] or smaller. The mass of
+p off the support does not change: one number per node.
 
 Shape suffixes: b batch, n tree nodes, c tokens of a node's support, x draws (n - 1), y draws before them, v vocabulary.
 

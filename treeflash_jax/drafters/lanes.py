@@ -2,9 +2,9 @@
 
 A block drafter knows all levels after one pass. EAGLE-3 or a language model has to be run again below every token that it
 proposes. `LaneExpander` does this for any tree builder: a lane is one node with the path above it, whose keys and values
-lie in a scratch, so that no cache is written before the verifier has judged the tree.
+are in a scratch, so that no cache is written before the tree is verified.
 
-A drafter provides one function, its `step`:
+Such a drafter provides one function and returns a `LaneExpander` with it from its last stage (see `eagle3.draft`):
 
     step(shared, level) -> LaneState
 
@@ -18,15 +18,6 @@ values:
     mixed_bwhe = tree_attention(q_bwhe, k_bxke, v_bxke, level.seen_bwx, prefix, length_b)
 
 Networks without attention keep nothing: `scratch` and LaneState.kv are then ().
-
-The last stage of such a drafter returns the expander (EAGLE-3 and language models have only this stage, "draft"):
-
-    LaneExpander(
-        shared, state.context.length_b, first, step=step, scratch=scratch_specs(state.context), num_depths=inputs.depths
-    )
-
-`first` is a LaneState of one lane [b, 1, ...] with the children of the anchor; its `kv` is not read. `likeliest_children`
-makes the children from hidden states, and maps the ids of a draft vocabulary to the verifier's.
 
 Shape suffixes: b batch, w lanes, c children kept, i scratch slots of a lane (one per level that is run), x = w i + w keys
 that tokens may see, k key/value heads, e head dim, d model, v vocabulary, z draft vocabulary.
@@ -108,11 +99,7 @@ class LaneSettings:
 
 
 def choose(config: Any, options: Any) -> tuple[Any, LaneSettings]:
-    """`Drafter.choose` for a config with `draft_vocab_size` and a call's options (`settings.GenerateConfig`).
-
-    Raises:
-      ValueError: more children than the vocabulary has tokens.
-    """
+    """See `Drafter.choose`. Raises ValueError for more children than the draft vocabulary has tokens."""
     if options.children > config.draft_vocab_size:
         expected = f"1 to {config.draft_vocab_size} (the drafter's vocabulary)"
         raise ValueError(f"got children {quoted(options.children)}, expected {expected}")
@@ -140,7 +127,7 @@ class LaneExpander:
     Attributes:
       shared: pytree that the step reads besides its level.
       position_b: position of the first drafted token: the length of the drafter's context.
-      first: the children of the anchor, in one lane.
+      first: the children of the anchor in one lane, [b, 1, ...]; its `kv` is not read.
       step: static; equal steps share a program.
       scratch: a tree of Spec for the arrays of LaneState.kv: shape and axes without batch and lanes, and dtype.
       num_depths: the deepest level drafted; static.

@@ -3,8 +3,8 @@
 The state is the text itself. A round searches earlier occurrences of the last tokens, the longest first; their
 continuations form one tree, in which common prefixes share nodes. A token's probability grows with the number of
 occurrences that agree on it, with the length of their matches, and with how recent they are; some of it is reserved for
-tokens that never followed. Continuations that reach the end of the text start again from their first token, since texts
-repeat themselves. Without any match, the round verifies one token (`decoding.rounds`).
+tokens that never followed. A continuation that reaches the end of the text repeats from its first token. Without any
+match, the round verifies one token (`decoding.rounds`).
 
 Shape suffixes: b batch, t new tokens, s token slots, m matches, i draft depth, w lanes, c children (one for each match,
 at most).

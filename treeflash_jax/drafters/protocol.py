@@ -41,11 +41,7 @@ class DrafterSizes(Protocol):
     sampled_above: float | None
 
     def fitted(self, verifier: Any) -> Any:
-        """Returns this config, completed by sizes of the verifier.
-
-        Raises:
-          ValueError: the drafter was made for another verifier.
-        """
+        """Returns this config, completed by sizes of the verifier. Raises ValueError if it was made for another one."""
 
 
 class State(Protocol):
@@ -121,8 +117,7 @@ class Drafter(Protocol):
     def choose(self, config: Any, options: Any) -> tuple[Any, Any]:
         """Returns the config and the static draft settings for a user's options; both hashable.
 
-        Raises:
-          ValueError: options that this drafter does not support.
+        Raises ValueError for options that this drafter does not support.
         """
 
     def specs(self, config: Any) -> Any:
@@ -146,10 +141,7 @@ class Drafter(Protocol):
         """Adds the next committed positions to the state.
 
         Args:
-          params: weights of `specs`.
-          tables: the verifier's weights.
-          config: static.
-          state: the state so far.
+          params, tables: the drafter's and the verifier's weights.
           features_btj: verifier features at consecutive positions, the first following those of the state.
           tokens_bt: the token that follows each of these positions.
           count_b: number of valid positions; the others are padding. 0 leaves a sequence unchanged.
@@ -172,9 +164,7 @@ class Drafter(Protocol):
 
         Args:
           count: sizes of the device, the batch and its context.
-          config, settings: static.
-          verifier: config of the verifier whose embedding and vocabulary tables are read.
-          quantize: scheme of these tables.
+          verifier, quantize: config of the verifier whose vocabulary tables are read, and their quantisation scheme.
         """
 
     def extend_work(self, count: Counter, config: Any, tokens: float) -> Work:

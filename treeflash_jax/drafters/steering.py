@@ -5,7 +5,7 @@ layer is added inside its feed-forward part, down(silu(gate x) * (up x + shift))
 
     s = [low; mid; high]             outputs of three layers of the verifier, at the last accepted position
     g = mix s + mix_bias
-    shift = project(LayerNorm(g))    one vector per layer of the small model; in two factors if `rank` is not 0
+    shift = project(LayerNorm(g))    one vector per layer of the small model; a product of two matrices if `rank` > 0
 
 Shape suffixes: b batch, t positions, j three tapped layers x verifier width, d verifier width, y layers and f
 feed-forward width of the small model, r rank.

@@ -47,9 +47,7 @@ def tree_attention(
     """Computes softmax(q [K_prefix; K_new]^T * scale) [V_prefix; V_new] over the first `length_b` slots of the prefix.
 
     Args:
-      q_bthe: queries of the new positions.
-      k_buke: keys of the new positions.
-      v_buke: values of the new positions.
+      q_bthe, k_buke, v_buke: queries, keys and values of the new positions.
       mask_btu: True if new position t sees new position u. Every position must see itself.
       prefix: committed keys and values; cache slot s holds absolute position s. None: no prefix.
       length_b: number of committed positions per sequence.
@@ -174,16 +172,7 @@ def _pallas(kind, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale):
     return _attend_in_parts(add_prefix, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
 
 
-def _attend_in_parts(
-    add_prefix: Callable[[Part, jax.Array, LayerKV, jax.Array], Part],
-    q_bthe: jax.Array,
-    k_buke: jax.Array,
-    v_buke: jax.Array,
-    mask_btu: jax.Array,
-    prefix: LayerKV,
-    length_b: jax.Array,
-    scale: float,
-) -> jax.Array:
+def _attend_in_parts(add_prefix: Callable, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale):
     """Attends to the new positions, then extends that part by `add_prefix(part, q_bkqe, prefix, length_b)`.
 
     On a mesh every device does this for its own sequences and heads and waits for no other. Query heads follow their

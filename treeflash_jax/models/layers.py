@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax.core.parameters import Spec
-from treeflash_jax.models import experts, quantized
+from treeflash_jax.models import experts
 from treeflash_jax.models.config import ModelConfig, Rope
+from treeflash_jax.models.quantized import product
 
 Params = dict[str, Any]
 Attend = Callable[[Params, jax.Array], tuple[jax.Array, Any]]
@@ -48,11 +49,6 @@ def layer_specs(config: ModelConfig, is_sparse: bool = False) -> Params:
         specs["q_bias"] = Spec((h, e), ("heads", None), "zeros")
         specs |= {name: Spec((k, e), ("kv_heads", None), "zeros") for name in ("k_bias", "v_bias")}
     return specs
-
-
-def linear(equation: str, x: jax.Array, weight: jax.Array | quantized.Quantized) -> jax.Array:
-    """Returns an einsum of activations with a layer's weight. All products with layer weights go through it."""
-    return quantized.product(equation, x, weight)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -122,7 +118,7 @@ def rotate(x_bthe: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 def _projected(equation: str, x_btd: jax.Array, params: Params, name: str) -> jax.Array:
     """Maps the normed input into heads, with the layer's bias if it has one."""
-    out = linear(equation, x_btd, params[name])
+    out = product(equation, x_btd, params[name])
     bias = params.get(f"{name}_bias")
     return out if bias is None else out + bias.astype(out.dtype)
 
@@ -149,15 +145,15 @@ def merge_heads(params: Params, mixed_bthe: jax.Array) -> jax.Array:
     Heads are flattened first: contracted as two axes, XLA's CPU backend would transpose the weight in every pass.
     """
     x_btz = mixed_bthe.reshape(*mixed_bthe.shape[:2], -1)
-    return linear("btz,zd->btd", x_btz, params["o"].reshape(x_btz.shape[-1], -1))
+    return product("btz,zd->btd", x_btz, params["o"].reshape(x_btz.shape[-1], -1))
 
 
 def swiglu(params: Params, x_btd: jax.Array, shift_btf: jax.Array | None = None) -> jax.Array:
     """Returns down(silu(gate x) * (up x + shift)); without a shift, a plain SwiGLU."""
-    gate_btf = linear("btd,df->btf", x_btd, params["gate"])
-    up_btf = linear("btd,df->btf", x_btd, params["up"])
+    gate_btf = product("btd,df->btf", x_btd, params["gate"])
+    up_btf = product("btd,df->btf", x_btd, params["up"])
     up_btf = up_btf if shift_btf is None else up_btf + shift_btf.astype(up_btf.dtype)
-    return linear("btf,fd->btd", jax.nn.silu(gate_btf) * up_btf, params["down"])
+    return product("btf,fd->btd", jax.nn.silu(gate_btf) * up_btf, params["down"])
 
 
 def decoder_layer(

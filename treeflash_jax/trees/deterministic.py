@@ -107,8 +107,8 @@ def walk(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
 def rank_0_chain(expander: Expander, anchor_b: jax.Array, num_nodes: int) -> DraftTree:
     """Builds the published chain: at each depth the likeliest child in that depth's first context, whatever was drafted.
 
-    For a marginal table (one context per depth) this is DFlash's chain and equal to `walk`. An expander that is no
-    table has no contexts besides those of the path: its chain is the walk too.
+    With one context per depth this is DFlash's chain, and equal to `walk`. An expander that is no table has no contexts
+    besides those of the path, so that its chain is the walk too.
 
     Source: TreeFlash (arXiv 2606.03819), released code; DFlash (arXiv 2602.06036).
     """

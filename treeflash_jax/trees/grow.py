@@ -1,7 +1,7 @@
-"""Grows a tree of a given outline from an expander, level by level, and records the distribution of its nodes.
+"""Draws the tokens of a tree of a given outline, level by level, and records the distribution of its nodes.
 
-A builder decides the outline (`Outline`: parent, depth and kind of every place) before anything is drawn; `grow` draws the
-tokens, merges i.i.d. duplicates and moves unused places to the end.
+A builder decides the outline (parent, depth and kind of every place) before anything is drawn; `grow` draws the tokens,
+merges i.i.d. duplicates and moves unused places to the end.
 
 Shape suffixes: b batch, n places of the outline = tree nodes (root included), c children kept per node, x draws (n - 1).
 """
@@ -86,11 +86,11 @@ def grow(
     Args:
       plan: the outline.
       noise_bnc: Gumbel noise for at least as many nodes as places.
-      leaves: admits tokens that end their branch although the outline has children below. If it has none, or if no token
-        continues, they are admitted anyway.
+      leaves: admits tokens that end their branch although the outline has children below. Without such children, or if no
+        token continues, they are admitted anyway.
       ranks: maximal number of children of a node drawn without replacement; static.
       skeleton: places 1 to `skeleton` are deterministic and tested after their sampled siblings; static.
-      deepest: maximal depth of the places of any sequence; static. None: not known.
+      deepest: maximal depth of the places of any sequence; static. None: unknown.
 
     Source: DDTree and TreeFlash for the distributions; Gumbel top-k (Kool et al., arXiv 1903.06059) for draws without
     replacement.

@@ -21,9 +21,8 @@ def hybrid(
     """Chooses a share `shape.skeleton` of the nodes by best-first search, and samples chains below them.
 
     Each skeleton node may have one sampled child, continued as a chain. It is drawn from the node's distribution without
-    the deterministic children, and is tested before them. Nodes are given to chains where the walk most likely leaves the
-    skeleton: a chain's j-th node scores q(node) (1 - q(deterministic children)) REACH^(j - 1), known before anything is
-    drawn.
+    the deterministic children, and is tested before them. Chains grow where the walk most likely leaves the skeleton: their
+    j-th nodes are taken in order of q(node) (1 - q(deterministic children)) REACH^(j - 1), known before anything is drawn.
 
     Source: greedy drafting with one sampled child, Hu et al. (arXiv 2502.18779), here at every node of a best-first tree.
     """

@@ -21,7 +21,7 @@ from flax import struct
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.drafters.block.block_config import DrafterConfig
-from treeflash_jax.models import kv_cache, layers, vocab
+from treeflash_jax.models import kv_cache, layers, quantized, vocab
 from treeflash_jax.models.attention import tree_attention
 
 
@@ -58,19 +58,14 @@ def init(config: DrafterConfig, batch: int, capacity: int, dtype: Any) -> Drafte
 
 def fuse(params: dict[str, Any], config: DrafterConfig, features_btj: jax.Array) -> jax.Array:
     """Returns RMSNorm(fc(features)), the context input of every layer, [b, t, d]."""
-    fused_btd = layers.linear("btj,jd->btd", features_btj, params["fc"])
+    fused_btd = quantized.product("btj,jd->btd", features_btj, params["fc"])
     return layers.rms_norm(fused_btd, params["hidden_norm"], config.layers.rms_norm_eps)
 
 
 def extend(
     params: dict[str, Any], config: DrafterConfig, state: DrafterState, features_btj: jax.Array, count_b: jax.Array
 ) -> DrafterState:
-    """Adds verifier features of the next committed positions to the context.
-
-    Args:
-      features_btj: tapped features of consecutive positions, the first following the context.
-      count_b: number of valid positions; the others are padding.
-    """
+    """Adds verifier features of the next committed positions to the context; see `Drafter.extend`."""
     positions_bt = state.context.length_b[:, None] + jnp.arange(features_btj.shape[1])
     new = context_kv(params, config, features_btj, positions_bt)
     return DrafterState(context=kv_cache.append(state.context, new, count_b))
@@ -129,9 +124,8 @@ def block(
     """Returns the block's hidden states before the final norm, [b, q, d]; slot 0 (the anchor) is not a prediction.
 
     Args:
-      state: context of all positions before the anchor.
+      state: context of all positions before the anchor's.
       embed_vd: the verifier's embedding table.
-      anchor_b: last committed token, at position `length` of the context.
     """
     batch, size = anchor_b.shape[0], config.block_size
     masks_bq = jnp.full((batch, size - 1), config.mask_token_id, anchor_b.dtype)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.drafters.protocol import require_fit
-from treeflash_jax.models import layers, vocab
+from treeflash_jax.models import layers, quantized, vocab
 from treeflash_jax.models.config import ModelConfig
 
 Params = dict[str, Any]
@@ -79,11 +79,7 @@ class EagleConfig:
     thinking: bool | None = None
 
     def fitted(self, verifier: ModelConfig) -> EagleConfig:
-        """Returns this config with its tapped layers.
-
-        Raises:
-          ValueError: the drafter was made for another verifier.
-        """
+        """Returns this config with its tapped layers. Raises ValueError if it was made for another verifier."""
         require_fit(
             hidden_size=(self.target_hidden_size, verifier.hidden_size),
             vocabulary_size=(self.layers.vocab_size, verifier.vocab_size),
@@ -100,10 +96,7 @@ class EagleConfig:
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Returns the tapped layers for files that name none: the inputs of layers 2, L // 2 and L - 3.
-
-    Source: the EAGLE repository.
-    """
+    """Returns the tapped layers for files that name none: the inputs of layers 2, L // 2 and L - 3 (EAGLE repository)."""
     return (1, num_layers // 2 - 1, num_layers - 4)
 
 
@@ -140,7 +133,7 @@ def fuse(params: Params, config: EagleConfig, features_btj: jax.Array) -> jax.Ar
         features_btj = jnp.concatenate(normed, axis=-1)
     if config.norm_before_fc:
         features_btj = layers.rms_norm(features_btj, params["input_norm"], eps)
-    return layers.linear("btj,jd->btd", features_btj, params["fc"])
+    return quantized.product("btj,jd->btd", features_btj, params["fc"])
 
 
 def feed_back(params: Params, config: EagleConfig, hidden_btd: jax.Array) -> jax.Array:
@@ -185,9 +178,7 @@ def hidden(
     """Returns the layer's output, [b, t, d].
 
     Args:
-      read_bt: result of `read`.
-      carried_btd: as given to `read`.
-      table: rotary table of the positions.
+      read_bt, carried_btd: result of `read`, and the carried state given to it.
       attend: maps queries [b, t, h, e] to mixed values [b, t, h, e].
     """
     layer, eps = params["layer"], config.layers.rms_norm_eps

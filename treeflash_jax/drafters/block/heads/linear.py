@@ -17,7 +17,8 @@ from treeflash_jax.core.parameters import Entry, Spec
 from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.drafters.block.heads.mlp import NORM_EPS
 from treeflash_jax.drafters.block.heads.table import ByContext, first_order
-from treeflash_jax.models.layers import linear, rms_norm
+from treeflash_jax.models.layers import rms_norm
+from treeflash_jax.models.quantized import product
 
 READS_PREVIOUS = True
 SECOND_PASS = True
@@ -43,9 +44,9 @@ def correct(
     params: dict[str, Any], embedding_bmd: jax.Array, by_context: ByContext, hidden_bqd: jax.Array, normed_bqd: jax.Array
 ) -> jax.Array:
     """Returns h + W [RMSNorm(e); RMSNorm_final(h)] in every context, [b, m, d]; arguments as for the MLP head."""
-    by_slot_bqd = hidden_bqd + linear("bqd,de->bqe", normed_bqd, params["hidden"])
+    by_slot_bqd = hidden_bqd + product("bqd,de->bqe", normed_bqd, params["hidden"])
     normed_bmd = rms_norm(embedding_bmd, params["norm"], NORM_EPS)
-    return by_context(by_slot_bqd) + linear("bmd,de->bme", normed_bmd, params["token"])
+    return by_context(by_slot_bqd) + product("bmd,de->bme", normed_bmd, params["token"])
 
 
 logits, expand = first_order(correct)

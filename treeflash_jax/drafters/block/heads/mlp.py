@@ -19,7 +19,8 @@ import jax
 from treeflash_jax.core.parameters import Entry, Spec
 from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.drafters.block.heads.table import ByContext, first_order
-from treeflash_jax.models.layers import linear, rms_norm
+from treeflash_jax.models.layers import rms_norm
+from treeflash_jax.models.quantized import product
 
 READS_PREVIOUS = True
 SECOND_PASS = True
@@ -57,10 +58,10 @@ def correct(
       hidden_bqd: hidden states of the slots.
       normed_bqd: hidden states after the drafter's final norm.
     """
-    hidden_ug = by_context(linear("bqd,dxf->bqxf", normed_bqd, params["hidden_ug"]))
-    token_ug = linear("bmd,dxf->bmxf", rms_norm(embedding_bmd, params["norm"], NORM_EPS), params["token_ug"])
+    hidden_ug = by_context(product("bqd,dxf->bqxf", normed_bqd, params["hidden_ug"]))
+    token_ug = product("bmd,dxf->bmxf", rms_norm(embedding_bmd, params["norm"], NORM_EPS), params["token_ug"])
     ug = token_ug + hidden_ug + params["bias"].astype(token_ug.dtype)
-    return by_context(hidden_bqd) + linear("bmf,fd->bmd", jax.nn.silu(ug[:, :, 1]) * ug[:, :, 0], params["down"])
+    return by_context(hidden_bqd) + product("bmf,fd->bmd", jax.nn.silu(ug[:, :, 1]) * ug[:, :, 0], params["down"])
 
 
 logits, expand = first_order(correct)
