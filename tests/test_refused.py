@@ -226,7 +226,8 @@ def test_arguments_of_functions(trained, monkeypatch):
         refused(lambda index=index: result.tree(index))
     for arguments in (
         {"dtype": "float99"}, {"dtype": 3}, {"dtype": int}, {"mesh": 3}, {"mesh": "1x1"}, {"quantize": []}, {"verifier": 3},
-        {"drafter": 3}, {"template": [1]}, {"thinking": 1}, {"mesh": jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))},
+        {"drafter": 3}, {"template": [1]}, {"thinking": 1},
+        {"mesh": jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))},
     ):  # fmt: skip
         refused(lambda arguments=arguments: tf.load(**({"verifier": "tiny"} | arguments)), next(iter(arguments)))
     wide = replace(RANDOM_DRAFTER, layers=replace(RANDOM_DRAFTER.layers, vocab_size=2**17))

@@ -120,8 +120,8 @@ def _path(key: Any, num_devices: int) -> Path | None:
 def read_ahead() -> None:
     """Starts reading the most recently used executables for one device on a thread.
 
-    Called before weights are read: on two CPU cores, this saves a second for 32 tokens of SmolLM2 from a warm cache. XLA ends
-    the process if it loads an executable for several devices onto one.
+    Called before weights are read: on two CPU cores, this saves a second for 32 tokens of SmolLM2 from a warm cache. XLA
+    ends the process if it loads an executable for several devices onto one.
     """
     if folder is None or jax.config.jax_compilation_cache_dir is not None:
         return
