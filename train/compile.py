@@ -36,9 +36,8 @@ from train.runtime.training_state import (
 from train.stages.drafting import DraftingStage, make_stage
 from train.stages.registry import read_stage
 from treeflash_jax.bench import shapes
-from treeflash_jax.bench.collectives import find_collectives, sum_collectives
+from treeflash_jax.bench.program_text import count_bytes, find_collectives, sum_collectives
 from treeflash_jax.bench.topologies import find_devices, read_kept
-from treeflash_jax.bench.traffic import count_bytes
 from treeflash_jax.cli.arguments import Parser
 from treeflash_jax.core import devices as chips
 from treeflash_jax.core import files, parameters, sharding

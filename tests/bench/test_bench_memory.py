@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import treeflash_jax as tf
 from treeflash_jax.bench import memory, shapes, topologies
-from treeflash_jax.bench.collectives import count_moved, find_collectives, sum_collectives
+from treeflash_jax.bench.program_text import count_moved, find_collectives, sum_collectives
 from treeflash_jax.cli.commands import main
 from treeflash_jax.core import devices, programs
 from treeflash_jax.decoding import loops
@@ -297,7 +297,7 @@ def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, 
 def test_a_topology_without_its_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "libtpu", None)
     with pytest.raises(ValueError, match=re.escape('pip install "jax[tpu]"')):
-        topologies.topology_devices("v5e:2x2")
+        topologies.find_devices("v5e:2x2")
 
 
 def test_a_gpu_without_its_compiler_says_what_to_install(monkeypatch):
@@ -306,7 +306,7 @@ def test_a_gpu_without_its_compiler_says_what_to_install(monkeypatch):
 
     monkeypatch.setattr(jax_topologies, "get_topology_desc", without)
     with pytest.raises(ValueError, match=re.escape('pip install "jax[cuda12]" (no cuda here)')):
-        topologies.topology_devices("h200")
+        topologies.find_devices("h200")
 
 
 def test_impossible_pairs_are_refused_before_weights_are_read(monkeypatch):

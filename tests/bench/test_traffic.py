@@ -1,6 +1,6 @@
 """Bytes that a program moves, counted in its text."""
 
-from treeflash_jax.bench.traffic import count_bytes
+from treeflash_jax.bench.program_text import count_bytes
 
 PROGRAM = """
 %sliced (p0: f32[64,256], p1: s32[]) -> f32[1,256] {

@@ -178,7 +178,7 @@ def test_programs_are_compiled_without_the_fusions_that_are_wrong():
 
 
 def test_every_program_gets_the_compiler_options():
-    """`jax.jit` alone serves what `programs.call` or `bench.timed` compiles, and what is compiled for other devices."""
+    """`jax.jit` alone serves what `programs.call` or `bench.phases` compiles, and what is compiled for other devices."""
     compiled_elsewhere = {"devices.py", "check.py", "loops.py", "phases.py", "compile.py"}
     for path in FILES:
         tree = ast.parse(path.read_text(encoding="utf-8"))

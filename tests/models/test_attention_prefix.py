@@ -13,7 +13,7 @@ from conftest import needs_8_devices
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from treeflash_jax import make_mesh
-from treeflash_jax.bench.collectives import find_collectives
+from treeflash_jax.bench.program_text import find_collectives
 from treeflash_jax.core import sharding
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.kv_cache import AXES, LayerKV

@@ -15,7 +15,7 @@ import toy_training
 
 from train import compile as compiling
 from treeflash_jax.bench import shapes
-from treeflash_jax.bench.collectives import find_collectives, sum_collectives
+from treeflash_jax.bench.program_text import find_collectives, sum_collectives
 from treeflash_jax.core import parameters
 from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.models import verifier

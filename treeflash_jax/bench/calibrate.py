@@ -29,7 +29,6 @@ from treeflash_jax.bench.bars import Progress
 from treeflash_jax.bench.phases import TREE, Bench, check_sizes, slots_for
 from treeflash_jax.bench.prompt_sets import PromptSet, chosen_prompts, empty_chat
 from treeflash_jax.bench.shapes import MeasuredSizes
-from treeflash_jax.bench.timed import Program
 from treeflash_jax.cli.arguments import add_fields, option_values
 from treeflash_jax.core import devices, sharding
 from treeflash_jax.decoding import calibration, loops, rounds
@@ -206,7 +205,7 @@ def time(
 class Rounds(Bench):
     """`Bench` of one-token rounds, rounds that cut the largest tree to one size, and trees of each size."""
 
-    def build(self, prefill: Program, inputs: tuple[Any, ...]) -> None:
+    def build(self, prefill: Any, inputs: tuple[Any, ...]) -> None:
         largest = self.plans[-1]
         never_pauses = Measured(jnp.ones(1), jnp.ones((1, 1)), jnp.full(1, 1e9), jnp.float32(1), jnp.float32(0))
         never_pauses = sharding.place(never_pauses, self.model.mesh, over_batch=False)

@@ -13,9 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import numpy as np
 import treeflash_jax as tf
 from treeflash_jax.bench import harness, plots, report, shapes
 from treeflash_jax.bench.bars import Progress
-from treeflash_jax.bench.phases import Bench, check_sizes, slots_for, trace
+from treeflash_jax.bench.phases import Bench, check_sizes, slots_for
 from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values
 from treeflash_jax.core import devices, files, sharding
 from treeflash_jax.core.checks import read_json
@@ -36,7 +35,6 @@ from treeflash_jax.drafters import DrafterSizes, draft_options
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.engine.planning import make_plan, resolve
 from treeflash_jax.engine.settings import SamplingConfig, settings_class
-from treeflash_jax.formats import models
 from treeflash_jax.models.ceilings import Ceilings, measure_ceilings
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import draws
@@ -56,28 +54,10 @@ SAME = ("settings", "versions", "hardware")  # of results that replace each othe
 Result = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Sizes of a verifier and its drafter, and how to get their weights.
-
-    Attributes:
-      name: for the record; never a path.
-      weights: "random" or "real".
-      load: `dtype`, `mesh`, `quantize` -> the pair with its weights in place.
-    """
-
-    name: str
-    weights: str
-    verifier: ModelConfig
-    drafter: DrafterSizes
-    load: Callable[..., tf.TreeFlash]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     shapes.add_arguments(model)
     model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="measure this pair with its weights")
-    model.add_argument("--random", action="store_true", help="use random weights also for tiny and --pair")
     model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16, float32 on a CPU")
     add_fields(model, ModelOptions, "quantize mesh")
     sizes = parser.add_argument_group("sizes (lists are measured in all combinations)")
@@ -89,9 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_fields(output, shapes.MeasuredSizes, "repeats")
     output.add_argument("--out", metavar="FILE", help="JSON file; results of other settings in it are kept")
     output.add_argument("--plot", metavar="FILE", help="plot of round / step over nodes (needs matplotlib)")
-    output.add_argument(
-        "--profile", metavar="DIR", help="write profiler traces of a few rounds, a folder per batch and context"
-    )
     parser.set_defaults(run=run)
 
 
@@ -104,17 +81,23 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     mesh = None if arguments.mesh is None else tf.make_mesh(**sharding.parse_sizes(arguments.mesh))
-    pair = find_pair(arguments)
+    names = [arguments.shape or "tiny", arguments.drafter_shape]
+    is_real = arguments.pair is not None or names == ["tiny", None]
+    if arguments.pair:
+        if arguments.shape or arguments.drafter_shape:
+            raise ValueError("got --pair and a shape, expected one of them")
+        names = [str(locate(name, part)) for name, part in zip(arguments.pair, ("verifier", "drafter"), strict=True)]
+    verifier, drafter = shapes.find_pair(*names)
+    if not is_real and arguments.head and hasattr(drafter, "head"):
+        drafter = replace(drafter, head=arguments.head)
     dtype = jnp.dtype(arguments.dtype or devices.here().dtype)
-    plans = make_plans(pair, arguments, dtype)
-    check_sizes(pair.verifier, plans, arguments.batch, arguments.context, mesh)
+    plans = make_plans(verifier, drafter, arguments, dtype)
+    check_sizes(verifier, plans, arguments.batch, arguments.context, mesh)
     results = read_results(arguments.out) if arguments.out else []
     plots.check(arguments.plot)
-    if arguments.profile:
-        Path(arguments.profile).mkdir(parents=True, exist_ok=True)
     settings = {
-        "shape": pair.name,
-        "weights": pair.weights,
+        "shape": " + ".join(map(shapes.short_name, arguments.pair or names[:1])),
+        "weights": "real" if is_real else "random",
         **shapes.describe_tree(plans[0]),
         "dtype": dtype.name,
         "mesh": None if mesh is None else dict(mesh.shape),
@@ -128,55 +111,28 @@ def run(arguments: argparse.Namespace) -> int:
     with Progress(2 + 2 * len(cells)) as progress:
         progress.step("measuring the machine's copy and matmul rates")
         ceilings = measure_ceilings(dtype)
-        progress.step(f"{'loading' if pair.weights == 'real' else 'drawing'} the weights of {pair.name}")
-        model = pair.load(dtype=dtype, mesh=mesh, quantize=arguments.quantize)
+        progress.step(f"{'loading' if is_real else 'drawing'} the weights of {settings['shape']}")
+        options = {"dtype": dtype, "mesh": mesh, "quantize": arguments.quantize}
+        named = dict(zip(("verifier", "drafter"), names, strict=True))
+        model = tf.load(**named, **options) if is_real else shapes.random_pair(verifier, drafter, **options)
         for batch, context in cells:
             progress.step(f"compiling the phases at batch {batch}, context {context}")
             sizes = {"batch": batch, "context": context}
             bench = Bench(model, plans, tell=progress.detail, temperature=arguments.temperature, **sizes)
             progress.step(f"timing them at batch {batch}, context {context}")
             times = bench.measure(ceilings, arguments.repeats)
-            measured = settings | sizes | {"slots": slots_for(context, plans)[1]}
-            result = make_result(model, bench, measured, ceilings, times)
+            result = make_result(model, bench, settings | sizes | {"slots": slots_for(context, plans)[1]}, ceilings, times)
             show(result)
             results = [r for r in results if any(r[key] != result[key] for key in SAME)] + [result]
             if arguments.out:
                 files.write(arguments.out, json.dumps({"schema": SCHEMA, "results": results}, indent=1) + "\n")
-            if arguments.profile:
-                trace(bench, str(Path(arguments.profile) / f"batch-{batch}-context-{context}"))
             del bench
     if arguments.plot:
         plot(results, arguments.plot)
     return 0
 
 
-def find_pair(arguments: argparse.Namespace) -> Pair:
-    """Returns the sizes of the requested pair; no weight is read.
-
-    Raises:
-      ValueError: an unknown shape, files that are missing or not implemented, or a drafter that does not fit.
-    """
-    shape, drafter_shape = arguments.shape or "tiny", arguments.drafter_shape
-    if arguments.pair:
-        if arguments.shape or drafter_shape:
-            raise ValueError("got --pair and a shape, expected one of them")
-        folders = [str(locate(name, part)) for name, part in zip(arguments.pair, ("verifier", "drafter"), strict=True)]
-        name, is_real = " + ".join(map(shapes.short_name, arguments.pair)), True
-        model = models.read_verifier_config(folders[0])
-        drafter = models.read_drafter_config(folders[1]).fitted(model)
-        load = partial(tf.load, verifier=folders[0], drafter=folders[1])
-    else:
-        name, is_real = shapes.short_name(shape), shape == "tiny" and drafter_shape is None
-        model, drafter = shapes.find_pair(shape, drafter_shape)
-        load = partial(tf.load, "tiny")
-    if is_real and not arguments.random:
-        return Pair(name, "real", model, drafter, load)
-    if arguments.head and hasattr(drafter, "head"):
-        drafter = replace(drafter, head=arguments.head)
-    return Pair(name, "random", model, drafter, partial(shapes.random_pair, model, drafter))
-
-
-def make_plans(pair: Pair, arguments: argparse.Namespace, dtype: Any) -> list[DecodePlan]:
+def make_plans(verifier: ModelConfig, drafter: DrafterSizes, arguments: argparse.Namespace, dtype: Any) -> list[DecodePlan]:
     """Makes the plans that `generate` would run, by increasing number of nodes.
 
     Raises:
@@ -184,8 +140,7 @@ def make_plans(pair: Pair, arguments: argparse.Namespace, dtype: Any) -> list[De
     """
     fields, plans = option_values(arguments, settings_class()), {}
     for nodes in arguments.nodes or [None]:
-        config = resolve(None, fields | {"nodes": nodes}, pair.verifier, pair.drafter)
-        plan = make_plan(config, pair.verifier, pair.drafter, dtype)
+        plan = make_plan(resolve(None, fields | {"nodes": nodes}, verifier, drafter), verifier, drafter, dtype)
         if not plan.drafts:
             raise ValueError("got builder 'none', expected one that drafts: one-token steps are always timed")
         if nodes not in (None, plan.num_nodes):

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from treeflash_jax import drafters
 from treeflash_jax.bench import shapes
 from treeflash_jax.bench.bars import Progress, Tell
-from treeflash_jax.bench.collectives import count_moved, find_collectives, sum_collectives
+from treeflash_jax.bench.program_text import count_moved, find_collectives, sum_collectives
 from treeflash_jax.bench.topologies import find_devices, read_kept
 from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values
 from treeflash_jax.core import files, parameters, sharding
@@ -90,7 +90,11 @@ def report(arguments: argparse.Namespace) -> int:
         "bytes_limit": limit,
     }
     if model.num_experts:
-        result["experts_read"] = _count_experts(plan, Counter(dtype=dtype, batch=batch, mesh=mesh), quantize)
+        count, result["experts_read"] = Counter(dtype=dtype, batch=batch, mesh=mesh), {}
+        for tokens in (1, plan.num_nodes):  # of a one-token step and a round
+            work = count.layers(model, tokens, 0, quantize) + count.vocabulary(model, tokens, quantize)
+            distinct = distinct_experts(model.num_experts, model.experts_per_token, count.sequences * tokens)
+            result["experts_read"][tokens] = {"distinct": distinct, "bytes": round(work.bytes)}
     if not arguments.no_compile and (limit is None or needs.total <= limit):
         with Progress(2) as progress:
             programs = compile_programs(plan, mesh, batch, capacity, dtype, quantize, progress.step)
@@ -175,16 +179,6 @@ def describe(key: str, result: dict[str, Any]) -> list[str]:
         f"largest all-gather: {in_units(result['largest_all_gather_bytes'])}; collectives with the logits of a whole "
         f"vocabulary: {result['logits_moved']}, with a layer's cache: {result['caches_moved']}",
     ]
-
-
-def _count_experts(plan: DecodePlan, count: Counter, quantize: str | None) -> dict[int, dict[str, float]]:
-    """Counts distinct experts per layer, and bytes of weights that one device reads, in a one-token step and in a round."""
-    model, read = plan.verifier, {}
-    for tokens in (1, plan.num_nodes):
-        work = count.layers(model, tokens, 0, quantize) + count.vocabulary(model, tokens, quantize)
-        distinct = distinct_experts(model.num_experts, model.experts_per_token, count.sequences * tokens)
-        read[tokens] = {"distinct": distinct, "bytes": round(work.bytes)}
-    return read
 
 
 def _read_programs(

@@ -12,9 +12,10 @@ Shape suffixes: b batch, s token slots, q block slots, n tree nodes, v vocabular
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ import numpy as np
 from treeflash_jax import drafters
 from treeflash_jax.bench.bars import Tell
 from treeflash_jax.bench.floors import phase_work
-from treeflash_jax.bench.timed import Compiler, Program, Timed, running, sample_in_turn
+from treeflash_jax.bench.timed import Timed, running, sample_in_turn
 from treeflash_jax.core import devices, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_stage, verify_tree
@@ -43,6 +44,7 @@ from treeflash_jax.models.experts import count_distinct
 Prepare = Callable[[Callable[..., Any], int], Callable[[], Any]]
 MakeArgs = Callable[[DecodeState], tuple[Any, ...]]
 ROUNDS = 16  # maximal number of rounds in one dispatch of `decode`
+COMPILERS = 8  # maximal number of programs compiled in parallel
 
 DRAFT = jax.jit(draft_stage, static_argnames=("plan", "name"))
 TREE = jax.jit(build_tree, static_argnames="plan")
@@ -146,15 +148,14 @@ class Bench:
           ValueError: logits that are not finite, or too little memory on the devices.
         """
         self.model, self.plans, self.weights, self.tell = model, list(plans), model.weights, tell
-        self.where, self.compiler = f"batch {batch}, context {context}", Compiler(tell)
-        self.timed: list[Timed] = []
+        self.where, self.timed = f"batch {batch}, context {context}", list[Timed]()
         self.experts: dict[int, tuple[list[float], float]] = {}
         self.sizes = {"batch": batch, "context": context, "dtype": model.dtype, "mesh": model.mesh}
         inputs = self.weights, *random_prompts(model, plans, batch, context, temperature)
         since = time.perf_counter()
-        with running(model.mesh, self.where), self.compiler.pool:
-            prefill = self.compiler.compile(loops.prefill, *inputs, plan=self.plans[0].for_prefill()).result()
-            self.slots, self.marks = divide(prefill.run(*inputs))
+        with running(model.mesh, self.where), ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as self.pool:
+            prefill = self.compile(loops.prefill, *inputs, plan=self.plans[0].for_prefill()).result()
+            self.slots, self.marks = divide(prefill(*inputs))
             self.build(prefill, inputs)
         self.compile_seconds = time.perf_counter() - since
 
@@ -181,7 +182,11 @@ class Bench:
     def state(self) -> DecodeState:
         return unite(self.slots, self.marks)
 
-    def build(self, prefill: Program, inputs: tuple[Any, ...]) -> None:
+    def compile(self, function: Any, *args: Any, **static: Any) -> Future:
+        """Lowers on this thread and compiles on another."""
+        return self.pool.submit(function.lower(*args, **static).compile, devices.here().compiler_options)
+
+    def build(self, prefill: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         """Compiles phase by phase: each gets values and layouts as the program of the phase before returned them."""
         first, weights = self.plans[0], self.weights
         step = self.compile_rounds(first.one_token(), {"drafter": None})
@@ -219,12 +224,12 @@ class Bench:
 
             return enqueue
 
-        program = self.compiler.compile(COMMIT, weights, self.slots, self.marks, verified, accepted, plan=plan)
+        program = self.compile(COMMIT, weights, self.slots, self.marks, verified, accepted, plan=plan)
         self.add("commit", plan.num_nodes, program.result(), commit)
 
     def run(self, phase: str, nodes: int | None, function: Any, make_args: MakeArgs, **static: Any) -> Any:
         """Compiles a phase without effect on the state, adds it, and returns its output."""
-        program = self.compiler.compile(function, *make_args(self.state), **static).result()
+        program = self.compile(function, *make_args(self.state), **static).result()
         return self.add(phase, nodes, program, self.repeated(make_args))
 
     def repeated(self, make_args: MakeArgs) -> Prepare:
@@ -234,16 +239,18 @@ class Bench:
 
         return prepare
 
-    def add(self, phase: str, nodes: int | None, program: Program, prepare: Prepare, *, warm: int = 1, **sizes: int) -> Any:
+    def add(
+        self, phase: str, nodes: int | None, program: Callable[..., Any], prepare: Prepare, *, warm: int = 1, **sizes: int
+    ) -> Any:
         """Adds a phase, and returns the output of its last of `warm` calls."""
-        self.timed.append(Timed(phase, nodes, program, partial(prepare, program.run), **sizes))
+        self.timed.append(Timed(phase, nodes, partial(prepare, program), **sizes))
         return jax.block_until_ready(self.timed[-1].prepare(warm)())
 
-    def compile_rounds(self, plan: DecodePlan, fields: dict[str, Any]) -> Future[Program]:
+    def compile_rounds(self, plan: DecodePlan, fields: dict[str, Any]) -> Future:
         """Compiles `decode` on the state with some fields replaced."""
-        return self.compiler.compile(loops.decode, self.weights, self.state.replace(**fields), jnp.int32(1), plan=plan)
+        return self.compile(loops.decode, self.weights, self.state.replace(**fields), jnp.int32(1), plan=plan)
 
-    def add_rounds(self, phase: str, nodes: int | None, program: Future[Program], fields: dict[str, Any]) -> None:
+    def add_rounds(self, phase: str, nodes: int | None, program: Future, fields: dict[str, Any]) -> None:
         """Adds a program of `compile_rounds`; its rounds are one dispatch and begin at the end of the prompts.
 
         Raises:
@@ -264,12 +271,3 @@ class Bench:
         out = self.add(phase, nodes, program.result(), prepare, warm=ROUNDS, least=4, most=ROUNDS)
         if (done := int(out.rounds_b.min())) != ROUNDS:
             raise RuntimeError(f"{self.where}: got {done} rounds of {phase}, expected {ROUNDS}")
-
-
-def trace(bench: Bench, folder: str, rounds: int = 4) -> None:
-    """Writes a profiler trace of a few rounds of every plan."""
-    with running(bench.model.mesh, bench.where), jax.profiler.trace(folder):
-        for timed in bench.timed:
-            if timed.phase == "round":
-                with jax.profiler.TraceAnnotation(f"{timed.nodes} nodes"):
-                    jax.block_until_ready(timed.prepare(rounds)())

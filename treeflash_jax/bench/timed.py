@@ -1,12 +1,10 @@
-"""Programs of a benchmark, compiled in parallel and timed in samples of many calls."""
+"""Compiled programs, timed in samples of many calls."""
 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,22 +13,13 @@ import jax
 import numpy as np
 
 from treeflash_jax.bench.bars import Tell
-from treeflash_jax.core import devices, sharding
+from treeflash_jax.core import sharding
 from treeflash_jax.models.ceilings import Ceilings
 from treeflash_jax.models.costs import Work
 
 CALLS = 64  # maximal number of calls in a sample
 SAMPLE_SECONDS = 0.02
 PHASE_SECONDS = 6.0  # slow phases get fewer samples, at least two
-COMPILERS = 8  # maximal number of programs compiled in parallel
-
-
-@dataclass(frozen=True)
-class Program:
-    """A compiled program, and the seconds that lowering and compiling it took while others compiled in parallel."""
-
-    run: Callable[..., Any]
-    compile_seconds: float
 
 
 @dataclass
@@ -48,7 +37,6 @@ class Timed:
 
     phase: str
     nodes: int | None
-    program: Program
     prepare: Callable[[int], Callable[[], Any]]
     least: int = 1
     most: int = CALLS
@@ -85,31 +73,7 @@ class Timed:
             "flops": work.flops,
             "samples": len(self.seconds),
             "calls": self.calls,
-            "compile_seconds": self.program.compile_seconds,
         }
-
-
-class Compiler:
-    """Compiles programs on background threads."""
-
-    def __init__(self, tell: Tell):
-        self.tell, self.done = tell, 0
-        self.pool = ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1))
-
-    def compile(self, function: Any, *args: Any, **static: Any) -> Future[Program]:
-        """Lowers on this thread and compiles on another."""
-        since = time.perf_counter()
-        lowered = function.lower(*args, **static)
-        seconds = time.perf_counter() - since
-
-        def finish() -> Program:
-            since = time.perf_counter()
-            program = lowered.compile(devices.here().compiler_options)
-            self.done += 1
-            self.tell(f"{self.done} programs compiled")
-            return Program(program, seconds + time.perf_counter() - since)
-
-        return self.pool.submit(finish)
 
 
 def sample_in_turn(phases: list[Timed], repeats: int, tell: Tell) -> None:

@@ -48,15 +48,6 @@ device_description_str: "{name}"
 """
 
 
-def find_devices(topology: str | None) -> list[Any]:
-    """Returns the devices of a topology, or those at hand; those at hand stay unused if there is a topology."""
-    if topology:
-        jax.config.update("jax_platforms", "cpu")
-        with slow(f"starting the compiler for {topology}"):
-            return topology_devices(topology)
-    return jax.devices()
-
-
 def read_kept(path: Path | None, key: str) -> dict[str, Any]:
     """Reads the results of a JSON file whose values hold `key`; {} if there is none yet.
 
@@ -69,35 +60,40 @@ def read_kept(path: Path | None, key: str) -> dict[str, Any]:
     return read_json(path) if path.exists() and path.stat().st_size else {}
 
 
-def topology_devices(name: str) -> list[Any]:
-    """Returns the devices of a TPU topology such as v5e:4x4 or v5p:2x2x2, or GPUs of one machine: h200, h200:8.
+def find_devices(topology: str | None) -> list[Any]:
+    """Returns the devices at hand, or those of a topology: TPUs (v5e:4x4), or GPUs of one machine (h200, h200:8).
+
+    With a topology, the devices at hand stay unused.
 
     Raises:
-      ValueError: no compiler for them here, or no such topology.
+      ValueError: no compiler for the topology here, or no such topology.
     """
+    if topology is None:
+        return jax.devices()
     from jax.experimental import topologies
 
-    family, _, count = name.partition(":")
+    jax.config.update("jax_platforms", "cpu")
+    family, _, count = topology.partition(":")
     if family in GPUS:
         cores, major, cache, shared = GPUS[family]
         chip = f"NVIDIA {family.upper()}"
-        bandwidth = int(PEAK_RATES[chip][1])
         target = _GPU_TARGET.format(
-            shared=shared, block=shared - 1024, cores=cores, fpus=64 if major == 8 else 128, bandwidth=bandwidth,
-            cache=cache, memory=GPU_MEMORY[family], major=major, name=chip,
+            shared=shared, block=shared - 1024, cores=cores, fpus=64 if major == 8 else 128, major=major, cache=cache,
+            bandwidth=int(PEAK_RATES[chip][1]), memory=GPU_MEMORY[family], name=chip,
         )  # fmt: skip
         described = {"platform": "cuda", "target_config": target, "topology": f"1x1x{count or 1}"}
-        expected = f'topology {name} needs the GPU compiler; pip install "jax[cuda12]"'
+        expected = f'topology {topology} needs the GPU compiler; pip install "jax[cuda12]"'
     else:
         try:
             import libtpu
         except ImportError:
-            raise ValueError(f'topology {name} needs the TPU compiler; pip install "jax[tpu]"') from None
+            raise ValueError(f'topology {topology} needs the TPU compiler; pip install "jax[tpu]"') from None
         os.environ.setdefault("TPU_LIBRARY_PATH", libtpu.get_library_path())
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        described = {"platform": "tpu", "topology_name": name}
-        expected = f"got topology {name!r}, expected one like v5e:4x4 or v5p:2x2x2"
+        described = {"platform": "tpu", "topology_name": topology}
+        expected = f"got topology {topology!r}, expected one like v5e:4x4 or v5p:2x2x2"
     try:
-        return list(topologies.get_topology_desc(**described).devices)
+        with slow(f"starting the compiler for {topology}"):
+            return list(topologies.get_topology_desc(**described).devices)
     except Exception as error:
         raise ValueError(f"{expected} ({str(error).splitlines()[0]})") from None
