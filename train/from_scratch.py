@@ -32,10 +32,9 @@ from treeflash_jax.core.checks import bounded
 from treeflash_jax.formats import architectures, models
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.tokenizer import Tokenizer
-from treeflash_jax.models import verifier, vocab
+from treeflash_jax.models import verifier
 from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.models.costs import Counter
 
 PAD, START, END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 CHAT_TEMPLATE = (
@@ -93,12 +92,8 @@ def train_tokenizer(settings: FromScratchStage) -> None:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=settings.vocab_size,
-        special_tokens=[PAD, START, END, MASK],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    sizes = dict(vocab_size=settings.vocab_size, initial_alphabet=byte_level.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(special_tokens=[PAD, START, END, MASK], **sizes)
     bpe.train_from_iterator(training_texts(settings.tokenizer_sources, settings.loop.seed), trainer)
     tokens = dict(eos_token=END, pad_token=PAD, mask_token=MASK, additional_special_tokens=[START])
     trained = PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHAT_TEMPLATE, **tokens)
@@ -113,8 +108,7 @@ def next_token_sums(params: Any, frozen: Any, batch: packing.Batch, keys_b: Any,
     mask = PackedMask(batch.segments_bt, batch.segments_bt)
     out = verifier.forward(params, model, batch.tokens_bt, batch.positions_bt, mask, attention="chunked")
     labels_bt, weights_bt = (jnp.roll(x_bt, -1, axis=1).at[:, -1].set(0) for x_bt in (batch.tokens_bt, batch.weights_bt))
-    logits_btv = vocab.unembed(params.get("unembed", params["embed"]), out.hidden_btd)
-    loss_bt = losses.cross_entropy(logits_btv, losses.Targets(labels_bt, None))
+    loss_bt = losses.cross_entropy(verifier.logits(params, out.hidden_btd), losses.Targets(labels_bt, None))
     return {"loss": (jnp.sum(weights_bt * loss_bt), jnp.sum(weights_bt))}
 
 
@@ -126,20 +120,18 @@ def main(settings: FromScratchStage) -> None:
     tokenizer = Tokenizer.load(settings.tokenizer, {"enable_thinking": bool(settings.data.thinking)})
     keys = Keys(settings.model | {"vocab_size": len(tokenizer.inner), "eos_token_id": list(tokenizer.stop_ids)}, "model")
     model, dtype = architectures.of(keys).read(keys), jnp.dtype(settings.compute_dtype)
-    length = settings.data.sequence_length
-    count = Counter(dtype=dtype, batch=settings.loop.batch)
+    specs, mesh = verifier.specs(model), hosts.make_mesh(settings.mesh)
+    hosts.introduce(mesh, f"run={settings.run}")
+    corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed)
+    initial = parameters.initialize(specs, jax.random.key(settings.loop.seed), scale=settings.init_scale)
+    params, length = place(initial, specs, mesh, jnp.float32), settings.data.sequence_length
     stage = Stage(
-        specs=verifier.specs(model),
+        specs=specs,
         frozen_specs={},
         sums=partial(next_token_sums, model=model, dtype=dtype),
         compute_dtype=dtype,
-        flops=3.0 * (count.layers(model, length, length / 2) + count.vocabulary(model, length)).flops,
+        flops=6.0 * parameters.count(params) * settings.loop.batch * length,
     )
-    mesh = hosts.make_mesh(settings.mesh)
-    hosts.introduce(mesh, f"run={settings.run}")
-    corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed)
-    initial = parameters.initialize(stage.specs, jax.random.key(settings.loop.seed), scale=settings.init_scale)
-    params = place(initial, stage.specs, mesh, jnp.float32)
     hosts.say(f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens")
     params = loop.fit(stage, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus, began=began)
     params = sharding.to_host(params)

@@ -27,7 +27,7 @@ import jax
 from train import drafter, export, head, measure, respond
 from train.data.records import read
 from train.pairing.choices import Choice
-from train.pairing.compose import LEAST_PROMPTS, MOST_EVALUATIONS, Composed, Composer, PairConfig, count_prompts, setting
+from train.pairing.compose import LEAST_PROMPTS, MOST_EVALUATIONS, Composed, Composer, PairConfig, count_prompts
 from train.pairing.time_budget import Budget
 from train.runtime import folders, hosts, lock, run_config, watch
 from treeflash_jax.core import files
@@ -177,20 +177,14 @@ def continued(made: Composed, settings: PairConfig, name: str) -> Composed:
     if name == "respond":
         limits = (before.sources[0].limit, new.sources[0].limit)
         source = dataclasses.replace(before.sources[0], limit=max(limits) if all(limits) else 0)
-        stage = dataclasses.replace(before, sources=(source,), mesh=new.mesh)
-        key, why = "sources.0.limit", "existing answers are kept"
+        stage, line = dataclasses.replace(before, sources=(source,)), f"sources.0.limit = {source.limit}: answers are kept"
     else:
         done = _trained_steps(settings, name)
-        loop = dataclasses.replace(before.loop, steps=max(done, new.loop.steps))
-        if loop != before.loop:
-            loop = dataclasses.replace(loop, evaluate_every=new.loop.evaluate_every)
-        stage = dataclasses.replace(before, loop=loop, mesh=new.mesh)
-        key, why = "loop.steps", f"continues from step {done}, with the learning rate of a run of {loop.steps}"
-    value = setting(stage, key)
-    if stage == before:
-        return Composed(stage, [f"{key} = {value}, and all other settings: as before"])
-    [line] = [line for line in made.lines if line.startswith(f"{key} = {value}:")] or [f"{key} = {value}: as before"]
-    return Composed(stage, [f"{line}; {why}", "all other settings are those that it was begun with"])
+        steps = max(done, new.loop.steps)
+        every = (before if steps == before.loop.steps else new).loop.evaluate_every
+        stage = dataclasses.replace(before, loop=dataclasses.replace(before.loop, steps=steps, evaluate_every=every))
+        line = f"loop.steps = {steps}: continues from step {done}, with the learning rate of a run of {steps}"
+    return Composed(dataclasses.replace(stage, mesh=new.mesh), [line, "all other settings are as it was begun"])
 
 
 def _count_answers(settings: PairConfig) -> int:

@@ -100,10 +100,10 @@ class Prompt:
 def main(settings: RespondConfig) -> None:
     hosts.connect()
     out = folders.absolute(os.path.expanduser(settings.out))
-    with lock.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}") as mine:
+    with lock.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}") as output_lock:
         answers.check_settings(settings, out, FREE)
         model = load_model(settings)
-        answer(settings, model, collect_prompts(settings, model), out, mine)
+        answer(settings, model, collect_prompts(settings, model), out, output_lock)
 
 
 def load_model(settings: RespondConfig) -> TreeFlash:
@@ -179,7 +179,9 @@ def question(content: Any) -> Any:
     return content[: roles.index("assistant")] if "assistant" in roles else content
 
 
-def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt], out: epath.Path, mine: lock.Lock) -> None:
+def answer(
+    settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt], out: epath.Path, output_lock: lock.Lock
+) -> None:
     """Answers the prompts missing in `out`, and merges the answers of all hosts in order.
 
     Raises:
@@ -198,7 +200,7 @@ def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt],
     missing = [index for index in range(len(prompts)) if index not in done]
     share = missing[jax.process_index() :: jax.process_count()] if by_host else missing
     began, tokens = time.perf_counter(), 0
-    adding = answers.adding(path, out, mine.check) if writes else nullcontext(lambda *_: None)
+    adding = answers.adding(path, out, output_lock.check) if writes else nullcontext(lambda *_: None)
     with adding as add, watch.Bar("answers", len(done) + len(share), len(done)) as bar:
         for number, (index, result) in enumerate(respond(model, prompts, share, settings), start=1):
             add(index, answer_line(index, prompts[index], settings, result))
@@ -207,7 +209,7 @@ def answer(settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt],
     seconds = time.perf_counter() - began
     _wait("merge")
     if hosts.is_first():
-        mine.check()
+        output_lock.check()
         answers.merge(out, len(prompts))
         speed = {"new tokens": f"{tokens:,} ({tokens / seconds:,.0f} a second)", "time": watch.duration(seconds)}
         watch.table(f"{len(prompts):,} answers in {out}", speed if tokens else {})

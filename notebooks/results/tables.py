@@ -124,6 +124,24 @@ def train_steps() -> str:
     return table(f"{header} | FLOPs a chip | all-gather | all-reduce and reduce-scatter", rows)
 
 
+def train_batches() -> str:
+    """Formats the largest batch that fits, by a line through the memory of two compiled batches."""
+    from treeflash_jax.core.devices import GPU_MEMORY, TPU_MEMORY
+
+    rows, compiled = [], {}
+    for step in read("train_steps.json").values():
+        kind = step["topology"], " and ".join(step["trains"]), step["attention"]
+        chips = step["mesh"]["data"] * step["mesh"]["fsdp"]
+        compiled.setdefault((*kind, chips), []).append((step["batch"] // chips, step["bytes_per_chip"]["total"]))
+    for (*kind, chips), points in compiled.items():
+        if len(points) < 2:
+            continue
+        (few, small), (many, large) = sorted(points)
+        memory, slope = (TPU_MEMORY | GPU_MEMORY)[kind[0].split(":")[0]], (large - small) / (many - few)
+        rows.append([*kind, f"{slope / GIB:.2f} GiB", chips * int(few + (memory - small) / slope)])
+    return table("topology | trains | attention | memory of a sequence | largest batch", rows)
+
+
 def latency() -> str:
     rows, commands = [], []
     for result in read("latency_tiny.json")["results"]:
@@ -336,7 +354,19 @@ def options() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        *(tau, tau_smollm2, speed_smollm2, train_steps, latency, budget, fits, tpu_rounds, experts_rounds, drafter_rounds),
+        *(
+            tau,
+            tau_smollm2,
+            speed_smollm2,
+            train_steps,
+            train_batches,
+            latency,
+            budget,
+            fits,
+            tpu_rounds,
+            experts_rounds,
+            drafter_rounds,
+        ),
         *(beside_published, peers, peers_trained, drafters, sampled_trees, accept_costs, options),
     )
 }

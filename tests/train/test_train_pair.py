@@ -15,7 +15,7 @@ import pytest
 import toy_training
 
 import treeflash_jax as tf
-from train import drafter, export, head, measure, pair, respond
+from train import drafter, head, measure, pair, respond
 from train.data import packing
 from train.pairing import choices, compose, time_budget
 from train.runtime import loop, run_config, watch
@@ -128,21 +128,19 @@ def test_mistakes_show_up_before_anything_runs(prompts, tmp_path, more, message)
     assert "\n" not in str(caught.value) and not (tmp_path / "pair").exists()
 
 
-COSTS = time_budget.Costs(
-    answer=0.5, answers_start=10.0, start=20.0, step=2.0, first_evaluation=10.0, evaluation=4.0, export=5.0
-)
+COSTS = time_budget.Costs(answer=0.5, answers_start=10.0, start=30.0, step=2.0, evaluation=4.0)
 
 
 def test_a_plan_spends_the_time_and_counts_every_stage():
-    """Fixed costs first: 10 + 2 x 30 + 5 + 20 of 600 s; the remaining 505 s in shares of 45, 35, 15 and 15."""
+    """Fixed costs first: 10 + 4 x 30 of 600 s; the remaining 470 s in shares of 45, 35, 15 and 15."""
     assert list(pair.STAGES) == list(time_budget.SHARES)
-    plan, free = COSTS.plan(600.0), 505 / 1.1
-    fixed = {"respond": 10, "drafter": 30, "head": 30, "export": 5, "measure": 20}
+    plan, free = COSTS.plan(600.0), 470 / 1.1
+    fixed = {"respond": 10, "drafter": 30, "head": 30, "export": 30, "measure": 30}
     shares = {"respond": 0.45, "drafter": 0.35, "head": 0.15, "export": 0, "measure": 0.15}
     assert plan == pytest.approx({name: fixed[name] + free * shares[name] for name in fixed})
     later = COSTS.plan(300.0, "head")
     assert list(later) == ["head", "export", "measure"] and sum(later.values()) == pytest.approx(300)
-    assert sum(COSTS.plan(1.0).values()) == 95, "the fixed costs"
+    assert sum(COSTS.plan(1.0).values()) == 130, "the fixed costs"
     assert COSTS.training(30.0 + 100.0) == ((100 - 3 * 4) // 2, 4), "evaluations take at most a fifth of the time"
     assert COSTS.training(30.0 + 30.0) == ((30 - 4) // 2, 2) and COSTS.training(3.0) == (0, 1)
 
@@ -165,13 +163,11 @@ def test_costs_are_measured(prompts, tmp_path, monkeypatch):
         (tmp_path / "timing" / "drafter" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
 
     monkeypatch.setattr(drafter, "main", train)
-    monkeypatch.setattr(export, "main", lambda stage: None)
     asked = composer.respond().stage
     costs = time_budget.measure_costs(composer, asked)
     assert costs == time_budget.Costs(
-        answer=8.0 * asked.max_new_tokens / (16 * 32), answers_start=42.0, start=50.0 - 8.0 - 10.0 - 4.0, step=2.0,
-        first_evaluation=10.0, evaluation=4.0, export=50.0,
-    )  # fmt: skip
+        answer=8.0 * asked.max_new_tokens / (16 * 32), answers_start=42.0, start=50.0 - 8.0 - 4.0, step=2.0, evaluation=4.0
+    )
     assert not (tmp_path / "timing").exists()
 
 
@@ -204,7 +200,7 @@ def test_more_steps_and_prompts_extend_what_was_begun_and_all_else_stays(prompts
     more = packing.Corpus({"more": packing.pack([packing.Document(np.array([3, 4]), np.ones(2))] * 99, 8)}, {}, {}, {})
     made = pair.continued(composer.training(asked, more, composer.steps("drafter", more)), after, "drafter")
     assert made.stage == replace(trained, loop=replace(trained.loop, steps=10, evaluate_every=3))
-    assert made.lines[0] == "loop.steps = 10: as given; continues from step 6, with the learning rate of a run of 10"
+    assert made.lines[0] == "loop.steps = 10: continues from step 6, with the learning rate of a run of 10"
     fewer = composer.training(asked, more, choices.Choice(2, ""))
     assert pair.continued(fewer, after, "drafter").stage == trained
 

@@ -11,7 +11,7 @@ from refusals import refused, understood
 
 from train import drafter, evaluate, head, measure, respond
 from train.data import packing
-from train.data.records import Source, read
+from train.data.records import Source
 from train.runtime import run_config
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "tiny"
@@ -66,20 +66,6 @@ BAD_TRAINING = (
 def test_training_settings_by_name(word):
     key = word.split("=")[0]
     refused(lambda: run_config.load(drafter.DrafterStage, CONFIGS / "drafter.toml", [word]), key.split(".")[-1])
-
-
-def test_evaluation_sets_are_known_by_their_names(tmp_path):
-    for name in ("test", "TESTS", "my-evals", "validations", "benchmarks", "dev"):
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text('{"prompt": "x"}\n')
-        refused(lambda path=path: list(read_data(path)), "expected training data")
-    path = tmp_path / "tests-of-train.jsonl"
-    path.write_text('{"prompt": "x"}\n')
-    assert len(list(read_data(path))) == 1
-
-
-def read_data(path):
-    return read(Source(path=str(path)), 0)
 
 
 def test_other_stages_refuse_too():

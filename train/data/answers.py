@@ -11,8 +11,8 @@ import operator
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 from etils import epath
 
@@ -78,20 +78,11 @@ def _only_grew(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> 
     return all(not b["limit"] or 0 < a["limit"] <= b["limit"] for a, b in zip(old, new, strict=True))
 
 
-class Place(NamedTuple):
-    """File, line number and byte offset of an answer."""
-
-    path: epath.Path
-    number: int
-    start: int
-
-
-def match(out: epath.Path, prompts: Sequence[Any]) -> tuple[list[Any], dict[int, Place]]:
+def match(out: epath.Path, prompts: Sequence[Any]) -> tuple[list[Any], set[int]]:
     """Matches the answers of a file with prompts, by the ids of the prompts.
 
     Returns:
-      The prompts in the order of the answers, prompts without an answer in the gaps; and the places of the answers by
-      index: the first if an index occurs repeatedly, and no unfinished line.
+      The prompts in the order of the answers, prompts without an answer in the gaps; and the indices of the answers.
 
     Raises:
       ValueError: an answer to another prompt, because the data changed.
@@ -100,27 +91,23 @@ def match(out: epath.Path, prompts: Sequence[Any]) -> tuple[list[Any], dict[int,
     for number, prompt in enumerate(prompts):
         numbers.setdefault(str(prompt.ids), []).append(number)
     matched: dict[int, int] = {}
-    places: dict[int, Place] = {}
-    for place, index, ids in _answered(out):
-        if index in places and prompts[matched[index]].ids == ids:
+    for where, index, ids, _ in _answered(out):
+        if index in matched and prompts[matched[index]].ids == ids:
             continue
         same = numbers.get(str(ids), [])
-        if not same or not 0 <= index < len(prompts) or index in places:
+        if not same or not 0 <= index < len(prompts) or index in matched:
             raise ValueError(
-                f"{place.path}, line {place.number} answers another prompt than number {index} of these sources: "
-                "the data changed; give another out"
+                f"{where} answers another prompt than number {index} of these sources: the data changed; give another out"
             )
         matched[index] = same.pop(same.index(index) if index in same else 0)
-        places[index] = place
     others = iter(sorted({*range(len(prompts))} - {*matched.values()}))
-    return [prompts[matched[index] if index in matched else next(others)] for index in range(len(prompts))], places
+    return [prompts[matched[index] if index in matched else next(others)] for index in range(len(prompts))], {*matched}
 
 
-def _answered(out: epath.Path) -> Iterator[tuple[Place, int, list[int]]]:
-    """Yields the place of every answer, and the index and ids of its prompt."""
+def _answered(out: epath.Path) -> Iterator[tuple[str, int, list[int], bytes]]:
+    """Yields place and index of every whole answer, the ids of its prompt, and its line."""
     for path in (path for path in (out, *_parts(out)) if path.exists()):
-        with folders.opened(path) as file:
-            start = 0
+        with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     break
@@ -129,8 +116,7 @@ def _answered(out: epath.Path) -> Iterator[tuple[Place, int, list[int]]]:
                     index, ids = operator.index(record["index"]), record["prompt"]
                 except (ValueError, KeyError, TypeError, RecursionError):
                     raise ValueError(f"{path}, line {number}: got no answer, expected what this stage writes") from None
-                yield Place(path, number, start), index, ids
-                start += len(line)
+                yield f"{path}, line {number}", index, ids, line
 
 
 @contextmanager
@@ -171,20 +157,13 @@ def drop_unfinished_line(path: epath.Path) -> None:
 
 
 def merge(out: epath.Path, count: int) -> None:
-    """Merges `count` answers of all hosts in order."""
-    places: dict[int, Place] = {}
-    for place, index, _ in _answered(out):
-        places.setdefault(index, place)
-    if len(places) < count:
-        raise ValueError(f"{out}: {count - len(places)} answers are missing; expected all hosts to see this folder")
+    """Merges `count` answers of all hosts in order, the first one of each index."""
+    lines: dict[int, bytes] = {}
+    for _, index, _, line in _answered(out):
+        lines.setdefault(index, line)
+    if len(lines) < count:
+        raise ValueError(f"{out}: {count - len(lines)} answers are missing; expected all hosts to see this folder")
     parts = _parts(out)
-    with ExitStack() as stack:
-        sources = {path: stack.enter_context(folders.opened(path)) for path in {place.path for place in places.values()}}
-        part = stack.enter_context(folders.filled(out.parent, overwrite=True))
-        with (part / out.name).open("wb") as file:
-            for index in range(count):
-                source = sources[places[index].path]
-                source.seek(places[index].start)
-                file.write(source.readline())
+    folders.write(out, b"".join(lines[index] for index in range(count)))
     for part in parts:
         part.unlink()

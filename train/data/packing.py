@@ -9,9 +9,8 @@ Shape suffixes: b sequences, t tokens of a sequence, n tokens of a document, k d
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -175,15 +174,16 @@ def load_corpus(
             duplicates += 1
             name = f"{source.name}-{duplicates}"
         skipped: Counter[str] = Counter()
-        kept, held_out = _Documents(), _Documents()
+        kept: list[Document] = []
+        held_out: list[Document] = []
         for number, document in read_documents(source, config, tokenizer, seed, vocab_size, skipped):
-            (held_out if source.holds_out(number) else kept).add(document)
-        if not len(kept):
+            (held_out if source.holds_out(number) else kept).append(document)
+        if not kept:
             reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "all held out or empty"
             raise ValueError(f"{source.path}: got no document to train on ({reasons}), expected at least one")
-        corpus.train[name] = kept.pack(config.sequence_length)
-        if len(held_out):
-            corpus.held_out[name] = held_out.pack(config.sequence_length)
+        corpus.train[name] = pack(kept, config.sequence_length)
+        if held_out:
+            corpus.held_out[name] = pack(held_out, config.sequence_length)
         corpus.weights[name], corpus.skipped[name] = source.weight, dict(skipped)
     return corpus
 
@@ -222,46 +222,29 @@ def spread(count: int, size: int) -> np.ndarray:
     return np.arange(count) * size // count if count <= size else np.arange(count) % size
 
 
-def pack(documents: Iterable[Document], sequence_length: int) -> PackedDataset:
-    """Packs documents, none longer than a sequence: first fit into the newest sequences."""
-    flat = _Documents()
-    for document in documents:
-        flat.add(document)
-    return flat.pack(sequence_length)
+def pack(documents: Sequence[Document], sequence_length: int) -> PackedDataset:
+    """Packs each document into the oldest of the newest sequences that has room for it.
 
-
-class _Documents:
-    """Flat arrays of documents that grow in place, without copies."""
-
-    def __init__(self) -> None:
-        self.tokens, self.weights, self.offsets = array("i"), array("H"), array("q", [0])
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def add(self, document: Document) -> None:
-        self.tokens.frombytes(np.ascontiguousarray(document.tokens_n, np.int32).tobytes())
-        self.weights.frombytes(np.ascontiguousarray(document.weights_n, np.float16).tobytes())
-        self.offsets.append(len(self.tokens))
-
-    def pack(self, sequence_length: int) -> PackedDataset:
-        """Places every document into the oldest of the newest sequences that has room for it."""
-        offsets = np.frombuffer(self.offsets, np.int64)
-        sequence, start = np.zeros((2, len(self)), np.int64)
-        room: dict[int, int] = {}  # of the open sequences, oldest first
-        count = 0
-        for document, size in enumerate(np.diff(offsets).tolist()):
-            if size > sequence_length:
-                raise ValueError(f"got a document of {size} tokens, expected at most {sequence_length}")
-            chosen = next((index for index, free in room.items() if free >= size), count)
-            if chosen == count:
-                count += 1
-                room[chosen] = sequence_length
-                if len(room) > OPEN_SEQUENCES:
-                    del room[next(iter(room))]
-            sequence[document], start[document] = chosen, sequence_length - room[chosen]
-            room[chosen] -= size
-        document_k = np.argsort(sequence, kind="stable")
-        first = np.searchsorted(sequence[document_k], np.arange(count + 1))
-        tokens, weights = np.frombuffer(self.tokens, np.int32), np.frombuffer(self.weights, np.float16)
-        return PackedDataset(tokens, weights, offsets, document_k, start[document_k], first, sequence_length)
+    Raises:
+      ValueError: a document longer than a sequence.
+    """
+    offsets = np.cumsum([0, *(len(document.tokens_n) for document in documents)])
+    sequence, start = np.zeros((2, len(documents)), np.int64)
+    room: dict[int, int] = {}  # of the open sequences, oldest first
+    count = 0
+    for document, size in enumerate(np.diff(offsets).tolist()):
+        if size > sequence_length:
+            raise ValueError(f"got a document of {size} tokens, expected at most {sequence_length}")
+        chosen = next((index for index, free in room.items() if free >= size), count)
+        if chosen == count:
+            count += 1
+            room[chosen] = sequence_length
+            if len(room) > OPEN_SEQUENCES:
+                del room[next(iter(room))]
+        sequence[document], start[document] = chosen, sequence_length - room[chosen]
+        room[chosen] -= size
+    tokens = np.concatenate([[], *(document.tokens_n for document in documents)], dtype=np.int32, casting="unsafe")
+    weights = np.concatenate([[], *(document.weights_n for document in documents)], dtype=np.float16, casting="unsafe")
+    document_k = np.argsort(sequence, kind="stable")
+    first = np.searchsorted(sequence[document_k], np.arange(count + 1))
+    return PackedDataset(tokens, weights, offsets, document_k, start[document_k], first, sequence_length)

@@ -42,7 +42,7 @@ class Source:
         "train" if none is given).
       format: "chat", "responses" (as `train.respond` writes them) or "text" (files, or records with a "text").
       weight: share of a batch's sequences relative to the other sources.
-      limit: number of records, in a seeded random order; for texts, number of characters; 0: all.
+      limit: number of records, in a seeded random order; 0: all.
       hold_out: every n-th document is held out for validation; 0: none.
     """
 
@@ -104,7 +104,10 @@ def read(source: Source, seed: int, skip: Callable[[Malformed], None] | None = N
     if not store.places:
         raise ValueError(f"{source.path}: got no records, expected at least one")
     parse = {"chat": parse_chat, "responses": parse_answer, "text": parse_text}[source.format]
-    for number in _within_limit(store, source, seed):
+    numbers = range(len(store.places))
+    if source.limit:
+        numbers = sorted(np.random.default_rng(seed).permutation(len(store.places))[: source.limit].tolist())
+    for number in numbers:
         place = store.places[number]
         where = store.where(place)
         try:
@@ -224,25 +227,6 @@ def _load_hub(path: str) -> Any:
             f"{path}: {reason}; without a way to the Hub, give the path of a JSONL file that "
             "datasets.load_dataset(...).to_json(...) wrote elsewhere"
         ) from None
-
-
-def _within_limit(store: _Store, source: Source, seed: int) -> Sequence[int]:
-    """Returns the numbers of the records within a source's limit, in order."""
-    if not source.limit:
-        return range(len(store.places))
-    order = np.random.default_rng(seed).permutation(len(store.places)).tolist()
-    if source.format != "text":
-        return sorted(order[: source.limit])
-    chosen, characters = [], 0
-    for number in order:
-        if characters >= source.limit:
-            break
-        chosen.append(number)
-        try:
-            characters += len(parse_text(store.load(store.places[number])))
-        except ValueError:
-            pass  # reported when it is read
-    return sorted(chosen)
 
 
 def _refuse_evaluation(path: str, name: str) -> None:

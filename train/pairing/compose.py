@@ -267,13 +267,13 @@ def _composed(by_rule: Any, given: dict[str, Any], reasons: dict[str, str]) -> C
     stage = run_config.replaced(by_rule, given)
     lines = []
     for name, reason in reasons.items():
-        value, before = setting(stage, name), setting(by_rule, name)
+        value, before = _setting(stage, name), _setting(by_rule, name)
         shown = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
         lines.append(f"{name} = {shown}: {reason if value == before else 'as given'}")
     return Composed(stage, lines)
 
 
-def setting(stage: Any, name: str) -> Any:
+def _setting(stage: Any, name: str) -> Any:
     """Returns the value of a setting by its dotted name."""
     for part in name.split("."):
         stage = stage[int(part)] if part.isdigit() else getattr(stage, part)

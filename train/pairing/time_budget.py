@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from train import drafter, export, respond
+from train import drafter, respond
 from train.data import packing
 from train.pairing.choices import Choice
 from train.pairing.compose import MOST_EVALUATIONS, Composer, PairConfig
@@ -33,32 +33,28 @@ class Costs:
     Attributes:
       answer: one answer of full length, in a batch.
       answers_start: loading and compiling before the first answer.
-      start: loading and compiling before the first training step, and writing the result.
+      start: loading, compiling, the first evaluation and writing the result of a training stage; also stands for loading
+        and compiling in the stages after training.
       step: one training step.
-      first_evaluation: the first evaluation of a run, compiling included.
-      evaluation: any other evaluation.
-      export: the export of a drafter.
+      evaluation: any evaluation but the first.
     """
 
     answer: float
     answers_start: float
     start: float
     step: float
-    first_evaluation: float
     evaluation: float
-    export: float
 
     def plan(self, seconds: float, first: str = "respond") -> dict[str, float]:
-        """Divides `seconds` among the stages from `first` on: the fixed costs of each, and shares of the rest."""
-        training, measuring = self.start + self.first_evaluation, 2 * self.first_evaluation  # compiles two systems
-        fixed = dict(respond=self.answers_start, drafter=training, head=training, export=self.export, measure=measuring)
+        """Divides `seconds` among the stages from `first` on: the fixed costs of each, and shares of the others."""
         names = list(SHARES)[list(SHARES).index(first) :]
-        free = max(0.0, seconds - sum(fixed[name] for name in names)) / sum(SHARES[name] for name in names)
+        fixed = {name: self.answers_start if name == "respond" else self.start for name in names}
+        free = max(0.0, seconds - sum(fixed.values())) / sum(SHARES[name] for name in names)
         return {name: fixed[name] + free * SHARES[name] for name in names}
 
     def training(self, seconds: float) -> tuple[int, int]:
         """Returns the numbers of steps and evaluations that fit into a training stage of `seconds`."""
-        free = max(0.0, seconds - self.start - self.first_evaluation)
+        free = max(0.0, seconds - self.start)
         more = min(MOST_EVALUATIONS - 1, int(EVALUATED_SHARE * free / self.evaluation))
         return int((free - more * self.evaluation) / self.step), 1 + more
 
@@ -100,33 +96,30 @@ class Budget:
 
 
 def measure_costs(composer: Composer, responding: respond.RespondConfig) -> Costs:
-    """Times a batch of short answers, a few training steps with two evaluations, and an export, in OUT/timing."""
+    """Times a batch of short answers, and a few training steps with two evaluations, in OUT/timing."""
     folder = composer.settings.path("timing")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    hosts.say(f"timing {TIMED_TOKENS} tokens of answers, {TIMED_STEPS} training steps, 2 evaluations and an export")
+    hosts.say(f"timing {TIMED_TOKENS} tokens of answers, {TIMED_STEPS} training steps and 2 evaluations")
     timed = dataclasses.replace(composer, settings=dataclasses.replace(composer.settings, out=str(folder)))
+    responded = dataclasses.replace(responding, out=str(folder / "responses.jsonl"))
     with redirect_stdout(io.StringIO()):
-        answer, answers_start = _time_answers(responding, folder / "responses.jsonl")
-        responded = dataclasses.replace(responding, out=str(folder / "responses.jsonl"))
+        answer, answers_start = _time_answers(responded)
         stage = timed.training(responded, timed.read_answers(responded), Choice(TIMED_STEPS, "")).stage
         loop = dataclasses.replace(stage.loop, steps=TIMED_STEPS, log_every=1, save_every=0, evaluate_every=TIMED_EVERY)
         began = time.perf_counter()
         drafter.main(dataclasses.replace(stage, loop=loop))
-        trained = time.perf_counter()
-        export.main(dataclasses.replace(timed.export().stage, run=stage.run))
-        exported = time.perf_counter()
+        seconds = time.perf_counter() - began
     log = watch.read_log(stage.run)
     shutil.rmtree(folder)
-    ended = {line["step"]: line["seconds"] for line in log}
     step = stage.loop.batch * stage.data.sequence_length / max(line.get("tokens_per_second", 0.0) for line in log)
-    first, later = (max(0.1, ended[at] - ended[at - 1] - step) for at in (TIMED_EVERY, 2 * TIMED_EVERY))
-    start = max(0.0, trained - began - TIMED_STEPS * step - first - later)
-    return Costs(answer, answers_start, start, step, first, later, exported - trained)
+    *_, before, last = (line["seconds"] for line in log)
+    evaluation = max(0.1, last - before - step)
+    return Costs(answer, answers_start, max(0.0, seconds - TIMED_STEPS * step - evaluation), step, evaluation)
 
 
-def _time_answers(settings: respond.RespondConfig, out: Path) -> tuple[float, float]:
-    """Writes some short answers to `out`, to train on; returns the seconds of a full one and of everything before it."""
+def _time_answers(settings: respond.RespondConfig) -> tuple[float, float]:
+    """Writes some short answers, to train on; returns the seconds of a full one and of everything before it."""
     began = time.perf_counter()
     model = respond.load_model(settings)
     prompts = respond.collect_prompts(settings, model)
@@ -136,5 +129,5 @@ def _time_answers(settings: respond.RespondConfig, out: Path) -> tuple[float, fl
     seconds = results[0].seconds
     start = time.perf_counter() - began - seconds
     lines = [respond.answer_line(i, chosen[i], settings, result) for i, result in enumerate(results)]
-    out.write_text("".join(lines), encoding="utf-8")
+    Path(settings.out).write_text("".join(lines), encoding="utf-8")
     return seconds * settings.max_new_tokens / sum(len(result.ids) for result in results), start

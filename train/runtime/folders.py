@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import fsspec
 from etils import epath
@@ -39,19 +38,6 @@ def absolute(path: str | os.PathLike) -> epath.Path:
             f"{path}: {scheme}:// cannot be opened here ({reason}); gs:// needs pip install treeflash-jax[gcs]"
         ) from None
     return epath.Path(path)
-
-
-@contextmanager
-def opened(path: epath.Path) -> Iterator[BinaryIO]:
-    """Opens a file for reading at any position; a remote file is downloaded first."""
-    with path.open("rb") as file:
-        if not is_remote(path):
-            yield file
-            return
-        with tempfile.TemporaryFile() as copy:
-            shutil.copyfileobj(file, copy)
-            copy.seek(0)
-            yield copy
 
 
 def check(target: str | os.PathLike, *, overwrite: bool = False, may_replace: Callable[[Any], bool] | None = None) -> None:

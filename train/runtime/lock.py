@@ -24,8 +24,8 @@ def held(path: epath.Path, what: str) -> Iterator[Lock]:
     """Holds the lock of `path` for all hosts of this job while the block runs.
 
     Example:
-      >>> with lock.held(folder / "run.lock", "runs/head") as mine:
-      ...     mine.check()  # before every write
+      >>> with lock.held(folder / "run.lock", "runs/head") as output_lock:
+      ...     output_lock.check()  # before every write
 
     Args:
       path: lock file; its folder is created if missing.

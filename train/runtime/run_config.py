@@ -318,14 +318,10 @@ def _assign(raw: dict[str, Any], key: str, value: Any) -> None:
     """Sets a value by its dotted name; numbers are places in lists of tables, as in `sources.0.path`."""
     *path, last = key.split(".")
     table: Any = raw
-    for depth, name in enumerate(path):
-        try:
+    try:
+        for name in path:
             table = table[int(name)] if isinstance(table, list) else table.setdefault(name, {})
-        except (ValueError, IndexError):
-            expected = f"{'.'.join(path[:depth])}.0 to {'.'.join(path[:depth])}.{len(table) - 1}"
-            raise ValueError(f"settings: got {key}, expected {expected} and a setting of it") from None
-        if not isinstance(table, dict | list):
-            raise ValueError(f"settings: got {key}, but {'.'.join(path[: depth + 1])} is a value, not a table")
-    if isinstance(table, list):
-        raise ValueError(f"settings: got {key}, expected a setting of a table in the list, such as {key}.path")
-    table[last] = value
+        table.update({last: value})
+    except (AttributeError, ValueError, IndexError):  # of a value or a list in place of a table
+        expected = "a setting of a table that there is, such as loop.steps or sources.0.path"
+        raise ValueError(f"settings: got {clipped(key, 60)}, expected {expected}") from None

@@ -213,8 +213,7 @@ def by_batch(function: Callable[..., Any], stage: Stage, *, scatters: bool = Fal
     """Runs `function(params, frozen, batch, keys_b)` per device group, on its sequences and its fsdp slices of weights.
 
     Its result is replicated, or if `scatters`, a pair of slices like those of the parameters and something replicated.
-    With a
-    model axis everything is left to automatic partitioning: XLA (jax 0.10) cannot split heads and vocabulary inside.
+    With a model axis everything is partitioned automatically: XLA (jax 0.10) cannot split heads and vocabulary inside.
     """
     mesh, whole = meshes.current(), PartitionSpec()
     if mesh.shape["model"] > 1:

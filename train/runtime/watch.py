@@ -80,7 +80,7 @@ def read_log(folder: Any) -> list[Metrics]:
     """The lines of RUN/log.jsonl; a last line cut by a kill is left out.
 
     Raises:
-      ValueError: a file that cannot be read, or any other line that is not of a log.
+      ValueError: a file that cannot be read, or any other line that is no JSON object with a step.
     """
     path = epath.Path(folder) / "log.jsonl"
     if not path.exists():
@@ -92,20 +92,14 @@ def read_log(folder: Any) -> list[Metrics]:
     lines = []
     for number, text in enumerate(texts, start=1):
         try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            line = None
-        if line is None and number == len(texts) and not text.endswith(b"\n"):
-            break
-        if not isinstance(line, dict) or type(line.get("step")) is not int or not all(map(_is_metric, line.values())):
-            raise ValueError(f"{path}, line {number}: got no line of a log; remove it, or move the file away to begin anew")
-        lines.append(line)
+            lines.append(json.loads(text))
+            int(lines[-1]["step"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            if text.endswith(b"\n"):
+                raise ValueError(
+                    f"{path}, line {number}: got no line of a log; remove it, or move the file away to begin anew"
+                ) from None
     return lines
-
-
-def _is_metric(value: Any) -> bool:
-    values = value if isinstance(value, list) else [value]
-    return all(number is None or type(number) in (int, float) for number in values)
 
 
 class Watch:
