@@ -1,4 +1,4 @@
-"""A Qwen2 with YaRN against logits that transformers 5.23 computed (float32, random weights), and its neighbours."""
+"""A Llama with llama3 scaling and a Qwen2 with YaRN against logits of transformers (float32, random weights)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def model():
     return models.load_verifier(FOLDER)
 
 
-def outputs(config, params) -> tuple[np.ndarray, np.ndarray]:
+def outputs(config, params, folder=FOLDER) -> tuple[np.ndarray, np.ndarray]:
     """Logits, and features after the first layer, of the stored prompt."""
-    tokens = jnp.asarray(np.load(FOLDER / "expected.npz")["prompt"])
+    tokens = jnp.asarray(np.load(folder / "expected.npz")["prompt"])
     positions = jnp.arange(tokens.shape[1])[None]
 
     @jax.jit
@@ -38,13 +38,15 @@ def outputs(config, params) -> tuple[np.ndarray, np.ndarray]:
     return jax.tree.map(np.asarray, run(params))
 
 
-def test_logits_and_features_are_those_of_transformers(model):
-    config, params = model
-    expected = np.load(FOLDER / "expected.npz")
-    assert config.qkv_bias and not config.qk_norm and config.rope.kind == "yarn"
-    logits, features = outputs(config, params)  # well past the 32 positions of the original context
+@pytest.mark.parametrize(("name", "rope"), [("llama", "llama3"), ("qwen2", "yarn")])
+def test_logits_and_features_are_those_of_transformers(name, rope):
+    config, params = models.load_verifier(DATA / name)
+    assert config.rope.kind == rope and not config.qk_norm and config.qkv_bias == (name == "qwen2")
+    expected = np.load(DATA / name / "expected.npz")
+    logits, features = outputs(config, params, DATA / name)  # well past the 32 positions of the original context
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-4)
     np.testing.assert_allclose(features, expected["after_first_layer"], atol=1e-4)
+    assert name == "qwen2" or models.stop_ids(DATA / name, config) == (3, 4)
 
 
 def with_layers(params, change):
