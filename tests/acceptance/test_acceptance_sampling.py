@@ -19,8 +19,7 @@ from scipy import stats
 
 from treeflash_jax import GenerateConfig, TreeFlash, drafters
 from treeflash_jax.acceptance import RULES, recursive
-from treeflash_jax.acceptance.draws import first_hits, make_rule, read_draws
-from treeflash_jax.acceptance.target import follow
+from treeflash_jax.acceptance.draws import make_rule, reject_all, walk_down
 from treeflash_jax.core import parameters
 from treeflash_jax.decoding import tree_selector
 from treeflash_jax.decoding.loops import DecodePlan, Sampling, Weights
@@ -200,11 +199,9 @@ def test_answers_have_it_where_a_selector_chooses_the_tree(weights, exact):
 def test_a_biased_rule_is_rejected(weights, exact, monkeypatch):
     """A rejected draw is followed by a token of p, not of the residual."""
 
-    def stop(tree, proposal, p_bnc, coins_bx):
-        draws = read_draws(tree, proposal, p_bnc)
-        chance_bx = recursive.reject_all(draws).chance_bx
-        last_b = follow(tree, first_hits(draws, chance_bx, coins_bx), proposal.depths + 1)
-        return last_b, jnp.take_along_axis(p_bnc, last_b[:, None, None], axis=1)[:, 0]
+    def stop(tree, draws, coins_bx):
+        last_b = walk_down(tree, draws, reject_all(draws).chance_bx, coins_bx)
+        return last_b, jnp.take_along_axis(draws.p_bnc, last_b[:, None, None], axis=1)[:, 0]
 
     biased = SimpleNamespace(walk=make_rule(recursive.chances, stop)[1])
     monkeypatch.setitem(RULES, "biased", biased)

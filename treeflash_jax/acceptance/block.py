@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from treeflash_jax.acceptance.draws import Draws, make_rule, read_draws
-from treeflash_jax.trees import DraftTree, Proposal
+from treeflash_jax.acceptance.draws import Draws, make_rule
+from treeflash_jax.trees import DraftTree
 
 DISTRIBUTIONS = ("one path",)
 NEEDS = "one sampled path"
@@ -76,13 +76,13 @@ def kept(path: Path, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
     return last_b1[:, 0], jnp.maximum(p_bc - q_bc / weight_b1, 0)
 
 
-def _chances(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array) -> jax.Array:
+def _chances(tree: DraftTree, draws: Draws) -> jax.Array:
     """Returns P(a node at or below this one is kept), given the path, [b, n]."""
-    return passed(_as_path(tree, read_draws(tree, proposal, p_bnc)))
+    return passed(_as_path(tree, draws))
 
 
-def _stop(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return kept(_as_path(tree, read_draws(tree, proposal, p_bnc)), coins_bx)
+def _stop(tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return kept(_as_path(tree, draws), coins_bx)
 
 
 def _as_path(tree: DraftTree, draws: Draws) -> Path:

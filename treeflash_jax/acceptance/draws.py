@@ -14,13 +14,15 @@ max(p - (a + b) q, 0).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from treeflash_jax.acceptance.target import Acceptance, Noise, TargetDistribution, accept
+from treeflash_jax.acceptance.target import Acceptance, Noise, TargetDistribution, accept, follow
 from treeflash_jax.core import sharding
 from treeflash_jax.models import vocab
 from treeflash_jax.trees import DETERMINISTIC, WITHOUT_REPLACEMENT, DraftTree, Proposal, ancestor_mask, pick
@@ -46,6 +48,7 @@ class Draws:
       is_removed_bx: True for draws without replacement.
       earlier_bxy: True if draw y is an earlier draw at the parent of x.
       gone_bnc: rank of the deterministic test that removes a token; NEVER if none does.
+      depths: the deepest level of the tree; static.
     """
 
     p_bnc: jax.Array
@@ -61,6 +64,7 @@ class Draws:
     is_removed_bx: jax.Array
     earlier_bxy: jax.Array
     gone_bnc: jax.Array
+    depths: int = struct.field(pytree_node=False)
 
     def gather(self, x_bnc: jax.Array) -> jax.Array:
         """Returns the parents' values at the drawn tokens, [b, x]."""
@@ -84,7 +88,7 @@ class Outcome:
     keep_bn: jax.Array
 
 
-def read_draws(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, *, sampled_ranks: int | None = None) -> Draws:
+def read_draws(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, sampled_ranks: int | None) -> Draws:
     """Reads a proposal; draws of rank `sampled_ranks` and above count as deterministic (None: as their kind says)."""
     node_bx, slot_bx = proposal.node_bx, proposal.slot_bx
     parent_bx, is_draw_bx = pick(tree.parent_bn, node_bx), node_bx > 0
@@ -113,6 +117,7 @@ def read_draws(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, *, sampled
         gone_bnc=jax.vmap(lambda at_x, slot_x, rank_x: never_nc.at[at_x, slot_x].min(rank_x))(
             parent_bx, slot_bx, taken_at_bx
         ),
+        depths=proposal.depths,
     )
 
 
@@ -177,43 +182,50 @@ def reject_all(draws: Draws, above_bnn: jax.Array | None = None) -> Outcome:
     return Outcome(chance_bx=chance_bx, weight_bn=weight_bn, left_bnc=left_bnc, keep_bn=keep_bn)
 
 
-def reach(tree: DraftTree, draws: Draws, chance_bx: jax.Array, depths: int) -> jax.Array:
+def reach(tree: DraftTree, draws: Draws, chance_bx: jax.Array) -> jax.Array:
     """Returns P(a top-down walk passes each node), [b, n]: the first accepted draw of a node decides its direction."""
     missed_bx = jnp.prod(jnp.where(draws.earlier_bxy, 1 - chance_bx[:, None], 1), axis=-1)
     moves_bn = _to_nodes(missed_bx * chance_bx, draws.is_draw_bx, draws.node_bx, draws.outside_bn).at[:, 0].set(1)
-    above_bnn = ancestor_mask(tree.parent_bn, depths)
+    above_bnn = ancestor_mask(tree.parent_bn, draws.depths)
     return jnp.where(tree.valid_bn, jnp.prod(jnp.where(above_bnn, moves_bn[:, None], 1), axis=-1), 0)
 
 
-def first_hits(draws: Draws, chance_bx: jax.Array, coins_bx: jax.Array) -> jax.Array:
-    """Returns True for nodes that the walk enters from their parent: the first draw with coin < chance. Bool [b, n]."""
+def walk_down(tree: DraftTree, draws: Draws, chance_bx: jax.Array, coins_bx: jax.Array) -> jax.Array:
+    """Returns the last node of a top-down walk, [b], which enters the node of the first draw with coin < chance."""
     is_hit_bx = (coins_bx < chance_bx) & draws.is_draw_bx
     is_chosen_bx = is_hit_bx & ~jnp.any(draws.earlier_bxy & is_hit_bx[:, None], axis=-1)
-    return _to_nodes(jnp.ones_like(draws.rank_bx), is_chosen_bx, draws.node_bx, jnp.zeros(draws.outside_bn.shape, int)) > 0
+    hits_bn = _to_nodes(jnp.ones_like(draws.rank_bx), is_chosen_bx, draws.node_bx, jnp.zeros(draws.outside_bn.shape, int))
+    return follow(tree, hits_bn > 0, draws.depths + 1)
 
 
 def make_rule(
-    chances: Callable[..., jax.Array], stop: Callable[..., tuple[jax.Array, jax.Array]]
+    chances: Callable[[DraftTree, Draws], jax.Array],
+    stop: Callable[[DraftTree, Draws, jax.Array], tuple[jax.Array, jax.Array]],
+    *,
+    sampled_ranks: int | None = None,
 ) -> tuple[Callable, Callable]:
     """Returns `weights` and `walk` of a rule that works on the support.
 
     Args:
-      chances: (tree, proposal, p on the support) -> the result of `weights`.
-      stop: (tree, proposal, p on the support, coins) -> the last accepted node [b] and the remainder of its p on the
-        support [b, c], in the units of p off it.
+      chances: (tree, draws) -> the result of `weights`.
+      stop: (tree, draws, coins) -> the last accepted node [b] and the remainder of its p on the support [b, c], in the
+        units of p off it.
+      sampled_ranks: see `read_draws`.
     """
 
-    def weights(tree: DraftTree, proposal: Proposal, target: TargetDistribution) -> jax.Array:
-        return sharding.over_batch(chances, tree, proposal, jnp.exp(target.gather(proposal.support_bnc)))
+    def over_draws(function: Callable, tree: DraftTree, proposal: Proposal, target: TargetDistribution, *coins) -> Any:
+        def run(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, *coins) -> Any:
+            return function(tree, read_draws(tree, proposal, p_bnc, sampled_ranks), *coins)
+
+        return sharding.over_batch(run, tree, proposal, jnp.exp(target.gather(proposal.support_bnc)), *coins)
 
     def walk(tree: DraftTree, proposal: Proposal, target: TargetDistribution, noise: Noise) -> Acceptance:
-        p_bnc = jnp.exp(target.gather(proposal.support_bnc))
-        last_b, left_bc = sharding.over_batch(stop, tree, proposal, p_bnc, noise.coins_bx)
+        last_b, left_bc = over_draws(stop, tree, proposal, target, noise.coins_bx)
         residual_bv = target.residual(last_b, pick(proposal.support_bnc, last_b[:, None])[:, 0], left_bc)
         bonus_b = vocab.argmax(residual_bv + noise.bonus_bv)
         return accept(tree, last_b, bonus_b, noise.gumbel_bpv.shape[1])
 
-    return weights, walk
+    return partial(over_draws, chances), walk
 
 
 def _to_nodes(value_bx: jax.Array, where_bx: jax.Array, node_bx: jax.Array, like_bn: jax.Array) -> jax.Array:

@@ -13,30 +13,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from treeflash_jax.acceptance.draws import Draws, first_hits, make_rule, reach, read_draws
-from treeflash_jax.acceptance.target import follow
-from treeflash_jax.trees import DraftTree, Proposal, pick
+from treeflash_jax.acceptance.draws import Draws, make_rule, reach, walk_down
+from treeflash_jax.trees import DraftTree, pick
 
 DISTRIBUTIONS = ("one path", "paths", "delayed")
 NEEDS = "siblings drawn independently, with replacement"
 
 
-def _weights(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array) -> jax.Array:
+def _weights(tree: DraftTree, draws: Draws) -> jax.Array:
     """Returns P(all moves from the root to a node), [b, n]."""
-    draws = read_draws(tree, proposal, p_bnc)
-    return reach(tree, draws, _chances(draws, _solve(draws)[0]), proposal.depths)
+    return reach(tree, draws, _chances(draws, _solve(draws)[0]))
 
 
-def _stop(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _stop(tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Goes to the first child that its test accepts, until there is none."""
-    draws = read_draws(tree, proposal, p_bnc)
     rho_bn, count_bn = _solve(draws)
-    last_b = follow(tree, first_hits(draws, _chances(draws, rho_bn), coins_bx), proposal.depths + 1)
+    last_b = walk_down(tree, draws, _chances(draws, rho_bn), coins_bx)
     beta_bn = _beta(draws, rho_bn)
     hit_bn = -jnp.expm1(count_bn * jnp.log1p(-jnp.minimum(beta_bn, 1)))
     per_beta_bn = jnp.where(beta_bn > 0, hit_bn / jnp.where(beta_bn > 0, beta_bn, 1), 0)
-    used_bnc = jnp.minimum(p_bnc / rho_bn[..., None], draws.q_bnc) * per_beta_bn[..., None]
-    return last_b, pick(jnp.maximum(p_bnc - used_bnc, 0), last_b[:, None])[:, 0]
+    used_bnc = jnp.minimum(draws.p_bnc / rho_bn[..., None], draws.q_bnc) * per_beta_bn[..., None]
+    return last_b, pick(jnp.maximum(draws.p_bnc - used_bnc, 0), last_b[:, None])[:, 0]
 
 
 def _chances(draws: Draws, rho_bn: jax.Array) -> jax.Array:

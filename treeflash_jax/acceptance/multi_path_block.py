@@ -19,28 +19,26 @@ from jax import lax
 
 from treeflash_jax.acceptance import block
 from treeflash_jax.acceptance.block import Path
-from treeflash_jax.acceptance.draws import Draws, make_rule, read_draws
-from treeflash_jax.trees import DraftTree, Proposal, pick
+from treeflash_jax.acceptance.draws import Draws, make_rule
+from treeflash_jax.trees import DraftTree, pick
 
 DISTRIBUTIONS = ("one path", "paths")
 NEEDS = "sampled paths that are independent from the anchor on"
 LARGEST = 1e30  # of A / f
 
 
-def _chances(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array) -> jax.Array:
+def _chances(tree: DraftTree, draws: Draws) -> jax.Array:
     """Returns P(a node at or below this one is kept), given the tree, [b, n]; 0 off the chosen path."""
-    path = _choose(read_draws(tree, proposal, p_bnc), proposal.depths)
+    path, zero_bn = _choose(draws), jnp.zeros_like(draws.outside_bn)
     passed_bp = jnp.where(path.exists_bp, block.passed(path), 0)
-    return jax.vmap(lambda node_p, passed_p: jnp.zeros(p_bnc.shape[1], p_bnc.dtype).at[node_p].max(passed_p))(
-        path.node_bp, passed_bp
-    )
+    return jax.vmap(lambda zero_n, node_p, passed_p: zero_n.at[node_p].max(passed_p))(zero_bn, path.node_bp, passed_bp)
 
 
-def _stop(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return block.kept(_choose(read_draws(tree, proposal, p_bnc), proposal.depths), coins_bx)
+def _stop(tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return block.kept(_choose(draws), coins_bx)
 
 
-def _choose(draws: Draws, depths: int) -> Path:
+def _choose(draws: Draws) -> Path:
     """Returns the largest path with its distribution given that it is the largest."""
     p_bnc, q_bnc = draws.p_bnc, draws.q_bnc
     possible_bnc = q_bnc > 0
@@ -73,7 +71,7 @@ def _choose(draws: Draws, depths: int) -> Path:
 
     zero_b = jnp.zeros(p_bnc.shape[:1], draws.node_bx.dtype)
     start = zero_b, zero_b == 0, jnp.zeros(p_bnc.shape[:1], p_bnc.dtype)
-    _, ((node_pb, exists_pb, p_pbc, q_pbc, outside_pb), ratio_pb) = lax.scan(step, start, None, length=depths + 1)
+    _, ((node_pb, exists_pb, p_pbc, q_pbc, outside_pb), ratio_pb) = lax.scan(step, start, None, length=draws.depths + 1)
     return Path(
         node_bp=node_pb.T,
         exists_bp=exists_pb.T,

@@ -9,11 +9,9 @@ Source: NaiveTree in arXiv 2602.16994; SpecHub and greedy drafting (arXiv 2502.1
 
 from __future__ import annotations
 
-from functools import partial
-
 from treeflash_jax.acceptance import recursive
 from treeflash_jax.acceptance.draws import make_rule
 
 DISTRIBUTIONS, NEEDS = recursive.DISTRIBUTIONS, recursive.NEEDS
 
-weights, walk = make_rule(partial(recursive.chances, sampled_ranks=1), partial(recursive.stop, sampled_ranks=1))
+weights, walk = make_rule(recursive.chances, recursive.stop, sampled_ranks=1)

@@ -12,31 +12,22 @@ from __future__ import annotations
 
 import jax
 
-from treeflash_jax.acceptance.draws import first_hits, make_rule, reach, read_draws, reject_all
-from treeflash_jax.acceptance.target import follow
-from treeflash_jax.trees import DraftTree, Proposal, pick
+from treeflash_jax.acceptance.draws import Draws, make_rule, reach, reject_all, walk_down
+from treeflash_jax.trees import DraftTree, pick
 
 DISTRIBUTIONS = ("one path", "paths", "delayed", "without-replacement", "hybrid")
 NEEDS = "sampled nodes with their distribution"
 
 
-def chances(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, *, sampled_ranks: int | None = None) -> jax.Array:
-    """Returns P(all moves from the root to a node), [b, n].
-
-    Args:
-      sampled_ranks: draws of this rank and above are tested as deterministic ones; None: as their kind says.
-    """
-    draws = read_draws(tree, proposal, p_bnc, sampled_ranks=sampled_ranks)
-    return reach(tree, draws, reject_all(draws).chance_bx, proposal.depths)
+def chances(tree: DraftTree, draws: Draws) -> jax.Array:
+    """Returns P(all moves from the root to a node), [b, n]."""
+    return reach(tree, draws, reject_all(draws).chance_bx)
 
 
-def stop(
-    tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, coins_bx: jax.Array, *, sampled_ranks: int | None = None
-) -> tuple[jax.Array, jax.Array]:
+def stop(tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Goes to the first child that its test accepts, until there is none."""
-    draws = read_draws(tree, proposal, p_bnc, sampled_ranks=sampled_ranks)
     tested = reject_all(draws)
-    last_b = follow(tree, first_hits(draws, tested.chance_bx, coins_bx), proposal.depths + 1)
+    last_b = walk_down(tree, draws, tested.chance_bx, coins_bx)
     return last_b, pick(tested.left_bnc, last_b[:, None])[:, 0]
 
 

@@ -17,17 +17,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.acceptance.draws import Draws, make_rule, read_draws, reject_all
-from treeflash_jax.trees import DraftTree, Proposal, ancestor_mask, pick
+from treeflash_jax.acceptance.draws import Draws, make_rule, reject_all
+from treeflash_jax.trees import DraftTree, ancestor_mask, pick
 
 DISTRIBUTIONS = ("one path", "paths", "delayed", "without-replacement", "hybrid")
 NEEDS = "sampled nodes with their distribution"
 
 
-def _chances(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array) -> jax.Array:
+def _chances(tree: DraftTree, draws: Draws) -> jax.Array:
     """Returns P(the walk stops at or below each node), given the tree, [b, n]."""
-    draws = read_draws(tree, proposal, p_bnc)
-    above_bnn = ancestor_mask(tree.parent_bn, proposal.depths)
+    above_bnn = ancestor_mask(tree.parent_bn, draws.depths)
     keep_bn = _kept(tree, reject_all(draws, above_bnn).keep_bn)
     post_bn = _post_order(tree, draws, above_bnn)
     is_before_bnn = post_bn[:, None] < post_bn[..., None]  # [b, i, j]: j before i
@@ -35,10 +34,9 @@ def _chances(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array) -> jax.Array
     return jnp.einsum("bij,bi->bj", above_bnn.astype(stop_bn.dtype), stop_bn)
 
 
-def _stop(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _stop(tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Stops at the first node in post-order whose coin is below its chance; node v uses coin v - 1."""
-    draws = read_draws(tree, proposal, p_bnc)
-    above_bnn = ancestor_mask(tree.parent_bn, proposal.depths)
+    above_bnn = ancestor_mask(tree.parent_bn, draws.depths)
     tested = reject_all(draws, above_bnn)
     is_hit_bn = jnp.pad(coins_bx[:, : tree.tokens_bn.shape[1] - 1], ((0, 0), (1, 0))) < _kept(tree, tested.keep_bn)
     post_bn = jnp.where(is_hit_bn, _post_order(tree, draws, above_bnn), tree.tokens_bn.shape[1])

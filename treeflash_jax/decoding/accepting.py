@@ -136,7 +136,7 @@ def emit(
     # All tokens are written; later rounds overwrite those beyond `kept_b`.
     write = jax.vmap(lambda x_s, new_p, at: lax.dynamic_update_slice(x_s, new_p, (at,)))
     log_probs_bs = None if log_probs_bp is None else write(state.log_probs_bs, log_probs_bp, state.end_b)
-    tokens_bs = write(state.tokens_bs, tokens_bp.astype(state.tokens_bs.dtype), state.end_b)
     end_b = state.end_b + kept_b
+    tokens_bs = write(state.tokens_bs, tokens_bp.astype(state.tokens_bs.dtype), state.end_b)
     done_b = state.done_b | stopped_b | (end_b >= sampling.limit_b)
     return state.replace(tokens_bs=tokens_bs, end_b=end_b, done_b=done_b, log_probs_bs=log_probs_bs), kept_b
