@@ -29,9 +29,10 @@ LARGEST = 1e30  # of A / f
 
 def _chances(tree: DraftTree, draws: Draws) -> jax.Array:
     """Returns P(a node at or below this one is kept), given the tree, [b, n]; 0 off the chosen path."""
-    path, zero_bn = _choose(draws), jnp.zeros_like(draws.outside_bn)
+    path = _choose(draws)
     passed_bp = jnp.where(path.exists_bp, block.passed(path), 0)
-    return jax.vmap(lambda zero_n, node_p, passed_p: zero_n.at[node_p].max(passed_p))(zero_bn, path.node_bp, passed_bp)
+    zero_n = jnp.zeros(draws.p_bnc.shape[1], draws.p_bnc.dtype)
+    return jax.vmap(lambda node_p, passed_p: zero_n.at[node_p].max(passed_p))(path.node_bp, passed_bp)
 
 
 def _stop(tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -48,13 +48,7 @@ def distinct_experts(experts: int, per_token: int, tokens: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Counter:
-    """Counts the work of one device for a batch of sequences.
-
-    Attributes:
-      batch: number of sequences.
-      context: committed positions of each sequence.
-      mesh: divides the work; None: one device.
-    """
+    """Counts the work of one device for a batch of sequences with `context` committed positions each."""
 
     dtype: Any
     batch: int = 0
@@ -106,12 +100,7 @@ class Counter:
         return Work(2 * config.num_layers * positions * self.width * self.local(kv_cache.AXES, shape))
 
     def layers(
-        self,
-        config: ModelConfig,
-        tokens: float,
-        seen: float,
-        quantize: str | None = None,
-        experts: float | None = None,
+        self, config: ModelConfig, tokens: float, seen: float, quantize: str | None = None, experts: float | None = None
     ) -> Work:
         """Counts a verifier's pass over new tokens, without vocabulary and cache.
 

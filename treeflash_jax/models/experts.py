@@ -85,11 +85,7 @@ def count_distinct(ids_btk: jax.Array, experts: int, shards: int = 1) -> jax.Arr
 def _local_mixture(
     weights: dict[str, Any], x_btd: jax.Array, config: ModelConfig, experts: str | None = None, ffn: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """`mixture` on one device.
-
-    Args:
-      experts, ffn: mesh axis that splits the experts, or the width of each; None: it holds them all.
-    """
+    """`mixture` on one device; `experts`, `ffn`: mesh axes that split the experts and the width of each, if any."""
     if quantized.quantization_scheme(weights):  # as in `quantized.product`: no wide copy outlives its layer
         x_btd, weights = lax.optimization_barrier((x_btd, weights))
     batch, tokens, _ = x_btd.shape

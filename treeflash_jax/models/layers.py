@@ -61,9 +61,9 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """Returns the radians per position of each rotated pair, [e / 2].
 
-    Source: RoFormer (arXiv 2104.09864); for `llama3`, the Llama 3.1 model card: wavelengths beyond the original context
-    are slowed by `factor`, short ones kept, those between blended; for `longrope`, LongRoPE (arXiv 2402.13753); for
-    `yarn`, YaRN (arXiv 2309.00071) section 3.2.
+    Source: RoFormer (arXiv 2104.09864); for `llama3`, the Llama 3.1 model card: pairs with few turns within the original
+    context are slowed by `factor`, those with many kept, those between blended; for `longrope`, LongRoPE (arXiv
+    2402.13753); for `yarn`, YaRN (arXiv 2309.00071) section 3.2.
     """
     frequencies = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "default":
@@ -72,12 +72,9 @@ def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
         return frequencies / np.array(rope.divisors)
     if rope.kind == "yarn":
         kept = 1.0 - _yarn_ramp(rope, head_dim)
-        return frequencies * (kept + (1.0 - kept) / rope.factor)
-    wavelengths = 2 * np.pi / frequencies
-    blend = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    kept = np.clip(blend, 0.0, 1.0)
+    else:
+        turns, low = rope.original_max_positions / (2 * np.pi / frequencies), rope.low_freq_factor
+        kept = np.clip((turns - low) / (rope.high_freq_factor - low), 0.0, 1.0)
     return frequencies * (kept + (1.0 - kept) / rope.factor)
 
 
@@ -162,11 +159,8 @@ def decoder_layer(
     """Applies one pre-norm layer: x + attention(norm x), then x + mlp(norm x).
 
     Args:
-      params: weights of `layer_specs`.
-      x_btd: residual stream.
       attend: maps the layer's weights and the normed input to attention output [b, t, h, e] and extra results (new keys
         and values). Verifier and drafter differ here only.
-      eps: of both norms.
       mlp: maps the layer's weights and the normed input to the output of the feed-forward part.
 
     Returns:

@@ -76,9 +76,7 @@ def specs(tree: Any, scheme: str | None) -> Any:
 def quantize(weight: jax.Array, inputs: tuple[int, ...]) -> Quantized:
     """Rounds a weight to int8, half to even: |w - values * scale| <= scale / 2. Channels of zeros get scale 0.
 
-    Args:
-      weight: of any float dtype, which the scale keeps.
-      inputs: axes that a product sums over; the others get a scale each.
+    The scale has the weight's dtype and its axes but for `inputs`, those that a product sums over.
     """
     wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
     kept = jnp.finfo(weight.dtype)
@@ -103,11 +101,7 @@ def compress(weight: jax.Array, spec: Spec, scheme: str | None, mesh=None) -> An
 
 
 def product(equation: str, x: jax.Array, weight: jax.Array | Quantized, dtype: Any = None) -> jax.Array:
-    """Returns an einsum of activations with a weight whose output axes come last; in the dtype of x if quantised.
-
-    Args:
-      dtype: see `products.product`.
-    """
+    """Returns an einsum of activations with a weight whose output axes come last; see `products.product`."""
     if not isinstance(weight, Quantized):
         return products.product(equation, x, weight, dtype)
     # Tied to x: XLA would convert the values of all layers ahead of a decoding loop and hold them, wide, to its end.

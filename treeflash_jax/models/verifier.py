@@ -70,26 +70,20 @@ def forward(
     """Runs new positions through the model; the cache is read, never written.
 
     Args:
-      params: weights of `specs`.
-      config: static.
-      tokens_bt: token ids.
       positions_bt: absolute positions.
       mask_btu: True if new position t sees new position u (causal for a chunk, ancestors for a tree).
-      cache: committed positions, all visible to every new one; None for none.
+      cache: committed positions, all visible to every new one.
       earlier: keys and values [b, x, k, e] of positions that are in no cache yet, per group and layer. The mask is then
         [b, t, x + u]: first these positions, then the new ones.
       shift: maps a layer's index to the shift of its feed-forward part, [b, 1 or t, f] (`layers.swiglu`); None: no shifts.
       taps: 0-based layers whose outputs are returned.
-      attention: implementation name.
       residual_dtype: dtype of the residual stream and of `hidden_btd`; None: that of the weights.
     """
     table = layers.rotary_table(config.rope, config.head_dim, positions_bt)
     x_btd = sharding.constrain(vocab.embed(params["embed"], tokens_bt), ("batch", None, None))
-    dtype = x_btd.dtype
+    dtype, length_b = x_btd.dtype, None if cache is None else cache.length_b
     x_btd = x_btd.astype(residual_dtype or dtype)
-    length_b = None if cache is None else cache.length_b
-    tapped: dict[int, jax.Array] = {}
-    new_kv, routes, index = [], [], 0
+    tapped, new_kv, routes, index = {}, [], [], 0
 
     def mixture(weights, x_btd):
         y_btd, ids_btk = experts.mixture(weights, config, x_btd)
@@ -99,9 +93,10 @@ def forward(
     for g, group in enumerate(params["groups"]):
         group_kv = []
         for i, weights in enumerate(group):
+            prefix = None if cache is None else cache.groups[g][i]
             before = None if earlier is None else earlier[g][i]
 
-            def attend(weights, x_btd, prefix=None if cache is None else cache.groups[g][i], before=before):
+            def attend(weights, x_btd, prefix=prefix, before=before):
                 q_bthe = layers.queries(weights, config, x_btd, table)
                 new = layers.keys_values(weights, config, x_btd, table)
                 seen = new if before is None else [jnp.concatenate(pair, axis=1) for pair in zip(before, new, strict=True)]

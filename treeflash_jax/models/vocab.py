@@ -48,8 +48,7 @@ def unembed(table_vd: jax.Array | Quantized, hidden: jax.Array, dtype: Any = Non
     """Returns hidden . table^T: logits [..., v], sharded over the vocabulary if the table is.
 
     Args:
-      table_vd: one table, or [b, v, d], a table for each sequence.
-      hidden: [b, ..., d].
+      table_vd: one table, or [b, v, d], a table for each sequence (in training).
       dtype: of the logits of one table; None: that of `hidden`.
     """
     if len(table_vd.shape) == 3:
@@ -173,10 +172,7 @@ def filter_threshold(logits: jax.Array, temperature: jax.Array | float, top_k: j
     the vocabulary or writing anything of its size, and with sums only, so a sharded vocabulary never moves.
 
     Args:
-      logits: [..., v].
-      temperature: above 0, broadcastable to [...].
-      top_k: number of tokens to keep, broadcastable to [...]; 0 keeps all.
-      top_p: probability mass to keep, broadcastable to [...]; 1 keeps all.
+      temperature: above 0; like top_k (0 keeps all) and top_p (1 keeps all), it is broadcastable to [...].
 
     Returns:
       Thresholds [...], in the dtype of the logits; -inf if nothing is cut.
