@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draft_trees import eagle_2, paths
 from jax import lax
 
 from treeflash_jax import trees
@@ -93,34 +94,18 @@ class Rollout:
         return hidden
 
 
-def paths(built: trees.DraftTree, b: int) -> dict[tuple[int, ...], float]:
-    tokens, parent, log_prob = (np.asarray(x)[b] for x in (built.tokens_bn, built.parent_bn, built.log_prob_bn))
-    got = [()]
-    for node in range(1, int(np.asarray(built.valid_bn)[b].sum())):
-        got.append((*got[parent[node]], int(tokens[node])))
-    return dict(zip(got, log_prob.tolist(), strict=False))
-
-
-def eagle_2(rollout: Rollout, nodes: int, lanes: int) -> dict[tuple[int, ...], float]:
-    """The published ledger: the best `lanes` nodes of a level offer children, all of which it keeps until the end."""
-    ledger, frontier = {}, {(): 0.0}
-    for _ in range(DEPTHS):
-        offered = {
-            (*path, int(token)): score + log_prob
-            for path, score in frontier.items()
-            for token, log_prob in zip(*rollout.children(path), strict=True)
-        }
-        ledger |= offered
-        frontier = dict(sorted(offered.items(), key=lambda item: -item[1])[:lanes])
-    return dict(sorted(ledger.items(), key=lambda item: -item[1])[: nodes - 1])
+def scored(built: trees.DraftTree, b: int) -> dict[tuple[int, ...], float]:
+    """The log-probability of every node of one tree, by its path."""
+    return dict(zip(paths(built, b), np.asarray(built.log_prob_bn)[b].tolist(), strict=False))
 
 
 @pytest.mark.parametrize(("nodes", "lanes"), [(14, 3), (14, 13), (6, 1)])
 def test_the_tree_is_the_ledger_of_eagle_2_over_paths_run_alone(shared, nodes, lanes):
     built = jax.jit(lambda shared: trees.best_first(expander(shared), ANCHORS, nodes, lanes))(shared)
     for b in range(BATCH):
-        expected = eagle_2(Rollout(shared, b), nodes, lanes)
-        got = {path: score for path, score in paths(built, b).items() if path}
+        rollout = Rollout(shared, b)
+        expected = eagle_2(lambda path, rollout=rollout: zip(*rollout.children(path), strict=True), DEPTHS, nodes, lanes)
+        got = {path: score for path, score in scored(built, b).items() if path}
         assert got.keys() == expected.keys()
         np.testing.assert_allclose([got[path] for path in expected], [*expected.values()], atol=1e-10)
 
@@ -149,7 +134,7 @@ def test_draws_have_the_distribution_of_their_path(shared, name):
     support_bnc, log_q_bnc = np.asarray(proposal.support_bnc), np.asarray(proposal.log_q_bnc)
     for b in range(BATCH):
         rollout, drawn = Rollout(shared, b), 0
-        for node, (path, score) in enumerate(paths(built, b).items()):
+        for node, (path, score) in enumerate(scored(built, b).items()):
             along = [dict(zip(*map(np.ndarray.tolist, rollout.children(path[:i])), strict=True)) for i in range(len(path))]
             expected = sum(distribution[token] for distribution, token in zip(along, path, strict=True))
             np.testing.assert_allclose(score, expected, atol=1e-10)

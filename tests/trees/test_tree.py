@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draft_trees import eagle_2, paths
 
 from treeflash_jax import trees
 
@@ -68,17 +69,6 @@ def heap_search(tokens_imc, log_probs_imc, next_context_imc, budget: int) -> dic
         actual[path] = -cost
         push(parent_score, above, ranks[:-1], depth, context, ranks[-1] + 1)
         push(-cost, path, ranks, depth + 1, next_context_imc[depth, context, ranks[-1]], 0)
-    return actual
-
-
-def paths(built: trees.DraftTree, b: int) -> list[tuple[int, ...]]:
-    """The token path of every node of one tree, in node order; fails if a parent does not precede its child."""
-    tokens, parent, depth = (np.asarray(x)[b] for x in (built.tokens_bn, built.parent_bn, built.depth_bn))
-    actual: list[tuple[int, ...]] = [()]
-    for node in range(1, int(np.asarray(built.valid_bn)[b].sum())):
-        assert parent[node] < node
-        actual.append((*actual[parent[node]], int(tokens[node])))
-        assert depth[node] == len(actual[node])
     return actual
 
 
@@ -238,26 +228,6 @@ def test_levels_are_a_loop_on_a_cpu_only(platform, loops):
     assert program.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while") == loops
 
 
-def eagle_2(tokens_imc, log_probs_imc, next_context_imc, budget: int, lanes: int) -> dict[tuple[int, ...], np.float32]:
-    """The published ledger: `lanes` nodes of a level offer their children, all of which it keeps until the end."""
-    ledger: dict[tuple[int, ...], np.float32] = {}
-    frontier = [((), np.float32(0), 0)]
-    for depth in range(DEPTHS):
-        offered = []
-        for path, score, context in frontier:
-            for rank in range(tokens_imc.shape[2]):
-                total = np.float32(score + log_probs_imc[depth, context, rank])
-                if np.isfinite(total):
-                    offered.append(
-                        ((*path, int(tokens_imc[depth, context, rank])), total, next_context_imc[depth, context, rank])
-                    )
-        ledger |= {path: score for path, score, _ in offered}
-        frontier = [node for node in sorted(offered, key=lambda node: -node[1])[:lanes] if node[2] >= 0]
-        if not frontier:
-            break
-    return dict(sorted(ledger.items(), key=lambda item: -item[1])[: budget - 1])
-
-
 @pytest.mark.parametrize("lanes", [1, 3, 8])
 def test_few_lanes_grow_the_tree_of_eagle_2(lanes):
     """Tables without ties; a branch that ends keeps its lane, as nodes of the last level do in the published code."""
@@ -265,10 +235,17 @@ def test_few_lanes_grow_the_tree_of_eagle_2(lanes):
     built = jax.jit(lambda table, anchor_b: trees.best_first(table, anchor_b, nodes, lanes))(table, anchor_b)
     assert_documented(built, anchor_b)
     for b in range(64):
-        expected = eagle_2(
-            *(np.asarray(x[b]) for x in (table.tokens_bimc, table.log_probs_bimc, table.next_context_bimc)), nodes, lanes
-        )
-        assert set(paths(built, b)[1:]) == set(expected)
+        tokens_imc, log_probs_imc, next_context_imc = (np.asarray(x[b]) for x in jax.tree.leaves(table))
+
+        def children(path):
+            context = 0
+            for depth, token in enumerate(path):
+                if context >= 0:
+                    context = next_context_imc[depth, context, np.argmax(tokens_imc[depth, context] == token)]  # noqa: B023
+            at = len(path), context
+            return zip(tokens_imc[at], log_probs_imc[at], strict=True) if context >= 0 else ()  # noqa: B023
+
+        assert set(paths(built, b)[1:]) == set(eagle_2(children, DEPTHS, nodes, lanes))
 
 
 def test_as_many_lanes_as_nodes_is_the_search_without_lanes():

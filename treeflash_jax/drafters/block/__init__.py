@@ -71,24 +71,20 @@ OPTIONS = BlockOptions
 
 def choose(config: DrafterConfig, options: Any) -> tuple[DrafterConfig, DraftSettings]:
     """See `Drafter.choose`. Raises ValueError for a head or block size that this drafter lacks, and for too many tokens."""
-    vocabulary, trained_size = config.layers.vocab_size, config.block_size
 
     def expect(ok: bool, name: str, expected: str) -> None:
         if not ok:
             raise ValueError(f"got {name} {quoted(getattr(options, name))}, expected {expected}")
 
-    size = options.block_size or trained_size
+    vocabulary, trained_size, heads = config.layers.vocab_size, config.block_size, (MARGINAL, config.head)
+    size, candidates = options.block_size or trained_size, options.candidates or DraftSettings.candidates
     expect(2 <= size <= trained_size, "block_size", f"2 to {trained_size}, as the drafter was trained")
-    candidates = options.candidates or DraftSettings.candidates
-    expect(candidates <= vocabulary, "candidates", f"1 to {vocabulary} (the vocabulary)")
-    expect(options.children <= vocabulary, "children", f"1 to {vocabulary} (the vocabulary)")
+    for name in ("candidates", "children", "shortlist"):
+        expect((getattr(options, name) or 0) <= vocabulary, name, f"at most {vocabulary} (the vocabulary)")
     links = candidates**2 * options.children
     expect(links <= MAX_LINKS, "candidates", f"at most {MAX_LINKS:,} for candidates x candidates x children, not {links:,}")
-    shortlist = options.shortlist or 0
-    expect(shortlist <= vocabulary, "shortlist", f"0 (all tokens) to {vocabulary} (the vocabulary)")
-    heads = (MARGINAL, config.head)
     expect(options.head in (None, *heads), "head", f"one of {heads}, this drafter's")
-    sizes = {"candidates": candidates, "children": options.children, "shortlist": shortlist}
+    sizes = {"candidates": candidates, "children": options.children, "shortlist": options.shortlist or 0}
     settings = DraftSettings(**sizes, head=options.head or config.head)
     measured = config.sampled_above if settings.head == config.head else None  # measured with the drafter's own head
     return replace(config, block_size=size, sampled_above=measured), settings

@@ -1,0 +1,36 @@
+"""Paths of draft trees, and the trees of EAGLE-2 by their definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from treeflash_jax.trees import DraftTree
+
+Path = tuple[int, ...]
+
+
+def paths(built: DraftTree, b: int) -> list[Path]:
+    """The token path of every node of one tree, in node order; fails if a parent does not precede its child."""
+    tokens, parent, depth = (np.asarray(x)[b] for x in (built.tokens_bn, built.parent_bn, built.depth_bn))
+    actual: list[Path] = [()]
+    for node in range(1, int(np.asarray(built.valid_bn)[b].sum())):
+        assert parent[node] < node
+        actual.append((*actual[parent[node]], int(tokens[node])))
+        assert depth[node] == len(actual[node])
+    return actual
+
+
+def eagle_2(children: Callable[[Path], Iterable], depths: int, nodes: int, lanes: int) -> dict[Path, float]:
+    """The published ledger: the best `lanes` nodes of a level offer children, all of which it keeps until the end.
+
+    `children` maps a path to (token, log-probability) pairs; none if the branch ends, which keeps its lane.
+    """
+    ledger: dict[Path, float] = {}
+    frontier: dict[Path, float] = {(): np.float32(0)}
+    for _ in range(depths):
+        offered = {(*path, int(x)): score + log_p for path, score in frontier.items() for x, log_p in children(path)}
+        ledger |= offered
+        frontier = dict(sorted(offered.items(), key=lambda item: -item[1])[:lanes])
+    return dict(sorted(ledger.items(), key=lambda item: -item[1])[: nodes - 1])
