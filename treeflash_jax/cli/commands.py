@@ -10,11 +10,14 @@ from dataclasses import asdict
 from typing import Any
 
 import jax
+from rich.console import Console
 
 from treeflash_jax import __version__
 from treeflash_jax.bench import calibrate, latency, memory, report, run
 from treeflash_jax.bench.shapes import MeasuredSizes
+from treeflash_jax.cli import demo
 from treeflash_jax.cli.arguments import ModelOptions, Parser, add_fields, add_prompts, option_values, parse_prompts
+from treeflash_jax.cli.chat import converse
 from treeflash_jax.cli.check import NEAR_TIE, ROUNDINGS, check, explanation, meaning
 from treeflash_jax.core import background, sharding
 from treeflash_jax.core.checks import LINE, clipped, fit
@@ -150,7 +153,8 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
     add_fields(parser, GenerateConfig, "max_new_tokens", max_new_tokens=160)
     add_fields(parser, MeasuredSizes, "repeats", repeats=2)
     parser.add_argument("--svg", metavar="FILE", help="write a picture of the demo")
-    parser.set_defaults(run=_demo)
+    names = "pair", "max_new_tokens", "repeats", "svg"
+    parser.set_defaults(run=lambda arguments: demo.run(**{name: getattr(arguments, name) for name in names}) or 0)
 
 
 def _load(arguments: argparse.Namespace) -> Any:
@@ -200,10 +204,6 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from treeflash_jax.cli.chat import converse
-
     settings = given_settings(arguments)
     converse(_load(arguments), Console(highlight=False), **settings)
     return 0
@@ -253,13 +253,6 @@ def _record(result: Any) -> dict[str, Any]:
     names = "text ids builder accept_lengths cut tau tokens_per_second compile_seconds finished"
     names += " log_probs expected_lengths nodes"  # of answers that have them
     return {name: value for name in names.split() if (value := getattr(result, name)) is not None}
-
-
-def _demo(arguments: argparse.Namespace) -> int:
-    from treeflash_jax.cli.demo import run
-
-    run(arguments.pair, max_new_tokens=arguments.max_new_tokens, repeats=arguments.repeats, svg=arguments.svg)
-    return 0
 
 
 COMMANDS = {

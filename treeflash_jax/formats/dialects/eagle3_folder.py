@@ -57,32 +57,15 @@ class Eagle3(Dialect):
     kind = "eagle3"
     marks: tuple[str, ...] = ("draft_vocab_size",)
     prefix = "midlayer."
+    layer_type: str | None = "llama"  # of files that do not name the layer's model_type; None refuses them
+    ids_key = "eagle_aux_hidden_state_layer_ids"
     ids_are_inputs = False
     is_nested = False  # the sizes of the layer are in an object inside config.json
+    norm_is_optional = False  # `norm_output` tells whether the next step is fed the normalised output
     keys: tuple[str, ...] = tuple(  # beside those of the layer
         """draft_vocab_size eagle_config target_model_type target_hidden_size fc_norm norm_before_fc norm_before_residual
         norm_output num_target_layers auto_map""".split()
     )
-
-    def layer_keys(self, keys: Keys) -> Keys:
-        """Returns the keys that hold the sizes of the layer."""
-        return Keys({"model_type": "llama", **keys.raw}, keys.where)
-
-    def ids(self, keys: Keys) -> tuple[int, ...] | None:
-        """Returns the layer ids of a file as they stand there; None if there are none."""
-        inside = keys.table("eagle_config")
-        inside.check_known({"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"})
-        inside.check_only({"use_aux_hidden_state": (True, None)})
-        return _ids(inside, "eagle_aux_hidden_state_layer_ids")
-
-    def feeds_norm_back(self, keys: Keys) -> bool:
-        """Returns true if the next step is fed the normalised output, by `norm_output`."""
-        keys.check_only({"norm_output": (True, None)})
-        return False
-
-    def verifier(self, keys: Keys) -> tuple[str, ...]:
-        """Returns the name and the classes of the drafter's verifier, as EagleConfig holds them."""
-        return ()
 
     def read_config(self, path: Path, keys: Keys) -> EagleConfig:
         layers = self._layers(keys)
@@ -91,7 +74,12 @@ class Eagle3(Dialect):
         options = {name: keys.truth(name, False) for name in ("fc_norm", "norm_before_fc", "norm_before_residual")}
         if options["fc_norm"] and options["norm_before_fc"]:
             raise ValueError(f"{keys.where}: got fc_norm and norm_before_fc, expected one of them")
-        ids = self.ids(keys)
+        if not self.norm_is_optional:
+            keys.check_only({"norm_output": (True, None)})
+        inside = keys.table("eagle_config")
+        inside.check_known({self.ids_key, "use_aux_hidden_state"})
+        inside.check_only({"use_aux_hidden_state": (True, None)})
+        ids = next((table.ids(self.ids_key, INT32) for table in (inside, keys) if self.ids_key in table), None)
         if self.ids_are_inputs and ids is not None and 0 in ids:
             raise ValueError(
                 f"{keys.where}: got layer id 0, expected ids from 1: they are read as inputs of layers, and the first "
@@ -105,8 +93,8 @@ class Eagle3(Dialect):
             taps_are_inputs=self.ids_are_inputs,
             draft_vocab_size=draft_vocab_size,
             own_embedding=target != layers.hidden_size,
-            norm_output=self.feeds_norm_back(keys),
-            verifier=self.verifier(keys),
+            norm_output=self.norm_is_optional and keys.truth("norm_output", False),
+            verifier=speculators.read_verifier(keys),
             **options,
             **_defaults(keys.table(OWN)),
         )
@@ -114,7 +102,10 @@ class Eagle3(Dialect):
 
     def _layers(self, keys: Keys) -> ModelConfig:
         """Returns the sizes of the layer. Raises ValueError for several layers, and at keys that are not implemented."""
-        inside, known = self.layer_keys(keys), {*self.keys, OWN}
+        inside, known = Keys({"model_type": self.layer_type, **keys.raw}, keys.where), {*self.keys, OWN}
+        if self.is_nested:
+            keys.check_known(known)
+            inside, known = keys.table("transformer_layer_config", required=True), set()
         if inside.whole("num_hidden_layers", 1) > 1:
             got = inside.raw["num_hidden_layers"]
             raise ValueError(f"{keys.where}: got num_hidden_layers {got}, expected 1: only one layer is implemented")
@@ -123,10 +114,7 @@ class Eagle3(Dialect):
             expected = " or ".join(map(repr, _MODEL_TYPES))
             raise ValueError(f"{keys.where}: got model_type {quoted(architecture.model_type)}, expected {expected}")
         sizes = Keys({"num_hidden_layers": 1, **inside.raw, "tie_word_embeddings": False}, inside.where)
-        if not self.is_nested:
-            return architecture.read(sizes, known)
-        keys.check_known(known)
-        return architecture.read(sizes)
+        return architecture.read(sizes, known)
 
     @contextmanager
     def opened(self, path: Path, config: EagleConfig) -> Iterator[dict[str, Tensor]]:
@@ -169,7 +157,7 @@ class Speculators(Eagle3):
     name = "speculators"
     marks = ("speculators_model_type", "transformer_layer_config")
     prefix = "layers.0."
-    ids_are_inputs = is_nested = True
+    ids_are_inputs = is_nested = norm_is_optional = True
     keys = tuple(
         """architectures auto_map draft_vocab_size eagle_aux_hidden_state_layer_ids embed_requires_grad enable_sp_ulysses
         fc_norm has_no_defaults_at_init model_type norm_before_fc norm_before_residual norm_output speculators_config
@@ -179,18 +167,6 @@ class Speculators(Eagle3):
 
     def recognises(self, path: Path, keys: Keys) -> bool:
         return super().recognises(path, keys) and keys.raw["speculators_model_type"] == "eagle3"
-
-    def layer_keys(self, keys: Keys) -> Keys:
-        return keys.table("transformer_layer_config", required=True)
-
-    def ids(self, keys: Keys) -> tuple[int, ...] | None:
-        return _ids(keys, "eagle_aux_hidden_state_layer_ids")
-
-    def feeds_norm_back(self, keys: Keys) -> bool:
-        return keys.truth("norm_output", False)
-
-    def verifier(self, keys: Keys) -> tuple[str, ...]:
-        return speculators.read_verifier(keys)
 
     def to_hf(self, config: EagleConfig) -> dict[str, Any]:
         architecture = ARCHITECTURES[config.layers.model_type]
@@ -216,20 +192,9 @@ class DeepSpec(Eagle3):
     name = "deepspec"
     marks = ("target_layer_ids", "ttt_length")
     prefix = "layers.0."
+    layer_type = None
+    ids_key = "target_layer_ids"
     keys = tuple("target_layer_ids ttt_length target_hidden_size num_target_layers norm_before_residual auto_map".split())
-
-    def layer_keys(self, keys: Keys) -> Keys:
-        return keys
-
-    def ids(self, keys: Keys) -> tuple[int, ...] | None:
-        return _ids(keys, "target_layer_ids")
-
-    def feeds_norm_back(self, keys: Keys) -> bool:
-        return False  # the key is unknown here, and refused
-
-
-def _ids(keys: Keys, name: str) -> tuple[int, ...] | None:
-    return keys.ids(name, INT32) if name in keys else None
 
 
 def _defaults(keys: Keys) -> dict[str, Any]:
