@@ -234,13 +234,6 @@ def test_help_lists_ten_settings_before_the_advanced_ones(capsys):
     assert "advanced: tree" in shown and described.count("\nAdvanced attributes:\n") == 1
 
 
-def test_unknown_options_end_with_one_line(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["generate", "--tree-size", "4"])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 @pytest.mark.slow
 def test_demo_shows_two_ways_of_decoding_side_by_side(capsys, monkeypatch, tmp_path):
     """In a terminal, one-token and tree decoding are seen at once, the latter with fewer passes for the same text."""

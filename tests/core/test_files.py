@@ -20,7 +20,6 @@ from train.runtime import run_config, watch
 from treeflash_jax.bench import bench_records, latency
 from treeflash_jax.cli.commands import main as cli
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import read_json
 from treeflash_jax.decoding import calibration
 from treeflash_jax.formats import conversions, gguf_reader, safetensors, storage
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -51,9 +50,6 @@ def open_tensors(folder):
 
 
 PIPES = {
-    "config": ("config.json", lambda path: read_json(path)),
-    "weights": ("model.safetensors", lambda path: open_tensors(path.parent)),
-    "index": ("model.safetensors.index.json", lambda path: open_tensors(path.parent)),
     "gguf": ("model.gguf", lambda path: gguf_reader.read(path)),
     "tokenizer": ("tokenizer.json", lambda path: Tokenizer.load(path.parent)),
     "calibration": ("budget.json", lambda path: calibration.read(path)),
@@ -80,6 +76,8 @@ INDICES = {
     "absolute": ({"weight_map": {"a": "{folder}/model.safetensors"}}, "the name of a file in this folder"),
     "inner": ({"weight_map": {"a": "sub/model.safetensors"}}, "the name of a file in this folder"),
     "null": ({"weight_map": {"a": None}}, "got None for tensor a"),
+    "number": ({"weight_map": {"a": 3}}, "got 3 for tensor a"),
+    "list": ({"weight_map": {"a": ["model.safetensors"]}}, "got ['model.safetensors'] for tensor a"),
     "object": ({"weight_map": {"a": {}}}, "got {} for tensor a"),
     "dots": ({"weight_map": {"a": ".."}}, "got '..' for tensor a"),
     "null byte": ({"weight_map": {"a": "x\0"}}, "the name of a file in this folder"),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import CONFORMANCE, DATA
+from refusals import refused
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -369,16 +370,6 @@ def lose_a_listed_tensor(folder: Path) -> None:
     (folder / "lost").write_text(lost)
 
 
-def list_parts(name):
-    """An index that says every tensor lies in a file of this name."""
-
-    def change(folder: Path) -> None:
-        listed = dict.fromkeys(load_file(folder / "model.safetensors"), name)
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
-
-    return change
-
-
 def pipe(name: str, make=os.mkfifo):
     """Something else in a file's place."""
 
@@ -405,17 +396,6 @@ DAMAGE = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ("model.safetensors", "not found")),
     "missing part": (lose_a_part, ("model-00002-of-00002.safetensors", "not found")),
     "part without a listed tensor": (lose_a_listed_tensor, ("model-00002-of-00002.safetensors", "no tensor")),
-    "index without a map": (
-        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
-        ("model.safetensors.index.json", "weight_map"),
-    ),
-    "link out of the folder by name": (list_parts("../x.safetensors"), ("index.json", "'../x.safetensors'")),
-    "absolute path": (list_parts("/x.safetensors"), ("index.json", "'/x.safetensors'")),
-    "null for a part": (list_parts(None), ("index.json", "None")),
-    "number for a part": (list_parts(3), ("index.json", "3")),
-    "list for a part": (list_parts(["model.safetensors"]), ("index.json", "['model.safetensors']")),
-    "folder for a part": (list_parts(".."), ("index.json", "'..'")),
-    "long name of a part": (list_parts("x" * 5000), ("index.json", "xxx")),
     "deep index": (
         lambda f: (f / "model.safetensors.index.json").write_text("[" * 200_000),
         ("model.safetensors.index.json", "nested too deeply"),
@@ -432,17 +412,9 @@ DAMAGE = {
     "folder for a config": (pipe("config.json", Path.mkdir), ("config.json",)),
     "no config": (lambda f: (f / "config.json").unlink(), ("config.json", "not found")),
     "invalid config": (lambda f: (f / "config.json").write_text("{'a': 1}"), ("config.json", "JSON")),
+    "list for a config": (lambda f: (f / "config.json").write_text("[1]"), ("config.json", "list", "an object")),
     "no folder": (shutil.rmtree, ("not found", "folder")),
 }  # fmt: skip
-
-
-def assert_refused(call, words: tuple[str, ...]) -> None:
-    """A ValueError of one line that names what was got."""
-    with pytest.raises(ValueError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message and len(message) <= 300
-    assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize("which", ["verifier", "drafter"])
@@ -451,14 +423,15 @@ def test_damaged_folders(pair, which, damage, words):
     folder, read = {"verifier": (pair[0], models.load_verifier), "drafter": (pair[1], models.load_drafter)}[which]
     read(folder)
     damage(folder)
-    assert_refused(lambda: read(folder), (str(folder), *words))
-    assert_refused(lambda: tf.load(verifier=pair[0], drafter=pair[1]), (str(folder), *words))
+    refused(lambda: read(folder), str(folder), *words)
+    refused(lambda: tf.load(verifier=pair[0], drafter=pair[1]), str(folder), *words)
 
 
 def test_swapped_folders(pair):
-    assert_refused(lambda: models.load_verifier(pair[1]), ("drafter", "dflash_config"))
+    refused(lambda: models.load_verifier(pair[1]), "drafter", "dflash_config")
     assert models.load_drafter(pair[0])[0].kind == "language model"
-    assert_refused(lambda: tf.load(verifier=pair[1], drafter=pair[0]), ("dflash_config",))
+    refused(lambda: tf.load(verifier=pair[1], drafter=pair[0]), "dflash_config")
+
 
 
 MISFITS = {
@@ -474,7 +447,7 @@ def test_mismatched_pairs(pair, change, words):
     change_config(pair[0], **change)
     for folder in pair:
         truncate(folder)
-    assert_refused(lambda: tf.load(verifier=pair[0], drafter=pair[1]), ("does not fit", *words))
+    refused(lambda: tf.load(verifier=pair[0], drafter=pair[1]), "does not fit", *words)
 
 
 @pytest.mark.parametrize("dflash, words", [
@@ -483,9 +456,9 @@ def test_mismatched_pairs(pair, change, words):
 ])  # fmt: skip
 def test_drafters_that_read_outside_the_verifier(pair, dflash, words):
     change_config(pair[1], dflash_config=dflash)
-    assert_refused(lambda: tf.load(verifier=pair[0], drafter=pair[1]), ("does not fit", *words))
+    refused(lambda: tf.load(verifier=pair[0], drafter=pair[1]), "does not fit", *words)
 
 
 def test_saving_refuses_weights_of_another_model(tmp_path):
     params = fresh(verifier.specs(replace(MODEL, intermediate_size=24)))
-    assert_refused(lambda: models.save_verifier(tmp_path, MODEL, params), ("mlp.down_proj.weight", "(24, 8)", "(20, 8)"))
+    refused(lambda: models.save_verifier(tmp_path, MODEL, params), "mlp.down_proj.weight", "(24, 8)", "(20, 8)")
