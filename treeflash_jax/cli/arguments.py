@@ -206,11 +206,7 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_prompts(arguments: argparse.Namespace) -> list[Any]:
-    """Returns prompts in the order of the help text, as `generate` takes them.
-
-    Raises:
-      ValueError: no prompt.
-    """
+    """Returns prompts in the order of the help text, as `generate` takes them. Raises ValueError if there are none."""
     words = arguments.words
     if not (words or arguments.prompt or arguments.prompt_file or arguments.chat or arguments.prompt_ids):
         words = [] if sys.stdin is None or sys.stdin.isatty() else ["-"]

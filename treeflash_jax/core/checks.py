@@ -112,11 +112,7 @@ def basic_first(cls: type) -> list[Field]:
 
 
 def checked(config: T) -> T:
-    """Checks types and limits of a dataclass's fields and converts scalars of NumPy and JAX to Python's.
-
-    Raises:
-      ValueError: the first field with a wrong value.
-    """
+    """Checks the fields of a dataclass and converts scalars of NumPy and JAX. Raises ValueError for a wrong value."""
     changed = [setting.name for setting in fields(config) if getattr(config, setting.name) is not setting.default]
     checks = field_checks(type(config))
     return replace(config, **{name: checks[name](getattr(config, name)) for name in changed})

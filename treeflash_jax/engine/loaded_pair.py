@@ -110,11 +110,7 @@ class LoadedPair:
         return replace(plan, num_nodes=self.calibration(plan).nodes[-1]) if plan.drafts and config.nodes == "auto" else plan
 
     def calibration(self, plan: DecodePlan) -> calibration.Calibration:
-        """Returns what `treeflash calibrate` measured for this pair with the drafting settings of `plan`.
-
-        Raises:
-          ValueError: it was never run, or for another pair, device or settings.
-        """
+        """Returns the measurements of `treeflash calibrate` for this pair and plan. Raises ValueError if there are none."""
         key = replace(plan, num_nodes=1)
         if key not in self._calibrations:
             identity = calibration.make_identity(self.verifier, self.weights, plan, self.mesh)
@@ -122,11 +118,7 @@ class LoadedPair:
         return self._calibrations[key]
 
     def selector(self, path: str, plan: DecodePlan) -> tuple[SelectorConfig, Any]:
-        """Returns the config and the weights of the selector in a file.
-
-        Raises:
-          ValueError: the file is missing or damaged, or was made for another pair.
-        """
+        """Returns config and weights of a selector's file. Raises ValueError if it is damaged or made for another pair."""
         if path not in self._selectors:
             config, params = selector_file.load(Path(path), self.mesh)
             width = len(plan.taps) * self.verifier.hidden_size

@@ -34,11 +34,7 @@ GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code
 def resolve(
     config: GenerateConfig | None, settings: Settings, verifier: ModelConfig, drafter: DrafterSizes | None
 ) -> GenerateConfig:
-    """Returns `config` with `settings` replaced, checked against the loaded pair.
-
-    Raises:
-      ValueError: a setting is unknown, not supported, or out of range.
-    """
+    """Replaces `settings` in `config` and checks all against the pair. Raises ValueError for a wrong setting."""
     for name in settings:
         _check_name(name)
     if not isinstance(config, GenerateConfig | None):

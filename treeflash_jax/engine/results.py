@@ -101,11 +101,7 @@ class Result:
         )
 
     def tree(self, round_index: int) -> DrawnTree:
-        """Drafts the tree of a round again, from the same prefix; `print` draws it. Rounds count from 0.
-
-        Raises:
-          ValueError: the answer has no such round, or no draft trees.
-        """
+        """Drafts the tree of a round again, counted from 0; `print` draws it. Raises ValueError if there is none."""
         if self.draft_again is None:
             raise ValueError("this answer was decoded one token at a time: it has no draft trees")
         if not self.accept_lengths:

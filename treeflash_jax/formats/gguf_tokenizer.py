@@ -61,11 +61,7 @@ def folder(path: str | Path) -> Path | None:
 
 
 def files(file: File) -> dict[str, str]:
-    """Returns the texts of tokenizer_config.json and tokenizer.json, by name; {} if the file has no tokenizer.
-
-    Raises:
-      ValueError: a kind of tokenizer that is not implemented.
-    """
+    """Returns the texts of tokenizer_config.json and tokenizer.json, by name; {} for none. Raises as `folder`."""
     if not {"tokenizer.ggml.model", "tokenizer.ggml.tokens"} & file.metadata.keys():
         return {}
     made = _tokenizer(file)  # checks the vocabulary that the settings refer to

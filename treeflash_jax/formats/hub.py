@@ -23,11 +23,7 @@ def cached(hub_id: str, revision: str | None = None) -> Path | None:
 
 
 def download(hub_id: str, revision: str | None = None, local_files_only: bool = False) -> Path:
-    """Returns the folder of a Hub id in the Hub's local cache, downloading missing files.
-
-    Raises:
-      ValueError: not reachable on the Hub.
-    """
+    """Returns the folder of a Hub id in the local cache, downloading missing files. Raises ValueError if it cannot."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -65,11 +65,7 @@ def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any], dtype: Any = jnp.bfloat16) -> None:
-    """Writes config.json and model.safetensors as transformers would.
-
-    Raises:
-      ValueError: quantised weights, or weights of other shapes than the config's.
-    """
+    """Writes config.json and model.safetensors as transformers would. Raises ValueError for quantised weights."""
     scheme = quantized.quantization_scheme(params)
     if scheme:
         raise ValueError(f"got weights in {scheme}, expected those of the files: load without quantize to save them")
@@ -94,11 +90,7 @@ def save_drafter(
 
 
 def writable(dialect: str, config: Any = None) -> Dialect:
-    """Returns a dialect of drafters by name.
-
-    Raises:
-      ValueError: the dialect is unknown, cannot be written, or stores another kind of drafter than the config's.
-    """
+    """Returns a dialect by name. Raises ValueError for one that is unknown, or cannot store drafters of this kind."""
     known = dialects.written("drafter")
     if dialect not in known:
         raise ValueError(f"got dialect {quoted(dialect)}, expected one of {', '.join(known)}")

@@ -20,11 +20,7 @@ FILE, KEY = "selector.safetensors", "selector"
 
 
 def load(path: Path, mesh: Any = None) -> tuple[SelectorConfig, dict[str, Any]]:
-    """Returns the config and the float32 weights of a selector.
-
-    Raises:
-      ValueError: the file is missing, damaged, or holds something else.
-    """
+    """Returns config and float32 weights of a selector. Raises ValueError for a missing, damaged or other file."""
     metadata = safetensors.metadata(path)
     if KEY not in metadata:
         raise ValueError(f"{path}: got a file without a selector, expected what `python -m train.selector` wrote")

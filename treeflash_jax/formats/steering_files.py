@@ -62,11 +62,7 @@ def entries(config: SteeringConfig) -> dict[str, Entry]:
 
 
 def load(folder: Path, dtype: Any, mesh: Any = None) -> tuple[SteeringConfig, dict[str, Any]]:
-    """Reads the steering of a small model: its config and its weights.
-
-    Raises:
-      ValueError: files that are missing or damaged, or tensors that are not those of the sizes.
-    """
+    """Reads config and weights of the steering of a small model. Raises ValueError for missing or damaged files."""
     config = read_config(folder)
     with opened(folder) as tensors:
         return config, storage.load(folder, tensors, steering.specs(config), entries(config), dtype, mesh)

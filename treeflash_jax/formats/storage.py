@@ -180,11 +180,7 @@ def _pairs(specs: Any, entries: Any) -> Iterator[tuple[Spec, Entry]]:
 def save(
     path: Path, specs: Any, entries: Any, params: Any, dtype: Any, extra: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Writes weights to one safetensors file, in `dtype` if their spec has none; `extra` is added to its metadata.
-
-    Raises:
-      ValueError: a weight of another shape than its spec's.
-    """
+    """Writes weights to a safetensors file, in `dtype` unless their spec has one. Raises ValueError for a wrong shape."""
     parts: dict[str, list[tuple[int, int, np.ndarray]]] = {}
 
     def keep(spec: Spec, entry: Entry, weight: np.ndarray) -> None:

@@ -20,11 +20,7 @@ _KEYS_OF_KIND = {
 
 
 def read(keys: Keys, head_dim: int, max_positions: int) -> Rope:
-    """Returns the rotary embedding of a config, in either spelling.
-
-    Raises:
-      ValueError: a kind, key or value that is not implemented, or two spellings that disagree.
-    """
+    """Returns the rotary embedding of a config, in either spelling. Raises ValueError if it is not implemented."""
     keys.check_only({"partial_rotary_factor": (1.0, None), "rope_interleaved": (False, None)})
     old, new = keys.table("rope_scaling").raw, keys.table("rope_parameters").raw
     if new and {**new, **old} != new:

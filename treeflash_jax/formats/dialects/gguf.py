@@ -118,11 +118,7 @@ class Gguf(Dialect):
 
 
 def _as_config_json(file: File) -> dict[str, Any]:
-    """Returns a file's sizes as keys of config.json.
-
-    Raises:
-      ValueError: an architecture, key or value that is not implemented, or a missing size.
-    """
+    """Returns a file's sizes as keys of config.json. Raises ValueError for a key or value that is not implemented."""
     where, metadata = str(file.path), file.metadata
     known = {a.gguf: a for a in ARCHITECTURES.values() if a.gguf}
     kind = metadata.get("general.architecture")
