@@ -433,7 +433,6 @@ def test_swapped_folders(pair):
     refused(lambda: tf.load(verifier=pair[1], drafter=pair[0]), "dflash_config")
 
 
-
 MISFITS = {
     "hidden size": ({"hidden_size": 16}, ("hidden size", "8", "16")),
     "layers": ({"num_hidden_layers": 4}, ("layers", "3", "4")),

@@ -78,7 +78,7 @@ def call(
     with sharding.ambient(mesh):
         if key not in _programs:
             where = list(leaves[0].sharding.device_set if mesh is None else mesh.devices.flat)
-            path = _path(key, len(where)) if is_kept else None
+            path = _path(key, where) if is_kept else None
             with clock.paused() if clock else nullcontext():
                 executable = _read(path, where)
             if executable is None:
@@ -102,26 +102,29 @@ def abstract_shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
-def _path(key: Any, num_devices: int) -> Path | None:
-    """Returns the file of a program's executable for `num_devices` devices, or None.
+def _path(key: Any, where: Sequence[Any]) -> Path | None:
+    """Returns the file of a program's executable for these devices, or None.
 
-    None while JAX's own cache is on: executables that XLA:CPU read from it and serialized again do not run.
+    None while JAX's own cache is on: executables that XLA:CPU read from it and serialized again do not run. None for
+    several CPU devices: once read from a file, executables start their collectives in any order and wait for ever.
     """
     if folder is None or jax.config.jax_compilation_cache_dir is not None or jax.process_count() > 1:
+        return None
+    if len(where) > 1 and devices.describe(where[0]).is_cpu:
         return None
     function, static, structure, shapes, mesh, precision = key
     mesh_key = None if mesh is None else (mesh, mesh.axis_types, [device.id for device in mesh.devices.flat])
     random = jax.config.jax_default_prng_impl, jax.config.jax_threefry_partitionable
     text = repr((function.__module__, function.__name__, static, str(structure), shapes, mesh_key, precision, random))
     digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-    return folder / f"{_environment()}-{num_devices}-{function.__name__}-{digest}"
+    return folder / f"{_environment()}-{len(where)}-{function.__name__}-{digest}"
 
 
 def read_ahead() -> None:
     """Starts reading the most recently used executables for one device on a thread.
 
-    Called before weights are read: on two CPU cores, this saves a second for 32 tokens of SmolLM2 from a warm cache. XLA
-    ends the process if it loads an executable for several devices onto one.
+    Called before weights are read: on two CPU cores, this saves a second for 32 tokens of SmolLM2 from a warm cache.
+    Executables for several devices are left out: XLA would end the process at one that is loaded onto a single device.
     """
     if folder is None or jax.config.jax_compilation_cache_dir is not None:
         return
