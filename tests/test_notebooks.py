@@ -157,6 +157,8 @@ def save(path: Path, folder: Path) -> None:
         cell.metadata = {}
     for cell in code_cells(notebook):  # notes, such as where programs are kept on this machine
         cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+        for output in cell.outputs:
+            output.update({"text": output["text"].replace(f"{folder}/", "")} if "text" in output else {})
     nbformat.validate(notebook)
     nbformat.write(notebook, path)
 
