@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import statistics
 import time
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,9 +71,7 @@ class MeasureStage:
 
 def main(settings: MeasureStage) -> None:
     files.check_output(settings.out, files.json_with("settings", "trial", "systems", "options"))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="tau is")  # a drafter that accepts little is a result here
-        measured = measure(settings)
+    measured = measure(settings)
     files.write(settings.out, json.dumps(measured, indent=1) + "\n")
     if hosts.is_first():
         report.show(measured)
@@ -99,8 +96,7 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
         if dtype not in models:
             models[dtype] = tf.load(**pair, dtype=jnp.dtype(dtype))
     held_out = respond.collect_prompts(asked, model, held_out=True)
-    prompts = [BenchPrompt(id=str(number), ids=prompt.ids) for number, prompt in enumerate(held_out)]
-    prompts = _spread(prompts, settings.prompts)
+    prompts = _spread([BenchPrompt(id=str(i), ids=prompt.ids) for i, prompt in enumerate(held_out)], settings.prompts)
     trial = prompts[:: max(1, len(prompts) // TRIAL_PROMPTS)][:TRIAL_PROMPTS]
     plain, drafted, speeds = _try(models, trial, settings, began + settings.seconds / 2)
     if settings.seconds:

@@ -176,6 +176,21 @@ def test_a_batch_shares_its_seconds(fake, tmp_path):
     assert [r["prompt_id"] for r in read(out)] == ["7", "cows", "c"]
 
 
+def test_sets_of_prompts_are_drawn_and_reported_apart(fake, prompts, tmp_path, capsys):
+    other, out = write_lines(tmp_path / "other.jsonl", PROMPTS[1:]), tmp_path / "out.jsonl"
+    assert main(["bench", "run", "--prompts", str(prompts), str(other), *SMALL, "--limit", "1", "--out", str(out)]) == 0
+    records = read(out)
+    assert [(r["prompt_set"], r["prompt_id"]) for r in records] == 3 * [("prompts", "prompts/cows")] + 3 * [
+        ("other", "other/7")
+    ]
+    systems = report.summarise(records)["systems"]
+    assert [(s["set"], s["prompts"]) for s in systems] == 3 * [("other", 1)] + 3 * [("prompts", 1)]
+    shown = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    assert ["other", "0", "ar"] in shown and ["prompts", "0", "treeflash-8"] in shown
+    assert main(["bench", "run", "--prompts", str(prompts), str(prompts), "--out", str(out)]) == 2
+    assert "expected files of different names" in capsys.readouterr().err
+
+
 def test_a_stopped_run_continues_where_it_was(fake, prompts, tmp_path):
     out = tmp_path / "out.jsonl"
     assert bench(prompts, out) == 0

@@ -9,13 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 import toy_training
 
 from train import compile as compiling
 from treeflash_jax.bench import shapes
-from treeflash_jax.bench.program_text import find_collectives, sum_collectives
 from treeflash_jax.core import parameters
 from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.models import verifier
@@ -42,29 +40,6 @@ def small_shape(monkeypatch):
     small = dataclasses.replace(shapes.VERIFIERS["qwen3-4b"], **SIZES)
     monkeypatch.setitem(shapes.VERIFIERS, "small", small)
     monkeypatch.setattr(shapes, "find_drafter", partial(shapes.find_drafter, num_layers=2))
-
-
-def collectives(program, *args):
-    return sum_collectives(find_collectives(program.lower(*args).compile().as_text()))
-
-
-def test_collectives_are_counted_with_their_trips():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def body(x):
-        def inner(total, _):
-            return x + jax.lax.psum(total, "x"), None
-
-        def outer(total):
-            return jax.lax.scan(inner, jax.lax.psum(total, "x"), None, length=5)[0]
-
-        # Every sum is of the value before it, so the compiler cannot take one of them out of its loop.
-        return jax.lax.scan(lambda total, _: (outer(total), None), x, None, length=3)[0]
-
-    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"), check_vma=False))
-    found = collectives(program, jnp.ones((8, 16)))
-    assert found == {"all-reduce": {"count": 3 * (1 + 5), "bytes": 3 * (1 + 5) * 64}}
-    assert collectives(jax.jit(jnp.sin), jnp.ones(3)) == {}
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ SCHEMA = 2
 KINDS = {  # types of the values of a record
     "prompt_id": str,
     "prompt_hash": str,
+    "prompt_set": str | None,
     "system": str,
     "settings": dict[str, Any],
     "versions": dict[str, Any],
@@ -152,13 +153,8 @@ def read_results(path: str | Path) -> tuple[list[Record], int]:
     return records, size
 
 
-def open_results(path: str | Path) -> BinaryIO:
-    """Opens a results file for appending. A last record that was cut off is removed; all before it stays.
-
-    Raises:
-      ValueError: as `read_results`.
-    """
-    _, size = read_results(path)
+def open_results(path: str | Path, size: int) -> BinaryIO:
+    """Opens a results file for appending after its first `size` bytes, which `read_results` returned."""
     file = open(path, "a+b")
     file.truncate(size)
     file.seek(max(size - 1, 0))

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_fields(sizes, draft_options())
     add_fields(sizes, RuntimeConfig, "attention")
     prompts = parser.add_argument_group("prompts (decoded to measure acceptance)")
-    add_fields(prompts, PromptSet, limit=32)
+    add_fields(prompts, PromptSet, several="prompts", limit=32)
     defaults = {"max_new_tokens": 96, "temperature": [0.0, 1.0]}
     add_fields(prompts, SamplingConfig, "max_new_tokens temperature", several="temperature", **defaults)
     output = parser.add_argument_group("measurement and output")

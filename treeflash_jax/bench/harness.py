@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -61,7 +62,9 @@ class System:
           KeyboardInterrupt: Ctrl-C while decoding; half an answer is no measurement.
         """
         config = replace(self.config, temperature=temperature, seed=0)
-        results = self.model.generate(prompts, config, seed=seeds)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="tau is")  # a drafter that accepts little is a result here
+            results = self.model.generate(prompts, config, seed=seeds)
         if any(result.finished == "interrupted" for result in results):
             raise KeyboardInterrupt
         return [replace(result, seconds=result.seconds / len(prompts)) for result in results]
@@ -102,7 +105,6 @@ def measure(
     temperatures: Sequence[float] = (0.0,),
     seeds: Sequence[int] = (0,),
     known: Sequence[Record] = (),
-    is_timed: bool = True,
     tell: Tell = print_progress,
 ) -> Iterator[Record]:
     """Answers every prompt with every system at all combinations of temperature and seed.
@@ -114,7 +116,6 @@ def measure(
     Args:
       format: a key of `prompt_sets.FORMATS`.
       known: records of an earlier run, which are not measured again.
-      is_timed: repeats warm-up calls; without it, seconds include compilation.
       tell: receives a line after every call.
 
     Yields:
@@ -132,7 +133,7 @@ def measure(
                 continue
             answers = converse(system, batch, format, temperature, seed)
             compile_seconds = max(sum(result.compile_seconds for result in results) for results in answers)
-            if is_timed and (compile_seconds or system.name not in warm):
+            if compile_seconds or system.name not in warm:
                 answers = converse(system, batch, format, temperature, seed)
                 warm.add(system.name)
             for place, (prompt, results) in enumerate(zip(batch, answers, strict=True)):
@@ -187,6 +188,7 @@ def make_record(
         "schema": SCHEMA,
         "prompt_id": prompt.id,
         "prompt_hash": prompt.hash,
+        "prompt_set": prompt.set,
         "system": system.name,
         "settings": system.settings() | {"format": format, "temperature": temperature, "seed": seed},
         "accept_lengths": [result.accept_lengths for result in results],

@@ -9,6 +9,7 @@ from typing import Any
 
 from treeflash_jax.core import files
 
+PANELS = 4  # side by side
 Lines = Mapping[str, Mapping[float, float]]  # by label, y by x
 
 
@@ -34,8 +35,12 @@ def draw(panels: Mapping[str, Lines], path: str | Path, *, title: str | None = N
     """Draws lines in panels side by side, by title, in the format of the path's ending."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.5 * max(len(panels), 1), 3.6), layout="constrained")
-    for axis, (name, lines) in zip(figure.subplots(1, len(panels) or 1, squeeze=False)[0], panels.items(), strict=False):
+    columns, rows = min(max(len(panels), 1), PANELS), -(-len(panels) // PANELS) or 1
+    figure = Figure(figsize=(4.5 * columns, 3.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for axis in list(axes)[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (name, lines) in zip(axes, panels.items(), strict=False):
         for label, points in lines.items():
             axis.plot(*zip(*sorted(points.items()), strict=True), "o-", label=label)
         axis.set(title=name, ylim=(0, None))
@@ -49,8 +54,8 @@ def draw(panels: Mapping[str, Lines], path: str | Path, *, title: str | None = N
 def draw_trees(systems: Sequence[dict[str, Any]], path: str | Path) -> None:
     """Draws tokens per round over nodes, the expected ones if they were recorded.
 
-    There is a panel per temperature and a line per drafter, head and builder, for the best of its rules. With one drafter,
-    there is a panel per temperature and head.
+    There is a panel per set of prompts and temperature, and a line per drafter, head and builder, for the best of its
+    rules. With one drafter, there is a panel per head too.
 
     Args:
       systems: entries of `report.summarise`; those without a number of nodes are left out.
@@ -63,8 +68,8 @@ def draw_trees(systems: Sequence[dict[str, Any]], path: str | Path) -> None:
     compares = len({system["drafter"] for system in drawn}) > 1
     panels: dict[str, dict[str, dict[float, float]]] = {}
     for system in drawn:
-        title = f"T = {system['temperature']:g}" if compares else f"{system['head']}, T = {system['temperature']:g}"
-        label = [system["drafter"], *([system["head"]] if system["head"] else [])] if compares else []
-        label = ", ".join([*label, system["builder"]])
-        panels.setdefault(title, {}).setdefault(label, {})[system["nodes"]] = tau(system)
+        title = [system["set"], "" if compares else system["head"], f"T = {system['temperature']:g}"]
+        label = [system["drafter"], system["head"]] if compares else []
+        panel = panels.setdefault(", ".join(filter(None, title)), {})
+        panel.setdefault(", ".join(filter(None, [*label, system["builder"]])), {})[system["nodes"]] = tau(system)
     draw(panels, path, title="tokens per round over nodes, with the best rule of each builder")

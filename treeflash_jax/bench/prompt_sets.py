@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,18 @@ FORMATS = {
 class PromptSet:
     """Options that choose and word the prompts."""
 
-    prompts: str | None = bounded(None, unit="file", unset="a bundled set", help="JSONL file of prompts")
+    prompts: str | None = bounded(None, unit="file", unset="a bundled set", help="JSONL files of prompts")
     format: str = bounded("chat", choices=lambda: tuple(FORMATS), help="how prompts are worded")
     limit: int | None = bounded(
-        None, least=1, unit="prompts", unset="all", help="number of prompts, drawn as in the published benchmarks"
+        None, least=1, unit="prompts", unset="all", help="prompts of each file, drawn as in the published benchmarks"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPrompt:
     """A prompt with its user turns and perhaps a system message, or one of token ids; `hash` identifies its text.
+
+    `set` is the name of its file if there are several.
 
     Example:
       >>> BenchPrompt(id="words-1", turns=("A box holds 6 pens. How many do 3 boxes hold?",)).hash
@@ -50,6 +52,7 @@ class BenchPrompt:
     turns: tuple[str, ...] = ("",)
     system: str | None = None
     ids: list[int] | None = None
+    set: str | None = None
 
     @property
     def hash(self) -> str:
@@ -67,8 +70,18 @@ class BenchPrompt:
 
 
 def chosen_prompts(arguments: Any) -> list[BenchPrompt]:
-    """Reads the prompts that the options of `PromptSet` name."""
-    return draw(read_prompts(arguments.prompts or BUNDLED), arguments.limit)
+    """Reads the prompts that the options of `PromptSet` name; with several files, ids begin with the name of their file.
+
+    Raises:
+      ValueError: as `read_prompts`; two files of one name.
+    """
+    paths = arguments.prompts or [BUNDLED]
+    sets = {Path(path).stem: draw(read_prompts(path), arguments.limit) for path in paths}
+    if len(sets) < len(paths):
+        raise ValueError(f"got --prompts {' '.join(paths)}, expected files of different names")
+    if len(sets) == 1:
+        return next(iter(sets.values()))
+    return [replace(prompt, id=f"{name}/{prompt.id}", set=name) for name, prompts in sets.items() for prompt in prompts]
 
 
 def read_prompts(path: str | Path) -> list[BenchPrompt]:

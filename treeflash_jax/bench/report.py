@@ -75,7 +75,7 @@ def summarise(records: Sequence[Record], *, against: str | None = None, resample
       resamples: of the bootstrap.
 
     Returns:
-      {"settings", "versions", "hardware", "systems"}: systems has an entry per temperature and system. Ratios are
+      {"settings", "versions", "hardware", "systems"}: an entry per set of prompts, temperature and system. Ratios are
       {"value", "low", "high", "answers"}, or None if the other system is missing.
 
     Raises:
@@ -86,12 +86,13 @@ def summarise(records: Sequence[Record], *, against: str | None = None, resample
     names = sorted({record["system"] for record in records})
     if against is not None and not any(against in (name, *_shorter(name), name.partition("-")[0]) for name in names):
         raise ValueError(f"got unknown system {against!r}, expected one of {', '.join(names)}")
-    groups: dict[float, dict[str, Answers]] = {}
+    groups: dict[tuple[str, float], dict[str, Answers]] = {}
     for record in records:
         prompt, system, temperature, seed = record_key(record)
         lengths = sum(record["accept_lengths"], [])
         sums = {"rounds": len(lengths), "committed": sum(lengths), "whole": sum(lengths) + sum(record["cut"])}
-        groups.setdefault(temperature, {}).setdefault(system, {})[prompt, seed] = record | sums
+        group = record.get("prompt_set") or "", temperature
+        groups.setdefault(group, {}).setdefault(system, {})[prompt, seed] = record | sums
     first, dtypes = records[0], dict.fromkeys(record["settings"]["dtype"] for record in records)
     dtypes.pop(None, None)  # of other programs
     return {
@@ -99,9 +100,9 @@ def summarise(records: Sequence[Record], *, against: str | None = None, resample
         "versions": first["versions"],
         "hardware": first["hardware"],
         "systems": [
-            {"temperature": temperature, "system": name}
+            {"set": prompts, "temperature": temperature, "system": name}
             | _summarise_system(name, systems, against or "marginal", resamples)
-            for temperature, systems in sorted(groups.items())
+            for (prompts, temperature), systems in sorted(groups.items())
             for name in systems
         ],
     }
@@ -239,17 +240,19 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
     """Prints the summary as tables that fit 80 columns."""
     settings, systems = summary["settings"], summary["systems"]
     title = f"{settings['verifier']}, {settings['format']} prompts, batch {settings['batch_size']}"
-    columns = ["T", "*system", "responses", "tau", "per\nresponse", "tau ratio", "*over"]
+    several = any(system["set"] for system in systems)
+    keys = ["*prompts", "T", "*system"] if several else ["T", "*system"]
+    columns = [*keys, "responses", "tau", "per\nresponse", "tau ratio", "*over"]
     tokens = make_table(f"{title}: tokens per round", columns)
-    speed = make_table(f"{title}: speed", ["T", "*system", "tokens/s", "median", "speedup", "identical"])
+    speed = make_table(f"{title}: speed", [*keys, "tokens/s", "median", "speedup", "identical"])
     whole = make_table(
         "whole rounds: ratios over the best-first tree of the same number of nodes",
-        ["T", "*system", "tau", "ratio", "expected ratio"],
+        [*keys, "tau", "ratio", "expected ratio"],
     )
     depth = max(len(system["acceptance_by_depth"]) for system in systems)
-    depths = make_table("% of rounds that accept at least n draft tokens", ["T", "*system", *map(str, range(1, depth + 1))])
+    depths = make_table("% of rounds that accept at least n draft tokens", [*keys, *map(str, range(1, depth + 1))])
     for system in systems:
-        key = f"{system['temperature']:g}", system["system"]
+        key = [*([system["set"]] if several else []), f"{system['temperature']:g}", system["system"]]
         if system["builder"] != PEER:
             numbers = str(system["responses"]), _number(system["tau"]), _number(system["tau_per_response"])
             ratio = system["tau_ratio"]

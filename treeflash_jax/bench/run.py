@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument(
         "--pair", nargs="+", metavar=("VERIFIER", "[LABEL=]DRAFTER"), default=["tiny", "tiny"],
-        help="folders, Hub ids or names (default: tiny tiny); systems are measured with each of several drafters",
+        help="verifier and one or more drafters: folders, Hub ids or names (default: tiny tiny)",
     )  # fmt: skip
     model.add_argument(
         "--dtype", nargs="+", choices=("float32", "bfloat16", "float64"), default=[None],
@@ -54,15 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_fields(model, ModelOptions, "quantize thinking template budget")
     prompts = parser.add_argument_group("prompts")
-    add_fields(prompts, PromptSet)
+    add_fields(prompts, PromptSet, several="prompts")
     prompts.add_argument(
         "--prompt-ids", metavar="IDS", help="one prompt of token ids, separated by spaces, instead of a file"
     )
     chosen = parser.add_argument_group("systems")
     chosen.add_argument(
         "--systems", nargs="+", default=list(systems.SYSTEMS), metavar="NAME",
-        help=f"{', '.join(systems.SYSTEMS)}, or "
-        "a tree like treeflash-32+hybrid+traversal@0.7: nodes, builder, rule, drafter temperature",
+        help=f"{', '.join(systems.SYSTEMS)}, or a tree like treeflash-32+hybrid+traversal@0.7:skeleton=0.5 (nodes, "
+        "builder, rule, drafter temperature, other settings)",
     )  # fmt: skip
     chosen.add_argument(
         "--preset", choices=systems.PRESETS, action=systems.Preset,
@@ -72,8 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--other", action="append", default=[], metavar="NAME=COMMAND",
         help="another program that decodes greedily, as in bench/peers; may be given several times",
     )  # fmt: skip
-    add_fields(chosen, TreeConfig, several="nodes", nodes=[16])
-    add_fields(chosen, draft_options(), without="head")  # which the names of systems choose
+    by_name = "head builder acceptance selector drafter_temperature"  # what the names of systems choose
+    add_fields(chosen, TreeConfig, without=by_name, several="nodes", nodes=[16])
+    add_fields(chosen, draft_options(), without=by_name)
     sampling = parser.add_argument_group("sampling and output")
     options = "max_new_tokens temperature top_k top_p seed stop_ids"
     add_fields(sampling, SamplingConfig, options, several="temperature seed", temperature=[0.0], seed=[0])
@@ -102,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(
             "got --other with a temperature above 0 or a batch, expected greedy decoding of one prompt at a time"
         )
-    earlier, _ = bench_records.read_results(arguments.out)
+    records, size = bench_records.read_results(arguments.out)
     plots.check(arguments.plot)
     with ExitStack() as stack:
         measured = load_systems(arguments, chosen)
@@ -111,17 +112,17 @@ def run(arguments: argparse.Namespace) -> int:
             name, _, command = other.partition("=")
             peer = Peer(name=name, model=base.model, config=base.config, pair=base.pair, command=command)
             measured.append(stack.enter_context(peer))
-        check(measured, prompts, arguments.format, earlier, arguments.out, temperatures, seeds)
-        phases = {record["system"]: record["phases"] for record in earlier if record.get("phases")}
+        check(measured, prompts, arguments.format, records, arguments.out, temperatures, seeds)
+        phases = {record["system"]: record["phases"] for record in records if record.get("phases")}
         if arguments.phases is not None:
             phases |= time_phases(measured, fit(int, arguments.phases, "--phases", least=1), temperatures[0], phases)
-        output = stack.enter_context(bench_records.open_results(arguments.out))
+        output = stack.enter_context(bench_records.open_results(arguments.out, size))
         sampling = {"temperatures": temperatures, "seeds": seeds}
-        for record in harness.measure(measured, prompts, format=arguments.format, known=earlier, **sampling):
-            record["phases"] = phases.get(record["system"])
-            output.write(json.dumps(record).encode() + b"\n")
+        for record in harness.measure(measured, prompts, format=arguments.format, known=tuple(records), **sampling):
+            records.append(record | {"phases": phases.get(record["system"])})
+            output.write(json.dumps(records[-1]).encode() + b"\n")
             output.flush()
-    summary = report.summarise(bench_records.read_records(arguments.out)[0])
+    summary = report.summarise(records)
     report.show(summary)
     if arguments.plot:
         plots.draw_trees(summary["systems"], arguments.plot)
@@ -146,7 +147,6 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     shared = option_values(arguments, settings_class())
     for name in ("nodes", "temperature", "seed"):
         del shared[name]
-    shared["builder"] = shared["builder"] or "best-first"
     loaded: dict[str, System] = {}
     for dtype, (label, drafter) in product(arguments.dtype, labels.items()):
         with slow(f"loading {verifier} and {drafter}"):
@@ -158,7 +158,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
         for name, system in chosen.items():
             if "head" in missing and system.get("head") == "marginal" and "builder" not in system:
                 continue  # this drafter has no head to leave out
-            settings = shared | ({"acceptance": None} if "builder" in system else {}) | system
+            settings = {"builder": "best-first"} | shared | system
             settings = {key: value for key, value in settings.items() if key not in missing}
             config = resolve(None, settings, model.verifier, model.drafter)
             ends = [label] * (len(labels) > 1 and config.builder != "none") + [dtype] * (len(arguments.dtype) > 1)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.columns import Columns
 from rich.console import Console
 from rich.live import Live
@@ -116,8 +115,7 @@ def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2,
             results.append(result)
         prompts = [BenchPrompt(id=name, turns=(prompt,)) for name, prompt in demo.prompts.items()]
         with console.status("measuring") as status:
-            # All programs are compiled by now: no call is warm-up.
-            records = list(harness.measure(systems, prompts, seeds=range(repeats), is_timed=False, tell=status.update))
+            records = list(harness.measure(systems, prompts, seeds=range(repeats), tell=status.update))
             status.update("drawing a tree")  # its round is drafted again, by a program of its own
             tree = Text(f"one of the rounds, with the tokens that it kept marked:\n{_draw(results)}\n")
         console.print(tree, table := _table(pair, records))
@@ -195,22 +193,16 @@ def _draw(results: Sequence[tf.Result]) -> str:
 
 
 def _table(pair: str, records: Sequence[Record]) -> Table:
-    table = Table("prompt", "decoded", title=f"{pair}: greedy, batch 1", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("passes", "tau", "tokens/s", "speedup", "identical"):
-        table.add_column(column, justify="right")
+    columns = ["*prompt", "*decoded", "passes", "tau", "tokens/s", "speedup", "identical"]
+    table = report.make_table(f"{pair}: greedy, batch 1", columns)
     for prompt in dict.fromkeys(record["prompt_id"] for record in records):
         entries = report.summarise([r for r in records if r["prompt_id"] == prompt], resamples=1)["systems"]
         for entry in sorted(entries, key=lambda entry: entry["system"] != PLAIN):  # the order of the turns changes
             is_same = entry["identical"] == entry["compared"]
             if not is_same:
                 table.caption = "no: usually a near-tie of two logits, not an error; see treeflash check"
-            table.add_row(
-                prompt if entry["system"] == PLAIN else "",
-                entry["system"],
-                str(entry["rounds"] // entry["responses"] + 1),
-                f"{entry['tau'] or 1:.2f}",
-                f"{entry['tokens_per_second']:.0f}",
-                f"{entry['speedup']['value']:.2f} x",
-                "yes" if is_same else "no",
-            )
+            passes = str(entry["rounds"] // entry["responses"] + 1)
+            speeds = f"{entry['tokens_per_second']:.0f}", f"{entry['speedup']['value']:.2f} x"
+            name = prompt if entry["system"] == PLAIN else ""
+            table.add_row(name, entry["system"], passes, f"{entry['tau'] or 1:.2f}", *speeds, "yes" if is_same else "no")
     return table

@@ -1,0 +1,158 @@
+"""Collectives and memory traffic, read from the text of compiled programs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from conftest import needs_8_devices
+from jax.sharding import PartitionSpec
+
+import treeflash_jax as tf
+from treeflash_jax.bench.program_text import count_bytes, count_moved, find_collectives, sum_collectives
+
+
+@needs_8_devices
+def test_collectives_know_their_loops_and_branches():
+    mesh = tf.make_mesh(1, 8)
+
+    def body(x, rounds):
+        def step(carry):
+            index, x = carry
+            x = jax.lax.fori_loop(0, 7, lambda _, x: jnp.sin(jax.lax.psum(x, "model")), x)
+            return index + 1, jax.lax.cond(index > 2, lambda: jax.lax.all_gather(x, "model")[0], lambda: x)
+
+        def goes_on(carry):
+            return jax.lax.ppermute(carry[1], "model", [(i, 7 - i) for i in range(8)]).sum() < rounds
+
+        return jax.lax.while_loop(goes_on, step, (jnp.zeros_like(rounds), x))[1]
+
+    spec = PartitionSpec("model")
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False))
+    text = program.lower(jnp.ones((8, 16)), jnp.int32(5)).compile().as_text()
+    found = {one.kind: one for one in find_collectives(text)}
+    assert found["all-reduce"].trips == 7 and found["all-reduce"].in_loop and not found["all-reduce"].in_branch
+    assert found["all-gather"].trips == 1 and found["all-gather"].in_loop and found["all-gather"].in_branch
+    assert found["collective-permute"].in_loop, "what a loop's condition needs belongs to its trips"
+    assert sum_collectives(find_collectives(text)) == {
+        "all-gather": {"count": 1, "bytes": 8 * 64},
+        "all-reduce": {"count": 7, "bytes": 7 * 64},
+        "collective-permute": {"count": 1, "bytes": 64},
+    }
+
+
+@needs_8_devices
+def test_trips_of_nested_loops_multiply():
+    mesh, spec = tf.make_mesh(1, 8), PartitionSpec("model")
+
+    def body(x):
+        def outer(total, _):
+            # Every sum is of the value before it, so the compiler cannot take one of them out of its loop.
+            inner = lambda total, _: (x + jax.lax.psum(total, "model"), None)  # noqa: E731
+            return jax.lax.scan(inner, jax.lax.psum(total, "model"), None, length=5)[0], None
+
+        return jax.lax.psum(jax.lax.scan(outer, x, None, length=3)[0], "model")
+
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    found = find_collectives(program.lower(jnp.ones((8, 16))).compile().as_text())
+    assert sum_collectives(found) == {"all-reduce": {"count": 3 * (1 + 5) + 1, "bytes": (3 * (1 + 5) + 1) * 64}}
+    assert [one.in_loop for one in found].count(False) == 1
+    assert find_collectives(jax.jit(jnp.sin).lower(jnp.ones(3)).compile().as_text()) == []
+
+
+def test_loops_that_a_tpu_program_does_not_annotate_are_counted_by_their_bound():
+    text = """
+%body.1 (p: (s32[], f32[16])) -> (s32[], f32[16]) {
+  %all-reduce.3 = f32[1,16]{1,0:T(1,128)S(1)} all-reduce(%x), channel_id=2, to_apply=%sum
+}
+
+%condition.1 (p: (s32[], f32[16])) -> pred[] {
+  %constant.4 = s32[]{:T(128)} constant(32)
+  %counter = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %lt.6 = pred[]{:T(512)} compare(%counter, %constant.4), direction=LT, metadata={}
+}
+
+ENTRY %main (x: f32[16]) -> f32[16] {
+  %while.9 = (s32[]{:T(128)}, f32[16]{0:T(128)}) while(%tuple), condition=%condition.1, body=%body.1, metadata={}
+}
+"""
+    assert sum_collectives(find_collectives(text)) == {"all-reduce": {"count": 32, "bytes": 32 * 64}}
+    unbounded = text.replace("%constant.4), direction", "%limit), direction")
+    assert sum_collectives(find_collectives(unbounded)) == {"all-reduce": {"count": 1, "bytes": 64}}
+
+
+def test_a_collective_beside_other_work_is_counted_where_it_starts():
+    gather = "%g = bf16[8,16]{1,0} all-gather(%p), channel_id=1, dimensions={0}"
+    text = f"""
+%start_body (p: bf16[4,16]) -> bf16[8,16] {{
+  {gather}
+}}
+
+%done_body (p: bf16[4,16]) -> bf16[8,16] {{
+  {gather}
+}}
+
+%async_collective_fusion.7 (p: bf16[4,16]) -> bf16[8,16] {{
+  {gather}
+}}
+
+%body (p: (s32[], f32[16])) -> (s32[], f32[16]) {{
+  %fusion.1 = (f32[16], bf16[8,16]) fusion(%x), kind=kOutput, calls=%async_collective_fusion.7
+}}
+
+%condition (p: (s32[], f32[16])) -> pred[] {{
+  %bound = s32[] constant(12)
+  ROOT %less = pred[] compare(%counter, %bound), direction=LT
+}}
+
+ENTRY %main (x: f32[16]) -> f32[16] {{
+  %async-collective-start.3 = (bf16[4,16], bf16[8,16]) fusion(%x), kind=kLoop, calls=%start_body
+  %while.9 = (s32[], f32[16]) while(%tuple), condition=%condition, body=%body
+  ROOT %async-collective-done.3 = bf16[8,16] fusion(%x), kind=kLoop, calls=%done_body
+}}
+"""
+    assert sum_collectives(find_collectives(text)) == {"all-gather": {"count": 1, "bytes": 8 * 16 * 2}}
+
+
+@needs_8_devices
+def test_a_gathered_cache_is_seen():
+    mesh = tf.make_mesh(4, 2)
+    place = jax.sharding.NamedSharding(mesh, PartitionSpec("data", "model"))
+    whole = jax.sharding.NamedSharding(mesh, PartitionSpec("data"))
+    copy = jax.jit(lambda x: x * 2, out_shardings=whole)
+    text = copy.lower(jax.ShapeDtypeStruct((4, 2, 256, 8), jnp.float32, sharding=place)).compile().as_text()
+    found = find_collectives(text)
+    assert count_moved(found, 1 * 2, 256 * 8) == 1
+    assert count_moved(found, 1 * 2, 512 * 8) == 0 and count_moved(found, 1 * 2, 250 * 8) == 0
+
+
+PROGRAM = """
+%sliced (p0: f32[64,256], p1: s32[]) -> f32[1,256] {
+  %p0 = f32[64,256]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %part = f32[1,256]{1,0} dynamic-slice(%p0, %p1), dynamic_slice_sizes={1,256}
+  ROOT %negated = f32[1,256]{1,0} negate(%part)
+}
+
+%body (state: (f32[64,256], s32[])) -> (f32[64,256], s32[]) {
+  %state = (f32[64,256]{1,0}, s32[]) parameter(0)
+  %table = f32[64,256]{1,0} get-tuple-element(%state), index=0
+  %at = s32[]{:T(128)S(6)} get-tuple-element(%state), index=1
+  %row = f32[1,256]{1,0:T(8,128)S(1)} fusion(%table, %at), kind=kLoop, calls=%sliced
+  %new = f32[64,256]{1,0} dynamic-update-slice(%table, %row, %at)
+  ROOT %next = (f32[64,256]{1,0}, s32[]) tuple(%new, %at)
+}
+
+ENTRY %main (x: f32[64,256]) -> bf16[64,256] {
+  %x = f32[64,256]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (f32[64,256]{1,0}, s32[]) tuple(%x, %zero)
+  %loop = (f32[64,256]{1,0}, s32[]) while(%start), body=%body, backend_config={"known_trip_count":{"n":"10"}}
+  %last = f32[64,256]{1,0} get-tuple-element(%loop), index=0
+  ROOT %kernel = bf16[64,256]{1,0} custom-call(%last, %x), custom_call_target="tpu_custom_call"
+}
+"""
+
+
+def test_loops_slices_updates_and_kernels():
+    """Ten times a row of 1 KiB is read, and a row is updated: read and written. The kernel reads 128 KiB and writes 32."""
+    assert count_bytes(PROGRAM) == 10 * (1024 + 2 * 1024) + 2 * 65536 + 32768
