@@ -35,9 +35,9 @@ def draw(panels: Mapping[str, Lines], path: str | Path, *, title: str | None = N
     """Draws lines in panels side by side, by title, in the format of the path's ending."""
     from matplotlib.figure import Figure
 
-    columns, rows = min(max(len(panels), 1), PANELS), -(-len(panels) // PANELS) or 1
-    figure = Figure(figsize=(4.5 * columns, 3.6 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flat
+    width, height = min(max(len(panels), 1), PANELS), -(-len(panels) // PANELS) or 1
+    figure = Figure(figsize=(4.5 * width, 3.6 * height), layout="constrained")
+    axes = figure.subplots(height, width, squeeze=False).flat
     for axis in list(axes)[len(panels) :]:
         axis.set_axis_off()
     for axis, (name, lines) in zip(axes, panels.items(), strict=False):
