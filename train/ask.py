@@ -72,7 +72,7 @@ def main(settings: AskConfig) -> None:
     if jax.process_count() > 1:
         raise ValueError(f"got {jax.process_count()} processes, expected one: questions are short")
     out = folders.absolute(os.path.expanduser(settings.out))
-    with lock.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}") as output_lock:
+    with lock.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}") as check_owner:
         answers.check_settings(settings, out, FREE)
         model = load(verifier=locate(settings.verifier, "verifier"))
         known, first = read(out)
@@ -80,7 +80,7 @@ def main(settings: AskConfig) -> None:
         began, before = time.perf_counter(), len(known)
         with watch.Bar("questions", settings.count, before) as bar:
             for lines in ask(model, settings, known, first):
-                output_lock.check()
+                check_owner()
                 folders.append(out, "".join(lines))
                 bar.show(len(known))
                 hosts.say(f"{len(known):,} of {settings.count:,} questions")

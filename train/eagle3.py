@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train.runtime import run_config
+from train.runtime import folders, run_config
 from train.runtime.training_state import SumsFunction
 from train.stages.drafting import DraftingStage, copy_weights
 from train.stages.drafting import train as main
@@ -32,6 +31,7 @@ from treeflash_jax.drafters import eagle3
 from treeflash_jax.drafters.block.block_config import fresh_layers
 from treeflash_jax.drafters.eagle3 import EagleConfig, layer
 from treeflash_jax.drafters.eagle3.layer import default_taps
+from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import models
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter
@@ -93,9 +93,9 @@ class Eagle3Stage(DraftingStage):
         vocab_size, size = drafter.layers.vocab_size, drafter.draft_vocab_size
         if size == vocab_size:
             return {}
-        saved = Path(self.run) / "model"
+        saved = folders.absolute(self.run) / "model"
         if (saved / "config.json").exists():
-            return {"offsets": models.load_drafter(saved)[1]["offsets"]}
+            return {"offsets": models.load_drafter(locate(str(saved), "drafter"))[1]["offsets"]}
         answers = [packed.tokens[packed.weights > 0] for packed in self.corpus.train.values()]
         counts_v = np.bincount(np.concatenate(answers), minlength=vocab_size)
         ids_v = np.sort(np.argsort(-counts_v, kind="stable")[:size])

@@ -19,7 +19,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -100,10 +100,10 @@ class Prompt:
 def main(settings: RespondConfig) -> None:
     hosts.connect()
     out = folders.absolute(os.path.expanduser(settings.out))
-    with lock.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}") as output_lock:
+    with lock.held(out.with_name(f"{out.name}.lock"), f"out={settings.out}") as check_owner:
         answers.check_settings(settings, out, FREE)
         model = load_model(settings)
-        answer(settings, model, collect_prompts(settings, model), out, output_lock)
+        answer(settings, model, collect_prompts(settings, model), out, check_owner)
 
 
 def load_model(settings: RespondConfig) -> TreeFlash:
@@ -180,7 +180,7 @@ def question(content: Any) -> Any:
 
 
 def answer(
-    settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt], out: epath.Path, output_lock: lock.Lock
+    settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt], out: epath.Path, check_owner: Callable[[], None]
 ) -> None:
     """Answers the prompts missing in `out`, and merges the answers of all hosts in order.
 
@@ -200,7 +200,7 @@ def answer(
     missing = [index for index in range(len(prompts)) if index not in done]
     share = missing[jax.process_index() :: jax.process_count()] if by_host else missing
     began, tokens = time.perf_counter(), 0
-    adding = answers.adding(path, out, output_lock.check) if writes else nullcontext(lambda *_: None)
+    adding = answers.adding(path, out, check_owner) if writes else nullcontext(lambda *_: None)
     with adding as add, watch.Bar("answers", len(done) + len(share), len(done)) as bar:
         for number, (index, result) in enumerate(respond(model, prompts, share, settings), start=1):
             add(index, answer_line(index, prompts[index], settings, result))
@@ -209,7 +209,7 @@ def answer(
     seconds = time.perf_counter() - began
     _wait("merge")
     if hosts.is_first():
-        output_lock.check()
+        check_owner()
         answers.merge(out, len(prompts))
         speed = {"new tokens": f"{tokens:,} ({tokens / seconds:,.0f} a second)", "time": watch.duration(seconds)}
         watch.table(f"{len(prompts):,} answers in {out}", speed if tokens else {})

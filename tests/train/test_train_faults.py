@@ -143,8 +143,8 @@ def test_a_lock_ends_with_its_process(tmp_path):
     refused(lambda: lock.held(path, "run=x").__enter__(), "run=x: another process works on it", "x.lock")
     process.kill()
     process.communicate()
-    with lock.held(path, "run=x") as mine:
-        mine.check()
+    with lock.held(path, "run=x") as check_owner:
+        check_owner()
         refused(lambda: lock.held(path, "run=x").__enter__(), "run=x: another process works on it")
     assert not list(tmp_path.iterdir())
 
@@ -161,14 +161,15 @@ def test_one_of_many_gets_the_lock(tmp_path):
 
 def test_a_bucket_belongs_to_the_newest_process(bucket):
     path = epath.Path("gs://bucket/run/x.lock")
-    with lock.held(path, "run=x") as killed:
-        with lock.held(path, "run=x") as newer:
-            newer.check()
-            refused(killed.check, "run=x: another process was started on it")
-        assert not path.exists()
-        with lock.held(path, "run=x") as newer:
-            killed.release()
-            newer.check()
+    older = lock.held(path, "run=x")
+    check_older = older.__enter__()
+    with lock.held(path, "run=x") as check_owner:
+        check_owner()
+        refused(check_older, "run=x: another process was started on it")
+    assert not path.exists()
+    with lock.held(path, "run=x") as check_owner:
+        older.__exit__(None, None, None)
+        check_owner()
 
 
 # Damaged runs.

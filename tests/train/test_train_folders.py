@@ -16,9 +16,15 @@ import treeflash_jax as tf
 from train import export, from_scratch, head
 from train.data import documents
 from train.data.records import Source
+from train.eagle3 import Eagle3Stage
 from train.evaluate import held_out_prompts
 from train.runtime import folders, hosts, loop, run_config, sinks, watch
 from train.runtime.checkpoint import claim
+from train.stages.rollout import RolloutConfig
+from treeflash_jax.core import parameters
+from treeflash_jax.drafters import eagle3
+from treeflash_jax.drafters.block.block_config import fresh_layers
+from treeflash_jax.drafters.eagle3 import EagleConfig
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
@@ -189,3 +195,18 @@ def test_urls_that_cannot_be_opened_are_one_line(monkeypatch):
 def test_exports_name_what_is_no_run(tmp_path):
     with pytest.raises(ValueError, match="got no settings.toml, expected the run= of a stage that trains a drafter"):
         export.read_settings(str(tmp_path))
+
+
+def test_the_vocabulary_of_a_drafter_is_that_of_its_run(bucket, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(fsspec, "url_to_fs", lambda url, **_: (fsspec.filesystem("gcs"), url.removeprefix("gs:/")))
+    config = EagleConfig(
+        layers=fresh_layers(toy_training.MODEL, 1), target_hidden_size=16, draft_vocab_size=9, taps=(0, 1, 2)
+    )
+    weights = parameters.initialize(eagle3.specs(config), jax.random.key(0))
+    weights["offsets"] = np.arange(9, dtype=np.int32)
+    with folders.filled("gs://bucket/run/model") as folder:
+        models.save_drafter(folder, config, weights)
+    loops = dict(optimizer=run_config.OptimizerConfig(learning_rate=1e-3), loop=run_config.LoopConfig(batch=1))
+    stage = Eagle3Stage(run="gs://bucket/run", sources=(), objective=RolloutConfig(), **loops)
+    np.testing.assert_array_equal(stage.stored(config)["offsets"], weights["offsets"])

@@ -71,7 +71,7 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
     assert ran == ["respond", "drafter"]
     shown = capsys.readouterr().out
     for line in (
-        "mask_token_id = 3: <|mask|>, which the training data does not have",
+        "mask_token_id = 3: <|mask|>, a token that no text has",
         "target_layer_ids = 1, 2, 3: 3 of the verifier's 6 layers by the published rule",
         "block_size = 4: as given",
         "compute_dtype = float32: this CPU has no bfloat16 instructions",

@@ -45,16 +45,11 @@ def mask_token(tokenizer: Tokenizer | None, counts_v: np.ndarray, stop_ids: tupl
     template = str(getattr(inner, "chat_template", None) or "")
     roles = {*stop_ids, *(getattr(inner, f"{role}_token_id", None) for role in ("bos", "eos", "pad", "unk"))}
     unused = [i for i in np.flatnonzero(counts_v == 0).tolist() if i not in roles]
-    free = {i: special[i] for i in unused if i in special and special[i] not in template}
-    for word in ("mask", "reserved"):
-        for i, name in free.items():
-            if word in name.lower():
-                return Choice(i, f"{name}, which the training data does not have")
-    for i in unused:
-        if inner is not None and i >= len(inner):
-            return Choice(i, "an id of the vocabulary that no text has")
-    for i, name in free.items():
-        return Choice(i, f"{name}, a special token that the training data does not have")
+    free = [(i, f"{special[i]}, a token that no text has") for i in unused if i in special and special[i] not in template]
+    named = [(i, reason) for word in ("mask", "reserved") for i, reason in free if word in special[i].lower()]
+    past = [(i, "an id that no text has") for i in unused if inner is not None and i >= len(inner)]
+    if candidates := [*named, *past, *free]:
+        return Choice(*candidates[0])
     rarest = min((i for i in range(len(counts_v)) if i not in roles and i not in special), key=lambda i: (counts_v[i], -i))
     times = f"{counts_v[rarest]:,} times in the training data"
     return Choice(rarest, f"an ordinary token that occurs {times}, as no special token is unused")

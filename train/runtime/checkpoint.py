@@ -36,6 +36,10 @@ def checksum(state: Any) -> jax.Array:
     return sum(jnp.sum(lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32) for x in leaves)
 
 
+class DamageError(ValueError):
+    """A checkpoint has files that are missing, cut off or changed."""
+
+
 class Checkpoints:
     """The checkpoints of one run directory.
 
@@ -111,8 +115,8 @@ class Checkpoints:
         steps = list(self.metrics())
         for step in reversed(steps):
             try:
-                return self._load(step, abstract)
-            except _DamageError as error:
+                return self.load(step, abstract)
+            except DamageError as error:
                 hosts.say(f"{error}; trying the one before")
         if steps:
             raise ValueError(f"{self.folder}: all of its checkpoints are damaged; move it away or give another run=")
@@ -122,14 +126,9 @@ class Checkpoints:
         """Returns the state of one checkpoint, laid out as `abstract`.
 
         Raises:
-          ValueError: the checkpoint is damaged or holds other arrays.
+          DamageError: the checkpoint is damaged.
+          ValueError: it holds other arrays or was trained on other documents.
         """
-        try:
-            return self._load(step, abstract)
-        except _DamageError as error:
-            raise ValueError(f"{error}; give another step") from None
-
-    def _load(self, step: int, abstract: Any) -> Any:
         path = self.folder / "checkpoints" / str(step)
         with self._damage(step):
             stored = self.orbax.metadata(path, checkpointable_name=STATE)
@@ -160,12 +159,12 @@ class Checkpoints:
 
     @contextmanager
     def _damage(self, step: int) -> Iterator[None]:
-        """Raises `_DamageError` for errors of missing, cut off or changed files; other errors come from code."""
+        """Raises `DamageError` for errors of missing, cut off or changed files; other errors come from code."""
         try:
             yield
         except Exception as error:
             if isinstance(error, OSError | ValueError | KeyError) or type(error) is Exception:
-                raise _DamageError(f"{self.folder}: checkpoint of step {step} is damaged ({_reason(error)})") from error
+                raise DamageError(f"{self.folder}: checkpoint of step {step} is damaged ({_reason(error)})") from error
             raise
 
     def save(self, step: int, state: Any, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
@@ -182,10 +181,6 @@ class Checkpoints:
                 self.inner.wait()
         except Exception as error:
             raise _unwritten(self.folder, error) from error
-
-
-class _DamageError(Exception):
-    """A checkpoint has files that are missing, cut off or changed."""
 
 
 def claim(folder: epath.Path, config: Any) -> None:

@@ -7,7 +7,7 @@ process owns an output through a file with its token, and an older one stops bef
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import jax
@@ -20,12 +20,14 @@ from train.runtime import folders, hosts
 
 
 @contextmanager
-def held(path: epath.Path, what: str) -> Iterator[Lock]:
+def held(path: epath.Path, what: str) -> Iterator[Callable[[], None]]:
     """Holds the lock of `path` for all hosts of this job while the block runs.
 
+    Yields a function to be called before every write: it raises ValueError if a newer process owns the output.
+
     Example:
-      >>> with lock.held(folder / "run.lock", "runs/head") as output_lock:
-      ...     output_lock.check()  # before every write
+      >>> with lock.held(folder / "run.lock", "runs/head") as check_owner:
+      ...     check_owner()
 
     Args:
       path: lock file; its folder is created if missing.
@@ -34,12 +36,24 @@ def held(path: epath.Path, what: str) -> Iterator[Lock]:
     Raises:
       ValueError: another process holds the lock, or the file cannot be written; raised on every host.
     """
-    lock, error = Lock(path, what), None
+    path, token = epath.Path(path), uuid.uuid4().hex
+    local = FileLock(path, timeout=0) if hosts.is_first() and not folders.is_remote(path) else None
+    error: ValueError | None = None
+
+    def is_owned() -> bool:
+        return local is not None or (path.exists() and path.read_text() == token)
+
+    def check_owner() -> None:
+        if hosts.is_first() and not is_owned():
+            raise ValueError(f"{what}: another process was started on it; this one stops and writes nothing more")
+
     if hosts.is_first():
         try:
-            lock.acquire()
-        except ValueError as refused:
-            error = refused
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(token) if local is None else local.acquire()
+        except Timeout:
+            holds = f"another process works on it (it holds {path})"
+            error = ValueError(f"{what}: {holds}; wait until it has ended, or stop it")
         except OSError as refused:
             error = ValueError(f"{path} cannot be written ({refused.strerror or refused}); give another place")
     if jax.process_count() > 1:
@@ -49,43 +63,9 @@ def held(path: epath.Path, what: str) -> Iterator[Lock]:
     if error is not None:
         raise error
     try:
-        yield lock
+        yield check_owner
     finally:
-        if hosts.is_first():
-            lock.release()
-
-
-class Lock:
-    """The lock of one process, made by `held`."""
-
-    def __init__(self, path: epath.Path, what: str):
-        self.path, self.what, self.token = epath.Path(path), what, uuid.uuid4().hex
-        self.local = None if folders.is_remote(path) else FileLock(path, timeout=0)
-
-    def acquire(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.local is None:
-            self.path.write_text(self.token)
-            return
-        try:
-            self.local.acquire()
-        except Timeout:
-            raise ValueError(
-                f"{self.what}: another process works on it (it holds {self.path}); wait until it has ended, or stop it"
-            ) from None
-
-    def check(self) -> None:
-        """Raises ValueError if a newer process owns the output."""
-        if self.local is None and hosts.is_first() and not self._is_owned():
-            raise ValueError(f"{self.what}: another process was started on it; this one stops and writes nothing more")
-
-    def release(self) -> None:
-        if self.local is None:
-            if self._is_owned():
-                self.path.unlink(missing_ok=True)
-        else:
-            self.path.unlink(missing_ok=True)  # first, since a released lock may be another process's at once
-            self.local.release()
-
-    def _is_owned(self) -> bool:
-        return self.path.exists() and self.path.read_text() == self.token
+        if hosts.is_first() and is_owned():
+            path.unlink(missing_ok=True)  # before the release, after which it may be another process's
+        if local is not None:
+            local.release()

@@ -83,10 +83,10 @@ def fit(
     loop: LoopConfig = config.loop
     hosts.check_batch(loop.batch, loop.accumulate, mesh)
     steps, folder = resolve_steps(loop, corpus.num_sequences), folders.absolute(config.run)
-    with sharding.ambient(mesh), lock.held(folder / "run.lock", f"run={config.run}") as run_lock:
+    with sharding.ambient(mesh), lock.held(folder / "run.lock", f"run={config.run}") as check_owner:
         claim(folder, config)
         with Checkpoints(config.run, loop, corpus.digests()) as saved, Termination() as termination:
-            run = _Run(stage, config, steps, mesh, params, run_lock, saved, termination, began)
+            run = _Run(stage, config, steps, mesh, params, check_owner, saved, termination, began)
             with closing(run.shown), closing(run.trace.running):
                 held_out = partial(HeldOut(stage, corpus, loop, mesh), frozen=frozen)
                 return run.train(frozen, corpus, [held_out, *([evaluate] if evaluate else [])])
@@ -102,14 +102,14 @@ class _Run:
         steps: int,
         mesh: jax.sharding.Mesh,
         params: Any,
-        run_lock: lock.Lock,
+        check_owner: Callable[[], None],
         saved: Checkpoints,
         termination: Termination,
         began: float | None,
     ):
         loop: LoopConfig = config.loop
         self.stage, self.loop, self.steps, self.mesh = stage, loop, steps, mesh
-        self.run_lock, self.saved, self.termination = run_lock, saved, termination
+        self.check_owner, self.saved, self.termination = check_owner, saved, termination
         self.rate = training_state.schedule(config.optimizer, steps, config.optimizer.learning_rate)
         transform = training_state.make_optimizer(config.optimizer, steps, stage.specs)
         example = training_state.abstract_batch(loop.batch, config.data.sequence_length)
@@ -187,7 +187,7 @@ class _Run:
         is_cut, line = metrics is None, line | (metrics or {})
         saves = ends or is_cut or _is_due(step, self.loop.save_every) or (step == self.start and bool(line))
         if line or saves:
-            self.run_lock.check()
+            self.check_owner()
         if line:
             self.shown.write(step, line)
         if saves:
