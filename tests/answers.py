@@ -13,6 +13,7 @@ import pytest
 from treeflash_jax import GenerateConfig, Result, TreeFlash, drafters
 from treeflash_jax.core import parameters
 from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.engine.planning import make_requests
 from treeflash_jax.models import verifier
@@ -38,6 +39,14 @@ def prefilled(model: TreeFlash, prompts: list, capacity: int = 256, **settings) 
     """The plan of a call, and its state after the prompts."""
     plan, inputs = make_inputs(model, prompts, capacity, **settings)
     return plan, loops.prefill(model.weights, *inputs, plan=plan.for_prefill())
+
+
+def make_runner(model: TreeFlash, prompts: list, capacity: int = 256, **settings) -> tuple[Runner, tuple]:
+    """The runner of a call whose rounds may choose their trees, and the inputs of its prompts for these caches."""
+    config = model.resolve(None, {"max_new_tokens": 64, "stop_ids": ()} | settings)
+    requests = make_requests(prompts, config, model.verifier)
+    runner = model.make_runner(config, requests, len(requests), capacity - 20 - max(map(len, prompts)))
+    return runner, model.make_batch(requests, config, batch_size=len(requests), capacity=capacity)
 
 
 def drafted_as_plain(model: TreeFlash, prompts: list, draft: dict, *, plain: Any = None, **settings) -> list[Result]:

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import prefilled, refused
+from answers import make_runner, prefilled, refused
 from budgets import AUTO, BUCKETS, FLAT, MIXED, STEEP, beside, table
-from compiled import CAPACITY, assert_one_program
 from conftest import DATA, compilations, needs_8_devices, random_pair
 
 from treeflash_jax import GenerateConfig, TreeFlash, load, make_mesh, trees
@@ -154,10 +153,7 @@ def test_answers_are_those_of_one_token_decoding_for_every_choice(trained, plain
 
 def started(model: TreeFlash, prompts, capacity: int = 256, **settings) -> tuple:
     """Returns plan, weights and state of rounds that choose, after the prompts."""
-    config = GenerateConfig(max_new_tokens=64, stop_ids=(), **AUTO, **settings)
-    requests = make_requests(prompts, config, model.verifier)
-    runner = model.make_runner(config, requests, len(requests), capacity - 20 - max(map(len, prompts)))
-    batch = model.make_batch(requests, config, batch_size=len(requests), capacity=capacity)
+    runner, batch = make_runner(model, prompts, capacity, **AUTO, **settings)
     return runner.plan, runner.all_weights, runner.start(batch)
 
 
@@ -293,16 +289,6 @@ def test_nothing_recompiles_when_only_values_change(trained, tmp_path):
         programs.clear()
         run(PROMPTS, max_new_tokens=9)
         assert {"jit(read)", "jit(decode)"} <= {*compiled}, "control: these names are heard of when programs compile"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("as_users_compile")
-def test_a_round_is_one_program_that_copies_no_cache(tmp_path):
-    """A pause and a round of every bucket included."""
-    pair = random_pair()
-    plan, weights, state = started(beside(pair, tmp_path / "a.json", table(pair, MIXED, 0.9)), PROMPTS[:2], CAPACITY)
-    text = assert_one_program(weights, state, plan)
-    assert text.count("branch_computations={") + text.count("true_computation=") >= 1, "buckets are branches"
 
 
 @pytest.mark.slow

@@ -12,9 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import cut_by_stops, drafted_as_plain, make_inputs, make_pair, prefilled, refused
+from answers import cut_by_stops, drafted_as_plain, make_inputs, make_pair, make_runner, prefilled, refused
+from budgets import AUTO, beside, table
+from budgets import MIXED as MIXED_TIMES
 from compiled import CAPACITY, assert_copies_nothing, assert_one_program
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, compilations, needs_8_devices
+from test_selector import HOW as SELECTED
+from test_selector import written
 
 from treeflash_jax import TreeFlash, make_mesh
 from treeflash_jax.core import programs
@@ -206,22 +210,30 @@ def test_no_token_is_offered_twice(kind, settings):
         assert len({*named}) == named.size
 
 
-# Blocks are in test_decode.py.
-BUILDERS = [(kind, "best-first") for kind in KINDS if kind != "block"] + [("ngram", "walk"), ("language model", "walk")]
+ONE_PROGRAM = [("block", {"builder": "none"}), ("block", TREE | {"candidates": 4}), ("block", AUTO), ("block", SELECTED)]
+ONE_PROGRAM += [(kind, TREE) for kind in KINDS if kind != "block"]
+ONE_PROGRAM += [(kind, {"builder": "walk", "children": 4}) for kind in ("ngram", "language model")]
 
 
 @pytest.mark.usefixtures("as_users_compile")
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "builder"), BUILDERS)
-def test_a_round_is_one_program_that_copies_no_cache(kind, builder):
-    model = make_pair(RANDOM_MODEL, KINDS[kind])
-    settings = TREE if builder == "best-first" else {"children": 4}
-    plan, inputs = make_inputs(model, PROMPTS, CAPACITY, builder=builder, **settings)
-    begun, chunks = loops.begin(*inputs, plan=plan.for_prefill(), dtype=jnp.float32), jax.device_put(jnp.int32(3))
-    read = loops.read.lower(model.weights, begun, inputs[1], chunks, plan=plan.for_prefill()).compile()
-    state = read(model.weights, begun, inputs[1], chunks)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("kind", "settings"), [slow_unless(pair in ONE_PROGRAM[:2], *pair) for pair in ONE_PROGRAM])
+def test_a_round_is_one_program_that_copies_no_cache(tmp_path, kind, settings, batch):
+    """A pause, and a round of every bucket, included."""
+    pair = make_pair(RANDOM_MODEL, KINDS[kind])
+    if settings is AUTO:
+        pair = beside(pair, tmp_path / "a.json", table(pair, MIXED_TIMES, 0.9))
+    if settings is SELECTED:
+        settings = SELECTED | {"selector": written(pair, tmp_path / "a.safetensors")}
+    runner, inputs = make_runner(pair, PROMPTS[:batch], CAPACITY, **settings)
+    plan, chunks = runner.plan.for_prefill(), jax.device_put(jnp.int32(3))
+    begun = loops.begin(*inputs, plan=plan, dtype=jnp.float32)
+    read = loops.read.lower(pair.weights, begun, inputs[1], chunks, plan=plan).compile()
+    state = runner.begin(read(pair.weights, begun, inputs[1], chunks))
     assert_copies_nothing(read, state)
-    assert_one_program(model.weights, state, plan)
+    text = assert_one_program(runner.all_weights, state, runner.plan)
+    branches = text.count("branch_computations={") + text.count("true_computation=")
+    assert branches >= 1 or runner.plan.policy is None, "buckets are branches"
 
 
 @pytest.mark.parametrize("kind", [slow_unless(kind == "ngram", kind) for kind in KINDS if kind != "block"])

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import CAPACITY, assert_one_program
 from conftest import compilations, needs_8_devices, random_pair
 from safetensors.numpy import save_file
 
@@ -19,7 +18,6 @@ from treeflash_jax import GenerateConfig, make_mesh
 from treeflash_jax.core import parameters, programs
 from treeflash_jax.decoding import accepting, calibration, rounds, tree_selector
 from treeflash_jax.decoding.tree_selector import OBSERVED, SCALARS, Features, SelectorConfig, SelectorPolicy, list_shapes
-from treeflash_jax.engine.planning import make_requests
 from treeflash_jax.formats import selector_file
 from treeflash_jax.trees import Bucket
 
@@ -76,19 +74,6 @@ def test_drawn_trees_do_not_depend_on_what_is_decoded_beside_them(trained, tmp_p
         settings = {name: values[number] for name, values in SAMPLED.items()}
         [alone] = trained.generate([PROMPTS[number]], indices=[number], **how | settings)
         assert (alone.ids, alone.nodes) == (expected.ids, expected.nodes)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("as_users_compile")
-def test_a_round_is_one_program_that_copies_no_cache(tmp_path):
-    pair = random_pair()
-    how = {**HOW, "selector": written(pair, tmp_path / "a.safetensors"), "max_new_tokens": 20}
-    config = pair.resolve(None, how)
-    requests = make_requests([[3, 4, 5], [7, 8]], config, pair.verifier)
-    runner = pair.make_runner(config, requests, 2, 61)
-    state = runner.start(pair.make_batch(requests, config, batch_size=2, capacity=CAPACITY))
-    text = assert_one_program(runner.all_weights, state, runner.plan)
-    assert text.count("branch_computations={") + text.count("true_computation=") >= 1, "sizes are branches"
 
 
 @pytest.mark.slow
