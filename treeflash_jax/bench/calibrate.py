@@ -139,7 +139,7 @@ def describe(entry: calibration.Calibration, batch: int, positions: int) -> list
 def _observed_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[DecodeState, tuple[Any, ...]]:
     """Returns the state after a round, and the drafted log-probabilities and the accepted path."""
     tree, proposal = rounds.draft_tree(weights, state, plan)
-    verified, accepted = rounds.judge(weights, state, tree, proposal, plan)
+    verified, accepted = rounds.verify_and_accept(weights, state, tree, proposal, plan)
     values = tree.log_prob_bn, accepted.path_bp, accepted.length_b, state.done_b
     return loops.pin(rounds.commit_path(weights, state, verified, accepted, plan)), values
 

@@ -211,7 +211,7 @@ class BudgetPolicy:
         """Runs a one-token round of a pause; `catch_up` adds its token to the drafter's context later."""
         step_plan = replace(plan, num_nodes=1)  # still drafts, so that the pass returns features for the drafter
         tree = trees.root_only(rounds.find_anchor(state))
-        verified, accepted = rounds.judge(weights, state, tree, None, step_plan)
+        verified, accepted = rounds.verify_and_accept(weights, state, tree, None, step_plan)
         after = rounds.commit_path(weights, state, verified, accepted, replace(step_plan, builder="none"), nodes=1)
         budget = state.policy
         # All live sequences have the same number of pending tokens; done sequences never draft again.

@@ -87,9 +87,9 @@ def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Deco
         return _chosen_round(weights, state, plan)
     tree, proposal = draft_tree(weights, state, plan)
     if plan.drafts and drafters.is_declared("MAY_OFFER_NOTHING", plan.drafter):
-        verified, accepted = _judge_if_drafted(weights, state, tree, proposal, plan)
+        verified, accepted = _verify_if_drafted(weights, state, tree, proposal, plan)
     else:
-        verified, accepted = judge(weights, state, tree, proposal, plan)
+        verified, accepted = verify_and_accept(weights, state, tree, proposal, plan)
     return commit_path(weights, state, verified, accepted, plan)
 
 
@@ -103,7 +103,7 @@ def _chosen_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Dec
 
     def branch(bucket: Any) -> tuple[Verified, Accepted, Any]:
         tree, proposal, bucket_plan = policy.draft(state, choice, bucket, plan)
-        verified, accepted = judge(weights, state, tree, proposal, bucket_plan)
+        verified, accepted = verify_and_accept(weights, state, tree, proposal, bucket_plan)
         observed = policy.observe(state, proposal, verified, accepted)
         return *keep_path(verified, accepted, plan.path_length), observed
 
@@ -112,25 +112,25 @@ def _chosen_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Dec
     return after.replace(policy=policy.learn(state, choice, accepted, observed))
 
 
-def _judge_if_drafted(
+def _verify_if_drafted(
     weights: Weights, state: DecodeState, tree: trees.DraftTree, proposal: trees.Proposal | None, plan: DecodePlan
 ) -> tuple[Verified, Accepted]:
-    """Like `judge`, but verifies only the roots if every draft tree is empty, which takes no longer than one token.
+    """Verifies and accepts, but only the roots if every draft tree is empty, which takes no longer than one token.
 
     Which branch runs depends on the text alone, so the output stays exact although the roots have another rule.
     """
     root_plan = replace(plan, num_nodes=1, rule="sample-and-match")
 
     def whole() -> tuple[Verified, Accepted]:
-        return keep_path(*judge(weights, state, tree, proposal, plan), plan.path_length)
+        return keep_path(*verify_and_accept(weights, state, tree, proposal, plan), plan.path_length)
 
     def root() -> tuple[Verified, Accepted]:
-        return keep_path(*judge(weights, state, trees.first(tree, 1), None, root_plan), plan.path_length)
+        return keep_path(*verify_and_accept(weights, state, trees.first(tree, 1), None, root_plan), plan.path_length)
 
     return lax.cond(jnp.any(tree.valid_bn[:, 1:] & ~state.done_b[:, None]), whole, root)
 
 
-def judge(
+def verify_and_accept(
     weights: Weights, state: DecodeState, tree: trees.DraftTree, proposal: trees.Proposal | None, plan: DecodePlan
 ) -> tuple[Verified, Accepted]:
     """Verifies a tree in one pass and returns the path that the plan's rule keeps."""
