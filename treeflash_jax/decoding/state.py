@@ -84,12 +84,7 @@ class DecodePlan:
 
 @struct.dataclass
 class Weights:
-    """Parameters of verifier, drafter and policy.
-
-    Attributes:
-      drafter: None for plain decoding.
-      policy: measurements or network of the plan's policy; None without a policy.
-    """
+    """Weights of verifier and drafter, and measurements or network of the plan's policy; None for what a plan lacks."""
 
     verifier: Any
     drafter: Any = None
@@ -128,11 +123,11 @@ class DecodeState:
       end_b: number of ids of each sequence. The verifier's cache has `end_b - 1` positions.
       done_b: whether a sequence needs no more tokens.
       drafter: the drafter's state; None for plain decoding.
-      rounds_b: rounds that each sequence took part in.
-      accepted_bs: tokens accepted per round, bonus included, before any cut at a stop id or limit.
+      rounds_b: number of rounds of each sequence.
+      accepted_bs: number of tokens accepted by each round, bonus included, before any cut at a stop id or limit.
       log_probs_bs: the verifier's log-probability (temperature 1, no filters) of each token; None unless planned.
-      expected_bs: tokens each round was expected to commit, given its tree; None unless planned.
-      nodes_bs: nodes verified per round; None without a policy.
+      expected_bs: number of tokens that each round was expected to commit, given its tree; None unless planned.
+      nodes_bs: number of nodes verified by each round; None without a policy.
       policy: the policy's state, scalars and arrays whose first axis is the batch; None without a policy.
     """
 

@@ -72,10 +72,8 @@ def append(cache: KVCache, new: NewKV, count_b: jax.Array, path_bp: jax.Array | 
     overwrites. The caller keeps `length_b + width <= capacity`.
 
     Args:
-      new: keys and values of the new positions.
-      count_b: positions to keep per sequence; 0 leaves a sequence as it was. Inside a loop it must depend on the pass that
-        reads the cache (`count_after`): stores wait for it, and a store that could come before a read makes XLA copy the
-        cache.
+      count_b: number of positions to keep per sequence. Inside a loop it must depend on the pass that reads the cache
+        (`count_after`): stores wait for it, and a store that could come before a read makes XLA copy the cache.
       path_bp: indices of new positions in order of position; None: all of them.
     """
 

@@ -15,10 +15,10 @@ class DrafterConfig:
 
     Attributes:
       layers: sizes of the drafter's own decoder layers.
-      block_size: drafted block, anchor included; draft depths run 1 .. block_size - 1.
+      block_size: length of the drafted block, anchor included; draft depths run 1 .. block_size - 1.
       mask_token_id: the token that fills the block's open slots.
       target_layer_ids: 0-based verifier layers whose output (residual stream) the drafter reads, in file order.
-      num_target_layers: number of layers of the verifier this drafter was trained for.
+      num_target_layers: number of layers of the verifier that it was trained for.
       head: name in `heads.HEADS`; it determines how a drafted token depends on the one before it.
       verifier: name of the verifier that it was trained for, and its classes in transformers; () if its files do not say.
       num_nodes, drafter_temperature, sampled_above, thinking: see `DrafterSizes`.

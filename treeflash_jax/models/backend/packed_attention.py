@@ -1,4 +1,4 @@
-"""Attention within packed sequences, as training runs it, by splash attention on TPUs and by cuDNN on GPUs.
+"""Attention within packed sequences (in training), by splash attention on TPUs and by cuDNN on GPUs.
 
 Neither writes logits to memory. The plain forms are "chunked" of `models.attention`, and `block_attention` of training.
 Compiled for v5e and H200 by jax 0.10.2, never run there. A CPU interprets splash attention, slowly.
