@@ -340,15 +340,13 @@ def accept_costs() -> str:
 
 
 def options() -> str:
-    """Formats every setting of a call, from the fields that declare it."""
+    """Formats the basic settings of a call, from the fields that declare them."""
     from treeflash_jax.core.checks import default_text
     from treeflash_jax.engine.settings import groups
 
-    rows = {True: [], False: []}
-    for setting in (field for group in groups().values() for field in fields(group)):
-        about, name = setting.metadata, setting.name.replace("_", "-")
-        rows[about["basic"]].append([f"`--{name}`", about["help"], default_text(setting), about["kind"]])
-    return table("option | meaning | default | changes", [*rows[True], ["**advanced**", "", "", ""], *rows[False]])
+    basic = (field for group in groups().values() for field in fields(group) if field.metadata["basic"])
+    rows = [[f"`--{x.name.replace('_', '-')}`", x.metadata["help"], default_text(x), x.metadata["kind"]] for x in basic]
+    return table("option | meaning | default | changes", rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
