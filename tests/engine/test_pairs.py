@@ -14,7 +14,6 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 import treeflash_jax as tf
 from treeflash_jax.core import files
-from treeflash_jax.decoding import calibration
 from treeflash_jax.engine import pairs
 from treeflash_jax.formats import models
 
@@ -58,7 +57,6 @@ def package(monkeypatch, file: Path | None) -> None:
 
 
 @pytest.mark.parametrize("named, drafts", [
-    ({"name": "tiny"}, True),
     ({"verifier": "tiny"}, True),
     ({"verifier": "tiny", "drafter": "tiny"}, True),
     ({"verifier": "tiny", "drafter": TINY[1]}, True),
@@ -74,14 +72,13 @@ def test_a_name_loads_its_drafter_by_default(tiny, named, drafts):
 
 
 @pytest.mark.parametrize("named, words", [
-    ({"name": "smolm2"}, ("smolm2 not found", "tiny, smollm2", "did you mean smollm2?")),
+    ({"verifier": "smolm2"}, ("smolm2 not found", "tiny, smollm2", "did you mean smollm2?")),
     ({"verifier": "Tiny"}, ("Tiny not found", "did you mean tiny?")),
     ({"verifier": "nowhere/in/particular"}, ("not found", "a GGUF file", "a Hub id")),
     ({"verifier": "nowhere.gguf"}, ("nowhere.gguf not found",)),
     ({"verifier": "tiny", "drafter": "smolm2"}, ("did you mean smollm2?",)),
-    ({"name": "tiny", "verifier": "x"}, ("'tiny'", "'x'", "expected one of")),
-    ({}, ("no verifier", "'tiny'", "'smollm2'")),
-    ({"name": "tiny", "revision": "main"}, ("revision 'main'", "expected none with 'tiny'")),
+    ({"name": "tiny"}, ("unknown argument 'name'", "did you mean verifier?")),
+    ({"verifier": "tiny", "revision": "main"}, ("revision 'main'", "expected none with 'tiny'")),
 ])  # fmt: skip
 def test_unknown_names_get_one_line(named, words):
     with pytest.raises(ValueError) as caught:
@@ -133,18 +130,6 @@ def test_without_a_network_loading_fails_at_once(monkeypatch):
     with pytest.raises(ValueError, match="smollm2 is not on this machine"):
         tf.load("smollm2")
     assert time.perf_counter() - start < 5
-
-
-def test_a_drafter_ships_if_its_folder_exists(monkeypatch, tmp_path):
-    """Without one, the pair is decoded plainly."""
-    absent = pairs.Pair(verifier=lambda revision, local_files_only: TINY[0], drafter=tmp_path / "absent")
-    monkeypatch.setitem(pairs.PAIRS, "smollm2", absent)
-    assert pairs.find_drafter("smollm2") is None and tf.load("smollm2").drafter is None
-    assert pairs.locate("smollm2", "drafter") == TINY[0], "it is a language model that may draft for others"
-    present = pairs.Pair(verifier=absent.verifier, drafter=TINY[1])
-    monkeypatch.setitem(pairs.PAIRS, "smollm2", present)
-    assert pairs.find_drafter("smollm2") == "smollm2" and tf.load(verifier="smollm2").drafter is not None
-    assert tf.load("smollm2").budget == files.user_cache() / calibration.FILE
 
 
 def test_hub_ids_are_read_from_the_local_cache(tmp_path):

