@@ -24,7 +24,7 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax.core import sharding
-from treeflash_jax.drafters.protocol import Inputs, LevelOptions
+from treeflash_jax.drafters.protocol import DrafterSizes, Inputs, LevelOptions
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
 from treeflash_jax.trees.containers import pick
@@ -41,8 +41,8 @@ UNSEEN = 0.25  # weight of all tokens that never followed; the longest, most rec
 
 
 @dataclass(frozen=True, kw_only=True)
-class NgramConfig:
-    """Lengths of matches, and defaults for trees.
+class NgramConfig(DrafterSizes):
+    """Lengths of matches, and defaults for trees. It fits every verifier.
 
     Attributes:
       longest: maximal length of a match, in tokens.
@@ -51,18 +51,10 @@ class NgramConfig:
 
     kind: ClassVar[str] = "ngram"
     taps: ClassVar[tuple[int, ...]] = ()
-    lanes: ClassVar[int | None] = None
 
     longest: int = 8
     shortest: int = 2
     num_depths: int = 15
-    num_nodes: int = 16
-    drafter_temperature: float = 1.0
-    sampled_above: float | None = None
-
-    def fitted(self, verifier: ModelConfig) -> NgramConfig:
-        """Returns this config: it fits every verifier."""
-        return self
 
 
 @struct.dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 
@@ -18,30 +18,31 @@ from treeflash_jax.models.costs import Counter, Work
 from treeflash_jax.trees.shape import MAX_NODES
 
 
-class DrafterSizes(Protocol):
-    """The config of a drafter: a frozen dataclass with at least these attributes.
+@dataclass(frozen=True, kw_only=True)
+class DrafterSizes:
+    """Config of a drafter and its defaults for trees; each kind adds the sizes of its network.
 
     Attributes:
       kind: the drafter's name in DRAFTERS.
-      num_depths: the deepest level that it can draft.
+      num_depths: the deepest level that it can draft; an attribute or a property of each kind, as `taps`.
       taps: 0-based verifier layers whose output (residual stream) it reads, in the order it reads them.
-      num_nodes: default number of verified nodes, root included.
       lanes: default number of nodes per level that best-first search follows; None: all of them.
+      num_nodes: default number of verified nodes, root included.
       drafter_temperature: default temperature of the draft distribution.
       sampled_above: sequences of at least this temperature get a sampled tree by default; None: none do.
       thinking: optional. Whether it was trained on answers with thinking; None: its files do not say.
     """
 
-    kind: str
-    num_depths: int
-    taps: tuple[int, ...]
-    num_nodes: int
-    lanes: int | None
-    drafter_temperature: float
-    sampled_above: float | None
+    kind: ClassVar[str]
+    lanes: ClassVar[int | None] = None
 
-    def fitted(self, verifier: Any) -> Any:
+    num_nodes: int = 16
+    drafter_temperature: float = 1.0
+    sampled_above: float | None = None
+
+    def fitted(self, verifier: ModelConfig) -> Any:
         """Returns this config, completed by sizes of the verifier. Raises ValueError if it was made for another one."""
+        return self
 
 
 class State(Protocol):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from treeflash_jax.drafters.protocol import require_fit
+from treeflash_jax.drafters.protocol import DrafterSizes, require_fit
 from treeflash_jax.models.config import ModelConfig, Rope
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterConfig:
+class DrafterConfig(DrafterSizes):
     """A DFlash block drafter and the head on top of it.
 
     Attributes:
@@ -21,11 +21,9 @@ class DrafterConfig:
       num_target_layers: number of layers of the verifier that it was trained for.
       head: name in `heads.HEADS`; it determines how a drafted token depends on the one before it.
       verifier: name of the verifier that it was trained for, and its classes in transformers; () if its files do not say.
-      num_nodes, drafter_temperature, sampled_above, thinking: see `DrafterSizes`.
     """
 
     kind: ClassVar[str] = "block"
-    lanes: ClassVar[int | None] = None
 
     layers: ModelConfig
     block_size: int
@@ -34,9 +32,6 @@ class DrafterConfig:
     num_target_layers: int
     head: str = "marginal"
     verifier: tuple[str, ...] = ()
-    num_nodes: int = 16
-    drafter_temperature: float = 1.0
-    sampled_above: float | None = None
     thinking: bool | None = None
 
     @property

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
-from treeflash_jax.drafters.protocol import require_fit
+from treeflash_jax.drafters.protocol import DrafterSizes, require_fit
 from treeflash_jax.models import layers, quantized, vocab
 from treeflash_jax.models.config import ModelConfig
 
@@ -32,7 +32,7 @@ Params = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig:
+class EagleConfig(DrafterSizes):
     """An EAGLE-3 drafter: one decoder layer over pairs of a verifier feature and the token that follows it.
 
     Attributes:
@@ -49,10 +49,7 @@ class EagleConfig:
       norm_before_fc: whether the joined features are normalised.
       norm_before_residual: whether the layer adds its attention to the normalised carried state, not to the raw one.
       norm_output: whether the next step is fed the normalised output of the layer (EAGLE-3.1).
-      num_depths: default depth of a draft.
-      lanes: default number of nodes per level that are followed.
       verifier: name of the verifier that it was trained for, and its classes in transformers; () if its files do not say.
-      num_nodes, drafter_temperature, sampled_above, thinking: see `DrafterSizes`.
 
     Source: EAGLE-3 (arXiv 2503.01840); EAGLE-3.1 (arXiv 2605.09992) for the options; EAGLE-2 (arXiv 2406.16858) for lanes.
     """
@@ -73,9 +70,6 @@ class EagleConfig:
     num_depths: int = 7
     lanes: int | None = 10
     verifier: tuple[str, ...] = ()
-    num_nodes: int = 16
-    drafter_temperature: float = 1.0
-    sampled_above: float | None = None
     thinking: bool | None = None
 
     def fitted(self, verifier: ModelConfig) -> EagleConfig:
