@@ -80,13 +80,11 @@ def memory_limit(mesh=None) -> int | None:
 
 
 def usable_memory(mesh=None) -> int | None:
-    """Returns the bytes of memory of a device of the mesh: `memory_limit`, or on CPUs its share of the host's memory."""
-    limit = memory_limit(mesh)
-    local = jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
-    if limit is None and local and devices.describe(local[0]).is_cpu:
-        total = devices.host_memory()
-        return total and total // len(local)
-    return limit
+    """Returns the bytes of memory of a device: `memory_limit`, or on CPUs its share of the host's memory."""
+    if not devices.describe_mesh(mesh).is_cpu:
+        return memory_limit(mesh)
+    total, count = devices.host_memory(), 1 if mesh is None else len(mesh.local_devices)
+    return total and total // max(count, 1)
 
 
 def check_memory(needs: Footprint, limit: int | None, mesh=None) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,13 +48,6 @@ def read_config(folder: Path) -> SteeringConfig:
     return SteeringConfig(taps=tuple(taps), rank=keys.whole("rank", 0, least=0), **sizes)
 
 
-@contextmanager
-def opened(folder: Path) -> Iterator[dict[str, Any]]:
-    """Opens the tensors by name."""
-    with safetensors.open_files(folder, [WEIGHTS]) as tensors:
-        yield tensors
-
-
 def entries(config: SteeringConfig) -> dict[str, Entry]:
     return {name: ENTRIES[name] for name in steering.specs(config)}
 
@@ -64,7 +55,7 @@ def entries(config: SteeringConfig) -> dict[str, Entry]:
 def load(folder: Path, dtype: Any, mesh: Any = None) -> tuple[SteeringConfig, dict[str, Any]]:
     """Reads config and weights of the steering of a small model. Raises ValueError for missing or damaged files."""
     config = read_config(folder)
-    with opened(folder) as tensors:
+    with safetensors.open_files(folder, [WEIGHTS]) as tensors:
         return config, storage.load(folder, tensors, steering.specs(config), entries(config), dtype, mesh)
 
 

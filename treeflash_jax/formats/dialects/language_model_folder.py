@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax.drafters.causal_lm import LanguageModelConfig
-from treeflash_jax.formats import steering_files
+from treeflash_jax.formats import safetensors, steering_files
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.formats.storage import Tensor
@@ -36,7 +36,9 @@ class LanguageModel(Dialect):
     def opened(self, path: Path, config: LanguageModelConfig) -> Iterator[Mapping[str, Tensor]]:
         with ExitStack() as stack:
             tensors = dict(stack.enter_context(self.inner.opened(path, config.layers)))
-            yield tensors | (stack.enter_context(steering_files.opened(path)) if config.steering else {})
+            if config.steering:
+                tensors |= stack.enter_context(safetensors.open_files(path, [steering_files.WEIGHTS]))
+            yield tensors
 
     def entries(self, config: LanguageModelConfig, specs: Any, names: Collection[str]) -> Any:
         model_names = [name for name in names if not name.startswith("steering.")]
