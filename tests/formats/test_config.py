@@ -54,8 +54,8 @@ def test_smollm2_135m():
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SLOW = {**LLAMA3, "factor": 32.0}
 WINDOW = {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21, "use_mrope": False}
-# One file for each set of keys: model_type, vocabulary, hidden, ffn, layers, heads, kv heads, head size, rope base (None: no
-# key), positions, tied; other keys.
+# One file for each set of keys: model_type, vocabulary, hidden, ffn, layers, heads, kv heads, head size, rope base
+# (None: no key), positions, tied; other keys.
 HUB = {
     "Qwen3-4B-Instruct-2507": ("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, 5e6, 262144, True, {}),
     "Qwen3-8B": ("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, 1e6, 40960, False, {}),
