@@ -30,7 +30,7 @@ from train.stages.drafting import DraftingStage, assemble, make_stage
 from train.stages.registry import read_stage
 from treeflash_jax import drafters
 from treeflash_jax.core import files, sharding
-from treeflash_jax.core.checks import bounded
+from treeflash_jax.core.checks import bounded, clipped
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import models, storage
 
@@ -98,9 +98,9 @@ def read_params(settings: ExportStage, trained: DraftingStage, stage: Stage) -> 
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     transform = make_optimizer(trained.optimizer, 1, stage.specs)
     batch = abstract_batch(trained.loop.batch, trained.data.sequence_length)
-    with Checkpoints(settings.run, trained.loop) as saved:
-        step = choose_step(saved.metrics(), settings.step, trained.loop)
-        return step, saved.load(step, abstract_state(stage, transform, batch, mesh)).params
+    with Checkpoints(settings.run, trained.loop) as checkpoints:
+        step = choose_step(checkpoints.metrics(), settings.step, trained.loop)
+        return step, checkpoints.load(step, abstract_state(stage, transform, batch, mesh)).params
 
 
 def measure_tau(trained: DraftingStage, folder: Path) -> str:
@@ -119,8 +119,8 @@ def measure_tau(trained: DraftingStage, folder: Path) -> str:
         shape = {"builder": "best-first", "nodes": model.drafter.num_nodes}
         answers = model.generate_each(prompts, **shape, max_new_tokens=TAU_TOKENS)
         tau = statistics.fmean([length for _, result in answers for length in result.accept_lengths])
-    except (ValueError, OSError) as error:  # such as data or a verifier that is not on this machine
-        return f"tau was not measured: {error}"
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:  # no data or verifier here, or too little memory
+        return f"tau was not measured: {clipped(error)}"
     how = f"{len(prompts)} held-out prompts, greedy, {TAU_TOKENS} new tokens, trees of {shape['nodes']} nodes"
     return f"tau {tau:.2f} of the folder loaded again: {how}"
 

@@ -3,6 +3,7 @@
 import json
 import statistics
 from dataclasses import replace
+from unittest.mock import Mock
 
 import fsspec
 import jax
@@ -135,6 +136,10 @@ def test_exports_store_what_was_found_after_training(toy, tmp_path, monkeypatch,
     assert f"\ntau {tau:.2f} of the folder loaded again: 4 held-out prompts" in capsys.readouterr().out
     without_data = toy_training.settings(toy, "sources.0.hold_out=0")
     assert export.measure_tau(without_data, tmp_path / "out") == "tau was not measured: the sources hold out no prompt"
+    with monkeypatch.context() as patch:
+        patch.setattr(tf, "load", Mock(side_effect=jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: of memory\nand more")))
+        shown = export.measure_tau(settings, tmp_path / "out")
+    assert shown == "tau was not measured: RESOURCE_EXHAUSTED: of memory and more"
     for name in chosen:
         with pytest.raises(ValueError, match=f"got {name} = -1.0, expected at least 0"):
             run_config.load(export.ExportStage, None, [f"run={settings.run}", f"out={tmp_path}/bad", f"{name}=-1.0"])

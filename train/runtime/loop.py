@@ -85,9 +85,9 @@ def fit(
     steps, folder = resolve_steps(loop, corpus.num_sequences), folders.absolute(config.run)
     with sharding.ambient(mesh), lock.held(folder / "run.lock", f"run={config.run}") as check_owner:
         claim(folder, config)
-        with Checkpoints(config.run, loop, corpus.digests()) as saved, Termination() as termination:
-            run = _Run(stage, config, steps, mesh, params, check_owner, saved, termination, began)
-            with closing(run.shown), closing(run.trace.running):
+        with Checkpoints(config.run, loop, corpus.digests()) as checkpoints, Termination() as termination:
+            run = _Run(stage, config, steps, mesh, params, check_owner, checkpoints, termination, began)
+            with closing(run.watch), closing(run.trace.running):
                 held_out = partial(HeldOut(stage, corpus, loop, mesh), frozen=frozen)
                 return run.train(frozen, corpus, [held_out, *([evaluate] if evaluate else [])])
 
@@ -103,19 +103,19 @@ class _Run:
         mesh: jax.sharding.Mesh,
         params: Any,
         check_owner: Callable[[], None],
-        saved: Checkpoints,
+        checkpoints: Checkpoints,
         termination: Termination,
         began: float | None,
     ):
         loop: LoopConfig = config.loop
         self.stage, self.loop, self.steps, self.mesh = stage, loop, steps, mesh
-        self.check_owner, self.saved, self.termination = check_owner, saved, termination
+        self.check_owner, self.checkpoints, self.termination = check_owner, checkpoints, termination
         self.rate = training_state.schedule(config.optimizer, steps, config.optimizer.learning_rate)
         transform = training_state.make_optimizer(config.optimizer, steps, stage.specs)
         example = training_state.abstract_batch(loop.batch, config.data.sequence_length)
         abstract = training_state.abstract_state(stage, transform, example, mesh)
         out = dict(out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
-        self.state: TrainState = saved.restore(abstract)
+        self.state: TrainState = checkpoints.restore(abstract)
         if self.state is None:
             initial_state = partial(training_state.initial_state, stage, transform, batch=example)
             self.state = devices.jit(initial_state, **out)(params)
@@ -129,14 +129,14 @@ class _Run:
             )
         folder = folders.absolute(config.run)
         opened = sinks.open_sinks(folder, config, mesh, self.start) if self.start < steps else []
-        self.shown = watch.Watch(folder, steps=steps, resumed_at=self.start, sinks=opened, began=began)
+        self.watch = watch.Watch(folder, steps=steps, resumed_at=self.start, sinks=opened, began=began)
         self.trace = sinks.Trace(folder, loop.profile)
 
     def train(self, frozen: Any, corpus: packing.Corpus, measures: Sequence[Callable[..., dict[str, Any]]]) -> Any:
         """Returns the weights after the last step."""
         loop, start, steps = self.loop, self.start, self.steps
         self.measures = measures
-        was_cut = self.is_evaluated_at(start) and start not in self.shown.evaluated  # by a signal during the evaluation
+        was_cut = self.is_evaluated_at(start) and start not in self.watch.evaluated  # by a signal during the evaluation
         if start and self.termination.alone and was_cut:
             self.finish(start, {})
         peak = ceilings.peak_flops(self.mesh.size, self.stage.compute_dtype) if hosts.is_first() else None
@@ -148,7 +148,7 @@ class _Run:
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 self.state = self.update(self.state, frozen, hosts.place_batch(batch, loop.batch, self.mesh))
             self.trace.end(step, self.state)
-            self.shown.advance(step)
+            self.watch.advance(step)
             if step == start + 1:  # which compiled
                 jax.block_until_ready(self.state.step)
                 began, timed = time.perf_counter(), step
@@ -160,7 +160,7 @@ class _Run:
                 _stop_if_bad(self.state)
                 now = time.perf_counter()
                 seconds, count, began, timed = now - began, step - timed, now, step
-                self.shown.step_seconds += seconds
+                self.watch.step_seconds += seconds
             if logs:
                 line |= {"learning_rate": float(self.rate(step - 1))}
             if logs and count:
@@ -178,7 +178,7 @@ class _Run:
         metrics: dict[str, Any] = {}
         with sharding.ambient(self.mesh):  # which every thread sets for itself
             for measure in self.measures:
-                metrics |= measure(self.state.params, report=self.shown.evaluating)
+                metrics |= measure(self.state.params, report=self.watch.evaluating)
         return metrics
 
     def finish(self, step: int, line: dict[str, Any], ends: bool = False) -> None:
@@ -189,10 +189,10 @@ class _Run:
         if line or saves:
             self.check_owner()
         if line:
-            self.shown.write(step, line)
+            self.watch.write(step, line)
         if saves:
             floats = {name: value for name, value in line.items() if isinstance(value, float)}
-            self.saved.save(step, self.state, floats, wait=ends or is_cut)
+            self.checkpoints.save(step, self.state, floats, wait=ends or is_cut)
         if is_cut or (ends and step < self.steps):
             word, status = self.termination.word, self.termination.status
             hosts.say(f"{word}: saved step {step} of {self.steps}; the same command goes on from there")
