@@ -223,3 +223,11 @@ def bucket(tmp_path, monkeypatch) -> Iterator[dict]:
     with stored() as files:
         yield files
     assert not list(here.iterdir())
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Path:
+    """Returns head.toml of a toy pair, see `toy_training`."""
+    import toy_training
+
+    return toy_training.write(tmp_path_factory.mktemp("toy"))

@@ -23,11 +23,6 @@ WITH_HEAD = toy_training.with_head()
 OBJECTIVE = objective.ObjectiveConfig(loss="forward-kl", decay=4.0, anchors=8, chunk=8)
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_training.write(tmp_path_factory.mktemp("toy"))
-
-
 def run_stage(toy, run, *overrides):
     """Runs the stage in this process; returns log lines without times."""
     head.main(toy_training.settings(toy, f"run={run}", *overrides))

@@ -10,11 +10,6 @@ from train import head
 from train.stages import teacher
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_training.write(tmp_path_factory.mktemp("toy"))
-
-
 def losses(toy, name, *overrides):
     settings = toy_training.settings(toy, f"run={toy.parent / name}", "loop.steps=4", "loop.evaluate_every=0", *overrides)
     head.main(settings)

@@ -23,11 +23,6 @@ from treeflash_jax.formats import models
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_training.write(tmp_path_factory.mktemp("toy"))
-
-
 def test_exports_replace_exports_alone(toy, tmp_path, monkeypatch):
     settings = toy_training.settings(toy, f"run={tmp_path}/run")
     claim(epath.Path(settings.run), settings)

@@ -31,11 +31,6 @@ from treeflash_jax.formats import models
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_training.write(tmp_path_factory.mktemp("toy"))
-
-
 def fetched(folder, target):
     """A copy of a folder of the bucket on this machine."""
     for path in epath.Path(folder).iterdir():

@@ -329,16 +329,17 @@ def test_published_and_real_choices():
 # What training refuses
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_training.write(tmp_path_factory.mktemp("toy")).parent
-
-
 def backbone(toy, tmp_path, *more):
     """Settings of a backbone for the toy verifier of three layers, whose answers have ids 4 to 63."""
-    words = [f"run={tmp_path}/run", f"verifier={toy}/verifier", "loop.batch=8", "optimizer.learning_rate=1e-2", *more]
+    words = [
+        f"run={tmp_path}/run",
+        f"verifier={toy.parent}/verifier",
+        "loop.batch=8",
+        "optimizer.learning_rate=1e-2",
+        *more,
+    ]
     words += ["objective.loss=cross-entropy", "objective.anchors=4", "objective.chunk=2", "data.sequence_length=32"]
-    (tmp_path / "x.toml").write_text(f'[[sources]]\npath = "{toy}/responses.jsonl"\nformat = "responses"\n')
+    (tmp_path / "x.toml").write_text(f'[[sources]]\npath = "{toy.parent}/responses.jsonl"\nformat = "responses"\n')
     return run_config.load(drafter.DrafterStage, tmp_path / "x.toml", [*words, "num_layers=1", "block_size=4"])
 
 
