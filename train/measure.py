@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import jax.numpy as jnp
@@ -78,7 +79,7 @@ def main(settings: MeasureStage) -> None:
 
 
 def measure(settings: MeasureStage) -> dict[str, Any]:
-    """Tries the systems, then compares the fastest one-token and the fastest drafted system.
+    """Tries the systems on few prompts, then compares the fastest one-token and the fastest drafted system.
 
     Returns:
       The summary of `report.summarise`, the tokens/s of all systems that were tried, and the options of the drafted one.
@@ -98,10 +99,20 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
     held_out = respond.collect_prompts(asked, model, held_out=True)
     prompts = _spread([BenchPrompt(id=str(i), ids=prompt.ids) for i, prompt in enumerate(held_out)], settings.prompts)
     trial = prompts[:: max(1, len(prompts) // TRIAL_PROMPTS)][:TRIAL_PROMPTS]
-    plain, drafted, speeds = _try(models, trial, settings, began + settings.seconds / 2)
+    systems = make_systems(models, settings)
+    speeds: dict[str, list[float]] = {}
+    with watch.Bar("trial", len(trial) * len(systems)) as bar:
+        for count, record in enumerate(harness.measure(systems, trial, seeds=[settings.seed], tell=lambda text: None), 1):
+            speeds.setdefault(record["system"], []).append(record["tokens"] / record["seconds"])
+            bar.show(count, record["system"])
+            if settings.seconds and len(speeds) > 1 and time.perf_counter() > began + settings.seconds / 2:
+                break
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    fastest = sorted((system for system in systems if system.name in speeds), key=lambda system: -medians[system.name])
+    plain, drafted = (next(s for s in fastest if (s.config.builder == "none") == is_plain) for is_plain in (True, False))
     if settings.seconds:
         seconds_left = settings.seconds - (time.perf_counter() - began)
-        seconds = settings.new_tokens * (1 / speeds[plain.name] + 1 / speeds[drafted.name]) * len(settings.temperatures)
+        seconds = settings.new_tokens * (1 / medians[plain.name] + 1 / medians[drafted.name]) * len(settings.temperatures)
         prompts = _spread(prompts, max(TRIAL_PROMPTS, int(seconds_left / seconds)))
     with watch.Bar("answers", 2 * len(prompts) * len(settings.temperatures)) as bar:
         sampling = {"temperatures": settings.temperatures, "seeds": [settings.seed], "tell": lambda text: None}
@@ -113,43 +124,28 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
     return summary | {
         "settings": summary["settings"] | run_config.to_dict(settings),
         "prompts": len(prompts),
-        "trial": speeds,
+        "trial": medians,
         "options": {"nodes": drafted.config.nodes} | ({} if dtype == str(model.dtype) else {"dtype": dtype}),
     }
 
 
+def make_systems(models: dict[str, tf.TreeFlash], settings: MeasureStage) -> list[System]:
+    """Makes one-token systems by dtype and attention, and drafted ones by dtype and nodes; one of each kind comes first."""
+    attention = ATTENTION.get(devices.here().backend, ("xla",))
+    plain = [(dtype, {"attention": kind, "builder": "none"}) for dtype, kind in product(models, attention)]
+    drafted = [(dtype, {"nodes": nodes}) for dtype, nodes in product(models, settings.nodes)]
+    systems = []
+    for dtype, options in [plain[0], *drafted, *plain[1:]]:
+        words = [dtype, *(f"{key} {value}" for key, value in options.items() if key != "builder")]
+        name = f"{'one token' if 'builder' in options else 'drafted'}: {', '.join(words)}"
+        config = tf.GenerateConfig(max_new_tokens=settings.new_tokens, batch_size=1, **options)
+        pair = settings.verifier, settings.drafter
+        systems.append(System(name=name, model=models[dtype], config=config, pair=pair))
+    return systems
+
+
 def _spread(prompts: list[BenchPrompt], count: int) -> list[BenchPrompt]:
     return [prompts[i] for i in packing.spread(min(count, len(prompts)), len(prompts))]
-
-
-def _try(
-    models: dict[str, tf.TreeFlash], prompts: list[BenchPrompt], settings: MeasureStage, deadline: float
-) -> tuple[System, System, dict[str, float]]:
-    """Returns the fastest one-token and the fastest drafted system, and the tokens/s of all that were tried in time."""
-    speeds: dict[str, float] = {}
-
-    def system(dtype: str, **options: Any) -> System:
-        words = [f"{key} {value}" for key, value in options.items() if key != "builder"]
-        name = ", ".join([f"one token: {dtype}" if "builder" in options else f"drafted: {dtype}", *words])
-        config = tf.GenerateConfig(max_new_tokens=settings.new_tokens, batch_size=1, **options)
-        return System(name=name, model=models[dtype], config=config, pair=(settings.verifier, settings.drafter))
-
-    def fastest(systems: list[System]) -> System:
-        for candidate in systems:
-            is_late = settings.seconds and time.perf_counter() > deadline and any(s.name in speeds for s in systems)
-            if candidate.name not in speeds and not is_late:
-                records = harness.measure([candidate], prompts, seeds=[settings.seed], tell=lambda text: None)
-                speeds[candidate.name] = statistics.median(record["tokens"] / record["seconds"] for record in records)
-                bar.show(len(speeds), candidate.name)
-        return max((s for s in systems if s.name in speeds), key=lambda s: speeds[s.name])
-
-    attention = ATTENTION.get(devices.here().backend, ("xla",))
-    plain = [system(dtype, builder="none", attention=kind) for dtype in models for kind in attention]
-    middle = settings.nodes[len(settings.nodes) // 2]
-    with watch.Bar("trial", len(plain) + len(models) + len(settings.nodes) - 1) as bar:
-        best = fastest(plain)
-        dtype = str(fastest([system(dtype, nodes=middle) for dtype in models]).model.dtype)
-        return best, fastest([system(dtype, nodes=nodes) for nodes in settings.nodes]), speeds
 
 
 if __name__ == "__main__":

@@ -205,11 +205,11 @@ def test_more_steps_and_prompts_extend_what_was_begun_and_all_else_stays(prompts
     assert pair.continued(fewer, after, "drafter").stage == trained
 
 
-@pytest.mark.parametrize(("seconds", "tried", "count"), [(0.0, 8, 16), (20.0, 6, 4), (1.0, 2, 2), (1000.0, 8, 16)])
+@pytest.mark.parametrize(("seconds", "tried", "count"), [(0.0, 10, 16), (16.0, 9, 3), (1.0, 2, 2), (1000.0, 10, 16)])
 def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, tried, count):
-    """Two answers of a second each per system that is tried: after half of the time only what must be known is tried.
+    """An answer of a second per system and prompt: after half of the time only what must be known is tried.
 
-    Of 20 s half is over after six systems of 2 s; both answer a prompt in 0.5 s at two temperatures: 8 s are for four.
+    Of 16 s half is over after nine of ten systems; both answer a prompt in 0.5 s at two temperatures: 7 s are for three.
     """
     now = [0.0]
 

@@ -113,8 +113,9 @@ def run(arguments: argparse.Namespace) -> int:
         ceilings = measure_ceilings(dtype)
         progress.step(f"{'loading' if is_real else 'drawing'} the weights of {settings['shape']}")
         options = {"dtype": dtype, "mesh": mesh, "quantize": arguments.quantize}
-        named = dict(zip(("verifier", "drafter"), names, strict=True))
-        model = tf.load(**named, **options) if is_real else shapes.random_pair(verifier, drafter, **options)
+        model = (
+            tf.load(names[0], drafter=names[1], **options) if is_real else shapes.random_pair(verifier, drafter, **options)
+        )
         for batch, context in cells:
             progress.step(f"compiling the phases at batch {batch}, context {context}")
             sizes = {"batch": batch, "context": context}

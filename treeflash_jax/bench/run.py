@@ -150,7 +150,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     loaded: dict[str, System] = {}
     for dtype, (label, drafter) in product(arguments.dtype, labels.items()):
         with slow(f"loading {verifier} and {drafter}"):
-            model = tf.load(verifier=verifier, drafter=drafter, **option_values(arguments, ModelOptions) | {"dtype": dtype})
+            model = tf.load(verifier, drafter=drafter, **option_values(arguments, ModelOptions) | {"dtype": dtype})
         for other in loaded.values():
             if other.model.dtype == model.dtype:  # keeps one copy of the verifier
                 model.weights = Weights(other.model.weights.verifier, model.weights.drafter)
