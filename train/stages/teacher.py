@@ -136,7 +136,7 @@ def _write(
         for first in range(done, len(packed), batch_size):
             index = np.arange(first, first + batch_size)
             out = sharding.to_host(run(packed.take(np.minimum(index, len(packed) - 1))))
-            count = 0 if out.features_btj is None else out.features_btj.shape[-1] // out.hidden_btd.shape[-1]
+            count = out.features_btj.shape[-1] // out.hidden_btd.shape[-1]
             features = np.split(out.features_btj, count, axis=-1) if count else []
             for stream, array in zip(streams, [*features, out.hidden_btd], strict=False):  # states may be on disk already
                 stream.write(array[index < len(packed)].tobytes())
