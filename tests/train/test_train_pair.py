@@ -132,15 +132,15 @@ COSTS = time_budget.Costs(answer=0.5, answers_start=10.0, start=30.0, step=2.0, 
 
 
 def test_a_plan_spends_the_time_and_counts_every_stage():
-    """Fixed costs first: 10 + 4 x 30 of 600 s; the remaining 470 s in shares of 45, 35, 15 and 15."""
+    """Fixed costs first: 10 + 2 x 30 + 2 x 15 of 600 s; the remaining 500 s in shares of 45, 35, 15 and 15."""
     assert list(pair.STAGES) == list(time_budget.SHARES)
-    plan, free = COSTS.plan(600.0), 470 / 1.1
-    fixed = {"respond": 10, "drafter": 30, "head": 30, "export": 30, "measure": 30}
+    plan, free = COSTS.plan(600.0), 500 / 1.1
+    fixed = {"respond": 10, "drafter": 30, "head": 30, "export": 15, "measure": 15}
     shares = {"respond": 0.45, "drafter": 0.35, "head": 0.15, "export": 0, "measure": 0.15}
     assert plan == pytest.approx({name: fixed[name] + free * shares[name] for name in fixed})
     later = COSTS.plan(300.0, "head")
     assert list(later) == ["head", "export", "measure"] and sum(later.values()) == pytest.approx(300)
-    assert sum(COSTS.plan(1.0).values()) == 130, "the fixed costs"
+    assert sum(COSTS.plan(1.0).values()) == 100, "the fixed costs"
     assert COSTS.training(30.0 + 100.0) == ((100 - 3 * 4) // 2, 4), "evaluations take at most a fifth of the time"
     assert COSTS.training(30.0 + 30.0) == ((30 - 4) // 2, 2) and COSTS.training(3.0) == (0, 1)
 

@@ -33,8 +33,8 @@ class Costs:
     Attributes:
       answer: one answer of full length, in a batch.
       answers_start: loading and compiling before the first answer.
-      start: loading, compiling, the first evaluation and writing the result of a training stage; also stands for loading
-        and compiling in the stages after training.
+      start: loading, compiling, the first evaluation and writing the result of a training stage. Later stages, which
+        compile no training step, are taken to need half of it.
       step: one training step.
       evaluation: any evaluation but the first.
     """
@@ -47,9 +47,9 @@ class Costs:
 
     def plan(self, seconds: float, first: str = "respond") -> dict[str, float]:
         """Divides `seconds` among the stages from `first` on: the fixed costs of each, and shares of the others."""
-        names = list(SHARES)[list(SHARES).index(first) :]
-        fixed = {name: self.answers_start if name == "respond" else self.start for name in names}
-        free = max(0.0, seconds - sum(fixed.values())) / sum(SHARES[name] for name in names)
+        start, names = self.start, list(SHARES)[list(SHARES).index(first) :]
+        fixed = dict(respond=self.answers_start, drafter=start, head=start, export=start / 2, measure=start / 2)
+        free = max(0.0, seconds - sum(fixed[name] for name in names)) / sum(SHARES[name] for name in names)
         return {name: fixed[name] + free * SHARES[name] for name in names}
 
     def training(self, seconds: float) -> tuple[int, int]:
