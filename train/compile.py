@@ -41,6 +41,7 @@ from treeflash_jax.bench.topologies import find_devices, read_kept
 from treeflash_jax.cli.arguments import Parser
 from treeflash_jax.core import devices as chips
 from treeflash_jax.core import files, parameters, sharding
+from treeflash_jax.core.checks import fit
 from treeflash_jax.models import ceilings
 
 WARM_UP = 2  # steps before the clock runs
@@ -153,9 +154,7 @@ def main(argv: list[str] | None = None) -> int:
         names = [word for word in args.settings if "=" not in word]
         if len(names) != 1:
             raise ValueError(f"got {len(names)} files, expected one TOML file of a stage that trains a drafter")
-        if args.steps < 0:
-            raise ValueError(f"got --steps {args.steps}, expected 0 (compile only) or more")
-        if args.steps and args.topology:
+        if fit(int, args.steps, "--steps", least=0) and args.topology:
             raise ValueError(
                 f"got --steps {args.steps} and --topology {args.topology}, expected one of them: it has no devices"
             )

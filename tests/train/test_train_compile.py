@@ -127,12 +127,12 @@ def test_steps_run_where_only_compiling_is_installed():
     ("words", "message"),
     [
         (["--shape", "small", "--topology", "v5e:4x4", "--steps", "2", HEAD], "got --steps 2 and --topology v5e:4x4"),
-        (["--shape", "small", "--steps", "-1", HEAD], "got --steps -1, expected 0"),
+        (["--shape", "small", "--steps", "-1", HEAD], "got --steps -1, expected at least 0"),
         (["--shape", "huge", HEAD], "got shape 'huge'"),
         (["--shape", "small", HEAD, *SMALL, "loop.batch=3"], "expected a multiple"),
         (["--shape", "small"], "the following arguments are required: FILE.toml"),
         (["--shape", "small", "loop.batch=3"], "expected one TOML file"),
-        (["--shape", "small", "--step", "a", HEAD], "invalid int value: 'a'"),
+        (["--shape", "small", "--steps", "a", HEAD], "invalid int value: 'a'"),
         (["--shape", "small", "--topologie", "v5e:4x4", HEAD], "did you mean --topology?"),
     ],
 )

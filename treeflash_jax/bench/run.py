@@ -132,8 +132,8 @@ def run(arguments: argparse.Namespace) -> int:
 def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list[System]:
     """Loads the verifier with every drafter in every dtype, and makes the systems; those of equal settings only once.
 
-    With several drafters, or several dtypes, a system's name ends with its own. Each of several drafters gets the options
-    that it has.
+    With several drafters, a system's name ends with its drafter; with several dtypes, with its dtype. Each of several
+    drafters gets the options that it has.
 
     Raises:
       ValueError: no drafter, two drafters of one label, settings that a pair does not support.
@@ -177,7 +177,7 @@ def _missing_options(model: tf.TreeFlash) -> set[str]:
 def time_phases(
     measured: Sequence[System], context: int, temperature: float, known: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Times the phases of a round of every system that drafts, except those whose trees a policy chooses.
+    """Times the phases of a round of every system that drafts; those whose trees a policy chooses are left out.
 
     Args:
       context: tokens in the cache.
