@@ -209,31 +209,24 @@ def plot(folder: Any) -> epath.Path:
     if not lines:
         raise ValueError(f"{folder}: got no log.jsonl with a line in it, expected the run= of a training command")
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("curves need matplotlib; install it with pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for line in lines:
         for name, value in line.items():
             if isinstance(value, float) and name not in ("seconds", "goodput", "learning_rate", "mfu"):
                 panels.setdefault(name.rpartition("/")[2], {}).setdefault(name, []).append((line["step"], value))
-    columns = min(3, max(1, len(panels)))
-    height = max(1, -(-len(panels) // columns))
-    size = (4.5 * columns, 3 * height)
-    figure, axes = pyplot.subplots(height, columns, figsize=size, squeeze=False, layout="constrained")
-    for axis in axes.flat[len(panels) :]:
-        axis.axis("off")
-    for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
+    height = -(-len(panels) // 3)
+    figure = Figure(figsize=(13.5, 3 * max(1, height)), layout="constrained")
+    for number, (title, curves) in enumerate(panels.items(), start=1):
+        axis = figure.add_subplot(height, 3, number)
         for name, points in curves.items():
             axis.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 20 else "")
         axis.set(title=title, xlabel="step")
         axis.legend(fontsize=7)
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=110, format="png")
-    pyplot.close(figure)
     folders.write(epath.Path(folder) / "curves.png", drawn.getvalue())
     return epath.Path(folder) / "curves.png"
 
