@@ -40,7 +40,6 @@ from treeflash_jax.engine.batching import capacity_bucket
 from treeflash_jax.engine.planning import Request, make_requests, resolve
 from treeflash_jax.engine.settings import GenerateConfig, RuntimeConfig, SamplingConfig, settings_class
 from treeflash_jax.models.attention import positions_read
-from treeflash_jax.models.config import ModelConfig
 
 SMALL = (2, 4, 8)  # trees whose tokens are routed to few experts
 BATCH = 8  # prompts decoded together to measure acceptance
@@ -61,11 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--out", metavar="FILE", help="default: in the drafter's folder, or in ~/.cache/treeflash")
 
 
-def default_nodes(verifier: ModelConfig) -> tuple[int, ...]:
-    """Returns the default sizes of trees; with a mixture of experts only small ones may pay."""
-    return (*(SMALL if verifier.num_experts else ()), *devices.here().nodes)
-
-
 def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
     """Measures, prints and stores.
 
@@ -75,7 +69,8 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
     if model.drafter is None:
         raise ValueError("got no drafter, expected one: without it there is nothing to choose")
     lists = {name: sorted(set(getattr(arguments, name))) for name in ("batch", "context", "temperature")}
-    lists["nodes"] = sorted(set(arguments.nodes or default_nodes(model.verifier)))
+    small = SMALL if model.verifier.num_experts else ()  # with a mixture of experts only small trees may pay
+    lists["nodes"] = sorted(set(arguments.nodes or (*small, *devices.here().nodes)))
     if lists["nodes"][0] < 2:
         raise ValueError("got --nodes 1, expected at least 2: one-token rounds are always timed")
     prompts = chosen_prompts(arguments)
