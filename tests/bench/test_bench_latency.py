@@ -271,25 +271,23 @@ def test_all_combinations_are_measured_and_summed_up(made_up, tmp_path, capsys):
     assert printed.count("round / step at 64 nodes: 16.00 (of the floors: 1.00); its phases alone sum to 6.0000 ms") == 4
 
 
-def test_results_of_other_settings_are_kept_and_the_same_replaced(made_up, tmp_path):
-    out = tmp_path / "out.json"
-    for sizes in ("--batch 1 --nodes 8", "--batch 2 --nodes 8", "--batch 1 --nodes 16", "--batch 1 --nodes 8"):
-        words = [*sizes.split(), "--repeats", str(len(made_up) + 1), "--out", str(out)]
-        assert commands.main(["bench", "latency", *SMALL, *words]) == 0
-    results = latency.read_results(out)
-    kept = [(r["settings"]["batch"], r["settings"]["nodes"], r["phases"][0]["samples"]) for r in results]
-    assert kept == [(2, [8], 2), (1, [16], 3), (1, [8], 4)]
-
-
-def test_a_figure_shows_what_belongs_together(made_up, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(latency.plots, "draw", lambda panels, path, title: drawn.append(panels))
-    files = ["--out", str(tmp_path / "out.json"), "--plot", str(tmp_path / "a.png")]
-    for sizes in ("--batch 1 --nodes 8 16", "--batch 2 --nodes 8", "--batch 2 --dtype bfloat16 --nodes 8"):
-        assert commands.main(["bench", "latency", *SMALL, *sizes.split(), *files]) == 0
-    lines = [[label for label in panels["context 256"] if "floors" not in label] for panels in drawn]
-    assert lines == [["batch 1"], ["batch 1", "batch 2"], ["batch 2"]]
-    assert drawn[0]["context 256"] == {"batch 1": {8: 2.0, 16: 4.0}, "batch 1, floors": {8: 1.0, 16: 1.0}}
+def test_results_of_other_settings_are_kept_and_drawn_with_those_they_belong_to(made_up, tmp_path, monkeypatch):
+    drawn, out = [], tmp_path / "out.json"
+    monkeypatch.setattr(latency.plots, "draw", lambda panels, path, title: drawn.append(panels["context 256"]))
+    files = ["--out", str(out), "--plot", str(tmp_path / "a.png")]
+    for sizes in (
+        "--batch 1 --nodes 8 16",
+        "--batch 2 --nodes 8",
+        "--batch 2 --dtype bfloat16 --nodes 8",
+        "--batch 1 --nodes 8 16",
+    ):
+        words = [*sizes.split(), "--repeats", str(len(made_up) + 1)]
+        assert commands.main(["bench", "latency", *SMALL, *words, *files]) == 0
+    kept = [(r["settings"]["batch"], r["settings"]["nodes"], r["phases"][0]["samples"]) for r in latency.read_results(out)]
+    assert kept == [(2, [8], 2), (2, [8], 3), (1, [8, 16], 4)], "the same settings replace"
+    lines = [[label for label in panel if "floors" not in label] for panel in drawn]
+    assert lines == [["batch 1"], ["batch 1", "batch 2"], ["batch 2"], ["batch 2", "batch 1"]]
+    assert drawn[0] == {"batch 1": {8: 2.0, 16: 4.0}, "batch 1, floors": {8: 1.0, 16: 1.0}}
 
 
 @pytest.mark.parametrize("text", ["[]", '{"schema": 1', '{"earlier": 3}'])
