@@ -339,6 +339,22 @@ def accept_costs() -> str:
     return "\n".join([made, "", f"{runs['hardware']}:", fenced([runs["command"]], "text")])
 
 
+def near_ties() -> str:
+    runs = read("near_ties.json")
+    rows = [
+        [
+            name,
+            f"{of_set['identical']} of {of_set['compared']}",
+            of_set["near_ties"],
+            f"one in {of_set['compared_tokens'] / of_set['near_ties']:.0f} tokens",
+        ]
+        for name, of_set in runs["sets"].items()
+    ]
+    made = table("prompts | equal answers | end at a near-tie | near-ties", rows)
+    sets = " or ".join(of_set["prompts"] for of_set in runs["sets"].values())
+    return "\n".join([made, "", f"{runs['hardware']}; SET is {sets}:", fenced([runs["command"]], "text")])
+
+
 def options() -> str:
     """Formats the basic settings of a call, from the fields that declare them."""
     from treeflash_jax.core.checks import default_text
@@ -365,7 +381,7 @@ TABLES: dict[str, Callable[[], str]] = {
             experts_rounds,
             drafter_rounds,
         ),
-        *(beside_published, peers, peers_trained, drafters, sampled_trees, accept_costs, options),
+        *(beside_published, peers, peers_trained, drafters, sampled_trees, accept_costs, near_ties, options),
     )
 }
 
