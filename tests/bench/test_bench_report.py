@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from treeflash_jax.bench import bench_records, report
+from treeflash_jax.bench import bench_records, plots, report
 from treeflash_jax.cli.commands import main
 
 HARDWARE = {"backend": "cpu", "device": "cpu", "devices": 1, "cores": 2}
@@ -209,3 +209,21 @@ def test_report_of_nothing_or_half_a_line(tmp_path, capsys):
     with pytest.warns(UserWarning, match=r"results.jsonl:2: the last line is cut off"):
         assert main(["bench", "report", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["systems"][0]["responses"] == 1
+
+
+def test_a_picture_has_a_panel_per_set_and_temperature_and_a_line_per_drafter(tmp_path):
+    pytest.importorskip("matplotlib")
+    shared = {"head": None, "builder": "best-first", "whole_rounds": None}
+    systems = [
+        shared | {"drafter": drafter, "set": prompts, "temperature": temperature, "nodes": nodes, "tau": 2.0}
+        for drafter in ("EAGLE-3", "ngram")
+        for prompts in ("gsm8k", "code", "chat")
+        for temperature in (0.0, 0.7)
+        for nodes in (4, 8)
+    ]
+    plots.draw_trees([*systems, systems[0] | {"nodes": None}], tmp_path / "tau.svg")
+    picture = (tmp_path / "tau.svg").read_text()
+    panels = [panel for panel in picture.split('<g id="axes_')[1:] if 'id="legend_' in panel]
+    assert len(panels) == 6 and "<!-- gsm8k, T = 0.7 -->" in picture
+    for label in ("EAGLE-3, best-first", "ngram, best-first"):
+        assert all(panel.count(f"<!-- {label} -->") == 1 for panel in panels)

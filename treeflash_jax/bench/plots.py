@@ -37,8 +37,8 @@ def draw(panels: Mapping[str, Lines], path: str | Path, *, title: str | None = N
 
     width, height = min(max(len(panels), 1), PANELS), -(-len(panels) // PANELS) or 1
     figure = Figure(figsize=(4.5 * width, 3.6 * height), layout="constrained")
-    axes = figure.subplots(height, width, squeeze=False).flat
-    for axis in list(axes)[len(panels) :]:
+    axes = list(figure.subplots(height, width, squeeze=False).flat)
+    for axis in axes[len(panels) :]:
         axis.set_axis_off()
     for axis, (name, lines) in zip(axes, panels.items(), strict=False):
         for label, points in lines.items():
@@ -72,4 +72,4 @@ def draw_trees(systems: Sequence[dict[str, Any]], path: str | Path) -> None:
         label = [system["drafter"], system["head"]] if compares else []
         panel = panels.setdefault(", ".join(filter(None, title)), {})
         panel.setdefault(", ".join(filter(None, [*label, system["builder"]])), {})[system["nodes"]] = tau(system)
-    draw(panels, path, title="tokens per round over nodes, with the best rule of each builder")
+    draw(panels, path, title="tokens per round over nodes")
