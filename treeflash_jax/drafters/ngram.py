@@ -1,12 +1,14 @@
 """n-gram drafting (prompt lookup): proposes continuations of earlier occurrences of the last tokens. There are no weights.
 
-The state is the text itself. A round searches earlier occurrences of the last tokens, the longest first; their
-continuations form one tree, in which common prefixes share nodes. A token's probability grows with the number of
-occurrences that agree on it, with the length of their matches, and with how recent they are; some of it is reserved for
-tokens that never followed. A continuation that reaches the end of the text repeats from its first token. Without any
-match, the round verifies one token (`decoding.rounds`).
+A round searches the text for earlier occurrences of its last tokens, the longest first; their continuations form one tree,
+in which common prefixes share nodes. A token's probability grows with the number of occurrences that agree on it, with the
+length of their matches, and with how recent they are; some of it is reserved for tokens that never followed. A continuation
+that reaches the end of the text repeats from its first token. Without any match, the round verifies one token
+(`decoding.rounds`).
 
-Shape suffixes: b batch, t new tokens, s token slots, m matches, i draft depth, w lanes, c children (one for each match,
+`join` adds these continuations to the transition table of another drafter.
+
+Shape suffixes: b batch, s token slots, m matches, i draft depth, w lanes, c children (one for each match,
 at most).
 
 Source: prompt lookup decoding (Saxena, 2023); LLMA (arXiv 2304.04487). The tree and its weights are this library's own.
@@ -24,20 +26,22 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax.core import sharding
-from treeflash_jax.drafters.protocol import DrafterSizes, Inputs, LevelOptions
+from treeflash_jax.drafters.protocol import DrafterSizes, Inputs, LevelOptions, NoState
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
 from treeflash_jax.trees.containers import pick
+from treeflash_jax.trees.expander import TransitionTable
 
 OPTIONS = LevelOptions
-READS_TOKENS = True
-READS_PROMPT = True
+READS_TOKENS = False
 MAY_OFFER_NOTHING = True
 DIALECT = "ngram"
 
 LONGER = 4.0  # factor of a match's weight per token of length
 OLDER = 0.9  # factor per more recent match of at least this length
 UNSEEN = 0.25  # weight of all tokens that never followed; the longest, most recent match weighs 1
+HALF = 4.0  # length of a match at which n-grams count as much as the table that they join
+JOINED = 8  # matches that join a table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,28 +61,6 @@ class NgramConfig(DrafterSizes):
     num_depths: int = 15
 
 
-@struct.dataclass
-class NgramState:
-    """The text so far, the anchor last.
-
-    Attributes:
-      tokens_bs: tokens; slots past the end hold garbage.
-      length_b: number of tokens.
-    """
-
-    tokens_bs: jax.Array
-    length_b: jax.Array
-
-    def axes(self) -> NgramState:
-        return NgramState(("batch", None), ("batch",))
-
-    def grow(self, capacity: int) -> NgramState:
-        return self.replace(tokens_bs=jnp.pad(self.tokens_bs, ((0, 0), (0, capacity - self.tokens_bs.shape[1]))))
-
-    def cut(self, length_b: jax.Array) -> NgramState:
-        return self.replace(length_b=length_b)
-
-
 def choose(config: NgramConfig, options: Any) -> tuple[NgramConfig, int]:
     """See `Drafter.choose`. The settings are the number of matches to follow: the longest, among equals the most recent."""
     return replace(config, num_depths=options.depths or config.num_depths), options.children
@@ -88,25 +70,13 @@ def specs(config: NgramConfig) -> dict[str, Any]:
     return {}
 
 
-def init(config: NgramConfig, batch: int, capacity: int, dtype: Any) -> NgramState:
-    return NgramState(jnp.zeros((batch, capacity), jnp.int32), jnp.zeros(batch, jnp.int32))
+def init(config: NgramConfig, batch: int, capacity: int, dtype: Any) -> NoState:
+    return NoState()
 
 
-def extend(
-    params: Any,
-    tables: Any,
-    config: NgramConfig,
-    state: NgramState,
-    features_btj: jax.Array | None,
-    tokens_bt: jax.Array,
-    count_b: jax.Array,
-    *,
-    attention: str,
-) -> NgramState:
-    """Appends tokens to the text, the prompt's from the first on."""
-    write = jax.vmap(lambda text_s, new_t, at: lax.dynamic_update_slice(text_s, new_t, (at,)))
-    tokens_bs = write(state.tokens_bs, tokens_bt.astype(jnp.int32), state.length_b)
-    return NgramState(tokens_bs, state.length_b + count_b.astype(jnp.int32))
+def extend(params: Any, tables: Any, config: NgramConfig, state: NoState, *args: Any, attention: str) -> NoState:
+    """Returns the state: the text is an input of every round."""
+    return state
 
 
 @struct.dataclass
@@ -115,11 +85,13 @@ class Continuations:
 
     Attributes:
       tokens_bmi: continuation of each match.
+      length_bm: length of each match.
       log_weight_bm: log-weight of each match; -inf for no match.
       unseen_b: log-weight of the tokens that never followed.
     """
 
     tokens_bmi: jax.Array
+    length_bm: jax.Array
     log_weight_bm: jax.Array
     unseen_b: jax.Array
 
@@ -158,10 +130,74 @@ class Continuations:
         return jnp.broadcast_to(depth + 1 < self.num_depths, agrees_bwm.shape)
 
 
+@struct.dataclass
+class Joined:
+    """A transition table joined with n-grams: an `Expander` whose state is that of both.
+
+    A token's probability is (1 - s) p + s q, with p from the table and q from the n-grams. The share s = l / (l + HALF) grows
+    with l, the length of the longest match that agrees with the path, path included; without one it is 0.
+    """
+
+    table: TransitionTable
+    ngrams: Continuations
+
+    @property
+    def num_depths(self) -> int:
+        return self.table.num_depths
+
+    @property
+    def is_table(self) -> bool:
+        return True
+
+    def start(self, width: int) -> tuple[jax.Array, jax.Array]:
+        return self.table.start(width), self.ngrams.start(width)
+
+    def children(self, depth: jax.Array, state_bw: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        context_bw, agrees_bwm = state_bw
+        tokens_bwc, log_p_bwc = self.table.children(depth, context_bw)
+        copied_bwm, log_q_bwm = self.ngrams.children(depth, agrees_bwm)
+        length_bw1 = jnp.max(jnp.where(agrees_bwm, self.ngrams.length_bm[:, None] + depth, 0), axis=-1, keepdims=True)
+        share_bw1 = (length_bw1 / (length_bw1 + HALF)).astype(log_p_bwc.dtype)
+        p_bwc, q_bwm = (1 - share_bw1) * jnp.exp(log_p_bwc), share_bw1 * jnp.exp(log_q_bwm)
+        same_bwcm = (tokens_bwc[..., None] == copied_bwm[..., None, :]) & (p_bwc[..., None] > 0)
+        p_bwc += jnp.sum(jnp.where(same_bwcm, q_bwm[..., None, :], 0), axis=-1)
+        q_bwm = jnp.where(same_bwcm.any(axis=-2), 0, q_bwm)
+        cost_bwx = -jnp.log(jnp.concatenate([p_bwc, q_bwm], axis=-1))
+        cost_bwx, token_bwx = lax.sort((cost_bwx, jnp.concatenate([tokens_bwc, copied_bwm], axis=-1)), num_keys=1)
+        return token_bwx, -cost_bwx
+
+    def follow(
+        self, depth: jax.Array, state_bw: tuple[jax.Array, jax.Array], child_bw: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        token_bw1 = jnp.take_along_axis(self.children(depth, state_bw)[0], child_bw[..., None], axis=2)
+        context_bwx, agrees_bwxm = self._below(depth, state_bw, token_bw1)
+        return context_bwx[..., 0], agrees_bwxm[..., 0, :]
+
+    def continues(self, depth: jax.Array, state_bw: tuple[jax.Array, jax.Array]) -> jax.Array:
+        context_bwx, agrees_bwxm = self._below(depth, state_bw, self.children(depth, state_bw)[0])
+        return (depth + 1 < self.num_depths) & ((context_bwx >= 0) | agrees_bwxm.any(axis=-1))
+
+    def _below(
+        self, depth: jax.Array, state_bw: tuple[jax.Array, jax.Array], tokens_bwx: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the table's context below each token, -1 for none, and the matches that agree with it."""
+        context_bw, agrees_bwm = state_bw
+        listed_bwc, log_p_bwc = self.table.children(depth, context_bw)
+        same_bwxc = (tokens_bwx[..., None] == listed_bwc[..., None, :]) & jnp.isfinite(log_p_bwc)[..., None, :]
+        next_bwc = self.table.next_contexts(depth, context_bw)
+        context_bwx = jnp.max(jnp.where(same_bwxc, next_bwc[..., None, :], -1), axis=-1)
+        after_bm = self.ngrams.tokens_bmi[:, :, depth]
+        return context_bwx, agrees_bwm[..., None, :] & (tokens_bwx[..., None] == after_bm[:, None, None])
+
+
+def join(table: TransitionTable, inputs: Inputs) -> Joined:
+    """Joins the table of a round with the continuations of n-grams."""
+    return Joined(table, look_up(replace(inputs, config=NgramConfig(), settings=JOINED, depths=table.num_depths), None))
+
+
 def look_up(inputs: Inputs, _: None) -> Continuations:
     """Returns the continuations of the longest matches of the text's last tokens."""
-    config, text = inputs.config, inputs.state
-    count = min(inputs.settings, text.tokens_bs.shape[1])
+    config, count = inputs.config, min(inputs.settings, inputs.tokens_bs.shape[1])
 
     def find(tokens_bs: jax.Array, length_b: jax.Array, temperature_b: jax.Array) -> tuple[jax.Array, ...]:
         matched_bs = match_lengths(tokens_bs, length_b, config.longest)
@@ -173,9 +209,9 @@ def look_up(inputs: Inputs, _: None) -> Continuations:
         scale_b = temperature_b.astype(log_weight_bm.dtype)
         log_weight_bm = jnp.where(rank_bm >= 0, log_weight_bm / scale_b[:, None], -jnp.inf)
         after_bmi = jnp.arange(inputs.depths) % jnp.maximum(length_b[:, None] - at_bm, 1)[..., None]
-        return pick(tokens_bs, at_bm[..., None] + after_bmi), log_weight_bm, jnp.log(UNSEEN) / scale_b
+        return pick(tokens_bs, at_bm[..., None] + after_bmi), length_bm, log_weight_bm, jnp.log(UNSEEN) / scale_b
 
-    return Continuations(*sharding.over_batch(find, text.tokens_bs, text.length_b, inputs.temperature_b))
+    return Continuations(*sharding.over_batch(find, inputs.tokens_bs, inputs.length_b, inputs.temperature_b))
 
 
 def match_lengths(tokens_bs: jax.Array, length_b: jax.Array, longest: int) -> jax.Array:

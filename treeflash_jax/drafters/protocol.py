@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import jax
+from flax import struct
 
 from treeflash_jax.core.checks import bounded
 from treeflash_jax.models.config import ModelConfig
@@ -58,6 +59,20 @@ class State(Protocol):
         """Returns the state after only the first `length_b` positions; other positions are added afterwards."""
 
 
+@struct.dataclass
+class NoState:
+    """State of a drafter that reads nothing but the inputs of a round."""
+
+    def axes(self) -> NoState:
+        return self
+
+    def grow(self, capacity: int) -> NoState:
+        return self
+
+    def cut(self, length_b: jax.Array) -> NoState:
+        return self
+
+
 def require_fit(**sizes: tuple[Any, Any]) -> None:
     """Raises ValueError unless every pair of sizes, by name, is equal in the drafter and the verifier."""
     for name, (drafter, verifier) in sizes.items():
@@ -81,6 +96,8 @@ class Inputs:
       state: the drafter's state.
       anchor_b: the last committed token of each sequence.
       temperature_b: temperature of the draft distribution, above 0.
+      tokens_bs: the text so far, the anchor last; slots past its end hold garbage.
+      length_b: number of tokens of the text.
       depths: the deepest level that the round's tree can have, from 1 to the drafter's; static.
       attention: attention implementation.
     """
@@ -92,6 +109,8 @@ class Inputs:
     state: Any
     anchor_b: jax.Array
     temperature_b: jax.Array
+    tokens_bs: jax.Array
+    length_b: jax.Array
     depths: int
     attention: str = "xla"
 

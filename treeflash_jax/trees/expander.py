@@ -77,11 +77,14 @@ class TransitionTable:
         return tokens_bwc, jnp.where((context_bw >= 0)[..., None], log_probs_bwc, -jnp.inf)
 
     def follow(self, depth: jax.Array, context_bw: jax.Array, child_bw: jax.Array) -> jax.Array:
-        next_context_bwc = _entries(self.next_context_bimc, depth, context_bw)
-        return jnp.take_along_axis(next_context_bwc, child_bw[..., None], axis=2)[..., 0]
+        return jnp.take_along_axis(self.next_contexts(depth, context_bw), child_bw[..., None], axis=2)[..., 0]
 
     def continues(self, depth: jax.Array, context_bw: jax.Array) -> jax.Array:
-        return _entries(self.next_context_bimc, depth, context_bw) >= 0
+        return self.next_contexts(depth, context_bw) >= 0
+
+    def next_contexts(self, depth: jax.Array, context_bw: jax.Array) -> jax.Array:
+        """Returns the context of each child at the next depth, [b, w, c]; -1 ends the branch."""
+        return _entries(self.next_context_bimc, depth, context_bw)
 
 
 def _entries(table_bimc: jax.Array, depth: jax.Array, context_bw: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from treeflash_jax.core.checks import quoted
+from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.backbone import DrafterState
 from treeflash_jax.drafters.block.backbone import init as init
@@ -24,7 +25,7 @@ from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, DraftSettings, U
 from treeflash_jax.drafters.protocol import Inputs, ListOptions, option
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
-from treeflash_jax.trees import TransitionTable
+from treeflash_jax.trees import Expander
 
 READS_TOKENS = False
 MAX_LINKS = 2**26  # per level: a table compares every child with every candidate below it
@@ -64,6 +65,7 @@ class BlockOptions(ListOptions):
         least=0,
         unit="tokens",
     )
+    ngrams: bool = option(False, "draft what followed the last tokens earlier in the text, too")
 
 
 OPTIONS = BlockOptions
@@ -85,6 +87,7 @@ def choose(config: DrafterConfig, options: Any) -> tuple[DrafterConfig, DraftSet
     expect(links <= MAX_LINKS, "candidates", f"at most {MAX_LINKS:,} for candidates x candidates x children, not {links:,}")
     expect(options.head in (None, *heads), "head", f"one of {heads}, this drafter's")
     sizes = {"candidates": candidates, "children": options.children, "shortlist": options.shortlist or 0}
+    sizes |= {"ngrams": options.ngrams or 0}
     settings = DraftSettings(**sizes, head=options.head or config.head)
     measured = config.sampled_above if settings.head == config.head else None  # measured with the drafter's own head
     return replace(config, block_size=size, sampled_above=measured), settings
@@ -116,12 +119,13 @@ def draft_block(inputs: Inputs, _: None) -> jax.Array:
     return backbone.block(params, inputs.config, inputs.state, embed_vd, inputs.anchor_b, attention=inputs.attention)
 
 
-def expand_block(inputs: Inputs, hidden_bqd: jax.Array) -> TransitionTable:
-    """Returns next-token distributions at every depth, given the token before."""
+def expand_block(inputs: Inputs, hidden_bqd: jax.Array) -> Expander:
+    """Returns next-token distributions at every depth, given the token before; with `ngrams`, joined with n-grams."""
     embed_vd, norm = inputs.tables["embed"], inputs.params["backbone"]["norm"]
     unembed = Unembed(embed_vd, inputs.tables.get("unembed", embed_vd), norm, inputs.config.layers.rms_norm_eps)
     head = HEADS[inputs.settings.head or inputs.config.head]
-    return head.expand(inputs.params["head"], unembed, hidden_bqd, inputs.anchor_b, inputs.settings, inputs.temperature_b)
+    table = head.expand(inputs.params["head"], unembed, hidden_bqd, inputs.anchor_b, inputs.settings, inputs.temperature_b)
+    return ngram.join(table, inputs) if inputs.settings.ngrams else table
 
 
 def stages(config: DrafterConfig) -> Mapping[str, Callable[[Inputs, Any], Any]]:
@@ -176,5 +180,5 @@ def work(
 
 
 def identity(config: DrafterConfig, settings: DraftSettings) -> dict[str, Any]:
-    sizes = {name: getattr(settings, name) for name in ("candidates", "children", "shortlist")}
+    sizes = {name: getattr(settings, name) for name in ("candidates", "children", "shortlist", "ngrams")}
     return {"head": settings.head or config.head, "block_size": config.block_size} | sizes
