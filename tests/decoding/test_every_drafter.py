@@ -174,8 +174,9 @@ def test_options_that_a_drafter_lacks_are_refused(kind):
     assert len(programs.compiled()) == before
 
 
-SHORT = [("ngram", {}), ("block", {"shortlist": 2})]  # some of their entries have no child
-FULL = [(kind, {}) for kind in KINDS if kind not in ("block", "ngram")] + [("block", {"head": head}) for head in HEADS]
+SHORT = [("ngram", {}), ("block", {"shortlist": 2}), ("block", {"ngrams": 6})]  # some of their entries have no child
+FULL = [(kind, {}) for kind in KINDS if kind not in ("block", "ngram")]
+FULL += [("block", {"head": head, "ngrams": 0}) for head in HEADS]
 
 
 @pytest.mark.parametrize(("kind", "settings"), [slow_unless(pair in SHORT, *pair) for pair in SHORT + FULL], ids=str)

@@ -45,7 +45,7 @@ def drafted(params, tables, config, state, depths: int):
     """The expander of a state."""
     ones = jnp.ones(state.hidden_bd.shape[0])
     settings = LaneSettings(children=5, width=1)
-    inputs = Inputs(params, tables, config, settings, state, jnp.zeros(len(ones), jnp.int32), ones, depths)
+    inputs = Inputs(params, tables, config, settings, state, jnp.zeros(len(ones), jnp.int32), ones, depths, None, None)
     return eagle3.draft(inputs, None)
 
 

@@ -26,25 +26,13 @@ MATCHES = 6
 pytestmark = pytest.mark.filterwarnings("ignore:tau is")
 
 
-def shown(texts: list[list[int]], capacity: int = 48) -> ngram.NgramState:
-    """The state of texts that were read in pieces."""
-    state = ngram.init(CONFIG, len(texts), capacity, jnp.float32)
+def offered(texts: list[list[int]], temperature: float = 1.0, capacity: int = 48) -> ngram.Continuations:
     tokens_bs = np.zeros((len(texts), capacity), np.int32)
     for b, text in enumerate(texts):
         tokens_bs[b, : len(text)] = text
-    length_b = jnp.asarray([len(text) for text in texts])
-    for start in range(0, capacity, 16):
-        count_b = jnp.clip(length_b - start, 0, 16)
-        state = ngram.extend(
-            {}, None, CONFIG, state, None, jnp.asarray(tokens_bs[:, start : start + 16]), count_b, attention="xla"
-        )
-    return state
-
-
-def offered(texts: list[list[int]], temperature: float = 1.0) -> ngram.Continuations:
-    state, batch = shown(texts), len(texts)
-    anchor_b, temperature_b = jnp.asarray([text[-1] for text in texts], jnp.int32), jnp.full(batch, temperature)
-    return ngram.look_up(Inputs({}, None, CONFIG, MATCHES, state, anchor_b, temperature_b, CONFIG.num_depths), None)
+    length_b, temperature_b = jnp.asarray([len(text) for text in texts]), jnp.full(len(texts), temperature)
+    sizes = CONFIG, MATCHES, ngram.NoState(), None
+    return ngram.look_up(Inputs({}, None, *sizes, temperature_b, CONFIG.num_depths, jnp.asarray(tokens_bs), length_b), None)
 
 
 def continuations(text: list[int]) -> list[tuple[float, list[int]]]:
@@ -101,6 +89,44 @@ def test_the_longest_and_most_recent_match_comes_first():
     tokens_b1c, log_probs_b1c = offered([text]).children(jnp.int32(0), offered([text]).start(1))
     order = tokens_b1c[0, 0][jnp.isfinite(log_probs_b1c[0, 0])].tolist()
     assert order == [0, 4, 5]
+
+
+def test_a_table_is_joined_by_what_followed_earlier():
+    """Probabilities below a path, against the mixture written out; what the table cannot continue, n-grams may."""
+    text = [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]  # after 1 2 3: 4; after 2 3: 5
+    table = trees.TransitionTable(
+        tokens_bimc=jnp.array([[[[4, 7]], [[9, 8]]]]),
+        log_probs_bimc=jnp.log(jnp.array([[[[0.5, 0.25]], [[0.75, 0.125]]]])),
+        next_context_bimc=jnp.array([[[[0, -1]], [[-1, -1]]]]),
+    )
+    ngrams = offered([text])
+    joined, depth, share = ngram.Joined(table, ngrams), jnp.int32(0), 3 / (3 + ngram.HALF)
+
+    def below(depth, state) -> dict[int, float]:
+        (tokens, log_probs), is_open = joined.children(depth, state), joined.continues(depth, state)
+        assert [*log_probs[0, 0]] == sorted(log_probs[0, 0], reverse=True), "likeliest first"
+        kept = np.isfinite(log_probs[0, 0])
+        assert len({*np.asarray(tokens[0, 0])[kept]}) == kept.sum(), "distinct"
+        return {
+            int(t): (float(np.exp(p)), bool(o))
+            for t, p, o in zip(*(x[0, 0][kept] for x in (tokens, log_probs, is_open)), strict=True)
+        }
+
+    def expected(q: dict[int, float], p: dict[int, float], share: float) -> dict[int, float]:
+        return {token: (1 - share) * p.get(token, 0) + share * q.get(token, 0) for token in {*p, *q}}
+
+    matches = continuations(text)
+    first = below(depth, joined.start(1))
+    for token, value in expected(distribution(matches, (), 1.0), {4: 0.5, 7: 0.25}, share).items():
+        np.testing.assert_allclose(first[token][0], value, rtol=1e-5)
+    assert {token: is_open for token, (_, is_open) in first.items()} == {4: True, 5: True, 7: False}
+    order = [*first]
+    for token, p, length in ((4, {9: 0.75, 8: 0.125}, 4), (5, {}, 3)):  # only the n-grams continue below 5
+        state = joined.follow(depth, joined.start(1), jnp.array([[order.index(token)]]))
+        got, share = below(depth + 1, state), length / (length + ngram.HALF)
+        want = expected(distribution(matches, (token,), 1.0), p, share)
+        assert {*got} == {*want} and not any(is_open for _, is_open in got.values())
+        np.testing.assert_allclose([got[t][0] for t in want], [*want.values()], rtol=1e-5)
 
 
 # Decoding

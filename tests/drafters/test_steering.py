@@ -69,7 +69,9 @@ def _distributions(config, weights, tokens_bt, features_btj) -> list[tuple[jax.A
     padded = (jnp.concatenate(x, axis=1) for x in ((features_btj[:, 1:], padding[1]), (tokens_bt[:, 5:9], padding[0])))
     state = extend(state, *padded, jnp.asarray([4]))
     settings = LaneSettings(children=40, width=1)
-    expander = causal_lm.draft(Inputs(weights, None, config, settings, state, tokens_bt[:, 8], jnp.ones(1), 2), None)
+    expander = causal_lm.draft(
+        Inputs(weights, None, config, settings, state, tokens_bt[:, 8], jnp.ones(1), 2, tokens_bt, 9), None
+    )
     start = expander.start(1)
     child_bw = jnp.argmax(start.tokens_bwc == tokens_bt[0, 9], axis=-1)
     return [expander.children(0, start), expander.children(1, expander.follow(jnp.int32(0), start, child_bw))]

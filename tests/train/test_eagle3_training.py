@@ -69,7 +69,7 @@ def drafted_along(weights, drafting, tokens_1s, *, drafter):
         state = eagle3.extend(
             drafting, weights, drafter, state, features_11j, token_11, jnp.ones(1, jnp.int32), attention="xla"
         )
-        inputs = Inputs(drafting, weights, drafter, settings, state, token_11[:, 0], jnp.ones(1), STEPS)
+        inputs = Inputs(drafting, weights, drafter, settings, state, token_11[:, 0], jnp.ones(1), STEPS, None, None)
         expander = eagle3.draft(inputs, None)
 
         def level(lane, i):

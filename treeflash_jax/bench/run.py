@@ -154,12 +154,15 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
         for other in loaded.values():
             if other.model.dtype == model.dtype:  # keeps one copy of the verifier
                 model.weights = Weights(other.model.weights.verifier, model.weights.drafter)
-        missing = _missing_options(model) if len(labels) > 1 else set()
+        lacks = _missing_options(model)
+        missing = lacks if len(labels) > 1 else set()
         for name, system in chosen.items():
             if "head" in missing and system.get("head") == "marginal" and "builder" not in system:
                 continue  # this drafter has no head to leave out
             settings = {"builder": "best-first"} | shared | system
             settings = {key: value for key, value in settings.items() if key not in missing}
+            if "ngrams" in lacks and not settings.get("ngrams"):
+                settings.pop("ngrams", None)
             config = resolve(None, settings, model.verifier, model.drafter)
             ends = [label] * (len(labels) > 1 and config.builder != "none") + [dtype] * (len(arguments.dtype) > 1)
             made = System(name=", ".join([name, *ends]), model=model, config=config, pair=(verifier, label))

@@ -1,9 +1,10 @@
 """Names of the systems that `treeflash bench run` compares.
 
 "ar" decodes one token at a time, "chain" drafts one path, "marginal" and "treeflash" are trees without and with the
-drafter's head. A tree's name may add its nodes, a builder, an acceptance rule and a drafter temperature: "treeflash-32",
-"treeflash-auto" (the number of nodes that `treeflash calibrate` found best), "treeflash-32+hybrid",
-"marginal+paths+traversal", "treeflash-16@0.7". A tree without nodes in its name is measured for every number of --nodes.
+drafter's head, and "joined" is "treeflash" with n-grams of the text. A tree's name may add its nodes, a builder, an
+acceptance rule and a drafter temperature: "treeflash-32", "treeflash-auto" (the number of nodes that `treeflash calibrate`
+found best), "treeflash-32+hybrid", "marginal+paths+traversal", "treeflash-16@0.7". A tree without nodes in its name is
+measured for every number of --nodes.
 Settings of the drafter or the tree may follow as ":name=value", such as "treeflash-16+delayed:branches=2:trunk=auto".
 """
 
@@ -23,9 +24,10 @@ from treeflash_jax.trees import BUILDERS, TreeShape, branching
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "ar": {"builder": "none"},
-    "chain": {"builder": "chain", "head": "marginal"},
-    "marginal": {"head": "marginal"},
-    "treeflash": {},
+    "chain": {"builder": "chain", "head": "marginal", "ngrams": 0},
+    "marginal": {"head": "marginal", "ngrams": 0},
+    "treeflash": {"ngrams": 0},
+    "joined": {"ngrams": 8},
 }
 # Builders that a name may add, as fields of GenerateConfig.
 BRANCHING = {name: {"builder": name} for name in branching()} | {"one-path": {"builder": "paths", "branches": 1}}

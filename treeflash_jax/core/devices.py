@@ -148,6 +148,11 @@ class Device:
         """
         return 8 if self.pays_per_token else 16
 
+    @property
+    def ngrams(self) -> int:
+        """Default number of n-gram matches that join a block drafter's trees; never timed on accelerators."""
+        return 8 if self.is_cpu else 0
+
     def shortlist(self, vocab_size: int) -> int:
         """Returns the default number of tokens per depth scored by the second stage of a draft; 0 for all.
 

@@ -178,9 +178,9 @@ def draft_stage(weights: Weights, state: DecodeState, value: Any, plan: DecodePl
         state=state.drafter,
         anchor_b=find_anchor(state),
         temperature_b=state.sampling.drafter_temperature_b,
+        depths=max(plan.path_length - 1, 1),
         tokens_bs=state.tokens_bs,
         length_b=state.cache.length_b + 1,
-        depths=max(plan.path_length - 1, 1),
         attention=plan.attention,
     )
     with jax.named_scope(name):

@@ -5,7 +5,8 @@ drafter through it. Its training is a stage, behind the door in `train/stages/dr
 
 A round (decoding/rounds.py):
   >>> drafter = drafters.of(config)
-  >>> inputs = Inputs(weights.drafter, weights.verifier, config, settings, state, anchor_b, temperature_b, depths)
+  >>> inputs = Inputs(weights.drafter, weights.verifier, config, settings, state, anchor_b, temperature_b, depths,
+  ...                 tokens_bs, length_b)
   >>> expander = None
   >>> for stage in drafter.stages(config).values():
   ...     expander = stage(inputs, expander)

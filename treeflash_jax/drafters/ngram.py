@@ -41,7 +41,6 @@ LONGER = 4.0  # factor of a match's weight per token of length
 OLDER = 0.9  # factor per more recent match of at least this length
 UNSEEN = 0.25  # weight of all tokens that never followed; the longest, most recent match weighs 1
 HALF = 4.0  # length of a match at which n-grams count as much as the table that they join
-JOINED = 8  # matches that join a table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +133,8 @@ class Continuations:
 class Joined:
     """A transition table joined with n-grams: an `Expander` whose state is that of both.
 
-    A token's probability is (1 - s) p + s q, with p from the table and q from the n-grams. The share s = l / (l + HALF) grows
-    with l, the length of the longest match that agrees with the path, path included; without one it is 0.
+    A token's probability is (1 - s) p + s q, with p from the table and q from the n-grams. The share s = l / (l + HALF)
+    grows with l, the length of the longest match that agrees with the path, path included; without one it is 0.
     """
 
     table: TransitionTable
@@ -192,7 +191,10 @@ class Joined:
 
 def join(table: TransitionTable, inputs: Inputs) -> Joined:
     """Joins the table of a round with the continuations of n-grams."""
-    return Joined(table, look_up(replace(inputs, config=NgramConfig(), settings=JOINED, depths=table.num_depths), None))
+    return Joined(
+        table,
+        look_up(replace(inputs, config=NgramConfig(), settings=inputs.settings.ngrams, depths=table.num_depths), None),
+    )
 
 
 def look_up(inputs: Inputs, _: None) -> Continuations:

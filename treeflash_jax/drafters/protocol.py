@@ -96,9 +96,9 @@ class Inputs:
       state: the drafter's state.
       anchor_b: the last committed token of each sequence.
       temperature_b: temperature of the draft distribution, above 0.
+      depths: the deepest level that the round's tree can have, from 1 to the drafter's; static.
       tokens_bs: the text so far, the anchor last; slots past its end hold garbage.
       length_b: number of tokens of the text.
-      depths: the deepest level that the round's tree can have, from 1 to the drafter's; static.
       attention: attention implementation.
     """
 
@@ -109,9 +109,9 @@ class Inputs:
     state: Any
     anchor_b: jax.Array
     temperature_b: jax.Array
+    depths: int
     tokens_bs: jax.Array
     length_b: jax.Array
-    depths: int
     attention: str = "xla"
 
 

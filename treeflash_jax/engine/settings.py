@@ -225,6 +225,7 @@ class Settings(TypedDict, total=False):
     candidates: int | None
     children: int
     shortlist: int | None
+    ngrams: int | None
     drafter_temperature: float | None
     builder: str | None
     nodes: int | Literal["auto"] | None

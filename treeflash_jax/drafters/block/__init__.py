@@ -65,7 +65,13 @@ class BlockOptions(ListOptions):
         least=0,
         unit="tokens",
     )
-    ngrams: bool = option(False, "draft what followed the last tokens earlier in the text, too")
+    ngrams: int | None = option(
+        None,
+        "earlier occurrences of the last tokens in the text whose continuations join the tree (prompt lookup); 0: none",
+        unset="0; on a CPU 8",
+        least=0,
+        unit="matches",
+    )
 
 
 OPTIONS = BlockOptions

@@ -34,14 +34,14 @@ class DraftSettings:
       shortlist: number of likeliest marginal tokens per depth; the second stage scores those of all depths together. 0: the
         whole vocabulary.
       head: name in HEADS; None: the drafter's head.
-      ngrams: whether n-grams of the text join the draft.
+      ngrams: number of matches of the text's last tokens whose continuations join the table (`ngram.join`).
     """
 
     candidates: int = 16
     children: int = 16
     shortlist: int = 0
     head: str | None = None
-    ngrams: bool = False
+    ngrams: int = 0
 
 
 @struct.dataclass
