@@ -212,7 +212,12 @@ def drawn(seed: int, each: int) -> None:
             weights = jax.tree.map(lambda x, spec, scheme=scheme: quantized.compress(x, spec, scheme), weights, specs)
             weights = Weights(weights, fresh(block.specs(drafter), number + 1, 0.35, noisy=True))
             model = TreeFlash(config, weights, drafter=drafter)
-            draft = {"nodes": draw.choice((2, 5, 9, 16)), "candidates": 5, "children": 4, "ngrams": draw.choice((0, 3))} | kind
+            draft = {
+                "nodes": draw.choice((2, 5, 9, 16)),
+                "candidates": 5,
+                "children": 4,
+                "ngrams": draw.choice((0, 3)),
+            } | kind
             with tempfile.TemporaryDirectory() as folder:
                 if kind is AUTO:
                     model = beside(model, Path(folder) / "budget.json", table(model, MIXED, draw.choice((0.42, 0.9))))

@@ -144,6 +144,7 @@ def test_published_chain(pair):
 def test_generation(pair, builder, ids, accept):
     settings, prompt = pair.settings, pair.expected["prompt"][0].tolist()
     sizes = {"candidates": settings["top_m"], "children": settings["top_k"], "stop_ids": settings["stop_token_ids"]}
+    sizes |= {"ngrams": 0} if builder == "best-first" else {}
     sizes |= {"nodes": settings["tree_size"]} if builder == "best-first" else {}
     [result] = pair.model.generate(prompt, builder=builder, max_new_tokens=settings["max_new_tokens"], **sizes)
     assert prompt + result.ids == pair.expected[ids].ravel().tolist()

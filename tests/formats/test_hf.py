@@ -249,9 +249,9 @@ def test_tensors_hold_their_weights_out_by_in(tmp_path):
     models.save_drafter(tmp_path, DRAFTER, params, dtype=jnp.float32)
     disk, layer = load_file(tmp_path / "model.safetensors"), backbone["groups"][0][1]
     on_disk = {name: disk[f"model.layers.1.{name}"] for name in LAYER}
-    np.testing.assert_array_equal(on_disk["self_attn.q_proj.weight"], np.reshape(layer["q"], (8, 24)).T)
-    np.testing.assert_array_equal(on_disk["self_attn.o_proj.weight"], np.reshape(layer["o"], (24, 8)).T)
-    np.testing.assert_array_equal(on_disk["mlp.gate_proj.weight"], layer["gate"].T)
+    np.testing.assert_array_equal(on_disk["self_attn.q_proj.weight"], np.reshape(layer["q"], (24, 8)))
+    np.testing.assert_array_equal(on_disk["self_attn.o_proj.weight"], np.reshape(layer["o"], (8, 24)))
+    np.testing.assert_array_equal(on_disk["mlp.gate_proj.weight"], layer["gate"])
     np.testing.assert_array_equal(disk["model.fc.weight"], backbone["fc"].T)
     up_and_gate = disk["ar_approximation.ug.weight"].reshape(2, 20, 2, 8)  # [up | gate, ffn, embedding | hidden, d]
     np.testing.assert_array_equal(up_and_gate[:, :, 0], np.moveaxis(head["token_ug"], 0, 2))
@@ -295,7 +295,7 @@ def test_loading_onto_a_mesh(pair):
     jax.tree.map(check, specs, placed, is_leaf=is_spec)
     layer = placed[0]["groups"][0][0]
     local = {name: layer[name].addressable_shards[0].data.shape for name in ("q", "k", "o", "gate", "down")}
-    assert local == {"q": (8, 1, 6), "k": (8, 2, 6), "o": (1, 6, 8), "gate": (8, 5), "down": (5, 8)}
+    assert local == {"q": (1, 6, 8), "k": (2, 6, 8), "o": (8, 1, 6), "gate": (5, 8), "down": (8, 5)}
     assert placed[0]["embed"].addressable_shards[0].data.shape == (3, 8)
     assert placed[1]["head"]["token_ug"].addressable_shards[0].data.shape == (8, 2, 5)
 
@@ -460,4 +460,4 @@ def test_drafters_that_read_outside_the_verifier(pair, dflash, words):
 
 def test_saving_refuses_weights_of_another_model(tmp_path):
     params = fresh(verifier.specs(replace(MODEL, intermediate_size=24)))
-    refused(lambda: models.save_verifier(tmp_path, MODEL, params), "mlp.down_proj.weight", "(24, 8)", "(20, 8)")
+    refused(lambda: models.save_verifier(tmp_path, MODEL, params), "mlp.down_proj.weight", "(8, 24)", "(8, 20)")

@@ -15,7 +15,7 @@ from treeflash_jax.models.backend import indexing, levels, products, selection
 SIZES = dict(b=1, d=16, h=4, e=8, k=2, f=24, j=32, v=40, x=2, z=32)
 # Every equation that a product of the models has.
 EQUATIONS = (
-    "btd,dhe->bthe", "btd,dke->btke", "btz,zd->btd", "btd,df->btf", "btf,fd->btd", "btj,jd->btd", "bqd,dxf->bqxf",
+    "btd,hed->bthe", "btd,ked->btke", "btz,dz->btd", "btd,fd->btf", "btf,df->btd", "btj,jd->btd", "bqd,dxf->bqxf",
     "bmf,fd->bmd", "bmd,de->bme",
 )  # fmt: skip
 

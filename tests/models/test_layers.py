@@ -144,10 +144,10 @@ def test_queries_and_keys_are_normed_before_they_are_rotated():
     k_btke, v_btke = layers.keys_values(params, CONFIG, jnp.asarray(x_btd), table)
     q_bthe = layers.queries(params, CONFIG, jnp.asarray(x_btd), table)
     for got, name in ((q_bthe, "q"), (k_btke, "k")):
-        projected = np.einsum("btd,dhe->bthe", x_btd, params[name])
+        projected = np.einsum("btd,hed->bthe", x_btd, params[name])
         expected = layers.rotate(jnp.asarray(normed(projected, params[f"{name}_norm"], 1e-6), jnp.float32), table)
         np.testing.assert_allclose(got, expected, atol=1e-5)
-    np.testing.assert_allclose(v_btke, np.einsum("btd,dke->btke", x_btd, params["v"]), atol=1e-5)
+    np.testing.assert_allclose(v_btke, np.einsum("btd,ked->btke", x_btd, params["v"]), atol=1e-5)
 
 
 def test_llama_layers_have_no_norm_on_queries_and_keys():
@@ -155,13 +155,13 @@ def test_llama_layers_have_no_norm_on_queries_and_keys():
     params, x_btd = weights(llama), jnp.asarray(normal(1, 1, 12))
     assert "q_norm" not in params and "k_norm" not in params
     at_0 = layers.rotary_table(llama.rope, 6, jnp.zeros((1, 1), jnp.int32))
-    expected = np.einsum("btd,dhe->bthe", x_btd, params["q"])
+    expected = np.einsum("btd,hed->bthe", x_btd, params["q"])
     np.testing.assert_allclose(layers.queries(params, llama, x_btd, at_0), expected, atol=1e-5)
 
 
 def test_swiglu():
     params, x_btd = weights(), normal(2, 3, 12)
-    gate, up, down = (np.asarray(params[name], np.float64) for name in ("gate", "up", "down"))
+    gate, up, down = (np.asarray(params[name], np.float64).T for name in ("gate", "up", "down"))
     np.testing.assert_allclose(
         layers.swiglu(params, jnp.asarray(x_btd)), (silu(x_btd @ gate) * (x_btd @ up)) @ down, atol=1e-5
     )
@@ -176,7 +176,7 @@ def test_decoder_layer_is_pre_norm_with_two_residuals():
         return jnp.asarray(mixed_bthe), "handed back"
 
     got, extra = layers.decoder_layer(params, jnp.asarray(x_btd), attend, eps)
-    middle = x_btd + np.einsum("bthe,hed->btd", mixed_bthe, params["o"])
+    middle = x_btd + np.einsum("bthe,dhe->btd", mixed_bthe, params["o"])
     inner = jnp.asarray(normed(middle, params["mlp_norm"], eps), jnp.float32)
     np.testing.assert_allclose(got, middle + layers.swiglu(params, inner), atol=1e-5)
     assert extra == "handed back"

@@ -32,7 +32,7 @@ from treeflash_jax.models.vocab import embed, unembed
 PAIR = DATA / "conformance" / "b_trained"
 FOLDERS = {"verifier": PAIR / "verifier", "drafter": PAIR / "drafter"}
 LAYER = layers.layer_specs(RANDOM_MODEL)
-MATRICES = {"q": (0,), "k": (0,), "v": (0,), "o": (0, 1), "gate": (0,), "up": (0,), "down": (0,)}
+MATRICES = {"q": (2,), "k": (2,), "v": (2,), "o": (1, 2), "gate": (1,), "up": (1,), "down": (1,)}
 SIZES = {"nodes": 8, "candidates": 4, "children": 4}
 PROMPTS = [[3, 4, 5], [9, 8], [17, 3, 2, 40]]
 
@@ -106,9 +106,9 @@ def test_every_matrix_has_a_scale_per_output_channel_and_norms_stay():
 
 
 EINSUMS = [
-    ("btd,dhe->bthe", "q"), ("btd,dke->btke", "k"), ("btd,dke->btke", "v"),
-    ("btd,df->btf", "gate"), ("btd,df->btf", "up"), ("btf,fd->btd", "down"),
-    ("bthe,hed->btd", "o"),
+    ("btd,hed->bthe", "q"), ("btd,ked->btke", "k"), ("btd,ked->btke", "v"),
+    ("btd,fd->btf", "gate"), ("btd,fd->btf", "up"), ("btf,df->btd", "down"),
+    ("bthe,dhe->btd", "o"),
 ]  # fmt: skip
 
 

@@ -179,10 +179,10 @@ def make_plan(
         config = replace(config, shortlist=device.shortlist(verifier.vocab_size))
     if config.candidates is None:
         config = replace(config, candidates=device.candidates)
-    if config.ngrams is None:
-        config = replace(config, ngrams=device.ngrams)
     builder, rule, shape = choose_tree(config)
     is_chain = BUILDERS[builder].is_chain
+    if config.ngrams is None:
+        config = replace(config, ngrams=0 if is_chain else device.ngrams)
     if config.nodes is None and not is_chain:
         config = replace(config, nodes=_default_nodes(drafter, device))
     sizes, draft = drafters.of(drafter).choose(drafter, config)

@@ -23,25 +23,25 @@ Attend = Callable[[Params, jax.Array], tuple[jax.Array, Any]]
 
 
 def layer_specs(config: ModelConfig, is_sparse: bool = False) -> Params:
-    """Weights of one decoder layer, dense or a mixture of experts. Linear maps are stored [in, out], with a heads axis."""
+    """Weights of one decoder layer, dense or a mixture of experts. Linear maps are stored as on disk, [out, in]."""
     d, h, k, e, f = (
         config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
     )  # fmt: skip
     specs = {
         "attention_norm": Spec((d,), (None,), "ones"),
-        "q": Spec((d, h, e), ("embed", "heads", None), inputs=(0,), outputs=(1, 2)),
-        "k": Spec((d, k, e), ("embed", "kv_heads", None), inputs=(0,), outputs=(1, 2)),
-        "v": Spec((d, k, e), ("embed", "kv_heads", None), inputs=(0,), outputs=(1, 2)),
-        "o": Spec((h, e, d), ("heads", None, "embed"), inputs=(0, 1), outputs=(2,)),
+        "q": Spec((h, e, d), ("heads", None, "embed"), inputs=(2,), outputs=(0, 1)),
+        "k": Spec((k, e, d), ("kv_heads", None, "embed"), inputs=(2,), outputs=(0, 1)),
+        "v": Spec((k, e, d), ("kv_heads", None, "embed"), inputs=(2,), outputs=(0, 1)),
+        "o": Spec((d, h, e), ("embed", "heads", None), inputs=(1, 2), outputs=(0,)),
         "mlp_norm": Spec((d,), (None,), "ones"),
     }
     if is_sparse:
         specs |= experts.specs(config)
     else:
         specs |= {
-            "gate": Spec((d, f), ("embed", "ffn"), inputs=(0,), outputs=(1,)),
-            "up": Spec((d, f), ("embed", "ffn"), inputs=(0,), outputs=(1,)),
-            "down": Spec((f, d), ("ffn", "embed"), inputs=(0,), outputs=(1,)),
+            "gate": Spec((f, d), ("ffn", "embed"), inputs=(1,), outputs=(0,)),
+            "up": Spec((f, d), ("ffn", "embed"), inputs=(1,), outputs=(0,)),
+            "down": Spec((d, f), ("embed", "ffn"), inputs=(1,), outputs=(0,)),
         }
     if config.qk_norm:
         specs |= {"q_norm": Spec((e,), (None,), "ones"), "k_norm": Spec((e,), (None,), "ones")}
@@ -122,7 +122,7 @@ def _projected(equation: str, x_btd: jax.Array, params: Params, name: str) -> ja
 
 def queries(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -> jax.Array:
     """Returns rotated queries [b, t, h, e]; QK-norm comes before the rotation."""
-    q_bthe = _projected("btd,dhe->bthe", x_btd, params, "q")
+    q_bthe = _projected("btd,hed->bthe", x_btd, params, "q")
     if config.qk_norm:
         q_bthe = rms_norm(q_bthe, params["q_norm"], config.rms_norm_eps)
     return rotate(q_bthe, table)
@@ -130,10 +130,10 @@ def queries(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -
 
 def keys_values(params: Params, config: ModelConfig, x_btd: jax.Array, table: Any) -> tuple[jax.Array, jax.Array]:
     """Returns rotated keys and values, each [b, t, k, e], as caches hold them."""
-    k_btke = _projected("btd,dke->btke", x_btd, params, "k")
+    k_btke = _projected("btd,ked->btke", x_btd, params, "k")
     if config.qk_norm:
         k_btke = rms_norm(k_btke, params["k_norm"], config.rms_norm_eps)
-    return rotate(k_btke, table), _projected("btd,dke->btke", x_btd, params, "v")
+    return rotate(k_btke, table), _projected("btd,ked->btke", x_btd, params, "v")
 
 
 def merge_heads(params: Params, mixed_bthe: jax.Array) -> jax.Array:
@@ -142,15 +142,15 @@ def merge_heads(params: Params, mixed_bthe: jax.Array) -> jax.Array:
     Heads are flattened first: contracted as two axes, XLA's CPU backend would transpose the weight in every pass.
     """
     x_btz = mixed_bthe.reshape(*mixed_bthe.shape[:2], -1)
-    return product("btz,zd->btd", x_btz, params["o"].reshape(x_btz.shape[-1], -1))
+    return product("btz,dz->btd", x_btz, params["o"].reshape(-1, x_btz.shape[-1]))
 
 
 def swiglu(params: Params, x_btd: jax.Array, shift_btf: jax.Array | None = None) -> jax.Array:
     """Returns down(silu(gate x) * (up x + shift)); without a shift, a plain SwiGLU."""
-    gate_btf = product("btd,df->btf", x_btd, params["gate"])
-    up_btf = product("btd,df->btf", x_btd, params["up"])
+    gate_btf = product("btd,fd->btf", x_btd, params["gate"])
+    up_btf = product("btd,fd->btf", x_btd, params["up"])
     up_btf = up_btf if shift_btf is None else up_btf + shift_btf.astype(up_btf.dtype)
-    return product("btf,fd->btd", jax.nn.silu(gate_btf) * up_btf, params["down"])
+    return product("btf,df->btd", jax.nn.silu(gate_btf) * up_btf, params["down"])
 
 
 def decoder_layer(

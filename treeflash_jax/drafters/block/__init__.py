@@ -68,7 +68,7 @@ class BlockOptions(ListOptions):
     ngrams: int | None = option(
         None,
         "earlier occurrences of the last tokens in the text whose continuations join the tree (prompt lookup); 0: none",
-        unset="0; on a CPU 8",
+        unset="0; for trees on a CPU 8",
         least=0,
         unit="matches",
     )

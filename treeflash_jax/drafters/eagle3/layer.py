@@ -100,7 +100,7 @@ def specs(config: EagleConfig) -> Params:
     joined = config.num_taps * config.target_hidden_size
     layer = layers.layer_specs(config.layers) | {"hidden_norm": Spec((width,), (None,), "ones")}
     for name in ("q", "k", "v"):
-        layer[name] = replace(layer[name], shape=(2 * width, *layer[name].shape[1:]))
+        layer[name] = replace(layer[name], shape=(*layer[name].shape[:-1], 2 * width))
     tree = {
         "fc": Spec((joined, width), ("embed", None), inputs=(0,), outputs=(1,)),
         "layer": layer,

@@ -11,7 +11,8 @@ from treeflash_jax.formats.architectures.architecture import Architecture, Key
 from treeflash_jax.formats.keys import Keys
 
 LINEAR: dict[str, Any] = {"order": (1, 0), "row_axes": 1}  # [in, out] here, [out, in] on disk
-TO_HEADS: dict[str, Any] = {"order": (1, 2, 0), "row_axes": 2}  # [in, heads, head_dim] here, [heads head_dim, in] on disk
+AS_ON_DISK: dict[str, Any] = {"order": (0, 1), "row_axes": 1}  # [out, in]
+TO_HEADS: dict[str, Any] = {"order": (0, 1, 2), "row_axes": 2}  # [heads, head_dim, in] here, [heads head_dim, in] on disk
 BIAS: dict[str, Any] = {"order": (0, 1), "row_axes": 2}  # [heads, head_dim] here, [heads head_dim] on disk
 
 
@@ -68,11 +69,11 @@ LAYER = {
     "q": Entry("self_attn.q_proj.weight", **TO_HEADS),
     "k": Entry("self_attn.k_proj.weight", **TO_HEADS),
     "v": Entry("self_attn.v_proj.weight", **TO_HEADS),
-    "o": Entry("self_attn.o_proj.weight", order=(2, 0, 1), row_axes=1),
+    "o": Entry("self_attn.o_proj.weight", order=(0, 1, 2), row_axes=1),
     "mlp_norm": Entry("post_attention_layernorm.weight"),
-    "gate": Entry("mlp.gate_proj.weight", **LINEAR),
-    "up": Entry("mlp.up_proj.weight", **LINEAR),
-    "down": Entry("mlp.down_proj.weight", **LINEAR),
+    "gate": Entry("mlp.gate_proj.weight", **AS_ON_DISK),
+    "up": Entry("mlp.up_proj.weight", **AS_ON_DISK),
+    "down": Entry("mlp.down_proj.weight", **AS_ON_DISK),
 }
 OUTSIDE = {
     "embed": Entry("model.embed_tokens.weight", order=(0, 1)),
