@@ -106,11 +106,11 @@ def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kind):
         return gguf.dequantize(raw[f"model.layers.0.{name}.weight"], kind)
 
     assert np.isfinite(meant("self_attn.q_proj")).all() and np.std(meant("self_attn.q_proj")) > 0
-    np.testing.assert_array_equal(layer["q"], meant("self_attn.q_proj").T.reshape(width, config.num_heads, -1))
-    np.testing.assert_array_equal(layer["k"], meant("self_attn.k_proj").T.reshape(width, config.num_kv_heads, -1))
-    np.testing.assert_array_equal(layer["v"], meant("self_attn.v_proj").T.reshape(width, config.num_kv_heads, -1))
-    np.testing.assert_array_equal(layer["o"], meant("self_attn.o_proj").T.reshape(config.num_heads, -1, width))
-    np.testing.assert_array_equal(layer["down"], meant("mlp.down_proj").T)
+    np.testing.assert_array_equal(layer["q"], meant("self_attn.q_proj").reshape(config.num_heads, -1, width))
+    np.testing.assert_array_equal(layer["k"], meant("self_attn.k_proj").reshape(config.num_kv_heads, -1, width))
+    np.testing.assert_array_equal(layer["v"], meant("self_attn.v_proj").reshape(config.num_kv_heads, -1, width))
+    np.testing.assert_array_equal(layer["o"], meant("self_attn.o_proj").reshape(width, config.num_heads, -1))
+    np.testing.assert_array_equal(layer["down"], meant("mlp.down_proj"))
     np.testing.assert_array_equal(layer["mlp_norm"], raw["model.layers.0.post_attention_layernorm.weight"])
     np.testing.assert_array_equal(got["embed"], gguf.dequantize(raw["model.embed_tokens.weight"], kind))
 
