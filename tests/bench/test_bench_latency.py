@@ -192,7 +192,7 @@ def test_random_weights_are_finite_numbers_in_their_own_dtype_and_place():
         assert array.dtype == jnp.bfloat16 and array.sharding.num_devices == (1 if mesh is None else 2)
         numbers = np.asarray(array).astype(np.float32)
         assert np.isfinite(numbers).all() and numbers.any()
-    assert mesh is None or model.weights.verifier["groups"][0][0]["gate"].sharding.spec == PartitionSpec(None, "model")
+    assert mesh is None or model.weights.verifier["groups"][0][0]["gate"].sharding.spec == PartitionSpec("model", None)
     first, second = (model.weights.verifier["groups"][0][i]["gate"] for i in (0, 1))
     assert not np.array_equal(first, second)
 

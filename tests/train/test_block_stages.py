@@ -70,7 +70,7 @@ def test_state_lies_over_fsdp_and_model(toy):
     transform = training_state.make_optimizer(settings.optimizer, 10, stage.specs)
     state = training_state.abstract_state(stage, transform, training_state.abstract_batch(2, 32), mesh)
     for tree in (state.params, state.optimizer[1][0].mu, state.optimizer[1][0].nu):
-        assert tree["backbone"]["groups"][0][0]["gate"].sharding.spec == jax.P("fsdp", "model")
+        assert tree["backbone"]["groups"][0][0]["gate"].sharding.spec == jax.P("model", "fsdp")
         assert tree["head"]["down"].sharding.spec == jax.P("model", "fsdp")
     assert state.params["backbone"]["norm"].sharding.spec == jax.P(None)
     assert sharding.partition(("batch", None), (8, 32), mesh) == jax.P(("data", "fsdp"), None)
