@@ -77,32 +77,34 @@ def tau() -> str:
     return "\n".join([table(header, rows), "", caption])
 
 
-def _pairs(name: str, header: str, cells: Callable[[dict[str, Any], dict[str, Any]], list[str]]) -> str:
-    """Formats two systems side by side, by the prompts and temperatures of a results file."""
-    runs = read(name)
+def tau_smollm2() -> str:
+    runs = read("tau_smollm2.json")
     rows = []
     for prompts, report in runs["prompts"].items():
         measured = {(row["temperature"], row["system"]): row for row in report["rows"]}
         for temperature in dict.fromkeys(row["temperature"] for row in report["rows"]):
-            pair = (measured[temperature, system] for system in runs["systems"])
-            rows.append([prompts, f"{temperature:g}", *cells(*pair)])
-    made = table(f"prompts | T | {header}", rows)
+            marginal, tree = (measured[temperature, system] for system in runs["systems"])
+            taus = [f"{row['tau']:.2f}" for row in (marginal, tree)]
+            rows.append([prompts, f"{temperature:g}", *taus, interval(tree["tau_ratio"])])
+    made = table("prompts | T | marginal tree (DDTree) | TreeFlash tree | TreeFlash over marginal", rows)
     return "\n".join([made, "", f"{runs['note'][0].upper()}{runs['note'][1:]}:", fenced([runs["command"]])])
 
 
-def tau_smollm2() -> str:
-    def cells(marginal: dict[str, Any], tree: dict[str, Any]) -> list[str]:
-        return [f"{marginal['tau']:.2f}", f"{tree['tau']:.2f}", interval(tree["tau_ratio"])]
-
-    return _pairs("tau_smollm2.json", "marginal tree (DDTree) | TreeFlash tree | TreeFlash over marginal", cells)
-
-
 def speed_smollm2() -> str:
-    def cells(plain: dict[str, Any], tree: dict[str, Any]) -> list[str]:
-        speeds = [f"{row['tokens_per_second']:.1f}" for row in (plain, tree)]
-        return [f"{tree['tau']:.2f}", *speeds, interval(tree["speedup"])]
-
-    return _pairs("speed_smollm2.json", "tau | one token, tokens/s | tree of 8 nodes, tokens/s | speedup", cells)
+    runs = read("speed_smollm2.json")
+    sets: dict[tuple[str, float], dict[str, Any]] = {}
+    for row in runs["systems"]:
+        sets.setdefault((row["set"], row["temperature"]), {})[row["system"]] = row
+    rows = []
+    for (prompts, temperature), systems in sets.items():
+        plain, *trees = (systems[name] for name in ("ar", "treeflash-8", "joined-8"))
+        taus = [f"{row['tau']:.2f}" for row in trees]
+        speeds = [f"{row['tokens_per_second']:.1f}" for row in (plain, *trees)]
+        ratios = [interval(row["speedup"]) for row in trees]
+        rows.append([runs["names"][prompts], f"{temperature:g}", *taus, *speeds, *ratios])
+    header = "prompts | T | tau, tree | tau, joined | one token, tokens/s | tree | joined | speedup, tree | speedup, joined"
+    note = runs["note"]
+    return "\n".join([table(header, rows), "", f"{note[0].upper()}{note[1:]}:", fenced([runs["command"]])])
 
 
 def train_steps() -> str:
