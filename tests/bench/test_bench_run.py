@@ -336,8 +336,8 @@ def test_a_preset_leaves_out_trees_of_equal_settings(tiny, monkeypatch):
 def test_systems_by_name():
     systems = parse_systems(["ar", "chain", "marginal", "treeflash-64", "treeflash"], [4, 16])
     assert list(systems) == "ar chain marginal-4 marginal-16 treeflash-64 treeflash-4 treeflash-16".split()
-    assert systems["marginal-16"] == {"head": "marginal", "nodes": 16}
-    assert systems["treeflash-64"] == {"nodes": 64}
+    assert systems["marginal-16"] == {"head": "marginal", "ngrams": 0, "nodes": 16}
+    assert systems["treeflash-64"] == {"ngrams": 0, "nodes": 64} and parse_systems(["joined"], [4])["joined-4"]["ngrams"]
     assert parse_systems(["treeflash-auto"], [4])["treeflash-auto"]["nodes"] == "auto"
     sharper = parse_systems(["marginal@0.7", "chain@0.5", "treeflash-4@2"], [8])
     assert list(sharper) == "marginal-8@0.7 chain@0.5 treeflash-4@2".split()
@@ -348,8 +348,8 @@ def test_settings_in_a_name():
     systems = parse_systems(["treeflash-8+delayed:trunk=auto:branches=3", "treeflash:selector=a:b.safetensors"], [4])
     assert list(systems) == ["treeflash-8+delayed:trunk=auto:branches=3", "treeflash-4:selector=a:b.safetensors"]
     delayed, selector = systems.values()
-    assert delayed == {"builder": "delayed", "acceptance": None, "nodes": 8, "trunk": "auto", "branches": 3}
-    assert selector == {"nodes": 4, "selector": "a:b.safetensors"}
+    assert delayed == {"ngrams": 0, "builder": "delayed", "acceptance": None, "nodes": 8, "trunk": "auto", "branches": 3}
+    assert selector == {"ngrams": 0, "nodes": 4, "selector": "a:b.safetensors"}
     for name, words in (
         ("treeflash:temperature=1", "got setting 'temperature' of a system, expected one of"),
         ("treeflash:trunk=-1", "trunk"),
@@ -363,10 +363,10 @@ def test_drafters_are_systems_with_one_baseline_and_their_own_options():
     words = ["--pair", "tiny", "shipped=tiny", "ngram", "--nodes", "4", "--candidates", "5", "--out", "x"]
     arguments = commands.parser().parse_args(["bench", "run", *words])
     systems = run.load_systems(arguments, parse_systems(arguments.systems, arguments.nodes))
-    trees = [f"{name}, shipped" for name in ("chain", "marginal-4", "treeflash-4")]
+    trees = [f"{name}, shipped" for name in ("chain", "marginal-4", "treeflash-4", "joined-4")]
     assert [system.name for system in systems] == ["ar", *trees, "chain, ngram", "treeflash-4, ngram"]
-    assert [system.settings()["candidates"] for system in systems] == [None, 5, 5, 5, None, None]
-    assert [system.settings()["drafter"] for system in systems[1:]] == 3 * ["shipped"] + 2 * ["ngram"]
+    assert [system.settings()["candidates"] for system in systems] == [None, 5, 5, 5, 5, None, None]
+    assert [system.settings()["drafter"] for system in systems[1:]] == 4 * ["shipped"] + 2 * ["ngram"]
     assert systems[1].model.weights.verifier is systems[-1].model.weights.verifier, "one copy in memory"
 
 

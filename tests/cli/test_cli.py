@@ -42,7 +42,7 @@ def test_generate_gives_the_published_ids(capsys, folder, builder):
     prompt = expected["prompt"][0]
     arguments = ["generate", "--verifier", str(pair / "verifier"), "--drafter", str(pair / "drafter")]
     arguments += ["--prompt-ids", " ".join(map(str, prompt)), "--builder", builder]
-    arguments += ["--json", "--log-probs", "--stop-ids", "2"]
+    arguments += ["--json", "--log-probs", "--stop-ids", "2"] + ["--ngrams", "0"] * (builder == "best-first")
     sizes = {"max-new-tokens": "max_new_tokens", "candidates": "top_m", "children": "top_k", "nodes": "tree_size"}
     for option, key in sizes.items():
         if option != "nodes" or builder == "best-first":

@@ -166,7 +166,7 @@ def test_a_loop_that_copies_a_cache_is_detected(bad):
 def test_a_drafter_of_another_model_is_pointed_out():
     model = random_pair()
     with pytest.warns(UserWarning, match="tau is 1"):
-        model.generate([[1, 2, 3]], max_new_tokens=70, nodes=2, candidates=4, children=4)
+        model.generate([[1, 2, 3]], max_new_tokens=70, nodes=2, candidates=4, children=4, ngrams=0)
 
 
 def test_a_chain_is_a_whole_block_by_default(trained):

@@ -48,9 +48,9 @@ def oracle(lookahead: float) -> tf.TreeFlash:
         group[:] = [layer | {name: jnp.zeros_like(layer[name]) for name in ("o", "down")} for layer in group]
         layer = drafter["layer"]
         for name in ("q", "k"):
-            layer[name] = jnp.zeros_like(layer[name]).at[0, :, :2].set(1)
+            layer[name] = jnp.zeros_like(layer[name]).at[:, :2, 0].set(1)
             layer[f"{name}_norm"] = jnp.full_like(layer[f"{name}_norm"], 40)
-        layer["v"] = jnp.concatenate([jnp.eye(d), (lookahead - 1) * jnp.eye(d)]).reshape(layer["v"].shape)
+        layer["v"] = jnp.concatenate([jnp.eye(d), (lookahead - 1) * jnp.eye(d)], axis=1).reshape(layer["v"].shape)
         layer["o"] = jnp.eye(d).reshape(layer["o"].shape)
         weights["unembed"] = jnp.roll(weights["embed"], 1, axis=0)
         drafter |= {"fc": jnp.zeros_like(drafter["fc"]), "unembed": weights["unembed"]}

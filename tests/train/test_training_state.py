@@ -200,8 +200,8 @@ LAYERS = ModelConfig(
 BLOCK = DrafterConfig(
     layers=LAYERS, block_size=4, mask_token_id=3, target_layer_ids=(0, 2), num_target_layers=3, head="mlp"
 )
-LAYER = {name: ((0,), (1, 2)) for name in "qkv"} | {"o": ((0, 1), (2,))}
-LAYER |= {name: ((0,), (1,)) for name in ("gate", "up", "down")}
+LAYER = {name: ((2,), (0, 1)) for name in "qkv"} | {"o": ((1, 2), (0,))}
+LAYER |= {name: ((1,), (0,)) for name in ("gate", "up", "down")}
 STEERED = dict(taps=(0, 1, 2), width=8, num_layers=2, ffn=12)
 KINDS = {  # specs; the weights that Muon trains, with inputs and outputs; others that decay. The rest does neither.
     "verifier": (lambda: verifier.specs(LAYERS), LAYER, {"embed", "unembed"}),

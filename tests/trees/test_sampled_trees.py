@@ -140,7 +140,7 @@ def test_check_refuses_samples_that_cannot_be_compared(model):
 def test_systems_name_builders_and_rules():
     systems = parse_systems(["treeflash-8+hybrid", "marginal+paths+traversal@0.7"], [4])
     assert list(systems) == ["treeflash-8+hybrid", "marginal-4+paths+traversal@0.7"]
-    assert systems["treeflash-8+hybrid"] == {"builder": "hybrid", "acceptance": None, "nodes": 8}
+    assert systems["treeflash-8+hybrid"] == {"ngrams": 0, "builder": "hybrid", "acceptance": None, "nodes": 8}
     assert systems["marginal-4+paths+traversal@0.7"]["acceptance"] == "traversal"
     for name in ("chain+hybrid", "treeflash+heap", "treeflash+hybrid+luck"):
         with pytest.raises(ValueError, match="unknown system"):
