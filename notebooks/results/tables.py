@@ -92,17 +92,17 @@ def tau_smollm2() -> str:
 
 def speed_smollm2() -> str:
     runs = read("speed_smollm2.json")
-    sets: dict[tuple[str, float], dict[str, Any]] = {}
+    sets: dict[str, dict[str, Any]] = {}
     for row in runs["systems"]:
-        sets.setdefault((row["set"], row["temperature"]), {})[row["system"]] = row
+        sets.setdefault(row["set"], {})[row["system"]] = row
     rows = []
-    for (prompts, temperature), systems in sets.items():
+    for prompts, systems in sets.items():
         plain, *trees = (systems[name] for name in ("ar", "treeflash-8", "joined-8"))
         taus = [f"{row['tau']:.2f}" for row in trees]
         speeds = [f"{row['tokens_per_second']:.1f}" for row in (plain, *trees)]
         ratios = [interval(row["speedup"]) for row in trees]
-        rows.append([runs["names"][prompts], f"{temperature:g}", *taus, *speeds, *ratios])
-    header = "prompts | T | tau, tree | tau, joined | one token, tokens/s | tree | joined | speedup, tree | speedup, joined"
+        rows.append([runs["names"][prompts], *taus, *speeds, *ratios])
+    header = "prompts | tau, tree | tau, joined | one token, tokens/s | tree | joined | speedup, tree | speedup, joined"
     note = runs["note"]
     return "\n".join([table(header, rows), "", f"{note[0].upper()}{note[1:]}:", fenced([runs["command"]])])
 
@@ -342,19 +342,20 @@ def accept_costs() -> str:
 
 
 def near_ties() -> str:
-    runs = read("near_ties.json")
+    runs = read("speed_smollm2.json")
     rows = [
         [
-            name,
-            f"{of_set['identical']} of {of_set['compared']}",
-            of_set["near_ties"],
-            f"one in {of_set['compared_tokens'] / of_set['near_ties']:.0f} tokens",
+            runs["names"][row["set"]],
+            "joined with n-grams" if row["system"].startswith("joined") else "drafter alone",
+            f"{row['identical']} of {row['compared']}",
+            row["near_ties"],
+            f"one in {row['compared_tokens'] / row['near_ties']:.0f} tokens",
         ]
-        for name, of_set in runs["sets"].items()
+        for row in runs["systems"]
+        if row["system"] != "ar"
     ]
-    made = table("prompts | equal answers | end at a near-tie | near-ties", rows)
-    sets = " or ".join(of_set["prompts"] for of_set in runs["sets"].values())
-    return "\n".join([made, "", f"{runs['hardware']}; SET is {sets}:", fenced([runs["command"]], "text")])
+    made = table("prompts | trees | equal answers | end at a near-tie | near-ties", rows)
+    return "\n".join([made, "", "From the run of [SmolLM2's speed](../../treeflash_jax/assets/smollm2/README.md#speed)."])
 
 
 def options() -> str:
