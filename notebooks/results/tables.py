@@ -90,21 +90,30 @@ def tau_smollm2() -> str:
     return "\n".join([made, "", f"{runs['note'][0].upper()}{runs['note'][1:]}:", fenced([runs["command"]])])
 
 
-def speed_smollm2() -> str:
+TREES = {
+    "joined-5:block_size=5": "5 nodes, joined with n-grams",
+    "joined-8": "8 nodes, joined with n-grams",
+    "treeflash-8": "8 nodes",
+}
+
+
+def _speed_smollm2() -> Iterable[tuple[str, dict[str, dict[str, Any]]]]:
+    """Yields every set of prompts with its systems by name; "ar" is that of the run with the default tree."""
     runs = read("speed_smollm2.json")
-    sets: dict[str, dict[str, Any]] = {}
-    for row in runs["systems"]:
-        sets.setdefault(row["set"], {})[row["system"]] = row
+    for prompts, name in runs["names"].items():
+        rows = [row for run in ("other", "default") for row in runs[run]["systems"] if row["set"] == prompts]
+        yield name, {row["system"]: row for row in rows}
+
+
+def speed_smollm2() -> str:
     rows = []
-    for prompts, systems in sets.items():
-        plain, *trees = (systems[name] for name in ("ar", "treeflash-8", "joined-8"))
-        taus = [f"{row['tau']:.2f}" for row in trees]
-        speeds = [f"{row['tokens_per_second']:.1f}" for row in (plain, *trees)]
-        ratios = [interval(row["speedup"]) for row in trees]
-        rows.append([runs["names"][prompts], *taus, *speeds, *ratios])
-    header = "prompts | tau, tree | tau, joined | one token, tokens/s | tree | joined | speedup, tree | speedup, joined"
-    note = runs["note"]
-    return "\n".join([table(header, rows), "", f"{note[0].upper()}{note[1:]}:", fenced([runs["command"]])])
+    for prompts, systems in _speed_smollm2():
+        plain, (tree, *others) = systems["ar"], [systems[name] for name in TREES]
+        speeds = [f"{row['tokens_per_second']:.1f}" for row in (plain, tree)]
+        rows.append([prompts, f"{tree['tau']:.2f}", *speeds, *(interval(row["speedup"]) for row in (tree, *others))])
+    header = "prompts | tau | one token, tokens/s | drafted, tokens/s | speedup | with 8 nodes | with 8 nodes, no n-grams"
+    runs = read("speed_smollm2.json")
+    return "\n".join([table(header, rows), "", f"{runs['note'][0].upper()}{runs['note'][1:]}:", fenced(runs["command"])])
 
 
 def train_steps() -> str:
@@ -342,20 +351,17 @@ def accept_costs() -> str:
 
 
 def near_ties() -> str:
-    runs = read("speed_smollm2.json")
     rows = [
         [
-            runs["names"][row["set"]],
-            "joined with n-grams" if row["system"].startswith("joined") else "drafter alone",
-            f"{row['identical']} of {row['compared']}",
-            row["near_ties"],
-            f"one in {row['compared_tokens'] / row['near_ties']:.0f} tokens",
+            prompts,
+            words,
+            f"{systems[name]['identical']} of {systems[name]['compared']}",
+            f"one in {systems[name]['compared_tokens'] / systems[name]['near_ties']:.0f} tokens",
         ]
-        for row in runs["systems"]
-        if row["system"] != "ar"
+        for prompts, systems in _speed_smollm2()
+        for name, words in TREES.items()
     ]
-    made = table("prompts | trees | equal answers | end at a near-tie | near-ties", rows)
-    return "\n".join([made, "", "From the run of [SmolLM2's speed](../../treeflash_jax/assets/smollm2/README.md#speed)."])
+    return table("prompts | trees | equal answers | near-ties", rows)
 
 
 def options() -> str:
