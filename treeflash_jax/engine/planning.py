@@ -185,8 +185,6 @@ def make_plan(
         config = replace(config, ngrams=0 if is_chain else device.ngrams)
     if config.nodes is None and not is_chain:
         config = replace(config, nodes=_default_nodes(drafter, device))
-    if config.block_size is None and isinstance(config.nodes, int):
-        config = replace(config, block_size=device.block_size(1 + drafter.num_depths, config.nodes))
     sizes, draft = drafters.of(drafter).choose(drafter, config)
     longest = 1 + sizes.num_depths
     nodes = drafter.num_nodes if config.nodes == "auto" else config.nodes or longest

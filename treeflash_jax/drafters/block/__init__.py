@@ -46,7 +46,7 @@ class BlockOptions(ListOptions):
         None,
         "length of the drafted block, the last token of the text included, at most the drafter's; shorter blocks make "
         "rounds faster and trees shallower",
-        unset="the drafter's, but at most the tree's nodes on a CPU without matrix instructions",
+        unset="the drafter's",
         least=2,
         unit="tokens",
     )
