@@ -99,7 +99,7 @@ BIGRAM = SimpleNamespace(
     OPTIONS=BigramOptions,
     READS_TOKENS=True,
     DIALECT="bigram",
-    choose=lambda config, options: (config, BigramOptions(certainty=options.certainty)),
+    choose=lambda config, options, device: (config, BigramOptions(certainty=options.certainty)),
     specs=lambda config: {"next": Spec((config.vocab_size,), (None,))},
     init=lambda config, batch, capacity, dtype: LastToken(*(jnp.full(batch, x, jnp.int32) for x in (-1, 0, 0))),
     extend=_extended,

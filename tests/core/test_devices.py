@@ -41,27 +41,28 @@ def test_the_default_dtype_is_the_faster_one(device, dtype):
 
 
 @pytest.mark.parametrize(
-    ("device", "nodes", "candidates"),
+    ("device", "nodes", "candidates", "block_size"),
     [
-        (Device("cpu"), 8, 8),
-        (Device("cpu", features=frozenset({"avx512_bf16"})), 8, 8),
-        (Device("cpu", features=frozenset({"avx512_bf16", "amx_bf16"})), 16, 16),
-        (Device("gpu", "NVIDIA H200"), 16, 16),
-        (Device("tpu", "TPU v5 lite"), 16, 16),
+        (Device("cpu"), 5, 8, 5),
+        (Device("cpu", features=frozenset({"avx512_bf16"})), 5, 8, 5),
+        (Device("cpu", features=frozenset({"avx512_bf16", "amx_bf16"})), 16, 16, 16),
+        (Device("gpu", "NVIDIA H200"), 16, 16, 16),
+        (Device("tpu", "TPU v5 lite"), 16, 16, 16),
     ],
 )
-def test_trees_are_smaller_where_every_token_costs(device, nodes, candidates):
+def test_trees_and_blocks_are_smaller_where_every_token_costs(device, nodes, candidates, block_size):
     model = tf.load("tiny", dtype="float32")
 
     def sizes(drafter=model.drafter, **settings):
         plan = make_plan(tf.GenerateConfig(builder="best-first", **settings), model.verifier, drafter, jnp.float32, device)
-        return plan.num_nodes, getattr(plan.draft, "candidates", None)
+        return plan.num_nodes, getattr(plan.draft, "candidates", None), getattr(plan.drafter, "block_size", None)
 
-    assert model.drafter.num_nodes == 16
-    assert sizes() == (nodes, candidates)
-    assert sizes(nodes=24, candidates=5) == (24, 5) and sizes(nodes="auto") == (16, candidates)
-    assert sizes(replace(model.drafter, num_nodes=4)) == (4, candidates)
-    assert sizes(NgramConfig(num_nodes=16)) == (16, None), "what it cannot offer costs nothing"
+    assert (model.drafter.num_nodes, model.drafter.block_size) == (16, 16)
+    assert sizes() == (nodes, candidates, block_size)
+    assert sizes(nodes=24, candidates=5) == (24, 5, 16) and sizes(nodes="auto") == (16, candidates, 16)
+    assert sizes(replace(model.drafter, num_nodes=4)) == (4, candidates, 4 if nodes == 5 else 16)
+    assert sizes(block_size=3) == (nodes, candidates, 3)
+    assert sizes(NgramConfig(num_nodes=16)) == (16, None, None), "what it cannot offer costs nothing"
 
 
 def test_attention_follows_from_the_backend_and_the_dtype():

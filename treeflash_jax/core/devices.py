@@ -89,8 +89,8 @@ class Device:
         """True if drafting a small tree is usually faster than one-token decoding.
 
         An accelerator reads the same weights for a tree and for a token. On a CPU without bfloat16 matrix instructions,
-        time grows with the number of tokens. With avx512_bf16 alone, a round of 8 nodes of SmolLM2-135M takes 1.7 one-token
-        steps for one sequence, which is less than tau, 2.3 for two, and 2.3 in float32.
+        time grows with the number of tokens. With avx512_bf16 alone, a round of SmolLM2-135M takes fewer one-token steps
+        than it adds tokens for one sequence, but more for two, and more in float32.
         """
         if not self.is_cpu:
             return True
@@ -136,31 +136,10 @@ class Device:
     def tree_nodes(self, usual: int) -> int:
         """Returns the default number of tree nodes, given the drafter's.
 
-        With SmolLM2 in bfloat16 and avx512_bf16, 8 nodes are faster than 16 on GSM8K, HumanEval, MT-Bench and Vicuna.
+        With SmolLM2 in bfloat16 and avx512_bf16, 5 nodes are faster than 4, 6, 8 and 16: verifying 4 costs as much as one
+        token, since XLA multiplies at least 4 vectors at a time.
         """
-        return min(usual, 8) if self.pays_per_token else usual
-
-    @property
-    def candidates(self) -> int:
-        """Default number of candidate tokens per depth (M).
-
-        With SmolLM2 on a CPU with avx512_bf16, 16 instead of 8 add 3 ms to a round of 8 nodes, and nothing to tau.
-        """
-        return 8 if self.pays_per_token else 16
-
-    @property
-    def ngrams(self) -> int:
-        """Default number of n-gram matches that join a block drafter's trees; never timed on accelerators."""
-        return 8 if self.is_cpu else 0
-
-    def shortlist(self, vocab_size: int) -> int:
-        """Returns the default number of tokens per depth scored by the second stage of a draft; 0 for all.
-
-        An accelerator reads the vocabulary table once for all contexts of the stage; on a CPU, time grows with their
-        number: with SmolLM2's 49,152 tokens, the stage takes 85 ms over all of them and 16 ms over 32 per depth, at equal
-        tau (bfloat16, two cores with avx512_bf16, batch 1).
-        """
-        return 32 if self.is_cpu and vocab_size >= 2**14 else 0
+        return min(usual, 5) if self.pays_per_token else usual
 
     @property
     def prefill_chunk(self) -> int:

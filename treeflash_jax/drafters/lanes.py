@@ -38,6 +38,7 @@ from jax import lax
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import quoted
+from treeflash_jax.core.devices import Device
 from treeflash_jax.core.parameters import Spec, is_spec
 from treeflash_jax.models import vocab
 from treeflash_jax.models.kv_cache import KVCache
@@ -98,7 +99,7 @@ class LaneSettings:
     width: int
 
 
-def choose(config: Any, options: Any) -> tuple[Any, LaneSettings]:
+def choose(config: Any, options: Any, device: Device) -> tuple[Any, LaneSettings]:
     """See `Drafter.choose`. Raises ValueError for more children than the draft vocabulary has tokens."""
     if options.children > config.draft_vocab_size:
         expected = f"1 to {config.draft_vocab_size} (the drafter's vocabulary)"

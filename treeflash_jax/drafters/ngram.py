@@ -26,6 +26,7 @@ from flax import struct
 from jax import lax
 
 from treeflash_jax.core import sharding
+from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters.protocol import DrafterSizes, Inputs, LevelOptions, NoState
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
@@ -60,7 +61,7 @@ class NgramConfig(DrafterSizes):
     num_depths: int = 15
 
 
-def choose(config: NgramConfig, options: Any) -> tuple[NgramConfig, int]:
+def choose(config: NgramConfig, options: Any, device: Device) -> tuple[NgramConfig, int]:
     """See `Drafter.choose`. The settings are the number of matches to follow: the longest, among equals the most recent."""
     return replace(config, num_depths=options.depths or config.num_depths), options.children
 

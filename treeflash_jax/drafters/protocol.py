@@ -14,6 +14,7 @@ import jax
 from flax import struct
 
 from treeflash_jax.core.checks import bounded
+from treeflash_jax.core.devices import Device
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
 from treeflash_jax.trees.shape import MAX_NODES
@@ -134,8 +135,13 @@ class Drafter(Protocol):
     READS_TOKENS: bool
     DIALECT: str
 
-    def choose(self, config: Any, options: Any) -> tuple[Any, Any]:
+    def choose(self, config: Any, options: Any, device: Device) -> tuple[Any, Any]:
         """Returns the config and the static draft settings for a user's options; both hashable.
+
+        Args:
+          config: sizes of the drafter, a `DrafterSizes`.
+          options: the call's settings, a `GenerateConfig`.
+          device: device that drafts; options that are None get their default for it.
 
         Raises ValueError for options that this drafter does not support.
         """

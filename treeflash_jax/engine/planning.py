@@ -57,7 +57,7 @@ def resolve(
         options = {option.name for option in fields(kind.OPTIONS)}
         others = [option.name for option in fields(drafters.draft_options()) if option.name not in options]
         _refuse_changed(config, others, f"drafters of kind {drafter.kind!r} do not have it")
-        kind.choose(drafter, config)
+        kind.choose(drafter, config, devices.here())
         builder, rule, shape = choose_tree(config)
         expect(not BUILDERS[builder].draws or config.nodes != 1, "nodes", config.nodes, "at least 2 with a sampled tree")
         check_lossless(rule, BUILDERS[builder].distribution_for(shape))
@@ -138,7 +138,7 @@ def choose_builder(config: GenerateConfig, drafter: DrafterSizes | None, tempera
     """Returns the requested builder, or "hybrid" if none is requested and sampled trees are better at this temperature."""
     if drafter is None or config.builder is not None or config.acceptance is not None or config.nodes in (1, "auto"):
         return config.builder
-    sampled_above = drafters.of(drafter).choose(drafter, config)[0].sampled_above
+    sampled_above = drafters.of(drafter).choose(drafter, config, devices.here())[0].sampled_above
     return None if sampled_above is None or temperature < sampled_above else "hybrid"
 
 
@@ -175,17 +175,11 @@ def make_plan(
     }
     if drafter is None or config.builder == "none":
         return DecodePlan(builder="none", num_nodes=1, **shared)
-    if config.shortlist is None:
-        config = replace(config, shortlist=device.shortlist(verifier.vocab_size))
-    if config.candidates is None:
-        config = replace(config, candidates=device.candidates)
     builder, rule, shape = choose_tree(config)
     is_chain = BUILDERS[builder].is_chain
-    if config.ngrams is None:
-        config = replace(config, ngrams=0 if is_chain else device.ngrams)
     if config.nodes is None and not is_chain:
         config = replace(config, nodes=_default_nodes(drafter, device))
-    sizes, draft = drafters.of(drafter).choose(drafter, config)
+    sizes, draft = drafters.of(drafter).choose(drafter, config, device)
     longest = 1 + sizes.num_depths
     nodes = drafter.num_nodes if config.nodes == "auto" else config.nodes or longest
     lanes = sizes.lanes if shape.lanes is None and builder == "best-first" else shape.lanes
