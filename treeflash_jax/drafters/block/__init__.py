@@ -102,10 +102,10 @@ def choose(config: DrafterConfig, options: Any, device: Device) -> tuple[Drafter
 def _settings(config: DrafterConfig, options: Any, device: Device) -> DraftSettings:
     """Returns the options with their defaults for a device filled in.
 
-    Times are of SmolLM2 (49,152 tokens) in bfloat16 at batch 1 on two cores with avx512_bf16: 16 candidates instead of 8 add
-    3 ms to a round of 8 nodes and nothing to tau; the second stage takes 85 ms over the vocabulary and 16 ms over 32 tokens
-    per depth, at equal tau. Accelerators read the vocabulary table once for all contexts of that stage. N-grams were never
-    timed there.
+    Times are of SmolLM2 (49,152 tokens) in bfloat16 at batch 1 on two cores with avx512_bf16: 16 candidates instead of 8
+    add 3 ms to a round of 8 nodes and nothing to tau; the second stage takes 85 ms over the vocabulary and 16 ms over 32
+    tokens per depth, at equal tau. Accelerators read the vocabulary table once for all contexts of that stage. N-grams were
+    never timed there.
     """
     is_chain = BUILDERS[options.builder or "best-first"].is_chain
     defaults = {
