@@ -51,6 +51,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 import jax.numpy as jnp  # noqa: E402
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from treeflash_jax import load  # noqa: E402
 from treeflash_jax.core import parameters, programs  # noqa: E402
@@ -104,6 +105,10 @@ def forget_programs() -> Iterator[None]:
     XLA then crashes. Programs of models stay for the modules that follow while enough maps are left."""
     yield
     jax.clear_caches()
+    if not jax.config.jax_enable_compilation_cache:  # turned off by a mesh
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
+        programs.clear()
     if memory_maps() > MOST_MAPS:
         programs.clear()
     gc.collect()
