@@ -14,7 +14,7 @@ FLAT, STEEP, MIXED = [1.0] * 4, [1.0, 2.0, 4.0, 8.0], [1.0, 1.2, 1.5, 2.1]
 
 def table(model, seconds, step, *, tau=(1.8, 2.5, 3.2, 3.8), nodes=BUCKETS, settings=SIZES, **changes) -> Calibration:
     """A calibration that was never measured."""
-    plan = model.plan(GenerateConfig(builder="best-first", **settings))
+    plan = model.plan(GenerateConfig(builder="best-first", nodes=nodes[-1], **settings))
     return Calibration(
         identity=calibration.make_identity(model.verifier, model.weights, plan, model.mesh) | changes,
         nodes=list(nodes),

@@ -16,7 +16,7 @@ import pytest
 from conftest import DATA
 
 from treeflash_jax import drafters, trees
-from treeflash_jax.core import devices
+from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters import Inputs, eagle3
 from treeflash_jax.drafters.lanes import LaneSettings
 from treeflash_jax.engine.settings import GenerateConfig
@@ -170,7 +170,7 @@ def test_every_node_has_the_distribution_of_its_path_run_alone():
 
 def test_a_draft_may_be_deeper_and_offer_fewer_tokens():
     config = opened("eagle")[0]
-    sizes, settings = eagle3.choose(config, GenerateConfig(depths=4, children=3), devices.here())
+    sizes, settings = eagle3.choose(config, GenerateConfig(depths=4, children=3), Device("gpu"))
     assert sizes == replace(config, num_depths=4) and settings == LaneSettings(children=3, width=10)
     with pytest.raises(ValueError, match=f"got children {config.draft_vocab_size + 1}, expected"):
-        eagle3.choose(config, GenerateConfig(children=config.draft_vocab_size + 1), devices.here())
+        eagle3.choose(config, GenerateConfig(children=config.draft_vocab_size + 1), Device("gpu"))

@@ -105,7 +105,8 @@ def choose(config: Any, options: Any, device: Device) -> tuple[Any, LaneSettings
         expected = f"1 to {config.draft_vocab_size} (the drafter's vocabulary)"
         raise ValueError(f"got children {quoted(options.children)}, expected {expected}")
     builder = BUILDERS[options.builder or "best-first"] if options.builder != "none" else None
-    nodes = config.num_nodes if options.nodes in (None, "auto") else options.nodes
+    usual = device.tree_nodes(config.num_nodes) if options.nodes is None else config.num_nodes
+    nodes = usual if options.nodes in (None, "auto") else options.nodes
     if builder is None or builder.is_chain:
         width = 1
     else:

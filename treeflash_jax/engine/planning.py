@@ -177,11 +177,10 @@ def make_plan(
         return DecodePlan(builder="none", num_nodes=1, **shared)
     builder, rule, shape = choose_tree(config)
     is_chain = BUILDERS[builder].is_chain
-    if config.nodes is None and not is_chain:
-        config = replace(config, nodes=_default_nodes(drafter, device))
     sizes, draft = drafters.of(drafter).choose(drafter, config, device)
     longest = 1 + sizes.num_depths
-    nodes = drafter.num_nodes if config.nodes == "auto" else config.nodes or longest
+    usual = longest if is_chain else _default_nodes(drafter, device)
+    nodes = drafter.num_nodes if config.nodes == "auto" else config.nodes or usual
     lanes = sizes.lanes if shape.lanes is None and builder == "best-first" else shape.lanes
     return DecodePlan(
         drafter=sizes,

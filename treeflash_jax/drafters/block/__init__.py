@@ -47,7 +47,7 @@ class BlockOptions(ListOptions):
         None,
         "length of the drafted block, the last token of the text included, at most the drafter's; shorter blocks make "
         "rounds faster and trees shallower",
-        unset="the drafter's, but at most the tree's nodes on a CPU without matrix instructions",
+        unset="the drafter's, but 5 for trees on a CPU without matrix instructions unless their nodes are given",
         least=2,
         unit="tokens",
     )
@@ -87,8 +87,8 @@ def choose(config: DrafterConfig, options: Any, device: Device) -> tuple[Drafter
 
     vocabulary, trained_size, heads = config.layers.vocab_size, config.block_size, (MARGINAL, config.head)
     settings, size = _settings(config, options, device), options.block_size or trained_size
-    if options.block_size is None and isinstance(options.nodes, int) and device.pays_per_token:
-        size = max(2, min(trained_size, options.nodes))  # a tree is at most nodes - 1 deep
+    if options.block_size is None and options.nodes is None and device.pays_per_token and not _is_chain(options):
+        size = max(2, min(size, device.tree_nodes(config.num_nodes)))  # a tree is at most nodes - 1 deep
     expect(2 <= size <= trained_size, "block_size", f"2 to {trained_size}, as the drafter was trained")
     for name in ("candidates", "children", "shortlist"):
         expect((getattr(options, name) or 0) <= vocabulary, name, f"at most {vocabulary} (the vocabulary)")
@@ -107,16 +107,19 @@ def _settings(config: DrafterConfig, options: Any, device: Device) -> DraftSetti
     tokens per depth, at equal tau. Accelerators read the vocabulary table once for all contexts of that stage. N-grams were
     never timed there.
     """
-    is_chain = BUILDERS[options.builder or "best-first"].is_chain
     defaults = {
         "candidates": 8 if device.pays_per_token else 16,
         "children": options.children,
         "shortlist": 32 if device.is_cpu and config.layers.vocab_size >= 2**14 else 0,
         "head": config.head,
-        "ngrams": 8 if device.is_cpu and not is_chain else 0,
+        "ngrams": 8 if device.is_cpu and not _is_chain(options) else 0,
     }
     given = {name: getattr(options, name) for name in defaults}
     return DraftSettings(**{name: defaults[name] if value is None else value for name, value in given.items()})
+
+
+def _is_chain(options: Any) -> bool:
+    return BUILDERS[options.builder or "best-first"].is_chain
 
 
 def specs(config: DrafterConfig) -> dict[str, Any]:
