@@ -81,15 +81,15 @@ class TreeConfig:
     builder: str | None = basic_speed(
         None,
         "kind of draft: a tree (best-first; or paths, delayed, without-replacement or hybrid, whose nodes are "
-        "sampled), one path (walk is greedy, chain is that of the DFlash paper), or none: one token at a time",
-        unset="none without a drafter or, unless another drafting setting is given, on a CPU where drafting does not pay; "
-        "otherwise best-first, or hybrid at temperatures measured to be better with the drafter",
+        "sampled), one path (the greedy walk, or chain, that of the DFlash paper), or none",
+        unset="none without a drafter or where drafting does not pay, unless another drafting setting is given; otherwise "
+        "best-first, or hybrid at temperatures measured to be better",
         choices=lambda: ("none", *BUILDERS),
     )
     nodes: Nodes | Literal["auto"] | None = basic_speed(
         None,
-        "tree nodes verified per round, the root (the last token of the text) included; auto chooses the number that is "
-        "fastest according to `treeflash calibrate` and pauses drafting while it does not pay",
+        "tree nodes verified per round, the root (the last token of the text) included; auto chooses by `treeflash "
+        "calibrate`",
         unset="for a tree the drafter's, but at most 5 on a CPU without matrix instructions; for a chain the whole block",
         unit="nodes",
     )
