@@ -1,4 +1,4 @@
-"""Pairs of random weights, states after their prompts, and drafted answers against those of one-token decoding."""
+"""Random pairs, states after their prompts, made-up calibrations, and drafted answers against one-token decoding."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ import pytest
 
 from treeflash_jax import GenerateConfig, Result, TreeFlash, drafters
 from treeflash_jax.core import parameters
-from treeflash_jax.decoding import loops
+from treeflash_jax.decoding import calibration, loops
+from treeflash_jax.decoding.calibration import Calibration
 from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.engine.planning import make_requests
 from treeflash_jax.models import verifier
+
+BUCKETS = [2, 4, 8, 16]
+SIZES = {"candidates": 8, "children": 8}
+AUTO = {"nodes": "auto"} | SIZES
+FLAT, MIXED = [1.0] * 4, [1.0, 1.2, 1.5, 2.1]
 
 
 def make_pair(config: Any, drafter: Any, *, dtype: Any = jnp.float32, scale: float = 0.3, mesh: Any = None) -> TreeFlash:
@@ -28,16 +34,11 @@ def make_pair(config: Any, drafter: Any, *, dtype: Any = jnp.float32, scale: flo
     return TreeFlash(config, Weights(*trees), drafter=drafter, stop_ids=(), mesh=mesh)
 
 
-def make_inputs(model: TreeFlash, prompts: list, capacity: int = 256, **settings) -> tuple[DecodePlan, tuple]:
-    """The plan of a call, and the inputs of its prompts for caches of this capacity."""
-    config = GenerateConfig(**{"max_new_tokens": 20} | settings)
-    requests = make_requests(prompts, config, model.verifier)
-    return model.plan(config), model.make_batch(requests, config, batch_size=len(prompts), capacity=capacity)
-
-
 def prefilled(model: TreeFlash, prompts: list, capacity: int = 256, **settings) -> tuple[DecodePlan, DecodeState]:
     """The plan of a call, and its state after the prompts."""
-    plan, inputs = make_inputs(model, prompts, capacity, **settings)
+    config = GenerateConfig(**{"max_new_tokens": 20} | settings)
+    requests, plan = make_requests(prompts, config, model.verifier), model.plan(config)
+    inputs = model.make_batch(requests, config, batch_size=len(prompts), capacity=capacity)
     return plan, loops.prefill(model.weights, *inputs, plan=plan.for_prefill())
 
 
@@ -70,3 +71,27 @@ def refused(words: str) -> Iterator[None]:
     with pytest.raises(ValueError, match=words) as error:
         yield
     assert "\n" not in str(error.value)
+
+
+def table(model, seconds, step, *, tau=(1.8, 2.5, 3.2, 3.8), nodes=BUCKETS, settings=SIZES, **changes) -> Calibration:
+    """A calibration that was never measured."""
+    plan = model.plan(GenerateConfig(builder="best-first", nodes=nodes[-1], **settings))
+    return Calibration(
+        identity=calibration.make_identity(model.verifier, model.weights, plan, model.mesh) | changes,
+        nodes=list(nodes),
+        batch=[1],
+        positions=[256],
+        round_seconds=[[list(seconds)]],
+        tree_seconds=[[[0.0] * len(nodes)]],
+        step_seconds=[[step]],
+        temperatures=[0.0, 1.0],
+        tau=[list(tau)] * 2,
+        reliability=[1.0, 1.0],
+    )
+
+
+def beside(model: TreeFlash, path, *entries: Calibration) -> TreeFlash:
+    """The same model, which reads these entries."""
+    for entry in entries:
+        calibration.write(path, entry)
+    return TreeFlash(model.verifier, model.weights, drafter=model.drafter, mesh=model.mesh, budget=path)

@@ -9,7 +9,7 @@ from treeflash_jax.cli.commands import main
 
 CHAT = [{"role": "user", "content": "Ada has 3 pens and buys 5 more. How many pens has she?"}]
 SMALL = {"nodes": 4, "candidates": 2, "children": 2}
-OPTIONS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+OPTIONS = [f"--{name}={value}" for name, value in SMALL.items()]
 ASK = ["--chat", CHAT[0]["content"]]
 
 
@@ -21,7 +21,7 @@ def generated(capsys, *words: str) -> list[int]:
 
 def goes_through_everything(model: tf.TreeFlash, folder, tmp_path, capsys, settings=SMALL, verifier="tiny") -> None:
     """Python, the command line, benchmarks and calibration."""
-    options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    options = [f"--{name}={value}" for name, value in settings.items()]
     answers = [model.generate(CHAT, max_new_tokens=12, **how)[0] for how in ({"builder": "none"}, settings)]
     assert answers[0].ids == answers[1].ids
     pair = ["--verifier", str(verifier), "--drafter", str(folder)]

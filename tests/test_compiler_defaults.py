@@ -19,10 +19,9 @@ PROMPTS = ("Write a Python function that checks whether a word is a palindrome."
 @pytest.fixture
 def treeflash(tmp_path):
     """Runs a command; returns the objects that it prints, one per line."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "TREEFLASH_", "XDG_"))
-    }
-    environment = kept | {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    tests = ("JAX_", "XLA_", "TREEFLASH_", "XDG_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(tests)}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
 
     def run(*words: str) -> list[dict]:
         command = [sys.executable, "-m", "treeflash_jax", *words, "--json"]
@@ -50,12 +49,12 @@ def test_smollm2_in_its_default_dtype(treeflash):
 def test_rounds_of_the_shipped_pair(treeflash, tiny, options):
     """The tests' own programs, compiled without optimisation, give the same answers."""
     settings = {"max_new_tokens": 32, "dtype": "float32"} | options
-    words = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    answers = treeflash(
-        "generate", "--verifier", "tiny", "--log-probs", "--chat", "What is 2 + 3?", "--chat", "Count to four.", *words
-    )
-    chats = [[{"role": "user", "content": text}] for text in ("What is 2 + 3?", "Count to four.")]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    texts = ("What is 2 + 3?", "Count to four.")
+    answers = treeflash("generate", "--verifier", "tiny", "--log-probs", *(f"--chat={text}" for text in texts), *words)
+    chats = [[{"role": "user", "content": text}] for text in texts]
     expected = tiny.generate(chats, max_new_tokens=32, log_probs=True, **options)
     assert [answer["ids"] for answer in answers] == [result.ids for result in expected]
     for answer, result in zip(answers, expected, strict=True):
+        assert answer["text"] == result.text
         np.testing.assert_allclose(answer["log_probs"], result.log_probs, atol=1e-3)

@@ -18,29 +18,19 @@ from treeflash_jax.engine.settings import Settings, groups
 HOSTILE = '<b>&amp; "quoted" </pre><script>'
 
 
-def test_the_package_lists_public_names_only():
+def test_the_package_lists_public_names_only_and_ships_types():
     assert set(dir(tf)) == {*tf.__all__, "__version__"}
     assert all(getattr(tf, name) for name in dir(tf))
-
-
-def test_types_ship_with_the_package():
     assert (resources.files("treeflash_jax") / "py.typed").is_file()
 
 
-def test_settings_are_those_of_the_dataclass():
-    assert get_type_hints(Settings) == get_type_hints(tf.GenerateConfig)
-    assert not Settings.__required_keys__
-
-
-def test_every_setting_is_described_where_people_look():
+def test_every_setting_has_a_type_a_group_and_a_description():
+    assert get_type_hints(Settings) == get_type_hints(tf.GenerateConfig) and not Settings.__required_keys__
+    grouped = [field.name for group in groups().values() for field in fields(group)]
+    assert sorted(grouped) == sorted(field.name for field in fields(tf.GenerateConfig))
     for field in fields(tf.GenerateConfig):
         assert field.metadata["help"] and field.metadata["kind"] in ("answer", "speed", "program")
         assert f"\n  {field.name}: {field.metadata['help'][:30]}" in tf.GenerateConfig.__doc__
-
-
-def test_groups_hold_every_setting_once():
-    names = [field.name for group in groups().values() for field in fields(group)]
-    assert sorted(names) == sorted(field.name for field in fields(tf.GenerateConfig))
 
 
 @pytest.mark.parametrize(
@@ -51,22 +41,21 @@ def test_signatures_show_every_setting(function):
     for field in fields(tf.GenerateConfig):
         assert shown[field.name].kind == inspect.Parameter.KEYWORD_ONLY and shown[field.name].default == field.default
     assert not any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in shown.values())
-    hints = get_type_hints(function, include_extras=True)
-    assert hints["settings"].__args__ == (Settings,), "what type checkers read"
+    assert get_type_hints(function, include_extras=True)["settings"].__args__ == (Settings,), "what type checkers read"
 
 
-def parsed(html: str) -> ElementTree.Element:
+def parse(html: str) -> ElementTree.Element:
     return ElementTree.fromstring(f"<html>{html}</html>")  # raises where tags or escapes are wrong
 
 
 def test_results_are_shown_as_html():
     about = {"prompt_ids": [1], "ids": [5, 6, 7], "builder": "best-first", "accept_lengths": [2], "finished": "stop"}
     about |= {"seconds": 1.0, "compile_seconds": 0.0, "tokens_per_second": 3.0}
-    page = parsed(tf.Result(text=HOSTILE, **about)._repr_html_())
+    page = parse(tf.Result(text=HOSTILE, **about)._repr_html_())
     assert page.find(".//pre").text == HOSTILE
     assert [cell.text for cell in page.iter("th")] == ["tokens", "rounds", "tau", "tokens/s", "builder", "finished"]
     assert [cell.text for cell in page.iter("td")] == ["3", "1", "2.00", "3", "best-first", "stop"]
-    assert parsed(tf.Result(text=None, **about)._repr_html_()).find(".//pre").text == "5 6 7"
+    assert parse(tf.Result(text=None, **about)._repr_html_()).find(".//pre").text == "5 6 7"
 
 
 def test_results_are_shown_as_text_with_the_answer_first(trained):
@@ -75,36 +64,27 @@ def test_results_are_shown_as_text_with_the_answer_first(trained):
     clipped = ", ".join(map(str, results[0].ids[:6]))
     assert shown.startswith(f"Result(text='hello', ids=[{clipped}, ...], prompt_ids=[3, 4], builder='best-first'")
     assert len(shown) < 400 and "draft_again" not in shown
-    assert [page.text for page in parsed(results._repr_html_()).iter("pre")] == [
-        " ".join(map(str, one.ids)) for one in results
-    ]
+    answers = [" ".join(map(str, result.ids)) for result in results]
+    assert [answer.text for answer in parse(results._repr_html_()).iter("pre")] == answers
 
 
 def test_models_are_shown_with_what_they_are(tiny, trained):
-    assert re.fullmatch(
-        r"TreeFlash\(verifier=tiny \(qwen3, [\d.]+ M parameters\), drafter=tiny \(block, [\d.]+ M parameters\), "
-        r"dtype=float32, device=cpu\)",
-        repr(tiny),
-    )
+    pair = r"verifier=tiny \(qwen3, [\d.]+ M parameters\), drafter=tiny \(block, [\d.]+ M parameters\)"
+    assert re.fullmatch(rf"TreeFlash\({pair}, dtype=float32, device=cpu\)", repr(tiny))
     alone = tf.TreeFlash(trained.verifier, trained.weights.replace(drafter=None))
     assert "drafter=None, dtype=float32" in repr(alone)
 
 
 def test_trees_are_shown_as_text_and_html():
-    tree = tf.DrawnTree(
-        labels=["a", HOSTILE, "c", "d"],
-        parents=[0, 0, 0, 1],
-        probabilities=[1.0, 0.5, 0.25, 0.125],
-        accepted=[True, True, False, True],
-        bonus="bonus <e>",
-    )
+    nodes = {"labels": ["a", HOSTILE, "c", "d"], "parents": [0, 0, 0, 1], "accepted": [True, True, False, True]}
+    tree = tf.DrawnTree(**nodes, probabilities=[1.0, 0.5, 0.25, 0.125], bonus="bonus <e>")
     assert str(tree).splitlines() == [
         "a   (anchor; 4 nodes, accepted nodes marked ●, then bonus <e>)",
         f"├─● {HOSTILE}  0.50",
         "│  └─● d  0.12",
         "└─  c  0.25",
     ]
-    page = parsed(tree._repr_html_())
+    page = parse(tree._repr_html_())
     assert "".join(page.itertext()) == str(tree)
     green = [node.text for node in page.iter("b")]
     assert green == [line.lstrip("├└│─ ") for line in str(tree).splitlines() if "●" in line]

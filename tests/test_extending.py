@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,8 +24,6 @@ from treeflash_jax.drafters.block.heads import HEADS, table
 from treeflash_jax.formats import models
 from treeflash_jax.formats.architectures import ARCHITECTURES, dense
 from treeflash_jax.formats.architectures.architecture import Architecture, Key
-from treeflash_jax.formats.dialects import DIALECTS
-from treeflash_jax.formats.dialects.block_folder import DFlash
 
 # A head: the hidden state is shifted by a learned multiple of the embedding of the token before.
 
@@ -62,10 +59,8 @@ def test_a_head(monkeypatch, tmp_path, capsys, tiny):
 @pytest.mark.slow
 def test_a_head_is_trained_and_exported(monkeypatch, tmp_path):
     monkeypatch.setitem(HEADS, "toy", TOY_HEAD)
-    toml = toy_training.write(tmp_path)
     run = tmp_path / "run"
-    settings = toy_training.settings(toml, f"run={run}", "head=toy", "loop.steps=3", "evaluate.prompts=0")
-    head_stage.main(settings)
+    head_stage.main(toy_training.settings(toy_training.write(tmp_path), f"run={run}", "head=toy", "loop.steps=3"))
     export.main(export.ExportStage(run=str(run), out=str(tmp_path / "out"), dtype="float32"))
     model = tf.load(verifier=tmp_path / "verifier", drafter=tmp_path / "out", dtype="float32")
     assert np.any(np.asarray(model.weights.drafter["head"]["scale"]))
@@ -100,13 +95,9 @@ def _one_at_most(tree_, proposal, rows, noise):
 
 
 def test_an_acceptance_rule(monkeypatch, tiny, capsys):
-    toy = SimpleNamespace(
-        walk=_one_at_most,
-        weights=sample_and_match.weights,
-        DISTRIBUTIONS=("deterministic",),
-        NEEDS="a tree of no random nodes",
-    )
-    monkeypatch.setitem(RULES, "one at most", toy)
+    limits = {"DISTRIBUTIONS": ("deterministic",), "NEEDS": "a tree of no random nodes"}
+    rule = SimpleNamespace(walk=_one_at_most, weights=sample_and_match.weights, **limits)
+    monkeypatch.setitem(RULES, "one at most", rule)
     plain = tiny.generate(CHAT, max_new_tokens=12, builder="none")[0]
     drafted = tiny.generate(CHAT, max_new_tokens=12, acceptance="one at most", **SMALL)[0]
     assert drafted.ids == plain.ids and max(drafted.accept_lengths) == 2
@@ -135,7 +126,7 @@ def test_an_architecture(monkeypatch, tiny, tmp_path, capsys):
     config, folder = replace(tiny.verifier, model_type="toy"), tmp_path / "verifier"
     models.save_verifier(folder, config, tiny.weights.verifier, jnp.float32)
     raw = json.loads((folder / "config.json").read_text())
-    assert raw["words"] == config.vocab_size and "vocab_size" not in raw and raw["architectures"] == ["ToyForCausalLM"]
+    assert raw["words"] == config.vocab_size and "vocab_size" not in raw
     assert {"the.norm", "model.layers.0.toy.q"} < load_file(folder / "model.safetensors").keys()
     (folder / "config.json").write_text(json.dumps(raw | {"logit_scale": 1.0, "recipe": "ours"}))
     model = tf.load(verifier=folder, drafter="tiny")
@@ -151,41 +142,3 @@ def test_an_architecture(monkeypatch, tiny, tmp_path, capsys):
         (folder / "config.json").write_text(json.dumps(raw | change))
         with pytest.raises(ValueError, match=word):
             models.read_verifier_config(folder)
-
-
-# A file dialect: DFlash files marked with a version, their tensors under a prefix of their own.
-
-
-class ToyDialect(DFlash):
-    name = "toy"
-    marks = ("toy_version",)
-    keys = (*DFlash.keys, "toy_version")
-    heads = ("marginal", "mlp")
-
-    def read_config(self, path, keys):
-        return replace(super().read_config(path, keys), head="mlp", num_nodes=5)
-
-    def entries(self, config, specs, names):
-        moved = super().entries(config, specs, ())
-        return jax.tree.map(lambda entry: replace(entry, name="toy." + entry.name), moved)
-
-    def to_hf(self, config):
-        return super().to_hf(config) | {"toy_version": 1}
-
-
-def test_a_dialect_of_a_known_drafter(monkeypatch, tiny, tmp_path, capsys):
-    monkeypatch.setitem(DIALECTS, "toy", ToyDialect())
-    folder, back = tmp_path / "toy", tmp_path / "back"
-    models.save_drafter(folder, tiny.drafter, tiny.weights.drafter, dialect="toy", dtype=jnp.float32)
-    assert all(name.startswith("toy.") for name in load_file(folder / "model.safetensors"))
-    model = tf.load("tiny", drafter=folder)
-    assert model.drafter == replace(tiny.drafter, num_nodes=5, drafter_temperature=1.0, sampled_above=None)
-    jax.tree.map(np.testing.assert_array_equal, model.weights.drafter, tiny.weights.drafter)
-    assert main(["convert", str(folder), str(back), "--to", "treeflash"]) == 0
-    assert main(["convert", str(back), str(tmp_path / "again"), "--to", "toy"]) == 0
-    assert load_file(tmp_path / "again/model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
-    capsys.readouterr()
-    plain = tiny.generate(CHAT, max_new_tokens=12, builder="none")[0]
-    assert generated(capsys, "--verifier", "tiny", "--drafter", str(folder), *ASK, *OPTIONS) == plain.ids
-    with pytest.raises(ValueError, match="got a drafter's config"):
-        models.read_verifier_config(folder)

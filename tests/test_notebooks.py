@@ -9,7 +9,6 @@ import json
 import os
 import re
 import runpy
-import shutil
 import sys
 from contextlib import nullcontext
 from fnmatch import fnmatch
@@ -32,7 +31,6 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|tmp|home|Users)\b")
-LARGEST = 300_000
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -48,23 +46,17 @@ def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm, where ipywidgets is not installed
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook,
-        kernel_name="this-interpreter",
-        timeout=300,
-        record_timing=False,
-        coalesce_streams=True,
-        resources={"metadata": {"path": str(folder)}},
-    )
-    return client.execute()
+    place = {"kernel_name": "this-interpreter", "resources": {"metadata": {"path": str(folder)}}}
+    return NotebookClient(notebook, timeout=300, record_timing=False, coalesce_streams=True, **place).execute()
 
 
 def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def test_there_are_notebooks():
-    assert NOTEBOOKS
+def assert_no_errors(notebook: nbformat.NotebookNode) -> None:
+    for cell in code_cells(notebook):
+        assert not [output for output in cell.outputs if output.output_type == "error"], cell.source
 
 
 @pytest.mark.slow
@@ -74,48 +66,35 @@ def test_runs_top_to_bottom(path, tmp_path, monkeypatch):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # put back after the test
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # compiling is most of the time
     monkeypatch.setenv("TREEFLASH_SMALL", "1")  # a few steps of training
-    copy = Path(shutil.copy(path, tmp_path))
-    copy.write_text(
-        copy.read_text(encoding="utf-8").replace("budgets = [2, 4, 8, 16, 32]", "budgets = [2, 8]"), encoding="utf-8"
-    )
-    notebook = execute(copy, tmp_path)
-    for cell in code_cells(notebook):
-        assert not [output for output in cell.outputs if output.output_type == "error"], cell.source
+    copy, text = tmp_path / path.name, path.read_text(encoding="utf-8")
+    copy.write_text(text.replace("budgets = [2, 4, 8, 16, 32]", "budgets = [2, 8]"), encoding="utf-8")
+    assert_no_errors(execute(copy, tmp_path))
 
 
 @each_notebook
-def test_is_saved_with_the_outputs_of_one_run(path):
+def test_is_saved_with_the_outputs_of_one_run_and_names_no_path_of_a_machine(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert (notebook.nbformat, notebook.nbformat_minor) == (4, 5)
     assert notebook.metadata.kernelspec.name == "python3"
     cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
-    assert path.stat().st_size < LARGEST
+    assert_no_errors(notebook)
+    assert path.stat().st_size < 300_000
+    texts = [cell.source for cell in notebook.cells]
+    for output in (output for cell in cells for output in cell.outputs):
+        data = {kind: value for kind, value in output.get("data", {}).items() if not kind.startswith("image/")}
+        texts += [json.dumps(data), output.get("text", "")]
+    assert not [text for text in texts if MACHINE_PATH.search(text)]
 
 
-@each_notebook
-def test_names_no_path_of_a_machine(path):
-    for cell in nbformat.read(path, as_version=4).cells:
-        texts = [cell.source]
-        for output in cell.get("outputs", []):
-            data = {kind: value for kind, value in output.get("data", {}).items() if not kind.startswith("image/")}
-            texts += [json.dumps(data), output.get("text", "")]
-        for text in texts:
-            assert not MACHINE_PATH.search(text), text
-
-
-@pytest.mark.parametrize(
-    "chips, exists, repository, wanted, fetched",
-    [
-        (["/dev/nvidia*"], ["../pyproject.toml", ".."], "", "..[{},cuda]", []),
-        (["/dev/vfio/*"], ["treeflash.zip"], "", "./treeflash[{},tpu]", ["unzip -q treeflash.zip -d treeflash"]),
-        ([], ["./treeflash", "treeflash.zip"], "", "./treeflash[{}]", []),
-        ([], [], "https://a.b/c", "./treeflash[{}]", ["git clone -q --depth 1 https://a.b/c treeflash"]),
-        ([], [], "", None, []),
-    ],
-)
+@pytest.mark.parametrize("chips, exists, repository, wanted, fetched", [
+    (["/dev/nvidia*"], ["../pyproject.toml", ".."], "", "..[{},cuda]", []),
+    (["/dev/vfio/*"], ["treeflash.zip"], "", "./treeflash[{},tpu]", ["unzip -q treeflash.zip -d treeflash"]),
+    ([], ["./treeflash", "treeflash.zip"], "", "./treeflash[{}]", []),
+    ([], [], "https://a.b/c", "./treeflash[{}]", ["git clone -q --depth 1 https://a.b/c treeflash"]),
+    ([], [], "", None, []),
+])  # fmt: skip
 @pytest.mark.parametrize("extras", ["plots", "train,plots"])
 def test_installs_what_belongs_to_the_device(chips, exists, repository, wanted, fetched, extras, monkeypatch):
     """The first code cell of a notebook, run where the library is not installed yet."""
@@ -123,13 +102,11 @@ def test_installs_what_belongs_to_the_device(chips, exists, repository, wanted, 
     commands, installed = [], []
 
     def install(magic: str, line: str) -> None:
-        installed.append(line)
+        installed.append(line.format(**namespace))
         monkeypatch.setitem(sys.modules, "treeflash_jax", tf)
 
-    namespace: dict = {}
-    namespace["get_ipython"] = lambda: SimpleNamespace(
-        run_line_magic=lambda magic, line: install(magic, line.format(**namespace)), system=commands.append
-    )
+    shell = SimpleNamespace(run_line_magic=install, system=commands.append)
+    namespace = {"get_ipython": lambda: shell}
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "treeflash_jax", None)
     monkeypatch.setattr("os.path.exists", lambda place: place in exists)

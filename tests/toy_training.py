@@ -12,11 +12,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -44,6 +41,7 @@ DRAFTER = DrafterConfig(
     target_layer_ids=(0, 2),
     num_target_layers=3,
 )
+WITH_HEAD = dataclasses.replace(DRAFTER, head="mlp")
 TOML = """
 run = "{folder}/run"
 verifier = "{folder}/verifier"
@@ -58,6 +56,12 @@ optimizer = {{ learning_rate = 1e-2 }}
 loop = {{ steps = 12, batch = 8, log_every = 2, save_every = 4, evaluate_every = 6 }}
 mesh = {{ data = 1 }}
 """
+
+
+def write_lines(path: Path, lines) -> Path:
+    """Writes a JSONL file of objects, and of lines that are given as text."""
+    path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
 
 
 def write(folder: Path, documents: int = 120) -> Path:
@@ -75,13 +79,16 @@ def write(folder: Path, documents: int = 120) -> Path:
     return folder / "head.toml"
 
 
-def with_head(kind: str = "mlp") -> DrafterConfig:
-    return dataclasses.replace(DRAFTER, head=kind)
+def write_stage(folder: Path, *lines: str, without: tuple[str, ...]) -> Path:
+    """Writes stage.toml: head.toml with more lines, and without the settings of these names."""
+    kept = [line for line in (folder / "head.toml").read_text().splitlines() if not line.startswith(without)]
+    (folder / "stage.toml").write_text("\n".join([*lines, *kept]))
+    return folder / "stage.toml"
 
 
 def fresh_head() -> dict:
     """Head weights whose output layer is zero."""
-    return parameters.initialize(block.specs(with_head())["head"], jax.random.key(0), scale=0.3)
+    return parameters.initialize(block.specs(WITH_HEAD)["head"], jax.random.key(0), scale=0.3)
 
 
 def make_batch(lengths, sequence_length=32, prompt=3):
@@ -95,8 +102,8 @@ def make_batch(lengths, sequence_length=32, prompt=3):
 
 def random_weights(specs, seed, scale=0.3):
     """Every weight random, also those that start at zero or one."""
-    made = jax.tree.map(lambda s: dataclasses.replace(s, init="normal"), specs, is_leaf=parameters.is_spec)
-    return parameters.initialize(made, jax.random.key(seed), scale=scale)
+    specs = jax.tree.map(lambda spec: dataclasses.replace(spec, init="normal"), specs, is_leaf=parameters.is_spec)
+    return parameters.initialize(specs, jax.random.key(seed), scale=scale)
 
 
 def settings(toml: Path, *overrides: str) -> head.HeadStage:
@@ -121,26 +128,6 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
-
-
-@contextmanager
-def metadata_server(workers: Sequence[Mapping[str, str]]) -> Iterator[list[str]]:
-    """Yields the value of GCE_METADATA_IP for each of the workers of a TPU pod, whose attributes a local server gives."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            _, worker, *_, attribute = self.path.split("/")
-            value = workers[int(worker)].get(attribute)
-            self.send_response(404 if value is None else 200)
-            self.end_headers()
-            self.wfile.write((value or "").encode())
-
-        def log_message(self, *_) -> None: ...
-
-    with ThreadingHTTPServer(("localhost", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield [f"localhost:{server.server_port}/{worker}" for worker in range(len(workers))]
-        server.shutdown()
 
 
 def read_log(run: Path) -> list[dict]:

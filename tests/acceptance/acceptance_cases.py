@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
 import acceptance_oracle as oracle
+import draft_trees
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,14 +38,9 @@ class Case:
         return trees.BUILDERS[self.builder].distribution_for(self.shape)
 
 
-def paths_case(nodes: int, branches: int, **more) -> Case:
-    draft = lambda d, run, depths: oracle.draft_paths(d, run, nodes, branches, 0, depths)  # noqa: E731
-    return Case("paths", nodes, TreeShape(branches=branches, **more), draft)
-
-
-def delayed_case(nodes: int, trunk: int, branches: int) -> Case:
+def paths_case(nodes: int, branches: int, trunk: int = 0) -> Case:
     draft = lambda d, run, depths: oracle.draft_paths(d, run, nodes, branches, trunk, depths)  # noqa: E731
-    return Case("delayed", nodes, TreeShape(branches=branches, trunk=trunk), draft)
+    return Case("delayed" if trunk else "paths", nodes, TreeShape(branches=branches, trunk=trunk), draft)
 
 
 def without_replacement_case(nodes: int, branches: int) -> Case:
@@ -102,17 +99,15 @@ class World:
         children = max(len(context.tokens) for context in self.drafter.contexts.values())
         noise = np.zeros((len(drafts), case.nodes, children))
         for b, (_, tree) in enumerate(drafts):
-            node_prefix = {0: ()}
-            drawn: dict[int, int] = {}
+            node_prefix, drawn = {0: ()}, Counter()
             for above, place, token, kind in tree.places:
                 node = node_prefix.get(above)
                 if node is None:  # a deterministic node of a skeleton
                     node = list(oracle.best_first(self.drafter, round(case.shape.skeleton * (case.nodes - 1))))[above]
                 node_prefix[place] = (*node, token)
-                slot = self.drafter.contexts[node].tokens.index(token)
                 context = place if kind == "own" else above
-                noise[b, context, slot] = FORCED * (1 - 0.1 * drawn.get(context, 0))
-                drawn[context] = drawn.get(context, 0) + 1
+                noise[b, context, self.drafter.contexts[node].tokens.index(token)] = FORCED * (1 - 0.1 * drawn[context])
+                drawn[context] += 1
         return noise
 
     def build(self, case: Case, noise: np.ndarray):
@@ -125,16 +120,10 @@ class World:
 
 def read(tree, proposal, b: int, vocabulary: int):
     """Reads a tree of the library as the oracle's: prefixes of the nodes, draws, and (node, j) of each draw."""
-    tokens, parent, valid = (np.asarray(x)[b] for x in (tree.tokens_bn, tree.parent_bn, tree.valid_bn))
-    prefixes: list[oracle.Prefix] = [()]
-    for node in range(1, int(valid.sum())):
-        prefixes.append((*prefixes[parent[node]], int(tokens[node])))
-    support, log_q, nodes, slots, kinds = (
-        np.asarray(x)[b]
-        for x in (proposal.support_bnc, proposal.log_q_bnc, proposal.node_bx, proposal.slot_bx, proposal.kind_bx)
-    )
-    read = oracle.Tree()
-    names: list = []
+    tokens, parent = (np.asarray(x)[b] for x in (tree.tokens_bn, tree.parent_bn))
+    prefixes = draft_trees.paths(tree, b)
+    support, log_q, nodes, slots, kinds = (np.asarray(x)[b] for x in jax.tree.leaves(proposal))
+    read, names = oracle.Tree(), []
     for node, slot, kind in zip(nodes, slots, kinds, strict=True):
         if node == 0:
             names.append(None)
@@ -176,12 +165,6 @@ def node_logits(p: oracle.Distribution, prefixes: list[oracle.Prefix], nodes: in
     return np.stack(logits + [logits[0]] * (nodes - len(logits)))
 
 
-def make_noise(coins_bx, depths: int, vocabulary: int):
-    zeros = partial(jnp.zeros, dtype=coins_bx.dtype)
-    batch = coins_bx.shape[0]
-    return acceptance.Noise(zeros((batch, depths + 1, vocabulary)), coins_bx, zeros((batch, vocabulary)))
-
-
 def padded(tree, proposal, nodes: int):
     """Pads a tree and its proposal to `nodes` nodes: all cases share the compiled rules."""
     missing = nodes - tree.tokens_bn.shape[1]
@@ -206,7 +189,8 @@ def walked(rule: str, tree, proposal, logits_bnv, coins_bx, top_p):
     """The library's walk under given coins: the last accepted nodes, and the distributions of the token after them."""
     Spy.residuals.clear()
     target = target_distribution(logits_bnv, top_p=top_p, kind=Spy)
-    noise = make_noise(coins_bx, proposal.depths, logits_bnv.shape[2])
+    (batch, _, vocabulary), zeros = logits_bnv.shape, partial(jnp.zeros, dtype=coins_bx.dtype)
+    noise = acceptance.Noise(zeros((batch, proposal.depths + 1, vocabulary)), coins_bx, zeros((batch, vocabulary)))
     taken = acceptance.RULES[rule].walk(tree, proposal, target, noise)
     [residual_bv] = Spy.residuals
     last_b1 = jnp.take_along_axis(taken.path_bp, taken.length_b[:, None] - 1, axis=1)

@@ -6,7 +6,6 @@ side of every coin (acceptance_cases.py).
 
 from __future__ import annotations
 
-import itertools
 from functools import cache, partial
 
 import acceptance_cases as cases
@@ -23,7 +22,7 @@ from treeflash_jax.trees import DETERMINISTIC, WITH_REPLACEMENT, TreeShape
 CASES = {
     "one path": cases.paths_case(3, 1),
     "paths": cases.paths_case(5, 2),
-    "delayed": cases.delayed_case(4, 1, 2),
+    "delayed": cases.paths_case(4, 2, trunk=1),
     "without-replacement": cases.without_replacement_case(6, 2),
     "hybrid": cases.hybrid_case(7, 0.34),
     "hybrid, no child left": cases.hybrid_case(7, 0.67),
@@ -216,60 +215,48 @@ def test_weights_of_large_trees_are_the_oracles(forest, rule):
     assert checked > 10 and (rule != "traversal" or checked > 400)
 
 
-def test_fixed_nodes_make_every_rule_sample_and_match(forest):
+def test_rules_that_are_equal_on_one_path_or_on_fixed_nodes(forest):
     """One-hot proposals: no rule accepts more or less than the verifier's mass on each node."""
+    weights = {rule: np.asarray(make_weights(rule, *forest)) for rule in RULES}
+    for rules in (("block", "traversal", "multi-path-block"), ("rejection", "recursive", "naive-tree", "k-sequential")):
+        for rule in rules[1:]:
+            np.testing.assert_allclose(weights[rule][:2], weights[rules[0]][:2], atol=2e-6)
+    assert (weights["block"][:2].sum(1) != weights["rejection"][:2].sum(1)).all()
     assert (np.asarray(forest[1].kind_bx)[-2:] == DETERMINISTIC).all()
-    expected = make_weights("sample-and-match", *forest)[-2:]
     for rule in ("recursive", "naive-tree", "traversal"):
-        np.testing.assert_allclose(make_weights(rule, *forest)[-2:], expected, atol=2e-6)
-
-
-def test_one_path_makes_traversal_block_verification_and_the_others_rejection(forest):
-    of = {rule: np.asarray(make_weights(rule, *forest))[:2] for rule in RULES}
-    for rule in ("traversal", "multi-path-block"):
-        np.testing.assert_allclose(of[rule], of["block"], atol=2e-6)
-    for rule in ("recursive", "naive-tree", "k-sequential"):
-        np.testing.assert_allclose(of[rule], of["rejection"], atol=2e-6)
-    assert (of["block"].sum(1) != of["rejection"].sum(1)).all()
+        np.testing.assert_allclose(weights[rule][-2:], weights["sample-and-match"][-2:], atol=2e-6)
 
 
 # One level or two over one shared node, for identities and numerics.
 
-SMALL = {
-    "one path": ("paths", 3, TreeShape(branches=1)),
-    "paths": ("paths", 5, TreeShape(branches=2)),
-    "delayed": ("delayed", 4, TreeShape(branches=2, trunk=1)),
-    "without-replacement": ("without-replacement", 5, TreeShape(branches=4)),
-    "hybrid": ("hybrid", 6, TreeShape(skeleton=0.4)),
-}
+SMALL = {name: CASES[name] for name in ("one path", "paths", "delayed")}
+SMALL |= {"without-replacement": cases.without_replacement_case(5, 4), "hybrid": cases.hybrid_case(6, 0.4)}
 SMALL_LOSSLESS = [(name, rule) for name, rule in TESTED if name in SMALL]
+NEARLY_ONE = np.float32(1 - 2**-24)
+COINS = np.concatenate([[0.0, NEARLY_ONE], np.random.default_rng(0).random(510)]).astype(np.float32)
+P = np.array([0.5, 0.3, 0.1, 0.06, 0.04])
 
 
 @partial(jax.jit, static_argnames="name")
 def grown(name: str, table, key_b):
-    builder, nodes, sizes = SMALL[name]
-    noise = trees.draw_noise(key_b, table, nodes)
-    drawn = trees.BUILDERS[builder].build(table, jnp.zeros(len(key_b), jnp.int32), nodes, sizes, noise)
-    return cases.padded(*drawn, 7)
+    case, anchor_b = SMALL[name], jnp.zeros(len(key_b), jnp.int32)
+    noise = trees.draw_noise(key_b, table, case.nodes)
+    return cases.padded(*trees.BUILDERS[case.builder].build(table, anchor_b, case.nodes, case.shape, noise), 7)
 
 
-def small(name: str, q, logits_v, coins, seed: int = 0):
+def small(name: str, q, logits_v):
     """Trees from the node `q` at both depths, logits that all nodes share, one coin for all tests of a tree, and noise."""
     q = np.asarray(q, np.float32)
-    batch = len(coins)
     order = np.argsort(-q, kind="stable")
     with np.errstate(divide="ignore"):
-        log_q = np.log(q[order]).astype(np.float32)
-    shape = (batch, 2, 1, len(q))
-    next_context = np.broadcast_to(np.array([0, -1])[:, None, None], shape[1:])
-    table = trees.TransitionTable(
-        *(jnp.broadcast_to(jnp.asarray(x), shape) for x in (order.astype(np.int32), log_q, next_context.astype(np.int32)))
-    )
-    drawn, proposal = grown(name, table, jax.random.split(jax.random.key(seed), batch))
-    logits = jnp.broadcast_to(jnp.asarray(logits_v, jnp.float32), (batch, 7, len(q)))
-    coins = jnp.broadcast_to(jnp.asarray(coins, jnp.float32)[:, None], (batch, 6))
-    gumbel = jax.random.gumbel(jax.random.key(seed + 1), (batch, len(q)))
-    return drawn, proposal, logits, coins, gumbel
+        log_q = np.log(q[order])
+    next_context = np.array([0, -1])[:, None, None]
+    arrays = (np.broadcast_to(x, (len(COINS), 2, 1, len(q))) for x in (order.astype(np.int32), log_q, next_context))
+    table = trees.TransitionTable(*map(jnp.asarray, arrays))
+    drawn, proposal = grown(name, table, jax.random.split(jax.random.key(0), len(COINS)))
+    logits = jnp.broadcast_to(jnp.asarray(logits_v, jnp.float32), (len(COINS), 7, len(q)))
+    coins = jnp.broadcast_to(COINS[:, None], (len(COINS), 6))
+    return drawn, proposal, logits, coins, jax.random.gumbel(jax.random.key(1), (len(COINS), len(q)))
 
 
 @partial(jax.jit, static_argnames="rule")
@@ -280,44 +267,15 @@ def taken_by(rule: str, drawn, proposal, logits, coins, gumbel, temperature, top
     return RULES[rule].weights(drawn, proposal, target), taken.length_b, taken.bonus_b
 
 
-NEARLY_ONE = np.float32(1 - 2**-24)
-COINS = np.concatenate([[0.0, NEARLY_ONE], np.random.default_rng(0).random(510)]).astype(np.float32)
-P = np.array([0.5, 0.3, 0.1, 0.06, 0.04])
-
-
-def first_step(rule, inputs):
-    """P(some child of the root is passed), by `weights`, and the lengths of the walks."""
-    weights_bn, length_b, bonus_b = (np.asarray(x) for x in taken_by(rule, *inputs, 1.0, 1.0))
-    assert (bonus_b < len(P)).all()
-    return np.sum(weights_bn * (np.asarray(inputs[0].depth_bn) == 1), axis=1), length_b
-
-
 # Of several paths multi-path-block takes the one p favours most; where p = q that order is arbitrary.
 @pytest.mark.parametrize(("name", "rule"), [pair for pair in SMALL_LOSSLESS if pair != ("paths", "multi-path-block")])
 def test_equal_distributions_accept_everything(name, rule):
-    inputs = small(name, P, np.log(P), COINS)
-    passed_b, length_b = first_step(rule, inputs)
-    np.testing.assert_allclose(passed_b, 1.0, atol=1e-6)
+    inputs = small(name, P, np.log(P))
+    weights_bn, length_b, _ = map(np.asarray, taken_by(rule, *inputs, 1.0, 1.0))
+    depth_bn = np.asarray(inputs[0].depth_bn)
+    np.testing.assert_allclose(np.sum(weights_bn * (depth_bn == 1), axis=1), 1.0, atol=1e-6)
     # A sampled child and, where it is rejected, the deterministic one: hybrid trees end below the latter.
-    deepest_b = np.asarray(inputs[0].depth_bn).max(1) + 1
-    assert np.all(length_b == deepest_b if name != "hybrid" else length_b >= 2)
-
-
-def test_the_favoured_of_several_paths_is_not_always_accepted_where_distributions_are_equal():
-    passed_b, length_b = first_step("multi-path-block", small("paths", P, np.log(P), COINS))
-    assert np.all(passed_b > 0) and np.any(passed_b < 0.999) and np.any(length_b == 1)
-
-
-@pytest.mark.parametrize(("name", "rule"), SMALL_LOSSLESS)
-def test_disjoint_distributions_accept_nothing_and_emit_from_p(name, rule):
-    q = np.array([0.6, 0.4, 0, 0, 0])
-    p = np.array([0, 0, 0.5, 0.3, 0.2])
-    with np.errstate(divide="ignore"):
-        inputs = small(name, q, np.log(p), COINS)
-    weights_bn, length_b, bonus_b = taken_by(rule, *inputs, 1.0, 1.0)
-    assert (np.asarray(length_b) == 1).all() and not np.asarray(weights_bn)[:, 1:].any()
-    share = np.bincount(bonus_b, minlength=5) / len(bonus_b)
-    np.testing.assert_allclose(share, p, atol=0.08)
+    assert np.all(length_b == depth_bn.max(1) + 1 if name != "hybrid" else length_b >= 2)
 
 
 @pytest.mark.parametrize(("name", "rule"), SMALL_LOSSLESS)
@@ -325,21 +283,20 @@ def test_peaked_nodes_exhausted_proposals_and_cut_tokens(name, rule):
     """Weights are probabilities, and no coin makes the walk accept or emit a token that the verifier gives no chance."""
     peaked = np.array([1 - 1e-7, 2e-8, 2e-8, 3e-8, 3e-8])
     certain = np.array([1.0, 0, 0, 0, 0])
-    few = np.array([0.7, 0.3, 0, 0, 0])  # fewer tokens than siblings
+    few, disjoint = np.array([0.7, 0.3, 0, 0, 0]), np.array([0, 0, 0.5, 0.3, 0.2])  # fewer tokens than siblings
     with np.errstate(divide="ignore"):
-        pairs = [(a, np.log(b), c) for a, b, c in itertools.product(*[(peaked, certain, few, P)] * 2, (1.0, 0.7))]
+        verifiers = peaked, certain, few, disjoint, P
+        pairs = [(q, np.log(p), top_p) for q in (peaked, certain, few, P) for p in verifiers for top_p in (1.0, 0.7)]
     for q, logits, top_p in pairs:
-        drawn, *others = small(name, q, logits, COINS)
+        drawn, *others = small(name, q, logits)
         weights_bn, length_b, bonus_b = (np.asarray(x) for x in taken_by(rule, drawn, *others, 1.0, top_p))
         assert np.isfinite(weights_bn).all() and weights_bn.min() >= 0 and weights_bn.max() <= 1 + 1e-5
-        p = oracle.normalised(np.exp(logits))
-        kept = np.cumsum(np.sort(p)[::-1]) - np.sort(p)[::-1] < top_p
-        possible = set(np.argsort(-p, kind="stable")[kept & (np.sort(p)[::-1] > 0)].tolist())
-        assert set(bonus_b.tolist()) <= possible
-        tokens_bn = np.asarray(drawn.tokens_bn)
-        impossible = ~np.isin(tokens_bn, list(possible)) & np.asarray(drawn.valid_bn)
-        impossible[:, 0] = False
-        assert not weights_bn[impossible].any()
+        order = np.argsort(-logits, kind="stable")
+        likeliest = oracle.normalised(np.exp(logits[order]))
+        possible = order[(np.cumsum(likeliest) - likeliest < top_p) & (likeliest > 0)]
+        assert np.isin(bonus_b, possible).all()
+        impossible = ~np.isin(drawn.tokens_bn, possible) & np.asarray(drawn.valid_bn)
+        assert not weights_bn[:, 1:][impossible[:, 1:]].any()
         if (length_b > 1).any():  # an accepted first token has a chance
             first = np.asarray(drawn.depth_bn) == 1
             assert (weights_bn * first).sum(1)[length_b > 1].min() > 0
@@ -347,14 +304,14 @@ def test_peaked_nodes_exhausted_proposals_and_cut_tokens(name, rule):
 
 @pytest.mark.parametrize(("name", "rule"), SMALL_LOSSLESS)
 def test_greedy_keeps_the_likeliest_path_and_emits_the_argmax(name, rule):
-    inputs = small(name, np.array([0.4, 0.3, 0.2, 0.1, 0]), np.log(P), COINS)
+    inputs = small(name, np.array([0.4, 0.3, 0.2, 0.1, 0]), np.log(P))
     weights_bn, length_b, bonus_b = (np.asarray(x) for x in taken_by(rule, *inputs, 0.0, 1.0))
     assert (bonus_b == 0).all()
-    tokens_bn, parent_bn, valid_bn = (np.asarray(x) for x in (inputs[0].tokens_bn, inputs[0].parent_bn, inputs[0].valid_bn))
-    best_bn = np.ones(tokens_bn.shape, bool)
-    for node in range(1, tokens_bn.shape[1]):
-        above = best_bn[np.arange(len(best_bn)), parent_bn[:, node]]
-        best_bn[:, node] = valid_bn[:, node] & (tokens_bn[:, node] == 0) & above
+    tree = jax.tree.map(np.asarray, inputs[0])
+    best_bn = np.ones(tree.tokens_bn.shape, bool)
+    for node in range(1, best_bn.shape[1]):
+        above_b = best_bn[np.arange(len(best_bn)), tree.parent_bn[:, node]]
+        best_bn[:, node] = tree.valid_bn[:, node] & (tree.tokens_bn[:, node] == 0) & above_b
     np.testing.assert_allclose(weights_bn, best_bn, atol=1e-6)
     np.testing.assert_array_equal(length_b, best_bn.sum(1))
 

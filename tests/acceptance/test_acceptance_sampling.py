@@ -37,16 +37,6 @@ BATCH = 40_000
 EACH = 3_000  # answers of a rule that shares its program with others
 MODEL = replace(RANDOM_MODEL, vocab_size=VOCABULARY, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2)
 DRAFTER = replace(RANDOM_DRAFTER, layers=MODEL, mask_token_id=3, target_layer_ids=(0,), num_target_layers=1, block_size=4)
-PLANS = {
-    "sample-and-match": ("hybrid", 6, TreeShape(skeleton=0.4)),
-    "rejection": ("paths", 4, TreeShape(branches=1)),
-    "recursive": ("without-replacement", 7, TreeShape(branches=2)),
-    "naive-tree": ("hybrid", 6, TreeShape(skeleton=0.4)),
-    "k-sequential": ("delayed", 6, TreeShape(branches=2, trunk=1)),
-    "block": ("paths", 4, TreeShape(branches=1)),
-    "traversal": ("hybrid", 7, TreeShape(skeleton=0.4)),
-    "multi-path-block": ("paths", 7, TreeShape(branches=2)),
-}
 STEERS = steering.SteeringConfig(taps=(0, 0, 0), width=8, num_layers=1, ffn=8, rank=3)
 DRAFTERS = {  # with the settings under which a node has the most entries without a child
     "block": (DRAFTER, {"candidates": 3, "children": 4, "shortlist": 2}),
@@ -101,11 +91,13 @@ def asked(part: int, size: int = BATCH, new: int = NEW) -> tuple[jax.Array, jax.
     return tokens_bs, full(len(PROMPT), jnp.int32), sampling
 
 
-def planned(rule: str, builder: str, nodes: int, shape: TreeShape, **more) -> DecodePlan:
-    return DecodePlan(
-        verifier=MODEL, drafter=DRAFTER, num_nodes=nodes, draft=DraftSettings(candidates=3, children=3),
-        builder=builder, shape=shape, rule=rule, prefill_chunk=len(PROMPT), **more,
+def planned(rule: str, settings: dict, **changes) -> DecodePlan:
+    builder, _, shape = choose_tree(GenerateConfig(**settings))
+    plan = DecodePlan(
+        verifier=MODEL, drafter=DRAFTER, num_nodes=settings["nodes"], draft=DraftSettings(candidates=3, children=3),
+        builder=builder, shape=shape, rule=rule, prefill_chunk=len(PROMPT),
     )  # fmt: skip
+    return replace(plan, **changes)
 
 
 def answers(weights: Weights, plan: DecodePlan, policy=None, *, batches: int = 1, size: int = BATCH, new: int = NEW):
@@ -130,10 +122,18 @@ def p_value(tokens: np.ndarray, exact: np.ndarray) -> float:
     return stats.chisquare(*groups).pvalue
 
 
+RULE_TREES = {
+    "sample-and-match": "hybrid", "rejection": "one path", "recursive": "without-replacement", "naive-tree": "hybrid",
+    "k-sequential": "delayed", "block": "one path", "traversal": "hybrid", "multi-path-block": "paths",
+}  # fmt: skip
+PLANS = [(rule, TREES[RULE_TREES[rule]]) for rule in RULES]
+PLANS += [("k-sequential", TREES["delayed"] | {"trunk": "auto"})]  # past rounds choose the trunk
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
-def test_answers_have_the_verifiers_distribution(weights, exact, rule):
-    tokens, states = answers(weights, planned(rule, *PLANS[rule]), batches=2)
+@pytest.mark.parametrize(("rule", "tree"), PLANS)
+def test_answers_have_the_verifiers_distribution(weights, exact, rule, tree):
+    tokens, states = answers(weights, planned(rule, tree), batches=2)
     rounds = count_rounds(states)
     assert p_value(tokens, exact) > 0.001
     assert np.mean(rounds >= 2) > 0.6 and len(np.unique(rounds)) > 2
@@ -175,17 +175,10 @@ def test_answers_have_it_with_every_drafter_tree_and_rule(weights, exact, monkey
 
 
 @pytest.mark.slow
-def test_answers_have_it_where_past_rounds_choose_the_trunk(weights, exact):
-    plan = planned("k-sequential", "delayed", 6, TreeShape(branches=2, trunk="auto"))
-    tokens, states = answers(weights, plan, batches=2)
-    assert p_value(tokens, exact) > 0.001 and len(np.unique(count_rounds(states))) > 2
-
-
-@pytest.mark.slow
 def test_answers_have_it_where_a_selector_chooses_the_tree(weights, exact):
     """The selector is an arbitrary function of its inputs."""
     buckets = (Bucket(1, 1, 0), Bucket(2, 0, 1), Bucket(1, 3, 0), Bucket(2, 1, 2), Bucket(3, 0, 2))
-    plan = planned("traversal", "delayed", 7, TreeShape(trunk=buckets), policy=SelectorPolicy())
+    plan = planned("traversal", TREES["delayed"] | {"nodes": 7}, shape=TreeShape(trunk=buckets), policy=SelectorPolicy())
     config = tree_selector.SelectorConfig(buckets=buckets, width=MODEL.hidden_size, pair="", rule=plan.rule)
     selector = parameters.initialize(tree_selector.specs(config), jax.random.key(0), scale=1.0)
     tokens, states = answers(weights, plan, selector, batches=2)
@@ -205,5 +198,5 @@ def test_a_biased_rule_is_rejected(weights, exact, monkeypatch):
 
     biased = SimpleNamespace(walk=make_rule(recursive.chances, stop)[1])
     monkeypatch.setitem(RULES, "biased", biased)
-    tokens, _ = answers(weights, planned("biased", *PLANS["recursive"]), batches=1)
+    tokens, _ = answers(weights, planned("biased", TREES["without-replacement"]), batches=1)
     assert p_value(tokens, exact) < 1e-9

@@ -5,6 +5,7 @@ No test looks at a time: on a busy machine times are noise.
 
 from __future__ import annotations
 
+import re
 import socket
 from collections import Counter
 from concurrent.futures import Future
@@ -23,7 +24,6 @@ from treeflash_jax.bench import latency, phases, shapes
 from treeflash_jax.bench import timed as timers
 from treeflash_jax.bench.floors import phase_work
 from treeflash_jax.cli import commands
-from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.loops import DecodePlan
 from treeflash_jax.drafters.block.heads import DraftSettings
 from treeflash_jax.engine.planning import resolve
@@ -37,24 +37,15 @@ SHARED, OF_A_TREE = ("step", "prefill", "draft", "expand"), ("tree", "verify", "
 CEILINGS = Ceilings(copy_bytes_per_second=1e9, matmul_flops_per_second=1e12)
 
 
-def plans_of(model, *nodes, **settings):
-    asked = [settings | {"nodes": n, "candidates": 4, "children": 4} for n in nodes]
-    return [model.plan(resolve(None, one, model.verifier, model.drafter)) for one in asked]
-
-
-def copied(tree):
-    return jax.tree.map(lambda x: x.copy(), tree)
+def make_plans(model, *nodes, **settings):
+    settings |= {"candidates": 4, "children": 4}
+    return [model.plan(resolve(None, settings | {"nodes": n}, model.verifier, model.drafter)) for n in nodes]
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Counter:
-    """How often each function was compiled for `bench`."""
-    return Counter()
-
-
-@pytest.fixture(scope="module")
-def bench(compiled, trained) -> phases.Bench:
-    """A pair that accepts several tokens a round, so that a wrong tree commits something else."""
+def bench(trained) -> phases.Bench:
+    """A pair that accepts several tokens a round, so that a wrong tree commits something else, and counts of programs."""
+    compiled = Counter()
     with pytest.MonkeyPatch.context() as patch:
         submit = phases.Bench.compile
 
@@ -64,12 +55,14 @@ def bench(compiled, trained) -> phases.Bench:
             return submit(self, function, *args, plan=plan, **static)
 
         patch.setattr(phases.Bench, "compile", counted)
-        return phases.Bench(trained, plans_of(trained, 3, 8, attention="xla"), batch=2, context=40)
+        bench = phases.Bench(trained, make_plans(trained, 3, 8, attention="xla"), batch=2, context=40)
+    bench.compiled = compiled
+    return bench
 
 
-def test_nothing_is_compiled_per_node_count_that_does_not_depend_on_it(bench, compiled):
+def test_nothing_is_compiled_per_node_count_that_does_not_depend_on_it(bench):
     once = {"prefill": 1, "draft_stage": 2, "decode": 1 + 2}  # one-token steps and two kinds of round
-    assert compiled == once | dict.fromkeys(("build_tree", "verify_tree", "accept_path", "COMMIT"), 2)
+    assert bench.compiled == once | dict.fromkeys(("build_tree", "verify_tree", "accept_path", "COMMIT"), 2)
     kinds = [(timed.phase, timed.nodes) for timed in bench.timed]
     assert kinds == [(phase, None) for phase in SHARED] + [(phase, n) for n in (3, 8) for phase in OF_A_TREE]
 
@@ -78,11 +71,11 @@ def test_nothing_is_compiled_per_node_count_that_does_not_depend_on_it(bench, co
 def test_the_stages_one_by_one_do_what_a_round_does(bench, nodes):
     """The commit that is timed has tree, logits and path from the phases before it; a round of `decode` does the same."""
     at = {(timed.phase, timed.nodes): timed for timed in bench.timed}
-    before = copied(bench.slots)
+    before = jax.tree.map(jnp.copy, bench.slots)
     whole = at["round", nodes].prepare(1)()
-    expected = phases.divide(copied(whole))[0]
+    expected = phases.divide(jax.tree.map(jnp.copy, whole))[0]
     assert whole.end_b.tolist() == [41 + n for n in whole.accepted_bs[:, 0].tolist()] and max(whole.end_b) > 42
-    bench.slots = copied(before)
+    bench.slots = jax.tree.map(jnp.copy, before)
     at["commit", nodes].prepare(1)()
     changed = 0
     for ours, theirs, old in zip(*map(jax.tree.leaves, (bench.slots, expected, before)), strict=True):
@@ -110,21 +103,22 @@ def test_a_sample_is_divided_by_its_calls_and_tokens(monkeypatch):
     assert timers.Timed("prefill", None, lambda calls: lambda: calls, calls=4, units=20).sample() == 0.1
 
 
-def test_a_dispatch_that_ends_early_is_no_measurement(bench):
+def test_a_dispatch_that_ends_early_is_no_measurement(bench, monkeypatch):
     """Sequences at the end of their buffers: the loop would stop after a round, and seem quick."""
-    program, marks, timed = Future(), bench.marks, list(bench.timed)
+    program = Future()
     program.set_result(next(timed.prepare.args[0] for timed in bench.timed if timed.phase == "round"))
-    bench.marks = marks.replace(end_b=jnp.full_like(marks.end_b, bench.state.capacity - 4))
+    ends = jnp.full_like(bench.marks.end_b, bench.state.capacity - 4)
+    monkeypatch.setattr(bench, "marks", bench.marks.replace(end_b=ends))
+    monkeypatch.setattr(bench, "timed", list(bench.timed))
     with pytest.raises(RuntimeError, match="got 1 rounds of round, expected 16"):
         bench.add_rounds("round", 3, program, {})
-    bench.marks, bench.timed = marks, timed
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices (fake ones on a CPU)")
 def test_on_a_mesh_every_stage_takes_the_layout_that_the_one_before_gives():
     model = random_pair(make_mesh(2, 2))
-    bench = phases.Bench(model, plans_of(model, 8), batch=2, context=40)
+    bench = phases.Bench(model, make_plans(model, 8), batch=2, context=40)
     rows = bench.measure(CEILINGS, repeats=2)
     assert [row["phase"] for row in rows] == [*SHARED, *OF_A_TREE]
     assert all(x.sharding.spec[:2] == ("data", "model") for x in jax.tree.leaves(bench.slots.cache.groups))
@@ -173,6 +167,16 @@ def test_floors_by_hand():
         assert work["prefill"].bytes == pytest.approx(4 * prompt / 20)
 
 
+def test_random_weights_are_finite_and_differ_by_layer():
+    mesh = make_mesh(1, 2) if jax.device_count() > 1 else None
+    model = shapes.random_pair(RANDOM_MODEL, RANDOM_DRAFTER, jnp.bfloat16, mesh)
+    for array in jax.tree.leaves(model.weights):
+        assert array.dtype == jnp.bfloat16 and jnp.isfinite(array).all() and array.any()
+    first, second = (model.weights.verifier["groups"][0][i]["gate"] for i in (0, 1))
+    assert mesh is None or first.sharding.spec == PartitionSpec("model", None)
+    assert not np.array_equal(first, second)
+
+
 def test_floors_are_those_of_the_published_arithmetic():
     """A one-token step at 1024 tokens on an H200 of 4.8 TB/s, and the FLOPs of 64 rows through an 8B at 990 TFLOP/s."""
     h200 = Ceilings(4.8e12, 990e12)
@@ -185,49 +189,7 @@ def test_floors_are_those_of_the_published_arithmetic():
     assert Work(48e8, 99e9).seconds(h200) == 1e-3 and Work(48e8, 198e10).seconds(h200) == 2e-3  # bytes; FLOPs
 
 
-def test_random_weights_are_finite_numbers_in_their_own_dtype_and_place():
-    mesh = make_mesh(1, 2) if jax.device_count() > 1 else None
-    model = shapes.random_pair(RANDOM_MODEL, RANDOM_DRAFTER, jnp.bfloat16, mesh)
-    for array in jax.tree.leaves(model.weights):
-        assert array.dtype == jnp.bfloat16 and array.sharding.num_devices == (1 if mesh is None else 2)
-        numbers = np.asarray(array).astype(np.float32)
-        assert np.isfinite(numbers).all() and numbers.any()
-    assert mesh is None or model.weights.verifier["groups"][0][0]["gate"].sharding.spec == PartitionSpec("model", None)
-    first, second = (model.weights.verifier["groups"][0][i]["gate"] for i in (0, 1))
-    assert not np.array_equal(first, second)
-
-
-def test_the_shapes_of_tiny_are_those_of_the_shipped_pair(tiny):
-    assert shapes.find_pair("tiny") == (tiny.verifier, tiny.drafter)
-
-
-# The command. Its measurements are made up; those of the first test are real.
-
-
-@pytest.mark.slow
-def test_the_command_measures_prints_keeps_and_draws(tmp_path, capsys):
-    out, picture = tmp_path / "latency.json", tmp_path / "ratio.png"
-    files = ["--out", str(out), "--plot", str(picture)]
-    assert commands.main(["bench", "latency", *SMALL, "--context", "24", "--nodes", "8", "--repeats", "2", *files]) == 0
-    text = out.read_text()
-    [result] = latency.read_results(out)
-    assert result["settings"]["shape"] == "verifier" and result["settings"]["weights"] == "random"
-    assert [row["phase"] for row in result["phases"]] == [*SHARED, *OF_A_TREE]
-    assert result["compile_seconds"] > 0
-    assert set(result["ceilings"]) == {"copy_bytes_per_second", "matmul_flops_per_second"}
-    assert result["versions"]["jax"] == jax.__version__ and result["hardware"]["backend"] == jax.default_backend()
-    for private in (str(tmp_path), str(DATA), str(Path.home()), socket.gethostname()):
-        assert private not in text
-    captured = capsys.readouterr()
-    printed, steps = captured.out.splitlines(), captured.err
-    assert steps.startswith("[1/4] measuring the machine's copy and matmul rates\n")
-    assert "[3/4] compiling the phases at batch 1, context 24\n" in steps and "[4/4] timing them" in steps
-    assert printed[0].startswith("verifier, random weights, float32, batch 1, context 24 (256 slots), best-first, ")
-    for row in result["phases"]:
-        [line] = [line for line in printed if line.startswith(f" {latency.LABELS.get(row['phase'], row['phase'])} ")]
-        assert f"{row['ms']:.4f}" in line and f"{row['low_ms']:.4f} - {row['high_ms']:.4f}" in line
-    assert any(line.strip().startswith("round / step at 8 nodes") for line in printed)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+# The command, with measurements that are made up; `extending.goes_through_everything` runs it with real ones.
 
 
 @pytest.fixture
@@ -257,9 +219,10 @@ def made_up(monkeypatch):
 
 
 def test_all_combinations_are_measured_and_summed_up(made_up, tmp_path, capsys):
-    out = tmp_path / "out.json"
+    out, picture = tmp_path / "out.json", tmp_path / "ratio.png"
     sizes = "--batch 1 2 --context 24 40 --nodes 64 8 16 8 --temperature 0.5 --dtype bfloat16 --head linear".split()
-    assert commands.main(["bench", "latency", "--shape", "qwen3-0.6b", *sizes, "--out", str(out)]) == 0
+    words = ["bench", "latency", "--shape", "qwen3-0.6b", *sizes, "--out", str(out), "--plot", str(picture)]
+    assert commands.main(words) == 0
     assert made_up == [(b, s, [8, 16, 64], 0.5) for b in (1, 2) for s in (24, 40)]
     results = latency.read_results(out)
     assert [(r["settings"]["batch"], r["settings"]["context"]) for r in results] == [(1, 24), (1, 40), (2, 24), (2, 40)]
@@ -267,69 +230,50 @@ def test_all_combinations_are_measured_and_summed_up(made_up, tmp_path, capsys):
     assert results[0]["rounds"] == [
         {"nodes": n, "round_over_step": n / 4, "floor_round_over_step": 1.0, "sum_of_phases_ms": 6.0} for n in (8, 16, 64)
     ]
-    printed = capsys.readouterr().out
+    assert results[0]["versions"]["jax"] == jax.__version__ and results[0]["compile_seconds"] == 1
+    printed, steps = capsys.readouterr()
+    assert "[3/10] compiling the phases at batch 1, context 24\n" in steps
+    assert printed.startswith("qwen3-0.6b, random weights, bfloat16, batch 1, context 24 (")
     assert printed.count("round / step at 64 nodes: 16.00 (of the floors: 1.00); its phases alone sum to 6.0000 ms") == 4
+    assert re.search(r"\n whole round .*16\.0000 .*1\.0000 - 1\.0000", printed)
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_results_of_other_settings_are_kept_and_drawn_with_those_they_belong_to(made_up, tmp_path, monkeypatch):
     drawn, out = [], tmp_path / "out.json"
     monkeypatch.setattr(latency.plots, "draw", lambda panels, path, title: drawn.append(panels["context 256"]))
     files = ["--out", str(out), "--plot", str(tmp_path / "a.png")]
-    for sizes in (
-        "--batch 1 --nodes 8 16",
-        "--batch 2 --nodes 8",
-        "--batch 2 --dtype bfloat16 --nodes 8",
-        "--batch 1 --nodes 8 16",
-    ):
+    first, *others = "--batch 1 --nodes 8 16", "--batch 2 --nodes 8", "--batch 2 --dtype bfloat16 --nodes 8"
+    for sizes in (first, *others, first):
         words = [*sizes.split(), "--repeats", str(len(made_up) + 1)]
         assert commands.main(["bench", "latency", *SMALL, *words, *files]) == 0
-    kept = [(r["settings"]["batch"], r["settings"]["nodes"], r["phases"][0]["samples"]) for r in latency.read_results(out)]
+    results = latency.read_results(out)
+    kept = [(r["settings"]["batch"], r["settings"]["nodes"], r["phases"][0]["samples"]) for r in results]
     assert kept == [(2, [8], 2), (2, [8], 3), (1, [8, 16], 4)], "the same settings replace"
+    assert results[0]["settings"]["shape"] == "verifier", "a name, not the path"
+    for private in (str(tmp_path), str(DATA), str(Path.home()), socket.gethostname()):
+        assert private not in out.read_text()
     lines = [[label for label in panel if "floors" not in label] for panel in drawn]
     assert lines == [["batch 1"], ["batch 1", "batch 2"], ["batch 2"], ["batch 2", "batch 1"]]
     assert drawn[0] == {"batch 1": {8: 2.0, 16: 4.0}, "batch 1, floors": {8: 1.0, 16: 1.0}}
 
 
-@pytest.mark.parametrize("text", ["[]", '{"schema": 1', '{"earlier": 3}'])
-def test_files_of_something_else_are_refused_and_left_alone(made_up, tmp_path, capsys, text):
-    out = tmp_path / "out.json"
-    out.write_text(text)
-    assert commands.main(["bench", "latency", *SMALL, "--out", str(out)]) == 2
-    error = capsys.readouterr().err
-    assert "out.json" in error and error.count("\n") == 1
-    assert out.read_text() == text and not made_up
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--shape", "qwen9"], "got shape 'qwen9', expected one of qwen3-0.6b"),
-        (["--shape", str(PAIR / "drafter")], "expected a verifier's"),
-        (
-            ["--shape", "qwen3-4b", "--drafter-shape", str(PAIR / "drafter")],
-            "drafter does not fit the verifier: hidden size",
-        ),
-        (["--pair", "nowhere", str(PAIR / "drafter")], "nowhere not found"),
-        (["--pair", str(PAIR / "verifier"), str(PAIR / "drafter"), "--shape", "tiny"], "got --pair and a shape"),
-        (["--batch", "1", "0"], "--batch: got batch '0', expected at least 1"),
-        (["--nodes", "16", "--context", "8", "2000"], "got --context 2000, expected at most 1775"),
-        (["--builder", "none"], "got builder 'none', expected one that drafts"),
-        (["--nodes", "4", "17", "--builder", "chain"], "got --nodes 17, expected at most 16 with --builder chain"),
-        (["--mesh", "99x1"], "got a mesh of 99 x 1"),
-        (["--mesh", "2x1", "--batch", "3"], "got --batch 3 on a mesh with a data axis of 2"),
-        (["--out", "/nowhere/a.json"], "cannot write /nowhere/a.json"),
-        (["--plot", "a.xyz"], "got --plot a.xyz"),
-    ],
-)
+@pytest.mark.parametrize("arguments, words", [
+    (["--shape", "qwen9"], "got shape 'qwen9', expected one of qwen3-0.6b"),
+    (["--shape", str(PAIR / "drafter")], "expected a verifier's"),
+    (["--shape", "qwen3-4b", "--drafter-shape", str(PAIR / "drafter")], "drafter does not fit the verifier"),
+    (["--pair", str(PAIR / "verifier"), str(PAIR / "drafter"), "--shape", "tiny"], "got --pair and a shape"),
+    (["--nodes", "16", "--context", "8", "2000"], "got --context 2000, expected at most 1775"),
+    (["--builder", "none"], "got builder 'none', expected one that drafts"),
+    (["--nodes", "4", "17", "--builder", "chain"], "got --nodes 17, expected at most 16 with --builder chain"),
+    (["--mesh", "2x1", "--batch", "3"], "got --batch 3 on a mesh with a data axis of 2"),
+    (["--plot", "a.xyz"], "got --plot a.xyz"),
+])  # fmt: skip
 def test_mistakes_end_with_one_line_before_anything_is_measured(made_up, monkeypatch, capsys, arguments, words):
     monkeypatch.setattr(latency, "measure_ceilings", lambda dtype: pytest.fail("measured"))
-    try:
-        status = commands.main(["bench", "latency", *arguments])
-    except SystemExit as stop:
-        status = stop.code
+    assert commands.main(["bench", "latency", *arguments]) == 2
     captured = capsys.readouterr()
-    assert status == 2 and captured.out == "" and captured.err.count("\n") == 1 and words in captured.err
-    assert not made_up
+    assert captured.out == "" and captured.err.count("\n") == 1 and words in captured.err and not made_up
 
 
 def test_too_little_memory_is_one_line(bench):
@@ -338,9 +282,3 @@ def test_too_little_memory_is_one_line(bench):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
     with pytest.raises(jax.errors.JaxRuntimeError), timers.running(None, bench.where):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
-
-
-def test_what_is_timed_is_what_decode_is_made_of():
-    functions = phases.DRAFT, phases.TREE, phases.VERIFY, phases.ACCEPT
-    own = rounds.draft_stage, rounds.build_tree, rounds.verify_tree, rounds.accept_path
-    assert [function.__wrapped__ for function in functions] == list(own)

@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,7 @@ from treeflash_jax.drafters.block.heads import DraftSettings
 from treeflash_jax.engine import device_memory, loading
 from treeflash_jax.engine import model as engine
 from treeflash_jax.engine.device_memory import Footprint, check_memory, footprint, memory_limit
-from treeflash_jax.engine.planning import Request
+from treeflash_jax.engine.planning import make_requests
 from treeflash_jax.formats import models
 from treeflash_jax.models import vocab
 
@@ -49,8 +51,8 @@ def bytes_on_one_device(tree) -> int:
 def state_of(model, batch: int, capacity: int, plan: DecodePlan):
     """A real state after prefill: `batch` one-token prompts in caches of `capacity` positions."""
     config = tf.GenerateConfig(max_new_tokens=4)
-    row = Request(index=0, ids=[1], temperature=0.0, top_k=0, top_p=1.0, seed=0)
-    inputs = model.make_batch([row] * batch, config, batch_size=batch, capacity=capacity)
+    requests = make_requests([[1]] * batch, config, model.verifier)
+    inputs = model.make_batch(requests, config, batch_size=batch, capacity=capacity)
     return Runner(plan, model.weights, model.mesh).prefill(inputs)
 
 
@@ -60,25 +62,22 @@ def make_plan(nodes: int, **sizes) -> DecodePlan:
 
 
 @needs_8_devices
-@pytest.mark.parametrize("sizes", [None, (4, 2), (2, 4), (1, 1)])
+@pytest.mark.parametrize("sizes", [None, (4, 2), (2, 4)])
 def test_weights_and_caches_are_the_bytes_of_real_arrays(sizes):
     model = random_pair(sizes and tf.make_mesh(*sizes))
     state = state_of(model, 4, 256, make_plan(8, verifier=RANDOM_MODEL, drafter=RANDOM_DRAFTER))
-    request = {"dtype": jnp.float32, "batch": 4, "capacity": 256}
-    found = footprint(RANDOM_MODEL, RANDOM_DRAFTER, mesh=model.mesh, **request)
-    assert asdict(found) == {
+    count = partial(footprint, RANDOM_MODEL, RANDOM_DRAFTER, batch=4, capacity=256)
+    whole = count(mesh=model.mesh, dtype=jnp.float32)
+    assert asdict(whole) == {
         "verifier": bytes_on_one_device(model.weights.verifier),
         "drafter": bytes_on_one_device(model.weights.drafter),
         "verifier_cache": bytes_on_one_device(state.cache.groups),
         "drafter_cache": bytes_on_one_device(state.drafter.context.groups),
     }
-    assert found.total == sum(asdict(found).values())
-    if sizes:
-        assert footprint(RANDOM_MODEL, RANDOM_DRAFTER, mesh=AbstractMesh(sizes, ("data", "model")), **request) == found
-    plain = footprint(RANDOM_MODEL, RANDOM_DRAFTER, mesh=model.mesh, drafts=False, **request)
-    assert plain == replace(found, drafter_cache=0)
-    halved = footprint(RANDOM_MODEL, RANDOM_DRAFTER, mesh=model.mesh, **request | {"dtype": jnp.bfloat16})
-    assert 2 * halved.total == found.total
+    assert whole.total == sum(asdict(whole).values())
+    assert not sizes or count(mesh=AbstractMesh(sizes, ("data", "model")), dtype=jnp.float32) == whole
+    assert count(mesh=model.mesh, dtype=jnp.float32, drafts=False) == replace(whole, drafter_cache=0)
+    assert 2 * count(mesh=model.mesh, dtype=jnp.bfloat16).total == whole.total
 
 
 @needs_8_devices
@@ -96,21 +95,20 @@ def test_programs_compiled_from_shapes_take_what_real_ones_take():
 @pytest.mark.slow
 @needs_8_devices
 def test_a_round_is_counted_once_with_its_collectives(monkeypatch):
-    mesh = tf.make_mesh(4, 2)
+    def collectives(plan):
+        _, decode = memory.compile_programs(plan, tf.make_mesh(4, 2), 4, 256, jnp.float32)
+        return [collective for collective in find_collectives(decode.as_text()) if collective.in_loop]
 
-    def of_a_round(plan):
-        _, decode = memory.compile_programs(plan, mesh, 4, 256, jnp.float32)
-        return [one for one in find_collectives(decode.as_text()) if one.in_loop]
-
-    shipped = of_a_round(make_plan(8))
+    shipped = collectives(make_plan(8))
     assert count_moved(shipped, 1, MODEL.vocab_size) == 0
-    assert sum(one.kind == "all-gather" for one in shipped if not one.in_branch) >= 2, "candidates and children travel"
+    assert sum(c.kind == "all-gather" for c in shipped if not c.in_branch) >= 2, "candidates and children travel"
     layers = {"verifier": replace(MODEL, num_layers=4), "drafter": replace(DRAFTER, num_target_layers=4)}
-    counts = [sum_collectives(found)["all-reduce"]["count"] for found in (shipped, of_a_round(make_plan(8, **layers)))]
-    assert counts[1] - counts[0] == 2, "attention and feed-forward of one more layer, in one round"
+    deeper = collectives(make_plan(8, **layers))
+    three, four = (sum_collectives(found)["all-reduce"]["count"] for found in (shipped, deeper))
+    assert four - three == 2, "attention and feed-forward of one more layer, in one round"
 
     monkeypatch.setattr(vocab, "top_k", jax.lax.top_k)
-    assert count_moved(of_a_round(make_plan(7)), 1, MODEL.vocab_size) > 0, "automatic partitioning gathers logits"
+    assert count_moved(collectives(make_plan(7)), 1, MODEL.vocab_size) > 0, "automatic partitioning gathers logits"
 
 
 def test_a_gpu_that_is_not_here_compiles_the_round(tmp_path):
@@ -139,30 +137,20 @@ def test_the_command_writes_what_it_prints_and_keeps_what_was_there(tmp_path, ca
     [(key, result)] = results.items()
     assert key == "verifier cpu 4x2 batch 8 drafted by drafter" and key in printed
     assert (result["context"], result["nodes"], result["mesh"]) == (384, 8, {"data": 4, "model": 2})
-    assert result["dtype"] == "bfloat16" and result["fits"] is None and result["bytes_limit"] is None
+    assert result["dtype"] == "bfloat16" and result["fits"] is None
     sizes = result["bytes_per_device"]
     parts = [sizes[part] for part in (*asdict(Footprint(verifier=0)), "rest", "programs")]
     assert min(parts[:5]) > 0 and sizes["resident"] == sum(parts)
     assert sizes["total"] == sizes["resident"] + max(sizes["round"], sizes["prefill"]) and sizes["round"] > 0
-    assert result["collectives"]["all-gather"]["count"] > 0 and result["largest_all_gather_bytes"] > 0
     assert f"{result['collectives']['all-reduce']['count']} all-reduce" in printed
     assert str(tmp_path) not in out.read_text() and str(PAIR) not in out.read_text()
 
-    assert main([*words[:-6], "--no-compile", "--batch", "16"]) == 0
-    results = json.loads(out.read_text())
-    assert set(results) == {"earlier", key, key.replace("batch 8", "batch 16")} and results[key] == result
-    arithmetic = results[key.replace("batch 8", "batch 16")]["bytes_per_device"]
+    assert main([*words[:-6], "--no-compile", "--batch", "16", "--builder", "none"]) == 0
+    results, plain = json.loads(out.read_text()), "verifier cpu 4x2 batch 16 none"
+    assert set(results) == {"earlier", key, plain} and results[key] == result and results[plain]["nodes"] == 1
+    arithmetic = results[plain]["bytes_per_device"]
     assert arithmetic["verifier_cache"] == 2 * sizes["verifier_cache"] and "round" not in arithmetic
-    assert arithmetic["verifier"] == sizes["verifier"]
-
-
-def test_plain_decoding_needs_no_drafter(tmp_path):
-    out = tmp_path / "rounds.json"
-    assert main(["bench", "memory", *FOLDERS, "--mesh", "1x1", "--builder", "none", "--out", str(out)]) == 0
-    [(key, result)] = json.loads(out.read_text()).items()
-    sizes = result["bytes_per_device"]
-    assert key == "verifier cpu 1x1 batch 1 none", "beside a drafted round, not in its place"
-    assert result["nodes"] == 1 and sizes["drafter"] == sizes["drafter_cache"] == 0
+    assert arithmetic["drafter"] == arithmetic["drafter_cache"] == 0
 
 
 def test_a_shape_on_a_mesh_that_is_not_here_is_arithmetic(capsys):
@@ -173,42 +161,29 @@ def test_a_shape_on_a_mesh_that_is_not_here_is_arithmetic(capsys):
     assert "does not fit" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--shape", "huge"], "got shape 'huge', expected one of"),
-        (["--shape", "qwen3-4b", "--topology", "v5e4x4", "--no-compile"], "got topology 'v5e4x4', expected one like"),
-        (["--shape", "qwen3-4b", "--topology", "h200:2x2"], "got topology 'h200:2x2', expected one like"),
-        (["--shape", "qwen3-4b", "--mesh", "2"], "got --mesh '2', expected two numbers"),
-        (["--shape", "qwen3-4b", "--mesh", "64x64"], "got a mesh of 64 x 64"),
-        (["--shape", "qwen3-4b", "--mesh", "2x2", "--no-compile", "--batch", "3"], "expected a multiple"),
-        (["--shape", "qwen3-4b", "--no-compile", "--out", "nowhere/rounds.json"], "cannot write nowhere/rounds.json"),
-        (["--shape", "qwen3-4b", "--drafter-shape", str(PAIR / "drafter")], "drafter does not fit"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    (["--topology", "v5e4x4", "--no-compile"], "got topology 'v5e4x4', expected one like"),
+    (["--topology", "h200:2x2"], "got topology 'h200:2x2', expected one like"),
+    (["--mesh", "64x64"], "got a mesh of 64 x 64"),
+    (["--mesh", "2x2", "--no-compile", "--batch", "3"], "expected a multiple"),
+    (["--drafter-shape", str(PAIR / "drafter")], "drafter does not fit"),
+])  # fmt: skip
 def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
     monkeypatch.setattr(memory, "compile_programs", lambda *_: pytest.fail("compiled"))
-    try:
-        assert main(["bench", "memory", *words]) == 2
-    except SystemExit as error:
-        assert error.code == 2
+    assert main(["bench", "memory", "--shape", "qwen3-4b", *words]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
 def test_a_topology_without_its_compiler_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "libtpu", None)
-    with pytest.raises(ValueError, match=re.escape('pip install "jax[tpu]"')):
-        topologies.find_devices("v5e:2x2")
-
-
-def test_a_gpu_without_its_compiler_says_what_to_install(monkeypatch):
     def without(**_):
         raise RuntimeError("no cuda here\nat all")
 
+    monkeypatch.setitem(sys.modules, "libtpu", None)
     monkeypatch.setattr(jax_topologies, "get_topology_desc", without)
-    with pytest.raises(ValueError, match=re.escape('pip install "jax[cuda12]" (no cuda here)')):
-        topologies.find_devices("h200")
+    for topology, words in (("v5e:2x2", 'pip install "jax[tpu]"'), ("h200", 'pip install "jax[cuda12]" (no cuda here)')):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            topologies.find_devices(topology)
 
 
 def test_impossible_pairs_are_refused_before_weights_are_read(monkeypatch):
@@ -218,11 +193,10 @@ def test_impossible_pairs_are_refused_before_weights_are_read(monkeypatch):
     configs = models.read_verifier_config(paths["verifier"]), models.read_drafter_config(paths["drafter"])
     needs = footprint(*configs, dtype=jnp.float32)
     monkeypatch.setattr(loading, "usable_memory", lambda mesh: needs.total - 1)
-    with pytest.raises(ValueError) as refused:
+    shown = "got {:.2f} MiB verifier + {:.2f} MiB drafter = {:.2f} MiB"
+    sizes = (size / 2**20 for size in (needs.verifier, needs.drafter, needs.total))
+    with pytest.raises(ValueError, match=re.escape(shown.format(*sizes))):
         tf.load(**paths)
-    drafter, verifier = needs.drafter, needs.verifier
-    shown = f"got {verifier / 2**20:.2f} MiB verifier + {drafter / 2**20:.2f} MiB drafter = {needs.total / 2**20:.2f} MiB"
-    assert shown in str(refused.value) and "\n" not in str(refused.value)
     monkeypatch.setattr(loading, "usable_memory", lambda mesh: needs.total)
     with pytest.raises(pytest.fail.Exception, match="weights were read"):
         tf.load(**paths)
@@ -232,35 +206,31 @@ class Computed(Exception):
     """A request went through."""
 
 
-def refuse_to_compute(monkeypatch):
+@pytest.fixture
+def no_compute(monkeypatch):
     def call(*_, **__):
         raise Computed
 
     monkeypatch.setattr(programs, "call", call)
 
 
-def test_impossible_requests_are_refused_before_any_compute(monkeypatch, trained):
-    refuse_to_compute(monkeypatch)
-    model = trained
-    one = footprint(model.verifier, model.drafter, dtype=jnp.float32, batch=2, capacity=256)
-    monkeypatch.setattr(engine, "usable_memory", lambda mesh: one.total)
-    words = r"verifier \+ .* drafter \+ .* caches = .* on a device of .* \(1 device\)"
-    with pytest.raises(ValueError, match=words):
-        model.generate([[1], [2]], max_new_tokens=500)
-    with pytest.raises(ValueError, match=words):
-        next(model.stream([1], max_new_tokens=1000))
-    with pytest.raises(ValueError, match="smaller batch"):
-        model.generate([[1]] * 3, max_new_tokens=8)
+def test_impossible_requests_are_refused_before_any_compute(no_compute, monkeypatch, trained):
+    needs = footprint(trained.verifier, trained.drafter, dtype=jnp.float32, batch=2, capacity=256)
+    monkeypatch.setattr(engine, "usable_memory", lambda mesh: needs.total)
+    with pytest.raises(ValueError, match=r"verifier \+ .* drafter \+ .* caches = .* on a device of .* \(1 device\)"):
+        trained.generate([[1], [2]], max_new_tokens=500)
+    with pytest.raises(ValueError, match="caches"):
+        next(trained.stream([1], max_new_tokens=1000))
     with pytest.raises(ValueError, match="smaller batch"):  # two sequences, and a third that takes a place
-        model.generate([[1]] * 6, batch_size=2, max_new_tokens=8)
+        trained.generate([[1]] * 6, batch_size=2, max_new_tokens=8)
     for prompts, settings in (([[1], [2]], {}), ([[1]] * 6, {"batch_size": 1}), ([[1]], {"max_new_tokens": 500})):
         with pytest.raises(Computed):
-            model.generate(prompts, **{"max_new_tokens": 8} | settings)
-    monkeypatch.setattr(engine, "usable_memory", lambda mesh: one.total - one.drafter_cache)
+            trained.generate(prompts, **{"max_new_tokens": 8} | settings)
+    monkeypatch.setattr(engine, "usable_memory", lambda mesh: needs.total - needs.drafter_cache)
     with pytest.raises(Computed):
-        model.generate([[1], [2]], builder="none", max_new_tokens=8)
+        trained.generate([[1], [2]], builder="none", max_new_tokens=8)
     with pytest.raises(ValueError, match="caches"):
-        model.generate([[1], [2]], max_new_tokens=8, nodes=16)
+        trained.generate([[1], [2]], max_new_tokens=8, nodes=16)
 
 
 def test_no_batch_holds_the_caches_of_the_one_before(monkeypatch, trained):
@@ -277,7 +247,7 @@ def test_no_batch_holds_the_caches_of_the_one_before(monkeypatch, trained):
 
 
 @needs_8_devices
-def test_a_mesh_shares_what_one_device_cannot_hold(monkeypatch):
+def test_a_mesh_shares_what_one_device_cannot_hold(no_compute, monkeypatch):
     request = {"dtype": jnp.float32, "batch": 4, "capacity": 256}
     mesh, alone = tf.make_mesh(4, 2), footprint(RANDOM_MODEL, RANDOM_DRAFTER, **request)
     shared = footprint(RANDOM_MODEL, RANDOM_DRAFTER, mesh=mesh, **request)
@@ -287,7 +257,6 @@ def test_a_mesh_shares_what_one_device_cannot_hold(monkeypatch):
     asked = []
     monkeypatch.setattr(engine, "usable_memory", lambda mesh: asked.append(mesh) or shared.total)
     model = random_pair(mesh)
-    refuse_to_compute(monkeypatch)
     with pytest.raises(Computed):
         model.generate([[1]] * 3, max_new_tokens=4)
     with pytest.raises(ValueError, match="mesh 4 x 2"):  # five rows are padded to eight
@@ -296,22 +265,18 @@ def test_a_mesh_shares_what_one_device_cannot_hold(monkeypatch):
 
 
 def test_limits_of_devices_that_say_and_of_kinds_that_are_known():
-    def device(kind, stats):
-        return SimpleNamespace(device_kind=kind, memory_stats=lambda: stats)
+    def device(kind, limit=None, error=None):
+        stats = Mock(return_value=limit and {"bytes_limit": limit}, side_effect=error)
+        return SimpleNamespace(device_kind=kind, memory_stats=stats)
 
-    def silent():
-        raise jax.errors.JaxRuntimeError("only supported for addressable devices")
+    def limit(*devices):
+        return memory_limit(SimpleNamespace(local_devices=devices))
 
-    gib = 2**30
-    gpu, small = device("NVIDIA H200", {"bytes_limit": 100 * gib}), device("NVIDIA L4", {"bytes_limit": 18 * gib})
-    assert memory_limit(SimpleNamespace(local_devices=[gpu, small])) == 18 * gib
+    gib, silent = 2**30, jax.errors.JaxRuntimeError("only supported for addressable devices")
+    assert limit(device("NVIDIA H200", 100 * gib), device("NVIDIA L4", 18 * gib)) == 18 * gib
     for kind, size in (("TPU v4", 32), ("TPU v5 lite", 16), ("TPU v5", 95), ("TPU v6 lite", 32)):
-        described = SimpleNamespace(device_kind=kind, memory_stats=silent)
-        assert memory_limit(SimpleNamespace(local_devices=[described])) == size * gib
-        assert memory_limit(SimpleNamespace(local_devices=[device(kind, {"bytes_limit": 3 * gib})])) == 3 * gib
-    assert memory_limit(SimpleNamespace(local_devices=[device("cpu", None)])) is None
-    if jax.default_backend() == "cpu":
-        assert memory_limit() is None
+        assert limit(device(kind, error=silent)) == size * gib and limit(device(kind, 3 * gib)) == 3 * gib
+    assert limit(device("cpu")) is None
     check_memory(Footprint(verifier=10**18), None)
     assert [device_memory.in_units(size) for size in (3 * gib // 2, gib // 2, 5 * 2**20, 1000)] == [
         "1.50 GiB", "0.50 GiB", "5.00 MiB", "0.98 KiB",

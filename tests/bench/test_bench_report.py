@@ -15,32 +15,17 @@ from treeflash_jax.cli.commands import main
 HARDWARE = {"backend": "cpu", "device": "cpu", "devices": 1, "cores": 2}
 
 
-def make_record(prompt, system, lengths, seconds, *, tokens=None, temperature=0.0, seed=0, ids=((1, 2),), dtype="float32"):
+def make_record(prompt, system, lengths, seconds, *, tokens=None, temperature=0.0, seed=0, ids=(1, 2), dtype="float32"):
     """A record made by hand; `lengths` by turn."""
     base, _, nodes = system.partition("-")
-    own = dict.fromkeys(bench_records.SYSTEM) | {
-        "builder": "none" if base.startswith("ar") else "best-first",
-        "nodes": int(nodes.partition("@")[0]) if nodes else None,
-        "dtype": dtype,
-    }
-    settings = dict.fromkeys(bench_records.SHARED, 1) | own | {"temperature": temperature, "seed": seed}
-    ids = [list(turn) for turn in ids] * len(lengths) if len(ids) == 1 else ids
-    return {
-        "schema": bench_records.SCHEMA,
-        "prompt_id": prompt,
-        "prompt_hash": "0",
-        "system": system,
-        "settings": settings,
-        "accept_lengths": lengths,
-        "cut": [0] * len(lengths),
-        "ids": ids,
-        "texts": [None] * len(lengths),
-        "tokens": sum(map(sum, lengths)) if tokens is None else tokens,
-        "seconds": seconds,
-        "compile_seconds": 0.0,
-        "versions": {"jax": "1"},
-        "hardware": HARDWARE,
-    }
+    settings = dict.fromkeys(bench_records.SHARED, 1) | dict.fromkeys(bench_records.SYSTEM)
+    settings |= {"builder": "none" if base.startswith("ar") else "best-first", "dtype": dtype}
+    settings |= {"nodes": int(nodes.partition("@")[0]) if nodes else None, "temperature": temperature, "seed": seed}
+    turns = {"cut": 0, "ids": list(ids), "texts": None}
+    record = {"schema": bench_records.SCHEMA, "prompt_id": prompt, "prompt_hash": "0", "system": system}
+    record |= {"settings": settings, "accept_lengths": lengths} | {key: [x] * len(lengths) for key, x in turns.items()}
+    record |= {"tokens": sum(map(sum, lengths)) if tokens is None else tokens, "seconds": seconds, "compile_seconds": 0.0}
+    return record | {"versions": {"jax": "1"}, "hardware": HARDWARE}
 
 
 def entry(records, system, temperature=0.0, **settings):
@@ -73,7 +58,7 @@ def test_speedup_pairs_prompts_seeds_and_temperatures():
         make_record("a", "ar", [[1] * 10], 1.0, temperature=1.0),
         make_record("b", "ar", [[1] * 10], 99.0),  # no partner
         make_record("a", "treeflash-8", [[5, 5]], 2.0),
-        make_record("a", "treeflash-8", [[5, 5]], 3.0, seed=1, ids=[[9]]),
+        make_record("a", "treeflash-8", [[5, 5]], 3.0, seed=1, ids=[9]),
         make_record("a", "treeflash-8", [[5, 5]], 4.0, seed=2),  # no partner
         make_record("a", "treeflash-8", [[5, 5]], 2.0, temperature=1.0),
     ]
@@ -82,37 +67,31 @@ def test_speedup_pairs_prompts_seeds_and_temperatures():
     assert result["identical"] == 1
     assert entry(records, "treeflash-8", 1.0)["speedup"]["value"] == 0.5
 
-
-def test_the_baseline_is_the_fastest_and_answers_are_those_of_the_dtype():
     records = [
-        make_record("a", "ar, float32", [[1] * 4], 4.0, ids=[[1]]),
-        make_record("a", "ar, bfloat16", [[1] * 4], 1.0, ids=[[2]], dtype="bfloat16"),
-        make_record("a", "treeflash, float32", [[2, 2]], 2.0, ids=[[1]]),
+        make_record("a", "ar, float32", [[1] * 4], 4.0, ids=[1]),
+        make_record("a", "ar, bfloat16", [[1] * 4], 1.0, ids=[2], dtype="bfloat16"),
+        make_record("a", "treeflash, float32", [[2, 2]], 2.0, ids=[1]),
     ]
     result = entry(records, "treeflash, float32")
-    assert result["speedup"]["value"] == 0.5 and (result["identical"], result["verdict"]) == (1, "PASS")
-    assert report.summarise(records)["settings"]["dtype"] == "float32, bfloat16"
+    assert result["speedup"]["value"] == 0.5, "over the fastest baseline"
+    assert (result["identical"], result["verdict"]) == (1, "PASS"), "answers are those of the dtype"
 
 
-def test_bootstrap_draws_whole_prompts_of_both_systems():
-    """Two prompts of ratios 2 and 4: a quarter of the draws holds one of them twice, so the interval ends there."""
-    records = []
-    for prompt, mine in (("a", 2), ("b", 4)):
-        for seed in (0, 1):
-            records.append(make_record(prompt, "marginal-8", [[1, 1]], 1.0, seed=seed))
-            records.append(make_record(prompt, "treeflash-8", [[mine, mine]], 1.0, seed=seed))
+@pytest.mark.parametrize("lengths, interval", [
+    ([(1, 2), (1, 4)], (3.0, 2.0, 4.0)),
+    ([(1, 2), (2, 4), (8, 16)], (2.0, 2.0, 2.0)),
+])  # fmt: skip
+def test_bootstrap_draws_whole_prompts_of_both_systems(lengths, interval):
+    """Half of the draws hold one of two prompts twice: the interval ends there. Pairing cancels what prompts share."""
+    records = [
+        make_record(str(prompt), system, [[length, length]], 1.0, seed=seed)
+        for prompt, pair in enumerate(lengths)
+        for system, length in zip(("marginal-8", "treeflash-8"), pair, strict=True)
+        for seed in (0, 1)
+    ]
     ratio = entry(records, "treeflash-8", resamples=500)["tau_ratio"]
-    assert (ratio["value"], ratio["low"], ratio["high"], ratio["answers"]) == (3.0, 2.0, 4.0, 4)
-
-
-def test_pairing_cancels_what_prompts_share():
-    """Prompts of very different tau, but the same ratio everywhere: no uncertainty is left."""
-    records = []
-    for i, length in enumerate((1, 2, 8)):
-        records.append(make_record(str(i), "marginal-8", [[length] * 4], 1.0))
-        records.append(make_record(str(i), "treeflash-8", [[2 * length] * 4], 1.0))
-    ratio = entry(records, "treeflash-8")["tau_ratio"]
-    assert np.allclose([ratio["value"], ratio["low"], ratio["high"]], 2.0)
+    np.testing.assert_allclose((ratio["value"], ratio["low"], ratio["high"]), interval)
+    assert ratio["answers"] == 2 * len(lengths)
 
 
 def test_tau_is_compared_with_the_same_number_of_nodes_or_a_named_system():
@@ -120,13 +99,10 @@ def test_tau_is_compared_with_the_same_number_of_nodes_or_a_named_system():
     records = [make_record("a", name, [[i + 1] * 2], 1.0) for i, name in enumerate(names)]
     assert entry(records, "treeflash-64")["against"] == "marginal-64"
     assert entry(records, "treeflash-64")["tau_ratio"]["value"] == 3 / 2
-    named = entry(records, "treeflash-64", against="marginal-8")
-    assert named["tau_ratio"]["value"] == 3
+    assert entry(records, "treeflash-64", against="marginal-8")["tau_ratio"]["value"] == 3
     assert entry(records, "marginal-64")["tau_ratio"] is None
     with pytest.raises(ValueError, match="unknown system 'eagle'"):
         report.summarise(records, against="eagle")
-    with pytest.raises(ValueError, match="resamples 0"):
-        report.summarise(records, resamples=0)
     sharper = [make_record("a", name, [[i + 1] * 2], 1.0) for i, name in enumerate(("marginal-64@0.7", "treeflash-64"))]
     assert entry(sharper, "treeflash-64")["against"] == "marginal-64@0.7"
 
@@ -134,10 +110,8 @@ def test_tau_is_compared_with_the_same_number_of_nodes_or_a_named_system():
 def test_report_derives_table_and_json_from_the_file(tmp_path, capsys):
     records = [
         make_record("a", "ar", [[1, 1]], 1.0),
-        make_record("a", "marginal-8", [[2]], 1.0),
         make_record("a", "treeflash-8", [[3]], 1.0),
         make_record("b", "ar", [[1] * 6], 2.0),
-        make_record("b", "marginal-8", [[3, 3]], 1.0),
         make_record("b", "treeflash-8", [[6]], 1.0),
     ]
     path = tmp_path / "results.jsonl"
@@ -150,23 +124,19 @@ def test_report_derives_table_and_json_from_the_file(tmp_path, capsys):
     assert tokens == ["0", "treeflash-8", "2", "4.50", "4.50", "4.50", "[3.00,", "6.00]", "ar"]
     assert speed == ["0", "treeflash-8", "4", "4", "1.69", "[1.50,", "2.00]", "2", "of", "2"]
     assert depths == ["0", "treeflash-8", "100", "100", "50", "50", "50"]
-    assert "% of rounds" in printed and "jax 1" in printed and "lossless: PASS; 4 of 4 answers identical" in printed
+    assert "% of rounds" in printed and "jax 1" in printed and "lossless: PASS; 2 of 2 answers identical" in printed
 
 
-@pytest.mark.parametrize("width", [80, 100])
-def test_tables_keep_their_key_column_in_little_space(width):
+def test_tables_keep_their_key_column_in_little_space():
     systems = ("ar", "marginal-64@0.85", "treeflash-64", "treeflash-64@0.7+hybrid+traversal")
     lengths = {name: [[1] * 4 if name == "ar" else [3, 16, 2, 9]] for name in systems}
     records = [make_record(prompt, name, lengths[name], 1.0, tokens=99999) for prompt in "abc" for name in systems]
-    console = Console(width=width, file=io.StringIO(), highlight=False)
+    console = Console(width=80, file=io.StringIO(), highlight=False)
     report.show(report.summarise(records), console)
     printed = console.file.getvalue()
-    assert max(map(len, printed.splitlines())) <= width and "…" not in printed
+    assert max(map(len, printed.splitlines())) <= 80 and "…" not in printed
     cells = [line.split() for line in printed.splitlines() if line.strip().startswith("0 ")]
-    for name in ("ar", "treeflash-64"):
-        assert sum(line[1] == name for line in cells) >= 2
-    for cell in ("[1.00,", "99999"):
-        assert any(cell in line for line in cells)
+    assert sum(line[1] == "ar" for line in cells) >= 2 and any("99999" in line for line in cells)
     assert len([line for line in cells if line[1].startswith("treeflash-6")]) == 2 * 3, "names fold, they are not cut off"
 
 
@@ -174,20 +144,15 @@ def changed(**changes):
     return json.dumps(make_record("b", "ar", [[1]], 1.0) | changes)
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        (changed(schema=3), "results.jsonl:2: got schema 3, expected 2"),
-        ('{"schema": 1', "results.jsonl:2: got malformed JSON"),
-        ("[]", "results.jsonl:2: got list"),
-        ('{"schema": 2, "tokens": 1}', "results.jsonl:2: got prompt_id None"),
-        (changed(settings={}), "results.jsonl:2: got settings without verifier"),
-        (changed(cut=[]), "results.jsonl:2: got lists of different lengths"),
-        (changed(prompt_id="a"), "results.jsonl:2: got a second answer to ('a', 'ar', 0.0, 0)"),
-        (changed(versions={"jax": "2"}), "results.jsonl:2: got jax '2', but '1' in earlier lines"),
-        (changed(hardware=HARDWARE | {"device": "H200"}), "got device 'H200', but 'cpu' in earlier lines"),
-    ],
-)
+@pytest.mark.parametrize("line, words", [
+    (changed(schema=3), "got schema 3, expected 2"),
+    ('{"schema": 1', "got malformed JSON"),
+    ('{"schema": 2, "tokens": 1}', "got prompt_id None"),
+    (changed(settings={}), "got settings without verifier"),
+    (changed(cut=[]), "got lists of different lengths"),
+    (changed(prompt_id="a"), "got a second answer to ('a', 'ar', 0.0, 0)"),
+    (changed(hardware=HARDWARE | {"device": "H200"}), "got device 'H200', but 'cpu' in earlier lines"),
+])  # fmt: skip
 def test_bad_results_are_named_by_file_and_line_and_kept(tmp_path, capsys, line, words):
     path = tmp_path / "results.jsonl"
     path.write_text(json.dumps(make_record("a", "ar", [[1]], 1.0)) + "\n" + line + "\n")
@@ -195,20 +160,21 @@ def test_bad_results_are_named_by_file_and_line_and_kept(tmp_path, capsys, line,
     for command in (["report", str(path)], ["run", "--out", str(path)]):
         assert main(["bench", *command]) == 2
         captured = capsys.readouterr()
-        assert captured.out == "" and captured.err.count("\n") == 1 and words in captured.err
+        assert captured.out == "" and captured.err.count("\n") == 1 and f"results.jsonl:2: {words}" in captured.err
     assert path.read_bytes() == before
 
 
-def test_report_of_nothing_or_half_a_line(tmp_path, capsys):
-    path = tmp_path / "results.jsonl"
-    assert main(["bench", "report", str(path)]) == 2
-    path.write_text("")
-    assert main(["bench", "report", str(path)]) == 2
-    assert capsys.readouterr().err.splitlines()[1].endswith("results.jsonl: got no records, expected at least one")
-    path.write_text(json.dumps(make_record("a", "ar", [[1]], 1.0)) + '\n{"schema": 1, "pro')
-    with pytest.warns(UserWarning, match=r"results.jsonl:2: the last line is cut off"):
-        assert main(["bench", "report", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["systems"][0]["responses"] == 1
+def test_wrong_values_in_a_record_are_one_line_at_most(tmp_path, capsys):
+    path, record = tmp_path / "results.jsonl", make_record("a", "ar", [[1, 1]], 1.0)
+    wrong = None, "x", "", [], {}, [[1.5]], ["x"], -1, 1.5, 10**400, "x" * 5000
+    lines = [json.dumps(record | {key: value}) for key in record for value in wrong]
+    refused = ["[" * 200_000, "{", "[]", "\ud800", json.dumps(record | {"ids": []})]
+    for line in lines + refused:
+        path.write_bytes(f"{line}\n".encode("utf-8", "surrogatepass"))
+        status = main(["bench", "report", str(path), "--resamples", "2"])
+        assert status == 2 or (status == 0 and line not in refused)
+        error = capsys.readouterr().err
+        assert error.count("\n") <= 1 and "Traceback" not in error and len(error) <= 330, error
 
 
 def test_a_picture_has_a_panel_per_set_and_temperature_and_a_line_per_drafter(tmp_path):
@@ -225,5 +191,5 @@ def test_a_picture_has_a_panel_per_set_and_temperature_and_a_line_per_drafter(tm
     picture = (tmp_path / "tau.svg").read_text()
     panels = [panel for panel in picture.split('<g id="axes_')[1:] if 'id="legend_' in panel]
     assert len(panels) == 6 and "<!-- gsm8k, T = 0.7 -->" in picture
-    for label in ("EAGLE-3, best-first", "ngram, best-first"):
-        assert all(panel.count(f"<!-- {label} -->") == 1 for panel in panels)
+    for drafter in ("EAGLE-3", "ngram"):
+        assert all(panel.count(f"<!-- {drafter}, best-first -->") == 1 for panel in panels)

@@ -43,21 +43,10 @@ def fake(tiny, monkeypatch):
 
     def generate(_, inputs, config, *, seed):
         calls.append(SimpleNamespace(inputs=deepcopy(inputs), config=config, seed=seed))
-        slow = fake.compiles(len(calls))
-        return [
-            tf.Result(
-                prompt_ids=[1],
-                ids=fake.ids(config),
-                text=f"answer {len(calls)}",
-                builder=config.builder,
-                accept_lengths=[3, 1],
-                finished=fake.finished,
-                seconds=1000.0 if slow else float(len(inputs)),
-                compile_seconds=9.0 if slow else 0.0,
-                tokens_per_second=4.0,
-            )
-            for _ in inputs
-        ]
+        seconds, compile_seconds = (1000.0, 9.0) if fake.compiles(len(calls)) else (float(len(inputs)), 0.0)
+        answer = {"prompt_ids": [1], "ids": fake.ids(config), "text": f"answer {len(calls)}", "accept_lengths": [3, 1]}
+        answer |= {"builder": config.builder, "finished": fake.finished, "tokens_per_second": 4.0}
+        return [tf.Result(**answer, seconds=seconds, compile_seconds=compile_seconds) for _ in inputs]
 
     fake = SimpleNamespace(calls=calls, compiles=lambda call: False, finished="stop", model=tiny)
     fake.ids = lambda config: [5, 6, 7, 8]
@@ -81,7 +70,7 @@ def read(path):
 
 
 @pytest.mark.slow
-def test_a_run_records_what_generate_gives(tiny, prompts, tmp_path, monkeypatch, capsys):
+def test_a_run_records_what_generate_gives(tiny, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(run.tf, "load", lambda *_, **__: tiny)
     out = tmp_path / "out.jsonl"
     assert bench(prompts, out, "--temperature", "0", "1") == 0
@@ -98,9 +87,8 @@ def test_a_run_records_what_generate_gives(tiny, prompts, tmp_path, monkeypatch,
     record = next(r for r in records if bench_records.record_key(r) == ("cows", "treeflash-8", 0.0, 0))
     assert record["ids"] == [answer.ids, again.ids] and record["tokens"] == len(answer.ids) + len(again.ids)
     assert record["accept_lengths"] == [answer.accept_lengths, again.accept_lengths]
-    lengths = answer.accept_lengths + again.accept_lengths
     assert record["texts"] == [answer.text, again.text] and record["cut"] == [answer.cut, again.cut]
-    assert record["finished"] == [answer.finished, again.finished] and 1 + sum(lengths[:1]) <= record["tokens"]
+    assert record["finished"] == [answer.finished, again.finished]
     drafts = {"nodes": 8, "candidates": 4, "children": 4, "shortlist": 0, "depths": None, "head": "mlp", "block_size": 16}
     drafts |= {"builder": "best-first", "acceptance": "sample-and-match"}
     drafts |= dict.fromkeys(("branches", "trunk", "selector", "skeleton", "leaves", "lanes"))  # sizes of sampled trees only
@@ -110,16 +98,14 @@ def test_a_run_records_what_generate_gives(tiny, prompts, tmp_path, monkeypatch,
     model = {"dtype": "float32", "quantize": None, "batch_size": 1, "verifier": "tiny", "drafter": "tiny"}
     model |= {"template": {"enable_thinking": False}}
     assert record["settings"] == drafts | others | model
-    assert record["hardware"]["backend"] == "cpu" and record["hardware"]["cores"] >= 1
-    assert set(record["versions"]) == {"jax", "treeflash_jax", "python"}
+    assert record["hardware"]["backend"] == "cpu" and set(record["versions"]) == {"jax", "treeflash_jax", "python"}
     plain = next(r for r in records if r["system"] == "ar")
     assert plain["settings"]["head"] is plain["settings"]["nodes"] is None and set(plain["accept_lengths"][0]) == {1}
 
     for record in records:
         assert record["seconds"] > 0
         same = [r["ids"] for r in records if r["prompt_id"] == record["prompt_id"]]
-        assert [ids for ids in same if ids == record["ids"]] == 3 * [record["ids"]], "the systems of one temperature agree"
-    assert len(capsys.readouterr().out.splitlines()) > len(SYSTEMS)
+        assert same.count(record["ids"]) == 3, "the systems of one temperature agree"
 
 
 def test_first_calls_and_calls_that_compile_are_made_again(fake, prompts, tmp_path):
@@ -146,21 +132,10 @@ def test_answers_that_differ_pass_at_a_near_tie_and_fail_elsewhere(fake, prompts
         assert (apart["turn"], apart["index"], apart["drafted"], apart["plain"]) == (0, 2, 9, 7)
         assert shown.err.count(f"{verdict}: prompt") == 2
         assert f"lossless: {verdict}" in shown.out
-    assert "near-tie: " in shown.err and "0 of 2 answers identical, 2 near-ties, one in 3 tokens" in " ".join(
-        shown.out.split()
-    )
+    assert "0 of 2 answers identical, 2 near-ties, one in 3 tokens" in " ".join(shown.out.split())
     assert bench(prompts, tmp_path / "sampled", "--systems", "ar", "treeflash+paths", "--temperature", "1") == 0
     assert not any(record["differences"] for record in read(tmp_path / "sampled")), "other samples by design"
     assert "lossless" not in capsys.readouterr().out
-
-
-def test_each_prompt_has_its_own_noise_which_all_systems_share(fake, prompts, tmp_path):
-    assert bench(prompts, tmp_path / "out.jsonl", "--seed", "0", "1") == 0
-    seeds = {}
-    for call in fake.calls:
-        seeds.setdefault(call.inputs[0][0]["content"], set()).update(call.seed)
-    assert [len(values) for values in seeds.values()] == [2, 2], "one per seed, whatever the system"
-    assert len(set.union(*seeds.values())) == 4
 
 
 def test_a_batch_shares_its_seconds(fake, tmp_path):
@@ -169,9 +144,7 @@ def test_a_batch_shares_its_seconds(fake, tmp_path):
     assert bench(prompts, out, "--systems", "ar", "--batch-size", "2") == 0
     assert [len(call.inputs) for call in fake.calls] == [2, 1, 2, 1, 1]  # two turns, again after warm-up, the last prompt
     assert [(r["prompt_id"], r["seconds"]) for r in read(out)] == [("cows", 2.0), ("7", 1.0), ("c", 1.0)]
-    out.write_text(
-        out.read_text().splitlines(keepends=True)[1]
-    )  # "7" is known: its batch is measured again for "cows" alone
+    out.write_text(out.read_text().splitlines(keepends=True)[1])  # "7" is known: its batch is measured for "cows" alone
     assert bench(prompts, out, "--systems", "ar", "--batch-size", "2") == 0
     assert [r["prompt_id"] for r in read(out)] == ["7", "cows", "c"]
 
@@ -179,10 +152,8 @@ def test_a_batch_shares_its_seconds(fake, tmp_path):
 def test_sets_of_prompts_are_drawn_and_reported_apart(fake, prompts, tmp_path, capsys):
     other, out = write_lines(tmp_path / "other.jsonl", PROMPTS[1:]), tmp_path / "out.jsonl"
     assert main(["bench", "run", "--prompts", str(prompts), str(other), *SMALL, "--limit", "1", "--out", str(out)]) == 0
-    records = read(out)
-    assert [(r["prompt_set"], r["prompt_id"]) for r in records] == 3 * [("prompts", "prompts/cows")] + 3 * [
-        ("other", "other/7")
-    ]
+    records, cows, colour = read(out), ("prompts", "prompts/cows"), ("other", "other/7")
+    assert [(r["prompt_set"], r["prompt_id"]) for r in records] == 3 * [cows] + 3 * [colour]
     systems = report.summarise(records)["systems"]
     assert [(s["set"], s["prompts"]) for s in systems] == 3 * [("other", 1)] + 3 * [("prompts", 1)]
     shown = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
@@ -201,10 +172,9 @@ def test_a_stopped_run_continues_where_it_was(fake, prompts, tmp_path):
     with pytest.warns(UserWarning, match=r"out.jsonl:5: the last line is cut off"):
         assert bench(prompts, out) == 0
     assert out.read_bytes().startswith(start)
-    assert sorted(map(bench_records.record_key, read(out))) == sorted(
-        bench_records.record_key(json.loads(line)) for line in whole
-    )
-    assert {call.config.builder for call in fake.calls} == {"none", "best-first"}
+    keys = sorted(map(bench_records.record_key, read(out)))
+    assert keys == sorted(bench_records.record_key(json.loads(line)) for line in whole)
+    assert [call.config.builder for call in fake.calls].count("none") == 2  # an answer and its warm-up
     assert len(fake.calls) == 4  # two answers and two warm-ups
 
     out.write_bytes(out.read_bytes()[:-1])  # a whole record without its newline is kept
@@ -214,59 +184,53 @@ def test_a_stopped_run_continues_where_it_was(fake, prompts, tmp_path):
     assert bench(prompts, out, "--systems", "treeflash-4", "--seed", "1") == 0  # another system and seed join the file
     assert len(read(out)) == 8
 
-
-def test_an_interrupted_answer_is_not_recorded(fake, prompts, tmp_path):
-    out = tmp_path / "out.jsonl"
-    assert bench(prompts, out, "--systems", "ar") == 0
-    before = out.read_bytes()
-    fake.finished = "interrupted"
-    assert bench(prompts, out) == 130
+    before, fake.finished = out.read_bytes(), "interrupted"
+    assert bench(prompts, out, "--systems", "ar", "--seed", "2") == 130
     assert out.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--max-new-tokens", "9"], "got max_new_tokens 9, but 8 in the file"),
-        (["--format", "math"], "got format 'math', but 'chat'"),
-        (["--candidates", "5"], "got candidates 5, but 4"),
-        (["--thinking"], "got template {'enable_thinking': True}, but {'enable_thinking': False}"),
-        (["--template", '{"effort": "high"}'], "got template {'effort': 'high', 'enable_thinking': False}, but"),
-        (["--systems", "medusa"], "unknown system 'medusa'"),
-        (["--systems", "treeflash-0"], "nodes 0"),
-        (["--max-new-tokens", "1500"], "prompt 'cows': got 30"),
-        (["--out", "nowhere/out.jsonl"], "cannot write nowhere/out.jsonl: No such file"),
-        (["--prompts", "nowhere.jsonl"], "cannot read nowhere.jsonl: No such file"),
-    ],
-)
-def test_mistakes_end_with_one_line_and_keep_the_results(fake, prompts, tmp_path, capsys, more, words):
-    out = tmp_path / "out.jsonl"
+def test_each_prompt_has_its_own_noise_which_all_systems_share(fake, prompts, tmp_path):
+    assert bench(prompts, tmp_path / "out.jsonl", "--seed", "0", "1") == 0
+    seeds = {}
+    for call in fake.calls:
+        seeds.setdefault(call.inputs[0][0]["content"], set()).update(call.seed)
+    assert [len(values) for values in seeds.values()] == [2, 2], "one per seed, whatever the system"
+    assert len(set.union(*seeds.values())) == 4
+
+
+def test_mistakes_end_with_one_line_and_keep_the_results(fake, prompts, tmp_path, capsys):
+    out, fresh = tmp_path / "out.jsonl", tmp_path / "fresh.jsonl"
     assert bench(prompts, out) == 0
     before = out.read_bytes()
     fake.calls.clear()
     capsys.readouterr()
-    if "1500" in more:  # a length that only a fresh file gets to see
-        out = tmp_path / "fresh.jsonl"
-    assert bench(prompts, out, *more) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1 and words in captured.err
-    assert fake.calls == [] and (tmp_path / "out.jsonl").read_bytes() == before
+    other = write_lines(tmp_path / "other.jsonl", [{"id": 7, "turns": ["Name a colour!"]}])
+    for path, more, words in (
+        (out, ["--max-new-tokens", "9"], "got max_new_tokens 9, but 8 in the file"),
+        (out, ["--template", '{"effort": "high"}'], "got template {'effort': 'high', 'enable_thinking': False}, but"),
+        (out, ["--systems", "treeflash-0"], "nodes 0"),
+        (out, ["--prompts", str(other)], "another text for prompt '7'"),
+        (out, ["--prompts", "nowhere.jsonl"], "cannot read nowhere.jsonl: No such file"),
+        (fresh, ["--max-new-tokens", "1500"], "prompt 'cows': got 30"),
+        (fresh, ["--format", "raw"], "prompt 'cows': got 2 turns, expected one turn alone"),
+        (fresh, ["--out", "nowhere/out.jsonl"], "cannot write nowhere/out.jsonl: No such file"),
+    ):
+        assert bench(prompts, path, *more) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.count("\n") == 1 and words in captured.err
+        assert fake.calls == [] and out.read_bytes() == before and not fresh.exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "prompts.jsonl: got no prompts"),
-        ('{"id": "a", "turns": ["x"]}\n{"id": "b", "turns"', "prompts.jsonl:2: got malformed JSON"),
-        ('{"id": null, "turns": ["x"]}\n', "prompts.jsonl:1: got id None"),
-        ('{"id": "prompts-2", "turns": ["x"]}\n{"turns": ["x"]}\n', "prompts.jsonl:2: got id 'prompts-2'"),
-        ('{"words": "x"}\n', "prompts.jsonl:1: got keys 'words', expected 'conversations' or 'messages'"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}\n', "prompts.jsonl:1: got no user turn"),
-        ('{"messages": [{"role": "tool", "content": "x"}]}\n', "prompts.jsonl:1: got a message of the role 'tool'"),
-        ('{"id": "a", "turns": ["x"]}\n\n{"id": "a", "turns": ["y"]}\n', "prompts.jsonl:3: got id 'a'"),
-        ('{"id": "a", "turns": ["x", 3]}\n', "prompts.jsonl:1: got turns ['x', 3]"),
-    ],
-)
+@pytest.mark.parametrize("text, words", [
+    ("", "prompts.jsonl: got no prompts"),
+    ('{"id": null, "turns": ["x"]}\n', "prompts.jsonl:1: got id None"),
+    ('{"id": "prompts-2", "turns": ["x"]}\n{"turns": ["x"]}\n', "prompts.jsonl:2: got id 'prompts-2'"),
+    ('{"words": "x"}\n', "prompts.jsonl:1: got keys 'words', expected 'conversations' or 'messages'"),
+    ('{"messages": [{"role": "assistant", "content": "x"}]}\n', "prompts.jsonl:1: got no user turn"),
+    ('{"messages": [{"role": "tool", "content": "x"}]}\n', "prompts.jsonl:1: got a message of the role 'tool'"),
+    ('{"id": "a", "turns": ["x"]}\n\n{"id": "a", "turns": ["y"]}\n', "prompts.jsonl:3: got id 'a'"),
+    ('{"id": "a", "turns": ["x", 3]}\n', "prompts.jsonl:1: got turns ['x', 3]"),
+])  # fmt: skip
 def test_bad_prompts_are_named_by_file_and_line(tmp_path, text, words):
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
@@ -285,42 +249,41 @@ def test_training_files_are_prompt_files_too(tiny, tmp_path):
     ]
     path = tmp_path / "mixed.jsonl"
     path.write_text("\n".join(json.dumps(form) for form in forms) + "\n")
-    found = prompt_sets.read_prompts(path)
-    assert [(p.id, p.turns, p.system) for p in found] == [
-        ("a", ("x", "y"), None),
-        ("mixed-2", ("x",), None),
-        ("mixed-3", ("x",), "s"),
-        ("mixed-4", ("x",), None),
-    ]
-    assert found[1].hash == found[3].hash != found[2].hash
+    prompts = prompt_sets.read_prompts(path)
+    assert [prompt.id for prompt in prompts] == ["a", "mixed-2", "mixed-3", "mixed-4"]
+    assert [prompt.turns for prompt in prompts] == [("x", "y"), ("x",), ("x",), ("x",)]
+    assert [prompt.system for prompt in prompts] == [None, None, "s", None]
+    assert prompts[1].hash == prompts[3].hash != prompts[2].hash
     opening = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
-    assert prompt_sets.empty_chat(found[2], "chat") == opening
-    assert isinstance(prompt_sets.empty_chat(found[1], "raw"), tf.Text)
-    [[result]] = harness.converse(plain_system(tiny, max_new_tokens=2, batch_size=1), found[2:3], "chat", 0.0, 0)
+    assert prompt_sets.empty_chat(prompts[2], "chat") == opening
+    assert isinstance(prompt_sets.empty_chat(prompts[1], "raw"), tf.Text)
+    [[result]] = harness.converse(plain_system(tiny, max_new_tokens=2, batch_size=1), prompts[2:3], "chat", 0.0, 0)
     assert result.prompt_ids == tiny.encode(opening)
     with pytest.raises(ValueError, match="'mixed-3': got a system message, expected one turn alone with the format raw"):
-        run.check([plain_system(tiny)], found[2:], "raw", [], "out")
-
-
-def test_another_text_or_format_for_a_known_prompt_is_refused(fake, prompts, tmp_path, capsys):
-    out = tmp_path / "out.jsonl"
-    assert bench(prompts, out) == 0
-    write_lines(prompts, [PROMPTS[0], {"id": 7, "turns": ["Name a colour!"]}])
-    assert bench(prompts, out) == 2
-    assert "another text for prompt '7'" in capsys.readouterr().err
-    assert bench(prompts, tmp_path / "raw.jsonl", "--format", "raw") == 2
-    assert "prompt 'cows': got 2 turns, expected one turn alone" in capsys.readouterr().err
+        run.check([plain_system(tiny)], prompts[2:], "raw", [], "out")
 
 
 def plain_system(model, **settings):
     return System(name="ar", model=model, config=tf.GenerateConfig(builder="none", **settings))
 
 
-def test_a_tree_needs_a_drafter(tiny):
-    plain = tf.TreeFlash(tiny.verifier, tiny.weights)
-    config = tf.GenerateConfig(builder="best-first", nodes=4)
-    with pytest.raises(ValueError, match="no drafter is loaded"):
-        run.check([System(name="treeflash-4", model=plain, config=config)], [], "chat", [], "out.jsonl")
+def test_names_of_systems_hold_their_settings():
+    systems = parse_systems(["ar", "chain@0.5", "marginal@0.7", "treeflash-64", "treeflash", "treeflash-auto"], [4, 16])
+    trees = "marginal-4@0.7 marginal-16@0.7 treeflash-64 treeflash-4 treeflash-16 treeflash-auto"
+    assert list(systems) == ["ar", "chain@0.5", *trees.split()]
+    assert systems["marginal-16@0.7"] == {"head": "marginal", "ngrams": 0, "nodes": 16, "drafter_temperature": 0.7}
+    assert systems["treeflash-64"] == {"ngrams": 0, "nodes": 64} and systems["treeflash-auto"]["nodes"] == "auto"
+    assert systems["chain@0.5"]["drafter_temperature"] == 0.5 and parse_systems(["joined"], [4])["joined-4"]["ngrams"]
+    systems = parse_systems(["treeflash-8+delayed:trunk=auto:branches=3", "treeflash:selector=a:b.safetensors"], [4])
+    assert list(systems) == ["treeflash-8+delayed:trunk=auto:branches=3", "treeflash-4:selector=a:b.safetensors"]
+    delayed, selector = systems.values()
+    assert delayed == {"ngrams": 0, "builder": "delayed", "acceptance": None, "nodes": 8, "trunk": "auto", "branches": 3}
+    assert selector == {"ngrams": 0, "nodes": 4, "selector": "a:b.safetensors"}
+    unknown = "got setting 'temperature' of a system, expected one of"
+    bad = {"medusa": "unknown system", "ar:trunk=1": "unknown system", "treeflash:temperature=1": unknown}
+    for name, words in (bad | {"treeflash:trunk=-1": "trunk"}).items():
+        with pytest.raises(ValueError, match=words):
+            parse_systems([name], [4])
 
 
 def test_a_preset_leaves_out_trees_of_equal_settings(tiny, monkeypatch):
@@ -331,32 +294,6 @@ def test_a_preset_leaves_out_trees_of_equal_settings(tiny, monkeypatch):
         model = tf.TreeFlash(tiny.verifier, tiny.weights, drafter=replace(tiny.drafter, head=head))
         monkeypatch.setattr(run.tf, "load", lambda *_, model=model, **__: model)
         assert len(run.load_systems(arguments, parse_systems(arguments.systems, arguments.nodes))) == expected
-
-
-def test_systems_by_name():
-    systems = parse_systems(["ar", "chain", "marginal", "treeflash-64", "treeflash"], [4, 16])
-    assert list(systems) == "ar chain marginal-4 marginal-16 treeflash-64 treeflash-4 treeflash-16".split()
-    assert systems["marginal-16"] == {"head": "marginal", "ngrams": 0, "nodes": 16}
-    assert systems["treeflash-64"] == {"ngrams": 0, "nodes": 64} and parse_systems(["joined"], [4])["joined-4"]["ngrams"]
-    assert parse_systems(["treeflash-auto"], [4])["treeflash-auto"]["nodes"] == "auto"
-    sharper = parse_systems(["marginal@0.7", "chain@0.5", "treeflash-4@2"], [8])
-    assert list(sharper) == "marginal-8@0.7 chain@0.5 treeflash-4@2".split()
-    assert [fields["drafter_temperature"] for fields in sharper.values()] == [0.7, 0.5, 2.0]
-
-
-def test_settings_in_a_name():
-    systems = parse_systems(["treeflash-8+delayed:trunk=auto:branches=3", "treeflash:selector=a:b.safetensors"], [4])
-    assert list(systems) == ["treeflash-8+delayed:trunk=auto:branches=3", "treeflash-4:selector=a:b.safetensors"]
-    delayed, selector = systems.values()
-    assert delayed == {"ngrams": 0, "builder": "delayed", "acceptance": None, "nodes": 8, "trunk": "auto", "branches": 3}
-    assert selector == {"ngrams": 0, "nodes": 4, "selector": "a:b.safetensors"}
-    for name, words in (
-        ("treeflash:temperature=1", "got setting 'temperature' of a system, expected one of"),
-        ("treeflash:trunk=-1", "trunk"),
-        ("ar:trunk=1", "unknown system"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            parse_systems([name], [4])
 
 
 def test_drafters_are_systems_with_one_baseline_and_their_own_options():
@@ -382,9 +319,7 @@ def test_drafters_are_compared_in_turns_with_the_times_of_their_phases(short, pr
     assert plot.stat().st_size > 1000 and "ms by phase, after 30 tokens" in printed and "FAIL" not in printed
     phases = {record["system"]: record["phases"] for record in records}
     assert phases.pop("ar") is None
-    assert set(phases["treeflash-4, itself"]["ms"]) == {
-        *("draft", "tree", "verify", "accept", "commit", "round", "step", "prefill")
-    }
+    assert {*phases["treeflash-4, itself"]["ms"]} == {*"draft tree verify accept commit round step prefill".split()}
     assert all(times["context"] == 30 and min(times["ms"].values()) > 0 for times in phases.values())
     systems = {system["system"]: system for system in report.summarise(records)["systems"]}
     assert systems["treeflash-4, itself"]["acceptance_by_depth"][0] == 1, "a model accepts what it drafted itself"
@@ -393,16 +328,12 @@ def test_drafters_are_compared_in_turns_with_the_times_of_their_phases(short, pr
     assert {record["system"]: record["phases"] for record in read(out)} == phases | {"ar": None}, "times are kept"
 
 
-@pytest.mark.parametrize(
-    ("pair", "words"),
-    [
-        (["tiny"], "got --pair tiny, expected a verifier and drafters"),
-        (["tiny", "a=tiny", "a=ngram"], "expected a verifier and drafters of different labels"),
-        (["tiny", "ngram", "--systems", "marginal"], "drafters of kind 'ngram' do not have it"),
-        (["tiny", "tiny", "--phases", "0"], "--phases"),
-        (["tiny", "tiny", "--phases", "9999"], "got --context 9999, expected at most"),
-    ],
-)
+@pytest.mark.parametrize("pair, words", [
+    (["tiny"], "got --pair tiny, expected a verifier and drafters"),
+    (["tiny", "a=tiny", "a=ngram"], "expected a verifier and drafters of different labels"),
+    (["tiny", "ngram", "--systems", "marginal"], "drafters of kind 'ngram' do not have it"),
+    (["tiny", "tiny", "--phases", "9999"], "got --context 9999, expected at most"),
+])  # fmt: skip
 def test_bad_drafters_and_sizes_end_with_one_line(tmp_path, capsys, pair, words):
     out = tmp_path / "out.jsonl"
     assert main(["bench", "run", "--pair", *pair, "--out", str(out)]) == 2
@@ -413,22 +344,15 @@ def test_bad_drafters_and_sizes_end_with_one_line(tmp_path, capsys, pair, words)
 def test_published_formats_and_draw(fake):
     assert prompt_sets.format_turn("1 + {turn}?", "chat") == prompt_sets.format_turn("1 + {turn}?", "raw") == "1 + {turn}?"
     boxed = "Q\nPlease reason step by step, and put your final answer within \\boxed{}."
-    assert prompt_sets.format_turn("Q", "math") == boxed
     assert prompt_sets.format_turn("def f():", "humaneval").endswith("passes the tests:\n```python\ndef f():\n```")
     every = prompt_sets.read_prompts(prompt_sets.BUNDLED)
-    assert [p.id for p in prompt_sets.draw(every, 5)] == [
-        every[i].id for i in sorted(random.Random(42).sample(range(len(every)), 5))
-    ]
+    chosen = sorted(random.Random(42).sample(range(len(every)), 5))
+    assert prompt_sets.draw(every, 5) == [every[i] for i in chosen]
     assert prompt_sets.draw(every, None) == prompt_sets.draw(every, 99) == every
+    run.check([plain_system(fake.model, max_new_tokens=512)], every, "chat", [], "out.jsonl")  # all fit
     for format, expected in (("raw", tf.Text("Q")), ("math", [{"role": "user", "content": boxed}])):
         harness.converse(plain_system(fake.model), [prompt_sets.BenchPrompt(id="a", turns=("Q",))], format, 0.0, 0)
         assert fake.calls[-1].inputs == [expected] and isinstance(fake.calls[-1].inputs[0], type(expected))
-
-
-def test_the_bundled_prompts_fit_the_shipped_pair(tiny):
-    prompts = prompt_sets.read_prompts(prompt_sets.BUNDLED)
-    assert len(prompts) == 16 and any(len(prompt.turns) == 2 for prompt in prompts)
-    run.check([plain_system(tiny, max_new_tokens=512)], prompts, "chat", [], "out.jsonl")
 
 
 STAND_IN = """

@@ -59,65 +59,52 @@ def test_trips_of_nested_loops_multiply():
     assert find_collectives(jax.jit(jnp.sin).lower(jnp.ones(3)).compile().as_text()) == []
 
 
-def test_loops_that_a_tpu_program_does_not_annotate_are_counted_by_their_bound():
-    text = """
-%body.1 (p: (s32[], f32[16])) -> (s32[], f32[16]) {
-  %all-reduce.3 = f32[1,16]{1,0:T(1,128)S(1)} all-reduce(%x), channel_id=2, to_apply=%sum
-}
-
-%condition.1 (p: (s32[], f32[16])) -> pred[] {
-  %constant.4 = s32[]{:T(128)} constant(32)
-  %counter = s32[]{:T(128)} get-tuple-element(%p), index=0
-  ROOT %lt.6 = pred[]{:T(512)} compare(%counter, %constant.4), direction=LT, metadata={}
-}
-
-ENTRY %main (x: f32[16]) -> f32[16] {
-  %while.9 = (s32[]{:T(128)}, f32[16]{0:T(128)}) while(%tuple), condition=%condition.1, body=%body.1, metadata={}
-}
-"""
-    assert sum_collectives(find_collectives(text)) == {"all-reduce": {"count": 32, "bytes": 32 * 64}}
-    unbounded = text.replace("%constant.4), direction", "%limit), direction")
-    assert sum_collectives(find_collectives(unbounded)) == {"all-reduce": {"count": 1, "bytes": 64}}
-
-
-def test_a_collective_beside_other_work_is_counted_where_it_starts():
-    gather = "%g = bf16[8,16]{1,0} all-gather(%p), channel_id=1, dimensions={0}"
-    text = f"""
+GATHER = "%gather = bf16[8,16]{1,0} all-gather(%p), channel_id=1, dimensions={0}"
+TPU_PROGRAM = f"""
 %start_body (p: bf16[4,16]) -> bf16[8,16] {{
-  {gather}
+  {GATHER}
 }}
 
 %done_body (p: bf16[4,16]) -> bf16[8,16] {{
-  {gather}
+  {GATHER}
 }}
 
 %async_collective_fusion.7 (p: bf16[4,16]) -> bf16[8,16] {{
-  {gather}
+  {GATHER}
 }}
 
-%body (p: (s32[], f32[16])) -> (s32[], f32[16]) {{
+%body.1 (p: (s32[], f32[16])) -> (s32[], f32[16]) {{
   %fusion.1 = (f32[16], bf16[8,16]) fusion(%x), kind=kOutput, calls=%async_collective_fusion.7
+  %all-reduce.3 = f32[1,16]{{1,0:T(1,128)S(1)}} all-reduce(%x), channel_id=2, to_apply=%sum
 }}
 
-%condition (p: (s32[], f32[16])) -> pred[] {{
-  %bound = s32[] constant(12)
-  ROOT %less = pred[] compare(%counter, %bound), direction=LT
+%condition.1 (p: (s32[], f32[16])) -> pred[] {{
+  %constant.4 = s32[]{{:T(128)}} constant(32)
+  %counter = s32[]{{:T(128)}} get-tuple-element(%p), index=0
+  ROOT %lt.6 = pred[]{{:T(512)}} compare(%counter, %constant.4), direction=LT, metadata={{}}
 }}
 
 ENTRY %main (x: f32[16]) -> f32[16] {{
   %async-collective-start.3 = (bf16[4,16], bf16[8,16]) fusion(%x), kind=kLoop, calls=%start_body
-  %while.9 = (s32[], f32[16]) while(%tuple), condition=%condition, body=%body
+  %while.9 = (s32[]{{:T(128)}}, f32[16]{{0:T(128)}}) while(%tuple), condition=%condition.1, body=%body.1, metadata={{}}
   ROOT %async-collective-done.3 = bf16[8,16] fusion(%x), kind=kLoop, calls=%done_body
 }}
 """
-    assert sum_collectives(find_collectives(text)) == {"all-gather": {"count": 1, "bytes": 8 * 16 * 2}}
+
+
+def test_a_tpu_program_counts_loops_by_their_bound_and_a_collective_beside_other_work_where_it_starts():
+    gather = {"count": 1, "bytes": 8 * 16 * 2}
+    counted = sum_collectives(find_collectives(TPU_PROGRAM))
+    assert counted == {"all-gather": gather, "all-reduce": {"count": 32, "bytes": 32 * 64}}
+    unbounded = TPU_PROGRAM.replace("%constant.4), direction", "%limit), direction")
+    counted = sum_collectives(find_collectives(unbounded))
+    assert counted == {"all-gather": gather, "all-reduce": {"count": 1, "bytes": 64}}
 
 
 @needs_8_devices
 def test_a_gathered_cache_is_seen():
     mesh = tf.make_mesh(4, 2)
-    place = jax.sharding.NamedSharding(mesh, PartitionSpec("data", "model"))
-    whole = jax.sharding.NamedSharding(mesh, PartitionSpec("data"))
+    place, whole = (jax.sharding.NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data", "model"), ("data",)))
     copy = jax.jit(lambda x: x * 2, out_shardings=whole)
     text = copy.lower(jax.ShapeDtypeStruct((4, 2, 256, 8), jnp.float32, sharding=place)).compile().as_text()
     found = find_collectives(text)

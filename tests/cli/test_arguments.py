@@ -34,16 +34,15 @@ def parsed(*words: str, **how: object) -> dict[str, object]:
     return option_values(parser.parse_args(words), Toy)
 
 
-def test_fields_without_options_have_their_defaults():
+def test_options_are_read_as_the_types_of_their_fields(monkeypatch):
     plain = dict(size=3, rate=0.5, rows=None, kind="a", colour=None, names=[], ids=None, extra=None, loud=False)
     assert parsed("--place", "x") == {"place": "x"} | plain
-
-
-def test_options_are_read_as_the_types_of_their_fields():
     words = "--place x --size 4 --rate 2 --rows auto --kind b --colour red --names p --names q --loud --ids".split()
     values = dict(place="x", size=4, rate=2.0, rows="auto", kind="b", colour="red", names=["p", "q"], loud=True)
     assert parsed(*words, "3 4,5", "--extra", '{"a": [1]}') == values | {"ids": (3, 4, 5), "extra": {"a": [1]}}
     assert parsed("--place", "x", "--rows", "7")["rows"] == 7
+    monkeypatch.setitem(COLOURS, "blue", None)
+    assert parsed("--place", "x", "--colour", "blue")["colour"] == "blue", "what a registry gained later"
 
 
 def test_a_command_may_take_some_fields_or_lists_of_values():
@@ -51,26 +50,16 @@ def test_a_command_may_take_some_fields_or_lists_of_values():
     assert set(parsed("--place", "x", without="size rate names")) == {*"place rows kind colour ids extra loud".split()}
 
 
-def test_what_a_registry_gains_later_is_a_choice(monkeypatch):
-    monkeypatch.setitem(COLOURS, "blue", None)
-    assert parsed("--place", "x", "--colour", "blue")["colour"] == "blue"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--size", "1"], "the following arguments are required: --place"),
-        (["--place", "x", "--size", "y"], "--size: got size 'y', expected a valid integer"),
-        (["--place", "x", "--rows", "many"], "--rows: got rows 'many', expected a valid integer or 'auto'"),
-        (["--place", "x", "--rows", "9" * 5000], "expected an integer or 'auto'"),
-        (["--place", "x", "--colour", "green"], "--colour: got 'green', expected one of red (see"),
-        (["--place", "x", "--colour", "redd"], "expected one of red; did you mean red?"),
-        (["--place", "x", "--ids", "x"], "--ids: got ids 'x', expected a valid integer"),
-        (["--place", "x", "--extra", "[1]"], "--extra: got extra [1], expected a valid dictionary"),
-        (["--place", "x", "--extra", "{1"], "--extra: not valid JSON"),
-        (["--place", "x", "--sise", "4"], "unrecognized option --sise; did you mean --size?"),
-    ],
-)
+@pytest.mark.parametrize("words, said", [
+    (["--size", "1"], "the following arguments are required: --place"),
+    (["--place", "x", "--size", "y"], "--size: got size 'y', expected a valid integer"),
+    (["--place", "x", "--rows", "many"], "--rows: got rows 'many', expected a valid integer or 'auto'"),
+    (["--place", "x", "--rows", "9" * 5000], "expected an integer or 'auto'"),
+    (["--place", "x", "--colour", "green"], "--colour: got 'green', expected one of red (see"),
+    (["--place", "x", "--ids", "x"], "--ids: got ids 'x', expected a valid integer"),
+    (["--place", "x", "--extra", "[1]"], "--extra: got extra [1], expected a valid dictionary"),
+    (["--place", "x", "--extra", "{1"], "--extra: not valid JSON"),
+])  # fmt: skip
 def test_mistakes_are_one_line(capsys, words, said):
     with pytest.raises(SystemExit) as stop:
         parsed(*words)

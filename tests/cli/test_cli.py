@@ -6,8 +6,6 @@ import io
 import json
 import re
 import shlex
-import subprocess
-import sys
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from importlib import metadata
@@ -28,28 +26,21 @@ from treeflash_jax.formats import hub
 
 PAIR = DATA / "conformance" / "b_trained"
 MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter")]
-OTHER = ["--verifier", str(PAIR / "verifier"), "--drafter", str(DATA / "conformance" / "c_dflash" / "drafter")]
+HI = [{"role": "user", "content": "hi"}]
 
 
-CASES = [("b_trained", "best-first"), ("b_trained", "none")]
-CASES += [pytest.param(name, "best-first", marks=pytest.mark.slow) for name in ("a_treeflash", "c_dflash")]
-
-
-@pytest.mark.parametrize(("folder", "builder"), CASES)
-def test_generate_gives_the_published_ids(capsys, folder, builder):
-    pair = DATA / "conformance" / folder
-    expected, settings = np.load(pair / "expected.npz"), json.loads((pair / "settings.json").read_text())
+@pytest.mark.parametrize("builder", ["best-first", "none"])
+def test_generate_gives_the_published_ids(capsys, builder):
+    expected, settings = np.load(PAIR / "expected.npz"), json.loads((PAIR / "settings.json").read_text())
     prompt = expected["prompt"][0]
-    arguments = ["generate", "--verifier", str(pair / "verifier"), "--drafter", str(pair / "drafter")]
-    arguments += ["--prompt-ids", " ".join(map(str, prompt)), "--builder", builder]
-    arguments += ["--json", "--log-probs", "--stop-ids", "2"] + ["--ngrams", "0"] * (builder == "best-first")
-    sizes = {"max-new-tokens": "max_new_tokens", "candidates": "top_m", "children": "top_k", "nodes": "tree_size"}
-    for option, key in sizes.items():
-        if option != "nodes" or builder == "best-first":
-            arguments += [f"--{option}", str(settings[key])]
+    arguments = ["generate", *MODEL, "--prompt-ids", " ".join(map(str, prompt)), "--builder", builder, "--json"]
+    arguments += ["--log-probs", "--stop-ids", "2", "--max-new-tokens", str(settings["max_new_tokens"])]
+    if builder != "none":
+        arguments += ["--ngrams", "0", "--candidates", str(settings["top_m"])]
+        arguments += ["--children", str(settings["top_k"]), "--nodes", str(settings["tree_size"])]
     assert main(arguments) == 0
     record = json.loads(capsys.readouterr().out)
-    key = {"best-first": "generate", "chain": "chain", "none": "vanilla"}[builder]
+    key = "vanilla" if builder == "none" else "generate"
     assert [*prompt, *record["ids"]] == expected[f"{key}_ids"].reshape(-1).tolist()
     if builder != "none":
         *before, last = record["accept_lengths"]
@@ -57,19 +48,6 @@ def test_generate_gives_the_published_ids(capsys, folder, builder):
         assert record["tau"] == pytest.approx(np.mean(record["accept_lengths"]))
     assert len(record["log_probs"]) == len(record["ids"]) and max(record["log_probs"]) <= 0
     assert record["tokens_per_second"] > 0 and record["compile_seconds"] > 0
-
-
-def test_the_shipped_pair_answers_in_text_one_object_a_prompt():
-    command = [sys.executable, *"-m treeflash_jax generate --verifier tiny --chat".split(), "What is 2 + 3?"]
-    command += ["--chat", "Count to four."]
-    command += ["--max-new-tokens", "12", "--candidates", "4", "--children", "4", "--nodes", "8", "--json"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-2000:]
-    records = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(records) == 2
-    for record in records:
-        assert isinstance(record["text"], str) and 0 < len(record["ids"]) <= 12
-        assert record["tau"] == pytest.approx(np.mean(record["accept_lengths"]))
 
 
 def test_a_single_answer_is_printed_while_it_is_decoded(tiny, capsys, monkeypatch):
@@ -82,11 +60,10 @@ def test_a_single_answer_is_printed_while_it_is_decoded(tiny, capsys, monkeypatc
 
     monkeypatch.setattr(commands, "_load", lambda _: tiny)
     monkeypatch.setattr(tf.TreeFlash, "stream", watched)
-    settings = {"max_new_tokens": 8, "nodes": 8, "candidates": 4, "children": 4}
-    options = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    assert main(["generate", "Count to four.", *options]) == 0
+    assert main("generate Count to four. --max-new-tokens 8 --nodes 8 --candidates 4 --children 4".split()) == 0
     assert len([text for text in printed if text.strip()]) > 1
-    assert "".join(printed) == tiny.generate("Count to four.", **settings)[0].text + "\n"
+    answer = tiny.generate("Count to four.", max_new_tokens=8, nodes=8, candidates=4, children=4)[0]
+    assert "".join(printed) == answer.text + "\n"
 
 
 def status(words: list[str]) -> int:
@@ -97,141 +74,85 @@ def status(words: list[str]) -> int:
         return stop.code
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([*MODEL], "no prompt"),
-        ([*MODEL, "--prompt-ids", ""], "empty prompt"),
-        ([*MODEL, "--prompt-ids", "3 x"], "'x'"),
-        ([*MODEL, "--prompt-ids", "3 999"], "id 999"),
-        ([*MODEL, "--prompt", "hello"], "no tokenizer"),
-        ([*MODEL, "--prompt-ids", "3", "--nodes", "0"], "nodes '0'"),
-        ([*MODEL, "--prompt-ids", "3", "--temperature", "-1"], "temperature '-1'"),
-        ([*MODEL, "--prompt-ids", "3", "--max-new-tokens", "2048"], "context"),
-        ([*MODEL, "--prompt-ids", "3", "--candidates", "132"], "candidates 132"),
-        ([*MODEL, "--prompt-ids", "3", "--stop-ids", "x"], "--stop-ids"),
-        ([*MODEL, "--prompt-ids", "3", "--mesh", "4"], "--mesh '4'"),
-        ([*MODEL, "--prompt-ids", "3", "--mesh", "9x9"], "mesh of 9 x 9"),
-        ([*MODEL, "--prompt-ids", "3", "--repetition-penalty", "1.1"], "--repetition-penalty is not supported"),
-        ([*MODEL, "--prompt-ids", "3", "--num-beams", "4"], "--num-beams is not supported"),
-        ([*MODEL, "--prompt-ids", "3", "--grammar", "x"], "--grammar is not supported"),
-        ([*OTHER, "--prompt-ids", "3"], "drafter does not fit the verifier: hidden size"),
-        ([*MODEL[:2], "--prompt-ids", "3", "--nodes", "8"], "no drafter is loaded"),
-        (["--verifier", "tiny", *MODEL[2:], "--prompt-ids", "3"], "drafter does not fit the verifier: hidden size"),
-        (["--verifier", "nowhere", "--prompt-ids", "3"], "nowhere"),
-    ],
-)
+@pytest.mark.parametrize("arguments, words", [
+    ([], "no prompt"),
+    (["--prompt-ids", ""], "empty prompt"),
+    (["--prompt-ids", "3 x"], "'x'"),
+    (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
+    (["--prompt-ids", "3", "--nodes", "0"], "nodes '0'"),
+    (["--prompt-ids", "3", "--candidates", "132"], "candidates 132"),
+    (["--prompt-ids", "3", "--mesh", "4"], "--mesh '4'"),
+    (["--prompt-ids", "3", "--num-beams", "4"], "--num-beams is not supported"),
+    (["--prompt-ids", "3", "--drafter", "tiny"], "drafter does not fit the verifier: hidden size"),
+])  # fmt: skip
 def test_mistakes_end_with_one_line(capsys, monkeypatch, arguments, words):
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    assert status(["generate", *arguments]) == 2
+    assert status(["generate", *MODEL, *arguments]) == 2
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1 and words in captured.err
+    assert captured.out == "" and captured.err.count("\n") == 1 and words in captured.err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "meant"),
-    [
-        (["generate", "--model", "x", "hello"], "--verifier"),
-        (["generate", "--max-tokens", "8", "hello"], "--max-new-tokens"),
-        (["generate", "--max-tokens=8", "hello"], "--max-new-tokens"),
-        (["generate", "hello", "-n", "4"], "--samples"),
-        (["generate", "hello", "--n", "4"], "--samples"),
-        (["generate", "hello", "--temprature", "1"], "--temperature"),
-        (["chat", "--draft-model", "x"], "--drafter"),
-        (["bench", "run", "--model", "x", "--out", "y"], "--pair"),
-        (["bench", "memory", "--model", "x", "--shape", "y"], "--shape"),
-        (["genrate", "hello"], "generate"),
-        (["bench", "latncy"], "latency"),
-        (["generate", "--builder", "best-frist", "hello"], "best-first"),
-    ],
-)
+@pytest.mark.parametrize("arguments, meant", [
+    (["generate", "--max-tokens=8", "hello"], "--max-new-tokens"),
+    (["generate", "hello", "-n", "4"], "--samples"),
+    (["generate", "hello", "--temprature", "1"], "--temperature"),
+    (["bench", "run", "--model", "x", "--out", "y"], "--pair"),
+    (["bench", "memory", "--model", "x", "--shape", "y"], "--shape"),
+    (["genrate", "hello"], "generate"),
+    (["bench", "latncy"], "latency"),
+    (["generate", "--builder", "best-frist", "hello"], "best-first"),
+])  # fmt: skip
 def test_unknown_words_name_what_was_meant(capsys, arguments, meant):
     assert status(arguments) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and f"did you mean {meant}?" in error
 
 
-@pytest.mark.parametrize("words", [[], ["bench"]])
-def test_a_command_without_words_prints_its_help(capsys, words):
-    assert main(words) == 0
-    assert capsys.readouterr().out.startswith(f"usage: {' '.join(['treeflash', *words])} ")
-
-
-def test_the_version_is_that_of_the_package(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--version"])
-    assert stop.value.code == 0 and capsys.readouterr().out.startswith(f"treeflash {tf.__version__} ")
-
-
 @pytest.fixture
-def heard(monkeypatch, tiny, trained):
+def heard(monkeypatch, tiny):
     """Prompts that reach `generate` or `stream`, and the arguments of `load`."""
     heard = SimpleNamespace(prompts=[], loaded={})
-
-    def generate(self, prompts, **settings):
-        heard.prompts += prompts
-        return []
-
     for name in ("generate", "stream"):
-        monkeypatch.setattr(tf.TreeFlash, name, generate)
+        monkeypatch.setattr(tf.TreeFlash, name, lambda self, prompts, **settings: heard.prompts.extend(prompts) or [])
     monkeypatch.setattr(tf, "load", lambda **given: heard.loaded.update(given) or tiny)
     return heard
 
 
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "typed", "expected"),
-    [
-        ("Why is the sky blue", "", ["Why is the sky blue"]),
-        ("Why is --nodes 8 the sky --seed 1 blue", "", ["Why is the sky blue"]),
-        ("--nodes 8 hello --prompt-ids '3 4' --chat hi --prompt raw", "", ["hello", tf.Text("raw"), user("hi"), [3, 4]]),
-        ("", "piped text\n", ["piped text"]),
-        ("-", "piped\n\n", ["piped\n"]),
-        ("Sum up: -", "piped", ["Sum up: piped"]),
-        ("--prompt-file -", "piped\n", [tf.Text("piped")]),
-        ("--prompt raw", "not read", [tf.Text("raw")]),
-    ],
-)
-def test_prompts_are_words_options_or_standard_input(heard, monkeypatch, arguments, typed, expected):
+@pytest.mark.parametrize("arguments, typed, expected", [
+    ("Why is the sky blue", "", ["Why is the sky blue"]),
+    ("Why is --nodes 8 the sky --seed 1 blue", "", ["Why is the sky blue"]),
+    ("--nodes 8 hello --prompt-ids '3 4' --chat hi --prompt raw", "", ["hello", tf.Text("raw"), HI, [3, 4]]),
+    ("", "piped text\n", ["piped text"]),
+    ("-", "piped\n\n", ["piped\n"]),
+    ("Sum up: -", "piped", ["Sum up: piped"]),
+    ("--prompt-file -", "piped\n", [tf.Text("piped")]),
+    ("--prompt raw", "not read", [tf.Text("raw")]),
+    ("--prompt-file prompt.txt", "", [tf.Text("two\nlines é")]),
+])  # fmt: skip
+def test_prompts_are_words_options_files_or_standard_input(heard, monkeypatch, tmp_path, arguments, typed, expected):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompt.txt").write_text("two\nlines é\n", encoding="utf-8")
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
     assert main(["generate", *shlex.split(arguments)]) == 0
     assert heard.prompts == expected and list(map(type, heard.prompts)) == list(map(type, expected))
 
 
-def test_a_prompt_file_is_text_as_it_is(heard, tmp_path, capsys):
-    file = tmp_path / "prompt.txt"
-    file.write_text("two\nlines é\n", encoding="utf-8")
-    assert main(["generate", "--prompt-file", str(file)]) == 0
-    assert heard.prompts == ["two\nlines é"]
-    assert main(["generate", "--prompt-file", str(tmp_path / "none.txt")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_every_setting_is_an_option_with_its_own_default_and_help(capsys):
+def test_every_setting_is_an_option_with_its_default_and_help_and_ten_come_first(capsys):
     arguments = commands.parser().parse_args(["generate", "hello"])
     given = tf.GenerateConfig(**option_values(arguments, tf.GenerateConfig))
     assert replace(given, stop=()) == tf.GenerateConfig() and given.stop == []
     with pytest.raises(SystemExit):
         main(["generate", "--help"])
-    shown = re.sub(r"-|\s", "", capsys.readouterr().out)  # lines are broken at spaces and hyphens
+    text = capsys.readouterr().out
+    shown = re.sub(r"-|\s", "", text)  # lines are broken at spaces and hyphens
     for field in fields(tf.GenerateConfig):
         about = field.metadata["help"] + (f" (default: {default_text(field)})" if default_text(field) else "")
         assert re.sub(r"-|\s|_", "", field.name) in shown and re.sub(r"-|\s", "", about) in shown
-
-
-def test_help_lists_ten_settings_before_the_advanced_ones(capsys):
-    with pytest.raises(SystemExit):
-        main(["generate", "--help"])
-    shown = capsys.readouterr().out.split("\nsettings:\n")[1]
-    described = tf.GenerateConfig.__doc__.split("\nAttributes:\n")[1]
-    basic = [name.replace("-", "_") for name in re.findall(r"^  --([a-z-]+)", shown.split("\n\n")[0], flags=re.MULTILINE)]
-    assert basic == re.findall(r"^  (\w+): ", described.split("\n\n")[0], flags=re.MULTILINE)
-    assert len(basic) == 10 and {"max_new_tokens", "temperature", "nodes"} < set(basic)
-    assert "advanced: tree" in shown and described.count("\nAdvanced attributes:\n") == 1
+    basic, advanced = text.split("\nsettings:\n")[1].split("\n\n", 1)
+    names = [name.replace("-", "_") for name in re.findall(r"^  --([a-z-]+)", basic, flags=re.MULTILINE)]
+    described = tf.GenerateConfig.__doc__.split("\nAttributes:\n")[1].split("\n\n")[0]
+    assert names == re.findall(r"^  (\w+): ", described, flags=re.MULTILINE)
+    assert len(names) == 10 and {"max_new_tokens", "temperature", "nodes"} < set(names) and "advanced: tree" in advanced
 
 
 @pytest.mark.slow
@@ -242,14 +163,14 @@ def test_demo_shows_two_ways_of_decoding_side_by_side(capsys, monkeypatch, tmp_p
     path = tmp_path / "demo.svg"
     assert main(["demo", "--pair", "tiny", "--max-new-tokens", "16", "--repeats", "1", "--svg", str(path)]) == 0
     svg = path.read_text(encoding="utf-8")
-    assert all(words in svg for words in ("one&#160;token&#160;at&#160;a&#160;time", "TreeFlash&#160;tree", "speedup"))
+    assert "TreeFlash&#160;tree" in svg
     assert '<svg xml:space="preserve"' in svg, "without it, some renderers drop the tree's indentation"
     out, err = capsys.readouterr()
     printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out)
     assert not err, "nothing tears the live display"
     assert printed.count(" yes ") == 6 and "├" in printed
-    both = [tuple(map(int, one)) for one in re.findall(r"(\d+) passes, .* (\d+) passes, ", printed)]
-    plain, drafted = map(max, zip(*both, strict=True))
+    passes = re.findall(r"(\d+) passes, .* (\d+) passes, ", printed)
+    plain, drafted = (max(map(int, numbers)) for numbers in zip(*passes, strict=True))
     assert plain == 16 > drafted
 
 

@@ -9,44 +9,36 @@ import re
 import select
 import sys
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from conftest import DATA, random_pair
 from rich.console import Console
-from safetensors import safe_open
+from safetensors.numpy import load_file
 
 import treeflash_jax as tf
-from treeflash_jax.cli import chat, commands
+from treeflash_jax.cli import chat
 from treeflash_jax.cli.check import Divergence, check, divergence
 from treeflash_jax.cli.commands import main
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.planning import Request
 
-PAIR = DATA / "conformance" / "b_trained"
-MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter"), "--candidates", "8", "--children", "8"]
 CHAT = "chat --verifier tiny --nodes 8 --candidates 4 --children 4".split()
-
-
-def tensors(folder) -> dict[str, np.ndarray]:
-    with safe_open(folder / "model.safetensors", framework="np") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}
-
-
-@pytest.mark.slow
-def test_check_reports_identical_output(capsys):
-    arguments = ["check", *MODEL, "--nodes", "16", "--prompt-ids", "3 4 5", "--prompt-ids", "9 8", "--json"]
-    assert main([*arguments, "--temperature", "0.8", "--max-new-tokens", "30"]) == 0
-    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [record["identical"] for record in records] == [True, True] and records[0]["verdict"] == "PASS"
-    assert records[0]["divergence"] is None and records[0]["tokens"] == 30 and records[0]["tau"] > 1
 
 
 @pytest.mark.filterwarnings("ignore:tau is")
 def test_check_finds_the_first_difference_and_says_what_it_means(monkeypatch, capsys):
     model = random_pair()
-    [honest] = check(model, [[1, 2, 3]], max_new_tokens=12, nodes=8, candidates=4, children=4)
+    sizes = {"max_new_tokens": 12, "nodes": 8, "candidates": 4, "children": 4}
+    [honest] = check(model, [[1, 2, 3]], **sizes)
     assert honest.divergence is None
+    monkeypatch.setattr(tf, "load", lambda *_, **__: model)
+    command = ["check", *(f"--{name}={value}".replace("_", "-") for name, value in sizes.items()), "--prompt-ids", "1 2 3"]
+    assert main([*command, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["identical"] and record["verdict"] == "PASS" and record["divergence"] is None
+    assert record["tokens"] == len(honest.plain.ids) and record["tau"] == honest.drafted.tau
     generate = model.generate
 
     def tampered(prompts, **settings):
@@ -56,23 +48,17 @@ def test_check_finds_the_first_difference_and_says_what_it_means(monkeypatch, ca
         return results
 
     monkeypatch.setattr(model, "generate", tampered)
-    [case] = check(model, [[1, 2, 3]], max_new_tokens=12, nodes=8, candidates=4, children=4)
+    [case] = check(model, [[1, 2, 3]], **sizes)
     assert case.divergence.index == 5
     assert case.divergence.drafted != case.divergence.plain == honest.plain.ids[5]
     assert case.divergence.gap > 1e-4 and not case.passed() and case.passed(near_tie=1e9)
 
-    monkeypatch.setattr(tf, "load", lambda *_, **__: model)
-    command = "check --max-new-tokens 12 --nodes 8 --candidates 4 --children 4 --prompt-ids".split()
-    assert main([*command, "1 2 3"]) == 1
-    assert re.search(
-        "prompt 0: FAIL, differs from token 5 on .* apart, more than float32 .*\nFAIL: 1 prompts", stdout(capsys)
-    )
-    assert main([*command, "1 2 3", "--near-tie", "1e9"]) == 0
-    assert re.search("prompt 0: PASS, .*near-tie: .*float32 rounding; not an error\nPASS: .*, 1 near-ties", stdout(capsys))
-
-
-def stdout(capsys) -> str:
-    return capsys.readouterr().out
+    assert main(command) == 1
+    words = "prompt 0: FAIL, differs from token 5 on .* apart, more than float32 .*\nFAIL: 1 prompts"
+    assert re.search(words, capsys.readouterr().out)
+    assert main([*command, "--near-tie", "1e9"]) == 0
+    words = "prompt 0: PASS, .*near-tie: .*float32 rounding; not an error\nPASS: .*, 1 near-ties"
+    assert re.search(words, capsys.readouterr().out)
 
 
 def test_a_near_tie_is_a_few_units_of_rounding_of_the_logits():
@@ -94,34 +80,25 @@ def test_the_gap_counts_the_noise_that_draws_the_token():
         np.testing.assert_allclose([abs(at[i] - at[first]) for i in others], between, rtol=1e-3, atol=1e-3)
 
 
-def test_convert_there_and_back_gives_the_same_bits(tmp_path, capsys):
-    source = DATA / "conformance" / "c_dflash" / "drafter"
-    assert main(["convert", str(source), str(tmp_path / "a"), "--to", "treeflash"]) == 0
-    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "dflash"]) == 0
-    there, back, original = tensors(tmp_path / "a"), tensors(tmp_path / "b"), tensors(source)
-    assert set(there) == {f"model.{name}" for name in original} and set(back) == set(original)
-    for name, array in original.items():
-        assert back[name].dtype == array.dtype
-        np.testing.assert_array_equal(back[name], array)
-    assert json.loads((tmp_path / "b" / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
-    assert main(["convert", str(source), str(tmp_path / "a"), "--to", "dflash"]) == 2
+def test_a_head_is_dropped_only_on_request(tmp_path, capsys):
+    source, target = DATA / "conformance" / "b_trained" / "drafter", tmp_path / "a"
+    convert = ["convert", str(source), str(target), "--to", "dflash"]
+    assert main(convert) == 2
+    assert "--drop-head" in capsys.readouterr().err and not target.exists()
+    assert main([*convert, "--drop-head"]) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, target))
+    assert set(after) == {name.removeprefix("model.") for name in before if name.startswith("model.")}
+    for name, array in after.items():
+        np.testing.assert_array_equal(array, before[f"model.{name}"])
+    assert json.loads((target / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
+    assert main([*convert, "--drop-head"]) == 2
     assert "exists" in capsys.readouterr().err
 
 
-def test_a_head_is_dropped_only_on_request(tmp_path, capsys):
-    source = PAIR / "drafter"
-    assert main(["convert", str(source), str(tmp_path / "a"), "--to", "dflash"]) == 2
-    assert "--drop-head" in capsys.readouterr().err and not (tmp_path / "a").exists()
-    assert main(["convert", str(source), str(tmp_path / "a"), "--to", "dflash", "--drop-head"]) == 0
-    kept = tensors(tmp_path / "a")
-    assert set(kept) == {name.removeprefix("model.") for name in tensors(source) if name.startswith("model.")}
-
-
 def test_chat_streams_turns_and_survives_mistakes(capsys, monkeypatch):
-    lines = iter(["/tree", "Sam has 2 cats and 3 dogs. How many pets?", "/tree", "x " * 4000, "/reset", "/what", "/exit"])
-    monkeypatch.setattr("rich.console.Console.input", lambda self, prompt="": next(lines))
-    arguments = [*CHAT, "--max-new-tokens", "24"]
-    assert main(arguments) == 0
+    inputs = ["/tree", "Sam has 2 cats and 3 dogs. How many pets?", "/tree", "x " * 4000, "/reset", "/what", EOFError]
+    monkeypatch.setattr("rich.console.Console.input", Mock(side_effect=inputs))
+    assert main([*CHAT, "--max-new-tokens", "24"]) == 0
     printed = capsys.readouterr().out
     assert "no draft tree yet" in printed and "tau" in printed and "(anchor; " in printed
     assert "context" in printed and printed.count("/reset forgets") == 2
@@ -131,19 +108,11 @@ def test_chat_remembers_the_conversation(capsys, monkeypatch):
     heard = []
     stream = TreeFlash.stream
     monkeypatch.setattr(TreeFlash, "stream", lambda self, chat, **s: heard.append(list(chat)) or stream(self, chat, **s))
-    lines = iter(["Sam has 2 cats.", "How many?", "/reset", "Hello.", "/quit"])
-    monkeypatch.setattr("rich.console.Console.input", lambda self, prompt="": next(lines))
+    inputs = ["Sam has 2 cats.", "How many?", "/reset", "Hello.", "/quit"]
+    monkeypatch.setattr("rich.console.Console.input", Mock(side_effect=inputs))
     assert main([*CHAT, "--max-new-tokens", "8"]) == 0
     assert [[message["role"] for message in chat] for chat in heard] == [["user"], ["user", "assistant", "user"], ["user"]]
     assert heard[1][1]["content"] and heard[1][1]["content"].strip() in capsys.readouterr().out
-
-
-def test_chat_ends_with_its_input(capsys, monkeypatch):
-    def closed(self, prompt=""):
-        raise EOFError
-
-    monkeypatch.setattr("rich.console.Console.input", closed)
-    assert main(CHAT) == 0
 
 
 def test_answers_in_a_terminal_break_between_words():
@@ -170,25 +139,16 @@ def test_what_is_typed_during_an_answer_is_no_message(monkeypatch):
         assert typed.readline() == "hello\n"
 
 
-def commands_of(text: str) -> list[str]:
-    """Commands that a help text lists under `commands`."""
-    return re.findall(r"^    ([a-z]+)(?: |$)", text, flags=re.MULTILINE)
-
-
-def help_of(capsys, *words: str) -> str:
-    with pytest.raises(SystemExit) as stop:
-        commands.main([*words, "--help"])
-    assert stop.value.code == 0
-    return capsys.readouterr().out
-
-
 def test_every_command_has_help(capsys):
-    """What `treeflash --help` and `treeflash bench --help` list, which is all there is."""
-    commands = [[name] for name in commands_of(help_of(capsys)) if name != "bench"]
-    commands += [["bench", name] for name in commands_of(help_of(capsys, "bench"))]
-    expected = {"generate", "chat", "check", "convert", "calibrate", "demo"}
-    expected |= {f"bench {suite}" for suite in ("run", "report", "latency", "memory")}
-    assert {" ".join(words) for words in commands} == expected
-    for words in commands:
-        text = help_of(capsys, *words)
-        assert text.startswith(f"usage: treeflash {' '.join(words)} ") and "show this help" in text
+    """`treeflash` and `treeflash bench` alone list all there are."""
+    commands = ["generate", "chat", "check", "convert", "calibrate", "demo", "bench"]
+    for words, expected in ([], commands), (["bench"], ["run", "report", "latency", "memory"]):
+        assert main(words) == 0
+        text = capsys.readouterr().out
+        assert text.startswith(f"usage: {' '.join(['treeflash', *words])} ")
+        assert set(re.findall(r"^    ([a-z]+)(?: |$)", text, flags=re.MULTILINE)) == set(expected)
+        for name in expected:
+            with pytest.raises(SystemExit, match="0"):
+                main([*words, name, "--help"])
+            text = capsys.readouterr().out
+            assert text.startswith(f"usage: {' '.join(['treeflash', *words, name])} ") and "show this help" in text

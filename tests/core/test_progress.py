@@ -6,15 +6,18 @@ import io
 import logging
 import time
 
+import pytest
 from rich.console import Console
 
 from treeflash_jax.bench.bars import Progress
 from treeflash_jax.core import clock
 
 
-def test_elsewhere_every_step_is_a_line():
+@pytest.mark.parametrize("terminal", [False, True])
+def test_elsewhere_and_in_dumb_terminals_every_step_is_a_line(monkeypatch, terminal):
+    monkeypatch.setenv("TERM", "dumb")
     file = io.StringIO()
-    with Progress(2, Console(file=file, width=20)) as progress:
+    with Progress(2, Console(file=file, width=20, force_terminal=terminal)) as progress:
         progress.step("compiling [a] long line of words")
         progress.detail("3 of 9")
         progress.step("timing")
@@ -30,14 +33,6 @@ def test_a_terminal_has_one_live_line_that_goes_away():
         shown = file.getvalue()
     assert "[1/2] compiling: 3 of 9" in shown
     assert file.getvalue().endswith("\x1b[2K"), "the line is erased"
-
-
-def test_a_dumb_terminal_gets_lines(monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    file = io.StringIO()
-    with Progress(1, Console(file=file, force_terminal=True)) as progress:
-        progress.step("timing")
-    assert file.getvalue() == "[1/1] timing\n"
 
 
 def test_compilation_that_takes_long_is_announced_once_a_call(monkeypatch, caplog):

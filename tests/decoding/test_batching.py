@@ -7,29 +7,28 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import prefilled
-from budgets import AUTO, MIXED, beside, table
-from conftest import needs_8_devices, random_pair
+from answers import AUTO, MIXED, beside, prefilled, table
+from conftest import random_pair
 
-from treeflash_jax import make_mesh
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops
 from treeflash_jax.engine.batching import Slots
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16], [17] * 20, [18, 19]]
-SETTINGS = {
-    "plain": {"builder": "none"},
-    "tree": {"nodes": 8, "candidates": 4, "children": 4},
-    "sampled": {"nodes": 8, "candidates": 4, "children": 4, "temperature": [0.0, 1.0, 0.7, 0.0, 1.0, 1.3, 0.0]},
-    "sampled tree": {"nodes": 8, "candidates": 4, "children": 4, "builder": "hybrid", "temperature": 1.0},
-}
+TREE = {"nodes": 8, "candidates": 4, "children": 4}
+SAMPLED = {"temperature": [0.0, 1.0, 0.7, 0.0, 1.0, 1.3, 0.0]}
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("tree", "sampled") else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
+    "settings",
+    [
+        TREE | SAMPLED,
+        pytest.param({"builder": "none"}, marks=pytest.mark.slow),
+        pytest.param(TREE | {"builder": "hybrid", "temperature": 1.0}, marks=pytest.mark.slow),
+    ],
 )
-def test_answers_do_not_depend_on_the_batch(trained, name):
-    how = {"max_new_tokens": 24, "stop_ids": [3, 7, 11, 20, 33, 40], **SETTINGS[name]}
+def test_answers_do_not_depend_on_the_batch(trained, settings):
+    how = {"max_new_tokens": 24, "stop_ids": [3, 7, 11, 20, 33, 40], **settings}
     whole = trained.generate(PROMPTS, batch_size=7, **how)
     before = len(programs.compiled())
     few = trained.generate(PROMPTS, batch_size=2, **how)
@@ -81,15 +80,12 @@ def test_a_batch_keeps_its_slots_busy():
 @pytest.mark.usefixtures("as_users_compile")
 def test_admission_writes_the_replaced_sequences_only():
     model = random_pair()
-    (_, state), (_, fresh) = (
-        prefilled(model, prompts, **SETTINGS["tree"]) for prompts in ([[1, 2], [3, 4], [5]], [[6, 7, 8], [9]])
-    )
+    (_, state), (_, fresh) = (prefilled(model, prompts, **TREE) for prompts in ([[1, 2], [3, 4], [5]], [[6, 7, 8], [9]]))
     old = [np.asarray(x) for x in (state.tokens_bs, state.cache.groups[0][0].keys_bkse)]
     new = [np.asarray(x) for x in (fresh.tokens_bs, fresh.cache.groups[0][0].keys_bkse)]
     places = jnp.array([2, -1])
     compiled = loops.admit.lower(state, fresh, places).compile()
-    entry = compiled.as_text()
-    assert not re.findall(r"= f32\[3,2,256,8\]\S* copy\(", entry)
+    assert not re.findall(r"= f32\[3,2,256,8\]\S* copy\(", compiled.as_text())
     after = compiled(state, fresh, places)
     for x, before, came in zip((after.tokens_bs, after.cache.groups[0][0].keys_bkse), old, new, strict=True):
         np.testing.assert_array_equal(np.asarray(x)[:2], before[:2])
@@ -109,12 +105,3 @@ def test_the_budget_policy_survives_admission(trained, tmp_path, step):
     assert all(len(result.nodes) == len(result.accept_lengths) for result in results)
     chosen = {nodes for result in results for nodes in result.nodes}
     assert len(chosen) > 1 and (1 in chosen) == (step == 0.42)
-
-
-@pytest.mark.slow
-@needs_8_devices
-def test_sequences_move_in_on_a_mesh():
-    alone, sharded = random_pair(), random_pair(make_mesh(2, 2))
-    how = SETTINGS["tree"] | {"max_new_tokens": 12, "batch_size": 4, "stop_ids": [3, 7, 11, 20, 33]}
-    expected = [result.ids for result in alone.generate(PROMPTS, **how)]
-    assert [result.ids for result in sharded.generate(PROMPTS, **how)] == expected

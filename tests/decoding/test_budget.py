@@ -1,24 +1,26 @@
-"""The budget policy: its choices, and answers that do not depend on them.
+"""The budget policy: its choices, answers that do not depend on them, and the calibrations it goes by.
 
 No test looks at a time: tables are made up, and what they make a round do is counted.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import make_runner, prefilled, refused
-from budgets import AUTO, BUCKETS, FLAT, MIXED, STEEP, beside, table
-from conftest import compilations, needs_8_devices, random_pair
+from answers import AUTO, BUCKETS, FLAT, MIXED, beside, make_runner, refused, table
+from conftest import DATA
 
-from treeflash_jax import GenerateConfig, TreeFlash, make_mesh, trees
+from treeflash_jax import GenerateConfig, TreeFlash, load, trees
+from treeflash_jax.cli import commands
 from treeflash_jax.core import programs
-from treeflash_jax.decoding import budget, loops
+from treeflash_jax.decoding import budget, calibration, loops
 from treeflash_jax.decoding.budget import BudgetChoice, Measured, choose_bucket, update_budget
+from treeflash_jax.decoding.calibration import fit_round_times
 from treeflash_jax.engine.planning import make_requests
 
 PROMPTS = [[3, 4, 5, 17, 29], [7, 8], [100, 3, 50, 60, 61, 62, 63], [9]]
@@ -26,21 +28,17 @@ SAMPLED = {"temperature": [0.0, 0.7, 1.0, 0.0], "top_p": [1.0, 0.9, 1.0, 1.0], "
 
 
 @pytest.fixture(scope="module")
-def plain(trained):
-    return {
-        name: [result.ids for result in trained.generate(PROMPTS, builder="none", max_new_tokens=70, stop_ids=[], **how)]
-        for name, how in (("greedy", {}), ("sampled", SAMPLED))
-    }
+def plain(trained) -> list[list[int]]:
+    """Answers of one-token decoding."""
+    results = trained.generate(PROMPTS, builder="none", max_new_tokens=70, stop_ids=[], **SAMPLED)
+    return [result.ids for result in results]
 
 
-def measured(seconds, step, *, positions=(256,)) -> Measured:
+def measured(seconds_cn, step, *, positions=(256,)) -> Measured:
     return Measured(
-        positions_c=jnp.asarray(positions, jnp.float32),
-        round_cn=jnp.asarray(seconds, jnp.float32).reshape(len(positions), -1),
-        step_c=jnp.broadcast_to(jnp.float32(step), (len(positions),)),
-        reliability=jnp.float32(1),
-        debt=jnp.float32(0),
-    )
+        positions_c=jnp.asarray(positions, jnp.float32), round_cn=jnp.asarray(seconds_cn, jnp.float32),
+        step_c=jnp.full(len(positions), step, jnp.float32), reliability=jnp.float32(1), debt=jnp.float32(0),
+    )  # fmt: skip
 
 
 def make_budget(*, reliability=1.0, debt=0.0) -> budget.Budget:
@@ -65,47 +63,26 @@ def test_the_choice_is_that_of_trying_every_bucket(seed, reliability):
     )
     live = np.array([True, True, seed % 2 == 0])
     seconds = np.cumsum(rng.uniform(0.05, 1.0, 4))
-    rates = []
-    for nodes, time in zip(BUCKETS, seconds, strict=True):
-        phi = np.mean([np.exp(log_prob[b, :nodes]).sum() for b in range(3) if live[b]])
-        rates.append((1 + reliability * (phi - 1)) / time)
+    reached = [np.exp(log_prob[live, :nodes]).sum(axis=1).mean() for nodes in BUCKETS]
+    rates = (1 + reliability * (np.array(reached) - 1)) / seconds
     now = make_budget(reliability=reliability)
-    choice = choose_bucket(measured(seconds, 1.0), now, drafted, jnp.asarray(live), 256, tuple(BUCKETS))
+    choice = choose_bucket(measured([seconds], 1.0), now, drafted, jnp.asarray(live), 256, tuple(BUCKETS))
     best = int(np.argmax(rates))
     assert int(choice.index) == best and int(choice.nodes) == BUCKETS[best]
     np.testing.assert_allclose([choice.tokens / choice.steps], [rates[best]], rtol=1e-5)
 
 
-def test_times_lie_on_the_line_between_cache_sizes_and_stay_at_the_ends():
-    times = measured([[1, 2], [3, 6]], 1.0, positions=(256, 512))
-    for positions, expected in ((128, [1, 2]), (256, [1, 2]), (320, [1.5, 3]), (512, [3, 6]), (4096, [3, 6])):
-        np.testing.assert_allclose(times.seconds(positions)[0], expected)
+# Six programs: with all buckets or a few, with and without pauses, and one that never drafts.
+SLOW = ([1.0, 2.0, 4.0, 8.0], 0.9, {2}), (MIXED, 0.9, {4, 8}), (MIXED, 0.42, {1, 4})
+CHOICES = [(FLAT, 1.0, {16}), (FLAT, 0.25, {1, 16}), (FLAT, 0.2, {1})]
+CHOICES += [pytest.param(*choice, marks=pytest.mark.slow) for choice in SLOW]
 
 
-def test_a_cut_tree_is_the_smaller_tree(trained):
-    plan, state = prefilled(trained, PROMPTS, nodes=16, candidates=8, children=8)
-    whole = loops.draft(trained.weights, state, plan)
-    for nodes in (2, 5, 8):
-        smaller = loops.draft(trained.weights, state, replace(plan, num_nodes=nodes))
-        jax.tree.map(np.testing.assert_array_equal, trees.first(whole, nodes), smaller)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "step", "taken"),
-    [
-        (FLAT, 1.0, {16}),
-        pytest.param(STEEP, 0.9, {2}, marks=pytest.mark.slow),  # a program of its own
-        pytest.param(MIXED, 0.9, {4, 8}, marks=pytest.mark.slow),
-        (FLAT, 0.25, {1, 16}),  # on the edge: with pauses
-        pytest.param(MIXED, 0.42, {1, 4}, marks=pytest.mark.slow),
-        (FLAT, 0.2, {1}),  # never drafts at all
-    ],
-)
-@pytest.mark.parametrize("how", ["greedy", "sampled"])
-def test_answers_are_those_of_one_token_decoding_for_every_choice(trained, plain, tmp_path, seconds, step, taken, how):
+@pytest.mark.parametrize(("seconds", "step", "taken"), CHOICES)
+def test_answers_are_those_of_one_token_decoding_for_every_choice(trained, plain, tmp_path, seconds, step, taken):
     model = beside(trained, tmp_path / "a.json", table(trained, seconds, step))
-    results = model.generate(PROMPTS, max_new_tokens=70, stop_ids=[], **AUTO, **(SAMPLED if how == "sampled" else {}))
-    assert [result.ids for result in results] == plain[how]
+    results = model.generate(PROMPTS, max_new_tokens=70, stop_ids=[], **AUTO, **SAMPLED)
+    assert [result.ids for result in results] == plain
     nodes = {n for result in results for n in result.nodes}
     assert taken <= nodes <= {1, *BUCKETS}
     for result in results:
@@ -119,32 +96,23 @@ def started(model: TreeFlash, prompts, capacity: int = 256, **settings) -> tuple
     return runner.plan, runner.all_weights, runner.start(batch)
 
 
-def copied(state):
-    return jax.tree.map(jnp.copy, state)
-
-
 def test_one_token_decoding_keeps_the_requested_settings(trained, tmp_path):
     """Not by the defaults: its speed was measured with these settings."""
-    auto = {**AUTO, "attention": "xla", "log_probs": True}  # no default
-    asked = trained.plan(GenerateConfig(**auto | {"nodes": None}))
-    entry = table(trained, FLAT, 0.2, attention="xla")
-    model = beside(trained, tmp_path / "budget.json", entry)
-    config = GenerateConfig(**auto)
-    runner = model.make_runner(config, make_requests([[3]], config, model.verifier), 1, 199)
-    plan = runner.plan
-    assert plan.builder == "none" and plan == asked.one_token()
+    config = GenerateConfig(**AUTO, attention="xla", log_probs=True)  # no default
+    model = beside(trained, tmp_path / "budget.json", table(trained, FLAT, 0.2, attention="xla"))
+    plan = model.make_runner(config, make_requests([[3]], config, model.verifier), 1, 199).plan
+    assert plan.builder == "none" and plan == trained.plan(replace(config, nodes=None)).one_token()
     assert plan.attention == "xla" and plan.log_probs
     assert plan == model.plan(replace(config, builder="none", nodes=None))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("attention", "taken"), [pytest.param("xla", -1, marks=pytest.mark.slow), ("streamed", 0)])
+@pytest.mark.parametrize(("attention", "taken"), [("xla", -1), ("streamed", 0)])
 def test_the_bucket_depends_on_the_positions_that_attention_reads(trained, tmp_path, attention, taken):
     """A few positions of a cache of 512, or all of them."""
     entry = table(trained, MIXED, 0.9, attention=attention)
     plan, weights, state = started(beside(trained, tmp_path / "a.json", entry), PROMPTS, 512, attention=attention)
     nodes = plan.policy.nodes
-    assert len(nodes) > 1
     few_n = np.arange(len(nodes)) * 8 + 1
     times = measured([few_n, few_n[::-1]], 9.0, positions=(64, 512))
     state = loops.decode(weights.replace(policy=times), state, jnp.int32(2), plan=plan)
@@ -156,8 +124,9 @@ def test_the_bucket_depends_on_the_positions_that_attention_reads(trained, tmp_p
 def test_after_a_pause_the_drafter_has_seen_all_it_would_have_seen(trained, tmp_path, paused):
     plan, weights, state = started(beside(trained, tmp_path / "a.json", table(trained, MIXED, 0.9)), PROMPTS[:2])
     assert state.policy.features_bpj.shape[1] == plan.path_length == 8
-    every_round, plain = replace(plan, num_nodes=1, policy=None), copied(state.replace(policy=None, nodes_bs=None))
-    expected = loops.decode(weights, plain, jnp.int32(paused), plan=every_round)
+    every_round = replace(plan, num_nodes=1, policy=None)
+    unpaused = jax.tree.map(jnp.copy, state.replace(policy=None, nodes_bs=None))
+    expected = loops.decode(weights, unpaused, jnp.int32(paused), plan=every_round)
     state = state.replace(policy=state.policy.replace(pause=jnp.int32(paused)))
     state = loops.decode(weights, state, jnp.int32(paused), plan=plan)
     assert state.rounds_b.tolist() == [paused] * 2 and int(state.policy.pause) == 0
@@ -171,21 +140,6 @@ def test_after_a_pause_the_drafter_has_seen_all_it_would_have_seen(trained, tmp_
             np.testing.assert_allclose(mine[b, :, :length], other[b, :, :length], atol=1e-5)
     drafts = [loops.draft(trained.weights, each, replace(plan, policy=None)) for each in (state, expected)]
     np.testing.assert_array_equal(drafts[0].tokens_bn, drafts[1].tokens_bn)
-
-
-@pytest.mark.slow
-def test_after_a_pause_rounds_draft_again(trained, plain, tmp_path):
-    plan, weights, state = started(beside(trained, tmp_path / "a.json", table(trained, MIXED, 0.9)), PROMPTS)
-    for pause, count in ((3, 5), (11, 14)):
-        state = state.replace(policy=state.policy.replace(pause=jnp.int32(pause)))
-        state = loops.decode(weights, state, jnp.int32(count), plan=plan)
-    nodes = np.asarray(state.nodes_bs)[:, :19]
-    assert ((nodes == 1) == (np.arange(19) < 3) | ((np.arange(19) >= 5) & (np.arange(19) < 16)))[0].all()
-    for b, prompt in enumerate(PROMPTS):
-        written = state.tokens_bs[b, len(prompt) : state.end_b[b]].tolist()
-        assert written == plain["greedy"][b][: len(written)]
-    assert (np.asarray(state.accepted_bs)[:, 16:19] > 1).any(), "drafts after a pause are those of the text"
-    assert state.drafter.context.length_b.tolist() == state.cache.length_b.tolist(), "before a draft nothing is pending"
 
 
 @pytest.mark.parametrize(("steps", "tokens"), [(1.3, 1.0), (1.6, 1.2), (4.0, 1.1), (2.0, 1.9)])
@@ -226,38 +180,11 @@ def test_reliability_is_the_ratio_of_accepted_to_expected_tokens():
     assert float(now.drafted) == budget.PRIOR_TOKENS + 4 and float(now.committed) == budget.PRIOR_TOKENS / 2 + 2
 
 
-def test_a_budget_keeps_its_types_in_float64():
-    """They are the loop's carry."""
-    with jax.enable_x64(True):
-        now = make_budget()
-        after = jax.eval_shape(update_budget, now, make_choice(1.5, 1.5, 1.5), jnp.ones(3, jnp.int32), jnp.ones(3, bool))
-        assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(now)]
-
-
-@pytest.mark.slow
-def test_nothing_recompiles_when_only_values_change(trained, tmp_path):
-    path = tmp_path / "a.json"
-    model = beside(trained, path, table(trained, MIXED, 0.9))
-    run = lambda prompts, **how: model.generate(prompts, batch_size=4, **AUTO, **how)  # noqa: E731
-    for count in (2, 3, 4):  # host arrays of 2, 3 and 4 sequences are made by different programs
-        run(PROMPTS[:count], max_new_tokens=5)
-    with compilations() as compiled:
-        run([PROMPTS[0] * 4, *PROMPTS[:2]], max_new_tokens=33)
-        run(PROMPTS[:2], max_new_tokens=7, temperature=[0.0, 1.3], top_k=[0, 5], seed=[1, 2])
-        run(PROMPTS, max_new_tokens=9, drafter_temperature=0.4, stop_ids=[9, 11])
-        model = beside(trained, path, table(trained, [1.1, 1.2, 1.6, 2.0], 0.8))  # reads the file again
-        run(PROMPTS, max_new_tokens=9)
-        assert not compiled
-        programs.clear()
-        run(PROMPTS, max_new_tokens=9)
-        assert {"jit(read)", "jit(decode)"} <= {*compiled}, "control: these names are heard of when programs compile"
-
-
 @pytest.mark.slow
 def test_streaming_and_growing_caches_change_nothing(trained, plain, tmp_path, monkeypatch):
     model = beside(trained, tmp_path / "a.json", table(trained, MIXED, 0.42))
     whole = model.generate(PROMPTS[0], max_new_tokens=300, stop_ids=[], **AUTO)[0]
-    assert {1} < set(whole.nodes) and whole.ids[:70] == plain["greedy"][0]
+    assert {1} < set(whole.nodes) and whole.ids[:70] == plain[0]
     monkeypatch.setattr("treeflash_jax.engine.model.INITIAL_ROOM", 8)
     *chunks, result = model.stream(PROMPTS[0], max_new_tokens=300, stop_ids=[], rounds_per_dispatch=5, **AUTO)
     assert programs.compiled(loops.grow) and (result.ids, result.nodes) == (whole.ids, whole.nodes) and len(chunks) > 20
@@ -265,30 +192,10 @@ def test_streaming_and_growing_caches_change_nothing(trained, plain, tmp_path, m
         assert len(whole.tree(round_index).labels) <= whole.nodes[round_index]
 
 
-@pytest.mark.slow
-@needs_8_devices
-@pytest.mark.filterwarnings("ignore:tau is")
-def test_eight_devices_answer_as_one(tmp_path):
-    alone, pair = random_pair(), random_pair(make_mesh(4, 2))
-    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
-    how = {"max_new_tokens": 24, "temperature": [0.0, 0.7, 1.0, 0.0], "top_p": [1.0, 0.9, 0.8, 1.0]}
-    expected = [result.ids for result in alone.generate(prompts, builder="none", **how)]
-    for name, seconds, step in (("on", MIXED, 0.9), ("edge", MIXED, 0.42)):
-        programs.clear()
-        model = beside(pair, tmp_path / f"{name}.json", table(pair, seconds, step))
-        results = model.generate(prompts, **AUTO, **how)
-        assert [result.ids for result in results] == expected
-        assert max(results[0].nodes) > 1
-        assert len(programs.compiled()) == 3
-        [*_, streamed] = model.stream(prompts[0], **AUTO, max_new_tokens=24, rounds_per_dispatch=2)
-        assert streamed.ids == expected[0] and len(programs.compiled()) == 3, "one layout from dispatch to dispatch"
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"nodes": "many"}, "nodes 'many', expected .* or 'auto'"),
-        ({"nodes": "auto", "builder": "hybrid"}, "builder 'hybrid', expected 'best-first' with nodes 'auto'"),
         ({"nodes": "auto", "builder": "chain"}, "builder 'chain', expected 'best-first' with nodes 'auto'"),
         ({"nodes": "auto", "acceptance": "block"}, "acceptance 'block'"),
         ({"nodes": "auto", "lanes": 2}, "lanes 2, expected None with nodes 'auto'"),
@@ -300,3 +207,125 @@ def test_mistakes_are_one_line(trained, tmp_path, settings, words):
     with refused(words):
         model.generate(PROMPTS[0], **settings)
     assert len(programs.compiled()) == before
+
+
+# Calibrations: fits of round times, the buckets of a call, identities, files, and the command that writes them
+
+
+def test_times_of_a_mixture_of_experts_may_rise_most_at_first(trained):
+    """They follow distinct experts, 128 (1 - (1 - 8 / 128)^n), which a convex fit would make a straight line."""
+    nodes = (2, 4, 8, 16, 32, 64)
+    seconds = [2.5 + 57 * (1 - (1 - 8 / 128) ** n) for n in nodes]
+    np.testing.assert_allclose(fit_round_times(nodes, seconds, is_convex=False), seconds, rtol=1e-6)
+    assert fit_round_times(nodes, seconds)[1] < 0.9 * seconds[1]
+    noisy = np.array([1.0, 0.9, 2.0, 1.9])
+    fitted = fit_round_times((2, 4, 8, 16), noisy, is_convex=False)
+    assert np.all(np.diff(fitted) >= 0) and np.all(np.abs(fitted - noisy) <= 0.06)
+    entry = replace(table(trained, seconds, 6.0, tau=[1.7, 2.3, 2.6, 2.8, 2.9, 3.0], nodes=list(nodes)), sparse=True)
+    decision = entry.decide(1, 256, [0.0])
+    assert decision.nodes[0] == 2
+    np.testing.assert_allclose(decision.measured.round_cn[0, 0], seconds[0], rtol=1e-6)
+
+
+def test_no_convex_increasing_function_is_nearer():
+    nodes, seconds = [4, 8, 16, 32, 64], np.array([3.0, 2.6, 3.1, 3.0, 7.0])
+    error = lambda y: np.sum((y / seconds - 1) ** 2)  # noqa: E731
+    fitted, rng, compared = fit_round_times(nodes, seconds), np.random.default_rng(0), 0
+    slopes = np.diff(fitted) / np.diff(nodes)
+    assert (slopes >= -1e-9).all() and (np.diff(slopes) >= -1e-9).all()
+    convex = [1.0, 1.2, 1.7, 3.0, 7.0]
+    np.testing.assert_allclose(fit_round_times(nodes, convex), convex, rtol=1e-6)
+    for size in (1e-3, 1e-2, 0.1, 1.0):
+        for _ in range(500):
+            other = fitted + size * rng.normal(size=5)
+            slopes = np.diff(other) / np.diff(nodes)
+            if (slopes >= 0).all() and (np.diff(slopes) >= 0).all():
+                assert error(other) >= error(fitted)
+                compared += 1
+    assert compared > 100
+
+
+def test_a_decision_by_hand(trained):
+    entry = replace(
+        table(trained, [1.0, 1.2, 1.5, 3.0], 1.0, tau=[1.5, 2.4, 3.3, 3.6]),
+        batch=[1, 3], positions=[256, 512],
+        round_seconds=[[[1.0, 1.2, 1.5, 3.0]] * 2, [[3.0, 3.2, 3.5, 5.0]] * 2],
+        tree_seconds=[[[0.1, 0.2, 0.4, 0.8]] * 2] * 2,
+        step_seconds=[[1.0, 1.5], [2.0, 2.5]],
+    )  # fmt: skip
+    decision = entry.decide(2, 384, [0.0])
+    fitted = [fit_round_times(BUCKETS, y) for y in ([1.0, 1.2, 1.5, 3.0], [3.0, 3.2, 3.5, 5.0])]
+    round_n = np.mean(fitted, axis=0) - 0.8 + 0.4
+    assert decision.nodes == (2, 4, 8), "rounds of 16 take too long; their trees are not built"
+    np.testing.assert_allclose(decision.measured.round_cn, [round_n[:3]] * 2)
+    np.testing.assert_allclose(decision.measured.step_c, [1.5, 2.0])
+    assert decision.speedup == pytest.approx(max(np.array([1.5, 2.4, 3.3]) * 1.75 / round_n[:3]))
+    slow = replace(entry, step_seconds=[[0.2, 0.3], [0.4, 0.5]]).decide(2, 384, [0.0])
+    assert slow.nodes == () and slow.speedup < calibration.MIN_SPEEDUP
+
+
+@pytest.mark.parametrize("changed", ["pair", "device", "mesh", "dtype", "jax", "head", "block_size", "candidates"])
+def test_a_stale_calibration_is_refused(trained, tmp_path, changed):
+    path = tmp_path / "a.json"
+    model, before = beside(trained, path, table(trained, MIXED, 0.9, **{changed: "other"})), len(programs.compiled())
+    with refused(f"got a calibration for {changed} 'other', expected"):
+        model.generate([3, 4, 5], **AUTO)
+    assert len(programs.compiled()) == before
+    calibration.write(path, table(trained, MIXED, 0.9))
+    assert model.calibration(model.plan(GenerateConfig(**AUTO))).identity[changed] != "other"
+    assert len(calibration.read(path)) == 2, "the other one is kept"
+
+
+def test_a_lora_in_any_matrix_makes_another_pair_and_the_form_of_the_weights_does_not(trained):
+    plan = trained.plan(GenerateConfig(builder="best-first"))
+    pair = calibration.pair_digest(trained.verifier, trained.weights, plan)
+    leaves, structure = jax.tree.flatten(trained.weights)
+    for i, leaf in enumerate(leaves):
+        if leaf.ndim > 1:
+            up, down = (jax.random.normal(jax.random.key(0), shape) for shape in (leaf.shape[:1], leaf.shape[1:]))
+            low_rank = 0.05 * jnp.std(leaf) * jnp.tensordot(up, down, axes=0)
+            merged = structure.unflatten([*leaves[:i], leaf + low_rank, *leaves[i + 1 :]])
+            assert calibration.pair_digest(trained.verifier, merged, plan) != pair
+    folder = DATA / "conformance" / "b_trained"
+    for form in ({"dtype": jnp.bfloat16}, {"quantize": "int8"}, {"dtype": jnp.bfloat16, "quantize": "int8"}):
+        other = load(verifier=folder / "verifier", drafter=folder / "drafter", **form)
+        assert calibration.pair_digest(other.verifier, other.weights, plan) == pair
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"entries": [{"nodes": 1}]}'])
+def test_a_damaged_file_is_one_line(tmp_path, text):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="got no calibration"):
+        calibration.read(path)
+
+
+def test_the_default_path_is_the_folder_of_a_local_drafter(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert calibration.default_path(tmp_path) == tmp_path / calibration.FILE
+    for drafter in ("owner/drafter", None):
+        assert calibration.default_path(drafter) == tmp_path / "cache/treeflash" / calibration.FILE
+
+
+@pytest.mark.slow
+def test_calibrate_writes_what_generate_reads(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes = "--candidates 4 --children 4 --block-size 4".split()
+    words = "calibrate --verifier tiny --batch 1 2 --context 20 --nodes 2 4 --limit 2 --max-new-tokens 6 --repeats 2"
+    assert commands.main([*words.split(), *sizes]) == 0
+    printed, steps = capsys.readouterr()
+    assert steps.startswith("[1/6] answering 2 prompts at T 0\n") and "[6/6] timing them at batch 2" in steps
+    assert "batch 2, 256 positions read: step" in printed and "T 1: tau by nodes 2:" in printed
+    [entry] = calibration.read(tmp_path / "treeflash" / calibration.FILE)
+    assert entry.nodes == [2, 4] and entry.batch == [1, 2] and entry.positions == [256] and entry.temperatures == [0.0, 1.0]
+    assert np.shape(entry.round_seconds) == np.shape(entry.tree_seconds) == (2, 1, 2)
+    assert (np.array(entry.round_seconds) > np.array(entry.tree_seconds)).all() and np.min(entry.step_seconds) > 0
+    assert all(1 <= tau[0] <= tau[1] <= 4 for tau in entry.tau)
+    prompt = ["--verifier", "tiny", "--prompt-ids", "5 6 7", "--max-new-tokens", "5", "--json", *sizes]
+    answers = []
+    for draft in (["--nodes", "auto"], ["--builder", "none"]):
+        assert commands.main(["generate", *draft, *prompt]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["ids"])
+    assert answers[0] == answers[1]
+    assert commands.main(["generate", "--nodes", "auto", *prompt, "--candidates", "5"]) == 2
+    assert "got a calibration for candidates 4, expected 5" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """Rounds with a drafter of any kind: losslessness in float64, one program, meshes, refusals, caches filled to the end.
 
-Block drafters have more cases of losslessness in lossless_float64.py.
+Losslessness of block drafters: test_lossless.py.
 """
 
 from __future__ import annotations
@@ -8,25 +8,23 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache, partial
 
+import answers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import cut_by_stops, drafted_as_plain, make_inputs, make_pair, make_runner, prefilled, refused
-from budgets import AUTO, beside, table
-from budgets import MIXED as MIXED_TIMES
+from answers import cut_by_stops, drafted_as_plain, make_pair, make_runner, prefilled, refused
 from compiled import CAPACITY, assert_copies_nothing, assert_one_program
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, compilations, needs_8_devices
 from test_selector import HOW as SELECTED
 from test_selector import written
 
-from treeflash_jax import TreeFlash, make_mesh
+from treeflash_jax import GenerateConfig, TreeFlash, make_mesh
 from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops, rounds
 from treeflash_jax.drafters import causal_lm, eagle3, ngram, steering
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.models.config import ModelConfig
-from treeflash_jax.trees import BUILDERS, NO_TOKEN
+from treeflash_jax.trees import NO_TOKEN
 
 SMALL = replace(RANDOM_MODEL, num_layers=2, num_kv_heads=1)
 STEERS = steering.SteeringConfig(taps=(0, 1, 2), width=32, num_layers=2, ffn=64, rank=3)
@@ -50,10 +48,7 @@ def slow_unless(is_quick: bool, *values) -> object:
 
 # Answers, of pairs whose vocabulary is so small that drafts are accepted and answers stop inside rounds.
 
-FEW_TOKENS = ModelConfig(
-    vocab_size=12, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
-    max_positions=512,
-)  # fmt: skip
+FEW_TOKENS = replace(RANDOM_MODEL, vocab_size=12, hidden_size=16, intermediate_size=24, num_layers=2, head_dim=4)
 ACCEPTED = {
     "eagle3": eagle3.EagleConfig(
         layers=replace(FEW_TOKENS, num_layers=1, num_kv_heads=1), target_hidden_size=16, draft_vocab_size=10,
@@ -77,7 +72,6 @@ DRAFTS = {
     "one level": {"builder": "walk", "depths": 1},
     "chain": {"builder": "chain"},
 }
-SAMPLED = {builder: {"builder": builder, "nodes": 9} for builder in BUILDERS if BUILDERS[builder].draws}
 MIXED = {"temperature": [0.0, 0.7, 1.3], "top_k": [0, 0, 9], "seed": 3}
 
 
@@ -95,9 +89,8 @@ def accepted_pair(kind: str) -> TreeFlash:
     if kind == "eagle3":  # 4 and 8 cannot be drafted
         drafter["offsets"] += jnp.asarray([0] * 4 + [1] * 3 + [2] * 3, jnp.int32)
     if "language" in kind:
-        drafter |= {
-            name: jax.tree.map(lambda x, y: x + 0.1 * y, x, drafter[name]) for name, x in pair.weights.verifier.items()
-        }
+        noise = {name: drafter[name] for name in pair.weights.verifier}
+        drafter |= jax.tree.map(lambda x, y: x + 0.1 * y, pair.weights.verifier, noise)
     if "steering" in drafter:
         shape = drafter["steering"]["up"].shape
         drafter["steering"]["up"] = 0.02 * jax.random.normal(jax.random.key(2), shape, jnp.float64)
@@ -112,48 +105,52 @@ def test_drafted_output_is_one_token_output(float64, kind, name):
     """Greedy and sampled with the same seed, three lengths together, with stops inside rounds."""
     pair, draft, texts = accepted_pair(kind), {"children": 6} | DRAFTS[name], TEXTS
     if kind == "ngram":  # texts with answers that repeat themselves
-        answers = pair.generate(TEXTS, builder="none", max_new_tokens=40, stop_ids=())
-        texts = [[*answer.prompt_ids, *answer.ids] for answer in answers]
+        plain = pair.generate(TEXTS, builder="none", max_new_tokens=40, stop_ids=())
+        texts = [[*result.prompt_ids, *result.ids] for result in plain]
     accepted = cut = 0
     for settings in ({}, MIXED, MIXED | {"seed": 4, "max_new_tokens": 1}):
         settings = {"max_new_tokens": 30, "stop_ids": (), "batch_size": 3} | settings
         results = drafted_as_plain(pair, texts, draft, **settings)
-        accepted += sum(sum(result.accept_lengths) - len(result.accept_lengths) for result in results)
+        accepted += sum(length - 1 for result in results for length in result.accept_lengths)
         for stop in {token for result in results for token in result.ids[8:20:3]}:
             cut += cut_by_stops(drafted_as_plain(pair, texts, draft, **settings | {"stop_ids": (stop,)}))
     assert accepted or name == "one node"
     assert cut or name in ("one node", "two nodes", "walk", "one level", "chain")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ACCEPTED)
-@pytest.mark.parametrize("name", SAMPLED)
-def test_sampled_trees_leave_greedy_answers_as_they_are(float64, kind, name):
-    pair, draft = accepted_pair(kind), {"children": 6} | SAMPLED[name]
-    drafted_as_plain(pair, TEXTS, draft, max_new_tokens=20, stop_ids=())
-    assert pair.generate(TEXTS, max_new_tokens=20, temperature=0.7, **draft)
+def with_files(pair: TreeFlash, settings: dict, folder) -> tuple[TreeFlash, dict]:
+    """Adds the calibration or the selector that rounds choose their trees by."""
+    if settings is answers.AUTO:
+        return answers.beside(pair, folder / "a.json", answers.table(pair, answers.MIXED, 0.9)), settings
+    if settings is SELECTED:
+        return pair, settings | {"selector": written(pair, folder / "a.safetensors")}
+    return pair, settings
+
+
+ON_A_MESH = [("block", answers.AUTO), ("block", SELECTED)]
+for how in (TREE, {"builder": "walk"}, {"builder": "paths", "nodes": 8}):
+    ON_A_MESH += [(kind, how) for kind in ("eagle3", "language model", "ngram")]
 
 
 @needs_8_devices
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [{"nodes": 8}, {"builder": "walk"}, {"builder": "paths", "nodes": 8}], ids=str)
-@pytest.mark.parametrize("kind", ["eagle3", "language model", "ngram"])
-def test_eight_devices_answer_as_one(float64, kind, how):
-    """Batch, heads and vocabularies are split; no round gathers logits or caches."""
-    settings = {"max_new_tokens": 40, "stop_ids": (), "children": 4}
-    settings |= {} if how.get("builder") == "paths" else {"temperature": [0.0, 0.7, 0.0, 0.05], "seed": 3}
-    texts = [*TEXTS, [9, 8, 9, 8, 9]]
+@pytest.mark.parametrize(("kind", "how"), ON_A_MESH, ids=str)
+def test_eight_devices_answer_as_one(float64, tmp_path, kind, how):
+    """Batch, heads and vocabularies are split, and a waiting prompt moves in; no round gathers logits or caches."""
+    settings = {"max_new_tokens": 40, "stop_ids": (), "batch_size": 4}
+    settings |= {} if how.get("builder") == "paths" else {"temperature": [0.0, 0.7, 0.0, 0.05, 1.0], "seed": 3}
+    texts = [*TEXTS, [9, 8, 9, 8, 9], [5, 6]]
     programs.clear()
     pair = make_pair(RANDOM_MODEL, KINDS[kind], dtype=jnp.float64, mesh=make_mesh(4, 2))
-    drafted = pair.generate(texts, **how, **settings)
-    [text] = [program.run.as_text() for program in programs.compiled(loops.decode)]
+    pair, draft = with_files(pair, how, tmp_path)
+    drafted = pair.generate(texts, **draft | settings)
+    text = "".join(program.run.as_text() for program in programs.compiled(loops.decode))
     gathered = [line.split(" all-gather")[0].split("{")[0] for line in text.splitlines() if " all-gather(" in line]
-    assert " all-reduce(" in text and not [line for line in gathered if "64]" in line or ",256," in line]
-    alone = make_pair(RANDOM_MODEL, KINDS[kind], dtype=jnp.float64)
-    assert [result.ids for result in drafted] == [
-        result.ids for result in alone.generate(texts, builder="none", **settings)
-    ]
-    assert max(max(result.accept_lengths) for result in drafted) > 1 or "builder" in how, "control: drafts are accepted"
+    assert " all-reduce(" in text and (kind == "block" or not [x for x in gathered if "64]" in x or ",256," in x])
+    plain = make_pair(RANDOM_MODEL, KINDS[kind], dtype=jnp.float64).generate(texts, builder="none", **settings)
+    assert [result.ids for result in drafted] == [result.ids for result in plain]
+    is_accepted = max(max(result.accept_lengths) for result in drafted) > 1
+    assert is_accepted or kind == "block" or "builder" in how, "control: drafts are accepted"
 
 
 OF_BLOCKS = [({name: value}, f"{name} {value!r}") for name, value in (("candidates", 4), ("shortlist", 4), ("head", "mlp"))]
@@ -197,21 +194,21 @@ def test_no_token_is_offered_twice(kind, settings):
             state_bw = expander.follow(jnp.int32(depth), state_bw, lanes_w % count_bw)
         return offers, rounds.draft_tree(weights, state, plan)[1].support_bnc
 
-    offers, support_bnc = drafted(model.weights, state)
+    offers, support_bnc = jax.tree.map(np.asarray, drafted(model.weights, state))
     is_short = False
     for tokens_bwc, log_probs_bwc in offers:
-        flat = (np.asarray(x).reshape(-1, x.shape[-1]) for x in (tokens_bwc, log_probs_bwc))
-        for tokens_c, log_probs_c in zip(*flat, strict=True):
-            offered = tokens_c[np.isfinite(log_probs_c)]
+        for at in np.ndindex(tokens_bwc.shape[:2]):
+            tokens_c = tokens_bwc[at]
+            offered = tokens_c[np.isfinite(log_probs_bwc[at])]
             assert len({*offered}) == offered.size and ((offered >= 0) & (offered < RANDOM_MODEL.vocab_size)).all()
             is_short |= 0 < offered.size < tokens_c.size
     assert is_short == ((kind, settings) in SHORT)
-    for support_c in np.asarray(support_bnc).reshape(-1, support_bnc.shape[-1]):
+    for support_c in support_bnc.reshape(-1, support_bnc.shape[-1]):
         named = support_c[support_c != NO_TOKEN]
         assert len({*named}) == named.size
 
 
-ONE_PROGRAM = [("block", {"builder": "none"}), ("block", TREE | {"candidates": 4}), ("block", AUTO), ("block", SELECTED)]
+ONE_PROGRAM = [("block", how) for how in ({"builder": "none"}, TREE | {"candidates": 4}, answers.AUTO, SELECTED)]
 ONE_PROGRAM += [(kind, TREE) for kind in KINDS if kind != "block"]
 ONE_PROGRAM += [(kind, {"builder": "walk", "children": 4}) for kind in ("ngram", "language model")]
 
@@ -221,11 +218,7 @@ ONE_PROGRAM += [(kind, {"builder": "walk", "children": 4}) for kind in ("ngram",
 @pytest.mark.parametrize(("kind", "settings"), [slow_unless(pair in ONE_PROGRAM[:2], *pair) for pair in ONE_PROGRAM])
 def test_a_round_is_one_program_that_copies_no_cache(tmp_path, kind, settings, batch):
     """A pause, and a round of every bucket, included."""
-    pair = make_pair(RANDOM_MODEL, KINDS[kind])
-    if settings is AUTO:
-        pair = beside(pair, tmp_path / "a.json", table(pair, MIXED_TIMES, 0.9))
-    if settings is SELECTED:
-        settings = SELECTED | {"selector": written(pair, tmp_path / "a.safetensors")}
+    pair, settings = with_files(make_pair(RANDOM_MODEL, KINDS[kind]), settings, tmp_path)
     runner, inputs = make_runner(pair, PROMPTS[:batch], CAPACITY, **settings)
     plan, chunks = runner.plan.for_prefill(), jax.device_put(jnp.int32(3))
     begun = loops.begin(*inputs, plan=plan, dtype=jnp.float32)
@@ -237,25 +230,37 @@ def test_a_round_is_one_program_that_copies_no_cache(tmp_path, kind, settings, b
     assert branches >= 1 or runner.plan.policy is None, "buckets are branches"
 
 
-@pytest.mark.parametrize("kind", [slow_unless(kind == "ngram", kind) for kind in KINDS if kind != "block"])
-def test_nothing_recompiles_when_only_values_change(kind):
-    model = make_pair(RANDOM_MODEL, KINDS[kind])
+RECOMPILED = [slow_unless(kind in ("block", "ngram"), kind, TREE) for kind in KINDS]
+RECOMPILED += [slow_unless(False, "block", answers.AUTO)]
 
-    def run(seed: int) -> None:
-        rng = np.random.default_rng(seed)
+
+@pytest.mark.parametrize(("kind", "settings"), RECOMPILED)
+def test_nothing_recompiles_when_only_values_change(tmp_path, kind, settings):
+    """Prompts, their number within the batch, settings of sampling, stop ids, measured times."""
+    pair, rng = make_pair(RANDOM_MODEL, KINDS[kind]), np.random.default_rng(0)
+
+    def run(count: int) -> None:
+        model, scale = pair, rng.uniform(1, 2)
+        if settings is answers.AUTO:
+            times = [scale * seconds for seconds in answers.MIXED]
+            model = answers.beside(pair, tmp_path / "a.json", answers.table(pair, times, 0.9 * scale))
         model.generate(
-            [rng.integers(0, 64, rng.integers(1, 30)).tolist() for _ in range(2)],
-            max_new_tokens=int(rng.integers(5, 20)), batch_size=2, **TREE,
-            temperature=rng.choice([0.0, 0.6], 2).tolist(), top_k=rng.choice([0, 5], 2).tolist(),
-            seed=rng.integers(0, 99, 2).tolist(), stop_ids=rng.integers(0, 64, rng.integers(0, 3)).tolist(),
-            drafter_temperature=float(rng.choice([0.3, 1.0])),
+            [rng.integers(0, 64, rng.integers(1, 41)).tolist() for _ in range(count)],
+            max_new_tokens=int(rng.integers(1, 34)), batch_size=4, **settings,
+            temperature=rng.choice([0.0, 0.6, 1.3], count).tolist(), top_k=rng.choice([0, 5], count).tolist(),
+            top_p=rng.choice([0.3, 1.0], count).tolist(), seed=rng.integers(0, 99, count).tolist(),
+            stop_ids=rng.integers(0, 60, rng.integers(0, 4)).tolist(), drafter_temperature=float(rng.choice([0.3, 1.0])),
         )  # fmt: skip
 
-    run(0)
+    for count in (1, 2, 3, 4):  # host arrays of 1, 2, 3 and 4 sequences are made by different programs
+        run(count)
     with compilations() as compiled:
-        for seed in range(1, 6):
-            run(seed)
-    assert not compiled
+        for number in range(20):
+            run(1 + number % 4)
+        assert not compiled
+        programs.clear()
+        run(1)
+        assert {"jit(read)", "jit(decode)"} <= {*compiled}, "control: these names are heard of when programs compile"
 
 
 @pytest.mark.slow
@@ -266,11 +271,11 @@ def test_the_last_round_before_a_cache_grows_writes_where_it_should(kind):
     Texts of language models and of n-grams hold one token more than the verifier's cache.
     """
     model = make_pair(RANDOM_MODEL, KINDS[kind])
-    plan, _ = make_inputs(model, PROMPTS, **TREE)
-    texts = [np.random.default_rng(0).integers(0, 64, 255 - plan.path_length).tolist(), [1, 2, 1, 2]]
+    path_length = model.plan(GenerateConfig(**TREE)).path_length
+    texts = [np.random.default_rng(0).integers(0, 64, 255 - path_length).tolist(), [1, 2, 1, 2]]
 
     def after_a_round(texts: list[list[int]], grown: bool):
-        _, state = prefilled(model, texts, **TREE)
+        plan, state = prefilled(model, texts, **TREE)
         return loops.decode(model.weights, loops.grow(state, 384) if grown else state, jnp.int32(1), plan=plan)
 
     filled, roomy = after_a_round(texts, grown=False), after_a_round(texts, grown=True)

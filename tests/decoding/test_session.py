@@ -79,13 +79,12 @@ def test_a_session_starts_anew_with_another_model_or_after_its_state_is_lost(tin
 def test_a_prompt_is_read_in_pieces_that_are_reported(tiny, monkeypatch, caplog):
     monkeypatch.setattr(clock, "REPORT_SECONDS", 0.0)
     config = tiny.resolve(None, {"builder": "none", "max_new_tokens": 4})
-    model_chunk = tiny.plan(config).prefill_chunk
-    length = 2 * model_chunk + 5
+    chunk = tiny.plan(config).prefill_chunk
+    length = 2 * chunk + 5
     with caplog.at_level(logging.WARNING, logger="treeflash_jax"):
         tiny.generate([list(range(length))], config)
     lines = [record.message for record in caplog.records if record.message.startswith("reading")]
-    assert lines[1:] == [f"reading the prompt: {n:,} of {length:,} tokens" for n in (model_chunk, 2 * model_chunk)]
-    assert len(programs.compiled(loops.read)) >= 1
+    assert lines[1:] == [f"reading the prompt: {n:,} of {length:,} tokens" for n in (chunk, 2 * chunk)]
 
 
 def test_the_programs_of_larger_caches_are_compiled_while_an_answer_goes_on(monkeypatch):
@@ -94,8 +93,7 @@ def test_the_programs_of_larger_caches_are_compiled_while_an_answer_goes_on(monk
     model = make_pair(RANDOM_MODEL, KINDS["block"])
     settings = {"max_new_tokens": 300, "nodes": 4, "children": 4, "candidates": 4}
     programs.clear()
-    session = tf.Session()
-    seconds = []
+    session, seconds = tf.Session(), []
     for _ in model.stream([1, 2, 3] * 5, session=session, **settings):
         background.wait()
         seconds.append(session.batch.clock.compile_seconds)

@@ -6,8 +6,8 @@ The folders are described in tests/data/conformance; each has settings.json and 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +22,6 @@ from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
 from treeflash_jax.models import verifier, vocab
 
 TOLERANCE = 1e-4
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One folder: the loaded model, its settings, what is expected and what the stages gave."""
-
-    model: tf.TreeFlash
-    settings: dict
-    expected: dict
-    stages: dict
 
 
 @partial(jax.jit, static_argnames=("config", "fit", "head", "draft", "nodes"))
@@ -65,16 +55,9 @@ def run_stages(weights, prompt_bt, config, fit, head, draft, nodes):
     }
 
 
-@pytest.fixture(scope="module")
-def quick_compiler():
-    """Most of this file's time is compiling; the numbers are the same at any optimisation level."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module", params=CONFORMANCE)
-def pair(request, quick_compiler) -> Pair:
+def pair(request) -> SimpleNamespace:
+    """One folder: the loaded model, its settings, what is expected, and what the stages gave."""
     folder = DATA / "conformance" / request.param
     settings = json.loads((folder / "settings.json").read_text())
     expected = dict(np.load(folder / "expected.npz"))
@@ -88,15 +71,12 @@ def pair(request, quick_compiler) -> Pair:
         draft=DraftSettings(candidates=settings["top_m"], children=settings["top_k"]),
         nodes=settings["tree_size"],
     )
-    return Pair(model, settings, expected, jax.tree.map(np.asarray, stages))
+    return SimpleNamespace(model=model, settings=settings, expected=expected, stages=jax.tree.map(np.asarray, stages))
 
 
-@pytest.mark.parametrize("stage", ["verifier_logits", "context_features", "fused_context", "block_hidden", "block_logits"])
-def test_stage(pair, stage):
-    np.testing.assert_allclose(pair.stages[stage], pair.expected[stage], atol=TOLERANCE, rtol=0)
-
-
-def test_anchor_and_candidates(pair):
+def test_stages_up_to_the_candidates(pair):
+    for stage in ("verifier_logits", "context_features", "fused_context", "block_hidden", "block_logits"):
+        np.testing.assert_allclose(pair.stages[stage], pair.expected[stage], atol=TOLERANCE, rtol=0, err_msg=stage)
     assert pair.stages["anchor"] == pair.expected["anchor"].ravel()
     if "stage1_tokens" in pair.expected:  # position 0 is a dummy: depth 0 follows the anchor
         candidates = pair.stages["candidates"][0, 1:-1], pair.expected["stage1_tokens"][1:]
@@ -124,16 +104,13 @@ def test_transitions(pair):
     np.testing.assert_allclose(*(np.take_along_axis(x, by, -1) for x, by in pairs), atol=TOLERANCE, rtol=0)
 
 
-def test_tree_node_for_node(pair):
-    grown = pair.stages["tree"]
+def test_tree_and_chain_node_for_node(pair):
+    grown, expected = pair.stages["tree"], pair.expected
     assert grown.valid_bn.all()
-    np.testing.assert_array_equal(grown.tokens_bn[:, 1:], pair.expected["tree_tokens"][:, 1:])
-    np.testing.assert_array_equal(grown.depth_bn, pair.expected["tree_depths"])
-    np.testing.assert_array_equal(pair.stages["mask"], pair.expected["tree_mask"])
-
-
-def test_published_chain(pair):
-    np.testing.assert_array_equal(pair.stages["chain"].tokens_bn[:, 1:], pair.expected["chain_tokens"][:, 1:])
+    np.testing.assert_array_equal(grown.tokens_bn[:, 1:], expected["tree_tokens"][:, 1:])
+    np.testing.assert_array_equal(grown.depth_bn, expected["tree_depths"])
+    np.testing.assert_array_equal(pair.stages["mask"], expected["tree_mask"])
+    np.testing.assert_array_equal(pair.stages["chain"].tokens_bn[:, 1:], expected["chain_tokens"][:, 1:])
 
 
 @pytest.mark.parametrize("builder, ids, accept", [
@@ -144,8 +121,7 @@ def test_published_chain(pair):
 def test_generation(pair, builder, ids, accept):
     settings, prompt = pair.settings, pair.expected["prompt"][0].tolist()
     sizes = {"candidates": settings["top_m"], "children": settings["top_k"], "stop_ids": settings["stop_token_ids"]}
-    sizes |= {"ngrams": 0} if builder == "best-first" else {}
-    sizes |= {"nodes": settings["tree_size"]} if builder == "best-first" else {}
+    sizes |= {"ngrams": 0, "nodes": settings["tree_size"]} if builder == "best-first" else {}
     [result] = pair.model.generate(prompt, builder=builder, max_new_tokens=settings["max_new_tokens"], **sizes)
     assert prompt + result.ids == pair.expected[ids].ravel().tolist()
     rounds = len(result.ids) - 1  # the first token comes from the prefill

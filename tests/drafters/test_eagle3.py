@@ -1,4 +1,4 @@
-"""EAGLE-3 against numbers of a PyTorch implementation, for every published form; its context, its levels, its tree.
+"""EAGLE-3 against numbers of a PyTorch implementation, for every published form; its context, its tree, decoding.
 
 tests/data/eagle3 has one folder per form, as it is published, with expected.npz beside it: features and tokens of two
 sequences, what the layer gives for every position, and three steps more, each on the likeliest token of the step before.
@@ -13,19 +13,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import DATA
+from answers import make_pair, prefilled
+from conftest import DATA, RANDOM_MODEL
+from draft_trees import paths
+from scipy.special import log_softmax
 
-from treeflash_jax import drafters, trees
+from treeflash_jax import TreeFlash, drafters, trees
+from treeflash_jax.core import parameters
 from treeflash_jax.core.devices import Device
+from treeflash_jax.decoding import loops
+from treeflash_jax.decoding.state import Weights
 from treeflash_jax.drafters import Inputs, eagle3
 from treeflash_jax.drafters.lanes import LaneSettings
 from treeflash_jax.engine.settings import GenerateConfig
 from treeflash_jax.formats import models
+from treeflash_jax.models import verifier
 
 FOLDER = DATA / "eagle3"
 FORMS = sorted(path.name for path in FOLDER.iterdir())
 TOLERANCE = 1e-4
 SLOTS, STEPS = 16, 3
+VERIFIER = replace(RANDOM_MODEL, vocab_size=12, hidden_size=16, intermediate_size=24, num_layers=2, head_dim=4)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,11 +98,6 @@ def actual(request):
     return config, expected, jax.tree.map(np.asarray, run(params, tables, features, tokens, config=config))
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    logits = logits.astype(np.float64)
-    return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
-
-
 def test_hidden_states_and_distributions_are_those_of_pytorch(actual):
     config, expected, got = actual
     np.testing.assert_allclose(got["hidden"], expected["hidden"], atol=TOLERANCE, rtol=0)
@@ -102,7 +105,7 @@ def test_hidden_states_and_distributions_are_those_of_pytorch(actual):
     np.testing.assert_array_equal(tokens, expected["step_tokens"])
     np.testing.assert_allclose(hidden, expected["step_hidden"], atol=TOLERANCE, rtol=0)
     distributions = np.concatenate([expected["logits"][:, -1:], expected["step_logits"]], axis=1)
-    best = np.sort(log_softmax(distributions), axis=-1)[..., ::-1][..., :5]
+    best = np.sort(log_softmax(distributions.astype(np.float64), axis=-1), axis=-1)[..., ::-1][..., :5]
     got_distributions = np.concatenate([log_probs, got["last"][:, None]], axis=1)
     np.testing.assert_allclose(got_distributions, best, atol=TOLERANCE, rtol=0)
 
@@ -115,7 +118,7 @@ def test_positions_in_one_call_are_positions_one_by_one(actual):
     assert (whole.context.length_b == length).all() and (single.context.length_b == length).all()
     for x, y in zip(jax.tree.leaves(whole.context.groups), jax.tree.leaves(single.context.groups), strict=True):
         np.testing.assert_allclose(x[:, :, :length], y[:, :, :length], atol=1e-12)
-    jax.tree.map(np.testing.assert_array_equal, got["again"].hidden_bd, single.hidden_bd)
+    np.testing.assert_array_equal(got["again"].hidden_bd, single.hidden_bd)
     assert (got["again"].context.length_b == length).all()
 
 
@@ -133,39 +136,27 @@ def test_padding_changes_nothing(actual):
 def test_every_node_has_the_distribution_of_its_path_run_alone():
     config, params, tables, expected = opened("speculators")
     features, tokens = jnp.asarray(expected["features"], jnp.float64), jnp.asarray(expected["tokens"])
-    depths = 4
 
     @jax.jit
-    def run(params, tables):
+    def build(params, tables):
         state = eagle3.init(config, 2, SLOTS, jnp.float64)
         state = eagle3.extend(params, tables, config, state, features, tokens, jnp.asarray([6, 3]), attention="xla")
-        expander = drafted(params, tables, config, state, depths)
-        grown = trees.best_first(expander, jnp.zeros(2, jnp.int32), 14, lanes=3)
+        expander = drafted(params, tables, config, state, depths=4)
+        return expander, trees.best_first(expander, jnp.zeros(2, jnp.int32), 14, lanes=3)
 
-        def along(path_bi):
-            """Log-probabilities of tokens, each after those before it."""
-            state, scores = expander.start(1), []
-            for depth in range(depths):
-                tokens_b1c, log_probs_b1c = expander.children(jnp.int32(depth), state)
-                child_b1 = jnp.argmax(tokens_b1c == path_bi[:, depth, None, None], axis=-1).astype(jnp.int32)
-                scores.append(jnp.take_along_axis(log_probs_b1c, child_b1[..., None], axis=2)[:, 0, 0])
-                state = expander.follow(jnp.int32(depth), state, child_b1)
-            return jnp.stack(scores, axis=1)
-
-        parent_bn, path_bni = grown.parent_bn, jnp.zeros((2, 14, depths), jnp.int32)
-        for node in range(1, 14):
-            above_bi = trees.pick(path_bni, parent_bn[:, node, None])[:, 0]
-            at_bi = jnp.arange(depths) == grown.depth_bn[:, node, None] - 1
-            path_bni = path_bni.at[:, node].set(jnp.where(at_bi, grown.tokens_bn[:, node, None], above_bi))
-        return grown, jnp.swapaxes(jax.lax.map(along, jnp.swapaxes(path_bni, 0, 1)), 0, 1)
-
-    grown, scores_bni = jax.tree.map(np.asarray, run(params, tables))
+    expander, grown = build(params, tables)
+    children = jax.jit(lambda expander, depth, state: expander.children(depth, state))
+    follow = jax.jit(lambda expander, depth, state, child: expander.follow(depth, state, child))
     assert grown.valid_bn.all() and grown.depth_bn.max() > 2
     for b in range(2):
-        for node in range(1, 14):
-            np.testing.assert_allclose(
-                grown.log_prob_bn[b, node], scores_bni[b, node, : grown.depth_bn[b, node]].sum(), atol=1e-10
-            )
+        for path, log_prob in zip(paths(grown, b), grown.log_prob_bn[b], strict=True):
+            state, total = expander.start(1), 0.0
+            for depth, token in enumerate(path):
+                tokens_b1c, log_probs_b1c = children(expander, jnp.int32(depth), state)
+                child = int(jnp.argmax(tokens_b1c[b, 0] == token))
+                total += log_probs_b1c[b, 0, child]
+                state = follow(expander, jnp.int32(depth), state, jnp.full((2, 1), child, jnp.int32))
+            np.testing.assert_allclose(log_prob, total, atol=1e-10)
 
 
 def test_a_draft_may_be_deeper_and_offer_fewer_tokens():
@@ -174,3 +165,81 @@ def test_a_draft_may_be_deeper_and_offer_fewer_tokens():
     assert sizes == replace(config, num_depths=4) and settings == LaneSettings(children=3, width=10)
     with pytest.raises(ValueError, match=f"got children {config.draft_vocab_size + 1}, expected"):
         eagle3.choose(config, GenerateConfig(children=config.draft_vocab_size + 1), Device("gpu"))
+
+
+# Decoding
+
+
+def oracle(lookahead: float) -> TreeFlash:
+    """Returns a verifier that continues token t with t + 1, by far the likeliest, and an EAGLE-3 drafter that agrees.
+
+    The verifier's layers add nothing. Queries and keys of the drafter's layer are equal at all positions, and so large that
+    after the rotation every position attends to itself only; its values replace the carried state by the embedded token.
+    Embeddings consist of +1 and -1, which normalisation does not change.
+
+    Args:
+      lookahead: share of the carried state that is left; 0 makes the drafter exact.
+    """
+    sizes, d = replace(VERIFIER, num_kv_heads=4), VERIFIER.hidden_size
+    config = eagle3.EagleConfig(
+        layers=replace(sizes, num_layers=1), target_hidden_size=d, draft_vocab_size=12, num_depths=5, taps=(0, 0, 1)
+    ).fitted(sizes)
+    specs = verifier.specs(sizes), eagle3.specs(config)
+    weights, drafter = (parameters.initialize(spec, jax.random.key(5), jnp.float64, scale=0.5) for spec in specs)
+    weights["embed"] = jax.random.rademacher(jax.random.key(6), (12, d), jnp.float64).at[:, 0].set(1)
+    [group] = weights["groups"]
+    group[:] = [layer | {name: jnp.zeros_like(layer[name]) for name in ("o", "down")} for layer in group]
+    layer = drafter["layer"]
+    for name in ("q", "k"):
+        layer[name] = jnp.zeros_like(layer[name]).at[:, :2, 0].set(1)
+        layer[f"{name}_norm"] = jnp.full_like(layer[f"{name}_norm"], 40)
+    layer["down"] = jnp.zeros_like(layer["down"])
+    layer["v"] = jnp.concatenate([jnp.eye(d), (lookahead - 1) * jnp.eye(d)], axis=1).reshape(layer["v"].shape)
+    layer["o"] = jnp.eye(d).reshape(layer["o"].shape)
+    weights["unembed"] = jnp.roll(weights["embed"], 1, axis=0)
+    drafter |= {"fc": jnp.zeros_like(drafter["fc"]), "unembed": weights["unembed"]}
+    return TreeFlash(sizes, Weights(weights, drafter), drafter=config, stop_ids=())
+
+
+@pytest.mark.parametrize(
+    "how", [{"nodes": 17}, pytest.param({"builder": "walk", "depths": 3}, marks=pytest.mark.slow)], ids=str
+)
+def test_a_drafter_with_the_verifiers_distribution_is_accepted_to_full_depth(how):
+    how = {"max_new_tokens": 40, "drafter_temperature": 0.02, "children": 4} | how
+    [result] = oracle(0.0).generate([[3, 4, 5]], **how)
+    assert result.ids == [(6 + i) % 12 for i in range(40)]
+    assert {*result.accepted_before_cut[:-1]} == {how.get("depths", 5) + 1}
+    [other] = oracle(2.0).generate([[3, 4, 5]], **how)
+    assert other.ids == result.ids and other.tau < result.tau, "control: another distribution is not"
+
+
+def test_the_drafter_is_shown_every_token_once():
+    """After a few rounds its context has the length of the verifier's, and equals that of one prefill of the text."""
+    layers = replace(VERIFIER, num_layers=1, num_kv_heads=1)
+    config = eagle3.EagleConfig(layers=layers, target_hidden_size=16, draft_vocab_size=10, num_depths=3, taps=(0, 0, 1))
+    config = config.fitted(VERIFIER)
+    model = make_pair(VERIFIER, config, dtype=jnp.float64, scale=0.5)
+    prompts = [[3, 4, 5, 6, 7], [8], [2, 9, 4, 4, 1, 0, 3, 5, 7, 6, 2]]
+    plan, state = prefilled(model, prompts, nodes=12, lanes=4, children=6)
+    state = loops.decode(model.weights, state, jnp.int32(4), plan=plan)
+    end_b, drafter = np.asarray(state.end_b), state.drafter
+    np.testing.assert_array_equal(drafter.context.length_b, end_b - 1)
+    assert (end_b > [len(prompt) + 4 for prompt in prompts]).any()
+    size = int(end_b.max()) - 1
+
+    @jax.jit
+    def at_once(weights, tokens_bt, count_b):
+        out = verifier.forward(
+            weights.verifier, VERIFIER, tokens_bt[:, :-1], jnp.broadcast_to(jnp.arange(size), (3, size)),
+            verifier.causal_mask(3, size), taps=config.taps,
+        )  # fmt: skip
+        nothing, tables = eagle3.init(config, 3, 256, jnp.float64), weights.verifier
+        return eagle3.extend(
+            weights.drafter, tables, config, nothing, out.features_btj, tokens_bt[:, 1:], count_b, attention="xla"
+        )
+
+    whole = at_once(model.weights, state.tokens_bs[:, : size + 1], jnp.asarray(end_b - 1))
+    np.testing.assert_allclose(drafter.hidden_bd, whole.hidden_bd, atol=1e-10)
+    for x, y in zip(jax.tree.leaves(drafter.context.groups), jax.tree.leaves(whole.context.groups), strict=True):
+        for b, end in enumerate(end_b):
+            np.testing.assert_allclose(x[b, :, : end - 1], y[b, :, : end - 1], atol=1e-10)

@@ -1,17 +1,24 @@
-"""Every head of block drafters: what trees are built from is what training compares with the verifier."""
+"""Heads of block drafters: trees are built from what training compares with the verifier, over a shortlist if asked."""
 
 from __future__ import annotations
+
+import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import RANDOM_DRAFTER
+from conftest import RANDOM_DRAFTER, RANDOM_MODEL, needs_8_devices, random_pair
+from scipy.special import log_softmax
 
+import treeflash_jax as tf
 from treeflash_jax.core import parameters
-from treeflash_jax.drafters.block import HEADS, DraftSettings, Unembed
+from treeflash_jax.core.devices import Device
+from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed, mlp
+from treeflash_jax.engine.planning import make_plan
 
-BATCH, V, D = 2, RANDOM_DRAFTER.layers.vocab_size, RANDOM_DRAFTER.layers.hidden_size
+BATCH, V, D = 3, RANDOM_DRAFTER.layers.vocab_size, RANDOM_DRAFTER.layers.hidden_size
 
 
 @pytest.fixture(scope="module")
@@ -20,36 +27,36 @@ def block():
     keys = jax.random.split(jax.random.key(0), 4)
     table_vd, other_vd = (jax.random.normal(key, (V, D)) for key in keys[:2])
     hidden_bqd = jax.random.normal(keys[2], (BATCH, RANDOM_DRAFTER.block_size, D))
-    return Unembed(table_vd, other_vd, jnp.ones(D), 1e-6), hidden_bqd, jnp.asarray([5, 40], jnp.int32)
+    return Unembed(table_vd, other_vd, jnp.ones(D), 1e-6), hidden_bqd, jnp.asarray([5, 40, 11], jnp.int32)
 
 
 def make_weights(name: str):
-    """None is zero, so that the token before matters."""
+    """Returns weights none of which is zero, so that the token before matters."""
     specs = HEADS[name].specs(RANDOM_DRAFTER)
-    leaves = {key: jax.random.normal(jax.random.key(i), spec.shape) for i, (key, spec) in enumerate(specs.items())}
-    return jax.tree.map(lambda x: 0.3 * x, leaves)
+    return {key: 0.3 * jax.random.normal(jax.random.key(i), spec.shape) for i, (key, spec) in enumerate(specs.items())}
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_contexts_of_the_table_are_the_logits_that_training_sees(block, name):
-    """With all tokens as candidates and children, at temperatures of 1 and 0.7."""
+    """With all tokens as candidates and children, at temperatures of 1, 0.7 and 1.6."""
     unembed, hidden_bqd, anchor_b = block
     head, params, settings = HEADS[name], make_weights(name), DraftSettings(candidates=V, children=V)
-    temperature_b = jnp.asarray([1.0, 0.7])
-    table = jax.jit(head.expand, static_argnums=4)(params, unembed, hidden_bqd, anchor_b, settings, temperature_b)
+    temperature_b = jnp.asarray([1.0, 0.7, 1.6])
+    expand = jax.jit(head.expand, static_argnums=4)
+    table = jax.tree.map(np.asarray, expand(params, unembed, hidden_bqd, anchor_b, settings, temperature_b))
     _, depths, contexts, _ = table.tokens_bimc.shape
     before_bim = np.zeros((BATCH, depths, contexts), np.int32)
     before_bim[:, 0] = anchor_b[:, None]
     for depth in range(1, depths):  # the token that leads to each context
         for b in range(BATCH):
-            tokens, context = np.asarray(table.tokens_bimc[b, depth - 1]), np.asarray(table.next_context_bimc[b, depth - 1])
+            tokens, context = table.tokens_bimc[b, depth - 1], table.next_context_bimc[b, depth - 1]
             before_bim[b, depth, context[context >= 0]] = tokens[context >= 0]
     for depth in range(depths):
         hidden_brd = jnp.repeat(hidden_bqd[:, depth + 1 : depth + 2], contexts, axis=1)
         logits_brv = head.logits(params, unembed, jnp.asarray(before_bim[:, depth]), hidden_brd)
         expected = jax.nn.log_softmax(logits_brv / temperature_b[:, None, None], axis=-1)
         got = np.zeros((BATCH, contexts, V))
-        np.put_along_axis(got, np.asarray(table.tokens_bimc[:, depth]), np.asarray(table.log_probs_bimc[:, depth]), axis=2)
+        np.put_along_axis(got, table.tokens_bimc[:, depth], table.log_probs_bimc[:, depth], axis=2)
         np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
@@ -69,14 +76,116 @@ def test_a_short_list_keeps_the_mass_of_what_it_leaves_out(block):
     unembed, hidden_bqd, anchor_b = block
     head, params, one_b = HEADS["lowrank"], make_weights("lowrank"), jnp.ones(BATCH)
     table = head.expand(params, unembed, hidden_bqd, anchor_b, DraftSettings(candidates=4, children=3), one_b)
-    before_br = jnp.repeat(anchor_b[:, None], 1, axis=1)
-    marginal = HEADS["marginal"].logits({}, unembed, before_br, hidden_bqd[:, 1:2])[:, 0]
-    moved = head.logits(params, unembed, before_br, hidden_bqd[:, 1:2])[:, 0]
+    before = unembed, anchor_b[:, None], hidden_bqd[:, 1:2]
+    logits = HEADS["marginal"].logits({}, *before), head.logits(params, *before)
+    marginal, moved = (np.array(x[:, 0], np.float64) for x in logits)
     for b in range(BATCH):
-        listed = np.argsort(-np.asarray(marginal[b]), kind="stable")[:4]
-        logits = np.asarray(marginal[b], np.float64).copy()
-        logits[listed] = np.asarray(moved[b])[listed]
-        distribution = logits - np.log(np.sum(np.exp(logits)))
+        listed = np.argsort(-marginal[b], kind="stable")[:4]
+        marginal[b, listed] = moved[b, listed]
+        distribution = log_softmax(marginal[b])
         best = sorted(listed, key=lambda token: -distribution[token])[:3]
         assert np.asarray(table.tokens_bimc[b, 0, 0]).tolist() == best
         np.testing.assert_allclose(table.log_probs_bimc[b, 0, 0], distribution[best], atol=2e-5)
+
+
+# The second stage over a shortlist: equal to the whole vocabulary if it lists all tokens, else still a draft.
+
+VOCAB, M, K = 60, 5, 6  # a vocabulary as wide as nothing else
+DEPTHS = RANDOM_DRAFTER.num_depths
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return random_pair()
+
+
+def expand(pair, shortlist: int):
+    """Returns the function that gives the table of random blocks, and its arguments; drafter temperatures differ."""
+    keys = jax.random.split(jax.random.key(3), 2)
+    hidden_bqd = jax.random.normal(keys[0], (BATCH, DEPTHS + 1, RANDOM_MODEL.hidden_size))
+    anchor_b = jax.random.randint(keys[1], (BATCH,), 0, VOCAB)
+    tables, drafter = pair.weights.verifier, pair.weights.drafter["backbone"]
+    unembed = Unembed(tables["embed"][:VOCAB], tables["unembed"][:VOCAB], drafter["norm"], eps=1e-6)
+    settings, temperature_b = DraftSettings(candidates=M, children=K, shortlist=shortlist), jnp.array([0.5, 1.0, 1.6])
+    arguments = pair.weights.drafter["head"], unembed, hidden_bqd, anchor_b, settings, temperature_b
+    return jax.jit(HEADS["mlp"].expand, static_argnums=4), arguments
+
+
+def run(pair, shortlist: int):
+    function, arguments = expand(pair, shortlist)
+    return jax.tree.map(np.asarray, function(*arguments))
+
+
+def test_a_list_of_all_tokens_changes_nothing(pair):
+    whole, listed = run(pair, 0), run(pair, VOCAB)
+    np.testing.assert_array_equal(listed.tokens_bimc, whole.tokens_bimc)
+    np.testing.assert_array_equal(listed.next_context_bimc, whole.next_context_bimc)
+    np.testing.assert_allclose(listed.log_probs_bimc, whole.log_probs_bimc, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_children_are_distinct_tokens_of_the_list_with_a_distribution_of_their_own(pair, size):
+    """The list, and the mass off it, by hand: scores of the head's full contexts, mass off the list from the marginals."""
+    table = run(pair, size)
+    whole = run_full_contexts(pair)
+    assert table.tokens_bimc.shape[-1] == min(K, size * DEPTHS)
+    for b, temperature in enumerate((0.5, 1.0, 1.6)):
+        likely_iv = np.argsort(-whole["marginal"][b], axis=-1, kind="stable")
+        listed = set(likely_iv[:, :size].flatten().tolist())
+        for i in range(DEPTHS):
+            marginal_v = np.exp(whole["marginal"][b, i] / temperature)
+            others = np.sum(np.delete(marginal_v, [*listed]))
+            for m in range(M if i else 1):
+                mass_v = np.exp(whole["corrected"][b, i, m] / temperature)
+                total = others + np.sum(mass_v[[*listed]])
+                best = sorted(listed, key=lambda token: -mass_v[token])[:K]  # noqa: B023
+                got = np.isfinite(table.log_probs_bimc[b, i, m])
+                assert table.tokens_bimc[b, i, m][got].tolist() == best
+                np.testing.assert_allclose(table.log_probs_bimc[b, i, m][got], np.log(mass_v[best] / total), atol=1e-4)
+
+
+def run_full_contexts(pair):
+    """Logits of all marginals [b, i, v] and of all corrected contexts [b, i, m, v], one call per context."""
+    _, (params, unembed, hidden_bqd, anchor_b, *_) = expand(pair, 0)
+    normed_bqd = unembed.normed(hidden_bqd)
+    marginal_biv = np.asarray(normed_bqd[:, 1:] @ unembed.unembed_vd.T, np.float64)
+    corrected = np.zeros((BATCH, DEPTHS, M, VOCAB))
+    for i in range(DEPTHS):
+        candidates_bm = np.argsort(-marginal_biv[:, i - 1], axis=-1, kind="stable")[:, :M]
+        for m in range(M):
+            embedding = unembed.embed_vd[jnp.asarray(candidates_bm[:, m]) if i else anchor_b][:, None]
+            hidden = mlp.correct(params, embedding, lambda slots, at=i + 1: slots[:, at : at + 1], hidden_bqd, normed_bqd)
+            corrected[:, i, m] = (unembed.normed(hidden) @ unembed.unembed_vd.T)[:, 0]
+    return {"marginal": marginal_biv, "corrected": corrected}
+
+
+def test_no_logits_of_all_contexts_are_formed(pair):
+    contexts = 1 + (DEPTHS - 1) * M
+    for shortlist, expected in ((0, True), (2, False)):
+        function, args = expand(pair, shortlist)
+        text = function.lower(*args).as_text()
+        assert bool(re.search(rf"tensor<{BATCH}x{contexts}x{VOCAB}x", text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "vocab_size", "shortlist"), [("cpu", 2**14, 32), ("cpu", 2**14 - 1, 0), ("gpu", 2**14, 0), ("tpu", 2**14, 0)]
+)
+def test_a_cpu_shortlists_a_large_vocabulary_by_default(device, vocab_size, shortlist):
+    models = RANDOM_MODEL, RANDOM_DRAFTER.layers
+    verifier, layers = (replace(model, vocab_size=vocab_size) for model in models)
+
+    def planned(**settings):
+        drafter = replace(RANDOM_DRAFTER, layers=layers)
+        return make_plan(tf.GenerateConfig(**settings), verifier, drafter, jnp.float32, Device(device)).draft.shortlist
+
+    assert planned() == shortlist
+    assert [planned(shortlist=asked) for asked in (0, 7)] == [0, 7]
+
+
+@needs_8_devices
+def test_sharded_equals_unsharded(pair):
+    whole = run(pair, 3)
+    with jax.set_mesh(tf.make_mesh(2, 4)):
+        split = run(pair, 3)
+    np.testing.assert_array_equal(split.tokens_bimc, whole.tokens_bimc)
+    np.testing.assert_allclose(split.log_probs_bimc, whole.log_probs_bimc, atol=1e-5)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from answers import make_pair, prefilled
 from conftest import RANDOM_MODEL
+from draft_trees import paths
 from extending import goes_through_everything
 
 import treeflash_jax as tf
@@ -65,30 +66,17 @@ def distribution(matches: list[tuple[float, list[int]]], path: tuple[int, ...], 
 def test_trees_hold_what_followed_earlier(temperature):
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, size, rng.integers(1, 44)).tolist() for size in (2, 2, 3, 3, 4, 6) * 6]
-    built = jax.jit(lambda params: trees.best_first(params, jnp.zeros(len(texts), jnp.int32), 9))(
-        offered(texts, temperature)
-    )
-    arrays = built.tokens_bn, built.parent_bn, built.log_prob_bn, built.valid_bn
-    tokens, parent, log_prob, valid = map(np.asarray, arrays)
-    sizes = set()
+    build = jax.jit(lambda params: trees.best_first(params, jnp.zeros(len(texts), jnp.int32), 9))
+    built, sizes = jax.tree.map(np.asarray, build(offered(texts, temperature))), set()
     for b, text in enumerate(texts):
-        matches, paths = continuations(text), [()]
+        matches, drafted = continuations(text), paths(built, b)
         everything = {tuple(result[:depth]) for _, result in matches for depth in range(1, CONFIG.num_depths + 1)}
-        assert valid[b].sum() == 1 + min(8, len(everything))
-        for node in range(1, int(valid[b].sum())):
-            paths.append((*paths[parent[b, node]], int(tokens[b, node])))
-            steps = [distribution(matches, paths[-1][:depth], temperature)[token] for depth, token in enumerate(paths[-1])]
-            np.testing.assert_allclose(log_prob[b, node], np.sum(np.log(steps)), atol=1e-5)
-        assert len({*paths}) == len(paths), "siblings are distinct"
-        sizes.add(len(paths))
+        for path, log_prob in zip(drafted, built.log_prob_bn[b], strict=False):
+            steps = [distribution(matches, path[:depth], temperature)[token] for depth, token in enumerate(path)]
+            np.testing.assert_allclose(log_prob, np.sum(np.log(steps)), atol=1e-5)
+        assert len({*drafted}) == len(drafted) == 1 + min(8, len(everything)), "siblings are distinct"
+        sizes.add(len(drafted))
     assert {1, 9} < sizes, "texts without a match and with many"
-
-
-def test_the_longest_and_most_recent_match_comes_first():
-    text = [1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6, 7, 1, 2, 3, 0, 0, 1, 2, 3]  # after 1 2 3: 4, then 0; after 2 3 once more: 5
-    tokens_b1c, log_probs_b1c = offered([text]).children(jnp.int32(0), offered([text]).start(1))
-    order = tokens_b1c[0, 0][jnp.isfinite(log_probs_b1c[0, 0])].tolist()
-    assert order == [0, 4, 5]
 
 
 def test_a_table_is_joined_by_what_followed_earlier():
@@ -99,53 +87,34 @@ def test_a_table_is_joined_by_what_followed_earlier():
         log_probs_bimc=jnp.log(jnp.array([[[[0.5, 0.25]], [[0.75, 0.125]]]])),
         next_context_bimc=jnp.array([[[[0, -1]], [[-1, -1]]]]),
     )
-    ngrams = offered([text])
-    joined, depth, share = ngram.Joined(table, ngrams), jnp.int32(0), 3 / (3 + ngram.HALF)
+    joined, matches = ngram.Joined(table, offered([text])), continuations(text)
 
-    def below(depth, state) -> dict[int, float]:
-        (tokens, log_probs), is_open = joined.children(depth, state), joined.continues(depth, state)
-        assert [*log_probs[0, 0]] == sorted(log_probs[0, 0], reverse=True), "likeliest first"
-        kept = np.isfinite(log_probs[0, 0])
-        assert len({*np.asarray(tokens[0, 0])[kept]}) == kept.sum(), "distinct"
-        return {
-            int(t): (float(np.exp(p)), bool(o))
-            for t, p, o in zip(*(x[0, 0][kept] for x in (tokens, log_probs, is_open)), strict=True)
-        }
+    def assert_mixture(depth: int, state, path: tuple[int, ...], p: dict[int, float], length: int) -> tuple[list, list]:
+        """Compares with table `p` and n-grams of this length; returns the tokens, and whether each continues."""
+        arrays = *joined.children(jnp.int32(depth), state), joined.continues(jnp.int32(depth), state)
+        tokens, log_probs, is_open = (np.asarray(x)[0, 0] for x in arrays)
+        assert [*log_probs] == sorted(log_probs, reverse=True), "likeliest first"
+        kept = np.isfinite(log_probs)
+        q, share = distribution(matches, path, 1.0), length / (length + ngram.HALF)
+        assert sorted(tokens[kept]) == sorted({*p, *q}), "distinct"
+        expected = [(1 - share) * p.get(token, 0) + share * q.get(token, 0) for token in tokens[kept].tolist()]
+        np.testing.assert_allclose(np.exp(log_probs[kept]), expected, rtol=1e-5)
+        return tokens[kept].tolist(), is_open[kept].tolist()
 
-    def expected(q: dict[int, float], p: dict[int, float], share: float) -> dict[int, float]:
-        return {token: (1 - share) * p.get(token, 0) + share * q.get(token, 0) for token in {*p, *q}}
-
-    matches = continuations(text)
-    first = below(depth, joined.start(1))
-    for token, value in expected(distribution(matches, (), 1.0), {4: 0.5, 7: 0.25}, share).items():
-        np.testing.assert_allclose(first[token][0], value, rtol=1e-5)
-    assert {token: is_open for token, (_, is_open) in first.items()} == {4: True, 5: True, 7: False}
-    order = [*first]
+    tokens, is_open = assert_mixture(0, joined.start(1), (), {4: 0.5, 7: 0.25}, 3)
+    assert dict(zip(tokens, is_open, strict=True)) == {4: True, 5: True, 7: False}
     for token, p, length in ((4, {9: 0.75, 8: 0.125}, 4), (5, {}, 3)):  # only the n-grams continue below 5
-        state = joined.follow(depth, joined.start(1), jnp.array([[order.index(token)]]))
-        got, share = below(depth + 1, state), length / (length + ngram.HALF)
-        want = expected(distribution(matches, (token,), 1.0), p, share)
-        assert {*got} == {*want} and not any(is_open for _, is_open in got.values())
-        np.testing.assert_allclose([got[t][0] for t in want], [*want.values()], rtol=1e-5)
+        state = joined.follow(jnp.int32(0), joined.start(1), jnp.array([[tokens.index(token)]]))
+        assert not any(assert_mixture(1, state, (token,), p, length)[1])
 
 
-# Decoding
-
-
-@pytest.fixture(scope="module")
-def model() -> tf.TreeFlash:
-    return make_pair(RANDOM_MODEL, ngram.NgramConfig())
-
-
-def test_without_a_match_the_verifier_reads_only_the_anchor(model):
+def test_without_a_match_the_verifier_reads_only_the_anchor():
     """A round has two passes to choose from: one over the tree, one over a single token of each sequence."""
+    model = make_pair(RANDOM_MODEL, ngram.NgramConfig())
     plan, state = prefilled(model, [[1, 2]], nodes=8)
     text = loops.decode.lower(model.weights, state, jnp.int32(1), plan=plan).as_text()
     products = re.findall(r"dot_general .* -> tensor<1x(\d+)x64xf32>", text)  # up, gate and vocabulary
     assert {*products} == {"1", "8"} and products.count("1") == products.count("8")
-
-
-# By name, and as a folder
 
 
 def test_ngram_is_a_name_of_a_drafter(tmp_path):
@@ -160,7 +129,8 @@ def test_ngram_is_a_name_of_a_drafter(tmp_path):
 
 
 @pytest.mark.filterwarnings("error")
-def test_rounds_without_a_draft_are_no_reason_to_warn(model):
+def test_rounds_without_a_draft_are_no_reason_to_warn():
+    model = make_pair(RANDOM_MODEL, ngram.NgramConfig())
     text = model.generate([[1, 2]], max_new_tokens=60, stop_ids=(), nodes=8, batch_size=3, temperature=2.0)[0]
     assert len(text.accept_lengths) > 50 and text.tau < 1.2
 

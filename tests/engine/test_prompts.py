@@ -9,6 +9,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refused
 
 import treeflash_jax as tf
 from treeflash_jax.engine import prompts
@@ -17,32 +18,20 @@ from treeflash_jax.formats.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "Name a colour."}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "Name a"}, {"type": "text", "text": "colour."}]}]
-PART = {"type": "text", "text": "Name a colour."}
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("hello", ["hello"]),
-        (["hello", CHAT, [1, 2]], ["hello", CHAT, [1, 2]]),
-        (CHAT, [CHAT]),
-        ((*CHAT,), [CHAT]),
-        ([CHAT], [CHAT]),
-        ([1, 2], [[1, 2]]),
-        (np.array([1, 2]), [[1, 2]]),
-        (jnp.array([1, 2]), [[1, 2]]),
-        ([[1, 2], [3]], [[1, 2], [3]]),
-        (iter(["a", "b"]), ["a", "b"]),
-        ([], []),
-    ],
-)
+@pytest.mark.parametrize("given, expected", [
+    ("hello", ["hello"]), (["hello", CHAT, [1, 2]], ["hello", CHAT, [1, 2]]), (CHAT, [CHAT]), ((*CHAT,), [CHAT]),
+    ([CHAT], [CHAT]), ([1, 2], [[1, 2]]), (jnp.array([1, 2]), [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]]),
+    (iter(["a", "b"]), ["a", "b"]), ([], []),
+])  # fmt: skip
 def test_one_prompt_or_many(given, expected):
     assert prompts.as_list(given) == expected
 
 
 def test_ids_become_plain_numbers():
-    for ids in ([1, 2], (1, 2), np.array([1, 2]), jnp.array([1, 2]), list(np.array([1, 2], np.int64))):
+    for ids in ((1, 2), np.array([1, 2]), jnp.array([1, 2]), list(np.array([1, 2], np.int64))):
         encoded = prompts.encode(ids, None)
         assert encoded == [1, 2] and all(type(i) is int for i in encoded)
 
@@ -53,37 +42,30 @@ def test_text_parts_are_the_lines_of_a_message(tiny):
     assert prompts.plain_messages([{**PARTS[0], "name": "Ann"}]) == [{**joined[0], "name": "Ann"}]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "words"),
-    [
-        (3, "got int as a prompt"),
-        (CHAT[0], "got dict as a prompt"),
-        (b"hello", "got bytes as a prompt"),
-        ([CHAT], "got list among the token ids"),
-        ([1, 2.5], "got float among the token ids"),
-        ([1, None], "got NoneType among the token ids"),
-        ([], "empty prompt"),
-        ("", "empty prompt"),
-        ([{"role": "user"}], "message 0: got no content"),
-        ([*CHAT, {"role": "assistant", "content": None}], "message 1: got no content"),
-        ([{"role": "user", "content": 3}], "message 0: got content of type int"),
-        ([{"content": "hello"}], "message 0: got role None, expected one of system,"),
-        ([*CHAT, {"role": "usr", "content": "x"}], "message 1: got role 'usr'"),
-        ([{"role": "usr", "content": "x"}], "did you mean user?"),
-        ([{"role": "gpt", "content": "x"}], "did you mean assistant?"),
-        ([*CHAT, "hello"], "message 1: got str"),
-        (IMAGE, "message 0: got a part of type 'image_url'"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "message 0: got a text part without text"),
-        ([{"role": "user", "content": ["hello"]}], "message 0: got a part of type 'str'"),
-    ],
-)
+@pytest.mark.parametrize("prompt, words", [
+    (3, "got int as a prompt"),
+    (CHAT[0], "got dict as a prompt"),
+    (b"hello", "got bytes as a prompt"),
+    ([CHAT], "got list among the token ids"),
+    ([1, 2.5], "got float among the token ids"),
+    ([], "empty prompt"),
+    ("", "empty prompt"),
+    ([{"role": "user"}], "message 0: got no content"),
+    ([*CHAT, {"role": "assistant", "content": None}], "message 1: got no content"),
+    ([{"role": "user", "content": 3}], "message 0: got content of type int"),
+    ([{"content": "hello"}], "message 0: got role None, expected one of system,"),
+    ([{"role": "usr", "content": "x"}], "did you mean user?"),
+    ([{"role": "gpt", "content": "x"}], "did you mean assistant?"),
+    ([*CHAT, "hello"], "message 1: got str"),
+    (IMAGE, "message 0: got a part of type 'image_url'"),
+    ([{"role": "user", "content": [{"type": "text"}]}], "message 0: got a text part without text"),
+    ([{"role": "user", "content": ["hello"]}], "message 0: got a part of type 'str'"),
+])  # fmt: skip
 def test_what_is_no_prompt_is_one_line(tiny, prompt, words):
-    with pytest.raises(ValueError) as error:
-        tiny.encode(prompt)
-    assert words in str(error.value) and "\n" not in str(error.value)
+    refused(lambda: tiny.encode(prompt), words)
 
 
-def test_a_string_is_a_message_and_a_text_is_continued_as_it_is(tiny):
+def test_a_string_is_a_message_if_there_is_a_template_and_a_text_is_continued_as_it_is(tiny):
     text = CHAT[0]["content"]
     assert tiny.encode(text) == tiny.encode(CHAT)
     assert tiny.encode(tf.Text(text)) == tiny.tokenizer.encode(text)
@@ -92,11 +74,6 @@ def test_a_string_is_a_message_and_a_text_is_continued_as_it_is(tiny):
     inner = copy.deepcopy(tiny.tokenizer.inner)
     inner.chat_template = None
     assert prompts.encode(text, Tokenizer(inner)) == tiny.tokenizer.encode(text)
-
-
-def test_a_tokenizer_without_a_template_and_a_template_that_refuses_are_one_line(tiny):
-    inner = copy.deepcopy(tiny.tokenizer.inner)
-    inner.chat_template = None
     with pytest.raises(ValueError, match="no chat template; give text or ids"):
         prompts.encode(CHAT, Tokenizer(inner))
     inner.chat_template = "{{ raise_exception('roles must\\nalternate') }}"
@@ -129,10 +106,8 @@ def test_thinking_is_a_setting_of_the_model_that_its_drafter_should_share(tmp_pa
 
 
 def test_a_stream_takes_one_prompt_alone_or_in_a_list(tiny):
-    [alone, in_a_list, of_parts] = [
-        list(tiny.stream(prompt, max_new_tokens=1))[-1] for prompt in (CHAT, [CHAT], [[{**CHAT[0], "content": [PART]}]])
-    ]
-    assert alone.prompt_ids == in_a_list.prompt_ids == of_parts.prompt_ids and alone.ids == in_a_list.ids == of_parts.ids
+    alone, in_a_list = (list(tiny.stream(prompt, max_new_tokens=1))[-1] for prompt in (CHAT, [CHAT]))
+    assert alone.prompt_ids == in_a_list.prompt_ids and alone.ids == in_a_list.ids
     for several in ([CHAT, CHAT], []):
         with pytest.raises(ValueError, match="got (2|no) prompts, expected"):
             next(tiny.stream(several, max_new_tokens=1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,35 +32,13 @@ LLAMA = replace(QWEN3, model_type="llama", qk_norm=False, tie_embeddings=True, r
 QWEN3_MOE = replace(
     QWEN3, model_type="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=32, normalize_experts=True
 )
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-}
 
 
-def name_of(name: str) -> str:
-    """GGUF's name of a tensor of a Hugging Face file."""
-    stem, _, kind = name.rpartition(".")
-    if stem.startswith("model.layers."):
-        _, _, layer, stem = stem.split(".", 3)
-        return f"blk.{layer}.{NAMES[stem]}.{kind}"
-    return f"{NAMES[stem]}.{kind}"
+def name_of(name: str, config: ModelConfig) -> str:
+    """Returns llama.cpp's name of a tensor of a Hugging Face file."""
+    architectures = {label: kind for kind, label in gguf.MODEL_ARCH_NAMES.items()}
+    architecture = architectures[config.model_type.replace("_", "")]
+    return gguf.get_tensor_name_map(architecture, config.num_layers).get_name(name, (".weight", ".bias"))
 
 
 def pairwise(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -77,55 +54,48 @@ def stored(name: str, rows: np.ndarray, config: ModelConfig) -> np.ndarray:
 
 def metadata(config: ModelConfig) -> dict[str, Any]:
     """What the converter writes of a config, tokenizer apart."""
-    yarn = {
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": config.rope.factor,
-        "rope.scaling.original_context_length": config.rope.original_max_positions,
+    sizes = {
+        "block_count": config.num_layers,
+        "context_length": config.max_positions,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": config.rope.theta,
+        "rope.dimension_count": config.head_dim,
     }
-    mixture = {
-        "expert_count": config.num_experts,
-        "expert_used_count": config.experts_per_token,
-        "expert_feed_forward_length": config.expert_size,
-    }
-    return (
-        (yarn if config.rope.kind == "yarn" else {})
-        | (mixture if config.num_experts else {})
-        | {
-            "block_count": config.num_layers,
-            "context_length": config.max_positions,
-            "embedding_length": config.hidden_size,
-            "feed_forward_length": config.intermediate_size,
-            "attention.head_count": config.num_heads,
-            "attention.head_count_kv": config.num_kv_heads,
-            "attention.key_length": config.head_dim,
-            "attention.value_length": config.head_dim,
-            "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-            "rope.freq_base": config.rope.theta,
-            "rope.dimension_count": config.head_dim,
-        }
-    )
+    if config.rope.kind == "yarn":
+        sizes["rope.scaling.type"] = "yarn"
+        sizes["rope.scaling.factor"] = config.rope.factor
+        sizes["rope.scaling.original_context_length"] = config.rope.original_max_positions
+    if config.num_experts:
+        sizes["expert_count"] = config.num_experts
+        sizes["expert_used_count"] = config.experts_per_token
+        sizes["expert_feed_forward_length"] = config.expert_size
+    return sizes
 
 
 def write(
     path: Path,
     config: ModelConfig,
-    tensors: Mapping[str, tuple[np.ndarray, Any]] | None = None,
-    values: Mapping[str, Any] | None = None,
-    changes: Mapping[str, Any] | None = None,
+    tensors: dict[str, tuple[np.ndarray, Any]] | None = None,
+    values: dict[str, Any] | None = None,
+    changes: dict[str, Any] | None = None,
 ) -> Path:
     """Writes a file.
 
     Args:
-      path: of the file.
-      config: its sizes.
       tensors: (bytes or numbers, type) by GGUF name.
       values: metadata with whole keys, such as those of a tokenizer.
-      changes: of the architecture's metadata; None takes a key away.
+      changes: changes of the architecture's metadata; None takes a key away.
     """
     architecture = config.model_type.replace("_", "")
     writer = gguf.GGUFWriter(path, architecture)
-    sizes = {f"{architecture}.{key}": value for key, value in (metadata(config) | dict(changes or {})).items()}
-    for key, value in (sizes | dict(values or {})).items():
+    sizes = {f"{architecture}.{key}": value for key, value in (metadata(config) | (changes or {})).items()}
+    for key, value in (sizes | (values or {})).items():
         if value is not None:
             add(writer, key, value)
     for name, (data, kind) in (tensors or {}).items():
@@ -138,11 +108,8 @@ def write(
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, list):
-        writer.add_array(key, value)
-    else:
-        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        kinds[type(value)](key, value)
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    (kinds | {list: writer.add_array})[type(value)](key, value)
 
 
 def vocabulary(pre: str) -> dict[str, Any]:
@@ -192,7 +159,7 @@ def as_gguf(tensors: dict[str, np.ndarray], config: ModelConfig, kind=F32) -> di
     """The same tensors as a GGUF file has them: matrices of type `kind`, norms in float32, experts of a layer in one."""
     rows = {name: stored(name, x.astype(np.float32), config) for name, x in stacked(tensors).items()}
     kinds = {name: kind if x.ndim > 1 else F32 for name, x in rows.items()}
-    return {name_of(name): (gguf.quantize(x, kinds[name]), kinds[name]) for name, x in rows.items()}
+    return {name_of(name, config): (gguf.quantize(x, kinds[name]), kinds[name]) for name, x in rows.items()}
 
 
 def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DATA, needs_8_devices
+from published_configs import LLAMA_31_8B
+from safetensors.numpy import save_file
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install treeflash-jax[gguf]")
 
@@ -40,10 +40,10 @@ import treeflash_jax as tf  # noqa: E402
 from treeflash_jax.cli.commands import main  # noqa: E402
 from treeflash_jax.engine.pairs import locate  # noqa: E402
 from treeflash_jax.formats import gguf_reader, models  # noqa: E402
-from treeflash_jax.formats.dialects import DIALECTS, parse  # noqa: E402
+from treeflash_jax.formats.dialects import parse  # noqa: E402
 from treeflash_jax.formats.tokenizer import Tokenizer  # noqa: E402
-from treeflash_jax.models import layers, quantized, verifier  # noqa: E402
-from treeflash_jax.models.config import ModelConfig, Rope  # noqa: E402
+from treeflash_jax.models import layers, quantized  # noqa: E402
+from treeflash_jax.models.config import Rope  # noqa: E402
 
 YARN = Rope(theta=5e5, kind="yarn", factor=4.0, original_max_positions=32, attention_factor=0.1 * math.log(4) + 1)
 MODELS = {
@@ -91,40 +91,18 @@ def test_float_files_load_as_the_folder_they_were_made_of(tmp_path, name, kind, 
 def test_quantised_files_mean_what_they_dequantise_to(tmp_path, config, kind):
     """Random blocks, since the package cannot write K-quants: bytes below 0x3c make finite scales wherever they lie."""
     kind = gguf.GGMLQuantizationType[kind]
-    shapes = {name: x.shape for name, x in save_hf(tmp_path / "folder", config).items()}
+    shapes = {name: x.shape for name, x in save_hf(tmp_path, config).items()}
     random, block, size = np.random.default_rng(0), *gguf.GGML_QUANT_SIZES[kind]
     raw = {
         name: random.integers(0, 0x3C, (s[0], s[1] // block * size), np.uint8) if len(s) == 2
         else random.normal(size=s).astype(np.float32)
         for name, s in shapes.items()
     }  # fmt: skip
-    tensors = {name_of(name): (stored(name, x, config), kind if x.ndim == 2 else F32) for name, x in raw.items()}
-    _, got = models.load_verifier(write(tmp_path / "x.gguf", config, tensors))
-    layer, width = got["groups"][0][0], config.hidden_size
-
-    def meant(name: str) -> np.ndarray:
-        return gguf.dequantize(raw[f"model.layers.0.{name}.weight"], kind)
-
-    assert np.isfinite(meant("self_attn.q_proj")).all() and np.std(meant("self_attn.q_proj")) > 0
-    np.testing.assert_array_equal(layer["q"], meant("self_attn.q_proj").reshape(config.num_heads, -1, width))
-    np.testing.assert_array_equal(layer["k"], meant("self_attn.k_proj").reshape(config.num_kv_heads, -1, width))
-    np.testing.assert_array_equal(layer["v"], meant("self_attn.v_proj").reshape(config.num_kv_heads, -1, width))
-    np.testing.assert_array_equal(layer["o"], meant("self_attn.o_proj").reshape(width, config.num_heads, -1))
-    np.testing.assert_array_equal(layer["down"], meant("mlp.down_proj"))
-    np.testing.assert_array_equal(layer["mlp_norm"], raw["model.layers.0.post_attention_layernorm.weight"])
-    np.testing.assert_array_equal(got["embed"], gguf.dequantize(raw["model.embed_tokens.weight"], kind))
-
-
-def test_slices_equal_the_whole(tmp_path):
-    tensors = as_gguf(save_hf(tmp_path, LLAMA), LLAMA, gguf.GGMLQuantizationType.Q8_0)
-    with DIALECTS["gguf"].opened(write(tmp_path / "x.gguf", LLAMA, tensors), LLAMA) as opened:
-        held = dict(opened)
-    for name in ("blk.0.attn_q.weight", "blk.1.attn_k.weight", "blk.0.ffn_down.weight", "token_embd.weight"):
-        whole = held[name][:]
-        assert whole.shape == tuple(held[name].get_shape()) and whole.dtype == np.float32
-        for index in (np.s_[3:9], np.s_[0:1, 2:5], np.s_[5:23, 0:64], np.s_[7:7, :]):
-            np.testing.assert_array_equal(held[name][index], whole[index])
-    np.testing.assert_array_equal(held["output_norm.weight"][5:9], held["output_norm.weight"][:][5:9])
+    tensors = {name_of(name, config): (stored(name, x, config), kind if x.ndim == 2 else F32) for name, x in raw.items()}
+    meant = {name: gguf.dequantize(x, kind) if x.ndim == 2 else x for name, x in raw.items()}
+    assert all(np.isfinite(x).all() and np.std(x) > 0 for x in meant.values())
+    save_file(meant, tmp_path / "model.safetensors")
+    assert_same(models.load_verifier(write(tmp_path / "x.gguf", config, tensors))[1], models.load_verifier(tmp_path)[1])
 
 
 @needs_8_devices
@@ -150,12 +128,12 @@ def test_a_mesh_reads_slices_and_gets_the_same(tmp_path, name, monkeypatch):
 def test_rounding_quantised_weights_again_is_said(tmp_path):
     tensors = as_gguf(save_hf(tmp_path, LLAMA), LLAMA, gguf.GGMLQuantizationType.Q8_0)
     with pytest.warns(UserWarning, match="int8.*again"):
-        config, params = models.load_verifier(write(tmp_path / "x.gguf", LLAMA, tensors), quantize="int8")
-    assert quantized.quantization_scheme(params) == "int8" and config == replace(LLAMA, eos_token_ids=())
+        _, params = models.load_verifier(write(tmp_path / "x.gguf", LLAMA, tensors), quantize="int8")
+    assert quantized.quantization_scheme(params) == "int8"
 
 
 def test_rope_divisors_are_llama3_scaling(tmp_path):
-    """The tensor that stands for the config keys of Llama 3.1: the same frequencies, and the same logits."""
+    """The tensor stands for the config keys of Llama 3.1."""
     scaled = replace(LLAMA, rope=Rope(theta=5e5, kind="llama3", factor=8.0, original_max_positions=64))
     plain = layers.rope_frequencies(LLAMA.rope, LLAMA.head_dim)
     divisors = (plain / layers.rope_frequencies(scaled.rope, LLAMA.head_dim)).astype(np.float32)
@@ -165,9 +143,6 @@ def test_rope_divisors_are_llama3_scaling(tmp_path):
     both = [models.load_verifier(path), models.load_verifier(tmp_path)]
     got, expected = (layers.rope_frequencies(config.rope, config.head_dim) for config, _ in both)
     np.testing.assert_allclose(got, expected, rtol=1e-7)
-    logits = [logits_of(*model) for model in both]
-    np.testing.assert_allclose(logits[0], logits[1], atol=1e-4)
-    assert np.abs(logits[0] - logits_of(LLAMA, both[0][1])).max() > 1e-2
     main(["convert", str(path), str(tmp_path / "written")])
     config, params = models.load_verifier(tmp_path / "written")
     assert config == both[0][0] and config.rope.kind == "longrope"
@@ -187,29 +162,18 @@ def test_yarn_of_llama_cpp(tmp_path):
     assert rope.original_max_positions == config.max_positions
 
 
-@partial(jax.jit, static_argnums=0)
-def logits_of(config: ModelConfig, params) -> jax.Array:
-    tokens = jnp.arange(100)[None] % config.vocab_size
-    out = verifier.forward(params, config, tokens, jnp.arange(100)[None], verifier.causal_mask(1, 100))
-    return verifier.logits(params, out.hidden_btd)
-
-
 @pytest.mark.parametrize("change, words", [
-    ({"long_factor": [1.0] * 7 + [3.0]}, "longrope"),
+    ({"long_factor": [1.0] * 63 + [3.0]}, "longrope"),
     ({"attention_factor": 1.2}, "longrope"),
     ({"short_factor": "1"}, "short_factor"),
-    ({"short_factor": [1.0] * 7, "long_factor": [1.0] * 7}, "7 divisors"),
+    ({"short_factor": [1.0] * 63, "long_factor": [1.0] * 63}, "63 divisors"),
 ])  # fmt: skip
 def test_other_long_ropes_are_refused(change, words):
-    divisors = [1.0] * 8
+    divisors = [1.0] * 64
     rope = {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
-    raw = {
-        "model_type": "llama", "vocab_size": 8, "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "max_position_embeddings": 64,
-    }  # fmt: skip
-    assert parse("verifier", raw | {"rope_scaling": rope}).rope.divisors == (1.0,) * 8
+    assert parse("verifier", LLAMA_31_8B | {"rope_scaling": rope}).rope.divisors == (1.0,) * 64
     with pytest.raises(ValueError, match=words):
-        parse("verifier", raw | {"rope_scaling": rope | change})
+        parse("verifier", LLAMA_31_8B | {"rope_scaling": rope | change})
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "llama3", "llama-v3", "qwen2", "deepseek-r1-qwen", "smollm", "gpt-2"])
@@ -221,11 +185,8 @@ def test_tokenizers_are_llama_cpps(tmp_path, pre):
     for text in held["strings"]:
         ids = tokenizer.encode(text)
         assert tokenizer.inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
-
-
-def test_qwen2_composes_characters(tmp_path):
-    tokenizer = Tokenizer.load(write(tmp_path / "x.gguf", LLAMA, {}, vocabulary("qwen2")))
-    assert tokenizer.encode("cafe\u0301") == tokenizer.encode("caf\u00e9")
+    composed, apart = tokenizer.encode("caf\u00e9"), tokenizer.encode("cafe\u0301")
+    assert (composed == apart) == (same_as.get(pre, pre) == "qwen2")
 
 
 def test_tokens_have_their_roles(tmp_path):
@@ -247,11 +208,11 @@ def test_tokens_have_their_roles(tmp_path):
     assert tf.load(verifier=path).stop_ids == (0, 2)
 
 
-@pytest.mark.parametrize("pre, expected", [("llama-bpe", True), ("qwen2", False)])
-def test_a_file_that_does_not_say_begins_texts_as_llama_cpp_does(tmp_path, pre, expected):
-    words = {key: value for key, value in vocabulary(pre).items() if key != "tokenizer.ggml.add_bos_token"}
-    tokenizer = Tokenizer.load(write(tmp_path / "x.gguf", LLAMA, {}, words))
-    assert (tokenizer.encode("a")[0] == 1) == expected
+def test_a_file_that_does_not_say_begins_texts_as_llama_cpp_does(tmp_path):
+    for pre, begins in (("llama-bpe", True), ("qwen2", False)):
+        words = vocabulary(pre) | {"tokenizer.ggml.add_bos_token": None}
+        tokenizer = Tokenizer.load(write(tmp_path / f"{pre}.gguf", LLAMA, {}, words))
+        assert (tokenizer.encode("a")[0] == 1) == begins
 
 
 def test_a_tokenizer_is_kept_until_its_file_changes(small, tmp_path, monkeypatch):
@@ -280,11 +241,7 @@ def test_a_file_is_a_model_wherever_one_is_named(small, tmp_path, capsys):
     arguments = ["--drafter", "none", "--builder", "none", "--prompt", "One and two", "--max-new-tokens", "4", "--json"]
     assert main(["generate", "--verifier", str(small), *arguments]) == 0
     assert len(json.loads(capsys.readouterr().out)["ids"]) == 4
-    (tmp_path / "alone").mkdir()
-    file = Path(shutil.copy(small, tmp_path / "alone"))
-    assert locate(small) == small and locate(tmp_path / "alone") == file
-    (tmp_path / "alone" / "config.json").write_text("{}")
-    assert locate(tmp_path / "alone") == tmp_path / "alone"
+    assert locate(small) == small
     folder = tmp_path / "folder.gguf"  # a folder, whatever its name
     models.save_verifier(folder, *models.load_verifier(small))
     assert models.read_verifier_config(locate(folder)) == models.read_verifier_config(small)

@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("gguf", reason="needs the package gguf: pip install treeflash-jax[gguf]")
 
-from gguf_files import F32, QWEN3_MOE, write, write_small  # noqa: E402
+from gguf_files import F32, write_small  # noqa: E402
 
 import treeflash_jax as tf  # noqa: E402
 from treeflash_jax.cli.commands import main  # noqa: E402
-from treeflash_jax.formats import gguf_reader, models
+from treeflash_jax.formats import gguf_reader
 
 
 @pytest.fixture
@@ -37,20 +37,17 @@ def patched(path: Path, at: int, number: int) -> Path:
     return path
 
 
+def type_at(path: Path) -> int:
+    """The place of the type of the tensor output_norm.weight: after its name, its one axis and their number."""
+    return path.read_bytes().index(b"output_norm.weight") + len(b"output_norm.weight") + 4 + 8
+
+
 def moved(path: Path, change: int) -> Path:
-    """The offset of the tensor output_norm.weight, changed: after its type."""
-    data, name = path.read_bytes(), b"output_norm.weight"
-    at = data.index(name) + len(name) + 4 + 8 + 4
-    return patched(path, at, struct.unpack_from("<I", data, at)[0] + change)
+    """Changes the offset of the tensor output_norm.weight, which follows its type."""
+    at = type_at(path) + 4
+    return patched(path, at, struct.unpack_from("<I", path.read_bytes(), at)[0] + change)
 
 
-def with_type(path: Path, number: int) -> Path:
-    """The type of the tensor output_norm.weight: after its name, its one axis and their number."""
-    data, name = path.read_bytes(), b"output_norm.weight"
-    return patched(path, data.index(name) + len(name) + 4 + 8, number)
-
-
-LENGTHS = "attention.key_length", "attention.value_length", "rope.dimension_count"
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
 ROW = np.ones(64, np.float32), F32
 REFUSED = {
@@ -60,10 +57,9 @@ REFUSED = {
     "two bytes": (lambda p: cut(p, 2), "is no GGUF file"),
     "version 1": (lambda p: patched(p, 4, 1), "got version 1, expected a little-endian GGUF file of version 2 or 3"),
     "big-endian": (lambda p: patched(p, 4, 3 << 24), "big-endian"),
-    "cut in the header": (lambda p: cut(p, 9000), "cut off"),
     "cut in the weights": (lambda p: cut(p, -200), "cut off"),
     "a part": (lambda p: write_small(p, {"split.count": 3}), "gguf-split --merge"),
-    "unknown type": (lambda p: with_type(p, 99), "output_norm.weight has the unknown type 99"),
+    "unknown type": (lambda p: patched(p, type_at(p), 99), "output_norm.weight has the unknown type 99"),
     "misaligned": (lambda p: moved(p, 4), "tensor output_norm.weight at byte"),
     "overlapping": (lambda p: moved(p, -64), "expected another name at a multiple of 32 that is at least"),
     "a tensor twice": (
@@ -71,24 +67,18 @@ REFUSED = {
         "expected another name",
     ),
     "alignment": (lambda p: write_small(p, {"general.alignment": True}), "general.alignment True"),
-    "not for weights": (lambda p: with_type(p, 26), "output_norm.weight has type I32 (26)"),
+    "not for weights": (lambda p: patched(p, type_at(p), 26), "output_norm.weight has type I32 (26)"),
     "architecture": (lambda p: write_small(p, {"general.architecture": "gemma3"}), "'gemma3', expected 'llama' or 'qwen2'"),
-    "sizes of another kind": (lambda p: write_small(p, {"general.architecture": "qwen2"}), "got qwen2."),
     "missing tensor": (lambda p: write_small(p, lose="blk.1.ffn_up.weight"), "tensors missing, the first is blk.1.ffn_up"),
     "missing table": (lambda p: write_small(p, lose="token_embd.weight"), "token_embd.weight"),
     "extra tensor": (lambda p: write_small(p, **{"blk.0.attn_q.bias": ROW}), "unknown tensors, the first is blk.0.attn_q"),
     "rope divisors": (lambda p: write_small(p, **{"rope_freqs.weight": ROW}), "rope_freqs.weight has shape [64]"),
     "missing size": (lambda p: write_small(p, changes={"block_count": None}), "got llama.block_count = None"),
     "more layers": (lambda p: write_small(p, changes={"block_count": 10**9}), "1,000,000,000 layers, expected 2"),
-    "size of another kind": (lambda p: write_small(p, changes={"block_count": "2"}), "got llama.block_count = '2'"),
-    "heads per layer": (lambda p: write_small(p, changes={"attention.head_count_kv": [2, 2]}), "head_count_kv = [2, 2]"),
-    "heads": (lambda p: write_small(p, changes={"attention.head_count_kv": 3}), "4 heads over 3 key/value heads"),
     "lengths": (lambda p: write_small(p, changes={"attention.value_length": 8}), "value_length 8, expected 16"),
     "rotated part": (lambda p: write_small(p, changes={"rope.dimension_count": 8}), "dimension_count 8, expected 16"),
     "linear": (lambda p: write_small(p, changes={"rope.scaling.type": "linear"}), "rope.scaling.type 'linear'"),
     "yarn without a factor": (lambda p: write_small(p, changes={"rope.scaling.type": "yarn"}), "scaling.factor = None"),
-    "yarn that speeds up": (lambda p: write_small(p, changes=YARN | {"rope.scaling.factor": 0.5}), "factor = 0.5"),
-    "betas": (lambda p: write_small(p, changes=YARN | {"rope.scaling.yarn_beta_fast": 0.5}), "beta_fast 0.5"),
     "half of yarn": (lambda p: write_small(p, changes=YARN | {"rope.scaling.yarn_ext_factor": 0.5}), "ext_factor = 0.5"),
     "yarn and divisors": (
         lambda p: write_small(p, changes=YARN, **{"rope_freqs.weight": (np.ones(8, np.float32), F32)}),
@@ -96,13 +86,11 @@ REFUSED = {
     ),
     "false for zero": (lambda p: write_small(p, changes={"expert_count": False}), "llama.expert_count = False"),
     "a long value": (lambda p: write_small(p, changes={"logit_scale": "x" * 5000}), "llama.logit_scale = 'xxx"),
-    "experts": (lambda p: write_small(p, changes={"expert_count": 8}), "llama.expert_count = 8"),
     "unknown key": (lambda p: write_small(p, changes={"logit_scale": 2.0}), "llama.logit_scale = 2.0"),
     "vocab_size": (lambda p: write_small(p, changes={"vocab_size": 7}), "vocab_size 7"),
     "other tokens": (lambda p: write_small(p, {"tokenizer.ggml.tokens": ["a"]}), "tokens 1"),
     "tokenizer": (lambda p: write_small(p, {"tokenizer.ggml.model": "llama"}), "model = 'llama', expected 'gpt2'"),
     "pre-tokenizer": (lambda p: write_small(p, {"tokenizer.ggml.pre": "tekken"}), "tokenizer.ggml.pre = 'tekken'"),
-    "no pre-tokenizer": (lambda p: write_small(p, {"tokenizer.ggml.pre": None}), "tokenizer.ggml.pre = None"),
     "no tokens": (lambda p: write_small(p, {"tokenizer.ggml.tokens": None}), "tokenizer.ggml.tokens = None"),
     "types of tokens": (lambda p: write_small(p, {"tokenizer.ggml.token_type": [1]}), "damaged vocabulary"),
     "merges": (lambda p: write_small(p, {"tokenizer.ggml.merges": ["abc"]}), "damaged vocabulary"),
@@ -114,7 +102,6 @@ REFUSED = {
     "a number of tokens": (lambda p: write_small(p, {"tokenizer.ggml.tokens": 3}), "ggml.tokens = 3, expected a list"),
     "eos of another kind": (lambda p: write_small(p, {"tokenizer.ggml.eos_token_id": "2"}), "eos_token_id = '2'"),
     "size beyond 32 bits": (lambda p: write_small(p, changes={"feed_forward_length": 2**31}), "length = 2147483648"),
-    "odd heads": (lambda p: write_small(p, changes=dict.fromkeys(LENGTHS, 15)), "head_dim 15"),
     "eos": (lambda p: write_small(p, {"tokenizer.ggml.eos_token_id": 9999}), "eos_token_id = 9999"),
     "closing texts": (lambda p: write_small(p, {"tokenizer.ggml.add_eos_token": True}), "add_eos_token"),
 }  # fmt: skip
@@ -126,18 +113,6 @@ def test_bad_files_get_one_line(small, damage, words, capsys):
     assert main(["generate", "--verifier", str(small), "--drafter", "none", "--prompt", "a"]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1 and words in captured.err and len(captured.err) < 500, captured.err
-
-
-@pytest.mark.parametrize("changes, words", [
-    ({"expert_used_count": 5}, "num_experts_per_tok 5 of 4 experts, expected at most 4"),
-    ({"expert_feed_forward_length": None}, "got qwen3moe.expert_feed_forward_length = None"),
-    ({"expert_shared_count": 1}, "qwen3moe.expert_shared_count = 1"),
-])  # fmt: skip
-def test_bad_mixtures_of_experts_get_one_line(tmp_path, changes, words):
-    tensors = {"token_embd.weight": (np.ones((QWEN3_MOE.vocab_size, 64), np.float32), F32)}
-    with pytest.raises(ValueError) as error:
-        models.load_verifier(write(tmp_path / "x.gguf", QWEN3_MOE, tensors, changes=changes))
-    assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def test_more_strings_than_a_header_holds(tmp_path):

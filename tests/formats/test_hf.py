@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CONFORMANCE, DATA
 from refusals import refused
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -76,16 +76,12 @@ def fresh(specs, seed: int = 0, dtype=jnp.float32):
     return initialize(everything_normal, jax.random.key(seed), dtype, scale=1.0)
 
 
-def drafter_params(config: DrafterConfig, dtype=jnp.float32):
-    return {"backbone": fresh(drafter.specs(config), 1, dtype), "head": fresh(HEADS[config.head].specs(config), 2, dtype)}
+def drafter_params(config: DrafterConfig):
+    return {"backbone": fresh(drafter.specs(config), 1), "head": fresh(HEADS[config.head].specs(config), 2)}
 
 
 def assert_same_bits(got, expected) -> None:
-    def same(a, b):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
-
-    jax.tree.map(same, got, expected)
+    jax.tree.map(partial(np.testing.assert_array_equal, strict=True), got, expected)
 
 
 @pytest.fixture
@@ -98,32 +94,40 @@ def pair(tmp_path) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
-def test_verifier_round_trip(tmp_path, name, dtype):
+def test_verifiers_are_read_back_in_the_dtype_on_disk(tmp_path, name, dtype):
     config = MODELS[name]
-    params = fresh(verifier.specs(config), dtype=dtype)
+    params = fresh(verifier.specs(config))
     models.save_verifier(tmp_path, config, params, dtype)
     loaded_config, loaded = models.load_verifier(tmp_path, dtype=dtype)
     assert loaded_config == config and ("unembed" in loaded) == (not config.tie_embeddings)
-    assert_same_bits(loaded, params)
+    assert_same_bits(loaded, jax.tree.map(lambda x: x.astype(dtype), params))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("head, dialect", [
-    ("mlp", "treeflash"), ("linear", "treeflash"), ("marginal", "treeflash"), ("marginal", "dflash"),
-    ("marginal", "speculators-dflash"),
-])  # fmt: skip
-def test_drafter_round_trip(tmp_path, head, dialect, dtype):
+@pytest.mark.parametrize("head", ["mlp", "linear", "marginal"])
+def test_drafters_are_read_back(tmp_path, head):
     config = replace(DRAFTER, head=head)
-    if dialect != "treeflash":  # has no place for these
-        config = replace(config, num_nodes=16, drafter_temperature=1.0, sampled_above=None)
-    params = drafter_params(config, dtype)
-    models.save_drafter(tmp_path, config, params, dialect=dialect, dtype=dtype)
-    loaded_config, loaded = models.load_drafter(tmp_path, dtype=dtype)
+    params = drafter_params(config)
+    models.save_drafter(tmp_path, config, params, dtype=jnp.float32)
+    loaded_config, loaded = models.load_drafter(tmp_path)
     assert loaded_config == config
     assert_same_bits(loaded, params)
 
 
 NAMED = ("meta-llama/Llama-3.1-8B-Instruct", "LlamaForCausalLM")  # a drafter's verifier
+BLOCK = replace(
+    DRAFTER, layers=replace(DRAFTER.layers, rope=LLAMA3), num_nodes=16, drafter_temperature=1.0, sampled_above=None,
+    verifier=NAMED,
+)  # fmt: skip
+WRITTEN = {
+    "language-model": LanguageModelConfig(layers=MODELS["llama"]),
+    "speculators": EagleConfig(
+        layers=replace(MODELS["llama"], num_layers=1), target_hidden_size=8, draft_vocab_size=12, own_embedding=True,
+        taps=(0, 2), num_taps=2, taps_are_inputs=True, verifier=NAMED,
+    ),
+    "treeflash": BLOCK,
+    "dflash": replace(BLOCK, head="marginal"),
+    "speculators-dflash": replace(BLOCK, head="marginal"),
+}  # fmt: skip
 EITHER_ROPE = {"theta and scaling": "rope_parameters", "parameters": "rope_theta rope_scaling"}  # the keys of the other
 
 
@@ -131,17 +135,7 @@ EITHER_ROPE = {"theta and scaling": "rope_parameters", "parameters": "rope_theta
 @pytest.mark.parametrize("dialect", dialects.written("drafter"))
 def test_every_dialect_states_what_other_programs_read(tmp_path, dialect, other):
     """Both rope schemas, each of them enough; tapped layers in the dialect's counting; mask token and dtype."""
-    if dialect == "language-model":
-        config = LanguageModelConfig(layers=MODELS["llama"])
-    elif dialect == "speculators":
-        layers, taps = replace(MODELS["llama"], num_layers=1), {"taps": (0, 2), "num_taps": 2, "taps_are_inputs": True}
-        taps |= {"verifier": NAMED}
-        config = EagleConfig(layers=layers, target_hidden_size=8, draft_vocab_size=12, own_embedding=True, **taps)
-    else:
-        head = "mlp" if dialect == "treeflash" else "marginal"
-        layers = replace(DRAFTER.layers, rope=LLAMA3)
-        config = replace(DRAFTER, layers=layers, head=head, num_nodes=16, drafter_temperature=1.0, sampled_above=None)
-        config = replace(config, verifier=NAMED)
+    config = WRITTEN[dialect]
     params = fresh(drafters.of(config).specs(config), dtype=jnp.bfloat16)
     models.save_drafter(tmp_path, config, params, dialect=dialect)
     raw = json.loads((tmp_path / "config.json").read_text())
@@ -150,14 +144,9 @@ def test_every_dialect_states_what_other_programs_read(tmp_path, dialect, other)
         algorithm = "eagle3" if dialect == "speculators" else "dflash"
         ids = raw[{"eagle3": "eagle_aux_hidden_state_layer_ids", "dflash": "aux_hidden_state_layer_ids"}[algorithm]]
         assert ids == [1, 3], "the layers that these outputs enter"
-        assert raw["speculators_config"].pop("proposal_methods") == [
-            {
-                "proposal_type": "greedy",
-                "speculative_tokens": config.num_depths,
-                "verifier_accept_k": 1,
-                "accept_tolerance": 0.0,
-            }
-        ]
+        [method] = raw["speculators_config"].pop("proposal_methods")
+        assert (method["proposal_type"], method["speculative_tokens"]) == ("greedy", config.num_depths)
+        assert (method["verifier_accept_k"], method["accept_tolerance"]) == (1, 0.0)
         assert raw["speculators_version"] and raw["speculators_config"] == {
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
@@ -177,13 +166,6 @@ def test_every_dialect_states_what_other_programs_read(tmp_path, dialect, other)
     assert_same_bits(loaded, params)
 
 
-def test_saving_rounds_to_the_dtype_on_disk(tmp_path):
-    params = fresh(verifier.specs(MODEL))
-    models.save_verifier(tmp_path, MODEL, params)
-    _, loaded = models.load_verifier(tmp_path)
-    assert_same_bits(loaded, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params))
-
-
 def test_equal_weights_give_equal_files(tmp_path):
     """Byte for byte: what writes safetensors puts their metadata in any order."""
     specs, entries = {"x": Spec((2, 3), (None, None))}, {"x": Entry("a.é.weight", (1, 0))}
@@ -199,20 +181,25 @@ def test_equal_weights_give_equal_files(tmp_path):
         assert file.metadata()["format"] == "pt"
 
 
-def test_published_names_and_shapes(tmp_path):
-    """Tensor for tensor what the released PyTorch classes list in their state dicts."""
-    backbone = {f"layers.{i}.{name}": shape for i in (0, 1) for name, shape in LAYER.items()} | OUTSIDE
-    models.save_drafter(tmp_path / "treeflash", DRAFTER, drafter_params(DRAFTER))
-    written = {name: list(x.shape) for name, x in load_file(tmp_path / "treeflash/model.safetensors").items()}
-    assert written == {f"model.{name}": shape for name, shape in backbone.items()} | HEAD
-
-    plain = replace(DRAFTER, head="marginal")
+def test_tensors_have_the_published_names_shapes_and_axes(tmp_path):
+    """Names and shapes are those in the state dicts of the released PyTorch classes."""
+    names = {f"layers.{i}.{name}": shape for i in (0, 1) for name, shape in LAYER.items()} | OUTSIDE
+    plain, params = replace(DRAFTER, head="marginal"), drafter_params(DRAFTER)
     models.save_drafter(tmp_path / "dflash", plain, drafter_params(plain), dialect="dflash")
-    written = {name: list(x.shape) for name, x in load_file(tmp_path / "dflash/model.safetensors").items()}
-    assert written == backbone
+    assert {name: list(x.shape) for name, x in load_file(tmp_path / "dflash/model.safetensors").items()} == names
+    models.save_drafter(tmp_path, DRAFTER, params, dtype=jnp.float32)
+    disk, layer, head = load_file(tmp_path / "model.safetensors"), params["backbone"]["groups"][0][1], params["head"]
+    assert {name: list(x.shape) for name, x in disk.items()} == {f"model.{n}": shape for n, shape in names.items()} | HEAD
 
-    with pytest.raises(ValueError, match="got a mlp head, expected none"):
-        models.save_drafter(tmp_path / "no", DRAFTER, drafter_params(DRAFTER), dialect="dflash")
+    on_disk = {name: disk[f"model.layers.1.{name}"] for name in LAYER}
+    np.testing.assert_array_equal(on_disk["self_attn.q_proj.weight"], np.reshape(layer["q"], (24, 8)))
+    np.testing.assert_array_equal(on_disk["self_attn.o_proj.weight"], np.reshape(layer["o"], (8, 24)))
+    np.testing.assert_array_equal(on_disk["mlp.gate_proj.weight"], layer["gate"])
+    np.testing.assert_array_equal(disk["model.fc.weight"], params["backbone"]["fc"].T)
+    up_and_gate = disk["ar_approximation.ug.weight"].reshape(2, 20, 2, 8)  # [up | gate, ffn, embedding | hidden, d]
+    np.testing.assert_array_equal(up_and_gate[:, :, 0], np.moveaxis(head["token_ug"], 0, 2))
+    np.testing.assert_array_equal(up_and_gate[:, :, 1], np.moveaxis(head["hidden_ug"], 0, 2))
+    np.testing.assert_array_equal(disk["ar_approximation.ug.bias"], np.ravel(head["bias"]))
 
 
 def test_dflash_as_the_speculators_library_writes_it(tmp_path):
@@ -241,22 +228,6 @@ def test_dflash_as_the_speculators_library_writes_it(tmp_path):
         else:
             with pytest.raises(ValueError, match=message):
                 models.load_drafter(tmp_path)
-
-
-def test_tensors_hold_their_weights_out_by_in(tmp_path):
-    params = drafter_params(DRAFTER)
-    backbone, head = params["backbone"], params["head"]
-    models.save_drafter(tmp_path, DRAFTER, params, dtype=jnp.float32)
-    disk, layer = load_file(tmp_path / "model.safetensors"), backbone["groups"][0][1]
-    on_disk = {name: disk[f"model.layers.1.{name}"] for name in LAYER}
-    np.testing.assert_array_equal(on_disk["self_attn.q_proj.weight"], np.reshape(layer["q"], (24, 8)))
-    np.testing.assert_array_equal(on_disk["self_attn.o_proj.weight"], np.reshape(layer["o"], (8, 24)))
-    np.testing.assert_array_equal(on_disk["mlp.gate_proj.weight"], layer["gate"])
-    np.testing.assert_array_equal(disk["model.fc.weight"], backbone["fc"].T)
-    up_and_gate = disk["ar_approximation.ug.weight"].reshape(2, 20, 2, 8)  # [up | gate, ffn, embedding | hidden, d]
-    np.testing.assert_array_equal(up_and_gate[:, :, 0], np.moveaxis(head["token_ug"], 0, 2))
-    np.testing.assert_array_equal(up_and_gate[:, :, 1], np.moveaxis(head["hidden_ug"], 0, 2))
-    np.testing.assert_array_equal(disk["ar_approximation.ug.bias"], np.ravel(head["bias"]))
 
 
 def split_in_two(folder: Path) -> None:
@@ -300,27 +271,6 @@ def test_loading_onto_a_mesh(pair):
     assert placed[1]["head"]["token_ug"].addressable_shards[0].data.shape == (8, 2, 5)
 
 
-def test_any_slice_of_a_weight_can_be_read():
-    """Slices of both flattened axes at once, which no mesh asks for today."""
-    weight_dhe = np.arange(4 * 3 * 6).reshape(4, 3, 6)
-    disk = np.concatenate([np.zeros((18, 4), int), weight_dhe.transpose(1, 2, 0).reshape(18, 4)], axis=1)
-    entry = Entry("either half", order=(1, 2, 0), row_axes=2, part=(1, 2))
-    for index in (np.s_[:, :, :], np.s_[1:3, 1:2, 2:5], np.s_[0:2, 2:3, :], np.s_[:, 1:3, 3:6]):
-        got = storage.read_slice(disk, Spec((4, 3, 6), (None, "heads", "ffn")), entry, index)
-        np.testing.assert_array_equal(got, weight_dhe[index])
-
-
-@pytest.mark.parametrize("name", CONFORMANCE)
-def test_published_folders_load(name):
-    folder = DATA / "conformance" / name
-    config, params = models.load_verifier(folder / "verifier")
-    fit, weights = models.load_drafter(folder / "drafter")
-    fit.fitted(config)
-    assert ("unembed" in params) == (name != "b_trained")
-    assert (fit.head, bool(weights["head"])) == (("marginal", False) if name == "c_dflash" else ("mlp", True))
-    assert models.stop_ids(folder / "verifier", config) == (2,)
-
-
 def test_a_tied_file_may_repeat_its_table(tmp_path):
     config = MODELS["tied"]
     models.save_verifier(tmp_path, config, fresh(verifier.specs(config)), jnp.float32)
@@ -338,11 +288,6 @@ def change_tensors(folder: Path, change) -> None:
     save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
 
 
-def change_config(folder: Path, **values) -> None:
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | values))
-
-
 def lose(name: str):
     return lambda folder: change_tensors(folder, lambda t: {key: x for key, x in t.items() if key != name})
 
@@ -356,18 +301,12 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def lose_a_part(folder: Path) -> None:
-    split_in_two(folder)
-    (folder / "model-00002-of-00002.safetensors").unlink()
-
-
 def lose_a_listed_tensor(folder: Path) -> None:
     split_in_two(folder)
     path = folder / "model-00002-of-00002.safetensors"
     kept = load_file(path)
-    kept.pop(lost := sorted(kept)[0])
+    kept.popitem()
     save_file(kept, path)
-    (folder / "lost").write_text(lost)
 
 
 def pipe(name: str, make=os.mkfifo):
@@ -388,31 +327,20 @@ DAMAGE = {
         put("model.layers.0.mlp.up_proj.weight", lambda x: np.ascontiguousarray(x.T)),
         ("model.layers.0.mlp.up_proj.weight", "[8, 20]", "[20, 8]"),
     ),
-    "tensor of higher rank": (put(NORM, lambda x: x[None]), (NORM, "[1, 8]", "[8]")),
     "integers": (put(NORM, lambda x: x.astype(np.int32)), (NORM, "I32")),
     "truncated": (truncate, ("model.safetensors", "damaged")),
     "junk": (lambda f: (f / "model.safetensors").write_text("<html></html>" * 20), ("model.safetensors", "damaged")),
-    "empty file": (lambda f: (f / "model.safetensors").write_bytes(b""), ("model.safetensors", "damaged")),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ("model.safetensors", "not found")),
-    "missing part": (lose_a_part, ("model-00002-of-00002.safetensors", "not found")),
     "part without a listed tensor": (lose_a_listed_tensor, ("model-00002-of-00002.safetensors", "no tensor")),
     "deep index": (
         lambda f: (f / "model.safetensors.index.json").write_text("[" * 200_000),
         ("model.safetensors.index.json", "nested too deeply"),
     ),
-    "deep config": (lambda f: (f / "config.json").write_text('{"a":' * 200_000), ("config.json", "nested too deeply")),
-    "number of 5000 digits": (
-        lambda f: (f / "config.json").write_text('{"a": ' + "9" * 5000 + "}"),
-        ("config.json", "JSON"),
-    ),
     "pipe for weights": (pipe("model.safetensors"), ("model.safetensors", "named pipe")),
-    "pipe for an index": (pipe("model.safetensors.index.json"), ("model.safetensors.index.json", "named pipe")),
     "pipe for a config": (pipe("config.json"), ("config.json", "named pipe")),
     "folder for weights": (pipe("model.safetensors", Path.mkdir), ("model.safetensors",)),
     "folder for a config": (pipe("config.json", Path.mkdir), ("config.json",)),
     "no config": (lambda f: (f / "config.json").unlink(), ("config.json", "not found")),
-    "invalid config": (lambda f: (f / "config.json").write_text("{'a': 1}"), ("config.json", "JSON")),
-    "list for a config": (lambda f: (f / "config.json").write_text("[1]"), ("config.json", "list", "an object")),
     "no folder": (shutil.rmtree, ("not found", "folder")),
 }  # fmt: skip
 
@@ -433,28 +361,21 @@ def test_swapped_folders(pair):
     refused(lambda: tf.load(verifier=pair[1], drafter=pair[0]), "dflash_config")
 
 
-MISFITS = {
-    "hidden size": ({"hidden_size": 16}, ("hidden size", "8", "16")),
-    "layers": ({"num_hidden_layers": 4}, ("layers", "3", "4")),
-    "vocabulary": ({"vocab_size": 13}, ("vocabulary", "12", "13")),
-}
+DFLASH = {"mask_token_id": 11, "target_layer_ids": [0, 2]}
 
 
-@pytest.mark.parametrize("change, words", MISFITS.values(), ids=MISFITS)
-def test_mismatched_pairs(pair, change, words):
-    """Refused before any weight is read: the files could not even be opened."""
-    change_config(pair[0], **change)
+@pytest.mark.parametrize("part, change, words", [
+    ("verifier", {"hidden_size": 16}, ("hidden size", "8", "16")),
+    ("verifier", {"num_hidden_layers": 4}, ("layers", "3", "4")),
+    ("verifier", {"vocab_size": 13}, ("vocabulary", "12", "13")),
+    ("drafter", {"dflash_config": DFLASH | {"target_layer_ids": [0, 3]}}, ("[3]", "0 to 2")),
+    ("drafter", {"dflash_config": DFLASH | {"mask_token_id": 12}}, ("mask id 12", "12")),
+])  # fmt: skip
+def test_mismatched_pairs_are_refused_before_any_weight_is_read(pair, part, change, words):
+    path = pair[part == "drafter"] / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
     for folder in pair:
         truncate(folder)
-    refused(lambda: tf.load(verifier=pair[0], drafter=pair[1]), "does not fit", *words)
-
-
-@pytest.mark.parametrize("dflash, words", [
-    ({"mask_token_id": 11, "target_layer_ids": [0, 3]}, ("[3]", "0 to 2")),
-    ({"mask_token_id": 12, "target_layer_ids": [0, 2]}, ("mask id 12", "12")),
-])  # fmt: skip
-def test_drafters_that_read_outside_the_verifier(pair, dflash, words):
-    change_config(pair[1], dflash_config=dflash)
     refused(lambda: tf.load(verifier=pair[0], drafter=pair[1]), "does not fit", *words)
 
 

@@ -76,12 +76,6 @@ def test_large_logits_and_bfloat16_stay_finite():
     assert out.dtype == jnp.bfloat16 and bool(jnp.isfinite(out).all()) and bool((jnp.abs(out) < 10).all())
 
 
-def test_unknown_implementation_is_an_error():
-    x = jnp.zeros((1, 1, 1, 2))
-    with pytest.raises(ValueError, match=r"got attention implementation 'flash9', expected one of \['chunked', 'cudnn'"):
-        tree_attention(x, x, x, jnp.ones((1, 1, 1), bool), implementation="flash9")
-
-
 CONFIG = ModelConfig(
     vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=H, num_kv_heads=K, head_dim=E
 )  # fmt: skip
@@ -90,15 +84,11 @@ append = jax.jit(kv_cache.append)
 
 def new_positions(batch: int, width: int, seed: int):
     """Keys and values of both layers, [b, t, k, e] each."""
-    return (
-        tuple(
-            (draw(batch, width, K, E, seed=seed + 2 * i), draw(batch, width, K, E, seed=seed + 2 * i + 1)) for i in (0, 1)
-        ),
-    )
+    return (tuple(tuple(draw(batch, width, K, E, seed=seed + 2 * i + kind) for kind in (0, 1)) for i in (0, 1)),)
 
 
 @pytest.mark.parametrize("batch, dtype", [(1, jnp.float32), (3, jnp.float32), (3, jnp.bfloat16)])  # three ways to store
-def test_append_commits_paths_in_order(batch, dtype):
+def test_append_commits_paths_in_order(backend_form, batch, dtype):
     """Random commits, some of nothing, against lists; garbage of one commit is gone or hidden after the next."""
     rng = np.random.default_rng(batch)
     cache, width = kv_cache.allocate(CONFIG, batch, 40, dtype), 5
@@ -128,25 +118,6 @@ def test_append_without_a_path_keeps_the_first_positions(batch):
     assert cache.length_b.tolist() == [5] * batch
     keys_bske = np.asarray(cache.groups[0][1].keys_bkse).swapaxes(1, 2)[:, :5]
     np.testing.assert_array_equal(keys_bske, np.concatenate([new[0][1][0][:, :2], more[0][1][0][:, :3]], axis=1))
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_attention_sees_committed_positions_only(batch):
-    """Attention over a cache of several commits equals attention over the same positions laid out densely."""
-    new, more = new_positions(batch, 6, seed=70), new_positions(batch, 6, seed=80)
-    cache = append(
-        kv_cache.allocate(CONFIG, batch, 20, jnp.float32), new, jnp.full(batch, 6), jnp.zeros((batch, 6), jnp.int32)
-    )
-    cache = append(cache.replace(length_b=jnp.full(batch, 2)), more, jnp.arange(1, batch + 1))
-    q_bthe, k_buke, v_buke = draw(batch, 1, H, E), draw(batch, 1, K, E, seed=1), draw(batch, 1, K, E, seed=2)
-    got = attention(q_bthe, k_buke, v_buke, jnp.ones((batch, 1, 1), bool), cache.groups[0][0], cache.length_b)
-    for b in range(batch):
-        k_bxke, v_bxke = (
-            np.concatenate([new[0][0][i][b, [0, 0]], more[0][0][i][b, : b + 1], params[b]])[None]
-            for i, params in ((0, k_buke), (1, v_buke))
-        )
-        mask_btx = np.ones((1, 1, k_bxke.shape[1]), bool)
-        np.testing.assert_allclose(got[b], dense(q_bthe[b : b + 1], k_bxke, v_bxke, mask_btx, E**-0.5)[0], atol=3e-6)
 
 
 def test_grow_keeps_positions_and_lengths():

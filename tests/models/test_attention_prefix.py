@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import drafted_as_plain
 from conftest import needs_8_devices
 from jax.sharding import AbstractDevice, AbstractMesh
 
@@ -29,11 +30,8 @@ attention = jax.jit(tree_attention, static_argnames=("scale", "implementation"))
 def arguments(lengths, dtype=np.float32, queries: int = T, heads: int = H, slots: int = S, poison=lambda x: x):
     """Queries, keys, values, mask, prefix and lengths; slots from `poison(length)` on are NaN, and garbage before that."""
     rng, (batch, parent_bt) = np.random.default_rng(0), (len(lengths), PARENT[: len(lengths)])
-    mask_btu = (
-        ancestor_mask(parent_bt, T)
-        if queries == T
-        else jnp.broadcast_to(jnp.tri(queries, dtype=bool), (batch, queries, queries))
-    )
+    causal_btu = jnp.broadcast_to(jnp.tri(queries, dtype=bool), (batch, queries, queries))
+    mask_btu = ancestor_mask(parent_bt, T) if queries == T else causal_btu
     new = [rng.normal(size=(batch, queries, count, E)) for count in (heads, K, K)]
     at_bs = np.arange(slots) - np.asarray(lengths)[:, None]
     ends_bs = np.asarray([poison(length) - length for length in lengths])[:, None]
@@ -136,36 +134,20 @@ def test_kernels_lower_for_their_device(name, platform, marker, monkeypatch):
 def test_kernels_refuse_odd_sizes():
     arrays = list(arguments(LENGTHS["full"]))
     arrays[4] = jax.tree.map(lambda x: x[:, :, :696], arrays[4])
-    with pytest.raises(
-        ValueError, match="got heads of 16 and a cache of 696 slots, expected a power of two and a multiple"
-    ):
+    with pytest.raises(ValueError, match="got heads of 16 and a cache of 696 slots, expected a power of two and a"):
         tree_attention(*arrays, implementation="pallas-gpu")
 
 
-SETTINGS = {"max_new_tokens": 8, "temperature": [0.0, 0.8]}
-
-
-@pytest.fixture(scope="module")
-def one_by_one(trained):
-    """Prompts of unequal length, one over a block's edge, and what "xla" says one token at a time."""
-    rng = np.random.default_rng(0)
+@pytest.mark.parametrize("name", ["streamed", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
+def test_drafted_ids_are_those_of_one_token_decoding(name, trained):
+    """Prompts of unequal length, one over a block's edge."""
+    rng, settings = np.random.default_rng(0), {"max_new_tokens": 8, "temperature": [0.0, 0.8]}
     prompts = [rng.integers(4, trained.verifier.vocab_size, size).tolist() for size in (508, 40)]
-    return prompts, [result.ids for result in trained.generate(prompts, builder="none", attention="xla", **SETTINGS)]
+    plain = trained.generate(prompts, builder="none", attention="xla", **settings)
+    tree = {"nodes": 8, "candidates": 4, "children": 4, "builder": "best-first", "attention": name}
+    drafted_as_plain(trained, prompts, tree, plain=plain, **settings)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "streamed" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
-def test_drafted_ids_are_those_of_one_token_decoding(name, trained, one_by_one):
-    prompts, expected = one_by_one
-    tree = {"nodes": 8, "candidates": 4, "children": 4, "builder": "best-first"}
-    assert [result.ids for result in trained.generate(prompts, attention=name, **tree, **SETTINGS)] == expected
-
-
-def test_the_default_is_what_was_measured(trained, monkeypatch):
-    resolved = lambda **settings: trained.plan(trained.resolve(None, settings)).attention  # noqa: E731
-    assert resolved() == resolved(builder="none") == "streamed" and resolved(attention="xla") == "xla"
+def test_unknown_implementations_are_refused(trained):
     with pytest.raises(ValueError, match="got attention 'flash9', expected one of .*'pallas-gpu'"):
-        resolved(attention="flash9")
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert resolved() == "xla"
+        trained.plan(trained.resolve(None, {"attention": "flash9"}))

@@ -145,16 +145,6 @@ def test_slots_are_repeated_for_their_contexts(backend_form):
     np.testing.assert_array_equal(got, slots[:, [1, 2, 2, 2, 3, 3, 3]])
 
 
-@pytest.mark.parametrize("batch, dtype", [(1, jnp.float32), (3, jnp.float32), (3, jnp.bfloat16)])
-def test_new_positions_are_stored_from_each_start_on(backend_form, batch, dtype):
-    slots, new = (jax.random.normal(jax.random.key(i), (batch, 2, n, 4)).astype(dtype) for i, n in enumerate((12, 5)))
-    start_b = np.asarray([4, 0, 7])[:batch]
-    got, expected = jax.jit(indexing.store)(slots, new, jnp.asarray(start_b)), np.array(slots)
-    for b, start in enumerate(start_b):
-        expected[b, :, start : start + 5] = new[b]
-    np.testing.assert_array_equal(got, expected)
-
-
 @pytest.mark.parametrize("size, grouped", [(8 * 3 * 128, True), (23 * 128, False), (8 * 3 * 128 + 64, False)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_top_k_searches_long_vectors_by_groups(backend_form, size, grouped, dtype):

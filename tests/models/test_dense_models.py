@@ -17,7 +17,6 @@ from treeflash_jax.models import quantized, verifier
 from treeflash_jax.models.config import Rope
 
 FOLDER = DATA / "qwen2"
-BIASES = ("q_bias", "k_bias", "v_bias")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,7 @@ def model():
     return models.load_verifier(FOLDER)
 
 
-def outputs(config, params, folder=FOLDER) -> tuple[np.ndarray, np.ndarray]:
+def outputs(config, params, folder=FOLDER) -> tuple[jax.Array, jax.Array]:
     """Logits, and features after the first layer, of the stored prompt."""
     tokens = jnp.asarray(np.load(folder / "expected.npz")["prompt"])
     positions = jnp.arange(tokens.shape[1])[None]
@@ -35,7 +34,7 @@ def outputs(config, params, folder=FOLDER) -> tuple[np.ndarray, np.ndarray]:
         out = verifier.forward(params, config, tokens, positions, verifier.causal_mask(1, tokens.shape[1]), taps=(0,))
         return verifier.logits(params, out.hidden_btd), out.features_btj
 
-    return jax.tree.map(np.asarray, run(params))
+    return run(params)
 
 
 @pytest.mark.parametrize(("name", "rope"), [("llama", "llama3"), ("qwen2", "yarn")])
@@ -49,22 +48,6 @@ def test_logits_and_features_are_those_of_transformers(name, rope):
     assert name == "qwen2" or models.stop_ids(DATA / name, config) == (3, 4)
 
 
-def with_layers(params, change):
-    return params | {"groups": [[change(layer) for layer in group] for group in params["groups"]]}
-
-
-def test_zero_biases_are_no_biases(model):
-    config, params = model
-    none = with_layers(params, lambda layer: {name: x for name, x in layer.items() if name not in BIASES})
-    llama, _ = outputs(replace(config, qkv_bias=False, model_type="llama"), none)
-    biases = {name: params["groups"][0][0][name] for name in BIASES}
-    zero = with_layers(none, lambda layer: layer | {name: 0 * x for name, x in biases.items()})
-    np.testing.assert_array_equal(outputs(config, zero)[0], llama)
-    for name, x in biases.items():
-        result = with_layers(zero, lambda layer, name=name, x=x: layer | {name: x})
-        assert np.abs(outputs(config, result)[0] - llama).max() > 1e-2, f"{name} is not used"
-
-
 @needs_8_devices
 def test_a_mesh_computes_as_one_device(model):
     config, params = model
@@ -74,13 +57,9 @@ def test_a_mesh_computes_as_one_device(model):
         np.testing.assert_allclose(outputs(config, placed)[0], outputs(config, params)[0], atol=1e-5)
 
 
-def test_biases_stay_wide_in_int8(model):
-    config, params = model
-    small = models.load_verifier(FOLDER, quantize="int8")[1]
-    layer = small["groups"][0][0]
+def test_biases_stay_wide_in_int8():
+    layer = models.load_verifier(FOLDER, quantize="int8")[1]["groups"][0][0]
     assert isinstance(layer["q"], quantized.Quantized) and layer["q_bias"].dtype == jnp.float32
-    difference = np.abs(outputs(config, small)[0] - outputs(config, params)[0])
-    assert 0 < difference.max() < 0.2
 
 
 def test_a_new_drafter_has_the_published_kind_of_layers(model):

@@ -54,32 +54,29 @@ def oracle(weights, config, x_nd):
     return y_nd, np.array(ids_nk)
 
 
-def case(name: str):
-    """Weights, config and tokens [n, d] of one corner."""
-    rng = np.random.default_rng(3)
-    changes = {
-        "not normalised": {"normalize_experts": False},
-        "k = E": {"experts_per_token": 6},
-        "few of many": {"num_experts": 16},
-        "sizes of no whole turns": {"hidden_size": 12, "expert_size": 5},
-    }
-    config = replace(CONFIG, **changes.get(name, {}))
-    weights, x_nd = make_weights(config), rng.normal(size=(1 if name == "one row" else 9, config.hidden_size))
+CASES = {  # with what they change in the config
+    "plain": {},
+    "not normalised": {"normalize_experts": False},
+    "k = E": {"experts_per_token": 6},
+    "few of many": {"num_experts": 16},
+    "sizes of no whole turns": {"hidden_size": 12, "expert_size": 5},
+    "one row": {},
+    "ties": {},
+    "one expert for all": {},
+    "an expert no token picks": {},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_form_is_the_loop_over_tokens_and_experts(name):
+    config = replace(CONFIG, **CASES[name])
+    weights, shape = make_weights(config), (1 if name == "one row" else 9, config.hidden_size)
+    x_nd = np.random.default_rng(3).normal(size=shape)
     if name == "ties":
         weights["router"] = np.zeros_like(weights["router"])
     if name in ("one expert for all", "an expert no token picks"):
         x_nd[:, 0] = 1.0
         weights["router"][0, 4] = 50.0 if name == "one expert for all" else -50.0
-    return weights, config, x_nd
-
-
-CASES = ("plain", "not normalised", "k = E", "one row", "ties", "one expert for all", "an expert no token picks")
-CASES += ("few of many", "sizes of no whole turns")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_form_is_the_loop_over_tokens_and_experts(name):
-    weights, config, x_nd = case(name)
     expected_nd, expected_nk = oracle(weights, config, x_nd)
     weight_nk, ids_nk = experts.route(jnp.asarray(weights["router"]), config, jnp.asarray(x_nd))
     np.testing.assert_array_equal(ids_nk, expected_nk)
@@ -161,21 +158,18 @@ def test_int8_experts_equal_their_dequantised_weights():
 
 
 OVER_EXPERTS, OVER_WIDTH = {"data": 2, "model": 4}, {"data": 2, "model": 4, "experts": 1}
-SLOW = [
-    (OVER_EXPERTS, ("model", None, None), 9, "int8"),
-    (OVER_EXPERTS, ("model", None, None), 80, None),
-    (OVER_WIDTH, ("experts", None, "model"), 1, None),
-    (OVER_WIDTH, ("experts", None, "model"), 80, "int8"),
-    ({"data": 1, "model": 2, "experts": 4}, ("experts", None, "model"), 1, "int8"),
-    ({"data": 1, "model": 8}, (None, None, "model"), 80, None),  # which does not divide the experts
-]
 
 
 @needs_8_devices
 @pytest.mark.parametrize("sizes, axes, sequences, scheme", [
     (OVER_EXPERTS, ("model", None, None), 1, None),
     (OVER_WIDTH, ("experts", None, "model"), 9, "int8"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (OVER_EXPERTS, ("model", None, None), 80, "int8"),
+        (OVER_WIDTH, ("experts", None, "model"), 1, None),
+        ({"data": 1, "model": 2, "experts": 4}, ("experts", None, "model"), 1, "int8"),
+        ({"data": 1, "model": 8}, (None, None, "model"), 80, None),  # which does not divide the experts
+    ]),
 ])  # fmt: skip
 def test_a_mesh_gives_what_one_device_gives_and_moves_no_weight(sizes, axes, sequences, scheme):
     config = replace(CONFIG, num_experts=16 if sizes["model"] < 8 else 6, expert_size=8)

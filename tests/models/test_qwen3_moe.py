@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DATA, needs_8_devices
+from refusals import refused
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from treeflash_jax import make_mesh
-from treeflash_jax.formats import dialects, models, safetensors
+from treeflash_jax.formats import dialects, models, safetensors, storage
 from treeflash_jax.models import verifier
 
 FOLDER = DATA / "qwen3_moe"
 RAW = json.loads((FOLDER / "apart" / "config.json").read_text())
-
-
-def assert_same_bits(got, expected) -> None:
-    jax.tree.map(lambda ours, theirs: np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs)), got, expected)
 
 
 def test_logits_and_routes_in_both_layouts():
@@ -46,7 +42,7 @@ def test_logits_and_routes_in_both_layouts():
     assert set(np.unique(np.stack(routes))) == {0, 1, 2, 3}
     fused_config, fused = models.load_verifier(FOLDER / "fused")
     assert fused_config == config
-    assert_same_bits(fused, params)
+    jax.tree.map(np.testing.assert_array_equal, fused, params)
 
 
 def test_written_files_read_back_and_name_every_expert(tmp_path):
@@ -84,14 +80,9 @@ def test_which_layers_are_dense():
     ({"decoder_sparse_step": 0}, ("decoder_sparse_step", "0")),
     ({"use_qk_norm": False}, ("use_qk_norm",)),
     ({"qkv_bias": True}, ("qkv_bias",)),
-    ({"n_group": 2}, ("n_group",)),
 ])  # fmt: skip
 def test_refused_configs(changes, words):
-    with pytest.raises(ValueError) as error:
-        dialects.parse("verifier", RAW | changes)
-    assert "\n" not in str(error.value)
-    for word in words:
-        assert word in str(error.value)
+    refused(lambda: dialects.parse("verifier", RAW | changes), *words)
 
 
 def test_a_drafter_of_experts_is_refused():
@@ -127,9 +118,9 @@ def test_refused_files(tmp_path, name):
 @needs_8_devices
 @pytest.mark.parametrize("layout", ["apart", "fused"])
 def test_each_device_reads_its_own_experts_from_one_open_file(monkeypatch, layout):
-    opened, read = [], []
+    opened, read, load = [], [], storage.load
 
-    class Slice:
+    class Counted:
         def __init__(self, name, source):
             self.name, self.source = name, source
             self.get_shape, self.get_dtype = source.get_shape, source.get_dtype
@@ -139,25 +130,11 @@ def test_each_device_reads_its_own_experts_from_one_open_file(monkeypatch, layou
             read.append((self.name, block.nbytes))
             return block
 
-    class File:
-        def __init__(self, path, **options):
-            opened.append(str(path))
-            self.file = safe_open(path, **options)
+    def load_counted(where, tensors, *others):
+        return load(where, {name: Counted(name, tensor) for name, tensor in tensors.items()}, *others)
 
-        def __enter__(self):
-            self.file.__enter__()
-            return self
-
-        def __exit__(self, *args):
-            return self.file.__exit__(*args)
-
-        def keys(self):
-            return self.file.keys()
-
-        def get_slice(self, name):
-            return Slice(name, self.file.get_slice(name))
-
-    monkeypatch.setattr(safetensors, "safe_open", File)
+    monkeypatch.setattr(storage, "load", load_counted)
+    monkeypatch.setattr(safetensors, "safe_open", lambda path, **named: opened.append(path) or safe_open(path, **named))
     mesh = make_mesh(2, 4)
     _, whole = models.load_verifier(FOLDER / layout)
     opened.clear()
@@ -169,14 +146,4 @@ def test_each_device_reads_its_own_experts_from_one_open_file(monkeypatch, layou
     assert {shard.data.shape for shard in weight.addressable_shards} == {(1, 16, 8)}
     blocks = [size for name, size in read if "experts" in name]
     assert max(blocks) <= 16 * 8 * 4, "of one matrix of one expert"
-    assert_same_bits(jax.device_get(params), whole)
-
-
-def test_int8_keeps_the_router():
-    config = models.read_verifier_config(FOLDER / "apart")
-    _, params = models.load_verifier(FOLDER / "apart", quantize="int8")
-    layer = params["groups"][0][0]
-    assert layer["expert_down"].values.dtype == jnp.int8 and layer["expert_down"].scale.shape == (4, 16)
-    assert layer["router"].dtype == jnp.float32
-    specs = verifier.specs(replace(config, num_layers=4), "int8")
-    assert jax.tree.structure(params) == jax.tree.structure(jax.tree.map(lambda _: 0, specs))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), whole)

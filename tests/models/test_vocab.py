@@ -58,15 +58,6 @@ def test_sharded_equals_unsharded(mesh, name, batch, size):
         np.testing.assert_allclose(got_x, expected_x, **({"atol": 1e-5} if name in SUMS else {"rtol": 0}))
 
 
-def test_ties_go_to_the_lower_id():
-    scores = np.asarray(inputs(V)[1])
-    values, ids = vocab.top_k(jnp.asarray(scores), 40)
-    expected = np.argsort(-scores, axis=-1, kind="stable")[..., :40]
-    np.testing.assert_array_equal(ids, expected)
-    np.testing.assert_array_equal(values, np.take_along_axis(scores, expected, -1))
-    np.testing.assert_array_equal(vocab.argmax(jnp.asarray(scores)), scores.argmax(-1))
-
-
 def gathers_with_full_vectors(function, scores: jax.Array) -> list[str]:
     text = jax.jit(function).lower(scores).compile().as_text()
     gathers = [line for line in text.splitlines() if re.search(r"\ball-gather(-start)?\(", line)]
@@ -132,20 +123,6 @@ def test_filters_write_nothing_as_long_as_a_vector(dtype, passes):
     assert {x.aval.dtype for step in loops for x in step.invars if x.aval.size >= 96} == {jnp.dtype(dtype)}
 
 
-def test_filters_that_are_off_cut_nothing():
-    logits = inputs(V)[1]
-    for top_k in (0, V, V + 1):
-        assert np.asarray(filter_threshold(logits, 1.0, jnp.int32(top_k), jnp.float32(1.0))).max() <= logits.min()
-    assert np.isneginf(filter_threshold(logits, 1.0, jnp.int32(0), jnp.float32(1.0))).all()
-
-
-def test_top_p_counts_the_mass_that_top_k_keeps():
-    logits = jnp.log(jnp.asarray([0.4, 0.2, 0.2, 0.1, 0.1]))  # of 0.4 + 0.2 + 0.2 (tie kept), half is reached at once
-    for top_k, top_p, kept in [(2, 0.49, 1), (0, 0.49, 3), (2, 0.51, 3), (1, 0.9, 1), (4, 0.81, 5), (0, 0.79, 3)]:
-        cut = filter_threshold(logits, 1.0, jnp.int32(top_k), jnp.float32(top_p))
-        assert int((logits >= cut).sum()) == kept, (top_k, top_p)
-
-
 def test_peaked_vectors_keep_their_peak():
     others = np.log(1e-7 / (V - 1)).astype(np.float32)
     logits = np.where(np.arange(V) == 17, np.float32(np.log1p(-1e-7)), others).astype(np.float32)
@@ -154,6 +131,7 @@ def test_peaked_vectors_keep_their_peak():
         np.testing.assert_array_equal(logits >= cut, np.arange(V) == 17)
     kept = filter_threshold(jnp.asarray(logits), 1.0, jnp.int32(2), jnp.float32(1.0))
     assert (logits >= kept).all(), "ties of the second largest are kept"
+    assert filter_threshold(jnp.asarray([[0.0, 3.0, 1.0]]), 1.0, jnp.int32([0]), jnp.float32([1e-39])).tolist() == [3.0]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -222,8 +200,3 @@ def test_noise_is_standard_gumbel():
     noise = np.sort(np.asarray(vocab.gumbel(jax.random.key(5), 20_000, jnp.float32)))
     quantiles = (np.arange(noise.size) + 0.5) / noise.size
     assert np.abs(np.exp(-np.exp(-noise)) - quantiles).max() < 0.02
-
-
-def test_a_vanishing_top_p_keeps_the_likeliest_token():
-    logits = jnp.asarray([[0.0, 3.0, 1.0]])
-    assert vocab.filter_threshold(logits, 1.0, jnp.int32([0]), jnp.float32([1e-39])).tolist() == [3.0]

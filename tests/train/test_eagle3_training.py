@@ -23,13 +23,20 @@ from train.stages.registry import read_stage
 from treeflash_jax.core import parameters
 from treeflash_jax.drafters import Inputs, eagle3
 from treeflash_jax.drafters.lanes import LaneSettings
+from treeflash_jax.formats import models
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig
 
 MODEL = ModelConfig(
-    vocab_size=12, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
+    vocab_size=12,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
     tie_embeddings=True,
-)  # fmt: skip
+)
 DRAFTER = eagle3.EagleConfig(
     layers=replace(MODEL, num_layers=1), target_hidden_size=16, draft_vocab_size=12, norm_output=True, taps=(0, 1, 1)
 )
@@ -124,51 +131,30 @@ def test_a_step_is_what_drafting_gives(vocabulary):
         np.testing.assert_allclose(sums["top1"][0], top1)
 
 
-TOML = """
-run = "{folder}/run"
-verifier = "{folder}/verifier"
-target_layer_ids = [0, 1, 2]
-init_scale = 0.3
-compute_dtype = "float32"
-sources = [{{ path = "{folder}/responses.jsonl", format = "responses", hold_out = 10 }}]
-data = {{ sequence_length = 32 }}
-objective = {{ steps = 2, anchors = 16, chunk = 8 }}
-evaluate = {{ prompts = 0 }}
-optimizer = {{ learning_rate = 1e-2 }}
-loop = {{ steps = 12, batch = 8, log_every = 2, save_every = 4, evaluate_every = 6 }}
-mesh = {{ data = 1 }}
-"""
-
-
 @pytest.fixture
 def toml(tmp_path):
     toy_training.write(tmp_path)
-    path = tmp_path / "eagle3.toml"
-    path.write_text(TOML.format(folder=tmp_path))
-    return path
+    lines = ("target_layer_ids = [0, 1, 2]", "objective = { steps = 2, anchors = 16, chunk = 8 }")
+    return toy_training.write_stage(tmp_path, *lines, without=("drafter", "objective"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vocabulary", [0, 20])
-def test_a_run_learns_and_is_exported(toml, tmp_path, vocabulary):
-    settings = run_config.load(stage.Eagle3Stage, toml, ["loop.steps=8", f"draft_vocab_size={vocabulary}"])
-    stage.main(settings)
-    lines = toy_training.read_log(tmp_path / "run")
-    losses = [line["loss"] for line in lines if "loss" in line]
-    assert losses[-1] < losses[0]
+def test_a_run_learns_and_is_exported(toml, tmp_path):
+    """And drafts the tokens that are most frequent in the answers."""
+    stage.main(run_config.load(stage.Eagle3Stage, toml, ["loop.steps=8", "draft_vocab_size=20"]))
+    log = toy_training.read_log(tmp_path / "run")
+    assert log[-1]["loss"] < log[0]["loss"]
     export.main(export.ExportStage(run=str(tmp_path / "run"), out=str(tmp_path / "out"), dtype="float32"))
     model = tf.load(verifier=tmp_path / "verifier", drafter=tmp_path / "out", dtype="float32")
     assert model.drafter.taps == (0, 1, 2) and model.drafter.kind == "eagle3"
-    last = tf.load(verifier=tmp_path / "verifier", drafter=tmp_path / "run/model", dtype="float32")
-    assert last.drafter == model.drafter
-    if vocabulary:
-        answers = [json.loads(line)["response"] for line in (tmp_path / "responses.jsonl").open()]
-        kept = [answer for number, answer in enumerate(answers) if number % 10 != 9]  # the others are held out
-        counts = np.bincount(np.concatenate(kept), minlength=64)
-        ids = np.arange(vocabulary) + np.asarray(model.weights.drafter["offsets"])
-        assert counts[ids].min() >= np.delete(counts, ids).max() and model.weights.drafter["unembed"].shape == (20, 16)
-        plain, drafted = (model.generate([[5, 6]], max_new_tokens=6, **how) for how in ({"builder": "none"}, {"nodes": 4}))
-        assert plain[0].ids == drafted[0].ids
+    assert models.load_drafter(tmp_path / "run" / "model")[0] == model.drafter
+    answers = [json.loads(line)["response"] for line in (tmp_path / "responses.jsonl").open()]
+    kept = [answer for number, answer in enumerate(answers) if number % 10 != 9]  # the others are held out
+    counts = np.bincount(np.concatenate(kept), minlength=64)
+    ids = np.arange(20) + np.asarray(model.weights.drafter["offsets"])
+    assert counts[ids].min() >= np.delete(counts, ids).max() and model.weights.drafter["unembed"].shape == (20, 16)
+    plain, drafted = (model.generate([[5, 6]], max_new_tokens=6, **how) for how in ({"builder": "none"}, {"nodes": 4}))
+    assert plain[0].ids == drafted[0].ids
 
 
 def test_settings_of_a_run_are_known_by_their_objective(toml):
@@ -176,11 +162,8 @@ def test_settings_of_a_run_are_known_by_their_objective(toml):
     assert isinstance(settings, stage.Eagle3Stage)
     assert settings.recorded_config(toy_training.MODEL).verifier == (settings.verifier, "Qwen3ForCausalLM")
     for words, message in (
-        (
-            ["objective.anchors=0", "objective.chunk=9"],
-            r"objective\.chunk 9, expected a divisor of data\.sequence_length 32",
-        ),
-        (["objective.anchors=64"], r"objective\.anchors 64, expected at most data\.sequence_length 32"),
+        (["objective.anchors=0", "objective.chunk=9"], "chunk 9, expected a divisor of data.sequence_length 32"),
+        (["objective.anchors=64"], "anchors 64, expected at most data.sequence_length 32"),
         (["draft_vocab_size=65"], "draft_vocab_size 65, expected at most 64"),
     ):
         with pytest.raises(ValueError, match=message):

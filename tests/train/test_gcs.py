@@ -24,7 +24,7 @@ TRAINING = (
     f"verifier={BUCKET}/verifier",
     f"sources=[{{path = '{BUCKET}/answers.jsonl', format = 'responses', hold_out = 10}}]",
     "data.sequence_length=32",
-    "loop={steps = 6, batch = 8, log_every = 1, save_every = 2, evaluate_every = 3, tensorboard = true}",
+    "loop={steps = 6, batch = 8, log_every = 1, save_every = 2, evaluate_every = 3, tensorboard = true, profile = [2, 3]}",
     "optimizer.learning_rate=0.01",
     "evaluate.prompts=0",
     "compute_dtype=float32",
@@ -50,7 +50,9 @@ def main(toy: Path, terminate_after: int) -> None:
     model = tf.load(verifier=f"{BUCKET}/verifier", drafter=f"{BUCKET}/published")
     drafted, plain = (model.generate([[5, 6]], max_new_tokens=6, builder=name)[0] for name in ("best-first", "none"))
     assert model.drafter.head == "mlp" and drafted.ids == plain.ids
-    assert system.glob(f"{BUCKET}/head/tensorboard/events*")
+    for name in ("events*", "plugins/profile/**/*.xplane.pb"):
+        assert system.glob(f"{BUCKET}/head/tensorboard/{name}")
+    assert len(system.cat(f"{BUCKET}/drafter/starts.jsonl").splitlines()) == 2
     path = folders.absolute(f"{BUCKET}/run.lock")
     path.write_text("mine")
     assert path in path.parent.iterdir()  # gcsfs would answer from this listing afterwards

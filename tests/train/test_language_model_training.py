@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_training
+from refusals import refused
 from toy_training import MODEL
 
 import treeflash_jax as tf
@@ -34,19 +35,11 @@ DRAFTER = causal_lm.LanguageModelConfig(layers=replace(MODEL, num_layers=2), ste
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    """The toy verifier and its responses, and the settings of a stage on them."""
-    folder = tmp_path_factory.mktemp("toy")
-    text = toy_training.write(folder).read_text()
-    lines = [line for line in text.splitlines() if not line.startswith(("objective", "drafter"))]
-    (folder / "small.toml").write_text("\n".join(["num_layers = 2", "train_model = true", "chunk = 16", *lines]))
-    return folder
-
-
-def read_settings(toy, *words) -> LanguageModelStage:
-    settings = registry.read_stage(toy / "small.toml", words)
-    assert isinstance(settings, LanguageModelStage)
-    return settings
+def toml(tmp_path_factory):
+    """The settings of a stage on the toy verifier and its responses."""
+    folder = toy_training.write(tmp_path_factory.mktemp("toy")).parent
+    lines = ("num_layers = 2", "train_model = true", "chunk = 16")
+    return toy_training.write_stage(folder, *lines, without=("drafter", "objective"))
 
 
 def test_a_token_is_steered_from_a_few_tokens_back_within_its_document():
@@ -56,23 +49,23 @@ def test_a_token_is_steered_from_a_few_tokens_back_within_its_document():
     made |= {"project": jax.random.normal(jax.random.key(1), made["project"].shape)}
     unshifted = steering.layer_shifts(made, steering.normed(made, features_bsj))
     seen = set()
+
+    def expected(offset):
+        source = jnp.asarray([[max(t - offset, 0 if t < 6 else 6) for t in range(10)]])
+        return np.asarray([0, 1, 1, 1, 1, 0, 0, 1, 1, 0])[None, :, None] * pick(unshifted(1), source)
+
     for seed in range(12):
         shift_bt = training_shift(made, ROWS, jax.random.split(jax.random.key(seed), 1), features_bsj, offset=3)
-        for offset in (1, 2, 3):
-            source = jnp.asarray([[max(t - offset, 0 if t < 6 else 6) for t in range(10)]])
-            expected = np.asarray([0, 1, 1, 1, 1, 0, 0, 1, 1, 0])[None, :, None] * pick(unshifted(1), source)
-            if np.allclose(shift_bt(1), expected, atol=1e-5):
-                seen.add(offset)
-                break
-        else:
-            raise AssertionError("no offset from 1 to 3 explains the shifts")
+        [offset] = [offset for offset in (1, 2, 3) if np.allclose(shift_bt(1), expected(offset), atol=1e-5)]
+        seen.add(offset)
     assert seen == {1, 2, 3}
     farther = training_shift(made, ROWS, jax.random.split(jax.random.key(0), 1), features_bsj, offset=1000)
     assert np.all(np.isfinite(farther(0)))
 
 
-def test_steering_learns_from_zero_first_its_projection_then_its_mix(toy):
-    settings = read_settings(toy, "steers=true", "chunk=16")
+def test_steering_learns_from_zero_first_its_projection_then_its_mix(toml):
+    settings = registry.read_stage(toml, ["steers=true"])
+    assert isinstance(settings, LanguageModelStage)
     weights = parameters.initialize(verifier.specs(MODEL), jax.random.key(0), scale=0.3)
     small = weights | {"groups": [weights["groups"][0][:2]]}
     own_steering = steering.start(parameters.initialize(steering.specs(SIZES), jax.random.key(1), scale=0.3))
@@ -95,30 +88,27 @@ def test_steering_learns_from_zero_first_its_projection_then_its_mix(toy):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:tau is")
-def test_a_model_cut_from_its_verifier_is_distilled_then_steered(toy, tmp_path):
+def test_a_model_cut_from_its_verifier_is_distilled_then_steered(toml, tmp_path):
     evaluate = "evaluate={prompts = 1, nodes = [4], new_tokens = 4}"
-    settings = read_settings(
-        toy, f"run={tmp_path}/small", "loop.steps=20", "loop.log_every=1", "loss=total-variation", evaluate
-    )
-    drafting.train(settings)
+    words = [f"run={tmp_path}/small", "loop.steps=20", "loop.log_every=1", "loss=total-variation", evaluate]
+    drafting.train(registry.read_stage(toml, words))
     log = toy_training.read_log(tmp_path / "small")
     assert np.mean([line["loss"] for line in log[-5:]]) < 0.9 * np.mean([line["loss"] for line in log[:5]])
     assert log[-1]["held_out/tau_4"] >= 1 and 0 < log[-1]["held_out/overlap"] < 1
     words = [f"run={tmp_path}/steered", f"language_model={tmp_path}/small/model", "train_model=false", "steers=true"]
-    settings = read_settings(toy, *words, "loop.steps=3", "rank=2", "evaluate.prompts=0")
-    drafting.train(settings)
+    drafting.train(registry.read_stage(toml, [*words, "loop.steps=3", "rank=2"]))
     export.main(export.ExportStage(run=f"{tmp_path}/steered", out=f"{tmp_path}/out", dtype="float32"))
     assert "| rank of the steering | 2 |" in (tmp_path / "out" / "README.md").read_text()
     for name, tree in models.load_drafter(tmp_path / "small" / "model")[1].items():
         kept = models.load_drafter(tmp_path / "out")[1][name]
         jax.tree.map(np.testing.assert_array_equal, kept, tree)
-    model = tf.load(verifier=toy / "verifier", drafter=tmp_path / "out", dtype="float32")
+    model = tf.load(verifier=toml.parent / "verifier", drafter=tmp_path / "out", dtype="float32")
     assert np.any(np.asarray(model.weights.drafter["steering"]["up"]))
     plain, drafted = (model.generate([[5, 6, 7]], max_new_tokens=6, **how) for how in ({"builder": "none"}, {"nodes": 4}))
     assert plain[0].ids == drafted[0].ids
 
 
-def test_settings_that_train_nothing_or_fit_nothing_are_refused(toy):
+def test_settings_that_train_nothing_or_fit_nothing_are_refused(toml):
     for words, says in (
         (("train_model=false",), "nothing would be trained"),
         (("train_model=false", "steers=true"), "no language_model"),
@@ -128,8 +118,7 @@ def test_settings_that_train_nothing_or_fit_nothing_are_refused(toy):
         (("rank=-1",), "rank"),
     ):
         with pytest.raises(ValueError, match=says):
-            run_config.load(LanguageModelStage, toy / "small.toml", words)
-    with pytest.raises(ValueError, match="num_layers 4, expected at most 3"):
-        read_settings(toy, "num_layers=4").drafter_config(MODEL)
+            run_config.load(LanguageModelStage, toml, words)
+    refused(lambda: registry.read_stage(toml, ["num_layers=4"]).drafter_config(MODEL), "num_layers 4, expected at most 3")
     with pytest.raises(ValueError, match="got a drafter of kind 'block', expected a language model"):
-        read_settings(toy, f"language_model={toy}/drafter").drafter_config(MODEL)
+        registry.read_stage(toml, [f"language_model={toml.parent}/drafter"]).drafter_config(MODEL)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_training
-from toy_training import DRAFTER, MODEL, make_batch, random_weights
+from toy_training import DRAFTER, MODEL, WITH_HEAD, make_batch, random_weights
 
 from train.stages import blocks, losses, objective
 from train.stages.teacher import teach
@@ -19,7 +19,6 @@ from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
 from treeflash_jax.models import verifier, vocab
 from treeflash_jax.trees import pick
 
-WITH_HEAD = toy_training.with_head()
 OBJECTIVE = objective.ObjectiveConfig(loss="forward-kl", decay=4.0, anchors=8, chunk=8)
 
 
@@ -92,18 +91,30 @@ def test_anchors_are_answers_followed_by_answers(case):
     """And depend on nothing but their sequence and its key."""
     _, batch, keys, chosen = case
     weights = np.asarray(chosen.weights_bni)
-    assert np.all(weights[..., 0] == 0)
     for r in range(2):
         real = np.asarray(chosen.anchors_bn[r])[weights[r].sum(-1) > 0]
         assert len(set(real)) == len(real)
         for anchor in real:
             assert batch.weights_bt[r, anchor] > 0 and batch.weights_bt[r, anchor + 1] > 0
             assert batch.segments_bt[r, anchor] == batch.segments_bt[r, anchor + 1]
-    np.testing.assert_allclose(
-        weights[0, 0][weights[0, 0] > 0], np.exp(-np.arange(4) / 4.0)[: (weights[0, 0] > 0).sum()], rtol=1e-6
-    )
     alone = blocks.sample_blocks(jax.tree.map(lambda x: x[1:2], batch), 8, DRAFTER.block_size, 4.0, keys[1:])
     np.testing.assert_array_equal(alone.anchors_bn[0], chosen.anchors_bn[1])
+
+
+@pytest.mark.parametrize("decay", [0.0, 4.0])
+def test_slots_weigh_by_their_decay_up_to_the_end_of_the_document(decay):
+    """Full sequences: a block that starts q slots before an end has q slots that weigh, whatever follows."""
+    batch = make_batch((20, 12, 32), prompt=1)
+    assert (batch.segments_bt > 0).all()
+    chosen = blocks.sample_blocks(batch, 28, 5, decay, jax.random.split(jax.random.key(0), 2))
+    shares, results = [0.0, *(np.exp(-np.arange(4) / decay) if decay else np.ones(4))], set()
+    for r, n in np.ndindex(2, 28):
+        anchor = int(chosen.anchors_bn[r, n])
+        end = int(np.flatnonzero(batch.segments_bt[r] == batch.segments_bt[r, anchor])[-1])
+        expected = [share * (anchor + i <= end) for i, share in enumerate(shares)]
+        np.testing.assert_allclose(chosen.weights_bni[r, n], expected, rtol=1e-6)
+        results.add((end, min(4, end - anchor)))
+    assert {(31, 1), (31, 4), (19, 1)} <= results
 
 
 @pytest.mark.parametrize("name", ["mlp", "linear"])
@@ -128,13 +139,12 @@ def sampled(batch, size, keys):
     return objective.sample_vocabulary(batch, size, 64, jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys))
 
 
-def plain_loss(params, frozen, batch, keys, settings):
-    """The objective without chunks, from its definition."""
+def plain_logits(params, frozen, batch, chosen):
+    """Returns the logits of the marginals, of the drafter and of the verifier for the open slots of all blocks."""
     frozen = frozen | {"backbone": params.get("backbone", frozen["backbone"])}
     backbone, tables, eps = frozen["backbone"], frozen["verifier"], DRAFTER.layers.rms_norm_eps
-    chosen = blocks.sample_blocks(batch, settings.anchors, DRAFTER.block_size, settings.decay, keys)
     teacher, hidden = run_blocks(frozen, batch, chosen)
-    hidden, targets, weights = hidden[:, :, 1:], chosen.targets_bni[:, :, 1:], chosen.weights_bni[:, :, 1:]
+    hidden, targets = hidden[:, :, 1:], chosen.targets_bni[:, :, 1:]
     normed = hidden / jnp.sqrt(jnp.mean(hidden**2, -1, keepdims=True) + eps) * backbone["norm"]
     base, total = normed @ tables["embed"].T, hidden
     if "head" in params:
@@ -147,13 +157,19 @@ def plain_loss(params, frozen, batch, keys, settings):
         )
         total = hidden + (jax.nn.silu(ug[..., 1, :]) * ug[..., 0, :]) @ h["down"]
     logits = total / jnp.sqrt(jnp.mean(total**2, -1, keepdims=True) + eps) * backbone["norm"] @ tables["embed"].T
-    verified = pick(teacher.hidden_btd, targets - 1) @ tables["embed"].T
+    return base, logits, pick(teacher.hidden_btd, targets - 1) @ tables["embed"].T
+
+
+def plain_loss(params, frozen, batch, keys, settings):
+    """The objective without chunks, from its definition."""
+    chosen = blocks.sample_blocks(batch, settings.anchors, DRAFTER.block_size, settings.decay, keys)
+    base, logits, verified = plain_logits(params, frozen, batch, chosen)
     if settings.vocabulary:
         sample = sampled(batch, settings.vocabulary, keys)
         counted = jax.vmap(lambda ids, logs: jnp.full(64, -1e9).at[ids].set(logs))(sample.ids_bc, sample.log_counts_bc)
         base, logits, verified = (x + counted[:, None, None] for x in (base, logits, verified))
     log_p = jax.nn.log_softmax(verified)
-    labels = jax.nn.one_hot(pick(batch.tokens_bt, targets), 64)
+    labels = jax.nn.one_hot(pick(batch.tokens_bt, chosen.targets_bni[:, :, 1:]), 64)
 
     def measure(logits):
         log_q = jax.nn.log_softmax(logits)
@@ -164,7 +180,7 @@ def plain_loss(params, frozen, batch, keys, settings):
         }[settings.loss]
 
     loss = measure(logits) + settings.base_weight * (measure(base) if "head" in params else 0)
-    return jnp.sum(loss * weights)
+    return jnp.sum(loss * chosen.weights_bni[:, :, 1:])
 
 
 @pytest.mark.parametrize(
@@ -172,9 +188,7 @@ def plain_loss(params, frozen, batch, keys, settings):
     [
         ("forward-kl", 0.0, "head", 0),
         ("forward-kl", 0.2, "both", 40),
-        pytest.param("forward-kl", 0.2, "both", 0, marks=pytest.mark.slow),
         ("cross-entropy", 0.0, "backbone", 0),
-        pytest.param("cross-entropy", 0.0, "backbone", 40, marks=pytest.mark.slow),
         ("total-variation", 0.0, "both", 0),
     ],
 )
@@ -223,17 +237,15 @@ def test_a_sample_holds_the_sequence_and_stands_for_the_vocabulary(case):
         sampled(batch, 20, keys)
 
 
-@pytest.mark.parametrize("name", ["mlp", "lowrank"])
-def test_a_sample_of_all_tokens_changes_nothing(case, name):
+def test_a_sample_of_all_tokens_changes_nothing(case):
     frozen, batch, keys, _ = case
-    drafter_ = dataclasses.replace(DRAFTER, head=name)
-    params = {"head": random_weights(HEADS[name].specs(drafter_), 5)}
-
-    def sums(vocabulary):
-        settings = dataclasses.replace(OBJECTIVE, vocabulary=vocabulary)
-        return objective.drafting_sums(params, frozen, batch, keys, settings=settings, verifier=MODEL, drafter=drafter_)
-
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), sums(64), sums(0))
+    drafter_ = dataclasses.replace(DRAFTER, head="lowrank")
+    params = {"head": random_weights(HEADS["lowrank"].specs(drafter_), 5)}
+    sampled_sums, sums = (
+        objective.drafting_sums(params, frozen, batch, keys, settings=settings, verifier=MODEL, drafter=drafter_)
+        for settings in (dataclasses.replace(OBJECTIVE, vocabulary=64), OBJECTIVE)
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), sampled_sums, sums)
 
 
 def test_nothing_holds_the_logits_of_a_batch_or_all_blocks_against_all(case):
@@ -273,21 +285,16 @@ def test_a_zero_output_layer_is_exactly_the_marginal(case):
 def test_estimated_tau_and_slots_equal_their_definitions(case, loss):
     """1 + the expected run of kept slots over whole blocks; top-1 and overlap per slot over all that weigh."""
     frozen, batch, keys, chosen = case
-    settings, tables = dataclasses.replace(OBJECTIVE, loss=loss, chunk=2), frozen["verifier"]
-    params = {"backbone": frozen["backbone"]}
+    settings, params = dataclasses.replace(OBJECTIVE, loss=loss, chunk=2), {"backbone": frozen["backbone"]}
     sums = objective.drafting_sums(params, frozen, batch, keys, settings=settings, verifier=MODEL, drafter=DRAFTER)
-    teacher, hidden = run_blocks(frozen, batch, chosen)
-    norm = hidden / np.sqrt(np.mean(np.square(hidden), -1, keepdims=True) + DRAFTER.layers.rms_norm_eps)
-    q = np.asarray(jax.nn.softmax(norm * frozen["backbone"]["norm"] @ tables["embed"].T))
-    p = np.asarray(jax.nn.softmax(teacher.hidden_btd @ tables["embed"].T))
+    q, _, p = (np.asarray(jax.nn.softmax(logits)) for logits in plain_logits(params, frozen, batch, chosen))
     (top1, overlap, weight), runs, whole = np.zeros((3, 4)), 0.0, 0
     for r, n in np.ndindex(*chosen.anchors_bn.shape):
         real = np.asarray(chosen.weights_bni[r, n, 1:]) > 0
         kept = []
         for i in np.flatnonzero(real):
-            target = int(chosen.targets_bni[r, n, i + 1])
-            is_top = q[r, n, i + 1].argmax() == batch.tokens_bt[r, target]
-            share = np.minimum(q[r, n, i + 1], p[r, target - 1]).sum()
+            is_top = q[r, n, i].argmax() == batch.tokens_bt[r, int(chosen.targets_bni[r, n, i + 1])]
+            share = np.minimum(q[r, n, i], p[r, n, i]).sum()
             top1[i], overlap[i], weight[i] = top1[i] + is_top, overlap[i] + share, weight[i] + 1
             kept.append(share if loss == "forward-kl" else is_top)
         if real.all():
@@ -298,21 +305,6 @@ def test_estimated_tau_and_slots_equal_their_definitions(case, loss):
     np.testing.assert_allclose(sums["top1"], (top1, weight))
     if loss == "forward-kl":
         np.testing.assert_allclose(sums["overlap"], (overlap, weight), rtol=1e-5)
-
-
-def test_blocks_end_with_the_sequence_and_the_document():
-    """Full sequences: a block that starts q slots before an end has q slots that weigh, whatever follows."""
-    batch = make_batch((20, 12, 32), prompt=1)
-    assert (batch.segments_bt > 0).all()
-    chosen = blocks.sample_blocks(batch, 28, 5, 0.0, jax.random.split(jax.random.key(0), 2))
-    results = set()
-    for r, n in np.ndindex(2, 28):
-        anchor = int(chosen.anchors_bn[r, n])
-        end = np.flatnonzero(batch.segments_bt[r] == batch.segments_bt[r, anchor])[-1]
-        expected = [0.0] + [float(anchor + i <= end) for i in range(1, 5)]
-        assert chosen.weights_bni[r, n].tolist() == expected
-        results.add((int(end), sum(expected)))
-    assert {(31, 1.0), (31, 4.0), (19, 1.0)} <= results
 
 
 def test_losses_are_of_float32_and_vanish_if_the_draft_is_the_verifier():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -10,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refused
+from toy_training import write_lines
 
 from train import selector as stage_of
 from train.data import roots
@@ -108,21 +109,19 @@ def test_a_world_of_two_contexts_is_learnt():
     assert np.all(np.argmax(np.asarray(labels.scores(dear)), axis=1) == 1), "costs count"
 
 
-@pytest.mark.parametrize(("change", "word"), [({"costs": (1.0,)}, "got 1 costs"), ({"buckets": ()}, "no buckets")])
-def test_mistakes_are_one_line(change, word):
-    with pytest.raises(ValueError, match=word):
-        settings(**change)
+def test_mistakes_are_one_line():
+    refused(lambda: settings(costs=(1.0,)), "got 1 costs")
+    refused(lambda: settings(buckets=()), "no buckets")
 
 
 @pytest.mark.slow
 def test_from_prompts_to_answers(tmp_path, monkeypatch):
-    """Labels, training and file, then the comparison of what was trained with the other trunks.
+    """Labels, training and file, then a benchmark of what was trained.
 
     The recording is stopped in its second batch of prompts and goes on there; whole labels are used again.
     """
-    asked = tmp_path / "prompts.jsonl"
     lines = [{"id": number, "turns": [f"Add {number} and {number + 3}."]} for number in range(20)]
-    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = write_lines(tmp_path / "prompts.jsonl", lines)
     names = dict(verifier="tiny", drafter="tiny")
     how = dict(run=str(tmp_path / "run"), sources=(Source(path=str(asked)),), buckets=((1, 2, 0), (2, 0, 1), (2, 1, 1)))
     how |= dict(new_tokens=12, draws=2, steps=20, costs=(1.0, 1.0, 1.2), temperatures=(1.0,), top_p=(1.0,))
@@ -147,11 +146,8 @@ def test_from_prompts_to_answers(tmp_path, monkeypatch):
     assert made.read_bytes() == first and len(groups) == 4
     stage_of.main(stage_of.SelectorStage(**names, **how | {"draws": 1}))
     assert len(groups) == 7, "labels of other settings are recorded anew"
-    out, delayed = tmp_path / "out.jsonl", [f"treeflash-4+delayed:{kind}" for kind in ("trunk=0", "trunk=auto")]
+    out, systems = tmp_path / "out.jsonl", ["treeflash-4+delayed:trunk=auto", f"treeflash-4+delayed:selector={made}"]
     words = ["bench", "run", "--prompts", str(asked), "--limit", "3", "--max-new-tokens", "8", "--temperature", "1"]
-    systems = ["ar", *delayed, f"treeflash-4+delayed:selector={made}"]
     assert main([*words, "--systems", *systems, "--out", str(out)]) == 0
-    summary = report.summarise(bench_records.read_records(out)[0], against=delayed[1])["systems"]
-    assert [system["system"] for system in summary] == systems
-    assert summary[0]["tau"] == 1 and all(system["tokens_per_second"] > 0 for system in summary)
-    assert all(system["against"] == delayed[1] for system in summary if system["system"] != delayed[1])
+    summary = report.summarise(bench_records.read_records(out)[0], against=systems[0])["systems"]
+    assert [system["system"] for system in summary] == systems and summary[1]["tau"] >= 1

@@ -1,10 +1,10 @@
 """Settings of the stages: what a TOML file and overrides may say, and that every file in configs/ says nothing else."""
 
 import dataclasses
-import itertools
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from train import ask, drafter, export, from_scratch, head, measure, respond, selector
 from train.pairing import compose
@@ -26,13 +26,10 @@ HEAD = str(ROOT / "configs" / "tiny" / "head.toml")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_file_is_understood_and_survives_being_saved(path, tmp_path):
     settings = run_config.load(STAGES[path.stem], path)
+    if path.stem in registry.STAGES:
+        assert registry.read_stage(path) == settings
     run_config.save(settings, tmp_path / "settings.toml")
     assert run_config.load(STAGES[path.stem], tmp_path / "settings.toml") == settings
-
-
-def test_there_are_recipes_for_every_pair():
-    pairs, stages = ("tiny", "shipped", "smollm2", "qwen3-4b", "qwen3-8b"), ("respond", "drafter", "head")
-    assert {*itertools.product(pairs, stages)} <= {(path.parent.name, path.stem) for path in FILES}
 
 
 def test_published_recipes():
@@ -56,33 +53,25 @@ def test_overrides_win_and_reach_into_lists():
     ("override", "message"),
     [
         ("loop.stesp=4", "unknown setting loop.stesp; did you mean loop.steps"),
-        ("lop=4", "unknown setting lop; did you mean loop"),
         ("zzz=4", "unknown setting zzz; expected one of run, verifier"),
         ("loop.steps=many", "loop.steps = 'many', expected a valid integer"),
-        ("loop.steps=1.5", "loop.steps = 1.5, expected a valid integer"),
         ("optimizer.learning_rate=nan", "expected a finite number"),
         ("optimizer=3", "optimizer = 3, expected a dictionary"),
         ("optimizer.name=sgd", "expected 'adamw' or 'muon'"),
         ("sources.3.path=x", "got sources.3.path, expected a setting of a table that there is"),
-        ("run.name=x", "got run.name, expected a setting of a table that there is"),
         ("train_backbone=yesno", "expected a valid boolean"),
         ("objective.chunk=5", "expected a multiple of objective.chunk 5"),
-        ("evaluate.nodes=4", "expected a list"),
     ],
 )
 def test_what_is_not_understood_is_named(override, message):
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")) as caught:
-        run_config.load(head.HeadStage, HEAD, [override])
-    assert "\n" not in str(caught.value)
+    refused(lambda: run_config.load(head.HeadStage, HEAD, [override]), message)
 
 
-@pytest.mark.parametrize(
-    "name", ["data/\U0001f600.jsonl", 'say "hi".jsonl', "C:\\new\\table", "a\x7fb\tc\nd", "é [x] = 'y' # z"]
-)
-def test_any_path_survives_being_saved(tmp_path, name):
+def test_any_path_survives_being_saved(tmp_path):
     settings = run_config.load(head.HeadStage, HEAD)
-    source = dataclasses.replace(settings.sources[0], path=name)
-    settings = dataclasses.replace(settings, run=name, sources=(source, source))
+    names = ("data/\U0001f600.jsonl", 'say "hi".jsonl', "C:\\new\\table", "a\x7fb\tc\nd", "é [x] = 'y' # z")
+    sources = tuple(dataclasses.replace(settings.sources[0], path=name) for name in names)
+    settings = dataclasses.replace(settings, run=names[-1], sources=sources)
     run_config.save(settings, tmp_path / "settings.toml")
     assert run_config.load(head.HeadStage, tmp_path / "settings.toml") == settings
     assert run_config.changes(settings, tmp_path / "settings.toml", ()) == {}
@@ -104,8 +93,7 @@ def test_changes_name_what_differs(tmp_path):
     other_stage = run_config.changes(settings, saved, ())
     assert other_stage["num_layers"] == (2, None) and other_stage["drafter"] == (None, "tiny")
     saved.write_text("run = = 3")
-    with pytest.raises(ValueError, match="settings.toml is not valid TOML"):
-        run_config.changes(settings, saved, ())
+    refused(lambda: run_config.changes(settings, saved, ()), "settings.toml is not valid TOML")
 
 
 OTHERS = [compose.PairConfig, export.ExportStage, measure.MeasureStage]
@@ -126,43 +114,22 @@ def test_the_selector_asks_the_chat_template_as_train_respond_does(monkeypatch, 
         raise ChildProcessError
 
     monkeypatch.setattr(selector.tf, "load", load)
-    words = [
-        str(ROOT / "configs" / "tiny" / "selector.toml"),
-        f"run={tmp_path}/run",
-        "thinking=true",
-        "template.effort=high",
-    ]
+    words = [f"run={tmp_path}/run", "thinking=true", "template.effort=high"]
     with pytest.raises(ChildProcessError):
-        selector.main(run_config.parse(selector.SelectorStage, None, words))
-
-
-def test_drafter_stages_are_told_apart():
-    for path in FILES:
-        if path.stem in ("head", "drafter"):
-            assert type(registry.read_stage(path)) is STAGES[path.stem]
-    settings = registry.read_stage(HEAD, ["loop.batch=2", "run=drafter = 3"])
-    assert isinstance(settings, head.HeadStage) and settings.loop.batch == 2
+        selector.main(run_config.load(selector.SelectorStage, ROOT / "configs" / "tiny" / "selector.toml", words))
 
 
 def test_missing_values_and_files_are_named(tmp_path):
-    with pytest.raises(ValueError, match="got no run, expected a value"):
-        run_config.load(head.HeadStage, None)
-    with pytest.raises(ValueError, match=r"nowhere.toml: No such file.*expected a TOML file"):
-        run_config.load(head.HeadStage, tmp_path / "nowhere.toml")
-    (tmp_path / "bad.toml").write_text("run = = 3")
-    with pytest.raises(ValueError, match="bad.toml is not valid TOML"):
-        run_config.load(head.HeadStage, tmp_path / "bad.toml")
+    refused(lambda: run_config.load(head.HeadStage, None), "got no run, expected a value")
+    refused(lambda: run_config.load(head.HeadStage, tmp_path / "no.toml"), "no.toml: No such file", "expected a TOML file")
 
 
 def test_command_lines_end_with_one_line(capsys):
-    for words in (["loop.stesp=3"], ["a.toml", "b.toml"]):
-        with pytest.raises(SystemExit, match="^error: "):
-            run_config.parse(head.HeadStage, "doc", words)
+    with pytest.raises(SystemExit, match="^error: "):
+        run_config.parse(head.HeadStage, "doc", ["a.toml", "b.toml"])
     with pytest.raises(SystemExit):
         run_config.parse(head.HeadStage, "doc", ["--help"])
     shown = capsys.readouterr().out
-    for field in dataclasses.fields(run_config.LoopConfig):
-        assert f"loop.{field.name}:" in shown
     assert "sources[].path: str (required)" in shown and "Literal['adamw', 'muon']" in shown
     lines = [line.split(":")[0].strip() for line in shown.partition("Settings:")[2].splitlines() if ":" in line]
     assert lines.index("drafter") < lines.index("sources[].path"), "plain settings before tables"

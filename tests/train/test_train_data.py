@@ -7,12 +7,15 @@ from collections import Counter
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import jax
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from refusals import refused
+from toy_training import write_lines
 
 from train import from_scratch
 from train.data import packing, records
@@ -62,11 +65,6 @@ def templated(tokenizer):
     tokenizer.inner.chat_template = before
 
 
-def write(path: Path, lines) -> Path:
-    path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return path
-
-
 def load(path, tokenizer=None, *, data=(), seed=0, **source) -> Corpus:
     return load_corpus([Source(path=str(path), **source)], DataConfig(**dict(data)), tokenizer, seed, vocab_size=2048)
 
@@ -74,9 +72,6 @@ def load(path, tokenizer=None, *, data=(), seed=0, **source) -> Corpus:
 def numbered(sizes, first: int = 1) -> list[Document]:
     """Document i is made of the token i + first only."""
     return [Document(np.full(n, i), np.full(n, 0.5 + i % 2)) for i, n in enumerate(sizes, start=first)]
-
-
-# Packing
 
 
 @given(st.lists(st.integers(1, 12), max_size=60))
@@ -104,11 +99,7 @@ def test_packing_is_first_fit_and_keeps_documents_whole_and_apart(sizes):
             start = stop
         for name in ("tokens_bt", "segments_bt", "positions_bt", "weights_bt"):
             assert not getattr(batch, name)[b, start:].any()
-    with pytest.raises(ValueError, match="got a document of 13 tokens, expected at most 12"):
-        packing.pack(numbered([*sizes, 13]), 12)
-
-
-# Batches
+    refused(lambda: packing.pack(numbered([*sizes, 13]), 12), "got a document of 13 tokens, expected at most 12")
 
 
 @pytest.fixture(scope="module")
@@ -120,49 +111,34 @@ def corpus() -> Corpus:
 
 
 def shown(corpus: Corpus, stop: int, **arguments) -> list[int]:
-    """The document of each sequence, batch after batch."""
-    steps = list(packing.batches(corpus, start=0, stop=stop, **arguments))
+    """Returns the document of each sequence, batch after batch."""
+    steps = packing.batches(corpus, start=0, stop=stop, **arguments)
     return np.concatenate([batch.tokens_bt[:, 0] for batch in steps]).tolist()
-
-
-def test_a_host_reads_its_members_of_a_batch(corpus):
-    whole = list(packing.batches(corpus, batch=8, seed=3, start=0, stop=6))
-    assert len(whole) == 6 and all(len(batch.tokens_bt) == 8 for batch in whole)
-    for members in ([0, 1], [3, 6, 7]):
-        part = packing.batches(corpus, batch=8, seed=3, start=0, stop=6, members=members)
-        for batch, joined in zip(part, whole, strict=True):
-            np.testing.assert_array_equal(batch.tokens_bt, joined.tokens_bt[members])
 
 
 @given(st.integers(0, 40), st.integers(0, 6), st.integers(0, 2**31))
 @settings(deadline=None, max_examples=10)
-def test_a_batch_depends_on_seed_and_step_only(corpus, start, count, seed):
-    steps = list(packing.batches(corpus, batch=4, seed=seed, start=start, stop=start + count))
-    assert len(steps) == count
+def test_a_batch_depends_on_seed_and_step_only_and_a_host_reads_its_members(corpus, start, count, seed):
+    steps = list(packing.batches(corpus, batch=8, seed=seed, start=start, stop=start + count))
+    assert len(steps) == count and all(len(batch.tokens_bt) == 8 for batch in steps)
     for step, batch in enumerate(steps, start=start):
-        [alone] = packing.batches(corpus, batch=4, seed=seed, start=step, stop=step + 1)
+        [alone] = packing.batches(corpus, batch=8, seed=seed, start=step, stop=step + 1)
         jax.tree.map(np.testing.assert_array_equal, batch, alone)
+    for members in ([0, 1], [3, 6, 7]):
+        part = packing.batches(corpus, batch=8, seed=seed, start=start, stop=start + count, members=members)
+        for batch, joined in zip(part, steps, strict=True):
+            np.testing.assert_array_equal(batch.tokens_bt, joined.tokens_bt[members])
 
 
-def test_epochs_are_complete_in_fresh_orders(corpus):
-    packed = packing.pack(numbered([5] * 23), 5)
-    seen = shown(Corpus({"a": packed}, {}, {"a": 2.0}, {}), 23, batch=4, seed=0)
-    epochs = [seen[at : at + 23] for at in range(0, 92, 23)]
-    assert all(sorted(epoch) == list(range(1, 24)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 4
-    assert shown(corpus, 6, batch=8, seed=0) != shown(corpus, 6, batch=8, seed=1)
-
-
-def test_sources_give_their_shares_and_pass_through_their_sequences(corpus):
+def test_sources_give_their_shares_and_complete_epochs_in_fresh_orders(corpus):
     seen = shown(corpus, 50, batch=8, seed=5)
     for low, high, count, share in ((1, 99, 7, 0.2), (100, 199, 23, 0.7), (200, 299, 1, 0.1)):
         documents = [d for d in seen if low <= d <= high]
         assert len(documents) == pytest.approx(share * len(seen), abs=2)
-        for at in range(0, len(documents) - count + 1, count):
-            assert len(set(documents[at : at + count])) == count, "one came back before all others were seen"
-
-
-# Chats
+        epochs = [documents[at : at + count] for at in range(0, len(documents) - count + 1, count)]
+        assert all(len(set(epoch)) == count for epoch in epochs), "one came back before all others were seen"
+        assert count == 1 or len(set(map(tuple, epochs))) > len(epochs) // 2
+    assert seen != shown(corpus, 50, batch=8, seed=6)
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="<|>", exclude_categories=("Cs",)), max_size=30)
@@ -215,10 +191,8 @@ def test_turns_after_the_last_answer_and_answers_that_open_a_chat_are_left_out(t
 
 
 FORMS = [
-    {"conversations": CHAT},
     {"id": "0", "messages": CHAT, "conversations": None},
     {"conversations": [{"from": "human", "value": " What is 2 + 3?\r\n"}, {"from": "gpt", "value": "2 + 3 = 5"}]},
-    {"turns": ["What is 2 + 3?"], "reference": {"code": "2 + 3 = 5\n"}},
     {"id": "mt/1", "turns": ["What is 2 + 3?", "And now?"], "reference": {"code": "2 + 3 = 5\n"}},
     {"prompt": "What is 2 + 3?", "reference": {"code": "2 + 3 = 5\n"}},
     {"prompt": CHAT},
@@ -230,12 +204,9 @@ def test_chat_forms(form):
     assert records.parse_chat(form) == CHAT
 
 
-# Sources
-
-
 def test_what_is_held_out_depends_on_neither_limit_nor_seed(tmp_path):
     lines = [{"prompt": [1, 2], "response": [10 + i, 3]} for i in range(40)]
-    path = write(tmp_path / "answers.jsonl", lines)
+    path = write_lines(tmp_path / "answers.jsonl", lines)
 
     def parts(limit: int, seed: int) -> tuple[set[int], set[int]]:
         opened = load(path, format="responses", limit=limit, hold_out=4, seed=seed, data={"sequence_length": 4})
@@ -252,7 +223,7 @@ def test_what_is_held_out_depends_on_neither_limit_nor_seed(tmp_path):
 def test_what_is_measured_is_spread_over_what_is_held_out(tmp_path):
     assert packing.spread(3, 10).tolist() == [0, 3, 6] and packing.spread(5, 2).tolist() == [0, 1, 0, 1, 0]
     lines = [{"prompt": [1] * (1 + i % 3), "response": [10 + i, 3]} for i in range(40)]
-    path = write(tmp_path / "answers.jsonl", lines)
+    path = write_lines(tmp_path / "answers.jsonl", lines)
     opened = load(path, format="responses", hold_out=2, data={"sequence_length": 5})
     packed = opened.held_out["answers"]
     assert [packed.prompt(number) for number in range(6)] == [[1, 1], [], [1, 1, 1], [1, 1], [], [1, 1, 1]]
@@ -262,22 +233,26 @@ def test_what_is_measured_is_spread_over_what_is_held_out(tmp_path):
     assert held_out_prompts(opened, 50) == usable
 
 
-def test_responses_weigh_one_and_the_prompt_nothing(tmp_path):
-    answer = {"prompt": [5, 6, 7], "response": [8, 9], "finished": "stop"}
-    path = write(tmp_path / "r.jsonl", [answer, answer])
-    corpus = load(path, format="responses", hold_out=2, data={"sequence_length": 6})
-    assert corpus.train["r"][0].tokens_bt.tolist() == [[5, 6, 7, 8, 9, 0]]
-    assert corpus.train["r"][0].weights_bt.tolist() == [[0, 0, 0, 1, 1, 0]]
-    assert corpus.num_sequences == 1 == corpus.num_documents and len(corpus.held_out["r"]) == 1
-    assert corpus.token_counts(10).tolist() == [0] * 5 + [2] * 5, "those held out too"
+def test_responses_weigh_one_and_those_that_reached_their_limit_may_be_left_out(tmp_path):
+    answers = [{"prompt": [5, 6], "response": [7 + i, 3], "finished": "length" if i % 2 else "stop"} for i in range(4)]
+    path = write_lines(tmp_path / "r.jsonl", answers)
+    kept, dropped = (
+        load(path, format="responses", hold_out=4, data={"sequence_length": 6, "unfinished": how})
+        for how in ("keep", "drop")
+    )
+    assert kept.train["r"].take([0]).weights_bt.tolist() == [[0, 0, 1, 1, 0, 0]]
+    assert kept.train["r"].tokens[2::4].tolist() == [7, 8, 9] and not kept.skipped["r"]
+    assert kept.num_sequences == 3 == kept.num_documents and len(kept.held_out["r"]) == 1
+    assert kept.token_counts(11).tolist() == [0, 0, 0, 4, 0, 4, 4, 1, 1, 1, 1], "those held out too"
+    assert dropped.train["r"].tokens[2::4].tolist() == [7, 9] and dropped.skipped["r"] == {"unfinished": 2}
 
 
 def test_digests_change_with_the_documents_of_their_source_alone(tmp_path):
     answers = [{"prompt": [1, 2], "response": [10 + i, 3]} for i in range(8)]
-    same = write(tmp_path / "same.jsonl", answers)
+    same = write_lines(tmp_path / "same.jsonl", answers)
 
     def digest(changed: list) -> tuple[str, str]:
-        path = write(tmp_path / "answers.jsonl", changed)
+        path = write_lines(tmp_path / "answers.jsonl", changed)
         sources = [Source(path=str(path), format="responses", hold_out=4) for path in (same, path)]
         digests = load_corpus(sources, DataConfig(sequence_length=8), None, 0).digests()
         return digests["same"], digests["answers"]
@@ -300,7 +275,7 @@ def test_digests_change_with_the_documents_of_their_source_alone(tmp_path):
 def test_files_folders_globs_and_repeated_names(tmp_path, tokenizer):
     for folder, name in (("x", "one"), ("x", "two"), ("y", "one")):
         (tmp_path / folder).mkdir(exist_ok=True)
-        write(tmp_path / folder / f"{name}.jsonl", ["\n", {"messages": CHAT}, "\n"])
+        write_lines(tmp_path / folder / f"{name}.jsonl", ["\n", {"messages": CHAT}, "\n"])
     for path, count in (("x", 2), ("*/one.jsonl", 2), ("**/*.jsonl", 3), ("x/two.jsonl", 1)):
         [packed] = load(f"{tmp_path}/{path}", tokenizer, hold_out=0).train.values()
         assert packed.num_documents == count
@@ -313,26 +288,23 @@ def test_plain_text_is_cut(tmp_path, tokenizer):
     for i in range(8):
         (tmp_path / f"test_{i}.txt").write_text(f"word {i} " * 50)
     (tmp_path / ".hidden").write_bytes(b"\xff\xfe")
-    whole = load(tmp_path, tokenizer, format="text", hold_out=0, data={"sequence_length": 32})
+    whole = load(tmp_path, tokenizer, format="text", hold_out=0, data={"sequence_length": 32, "prompt_weight": 0.5})
     ids = [tokenizer.encode(f"word {i} " * 50) for i in range(8)]
     [packed] = whole.train.values()
     assert packed.tokens.tolist() == [t for each in ids for t in each], "every text, in order"
     assert packed.num_documents == sum(-(-len(each) // 32) for each in ids)
+    assert set(np.unique(packed.take(np.arange(len(packed))).weights_bt)) == {0, 1}, "a text has no prompt"
     source = Source(path=str(tmp_path), format="text", limit=3)
     chosen = [[record.content for record in records.read(source, seed)] for seed in (0, 0, 1)]
     assert [len(texts) for texts in chosen] == [3, 3, 3] and chosen[0] == chosen[1] != chosen[2]
     [short] = text_documents(tokenizer, "one two three", len(tokenizer.encode("one two three")) - 1)
     assert len(short.tokens_n) > 1, "and no piece of one token, which has nothing to predict"
-    lines = write(tmp_path / "t.jsonl", [{"text": "one"}, {"text": "two"}])
+    lines = write_lines(tmp_path / "t.jsonl", [{"text": "one"}, {"text": "two"}])
     assert [record.content for record in records.read(Source(path=str(lines), format="text"), 0)] == ["one", "two"]
 
 
 @pytest.mark.slow
-def test_the_standard_library_is_text(tokenizer):
-    data = {"sequence_length": 64, "prompt_weight": 0.5}
-    opened = load(records.STDLIB, tokenizer, format="text", limit=8, data=data)
-    batch = opened.train["stdlib"].take(np.arange(len(opened.train["stdlib"])))
-    assert set(np.unique(batch.weights_bt)) == {0, 1} and len(opened.held_out["stdlib"])
+def test_the_standard_library_is_text_without_its_tests():
     places = [Path(record.where).parts for record in records.read(Source(path=records.STDLIB, format="text"), 0)]
     assert len(places) > 300 and not any({"test", "site-packages"} & set(parts) for parts in places)
 
@@ -340,68 +312,49 @@ def test_the_standard_library_is_text(tokenizer):
 def test_a_hub_set(monkeypatch, tokenizer):
     import datasets
 
-    asked = []
-
-    def load_dataset(*args, **named):
-        asked.append((args, named))
-        return datasets.Dataset.from_list([{"messages": CHAT}] * 3)
-
+    load_dataset = Mock(return_value=datasets.Dataset.from_list([{"messages": CHAT}] * 3))
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for path in ("hub:owner/chats", "hub:owner/chats:maths:train_sft"):
         assert load(path, tokenizer, limit=2).train["chats"].num_documents == 2
-    assert asked == [(("owner/chats", None), {"split": "train"}), (("owner/chats", "maths"), {"split": "train_sft"})]
-
-    def out_of_reach(*args, **named):
-        raise ConnectionError("Couldn't reach 'owner/chats' on the Hub (LocalEntryNotFoundError)\nmore lines")
-
-    monkeypatch.setattr(datasets, "load_dataset", out_of_reach)
-    with pytest.raises(ValueError, match="hub:owner/chats: Couldn't reach .*give the path of a JSONL file") as caught:
-        load("hub:owner/chats", tokenizer)
-    assert "\n" not in str(caught.value)
+    asked = [call("owner/chats", None, split="train"), call("owner/chats", "maths", split="train_sft")]
+    assert load_dataset.call_args_list == asked
+    unreachable = ConnectionError("Couldn't reach 'owner/chats' on the Hub (LocalEntryNotFoundError)\nmore lines")
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=unreachable))
+    refused(lambda: load("hub:owner/chats", tokenizer), "hub:owner/chats: Couldn't reach", "give the path of a JSONL file")
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["gsm8k_TESTS.jsonl", "humaneval.jsonl", "mt_bench_dev.jsonl", "x-validations.jsonl", "hub:openai/gsm8k:main:test"],
-)
-@pytest.mark.parametrize("format", ["chat", "responses", "text"])
-def test_evaluation_sets_are_refused(tmp_path, path, format, tokenizer):
-    if not path.startswith("hub:"):
-        path = str(write(tmp_path / path, [{"messages": CHAT, "prompt": [1], "response": [2], "text": "x"}]))
-    with pytest.raises(ValueError, match="expected training data"):
-        load(path, tokenizer, format=format)
-    (tmp_path / "latest_devices.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
-    for name in ("test_as_train.jsonl", "latest_devices.jsonl"):
-        allowed = write(tmp_path / name, [{"messages": CHAT}])
-        assert list(records.read(Source(path=str(allowed)), 0))
+def test_evaluation_sets_are_refused(tmp_path):
+    def read(name):
+        path = name if ":" in name else write_lines(tmp_path / name, [{"messages": CHAT}])
+        return list(records.read(Source(path=str(path)), 0))
 
+    names = ("gsm8k_TESTS.jsonl", "humaneval.jsonl", "mt_bench_dev.jsonl", "x-validations.jsonl", "hub:x/gsm8k:main:test")
+    for name in names:
+        refused(lambda name=name: read(name), "expected training data")
+    assert read("test_as_train.jsonl") and read("latest_devices.jsonl")
 
-# Bad input
 
 GOOD = {"messages": CHAT}
 LONG = {"messages": [{"role": "user", "content": "one " * 90}, {"role": "assistant", "content": "two"}]}
 ANSWER = {"prompt": [1], "response": [2]}
 BAD_LINES = [
     ("chat", '{"messages": [\n', r"line 2: not valid JSON: Expecting value"),
-    ("chat", "[1]\n", r"line 2: got list, expected an object; in it, 'conversations' or 'messages'"),
     ("chat", {"text": "x"}, r"line 2: got keys 'text', expected 'conversations' or 'messages'"),
     ("chat", {"messages": [{"role": "user"}]}, r"line 2: got a message without role and content"),
     ("chat", {"messages": CHAT[:1]}, r"line 2: got no assistant turn"),
-    ("chat", {"turns": ["x"], "reference": "18"}, r"line 2: got no assistant turn"),
+    ("text", {"text": "half \ud800 " * 9}, r"line 2.*U\+D800"),
     ("text", {"words": "x"}, r"line 2: got no 'text', expected a string"),
     ("responses", {"prompt": [1]}, r"line 2: got no 'response', expected a list of token ids"),
-    ("responses", {"prompt": [1], "response": []}, r"line 2: got no 'response'"),
     ("responses", {"prompt": [1], "response": ["2"]}, r"line 2: got no 'response'"),
     ("responses", {"prompt": [1], "response": [2048]}, r"line 2: got token id 2048, expected 0 to 2047"),
     ("responses", {"prompt": [-1], "response": [2]}, r"line 2: got no 'prompt'"),
-    ("responses", {"prompt": [1], "response": [2**40]}, r"line 2: got no 'response'"),
 ]
 
 
 @pytest.mark.parametrize("format, line, message", BAD_LINES)
 def test_malformed_records_are_named_or_skipped(tmp_path, tokenizer, format, line, message):
     good = {"chat": GOOD, "text": {"text": "words of a text"}, "responses": ANSWER}[format]
-    path = write(tmp_path / "set.jsonl", [good, line, good])
+    path = write_lines(tmp_path / "set.jsonl", [good, line, good])
     with pytest.raises(ValueError, match=message) as caught:
         load(path, tokenizer, format=format)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
@@ -412,13 +365,10 @@ def test_malformed_records_are_named_or_skipped(tmp_path, tokenizer, format, lin
 
 BAD_PLACES = [
     ("missing.jsonl", None, r"missing.jsonl: no such file; expected a JSONL file, a text file"),
-    ("*.nothing", None, r"no such file"),
-    ("empty.jsonl", "", r"empty.jsonl: got no records, expected at least one"),
-    ("blank.jsonl", "\n \n", r"blank.jsonl: got no records"),
+    ("empty.jsonl", "\n \n", r"empty.jsonl: got no records, expected at least one"),
     ("list.json", '[{"messages": []}]', r"list.json: got a JSON list, expected one JSON object a line"),
     ("long.jsonl", json.dumps(LONG), r"long.jsonl: got no document to train on \(1 too long\)"),
     ("set.jsonl", b'{"messages": "\xff"}\n', r"set.jsonl.*not UTF-8"),
-    ("set.txt", b"\xff\xfe", r"set.txt.*not UTF-8"),
 ]
 
 
@@ -427,12 +377,12 @@ def test_bad_places(tmp_path, tokenizer, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
-        load(tmp_path / name, tokenizer, format="text" if name.endswith(".txt") else "chat", data={"sequence_length": 64})
+        load(tmp_path / name, tokenizer, data={"sequence_length": 64})
 
 
 def test_records_that_are_too_long(tmp_path, tokenizer):
     longer_answer = {"messages": [CHAT[0], {"role": "assistant", "content": "one " * 90}]}
-    path = write(tmp_path / "set.jsonl", [GOOD, LONG, longer_answer, GOOD])
+    path = write_lines(tmp_path / "set.jsonl", [GOOD, LONG, longer_answer, GOOD])
 
     def opened(too_long: str) -> Corpus:
         return load(path, tokenizer, data={"sequence_length": 64, "too_long": too_long})
@@ -441,34 +391,15 @@ def test_records_that_are_too_long(tmp_path, tokenizer):
     assert drop.skipped == {"set": {"too long": 2}} and drop.train["set"].num_documents == 2
     assert cut.skipped == {"set": {"too long": 1, "cut": 1}}, "a chat whose answer is cut away teaches nothing"
     assert sorted(np.diff(cut.train["set"].offsets))[-1] == 64
-    with pytest.raises(ValueError, match=r"set.jsonl, line 2: got \d+ tokens, expected at most 64 \(sequence_length\)"):
-        opened("error")
-
-
-def test_answers_that_reached_their_limit_may_be_left_out(tmp_path):
-    answers = [{"prompt": [5], "response": [6 + i, 3], "finished": "length" if i % 2 else "stop"} for i in range(4)]
-    path = write(tmp_path / "answers.jsonl", answers)
-    kept, dropped = (
-        load(path, format="responses", hold_out=0, data={"sequence_length": 9, "unfinished": how})
-        for how in ("keep", "drop")
-    )
-    assert kept.train["answers"].tokens[1::3].tolist() == [6, 7, 8, 9] and not kept.skipped["answers"]
-    assert dropped.train["answers"].tokens[1::3].tolist() == [6, 8] and dropped.skipped["answers"] == {"unfinished": 2}
+    refused(lambda: opened("error"), "set.jsonl, line 2: got ", " tokens, expected at most 64 (sequence_length)")
 
 
 def test_bad_settings_and_tokenizers(tmp_path, templated):
-    path = write(tmp_path / "set.jsonl", [GOOD])
-    source, data = Source(path="x"), DataConfig()
-    for config, name, value in (
-        (source, "path", ""), (source, "weight", 0.0), (source, "limit", -1), (source, "hold_out", 1),
-        (data, "sequence_length", 1), (data, "prompt_weight", 1.5),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"got {name} "):
-            run_config.replaced(config, {name: value})
-    with pytest.raises(ValueError, match="got no sources"):
-        load_corpus([], DataConfig(), None, 0)
-    with pytest.raises(ValueError, match="no tokenizer.json"):
-        load(path)
+    path = write_lines(tmp_path / "set.jsonl", [GOOD])
+    for change in ({"path": ""}, {"weight": 0.0}, {"limit": -1}, {"hold_out": 1}):
+        refused(lambda change=change: run_config.replaced(Source(path="x"), change), f"got {next(iter(change))} ")
+    refused(lambda: load_corpus([], DataConfig(), None, 0), "got no sources")
+    refused(lambda: load(path), "no tokenizer.json")
     for template, message in (
         (None, "no chat template"),
         ("{{ raise_exception('roles must alternate') }}", "line 1: .*chat template refuses: roles must alternate"),
@@ -478,11 +409,8 @@ def test_bad_settings_and_tokenizers(tmp_path, templated):
             load(path, templated(template))
 
 
-# Training from scratch
-
-
 def test_a_tokenizer_and_a_model_are_trained_and_read(tmp_path):
-    source = Source(path=str(write(tmp_path / "set.jsonl", [GOOD] * 20)), hold_out=0)
+    source = Source(path=str(write_lines(tmp_path / "set.jsonl", [GOOD] * 20)), hold_out=0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     words = [f"run={tmp_path}/run", f"tokenizer={tmp_path}/tokenizer", "vocab_size=300", "data.sequence_length=64"]
     words += ["loop.steps=6", "loop.batch=8", "loop.log_every=1", "mesh.data=1", "optimizer.learning_rate=1e-2"]
@@ -500,5 +428,4 @@ def test_a_tokenizer_and_a_model_are_trained_and_read(tmp_path):
     assert losses[0] == pytest.approx(np.log(model.vocab_size), rel=0.05) and losses[-1] < losses[0] - 0.1
     texts = list(islice(from_scratch.training_texts([source, source], 0), 100))
     assert Counter(texts) == {CHAT[0]["content"]: 40, CHAT[1]["content"]: 40}
-    with pytest.raises(ValueError, match="ids already"):
-        list(from_scratch.training_texts([Source(path=source.path, format="responses")], 0))
+    refused(lambda: list(from_scratch.training_texts([Source(path=source.path, format="responses")], 0)), "ids already")

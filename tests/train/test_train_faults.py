@@ -1,11 +1,11 @@
 """Faults of training: files of others stay, damage is named, one process works on a run, and Ctrl-C saves its step."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,24 +26,19 @@ ROOT = Path(__file__).parents[2]
 def test_exports_replace_exports_alone(toy, tmp_path, monkeypatch):
     settings = toy_training.settings(toy, f"run={tmp_path}/run")
     claim(epath.Path(settings.run), settings)
-    fresh = toy_training.fresh_head()
-    monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": fresh}))
+    monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": toy_training.fresh_head()}))
 
     def exported(out, **named):
         export.main(export.ExportStage(run=settings.run, out=str(out), dtype="float32", **named))
 
-    project = tmp_path / "project"
-    project.mkdir()
+    (tmp_path / "project").mkdir()
     for name in ("README.md", "config.json", "model.safetensors"):
-        (project / name).write_text("mine")
-    before = snapshot(project)
-    monkeypatch.chdir(project)
-    for out in (".", project):
-        refused(lambda out=out: exported(out), "exists; give a new folder")
-        refused(lambda out=out: exported(out, overwrite=True), "did not write")
-    assert snapshot(project) == before
+        (tmp_path / "project" / name).write_text("mine")
+    before = snapshot(tmp_path / "project")
+    refused(lambda: exported(tmp_path / "project"), "exists; give a new folder")
+    refused(lambda: exported(tmp_path / "project", overwrite=True), "did not write")
+    assert snapshot(tmp_path / "project") == before
     exported(tmp_path / "out")
-    refused(lambda: exported(tmp_path / "out"), "exists; give a new folder")
     written = snapshot(tmp_path / "out")
     (tmp_path / "out" / "notes").write_text("mine")
     exported(tmp_path / "out", overwrite=True, drafter_temperature=0.5)
@@ -51,71 +46,46 @@ def test_exports_replace_exports_alone(toy, tmp_path, monkeypatch):
     assert models.read_drafter_config(tmp_path / "out").drafter_temperature == 0.5
 
 
-# The file of answers and its settings.
-
 ASKED = [respond.Prompt("x", ids) for ids in ([1], [2, 3], [4, 5, 6])]
 
 
-def asking(out, **named):
-    named = {"verifier": "tiny", "sources": (Source(path="x.jsonl"),), "out": str(out), "max_new_tokens": 8} | named
-    return respond.RespondConfig(**named)
-
-
-def answer_lines(*indices, finished="stop"):
-    return "".join(
-        json.dumps({"index": i, "prompt": ASKED[i].ids, "response": [7], "finished": finished}) + "\n" for i in indices
-    )
-
-
-def check_answers(settings):
-    answers.check_settings(settings, Path(settings.out), respond.FREE)
+def answer_lines(*indices):
+    return "".join(json.dumps({"index": i, "prompt": ASKED[i].ids, "response": [7]}) + "\n" for i in indices)
 
 
 def test_settings_of_the_user_are_never_written_over(tmp_path):
-    theirs = tmp_path / "mine.toml"
+    theirs, out = tmp_path / "mine.toml", tmp_path / "mine.jsonl"
     theirs.write_text("# my settings\nmax_new_tokens = 8\n")
-    settings = asking(tmp_path / "mine.jsonl")
-    check_answers(settings)
-    answers.save_settings(settings, Path(settings.out))
-    Path(settings.out).write_text(answer_lines(0))
-    check_answers(settings)
-    refused(lambda: check_answers(asking(settings.out, max_new_tokens=12)), "begun with max_new_tokens = 8")
-    (tmp_path / "other.jsonl").write_text(answer_lines(0))
-    refused(lambda: check_answers(asking(tmp_path / "other.jsonl")), "exists without its settings")
+    settings = respond.RespondConfig(verifier="tiny", sources=(Source(path="x.jsonl"),), out=str(out), max_new_tokens=8)
+    answers.check_settings(settings, out, respond.FREE)
+    answers.save_settings(settings, out)
+    out.write_text(answer_lines(0))
+    answers.check_settings(settings, out, respond.FREE)
     assert theirs.read_text() == "# my settings\nmax_new_tokens = 8\n"
-    refused(lambda: asking(tmp_path / "answers.toml"), "expected the name of a JSONL file")
+    refused(lambda: replace(settings, out=f"{tmp_path}/answers.toml"), "expected the name of a JSONL file")
 
 
-@pytest.mark.parametrize("repeated", [(0, 1, 2, 0, 1, 2), (0, 1, 1)])
-def test_doubled_answers_are_repaired(tmp_path, repeated):
+def test_doubled_answers_are_repaired(tmp_path):
     """In one file, and also in the part of one process."""
     out = tmp_path / "out.jsonl"
-    out.write_text(answer_lines(*repeated))
-    if 2 not in repeated:
-        (tmp_path / "out.jsonl.part-0").write_text(answer_lines(1, 2, 2))
-    for _ in range(2):
-        answers.merge(out, 3)
-        assert snapshot(tmp_path) == {"out.jsonl": answer_lines(0, 1, 2).encode()}
+    for whole, part in (((0, 1, 2, 0, 1, 2), ()), ((0, 1, 1), (1, 2, 2))):
+        out.write_text(answer_lines(*whole))
+        (tmp_path / "out.jsonl.part-0").write_text(answer_lines(*part))
+        for _ in range(2):
+            answers.merge(out, 3)
+            assert snapshot(tmp_path) == {"out.jsonl": answer_lines(0, 1, 2).encode()}
 
 
-LINES = {
-    "text for an index": b'{"index": "0", "prompt": [1], "response": [7]}\n',
-    "list": b"[]\n",
-    "deep": b"[" * 100_000 + b"\n",
-    "bytes": b"\xff\xfe\n",
-    "no prompt": b'{"index": 0}\n',
-}
+NO_OBJECTS = (b"[]\n", b"[" * 100_000 + b"\n", b"\xff\xfe\n")
 
 
-@pytest.mark.parametrize("name", LINES)
-def test_damaged_answers_are_named(tmp_path, name):
+def test_damaged_answers_are_named(tmp_path):
     out = tmp_path / "out.jsonl"
-    out.write_bytes(answer_lines(0).encode() + LINES[name])
-    refused(lambda: answers.match(out, ASKED), "out.jsonl, line 2: got no answer")
+    for line in (*NO_OBJECTS, b'{"index": "0", "prompt": [1], "response": [7]}\n', b'{"index": 0}\n'):
+        out.write_bytes(answer_lines(0).encode() + line)
+        refused(lambda: answers.match(out, ASKED), "out.jsonl, line 2: got no answer")
     assert snapshot(tmp_path).keys() == {"out.jsonl"}
 
-
-# The lock.
 
 HOLDER = (
     "import sys, time; from train.runtime import lock; from etils import epath\n"
@@ -125,10 +95,9 @@ HOLDER = (
 
 
 def holder(path, begins=0.0, seconds=600):
-    """A process that holds a lock."""
+    """Starts a process that holds a lock."""
     command = [sys.executable, "-c", HOLDER, str(path), str(begins), str(seconds)]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(command, cwd=ROOT, **pipes)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_a_lock_ends_with_its_process(tmp_path):
@@ -167,9 +136,6 @@ def test_a_bucket_belongs_to_the_newest_process(bucket):
         check_owner()
 
 
-# Damaged runs.
-
-
 def test_damaged_metrics_of_checkpoints_are_refused(toy, tmp_path):
     folder = tmp_path / "checkpoints" / "4" / "metrics"
     folder.mkdir(parents=True)
@@ -179,53 +145,19 @@ def test_damaged_metrics_of_checkpoints_are_refused(toy, tmp_path):
     assert snapshot(tmp_path) == before
 
 
-LOGS = {
-    "list": b"[]\n",
-    "cut in the middle": b'{"step": 2, "lo\n{"step": 3}\n',
-    "bytes": b"\xff\xfe\n",
-    "nulls": b"\0" * 20 + b"\n",
-    "deep": b"[" * 100_000 + b"\n",
-}
-
-
-def new_watch(run):
-    return watch.Watch(epath.Path(run), steps=9, resumed_at=5)
-
-
-@pytest.mark.parametrize("name", LOGS)
-def test_damaged_logs_are_named(tmp_path, name):
-    (tmp_path / "log.jsonl").write_bytes(b'{"step": 1}\n' + LOGS[name])
-    before = snapshot(tmp_path)
-    for read in (watch.read_log, watch.summary, new_watch):
-        refused(lambda read=read: read(tmp_path), "log.jsonl, line 2: got no line of a log")
-    assert snapshot(tmp_path) == before
+def test_damaged_logs_are_named(tmp_path):
+    for line in (*NO_OBJECTS, b'{"step": 2, "lo\n{"step": 3}\n', b"\0" * 20 + b"\n"):
+        (tmp_path / "log.jsonl").write_bytes(b'{"step": 1}\n' + line)
+        before = snapshot(tmp_path)
+        for read in (watch.read_log, watch.summary, partial(watch.Watch, steps=9, resumed_at=5)):
+            refused(lambda read=read: read(epath.Path(tmp_path)), "log.jsonl, line 2: got no line of a log")
+        assert snapshot(tmp_path) == before
     (tmp_path / "log.jsonl").write_bytes(b'{"step": 1}\n{"step": 2, "lo')
     assert watch.read_log(tmp_path) == [{"step": 1}]
 
 
-# Ctrl-C while training.
-
-
 def run(script):
     return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-def test_an_interrupted_step_is_saved_in_one_line(toy, tmp_path, monkeypatch, capsys):
-    advance = watch.Watch.advance
-
-    def interrupted(self, step):
-        advance(self, step)
-        if step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.5)
-
-    monkeypatch.setattr(watch.Watch, "advance", interrupted)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(SystemExit) as caught:
-        head.main(toy_training.settings(toy, f"run={tmp_path}/run", "loop.batch=4"))
-    assert caught.value.code == 130 and signal.getsignal(signal.SIGINT) is before
-    assert "interrupted: saved step 2 of 12; the same command goes on from there" in capsys.readouterr().out
-    assert (tmp_path / "run" / "checkpoints" / "2").is_dir() and not (tmp_path / "run" / "run.lock").exists()
 
 
 def test_a_second_interrupt_ends_at_once():

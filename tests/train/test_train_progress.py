@@ -1,13 +1,13 @@
 """Monitoring of a run: a bar and lines in a terminal, plain lines elsewhere, a closing table, curves."""
 
 import io
-import json
 import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from toy_training import write_lines
 
 from train.runtime import run_config, watch
 
@@ -25,9 +25,18 @@ class Terminal(io.StringIO):
         return True
 
 
+def open_terminal(monkeypatch):
+    terminal = Terminal()
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "100")):
+        monkeypatch.setenv(name, value)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, terminal)
+    return terminal
+
+
 @pytest.fixture
 def run(tmp_path):
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LOG))
+    write_lines(tmp_path / "log.jsonl", LOG)
     return tmp_path
 
 
@@ -38,7 +47,7 @@ def test_lines_are_short_and_say_what_matters():
     assert watch.describe(LOG[2]) == [measured] and watch.describe(LOG[0] | {"mfu": None}) == ["loss 3.250, 900 tokens/s"]
 
 
-def test_a_run_ends_with_its_sums(run, tmp_path, capsys):
+def test_a_run_ends_with_a_table(run, tmp_path, capsys):
     values = watch.summary(run)
     assert values == {
         "steps": "40",
@@ -56,10 +65,7 @@ def test_a_run_ends_with_its_sums(run, tmp_path, capsys):
 
 
 def test_lines_stay_above_the_bar_of_a_terminal(monkeypatch):
-    terminal = Terminal()
-    for name, value in (("TERM", "xterm"), ("COLUMNS", "100")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "stdout", terminal)
+    terminal = open_terminal(monkeypatch)
     with watch.Bar("answers", 8, 2) as bar:
         bar.show(3, "evaluating 3 of 16 [prompts]")
         print("step 20 of 40")
@@ -72,11 +78,7 @@ def test_lines_stay_above_the_bar_of_a_terminal(monkeypatch):
 
 def test_commands_keep_programs_and_their_warnings_do_not_tear_bars(monkeypatch):
     """Also where another package has called `logging.basicConfig` by then: its handler would write into the bar."""
-    terminal, kept = Terminal(), []
-    for name, value in (("TERM", "xterm"), ("COLUMNS", "100")):
-        monkeypatch.setenv(name, value)
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, terminal)
+    terminal, kept = open_terminal(monkeypatch), []
     monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.setattr(run_config, "keep_programs", lambda by_jax: kept.append(by_jax))
 
@@ -112,11 +114,11 @@ def test_a_run_logs_the_seconds_of_all_its_parts(run, monkeypatch, capsys):
 
 
 def curves(*arguments, hidden=""):
-    """`python -m train.runtime.watch` with a module hidden: (exit status, both streams)."""
+    """Runs `python -m train.runtime.watch` with a module hidden; returns its exit status and both streams."""
     script = (
         f"import sys, runpy; sys.modules.update(dict.fromkeys({hidden.split()!r})); sys.argv[1:] = {list(arguments)!r}\n"
+        "runpy.run_module('train.runtime.watch', run_name='__main__', alter_sys=True)"
     )
-    script += "runpy.run_module('train.runtime.watch', run_name='__main__', alter_sys=True)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
@@ -124,10 +126,8 @@ def curves(*arguments, hidden=""):
 def test_curves_need_matplotlib_and_help_does_not(run, tmp_path):
     status, shown = curves("--help", hidden="matplotlib")
     assert status == 0 and shown.startswith("usage:") and "RUN/curves.png" in shown
-    assert curves(str(run), hidden="matplotlib") == (
-        1,
-        "error: curves need matplotlib; install it with pip install matplotlib\n",
-    )
+    needed = "error: curves need matplotlib; install it with pip install matplotlib\n"
+    assert curves(str(run), hidden="matplotlib") == (1, needed)
     status, shown = curves(str(tmp_path / "none"))
     assert status == 1 and shown.count("\n") == 1 and "got no log.jsonl" in shown
 

@@ -1,35 +1,17 @@
-"""Refusals of training: wrong settings, prompts and sources end with one line."""
+"""Refusals of training: wrong settings end with one line."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from refusals import refused, understood
 
 from train import drafter, evaluate, head, measure, respond
-from train.data import packing
-from train.data.records import Source
 from train.runtime import run_config
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "tiny"
 HUGE = 10**400
-
-
-def test_prompts_of_training_name_their_line(tiny, tmp_path):
-    lines = [{"prompt": "fine"}, {"prompt": "half \ud800"}, {"prompt": "fine too"}]
-    path = tmp_path / "set.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings = respond.RespondConfig(sources=(Source(path=str(path), hold_out=0),), verifier="x", out=str(tmp_path / "out"))
-    refused(lambda: respond.collect_prompts(settings, tiny), "line 2", "U+D800")
-    assert len(respond.collect_prompts(replace(settings, malformed="skip"), tiny)) == 2
-    path.write_text("".join(json.dumps({"text": line["prompt"] * 9}) + "\n" for line in lines))
-    source, opened = Source(path=str(path), format="text", hold_out=0), packing.load_corpus
-    refused(lambda: opened([source], packing.DataConfig(), tiny.tokenizer, 0), "line 2", "U+D800")
-    [skipped] = opened([source], packing.DataConfig(malformed="skip"), tiny.tokenizer, 0).skipped.values()
-    assert skipped == {"malformed": 1}
 
 
 def leaves(raw, prefix=""):

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import toy_training
 from etils import epath
+from refusals import refused
+from toy_training import write_lines
 
 import treeflash_jax as tf
 from train import respond
@@ -21,6 +23,7 @@ from train.runtime.run_config import MeshConfig
 
 QUESTIONS = ["Tom has 3 apples.", "How many?", "Write a function.", "What is 12 + 30? Explain it at length.", "Hi", "Why?"]
 QUESTIONS += [f"Question {i}" for i in range(5)]
+ASKED = dict(temperatures=(0.0, 0.7, 1.0), max_new_tokens=12, seed=7)
 BOTH = """
 import sys
 from train import respond
@@ -30,11 +33,6 @@ for path in sys.argv[1:]:
 """
 
 
-def write(path: Path, lines) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return path
-
-
 def chat(question: str) -> dict:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "An answer."}]}
 
@@ -42,47 +40,37 @@ def chat(question: str) -> dict:
 @pytest.fixture
 def model(tiny, monkeypatch):
     """The shipped pair with its compiled programs; keeps what it was asked: the indices of every call."""
-    calls = []
     generate_each = tiny.generate_each
 
     def noted(*args, **named):
-        calls.append(list(named["indices"]))
+        tiny.calls.append(list(named["indices"]))
         return generate_each(*args, **named)
 
     monkeypatch.setattr(tiny, "generate_each", noted)
+    monkeypatch.setattr(tiny, "calls", [], raising=False)
     monkeypatch.setattr(respond, "load_model", lambda settings: tiny)
-    tiny.calls = calls
     return tiny
 
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory) -> Source:
-    path = write(tmp_path_factory.mktemp("questions") / "asked.jsonl", [chat(question) for question in QUESTIONS])
+    path = write_lines(tmp_path_factory.mktemp("questions") / "asked.jsonl", [chat(question) for question in QUESTIONS])
     return Source(path=str(path), hold_out=0)
 
 
 @pytest.fixture
 def settings(tmp_path, questions) -> RespondConfig:
-    return RespondConfig(
-        verifier="tiny",
-        sources=(questions,),
-        out=str(tmp_path / "out" / "answers.jsonl"),
-        temperatures=(0.0, 0.7, 1.0),
-        max_new_tokens=12,
-        batch=4,
-        seed=7,
-        mesh=MeshConfig(data=1),
-    )
+    out = str(tmp_path / "out" / "answers.jsonl")
+    return RespondConfig(verifier="tiny", sources=(questions,), out=out, batch=4, mesh=MeshConfig(data=1), **ASKED)
 
 
 @pytest.fixture(scope="module")
 def whole(tiny, questions, tmp_path_factory) -> bytes:
     """What an uninterrupted run writes, in batches of other sizes."""
     out = tmp_path_factory.mktemp("whole") / "answers.jsonl"
-    named = dict(temperatures=(0.0, 0.7, 1.0), max_new_tokens=12, batch=7, seed=7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(respond, "load_model", lambda settings: tiny)
-        respond.main(RespondConfig(verifier="tiny", sources=(questions,), out=str(out), **named))
+        respond.main(RespondConfig(verifier="tiny", sources=(questions,), out=str(out), batch=7, **ASKED))
     return out.read_bytes()
 
 
@@ -110,22 +98,20 @@ def test_an_answer_depends_on_seed_and_index_only(tiny, whole):
     hot = [line for line in lines_of(whole) if line["temperature"] == 1]
     moved = tiny.generate([line["prompt"] for line in hot], indices=[99] * len(hot), temperature=1.0, **named)
     assert [result.ids for result in moved] != [line["response"] for line in hot]
-    with pytest.raises(ValueError, match="got 1 indices for 2 prompts"):
-        tiny.generate([[1], [2]], indices=[0])
 
 
-@pytest.mark.parametrize("drafter", [None, pytest.param("tiny", marks=pytest.mark.slow)])
-def test_drafted_answers_are_the_same(model, settings, whole, drafter):
-    respond.main(replace(settings, drafter=drafter))
+@pytest.mark.slow
+def test_drafted_answers_are_the_same(model, settings, whole):
+    respond.main(replace(settings, drafter="tiny"))
     assert Path(settings.out).read_bytes() == whole
-    assert model.calls == [list(range(11))]
 
 
 def test_a_run_cut_at_any_byte_ends_with_the_same_file(model, settings, whole):
     out = Path(settings.out)
     respond.main(settings)
+    assert out.read_bytes() == whole and model.calls == [list(range(11))]
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
-    for cut in (0, 1, ends[0] - 1, ends[0], ends[3], ends[3] + 1, ends[5] + 20, ends[9], ends[10] - 1, ends[10]):
+    for cut in (0, 1, ends[0] - 1, ends[0], ends[3] + 1, ends[5] + 20, ends[10] - 1, ends[10]):
         out.write_bytes(whole[:cut])
         model.calls.clear()
         respond.main(settings)
@@ -139,10 +125,10 @@ def test_answers_before_an_interrupt_are_kept(model, settings, whole, monkeypatc
 
     def interrupted(prompts, **named):
         for number, (at, result) in enumerate(generate_each(prompts, **named)):
-            yield at, replace(result, finished="interrupted") if number >= 4 and len(model.calls) == 1 else result
+            yield at, replace(result, finished="interrupted") if number >= 4 else result
 
-    monkeypatch.setattr(model, "generate_each", interrupted)
-    with pytest.raises(SystemExit, match="the same command continues"):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="the same command continues"):
+        patch.setattr(model, "generate_each", interrupted)
         respond.main(settings)
     assert len(lines_of(Path(settings.out).read_bytes())) == 4
     respond.main(settings)
@@ -195,8 +181,7 @@ def test_settings_may_change_only_where_no_answer_depends_on_them(model, setting
         with pytest.raises(ValueError, match=f"was begun with {next(iter(changed))} = .*give another out, or delete it"):
             respond.main(replace(settings, **changed))
     out.with_name("answers.jsonl.settings.toml").unlink()
-    with pytest.raises(ValueError, match="exists without its settings"):
-        respond.main(settings)
+    refused(lambda: respond.main(settings), "exists without its settings")
     assert out.read_bytes() == whole
 
 
@@ -219,21 +204,12 @@ def test_a_larger_limit_adds_answers_and_keeps_those_there(model, settings, ques
         respond.main(limited(5))
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ('{"index": 1, "prompt": [5]}\n', "line 2 answers another prompt than number 1 of these sources"),
-        ('{"index": 99, "prompt": [5]}\n', "line 2 answers another prompt than number 99"),
-        ('{"index": \n', "line 2: got no answer"),
-        ("[]\n", "line 2: got no answer"),
-    ],
-)
-def test_a_file_that_does_not_fit_is_left_alone(model, settings, whole, line, message):
+@pytest.mark.parametrize("index", [1, 99])
+def test_a_file_that_answers_other_prompts_is_left_alone(model, settings, whole, index):
     respond.main(settings)
-    content = whole.splitlines(keepends=True)[0] + line.encode()
+    content = whole.splitlines(keepends=True)[0] + b'{"index": %d, "prompt": [5]}\n' % index
     Path(settings.out).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        respond.main(settings)
+    refused(lambda: respond.main(settings), f"line 2 answers another prompt than number {index} of these sources")
     assert Path(settings.out).read_bytes() == content
 
 
@@ -241,9 +217,9 @@ def test_prompts_of_every_kind_of_source(model, settings, tmp_path):
     asked = [{"role": "user", "content": "Only asked"}]
     several = [*chat("First")["messages"], *chat("Second")["messages"]]
     lines = [{"messages": asked}, {"messages": several}, chat("word " * 300), chat("Held out")]
-    chats = write(tmp_path / "chats.jsonl", lines)
-    texts = write(tmp_path / "texts.jsonl", [{"text": "Once upon a time"}])
-    before = write(tmp_path / "before.jsonl", [{"prompt": [7, 8, 9], "response": [1]}])
+    chats = write_lines(tmp_path / "chats.jsonl", lines)
+    texts = write_lines(tmp_path / "texts.jsonl", [{"text": "Once upon a time"}])
+    before = write_lines(tmp_path / "before.jsonl", [{"prompt": [7, 8, 9], "response": [1]}])
     sources = (
         Source(path=str(chats), hold_out=4),
         Source(path=str(texts), format="text"),
@@ -255,12 +231,17 @@ def test_prompts_of_every_kind_of_source(model, settings, tmp_path):
     assert [(prompt.source, prompt.ids) for prompt in prompts] == sorted(expected, key=lambda item: len(item[1]))
 
 
-def test_bad_input_is_one_line(model, settings, tmp_path, questions):
-    opened_by_assistant = {"messages": [{"role": "assistant", "content": "Hello"}]}
-    source = Source(path=str(write(tmp_path / "bad.jsonl", [opened_by_assistant])), hold_out=0)
+def test_bad_input_is_one_line(model, settings, tmp_path):
+    def source(name, *lines):
+        return Source(path=str(write_lines(tmp_path / name, lines)), hold_out=0)
+
+    bad = source("bad.jsonl", {"messages": [{"role": "assistant", "content": "Hello"}]})
+    half = source("half.jsonl", {"prompt": "fine"}, {"prompt": "half \ud800"})
+    assert len(respond.collect_prompts(replace(settings, sources=(half,), malformed="skip"), model)) == 1
     cases = [
-        ({"sources": (source,)}, "bad.jsonl, line 1: got a chat that the assistant opens"),
-        ({"sources": (source,), "malformed": "skip"}, r"got no prompt of at most 192 tokens \(1 malformed\)"),
+        ({"sources": (half,)}, r"half.jsonl, line 2.*U\+D800"),
+        ({"sources": (bad,)}, "bad.jsonl, line 1: got a chat that the assistant opens"),
+        ({"sources": (bad,), "malformed": "skip"}, r"got no prompt of at most 192 tokens \(1 malformed\)"),
         ({"max_prompt_tokens": 3}, r"got no prompt of at most 3 tokens \(11 too long\)"),
         ({"max_new_tokens": 2040}, "expected at most 2048 together"),
         ({"sources": (Source(path="gsm8k_test.jsonl"),)}, "gsm8k_test.jsonl: no such file"),
@@ -274,13 +255,10 @@ def test_bad_input_is_one_line(model, settings, tmp_path, questions):
             run_config.replaced(settings, changed)
 
 
-def test_models_that_cannot_be_loaded(settings, tmp_path):
-    nowhere = str(tmp_path / "nowhere")
-    for changed, message in (
-        ({"mesh": MeshConfig(fsdp=2)}, "got mesh.fsdp 2, expected 1"),
-        ({"mesh": MeshConfig(data=64)}, "expected a product of at most"),
-        ({"verifier": nowhere}, nowhere),
-    ):
+def test_models_that_cannot_be_loaded_are_named(settings):
+    no_fsdp, too_many = ({"mesh": MeshConfig(**sizes)} for sizes in ({"fsdp": 2}, {"data": 64}))
+    cases = ((no_fsdp, "got mesh.fsdp 2, expected 1"), (too_many, "a product of at most"), ({"verifier": "/no"}, "/no"))
+    for changed, message in cases:
         with pytest.raises(ValueError, match=message):
             respond.load_model(replace(settings, **changed))
 
@@ -292,8 +270,7 @@ def test_the_template_is_asked_and_stays_with_the_answers(settings):
     out.parent.mkdir()
     answers.save_settings(thinking, out)
     assert answers.read_thinking(settings.out) is True
-    with pytest.raises(ValueError, match="was begun with thinking = True, got False"):
-        answers.check_settings(settings, out, respond.FREE)
+    refused(lambda: answers.check_settings(settings, out, respond.FREE), "was begun with thinking = True, got False")
 
 
 @pytest.mark.slow

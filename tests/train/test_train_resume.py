@@ -10,13 +10,15 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import numpy as np
 import pytest
 import toy_training
 from etils import epath
-from toy_training import finish, read_log, start
+from refusals import refused
+from toy_training import finish, read_log, start, write_lines
 
 from train import head
 from train.data import packing
@@ -24,41 +26,28 @@ from train.runtime.checkpoint import Checkpoints, claim
 from train.runtime.run_config import LoopConfig
 from treeflash_jax.formats import models
 
-HERE = Path(__file__).parents[1]
 STEPS = ("loop.steps=24", "loop.save_every=3", "loop.evaluate_every=12", "loop.batch=4")
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_training.write(tmp_path_factory.mktemp("toy")).parent
+def command(toml, run, *overrides):
+    return [sys.executable, toy_training.__file__, str(toml.parent), f"run={run}", *STEPS, *overrides]
 
 
-def command(folder, run, *overrides):
-    return [sys.executable, str(HERE / "toy_training.py"), str(folder), f"run={run}", *STEPS, *overrides]
+def here(toml, run, *overrides):
+    """Trains in this process."""
+    head.main(toy_training.settings(toml, f"run={run}", *STEPS, *overrides))
 
 
-def here(folder, run, *overrides):
-    """A run in this process."""
-    head.main(toy_training.settings(folder / "head.toml", f"run={run}", *STEPS, *overrides))
-
-
-def outcome(run):
-    """(log without times, final weights) of a finished run."""
-    return read_log(run), jax.tree.map(np.asarray, models.load_drafter(Path(run) / "model")[1])
-
-
-def assert_identical(run, expected):
-    log, weights = outcome(run)
-    assert log == expected[0]
-    jax.tree.map(np.testing.assert_array_equal, weights, expected[1])
+def read_model(run):
+    return models.load_drafter(Path(run) / "model")[1]
 
 
 @pytest.fixture(scope="module")
 def whole(toy, tmp_path_factory):
-    """The outcome of the uninterrupted run."""
+    """The uninterrupted run."""
     run = tmp_path_factory.mktemp("whole") / "run"
     here(toy, run)
-    return outcome(run)
+    return run
 
 
 @pytest.mark.slow
@@ -85,21 +74,8 @@ def test_killed_runs_end_identically(toy, whole, tmp_path):
         kills += 1
     finish(start(command(toy, run)))
     assert kills >= 1
-    assert_identical(run, whole)
-
-
-@pytest.mark.slow
-def test_a_run_whose_newest_checkpoint_is_damaged_ends_identically(toy, whole, tmp_path, capsys):
-    run = tmp_path / "run"
-    here(toy, run)
-    newest = max((run / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
-    for path in newest.rglob("*"):
-        if path.is_file() and path.stat().st_size > 500:
-            path.write_bytes(path.read_bytes()[:100])
-    (run / "log.jsonl").write_text((run / "log.jsonl").read_text()[:-20])
-    here(toy, run)
-    assert f"checkpoint of step {newest.name} is damaged" in capsys.readouterr().out
-    assert_identical(run, whole)
+    assert read_log(run) == read_log(whole)
+    jax.tree.map(np.testing.assert_array_equal, read_model(run), read_model(whole))
 
 
 ARRAYS = {"large": np.random.default_rng(0).normal(size=50_000).astype(np.float32), "layers": [{"small": np.int32([1, 2])}]}
@@ -150,10 +126,7 @@ def test_a_run_that_is_extended_may_have_more_documents(two_checkpoints, tmp_pat
     restored(copy, more, like(ARRAYS), a="3")
     with opened(copy, more, {"a": "3"}) as saved:
         saved.save(3, times(3), wait=True)
-    with pytest.raises(
-        ValueError, match="documents of a changed after step 3 was trained; .*give more loop.steps or another"
-    ):
-        restored(copy, more, like(ARRAYS), a="4")
+    refused(lambda: restored(copy, more, like(ARRAYS), a="4"), "of a changed after step 3 was trained", "more loop.steps")
 
 
 @pytest.mark.parametrize("damage", ["missing", *DAMAGES])
@@ -202,7 +175,6 @@ def test_all_checkpoints_damaged_is_an_error(two_checkpoints, tmp_path, capsys):
     "arrays, words",
     [
         (ARRAYS | {"large": np.zeros(7, "f")}, r"1 differ, such as large float32\[50000\]; expected large float32\[7\]"),
-        (ARRAYS | {"large": jax.numpy.bfloat16(ARRAYS["large"])}, r"float32\[50000\]; expected large bfloat16\[50000\]"),
         (ARRAYS | {"new": np.zeros(7, "f")}, r"new absent; expected new float32\[7\]"),
         ({"large": ARRAYS["large"]}, r"layers.0.small int32\[2\]; expected layers.0.small absent"),
     ],
@@ -214,33 +186,32 @@ def test_other_arrays_are_no_damage(two_checkpoints, capsys, arrays, words):
 
 
 def test_a_failure_of_code_is_no_damage(two_checkpoints, monkeypatch, capsys):
-    def broken(*_, **__):
-        raise TypeError("got an unexpected keyword")
-
-    monkeypatch.setattr("orbax.checkpoint.v1.load", broken)
+    monkeypatch.setattr("orbax.checkpoint.v1.load", Mock(side_effect=TypeError("got an unexpected keyword")))
     with pytest.raises(TypeError, match="unexpected keyword"):
         restored(*two_checkpoints, like(ARRAYS))
     assert not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("documents, names", [({"a": "1", "b": "3"}, "b"), ({"a": "1"}, "b"), ({"c": "1"}, "a, b, c")])
+@pytest.mark.parametrize("documents, names", [({"a": "1", "b": "3"}, "b"), ({"c": "1"}, "a, b, c")])
 def test_other_documents_are_refused(two_checkpoints, documents, names):
-    with pytest.raises(
-        ValueError, match=f"the documents of {names} changed after step 2 was trained; restore .* another run="
-    ):
-        restored(*two_checkpoints, like(ARRAYS), **documents)
+    refused(lambda: restored(*two_checkpoints, like(ARRAYS), **documents), f"documents of {names} changed after step 2")
 
 
 @pytest.mark.slow
-def test_terminated_run_saves_and_goes_on(toy, whole, tmp_path):
+def test_a_terminated_run_saves_and_ends_identically_even_if_that_checkpoint_is_damaged(toy, whole, tmp_path, capsys):
     run = tmp_path / "run"
-    process = start(command(toy, run, "loop.log_every=1"), TOY_TERMINATE_AFTER="4")
+    process = start(command(toy, run), TOY_TERMINATE_AFTER="4")
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 143 and "terminated: saved step 4 of 24" in output, output
     assert (run / "checkpoints" / "4").exists(), "steps are saved every three otherwise"
-    here(toy, run, "loop.log_every=2")
-    _, weights = outcome(run)
-    jax.tree.map(np.testing.assert_array_equal, weights, whole[1])
+    for path in (run / "checkpoints" / "4").rglob("*"):
+        if path.is_file() and path.stat().st_size > 500:
+            path.write_bytes(path.read_bytes()[:100])
+    (run / "log.jsonl").write_text((run / "log.jsonl").read_text()[:-20])
+    here(toy, run)
+    assert "checkpoint of step 4 is damaged" in capsys.readouterr().out
+    assert read_log(run) == read_log(whole)
+    jax.tree.map(np.testing.assert_array_equal, read_model(run), read_model(whole))
 
 
 def several_processes(toy, run, count, *overrides, terminated_after=0):
@@ -281,10 +252,9 @@ def checksums(run):
 @pytest.mark.slow
 def test_a_run_moves_from_four_processes_to_two_to_one(tmp_path, monkeypatch):
     """Over all of them every epoch has each example once, and the losses are those of a run that nothing interrupts."""
-    toy, rng = toy_training.write(tmp_path).parent, np.random.default_rng(0)
+    toy, rng = toy_training.write(tmp_path), np.random.default_rng(0)
     examples = [rng.integers(4, 64, rng.integers(18, 32)).tolist() for _ in range(24)]  # of more than half a sequence each
-    lines = [json.dumps({"prompt": ids[:3], "response": ids[3:]}) + "\n" for ids in examples]
-    (toy / "responses.jsonl").write_text("".join(lines))
+    write_lines(tmp_path / "responses.jsonl", [{"prompt": ids[:3], "response": ids[3:]} for ids in examples])
     overrides = ("sources.0.hold_out=0", "mesh.data=4", "loop.batch=8", "loop.steps=15", "loop.log_every=1")
     overrides += ("loop.save_every=1", "loop.keep=15", "loop.evaluate_every=0")
     whole, run = tmp_path / "whole", tmp_path / "moved"
@@ -308,15 +278,12 @@ def test_a_run_moves_from_four_processes_to_two_to_one(tmp_path, monkeypatch):
 
 def test_other_settings_are_refused_and_nothing_is_overwritten(toy, tmp_path):
     run = tmp_path / "run"
-    first, second = (
-        toy_training.settings(toy / "head.toml", f"run={run}", *extra) for extra in ((), ("optimizer.learning_rate=0.5",))
-    )
-    claim(epath.Path(run), first)
+    claim(epath.Path(run), toy_training.settings(toy, f"run={run}"))
     before = (run / "settings.toml").read_text()
-    with pytest.raises(ValueError, match=r"optimizer.learning_rate was 0.01, now 0.5.*another run="):
-        claim(epath.Path(run), second)
+    second = toy_training.settings(toy, f"run={run}", "optimizer.learning_rate=0.5")
+    refused(lambda: claim(epath.Path(run), second), "optimizer.learning_rate was 0.01, now 0.5", "another run=")
     assert (run / "settings.toml").read_text() == before
-    moved = toy_training.settings(toy / "head.toml", f"run={run}", "mesh.data=8", "loop.save_every=7")
+    moved = toy_training.settings(toy, f"run={run}", "mesh.data=8", "loop.save_every=7")
     claim(epath.Path(run), moved)
 
 
@@ -346,7 +313,7 @@ def test_checkpoints_do_not_ask_whether_a_host_was_terminated(tmp_path, monkeypa
 def test_full_disk_is_one_clear_error(toy, tmp_path):
     script = (
         "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000));"
-        f"sys.argv = {['x', f'{toy}/head.toml', f'run={tmp_path}/run', *STEPS]!r};"
+        f"sys.argv = {['x', str(toy), f'run={tmp_path}/run', *STEPS]!r};"
         "runpy.run_module('train.head', run_name='__main__')"
     )
     process = start([sys.executable, "-c", script])

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from toy_stage import BATCH, FROZEN, OPTIMIZER, SEED, SPECS, STAGE, WIDTH, make_mesh, sums, weights
+from toy_training import MODEL, WITH_HEAD
 
 from train.data import packing
 from train.runtime import training_state
@@ -15,10 +16,8 @@ from train.runtime.run_config import OptimizerConfig
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.drafters import block, steering
-from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.models import verifier
-from treeflash_jax.models.config import ModelConfig
 
 
 def make_batch(step):
@@ -82,17 +81,7 @@ def expected():
     return plain(3)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "accumulate"),
-    [
-        (dict(), 1),
-        (dict(), 4),
-        (dict(data=2, fsdp=4), 2),
-        (dict(fsdp=8), 1),
-        (dict(data=2, model=4), 1),
-        (dict(data=2, fsdp=2, model=2), 2),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "accumulate"), [({}, 4), ({"fsdp": 8}, 1), (dict(data=2, fsdp=2, model=2), 2)])
 def test_updates_are_those_of_the_whole_batch(expected, sizes, accumulate):
     states = run(STAGE, 3, sizes, accumulate=accumulate)
     for now, (params, _, _) in zip(states, expected, strict=True):
@@ -187,42 +176,30 @@ def test_muon_turns_matrices_alone():
     np.testing.assert_allclose(np.abs(updates["scale"]), 0.01, rtol=0.2)
 
 
-LAYERS = ModelConfig(
-    vocab_size=64,
-    hidden_size=8,
-    intermediate_size=12,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    max_positions=64,
-)
-BLOCK = DrafterConfig(
-    layers=LAYERS, block_size=4, mask_token_id=3, target_layer_ids=(0, 2), num_target_layers=3, head="mlp"
-)
 LAYER = {name: ((2,), (0, 1)) for name in "qkv"} | {"o": ((1, 2), (0,))}
 LAYER |= {name: ((1,), (0,)) for name in ("gate", "up", "down")}
+UNTIED = dataclasses.replace(MODEL, qkv_bias=True, tie_embeddings=False)
 STEERED = dict(taps=(0, 1, 2), width=8, num_layers=2, ffn=12)
 KINDS = {  # specs; the weights that Muon trains, with inputs and outputs; others that decay. The rest does neither.
-    "verifier": (lambda: verifier.specs(LAYERS), LAYER, {"embed", "unembed"}),
-    "qwen2": (lambda: verifier.specs(dataclasses.replace(LAYERS, qkv_bias=True)), LAYER, {"embed", "unembed"}),
+    "verifier": (lambda: verifier.specs(MODEL), LAYER, {"embed"}),
+    "qwen2": (lambda: verifier.specs(UNTIED), LAYER, {"embed", "unembed"}),
     "experts": (
-        lambda: verifier.specs(dataclasses.replace(LAYERS, num_experts=4, experts_per_token=2, expert_size=8)),
+        lambda: verifier.specs(dataclasses.replace(MODEL, num_experts=4, experts_per_token=2, expert_size=8)),
         {name: LAYER[name] for name in "qkvo"},
-        {"embed", "unembed", "router", "expert_gate", "expert_up", "expert_down"},
+        {"embed", "router", "expert_gate", "expert_up", "expert_down"},
     ),
-    "backbone": (lambda: block.specs(BLOCK)["backbone"], LAYER | {"fc": ((0,), (1,))}, set()),
+    "backbone": (lambda: block.specs(WITH_HEAD)["backbone"], LAYER | {"fc": ((0,), (1,))}, set()),
     "mlp": (
-        lambda: block.specs(BLOCK)["head"],
+        lambda: block.specs(WITH_HEAD)["head"],
         {"token_ug": ((0,), (1, 2)), "hidden_ug": ((0,), (1, 2)), "down": ((0,), (1,))},
         set(),
     ),
     "linear": (
-        lambda: block.specs(dataclasses.replace(BLOCK, head="linear"))["head"],
+        lambda: block.specs(dataclasses.replace(WITH_HEAD, head="linear"))["head"],
         {"token": ((0,), (1,)), "hidden": ((0,), (1,))},
         set(),
     ),
-    "lowrank": (lambda: block.specs(dataclasses.replace(BLOCK, head="lowrank"))["head"], {}, {"previous", "following"}),
+    "lowrank": (lambda: block.specs(dataclasses.replace(WITH_HEAD, head="lowrank"))["head"], {}, {"previous", "following"}),
     "steering": (lambda: steering.specs(SteeringConfig(**STEERED)), {}, {"mix", "project"}),
     "steering by factors": (lambda: steering.specs(SteeringConfig(rank=2, **STEERED)), {}, {"mix", "down", "up"}),
 }
