@@ -220,7 +220,9 @@ def drawn(seed: int, each: int) -> None:
             } | kind
             with tempfile.TemporaryDirectory() as folder:
                 if kind is AUTO:
-                    model = beside(model, Path(folder) / "budget.json", table(model, MIXED, draw.choice((0.42, 0.9))))
+                    measured = SIZES | {"ngrams": draft["ngrams"]}
+                    entry = table(model, MIXED, draw.choice((0.42, 0.9)), settings=measured)
+                    model = beside(model, Path(folder) / "budget.json", entry)
                 for _ in range(4):
                     prompts, settings = draw_call(draw, 50, range(VOCABULARY), (3, 9))
                     stops = draw.sample(range(VOCABULARY), draw.choice((0, 1, 3)))

@@ -175,7 +175,7 @@ def test_a_mesh_answers_as_one_device_does():
     expected = {"q": ("model", None), "k": ("model", None), "gate": ("model",), "o": (None,), "down": (None,)}
     for name, axes in expected.items():
         assert layer[name].scale.sharding.spec == PartitionSpec(*axes), name
-    assert layer["o"].values.sharding.spec == PartitionSpec("model", None, None)
+    assert layer["o"].values.sharding.spec == PartitionSpec(None, "model", None)
     assert sharded.weights.verifier["embed"].scale.sharding.spec == PartitionSpec("model")
     tree = sharded.generate(prompts, **SIZES, **settings)
     assert [result.ids for result in tree] == [
