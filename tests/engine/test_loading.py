@@ -82,6 +82,25 @@ def test_executables_for_several_cpu_devices_are_not_kept(tmp_path):
     assert not list((tmp_path / "treeflash" / "programs").iterdir())
 
 
+READ_AHEAD = """
+import json, os, time
+from treeflash_jax.core import programs
+from treeflash_jax.engine.loading import keep_programs
+
+keep_programs()
+for age, name in ((60, "earlier"), (1, "decode"), (2, "read")):
+    path = programs.folder / f"{programs._environment()}-1-{name}"
+    path.write_bytes(b"")
+    os.utime(path, (time.time() - age,) * 2)
+programs.read_ahead()
+print(json.dumps([path.name.split("-")[-1] for path in programs._ahead]))
+"""
+
+
+def test_the_executables_of_the_last_answer_are_read_ahead_in_their_order(tmp_path):
+    assert run(tmp_path, script=READ_AHEAD) == ["read", "decode"]
+
+
 ANSWERS = """
 import json, sys
 import treeflash_jax as tf

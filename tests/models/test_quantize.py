@@ -137,7 +137,7 @@ def test_a_mesh_answers_as_one_device_does():
     expected = {"q": ("model", None), "k": ("model", None), "gate": ("model",), "o": (None,), "down": (None,)}
     for name, axes in expected.items():
         assert layer[name].scale.sharding.spec == PartitionSpec(*axes), name
-    assert layer["o"].values.sharding.spec == PartitionSpec("model", None, None)
+    assert layer["o"].values.sharding.spec == PartitionSpec(None, "model", None)
     assert sharded.weights.verifier["embed"].scale.sharding.spec == PartitionSpec("model")
     tree = sharded.generate(prompts, nodes=8, candidates=4, children=4, **settings)
     plain = single.generate(prompts, builder="none", **settings)

@@ -111,6 +111,15 @@ def test_mistakes_show_up_before_anything_runs(prompts, tmp_path, word, message)
     assert not (tmp_path / "pair").exists()
 
 
+@pytest.mark.parametrize(
+    ("numbers", "hold_out"),
+    [(range(8), 4), ([0, 1, 4, 5, 8, 9, 13, 16], 3), ([3, 7, 11, 15], 3), ([1], 4)],
+)
+def test_some_prompts_are_held_out_and_others_are_not(numbers, hold_out):
+    """Eight of many prompts, drawn at random, may hold none of every fourth."""
+    assert compose._hold_out(8, list(numbers)) == hold_out
+
+
 COSTS = time_budget.Costs(answer=0.5, answers_start=10.0, start=30.0, step=2.0, evaluation=4.0)
 
 

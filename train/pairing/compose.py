@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,9 +137,11 @@ class Composer:
         if count < LEAST_PROMPTS:
             raise ValueError(f"{settings.prompts}: got {count} prompts, expected at least {LEAST_PROMPTS}")
         sample = Source(path=settings.prompts, limit=min(count, MEASURED_LENGTHS), hold_out=0)
-        typical = np.percentile([self._length(record.content) for record in read(sample, settings.seed)], 95)
+        lengths = {record.number: self._length(record.content) for record in read(sample, settings.seed)}
+        typical = np.percentile([*lengths.values()], 95)
         longest = min(context // 2, math.ceil(typical / 32) * 32)
-        on_cpu, hold_out = devices.here().is_cpu, _hold_out(count)
+        on_cpu = devices.here().is_cpu
+        hold_out = _hold_out(count, [number for number, length in lengths.items() if length <= longest])
         made = RespondConfig(
             verifier=settings.verifier,
             sources=(Source(path=settings.prompts, limit=limit.value, hold_out=hold_out),),
@@ -251,9 +254,17 @@ def count_prompts(settings: PairConfig, limit: int = 0) -> int:
     return sum(1 for _ in read(Source(path=settings.prompts, limit=limit, hold_out=0), settings.seed))
 
 
-def _hold_out(count: int) -> int:
-    """Returns n such that every n-th of `count` records is held out: about 16 of them, from one in 50 to a quarter."""
-    return min(50, max(4, count // 16))
+def _hold_out(count: int, numbers: Sequence[int] | None = None) -> int:
+    """Returns n such that every n-th record is held out: of `count`, about 16, from one in 50 to a quarter.
+
+    Args:
+      numbers: numbers of records that can be used; some are held out and others are not, if any n allows it.
+    """
+    usual = min(50, max(4, count // 16))
+    if numbers is None:
+        return usual
+    held_out = {n: sum(Source(path="", hold_out=n).holds_out(number) for number in numbers) for n in range(usual, 1, -1)}
+    return next((n for n, found in held_out.items() if 0 < found < len(numbers)), usual)
 
 
 def _batch_size(mesh: MeshConfig) -> int:
