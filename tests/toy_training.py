@@ -130,6 +130,26 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+@contextmanager
+def metadata_server(workers: Sequence[Mapping[str, str]]) -> Iterator[list[str]]:
+    """Yields the value of GCE_METADATA_IP for each of the workers of a TPU pod, whose attributes a local server gives."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            _, worker, *_, attribute = self.path.split("/")
+            value = workers[int(worker)].get(attribute)
+            self.send_response(404 if value is None else 200)
+            self.end_headers()
+            self.wfile.write((value or "").encode())
+
+        def log_message(self, *_) -> None: ...
+
+    with ThreadingHTTPServer(("localhost", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield [f"localhost:{server.server_port}/{worker}" for worker in range(len(workers))]
+        server.shutdown()
+
+
 def read_log(run: Path) -> list[dict]:
     """Lines of a run's log without times."""
     lines = [json.loads(line) for line in (Path(run) / "log.jsonl").read_text().splitlines()]

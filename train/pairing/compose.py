@@ -264,7 +264,7 @@ def _hold_out(count: int, numbers: Sequence[int] | None = None) -> int:
     if numbers is None:
         return usual
     held_out = {n: sum(Source(path="", hold_out=n).holds_out(number) for number in numbers) for n in range(usual, 1, -1)}
-    return next((n for n, found in held_out.items() if 0 < found < len(numbers)), usual)
+    return next((n for n, held in held_out.items() if 0 < held < len(numbers)), usual)
 
 
 def _batch_size(mesh: MeshConfig) -> int:
