@@ -120,12 +120,12 @@ def train_steps() -> str:
     rows = []
     for step in read("train_steps.json").values():
         moved = {kind: collective["bytes"] / GIB for kind, collective in step["collectives"].items()}
-        memory, traffic = step["bytes_per_chip"], step.get("bytes_accessed_per_chip")
+        memory, traffic = step["bytes_per_chip"], step["bytes_accessed_per_chip"]
         rows.append(
             [
                 *(step["topology"], " and ".join(step["trains"]), step["batch"], step["attention"]),
                 *(f"{memory[part] / GIB:.1f} GiB" for part in ("total", "temporary")),
-                f"{traffic / GIB:,.0f} GiB" if traffic else "",
+                f"{traffic / GIB:,.0f} GiB",
                 f"{step['flops_per_chip']:.1e}",
                 f"{moved['all-gather']:.1f} GiB",
                 f"{moved['all-reduce'] + moved.get('reduce-scatter', 0):.1f} GiB",
