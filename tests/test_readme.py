@@ -75,6 +75,7 @@ def test_the_example_works_as_printed(capsys):
 @pytest.mark.parametrize("page", ["README.md", "treeflash_jax/README.md", "treeflash_jax/bench/README.md"])
 def test_pages_are_short(page):
     assert len([word for word in PAGES[page].split() if re.search(r"\w", word)]) <= 1200
+    assert len(README.split()) <= 1200
 
 
 def test_two_commands_come_first():

@@ -180,12 +180,12 @@ def test_answers_have_it_where_a_selector_chooses_the_tree(weights, exact):
     buckets = (Bucket(1, 1, 0), Bucket(2, 0, 1), Bucket(1, 3, 0), Bucket(2, 1, 2), Bucket(3, 0, 2))
     plan = planned("traversal", TREES["delayed"] | {"nodes": 7}, shape=TreeShape(trunk=buckets), policy=SelectorPolicy())
     config = tree_selector.SelectorConfig(buckets=buckets, width=MODEL.hidden_size, pair="", rule=plan.rule)
-    selector = parameters.initialize(tree_selector.specs(config), jax.random.key(3), scale=1.0)
+    selector = parameters.initialize(tree_selector.specs(config), jax.random.key(11), scale=1.0)
     tokens, states = answers(weights, plan, selector, batches=2)
     assert p_value(tokens, exact) > 0.001
     nodes = np.concatenate([state.nodes_bs for state in states])
     counts = np.bincount(nodes.ravel())[1:]
-    assert np.count_nonzero(counts > 0.2 * counts.sum()) > 1, "several trees are in use"
+    assert np.count_nonzero(counts > 0.02 * counts.sum()) > 2, "many trees are in use"
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
+from conftest import needs_8_devices
 
 import treeflash_jax as tf
 from treeflash_jax.core import devices
@@ -53,6 +55,14 @@ def test_trees_and_blocks_are_smaller_where_every_token_costs(device, nodes, can
     assert sizes(nodes=5) == (5, candidates, 16), "rounds of different sizes share their draft"
     assert sizes(block_size=3) == (nodes, candidates, 3)
     assert sizes(NgramConfig(num_nodes=16)) == (16, None, None), "what it cannot offer costs nothing"
+
+
+@needs_8_devices
+def test_meshes_of_several_cpu_devices_turn_the_compilation_cache_off():
+    tf.make_mesh(1, 1)
+    assert jax.config.jax_enable_compilation_cache
+    tf.make_mesh(2)
+    assert not jax.config.jax_enable_compilation_cache
 
 
 def test_attention_follows_from_the_backend_and_the_dtype():
