@@ -107,23 +107,27 @@ import treeflash_jax as tf
 from treeflash_jax.core import programs
 from treeflash_jax.trees import BUILDERS
 
+rehearse, rehearsed = programs._rehearse, []
+programs._rehearse = lambda executable: rehearsed.append(rehearse(executable))
 model = tf.load("tiny", drafter="none", dtype="float32")
 first = model.generate("3 + 4", max_new_tokens=3)[0]
 BUILDERS["mine"] = None  # code that no digest covers
 programs.clear()
-print(json.dumps([first.ids, first.compile_seconds, model.generate("3 + 4", max_new_tokens=3)[0].compile_seconds]))
+again = model.generate("3 + 4", max_new_tokens=3)[0]
+print(json.dumps([first.ids, first.compile_seconds, again.compile_seconds, len(rehearsed)]))
 """
 
 
 def test_a_second_process_runs_executables_of_the_first(tmp_path):
     """Nothing is traced or compiled again, except for damaged files and while users' own kinds are registered."""
-    ids, seconds, again = run(tmp_path, script=ANSWERS)
-    assert seconds > 0 and again > 0
-    assert run(tmp_path, script=ANSWERS)[:2] == [ids, 0]
+    ids, seconds, again, rehearsed = run(tmp_path, script=ANSWERS)
+    assert seconds > 0 and again > 0 and not rehearsed
+    ids_again, seconds, _, rehearsed = run(tmp_path, script=ANSWERS)
+    assert (ids_again, seconds, rehearsed) == (ids, 0, len(["make_keys", "begin", "read", "decode"]))
     paths = list((tmp_path / "treeflash" / "programs").iterdir())
     for path in paths:
         path.write_bytes(path.read_bytes()[:1000])
     bounded = ANSWERS.replace("first =", "programs.KEPT_FILES = 2\nfirst =", 1)
-    after_damage, seconds, _ = run(tmp_path, script=bounded)
+    after_damage, seconds, *_ = run(tmp_path, script=bounded)
     assert after_damage == ids and seconds > 0
     assert len(paths) > 2 == len(list((tmp_path / "treeflash" / "programs").iterdir())), "the latest are kept"

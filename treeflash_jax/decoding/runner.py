@@ -61,7 +61,7 @@ class Runner:
 
     def run(self, state: DecodeState, rounds: int, enough: int, clock: Clock | None = None) -> DecodeState:
         """Returns the state after `rounds` rounds, or once `enough` sequences are done."""
-        args = jnp.int32(rounds), jnp.int32(enough)
+        args = jax.device_put((np.int32(rounds), np.int32(enough)))
         return self.call(loops.decode, self.all_weights, state, *args, clock=clock, plan=self.plan)
 
     def admit(
@@ -121,7 +121,7 @@ class Runner:
         state = self.call(loops.begin, *inputs, *earlier, clock=clock, plan=plan, dtype=dtype)
         longest, chunks = int(np.max(sharding.to_host(length_b))), devices.describe_mesh(self.mesh).prefill_chunks
         for _ in clock.reading(range(count, longest, chunks * plan.chunk(capacity)), longest):
-            args = state, length_b, jnp.int32(chunks), first_b
+            args = state, length_b, jax.device_put(np.int32(chunks)), first_b
             state = jax.block_until_ready(self.call(loops.read, self.weights, *args, clock=clock, plan=plan))
         return state
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax.core import background, devices, programs, sharding
+from treeflash_jax.core import background, programs, sharding
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding.runner import Kept, Runner
 from treeflash_jax.decoding.state import DecodeState, Sampling
@@ -81,20 +81,20 @@ def make_batch(
     drafter_temperature = [draft_temperature(config, drafter, request.temperature) for request in requests]
     numbers = np.array([(request.seed, request.index, request.sample) for request in slots], np.uint32)
     dtype = jnp.promote_types(dtype, jnp.float32)
-    sampling = Sampling(
-        key_b=_keys(*numbers.T),
-        temperature_b=jnp.asarray([request.temperature for request in slots], dtype),
-        top_k_b=jnp.asarray([request.top_k for request in slots], jnp.int32),
-        top_p_b=jnp.asarray([request.top_p for request in slots], dtype),
-        limit_b=jnp.asarray(length_b + new_b),
-        stop_ids_bx=jnp.asarray(np.broadcast_to(stop_ids_x, (batch_size, stop_ids_x.size))),
-        drafter_temperature_b=jnp.asarray(drafter_temperature + [1.0] * num_unused, dtype),
+    sampling = Sampling(  # NumPy converts dtypes: JAX would compile a program for each
+        key_b=programs.call(make_keys, *jax.device_put(list(numbers.T))),
+        temperature_b=np.array([request.temperature for request in slots], dtype),
+        top_k_b=np.array([request.top_k for request in slots], np.int32),
+        top_p_b=np.array([request.top_p for request in slots], dtype),
+        limit_b=length_b + new_b,
+        stop_ids_bx=np.tile(stop_ids_x, (batch_size, 1)),
+        drafter_temperature_b=np.array(drafter_temperature + [1.0] * num_unused, dtype),
     )
-    return sharding.place((jnp.asarray(tokens_bs), jnp.asarray(length_b), sampling), mesh)
+    return sharding.place(jax.device_put((tokens_bs, length_b, sampling)), mesh)
 
 
-@devices.jit
-def _keys(seed_b: jax.Array, index_b: jax.Array, sample_b: jax.Array) -> jax.Array:
+@jax.jit
+def make_keys(seed_b: jax.Array, index_b: jax.Array, sample_b: jax.Array) -> jax.Array:
     """Returns one key per sequence: the prompt's key for sample 0, with j folded in for sample j > 0."""
 
     def key(seed: jax.Array, index: jax.Array, sample: jax.Array) -> jax.Array:

@@ -26,6 +26,7 @@ MARK = {"written_by": "treeflash_jax"}  # in the metadata of files that `save` w
 METADATA = {"format": "pt", **MARK}
 _HEADER_BYTES = 100_000_000  # the format's own limit
 CHECKED_AT_ONCE = 2**17
+READ_AT_ONCE = 2**20  # numbers, before they are converted: fresh memory costs more time than reading
 _FLOATS = ("F64", "F32", "F16", "BF16")
 WHOLE = ("I64", "I32", "U32", "I16", "U16", "I8", "U8")
 
@@ -71,21 +72,26 @@ def load(
 
     def leaf(spec: Spec, entry: Entry) -> Any:
         def read(index: tuple[slice, ...]) -> np.ndarray:
-            kind = spec.dtype_in(dtype)
-            if not entry.is_apart and not entry.is_stacked:
-                return checked(entry.name, read_slice(tensors[entry.name], spec, entry, index).astype(kind))
-            experts = range(*index[0].indices(spec.shape[0]))
-            sizes = [len(range(size)[at]) for size, at in zip(spec.shape, index, strict=True)]
-            part = np.empty(sizes, kind)
-            for number, i in enumerate(experts):  # one at a time saves memory
-                expert = entry.at(i)
-                source = _Plane(tensors[expert.name], i) if entry.is_stacked else tensors[expert.name]
-                part[number] = read_slice(source, inside(spec), expert, index[1:])
-                checked(expert.name, part[number])
-            return part
+            spans = [range(size)[at] for size, at in zip(spec.shape, index, strict=True)]
+            part = _empty([len(span) for span in spans], spec.dtype_in(dtype))
+            if entry.is_apart or entry.is_stacked:
+                for number, i in enumerate(spans[0]):  # one expert at a time saves memory
+                    expert = entry.at(i)
+                    source = _Plane(tensors[expert.name], i) if entry.is_stacked else tensors[expert.name]
+                    part[number] = read_slice(source, inside(spec), expert, index[1:])
+                    checked(expert.name, part[number])
+                return part
+            axis = entry.order[0]  # the outermost on disk
+            step = max(1, READ_AT_ONCE * len(spans[axis]) // max(1, part.size))
+            for begin in range(0, len(spans[axis]), step):
+                some = spans[axis][begin : begin + step]
+                where = (*index[:axis], slice(some.start, some.stop), *index[axis + 1 :])
+                target = (*(slice(None),) * axis, slice(begin, begin + len(some)))
+                part[target] = read_slice(tensors[entry.name], spec, entry, where)
+            return checked(entry.name, part)
 
         if mesh is None:
-            return finish(jnp.asarray(read((slice(None),) * len(spec.shape))), spec)
+            return finish(jax.device_put(read((slice(None),) * len(spec.shape)), may_alias=True), spec)
         place = sharding.sharding(spec.axes, spec.shape, mesh)
         return finish(jax.make_array_from_callback(spec.shape, place, read), spec)
 
@@ -117,6 +123,14 @@ def _check(
         kinds = WHOLE if jnp.issubdtype(kind, jnp.integer) else _FLOATS
         if tensor.get_dtype() not in kinds:
             raise ValueError(f"{where}: tensor {name} has type {tensor.get_dtype()}, expected one of {kinds}")
+
+
+def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Returns an array that JAX shares on a CPU instead of copying it: its data begin at a multiple of 64 bytes."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + 64, np.uint8)
+    begin = -memory.ctypes.data % 64
+    return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
 def all_finite(values: np.ndarray) -> bool:
