@@ -153,27 +153,41 @@ def train_batches() -> str:
     return table("topology | trains | attention | memory of a sequence | largest batch", rows)
 
 
+def _phase_times(result: dict[str, Any]) -> Iterable[tuple[int, list[str]]]:
+    """Yields each number of nodes of a result of `bench latency` with the cells of PHASES."""
+    time = {(row["phase"], row["nodes"]): row["ms"] for row in result["phases"]}
+    for nodes in result["settings"]["nodes"]:
+        parts = [time["draft", None], time["expand", None]]
+        parts += [time[phase, nodes] for phase in ("tree", "verify", "accept", "commit", "round")]
+        parts += [time["step", None], time["round", nodes] / time["step", None]]
+        yield nodes, [f"{part:.2f}" for part in parts]
+
+
+PHASES = "nodes | draft | head | tree | verify | accept | commit | round | one-token step | round / step"
+
+
 def latency() -> str:
     rows, commands = [], []
     for result in read("latency_tiny.json")["results"]:
         settings = result["settings"]
-        time = {(row["phase"], row["nodes"]): row["ms"] for row in result["phases"]}
-        for nodes in settings["nodes"]:
-            parts = [time["draft", None], time["expand", None]]
-            parts += [time[phase, nodes] for phase in ("tree", "verify", "accept", "commit", "round")]
-            parts += [time["step", None], time["round", nodes] / time["step", None]]
-            rows.append([settings["candidates"], nodes, *(f"{part:.2f}" for part in parts)])
+        rows += [[settings["candidates"], nodes, *cells] for nodes, cells in _phase_times(result)]
         sizes = {name: settings[name] for name in ("batch", "context", "candidates", "children", "dtype")}
         options = " ".join(f"--{name} {value}" for name, value in sizes.items())
         nodes = " ".join(map(str, settings["nodes"]))
         commands.append(f"treeflash bench latency --nodes {nodes} {options} --out latency.json")
-    header = "candidates, children | nodes | draft | head | tree | verify | accept | commit | round"
-    header += " | one-token step | round / step"
     where = result["hardware"]
     caption = (
         f"{where['cores']} CPU cores, {settings['dtype']}, batch {settings['batch']}, jax {result['versions']['jax']}:"
     )
-    return "\n".join([table(header, rows), "", caption, fenced(commands)])
+    return "\n".join([table(f"candidates, children | {PHASES}", rows), "", caption, fenced(commands)])
+
+
+def latency_smollm2() -> str:
+    runs = read("latency_smollm2.json")
+    rows = [
+        [result["versions"]["jax"], nodes, *cells] for result in runs["results"] for nodes, cells in _phase_times(result)
+    ]
+    return "\n".join([table(f"jax | {PHASES}", rows), "", runs["note"], fenced([runs["command"]])])
 
 
 def budget() -> str:
@@ -384,6 +398,7 @@ TABLES: dict[str, Callable[[], str]] = {
             train_steps,
             train_batches,
             latency,
+            latency_smollm2,
             budget,
             fits,
             tpu_rounds,
