@@ -181,7 +181,8 @@ def test_after_a_warmup_nothing_compiles(monkeypatch, caplog):
     [note] = [record.message for record in caplog.records]
     assert note.startswith("compiling, once for this batch size, length and tree")
     compiled = programs.compiled()
-    assert {program.function for program in compiled} == {loops.begin, loops.read, loops.decode, loops.admit}
+    functions = {loops.make_keys, loops.begin, loops.read, loops.decode, loops.admit}
+    assert {program.function for program in compiled} == functions
     results = model.generate([PROMPT, [7, 8], [9]], temperature=[0.0, 0.9, 0.0], stop_ids=[1, 2], **settings)
     assert programs.compiled() == compiled and [result.compile_seconds for result in results] == [0, 0, 0]
     assert model.warmup(prompt_tokens=30, num_prompts=3, **settings) == 0 and len(caplog.records) == 1

@@ -132,7 +132,8 @@ def test_lookup_in_a_loop_makes_no_wide_copy_of_the_table(backend_form):
         return jax.lax.fori_loop(0, 3, lambda i, total: total + indexing.lookup(table, ids + i), start)
 
     compiled = jax.jit(looped).lower(table, ids).compile()
-    assert (compiled.memory_analysis().temp_size_in_bytes < table.nbytes) == (backend_form == "cpu")
+    makes_copy = backend_form == "plain" and jax.__version_info__ < (0, 12)
+    assert (compiled.memory_analysis().temp_size_in_bytes > table.nbytes) == makes_copy
     np.testing.assert_array_equal(compiled(table, ids), table[ids] + table[ids + 1] + table[ids + 2])
     np.testing.assert_array_equal(jax.jit(indexing.lookup)(table, ids), table[ids])
     got = jax.grad(lambda table: jnp.sum(indexing.lookup(table, ids) * 2.0))(table)

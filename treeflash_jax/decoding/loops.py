@@ -25,6 +25,17 @@ from treeflash_jax.models import kv_cache, verifier
 Carry = tuple[DecodeState, jax.Array]  # state and number of rounds run
 
 
+@jax.jit
+def make_keys(seed_b: jax.Array, index_b: jax.Array, sample_b: jax.Array) -> jax.Array:
+    """Returns one key per sequence: the prompt's key for sample 0, with j folded in for sample j > 0."""
+
+    def key(seed: jax.Array, index: jax.Array, sample: jax.Array) -> jax.Array:
+        prompt = jax.random.fold_in(jax.random.key(seed), index)
+        return jnp.where(sample == 0, prompt, jax.random.fold_in(prompt, sample))
+
+    return jax.vmap(key)(seed_b, index_b, sample_b)
+
+
 @partial(jax.jit, static_argnames=("plan",))
 def prefill(
     weights: Weights,

@@ -17,6 +17,7 @@ import numpy as np
 
 from treeflash_jax.core import background, programs, sharding
 from treeflash_jax.core.clock import Clock
+from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Kept, Runner
 from treeflash_jax.decoding.state import DecodeState, Sampling
 from treeflash_jax.drafters import DrafterSizes
@@ -82,7 +83,7 @@ def make_batch(
     numbers = np.array([(request.seed, request.index, request.sample) for request in slots], np.uint32)
     dtype = jnp.promote_types(dtype, jnp.float32)
     sampling = Sampling(  # NumPy converts dtypes: JAX would compile a program for each
-        key_b=programs.call(make_keys, *jax.device_put(list(numbers.T))),
+        key_b=programs.call(loops.make_keys, *jax.device_put(list(numbers.T)), clock=Clock(silent=True)),
         temperature_b=np.array([request.temperature for request in slots], dtype),
         top_k_b=np.array([request.top_k for request in slots], np.int32),
         top_p_b=np.array([request.top_p for request in slots], dtype),
@@ -91,17 +92,6 @@ def make_batch(
         drafter_temperature_b=np.array(drafter_temperature + [1.0] * num_unused, dtype),
     )
     return sharding.place(jax.device_put((tokens_bs, length_b, sampling)), mesh)
-
-
-@jax.jit
-def make_keys(seed_b: jax.Array, index_b: jax.Array, sample_b: jax.Array) -> jax.Array:
-    """Returns one key per sequence: the prompt's key for sample 0, with j folded in for sample j > 0."""
-
-    def key(seed: jax.Array, index: jax.Array, sample: jax.Array) -> jax.Array:
-        prompt = jax.random.fold_in(jax.random.key(seed), index)
-        return jnp.where(sample == 0, prompt, jax.random.fold_in(prompt, sample))
-
-    return jax.vmap(key)(seed_b, index_b, sample_b)
 
 
 class Slots:
