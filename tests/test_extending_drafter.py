@@ -103,7 +103,7 @@ BIGRAM = SimpleNamespace(
     specs=lambda config: {"next": Spec((config.vocab_size,), (None,))},
     init=lambda config, batch, capacity, dtype: LastToken(*(jnp.full(batch, x, jnp.int32) for x in (-1, 0, 0))),
     extend=_extended,
-    stages=lambda config: {"look up": _looked_up},
+    STAGES={"look up": _looked_up},
     work=lambda count, config, settings, verifier, quantize=None: {"look up": (Work(), Work())},
     extend_work=lambda count, config, tokens: Work(),
     identity=lambda config, settings: {"depths": config.num_depths},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,7 +100,9 @@ def test_append_commits_paths_in_order(backend_form, batch, dtype):
             for layer in (0, 1):
                 for kind in (0, 1):
                     expected[b][layer][kind] += list(new[0][layer][kind][b, path_bp[b, : count_b[b]]])
-        assert cache.capacity == 40 and cache.length_b.tolist() == [len(sequence[0][0]) for sequence in expected]
+        assert cache.groups[0][0].keys_bkse.shape[2] == 40 and cache.length_b.tolist() == [
+            len(sequence[0][0]) for sequence in expected
+        ]
         for b, length in enumerate(cache.length_b.tolist()):
             for layer, kv in enumerate(cache.groups[0]):
                 for kind, slots_bkse in enumerate((kv.keys_bkse, kv.values_bkse)):
@@ -122,8 +122,8 @@ def test_append_without_a_path_keeps_the_first_positions(batch):
 
 def test_grow_keeps_positions_and_lengths():
     cache = append(kv_cache.allocate(CONFIG, 2, 8, jnp.bfloat16), new_positions(2, 4, seed=90), jnp.asarray([4, 1]))
-    grown = jax.jit(partial(kv_cache.grow, capacity=24))(cache)
-    assert grown.capacity == 24 and grown.length_b.tolist() == [4, 1]
+    grown = jax.jit(lambda cache: cache.grow(24))(cache)
+    assert grown.groups[0][0].keys_bkse.shape[2] == 24 and grown.length_b.tolist() == [4, 1]
     for small, large in zip(jax.tree.leaves(cache.groups), jax.tree.leaves(grown.groups), strict=True):
         assert large.shape == (2, K, 24, E) and large.dtype == jnp.bfloat16
         np.testing.assert_array_equal(large[:, :, :8], small)

@@ -76,15 +76,6 @@ def kept(path: Path, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
     return last_b1[:, 0], jnp.maximum(p_bc - q_bc / weight_b1, 0)
 
 
-def _chances(tree: DraftTree, draws: Draws) -> jax.Array:
-    """Returns P(a node at or below this one is kept), given the path, [b, n]."""
-    return passed(_as_path(tree, draws))
-
-
-def _stop(tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return kept(_as_path(tree, draws), coins_bx)
-
-
 def _as_path(tree: DraftTree, draws: Draws) -> Path:
     """Returns the tree as a path: node p is at depth p."""
     q_bx = draws.gather(draws.q_bnc)
@@ -99,4 +90,6 @@ def _as_path(tree: DraftTree, draws: Draws) -> Path:
     )
 
 
-weights, walk = make_rule(_chances, _stop)
+weights, walk = make_rule(
+    lambda tree, draws: passed(_as_path(tree, draws)), lambda tree, draws, coins_bx: kept(_as_path(tree, draws), coins_bx)
+)

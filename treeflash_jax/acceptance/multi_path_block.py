@@ -35,10 +35,6 @@ def _chances(tree: DraftTree, draws: Draws) -> jax.Array:
     return jax.vmap(lambda node_p, passed_p: zero_n.at[node_p].max(passed_p))(path.node_bp, passed_bp)
 
 
-def _stop(tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return block.kept(_choose(draws), coins_bx)
-
-
 def _choose(draws: Draws) -> Path:
     """Returns the largest path with its distribution given that it is the largest."""
     p_bnc, q_bnc = draws.p_bnc, draws.q_bnc
@@ -99,4 +95,4 @@ def _skewed(q_bc: jax.Array, below_bc: jax.Array, before_b: jax.Array, paths_b: 
     return skewed_bc / jnp.where(mass_b1 > 0, mass_b1, 1)
 
 
-weights, walk = make_rule(_chances, _stop)
+weights, walk = make_rule(_chances, lambda tree, draws, coins_bx: block.kept(_choose(draws), coins_bx))

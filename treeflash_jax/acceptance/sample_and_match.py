@@ -37,7 +37,6 @@ def walk(tree: DraftTree, proposal: Proposal | None, target: TargetDistribution,
 
     Args:
       tree: siblings have distinct tokens.
-      proposal: not read.
       noise: `gumbel_bpv` with at least as many depths as the tree.
     """
     depths = noise.gumbel_bpv.shape[1]

@@ -195,7 +195,7 @@ class Bench:
         units = self.sizes["batch"] * self.sizes["context"]
         self.add("prefill", None, prefill, self.repeated(lambda state: inputs), most=4, units=units)
         value = None
-        for name in drafters.of(first.drafter).stages(first.drafter):
+        for name in drafters.of(first.drafter).STAGES:
             value = self.run(name, None, DRAFT, lambda state, given=value: (weights, state, given), plan=first, name=name)
         for plan, whole in zip(self.plans, rounds, strict=True):
             self._run_tree(plan, value)

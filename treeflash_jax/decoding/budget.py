@@ -80,7 +80,6 @@ class Budget:
       pause: remaining one-token rounds before the next draft.
       last_pause: length of the last pause; 0 once the debt is back to 0.
       features_bpj: features of pending tokens, which are not in the drafter's context yet.
-      pending_b: number of pending tokens.
     """
 
     drafted: jax.Array

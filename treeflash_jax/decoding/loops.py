@@ -70,7 +70,6 @@ def begin(
       length_b: prompt lengths, at least 1.
       kept: earlier state of equal shape, donated; None: empty caches.
       kept_b: number of positions to keep in its caches, less than the prompt's length.
-      dtype: dtype of the caches; static.
     """
     batch, capacity = tokens_bs.shape
     if kept is not None:
@@ -266,4 +265,4 @@ def grow(state: DecodeState, capacity: int) -> DecodeState:
     names = "tokens_bs", "accepted_bs", "log_probs_bs", "expected_bs", "nodes_bs"
     drafter = None if state.drafter is None else state.drafter.grow(capacity)
     padded = {name: pad(getattr(state, name)) for name in names}
-    return pin(state.replace(cache=kv_cache.grow(state.cache, capacity), drafter=drafter, **padded))
+    return pin(state.replace(cache=state.cache.grow(capacity), drafter=drafter, **padded))

@@ -163,7 +163,7 @@ def draft_tree(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[
 def draft_expander(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.Expander:
     """Runs all stages of the drafter."""
     value = None
-    for name in drafters.of(plan.drafter).stages(plan.drafter):
+    for name in drafters.of(plan.drafter).STAGES:
         value = draft_stage(weights, state, value, plan, name)
     return value
 
@@ -184,7 +184,7 @@ def draft_stage(weights: Weights, state: DecodeState, value: Any, plan: DecodePl
         attention=plan.attention,
     )
     with jax.named_scope(name):
-        return drafters.of(plan.drafter).stages(plan.drafter)[name](inputs, value)
+        return drafters.of(plan.drafter).STAGES[name](inputs, value)
 
 
 def build_tree(

@@ -33,7 +33,6 @@ class Runner:
 
     Attributes:
       mesh: mesh of weights and states; None for one device.
-      policy_weights: weights of the plan's policy.
       reports_nodes: whether `nodes` returns ones instead of None for a plan without a policy.
     """
 
@@ -75,12 +74,7 @@ class Runner:
         return self.call(loops.admit, state, fresh, sharding.place(slots_a, self.mesh, over_batch=False), clock=clock)
 
     def grow(self, state: DecodeState, capacity: int, clock: Clock | None = None) -> DecodeState:
-        """Returns the state with room for `capacity` positions."""
         return self.call(loops.grow, state, clock=clock, capacity=capacity)
-
-    def finish(self, state: DecodeState, done_b: np.ndarray) -> DecodeState:
-        """Returns the state with these sequences marked as done."""
-        return state.replace(done_b=sharding.place(jnp.asarray(done_b), self.mesh))
 
     def nodes(self, state: DecodeState) -> jax.Array | np.ndarray | None:
         """Returns the number of nodes verified per sequence and round [b, s]; None if it is always the plan's."""

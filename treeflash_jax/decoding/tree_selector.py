@@ -74,15 +74,6 @@ class SelectorConfig:
         """Number of nodes of the largest tree, root included."""
         return max(bucket.nodes for bucket in self.buckets)
 
-    def check_pair(self, pair: str, width: int) -> None:
-        """Raises ValueError if the selector was trained for another pair, or for features of another width."""
-        if pair != self.pair:
-            raise ValueError(
-                f"got a selector for the pair {quoted(self.pair)}, expected {quoted(pair)}; train a selector for it"
-            )
-        if width != self.width:
-            raise ValueError(f"got a selector of width {self.width}, expected {width}, the pair's; train it again")
-
 
 @struct.dataclass
 class Features:

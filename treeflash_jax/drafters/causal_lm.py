@@ -11,19 +11,18 @@ Source: speculative decoding (arXiv 2211.17192, 2302.01318); EAGLE-2 (arXiv 2406
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.lanes import LaneExpander, LaneSettings, LaneState, Level, likeliest_children, scratch_specs
 from treeflash_jax.drafters.lanes import choose as choose
 from treeflash_jax.drafters.lanes import identity as identity
-from treeflash_jax.drafters.protocol import Inputs, LevelOptions
+from treeflash_jax.drafters.protocol import ContextState, DrafterSizes, Inputs, LevelOptions
 from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models import verifier as model
@@ -38,11 +37,10 @@ DIALECT = "language-model"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageModelConfig:
+class LanguageModelConfig(DrafterSizes):
     """Sizes of a language model that drafts, and its defaults for trees.
 
     Attributes:
-      lanes: nodes per level that best-first search follows.
       steering: sizes of the steering by the verifier's hidden states; None: not steered.
     """
 
@@ -50,10 +48,7 @@ class LanguageModelConfig:
 
     layers: ModelConfig
     num_depths: int = 8
-    num_nodes: int = 16
     lanes: int | None = 4
-    drafter_temperature: float = 1.0
-    sampled_above: float | None = None
     steering: SteeringConfig | None = None
 
     @property
@@ -76,40 +71,8 @@ class LanguageModelConfig:
             self.steering.check_fits(verifier, self.layers)
         return self
 
-
-@struct.dataclass
-class LanguageModelState:
-    """The small model's cache, and the inputs of the next draft.
-
-    Attributes:
-      hidden_bd: hidden state (after the final norm) at the last position.
-      shift_byf: shifts for the next positions; None without steering. Cached positions keep the shifts they were run with.
-    """
-
-    context: kv_cache.KVCache
-    hidden_bd: jax.Array
-    shift_byf: jax.Array | None = None
-
-    @property
-    def shift(self) -> Callable[[int], jax.Array] | None:
-        """The shifts, the same for all positions, as a function of the layer; None without steering."""
-        return None if self.shift_byf is None else lambda layer: self.shift_byf[:, None, layer]
-
-    def axes(self) -> LanguageModelState:
-        shift = None if self.shift_byf is None else ("batch", None, "ffn")
-        return LanguageModelState(kv_cache.axes(self.context), ("batch", None), shift)
-
-    def grow(self, capacity: int) -> LanguageModelState:
-        return self.replace(context=kv_cache.grow(self.context, capacity))
-
-    def cut(self, length_b: jax.Array) -> LanguageModelState:
-        shift_byf = None if self.shift_byf is None else jnp.zeros_like(self.shift_byf)  # prompts are not steered
-        return self.replace(context=self.context.cut(length_b), shift_byf=shift_byf)
-
-
-def steered(config: LanguageModelConfig, steering: SteeringConfig) -> LanguageModelConfig:
-    """See `Drafter.steered`."""
-    return replace(config, steering=steering)
+    def steered(self, steering: SteeringConfig) -> LanguageModelConfig:
+        return replace(self, steering=steering)
 
 
 def specs(config: LanguageModelConfig) -> dict[str, Any]:
@@ -118,23 +81,15 @@ def specs(config: LanguageModelConfig) -> dict[str, Any]:
     return model.specs(config.layers) | steered
 
 
-def init(config: LanguageModelConfig, batch: int, capacity: int, dtype: Any) -> LanguageModelState:
+def init(config: LanguageModelConfig, batch: int, capacity: int, dtype: Any) -> ContextState:
     context, sizes = kv_cache.allocate(config.layers, batch, capacity, dtype), config.steering
     shift_byf = None if sizes is None else jnp.zeros((batch, sizes.num_layers, sizes.ffn), dtype)
-    return LanguageModelState(context, jnp.zeros((batch, config.layers.hidden_size), dtype), shift_byf)
+    return ContextState(context, jnp.zeros((batch, config.layers.hidden_size), dtype), shift_byf)
 
 
 def extend(
-    params: dict[str, Any],
-    tables: Any,
-    config: LanguageModelConfig,
-    state: LanguageModelState,
-    features_btj: jax.Array | None,
-    tokens_bt: jax.Array,
-    count_b: jax.Array,
-    *,
-    attention: str,
-) -> LanguageModelState:
+    params, tables, config: LanguageModelConfig, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
+) -> ContextState:
     """Reads the next tokens of the text, the prompt's from the first on; tables are not read.
 
     A steered model runs its last position with shifts from the verifier's features there, and the positions before it with
@@ -150,7 +105,7 @@ def extend(
         params, config.layers, tokens_bt, positions_bt, mask_btt, state.context, shift=shift, attention=attention
     )  # fmt: skip
     last_bd = jnp.take_along_axis(out.hidden_btd, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)[:, 0]
-    return LanguageModelState(
+    return ContextState(
         context=kv_cache.append(state.context, out.new_kv, kv_cache.count_after(count_b, out.hidden_btd[:, 0, 0])),
         hidden_bd=jnp.where((count_b > 0)[:, None], last_bd, state.hidden_bd),
         shift_byf=shift_byf,
@@ -158,7 +113,7 @@ def extend(
 
 
 def _steered(
-    params: Any, state: LanguageModelState, features_btj: jax.Array, count_b: jax.Array
+    params: Any, state: ContextState, features_btj: jax.Array, count_b: jax.Array
 ) -> tuple[Callable[[int], jax.Array], jax.Array]:
     """Returns the shifts of the new positions, as a function of the layer, and the shifts of later positions."""
     last_b1j = jnp.take_along_axis(features_btj, jnp.maximum(count_b - 1, 0)[:, None, None], axis=1)
@@ -177,7 +132,7 @@ class ModelStep:
     children: int
     attention: str
 
-    def __call__(self, shared: tuple[Any, LanguageModelState, jax.Array], level: Level) -> LaneState:
+    def __call__(self, shared: tuple[Any, ContextState, jax.Array], level: Level) -> LaneState:
         params, state, _ = shared
         out = model.forward(
             params, self.config.layers, level.token_bw, level.position_bw, level.seen_bwx, state.context,
@@ -185,7 +140,7 @@ class ModelStep:
         )  # fmt: skip
         return self.offer(shared, out.hidden_btd, out.new_kv)
 
-    def offer(self, shared: tuple[Any, LanguageModelState, jax.Array], hidden_bwd: jax.Array, kv: Any) -> LaneState:
+    def offer(self, shared: tuple[Any, ContextState, jax.Array], hidden_bwd: jax.Array, kv: Any) -> LaneState:
         """Returns the children below the model's hidden states."""
         params, _, temperature_b = shared
         table_vd = params.get("unembed", params["embed"])
@@ -200,9 +155,7 @@ def draft(inputs: Inputs, _: None) -> LaneExpander:
     return LaneExpander(shared, context.length_b, first, step=step, scratch=scratch, num_depths=inputs.depths)
 
 
-def stages(config: LanguageModelConfig) -> Mapping[str, Callable[[Inputs, Any], Any]]:
-    """Drafts the children of the anchor; levels below them are drafted while the tree is built."""
-    return {"draft": draft}
+STAGES = {"draft": draft}  # levels below the anchor's children are drafted while the tree is built
 
 
 def work(

@@ -116,7 +116,6 @@ def choose(config: Any, options: Any, device: Device) -> tuple[Any, LaneSettings
 
 
 def identity(config: Any, settings: LaneSettings) -> dict[str, Any]:
-    """See `Drafter.identity`."""
     return {"depths": config.num_depths, "children": settings.children, "lanes": config.lanes}
 
 
@@ -141,10 +140,7 @@ class LaneExpander:
     step: Step = struct.field(pytree_node=False)
     scratch: Any = struct.field(pytree_node=False)
     num_depths: int = struct.field(pytree_node=False)
-
-    @property
-    def is_table(self) -> bool:
-        return False
+    is_table = False
 
     def start(self, width: int) -> LaneState:
         """Returns the children of the anchor in every lane, and an empty scratch."""

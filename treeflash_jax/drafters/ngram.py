@@ -16,7 +16,6 @@ Source: prompt lookup decoding (Saxena, 2023); LLMA (arXiv 2304.04487). The tree
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -85,7 +84,6 @@ class Continuations:
 
     Attributes:
       tokens_bmi: continuation of each match.
-      length_bm: length of each match.
       log_weight_bm: log-weight of each match; -inf for no match.
       unseen_b: log-weight of the tokens that never followed.
     """
@@ -94,14 +92,11 @@ class Continuations:
     length_bm: jax.Array
     log_weight_bm: jax.Array
     unseen_b: jax.Array
+    is_table = True
 
     @property
     def num_depths(self) -> int:
         return self.tokens_bmi.shape[2]
-
-    @property
-    def is_table(self) -> bool:
-        return True
 
     def start(self, width: int) -> jax.Array:
         agrees_bm = jnp.isfinite(self.log_weight_bm)
@@ -140,14 +135,11 @@ class Joined:
 
     table: TransitionTable
     ngrams: Continuations
+    is_table = True
 
     @property
     def num_depths(self) -> int:
         return self.table.num_depths
-
-    @property
-    def is_table(self) -> bool:
-        return True
 
     def start(self, width: int) -> tuple[jax.Array, jax.Array]:
         return self.table.start(width), self.ngrams.start(width)
@@ -192,10 +184,8 @@ class Joined:
 
 def join(table: TransitionTable, inputs: Inputs) -> Joined:
     """Joins the table of a round with the continuations of n-grams."""
-    return Joined(
-        table,
-        look_up(replace(inputs, config=NgramConfig(), settings=inputs.settings.ngrams, depths=table.num_depths), None),
-    )
+    inputs = replace(inputs, config=NgramConfig(), settings=inputs.settings.ngrams, depths=table.num_depths)
+    return Joined(table, look_up(inputs, None))
 
 
 def look_up(inputs: Inputs, _: None) -> Continuations:
@@ -232,8 +222,7 @@ def match_lengths(tokens_bs: jax.Array, length_b: jax.Array, longest: int) -> ja
     return matched_bs
 
 
-def stages(config: NgramConfig) -> Mapping[str, Callable[[Inputs, Any], Any]]:
-    return {"draft": look_up}
+STAGES = {"draft": look_up}
 
 
 def work(

@@ -1,6 +1,6 @@
 """The protocol of a drafter, its inputs in a round, and options that several kinds of drafters share.
 
-Shape suffixes: b batch, t positions, j tapped layers x model.
+Shape suffixes: b batch, t positions, j tapped layers x model, d model, y layers and f feed-forward width of the drafter.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from treeflash_jax.core.checks import bounded
 from treeflash_jax.core.devices import Device
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
+from treeflash_jax.models.kv_cache import KVCache
 from treeflash_jax.trees.shape import MAX_NODES
 
 
@@ -46,6 +48,10 @@ class DrafterSizes:
         """Returns this config, completed by sizes of the verifier. Raises ValueError if it was made for another one."""
         return self
 
+    def steered(self, steering: Any) -> Any:
+        """Returns this config, steered by the verifier (`SteeringConfig`). Raises ValueError if this kind cannot be."""
+        raise ValueError(f"got steering with a drafter of kind {self.kind!r}, expected a language model to be steered")
+
 
 class State(Protocol):
     """A drafter's memory between rounds: a pytree whose arrays have the batch as first axis."""
@@ -58,6 +64,36 @@ class State(Protocol):
 
     def cut(self, length_b: jax.Array) -> State:
         """Returns the state after only the first `length_b` positions; other positions are added afterwards."""
+
+
+@struct.dataclass
+class ContextState:
+    """State of a drafter with a cache: the cache, and inputs of the next draft, which are None if it has none.
+
+    Attributes:
+      hidden_bd: hidden state at the last position: the output of EAGLE-3's layer, or of a language model's final norm.
+      shift_byf: shifts for the next positions (`steering`). Cached positions keep the shifts they were run with.
+    """
+
+    context: KVCache
+    hidden_bd: jax.Array | None = None
+    shift_byf: jax.Array | None = None
+
+    @property
+    def shift(self) -> Callable[[int], jax.Array] | None:
+        """The shifts, the same for all positions, as a function of the layer; None without steering."""
+        return None if self.shift_byf is None else lambda layer: self.shift_byf[:, None, layer]
+
+    def axes(self) -> ContextState:
+        hidden = None if self.hidden_bd is None else ("batch", None)
+        return ContextState(self.context.axes(), hidden, None if self.shift_byf is None else ("batch", None, "ffn"))
+
+    def grow(self, capacity: int) -> ContextState:
+        return self.replace(context=self.context.grow(capacity))
+
+    def cut(self, length_b: jax.Array) -> ContextState:
+        shift_byf = None if self.shift_byf is None else jnp.zeros_like(self.shift_byf)  # prompts are not steered
+        return self.replace(context=self.context.cut(length_b), shift_byf=shift_byf)
 
 
 @struct.dataclass
@@ -94,13 +130,11 @@ class Inputs:
       tables: the verifier's weights, whose embedding and vocabulary tables drafters share.
       config: the drafter's config, static.
       settings: static; returned by the drafter's `choose`.
-      state: the drafter's state.
       anchor_b: the last committed token of each sequence.
       temperature_b: temperature of the draft distribution, above 0.
       depths: the deepest level that the round's tree can have, from 1 to the drafter's; static.
       tokens_bs: the text so far, the anchor last; slots past its end hold garbage.
       length_b: number of tokens of the text.
-      attention: attention implementation.
     """
 
     params: Any
@@ -124,16 +158,19 @@ class Drafter(Protocol):
         part of the records. Options of other drafters are refused unless they have their defaults.
       READS_TOKENS: whether `extend` reads the tokens. The token of a position is known one step after its features.
       DIALECT: default file dialect (`formats.dialects`) for saving it.
+      STAGES: the steps of drafting by name, in order: functions of the inputs and of the previous step's result. The first
+        gets None and the last returns an `Expander`: a table of all levels, or one whose network runs once per level
+        (`lanes.LaneExpander`). Benchmarks time each step; levels that run a network belong to the stage "tree".
       READS_PROMPT: optional. If True, `extend` gets the prompt's own tokens, from the first on, and no features (None), for
         drafters that read a text as the verifier does. Tokens after the prompt come as to any other drafter.
       MAY_OFFER_NOTHING: optional. If True, trees are often the root alone, and a round verifies only the roots if all are.
       OWN_TOKENIZER: optional. If True, the drafter's folder has a tokenizer, which must equal the verifier's.
-      steered: optional function (config, SteeringConfig) -> the config of the drafter steered by it.
     """
 
     OPTIONS: type
     READS_TOKENS: bool
     DIALECT: str
+    STAGES: Mapping[str, Callable[[Inputs, Any], Any]]
 
     def choose(self, config: Any, options: Any, device: Device) -> tuple[Any, Any]:
         """Returns the config and the static draft settings for a user's options; both hashable.
@@ -172,13 +209,6 @@ class Drafter(Protocol):
           tokens_bt: the token that follows each of these positions.
           count_b: number of valid positions; the others are padding. 0 leaves a sequence unchanged.
           attention: attention implementation, a name in `attention.IMPLEMENTATIONS`; ignored without a network.
-        """
-
-    def stages(self, config: Any) -> Mapping[str, Callable[[Inputs, Any], Any]]:
-        """Returns the steps of drafting by name, in order: functions of the inputs and of the previous step's result.
-
-        The first step gets None and the last returns an `Expander`: a table of all levels, or one whose network runs once
-        per level (`lanes.LaneExpander`). Benchmarks time each step; levels that run a network belong to the stage "tree".
         """
 
     def work(

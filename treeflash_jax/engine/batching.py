@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import jax
@@ -33,12 +34,8 @@ Batch = tuple[jax.Array, jax.Array, Sampling]  # prompts [b, s], their lengths [
 
 def capacity_bucket(positions: int) -> int:
     """Returns the smallest cache capacity of 256, 384, 512, 768, 1024, 1536, ... that holds `positions`."""
-    size = 256
-    while size < positions:
-        if size * 3 // 2 >= positions:
-            return size * 3 // 2
-        size *= 2
-    return size
+    sizes = (size for n in count(7) for size in (2 * 2**n, 3 * 2**n))
+    return next(size for size in sizes if size >= positions)
 
 
 def refill_size(batch_size: int) -> int:
@@ -98,7 +95,6 @@ class Slots:
     """Slots of a batch.
 
     Attributes:
-      size: number of slots.
       group: number of slots refilled together.
       waiting: (index, request) pairs without a slot.
       held: (index, request) pair of each used slot.
@@ -177,7 +173,7 @@ class BatchDecoder:
           session: caches that may contain the beginning of the only prompt; replaced by those of this batch.
         """
         self.runner, self.make_batch, self.clock = runner, make_batch, clock
-        sizes = (sharding.padded(count, runner.mesh) for count in (batch_size, refill_size(batch_size)))
+        sizes = (sharding.padded(size, runner.mesh) for size in (batch_size, refill_size(batch_size)))
         self.slots = Slots(*sizes, requests)
         self.state = None
         self.prepared = 0  # capacity for which programs were compiled ahead
@@ -274,7 +270,7 @@ class BatchDecoder:
         for slot, (_, request) in self.slots.held.items():
             if not done_b[slot]:
                 done_b[slot] = is_over(tokens_bs[slot, request.length : end_b[slot]].tolist())
-        self.state = self.runner.finish(self.state, done_b)
+        self.state = self.state.replace(done_b=sharding.place(jnp.asarray(done_b), self.runner.mesh))
         return done_b
 
     def _snapshot(self, ready: list[int], interrupted: bool = False) -> Snapshot:

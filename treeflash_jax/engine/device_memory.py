@@ -29,10 +29,6 @@ class Footprint:
     drafter_cache: int = 0
 
     @property
-    def caches(self) -> int:
-        return self.verifier_cache + self.drafter_cache
-
-    @property
     def total(self) -> int:
         return sum(asdict(self).values())
 
@@ -55,7 +51,6 @@ def footprint(
       drafter: sizes of the drafter; None for plain decoding.
       mesh: concrete or abstract mesh; None for one device.
       batch: number of sequences decoded together on all devices.
-      capacity: cache positions per sequence.
       drafts: whether the batch has caches of the drafter.
     """
     count = Counter(dtype=dtype, batch=batch, mesh=mesh)
@@ -91,7 +86,8 @@ def check_memory(needs: Footprint, limit: int | None, mesh=None) -> None:
     """Raises ValueError if weights and caches exceed `limit` bytes; None disables the check."""
     if limit is None or needs.total <= limit:
         return
-    parts = {"verifier": needs.verifier, "drafter": needs.drafter, "caches": needs.caches}
+    caches = needs.verifier_cache + needs.drafter_cache
+    parts = {"verifier": needs.verifier, "drafter": needs.drafter, "caches": caches}
     shown = "1 device" if mesh is None else "mesh " + " x ".join(str(size) for size in dict(mesh.shape).values())
     raise ValueError(
         f"got {' + '.join(f'{in_units(size)} {name}' for name, size in parts.items() if size)} = {in_units(needs.total)} "

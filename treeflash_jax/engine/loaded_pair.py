@@ -101,8 +101,7 @@ class LoadedPair:
     def plan(self, config: GenerateConfig) -> DecodePlan:
         """Returns the plan of the programs for these settings; with nodes "auto", for the largest trees measured.
 
-        Raises:
-          ValueError: no calibration for this pair, device and drafting settings; a selector for another pair or rule.
+        Raises ValueError without a calibration of this pair and settings, or for a selector of another pair or rule.
         """
         plan = planning.make_plan(config, self.verifier, self.drafter, self.dtype)
         if plan.drafts and config.selector is not None:
@@ -121,8 +120,9 @@ class LoadedPair:
         """Returns config and weights of a selector's file. Raises ValueError if it is damaged or made for another pair."""
         if path not in self._selectors:
             config, params = selector_file.load(Path(path), self.mesh)
-            width = len(plan.taps) * self.verifier.hidden_size
-            config.check_pair(calibration.pair_digest(self.verifier, self.weights, plan), width)
+            pair = calibration.pair_digest(self.verifier, self.weights, plan)
+            if pair != config.pair:
+                raise ValueError(f"got a selector for the pair {config.pair}, expected {pair}; train a selector for it")
             self._selectors[path] = config, params
         return self._selectors[path]
 

@@ -18,7 +18,6 @@ from treeflash_jax.core import devices, files, programs, sharding
 from treeflash_jax.core.checks import fit, quoted, suggesting
 from treeflash_jax.decoding import calibration
 from treeflash_jax.decoding.state import Weights
-from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.engine import pairs
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.model import TreeFlash
@@ -109,9 +108,12 @@ def load(
         drafter = pairs.locate(drafter, "drafter", drafter_revision, local_files_only)
         drafter_config = models.read_drafter_config(drafter)
         if steering is not None:
-            drafter_config = drafters.steered(drafter_config, steering_files.read_config(Path(steering)))
+            drafter_config = drafter_config.steered(steering_files.read_config(Path(steering)))
         drafter_config = drafter_config.fitted(config)
-        warn_of_thinking(drafter_config, thinking)
+        trained = getattr(drafter_config, "thinking", thinking)
+        if bool(trained) != thinking:
+            state = {None: "is not known to be trained with", False: "was trained without", True: "was trained with"}
+            logger.warning(f"the drafter {state[trained]} thinking, and thinking is {thinking}: tau may be far lower")
     tokenizer = Tokenizer.load(verifier, {"enable_thinking": thinking, **(template or {})})
     if drafter is not None and drafters.is_declared("OWN_TOKENIZER", drafter_config):
         check_same_tokens(tokenizer, Tokenizer.load(drafter))
@@ -131,14 +133,6 @@ def load(
         budget=Path(budget),
         names=names,
     )
-
-
-def warn_of_thinking(drafter: DrafterSizes, thinking: bool) -> None:
-    """Logs a warning if `thinking` differs from the drafter's training."""
-    trained = getattr(drafter, "thinking", thinking)
-    if bool(trained) != thinking:
-        state = {None: "is not known to be trained with", False: "was trained without", True: "was trained with"}[trained]
-        logger.warning(f"the drafter {state} thinking, and thinking is {thinking}: tau may be far lower")
 
 
 def float_type(dtype: Any) -> Any:

@@ -67,8 +67,6 @@ def initial_room(config: GenerateConfig) -> int:
 
 
 def make_reader(model: LoadedPair, config: GenerateConfig) -> Reader:
-    """Makes the reader of results of a batch with these settings."""
-
     def draft(request: Request, ids: list[int]) -> DraftTree:
         *before, anchor = ids
         runner = model.make_runner(config)
@@ -193,12 +191,9 @@ class TreeFlash(LoadedPair):
         rounds_per_dispatch = whole(rounds_per_dispatch, "rounds_per_dispatch", least=1)
         fit(Session | None, session, "session", says="a tf.Session")
         call = make_call(self, prompt, config, settings | {"batch_size": 1})
-        if call.config.samples != 1:
-            raise ValueError(f"got samples {call.config.samples}, expected 1: a stream is one answer")
         if len(call.requests) != 1:
-            raise ValueError(
-                f"got {len(call.requests)} prompts, expected one: a stream is one answer, `generate` takes several prompts"
-            )
+            got = f"{len(call.requests)} answers (samples {call.config.samples})"
+            raise ValueError(f"got {got}, expected 1: a stream is one answer, `generate` takes several prompts")
         [(call, _)] = call.by_builder(self.drafter)
         reader, decoder = make_reader(self, call.config), start_decoder(self, call, Clock(), session)
         sent, shown = 0, ""

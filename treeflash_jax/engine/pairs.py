@@ -27,30 +27,14 @@ def locate(name: str | Path, part: Part = "verifier", revision: str | None = Non
 
     Args:
       name: name of a pair, "ngram", a folder, a GGUF file, a URL of either such as gs://bucket/drafter, or a Hub id.
-      part: part of a pair.
-      revision: revision on the Hub.
       local_files_only: read Hub ids from the local cache only.
 
-    Raises:
-      ValueError: any other name, or the Hub or URL cannot be reached.
+    Raises ValueError for any other name, or if the Hub or URL cannot be reached.
     """
     if part == "drafter" and str(name) in DRAFTERS:
         return DRAFTERS[str(name)]
     if str(name) in VERIFIERS:
         return VERIFIERS[str(name)](revision, local_files_only)
-    return _path(name, revision, local_files_only)
-
-
-def default_verifier() -> str:
-    """Returns "smollm2" if this machine has its weights and can read them, else "tiny"."""
-    try:
-        path = locate("smollm2", local_files_only=True)
-    except ValueError:
-        return "tiny"
-    return "tiny" if gguf_reader.is_gguf(path) and find_spec("gguf") is None else "smollm2"
-
-
-def _path(name: str | Path, revision: str | None, local_files_only: bool) -> Path:
     path = files.fetch(str(name)) if "://" in str(name) else Path(name)
     if os.path.isdir(path):  # unlike Path.is_dir, False for invalid names
         gguf = sorted(file for file in path.iterdir() if gguf_reader.is_gguf(file))
@@ -68,6 +52,15 @@ def _path(name: str | Path, revision: str | None, local_files_only: bool) -> Pat
             f"or a pair: {', '.join(VERIFIERS)}" + (f" (did you mean {near[0]}?)" if near else "")
         )
     return hub.download(str(name), revision, local_files_only)
+
+
+def default_verifier() -> str:
+    """Returns "smollm2" if this machine has its weights and can read them, else "tiny"."""
+    try:
+        path = locate("smollm2", local_files_only=True)
+    except ValueError:
+        return "tiny"
+    return "tiny" if gguf_reader.is_gguf(path) and find_spec("gguf") is None else "smollm2"
 
 
 def _tiny(revision: str | None, local_files_only: bool) -> Path:

@@ -161,7 +161,6 @@ def make_plan(
     Args:
       config: checked settings; `nodes` "auto" counts as None, since its buckets come from a calibration.
       drafter: sizes of the drafter; None decodes one token at a time.
-      device: device that runs the programs; None for the default device.
     """
     device, config = device or devices.here(), settings_class()(**vars(config))
     shared: dict[str, Any] = {
@@ -231,8 +230,7 @@ class Call:
     def by_builder(self, drafter: DrafterSizes | None) -> list[tuple[Call, list[int]]]:
         """Splits the call by the builder of the trees, which may depend on a request's temperature.
 
-        Returns:
-          One call per builder, and the indices of its requests in this call.
+        Returns one call per builder, and the indices of its requests in this call.
         """
         members: dict[str | None, list[int]] = {}
         for index, request in enumerate(self.requests):
@@ -252,12 +250,10 @@ def make_requests(
 ) -> list[Request]:
     """Makes one request per prompt and sample, prompt by prompt.
 
-    Args:
-      prompts: token ids of every prompt.
-      indices: index of every prompt for its random key; None counts from 0.
+    Raises ValueError for no prompts, ids outside the vocabulary, more tokens than the context, lists of the wrong length.
 
-    Raises:
-      ValueError: no prompts, ids outside the vocabulary, more tokens than the context, lists of the wrong length.
+    Args:
+      indices: index of every prompt for its random key; None counts from 0.
     """
     if not prompts:
         raise ValueError("got no prompts, expected at least one")

@@ -51,7 +51,6 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, context: int | None = No
     A string is a user's message, formatted with the chat template if the tokenizer has one; a `Text` is continued as it is.
 
     Args:
-      prompt: a string, Text, chat or list of ids.
       tokenizer: tokenizer of the verifier; not needed for ids.
       context: context length of the verifier in tokens; text that is certainly longer is rejected before tokenization.
         None tokenizes all text.
@@ -80,8 +79,7 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, context: int | None = No
 def plain_messages(chat: Iterable[Any]) -> list[dict[str, Any]]:
     """Returns a chat with strings as contents: the text parts of each message, joined by line breaks.
 
-    Raises:
-      ValueError: a message has no role or content, an unknown role, or content other than text.
+    Raises ValueError if a message has no role or content, an unknown role, or content other than text.
     """
     messages = []
     for index, message in enumerate(chat):
@@ -102,10 +100,7 @@ def read_messages(record: Any) -> list[dict[str, str]]:
 
     The forms are {"messages": [{"role", "content"}, ...]} (OpenAI), the same under "conversations" or with the keys "from"
     and "value" (SpecForge, ShareGPT), {"turns": [text, ...]} (the user's turns, between which the model answers), and
-    {"prompt": text} or {"prompt": [messages]}.
-
-    Raises:
-      ValueError: another form, or no message.
+    {"prompt": text} or {"prompt": [messages]}. Raises ValueError for any other form, and for no message.
     """
     if not isinstance(record, dict):
         raise ValueError(f"got {type(record).__name__}, expected an object; in it, {RECORD_FORMS}")

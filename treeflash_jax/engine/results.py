@@ -30,7 +30,6 @@ class Result:
     Attributes:
       text: the answer without special tokens, up to a stop string; None without a tokenizer.
       ids: generated token ids, the stop token included.
-      prompt_ids: token ids of the prompt.
       builder: builder of the draft trees, as in GenerateConfig; "none" if nothing was drafted.
       accept_lengths: number of tokens that each round added to the answer: the accepted ones and the bonus token, which the
         verifier itself chooses after them. The first token comes from prefill and is not counted, so that
@@ -182,11 +181,7 @@ class Reader:
         return results
 
     def read_all(self, snapshots: Iterator[Snapshot]) -> Iterator[tuple[int, Result]]:
-        """Yields the index and the answer of each finished request.
-
-        Raises:
-          KeyboardInterrupt: decoding was interrupted; raised after the unfinished answers.
-        """
+        """Yields index and answer of each finished request; raises KeyboardInterrupt after the answers it interrupted."""
         for snapshot in snapshots:
             indices = [snapshot.requests[slot][0] for slot in snapshot.ready]
             yield from zip(indices, self.read(snapshot), strict=True)
@@ -266,7 +261,6 @@ class DrawnTree:
       parents: index of each node's parent; 0 for the anchor.
       probabilities: drafted probability of the path from the anchor to each node.
       accepted: true for accepted nodes.
-      bonus: text of the bonus token.
     """
 
     labels: Sequence[str]

@@ -46,6 +46,9 @@ def tree_attention(
 ) -> jax.Array:
     """Computes softmax(q [K_prefix; K_new]^T * scale) [V_prefix; V_new] over the first `length_b` slots of the prefix.
 
+    Returns [b, t, h, e] in the dtype of the queries; the softmax is in float32 at least. Raises ValueError for sizes that
+    the implementation does not support.
+
     Args:
       q_bthe, k_buke, v_buke: queries, keys and values of the new positions.
       mask_btu: True if new position t sees new position u. Every position must see itself.
@@ -53,22 +56,13 @@ def tree_attention(
       length_b: number of committed positions per sequence.
       scale: of the logits; 1 / sqrt(e) if None.
       implementation: a name in IMPLEMENTATIONS.
-
-    Returns:
-      [b, t, h, e] in the dtype of the queries; softmax in float32 at least.
-
-    Raises:
-      ValueError: an implementation that is not registered, or that does not support these sizes.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"got attention implementation {implementation!r}, expected one of {sorted(IMPLEMENTATIONS)}")
     scale = q_bthe.shape[-1] ** -0.5 if scale is None else scale
-    attend = IMPLEMENTATIONS[implementation]
     if isinstance(mask_btu, PackedMask):
         if packed_attention.supports(implementation, q_bthe, k_buke):
             return packed_attention.attend(implementation, q_bthe, k_buke, v_buke, mask_btu, scale)
         mask_btu = mask_btu.dense()
-    return attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
+    return IMPLEMENTATIONS[implementation](q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
 
 
 def positions_read(implementation: str, slots: int, length: jax.Array | int) -> jax.Array | int:

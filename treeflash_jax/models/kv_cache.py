@@ -42,9 +42,17 @@ class KVCache:
     groups: tuple[tuple[LayerKV, ...], ...]
     length_b: jax.Array
 
-    @property
-    def capacity(self) -> int:
-        return self.groups[0][0].keys_bkse.shape[2]
+    def axes(self) -> KVCache:
+        """Returns the logical axes of every array, in the structure of the cache."""
+        return KVCache(groups=jax.tree.map(lambda _: AXES, self.groups), length_b=("batch",))
+
+    def grow(self, capacity: int) -> KVCache:
+        """Copies the cache into one of `capacity` slots."""
+
+        def pad(slots_bkse: jax.Array) -> jax.Array:
+            return jnp.pad(slots_bkse, ((0, 0), (0, 0), (0, capacity - slots_bkse.shape[2]), (0, 0)))
+
+        return pin(self.replace(groups=jax.tree.map(pad, self.groups)))
 
     def cut(self, length_b: jax.Array) -> KVCache:
         """Returns a cache of only the first `length_b` committed positions of each sequence."""
@@ -107,19 +115,4 @@ def count_after(count_b: jax.Array, computed_b: jax.Array) -> jax.Array:
 
 def pin(cache: KVCache) -> KVCache:
     """Constrains a cache to its layout on the ambient mesh, so that loops carry it in that layout and no other."""
-    return sharding.pin(cache, axes(cache))
-
-
-def axes(cache: KVCache) -> KVCache:
-    """Returns the logical axes of every array of a cache, in its structure."""
-    return KVCache(groups=jax.tree.map(lambda _: AXES, cache.groups), length_b=("batch",))
-
-
-def grow(cache: KVCache, capacity: int) -> KVCache:
-    """Copies a cache into one of `capacity` slots."""
-
-    def pad(slots_bkse: jax.Array) -> jax.Array:
-        extra = capacity - slots_bkse.shape[2]
-        return jnp.pad(slots_bkse, ((0, 0), (0, 0), (0, extra), (0, 0)))
-
-    return pin(cache.replace(groups=jax.tree.map(pad, cache.groups)))
+    return sharding.pin(cache, cache.axes())

@@ -156,15 +156,12 @@ def swiglu(params: Params, x_btd: jax.Array, shift_btf: jax.Array | None = None)
 def decoder_layer(
     params: Params, x_btd: jax.Array, attend: Attend, eps: float, mlp: Callable[[Params, jax.Array], jax.Array] = swiglu
 ) -> tuple[jax.Array, Any]:
-    """Applies one pre-norm layer: x + attention(norm x), then x + mlp(norm x).
+    """Applies one pre-norm layer: x + attention(norm x), then x + mlp(norm x). Returns it with the extra results.
 
     Args:
       attend: maps the layer's weights and the normed input to attention output [b, t, h, e] and extra results (new keys
         and values). Verifier and drafter differ here only.
       mlp: maps the layer's weights and the normed input to the output of the feed-forward part.
-
-    Returns:
-      The new residual stream and the extra results of `attend`.
     """
     mixed_bthe, extra = attend(params, rms_norm(x_btd, params["attention_norm"], eps))
     x_btd = x_btd + merge_heads(params, mixed_bthe)

@@ -165,7 +165,7 @@ def gumbel(keys: jax.Array, size: int, dtype) -> jax.Array:
 
 
 def filter_threshold(logits: jax.Array, temperature: jax.Array | float, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Returns the smallest logit that survives top-k, then top-p of softmax(logits / temperature).
+    """Returns the smallest logit that survives top-k, then top-p of softmax(logits / temperature), [...]; -inf for no cut.
 
     Tokens with smaller logits are dropped: ties are kept, and so is the token that crosses p. Both cuts are computed by
     bisection over the ordered bit patterns of the logits' own dtype, 16 passes each for bfloat16: exact, without sorting
@@ -173,9 +173,6 @@ def filter_threshold(logits: jax.Array, temperature: jax.Array | float, top_k: j
 
     Args:
       temperature: above 0; like top_k (0 keeps all) and top_p (1 keeps all), it is broadcastable to [...].
-
-    Returns:
-      Thresholds [...], in the dtype of the logits; -inf if nothing is cut.
     """
     temperature = jnp.asarray(temperature, _wide(logits[..., 0]).dtype)[..., None]
     lowest = ordered(jnp.asarray(-jnp.inf, logits.dtype))

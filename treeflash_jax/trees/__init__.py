@@ -54,7 +54,6 @@ class Builder:
     """A tree builder and its properties.
 
     Attributes:
-      build: the function described above.
       distribution: name of the distribution of the nodes, as in the acceptance rules' DISTRIBUTIONS.
       one_path: name of the distribution if TreeShape.branches is 1; None: the same.
       is_chain: whether trees have one branch, hence at most one node per depth.

@@ -23,11 +23,8 @@ class Expander(Protocol):
         mesh can build the trees of its own sequences. Otherwise `follow` runs a network, once per level.
     """
 
-    @property
-    def num_depths(self) -> int: ...
-
-    @property
-    def is_table(self) -> bool: ...
+    num_depths: int
+    is_table: bool
 
     def start(self, width: int) -> Any:
         """Returns the state of the anchor, in every lane."""
@@ -59,14 +56,11 @@ class TransitionTable:
     tokens_bimc: jax.Array
     log_probs_bimc: jax.Array
     next_context_bimc: jax.Array
+    is_table = True
 
     @property
     def num_depths(self) -> int:
         return self.tokens_bimc.shape[1]
-
-    @property
-    def is_table(self) -> bool:
-        return True
 
     def start(self, width: int) -> jax.Array:
         return jnp.zeros((self.tokens_bimc.shape[0], width), jnp.int32)

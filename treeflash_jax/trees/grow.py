@@ -84,7 +84,6 @@ def grow(
     earlier ones.
 
     Args:
-      plan: the outline.
       noise_bnc: Gumbel noise for at least as many nodes as places.
       leaves: admits tokens that end their branch although the outline has children below. Without such children, or if no
         token continues, they are admitted anyway.
@@ -114,7 +113,10 @@ def grow(
         free_bnc = jnp.isfinite(log_p_bnc) & ~taken_bnc
         open_bnc = free_bnc & expander.continues(depth, state_bn)
         restricted_bn = goes_on_bn & jnp.any(open_bnc, axis=-1) & (not leaves)
-        log_q_bnc = _normalised(log_p_bnc, jnp.where(restricted_bn[..., None], open_bnc, free_bnc))
+        admitted_bnc = jnp.where(restricted_bn[..., None], open_bnc, free_bnc)
+        log_q_bnc = jnp.where(admitted_bnc, log_p_bnc, -jnp.inf)
+        mass_bn1 = jax.nn.logsumexp(log_q_bnc, axis=-1, keepdims=True)
+        log_q_bnc = jnp.where(admitted_bnc, log_q_bnc - jnp.where(jnp.isfinite(mass_bn1), mass_bn1, 0), -jnp.inf)
         nodes = _drawn(plan, nodes, depth, tokens_bnc, log_p_bnc, log_q_bnc, noise_bnc, ranks)
         above_state_bn = jax.tree.map(lambda x_bn: pick(x_bn, plan.parent_bn), state_bn)
         below_bn = plan.depth_bn == depth + 1
@@ -152,16 +154,7 @@ def _below(plan: Outline, support_bnc: jax.Array) -> tuple[jax.Array, jax.Array]
     return goes_on_bn, taken_bnc
 
 
-def _drawn(
-    plan: Outline,
-    nodes: dict[str, jax.Array],
-    depth: jax.Array,
-    tokens_bnc: jax.Array,
-    log_p_bnc: jax.Array,
-    log_q_bnc: jax.Array,
-    noise_bnc: jax.Array,
-    ranks: int,
-) -> dict[str, jax.Array]:
+def _drawn(plan: Outline, nodes, depth, tokens_bnc, log_p_bnc, log_q_bnc, noise_bnc, ranks: int) -> dict[str, jax.Array]:
     """Returns the nodes after drawing the tokens at `depth` + 1 from the distributions of their parents."""
     parent_bn, is_fixed_bn = plan.parent_bn, plan.kind_bn == DETERMINISTIC
     rank_bn = jnp.minimum(plan.rank_bn, ranks - 1)
@@ -218,13 +211,6 @@ def _compact(anchor_b, plan: Outline, nodes, skeleton: int, depths: int) -> tupl
         depths=depths,
     )
     return tree, proposal
-
-
-def _normalised(log_p_bnc: jax.Array, admitted_bnc: jax.Array) -> jax.Array:
-    """Returns log(p / sum of p) over admitted entries; -inf elsewhere."""
-    log_p_bnc = jnp.where(admitted_bnc, log_p_bnc, -jnp.inf)
-    mass_bn1 = jax.nn.logsumexp(log_p_bnc, axis=-1, keepdims=True)
-    return jnp.where(admitted_bnc, log_p_bnc - jnp.where(jnp.isfinite(mass_bn1), mass_bn1, 0), -jnp.inf)
 
 
 def _largest(scores_bnc: jax.Array, ranks: int) -> jax.Array:

@@ -9,7 +9,6 @@ Source: DFlash (arXiv 2602.06036), TreeFlash (arXiv 2606.03819).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +18,10 @@ from treeflash_jax.core.checks import quoted
 from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.block import backbone
-from treeflash_jax.drafters.block.backbone import DrafterState
 from treeflash_jax.drafters.block.backbone import init as init
 from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, DraftSettings, Unembed
-from treeflash_jax.drafters.protocol import Inputs, ListOptions, option
+from treeflash_jax.drafters.protocol import ContextState, Inputs, ListOptions, option
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
 from treeflash_jax.trees import BUILDERS, Expander
@@ -128,16 +126,8 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
 
 
 def extend(
-    params: Any,
-    tables: Any,
-    config: DrafterConfig,
-    state: DrafterState,
-    features_btj: jax.Array,
-    tokens_bt: jax.Array,
-    count_b: jax.Array,
-    *,
-    attention: str,
-) -> DrafterState:
+    params, tables, config: DrafterConfig, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
+) -> ContextState:
     """Adds verifier features of the next committed positions to the context."""
     return backbone.extend(params["backbone"], config, state, features_btj, count_b)
 
@@ -157,9 +147,7 @@ def expand_block(inputs: Inputs, hidden_bqd: jax.Array) -> Expander:
     return ngram.join(table, inputs) if inputs.settings.ngrams else table
 
 
-def stages(config: DrafterConfig) -> Mapping[str, Callable[[Inputs, Any], Any]]:
-    """Runs one pass over the block, then the head."""
-    return {"draft": draft_block, "expand": expand_block}
+STAGES = {"draft": draft_block, "expand": expand_block}
 
 
 def extend_work(count: Counter, config: DrafterConfig, tokens: float) -> Work:

@@ -16,29 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.drafters.block.block_config import DrafterConfig
+from treeflash_jax.drafters.protocol import ContextState
 from treeflash_jax.models import kv_cache, layers, quantized, vocab
 from treeflash_jax.models.attention import tree_attention
-
-
-@struct.dataclass
-class DrafterState:
-    """The drafter's cache of the context."""
-
-    context: kv_cache.KVCache
-
-    def axes(self) -> DrafterState:
-        return DrafterState(context=kv_cache.axes(self.context))
-
-    def grow(self, capacity: int) -> DrafterState:
-        return DrafterState(context=kv_cache.grow(self.context, capacity))
-
-    def cut(self, length_b: jax.Array) -> DrafterState:
-        return DrafterState(context=self.context.cut(length_b))
 
 
 def specs(config: DrafterConfig) -> dict[str, Any]:
@@ -52,8 +36,8 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
     }
 
 
-def init(config: DrafterConfig, batch: int, capacity: int, dtype: Any) -> DrafterState:
-    return DrafterState(context=kv_cache.allocate(config.layers, batch, capacity, dtype))
+def init(config: DrafterConfig, batch: int, capacity: int, dtype: Any) -> ContextState:
+    return ContextState(kv_cache.allocate(config.layers, batch, capacity, dtype))
 
 
 def fuse(params: dict[str, Any], config: DrafterConfig, features_btj: jax.Array) -> jax.Array:
@@ -63,12 +47,12 @@ def fuse(params: dict[str, Any], config: DrafterConfig, features_btj: jax.Array)
 
 
 def extend(
-    params: dict[str, Any], config: DrafterConfig, state: DrafterState, features_btj: jax.Array, count_b: jax.Array
-) -> DrafterState:
+    params: dict[str, Any], config: DrafterConfig, state: ContextState, features_btj: jax.Array, count_b: jax.Array
+) -> ContextState:
     """Adds verifier features of the next committed positions to the context; see `Drafter.extend`."""
     positions_bt = state.context.length_b[:, None] + jnp.arange(features_btj.shape[1])
     new = context_kv(params, config, features_btj, positions_bt)
-    return DrafterState(context=kv_cache.append(state.context, new, count_b))
+    return ContextState(kv_cache.append(state.context, new, count_b))
 
 
 def context_kv(
@@ -95,7 +79,6 @@ def through_layers(
 
     Args:
       x_btd: embeddings of the slots, of one block or of several.
-      positions_bt: their positions.
       context: per layer, the context passed to `attend`.
       attend: (queries, keys, values, context of the layer) -> mixed values [b, t, h, e].
     """
@@ -115,7 +98,7 @@ def through_layers(
 def block(
     params: dict[str, Any],
     config: DrafterConfig,
-    state: DrafterState,
+    state: ContextState,
     embed_vd: jax.Array,
     anchor_b: jax.Array,
     *,

@@ -40,7 +40,6 @@ class DrafterConfig(DrafterSizes):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Verifier layers whose output the drafter reads."""
         return self.target_layer_ids
 
     def fitted(self, verifier: ModelConfig) -> DrafterConfig:

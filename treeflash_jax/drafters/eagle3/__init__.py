@@ -12,13 +12,11 @@ Source: EAGLE-3 (arXiv 2503.01840); EAGLE-2 (arXiv 2406.16858) for the tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from treeflash_jax.drafters.eagle3 import layer
 from treeflash_jax.drafters.eagle3.layer import EagleConfig
@@ -26,7 +24,7 @@ from treeflash_jax.drafters.eagle3.layer import specs as specs
 from treeflash_jax.drafters.lanes import LaneExpander, LaneSettings, LaneState, Level, likeliest_children, scratch_specs
 from treeflash_jax.drafters.lanes import choose as choose
 from treeflash_jax.drafters.lanes import identity as identity
-from treeflash_jax.drafters.protocol import Inputs, LevelOptions
+from treeflash_jax.drafters.protocol import ContextState, Inputs, LevelOptions
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig
@@ -37,43 +35,14 @@ READS_TOKENS = True
 DIALECT = "speculators"
 
 
-@struct.dataclass
-class EagleState:
-    """The drafter's cache, and the input of the next draft.
-
-    Attributes:
-      hidden_bd: the layer's output at the last position.
-    """
-
-    context: kv_cache.KVCache
-    hidden_bd: jax.Array
-
-    def axes(self) -> EagleState:
-        return EagleState(context=kv_cache.axes(self.context), hidden_bd=("batch", None))
-
-    def grow(self, capacity: int) -> EagleState:
-        return self.replace(context=kv_cache.grow(self.context, capacity))
-
-    def cut(self, length_b: jax.Array) -> EagleState:
-        return self.replace(context=self.context.cut(length_b))
-
-
-def init(config: EagleConfig, batch: int, capacity: int, dtype: Any) -> EagleState:
+def init(config: EagleConfig, batch: int, capacity: int, dtype: Any) -> ContextState:
     hidden_bd = jnp.zeros((batch, config.layers.hidden_size), dtype)
-    return EagleState(context=kv_cache.allocate(config.layers, batch, capacity, dtype), hidden_bd=hidden_bd)
+    return ContextState(context=kv_cache.allocate(config.layers, batch, capacity, dtype), hidden_bd=hidden_bd)
 
 
 def extend(
-    params: Any,
-    tables: Any,
-    config: EagleConfig,
-    state: EagleState,
-    features_btj: jax.Array,
-    tokens_bt: jax.Array,
-    count_b: jax.Array,
-    *,
-    attention: str,
-) -> EagleState:
+    params, tables, config: EagleConfig, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
+) -> ContextState:
     """Adds committed positions: keys and values of all of them, but the layer's output only at the last valid one."""
     prefix, length_b, length = state.context.groups[0][0], state.context.length_b, features_btj.shape[1]
     carried_btd = layer.fuse(params, config, features_btj)
@@ -90,7 +59,7 @@ def extend(
         return tree_attention(q_b1he, k_btke, v_btke, seen_b1t, prefix, length_b, implementation=attention)
 
     hidden_bd = layer.hidden(params, config, read_b1, carried_b1d, table, attend)[:, 0]
-    return EagleState(
+    return ContextState(
         context=kv_cache.append(state.context, (((k_btke, v_btke),),), kv_cache.count_after(count_b, hidden_bd[:, 0])),
         hidden_bd=jnp.where((count_b > 0)[:, None], hidden_bd, state.hidden_bd).astype(state.hidden_bd.dtype),
     )
@@ -105,9 +74,7 @@ def draft(inputs: Inputs, _: None) -> LaneExpander:
     return LaneExpander(shared, context.length_b, first, step=step, scratch=scratch, num_depths=inputs.depths)
 
 
-def stages(config: EagleConfig) -> Mapping[str, Callable[[Inputs, Any], Any]]:
-    """Drafts the children of the anchor; levels below them are drafted while the tree is built."""
-    return {"draft": draft}
+STAGES = {"draft": draft}  # levels below the anchor's children are drafted while the tree is built
 
 
 @dataclass(frozen=True)

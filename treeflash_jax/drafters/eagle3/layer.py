@@ -40,7 +40,6 @@ class EagleConfig(DrafterSizes):
       target_hidden_size: hidden size of the verifier.
       taps: 0-based verifier layers whose output (residual stream) it reads; None: the rule of the EAGLE repository, which
         depends on the verifier's depth (`fitted`).
-      num_taps: number of tapped layers.
       taps_are_inputs: whether the file names layers by their inputs; for messages, since `taps` are outputs.
       draft_vocab_size: number of tokens that it can draft; if smaller than the verifier's vocabulary, the weight `offsets`
         lists them.
@@ -152,7 +151,6 @@ def read(params: Params, tables: Any, config: EagleConfig, tokens_bt: jax.Array,
 
 
 def rotations(config: EagleConfig, positions_bt: jax.Array) -> Any:
-    """Returns the rotary table of these positions."""
     return layers.rotary_table(config.layers.rope, config.layers.head_dim, positions_bt)
 
 

@@ -46,10 +46,7 @@ def attend(
 
     Returns:
       sum exp(l - peak) v [b, k, y, q, e], sum exp(l - peak) [b, k, y, q] and peak = max l [b, k, y, q] over a share of
-      a query's logits l, in float32 at least.
-
-    Raises:
-      ValueError: sizes that the hardware's matrix products do not support.
+      a query's logits l, in float32 at least. Raises ValueError for sizes that matrix products do not support there.
     """
     batch, kv_heads, queries, head_dim = q_bkqe.shape
     slots = keys_bkse.shape[2]

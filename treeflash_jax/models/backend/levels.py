@@ -19,7 +19,6 @@ def over_depths(level: Callable, start: Any, depths: range, goes_on: Callable | 
 
     Args:
       level: (carry, depth) -> (carry, output), as in `lax.scan`.
-      start: the first carry.
       depths: static.
       goes_on: predicate of a carry; the loop may end once it is false, and outputs of levels below are then 0. None: all
         levels run.

@@ -12,8 +12,7 @@ attention, b batch, k key/value heads, q queries of one key/value head, x keys, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,7 +29,6 @@ def product(equation: str, x: jax.Array, weight: jax.Array, dtype: Any = None) -
     Args:
       equation: such as "btd,dhe->bthe" or "...d,vd->...v". The activations' summed axes come last; the weight's come first
         or last; the result has the activations' other axes, then the weight's.
-      x: activations.
       weight: of any float dtype.
       dtype: of the result; None: the operands' common dtype. Sums in a wider one are not rounded, in the form for CPUs.
     """
@@ -56,42 +54,6 @@ def attention_scores(q_bkqe: jax.Array, keys_bkxe: jax.Array) -> jax.Array:
     return lax.platform_dependent(q_bkqe, keys_bkxe, cpu=keys_first, default=plain)
 
 
-@dataclass(frozen=True)
-class Equation:
-    """An einsum read as a product of two matrices.
-
-    Attributes:
-      summed: number of axes that are summed over.
-      inputs_first: whether these are the weight's first axes, or its last.
-    """
-
-    summed: int
-    inputs_first: bool
-
-    @classmethod
-    @cache
-    def parse(cls, equation: str) -> Equation:
-        """Reads an equation of `product`.
-
-        Raises:
-          ValueError: axes in another order than `product` expects.
-        """
-        operands, result = equation.replace("...", "").split("->")
-        x, weight = operands.split(",")
-        summed = "".join(axis for axis in x if axis in weight)
-        kept = weight.replace(summed, "")
-        if not summed or not x.endswith(summed) or summed not in (weight[: len(summed)], weight[-len(summed) :]):
-            raise ValueError(f"got the product {equation!r}, expected summed axes last in x, first or last in the weight")
-        if result != x.removesuffix(summed) + kept:
-            raise ValueError(f"got the product {equation!r}, expected the axes of x, then the weight's, in the result")
-        return cls(len(summed), weight.startswith(summed))
-
-    def matrices(self, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the activations as [n, i] and the weight as [i, o] or [o, i]."""
-        size = math.prod(x.shape[x.ndim - self.summed :])
-        return x.reshape(-1, size), weight.reshape(size, -1) if self.inputs_first else weight.reshape(-1, size)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _narrow(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     return lax.platform_dependent(x, weight, cpu=partial(_on_cpu, equation), default=partial(jnp.einsum, equation))
@@ -112,20 +74,27 @@ _narrow.defvjp(_forward, _backward)
 
 
 def _on_cpu(equation: str, x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
-    form = Equation.parse(equation)
-    x_ni, matrix = form.matrices(x, weight)
-    y_no = _padded_product("ni,io->no" if form.inputs_first else "ni,oi->no", x_ni, matrix, dtype)
-    outputs = weight.shape[form.summed :] if form.inputs_first else weight.shape[: weight.ndim - form.summed]
-    return y_no.reshape(*x.shape[: x.ndim - form.summed], *outputs)
+    x_ni, matrix, summed, inputs_first = _as_matrices(equation, x, weight)
+    y_no = _padded_product("ni,io->no" if inputs_first else "ni,oi->no", x_ni, matrix, dtype)
+    outputs = weight.shape[summed:] if inputs_first else weight.shape[: weight.ndim - summed]
+    return y_no.reshape(*x.shape[: x.ndim - summed], *outputs)
 
 
 def _backward_on_cpu(equation: str, x: jax.Array, weight: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    form = Equation.parse(equation)
-    x_ni, matrix = form.matrices(x, weight)
+    x_ni, matrix, _, inputs_first = _as_matrices(equation, x, weight)
     grad_no = grad.reshape(x_ni.shape[0], -1)
-    grad_x = _padded_product("no,io->ni" if form.inputs_first else "no,oi->ni", grad_no, matrix)
-    grad_weight = _sum_over_vectors(*((x_ni, grad_no) if form.inputs_first else (grad_no, x_ni)))
+    grad_x = _padded_product("no,io->ni" if inputs_first else "no,oi->ni", grad_no, matrix)
+    grad_weight = _sum_over_vectors(*((x_ni, grad_no) if inputs_first else (grad_no, x_ni)))
     return grad_x.reshape(x.shape), grad_weight.reshape(weight.shape)
+
+
+def _as_matrices(equation: str, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array, int, bool]:
+    """Returns [n, i] and [i, o] or [o, i], the number of summed axes, and whether they are the weight's first."""
+    x_axes, weight_axes = equation.replace("...", "").split("->")[0].split(",")
+    summed = "".join(axis for axis in x_axes if axis in weight_axes)
+    size, inputs_first = math.prod(x.shape[x.ndim - len(summed) :]), weight_axes.startswith(summed)
+    x_ni = x.reshape(-1, size)
+    return x_ni, weight.reshape((size, -1) if inputs_first else (-1, size)), len(summed), inputs_first
 
 
 def _padded_product(equation: str, x_ni: jax.Array, matrix: jax.Array, dtype: Any = None) -> jax.Array:

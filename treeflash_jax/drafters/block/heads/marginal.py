@@ -33,12 +33,7 @@ def logits(params: dict[str, Any], unembed: Unembed, previous_bm: jax.Array, hid
 
 
 def expand(
-    params: dict[str, Any],
-    unembed: Unembed,
-    hidden_bqd: jax.Array,
-    anchor_b: jax.Array,
-    settings: DraftSettings,
-    temperature_b: jax.Array,
+    params: dict[str, Any], unembed: Unembed, hidden_bqd, anchor_b, settings: DraftSettings, temperature_b
 ) -> TransitionTable:
     """Returns the transition table [b, i, 1, c] of the block's marginals."""
     tokens_bic, log_probs_bic = unembed.likeliest(hidden_bqd[:, 1:], settings.children, temperature_b)

@@ -61,17 +61,10 @@ class Unembed:
 
 
 ByContext = Callable[[jax.Array], jax.Array]  # values of slots [b, q, ...] -> values of each context's slot [b, x, ...]
-# (previous-token embeddings [b, x, d], ByContext, raw block [b, q, d], normed block) -> corrected [b, x, d]
-Correct = Callable[[jax.Array, ByContext, jax.Array, jax.Array], jax.Array]
 
 
-def first_order_table(
-    correct: Correct,
-    unembed: Unembed,
-    hidden_bqd: jax.Array,
-    anchor_b: jax.Array,
-    settings: DraftSettings,
-    temperature_b: jax.Array,
+def _expand(
+    correct: Callable, params: Any, unembed: Unembed, hidden_bqd, anchor_b, settings: DraftSettings, temperature_b
 ) -> TransitionTable:
     """Returns the table of all contexts (depth i, previous token m) from one batched pass of `correct`.
 
@@ -92,7 +85,7 @@ def first_order_table(
     candidates_bim = likely_biy[:, : depths - 1, :m]
     previous_bx = jnp.concatenate([anchor_b[:, None], candidates_bim.reshape(batch, -1)], axis=1)
     by_context = indexing.slot_repeater(size, m)
-    corrected_bxd = correct(vocab.embed(unembed.embed_vd, previous_bx), by_context, hidden_bqd, normed_bqd)
+    corrected_bxd = correct(params, vocab.embed(unembed.embed_vd, previous_bx), by_context, hidden_bqd, normed_bqd)
     if settings.shortlist:
         tokens_bxc, log_probs_bxc = _shortlisted(
             unembed, corrected_bxd, by_context, marginal_biv, likely_biy[..., : settings.shortlist], settings, temperature_b
@@ -127,27 +120,18 @@ def mass_elsewhere(marginal_biv: jax.Array, listed_biz: jax.Array, temperature_b
 
 
 def first_order(correct: Callable[..., jax.Array]) -> tuple[Callable[..., jax.Array], Callable[..., TransitionTable]]:
-    """Returns `logits` and `expand` of a head whose `correct` takes its weights before the arguments of `Correct`."""
+    """Returns `logits` and `expand` of a head, given its `correct` (see `mlp.correct`)."""
 
     def logits(params: Any, unembed: Unembed, previous_bx: jax.Array, hidden_bxd: jax.Array) -> jax.Array:
         embedding_bxd, normed_bxd = vocab.embed(unembed.embed_vd, previous_bx), unembed.normed(hidden_bxd)
         corrected_bxd = correct(params, embedding_bxd, lambda slots: slots, hidden_bxd, normed_bxd)
         return vocab.unembed(unembed.unembed_vd, unembed.normed(corrected_bxd))
 
-    def expand(params: Any, unembed: Unembed, hidden_bqd: jax.Array, *args: Any) -> TransitionTable:
-        return first_order_table(partial(correct, params), unembed, hidden_bqd, *args)
-
-    return logits, expand
+    return logits, partial(_expand, correct)
 
 
 def _shortlisted(
-    unembed: Unembed,
-    corrected_bxd: jax.Array,
-    by_context: ByContext,
-    marginal_biv: jax.Array,
-    likely_biy: jax.Array,
-    settings: DraftSettings,
-    temperature_b: jax.Array,
+    unembed: Unembed, corrected_bxd, by_context: ByContext, marginal_biv, likely_biy, settings: DraftSettings, temperature_b
 ) -> tuple[jax.Array, jax.Array]:
     """Returns `vocab.top_log_probs` in every context among the tokens that are likely at any depth, [b, x, c] each.
 
