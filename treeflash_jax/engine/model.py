@@ -192,8 +192,8 @@ class TreeFlash(LoadedPair):
         fit(Session | None, session, "session", says="a tf.Session")
         call = make_call(self, prompt, config, settings | {"batch_size": 1})
         if len(call.requests) != 1:
-            got = f"{len(call.requests)} answers (samples {call.config.samples})"
-            raise ValueError(f"got {got}, expected 1: a stream is one answer, `generate` takes several prompts")
+            got = f"samples {call.config.samples} and {len(call.requests) // call.config.samples} prompts"
+            raise ValueError(f"got {got}, expected 1 of each: a stream is one answer, `generate` takes several prompts")
         [(call, _)] = call.by_builder(self.drafter)
         reader, decoder = make_reader(self, call.config), start_decoder(self, call, Clock(), session)
         sent, shown = 0, ""
