@@ -331,10 +331,10 @@ DAMAGE = {
     "truncated": (truncate, ("model.safetensors", "damaged")),
     "junk": (lambda f: (f / "model.safetensors").write_text("<html></html>" * 20), ("model.safetensors", "damaged")),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ("model.safetensors", "not found")),
-    "part without a listed tensor": (lose_a_listed_tensor, ("model-00002-of-00002.safetensors", "no tensor")),
+    "part without a listed tensor": (lose_a_listed_tensor, ("tensors missing",)),
     "deep index": (
         lambda f: (f / "model.safetensors.index.json").write_text("[" * 200_000),
-        ("model.safetensors.index.json", "nested too deeply"),
+        ("model.safetensors.index.json", "recursion"),
     ),
     "pipe for weights": (pipe("model.safetensors"), ("model.safetensors", "named pipe")),
     "pipe for a config": (pipe("config.json"), ("config.json", "named pipe")),

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import socket
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,13 +71,8 @@ def regular(path: str | os.PathLike, *, streams: bool = False) -> Path:
     path = Path(path)
     if streams and str(path).startswith(STREAMS):
         return path
-    try:
-        mode = path.stat().st_mode
-    except (OSError, ValueError):
-        return path
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        kind = "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
-        raise ValueError(f"{path} is {kind}, expected a regular file")
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise ValueError(f"{path} is a named pipe, a socket or a device, expected a regular file")
     return path
 
 
@@ -110,11 +104,9 @@ def json_with(*names: str, inside: bool = False) -> Callable[[bytes], bool]:
     def has_keys(content: bytes) -> bool:
         try:
             parsed = json.loads(content)
-        except (ValueError, RecursionError):
+            return all(set(names) <= x.keys() for x in (parsed.values() if inside else [parsed]))
+        except (ValueError, AttributeError, RecursionError):
             return False
-        if not isinstance(parsed, dict):
-            return False
-        return all(isinstance(x, dict) and set(names) <= x.keys() for x in (parsed.values() if inside else [parsed]))
 
     return has_keys
 
@@ -198,9 +190,6 @@ def _move(part: Path, target: Path) -> None:
     """Moves all files of one folder into another, config.json last."""
     inside = (path.relative_to(part) for path in part.rglob("*") if path.is_file())
     names = sorted(inside, key=lambda name: (name.name == LAST, name))
-    for name in names:
-        if (target / name).is_dir():
-            raise ValueError(f"{target / name} is a folder, expected a file or none; give a new folder")
     if Path(LAST) in names:
         (target / LAST).unlink(missing_ok=True)
     for name in names:
@@ -222,8 +211,6 @@ def _part(folder: Path, name: str) -> Path:
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True

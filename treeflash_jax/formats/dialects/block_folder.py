@@ -17,7 +17,7 @@ from treeflash_jax.core.checks import INT32, quoted
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.drafters.block.block_config import DrafterConfig, default_target_layers
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL
-from treeflash_jax.formats import architectures, safetensors
+from treeflash_jax.formats import architectures
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.architectures.dense import LINEAR
 from treeflash_jax.formats.dialects.dialect import Dialect
@@ -43,18 +43,12 @@ class DFlash(Dialect):
     def read_config(self, path: Path, keys: Keys) -> DrafterConfig:
         dflash = keys.table("dflash_config", required=True)
         dflash.check_known({"mask_token_id", "target_layer_ids", "block_size"})
-        layers = architectures.of(keys).read(keys, self.keys, safetensors.names(path))
-        if layers.num_experts:
-            model_type = quoted(layers.model_type)
-            raise ValueError(f"{keys.where}: got a drafter of model_type {model_type}, expected one without experts")
+        layers = architectures.of(keys).read(keys, self.keys)
         num_target_layers = keys.whole("num_target_layers")
         if "target_layer_ids" in dflash:
             taps = dflash.ids("target_layer_ids", INT32)
         else:
             taps = default_target_layers(num_target_layers, layers.num_layers)
-        sizes = [table.raw["block_size"] for table in (keys, dflash) if "block_size" in table.raw]
-        if sizes[1:] not in ([], sizes[:1]):
-            raise ValueError(f"{keys.where}: got block_size both {' and '.join(map(quoted, sizes))}, expected one")
         return DrafterConfig(
             layers=layers,
             block_size=Keys({**dflash.raw, **keys.raw}, keys.where).whole("block_size", least=2, most=MAX_NODES),
