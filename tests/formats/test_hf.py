@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -309,12 +308,12 @@ def lose_a_listed_tensor(folder: Path) -> None:
     save_file(kept, path)
 
 
-def pipe(name: str, make=os.mkfifo):
-    """Something else in a file's place."""
+def folder_named(name: str):
+    """A folder in a file's place."""
 
     def change(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
-        make(folder / name)
+        (folder / name).mkdir()
 
     return change
 
@@ -336,10 +335,8 @@ DAMAGE = {
         lambda f: (f / "model.safetensors.index.json").write_text("[" * 200_000),
         ("model.safetensors.index.json", "recursion"),
     ),
-    "pipe for weights": (pipe("model.safetensors"), ("model.safetensors", "named pipe")),
-    "pipe for a config": (pipe("config.json"), ("config.json", "named pipe")),
-    "folder for weights": (pipe("model.safetensors", Path.mkdir), ("model.safetensors",)),
-    "folder for a config": (pipe("config.json", Path.mkdir), ("config.json",)),
+    "folder for weights": (folder_named("model.safetensors"), ("model.safetensors",)),
+    "folder for a config": (folder_named("config.json"), ("config.json",)),
     "no config": (lambda f: (f / "config.json").unlink(), ("config.json", "not found")),
     "no folder": (shutil.rmtree, ("not found", "folder")),
 }  # fmt: skip

@@ -17,11 +17,10 @@ import reprlib
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, field, fields, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Interval
-
-from treeflash_jax.core import files
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -217,9 +216,8 @@ def parse_json(text: str | bytes) -> Any:
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """Reads the object of a JSON file. Raises ValueError for an unreadable file or any other content."""
-    file = files.regular(path)
     try:
-        raw = parse_json(file.read_bytes())
+        raw = parse_json(Path(path).read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path} not found; expected a Hugging Face model folder") from None
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Reading of regular files, and writing of outputs that appear whole or not at all.
+"""Writing of outputs that appear whole or not at all.
 
 `write` (one file) and `filled` (a folder) write beside their target and rename, so that neither a kill nor a full disk
 leaves half a file under its name, and no link is followed.
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-STREAMS = ("/dev/fd/", "/dev/stdin")  # opened by the shell
 LAST = "config.json"  # written last: a folder without it is no model
 PART = re.compile(r"\..+\.part-(?P<host>.+)-(?P<pid>\d+)")  # names of unfinished outputs
 
@@ -59,23 +58,6 @@ def fetch(url: str) -> Path:
     return target
 
 
-def regular(path: str | os.PathLike, *, streams: bool = False) -> Path:
-    """Returns the path of a file to read. Missing files and folders pass: opening them fails.
-
-    Args:
-      streams: accept streams that the shell has opened, as in `--prompt-file <(command)`.
-
-    Raises:
-      ValueError: a named pipe, a socket or a device, which could block forever.
-    """
-    path = Path(path)
-    if streams and str(path).startswith(STREAMS):
-        return path
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise ValueError(f"{path} is a named pipe, a socket or a device, expected a regular file")
-    return path
-
-
 def check_output(path: str | os.PathLike, may_replace: Callable[[bytes], bool] | None = None) -> None:
     """Checks that an output file can be written, before anything is computed. Writes nothing.
 
@@ -86,11 +68,10 @@ def check_output(path: str | os.PathLike, may_replace: Callable[[bytes], bool] |
       ValueError: no folder to write in, no regular file, or a file with other content.
     """
     path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"cannot write {path}: Is a directory")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"cannot write {path}: no regular file")
     if not path.parent.is_dir():
         raise ValueError(f"cannot write {path}: No such file or directory")
-    regular(path)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"cannot write {path}: Permission denied")
     content = path.read_bytes() if may_replace is not None and path.exists() else b""

@@ -11,7 +11,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from treeflash_jax.core.checks import LONGEST_PATH, QUOTED, clipped, quoted, read_json
-from treeflash_jax.core.files import regular
 
 
 @contextmanager
@@ -31,7 +30,7 @@ def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
 def open_files(folder: Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Opens the tensors of some files of a folder as `open_folder`."""
     with ExitStack() as stack:
-        files = [_open(folder / name, stack) for name in names]
+        files = [stack.enter_context(_open(folder / name)) for name in names]
         yield {tensor: file.get_slice(tensor) for file in files for tensor in file.keys()}
 
 
@@ -40,17 +39,16 @@ def names(folder: Path) -> Collection[str]:
     index = folder / "model.safetensors.index.json"
     try:
         if index.exists():
-            return _listed(index).keys()
+            return _listed(index)
         with open_folder(folder) as tensors:
-            return tensors.keys()
+            return tensors
     except ValueError:
         return ()
 
 
 def metadata(path: Path) -> dict[str, str]:
     """Returns the metadata of a file. Raises ValueError if it is missing or damaged."""
-    with ExitStack() as stack:
-        return _open(path, stack).metadata() or {}
+    return _open(path).metadata() or {}
 
 
 def _listed(index: Path) -> dict[str, str]:
@@ -65,11 +63,10 @@ def _listed(index: Path) -> dict[str, str]:
     return listed
 
 
-def _open(path: Path, stack: ExitStack) -> Any:
+def _open(path: Path) -> Any:
     if not os.path.exists(path):  # False for names that no file can have, too
         raise ValueError(f"{clipped(path, LONGEST_PATH)} not found; expected a safetensors file there")
-    regular(path)
     try:
-        return stack.enter_context(safe_open(path, framework="np"))
+        return safe_open(path, framework="np")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or is no safetensors file ({error}); download it again") from None

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax.core.checks import clipped, quoted
-from treeflash_jax.core.files import regular
 from treeflash_jax.formats import gguf_reader, gguf_tokenizer
 
 
@@ -38,8 +37,6 @@ class Tokenizer:
         folder = gguf_tokenizer.folder(folder) if gguf_reader.is_gguf(folder) else Path(folder)
         if folder is None or not (folder / "tokenizer.json").exists():
             return None
-        for path in (*folder.glob("*.json"), *folder.glob("*.jinja")):
-            regular(path)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is missing; nothing here needs it
         from transformers import PreTrainedTokenizerFast  # slow to import, and ids need no tokenizer
 

@@ -31,8 +31,7 @@ FUSED = {  # one tensor for all experts of a layer, with gate and up concatenate
 
 def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the number of experts and the dense layers."""
-    spelling = next((key for key in ("num_experts", "num_local_experts") if key in keys), None)
-    experts = keys.whole(spelling, least=0) if spelling else 128
+    experts = keys.whole("num_experts" if "num_experts" in keys else "num_local_experts", 128, least=0)
     count, step = fields["num_layers"], keys.whole("decoder_sparse_step", 1)
     listed = keys.ids("mlp_only_layers", INT32) if keys.raw.get("mlp_only_layers") not in (None, []) else ()
     if experts == 0:

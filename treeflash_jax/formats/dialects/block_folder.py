@@ -45,24 +45,20 @@ class DFlash(Dialect):
         dflash.check_known({"mask_token_id", "target_layer_ids", "block_size"})
         layers = architectures.of(keys).read(keys, self.keys)
         num_target_layers = keys.whole("num_target_layers")
-        if "target_layer_ids" in dflash:
-            taps = dflash.ids("target_layer_ids", INT32)
-        else:
-            taps = default_target_layers(num_target_layers, layers.num_layers)
+        usual = default_target_layers(num_target_layers, layers.num_layers)
         return DrafterConfig(
             layers=layers,
             block_size=Keys({**dflash.raw, **keys.raw}, keys.where).whole("block_size", least=2, most=MAX_NODES),
             mask_token_id=dflash.whole("mask_token_id", least=0),
-            target_layer_ids=taps,
+            target_layer_ids=dflash.ids("target_layer_ids", INT32) if "target_layer_ids" in dflash else usual,
             num_target_layers=num_target_layers,
             thinking=keys.value(bool | None, "thinking", None, "true or false"),
             verifier=tuple(keys.value(list[str], "verifier", [], "a list of names")),
         )
 
     def entries(self, config: DrafterConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
-        prefix = self.prefix
-        if names:
-            prefix = "model." if any(name.startswith("model.") for name in names) else ""
+        stored = {name.split(".")[0] for name in names}
+        prefix = self.prefix if not names else "model." if "model" in stored else ""
         table = ARCHITECTURES[config.layers.model_type]
         backbone = {name: replace(entry, name=prefix + entry.name) for name, entry in BACKBONE.items()}
         backbone["groups"] = table.layer_entries(specs["backbone"]["groups"], prefix)

@@ -126,9 +126,8 @@ class Eagle3(Dialect):
             yield tensors
 
     def entries(self, config: EagleConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
-        prefix = self.prefix
-        if names:
-            prefix = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.0."
+        stored = {name.split(".")[0] for name in names}
+        prefix = self.prefix if not names else "midlayer." if "midlayer" in stored else "layers.0."
         layer = dict(ARCHITECTURES[config.layers.model_type].layer)
         layer |= {name: Entry(published) for name, published in LAYER.items()}
         entries: dict[str, Any] = {name: OUTSIDE[name] for name in specs if name in OUTSIDE}

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from treeflash_jax.core.checks import INT32, QUOTED, clipped, fit, quoted
+from treeflash_jax.core.checks import QUOTED, clipped, quoted
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats import gguf_reader
 from treeflash_jax.formats.architectures import ARCHITECTURES, rope
@@ -123,9 +123,8 @@ def _as_config_json(file: File) -> dict[str, Any]:
     known = {a.gguf: a for a in ARCHITECTURES.values() if a.gguf}
     kind = metadata.get("general.architecture")
     if not isinstance(kind, str) or kind not in known:
-        raise ValueError(
-            f"{where}: got general.architecture {quoted(kind)}, expected {' or '.join(map(repr, sorted(known)))}"
-        )
+        expected = " or ".join(map(repr, sorted(known)))
+        raise ValueError(f"{where}: got general.architecture {quoted(kind)}, expected {expected}")
     architecture = known[kind]
     sizes = _SIZES | architecture.gguf_sizes
     values = {key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")}
@@ -135,9 +134,8 @@ def _as_config_json(file: File) -> dict[str, Any]:
             raise ValueError(f"{where}: {setting} might change the numbers and is not implemented")
 
     def number(key: str, default: float | None = None, whole: bool = True) -> Any:
-        says = f"one {'whole ' * whole}number above 0"
-        limits = {"above": 0, "most": INT32} if whole else {"above": 0}
-        return fit(int if whole else float, values.get(key, default), f"{kind}.{key} =", where, says=says, **limits)
+        keys = Keys(metadata, where)
+        return (keys.whole if whole else keys.number)(f"{kind}.{key}", default)
 
     raw = {key: number(name) for key, name in sizes.items()}
     head_dim = number("attention.key_length", raw["hidden_size"] // raw["num_attention_heads"])
