@@ -122,10 +122,8 @@ def _read(path: Path, size: int, changed: int) -> File:
         key = header.string()
         metadata[key] = header.value(header.number("I"))
     if metadata.get("split.count") not in (None, 0, 1):
-        raise ValueError(
-            f"{path} is one of {quoted(metadata['split.count'])} parts, expected a whole file; join them with gguf-split "
-            "--merge"
-        )
+        parts = quoted(metadata["split.count"])
+        raise ValueError(f"{path} is one of {parts} parts, expected a whole file; join them with gguf-split --merge")
     infos = []
     for _ in range(num_tensors):
         name = header.string()
@@ -199,7 +197,5 @@ def _package() -> Any:
     try:
         import gguf  # slow to import, and only these files need it
     except ImportError:
-        raise ValueError(
-            "GGUF files need the package gguf, which is not installed: pip install treeflash-jax[gguf]"
-        ) from None
+        raise ValueError("GGUF files need the package gguf: pip install treeflash-jax[gguf]") from None
     return gguf

@@ -39,10 +39,8 @@ def read(keys: Keys, head_dim: int, max_positions: int) -> Rope:
         # With equal factors at every length, as in GGUF files.
         divisors = settings.value(list[float], "short_factor", None, "a list of numbers above 0", above=0)
         if settings.raw.get("long_factor") != settings.raw["short_factor"] or settings.raw.get("attention_factor") != 1.0:
-            raise ValueError(
-                f"{keys.where}: rope type 'longrope' is implemented only with long_factor = short_factor "
-                "and attention_factor 1.0"
-            )
+            expected = "long_factor = short_factor and attention_factor = 1.0"
+            raise ValueError(f"{keys.where}: rope type 'longrope' is implemented only with {expected}")
         if len(divisors) != head_dim // 2:
             raise ValueError(f"{keys.where}: got {len(divisors)} divisors in short_factor, expected {head_dim // 2}")
         return Rope(theta=theta, kind="longrope", divisors=tuple(divisors))
@@ -84,11 +82,8 @@ def _yarn(keys: Keys, theta: float, max_positions: int) -> Rope:
     factor = max_positions / original
     if keys.raw.get("factor", 0) is not None:
         factor = keys.value(float, "factor", None, "a number of at least 1", least=1)
-    scales = [
-        keys.value(float, key, None, "a number of at least 0", least=0)
-        for key in ("mscale", "mscale_all_dim")
-        if key in keys
-    ]
+    says, names = "a number of at least 0", ("mscale", "mscale_all_dim")
+    scales = [keys.value(float, name, None, says, least=0) for name in names if name in keys]
     growth = attention_growth(factor)
     if "attention_factor" in keys:
         growth = keys.number("attention_factor")

@@ -69,10 +69,8 @@ class DFlash(Dialect):
 
     def to_hf(self, config: DrafterConfig) -> dict[str, Any]:
         if config.head not in self.heads:
-            raise ValueError(
-                f"got a {config.head} head, expected none: {self.name} files cannot store it; "
-                "`treeflash convert --drop-head` removes it"
-            )
+            what = f"got a {config.head} head, expected none: {self.name} files cannot store it"
+            raise ValueError(f"{what}; `treeflash convert --drop-head` removes it")
         return {
             "architectures": [self.class_name],
             **ARCHITECTURES[config.layers.model_type].to_hf(config.layers),

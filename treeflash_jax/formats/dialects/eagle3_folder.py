@@ -77,11 +77,14 @@ class Eagle3(Dialect):
         inside.check_known({self.ids_key, "use_aux_hidden_state"})
         inside.check_only({"use_aux_hidden_state": (True, None)})
         ids = next((table.ids(self.ids_key, INT32) for table in (inside, keys) if self.ids_key in table), None)
+        ours = keys.table(OWN)
+        ours.check_known(_DEFAULTS)
+        whole = partial(ours.whole, most=MAX_NODES)
+        kinds = {"num_depths": whole, "num_nodes": whole, "thinking": ours.truth}
         folder = path if path.is_dir() else path.parent
         if (folder / "pytorch_model.bin").exists() and not any(folder.glob("model*.safetensors*")):
-            raise ValueError(
-                f"{folder}: got pytorch_model.bin, expected model.safetensors: convert it with safetensors.torch.save_file"
-            )
+            expected = "model.safetensors: convert it with safetensors.torch.save_file"
+            raise ValueError(f"{folder}: got pytorch_model.bin, expected {expected}")
         return EagleConfig(
             layers=layers,
             target_hidden_size=target,
@@ -93,7 +96,7 @@ class Eagle3(Dialect):
             norm_output=self.norm_is_optional and keys.truth("norm_output", False),
             verifier=speculators.read_verifier(keys),
             **options,
-            **_defaults(keys.table(OWN)),
+            **{name: kinds.get(name, ours.number)(name) for name in ours.raw},
         )
 
     def _layers(self, keys: Keys) -> ModelConfig:
@@ -119,9 +122,9 @@ class Eagle3(Dialect):
             if "d2t" in tensors:
                 ids_z = np.arange(size) + np.asarray(tensors["d2t"][0:size]).astype(np.int64)
                 if ids_z.min() < 0 or ids_z.max() >= vocab_size or (np.diff(ids_z) <= 0).any():
+                    expected = f"i + d2t[i] to increase from 0 to at most {vocab_size - 1}"
                     raise ValueError(
-                        f"{path}: tensor d2t leaves the verifier's vocabulary or its order, expected i + d2t[i] to "
-                        f"increase from 0 to at most {vocab_size - 1}"
+                        f"{path}: tensor d2t leaves the verifier's vocabulary or its order, expected {expected}"
                     )
             yield tensors
 
@@ -181,11 +184,3 @@ class DeepSpec(Eagle3):
     layer_type = None
     ids_key = "target_layer_ids"
     keys = tuple("target_layer_ids ttt_length target_hidden_size num_target_layers norm_before_residual auto_map".split())
-
-
-def _defaults(keys: Keys) -> dict[str, Any]:
-    """Returns the fields that only files written here may state."""
-    keys.check_known(_DEFAULTS)
-    whole = partial(keys.whole, most=MAX_NODES)
-    kinds = {"num_depths": whole, "num_nodes": whole, "thinking": keys.truth}
-    return {name: kinds.get(name, keys.number)(name) for name in keys.raw}
