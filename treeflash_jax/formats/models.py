@@ -96,10 +96,7 @@ def writable(dialect: str, config: Any = None) -> Dialect:
         raise ValueError(f"got dialect {quoted(dialect)}, expected one of {', '.join(known)}")
     result = dialects.DIALECTS[dialect]
     if config is not None and result.kind not in (None, config.kind):
-        raise ValueError(
-            f"got dialect {quoted(dialect)} for a drafter of kind {config.kind!r}, expected one of that kind; this dialect "
-            f"holds drafters of kind {result.kind!r}"
-        )
+        raise ValueError(f"got dialect {dialect!r} for a drafter of kind {config.kind!r}, expected one of that kind")
     return result
 
 
@@ -116,10 +113,7 @@ def _find(path: str | Path, part: str) -> tuple[Dialect, Any]:
 
 
 def _load(path, dialect: Dialect, config, specs, tensors, dtype, mesh, finish=lambda weight, _: weight) -> Any:
-    try:
-        entries = dialect.entries(config, specs, tensors.keys())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    entries = dialect.entries(config, specs, tensors.keys())
     return storage.load(Path(path), tensors, specs, entries, dtype, mesh, dialect.spare(config, specs), finish)
 
 
