@@ -61,11 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
-    """Measures, prints and stores.
-
-    Raises:
-      ValueError: unsupported settings, prompts that are too long, a file that cannot be written.
-    """
+    """Measures, prints and stores."""
     if model.drafter is None:
         raise ValueError("got no drafter, expected one: without it there is nothing to choose")
     lists = {name: sorted(set(getattr(arguments, name))) for name in ("batch", "context", "temperature")}
@@ -77,7 +73,7 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
     fields = option_values(arguments, settings_class()) | {"nodes": lists["nodes"][-1], "temperature": 0.0}
     config = resolve(settings_class()(builder="best-first", **fields), {}, model.verifier, model.drafter)
     plan = model.plan(config)
-    check_sizes(model.verifier, [plan], lists["batch"], lists["context"], model.mesh)
+    check_sizes([plan], lists["batch"], lists["context"], model.mesh)
     chats = [model.encode(empty_chat(prompt, arguments.format)) for prompt in prompts]
     make_requests(chats, config, model.verifier)  # refuses prompts that are too long
     out = Path(arguments.out) if arguments.out else model.budget or calibration.default_path(None)
@@ -87,9 +83,8 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
     at = {positions_read(plan.attention, slots_for(context, [plan])[1], context): context for context in lists["context"]}
     positions = sorted(at)  # of contexts that read the same, the longest
     with Progress(len(lists["temperature"]) + 2 * len(lists["batch"]) * len(positions)) as progress:
-        tau, reliability = zip(
-            *(accept(model, config, chats, t, lists["nodes"], progress) for t in lists["temperature"]), strict=True
-        )
+        configs = (replace(config, temperature=temperature) for temperature in lists["temperature"])
+        tau, reliability = zip(*(accept(model, c, chats, lists["nodes"], progress) for c in configs), strict=True)
         cells = {(batch, size): time(model, plan, lists["nodes"], batch, at[size], arguments.repeats, progress)
                  for batch in lists["batch"] for size in positions}  # fmt: skip
 
@@ -152,16 +147,10 @@ def _observe(model: tf.TreeFlash, requests: Sequence[Request], config: GenerateC
 
 
 def accept(
-    model: tf.TreeFlash,
-    config: GenerateConfig,
-    chats: Sequence[list[int]],
-    temperature: float,
-    nodes: Sequence[int],
-    progress: Progress,
+    model: tf.TreeFlash, config: GenerateConfig, chats: Sequence[list[int]], nodes: Sequence[int], progress: Progress
 ) -> tuple[list[float], float]:
     """Measures and prints tokens per round by nodes, and the ratio of accepted to expected draft tokens."""
-    progress.step(f"answering {len(chats)} prompts at T {temperature:g}")
-    config = replace(config, temperature=temperature)
+    progress.step(f"answering {len(chats)} prompts at T {config.temperature:g}")
     kept, expected, count = np.zeros(len(nodes)), np.zeros(len(nodes)), 0
     for first in range(0, len(chats), BATCH):
         progress.detail(f"{first} of them done")
@@ -175,18 +164,12 @@ def accept(
     reliability = min(max(float(np.sum(kept - count)) / drafted, 0.1), 10.0) if drafted > 0 else 1.0
     tau = (kept / max(count, 1)).tolist()
     shown = ", ".join(f"{n}: {value:.2f}" for n, value in zip(nodes, tau, strict=True))
-    print(f"T {temperature:g}: tau by nodes {shown}; {reliability:.2f} accepted per expected token", flush=True)
+    print(f"T {config.temperature:g}: tau by nodes {shown}; {reliability:.2f} accepted per expected token", flush=True)
     return tau, reliability
 
 
 def time(
-    model: tf.TreeFlash,
-    plan: DecodePlan,
-    nodes: Sequence[int],
-    batch: int,
-    context: int,
-    repeats: int,
-    progress: Progress,
+    model: tf.TreeFlash, plan: DecodePlan, nodes: Sequence[int], batch: int, context: int, repeats: int, progress: Progress
 ) -> tuple[list[float], list[float], float]:
     """Measures median seconds of rounds by nodes, of building their trees, and of a one-token round."""
     plans = [replace(plan, num_nodes=n) for n in nodes]

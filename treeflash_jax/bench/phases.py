@@ -36,7 +36,6 @@ from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.planning import make_requests
 from treeflash_jax.engine.settings import GenerateConfig
 from treeflash_jax.models.ceilings import Ceilings
-from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import distinct_experts
 from treeflash_jax.models.experts import count_distinct
 
@@ -79,21 +78,16 @@ def slots_for(context: int, plans: Sequence[DecodePlan]) -> tuple[int, int]:
     return positions, capacity_bucket(positions)
 
 
-def check_sizes(
-    model: ModelConfig, plans: Sequence[DecodePlan], batches: list[int], contexts: list[int], mesh: Any
-) -> None:
+def check_sizes(plans: Sequence[DecodePlan], batches: list[int], contexts: list[int], mesh: Any) -> None:
     """Refuses batches that the mesh does not divide, and contexts that leave no room for timed rounds."""
-    ways = 1 if mesh is None else dict(mesh.shape)["data"]
+    ways, most = 1 if mesh is None else mesh.shape["data"], plans[0].verifier.max_positions
     for batch in batches:
         if batch % ways:
             raise ValueError(f"got --batch {batch} on a mesh with a data axis of {ways}, expected a multiple of it")
-    for context in contexts:
-        positions, _ = slots_for(context, plans)
-        if positions > model.max_positions:
-            raise ValueError(
-                f"got --context {context}, expected at most {model.max_positions - positions + context}: "
-                f"the verifier's context is {model.max_positions}, and timed rounds need room"
-            )
+    room = slots_for(0, plans)[0]
+    if max(contexts) + room > most:
+        why = f"the verifier's context is {most}, and timed rounds need room"
+        raise ValueError(f"got --context {max(contexts)}, expected at most {most - room}: {why}")
 
 
 def count_experts(model: TreeFlash, layers: Sequence[jax.Array]) -> tuple[list[float], float]:
@@ -102,7 +96,7 @@ def count_experts(model: TreeFlash, layers: Sequence[jax.Array]) -> tuple[list[f
     Args:
       layers: experts of all tokens by layer, [b, tokens, experts per token].
     """
-    config, shards = model.verifier, 1 if model.mesh is None else dict(model.mesh.shape)["data"]
+    config, shards = model.verifier, 1 if model.mesh is None else model.mesh.shape["data"]
     counts = sharding.to_host([count_distinct(ids, config.num_experts, shards) for ids in layers])
     batch, tokens = layers[0].shape[:2]
     at_random = distinct_experts(config.num_experts, config.experts_per_token, batch // shards * tokens)
@@ -141,8 +135,6 @@ class Bench:
 
         Args:
           plans: plans that draft; alike in everything but nodes.
-          batch: sequences decoded together, a multiple of the mesh's data axis.
-          context: tokens that every sequence has read, at least 1.
 
         Raises:
           ValueError: logits that are not finite, or too little memory on the devices.
@@ -193,7 +185,7 @@ class Bench:
         rounds = [self.compile_rounds(plan, {}) for plan in self.plans]
         self.add_rounds("step", None, step, {"drafter": None})
         units = self.sizes["batch"] * self.sizes["context"]
-        self.add("prefill", None, prefill, self.repeated(lambda state: inputs), most=4, units=units)
+        self.add("prefill", None, prefill, partial(self.repeated, lambda state: inputs), most=4, units=units)
         value = None
         for name in drafters.of(first.drafter).stages(first.drafter):
             value = self.run(name, None, DRAFT, lambda state, given=value: (weights, state, given), plan=first, name=name)
@@ -230,14 +222,11 @@ class Bench:
     def run(self, phase: str, nodes: int | None, function: Any, make_args: MakeArgs, **static: Any) -> Any:
         """Compiles a phase without effect on the state, adds it, and returns its output."""
         program = self.compile(function, *make_args(self.state), **static).result()
-        return self.add(phase, nodes, program, self.repeated(make_args))
+        return self.add(phase, nodes, program, partial(self.repeated, make_args))
 
-    def repeated(self, make_args: MakeArgs) -> Prepare:
-        def prepare(run: Callable[..., Any], calls: int) -> Callable[[], Any]:
-            args = make_args(self.state)
-            return lambda: [run(*args) for _ in range(calls)][-1]
-
-        return prepare
+    def repeated(self, make_args: MakeArgs, run: Callable[..., Any], calls: int) -> Callable[[], Any]:
+        args = make_args(self.state)
+        return lambda: [run(*args) for _ in range(calls)][-1]
 
     def add(
         self, phase: str, nodes: int | None, program: Callable[..., Any], prepare: Prepare, *, warm: int = 1, **sizes: int

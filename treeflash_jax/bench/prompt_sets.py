@@ -70,11 +70,7 @@ class BenchPrompt:
 
 
 def chosen_prompts(arguments: Any) -> list[BenchPrompt]:
-    """Reads the prompts that the options of `PromptSet` name; with several files, ids begin with the name of their file.
-
-    Raises:
-      ValueError: as `read_prompts`; two files of one name.
-    """
+    """Reads the prompts that the options of `PromptSet` name; with several files, ids begin with the name of their file."""
     paths = arguments.prompts or [BUNDLED]
     sets = {Path(path).stem: draw(read_prompts(path), arguments.limit) for path in paths}
     if len(sets) < len(paths):
@@ -121,7 +117,6 @@ def draw(prompts: list[BenchPrompt], limit: int | None) -> list[BenchPrompt]:
 
 
 def format_turn(turn: str, format: str) -> str:
-    """Words a user turn in a published prompt format."""
     return FORMATS[format].replace("{turn}", turn)
 
 

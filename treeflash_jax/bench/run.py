@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -88,21 +87,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures the answers that the output file lacks, then prints the summary of all of them.
-
-    Raises:
-      ValueError: bad prompts, systems, settings or output; nothing that was measured before is lost.
-    """
-    chosen = systems.parse_systems(arguments.systems, arguments.nodes)
-    if arguments.prompt_ids:
-        prompts = [BenchPrompt(id="ids", ids=parse_ids(arguments.prompt_ids))]
-    else:
-        prompts = chosen_prompts(arguments)
+    """Measures the answers that the output file lacks, then prints the summary of all of them."""
+    chosen, ids = systems.parse_systems(arguments.systems, arguments.nodes), arguments.prompt_ids
+    prompts = [BenchPrompt(id="ids", ids=parse_ids(ids))] if ids else chosen_prompts(arguments)
     temperatures, seeds = (list(dict.fromkeys(values)) for values in (arguments.temperature, arguments.seed))
     if arguments.other and (max(temperatures) > 0 or arguments.batch_size != 1):
-        raise ValueError(
-            "got --other with a temperature above 0 or a batch, expected greedy decoding of one prompt at a time"
-        )
+        raise ValueError("got --other with a temperature above 0 or a batch, expected greedy decoding of single prompts")
     records, size = bench_records.read_results(arguments.out)
     plots.check(arguments.plot)
     with ExitStack() as stack:
@@ -134,9 +124,6 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
 
     With several drafters, a system's name ends with its drafter; with several dtypes, with its dtype. Each of several
     drafters gets the options that it has.
-
-    Raises:
-      ValueError: no drafter, two drafters of one label, settings that a pair does not support.
     """
     if "float64" in arguments.dtype:
         jax.config.update("jax_enable_x64", True)
@@ -144,9 +131,8 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     labels = {label or name: name for label, _, name in (word.rpartition("=") for word in words)}
     if not words or len(labels) < len(words):
         raise ValueError(f"got --pair {' '.join(arguments.pair)}, expected a verifier and drafters of different labels")
-    shared = option_values(arguments, settings_class())
-    for name in ("nodes", "temperature", "seed"):
-        del shared[name]
+    listed, shared = ("nodes", "temperature", "seed"), option_values(arguments, settings_class())
+    shared = {name: value for name, value in shared.items() if name not in listed}
     loaded: dict[str, System] = {}
     for dtype, (label, drafter) in product(arguments.dtype, labels.items()):
         with slow(f"loading {verifier} and {drafter}"):
@@ -154,7 +140,8 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
         for other in loaded.values():
             if other.model.dtype == model.dtype:  # keeps one copy of the verifier
                 model.weights = Weights(other.model.weights.verifier, model.weights.drafter)
-        lacks = _missing_options(model)
+        every, its = (fields(options) for options in (draft_options(), drafters.of(model.drafter).OPTIONS))
+        lacks = {option.name for option in every} - {option.name for option in its}
         missing = lacks if len(labels) > 1 else set()
         for name, system in chosen.items():
             if "head" in missing and system.get("head") == "marginal" and "builder" not in system:
@@ -171,26 +158,16 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     return list(loaded.values())
 
 
-def _missing_options(model: tf.TreeFlash) -> set[str]:
-    """Returns the options of other drafters that this one lacks."""
-    every, its = (fields(options) for options in (draft_options(), drafters.of(model.drafter).OPTIONS))
-    return {option.name for option in every} - {option.name for option in its}
-
-
 def time_phases(
     measured: Sequence[System], context: int, temperature: float, known: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Times the phases of a round of every system that drafts; those whose trees a policy chooses are left out.
 
     Args:
-      context: tokens in the cache.
       known: systems that are not measured again.
 
     Returns:
       By system, {"context", "ms"}: tokens in the cache, and the median time of every phase; "step" is that of one token.
-
-    Raises:
-      ValueError: a context that leaves no room for the timed rounds.
     """
     groups: dict[Any, dict[str, DecodePlan]] = {}  # systems that differ in nodes alone
     models, times = {id(system.model): system.model for system in measured}, {}
@@ -202,7 +179,7 @@ def time_phases(
     sizes = {"batch": measured[0].config.batch_size, "context": context}
     for (model, _), plans in groups.items():
         model, several = models[model], list({plan.num_nodes: plan for plan in plans.values()}.values())
-        check_sizes(model.verifier, several, [sizes["batch"]], [context], model.mesh)
+        check_sizes(several, [sizes["batch"]], [context], model.mesh)
         with slow(f"timing the phases of {', '.join(plans)}"):
             medians = Bench(model, several, temperature=temperature, **sizes).medians(REPEATS)
         for name, plan in plans.items():
@@ -216,20 +193,15 @@ def check(
     prompts: Sequence[BenchPrompt],
     format: str,
     earlier: Sequence[Record],
-    path: str | Path,
+    path: str,
     temperatures: Sequence[float] = (0.0,),
     seeds: Sequence[int] = (0,),
 ) -> None:
-    """Refuses settings and prompts that the pair does not support or that differ from earlier records of the file.
-
-    Raises:
-      ValueError: unsupported settings, prompts that are too long, other settings or texts than before.
-    """
+    """Refuses settings and prompts that the pair does not support or that differ from earlier records of the file."""
     for system in measured:
         model, config = system.model, system.config
         resolve(config, {"temperature": temperatures, "seed": seeds}, model.verifier, model.drafter)
-        settings = system.settings() | {"format": format}
-        ours = {"system": system.name, "settings": settings, **harness.environment(model)}
+        ours = {"system": system.name, "settings": system.settings() | {"format": format}, **harness.environment(model)}
         for record in earlier:
             if change := bench_records.difference(ours, record):
                 raise ValueError(f"{path}: {change} in the file; write to another file")
@@ -243,7 +215,5 @@ def check(
             raise ValueError(f"prompt {prompt.id!r}: got {got}, expected one turn alone with the format raw")
         length = len(measured[0].model.encode(empty_chat(prompt, format))) + len(prompt.turns) * new_tokens
         if length > most:
-            raise ValueError(
-                f"prompt {prompt.id!r}: got {length} tokens, {new_tokens} new ones a turn included, "
-                f"expected at most {most} (the verifier's context)"
-            )
+            got = f"{length} tokens, {new_tokens} new ones a turn included"
+            raise ValueError(f"prompt {prompt.id!r}: got {got}, expected at most {most} (the verifier's context)")

@@ -67,14 +67,10 @@ class Preset(argparse.Action):
 
 
 def parse_systems(names: Sequence[str], nodes: Sequence[int | str]) -> dict[str, dict[str, Any]]:
-    """Returns fields of GenerateConfig by system name.
-
-    Args:
-      names: names as this module describes them.
-      nodes: numbers of nodes of the trees whose name gives none.
+    """Returns fields of GenerateConfig by system name; trees whose name gives no number of nodes get each of `nodes`.
 
     Raises:
-      ValueError: an unknown system or setting, or fewer nodes than one.
+      ValueError: an unknown system or setting.
     """
     systems: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -97,8 +93,6 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int | str]) -> dict[str,
             continue
         ending = name.removeprefix(base if size is None else f"{base}-{size}")
         for count in nodes if size is None else [size if size == "auto" else int(size)]:
-            if count != "auto" and count < 1:
-                raise ValueError(f"got nodes {count}, expected at least 1 (the root counts)")
             systems[f"{base}-{count}{ending}"] = system | {"nodes": count}
     return systems
 

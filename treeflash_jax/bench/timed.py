@@ -29,9 +29,8 @@ class Timed:
     Attributes:
       nodes: nodes of the tree; None if the phase does not depend on them.
       prepare: returns, for a number of calls, a function that enqueues them and returns an array to wait for.
-      least, most: limits of the number of calls per sample.
+      least, most: limits of `calls`, the number of calls per sample.
       units: divides the time of a call (tokens of a prefill).
-      calls: number of calls per sample.
       seconds: time of one unit, per sample.
     """
 
@@ -62,18 +61,9 @@ class Timed:
     def summarise(self, work: Work, ceilings: Ceilings) -> dict[str, Any]:
         """Returns milliseconds (median and quartiles) of one call or token, beside the floor of its work."""
         low, median, high = (1e3 * float(x) for x in np.percentile(self.seconds, (25, 50, 75)))
-        return {
-            "phase": self.phase,
-            "nodes": self.nodes,
-            "ms": median,
-            "low_ms": low,
-            "high_ms": high,
-            "floor_ms": 1e3 * work.seconds(ceilings),
-            "bytes": work.bytes,
-            "flops": work.flops,
-            "samples": len(self.seconds),
-            "calls": self.calls,
-        }
+        times = {"ms": median, "low_ms": low, "high_ms": high, "floor_ms": 1e3 * work.seconds(ceilings)}
+        counts = {"bytes": work.bytes, "flops": work.flops, "samples": len(self.seconds), "calls": self.calls}
+        return {"phase": self.phase, "nodes": self.nodes} | times | counts
 
 
 def sample_in_turn(phases: list[Timed], repeats: int, tell: Tell) -> None:
@@ -91,11 +81,7 @@ def sample_in_turn(phases: list[Timed], repeats: int, tell: Tell) -> None:
 
 @contextmanager
 def running(mesh: Any, where: str) -> Iterator[None]:
-    """Enters the mesh, and turns exhausted memory into an error of one line.
-
-    Raises:
-      ValueError: too little memory on the devices.
-    """
+    """Enters the mesh, and turns exhausted memory into a ValueError of one line."""
     try:
         with sharding.ambient(mesh):
             yield

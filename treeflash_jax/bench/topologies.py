@@ -15,11 +15,7 @@ from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES
 
 # Targets of the compiler: multiprocessors, compute capability, L2 cache, shared memory of a multiprocessor.
 # Source: NVIDIA's data sheets.
-GPUS = {
-    "a100": (108, 8, 40 * 2**20, 167_936),
-    "h100": (132, 9, 50 * 2**20, 233_472),
-    "h200": (132, 9, 50 * 2**20, 233_472),
-}
+GPUS = {"a100": (108, 8, 40 * 2**20, 167_936), "h100": (132, 9, 50 * 2**20, 233_472), "h200": (132, 9, 50 * 2**20, 233_472)}
 _GPU_TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -49,11 +45,7 @@ device_description_str: "{name}"
 
 
 def read_kept(path: Path | None, key: str) -> dict[str, Any]:
-    """Reads the results of a JSON file whose values hold `key`; {} if there is none yet.
-
-    Raises:
-      ValueError: a file of anything else, or one that cannot be written.
-    """
+    """Reads the results of a JSON file whose values hold `key`; {} if there is none yet. Raises ValueError for others."""
     if path is None:
         return {}
     files.check_output(path, files.json_with(key, inside=True))

@@ -1,7 +1,6 @@
 """Options of commands, made from the fields of dataclasses; the options of models and prompts.
 
-`add_fields` adds an option per field, with its declared type, limits, default, choices, unit and help; `option_values`
-returns their values.
+`add_fields` adds an option per field; `option_values` returns their values.
 """
 
 from __future__ import annotations
@@ -142,10 +141,8 @@ def add_fields(
     """Adds an option for every field of a dataclass, with its type, limits, default, choices, unit and help.
 
     Args:
-      parser: parser, or group of options.
       cls: dataclass with fields declared by `checks.bounded`.
-      names: names of the fields to add, separated by spaces; empty for all.
-      without: names of fields to omit.
+      names: names of the fields to add, separated by spaces; empty for all. `without` those.
       several: names of fields whose option accepts a list of values.
       basic: true adds only basic fields, false only the others, None both.
       **defaults: defaults that replace those of the fields.
@@ -164,7 +161,7 @@ def add_fields(
 def _option(setting: Field, kind: Any, check: Callable[..., Any], default: Any) -> dict[str, Any]:
     """Returns the arguments of `add_argument` for a field; `check` parses and checks its value."""
     parts = [
-        part for part in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)) if part is not NoneType
+        part for part in (get_args(kind) if get_origin(kind) in (Union, UnionType) else [kind]) if part is not NoneType
     ]
     words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
     usual = default_text(setting) if default is setting.default else str(default).strip("[]").replace(",", "")
@@ -229,5 +226,4 @@ def _read(path: str) -> str:
 
 
 def parse_ids(text: str) -> list[int]:
-    """Parses token ids like "3 4 5". Raises ValueError for other text."""
     return fit(list[int], text.replace(",", " ").split(), "--prompt-ids", from_text=True)

@@ -28,10 +28,6 @@ def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -
     A turn that fails (for example, a conversation longer than the context) is reported in one line and removed; Ctrl-C ends
     the answer and keeps its text so far.
 
-    Args:
-      model: model whose tokenizer has a chat template; without a drafter it decodes one token at a time.
-      **settings: fields of GenerateConfig.
-
     Raises:
       ValueError: a model without a chat template, or invalid settings; raised before the first turn.
     """
@@ -111,9 +107,7 @@ class Lines:
     """Prints a growing text, wrapped at words in a terminal. The last word is printed once it is complete."""
 
     def __init__(self, console: Console):
-        self.console = console
-        self.column = 0
-        self.held = ""
+        self.console, self.column, self.held = console, 0, ""
 
     def write(self, text: str) -> None:
         """Prints the text so far except for its last word, which may still grow."""
@@ -149,8 +143,7 @@ def ignored_keyboard() -> Iterator[None]:
         return
     import termios
 
-    before = termios.tcgetattr(sys.stdin)
-    silent = [*before]
+    silent = [*(before := termios.tcgetattr(sys.stdin))]
     silent[3] &= ~termios.ECHO
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, silent)
     try:
