@@ -102,12 +102,6 @@ def is_comparable(record: Record, other: Record) -> bool:
     return is_exact and "none" in builders and len(builders - {"none", PEER}) == 1
 
 
-def is_same_answer(record: Record, other: Record) -> bool:
-    """Tells whether two answers are equal: their ids, or their texts if a program gives no ids."""
-    key = "ids" if all(record["ids"]) and all(other["ids"]) else "texts"
-    return record[key] == other[key]
-
-
 def read_results(path: str | Path) -> tuple[list[Record], int]:
     """Like `read_records` of a file that may not exist yet. Raises ValueError for one that cannot be written too."""
     files.check_output(path)

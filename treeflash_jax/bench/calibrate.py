@@ -87,42 +87,30 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
         tau, reliability = zip(*(accept(model, c, chats, lists["nodes"], progress) for c in configs), strict=True)
         cells = {(batch, size): time(model, plan, lists["nodes"], batch, at[size], arguments.repeats, progress)
                  for batch in lists["batch"] for size in positions}  # fmt: skip
-
-    def table(part: int) -> list[list[Any]]:
-        return [[cells[batch, size][part] for size in positions] for batch in lists["batch"]]
-
-    entry = calibration.Calibration(
-        identity=calibration.make_identity(model.verifier, model.weights, plan, model.mesh),
-        nodes=lists["nodes"],
-        batch=lists["batch"],
-        positions=positions,
-        round_seconds=table(0),
-        tree_seconds=table(1),
-        step_seconds=table(2),
-        temperatures=lists["temperature"],
-        tau=list(tau),
-        reliability=list(reliability),
-        sparse=model.verifier.num_experts > 0,
-    )
+    names, batches = ("round_seconds", "tree_seconds", "step_seconds"), lists["batch"]
+    times = {name: [[cells[b, size][i] for size in positions] for b in batches] for i, name in enumerate(names)}
+    sizes = {"nodes": lists["nodes"], "batch": batches, "positions": positions, "temperatures": lists["temperature"]}
+    accepted = {"tau": list(tau), "reliability": list(reliability), "sparse": model.verifier.num_experts > 0}
+    identity = calibration.make_identity(model.verifier, model.weights, plan, model.mesh)
+    entry = calibration.Calibration(identity=identity, **sizes, **times, **accepted)
     calibration.write(out, entry)
-    for batch in lists["batch"]:
+    for batch in batches:
         for size in positions:
-            print("\n".join(describe(entry, batch, size)))
+            show(entry, batch, size)
     print(f"written to {out}")
     return 0
 
 
-def describe(entry: calibration.Calibration, batch: int, positions: int) -> list[str]:
-    """Returns printed lines: the decisions of a call with this batch at these positions."""
+def show(entry: calibration.Calibration, batch: int, positions: int) -> None:
+    """Prints the decisions of a call with this batch at these positions."""
     b, c = entry.batch.index(batch), entry.positions.index(positions)
     times = ", ".join(f"{n}: {1e3 * y:.3g}" for n, y in zip(entry.nodes, entry.round_seconds[b][c], strict=True))
     step = 1e3 * entry.step_seconds[b][c]
-    text = [f"batch {batch}, {positions} positions read: step {step:.3g} ms, rounds by nodes {times} ms"]
+    print(f"batch {batch}, {positions} positions read: step {step:.3g} ms, rounds by nodes {times} ms")
     for t in entry.temperatures:
         decision = entry.decide(batch, positions, [t])
         does = f"chooses from {', '.join(map(str, decision.nodes))}" if decision.nodes else "never drafts"
-        text.append(f"  T {t:g}: {does}; the best of them is {decision.speedup:.2f} x one-token decoding")
-    return text
+        print(f"  T {t:g}: {does}; the best of them is {decision.speedup:.2f} x one-token decoding")
 
 
 @partial(devices.jit, static_argnames="plan", donate_argnames="state")

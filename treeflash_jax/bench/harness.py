@@ -37,8 +37,6 @@ class System:
     """A named way to answer prompts.
 
     Attributes:
-      name: tells its records from those of other systems.
-      model: generates the answers.
       config: settings of `generate`; temperature and seed are replaced by those that are measured.
       pair: names of verifier and drafter, for the records.
 
@@ -171,23 +169,14 @@ def make_record(
     `tokens` includes the token of every turn's prefill. `expected` sums the tokens that rounds were expected to commit,
     cut rounds in full.
     """
-    record = {
-        "schema": SCHEMA,
-        "prompt_id": prompt.id,
-        "prompt_hash": prompt.hash,
-        "prompt_set": prompt.set,
-        "system": system.name,
-        "settings": system.settings() | {"format": format, "temperature": temperature, "seed": seed},
-        "accept_lengths": [result.accept_lengths for result in results],
-        "cut": [result.cut for result in results],
-        "ids": [result.ids for result in results],
-        "texts": [result.text for result in results],
-        "nodes": [result.nodes for result in results],
-        "tokens": sum(system.count_tokens(result) for result in results),
-        "seconds": sum(result.seconds for result in results),
-        "finished": [result.finished for result in results],
-        **environment(system.model),
-    }
+    sampling = {"format": format, "temperature": temperature, "seed": seed}
+    record = {"schema": SCHEMA, "prompt_id": prompt.id, "prompt_hash": prompt.hash, "prompt_set": prompt.set}
+    record |= {"system": system.name, "settings": system.settings() | sampling}
+    fields = {"accept_lengths": "accept_lengths", "cut": "cut", "ids": "ids", "texts": "text", "nodes": "nodes"}
+    for key, field in (fields | {"finished": "finished"}).items():
+        record[key] = [getattr(result, field) for result in results]
+    record["tokens"] = sum(system.count_tokens(result) for result in results)
+    record |= {"seconds": sum(result.seconds for result in results), **environment(system.model)}
     if system.config.expected_lengths:
         record["expected"] = float(sum(sum(result.expected_lengths or []) for result in results))
     return record

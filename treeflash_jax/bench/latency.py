@@ -41,14 +41,8 @@ from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import draws
 
 SCHEMA = 2
-LABELS = {
-    "step": "one-token step",
-    "prefill": "prefill, a token",
-    "expand": "head",
-    "tree": "tree build",
-    "verify": "tree verify",
-    "round": "whole round",
-}
+LABELS = {"step": "one-token step", "prefill": "prefill, a token", "expand": "head", "tree": "tree build"}
+LABELS |= {"verify": "tree verify", "round": "whole round"}
 SWEPT = ("batch", "context", "slots", "nodes")  # settings in which results of one figure may differ
 SAME = ("settings", "versions", "hardware")  # of results that replace each other
 
@@ -59,8 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     shapes.add_arguments(model)
     model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="measure this pair with its weights")
-    model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16, float32 on a CPU")
-    add_fields(model, ModelOptions, "quantize mesh")
+    add_fields(model, ModelOptions, "dtype quantize mesh")
     sizes = parser.add_argument_group("sizes (lists are measured in all combinations)")
     names = "batch context nodes"
     add_fields(sizes, shapes.MeasuredSizes, names, several=names, batch=[1], context=[256])

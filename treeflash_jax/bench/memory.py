@@ -69,19 +69,10 @@ def report(arguments: argparse.Namespace) -> int:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
     earlier = read_kept(arguments.out, "bytes_per_device")
     needs = footprint(model, plan.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize)
-    result = {
-        "shape": shapes.short_name(arguments.shape),
-        "drafter": shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None,
-        "topology": device.kind,
-        "mesh": sizes,
-        "batch": batch,
-        "context": capacity,
-        "dtype": dtype.name,
-        "quantize": quantize,
-        **shapes.describe_tree(plan),
-        "bytes_per_device": asdict(needs),
-        "bytes_limit": limit,
-    }
+    drafted = shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None
+    result = {"shape": shapes.short_name(arguments.shape), "drafter": drafted, "topology": device.kind, "mesh": sizes}
+    result |= {"batch": batch, "context": capacity, "dtype": dtype.name, "quantize": quantize}
+    result |= {**shapes.describe_tree(plan), "bytes_per_device": asdict(needs), "bytes_limit": limit}
     if model.num_experts:
         count, result["experts_read"] = Counter(dtype=dtype, batch=batch, mesh=mesh), {}
         for tokens in (1, plan.num_nodes):  # of a one-token step and a round
@@ -96,7 +87,7 @@ def report(arguments: argparse.Namespace) -> int:
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
     result["fits"] = None if limit is None else memory["total"] <= limit
     words = [result["shape"], device.kind, "x".join(map(str, sizes.values())), f"batch {batch}"]
-    words += [f"drafted by {result['drafter']}"] if result["drafter"] else []
+    words += [f"drafted by {drafted}"] if drafted else []
     key = " ".join(words + [word for word in (quantize, plan.builder) if word not in (None, "best-first")])
     if arguments.out:
         files.write(arguments.out, json.dumps(earlier | {key: result}, indent=1) + "\n")
@@ -105,13 +96,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def compile_programs(
-    plan: DecodePlan,
-    mesh: Any,
-    batch: int,
-    capacity: int,
-    dtype: Any,
-    quantize: str | None = None,
-    tell: Tell = lambda text: None,
+    plan: DecodePlan, mesh: Any, batch: int, capacity: int, dtype: Any, quantize: Any = None, tell: Tell = lambda _: None
 ) -> tuple[Any, Any]:
     """Compiles the prefill and decode programs of a plan for the mesh's devices, from shapes alone.
 

@@ -21,9 +21,8 @@ FORMATS = {
     "chat": "{turn}",
     "raw": "{turn}",
     "math": "{turn}\nPlease reason step by step, and put your final answer within \\boxed{}.",
-    "humaneval": (
-        "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{turn}\n```"
-    ),
+    "humaneval": "Write a solution to the following problem and make sure that it passes the tests:\n"
+    "```python\n{turn}\n```",
 }
 
 
@@ -83,10 +82,7 @@ def chosen_prompts(arguments: Any) -> list[BenchPrompt]:
 def read_prompts(path: str | Path) -> list[BenchPrompt]:
     """Reads prompts from a JSONL file, in any form of `read_messages`; answers in it are left out.
 
-    A prompt without an id is named after the file and its line number.
-
-    Raises:
-      ValueError: a file that cannot be read or is empty; by line: malformed JSON, no turns, an id given twice.
+    A prompt without an id is named after the file and its line number. Raises ValueError for any other file, by line.
     """
     prompts: dict[str, BenchPrompt] = {}
     for number, value in read_jsonl(path)[0]:

@@ -31,7 +31,6 @@ from treeflash_jax.bench.peers import Peer
 from treeflash_jax.bench.phases import Bench, check_sizes
 from treeflash_jax.bench.prompt_sets import BenchPrompt, PromptSet, chosen_prompts, empty_chat
 from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values, parse_ids
-from treeflash_jax.core.checks import fit
 from treeflash_jax.core.clock import slow
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import draft_options
@@ -43,34 +42,22 @@ REPEATS = 9  # timed samples of a phase
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
-    model.add_argument(
-        "--pair", nargs="+", metavar=("VERIFIER", "[LABEL=]DRAFTER"), default=["tiny", "tiny"],
-        help="verifier and one or more drafters: folders, Hub ids or names (default: tiny tiny)",
-    )  # fmt: skip
-    model.add_argument(
-        "--dtype", nargs="+", choices=("float32", "bfloat16", "float64"), default=[None],
-        help="dtypes, each of which adds its own systems (default: bfloat16, but float32 on a CPU without it)",
-    )  # fmt: skip
+    names, help = ("VERIFIER", "[LABEL=]DRAFTER"), "verifier and one or more drafters: folders, Hub ids or names"
+    model.add_argument("--pair", nargs="+", metavar=names, default=["tiny", "tiny"], help=f"{help} (default: tiny tiny)")
+    help = "dtypes, each of which adds its own systems (default: bfloat16, but float32 on a CPU without it)"
+    model.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16", "float64"), default=[None], help=help)
     add_fields(model, ModelOptions, "quantize thinking template budget")
     prompts = parser.add_argument_group("prompts")
     add_fields(prompts, PromptSet, several="prompts")
-    prompts.add_argument(
-        "--prompt-ids", metavar="IDS", help="one prompt of token ids, separated by spaces, instead of a file"
-    )
+    prompts.add_argument("--prompt-ids", metavar="IDS", help="token ids of one prompt, instead of files")
     chosen = parser.add_argument_group("systems")
-    chosen.add_argument(
-        "--systems", nargs="+", default=list(systems.SYSTEMS), metavar="NAME",
-        help=f"{', '.join(systems.SYSTEMS)}, or a tree like treeflash-32+hybrid+traversal@0.7:skeleton=0.5 (nodes, "
-        "builder, rule, drafter temperature, other settings)",
-    )  # fmt: skip
-    chosen.add_argument(
-        "--preset", choices=systems.PRESETS, action=systems.Preset,
-        help="rules: all lossless combinations of tree builder and acceptance rule, by default at temperature 1",
-    )  # fmt: skip
-    chosen.add_argument(
-        "--other", action="append", default=[], metavar="NAME=COMMAND",
-        help="another program that decodes greedily, as in bench/peers; may be given several times",
-    )  # fmt: skip
+    help = ", ".join(systems.SYSTEMS) + ", or a tree like treeflash-32+hybrid+traversal@0.7:skeleton=0.5 (nodes, builder, "
+    help += "rule, drafter temperature, other settings)"
+    chosen.add_argument("--systems", nargs="+", default=list(systems.SYSTEMS), metavar="NAME", help=help)
+    help = "rules: all lossless combinations of tree builder and acceptance rule, by default at temperature 1"
+    chosen.add_argument("--preset", choices=systems.PRESETS, action=systems.Preset, help=help)
+    help = "another program that decodes greedily, as in bench/peers; may be given several times"
+    chosen.add_argument("--other", action="append", default=[], metavar="NAME=COMMAND", help=help)
     by_name = "head builder acceptance selector drafter_temperature"  # what the names of systems choose
     add_fields(chosen, TreeConfig, without=by_name, several="nodes", nodes=[16])
     add_fields(chosen, draft_options(), without=by_name)
@@ -78,9 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options = "max_new_tokens temperature top_k top_p seed stop_ids"
     add_fields(sampling, SamplingConfig, options, several="temperature seed", temperature=[0.0], seed=[0])
     add_fields(sampling, RuntimeConfig, "batch_size expected_lengths attention", batch_size=1)
-    sampling.add_argument(
-        "--phases", type=int, metavar="CONTEXT", help="also time the phases of a round, after this number of tokens"
-    )
+    help = "also time the phases of a round, after this number of tokens"
+    sampling.add_argument("--phases", type=int, metavar="CONTEXT", help=help)
     sampling.add_argument("--out", required=True, metavar="FILE", help="JSONL that results are appended to")
     sampling.add_argument("--plot", metavar="FILE", help="picture of tokens per round over nodes (needs matplotlib)")
     parser.set_defaults(run=run)
@@ -105,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         check(measured, prompts, arguments.format, records, arguments.out, temperatures, seeds)
         phases = {record["system"]: record["phases"] for record in records if record.get("phases")}
         if arguments.phases is not None:
-            phases |= time_phases(measured, fit(int, arguments.phases, "--phases", least=1), temperatures[0], phases)
+            phases |= time_phases(measured, arguments.phases, temperatures[0], phases)
         output = stack.enter_context(bench_records.open_results(arguments.out, size))
         sampling = {"temperatures": temperatures, "seeds": seeds}
         for record in harness.measure(measured, prompts, format=arguments.format, known=tuple(records), **sampling):

@@ -72,7 +72,8 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int | str]) -> dict[str,
     Raises:
       ValueError: an unknown system or setting.
     """
-    systems: dict[str, dict[str, Any]] = {}
+    checks, systems = field_checks(settings_class()), dict[str, dict[str, Any]]()
+    known = [field.name for group in (draft_options(), TreeConfig) for field in fields(group) if field.name != "nodes"]
     for name in names:
         match = NAME.fullmatch(name)
         base, size, builder, rule, temperature, settings = match.groups() if match else (None,) * 6
@@ -87,7 +88,10 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int | str]) -> dict[str,
             )
         system = system | (BRANCHING[builder] | {"acceptance": rule} if builder else {})
         system |= {"drafter_temperature": float(temperature)} if temperature else {}
-        system |= _parse_settings(settings)
+        for setting, value in re.findall(r":(\w+)=(.+?)(?=:\w+=|$)", settings):
+            if setting not in known:
+                raise ValueError(f"got setting {setting!r} of a system, expected one of {', '.join(known)}")
+            system[setting] = checks[setting](value, from_text=True)
         if not is_tree:
             systems[name] = system
             continue
@@ -95,14 +99,3 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int | str]) -> dict[str,
         for count in nodes if size is None else [size if size == "auto" else int(size)]:
             systems[f"{base}-{count}{ending}"] = system | {"nodes": count}
     return systems
-
-
-def _parse_settings(text: str) -> dict[str, Any]:
-    """Parses the settings that end a name, ":name=value:name=value"."""
-    checks, settings = field_checks(settings_class()), {}
-    known = [field.name for group in (draft_options(), TreeConfig) for field in fields(group) if field.name != "nodes"]
-    for setting, value in re.findall(r":(\w+)=(.+?)(?=:\w+=|$)", text):
-        if setting not in known:
-            raise ValueError(f"got setting {setting!r} of a system, expected one of {', '.join(known)}")
-        settings[setting] = checks[setting](value, from_text=True)
-    return settings

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from treeflash_jax.bench.bars import Tell
 from treeflash_jax.core import sharding
 from treeflash_jax.models.ceilings import Ceilings
 from treeflash_jax.models.costs import Work
@@ -64,19 +63,6 @@ class Timed:
         times = {"ms": median, "low_ms": low, "high_ms": high, "floor_ms": 1e3 * work.seconds(ceilings)}
         counts = {"bytes": work.bytes, "flops": work.flops, "samples": len(self.seconds), "calls": self.calls}
         return {"phase": self.phase, "nodes": self.nodes} | times | counts
-
-
-def sample_in_turn(phases: list[Timed], repeats: int, tell: Tell) -> None:
-    """Takes the samples of all phases, in an order that rotates."""
-    for timed in phases:
-        tell(f"trying {timed.phase}" + (f" of {timed.nodes} nodes" if timed.nodes else ""))
-        timed.calibrate(repeats)
-    for turn in range(repeats):
-        tell(f"sample {turn + 1} of {repeats}")
-        at = turn % len(phases)
-        for timed in phases[at:] + phases[:at]:
-            if len(timed.seconds) < timed.samples:
-                timed.seconds.append(timed.sample())
 
 
 @contextmanager

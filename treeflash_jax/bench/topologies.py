@@ -55,10 +55,7 @@ def read_kept(path: Path | None, key: str) -> dict[str, Any]:
 def find_devices(topology: str | None) -> list[Any]:
     """Returns the devices at hand, or those of a topology: TPUs (v5e:4x4), or GPUs of one machine (h200, h200:8).
 
-    With a topology, the devices at hand stay unused.
-
-    Raises:
-      ValueError: no compiler for the topology here, or no such topology.
+    With a topology, the devices at hand stay unused. Raises ValueError if it is unknown or has no compiler here.
     """
     if topology is None:
         return jax.devices()

@@ -47,8 +47,7 @@ def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -
         try:
             message = console.input("[bold]you:[/bold] ").strip()
         except (EOFError, KeyboardInterrupt):
-            console.print()
-            return
+            return console.print()
         if message in ("/quit", "/exit"):
             return
         if message == "/reset":
@@ -70,8 +69,7 @@ def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -
 def _draw(console: Console, last: Result | None) -> None:
     """Draws the draft tree of the last answer's round that accepted most, or prints why there is none."""
     if last is None:
-        console.print("no draft tree yet: no answer was finished")
-        return
+        return console.print("no draft tree yet: no answer was finished")
     longest = max(range(len(last.accept_lengths)), key=last.accept_lengths.__getitem__, default=0)
     try:
         console.print(str(last.tree(longest)), markup=False)
