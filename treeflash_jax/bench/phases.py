@@ -197,8 +197,8 @@ class Bench:
             for tokens in (1, plan.num_nodes):  # the root is the token of a one-token step
                 chosen = (ids_bnk[:, :tokens] for ids_bnk in verified.routes)
                 counts = sharding.to_host([count_distinct(ids_bnk, model.num_experts, shards) for ids_bnk in chosen])
-                sequences = self.sizes["batch"] // shards
-                at_random = distinct_experts(model.num_experts, model.experts_per_token, sequences * tokens)
+                share = self.sizes["batch"] // shards * tokens
+                at_random = distinct_experts(model.num_experts, model.experts_per_token, share)
                 self.experts[tokens] = [float(x) for x in counts], at_random
         args = tree, proposal, verified.logits_bnv
         accepted = run("accept", function=ACCEPT, make_args=lambda state: (state, *args))

@@ -88,13 +88,16 @@ def run(arguments: argparse.Namespace) -> int:
             name, _, command = other.partition("=")
             peer = Peer(name=name, model=base.model, config=base.config, pair=base.pair, command=command)
             measured.append(stack.enter_context(peer))
-        check(measured, prompts, arguments.format, records, arguments.out, temperatures, seeds)
+        sampling = {"temperature": temperatures, "seed": seeds}
+        for system in measured:
+            resolve(system.config, sampling, system.model.verifier, system.model.drafter)
+        check(measured, prompts, arguments.format, records, arguments.out)
         phases = {record["system"]: record["phases"] for record in records if record.get("phases")}
         if arguments.phases is not None:
             phases |= time_phases(measured, arguments.phases, temperatures[0], phases)
         output = stack.enter_context(bench_records.open_results(arguments.out, size))
-        sampling = {"temperatures": temperatures, "seeds": seeds}
-        for record in harness.measure(measured, prompts, format=arguments.format, known=tuple(records), **sampling):
+        settings = {"format": arguments.format, "temperatures": temperatures, "seeds": seeds}
+        for record in harness.measure(measured, prompts, known=tuple(records), **settings):
             records.append(record | {"phases": phases.get(record["system"])})
             output.write(json.dumps(records[-1]).encode() + b"\n")
             output.flush()
@@ -175,19 +178,12 @@ def time_phases(
 
 
 def check(
-    measured: Sequence[System],
-    prompts: Sequence[BenchPrompt],
-    format: str,
-    earlier: Sequence[Record],
-    path: str,
-    temperatures: Sequence[float] = (0.0,),
-    seeds: Sequence[int] = (0,),
+    measured: Sequence[System], prompts: Sequence[BenchPrompt], format: str, earlier: Sequence[Record], path: str
 ) -> None:
-    """Refuses settings and prompts that the pair does not support or that differ from earlier records of the file."""
+    """Refuses prompts that the pair does not support, and settings and prompts that differ from earlier records."""
     for system in measured:
-        model, config = system.model, system.config
-        resolve(config, {"temperature": temperatures, "seed": seeds}, model.verifier, model.drafter)
-        ours = {"system": system.name, "settings": system.settings() | {"format": format}, **harness.environment(model)}
+        settings = system.settings() | {"format": format}
+        ours = {"system": system.name, "settings": settings, **harness.environment(system.model)}
         for record in earlier:
             if change := bench_records.difference(ours, record):
                 raise ValueError(f"{path}: {change} in the file; write to another file")
