@@ -224,7 +224,6 @@ def test_unknown_schemes_are_refused_before_anything_is_looked_for(capsys):
         lambda: tf.load(verifier="nobody/nothing", quantize="int4"),
         lambda: models.load_verifier("nowhere", quantize="int4"),
         lambda: verifier.specs(RANDOM_MODEL, "int4"),
-        lambda: shapes.random_pair(RANDOM_MODEL, RANDOM_DRAFTER, jnp.float32, None, "int4"),
     ):
         with pytest.raises(ValueError, match="got quantize 'int4', expected None or 'int8'"):
             call()

@@ -8,36 +8,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import AtLeast0, NonNegative, clipped, fit, parse_json, quoted
+from treeflash_jax.core.checks import parse_json, quoted
 from treeflash_jax.drafters import draft_options
 from treeflash_jax.trees import TreeShape
 
 Record = dict[str, Any]
 
 SCHEMA = 2
-KINDS = {  # types of the values of a record
-    "prompt_id": str,
-    "prompt_hash": str,
-    "prompt_set": str | None,
-    "system": str,
-    "settings": dict[str, Any],
-    "versions": dict[str, Any],
-    "hardware": dict[str, Any],
-    "accept_lengths": list[list[AtLeast0]],
-    "cut": list[AtLeast0],
-    "ids": list[list[AtLeast0]],
-    "texts": list[Any],
-    "tokens": AtLeast0,
-    "seconds": NonNegative,
-    "compile_seconds": NonNegative,
-    "expected": NonNegative | None,
-    "phases": dict[str, Any] | None,
-}
 # Settings that are equal in all records of a file, and in all of a system. Temperature and seed may vary.
 SHARED = "verifier template quantize format max_new_tokens batch_size top_k top_p".split()
 SYSTEM = "dtype drafter drafter_temperature drafter_temperature_rule builder acceptance nodes selector attention".split()
 SYSTEM += [field.name for options in (draft_options(), TreeShape) for field in fields(options)]
-PARTS = {"settings": [*SHARED, *SYSTEM, "temperature", "seed"], "hardware": ["device", "backend", "cores"]}
 PEER = "another program"  # the builder of a system that is no model of this library
 RECORD_START = b'{"schema": '  # of every line of results
 
@@ -46,7 +27,6 @@ def read_jsonl(path: str | Path, *, unfinished_tail: bool = False) -> tuple[list
     """Reads the objects of a JSONL file with their line numbers, and the number of bytes that they take.
 
     Args:
-      path: the file; blank lines are skipped.
       unfinished_tail: leaves out a last line that was cut off in the middle, with a warning.
 
     Raises:
@@ -58,18 +38,19 @@ def read_jsonl(path: str | Path, *, unfinished_tail: bool = False) -> tuple[list
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     objects, size = [], 0
     for number, line in enumerate(lines, start=1):
+        size += len(line)
+        if not line.strip():
+            continue
         try:
-            value = parse_json(line) if line.strip() else None
+            value = parse_json(line)
         except ValueError as error:
             if unfinished_tail and number == len(lines) and not line.endswith(b"\n"):
                 warnings.warn(f"{path}:{number}: the last line is cut off and left out", stacklevel=2)
-                break
+                return objects, size - len(line)
             raise ValueError(f"{path}:{number}: got malformed JSON ({error}), expected one object a line") from None
-        if line.strip():
-            if not isinstance(value, dict):
-                raise ValueError(f"{path}:{number}: got {type(value).__name__}, expected a JSON object")
-            objects.append((number, value))
-        size += len(line)
+        if not isinstance(value, dict):
+            raise ValueError(f"{path}:{number}: got {type(value).__name__}, expected a JSON object")
+        objects.append((number, value))
     return objects, size
 
 
@@ -77,27 +58,17 @@ def read_records(path: str | Path) -> tuple[list[Record], int]:
     """Reads the records of one run, and the number of bytes that they take. A last record that was cut off is left out.
 
     Raises:
-      ValueError: malformed lines, another schema version, missing keys, an answer given twice, records of several runs.
+      ValueError: malformed lines, another schema version, an answer given twice, records of several runs.
     """
     objects, size = read_jsonl(path, unfinished_tail=True)
-    seen: set[tuple[str, str, float, int]] = set()
-    firsts: dict[str, Record] = {}
+    seen, firsts = set(), dict[str, Record]()
     for number, record in objects:
         where = f"{path}:{number}"
-        if record.get("schema") != SCHEMA:
-            raise ValueError(
-                f"{where}: got schema {quoted(record.get('schema'))}, expected {SCHEMA}; write to another file"
-            )
-        for key, kind in KINDS.items():
-            fit(kind, record.get(key), key, where)
-        for part, keys in PARTS.items():
-            if missing := [key for key in keys if key not in record[part]]:
-                raise ValueError(f"{where}: got {part} without {clipped(', '.join(missing), 120)}")
-        if not len(record["accept_lengths"]) == len(record["cut"]) == len(record["ids"]) == len(record["texts"]):
-            raise ValueError(f"{where}: got lists of different lengths, expected one entry per turn")
-        if record_key(record) in seen:
-            raise ValueError(f"{where}: got a second answer to {quoted(record_key(record), 120)}, expected one")
-        seen.add(record_key(record))
+        if (schema := record.get("schema")) != SCHEMA:
+            raise ValueError(f"{where}: got schema {quoted(schema)}, expected {SCHEMA}; write to another file")
+        if (key := record_key(record)) in seen:
+            raise ValueError(f"{where}: got a second answer to {quoted(key, 120)}, expected one")
+        seen.add(key)
         firsts.setdefault(record["system"], record)
         for first in (objects[0][1], firsts[record["system"]]):
             if change := difference(record, first):
@@ -131,18 +102,8 @@ def is_comparable(record: Record, other: Record) -> bool:
     return is_exact and "none" in builders and len(builders - {"none", PEER}) == 1
 
 
-def is_same_answer(record: Record, other: Record) -> bool:
-    """Tells whether two answers are equal: their ids, or their texts if a program gives no ids."""
-    key = "ids" if all(record["ids"]) and all(other["ids"]) else "texts"
-    return record[key] == other[key]
-
-
 def read_results(path: str | Path) -> tuple[list[Record], int]:
-    """Reads a results file that may not exist yet: its records, and the number of bytes that they take.
-
-    Raises:
-      ValueError: a path that cannot be written, or a file that holds anything but records of one run.
-    """
+    """Like `read_records` of a file that may not exist yet. Raises ValueError for one that cannot be written too."""
     files.check_output(path)
     if not Path(path).exists():
         return [], 0

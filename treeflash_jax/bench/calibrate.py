@@ -61,11 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
-    """Measures, prints and stores.
-
-    Raises:
-      ValueError: unsupported settings, prompts that are too long, a file that cannot be written.
-    """
+    """Measures, prints and stores."""
     if model.drafter is None:
         raise ValueError("got no drafter, expected one: without it there is nothing to choose")
     lists = {name: sorted(set(getattr(arguments, name))) for name in ("batch", "context", "temperature")}
@@ -77,7 +73,7 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
     fields = option_values(arguments, settings_class()) | {"nodes": lists["nodes"][-1], "temperature": 0.0}
     config = resolve(settings_class()(builder="best-first", **fields), {}, model.verifier, model.drafter)
     plan = model.plan(config)
-    check_sizes(model.verifier, [plan], lists["batch"], lists["context"], model.mesh)
+    check_sizes([plan], lists["batch"], lists["context"], model.mesh)
     chats = [model.encode(empty_chat(prompt, arguments.format)) for prompt in prompts]
     make_requests(chats, config, model.verifier)  # refuses prompts that are too long
     out = Path(arguments.out) if arguments.out else model.budget or calibration.default_path(None)
@@ -87,47 +83,34 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
     at = {positions_read(plan.attention, slots_for(context, [plan])[1], context): context for context in lists["context"]}
     positions = sorted(at)  # of contexts that read the same, the longest
     with Progress(len(lists["temperature"]) + 2 * len(lists["batch"]) * len(positions)) as progress:
-        tau, reliability = zip(
-            *(accept(model, config, chats, t, lists["nodes"], progress) for t in lists["temperature"]), strict=True
-        )
+        configs = (replace(config, temperature=temperature) for temperature in lists["temperature"])
+        tau, reliability = zip(*(accept(model, c, chats, lists["nodes"], progress) for c in configs), strict=True)
         cells = {(batch, size): time(model, plan, lists["nodes"], batch, at[size], arguments.repeats, progress)
                  for batch in lists["batch"] for size in positions}  # fmt: skip
-
-    def table(part: int) -> list[list[Any]]:
-        return [[cells[batch, size][part] for size in positions] for batch in lists["batch"]]
-
-    entry = calibration.Calibration(
-        identity=calibration.make_identity(model.verifier, model.weights, plan, model.mesh),
-        nodes=lists["nodes"],
-        batch=lists["batch"],
-        positions=positions,
-        round_seconds=table(0),
-        tree_seconds=table(1),
-        step_seconds=table(2),
-        temperatures=lists["temperature"],
-        tau=list(tau),
-        reliability=list(reliability),
-        sparse=model.verifier.num_experts > 0,
-    )
+    names, batches = ("round_seconds", "tree_seconds", "step_seconds"), lists["batch"]
+    times = {name: [[cells[b, size][i] for size in positions] for b in batches] for i, name in enumerate(names)}
+    sizes = {"nodes": lists["nodes"], "batch": batches, "positions": positions, "temperatures": lists["temperature"]}
+    accepted = {"tau": list(tau), "reliability": list(reliability), "sparse": model.verifier.num_experts > 0}
+    identity = calibration.make_identity(model.verifier, model.weights, plan, model.mesh)
+    entry = calibration.Calibration(identity=identity, **sizes, **times, **accepted)
     calibration.write(out, entry)
-    for batch in lists["batch"]:
+    for batch in batches:
         for size in positions:
-            print("\n".join(describe(entry, batch, size)))
+            show(entry, batch, size)
     print(f"written to {out}")
     return 0
 
 
-def describe(entry: calibration.Calibration, batch: int, positions: int) -> list[str]:
-    """Returns printed lines: the decisions of a call with this batch at these positions."""
+def show(entry: calibration.Calibration, batch: int, positions: int) -> None:
+    """Prints the decisions of a call with this batch at these positions."""
     b, c = entry.batch.index(batch), entry.positions.index(positions)
     times = ", ".join(f"{n}: {1e3 * y:.3g}" for n, y in zip(entry.nodes, entry.round_seconds[b][c], strict=True))
     step = 1e3 * entry.step_seconds[b][c]
-    text = [f"batch {batch}, {positions} positions read: step {step:.3g} ms, rounds by nodes {times} ms"]
+    print(f"batch {batch}, {positions} positions read: step {step:.3g} ms, rounds by nodes {times} ms")
     for t in entry.temperatures:
         decision = entry.decide(batch, positions, [t])
         does = f"chooses from {', '.join(map(str, decision.nodes))}" if decision.nodes else "never drafts"
-        text.append(f"  T {t:g}: {does}; the best of them is {decision.speedup:.2f} x one-token decoding")
-    return text
+        print(f"  T {t:g}: {does}; the best of them is {decision.speedup:.2f} x one-token decoding")
 
 
 @partial(devices.jit, static_argnames="plan", donate_argnames="state")
@@ -152,16 +135,10 @@ def _observe(model: tf.TreeFlash, requests: Sequence[Request], config: GenerateC
 
 
 def accept(
-    model: tf.TreeFlash,
-    config: GenerateConfig,
-    chats: Sequence[list[int]],
-    temperature: float,
-    nodes: Sequence[int],
-    progress: Progress,
+    model: tf.TreeFlash, config: GenerateConfig, chats: Sequence[list[int]], nodes: Sequence[int], progress: Progress
 ) -> tuple[list[float], float]:
     """Measures and prints tokens per round by nodes, and the ratio of accepted to expected draft tokens."""
-    progress.step(f"answering {len(chats)} prompts at T {temperature:g}")
-    config = replace(config, temperature=temperature)
+    progress.step(f"answering {len(chats)} prompts at T {config.temperature:g}")
     kept, expected, count = np.zeros(len(nodes)), np.zeros(len(nodes)), 0
     for first in range(0, len(chats), BATCH):
         progress.detail(f"{first} of them done")
@@ -175,18 +152,12 @@ def accept(
     reliability = min(max(float(np.sum(kept - count)) / drafted, 0.1), 10.0) if drafted > 0 else 1.0
     tau = (kept / max(count, 1)).tolist()
     shown = ", ".join(f"{n}: {value:.2f}" for n, value in zip(nodes, tau, strict=True))
-    print(f"T {temperature:g}: tau by nodes {shown}; {reliability:.2f} accepted per expected token", flush=True)
+    print(f"T {config.temperature:g}: tau by nodes {shown}; {reliability:.2f} accepted per expected token", flush=True)
     return tau, reliability
 
 
 def time(
-    model: tf.TreeFlash,
-    plan: DecodePlan,
-    nodes: Sequence[int],
-    batch: int,
-    context: int,
-    repeats: int,
-    progress: Progress,
+    model: tf.TreeFlash, plan: DecodePlan, nodes: Sequence[int], batch: int, context: int, repeats: int, progress: Progress
 ) -> tuple[list[float], list[float], float]:
     """Measures median seconds of rounds by nodes, of building their trees, and of a one-token round."""
     plans = [replace(plan, num_nodes=n) for n in nodes]

@@ -36,12 +36,10 @@ def phase_work(
     quantize: str | None = None,
     experts: Mapping[int, float] | None = None,
 ) -> dict[str, Work]:
-    """Counts the work of every phase of a plan that drafts; see the module for what counts.
+    """Counts the work of every phase of a plan that drafts, on one device; see the module for what counts.
 
     Args:
       context: committed positions per sequence.
-      mesh: counts one device's share; None: one device.
-      quantize: scheme of the verifier's matrices.
       experts: distinct experts that a layer reads on one device, by tokens per sequence, as measured; for other numbers of
         tokens, routing at random is assumed.
 

@@ -37,8 +37,6 @@ class System:
     """A named way to answer prompts.
 
     Attributes:
-      name: tells its records from those of other systems.
-      model: generates the answers.
       config: settings of `generate`; temperature and seed are replaced by those that are measured.
       pair: names of verifier and drafter, for the records.
 
@@ -53,10 +51,7 @@ class System:
     pair: tuple[str, str | None] = ("tiny", "tiny")
 
     def answer(self, prompts: list[Any], temperature: float, seeds: list[int]) -> list[tf.Result]:
-        """Answers a batch of prompts, each with its own seed.
-
-        Returns:
-          A result per prompt. Its seconds are those of the call over the number of prompts.
+        """Answers a batch of prompts, each with its own seed; the seconds of a result are its share of those of the call.
 
         Raises:
           KeyboardInterrupt: Ctrl-C while decoding; half an answer is no measurement.
@@ -85,12 +80,10 @@ class System:
         settings |= {"attention": config.attention, "drafter_temperature": None, "drafter_temperature_rule": None}
         if not plan.drafts:
             return settings | {"nodes": None, "acceptance": None}
-        fixed = config.drafter_temperature
-        return settings | {
-            "nodes": "auto" if config.nodes == "auto" else plan.num_nodes,
-            "drafter_temperature": fixed or model.drafter.drafter_temperature,
-            "drafter_temperature_rule": "fixed" if fixed else "max(it, min(T, 1))",
-        }
+        rule = "fixed" if (fixed := config.drafter_temperature) else "max(it, min(T, 1))"
+        settings |= {"nodes": "auto"} if config.nodes == "auto" else {}
+        drafter_temperature = fixed or model.drafter.drafter_temperature
+        return settings | {"drafter_temperature": drafter_temperature, "drafter_temperature_rule": rule}
 
 
 def print_progress(text: str) -> None:
@@ -117,9 +110,6 @@ def measure(
       format: a key of `prompt_sets.FORMATS`.
       known: records of an earlier run, which are not measured again.
       tell: receives a line after every call.
-
-    Yields:
-      A record per prompt, temperature, seed and system, each as soon as it exists.
     """
     records = {record_key(record): record for record in known}
     warm, printed = set(), set()
@@ -142,11 +132,10 @@ def measure(
                 record = make_record(system, prompt, results, format, temperature, seed)
                 record["compile_seconds"] = compile_seconds
                 others = [records.get((prompt.id, other.name, temperature, seed)) for other in systems]
-                places = [sum(turn < len(p.turns) for p in batch[:place]) for turn in range(len(results))]
-                requests = [
-                    Request(index, result.prompt_ids, temperature, 0, 1.0, prompt.seed(seed))
-                    for index, result in zip(places, results, strict=True)
-                ]
+                requests = []  # of the turns; the place in the call counts prompts that have this turn
+                for turn, result in enumerate(results):
+                    index = sum(turn < len(p.turns) for p in batch[:place])
+                    requests.append(Request(index, result.prompt_ids, temperature, 0, 1.0, prompt.seed(seed)))
                 record["differences"] = compare(system.model, record, filter(None, others), requests, printed)
                 records[record_key(record)] = record
                 yield record
@@ -156,11 +145,7 @@ def measure(
 def converse(
     system: System, prompts: Sequence[BenchPrompt], format: str, temperature: float, seed: int
 ) -> list[list[tf.Result]]:
-    """Answers all turns of a batch of prompts, one call per turn; later turns see the system's own answers.
-
-    Returns:
-      Per prompt, a result per turn.
-    """
+    """Answers all turns of prompts, a call per turn, after the answers before it; returns results by prompt and turn."""
     chats: list[Any] = [list(prompt.opening) for prompt in prompts]
     answers: list[list[tf.Result]] = [[] for _ in prompts]
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
@@ -184,23 +169,14 @@ def make_record(
     `tokens` includes the token of every turn's prefill. `expected` sums the tokens that rounds were expected to commit,
     cut rounds in full.
     """
-    record = {
-        "schema": SCHEMA,
-        "prompt_id": prompt.id,
-        "prompt_hash": prompt.hash,
-        "prompt_set": prompt.set,
-        "system": system.name,
-        "settings": system.settings() | {"format": format, "temperature": temperature, "seed": seed},
-        "accept_lengths": [result.accept_lengths for result in results],
-        "cut": [result.cut for result in results],
-        "ids": [result.ids for result in results],
-        "texts": [result.text for result in results],
-        "nodes": [result.nodes for result in results],
-        "tokens": sum(system.count_tokens(result) for result in results),
-        "seconds": sum(result.seconds for result in results),
-        "finished": [result.finished for result in results],
-        **environment(system.model),
-    }
+    sampling = {"format": format, "temperature": temperature, "seed": seed}
+    record = {"schema": SCHEMA, "prompt_id": prompt.id, "prompt_hash": prompt.hash, "prompt_set": prompt.set}
+    record |= {"system": system.name, "settings": system.settings() | sampling}
+    fields = {"accept_lengths": "accept_lengths", "cut": "cut", "ids": "ids", "texts": "text", "nodes": "nodes"}
+    for key, field in (fields | {"finished": "finished"}).items():
+        record[key] = [getattr(result, field) for result in results]
+    record["tokens"] = sum(system.count_tokens(result) for result in results)
+    record |= {"seconds": sum(result.seconds for result in results), **environment(system.model)}
     if system.config.expected_lengths:
         record["expected"] = float(sum(sum(result.expected_lengths or []) for result in results))
     return record
@@ -209,10 +185,9 @@ def make_record(
 def compare(
     model: tf.TreeFlash, record: Record, others: Iterable[Record], requests: Sequence[Request], printed: set[str]
 ) -> dict[str, dict[str, Any]]:
-    """Compares a drafted with a one-token answer, and prints how they differ.
+    """Compares a drafted with a one-token answer to the same prompt, and prints how they differ.
 
     Args:
-      others: earlier answers of other systems to the same prompt, with the same temperature and seed.
       requests: prompt and sampling settings of every turn of the answer.
       printed: lines that are not printed again; extended.
 
@@ -223,16 +198,13 @@ def compare(
     for other in others:
         if is_comparable(record, other) and record["ids"] != other["ids"]:
             turn = next(i for i, (a, b) in enumerate(zip(record["ids"], other["ids"], strict=True)) if a != b)
-            pair = record["ids"][turn], other["ids"][turn]
-            is_plain = record["settings"]["builder"] == "none"
-            difference = divergence(model, requests[turn], *(pair[::-1] if is_plain else pair))
+            drafted, plain = (other, record) if record["settings"]["builder"] == "none" else (record, other)
+            difference = divergence(model, requests[turn], drafted["ids"][turn], plain["ids"][turn])
             is_tie = difference.is_near_tie()
             differing[other["system"]] = {"turn": turn, "near_tie": is_tie, **asdict(difference)}
             names = " and ".join(sorted((record["system"], other["system"])))
-            line = (
-                f"{'PASS' if is_tie else 'FAIL'}: prompt {record['prompt_id']}, {names} "
-                f"from token {difference.index} on: {explanation(difference, model.dtype)}"
-            )
+            text = f"{names} from token {difference.index} on: {explanation(difference, model.dtype)}"
+            line = f"{'PASS' if is_tie else 'FAIL'}: prompt {record['prompt_id']}, {text}"
             if line not in printed:
                 print_progress(line)
             printed.add(line)
@@ -241,13 +213,9 @@ def compare(
 
 def environment(model: tf.TreeFlash) -> Mapping[str, dict[str, Any]]:
     """Returns versions and hardware. Records that differ in them are never compared."""
-    device = devices.here()
+    device, versions = devices.here(), {"jax": jax.__version__, "treeflash_jax": tf.__version__}
+    hardware = {"backend": device.backend, "device": device.kind, "devices": 1 if model.mesh is None else model.mesh.size}
     return {
-        "versions": {"jax": jax.__version__, "treeflash_jax": tf.__version__, "python": platform.python_version()},
-        "hardware": {
-            "backend": device.backend,
-            "device": device.kind,
-            "devices": 1 if model.mesh is None else model.mesh.size,
-            "cores": os.cpu_count(),
-        },
+        "versions": versions | {"python": platform.python_version()},
+        "hardware": hardware | {"cores": os.cpu_count()},
     }

@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,8 @@ from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import draws
 
 SCHEMA = 2
-LABELS = {
-    "step": "one-token step",
-    "prefill": "prefill, a token",
-    "expand": "head",
-    "tree": "tree build",
-    "verify": "tree verify",
-    "round": "whole round",
-}
+LABELS = {"step": "one-token step", "prefill": "prefill, a token", "expand": "head", "tree": "tree build"}
+LABELS |= {"verify": "tree verify", "round": "whole round"}
 SWEPT = ("batch", "context", "slots", "nodes")  # settings in which results of one figure may differ
 SAME = ("settings", "versions", "hardware")  # of results that replace each other
 
@@ -58,8 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     shapes.add_arguments(model)
     model.add_argument("--pair", nargs=2, metavar=("VERIFIER", "DRAFTER"), help="measure this pair with its weights")
-    model.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16, float32 on a CPU")
-    add_fields(model, ModelOptions, "quantize mesh")
+    add_fields(model, ModelOptions, "dtype quantize mesh")
     sizes = parser.add_argument_group("sizes (lists are measured in all combinations)")
     names = "batch context nodes"
     add_fields(sizes, shapes.MeasuredSizes, names, several=names, batch=[1], context=[256])
@@ -73,11 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures every combination, and prints, writes and draws the results.
-
-    Raises:
-      ValueError: invalid shapes, sizes or outputs, before anything is measured; devices with too little memory.
-    """
+    """Measures every combination, and prints, writes and draws the results. All arguments are checked before."""
     if arguments.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     mesh = None if arguments.mesh is None else tf.make_mesh(**sharding.parse_sizes(arguments.mesh))
@@ -92,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         drafter = replace(drafter, head=arguments.head)
     dtype = jnp.dtype(arguments.dtype or devices.here().dtype)
     plans = make_plans(verifier, drafter, arguments, dtype)
-    check_sizes(verifier, plans, arguments.batch, arguments.context, mesh)
+    check_sizes(plans, arguments.batch, arguments.context, mesh)
     results = read_results(arguments.out) if arguments.out else []
     plots.check(arguments.plot)
     settings = {
@@ -113,9 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
         ceilings = measure_ceilings(dtype)
         progress.step(f"{'loading' if is_real else 'drawing'} the weights of {settings['shape']}")
         options = {"dtype": dtype, "mesh": mesh, "quantize": arguments.quantize}
-        model = (
-            tf.load(names[0], drafter=names[1], **options) if is_real else shapes.random_pair(verifier, drafter, **options)
-        )
+        make = partial(tf.load, names[0], drafter=names[1]) if is_real else partial(shapes.random_pair, verifier, drafter)
+        model = make(**options)
         for batch, context in cells:
             progress.step(f"compiling the phases at batch {batch}, context {context}")
             sizes = {"batch": batch, "context": context}
@@ -134,21 +123,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_plans(verifier: ModelConfig, drafter: DrafterSizes, arguments: argparse.Namespace, dtype: Any) -> list[DecodePlan]:
-    """Makes the plans that `generate` would run, by increasing number of nodes.
-
-    Raises:
-      ValueError: settings that the pair does not support.
-    """
+    """Makes the plans that `generate` would run, by increasing number of nodes."""
     fields, plans = option_values(arguments, settings_class()), {}
     for nodes in arguments.nodes or [None]:
         plan = make_plan(resolve(None, fields | {"nodes": nodes}, verifier, drafter), verifier, drafter, dtype)
         if not plan.drafts:
             raise ValueError("got builder 'none', expected one that drafts: one-token steps are always timed")
         if nodes not in (None, plan.num_nodes):
-            raise ValueError(
-                f"got --nodes {nodes}, expected at most {plan.num_nodes} with --builder {plan.builder} "
-                "(the drafter's block)"
-            )
+            most = f"{plan.num_nodes} with --builder {plan.builder} (the drafter's block)"
+            raise ValueError(f"got --nodes {nodes}, expected at most {most}")
         plans[plan.num_nodes] = plan
     return [plans[nodes] for nodes in sorted(plans)]
 
@@ -162,10 +145,8 @@ def make_result(
     for nodes in settings["nodes"]:
         whole = by_phase["round", nodes]
         parts = [t["ms"] for t in times if t["nodes"] in (None, nodes) and t["phase"] not in ("step", "prefill", "round")]
-        ratios = {
-            "round_over_step": whole["ms"] / step["ms"],
-            "floor_round_over_step": whole["floor_ms"] / step["floor_ms"],
-        }
+        ratio, of_floors = whole["ms"] / step["ms"], whole["floor_ms"] / step["floor_ms"]
+        ratios = {"round_over_step": ratio, "floor_round_over_step": of_floors}
         rounds.append({"nodes": nodes, **ratios, "sum_of_phases_ms": sum(parts)})
     result = {"settings": settings, **harness.environment(model), "ceilings": asdict(ceilings)}
     result |= {"phases": list(times), "rounds": rounds, "compile_seconds": bench.compile_seconds}
@@ -178,17 +159,12 @@ def make_result(
 
 
 def read_results(path: str | Path) -> list[Result]:
-    """Reads the results of earlier runs; none if there is no file yet.
-
-    Raises:
-      ValueError: a file that cannot be read or holds anything else.
-    """
+    """Reads the results of earlier runs; none if there is no file yet. Raises ValueError for any other file."""
     files.check_output(path, files.json_with("schema", "results"))
     return read_json(path)["results"] if Path(path).exists() and Path(path).stat().st_size else []
 
 
 def show(result: Result) -> None:
-    """Prints a result."""
     settings, hardware, ceilings = result["settings"], result["hardware"], result["ceilings"]
     mesh = "" if settings["mesh"] is None else ", mesh " + " x ".join(map(str, settings["mesh"].values()))
     quantized = f", {settings['quantize']} verifier" if settings.get("quantize") else ""
@@ -196,14 +172,9 @@ def show(result: Result) -> None:
     table = report.make_table("", ["*phase", "nodes", "ms", "quartiles", "floor ms", "ms / floor"])
     for time in result["phases"]:
         ratio = time["ms"] / time["floor_ms"] if time["floor_ms"] else math.inf
-        table.add_row(
-            LABELS.get(time["phase"], time["phase"]),
-            str(time["nodes"] or "-"),
-            f"{time['ms']:.4f}",
-            f"{time['low_ms']:.4f} - {time['high_ms']:.4f}",
-            f"{time['floor_ms']:.4f}",
-            f"{ratio:.2f}" if ratio < 1000 else "> 1000",
-        )
+        median, low, high, floor = (f"{time[name]:.4f}" for name in ("ms", "low_ms", "high_ms", "floor_ms"))
+        cells = median, f"{low} - {high}", floor, f"{ratio:.2f}" if ratio < 1000 else "> 1000"
+        table.add_row(LABELS.get(time["phase"], time["phase"]), str(time["nodes"] or "-"), *cells)
     lines = [
         f"{settings['shape']}, {settings['weights']} weights, {settings['dtype']}{quantized}, batch {settings['batch']}, "
         f"context {settings['context']} ({settings['slots']} slots){mesh}, {settings['builder']}, "
@@ -233,8 +204,7 @@ def plot(results: Sequence[Result], path: str | Path) -> None:
     """Draws round / step over nodes of the last sweep: a panel per context; a line per batch, and one for its floors."""
 
     def fixed(result: Result) -> list[Any]:
-        settings = {name: value for name, value in result["settings"].items() if name not in SWEPT}
-        return [settings, result["versions"], result["hardware"]]
+        return [{name: x for name, x in result[part].items() if name not in SWEPT} for part in SAME]
 
     panels: dict[str, dict[str, dict[float, float]]] = {}
     for result in (other for other in results if fixed(other) == fixed(results[-1])):
@@ -244,7 +214,5 @@ def plot(results: Sequence[Result], path: str | Path) -> None:
             line = lines.setdefault(f"batch {settings['batch']}{label}", {})
             line |= {sizes["nodes"]: sizes[key] for sizes in result["rounds"]}
     settings = results[-1]["settings"]
-    title = (
-        f"round / one-token step over nodes: {settings['shape']}, {settings['dtype']}, {results[-1]['hardware']['device']}"
-    )
-    plots.draw(panels, path, title=title)
+    title = f"{settings['shape']}, {settings['dtype']}, {results[-1]['hardware']['device']}"
+    plots.draw(panels, path, title=f"round / one-token step over nodes: {title}")

@@ -25,6 +25,7 @@ from treeflash_jax import drafters
 from treeflash_jax.bench import shapes
 from treeflash_jax.bench.bars import Progress, Tell
 from treeflash_jax.bench.program_text import count_moved, find_collectives, sum_collectives
+from treeflash_jax.bench.timed import running
 from treeflash_jax.bench.topologies import find_devices, read_kept
 from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values
 from treeflash_jax.core import files, parameters, sharding
@@ -48,12 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_fields(request, ModelOptions, "quantize")
     shapes.add_tree_arguments(request)
     devices = parser.add_argument_group("devices")
-    devices.add_argument(
-        "--mesh",
-        metavar="DxM",
-        help="split the batch D ways, weights and vocabulary M ways (default: 1 x all devices); with DxMxE, "
-        "experts E ways and each of them M ways",
-    )
+    help = "split the batch D ways, weights M ways; with DxMxE, experts E ways (default: 1 x all devices)"
+    devices.add_argument("--mesh", metavar="DxM", help=help)
     devices.add_argument("--topology", help="compile for devices that this machine lacks, such as v5e:4x4, h200 or h200:8")
     devices.add_argument("--no-compile", action="store_true", help="count weights and caches only, for a mesh of any size")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file; results of other requests in it are kept")
@@ -61,11 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Prints the memory that the request needs; returns 1 if a device cannot hold it.
-
-    Raises:
-      ValueError: an unknown shape, folder, topology or setting, or a mesh larger than the devices.
-    """
+    """Prints the memory that the request needs; returns 1 if a device cannot hold it."""
     mesh, limit, device = _devices(arguments)
     model, drafter = shapes.find_pair(arguments.shape, arguments.drafter_shape)
     config = resolve(None, option_values(arguments, settings_class()), model, drafter)
@@ -76,19 +69,10 @@ def report(arguments: argparse.Namespace) -> int:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
     earlier = read_kept(arguments.out, "bytes_per_device")
     needs = footprint(model, plan.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize)
-    result = {
-        "shape": shapes.short_name(arguments.shape),
-        "drafter": shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None,
-        "topology": device.kind,
-        "mesh": sizes,
-        "batch": batch,
-        "context": capacity,
-        "dtype": dtype.name,
-        "quantize": quantize,
-        **shapes.describe_tree(plan),
-        "bytes_per_device": asdict(needs),
-        "bytes_limit": limit,
-    }
+    drafted = shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None
+    result = {"shape": shapes.short_name(arguments.shape), "drafter": drafted, "topology": device.kind, "mesh": sizes}
+    result |= {"batch": batch, "context": capacity, "dtype": dtype.name, "quantize": quantize}
+    result |= {**shapes.describe_tree(plan), "bytes_per_device": asdict(needs), "bytes_limit": limit}
     if model.num_experts:
         count, result["experts_read"] = Counter(dtype=dtype, batch=batch, mesh=mesh), {}
         for tokens in (1, plan.num_nodes):  # of a one-token step and a round
@@ -103,7 +87,7 @@ def report(arguments: argparse.Namespace) -> int:
     memory["total"] = memory["resident"] + max(memory["round"], memory["prefill"]) if "round" in memory else needs.total
     result["fits"] = None if limit is None else memory["total"] <= limit
     words = [result["shape"], device.kind, "x".join(map(str, sizes.values())), f"batch {batch}"]
-    words += [f"drafted by {result['drafter']}"] if result["drafter"] else []
+    words += [f"drafted by {drafted}"] if drafted else []
     key = " ".join(words + [word for word in (quantize, plan.builder) if word not in (None, "best-first")])
     if arguments.out:
         files.write(arguments.out, json.dumps(earlier | {key: result}, indent=1) + "\n")
@@ -112,13 +96,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def compile_programs(
-    plan: DecodePlan,
-    mesh: Any,
-    batch: int,
-    capacity: int,
-    dtype: Any,
-    quantize: str | None = None,
-    tell: Tell = lambda text: None,
+    plan: DecodePlan, mesh: Any, batch: int, capacity: int, dtype: Any, quantize: Any = None, tell: Tell = lambda _: None
 ) -> tuple[Any, Any]:
     """Compiles the prefill and decode programs of a plan for the mesh's devices, from shapes alone.
 
@@ -134,29 +112,18 @@ def compile_programs(
     if plan.drafts:
         weights = weights.replace(drafter=parameters.abstract(drafters.of(plan.drafter).specs(plan.drafter), dtype, mesh))
     inputs = make_batch([], GenerateConfig(), batch_size=batch, capacity=capacity, stop_ids=(), dtype=dtype)
-    try:
-        with sharding.ambient(mesh):
-            tell("compiling the prefill")
-            lowered = loops.prefill.lower(weights, *jax.tree.map(abstract, inputs), plan=plan.for_prefill())
-            prefill = lowered.compile()
-            state = jax.tree.map(
-                lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-                lowered.out_info,
-                prefill.output_shardings,
-            )
-            tell("compiling the rounds")
-            decode = loops.decode.lower(weights, state, jax.ShapeDtypeStruct((), jnp.int32), plan=plan).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise ValueError(
-            f"weights and caches fit, but the compiler finds no room for the rest: {str(error).splitlines()[0]}"
-        ) from None
+    with running(mesh, "weights and caches fit, but not the rest"):
+        tell("compiling the prefill")
+        lowered = loops.prefill.lower(weights, *jax.tree.map(abstract, inputs), plan=plan.for_prefill())
+        prefill = lowered.compile()
+        place = prefill.output_shardings
+        state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), lowered.out_info, place)
+        tell("compiling the rounds")
+        decode = loops.decode.lower(weights, state, jax.ShapeDtypeStruct((), jnp.int32), plan=plan).compile()
     return prefill, decode
 
 
 def describe(key: str, result: dict[str, Any]) -> list[str]:
-    """Returns the printed lines of a result."""
     memory, limit = result["bytes_per_device"], result["bytes_limit"]
     names = {"verifier_cache": "verifier's cache", "drafter_cache": "drafter's cache", "rest": "state and padding"}
     names |= {"programs": "compiled programs", "round": "temporary in a round", "prefill": "temporary in a prefill"}

@@ -26,17 +26,16 @@ import numpy as np
 from treeflash_jax import drafters
 from treeflash_jax.bench.bars import Tell
 from treeflash_jax.bench.floors import phase_work
-from treeflash_jax.bench.timed import Timed, running, sample_in_turn
+from treeflash_jax.bench.timed import Timed, running
 from treeflash_jax.core import devices, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_stage, verify_tree
 from treeflash_jax.decoding.state import DecodePlan, DecodeState
-from treeflash_jax.engine.batching import Batch, capacity_bucket
+from treeflash_jax.engine.batching import capacity_bucket
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.planning import make_requests
 from treeflash_jax.engine.settings import GenerateConfig
 from treeflash_jax.models.ceilings import Ceilings
-from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import distinct_experts
 from treeflash_jax.models.experts import count_distinct
 
@@ -79,42 +78,16 @@ def slots_for(context: int, plans: Sequence[DecodePlan]) -> tuple[int, int]:
     return positions, capacity_bucket(positions)
 
 
-def check_sizes(
-    model: ModelConfig, plans: Sequence[DecodePlan], batches: list[int], contexts: list[int], mesh: Any
-) -> None:
+def check_sizes(plans: Sequence[DecodePlan], batches: list[int], contexts: list[int], mesh: Any) -> None:
     """Refuses batches that the mesh does not divide, and contexts that leave no room for timed rounds."""
-    ways = 1 if mesh is None else dict(mesh.shape)["data"]
+    ways, most = 1 if mesh is None else mesh.shape["data"], plans[0].verifier.max_positions
     for batch in batches:
         if batch % ways:
             raise ValueError(f"got --batch {batch} on a mesh with a data axis of {ways}, expected a multiple of it")
-    for context in contexts:
-        positions, _ = slots_for(context, plans)
-        if positions > model.max_positions:
-            raise ValueError(
-                f"got --context {context}, expected at most {model.max_positions - positions + context}: "
-                f"the verifier's context is {model.max_positions}, and timed rounds need room"
-            )
-
-
-def count_experts(model: TreeFlash, layers: Sequence[jax.Array]) -> tuple[list[float], float]:
-    """Counts the distinct experts of each layer on one device, and those that routing at random would choose.
-
-    Args:
-      layers: experts of all tokens by layer, [b, tokens, experts per token].
-    """
-    config, shards = model.verifier, 1 if model.mesh is None else dict(model.mesh.shape)["data"]
-    counts = sharding.to_host([count_distinct(ids, config.num_experts, shards) for ids in layers])
-    batch, tokens = layers[0].shape[:2]
-    at_random = distinct_experts(config.num_experts, config.experts_per_token, batch // shards * tokens)
-    return [float(x) for x in counts], at_random
-
-
-def random_prompts(model: TreeFlash, plans: Sequence[DecodePlan], batch: int, context: int, temperature: float) -> Batch:
-    """Makes prompts of `context` random tokens, with room for the rounds that are timed."""
-    positions, capacity = slots_for(context, plans)
-    config = GenerateConfig(max_new_tokens=positions - context, temperature=temperature, stop_ids=())
-    ids = np.random.default_rng(0).integers(0, model.verifier.vocab_size, (batch, context)).tolist()
-    return model.make_batch(make_requests(ids, config, model.verifier), config, batch_size=batch, capacity=capacity)
+    room = slots_for(0, plans)[0]
+    if max(contexts) + room > most:
+        why = f"the verifier's context is {most}, and timed rounds need room"
+        raise ValueError(f"got --context {max(contexts)}, expected at most {most - room}: {why}")
 
 
 class Bench:
@@ -141,8 +114,6 @@ class Bench:
 
         Args:
           plans: plans that draft; alike in everything but nodes.
-          batch: sequences decoded together, a multiple of the mesh's data axis.
-          context: tokens that every sequence has read, at least 1.
 
         Raises:
           ValueError: logits that are not finite, or too little memory on the devices.
@@ -151,7 +122,11 @@ class Bench:
         self.where, self.timed = f"batch {batch}, context {context}", list[Timed]()
         self.experts: dict[int, tuple[list[float], float]] = {}
         self.sizes = {"batch": batch, "context": context, "dtype": model.dtype, "mesh": model.mesh}
-        inputs = self.weights, *random_prompts(model, plans, batch, context, temperature)
+        positions, capacity = slots_for(context, plans)
+        config = GenerateConfig(max_new_tokens=positions - context, temperature=temperature, stop_ids=())
+        ids = np.random.default_rng(0).integers(0, model.verifier.vocab_size, (batch, context)).tolist()
+        requests = make_requests(ids, config, model.verifier)
+        inputs = self.weights, *model.make_batch(requests, config, batch_size=batch, capacity=capacity)
         since = time.perf_counter()
         with running(model.mesh, self.where), ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as self.pool:
             prefill = self.compile(loops.prefill, *inputs, plan=self.plans[0].for_prefill()).result()
@@ -169,9 +144,17 @@ class Bench:
         return [timed.summarise(work.get(timed.nodes, shared)[timed.phase], ceilings) for timed in self.timed]
 
     def sample(self, repeats: int) -> None:
-        """Times all phases in turns."""
+        """Times all phases in turns, in an order that rotates."""
         with running(self.model.mesh, self.where):
-            sample_in_turn(self.timed, repeats, self.tell)
+            for timed in self.timed:
+                self.tell(f"trying {timed.phase}" + (f" of {timed.nodes} nodes" if timed.nodes else ""))
+                timed.calibrate(repeats)
+            for turn in range(repeats):
+                self.tell(f"sample {turn + 1} of {repeats}")
+                at = turn % len(self.timed)
+                for timed in self.timed[at:] + self.timed[:at]:
+                    if len(timed.seconds) < timed.samples:
+                        timed.seconds.append(timed.sample())
 
     def medians(self, repeats: int) -> dict[tuple[str, int | None], float]:
         """Times all phases; returns the median seconds of each, by phase and nodes."""
@@ -193,7 +176,7 @@ class Bench:
         rounds = [self.compile_rounds(plan, {}) for plan in self.plans]
         self.add_rounds("step", None, step, {"drafter": None})
         units = self.sizes["batch"] * self.sizes["context"]
-        self.add("prefill", None, prefill, self.repeated(lambda state: inputs), most=4, units=units)
+        self.add("prefill", None, prefill, partial(self.repeated, lambda state: inputs), most=4, units=units)
         value = None
         for name in drafters.of(first.drafter).STAGES:
             value = self.run(name, None, DRAFT, lambda state, given=value: (weights, state, given), plan=first, name=name)
@@ -209,8 +192,14 @@ class Bench:
         if not bool(jnp.isfinite(verified.logits_bnv).all()):
             raise ValueError(f"{self.where}: got logits that are not finite")
         if verified.routes:
+            model, mesh = self.model.verifier, self.model.mesh
+            shards = 1 if mesh is None else mesh.shape["data"]
             for tokens in (1, plan.num_nodes):  # the root is the token of a one-token step
-                self.experts[tokens] = count_experts(self.model, [ids_bnk[:, :tokens] for ids_bnk in verified.routes])
+                chosen = (ids_bnk[:, :tokens] for ids_bnk in verified.routes)
+                counts = sharding.to_host([count_distinct(ids_bnk, model.num_experts, shards) for ids_bnk in chosen])
+                share = self.sizes["batch"] // shards * tokens
+                at_random = distinct_experts(model.num_experts, model.experts_per_token, share)
+                self.experts[tokens] = [float(x) for x in counts], at_random
         args = tree, proposal, verified.logits_bnv
         accepted = run("accept", function=ACCEPT, make_args=lambda state: (state, *args))
 
@@ -230,14 +219,11 @@ class Bench:
     def run(self, phase: str, nodes: int | None, function: Any, make_args: MakeArgs, **static: Any) -> Any:
         """Compiles a phase without effect on the state, adds it, and returns its output."""
         program = self.compile(function, *make_args(self.state), **static).result()
-        return self.add(phase, nodes, program, self.repeated(make_args))
+        return self.add(phase, nodes, program, partial(self.repeated, make_args))
 
-    def repeated(self, make_args: MakeArgs) -> Prepare:
-        def prepare(run: Callable[..., Any], calls: int) -> Callable[[], Any]:
-            args = make_args(self.state)
-            return lambda: [run(*args) for _ in range(calls)][-1]
-
-        return prepare
+    def repeated(self, make_args: MakeArgs, run: Callable[..., Any], calls: int) -> Callable[[], Any]:
+        args = make_args(self.state)
+        return lambda: [run(*args) for _ in range(calls)][-1]
 
     def add(
         self, phase: str, nodes: int | None, program: Callable[..., Any], prepare: Prepare, *, warm: int = 1, **sizes: int

@@ -52,13 +52,10 @@ def draw(panels: Mapping[str, Lines], path: str | Path, *, title: str | None = N
 
 
 def draw_trees(systems: Sequence[dict[str, Any]], path: str | Path) -> None:
-    """Draws tokens per round over nodes, the expected ones if they were recorded.
+    """Draws tokens per round over nodes, the expected ones if they were recorded, from entries of `report.summarise`.
 
     There is a panel per set of prompts and temperature, and a line per drafter, head and builder, for the best of its
     rules. With one drafter, there is a panel per head too.
-
-    Args:
-      systems: entries of `report.summarise`; those without a number of nodes are left out.
     """
 
     def tau(system: dict[str, Any]) -> float:

@@ -43,20 +43,12 @@ Computations = dict[str, dict[str, Instruction]]
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program.
+    """One collective of a program; whether it is in a loop, and in a branch, which a run may not take."""
 
-    Attributes:
-      kind: one of KINDS.
-      bytes: size of its result on one device.
-      shapes: shapes of its result's arrays.
-      trips: number of times that it runs in one run of the program.
-      in_loop, in_branch: whether it is in a loop, and in a branch, which a run may not take.
-    """
-
-    kind: str
-    bytes: int
-    shapes: tuple[tuple[int, ...], ...]
-    trips: int
+    kind: str  # of KINDS
+    bytes: int  # of its result on one device
+    shapes: tuple[tuple[int, ...], ...]  # of its result's arrays
+    trips: int  # in one run of the program
     in_loop: bool
     in_branch: bool
 
@@ -124,9 +116,8 @@ def _walk(
 ) -> Iterator[tuple[Instruction, dict[str, Instruction], int, frozenset[str]]]:
     """Yields every instruction that a computation reaches, once.
 
-    Yields:
-      The instruction, those beside it by name, the number of times that it runs, and what it is in: "loop", "branch",
-      "operation" (a fusion or a reduction).
+    Beside it, those around it by name, the number of times that it runs, and what it is in: "loop", "branch", "operation"
+    (a fusion or a reduction).
     """
     body = computations.get(name, {})
     for step in body.values():
@@ -171,8 +162,6 @@ def _count_trips(line: str, lines: dict[str, list[str]]) -> int:
 
 def _read_arrays(result: str) -> list[tuple[int, tuple[int, ...]]]:
     """Returns bytes and shape of each array of a result's type."""
-    arrays = []
-    for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", result):
-        shape = tuple(int(size) for size in sizes.split(",") if size)
-        arrays.append((WIDTHS.get(dtype, 4) * math.prod(shape), shape))
-    return arrays
+    arrays = re.findall(r"(\w+)\[([\d,]*)\]", result)
+    shapes = ((dtype, tuple(int(size) for size in sizes.split(",") if size)) for dtype, sizes in arrays)
+    return [(WIDTHS.get(dtype, 4) * math.prod(shape), shape) for dtype, shape in shapes]

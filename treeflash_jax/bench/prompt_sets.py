@@ -21,9 +21,8 @@ FORMATS = {
     "chat": "{turn}",
     "raw": "{turn}",
     "math": "{turn}\nPlease reason step by step, and put your final answer within \\boxed{}.",
-    "humaneval": (
-        "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{turn}\n```"
-    ),
+    "humaneval": "Write a solution to the following problem and make sure that it passes the tests:\n"
+    "```python\n{turn}\n```",
 }
 
 
@@ -70,11 +69,7 @@ class BenchPrompt:
 
 
 def chosen_prompts(arguments: Any) -> list[BenchPrompt]:
-    """Reads the prompts that the options of `PromptSet` name; with several files, ids begin with the name of their file.
-
-    Raises:
-      ValueError: as `read_prompts`; two files of one name.
-    """
+    """Reads the prompts that the options of `PromptSet` name; with several files, ids begin with the name of their file."""
     paths = arguments.prompts or [BUNDLED]
     sets = {Path(path).stem: draw(read_prompts(path), arguments.limit) for path in paths}
     if len(sets) < len(paths):
@@ -87,10 +82,7 @@ def chosen_prompts(arguments: Any) -> list[BenchPrompt]:
 def read_prompts(path: str | Path) -> list[BenchPrompt]:
     """Reads prompts from a JSONL file, in any form of `read_messages`; answers in it are left out.
 
-    A prompt without an id is named after the file and its line number.
-
-    Raises:
-      ValueError: a file that cannot be read or is empty; by line: malformed JSON, no turns, an id given twice.
+    A prompt without an id is named after the file and its line number. Raises ValueError for any other file, by line.
     """
     prompts: dict[str, BenchPrompt] = {}
     for number, value in read_jsonl(path)[0]:
@@ -121,7 +113,6 @@ def draw(prompts: list[BenchPrompt], limit: int | None) -> list[BenchPrompt]:
 
 
 def format_turn(turn: str, format: str) -> str:
-    """Words a user turn in a published prompt format."""
     return FORMATS[format].replace("{turn}", turn)
 
 

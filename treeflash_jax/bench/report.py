@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from treeflash_jax.bench import plots
-from treeflash_jax.bench.bench_records import PEER, SHARED, Record, is_comparable, is_same_answer, read_records, record_key
+from treeflash_jax.bench.bench_records import PEER, SHARED, Record, is_comparable, read_records, record_key
 
 RESAMPLES = 2000
 WIDTH = 140  # of tables that do not go to a terminal
@@ -36,11 +36,8 @@ Answers = dict[tuple[str, int], Record]  # records of one system at one temperat
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", metavar="FILE", help="JSONL file that treeflash bench run wrote")
-    parser.add_argument(
-        "--against",
-        metavar="SYSTEM",
-        help="system that tau ratios divide by (default: marginal, the tree without the head, of the same number of nodes)",
-    )
+    help = "system that tau ratios divide by (default: marginal, the tree without the head, of the same number of nodes)"
+    parser.add_argument("--against", metavar="SYSTEM", help=help)
     parser.add_argument("--resamples", type=int, default=RESAMPLES, help="bootstrap resamples (default: %(default)s)")
     parser.add_argument("--plot", metavar="FILE", help="picture of tokens per round over nodes (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -48,11 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the summary of one results file.
-
-    Raises:
-      ValueError: a file that cannot be read, is empty, malformed, of another schema version or of several runs.
-    """
+    """Prints the summary of one results file."""
     records, _ = read_records(arguments.results)
     if not records:
         raise ValueError(f"{arguments.results}: got no records, expected at least one")
@@ -73,17 +66,14 @@ def summarise(records: Sequence[Record], *, against: str | None = None, resample
     Args:
       records: at least one.
       against: system that tau ratios divide by; "marginal", the default, means the tree of the same number of nodes.
-      resamples: of the bootstrap.
 
     Returns:
       {"settings", "versions", "hardware", "systems"}: an entry per set of prompts, temperature and system. Ratios are
       {"value", "low", "high", "answers"}, or None if the other system is missing.
 
     Raises:
-      ValueError: an unknown system, or no resamples.
+      ValueError: an unknown system.
     """
-    if resamples < 1:
-        raise ValueError(f"got resamples {resamples}, expected at least 1")
     names = sorted({record["system"] for record in records})
     if against is not None and not any(against in (name, *_shorter(name), name.partition("-")[0]) for name in names):
         raise ValueError(f"got unknown system {against!r}, expected one of {', '.join(names)}")
@@ -158,16 +148,14 @@ def _acceptance_by_depth(records: Sequence[Record]) -> list[float]:
 
 
 def _compare_answers(pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any]:
-    """Sums up how the answers of a system differ from one-token answers.
-
-    Args:
-      pairs: answers, each with the one-token answer to the same prompt.
+    """Sums up how answers differ from the one-token answers to the same prompts, with which they are paired.
 
     Returns:
       {"compared", "identical", "compared_tokens", "near_ties", "verdict"}: numbers of answers, and of tokens up to the
       first difference. The last three are None for systems that draw other samples or have another dtype.
     """
-    differing = [(drafted, plain) for drafted, plain in pairs if not is_same_answer(drafted, plain)]
+    keys = ("ids" if all(x["ids"]) and all(y["ids"]) else "texts" for x, y in pairs)  # some programs give no ids
+    differing = [(x, y) for (x, y), key in zip(pairs, keys, strict=True) if x[key] != y[key]]
     summary = {"compared": len(pairs), "identical": len(pairs) - len(differing)}
     summary |= dict.fromkeys(("compared_tokens", "near_ties", "verdict"))
     differences = [
@@ -188,7 +176,7 @@ def _whole_rounds(mine: Answers, systems: dict[str, Answers], resamples: int) ->
     """Returns tau and expected tau over whole rounds, and their ratios over the best-first tree of the same size."""
     wanted = {**{name: _settings(mine)[name] for name in ("head", "nodes")}, "builder": "best-first"}
     best_first = next((answers for answers in systems.values() if wanted.items() <= _settings(answers).items()), {})
-    single = {key: {"whole": 1, "expected": 1, "rounds": 1} for key in mine}
+    single = dict.fromkeys(mine, {"whole": 1, "expected": 1, "rounds": 1})
     ratios = {}
     for top, name in (("whole", "tau"), ("expected", "expected_tau")):
         ratios[name] = paired_ratio(mine, single, top, "rounds", resamples)
@@ -210,7 +198,6 @@ def paired_ratio(mine: Answers, theirs: Answers, top: str, bottom: str, resample
     Args:
       mine, theirs: records by (prompt, seed); only keys of both count.
       top, bottom: names of the two summed quantities.
-      resamples: number of draws of prompts, with replacement.
 
     Returns:
       {"value", "low", "high", "answers"}; None without a common answer or if a sum is zero. One prompt has no interval.
@@ -219,8 +206,7 @@ def paired_ratio(mine: Answers, theirs: Answers, top: str, bottom: str, resample
     prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompt for prompt, _ in common))}
     sums = np.zeros((4, len(prompts)))
     for key in common:
-        ours, other = mine[key], theirs[key]
-        sums[:, prompts[key[0]]] += (ours[top], ours[bottom], other[top], other[bottom])
+        sums[:, prompts[key[0]]] += [answers[key][name] for answers in (mine, theirs) for name in (top, bottom)]
     if not sums.sum(axis=1).all():
         return None
 
@@ -243,13 +229,11 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
     title = f"{settings['verifier']}, {settings['format']} prompts, batch {settings['batch_size']}"
     several = any(system["set"] for system in systems)
     keys = ["*prompts", "T", "*system"] if several else ["T", "*system"]
-    columns = [*keys, "responses", "tau", "per\nresponse", "tau ratio", "*over"]
-    tokens = make_table(f"{title}: tokens per round", columns)
+    columns = ["responses", "tau", "per\nresponse", "tau ratio", "*over"]
+    tokens = make_table(f"{title}: tokens per round", [*keys, *columns])
     speed = make_table(f"{title}: speed", [*keys, "tokens/s", "median", "speedup", "identical"])
-    whole = make_table(
-        "whole rounds: ratios over the best-first tree of the same number of nodes",
-        [*keys, "tau", "ratio", "expected ratio"],
-    )
+    columns = [*keys, "tau", "ratio", "expected ratio"]
+    whole = make_table("whole rounds: ratios over the best-first tree of the same number of nodes", columns)
     depth = max(len(system["acceptance_by_depth"]) for system in systems)
     depths = make_table("% of rounds that accept at least n draft tokens", [*keys, *map(str, range(1, depth + 1))])
     for system in systems:
@@ -271,7 +255,6 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
 
 
 def _phases(systems: Sequence[dict[str, Any]]) -> Table:
-    """Makes the table of the times of phases."""
     timed = {system["system"]: system["phases"] for system in systems if system["phases"]}
     phases = dict.fromkeys(phase for times in timed.values() for phase in times["ms"] if phase not in ("prefill", "step"))
     contexts = ", ".join(sorted({str(times["context"]) for times in timed.values()}))

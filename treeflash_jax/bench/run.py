@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,7 +31,6 @@ from treeflash_jax.bench.peers import Peer
 from treeflash_jax.bench.phases import Bench, check_sizes
 from treeflash_jax.bench.prompt_sets import BenchPrompt, PromptSet, chosen_prompts, empty_chat
 from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values, parse_ids
-from treeflash_jax.core.checks import fit
 from treeflash_jax.core.clock import slow
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import draft_options
@@ -44,34 +42,22 @@ REPEATS = 9  # timed samples of a phase
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
-    model.add_argument(
-        "--pair", nargs="+", metavar=("VERIFIER", "[LABEL=]DRAFTER"), default=["tiny", "tiny"],
-        help="verifier and one or more drafters: folders, Hub ids or names (default: tiny tiny)",
-    )  # fmt: skip
-    model.add_argument(
-        "--dtype", nargs="+", choices=("float32", "bfloat16", "float64"), default=[None],
-        help="dtypes, each of which adds its own systems (default: bfloat16, but float32 on a CPU without it)",
-    )  # fmt: skip
+    names, help = ("VERIFIER", "[LABEL=]DRAFTER"), "verifier and one or more drafters: folders, Hub ids or names"
+    model.add_argument("--pair", nargs="+", metavar=names, default=["tiny", "tiny"], help=f"{help} (default: tiny tiny)")
+    help = "dtypes, each of which adds its own systems (default: bfloat16, but float32 on a CPU without it)"
+    model.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16", "float64"), default=[None], help=help)
     add_fields(model, ModelOptions, "quantize thinking template budget")
     prompts = parser.add_argument_group("prompts")
     add_fields(prompts, PromptSet, several="prompts")
-    prompts.add_argument(
-        "--prompt-ids", metavar="IDS", help="one prompt of token ids, separated by spaces, instead of a file"
-    )
+    prompts.add_argument("--prompt-ids", metavar="IDS", help="token ids of one prompt, instead of files")
     chosen = parser.add_argument_group("systems")
-    chosen.add_argument(
-        "--systems", nargs="+", default=list(systems.SYSTEMS), metavar="NAME",
-        help=f"{', '.join(systems.SYSTEMS)}, or a tree like treeflash-32+hybrid+traversal@0.7:skeleton=0.5 (nodes, "
-        "builder, rule, drafter temperature, other settings)",
-    )  # fmt: skip
-    chosen.add_argument(
-        "--preset", choices=systems.PRESETS, action=systems.Preset,
-        help="rules: all lossless combinations of tree builder and acceptance rule, by default at temperature 1",
-    )  # fmt: skip
-    chosen.add_argument(
-        "--other", action="append", default=[], metavar="NAME=COMMAND",
-        help="another program that decodes greedily, as in bench/peers; may be given several times",
-    )  # fmt: skip
+    help = ", ".join(systems.SYSTEMS) + ", or a tree like treeflash-32+hybrid+traversal@0.7:skeleton=0.5 (nodes, builder, "
+    help += "rule, drafter temperature, other settings)"
+    chosen.add_argument("--systems", nargs="+", default=list(systems.SYSTEMS), metavar="NAME", help=help)
+    help = "rules: all lossless combinations of tree builder and acceptance rule, by default at temperature 1"
+    chosen.add_argument("--preset", choices=systems.PRESETS, action=systems.Preset, help=help)
+    help = "another program that decodes greedily, as in bench/peers; may be given several times"
+    chosen.add_argument("--other", action="append", default=[], metavar="NAME=COMMAND", help=help)
     by_name = "head builder acceptance selector drafter_temperature"  # what the names of systems choose
     add_fields(chosen, TreeConfig, without=by_name, several="nodes", nodes=[16])
     add_fields(chosen, draft_options(), without=by_name)
@@ -79,30 +65,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options = "max_new_tokens temperature top_k top_p seed stop_ids"
     add_fields(sampling, SamplingConfig, options, several="temperature seed", temperature=[0.0], seed=[0])
     add_fields(sampling, RuntimeConfig, "batch_size expected_lengths attention", batch_size=1)
-    sampling.add_argument(
-        "--phases", type=int, metavar="CONTEXT", help="also time the phases of a round, after this number of tokens"
-    )
+    help = "also time the phases of a round, after this number of tokens"
+    sampling.add_argument("--phases", type=int, metavar="CONTEXT", help=help)
     sampling.add_argument("--out", required=True, metavar="FILE", help="JSONL that results are appended to")
     sampling.add_argument("--plot", metavar="FILE", help="picture of tokens per round over nodes (needs matplotlib)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures the answers that the output file lacks, then prints the summary of all of them.
-
-    Raises:
-      ValueError: bad prompts, systems, settings or output; nothing that was measured before is lost.
-    """
-    chosen = systems.parse_systems(arguments.systems, arguments.nodes)
-    if arguments.prompt_ids:
-        prompts = [BenchPrompt(id="ids", ids=parse_ids(arguments.prompt_ids))]
-    else:
-        prompts = chosen_prompts(arguments)
+    """Measures the answers that the output file lacks, then prints the summary of all of them."""
+    chosen, ids = systems.parse_systems(arguments.systems, arguments.nodes), arguments.prompt_ids
+    prompts = [BenchPrompt(id="ids", ids=parse_ids(ids))] if ids else chosen_prompts(arguments)
     temperatures, seeds = (list(dict.fromkeys(values)) for values in (arguments.temperature, arguments.seed))
     if arguments.other and (max(temperatures) > 0 or arguments.batch_size != 1):
-        raise ValueError(
-            "got --other with a temperature above 0 or a batch, expected greedy decoding of one prompt at a time"
-        )
+        raise ValueError("got --other with a temperature above 0 or a batch, expected greedy decoding of single prompts")
     records, size = bench_records.read_results(arguments.out)
     plots.check(arguments.plot)
     with ExitStack() as stack:
@@ -112,13 +88,16 @@ def run(arguments: argparse.Namespace) -> int:
             name, _, command = other.partition("=")
             peer = Peer(name=name, model=base.model, config=base.config, pair=base.pair, command=command)
             measured.append(stack.enter_context(peer))
-        check(measured, prompts, arguments.format, records, arguments.out, temperatures, seeds)
+        sampling = {"temperature": temperatures, "seed": seeds}
+        for system in measured:
+            resolve(system.config, sampling, system.model.verifier, system.model.drafter)
+        check(measured, prompts, arguments.format, records, arguments.out)
         phases = {record["system"]: record["phases"] for record in records if record.get("phases")}
         if arguments.phases is not None:
-            phases |= time_phases(measured, fit(int, arguments.phases, "--phases", least=1), temperatures[0], phases)
+            phases |= time_phases(measured, arguments.phases, temperatures[0], phases)
         output = stack.enter_context(bench_records.open_results(arguments.out, size))
-        sampling = {"temperatures": temperatures, "seeds": seeds}
-        for record in harness.measure(measured, prompts, format=arguments.format, known=tuple(records), **sampling):
+        settings = {"format": arguments.format, "temperatures": temperatures, "seeds": seeds}
+        for record in harness.measure(measured, prompts, known=tuple(records), **settings):
             records.append(record | {"phases": phases.get(record["system"])})
             output.write(json.dumps(records[-1]).encode() + b"\n")
             output.flush()
@@ -134,9 +113,6 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
 
     With several drafters, a system's name ends with its drafter; with several dtypes, with its dtype. Each of several
     drafters gets the options that it has.
-
-    Raises:
-      ValueError: no drafter, two drafters of one label, settings that a pair does not support.
     """
     if "float64" in arguments.dtype:
         jax.config.update("jax_enable_x64", True)
@@ -144,9 +120,8 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     labels = {label or name: name for label, _, name in (word.rpartition("=") for word in words)}
     if not words or len(labels) < len(words):
         raise ValueError(f"got --pair {' '.join(arguments.pair)}, expected a verifier and drafters of different labels")
-    shared = option_values(arguments, settings_class())
-    for name in ("nodes", "temperature", "seed"):
-        del shared[name]
+    listed, shared = ("nodes", "temperature", "seed"), option_values(arguments, settings_class())
+    shared = {name: value for name, value in shared.items() if name not in listed}
     loaded: dict[str, System] = {}
     for dtype, (label, drafter) in product(arguments.dtype, labels.items()):
         with slow(f"loading {verifier} and {drafter}"):
@@ -154,7 +129,8 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
         for other in loaded.values():
             if other.model.dtype == model.dtype:  # keeps one copy of the verifier
                 model.weights = Weights(other.model.weights.verifier, model.weights.drafter)
-        lacks = _missing_options(model)
+        every, its = (fields(options) for options in (draft_options(), drafters.of(model.drafter).OPTIONS))
+        lacks = {option.name for option in every} - {option.name for option in its}
         missing = lacks if len(labels) > 1 else set()
         for name, system in chosen.items():
             if "head" in missing and system.get("head") == "marginal" and "builder" not in system:
@@ -171,26 +147,16 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     return list(loaded.values())
 
 
-def _missing_options(model: tf.TreeFlash) -> set[str]:
-    """Returns the options of other drafters that this one lacks."""
-    every, its = (fields(options) for options in (draft_options(), drafters.of(model.drafter).OPTIONS))
-    return {option.name for option in every} - {option.name for option in its}
-
-
 def time_phases(
     measured: Sequence[System], context: int, temperature: float, known: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Times the phases of a round of every system that drafts; those whose trees a policy chooses are left out.
 
     Args:
-      context: tokens in the cache.
       known: systems that are not measured again.
 
     Returns:
       By system, {"context", "ms"}: tokens in the cache, and the median time of every phase; "step" is that of one token.
-
-    Raises:
-      ValueError: a context that leaves no room for the timed rounds.
     """
     groups: dict[Any, dict[str, DecodePlan]] = {}  # systems that differ in nodes alone
     models, times = {id(system.model): system.model for system in measured}, {}
@@ -202,7 +168,7 @@ def time_phases(
     sizes = {"batch": measured[0].config.batch_size, "context": context}
     for (model, _), plans in groups.items():
         model, several = models[model], list({plan.num_nodes: plan for plan in plans.values()}.values())
-        check_sizes(model.verifier, several, [sizes["batch"]], [context], model.mesh)
+        check_sizes(several, [sizes["batch"]], [context], model.mesh)
         with slow(f"timing the phases of {', '.join(plans)}"):
             medians = Bench(model, several, temperature=temperature, **sizes).medians(REPEATS)
         for name, plan in plans.items():
@@ -212,24 +178,12 @@ def time_phases(
 
 
 def check(
-    measured: Sequence[System],
-    prompts: Sequence[BenchPrompt],
-    format: str,
-    earlier: Sequence[Record],
-    path: str | Path,
-    temperatures: Sequence[float] = (0.0,),
-    seeds: Sequence[int] = (0,),
+    measured: Sequence[System], prompts: Sequence[BenchPrompt], format: str, earlier: Sequence[Record], path: str
 ) -> None:
-    """Refuses settings and prompts that the pair does not support or that differ from earlier records of the file.
-
-    Raises:
-      ValueError: unsupported settings, prompts that are too long, other settings or texts than before.
-    """
+    """Refuses prompts that the pair does not support, and settings and prompts that differ from earlier records."""
     for system in measured:
-        model, config = system.model, system.config
-        resolve(config, {"temperature": temperatures, "seed": seeds}, model.verifier, model.drafter)
         settings = system.settings() | {"format": format}
-        ours = {"system": system.name, "settings": settings, **harness.environment(model)}
+        ours = {"system": system.name, "settings": settings, **harness.environment(system.model)}
         for record in earlier:
             if change := bench_records.difference(ours, record):
                 raise ValueError(f"{path}: {change} in the file; write to another file")
@@ -243,7 +197,5 @@ def check(
             raise ValueError(f"prompt {prompt.id!r}: got {got}, expected one turn alone with the format raw")
         length = len(measured[0].model.encode(empty_chat(prompt, format))) + len(prompt.turns) * new_tokens
         if length > most:
-            raise ValueError(
-                f"prompt {prompt.id!r}: got {length} tokens, {new_tokens} new ones a turn included, "
-                f"expected at most {most} (the verifier's context)"
-            )
+            got = f"{length} tokens, {new_tokens} new ones a turn included"
+            raise ValueError(f"prompt {prompt.id!r}: got {got}, expected at most {most} (the verifier's context)")

@@ -89,11 +89,8 @@ def add_arguments(parser: Any, *, required: bool = False) -> None:
     default = "" if required else " (default: tiny)"
     known = f"one of {', '.join(VERIFIERS)}, or a verifier's config.json or its folder{default}"
     parser.add_argument("--shape", required=required, help=known)
-    parser.add_argument(
-        "--drafter-shape",
-        metavar="FILE",
-        help="a drafter's config.json, the name of a language model, or ngram (default: the published sizes)",
-    )
+    known = "a drafter's config.json, the name of a language model, or ngram (default: the published sizes)"
+    parser.add_argument("--drafter-shape", metavar="FILE", help=known)
 
 
 def add_tree_arguments(parser: Any) -> None:
@@ -105,15 +102,11 @@ def add_tree_arguments(parser: Any) -> None:
 
 def describe_tree(plan: DecodePlan) -> dict[str, Any]:
     """Returns what a plan's rounds draft and verify, for a record."""
-    sizes = plan.draft, plan.drafter
-    options = {option.name: [getattr(size, option.name, None) for size in sizes] for option in fields(draft_options())}
-    return {
-        "nodes": plan.num_nodes,
-        **{name: first if first is not None else second for name, (first, second) in options.items()},
-        "builder": plan.builder,
-        "acceptance": plan.rule,
-        "attention": plan.attention,
-    }
+    options = {"nodes": plan.num_nodes}
+    for option in fields(draft_options()):
+        first, second = (getattr(size, option.name, None) for size in (plan.draft, plan.drafter))
+        options[option.name] = second if first is None else first
+    return options | {"builder": plan.builder, "acceptance": plan.rule, "attention": plan.attention}
 
 
 def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig, DrafterSizes]:
@@ -121,8 +114,7 @@ def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig
 
     Args:
       shape: a key of VERIFIERS, a config.json, its folder, or a GGUF file.
-      drafter_shape: config.json or folder of a drafter or, for a language model that drafts, what `shape` may be; "ngram".
-        None: `find_drafter`.
+      drafter_shape: key of VERIFIERS, name, config.json or folder of a drafter. None: `find_drafter`.
 
     Raises:
       ValueError: an unknown name, a config that is not implemented, or a drafter that does not fit.
@@ -151,20 +143,18 @@ def find_verifier(name: str) -> ModelConfig:
     return models.read_verifier_config(name)
 
 
-def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None, block_size: int = 16) -> DrafterConfig:
+def find_drafter(verifier: ModelConfig) -> DrafterConfig:
     """Returns the shipped drafter for the shipped verifier, otherwise a TreeFlash drafter of the published sizes.
 
     It has the verifier's widths, five layers (eight for a mixture of experts) that read five of its layers, blocks of 16.
     """
     if verifier == VERIFIERS["tiny"]:
         return models.read_drafter_config(locate("tiny", "drafter"))
-    taps = num_layers or 5
-    num_layers = num_layers or (8 if verifier.num_experts else 5)
     return DrafterConfig(
-        layers=fresh_layers(verifier, num_layers),
-        block_size=block_size,
+        layers=fresh_layers(verifier, 8 if verifier.num_experts else 5),
+        block_size=16,
         mask_token_id=verifier.vocab_size - 1,
-        target_layer_ids=default_target_layers(verifier.num_layers, taps),
+        target_layer_ids=default_target_layers(verifier.num_layers, 5),
         num_target_layers=verifier.num_layers,
         head="mlp",
     )
@@ -186,7 +176,6 @@ def random_pair(
     No matrix is zero, since zeros multiply faster than other numbers. Weights that start training from zero are small, so
     that trees fill up as those of a trained head.
     """
-    quantized.check_scheme(quantize)
     specs = verifier.specs(model), drafters.of(drafter).specs(drafter)
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs, is_leaf=is_spec))))
 
@@ -196,10 +185,8 @@ def random_pair(
         weight = _normal(spec.shape, jnp.dtype(dtype), place)(next(keys), center, scale)
         return quantized.compress(weight, spec, scheme=scheme, mesh=mesh)
 
-    weights = (
-        jax.tree.map(partial(draw, scheme=scheme), tree, is_leaf=is_spec)
-        for tree, scheme in zip(specs, (quantize, None), strict=True)
-    )
+    schemes = quantize, None
+    weights = (jax.tree.map(partial(draw, scheme=s), tree, is_leaf=is_spec) for tree, s in zip(specs, schemes, strict=True))
     return TreeFlash(model, Weights(*weights), drafter=drafter, mesh=mesh)
 
 

@@ -67,16 +67,13 @@ class Preset(argparse.Action):
 
 
 def parse_systems(names: Sequence[str], nodes: Sequence[int | str]) -> dict[str, dict[str, Any]]:
-    """Returns fields of GenerateConfig by system name.
-
-    Args:
-      names: names as this module describes them.
-      nodes: numbers of nodes of the trees whose name gives none.
+    """Returns fields of GenerateConfig by system name; trees whose name gives no number of nodes get each of `nodes`.
 
     Raises:
-      ValueError: an unknown system or setting, or fewer nodes than one.
+      ValueError: an unknown system or setting.
     """
-    systems: dict[str, dict[str, Any]] = {}
+    checks, systems = field_checks(settings_class()), dict[str, dict[str, Any]]()
+    known = [field.name for group in (draft_options(), TreeConfig) for field in fields(group) if field.name != "nodes"]
     for name in names:
         match = NAME.fullmatch(name)
         base, size, builder, rule, temperature, settings = match.groups() if match else (None,) * 6
@@ -91,24 +88,14 @@ def parse_systems(names: Sequence[str], nodes: Sequence[int | str]) -> dict[str,
             )
         system = system | (BRANCHING[builder] | {"acceptance": rule} if builder else {})
         system |= {"drafter_temperature": float(temperature)} if temperature else {}
-        system |= _parse_settings(settings)
+        for setting, value in re.findall(r":(\w+)=(.+?)(?=:\w+=|$)", settings):
+            if setting not in known:
+                raise ValueError(f"got setting {setting!r} of a system, expected one of {', '.join(known)}")
+            system[setting] = checks[setting](value, from_text=True)
         if not is_tree:
             systems[name] = system
             continue
         ending = name.removeprefix(base if size is None else f"{base}-{size}")
         for count in nodes if size is None else [size if size == "auto" else int(size)]:
-            if count != "auto" and count < 1:
-                raise ValueError(f"got nodes {count}, expected at least 1 (the root counts)")
             systems[f"{base}-{count}{ending}"] = system | {"nodes": count}
     return systems
-
-
-def _parse_settings(text: str) -> dict[str, Any]:
-    """Parses the settings that end a name, ":name=value:name=value"."""
-    checks, settings = field_checks(settings_class()), {}
-    known = [field.name for group in (draft_options(), TreeConfig) for field in fields(group) if field.name != "nodes"]
-    for setting, value in re.findall(r":(\w+)=(.+?)(?=:\w+=|$)", text):
-        if setting not in known:
-            raise ValueError(f"got setting {setting!r} of a system, expected one of {', '.join(known)}")
-        settings[setting] = checks[setting](value, from_text=True)
-    return settings

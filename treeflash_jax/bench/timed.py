@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from treeflash_jax.bench.bars import Tell
 from treeflash_jax.core import sharding
 from treeflash_jax.models.ceilings import Ceilings
 from treeflash_jax.models.costs import Work
@@ -29,9 +28,8 @@ class Timed:
     Attributes:
       nodes: nodes of the tree; None if the phase does not depend on them.
       prepare: returns, for a number of calls, a function that enqueues them and returns an array to wait for.
-      least, most: limits of the number of calls per sample.
+      least, most: limits of `calls`, the number of calls per sample.
       units: divides the time of a call (tokens of a prefill).
-      calls: number of calls per sample.
       seconds: time of one unit, per sample.
     """
 
@@ -62,40 +60,14 @@ class Timed:
     def summarise(self, work: Work, ceilings: Ceilings) -> dict[str, Any]:
         """Returns milliseconds (median and quartiles) of one call or token, beside the floor of its work."""
         low, median, high = (1e3 * float(x) for x in np.percentile(self.seconds, (25, 50, 75)))
-        return {
-            "phase": self.phase,
-            "nodes": self.nodes,
-            "ms": median,
-            "low_ms": low,
-            "high_ms": high,
-            "floor_ms": 1e3 * work.seconds(ceilings),
-            "bytes": work.bytes,
-            "flops": work.flops,
-            "samples": len(self.seconds),
-            "calls": self.calls,
-        }
-
-
-def sample_in_turn(phases: list[Timed], repeats: int, tell: Tell) -> None:
-    """Takes the samples of all phases, in an order that rotates."""
-    for timed in phases:
-        tell(f"trying {timed.phase}" + (f" of {timed.nodes} nodes" if timed.nodes else ""))
-        timed.calibrate(repeats)
-    for turn in range(repeats):
-        tell(f"sample {turn + 1} of {repeats}")
-        at = turn % len(phases)
-        for timed in phases[at:] + phases[:at]:
-            if len(timed.seconds) < timed.samples:
-                timed.seconds.append(timed.sample())
+        times = {"ms": median, "low_ms": low, "high_ms": high, "floor_ms": 1e3 * work.seconds(ceilings)}
+        counts = {"bytes": work.bytes, "flops": work.flops, "samples": len(self.seconds), "calls": self.calls}
+        return {"phase": self.phase, "nodes": self.nodes} | times | counts
 
 
 @contextmanager
 def running(mesh: Any, where: str) -> Iterator[None]:
-    """Enters the mesh, and turns exhausted memory into an error of one line.
-
-    Raises:
-      ValueError: too little memory on the devices.
-    """
+    """Enters the mesh, and turns exhausted memory into a ValueError of one line."""
     try:
         with sharding.ambient(mesh):
             yield

@@ -15,11 +15,7 @@ from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES
 
 # Targets of the compiler: multiprocessors, compute capability, L2 cache, shared memory of a multiprocessor.
 # Source: NVIDIA's data sheets.
-GPUS = {
-    "a100": (108, 8, 40 * 2**20, 167_936),
-    "h100": (132, 9, 50 * 2**20, 233_472),
-    "h200": (132, 9, 50 * 2**20, 233_472),
-}
+GPUS = {"a100": (108, 8, 40 * 2**20, 167_936), "h100": (132, 9, 50 * 2**20, 233_472), "h200": (132, 9, 50 * 2**20, 233_472)}
 _GPU_TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -49,11 +45,7 @@ device_description_str: "{name}"
 
 
 def read_kept(path: Path | None, key: str) -> dict[str, Any]:
-    """Reads the results of a JSON file whose values hold `key`; {} if there is none yet.
-
-    Raises:
-      ValueError: a file of anything else, or one that cannot be written.
-    """
+    """Reads the results of a JSON file whose values hold `key`; {} if there is none yet. Raises ValueError for others."""
     if path is None:
         return {}
     files.check_output(path, files.json_with(key, inside=True))
@@ -63,10 +55,7 @@ def read_kept(path: Path | None, key: str) -> dict[str, Any]:
 def find_devices(topology: str | None) -> list[Any]:
     """Returns the devices at hand, or those of a topology: TPUs (v5e:4x4), or GPUs of one machine (h200, h200:8).
 
-    With a topology, the devices at hand stay unused.
-
-    Raises:
-      ValueError: no compiler for the topology here, or no such topology.
+    With a topology, the devices at hand stay unused. Raises ValueError if it is unknown or has no compiler here.
     """
     if topology is None:
         return jax.devices()

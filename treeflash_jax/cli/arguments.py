@@ -1,7 +1,6 @@
 """Options of commands, made from the fields of dataclasses; the options of models and prompts.
 
-`add_fields` adds an option per field, with its declared type, limits, default, choices, unit and help; `option_values`
-returns their values.
+`add_fields` adds an option per field; `option_values` returns their values.
 """
 
 from __future__ import annotations
@@ -106,22 +105,19 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"got {quoted(value)}, {known}")
 
     def _did_you_mean(self, word: str) -> str:
-        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
-        options = [option for action in shown for option in action.option_strings]
+        options = [option for a in self._actions if a.help != argparse.SUPPRESS for option in a.option_strings]
         names = {option.lstrip("-").replace("-", "_"): option for option in options}
         meant = suggestion(word.partition("=")[0].lstrip("-").replace("-", "_"), names)
         return f"; did you mean {names[meant]}?" if meant else ""
 
     def format_help(self) -> str:
         """Returns the help text; its usage line names only required arguments."""
-        if self.usage is None:
-            words = ["%(prog)s [options]"]
-            for action in self._actions:
-                if not action.option_strings:
-                    words.append(f"[{action.metavar} ...]" if action.nargs == "*" else action.metavar or action.dest)
-                elif action.required:
-                    words.append(f"{action.option_strings[0]} {action.metavar}")
-            self.usage = " ".join(words)
+        words = ["%(prog)s [options]"]
+        for action in self._actions:
+            if action.required or not action.option_strings:
+                word = action.metavar or action.dest
+                words += [f"[{word} ...]"] if action.nargs == "*" else [*action.option_strings[:1], word]
+        self.usage = " ".join(words)
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
@@ -142,10 +138,8 @@ def add_fields(
     """Adds an option for every field of a dataclass, with its type, limits, default, choices, unit and help.
 
     Args:
-      parser: parser, or group of options.
       cls: dataclass with fields declared by `checks.bounded`.
-      names: names of the fields to add, separated by spaces; empty for all.
-      without: names of fields to omit.
+      names: names of the fields to add, separated by spaces; empty for all. `without` those.
       several: names of fields whose option accepts a list of values.
       basic: true adds only basic fields, false only the others, None both.
       **defaults: defaults that replace those of the fields.
@@ -163,9 +157,8 @@ def add_fields(
 
 def _option(setting: Field, kind: Any, check: Callable[..., Any], default: Any) -> dict[str, Any]:
     """Returns the arguments of `add_argument` for a field; `check` parses and checks its value."""
-    parts = [
-        part for part in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)) if part is not NoneType
-    ]
+    parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else [kind]
+    parts = [part for part in parts if part is not NoneType]
     words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
     usual = default_text(setting) if default is setting.default else str(default).strip("[]").replace(",", "")
     text = (setting.metadata["help"] + (f" (default: {usual})" if usual else "")).replace("%", "%%")
@@ -229,5 +222,4 @@ def _read(path: str) -> str:
 
 
 def parse_ids(text: str) -> list[int]:
-    """Parses token ids like "3 4 5". Raises ValueError for other text."""
     return fit(list[int], text.replace(",", " ").split(), "--prompt-ids", from_text=True)

@@ -28,10 +28,6 @@ def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -
     A turn that fails (for example, a conversation longer than the context) is reported in one line and removed; Ctrl-C ends
     the answer and keeps its text so far.
 
-    Args:
-      model: model whose tokenizer has a chat template; without a drafter it decodes one token at a time.
-      **settings: fields of GenerateConfig.
-
     Raises:
       ValueError: a model without a chat template, or invalid settings; raised before the first turn.
     """
@@ -51,8 +47,7 @@ def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -
         try:
             message = console.input("[bold]you:[/bold] ").strip()
         except (EOFError, KeyboardInterrupt):
-            console.print()
-            return
+            return console.print()
         if message in ("/quit", "/exit"):
             return
         if message == "/reset":
@@ -74,8 +69,7 @@ def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -
 def _draw(console: Console, last: Result | None) -> None:
     """Draws the draft tree of the last answer's round that accepted most, or prints why there is none."""
     if last is None:
-        console.print("no draft tree yet: no answer was finished")
-        return
+        return console.print("no draft tree yet: no answer was finished")
     longest = max(range(len(last.accept_lengths)), key=last.accept_lengths.__getitem__, default=0)
     try:
         console.print(str(last.tree(longest)), markup=False)
@@ -111,9 +105,7 @@ class Lines:
     """Prints a growing text, wrapped at words in a terminal. The last word is printed once it is complete."""
 
     def __init__(self, console: Console):
-        self.console = console
-        self.column = 0
-        self.held = ""
+        self.console, self.column, self.held = console, 0, ""
 
     def write(self, text: str) -> None:
         """Prints the text so far except for its last word, which may still grow."""
@@ -149,8 +141,7 @@ def ignored_keyboard() -> Iterator[None]:
         return
     import termios
 
-    before = termios.tcgetattr(sys.stdin)
-    silent = [*before]
+    silent = [*(before := termios.tcgetattr(sys.stdin))]
     silent[3] &= ~termios.ECHO
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, silent)
     try:

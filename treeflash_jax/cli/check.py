@@ -45,8 +45,7 @@ class Divergence:
     def is_near_tie(self, limit: float | None = None) -> bool:
         """True if rounding explains the difference: matrix products over one and over many tokens round differently.
 
-        Args:
-          limit: largest gap of a near-tie; None for ROUNDINGS units of rounding, at least NEAR_TIE.
+        The largest gap is `limit` or, if it is None, ROUNDINGS units of rounding, at least NEAR_TIE.
         """
         limit = max(NEAR_TIE, ROUNDINGS * self.rounding) if limit is None else limit
         return self.gap is not None and self.gap <= limit
@@ -54,17 +53,11 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One prompt, decoded with and without drafting.
-
-    Attributes:
-      divergence: first difference; None if the answers are equal.
-      quantize: quantization scheme of the verifier; see `meaning`.
-    """
+    """One prompt, decoded with and without drafting, and the first difference; None if the answers are equal."""
 
     drafted: Result
     plain: Result
     divergence: Divergence | None
-    quantize: str | None = None
 
     def passed(self, near_tie: float | None = None) -> bool:
         """True if the answers are equal up to near-ties; see `Divergence.is_near_tie`."""
@@ -81,15 +74,15 @@ def check(model: TreeFlash, prompts: Sequence[Prompt], **settings: Unpack[Settin
     if model.drafter is None:
         raise ValueError(f"{NO_DRAFTER}, expected one: without it there is nothing to compare")
     config = resolve(None, settings, model.verifier, model.drafter)
-    if config.builder != "none" and choose_tree(config)[1] != "sample-and-match" and np.max(config.temperature) > 0:
-        rule = choose_tree(config)[1]
+    builder, rule, _ = choose_tree(config)
+    if config.builder != "none" and rule != "sample-and-match" and np.max(config.temperature) > 0:
         raise ValueError(f"got acceptance {rule!r} at temperature above 0, expected 'sample-and-match' to compare answers")
     # An explicit builder disables the choice by temperature: sampled trees give other samples.
-    drafted = model.generate(prompts, **settings | {"builder": choose_tree(config)[0]})
+    drafted = model.generate(prompts, **settings | {"builder": builder})
     plain = model.generate(prompts, **settings | {"builder": "none"})
     requests = make_requests([result.prompt_ids for result in plain[:: config.samples]], config, model.verifier)
     return [
-        Check(drafted=a, plain=b, divergence=divergence(model, request, a.ids, b.ids), quantize=model.quantize)
+        Check(drafted=a, plain=b, divergence=divergence(model, request, a.ids, b.ids))
         for request, a, b in zip(requests, drafted, plain, strict=True)
     ]
 

@@ -64,36 +64,30 @@ def _add_commands(parser: argparse.ArgumentParser, metavar: str) -> Any:
     return parser.add_subparsers(metavar=metavar, parser_class=Parser)
 
 
-def _add_basic(parser: argparse.ArgumentParser, without: str = "") -> None:
-    """Adds the basic options of the model and of GenerateConfig."""
+def _add_settings(parser: argparse.ArgumentParser, without: str = "") -> Any:
+    """Adds the options of the model and of GenerateConfig; returns a group for those of output, after the basic ones."""
     add_fields(parser.add_argument_group("model"), ModelOptions, basic=True)
     add_fields(parser.add_argument_group("settings"), settings_class(), basic=True, without=without)
-
-
-def _add_advanced(parser: argparse.ArgumentParser, without: str = "") -> None:
-    """Adds all other options of the model and of GenerateConfig."""
+    output = parser.add_argument_group("output")
     add_fields(parser.add_argument_group("advanced: model"), ModelOptions, basic=False)
     for title, group in groups().items():
         add_fields(parser.add_argument_group(f"advanced: {title}"), group, basic=False, without=without)
     for name in REFUSED:
         parser.add_argument("--" + name.replace("_", "-"), help=argparse.SUPPRESS)
+    return output
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
     """Answers prompts, by default with smollm2 if its weights are on this machine, otherwise with the toy pair tiny."""
     add_prompts(parser)
-    _add_basic(parser)
-    output = parser.add_argument_group("output")
+    output = _add_settings(parser)
     output.add_argument("--json", action="store_true", help="print one JSON object per answer, with all results")
-    _add_advanced(parser)
     parser.set_defaults(run=_generate)
 
 
 def _chat_options(parser: argparse.ArgumentParser) -> None:
     """Starts a conversation; answers are printed as they are decoded."""
-    unused = "samples batch_size log_probs expected_lengths"
-    _add_basic(parser, without=unused)
-    _add_advanced(parser, without=unused)
+    _add_settings(parser, without="samples batch_size log_probs expected_lengths")
     parser.set_defaults(run=_chat)
 
 
@@ -104,18 +98,11 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
     rounding decides between them. The exit status is 1 if a prompt fails.
     """
     add_prompts(parser)
-    unused = "samples log_probs expected_lengths"
-    _add_basic(parser, without=unused)
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--near-tie",
-        type=float,
-        metavar="GAP",
-        help=f"largest gap between the two logits of a near-tie (default: {NEAR_TIE:g} or {ROUNDINGS} units of rounding in "
-        "the compute dtype, whichever is larger)",
-    )
+    output = _add_settings(parser, without="samples log_probs expected_lengths")
+    usual = f"{NEAR_TIE:g} or {ROUNDINGS} units of rounding in the compute dtype, whichever is larger"
+    help = f"largest gap between the two logits of a near-tie (default: {usual})"
+    output.add_argument("--near-tie", type=float, metavar="GAP", help=help)
     output.add_argument("--json", action="store_true", help="print one JSON object per prompt")
-    _add_advanced(parser, without=unused)
     parser.set_defaults(run=_check)
 
 
@@ -123,11 +110,8 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     """Writes a GGUF file as a Hugging Face folder, or a drafter in another layout with unchanged weights."""
     parser.add_argument("source", help="GGUF file, or folder of a DFlash or TreeFlash drafter")
     parser.add_argument("target", help="folder to write; it must not exist")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="dtype of the weights of a GGUF file (default: float32, which is exact)",
-    )
+    help = "dtype of the weights of a GGUF file (default: float32, which is exact)"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=help)
     parser.add_argument("--to", choices=dialects.written("drafter"), help="layout in which to write a drafter")
     parser.add_argument("--drop-head", action="store_true", help="do not write a trained head; the DFlash layout has none")
     parser.set_defaults(run=_convert)
@@ -144,12 +128,9 @@ _calibrate_options.__doc__ = calibrate.__doc__
 
 def _demo_options(parser: argparse.ArgumentParser) -> None:
     """Answers three prompts one token at a time and with drafting, side by side, draws a draft tree, and compares times."""
-    parser.add_argument(
-        "--pair",
-        choices=("smollm2", "tiny"),
-        help="smollm2: SmolLM2-135M-Instruct, with n-grams in place of its drafter on CPUs without bfloat16 instructions; "
-        "tiny: a toy model that ships with the package (default: smollm2 if its weights are on this machine, else tiny)",
-    )
+    help = "smollm2: SmolLM2-135M-Instruct, with n-grams in place of its drafter on CPUs without bfloat16 instructions; "
+    help += "tiny: a toy model that ships with the package (default: smollm2 if its weights are on this machine, else tiny)"
+    parser.add_argument("--pair", choices=("smollm2", "tiny"), help=help)
     add_fields(parser, GenerateConfig, "max_new_tokens", max_new_tokens=160)
     add_fields(parser, MeasuredSizes, "repeats", repeats=2)
     parser.add_argument("--svg", metavar="FILE", help="write a picture of the demo")
@@ -183,6 +164,10 @@ def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return option_values(arguments, settings_class())
 
 
+PRINTED = "text ids builder accept_lengths cut tau tokens_per_second compile_seconds finished".split()
+PRINTED += ["log_probs", "expected_lengths", "nodes"]  # of answers that have them
+
+
 def _generate(arguments: argparse.Namespace) -> int:
     settings, prompts = given_settings(arguments), parse_prompts(arguments)
     model = _load(arguments)
@@ -192,7 +177,8 @@ def _generate(arguments: argparse.Namespace) -> int:
             print(result.text, end="", flush=True)
             continue
         if arguments.json:
-            print(json.dumps(_record(result)))
+            values = {name: getattr(result, name) for name in PRINTED}
+            print(json.dumps({name: value for name, value in values.items() if value is not None}))
             continue
         print("" if is_streamed else " ".join(map(str, result.ids)) if result.text is None else result.text)
         print(
@@ -219,7 +205,7 @@ def _check(arguments: argparse.Namespace) -> int:
         means = explanation(apart, model.dtype, limit) if apart else None
         if arguments.json:
             record = {"verdict": verdict, "identical": apart is None, "tokens": len(case.plain.ids)}
-            record |= {"tau": case.drafted.tau, "quantize": case.quantize, "meaning": meaning(case.quantize)}
+            record |= {"tau": case.drafted.tau, "quantize": model.quantize, "meaning": meaning(model.quantize)}
             print(json.dumps(record | {"divergence": asdict(apart) | {"meaning": means} if apart else None}))
         elif apart is None:
             print(f"prompt {index}: {verdict}, identical, {len(case.plain.ids)} tokens, tau {case.drafted.tau:.2f}")
@@ -247,12 +233,6 @@ def _convert(arguments: argparse.Namespace) -> int:
         conversions.convert_drafter(arguments.source, arguments.target, arguments.to, drop_head=arguments.drop_head)
     print(f"wrote {arguments.target}")
     return 0
-
-
-def _record(result: Any) -> dict[str, Any]:
-    names = "text ids builder accept_lengths cut tau tokens_per_second compile_seconds finished"
-    names += " log_probs expected_lengths nodes"  # of answers that have them
-    return {name: value for name in names.split() if (value := getattr(result, name)) is not None}
 
 
 COMMANDS = {

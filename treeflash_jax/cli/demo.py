@@ -84,7 +84,6 @@ def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2,
     Args:
       pair: a key of DEMOS; None: `pairs.default_verifier`.
       max_new_tokens: most tokens of an answer; a longer one is shown up to its last whole sentence.
-      repeats: timed runs of each way of decoding.
       svg: file for a picture of the demo: the streams of the last prompt when the first one ends, the tree and the table.
     """
     console, logger = Console(highlight=False), logging.getLogger("treeflash_jax")
@@ -100,10 +99,9 @@ def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2,
             model = tf.load(pair, drafter=demo.drafter)
         console.print(demo.text + "\n")
         shared = {"max_new_tokens": max_new_tokens, "batch_size": 1}
-        systems = [
-            System(name=name, model=model, config=tf.GenerateConfig(**shared, **settings))
-            for name, settings in ((PLAIN, {"builder": "none"}), (demo.drafted, demo.settings))
-        ]
+        ways = {PLAIN: {"builder": "none"}, demo.drafted: demo.settings}
+        configs = {name: tf.GenerateConfig(**shared, **settings) for name, settings in ways.items()}
+        systems = [System(name=name, model=model, config=config) for name, config in configs.items()]
         compiled = {system.name: Future() for system in systems}
         background.wait()  # a job of an earlier call would keep this one from starting
         background.start(lambda: _compile(systems, demo.prompts.values(), compiled))

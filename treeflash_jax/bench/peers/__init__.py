@@ -22,9 +22,7 @@ class Peer(System):
     It reads {"prompt": ids, "max_new_tokens": n, "stop_ids": ids} and decodes greedily. It answers {"ids": [...],
     "seconds": s}, or {"text": "...", "tokens": n, "seconds": s}; seconds include reading the prompt.
 
-    Attributes:
-      model, config: those of this library that it is compared with; they give prompt and stop ids.
-      command: the program with its arguments.
+    `model` and `config`, with which it is compared, give prompt and stop ids.
 
     Example:
       >>> with Peer(name="other", model=model, config=config, command="python other.py") as peer:
@@ -53,19 +51,9 @@ class Peer(System):
             ids = self.model.encode(prompt)
             answer = self._ask({"prompt": ids} | settings)
             count = answer.get("tokens") or len(answer.get("ids", ()))
-            results.append(
-                tf.Result(
-                    text=answer.get("text"),
-                    ids=answer.get("ids", []),
-                    prompt_ids=ids,
-                    builder=PEER,
-                    accept_lengths=[],
-                    finished="stop",
-                    seconds=answer["seconds"],
-                    compile_seconds=0.0,
-                    tokens_per_second=count / answer["seconds"],
-                )
-            )
+            given = {"text": answer.get("text"), "ids": answer.get("ids", []), "seconds": answer["seconds"]}
+            given |= {"prompt_ids": ids, "tokens_per_second": count / answer["seconds"], "compile_seconds": 0.0}
+            results.append(tf.Result(**given, builder=PEER, accept_lengths=[], finished="stop"))
         return results
 
     def count_tokens(self, result: tf.Result) -> int:
@@ -80,11 +68,9 @@ class Peer(System):
             program.stdin.write(json.dumps(question) + "\n")
             program.stdin.flush()
         line = program.stdout.readline()
-        try:
+        with suppress(ValueError):
             answer = parse_json(line)
             if isinstance(answer, dict) and answer.get("seconds", 0) > 0:
                 return answer
-        except ValueError:
-            pass
         got = f"got {line.strip()!r} from" if line else "got no answer from"
         raise ValueError(f"{got} {self.command!r}, expected one JSON line per prompt, with seconds above 0")

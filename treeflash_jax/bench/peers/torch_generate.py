@@ -26,21 +26,14 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model = AutoModelForCausalLM.from_pretrained(arguments.folder, dtype=getattr(torch, arguments.dtype)).eval()
-    settings = {"do_sample": False}
-    if arguments.prompt_lookup:
-        settings["prompt_lookup_num_tokens"] = arguments.prompt_lookup
+    settings = {"prompt_lookup_num_tokens": arguments.prompt_lookup} if arguments.prompt_lookup else {}
     for line in sys.stdin:
         question = json.loads(line)
         prompt = torch.tensor([question["prompt"]])
+        settings |= {"max_new_tokens": question["max_new_tokens"], "eos_token_id": question["stop_ids"] or None}
         since = time.perf_counter()
         with torch.inference_mode():
-            out = model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=question["max_new_tokens"],
-                eos_token_id=question["stop_ids"] or None,
-                **settings,
-            )
+            out = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **settings)
         seconds = time.perf_counter() - since
         ids = out[0, prompt.shape[1] :].tolist()
         print(json.dumps({"ids": ids, "seconds": seconds}), flush=True)
