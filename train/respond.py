@@ -182,11 +182,7 @@ def question(content: Any) -> Any:
 def answer(
     settings: RespondConfig, model: TreeFlash, prompts: Sequence[Prompt], out: epath.Path, check_owner: Callable[[], None]
 ) -> None:
-    """Answers the prompts missing in `out`, and merges the answers of all hosts in order.
-
-    Raises:
-      ValueError: a file of other prompts, a folder not visible to all hosts, or a lost lock.
-    """
+    """Answers the prompts missing in `out`, and merges the answers of all hosts in order."""
     by_host = settings.replicas == "host" and jax.process_count() > 1
     path = answers.part_path(out, jax.process_index()) if by_host else out
     writes = by_host or hosts.is_first()

@@ -123,8 +123,7 @@ def _answered(out: epath.Path) -> Iterator[tuple[str, int, list[int], bytes]]:
 def adding(path: epath.Path, out: epath.Path, check: Callable[[], None]) -> Iterator[Callable[[int, str], None]]:
     """Yields a function that adds the answer of an index to the file at `path`, or behind a URL to parts of `out`.
 
-    Args:
-      check: called before every write.
+    `check` is called before every write.
     """
     lines: dict[int, str] = {}
     sent = time.monotonic()

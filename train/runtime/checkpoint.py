@@ -43,11 +43,6 @@ class DamageError(ValueError):
 class Checkpoints:
     """The checkpoints of one run directory.
 
-    Example:
-      >>> with Checkpoints("runs/head", config.loop, corpus.digests()) as saved:
-      ...     state = saved.restore(abstract_state) or fresh_state
-      ...     saved.save(200, state, {"held_out/loss": 0.3})
-
     Args:
       run: the directory.
       loop: settings of the run: its steps, and which checkpoints are kept.
@@ -107,10 +102,7 @@ class Checkpoints:
     def restore(self, abstract: Any) -> Any:
         """Returns the newest intact state, laid out as `abstract`; None if there is no checkpoint yet.
 
-        A damaged checkpoint (files that are missing, cut off or changed) is skipped with one line.
-
-        Raises:
-          ValueError: a checkpoint holds other arrays or was trained on other documents, or none is intact.
+        A damaged checkpoint is skipped with one line. Raises ValueError if none is intact, and see `load`.
         """
         steps = list(self.metrics())
         for step in reversed(steps):
@@ -168,11 +160,7 @@ class Checkpoints:
             raise
 
     def save(self, step: int, state: Any, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
-        """Starts writing; returns once the arrays are copied.
-
-        Raises:
-          ValueError: this write, or the one before it, failed. Complete checkpoints stay as they are.
-        """
+        """Starts writing; returns once the arrays are copied. Raises ValueError if this or the last write failed."""
         notes = {"documents": self.documents, "steps": self.loop.steps, "checksum": int(sharding.to_host(checksum(state)))}
         try:
             self.inner.wait()
@@ -184,11 +172,7 @@ class Checkpoints:
 
 
 def claim(folder: epath.Path, config: Any) -> None:
-    """Writes the settings of a new run, or compares them with those of the run in this directory.
-
-    Raises:
-      ValueError: the directory belongs to a run with other settings, or cannot be written.
-    """
+    """Writes the settings of a new run, or compares them with those of this directory. Raises ValueError if they differ."""
     path = folder / "settings.toml"
     try:
         if not path.exists():

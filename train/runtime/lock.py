@@ -25,10 +25,6 @@ def held(path: epath.Path, what: str) -> Iterator[Callable[[], None]]:
 
     Yields a function to be called before every write: it raises ValueError if a newer process owns the output.
 
-    Example:
-      >>> with lock.held(folder / "run.lock", "runs/head") as check_owner:
-      ...     check_owner()
-
     Args:
       path: lock file; its folder is created if missing.
       what: name of the output in messages.

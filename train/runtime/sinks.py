@@ -10,11 +10,10 @@ import subprocess
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from etils import epath
@@ -25,25 +24,15 @@ from treeflash_jax.core.devices import here
 PACKAGES = ("treeflash-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
-@dataclass(frozen=True)
-class Sink:
-    """A program that shows metrics.
-
-    Attributes:
-      write: receives the number of a step and its metrics.
-      close: ends the record of this start.
-    """
+class Sink(NamedTuple):
+    """A program that shows metrics: `write` receives a step and its metrics, `close` ends the record of this start."""
 
     write: Callable[[int, Mapping[str, float]], None]
     close: Callable[[], None]
 
 
 def open_sinks(folder: epath.Path, config: Any, mesh: jax.sharding.Mesh, step: int) -> list[Sink]:
-    """Records that the run starts at `step`, and opens the sinks that its settings name.
-
-    Raises:
-      ValueError: a package that a sink needs is missing.
-    """
+    """Records that the run starts at `step`, and opens the sinks that its settings name."""
     if not hosts.is_first():
         return []
     path = folder / "starts.jsonl"

@@ -77,11 +77,7 @@ def duration(seconds: float) -> str:
 
 
 def read_log(folder: Any) -> list[Metrics]:
-    """The lines of RUN/log.jsonl; a last line cut by a kill is left out.
-
-    Raises:
-      ValueError: a file that cannot be read, or any other line that is no JSON object with a step.
-    """
+    """The lines of RUN/log.jsonl; a last line cut by a kill is left out, any other wrong line raises ValueError."""
     path = epath.Path(folder) / "log.jsonl"
     if not path.exists():
         return []
@@ -133,9 +129,6 @@ class Watch:
         self.bar = Bar("training", steps, resumed_at)
         self.bar.start()
         self.bar.show(note="compiling")
-
-    def advance(self, step: int) -> None:
-        self.bar.show(step, "")
 
     def evaluating(self, done: int, total: int, what: str) -> None:
         """Shows how much of an evaluation is done."""
@@ -200,11 +193,7 @@ def _taus(metrics: Metrics) -> str:
 
 
 def plot(folder: Any) -> epath.Path:
-    """Draws RUN/curves.png: every scalar of the log over steps, held-out ones beside those of training.
-
-    Raises:
-      ValueError: matplotlib is missing, or nothing was logged.
-    """
+    """Draws RUN/curves.png: every scalar of the log over steps, held-out ones beside those of training."""
     lines = read_log(folder)
     if not lines:
         raise ValueError(f"{folder}: got no log.jsonl with a line in it, expected the run= of a training command")

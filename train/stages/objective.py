@@ -86,11 +86,7 @@ class Sample:
 
 
 def sample_vocabulary(batch: Batch, size: int, vocab_size: int, keys_b: jax.Array) -> Sample:
-    """Returns all tokens of a sequence, and random others drawn without replacement.
-
-    Raises:
-      ValueError: a sample smaller than a sequence.
-    """
+    """Returns all tokens of a sequence, and random others drawn without replacement."""
     if size < batch.tokens_bt.shape[1]:
         raise ValueError(
             f"got objective.vocabulary {size}, expected at least the {batch.tokens_bt.shape[1]} tokens of a sequence, or 0"

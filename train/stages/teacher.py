@@ -76,10 +76,6 @@ def record(
     Args:
       weights: weights of the verifier, on the mesh.
       taps: 0-based layers, in the order in which the drafter reads them.
-      batch_size: sequences per pass of the verifier.
-
-    Raises:
-      ValueError: several processes, or too little disk space.
     """
     if jax.process_count() > 1:
         raise ValueError(f"got data.record on {jax.process_count()} processes, expected one; leave data.record out")
