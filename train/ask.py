@@ -98,15 +98,9 @@ def question_tokens(tokenizer: Tokenizer | None) -> tuple[list[int], int]:
 def read(out: epath.Path) -> tuple[set[str], int]:
     """Returns the normalised questions of a file, and the number of the next question to try."""
     answers.drop_unfinished_line(out)
-    known, first = set(), 0
-    for at, line in enumerate(out.read_bytes().splitlines() if out.exists() else [], start=1):
-        try:
-            record = json.loads(line)
-            text, first = str(record["turns"][0]), int(record["id"]) + 1
-        except (ValueError, KeyError, TypeError, IndexError):
-            raise ValueError(f"{out}, line {at}: got no question, expected what this stage writes") from None
-        known.add(normalised(text))
-    return known, first
+    records = [json.loads(line) for line in out.read_bytes().splitlines()] if out.exists() else []
+    first = int(records[-1]["id"]) + 1 if records else 0
+    return {normalised(record["turns"][0]) for record in records}, first
 
 
 def ask(model: TreeFlash, settings: AskConfig, known: set[str], first: int) -> Iterator[list[str]]:

@@ -226,8 +226,6 @@ def pack(documents: Sequence[Document], sequence_length: int) -> PackedDataset:
     room: dict[int, int] = {}  # of the open sequences, oldest first
     count = 0
     for document, size in enumerate(np.diff(offsets).tolist()):
-        if size > sequence_length:
-            raise ValueError(f"got a document of {size} tokens, expected at most {sequence_length}")
         chosen = next((index for index, free in room.items() if free >= size), count)
         if chosen == count:
             count += 1

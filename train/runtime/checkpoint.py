@@ -65,18 +65,12 @@ class Checkpoints:
                     keep_checkpoints_without_metrics=False,
                 )
             )
-        try:
-            self.inner = ocp.training.Checkpointer(
-                self.folder / "checkpoints",
-                save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),  # the loop decides
-                preservation_policy=policies.AnyPreservationPolicy(kept),
-                cleanup_tmp_directories=documents is not None,
-            )
-        except ValueError as error:
-            raise ValueError(
-                f"{self.folder}/checkpoints cannot be read ({_reason(error)}); delete its damaged step or give another run="
-            ) from None
-
+        self.inner = ocp.training.Checkpointer(
+            self.folder / "checkpoints",
+            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),  # the loop decides
+            preservation_policy=policies.AnyPreservationPolicy(kept),
+            cleanup_tmp_directories=documents is not None,
+        )
         # Orbax's thread asks JAX about an earlier step, after which hosts may agree on a step that one of them has passed.
         self.inner._manager.reached_preemption = lambda step: False
 
@@ -174,19 +168,16 @@ class Checkpoints:
 def claim(folder: epath.Path, config: Any) -> None:
     """Writes the settings of a new run, or compares them with those of this directory. Raises ValueError if they differ."""
     path = folder / "settings.toml"
-    try:
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            if hosts.is_first():
-                run_config.save(config, path)  # in one piece, since other hosts may read it already
-            return
-        changed = run_config.changes(config, path, FREE)
-        steps = run_config.changes(config, path, ()).get("loop.steps")
-        if steps and not changed and hosts.is_first():
-            run_config.save(config, path)
-            hosts.say(f"{folder}: had loop.steps = {steps[0]}, now {steps[1]}: the learning rate follows the new number")
-    except OSError as error:
-        raise ValueError(f"{path}: {_reason(error)}; give another run=") from None
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        if hosts.is_first():
+            run_config.save(config, path)  # in one piece, since other hosts may read it already
+        return
+    changed = run_config.changes(config, path, FREE)
+    steps = run_config.changes(config, path, ()).get("loop.steps")
+    if steps and not changed and hosts.is_first():
+        run_config.save(config, path)
+        hosts.say(f"{folder}: had loop.steps = {steps[0]}, now {steps[1]}: the learning rate follows the new number")
     if changed:
         examples = "; ".join(f"{key} was {then!r}, now {now!r}" for key, (then, now) in list(changed.items())[:3])
         raise ValueError(f"{folder} holds a run with other settings ({examples}); give another run= or the settings it has")

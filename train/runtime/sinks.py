@@ -39,30 +39,27 @@ def open_sinks(folder: epath.Path, config: Any, mesh: jax.sharding.Mesh, step: i
     starts = path.read_text() if path.exists() else ""
     known = [start["wandb"] for start in map(json.loads, starts.splitlines()) if start["wandb"]]
     name = uuid.uuid4().hex[:8] if config.loop.wandb else None
-    start = describe_start(mesh) | {"step": step, "wandb": name}
-    sinks = [_tensorboard(folder, step)] if config.loop.tensorboard else []
-    if name:
-        sinks.append(_wandb(config, name, known[0] if known else name))
-    folders.append(path, json.dumps(start) + "\n")
-    return sinks
-
-
-def describe_start(mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """Returns time, git commit (None without one), versions, processes, devices and mesh."""
     installed = {package.name: package.version for package in metadata.distributions()}
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     except OSError:  # no git
         commit = ""
-    return {
+    start = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit or None,
         "versions": {name: installed[name] for name in PACKAGES if name in installed},
         "processes": jax.process_count(),
         "devices": f"{jax.device_count()} {here().kind}",
         "mesh": dict(mesh.shape),
+        "step": step,
+        "wandb": name,
     }
+    sinks = [_tensorboard(folder, step)] if config.loop.tensorboard else []
+    if name:
+        sinks.append(_wandb(config, name, known[0] if known else name))
+    folders.append(path, json.dumps(start) + "\n")
+    return sinks
 
 
 def _tensorboard(folder: epath.Path, step: int) -> Sink:

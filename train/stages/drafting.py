@@ -227,10 +227,7 @@ def train(settings: DraftingStage) -> None:
     del stored
     size = f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens"
     hosts.say(f"{corpus.summary()}\n{settings.noun} of {size}")
-    stops = models.stop_ids(folder, model)
-    measure = TreeTau(
-        settings.evaluate, settings.systems, settings.constant, stage, model, drafter, corpus, frozen, mesh, stops
-    )
+    measure = TreeTau(settings, stage, model, drafter, corpus, frozen, mesh, models.stop_ids(folder, model))
     params = loop.fit(
         stage, config=settings, mesh=mesh, params=params, frozen=frozen, corpus=corpus, evaluate=measure, began=began
     )
