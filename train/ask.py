@@ -62,12 +62,6 @@ class AskConfig:
 
 
 def main(settings: AskConfig) -> None:
-    """Adds missing questions to the file.
-
-    Raises:
-      ValueError: a file of other settings, several processes, a verifier that generates no questions or whose chat template
-        is missing or does not show where a user's turn begins.
-    """
     hosts.connect()
     if jax.process_count() > 1:
         raise ValueError(f"got {jax.process_count()} processes, expected one: questions are short")
@@ -90,11 +84,8 @@ def main(settings: AskConfig) -> None:
 
 
 def question_tokens(tokenizer: Tokenizer | None) -> tuple[list[int], int]:
-    """Returns the ids before the first words of a user in a chat, and the id that ends the user's turn.
-
-    Raises:
-      ValueError: no chat template, or one that does not contain the user's words exactly once.
-    """
+    """Returns the ids before the first words of a user in a chat, and the id that ends the turn. Raises ValueError if the
+    chat template does not show them."""
     if tokenizer is None:
         raise ValueError("got a verifier without a tokenizer, expected one with a chat template")
     before, *after = tokenizer.render([{"role": "user", "content": MARK}]).split(MARK)
@@ -105,21 +96,11 @@ def question_tokens(tokenizer: Tokenizer | None) -> tuple[list[int], int]:
 
 
 def read(out: epath.Path) -> tuple[set[str], int]:
-    """Returns the normalised questions of a file, and the number of the next question to try.
-
-    Raises:
-      ValueError: a line that this stage did not write.
-    """
+    """Returns the normalised questions of a file, and the number of the next question to try."""
     answers.drop_unfinished_line(out)
-    known, first = set(), 0
-    for at, line in enumerate(out.read_bytes().splitlines() if out.exists() else [], start=1):
-        try:
-            record = json.loads(line)
-            text, first = str(record["turns"][0]), int(record["id"]) + 1
-        except (ValueError, KeyError, TypeError, IndexError):
-            raise ValueError(f"{out}, line {at}: got no question, expected what this stage writes") from None
-        known.add(normalised(text))
-    return known, first
+    records = [json.loads(line) for line in out.read_bytes().splitlines()] if out.exists() else []
+    first = int(records[-1]["id"]) + 1 if records else 0
+    return {normalised(record["turns"][0]) for record in records}, first
 
 
 def ask(model: TreeFlash, settings: AskConfig, known: set[str], first: int) -> Iterator[list[str]]:
@@ -128,9 +109,6 @@ def ask(model: TreeFlash, settings: AskConfig, known: set[str], first: int) -> I
     Args:
       known: normalised questions so far.
       first: number of the first question to try.
-
-    Raises:
-      ValueError: many tries without a new question.
     """
     opening, closing = question_tokens(model.tokenizer)
     idle = 0

@@ -48,11 +48,7 @@ WARM_UP = 2  # steps before the clock runs
 
 
 def compile_step(settings: DraftingStage, shape: str, devices: list[Any], *, steps: int = 0) -> dict[str, Any]:
-    """Compiles one training step of these settings for these devices, and times `steps` of them on random arrays.
-
-    Raises:
-      ValueError: no such shape, a batch or mesh that does not divide, or a loss that is not finite.
-    """
+    """Compiles one training step of these settings for these devices, and times `steps` of them on random arrays."""
     model = shapes.find_verifier(shape)
     drafter = settings.shaped_config(model)
     mesh = hosts.make_mesh(settings.mesh, devices)

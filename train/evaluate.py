@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import jax
@@ -43,13 +44,15 @@ class EvaluateConfig:
 
 
 class TreeTau:
-    """Measures tau of the drafter being trained, with every way of decoding that its stage names."""
+    """Measures tau of the drafter being trained, with every way of decoding that its stage names.
+
+    Args:
+      settings: a `stages.drafting.DraftingStage`.
+    """
 
     def __init__(
         self,
-        config: EvaluateConfig,
-        systems: Mapping[str, Mapping[str, Any]],
-        constant: Collection[str],
+        settings: Any,
         stage: Stage,
         model: ModelConfig,
         drafter: Any,
@@ -58,32 +61,26 @@ class TreeTau:
         mesh: jax.sharding.Mesh,
         stop_ids: Sequence[int],
     ):
-        self.config, self.frozen = config, frozen
-        self.prompts = held_out_prompts(corpus, config.prompts)
+        self.settings, self.frozen = settings, frozen
+        self.prompts = held_out_prompts(corpus, settings.evaluate.prompts)
         self.model = tf.TreeFlash(model, Weights(frozen["verifier"]), drafter=drafter, stop_ids=stop_ids, mesh=mesh)
         self.cast = devices.jit(lambda params: gather(params, stage.specs, stage.compute_dtype))
-        self.systems, self.constant = systems, constant
-        module = drafters.of(drafter)
-        self.options = {name: config.candidates for name in ("candidates", "children") if hasattr(module.OPTIONS, name)}
+        module, candidates = drafters.of(drafter), settings.evaluate.candidates
+        self.options = {name: candidates for name in ("candidates", "children") if hasattr(module.OPTIONS, name)}
         self.names = tuple(module.specs(drafter))
-        self.known: dict[str, dict[str, float]] = {}
+        self.known: dict[str, float] = {}
 
     def __call__(self, params: Any, report: Evaluating) -> dict[str, float]:
         """Measures tau of these weights by number of nodes; `report` receives the number of finished prompts."""
         if not self.prompts:
             return {}
-        parts = self.frozen | self.cast(params)
+        parts, config, count = self.frozen | self.cast(params), self.settings.evaluate, len(self.prompts)
         self.model.weights = Weights(self.frozen["verifier"], {name: parts.get(name, {}) for name in self.names})
-        for name, options in self.systems.items():
-            if name not in self.constant or name not in self.known:
-                self.known[name] = self._tau(name, options, report)
-        return {name: tau for taus in self.known.values() for name, tau in taus.items()}
-
-    def _tau(self, name: str, options: Mapping[str, Any], report: Evaluating) -> dict[str, float]:
-        config, taus, count = self.config, {}, len(self.prompts)
-        settings = " ".join(map(str, options.values()))
-        for nodes in config.nodes:
-            what = f"prompts with {f'{settings} trees' if settings else 'trees'} of {nodes} nodes"
+        for (name, options), nodes in product(self.settings.systems.items(), config.nodes):
+            metric = f"held_out/{name}_{nodes}"
+            if name in self.settings.constant and metric in self.known:
+                continue
+            what = " ".join(["prompts with", *map(str, options.values()), f"trees of {nodes} nodes"])
             report(0, count, what)
             answers = self.model.generate_each(
                 self.prompts,
@@ -97,8 +94,8 @@ class TreeTau:
             for done, (_, result) in enumerate(answers, start=1):
                 lengths += [float(length) for length in result.accept_lengths]
                 report(done, count, what)
-            taus[f"held_out/{name}_{nodes}"] = statistics.fmean(lengths)
-        return taus
+            self.known[metric] = statistics.fmean(lengths)
+        return dict(self.known)
 
 
 def held_out_prompts(corpus: packing.Corpus, count: int) -> list[list[int]]:

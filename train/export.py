@@ -144,7 +144,10 @@ def card(settings: ExportStage, trained: DraftingStage, drafter: Any, dialect: s
     for line in watch.read_log(settings.run):
         if line["step"] <= step:
             last |= {name: value for name, value in line.items() if name.startswith("held_out/") and value is not None}
-    measured = [f"| {name.removeprefix('held_out/')} | {_format(value)} |" for name, value in last.items()]
+    measured = []
+    for name, value in last.items():
+        shown = ("-" if x is None else f"{x:.3f}" for x in (value if isinstance(value, list) else [value]))
+        measured.append(f"| {name.removeprefix('held_out/')} | {' '.join(shown)} |")
     return f"""---
 license: {settings.licence}
 base_model: {trained.verifier}
@@ -186,10 +189,6 @@ included).
 {run_config.dump(trained).strip()}
 ```
 """
-
-
-def _format(value: Any) -> str:
-    return " ".join("-" if x is None else f"{x:.3f}" for x in value) if isinstance(value, list) else f"{value:.3f}"
 
 
 if __name__ == "__main__":

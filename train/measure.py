@@ -83,9 +83,6 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
 
     Returns:
       The summary of `report.summarise`, the tokens/s of all systems that were tried, and the options of the drafted one.
-
-    Raises:
-      ValueError: no held-out prompt, or a pair that cannot be loaded.
     """
     began = time.perf_counter()
     asked = run_config.load(respond.RespondConfig, settings.respond)

@@ -140,11 +140,7 @@ def main(settings: SelectorStage) -> None:
 
 
 def make_config(model: tf.TreeFlash, settings: SelectorStage) -> tuple[SelectorConfig, DecodePlan]:
-    """Returns the config of the selector and the plan of its rounds.
-
-    Raises:
-      ValueError: no drafter, invalid buckets, or settings that the pair does not support.
-    """
+    """Returns the config of the selector and the plan of its rounds."""
     buckets = tuple(Bucket(*bucket) for bucket in settings.buckets)
     choices = {"builder": "delayed", "acceptance": settings.acceptance}
     plan = model.plan(model.resolve(None, choices | ({"depths": settings.depths} if settings.depths else {})))

@@ -7,7 +7,6 @@ OUT.settings.toml and OUT.lock.
 from __future__ import annotations
 
 import json
-import operator
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -48,14 +47,7 @@ def read_thinking(source: str) -> bool | None:
 
 
 def check_settings(settings: Any, out: epath.Path, free: Collection[str]) -> None:
-    """Refuses to continue a file of answers or questions with settings that change its content.
-
-    Args:
-      free: names of settings that do not affect the content.
-
-    Raises:
-      ValueError: no regular file, a file without its settings, or other settings.
-    """
+    """Raises ValueError if a file of answers or questions was begun with other settings, except for those in `free`."""
     for path in (out, *_parts(out)):
         if not folders.is_remote(path) and path.is_dir():
             raise ValueError(f"{path} is a folder, expected a file: give another out")
@@ -110,20 +102,15 @@ def _answered(out: epath.Path) -> Iterator[tuple[str, int, list[int], bytes]]:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     break
-                try:
-                    record = json.loads(line)
-                    index, ids = operator.index(record["index"]), record["prompt"]
-                except (ValueError, KeyError, TypeError, RecursionError):
-                    raise ValueError(f"{path}, line {number}: got no answer, expected what this stage writes") from None
-                yield f"{path}, line {number}", index, ids, line
+                record = json.loads(line)
+                yield f"{path}, line {number}", record["index"], record["prompt"], line
 
 
 @contextmanager
 def adding(path: epath.Path, out: epath.Path, check: Callable[[], None]) -> Iterator[Callable[[int, str], None]]:
     """Yields a function that adds the answer of an index to the file at `path`, or behind a URL to parts of `out`.
 
-    Args:
-      check: called before every write.
+    `check` is called before every write.
     """
     lines: dict[int, str] = {}
     sent = time.monotonic()

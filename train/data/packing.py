@@ -157,13 +157,10 @@ def load_corpus(
     """Reads, tokenises and packs every source.
 
     Args:
-      tokenizer: may be None if all sources are responses.
-      seed: seed of the order to which a source's limit applies.
       vocab_size: upper bound of ids.
 
     Raises:
-      ValueError: a source that is missing, an evaluation set, or without a usable document; a record that cannot be used,
-        with its file and line, unless `config` skips it.
+      ValueError: a source without a usable document, or see `records.read` and `documents.read_documents`.
     """
     if not sources:
         raise ValueError("got no sources, expected at least one [[sources]] table")
@@ -223,18 +220,12 @@ def spread(count: int, size: int) -> np.ndarray:
 
 
 def pack(documents: Sequence[Document], sequence_length: int) -> PackedDataset:
-    """Packs each document into the oldest of the newest sequences that has room for it.
-
-    Raises:
-      ValueError: a document longer than a sequence.
-    """
+    """Packs each document into the oldest of the newest sequences that has room for it."""
     offsets = np.cumsum([0, *(len(document.tokens_n) for document in documents)])
     sequence, start = np.zeros((2, len(documents)), np.int64)
     room: dict[int, int] = {}  # of the open sequences, oldest first
     count = 0
     for document, size in enumerate(np.diff(offsets).tolist()):
-        if size > sequence_length:
-            raise ValueError(f"got a document of {size} tokens, expected at most {sequence_length}")
         chosen = next((index for index, free in room.items() if free >= size), count)
         if chosen == count:
             count += 1

@@ -11,6 +11,7 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,18 +101,17 @@ def read(source: Source, seed: int, skip: Callable[[Malformed], None] | None = N
       Malformed: a record that is not in the source's format, if `skip` is None.
       ValueError: a source that does not exist, is empty, or is an evaluation set.
     """
-    store = _open(source)
-    if not store.places:
+    places, describe, load = _open(source)
+    if not places:
         raise ValueError(f"{source.path}: got no records, expected at least one")
     parse = {"chat": parse_chat, "responses": parse_answer, "text": parse_text}[source.format]
-    numbers = range(len(store.places))
+    numbers = range(len(places))
     if source.limit:
-        numbers = sorted(np.random.default_rng(seed).permutation(len(store.places))[: source.limit].tolist())
+        numbers = sorted(np.random.default_rng(seed).permutation(len(places))[: source.limit].tolist())
     for number in numbers:
-        place = store.places[number]
-        where = store.where(place)
+        where = describe(places[number])
         try:
-            yield Record(number, where, parse(store.load(place)))
+            yield Record(number, where, parse(load(places[number])))
         except ValueError as error:
             malformed = Malformed(f"{where}: {error}")
             if skip is None:
@@ -150,24 +150,17 @@ def parse_text(raw: Any) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class _Store:
-    """Places of a source's records by number, and functions that name and load the record at a place."""
-
-    places: Sequence[Any]
-    where: Callable[[Any], str]
-    load: Callable[[Any], Any]
-
-
-def _open(source: Source) -> _Store:
+def _open(source: Source) -> tuple[Sequence[Any], Callable[[Any], str], Callable[[Any], Any]]:
+    """Returns the places of a source's records by number, and functions that name and load the record at a place."""
+    load_text = partial(Path.read_text, encoding="utf-8")
     if source.path == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [p for p in sorted(root.rglob("*.py")) if not STDLIB_LEFT_OUT & set(p.relative_to(root).parts)]
-        return _Store(files, str, _load_text)
+        return files, str, load_text
     if source.path.startswith(HUB):
         _refuse_evaluation(source.path, "/".join(source.path.removeprefix(HUB).split("/")[1:]))
         records = _load_hub(source.path)
-        return _Store(range(len(records)), lambda number: f"{source.path}, record {number}", records.__getitem__)
+        return range(len(records)), lambda number: f"{source.path}, record {number}", records.__getitem__
     named = fetch(source.path) if "://" in source.path else Path(source.path).expanduser()
     is_text = source.format == "text"
     if any(character in source.path for character in "*?["):
@@ -183,8 +176,8 @@ def _open(source: Source) -> _Store:
     for path in files if is_lines or named.is_file() else ():  # a folder of texts may well hold files named test
         _refuse_evaluation(source.path, path.stem)
     if is_lines:
-        return _Store(_find_lines(files), lambda place: f"{place[0]}, line {place[1]}", _load_line)
-    return _Store(files, str, _load_text)
+        return _find_lines(files), lambda place: f"{place[0]}, line {place[1]}", _load_line
+    return files, str, load_text
 
 
 def _find_lines(files: Sequence[Path]) -> list[tuple[Path, int, int]]:
@@ -206,13 +199,6 @@ def _load_line(place: tuple[Path, int, int]) -> Any:
     with place[0].open("rb") as file:
         file.seek(place[2])
         return parse_json(file.readline())
-
-
-def _load_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8 text") from None
 
 
 def _load_hub(path: str) -> Any:

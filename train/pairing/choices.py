@@ -123,11 +123,7 @@ def check_taps(drafter: DrafterConfig, model: ModelConfig) -> None:
 
 
 def check_mask(drafter: DrafterConfig, model: ModelConfig, corpus: Corpus, tokenizer: Tokenizer | None) -> None:
-    """Refuses a mask token that occurs in the training data, or warns if every other token does too.
-
-    Raises:
-      ValueError: the mask token occurs in the training data although another one does not.
-    """
+    """Refuses a mask token that occurs in the training data, or warns if every other token does too."""
     counts_v = corpus.token_counts(model.vocab_size)
     count = int(counts_v[drafter.mask_token_id])
     if not count:

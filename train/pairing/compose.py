@@ -123,14 +123,7 @@ class Composer:
         self.measure()
 
     def respond(self, limit: Choice | None = None) -> Composed:
-        """Composes the settings of `train.respond`.
-
-        Args:
-          limit: number of prompts to use, instead of `settings.num_prompts`.
-
-        Raises:
-          ValueError: prompts that cannot be read, or fewer than LEAST_PROMPTS.
-        """
+        """Composes the settings of `train.respond`; `limit` replaces `settings.num_prompts`."""
         settings, context = self.settings, self.model.max_positions
         limit = limit or Choice(settings.num_prompts, "as given" if settings.num_prompts else "all of them")
         count = count_prompts(settings, limit.value)

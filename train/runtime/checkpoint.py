@@ -43,11 +43,6 @@ class DamageError(ValueError):
 class Checkpoints:
     """The checkpoints of one run directory.
 
-    Example:
-      >>> with Checkpoints("runs/head", config.loop, corpus.digests()) as saved:
-      ...     state = saved.restore(abstract_state) or fresh_state
-      ...     saved.save(200, state, {"held_out/loss": 0.3})
-
     Args:
       run: the directory.
       loop: settings of the run: its steps, and which checkpoints are kept.
@@ -70,18 +65,12 @@ class Checkpoints:
                     keep_checkpoints_without_metrics=False,
                 )
             )
-        try:
-            self.inner = ocp.training.Checkpointer(
-                self.folder / "checkpoints",
-                save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),  # the loop decides
-                preservation_policy=policies.AnyPreservationPolicy(kept),
-                cleanup_tmp_directories=documents is not None,
-            )
-        except ValueError as error:
-            raise ValueError(
-                f"{self.folder}/checkpoints cannot be read ({_reason(error)}); delete its damaged step or give another run="
-            ) from None
-
+        self.inner = ocp.training.Checkpointer(
+            self.folder / "checkpoints",
+            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),  # the loop decides
+            preservation_policy=policies.AnyPreservationPolicy(kept),
+            cleanup_tmp_directories=documents is not None,
+        )
         # Orbax's thread asks JAX about an earlier step, after which hosts may agree on a step that one of them has passed.
         self.inner._manager.reached_preemption = lambda step: False
 
@@ -107,10 +96,7 @@ class Checkpoints:
     def restore(self, abstract: Any) -> Any:
         """Returns the newest intact state, laid out as `abstract`; None if there is no checkpoint yet.
 
-        A damaged checkpoint (files that are missing, cut off or changed) is skipped with one line.
-
-        Raises:
-          ValueError: a checkpoint holds other arrays or was trained on other documents, or none is intact.
+        A damaged checkpoint is skipped with one line. Raises ValueError if none is intact, and see `load`.
         """
         steps = list(self.metrics())
         for step in reversed(steps):
@@ -168,11 +154,7 @@ class Checkpoints:
             raise
 
     def save(self, step: int, state: Any, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
-        """Starts writing; returns once the arrays are copied.
-
-        Raises:
-          ValueError: this write, or the one before it, failed. Complete checkpoints stay as they are.
-        """
+        """Starts writing; returns once the arrays are copied. Raises ValueError if this or the last write failed."""
         notes = {"documents": self.documents, "steps": self.loop.steps, "checksum": int(sharding.to_host(checksum(state)))}
         try:
             self.inner.wait()
@@ -184,25 +166,18 @@ class Checkpoints:
 
 
 def claim(folder: epath.Path, config: Any) -> None:
-    """Writes the settings of a new run, or compares them with those of the run in this directory.
-
-    Raises:
-      ValueError: the directory belongs to a run with other settings, or cannot be written.
-    """
+    """Writes the settings of a new run, or compares them with those of this directory. Raises ValueError if they differ."""
     path = folder / "settings.toml"
-    try:
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            if hosts.is_first():
-                run_config.save(config, path)  # in one piece, since other hosts may read it already
-            return
-        changed = run_config.changes(config, path, FREE)
-        steps = run_config.changes(config, path, ()).get("loop.steps")
-        if steps and not changed and hosts.is_first():
-            run_config.save(config, path)
-            hosts.say(f"{folder}: had loop.steps = {steps[0]}, now {steps[1]}: the learning rate follows the new number")
-    except OSError as error:
-        raise ValueError(f"{path}: {_reason(error)}; give another run=") from None
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        if hosts.is_first():
+            run_config.save(config, path)  # in one piece, since other hosts may read it already
+        return
+    changed = run_config.changes(config, path, FREE)
+    steps = run_config.changes(config, path, ()).get("loop.steps")
+    if steps and not changed and hosts.is_first():
+        run_config.save(config, path)
+        hosts.say(f"{folder}: had loop.steps = {steps[0]}, now {steps[1]}: the learning rate follows the new number")
     if changed:
         examples = "; ".join(f"{key} was {then!r}, now {now!r}" for key, (then, now) in list(changed.items())[:3])
         raise ValueError(f"{folder} holds a run with other settings ({examples}); give another run= or the settings it has")

@@ -23,11 +23,7 @@ def is_remote(path: str | os.PathLike) -> bool:
 
 
 def absolute(path: str | os.PathLike) -> epath.Path:
-    """Returns an absolute path, which Orbax requires, or a URL unchanged.
-
-    Raises:
-      ValueError: no file system is installed for the URL.
-    """
+    """Returns an absolute path, which Orbax requires, or a URL unchanged. Raises ValueError if it cannot be opened."""
     if not is_remote(path):
         return epath.Path(os.path.abspath(path))
     try:
@@ -89,11 +85,7 @@ def append(path: epath.Path, text: str) -> None:
 
 
 def write(path: epath.Path, content: str | bytes) -> None:
-    """Writes a file whole or not at all, as object stores do by themselves.
-
-    Raises:
-      ValueError: the file cannot be written.
-    """
+    """Writes a file whole or not at all, as object stores do by themselves."""
     if is_remote(path):
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     else:

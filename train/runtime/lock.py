@@ -25,10 +25,6 @@ def held(path: epath.Path, what: str) -> Iterator[Callable[[], None]]:
 
     Yields a function to be called before every write: it raises ValueError if a newer process owns the output.
 
-    Example:
-      >>> with lock.held(folder / "run.lock", "runs/head") as check_owner:
-      ...     check_owner()
-
     Args:
       path: lock file; its folder is created if missing.
       what: name of the output in messages.
@@ -38,7 +34,7 @@ def held(path: epath.Path, what: str) -> Iterator[Callable[[], None]]:
     """
     path, token = epath.Path(path), uuid.uuid4().hex
     local = FileLock(path, timeout=0) if hosts.is_first() and not folders.is_remote(path) else None
-    error: ValueError | None = None
+    error = ""
 
     def is_owned() -> bool:
         return local is not None or (path.exists() and path.read_text() == token)
@@ -52,16 +48,13 @@ def held(path: epath.Path, what: str) -> Iterator[Callable[[], None]]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(token) if local is None else local.acquire()
         except Timeout:
-            holds = f"another process works on it (it holds {path})"
-            error = ValueError(f"{what}: {holds}; wait until it has ended, or stop it")
+            error = f"{what}: another process works on it (it holds {path}); wait until it has ended, or stop it"
         except OSError as refused:
-            error = ValueError(f"{path} cannot be written ({refused.strerror or refused}); give another place")
-    if jax.process_count() > 1:
-        is_held = multihost_utils.broadcast_one_to_all(np.int32(error is None))
-        if not is_held and error is None:
-            error = ValueError(f"{what}: another process works on it; see the first host's message")
-    if error is not None:
-        raise error
+            error = f"{path} cannot be written ({refused.strerror or refused}); give another place"
+    if jax.process_count() > 1 and not multihost_utils.broadcast_one_to_all(np.int32(not error)):
+        error = error or f"{what}: another process works on it; see the first host's message"
+    if error:
+        raise ValueError(error)
     try:
         yield check_owner
     finally:

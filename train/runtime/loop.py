@@ -33,6 +33,7 @@ from treeflash_jax.core import background, devices, sharding
 from treeflash_jax.models import ceilings
 
 T = TypeVar("T")
+HELD_OUT_BATCHES = 4  # of a source
 Evaluating = Callable[[int, int, str], None]  # receives the progress of an evaluation: number done, total, noun
 
 
@@ -69,9 +70,7 @@ def fit(
 
     Args:
       config: settings of the stage; reads `run`, `loop`, `optimizer` and `data`, and a run belongs to all of them.
-      mesh: over all devices of all hosts.
-      params: initial weights, placed (`training_state.place`).
-      frozen: weights that are only read, placed.
+      params, frozen: initial weights, and weights that are only read, placed (`training_state.place`).
       evaluate: metrics of the weights, added to those of the held-out sequences; it may report its progress.
       began: `time.perf_counter()` at the beginning of the command; now by default.
 
@@ -148,7 +147,7 @@ class _Run:
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 self.state = self.update(self.state, frozen, hosts.place_batch(batch, loop.batch, self.mesh))
             self.trace.end(step, self.state)
-            self.watch.advance(step)
+            self.watch.bar.show(step, "")
             if step == start + 1:  # which compiled
                 jax.block_until_ready(self.state.step)
                 began, timed = time.perf_counter(), step
@@ -157,7 +156,11 @@ class _Run:
             pauses = ends or self.is_evaluated_at(step) or _is_due(step, loop.save_every)
             line: dict[str, Any] = means(sharding.to_host(self.state.window)) if logs else {}
             if logs or pauses:
-                _stop_if_bad(self.state)
+                if (bad := int(sharding.to_host(self.state.bad_step))) >= 0:
+                    raise ValueError(
+                        f"the loss or its gradient was not finite at step {bad}; nothing was saved since. "
+                        "Lower optimizer.learning_rate, or look at the sequences of that step"
+                    )
                 now = time.perf_counter()
                 seconds, count, began, timed = now - began, step - timed, now, step
                 self.watch.step_seconds += seconds
@@ -194,16 +197,16 @@ class _Run:
             floats = {name: value for name, value in line.items() if isinstance(value, float)}
             self.checkpoints.save(step, self.state, floats, wait=ends or is_cut)
         if is_cut or (ends and step < self.steps):
-            word, status = self.termination.word, self.termination.status
+            word = "interrupted" if self.termination.received == signal.SIGINT else "terminated"
             hosts.say(f"{word}: saved step {step} of {self.steps}; the same command goes on from there")
-            sys.exit(status)
+            sys.exit(self.termination.status)
 
 
 class HeldOut:
-    """Means over held-out sequences of every source, with fixed anchors; a few batches, spread over the source."""
+    """Means over held-out sequences of every source, with fixed anchors; a few batches, spread over each."""
 
-    def __init__(self, stage: Stage, corpus: packing.Corpus, loop: LoopConfig, mesh: jax.sharding.Mesh, batches: int = 4):
-        self.mesh, self.batch_size, self.batches = mesh, loop.batch, batches
+    def __init__(self, stage: Stage, corpus: packing.Corpus, loop: LoopConfig, mesh: jax.sharding.Mesh):
+        self.mesh, self.batch_size = mesh, loop.batch
         self.packed = {name: packed for name, packed in corpus.held_out.items() if len(packed)}
 
         def local(params: Any, frozen: Any, batch: packing.Batch, keys_b: jax.Array) -> Sums:
@@ -223,7 +226,7 @@ class HeldOut:
         totals: dict[str, Sums] = {}
         for done, (name, packed) in enumerate(self.packed.items()):
             report(done, len(self.packed), "held-out sources")
-            count = min(self.batches, -(-len(packed) // self.batch_size))
+            count = min(HELD_OUT_BATCHES, -(-len(packed) // self.batch_size))
             members = packing.spread(count * self.batch_size, len(packed)).reshape(count, -1)
             placed = (hosts.place_batch(packed.take(index[local]), self.batch_size, self.mesh) for index in members)
             sums = [sharding.to_host(self.sums(params, frozen, batch, number)) for number, batch in enumerate(placed)]
@@ -266,10 +269,6 @@ class Termination:
         os.close(self.writes)
         self.listening.join()
         os.close(self.reads)
-
-    @property
-    def word(self) -> str:
-        return "interrupted" if self.received == signal.SIGINT else "terminated"
 
     @property
     def status(self) -> int:
@@ -315,12 +314,3 @@ class Termination:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _stop_if_bad(state: TrainState) -> None:
-    bad = int(sharding.to_host(state.bad_step))
-    if bad >= 0:
-        raise ValueError(
-            f"the loss or its gradient was not finite at step {bad}; nothing was saved since. "
-            "Lower optimizer.learning_rate, or look at the sequences of that step"
-        )

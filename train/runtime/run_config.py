@@ -117,13 +117,7 @@ class LoopConfig:
 def parse(cls: type[T], doc: str | None, argv: Sequence[str] | None = None) -> T:
     """Returns the settings that a command line gives: `[FILE.toml] [key.sub=value ...]`.
 
-    Args:
-      cls: the stage's dataclass.
-      doc: shown by --help, before the list of settings.
-      argv: arguments; those of the process by default.
-
-    Raises:
-      SystemExit: after one line on stderr, if a file, key or value is not understood.
+    A file, key or value that is not understood ends the process with one line on stderr. `doc` is shown by --help.
     """
     parser = argparse.ArgumentParser(
         description=f"{doc}\nSettings:\n{describe(cls)}", formatter_class=argparse.RawDescriptionHelpFormatter
@@ -168,11 +162,7 @@ def load(cls: type[T], path: str | os.PathLike | None, overrides: Sequence[str] 
 
 
 def read(path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the content of a TOML file, changed by overrides, for whatever stage it is.
-
-    Raises:
-      ValueError: an unreadable file, or an override of something that is no table.
-    """
+    """Returns the content of a TOML file, changed by overrides, for whatever stage it is."""
     raw: dict[str, Any] = {}
     if path is not None:
         try:
@@ -192,11 +182,7 @@ def read(path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> dict[
 
 
 def replaced(config: T, raw: dict[str, Any]) -> T:
-    """Returns settings with those replaced that nested dicts name.
-
-    Raises:
-      ValueError: an unknown key, or a value of another type.
-    """
+    """Returns settings with those replaced that nested dicts name."""
     values = to_dict(config)
     for key, value in _leaves(raw):
         _assign(values, key, value)
@@ -206,13 +192,7 @@ def replaced(config: T, raw: dict[str, Any]) -> T:
 def changes(config: Any, path: str | os.PathLike, free: Collection[str]) -> dict[str, tuple[Any, Any]]:
     """Returns how settings differ from those saved at `path`: {dotted name: (then, now)}; None for an absent setting.
 
-    Args:
-      config: current settings; a setting that the file does not name had its default.
-      path: file that `save` wrote.
-      free: settings and tables that may differ.
-
-    Raises:
-      ValueError: no TOML at `path`.
+    A setting that the file does not name had its default. Those in `free`, settings or tables, may differ.
     """
     try:
         before = to_dict(load(type(config), path))
@@ -235,11 +215,8 @@ def save(config: Any, path: epath.PathLike) -> None:
 
 def dump(config: Any) -> str:
     """Returns settings as TOML, without those that are None, which TOML cannot express."""
-
-    def without_none(table: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in table.items() if value is not None}
-
-    return tomli_w.dumps(json.loads(json.dumps(dataclasses.asdict(config)), object_hook=without_none))
+    plain = json.dumps(dataclasses.asdict(config))
+    return tomli_w.dumps(json.loads(plain, object_hook=lambda table: {k: v for k, v in table.items() if v is not None}))
 
 
 def describe(cls: type) -> str:

@@ -10,11 +10,10 @@ import subprocess
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from etils import epath
@@ -25,55 +24,42 @@ from treeflash_jax.core.devices import here
 PACKAGES = ("treeflash-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
-@dataclass(frozen=True)
-class Sink:
-    """A program that shows metrics.
-
-    Attributes:
-      write: receives the number of a step and its metrics.
-      close: ends the record of this start.
-    """
+class Sink(NamedTuple):
+    """A program that shows metrics: `write` receives a step and its metrics, `close` ends the record of this start."""
 
     write: Callable[[int, Mapping[str, float]], None]
     close: Callable[[], None]
 
 
 def open_sinks(folder: epath.Path, config: Any, mesh: jax.sharding.Mesh, step: int) -> list[Sink]:
-    """Records that the run starts at `step`, and opens the sinks that its settings name.
-
-    Raises:
-      ValueError: a package that a sink needs is missing.
-    """
+    """Records that the run starts at `step`, and opens the sinks that its settings name."""
     if not hosts.is_first():
         return []
     path = folder / "starts.jsonl"
     starts = path.read_text() if path.exists() else ""
     known = [start["wandb"] for start in map(json.loads, starts.splitlines()) if start["wandb"]]
     name = uuid.uuid4().hex[:8] if config.loop.wandb else None
-    start = describe_start(mesh) | {"step": step, "wandb": name}
-    sinks = [_tensorboard(folder, step)] if config.loop.tensorboard else []
-    if name:
-        sinks.append(_wandb(config, name, known[0] if known else name))
-    folders.append(path, json.dumps(start) + "\n")
-    return sinks
-
-
-def describe_start(mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """Returns time, git commit (None without one), versions, processes, devices and mesh."""
     installed = {package.name: package.version for package in metadata.distributions()}
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     except OSError:  # no git
         commit = ""
-    return {
+    start = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit or None,
         "versions": {name: installed[name] for name in PACKAGES if name in installed},
         "processes": jax.process_count(),
         "devices": f"{jax.device_count()} {here().kind}",
         "mesh": dict(mesh.shape),
+        "step": step,
+        "wandb": name,
     }
+    sinks = [_tensorboard(folder, step)] if config.loop.tensorboard else []
+    if name:
+        sinks.append(_wandb(config, name, known[0] if known else name))
+    folders.append(path, json.dumps(start) + "\n")
+    return sinks
 
 
 def _tensorboard(folder: epath.Path, step: int) -> Sink:

@@ -86,11 +86,7 @@ class DraftingStage(ABC):
 
     @abstractmethod
     def drafter_config(self, model: ModelConfig) -> Any:
-        """Returns the config of the drafter for this verifier.
-
-        Raises:
-          ValueError: sizes that do not match the verifier's, or an unreadable folder.
-        """
+        """Returns the config of the drafter for this verifier. Raises ValueError if they do not fit."""
 
     def stored(self, drafter: Any) -> dict[str, Any]:
         """Reads weights that exist before training, by name; at least all frozen ones. Called once per command."""
@@ -98,12 +94,7 @@ class DraftingStage(ABC):
 
     @abstractmethod
     def fresh(self, drafter: Any, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns initial values of the trained weights, by name, on the host or the default device.
-
-        Args:
-          weights: weights of the verifier.
-          stored: result of `stored`.
-        """
+        """Returns initial trained weights by name, from the verifier's weights and the result of `stored`."""
 
     @abstractmethod
     def make_sums(self, verifier: ModelConfig, drafter: Any) -> SumsFunction:
@@ -207,11 +198,7 @@ def make_stage(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: 
 
 
 def train(settings: DraftingStage) -> None:
-    """Loads verifier and data, trains, and writes RUN/model.
-
-    Raises:
-      ValueError: sources, sizes or a drafter that cannot be trained.
-    """
+    """Loads verifier and data, trains, and writes RUN/model."""
     began = time.perf_counter()
     hosts.connect()
     settings, mesh = settings.resolved(), hosts.make_mesh(settings.mesh)
@@ -240,10 +227,7 @@ def train(settings: DraftingStage) -> None:
     del stored
     size = f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens"
     hosts.say(f"{corpus.summary()}\n{settings.noun} of {size}")
-    stops = models.stop_ids(folder, model)
-    measure = TreeTau(
-        settings.evaluate, settings.systems, settings.constant, stage, model, drafter, corpus, frozen, mesh, stops
-    )
+    measure = TreeTau(settings, stage, model, drafter, corpus, frozen, mesh, models.stop_ids(folder, model))
     params = loop.fit(
         stage, config=settings, mesh=mesh, params=params, frozen=frozen, corpus=corpus, evaluate=measure, began=began
     )

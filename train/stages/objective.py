@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import struct
 from jax import lax
 
@@ -86,11 +87,7 @@ class Sample:
 
 
 def sample_vocabulary(batch: Batch, size: int, vocab_size: int, keys_b: jax.Array) -> Sample:
-    """Returns all tokens of a sequence, and random others drawn without replacement.
-
-    Raises:
-      ValueError: a sample smaller than a sequence.
-    """
+    """Returns all tokens of a sequence, and random others drawn without replacement."""
     if size < batch.tokens_bt.shape[1]:
         raise ValueError(
             f"got objective.vocabulary {size}, expected at least the {batch.tokens_bt.shape[1]} tokens of a sequence, or 0"
@@ -132,14 +129,14 @@ def drafting_sums(
     dtype = tables["embed"].dtype
     teacher = teach(tables, verifier, drafter.target_layer_ids, batch, attention)
     chosen = blocks.sample_blocks(batch, settings.anchors, drafter.block_size, settings.decay, keys_b)
-    context = blocks.context(_cast(backbone, dtype), drafter, batch, teacher.features_btj)
+    context = blocks.context(optax.tree.cast(backbone, dtype), drafter, batch, teacher.features_btj)
     sample = None
     if settings.vocabulary:
         other_keys_b = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys_b)
         sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, other_keys_b)
 
     def hidden_states(backbone: Any, context: blocks.Layers, anchors_bn: jax.Array) -> jax.Array:
-        backbone = _cast(backbone, dtype)
+        backbone = optax.tree.cast(backbone, dtype)  # here, so that gradients add up in the dtype of the uncast weights
         hidden_bnid = blocks.hidden_states(backbone, drafter, tables["embed"], batch, context, anchors_bn, attention)
         return hidden_bnid[:, :, 1:]
 
@@ -167,7 +164,7 @@ def score_sums(
 ) -> Sums:
     """Returns the sums of one chunk of blocks, from their hidden states without the anchor slot."""
     unembed_vd, eps = tables.get("unembed", tables["embed"]), drafter.layers.rms_norm_eps
-    head, norm = _cast(head, unembed_vd.dtype), norm.astype(unembed_vd.dtype)
+    head, norm = optax.tree.cast(head, unembed_vd.dtype), norm.astype(unembed_vd.dtype)
     targets_bni, weights_bni = chunk.targets_bni[:, :, 1:], chunk.weights_bni[:, :, 1:]
     previous_bni = jnp.maximum(targets_bni - 1, 0)
     previous_bt = pick(batch.tokens_bt, previous_bni).reshape(len(hidden_bnid), -1)
@@ -204,11 +201,6 @@ def score_sums(
     overlap_bni = None if log_p_bniv is None else losses.overlap(lax.stop_gradient(logits_bniv), targets)
     real_bni = (weights_bni > 0).astype(jnp.float32)
     return losses.path_sums(loss_bni, weights_bni, real_bni, likeliest_bni == targets.labels, overlap_bni)
-
-
-def _cast(tree: Any, dtype: Any) -> Any:
-    """Casts weights where they are read, so that their gradients add up in the dtype of the uncast weights."""
-    return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
 def drafting_flops(

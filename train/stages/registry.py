@@ -21,11 +21,7 @@ STAGES: dict[str, type[DraftingStage]] = {
 
 
 def read_stage(path: str | PathLike, overrides: Sequence[str] = ()) -> DraftingStage:
-    """Reads the settings of whichever stage recognises a file; later stages of STAGES are tried first.
-
-    Raises:
-      ValueError: an unreadable file, or settings that do not belong to a stage.
-    """
+    """Reads the settings of whichever stage recognises a file; later stages of STAGES are tried first."""
     raw = run_config.read(path, overrides)
     kind = next((stage for stage in reversed(STAGES.values()) if stage.recognises(raw)), HeadStage)
     return run_config.load(kind, path, overrides)

@@ -137,11 +137,7 @@ def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, drafter: Eagle
 
 
 def draw_positions(batch: Batch, settings: RolloutConfig, keys_b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Draws positions [b, n] whose first step predicts an answer token.
-
-    Returns:
-      Positions, and for each whether it was drawn: there may be fewer candidates than `settings.anchors`.
-    """
+    """Draws positions [b, n] whose first step predicts an answer token, and whether each exists: there may be fewer."""
     length = batch.tokens_bt.shape[1]
     everywhere_bs = jnp.broadcast_to(jnp.arange(length), batch.tokens_bt.shape)
     starts_bs = _loss_weights(batch, everywhere_bs, 1)[..., 0] > 0

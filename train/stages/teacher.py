@@ -76,10 +76,6 @@ def record(
     Args:
       weights: weights of the verifier, on the mesh.
       taps: 0-based layers, in the order in which the drafter reads them.
-      batch_size: sequences per pass of the verifier.
-
-    Raises:
-      ValueError: several processes, or too little disk space.
     """
     if jax.process_count() > 1:
         raise ValueError(f"got data.record on {jax.process_count()} processes, expected one; leave data.record out")
@@ -97,14 +93,8 @@ def record(
         if missing:
             layers = tuple(layer for layer in missing if layer != HIDDEN)
             run = partial(devices.jit(partial(teach, config=model, taps=layers, attention=attention)), weights)
-            size = dtype.itemsize * shape[0] * shape[1]
-            _write(
-                packed,
-                [*missing.values()],
-                size,
-                batch_size,
-                lambda batch: run(batch=hosts.place_batch(batch, batch_size, mesh)),
-            )
+            run_batch = lambda batch, run=run: run(batch=hosts.place_batch(batch, batch_size, mesh))  # noqa: E731
+            _write(packed, [*missing.values()], dtype.itemsize * shape[0] * shape[1], batch_size, run_batch)
         maps = (np.memmap(path, dtype, "r", shape=(len(packed), *shape)) for path in files.values())
         return replace(packed, outputs=tuple(maps))
 
