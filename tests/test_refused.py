@@ -140,6 +140,7 @@ def test_no_alias_stands_for_a_name_of_ours_that_is_known_beside_it():
 BAD_PROMPTS = [  # beside those of tests/engine/test_prompts.py
     1.5, None, True, {}, object(), [[]], ["3"], [True], [b"3"], "\ud800", "a\udfff", {5, 6}, frozenset("ab"),
     [{"role": "user", "content": "\ud800"}], [{"role": 3, "content": "x"}], [{"role": "user", "content": b"x"}],
+    "word " * 10**6, [{"role": "user", "content": "word " * 10**6}],
 ]  # fmt: skip
 
 
@@ -148,7 +149,7 @@ def test_prompts(tiny):
         refused(lambda prompt=prompt: tiny.encode(prompt))
     refused(lambda: tiny.generate([HUGE]), "expected 0 to")
     refused(lambda: tiny.generate(["fine", "\ud800"]), "prompt 1", "U+D800")
-    refused(lambda: tiny.generate(tf.Text("word " * 10**5)), "context")
+    refused(lambda: tiny.encode(tf.Text("word " * 10**6)), "5,000,000 characters", "context")
 
 
 BAD_TEMPLATES = {
@@ -161,6 +162,7 @@ BAD_TEMPLATES = {
     "reaches for Python": "{{ ''.__class__.__mro__ }}",
     "changes the chat": "{{ messages.append(messages[0]) }}",
     "writes half a character": "{{ '\\ud800' }}",
+    "writes too much": "{{ 'x' * 2**27 }}",
 }
 
 
@@ -210,7 +212,7 @@ def test_calibrations(tmp_path):
     path.write_text(json.dumps({"entries": [CALIBRATION | {"identity": ["pair"]}]}))
     refused(lambda: calibration.find(path, {"pair": "y"}), "identity")
     path.write_text(DEEP)
-    refused(lambda: calibration.read(path), "recursion")
+    refused(lambda: calibration.read(path), "nested too deeply")
 
 
 # Python and the command line

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,52 @@ from refusals import refused, snapshot
 from safetensors.numpy import save_file
 
 from train import compile, measure
+from train.data import answers
+from train.runtime import run_config, watch
+from treeflash_jax.bench import bench_records, latency
 from treeflash_jax.cli.commands import main as cli
 from treeflash_jax.core import files
-from treeflash_jax.formats import conversions, safetensors, storage
+from treeflash_jax.decoding import calibration
+from treeflash_jax.formats import conversions, gguf_reader, safetensors, storage
+from treeflash_jax.formats.tokenizer import Tokenizer
 
 PAIR = Path(files.__file__).parents[1] / "assets" / "tiny"
+
+
+@pytest.fixture
+def no_hang():
+    """A case that waits for ever fails instead."""
+
+    def late(*_):
+        raise TimeoutError("waited for 30 s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+# Named pipes in place of files.
+
+
+PIPES = {
+    "gguf": ("model.gguf", lambda path: gguf_reader.read(path)),
+    "tokenizer": ("tokenizer.json", lambda path: Tokenizer.load(path.parent)),
+    "calibration": ("budget.json", lambda path: calibration.read(path)),
+    "settings": ("head.toml", lambda path: run_config.read(path)),
+    "results": ("out.jsonl", lambda path: bench_records.read_records(path)),
+    "timings": ("out.json", lambda path: latency.read_results(path)),
+    "log": ("log.jsonl", lambda path: watch.read_log(path.parent)),
+    "output": ("out.json", lambda path: files.check_output(path)),
+    "answers": ("out.jsonl", lambda path: answers.check_settings(None, path, ())),
+}
+
+
+@pytest.mark.parametrize("file, read", PIPES.values(), ids=PIPES)
+def test_pipes_are_refused(tmp_path, no_hang, file, read):
+    os.mkfifo(tmp_path / file)
+    refused(lambda: read(tmp_path / file), "is a named pipe", file)
 
 
 # Shard indices.
@@ -26,6 +68,9 @@ PAIR = Path(files.__file__).parents[1] / "assets" / "tiny"
 INDICES = {
     "parent": ({"a": "../model.safetensors"}, "the name of a file in this folder"),
     "null": ({"a": None}, "got None for tensor a"),
+    "dots": ({"a": ".."}, "got '..' for tensor a"),
+    "null byte": ({"a": "x\0"}, "the name of a file in this folder"),
+    "long": ({"a" * 5000: "x" * 5000}, "the name of a file in this folder"),
     "no map": (None, "got no weight_map"),
     "list for a map": (["a"], "got no weight_map"),
 }
@@ -127,7 +172,7 @@ REFUSED_FOLDERS = {
     "link to nowhere": (lambda target: target.symlink_to("nowhere"), {}, "exists and is no folder"),
     "link to a folder": (lambda target: target.symlink_to("."), {"overwrite": True}, "exists and is no folder"),
     "foreign": (make_full, {"overwrite": True, "may_replace": lambda _: False}, "did not write"),
-    "folder in place of a file": (make_busy, {"overwrite": True}, "Is a directory"),
+    "folder in place of a file": (make_busy, {"overwrite": True}, "is a folder, expected a file"),
 }
 
 

@@ -112,6 +112,11 @@ def test_yarn_with_null_keys_or_its_context_outside():
         assert parse("verifier", recipe | same).rope == rope
 
 
+def test_heads_of_qwen2_divide_the_hidden_size():
+    assert parse("verifier", QWEN25_7B_YARN | {"head_dim": 128}) == parse("verifier", QWEN25_7B_YARN)
+    refused(lambda: parse("verifier", QWEN25_7B_YARN | {"head_dim": 32}), "head_dim 32", "3584")
+
+
 def test_missing_defaults_are_those_of_the_architectures():
     assert parse("verifier", without(LLAMA_31_8B, "num_key_value_heads")).num_kv_heads == 32
     assert parse("verifier", without(QWEN3_4B, "head_dim")).head_dim == 128
@@ -127,9 +132,13 @@ BAD_MODELS = {
     "partial rotation inside": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ("partial_rotary_factor",)),
     "yarn without a factor": ({"rope_scaling": without(YARN, "factor")}, ("factor", "None")),
     "yarn that speeds up": ({"rope_parameters": YARN | {"factor": 0.5}}, ("factor", "0.5")),
+    "yarn for fewer positions": ({"rope_scaling": YARN | {"factor": None}, "max_position_embeddings": 4096}, ("0.125",)),
     "yarn with another key": ({"rope_scaling": YARN | {"attn_factor": 1.0}}, ("attn_factor", "yarn")),
+    "yarn the wrong way round": ({"rope_scaling": YARN | {"beta_fast": 1.0}}, ("beta_fast 1.0", "beta_slow 1.0")),
     "yarn of no context": ({"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, ("original_max", "0")),
+    "yarn on one frequency": ({"rope_scaling": YARN, "rope_theta": 1.0}, ("rope_theta 1.0", "yarn")),
     "yarn that stops attention": ({"rope_scaling": YARN | {"attention_factor": 0}}, ("attention_factor", "0")),
+    "two rope types": ({"rope_scaling": {"rope_type": "default", "type": "yarn"}}, ("default", "yarn")),
     "llama3 that speeds up": ({"rope_scaling": {**LLAMA3, "rope_type": "llama3", "factor": 0.5}}, ("factor", "0.5")),
     "half a llama3": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ("low_freq_factor",)),
     "linear rope": ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ("linear",)),
@@ -138,6 +147,7 @@ BAD_MODELS = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "attention_factor": 2.0}},
         ("attention_factor",),
     ),
+    "two rope bases": ({"rope_parameters": {"rope_theta": 5e5}}, ("rope_theta", "500000", "1000000")),
     "rope as text": ({"rope_scaling": "yarn"}, ("rope_scaling", "yarn")),
     "eps as null": ({"rms_norm_eps": None}, ("rms_norm_eps", "None")),
     "odd head": ({"head_dim": 5}, ("head_dim", "5")),
@@ -162,6 +172,7 @@ BAD_DRAFTERS = {
     "layers as text": ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": ["a"]}}, ("target_layer_ids", "a")),
     "no mask": ({"dflash_config": {"target_layer_ids": [1]}}, ("mask_token_id",)),
     "block of one": ({"block_size": 1}, ("block_size", "1")),
+    "two block sizes": ({"dflash_config": {"mask_token_id": 1, "block_size": 10}}, ("block_size", "16", "10")),
     "no block size": ({"block_size": None}, ("block_size", "None")),
     "no layer count": ({"num_target_layers": None}, ("num_target_layers", "None")),
 }

@@ -92,8 +92,10 @@ def test_defaults_of_drafting_are_kept(tmp_path):
 
 REFUSED_KEYS = {
     "two layers": ("eagle", {"num_hidden_layers": 2}, "got num_hidden_layers 2, expected 1"),
+    "both norms": ("speculators", {"norm_before_fc": True}, "got fc_norm and norm_before_fc"),
     "a raw state": ("specforge", {"norm_output": False}, "norm_output"),
     "what norm_output means": ("deepspec", {"norm_output": True}, "norm_output"),
+    "the input of all": ("speculators", {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}, "read as inputs of layers"),
     "another layer": ("deepspec", {"model_type": "gemma"}, "model_type 'gemma'"),
     "an unknown key": ("eagle", {"depth_gate": 1}, "depth_gate"),
     "an unknown key inside": ("specforge", {"eagle_config": {"depth_gate": 1}}, "depth_gate"),
@@ -138,14 +140,18 @@ def _without(name):
 
 
 REFUSED_TENSORS = {
-    "no layer": ("eagle", lambda t: {n.replace("midlayer.", "decoder."): x for n, x in t.items()}, "tensors missing"),
-    "another width": ("eagle", lambda t: t | {"fc.weight": t["fc.weight"][:, :24].copy()}, r"has shape \[12, 24\]"),
-    "no list of tokens": ("eagle", _without("d2t"), "tensors missing, the first is d2t"),
+    "no layer": ("eagle", lambda t: {n.replace("midlayer.", "decoder."): x for n, x in t.items()}, "'midlayer.' or 'lay"),
+    "another width": ("eagle", lambda t: t | {"fc.weight": t["fc.weight"][:, :24].copy()}, r"for \[24\] inputs"),
+    "a scalar in place of a matrix": ("eagle", lambda t: t | {"fc.weight": np.array(1.0)}, r"for \[\] inputs"),
+    "a scalar in place of a list": ("eagle", lambda t: t | {"t2d": np.array(True)}, "t2d and d2t"),
+    "no list of tokens": ("eagle", _without("d2t"), "no tensor d2t"),
+    "a list too short": ("eagle", lambda t: t | {"d2t": t["d2t"][:9].copy()}, r"shape \[9\]"),
     "a token below all": ("eagle", _ids(lambda ids: ids.__setitem__(0, -1)), "leaves the verifier's vocabulary"),
     "a token beyond all": ("eagle", _ids(lambda ids: ids.__setitem__(19, 48)), "leaves the verifier's vocabulary"),
     "a token twice": ("eagle", _ids(lambda ids: ids.__setitem__(3, ids[2])), "or its order"),
+    "two lists": ("eagle", lambda t: t | {"t2d": ~t["t2d"]}, "t2d and d2t"),
     "a list of floats": ("eagle", lambda t: t | {"d2t": t["d2t"].astype(np.float32)}, "d2t has type F32"),
-    "no embedding": ("specforge", _without("embed_tokens.weight"), "missing, the first is embed_tokens.weight"),
+    "no embedding": ("specforge", _without("embed_tokens.weight"), "no tensor embed_tokens.weight"),
     "an unknown tensor": ("eagle", lambda t: t | {"gate.weight": np.ones(3, np.float32)}, "unknown tensors"),
     "a missing tensor": ("deepspec", _without("norm.weight"), "norm.weight"),
 }  # fmt: skip

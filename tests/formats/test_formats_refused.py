@@ -41,6 +41,7 @@ def test_keys_of_config_json():
                 assert value is None or isinstance(value, int | float) and math.isfinite(value), (key, value)
     llama3 = LLAMA_31_8B["rope_scaling"]
     for change, words in (
+        ({"rope_scaling": llama3 | {"low_freq_factor": 4.0}}, "low_freq_factor"),
         ({"rope_scaling": llama3, "rope_parameters": {"rope_type": "default"}}, "rope_scaling beside"),
         ({"eos_token_id": LLAMA_31_8B["vocab_size"]}, "eos_token_id"),
         ({"layer_types": [3]}, "layer_types"),
@@ -53,11 +54,14 @@ def test_keys_of_config_json():
 
 @pytest.mark.parametrize("part", ["verifier", "drafter"])
 def test_layers_that_the_tensors_lack(part, tmp_path):
+    """At once: specs of 10^9 layers would never be built."""
     folder = shutil.copytree(locate("tiny", part), tmp_path / part)
     raw = json.loads((folder / "config.json").read_text())
-    changed = {"num_hidden_layers": raw["num_hidden_layers"] + 1, "layer_types": None}
-    (folder / "config.json").write_text(json.dumps(raw | changed))
-    refused(lambda: tf.load(**{"verifier": "tiny", part: folder}), "tensors missing")
+    for count in (raw["num_hidden_layers"] + 1, 10**5, 10**9):
+        (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": count, "layer_types": None}))
+        refused(lambda: tf.load(**{"verifier": "tiny", part: folder}), f"got {count:,} layers, expected")
+    (folder / "model.safetensors").unlink()
+    refused(lambda: tf.load(**{"verifier": "tiny", part: folder}), "expected at most 1,000")
 
 
 def test_experts_that_the_tensors_lack(tmp_path):

@@ -42,6 +42,12 @@ def type_at(path: Path) -> int:
     return path.read_bytes().index(b"output_norm.weight") + len(b"output_norm.weight") + 4 + 8
 
 
+def moved(path: Path, change: int) -> Path:
+    """Changes the offset of the tensor output_norm.weight, which follows its type."""
+    at = type_at(path) + 4
+    return patched(path, at, struct.unpack_from("<I", path.read_bytes(), at)[0] + change)
+
+
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
 ROW = np.ones(64, np.float32), F32
 REFUSED = {
@@ -54,21 +60,35 @@ REFUSED = {
     "cut in the weights": (lambda p: cut(p, -200), "cut off"),
     "a part": (lambda p: write_small(p, {"split.count": 3}), "gguf-split --merge"),
     "unknown type": (lambda p: patched(p, type_at(p), 99), "output_norm.weight has the unknown type 99"),
+    "misaligned": (lambda p: moved(p, 4), "tensor output_norm.weight at byte"),
+    "overlapping": (lambda p: moved(p, -64), "expected another name at a multiple of 32 that is at least"),
+    "a tensor twice": (
+        lambda p: p.write_bytes(p.read_bytes().replace(b"blk.1.attn_norm.", b"blk.0.attn_norm.")) and p,
+        "expected another name",
+    ),
     "alignment": (lambda p: write_small(p, {"general.alignment": True}), "general.alignment True"),
-    "not for weights": (lambda p: patched(p, type_at(p), 26), "output_norm.weight has the unknown type 26"),
+    "not for weights": (lambda p: patched(p, type_at(p), 26), "output_norm.weight has type I32 (26)"),
     "architecture": (lambda p: write_small(p, {"general.architecture": "gemma3"}), "'gemma3', expected 'llama' or 'qwen2'"),
     "missing tensor": (lambda p: write_small(p, lose="blk.1.ffn_up.weight"), "tensors missing, the first is blk.1.ffn_up"),
+    "missing table": (lambda p: write_small(p, lose="token_embd.weight"), "token_embd.weight"),
     "extra tensor": (lambda p: write_small(p, **{"blk.0.attn_q.bias": ROW}), "unknown tensors, the first is blk.0.attn_q"),
-    "rope divisors": (lambda p: write_small(p, **{"rope_freqs.weight": ROW}), "got 64 divisors"),
+    "rope divisors": (lambda p: write_small(p, **{"rope_freqs.weight": ROW}), "rope_freqs.weight has shape [64]"),
     "missing size": (lambda p: write_small(p, changes={"block_count": None}), "got llama.block_count = None"),
+    "more layers": (lambda p: write_small(p, changes={"block_count": 10**9}), "1,000,000,000 layers, expected 2"),
     "lengths": (lambda p: write_small(p, changes={"attention.value_length": 8}), "value_length 8, expected 16"),
     "rotated part": (lambda p: write_small(p, changes={"rope.dimension_count": 8}), "dimension_count 8, expected 16"),
     "linear": (lambda p: write_small(p, changes={"rope.scaling.type": "linear"}), "rope.scaling.type 'linear'"),
     "yarn without a factor": (lambda p: write_small(p, changes={"rope.scaling.type": "yarn"}), "scaling.factor = None"),
     "half of yarn": (lambda p: write_small(p, changes=YARN | {"rope.scaling.yarn_ext_factor": 0.5}), "ext_factor = 0.5"),
+    "yarn and divisors": (
+        lambda p: write_small(p, changes=YARN, **{"rope_freqs.weight": (np.ones(8, np.float32), F32)}),
+        "rope_freqs.weight beside",
+    ),
     "false for zero": (lambda p: write_small(p, changes={"expert_count": False}), "llama.expert_count = False"),
     "a long value": (lambda p: write_small(p, changes={"logit_scale": "x" * 5000}), "llama.logit_scale = 'xxx"),
     "unknown key": (lambda p: write_small(p, changes={"logit_scale": 2.0}), "llama.logit_scale = 2.0"),
+    "vocab_size": (lambda p: write_small(p, changes={"vocab_size": 7}), "vocab_size 7"),
+    "other tokens": (lambda p: write_small(p, {"tokenizer.ggml.tokens": ["a"]}), "tokens 1"),
     "tokenizer": (lambda p: write_small(p, {"tokenizer.ggml.model": "llama"}), "model = 'llama', expected 'gpt2'"),
     "pre-tokenizer": (lambda p: write_small(p, {"tokenizer.ggml.pre": "tekken"}), "tokenizer.ggml.pre = 'tekken'"),
     "no tokens": (lambda p: write_small(p, {"tokenizer.ggml.tokens": None}), "tokenizer.ggml.tokens = None"),
@@ -77,7 +97,9 @@ REFUSED = {
     "merges of no token": (lambda p: write_small(p, {"tokenizer.ggml.merges": ["a <|none|>"]}), "damaged vocabulary"),
     "merges of numbers": (lambda p: write_small(p, {"tokenizer.ggml.merges": [1, 2]}), "ggml.merges = 1, expected pairs"),
     "unknown type of token": (lambda p: write_small(p, {"tokenizer.ggml.token_type": [77]}), "token_type = 77, expected"),
+    "template of numbers": (lambda p: write_small(p, {"tokenizer.chat_template": 3}), "chat_template = 3, expected a text"),
     "bos of another kind": (lambda p: write_small(p, {"tokenizer.ggml.bos_token_id": "x"}), "bos_token_id = 'x'"),
+    "a number of tokens": (lambda p: write_small(p, {"tokenizer.ggml.tokens": 3}), "ggml.tokens = 3, expected a list"),
     "eos of another kind": (lambda p: write_small(p, {"tokenizer.ggml.eos_token_id": "2"}), "eos_token_id = '2'"),
     "size beyond 32 bits": (lambda p: write_small(p, changes={"feed_forward_length": 2**31}), "length = 2147483648"),
     "eos": (lambda p: write_small(p, {"tokenizer.ggml.eos_token_id": 9999}), "eos_token_id = 9999"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -308,12 +309,12 @@ def lose_a_listed_tensor(folder: Path) -> None:
     save_file(kept, path)
 
 
-def folder_named(name: str):
-    """A folder in a file's place."""
+def pipe(name: str, make=os.mkfifo):
+    """Something else in a file's place."""
 
     def change(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
-        (folder / name).mkdir()
+        make(folder / name)
 
     return change
 
@@ -330,13 +331,15 @@ DAMAGE = {
     "truncated": (truncate, ("model.safetensors", "damaged")),
     "junk": (lambda f: (f / "model.safetensors").write_text("<html></html>" * 20), ("model.safetensors", "damaged")),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ("model.safetensors", "not found")),
-    "part without a listed tensor": (lose_a_listed_tensor, ("tensors missing",)),
+    "part without a listed tensor": (lose_a_listed_tensor, ("model-00002-of-00002.safetensors", "no tensor")),
     "deep index": (
         lambda f: (f / "model.safetensors.index.json").write_text("[" * 200_000),
-        ("model.safetensors.index.json", "recursion"),
+        ("model.safetensors.index.json", "nested too deeply"),
     ),
-    "folder for weights": (folder_named("model.safetensors"), ("model.safetensors",)),
-    "folder for a config": (folder_named("config.json"), ("config.json",)),
+    "pipe for weights": (pipe("model.safetensors"), ("model.safetensors", "named pipe")),
+    "pipe for a config": (pipe("config.json"), ("config.json", "named pipe")),
+    "folder for weights": (pipe("model.safetensors", Path.mkdir), ("model.safetensors",)),
+    "folder for a config": (pipe("config.json", Path.mkdir), ("config.json",)),
     "no config": (lambda f: (f / "config.json").unlink(), ("config.json", "not found")),
     "no folder": (shutil.rmtree, ("not found", "folder")),
 }  # fmt: skip

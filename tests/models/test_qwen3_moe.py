@@ -72,7 +72,10 @@ def test_which_layers_are_dense():
 
 
 @pytest.mark.parametrize("changes, words", [
+    ({"num_experts_per_tok": 5}, ("num_experts_per_tok 5", "at most 4")),
+    ({"num_experts": 8}, ("num_experts 8", "num_local_experts 4")),
     ({"shared_expert_intermediate_size": 64}, ("shared_expert_intermediate_size", "64")),
+    ({"mlp_only_layers": [1, 4]}, ("mlp_only_layers [1, 4]", "0 to 3")),
     ({"mlp_only_layers": [-1]}, ("mlp_only_layers", "-1")),
     ({"decoder_sparse_step": 0}, ("decoder_sparse_step", "0")),
     ({"use_qk_norm": False}, ("use_qk_norm",)),
@@ -82,12 +85,18 @@ def test_refused_configs(changes, words):
     refused(lambda: dialects.parse("verifier", RAW | changes), *words)
 
 
+def test_a_drafter_of_experts_is_refused():
+    drafter = {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0]}, "block_size": 4, "num_target_layers": 4}
+    with pytest.raises(ValueError, match=r"^config.json: got a drafter of model_type 'qwen3_moe', expected .* experts$"):
+        dialects.parse("drafter", RAW | drafter)
+
+
 APART, FUSED = (load_file(FOLDER / name / "model.safetensors") for name in ("apart", "fused"))
 MISSING = "model.layers.1.mlp.experts.2.up_proj.weight"
 FUSED_NAME = "model.layers.0.mlp.experts.gate_up_proj"
 BAD = {
-    "both": (APART | FUSED, "unknown tensors"),
-    "neither": ({name: x for name, x in APART.items() if "experts" not in name}, "tensors missing"),
+    "both": (APART | FUSED, "several of these layouts"),
+    "neither": ({name: x for name, x in APART.items() if "experts" not in name}, "none of these layouts"),
     "missing": ({name: x for name, x in APART.items() if name != MISSING}, f"1 tensors missing, the first is {MISSING}"),
     "too many": (APART | {MISSING.replace(".2.", ".4."): APART[MISSING]}, "unknown tensors.*experts.4.up_proj"),
     "shape": (APART | {MISSING: APART[MISSING][:5]}, rf"{MISSING} has shape \[5, 16\], expected \[8, 16\]"),
@@ -131,7 +140,7 @@ def test_each_device_reads_its_own_experts_from_one_open_file(monkeypatch, layou
     opened.clear()
     read.clear()
     _, params = models.load_verifier(FOLDER / layout, mesh=mesh)
-    assert len(opened) == 1, "for the weights of all devices"
+    assert len(opened) == 2, "for the names, and for the weights of all devices"
     weight = params["groups"][0][0]["expert_gate"]
     assert tuple(weight.sharding.spec) == ("model", None, None)
     assert {shard.data.shape for shard in weight.addressable_shards} == {(1, 16, 8)}

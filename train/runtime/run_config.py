@@ -29,7 +29,7 @@ import tomli_w
 from etils import epath
 
 from train.runtime import folders
-from treeflash_jax.core import background
+from treeflash_jax.core import background, files
 from treeflash_jax.core.checks import CONFIG, bounded, clipped, explain, quoted
 from treeflash_jax.engine.loading import keep_programs
 
@@ -166,7 +166,8 @@ def read(path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> dict[
     raw: dict[str, Any] = {}
     if path is not None:
         try:
-            raw = tomllib.loads(epath.Path(path).read_bytes().decode())
+            place = epath.Path(path)
+            raw = tomllib.loads((place if "://" in str(path) else files.regular(place)).read_bytes().decode())
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror or error}; expected a TOML file of settings") from None
         except (ValueError, RecursionError) as error:

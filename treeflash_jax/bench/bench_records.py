@@ -33,7 +33,7 @@ def read_jsonl(path: str | Path, *, unfinished_tail: bool = False) -> tuple[list
       ValueError: a file that cannot be read, or a line that is no JSON object.
     """
     try:
-        lines = Path(path).read_bytes().splitlines(keepends=True)
+        lines = files.regular(path, streams=True).read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     objects, size = [], 0

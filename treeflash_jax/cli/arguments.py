@@ -9,12 +9,12 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from treeflash_jax.core.checks import bounded, clipped, default_text, field_checks, fit, parse_json, quoted, suggestion
 from treeflash_jax.core.clock import slow
+from treeflash_jax.core.files import regular
 from treeflash_jax.engine.pairs import VERIFIERS
 from treeflash_jax.engine.prompts import Text
 from treeflash_jax.models.quantized import SCHEMES
@@ -216,7 +216,7 @@ def parse_prompts(arguments: argparse.Namespace) -> list[Any]:
 def _read(path: str) -> str:
     """Returns the text of a file, or of standard input for "-", without its final line break."""
     if path != "-":
-        return Path(path).read_text(encoding="utf-8").removesuffix("\n")
+        return regular(path, streams=True).read_text(encoding="utf-8").removesuffix("\n")
     with slow("reading a prompt from standard input"):
         return sys.stdin.read().removesuffix("\n")
 

@@ -10,6 +10,7 @@ import difflib
 import functools
 import inspect
 import json
+import math
 import operator
 import os
 import re
@@ -17,10 +18,11 @@ import reprlib
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, field, fields, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Interval
+
+from treeflash_jax.core import files
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -53,9 +55,11 @@ _short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
 
 def quoted(value: Any, size: int = QUOTED) -> str:
     """Formats any value for a message: one line of at most `size` characters."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**size:
+        return f"a number of about {int(value.bit_length() * math.log10(2)):,} digits"
     try:
         text = _short.repr(value)
-    except Exception:  # raised by the value's __repr__, as by that of an integer of 5,000 digits
+    except Exception:  # raised by the value's __repr__
         text = type(value).__name__
     return clipped(text.encode("utf-8", "backslashreplace").decode(), size)
 
@@ -210,14 +214,21 @@ def parse_json(text: str | bytes) -> Any:
     """Parses JSON. Raises ValueError, without the file's name, for any other text, deep nesting and numbers too long."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON: {clipped(error, 100)}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+    except UnicodeDecodeError:
+        raise ValueError("not valid JSON: not UTF-8") from None
+    except RecursionError:
+        raise ValueError("not valid JSON: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {clipped(error, QUOTED)}") from None
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """Reads the object of a JSON file. Raises ValueError for an unreadable file or any other content."""
+    file = files.regular(path)
     try:
-        raw = parse_json(Path(path).read_bytes())
+        raw = parse_json(file.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path} not found; expected a Hugging Face model folder") from None
     except OSError as error:

@@ -183,19 +183,22 @@ class Device:
 
 def here() -> Device:
     """Returns the default device."""
-    return describe(jax.devices()[0])
+    return _device(jax.default_backend(), jax.devices()[0].device_kind)
 
 
 def describe(device: Any) -> Device:
     """Returns the `Device` of a JAX device, which may be an abstract one for compiling ahead of time."""
-    is_cpu = device.platform == "cpu"
-    features = usable(cpu_features(), os.environ.get("XLA_FLAGS", "")) if is_cpu else frozenset()
-    return Device(device.platform, device.device_kind, features)
+    return _device(device.platform, device.device_kind)
 
 
 def describe_mesh(mesh: Any) -> Device:
     """Returns the device of a mesh; the default device for None."""
     return here() if mesh is None else describe(mesh.devices.flat[0])
+
+
+def _device(backend: str, kind: str) -> Device:
+    features = usable(cpu_features(), os.environ.get("XLA_FLAGS", "")) if backend == "cpu" else frozenset()
+    return Device(backend, kind, features)
 
 
 def usable(features: frozenset[str], flags: str) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Writing of outputs that appear whole or not at all.
+"""Reading of regular files, and writing of outputs that appear whole or not at all.
 
 `write` (one file) and `filled` (a folder) write beside their target and rename, so that neither a kill nor a full disk
 leaves half a file under its name, and no link is followed.
@@ -13,10 +13,12 @@ import os
 import re
 import shutil
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+STREAMS = ("/dev/fd/", "/dev/stdin")  # opened by the shell
 LAST = "config.json"  # written last: a folder without it is no model
 PART = re.compile(r"\..+\.part-(?P<host>.+)-(?P<pid>\d+)")  # names of unfinished outputs
 
@@ -58,6 +60,28 @@ def fetch(url: str) -> Path:
     return target
 
 
+def regular(path: str | os.PathLike, *, streams: bool = False) -> Path:
+    """Returns the path of a file to read. Missing files and folders pass: opening them fails.
+
+    Args:
+      streams: accept streams that the shell has opened, as in `--prompt-file <(command)`.
+
+    Raises:
+      ValueError: a named pipe, a socket or a device, which could block forever.
+    """
+    path = Path(path)
+    if streams and str(path).startswith(STREAMS):
+        return path
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return path
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        kind = "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+        raise ValueError(f"{path} is {kind}, expected a regular file")
+    return path
+
+
 def check_output(path: str | os.PathLike, may_replace: Callable[[bytes], bool] | None = None) -> None:
     """Checks that an output file can be written, before anything is computed. Writes nothing.
 
@@ -68,10 +92,11 @@ def check_output(path: str | os.PathLike, may_replace: Callable[[bytes], bool] |
       ValueError: no folder to write in, no regular file, or a file with other content.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():
-        raise ValueError(f"cannot write {path}: no regular file")
+    if path.is_dir():
+        raise ValueError(f"cannot write {path}: Is a directory")
     if not path.parent.is_dir():
         raise ValueError(f"cannot write {path}: No such file or directory")
+    regular(path)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"cannot write {path}: Permission denied")
     content = path.read_bytes() if may_replace is not None and path.exists() else b""
@@ -85,9 +110,11 @@ def json_with(*names: str, inside: bool = False) -> Callable[[bytes], bool]:
     def has_keys(content: bytes) -> bool:
         try:
             parsed = json.loads(content)
-            return all(set(names) <= x.keys() for x in (parsed.values() if inside else [parsed]))
-        except (ValueError, AttributeError, RecursionError):
+        except (ValueError, RecursionError):
             return False
+        if not isinstance(parsed, dict):
+            return False
+        return all(isinstance(x, dict) and set(names) <= x.keys() for x in (parsed.values() if inside else [parsed]))
 
     return has_keys
 
@@ -171,6 +198,9 @@ def _move(part: Path, target: Path) -> None:
     """Moves all files of one folder into another, config.json last."""
     inside = (path.relative_to(part) for path in part.rglob("*") if path.is_file())
     names = sorted(inside, key=lambda name: (name.name == LAST, name))
+    for name in names:
+        if (target / name).is_dir():
+            raise ValueError(f"{target / name} is a folder, expected a file or none; give a new folder")
     if Path(LAST) in names:
         (target / LAST).unlink(missing_ok=True)
     for name in names:
@@ -192,6 +222,8 @@ def _part(folder: Path, name: str) -> Path:
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
     return True

@@ -198,7 +198,7 @@ def default_path(drafter: str | Path | None) -> Path:
 def read(path: Path) -> list[Calibration]:
     """Returns the entries of a file. Raises ValueError if it is missing or contains anything else."""
     try:
-        return [checked(Calibration(**entry)) for entry in parse_json(Path(path).read_bytes())["entries"]]
+        return [checked(Calibration(**entry)) for entry in parse_json(files.regular(path).read_bytes())["entries"]]
     except FileNotFoundError:
         raise ValueError(f"{path} not found; nodes 'auto' needs the file that `treeflash calibrate` writes") from None
     except (OSError, ValueError, TypeError, KeyError) as error:

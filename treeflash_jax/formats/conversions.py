@@ -31,7 +31,9 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
         written.to_hf(config)  # refuses before weights are read
     with safetensors.open_folder(Path(source)) as tensors:
         kinds = {tensor.get_dtype() for tensor in tensors.values()} - {*storage.WHOLE, "BOOL"}
-    dtype = {"BF16": jnp.bfloat16, "F16": jnp.float16}.get(kinds.pop(), jnp.float32) if len(kinds) == 1 else jnp.float32
+    if len(kinds) != 1:
+        raise ValueError(f"{source}: got tensors of types {sorted(kinds)}, expected one type")
+    dtype = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}.get(kinds.pop(), jnp.float32)
     config, params = models.load_drafter(source, dtype=dtype)
     if drop_head:
         config, params = written.without_head(config, params)

@@ -19,9 +19,12 @@ from typing import Any
 import numpy as np
 
 from treeflash_jax.core.checks import QUOTED, clipped, fit, quoted
+from treeflash_jax.core.files import regular
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
+_LITTLE = {kind: struct.Struct(f"<{kind}") for kind in _NUMBERS.values()}
+_VERSIONS = (2, 3)
 HEADER_BYTES = 2**26  # several times the largest vocabularies
 JOINED_BYTES = 2**13
 
@@ -98,40 +101,47 @@ def read(path: str | Path) -> File:
 
     Raises:
       ValueError: no GGUF file, or one that is cut off, of another version or byte order, one part of several, or with
-        tensors of unknown types; or the package `gguf` is not installed.
+        tensors that overlap, are misaligned or have unknown types; or the package `gguf` is not installed.
     """
-    state = os.stat(path)
-    return _read(Path(path), state.st_size, state.st_mtime_ns)
+    path = regular(path)
+    _package()
+    try:
+        state = path.stat()
+        return _read(path, state.st_size, state.st_mtime_ns)
+    except FileNotFoundError:
+        raise ValueError(f"{path} not found; expected a GGUF file") from None
 
 
 @lru_cache(maxsize=1)  # a model is opened for its config, its tokenizer and its weights
 def _read(path: Path, size: int, changed: int) -> File:
     try:
         data = np.memmap(path, mode="r")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}), expected a GGUF file") from None
+    except ValueError:
+        raise ValueError(f"{path} is empty, expected a GGUF file; download it again") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}), expected a GGUF file") from None
     header = _Header(path, memoryview(data)[:HEADER_BYTES])
-    if bytes(header.data[:4]) != b"GGUF":
-        raise ValueError(f"{path} is no GGUF file (it begins with {bytes(header.data[:4])!r}); download it again")
-    version = header.number("I")
-    if version not in (2, 3):
-        what = "a big-endian file" if version & 0xFFFF == 0 else f"version {version}"
-        raise ValueError(f"{path}: got {what}, expected a little-endian GGUF file of version 2 or 3")
-    num_tensors, num_values, metadata = header.number("Q"), header.number("Q"), {}
+    num_tensors, num_values = header.begin()
+    metadata = {}
     for _ in range(num_values):
         key = header.string()
         metadata[key] = header.value(header.number("I"))
     if metadata.get("split.count") not in (None, 0, 1):
-        parts = quoted(metadata["split.count"])
-        raise ValueError(f"{path} is one of {parts} parts, expected a whole file; join them with gguf-split --merge")
-    infos = []
-    for _ in range(num_tensors):
-        name = header.string()
-        shape = tuple(header.number("Q") for _ in range(header.number("I")))[::-1]  # outermost axis first
-        infos.append((name, shape, header.number("I"), header.number("Q")))
+        raise ValueError(
+            f"{path} is one of {quoted(metadata['split.count'])} parts, expected a whole file; join them with gguf-split "
+            "--merge"
+        )
+    infos = [header.tensor_info() for _ in range(num_tensors)]
     alignment = fit(int, metadata.get("general.alignment", 32), "general.alignment", str(path), least=1)
-    start = math.ceil(header.at / alignment) * alignment
-    tensors = {name: _tensor(path, data, start + at, name, shape, kind) for name, shape, kind, at in infos}
+    start, end = math.ceil(header.at / alignment) * alignment, 0
+    tensors: dict[str, Tensor] = {}
+    for name, at, shape, kind in sorted(infos, key=lambda info: info[1]):
+        if at % alignment or at < end or name in tensors:
+            what = f"tensor {clipped(name, QUOTED)} at byte {at}"
+            expected = f"another name at a multiple of {alignment} that is at least {end}"
+            raise ValueError(f"{path} is damaged: got {what}, expected {expected}; download it again")
+        tensors[name] = _tensor(path, data, start + at, name, shape, kind)
+        end = at + tensors[name].raw.nbytes
     return File(path, metadata, tensors)
 
 
@@ -139,7 +149,18 @@ class _Header:
     """A cursor over a file's header."""
 
     def __init__(self, path: Path, data: memoryview):
-        self.path, self.data, self.at = path, data, 4  # after the magic
+        self.path, self.data, self.at = path, data, 0
+
+    def begin(self) -> tuple[int, int]:
+        """Checks magic and version; returns the numbers of tensors and of metadata values."""
+        if bytes(self.data[:4]) != b"GGUF":
+            raise ValueError(f"{self.path} is no GGUF file (it begins with {bytes(self.data[:4])!r}); download it again")
+        self.at = 4
+        version = self.number("I")
+        if version not in _VERSIONS:
+            what = "a big-endian file" if version & 0xFFFF == 0 else f"version {version}"
+            raise ValueError(f"{self.path}: got {what}, expected a little-endian GGUF file of version 2 or 3")
+        return self.number("Q"), self.number("Q")
 
     def expect(self, size: int) -> None:
         """Raises ValueError if fewer bytes are left."""
@@ -153,7 +174,8 @@ class _Header:
         return self.data[self.at - size : self.at]
 
     def number(self, kind: str) -> Any:
-        return struct.unpack(f"<{kind}", self.take(struct.calcsize(f"<{kind}")))[0]
+        form = _LITTLE[kind]
+        return form.unpack(self.take(form.size))[0]
 
     def string(self) -> str:
         begin = self.at + 8
@@ -168,13 +190,22 @@ class _Header:
         if kind == _ARRAY:
             kind, count = self.number("I"), self.number("Q")
             if kind in _NUMBERS:
-                dtype = np.dtype(f"<{_NUMBERS[kind]}")
-                return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
+                bytes_of_one = _LITTLE[_NUMBERS[kind]].size
+                return np.frombuffer(self.take(count * bytes_of_one), f"<{_NUMBERS[kind]}").tolist()
             if kind == _STRING:
                 self.expect(8 * count)  # each begins with its length
                 return [self.string() for _ in range(count)]
+        if kind not in _NUMBERS:
+            raise ValueError(f"{self.path} is damaged: got a metadata value of type {kind}; download it again")
         number = self.number(_NUMBERS[kind])
         return float(str(np.float32(number))) if kind == _FLOAT else number  # 1e-05, not 9.999999747e-06
+
+    def tensor_info(self) -> tuple[str, int, tuple[int, ...], int]:
+        """Returns name, offset, shape (outermost axis first) and type number."""
+        name = self.string()
+        shape = tuple(self.number("Q") for _ in range(self.number("I")))[::-1]
+        kind = self.number("I")
+        return name, self.number("Q"), shape, kind
 
 
 def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[int, ...], number: int) -> Tensor:
@@ -183,9 +214,15 @@ def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[in
         kind = gguf.GGMLQuantizationType(number)
         block, size = gguf.GGML_QUANT_SIZES[kind]
         gguf.dequantize(np.zeros((1, size), np.uint8), kind)
-    except (ValueError, KeyError, NotImplementedError):
+    except (ValueError, KeyError):
         name = clipped(name, QUOTED)
         raise ValueError(f"{path}: tensor {name} has the unknown type {number}; a newer gguf package may know it") from None
+    except NotImplementedError:
+        raise ValueError(f"{path}: tensor {name} has type {kind.name} ({number}), which is not for weights") from None
+    if not shape or shape[-1] % block:
+        raise ValueError(
+            f"{path}: tensor {name} has shape {list(shape)}, expected rows of whole {kind.name} blocks ({block})"
+        )
     count, width = math.prod(shape[:-1]), shape[-1] // block * size
     end = start + count * width
     if end > data.size:
@@ -197,5 +234,7 @@ def _package() -> Any:
     try:
         import gguf  # slow to import, and only these files need it
     except ImportError:
-        raise ValueError("GGUF files need the package gguf: pip install treeflash-jax[gguf]") from None
+        raise ValueError(
+            "GGUF files need the package gguf, which is not installed: pip install treeflash-jax[gguf]"
+        ) from None
     return gguf

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_LLAMA_3, _QWEN_2 = _WORDS.replace("DIGITS", "{1,3}"), _WORDS.replace("DIGITS", "")
 _PRE = {  # tokenizer.ggml.pre, and the pre-tokenizer it stands for
     "llama-bpe": "llama3", "llama3": "llama3", "llama-v3": "llama3",
     "qwen2": "qwen2", "deepseek-r1-qwen": "qwen2",
@@ -37,6 +39,8 @@ def folder(path: str | Path) -> Path | None:
       ValueError: a kind of tokenizer that is not implemented.
     """
     path = Path(path).resolve()
+    if not path.exists():
+        raise ValueError(f"{path} not found; expected a GGUF file")
     state = path.stat()
     key = hashlib.sha256(repr((str(path), state.st_size, state.st_mtime_ns, _VERSION)).encode()).hexdigest()[:16]
     kept = user_cache() / "gguf" / f"{path.stem}-{key}"
@@ -47,6 +51,8 @@ def folder(path: str | Path) -> Path | None:
         return None
     try:
         kept.mkdir(parents=True, exist_ok=True)
+        if not os.access(kept, os.W_OK):
+            raise PermissionError
     except OSError:  # a home that cannot be written to
         kept = Path(tempfile.mkdtemp(prefix="treeflash-"))
     for name, text in made.items():
@@ -59,12 +65,7 @@ def files(file: File) -> dict[str, str]:
     if not {"tokenizer.ggml.model", "tokenizer.ggml.tokens"} & file.metadata.keys():
         return {}
     made = _tokenizer(file)  # checks the vocabulary that the settings refer to
-    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    settings = {names[role]: file.metadata["tokenizer.ggml.tokens"][i] for role, i in special_ids(file).items()}
-    if "tokenizer.chat_template" in file.metadata:
-        settings["chat_template"] = file.metadata["tokenizer.chat_template"]
-    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    return {"tokenizer_config.json": json.dumps(settings, indent=2) + "\n", "tokenizer.json": made.to_str()}
+    return {"tokenizer_config.json": json.dumps(_settings(file), indent=2) + "\n", "tokenizer.json": made.to_str()}
 
 
 def _tokenizer(file: File) -> Any:
@@ -112,7 +113,18 @@ def _pre_tokenizer(kind: str) -> tuple[Any, Any]:
         words = pre_tokenizers.ByteLevel(add_prefix_space=False)
         digits = pre_tokenizers.Digits(individual_digits=True)
         return (words if kind == "gpt-2" else pre_tokenizers.Sequence([digits, words])), None
-    pattern = _WORDS.replace("DIGITS", "{1,3}" if kind == "llama3" else "")
+    pattern = _LLAMA_3 if kind == "llama3" else _QWEN_2
     split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([split, letters]), normalizers.NFC() if kind == "qwen2" else None
+
+
+def _settings(file: File) -> dict[str, Any]:
+    """Returns the content of tokenizer_config.json."""
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    settings = {names[role]: tokens[i] for role, i in special_ids(file).items()}
+    if "tokenizer.chat_template" in file.metadata:
+        keys = Keys(file.metadata, str(file.path))
+        settings["chat_template"] = keys.value(str, "tokenizer.chat_template", None, "a text")
+    return settings | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

@@ -31,5 +31,8 @@ def download(hub_id: str, revision: str | None = None, local_files_only: bool = 
         kinds = ["*.json", "*.safetensors", "*.jinja"]
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=kinds, local_files_only=local_files_only))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        what = f"{hub_id} is no folder here and could not be downloaded from the Hub ({type(error).__name__})"
-        raise ValueError(f"{what}; give a local folder with config.json and model.safetensors instead") from None
+        cause = type(error).__name__
+        raise ValueError(
+            f"{hub_id} is no folder here and could not be downloaded from the Hub ({cause}); "
+            "give a local folder with config.json and model.safetensors instead"
+        ) from None

@@ -61,13 +61,16 @@ class Keys:
 
     def check_known(self, known: Collection[str]) -> None:
         """Raises ValueError for a key that is not in `known`."""
-        if unknown := sorted(set(self.raw) - set(known)):
-            what = f"unknown key {quoted(unknown[0])} might change the numbers and is not implemented"
-            raise ValueError(f"{self.where}: {what}")
+        unknown = sorted(set(self.raw) - set(known))
+        if unknown:
+            raise ValueError(
+                f"{self.where}: unknown key {quoted(unknown[0])} might change the numbers and is not implemented"
+            )
 
     def check_only(self, accepted: Mapping[str, tuple[Any, ...]]) -> None:
         """Raises ValueError for a value that is not implemented; an absent key has the first one."""
         for key, values in accepted.items():
             if not is_among(self.raw.get(key, values[0]), values):
-                what = f"{key} = {quoted(self.raw[key])} is not implemented, expected {values[0]!r}"
-                raise ValueError(f"{self.where}: {what}")
+                raise ValueError(
+                    f"{self.where}: {key} = {quoted(self.raw[key])} is not implemented, expected {values[0]!r}"
+                )

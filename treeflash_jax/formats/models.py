@@ -96,7 +96,10 @@ def writable(dialect: str, config: Any = None) -> Dialect:
         raise ValueError(f"got dialect {quoted(dialect)}, expected one of {', '.join(known)}")
     result = dialects.DIALECTS[dialect]
     if config is not None and result.kind not in (None, config.kind):
-        raise ValueError(f"got dialect {dialect!r} for a drafter of kind {config.kind!r}, expected one of that kind")
+        raise ValueError(
+            f"got dialect {quoted(dialect)} for a drafter of kind {config.kind!r}, expected one of that kind; this dialect "
+            f"holds drafters of kind {result.kind!r}"
+        )
     return result
 
 
@@ -113,7 +116,10 @@ def _find(path: str | Path, part: str) -> tuple[Dialect, Any]:
 
 
 def _load(path, dialect: Dialect, config, specs, tensors, dtype, mesh, finish=lambda weight, _: weight) -> Any:
-    entries = dialect.entries(config, specs, tensors.keys())
+    try:
+        entries = dialect.entries(config, specs, tensors.keys())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return storage.load(Path(path), tensors, specs, entries, dtype, mesh, dialect.spare(config, specs), finish)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePath
 from typing import Any
@@ -11,6 +11,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from treeflash_jax.core.checks import LONGEST_PATH, QUOTED, clipped, quoted, read_json
+from treeflash_jax.core.files import regular
+
+LONGEST_NAME = 255  # bytes of a file's name
 
 
 @contextmanager
@@ -18,20 +21,33 @@ def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
     """Opens the tensors of a folder by name, from model.safetensors or the parts of its index; the files close at the end.
 
     Raises:
-      ValueError: files that are missing or damaged, or an index that names anything but files of this folder.
+      ValueError: files that are missing or damaged, or that lack a tensor which the index lists; an index that names
+        anything but files of this folder.
     """
     index = folder / "model.safetensors.index.json"
-    names = sorted(set(_listed(index).values())) if index.exists() else ["model.safetensors"]
-    with open_files(folder, names) as tensors:
+    listed = _listed(index) if index.exists() else {}
+    names = sorted(set(listed.values())) if index.exists() else ["model.safetensors"]
+    with open_files(folder, names, listed) as tensors:
         yield tensors
 
 
 @contextmanager
-def open_files(folder: Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Opens the tensors of some files of a folder as `open_folder`."""
+def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
+    """Opens the tensors of some files of a folder by name; the files close at the end.
+
+    Args:
+      listed: file of every tensor by the index, if there is one.
+
+    Raises:
+      ValueError: files that are missing or damaged, or that lack a tensor which is listed.
+    """
     with ExitStack() as stack:
-        files = [stack.enter_context(_open(folder / name)) for name in names]
-        yield {tensor: file.get_slice(tensor) for file in files for tensor in file.keys()}
+        held = {name: _open(folder / name, stack) for name in names}
+        file_of = {tensor: name for name, handle in held.items() for tensor in handle.keys()}
+        for tensor, name in (listed or {}).items():
+            if file_of.get(tensor) != name:
+                raise ValueError(f"{folder / name}: no tensor {tensor}, which the index says it holds")
+        yield {tensor: held[name].get_slice(tensor) for tensor, name in file_of.items()}
 
 
 def names(folder: Path) -> Collection[str]:
@@ -39,16 +55,17 @@ def names(folder: Path) -> Collection[str]:
     index = folder / "model.safetensors.index.json"
     try:
         if index.exists():
-            return _listed(index)
+            return _listed(index).keys()
         with open_folder(folder) as tensors:
-            return tensors
+            return tensors.keys()
     except ValueError:
         return ()
 
 
 def metadata(path: Path) -> dict[str, str]:
     """Returns the metadata of a file. Raises ValueError if it is missing or damaged."""
-    return _open(path).metadata() or {}
+    with ExitStack() as stack:
+        return _open(path, stack).metadata() or {}
 
 
 def _listed(index: Path) -> dict[str, str]:
@@ -57,16 +74,18 @@ def _listed(index: Path) -> dict[str, str]:
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{index}: got no weight_map, expected a map of tensor names to files")
     for tensor, name in listed.items():
-        if not isinstance(name, str) or PurePath(name).name != name:
+        is_name = isinstance(name, str) and name not in ("", "..") and PurePath(name).name == name
+        if not is_name or "\\" in name or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
             got = f"{quoted(name)} for tensor {clipped(tensor, QUOTED)}"
             raise ValueError(f"{index}: got {got}, expected the name of a file in this folder")
     return listed
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path, stack: ExitStack) -> Any:
     if not os.path.exists(path):  # False for names that no file can have, too
         raise ValueError(f"{clipped(path, LONGEST_PATH)} not found; expected a safetensors file there")
+    regular(path)
     try:
-        return safe_open(path, framework="np")
+        return stack.enter_context(safe_open(path, framework="np"))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or is no safetensors file ({error}); download it again") from None

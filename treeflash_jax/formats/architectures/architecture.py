@@ -13,6 +13,9 @@ from treeflash_jax.formats.architectures import rope
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
 
+MAX_LAYERS = 1000  # of a config without tensors
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")  # in tensor names
+
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
@@ -32,7 +35,10 @@ class Key:
 
     def read(self, keys: Keys, fields: Mapping[str, Any]) -> Any:
         if callable(self.default) and self.name not in keys:
-            return self.default(fields)
+            try:
+                return self.default(fields)
+            except ValueError as error:
+                raise ValueError(f"{keys.where}: {error}") from None
         default = None if callable(self.default) else self.default
         return {int: keys.whole, float: keys.number, bool: keys.truth}[self.kind](self.name, default)
 
@@ -79,11 +85,15 @@ class Architecture:
     gguf_sizes: Mapping[str, str] = field(default_factory=dict)
     gguf_rotates_pairs: bool = False
 
-    def read(self, keys: Keys, also_known: Collection[str] = ()) -> ModelConfig:
-        """Returns the config that a config.json states; the caller reads the keys `also_known`.
+    def read(self, keys: Keys, also_known: Collection[str] = (), names: Collection[str] = ()) -> ModelConfig:
+        """Returns the config that a config.json states.
+
+        Args:
+          also_known: keys that the caller reads.
+          names: names of the file's tensors, if known.
 
         Raises:
-          ValueError: a key or value that is not implemented, or a missing size.
+          ValueError: a key or value that is not implemented, a missing size, or more layers than the tensors have.
         """
         known = {key.name for key in self.keys} | {"model_type", "eos_token_id", "layer_types"}
         keys.check_known(known.union(rope.KEYS, self.only, self.derived, self.inert, also_known))
@@ -91,12 +101,7 @@ class Architecture:
         fields: dict[str, Any] = {}
         for key in self.keys:
             fields[key.field] = key.read(keys, fields)
-        types = keys.value(list[str] | None, "layer_types", None, "a list of names")
-        if types and (unknown := sorted({*types} - {*self.layer_types})):
-            expected = ", ".join(map(repr, self.layer_types))
-            raise ValueError(f"{keys.where}: layer_types {quoted(unknown)} are not implemented, expected only {expected}")
-        if types is not None and len(types) != fields["num_layers"]:
-            raise ValueError(f"{keys.where}: got {len(types)} layer_types for {fields['num_layers']} layers")
+        self._check_layers(keys, fields["num_layers"], names)
         heads, kv_heads, head_dim = (fields[name] for name in ("num_heads", "num_kv_heads", "head_dim"))
         if heads % kv_heads:
             raise ValueError(f"{keys.where}: got {heads} heads over {kv_heads} key/value heads, expected a multiple")
@@ -129,6 +134,9 @@ class Architecture:
         Args:
           specs: tree of Spec, in which "groups" contains the layers.
           names: names of the file's tensors, which determine the layout; empty when files are written.
+
+        Raises:
+          ValueError: tensors of several layouts, or of none.
         """
         entries = {name: entry for name, entry in self.outside.items() if name in specs}
         return entries | {"groups": self.layer_entries(specs["groups"], "model.", names)}
@@ -138,9 +146,7 @@ class Architecture:
     ) -> list[list[dict[str, Entry]]]:
         """Returns the location on disk of each weight of a stack of layers, as `entries`."""
         index = iter(range(sum(map(len, groups))))
-        stored = {re.sub(r"\.\d+\.", ".{}.", name.partition(".layers.")[2].partition(".")[2]) for name in names}
-        weights = {name for group in groups for specs in group for name in specs}
-        table = max((self.layer, *self.layouts), key=lambda layout: sum(layout[name].name in stored for name in weights))
+        table = self._layout({name for group in groups for specs in group for name in specs}, names)
 
         def layer(specs: Mapping[str, Any]) -> dict[str, Entry]:
             start = f"{prefix}layers.{next(index)}."
@@ -148,6 +154,35 @@ class Architecture:
 
         return [[layer(specs) for specs in group] for group in groups]
 
+    def _layout(self, weights: Collection[str], names: Collection[str]) -> Mapping[str, Entry]:
+        """Returns `layer`, or that one of `layouts` to which these tensor names belong."""
+        layouts = (self.layer, *self.layouts)
+        differing = [weight for weight in weights if len({layout[weight].name for layout in layouts}) > 1]
+        if not names or not differing:
+            return self.layer
+        stored = {re.sub(r"\.\d+\.", ".{}.", name.partition(".layers.")[2].partition(".")[2]) for name in names}
+        marks = [{layout[weight].name for weight in differing} for layout in layouts]
+        matches = [layout for layout, mark in zip(layouts, marks, strict=True) if mark & stored]
+        if len(matches) != 1:
+            shown = " or ".join(map(min, marks))
+            raise ValueError(f"got tensors of {'several' if matches else 'none'} of these layouts, expected one: {shown}")
+        return matches[0]
+
     def spare(self, specs: Mapping[str, Any]) -> tuple[str, ...]:
         """Returns tensor names that are allowed but not read, such as a second copy of a tied table."""
         return tuple(entry.name for name, entry in self.outside.items() if name not in specs)
+
+    def _check_layers(self, keys: Keys, num_layers: int, names: Collection[str]) -> None:
+        """Raises ValueError for unknown layer types, or more layers than tensors: building them could take hours."""
+        stored = len({match[1] for name in names if (match := _LAYER.search(name))})
+        if num_layers > (stored or MAX_LAYERS):
+            expected = f"{stored}, as its tensors have" if stored else f"at most {MAX_LAYERS:,}"
+            raise ValueError(f"{keys.where}: got {num_layers:,} layers, expected {expected}")
+        types = keys.value(list[str] | None, "layer_types", None, "a list of names")
+        if types and (unknown := sorted({*types} - {*self.layer_types})):
+            raise ValueError(
+                f"{keys.where}: layer_types {quoted(unknown)} are not implemented, "
+                f"expected only {', '.join(map(repr, self.layer_types))}"
+            )
+        if types is not None and len(types) != num_layers:
+            raise ValueError(f"{keys.where}: got {len(types)} layer_types for {num_layers} layers")

@@ -8,6 +8,7 @@ from typing import Any
 
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats.architectures.architecture import Architecture, Key
+from treeflash_jax.formats.keys import Keys
 
 LINEAR: dict[str, Any] = {"order": (1, 0), "row_axes": 1}  # [in, out] here, [out, in] on disk
 AS_ON_DISK: dict[str, Any] = {"order": (0, 1), "row_axes": 1}  # [out, in]
@@ -16,7 +17,11 @@ BIAS: dict[str, Any] = {"order": (0, 1), "row_axes": 2}  # [heads, head_dim] her
 
 
 def even_heads(fields: Mapping[str, int]) -> int:
-    return fields["hidden_size"] // fields["num_heads"]
+    """Returns hidden_size / num_heads, for files without head_dim. Raises ValueError if it is not whole."""
+    width, heads = fields["hidden_size"], fields["num_heads"]
+    if width % heads:
+        raise ValueError(f"got hidden_size {width} over {heads} heads, expected a multiple")
+    return width // heads
 
 
 def keys(head_dim: Any) -> tuple[Key, ...]:
@@ -77,6 +82,16 @@ OUTSIDE = {
 }
 
 
+def _check_head_dim(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ValueError for another head_dim than hidden_size / num_heads, on whose meaning readers of Qwen2 disagree."""
+    if fields["head_dim"] * fields["num_heads"] != fields["hidden_size"]:
+        raise ValueError(
+            f"{keys.where}: got head_dim {fields['head_dim']} of {fields['num_heads']} heads, expected hidden_size "
+            f"{fields['hidden_size']} over the heads"
+        )
+    return {}
+
+
 LLAMA = Architecture(
     model_type="llama",
     class_name="LlamaForCausalLM",
@@ -95,6 +110,7 @@ QWEN2 = replace(
     class_name="Qwen2ForCausalLM",
     constants={"qk_norm": False, "qkv_bias": True},
     only=ONLY | {"attention_bias": (None, False)},  # true would give `o` a bias as well
+    derive=_check_head_dim,
     layer=LAYER | {f"{name}_bias": Entry(f"self_attn.{name}_proj.bias", **BIAS) for name in ("q", "k", "v")},
     gguf="qwen2",
     gguf_rotates_pairs=False,

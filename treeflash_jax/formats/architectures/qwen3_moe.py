@@ -31,11 +31,22 @@ FUSED = {  # one tensor for all experts of a layer, with gate and up concatenate
 
 def _derive(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the number of experts and the dense layers."""
-    experts = keys.whole("num_experts" if "num_experts" in keys else "num_local_experts", 128, least=0)
+    spellings = {keys.whole(key, least=0) for key in ("num_experts", "num_local_experts") if key in keys}
+    if len(spellings) > 1:
+        got = f"num_experts {keys.raw['num_experts']} and num_local_experts {keys.raw['num_local_experts']}"
+        raise ValueError(f"{keys.where}: got {got}, expected one number")
+    experts = spellings.pop() if spellings else 128
     count, step = fields["num_layers"], keys.whole("decoder_sparse_step", 1)
     listed = keys.ids("mlp_only_layers", INT32) if keys.raw.get("mlp_only_layers") not in (None, []) else ()
+    if listed and max(listed) >= count:
+        raise ValueError(f"{keys.where}: got mlp_only_layers {list(listed)}, expected layers from 0 to {count - 1}")
     if experts == 0:
         return {}
+    if fields["experts_per_token"] > experts:
+        raise ValueError(
+            f"{keys.where}: got num_experts_per_tok {fields['experts_per_token']} of {experts} experts, "
+            f"expected at most {experts}"
+        )
     dense = tuple(i for i in range(count) if i in listed or (i + 1) % step)
     return {"num_experts": experts, "dense_layers": dense}
 

@@ -27,8 +27,14 @@ def read(keys: Keys, head_dim: int, max_positions: int) -> Rope:
         raise ValueError(f"{keys.where}: got rope_scaling beside other rope_parameters, expected one of them")
     settings = Keys({**old, **new}, keys.where)
     settings.check_only({"partial_rotary_factor": (1.0, None)})
-    theta = (settings if "rope_theta" in settings else keys).number("rope_theta", 10_000.0)
-    kind = settings.raw.get("rope_type", settings.raw.get("type", "default"))
+    thetas = {table.number("rope_theta") for table in (keys, settings) if "rope_theta" in table}
+    if len(thetas) > 1:
+        raise ValueError(f"{keys.where}: got rope_theta both {' and '.join(map(str, sorted(thetas)))}, expected one")
+    theta = thetas.pop() if thetas else 10_000.0
+    kinds = [settings.raw[key] for key in ("rope_type", "type") if key in settings.raw]
+    kind = kinds[0] if kinds else "default"
+    if kinds[1:] not in ([], [kind]):
+        raise ValueError(f"{keys.where}: got rope_type {quoted(kind)} beside type {quoted(kinds[1])}, expected one of them")
     if not isinstance(kind, str) or kind not in _KEYS_OF_KIND:
         raise ValueError(f"{keys.where}: got rope type {quoted(kind)}, expected one of {list(_KEYS_OF_KIND)}")
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KEYS_OF_KIND[kind]}
@@ -36,26 +42,10 @@ def read(keys: Keys, head_dim: int, max_positions: int) -> Rope:
     if _ORIGINAL in keys:  # outside the rope settings: transformers prefers it
         settings = Keys({**settings.raw, _ORIGINAL: keys.raw[_ORIGINAL]}, keys.where)
     if kind == "longrope":
-        # With equal factors at every length, as in GGUF files.
-        divisors = settings.value(list[float], "short_factor", None, "a list of numbers above 0", above=0)
-        if settings.raw.get("long_factor") != settings.raw["short_factor"] or settings.raw.get("attention_factor") != 1.0:
-            expected = "long_factor = short_factor and attention_factor = 1.0"
-            raise ValueError(f"{keys.where}: rope type 'longrope' is implemented only with {expected}")
-        if len(divisors) != head_dim // 2:
-            raise ValueError(f"{keys.where}: got {len(divisors)} divisors in short_factor, expected {head_dim // 2}")
-        return Rope(theta=theta, kind="longrope", divisors=tuple(divisors))
+        return Rope(theta=theta, kind="longrope", divisors=_divisors(settings, head_dim))
     if kind == "yarn":
         return _yarn(settings, theta, max_positions)
-    if kind == "default":
-        return Rope(theta=theta)
-    return Rope(
-        theta=theta,
-        kind="llama3",
-        factor=settings.value(float, "factor", None, "a number of at least 1", least=1),
-        low_freq_factor=settings.number("low_freq_factor"),
-        high_freq_factor=settings.number("high_freq_factor"),
-        original_max_positions=settings.whole(_ORIGINAL),
-    )
+    return _llama3(settings, theta) if kind == "llama3" else Rope(theta=theta)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -71,6 +61,22 @@ def write(config: ModelConfig) -> dict[str, Any]:
     return {"rope_theta": rope.theta, **({"rope_scaling": scaling} if scaling else {}), "rope_parameters": raw}
 
 
+def _llama3(keys: Keys, theta: float) -> Rope:
+    low, high = keys.number("low_freq_factor"), keys.number("high_freq_factor")
+    if low >= high:
+        raise ValueError(
+            f"{keys.where}: got low_freq_factor {low} and high_freq_factor {high}, expected the low one to be lower"
+        )
+    return Rope(
+        theta=theta,
+        kind="llama3",
+        factor=keys.value(float, "factor", None, "a number of at least 1", least=1),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_positions=keys.whole(_ORIGINAL),
+    )
+
+
 def attention_growth(factor: float, scale: float = 1.0) -> float:
     """Returns the factor of cosines and sines for a context `factor` times as long. Source: YaRN, section 3.4."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
@@ -82,20 +88,43 @@ def _yarn(keys: Keys, theta: float, max_positions: int) -> Rope:
     factor = max_positions / original
     if keys.raw.get("factor", 0) is not None:
         factor = keys.value(float, "factor", None, "a number of at least 1", least=1)
-    says, names = "a number of at least 0", ("mscale", "mscale_all_dim")
-    scales = [keys.value(float, name, None, says, least=0) for name in names if name in keys]
+    if not factor >= 1:
+        raise ValueError(f"{keys.where}: got yarn factor {factor}, expected a number of at least 1")
+    scales = [
+        keys.value(float, key, None, "a number of at least 0", least=0)
+        for key in ("mscale", "mscale_all_dim")
+        if key in keys
+    ]
     growth = attention_growth(factor)
     if "attention_factor" in keys:
         growth = keys.number("attention_factor")
     elif len(scales) == 2 and all(scales):
         growth = attention_growth(factor, scales[0]) / attention_growth(factor, scales[1])
+    fast, slow = (keys.number(key) if key in keys else usual for key, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)))
+    if fast <= slow:
+        raise ValueError(f"{keys.where}: got beta_fast {fast} and beta_slow {slow}, expected the fast one higher")
+    if theta <= 1:
+        raise ValueError(f"{keys.where}: got rope_theta {theta} with yarn, expected a number above 1")
     return Rope(
         theta=theta,
         kind="yarn",
         factor=factor,
         original_max_positions=original,
         attention_factor=growth,
-        beta_fast=keys.number("beta_fast") if "beta_fast" in keys else 32.0,
-        beta_slow=keys.number("beta_slow") if "beta_slow" in keys else 1.0,
+        beta_fast=fast,
+        beta_slow=slow,
         truncate=keys.truth("truncate", True),
     )
+
+
+def _divisors(keys: Keys, head_dim: int) -> tuple[float, ...]:
+    """Returns the divisors of a `longrope` with equal factors at every length, as in GGUF files."""
+    divisors = keys.value(list[float], "short_factor", None, "a list of numbers above 0", above=0)
+    if keys.raw.get("long_factor") != keys.raw["short_factor"] or keys.raw.get("attention_factor") != 1.0:
+        raise ValueError(
+            f"{keys.where}: rope type 'longrope' is implemented only with long_factor = short_factor "
+            "and attention_factor 1.0"
+        )
+    if len(divisors) != head_dim // 2:
+        raise ValueError(f"{keys.where}: got {len(divisors)} divisors in short_factor, expected {head_dim // 2}")
+    return tuple(divisors)

@@ -48,8 +48,9 @@ def of(path: Path, keys: Keys, part: str) -> Dialect:
     if part == "drafter" and (is_known or dialect.name != HuggingFace.name):
         return LanguageModel(dialect)
     if part == "verifier":
-        marks = " and ".join(dialect.marks)
-        raise ValueError(f"{keys.where}: got a {dialect.part}'s config (it has {marks}), expected a verifier's")
+        raise ValueError(
+            f"{keys.where}: got a {dialect.part}'s config (it has {' and '.join(dialect.marks)}), expected a verifier's"
+        )
     known = dict.fromkeys(other.marks[0] for other in DIALECTS.values() if other.part == part and other.marks)
     raise ValueError(
         f"{keys.where}: got model_type {quoted(model_type)}, expected a drafter's config with {' or '.join(known)}, or a "

@@ -17,7 +17,7 @@ from treeflash_jax.core.checks import INT32, quoted
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.drafters.block.block_config import DrafterConfig, default_target_layers
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL
-from treeflash_jax.formats import architectures
+from treeflash_jax.formats import architectures, safetensors
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.architectures.dense import LINEAR
 from treeflash_jax.formats.dialects.dialect import Dialect
@@ -43,22 +43,32 @@ class DFlash(Dialect):
     def read_config(self, path: Path, keys: Keys) -> DrafterConfig:
         dflash = keys.table("dflash_config", required=True)
         dflash.check_known({"mask_token_id", "target_layer_ids", "block_size"})
-        layers = architectures.of(keys).read(keys, self.keys)
+        layers = architectures.of(keys).read(keys, self.keys, safetensors.names(path))
+        if layers.num_experts:
+            model_type = quoted(layers.model_type)
+            raise ValueError(f"{keys.where}: got a drafter of model_type {model_type}, expected one without experts")
         num_target_layers = keys.whole("num_target_layers")
-        usual = default_target_layers(num_target_layers, layers.num_layers)
+        if "target_layer_ids" in dflash:
+            taps = dflash.ids("target_layer_ids", INT32)
+        else:
+            taps = default_target_layers(num_target_layers, layers.num_layers)
+        sizes = [table.raw["block_size"] for table in (keys, dflash) if "block_size" in table.raw]
+        if sizes[1:] not in ([], sizes[:1]):
+            raise ValueError(f"{keys.where}: got block_size both {' and '.join(map(quoted, sizes))}, expected one")
         return DrafterConfig(
             layers=layers,
             block_size=Keys({**dflash.raw, **keys.raw}, keys.where).whole("block_size", least=2, most=MAX_NODES),
             mask_token_id=dflash.whole("mask_token_id", least=0),
-            target_layer_ids=dflash.ids("target_layer_ids", INT32) if "target_layer_ids" in dflash else usual,
+            target_layer_ids=taps,
             num_target_layers=num_target_layers,
             thinking=keys.value(bool | None, "thinking", None, "true or false"),
             verifier=tuple(keys.value(list[str], "verifier", [], "a list of names")),
         )
 
     def entries(self, config: DrafterConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
-        stored = {name.split(".")[0] for name in names}
-        prefix = self.prefix if not names else "model." if "model" in stored else ""
+        prefix = self.prefix
+        if names:
+            prefix = "model." if any(name.startswith("model.") for name in names) else ""
         table = ARCHITECTURES[config.layers.model_type]
         backbone = {name: replace(entry, name=prefix + entry.name) for name, entry in BACKBONE.items()}
         backbone["groups"] = table.layer_entries(specs["backbone"]["groups"], prefix)
@@ -69,8 +79,10 @@ class DFlash(Dialect):
 
     def to_hf(self, config: DrafterConfig) -> dict[str, Any]:
         if config.head not in self.heads:
-            what = f"got a {config.head} head, expected none: {self.name} files cannot store it"
-            raise ValueError(f"{what}; `treeflash convert --drop-head` removes it")
+            raise ValueError(
+                f"got a {config.head} head, expected none: {self.name} files cannot store it; "
+                "`treeflash convert --drop-head` removes it"
+            )
         return {
             "architectures": [self.class_name],
             **ARCHITECTURES[config.layers.model_type].to_hf(config.layers),

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from treeflash_jax.core.checks import INT32
+from treeflash_jax.core.checks import INT32, quoted
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.drafters.eagle3.layer import EagleConfig
 from treeflash_jax.formats import architectures, safetensors
@@ -46,6 +46,7 @@ OUTSIDE = {
 }
 OWN = "treeflash_config"  # fields of ours that have no key elsewhere, unless they have their defaults
 _DEFAULTS = ("num_depths", "num_nodes", "drafter_temperature", "sampled_above", "thinking")
+_MODEL_TYPES = ("llama", "qwen3")  # of the layer
 
 
 class Eagle3(Dialect):
@@ -71,33 +72,33 @@ class Eagle3(Dialect):
         target = keys.whole("target_hidden_size") if "target_hidden_size" in keys else layers.hidden_size
         draft_vocab_size = keys.whole("draft_vocab_size", layers.vocab_size, most=layers.vocab_size)
         options = {name: keys.truth(name, False) for name in ("fc_norm", "norm_before_fc", "norm_before_residual")}
+        if options["fc_norm"] and options["norm_before_fc"]:
+            raise ValueError(f"{keys.where}: got fc_norm and norm_before_fc, expected one of them")
         if not self.norm_is_optional:
             keys.check_only({"norm_output": (True, None)})
         inside = keys.table("eagle_config")
         inside.check_known({self.ids_key, "use_aux_hidden_state"})
         inside.check_only({"use_aux_hidden_state": (True, None)})
         ids = next((table.ids(self.ids_key, INT32) for table in (inside, keys) if self.ids_key in table), None)
-        ours = keys.table(OWN)
-        ours.check_known(_DEFAULTS)
-        whole = partial(ours.whole, most=MAX_NODES)
-        kinds = {"num_depths": whole, "num_nodes": whole, "thinking": ours.truth}
-        folder = path if path.is_dir() else path.parent
-        if (folder / "pytorch_model.bin").exists() and not any(folder.glob("model*.safetensors*")):
-            expected = "model.safetensors: convert it with safetensors.torch.save_file"
-            raise ValueError(f"{folder}: got pytorch_model.bin, expected {expected}")
-        return EagleConfig(
+        if self.ids_are_inputs and ids is not None and 0 in ids:
+            raise ValueError(
+                f"{keys.where}: got layer id 0, expected ids from 1: they are read as inputs of layers, and the first "
+                "layer's input is no layer's output"
+            )
+        made = EagleConfig(
             layers=layers,
             target_hidden_size=target,
             taps=ids if ids is None or not self.ids_are_inputs else tuple(i - 1 for i in ids),
             num_taps=3 if ids is None else len(ids),
             taps_are_inputs=self.ids_are_inputs,
             draft_vocab_size=draft_vocab_size,
-            own_embedding=target != layers.hidden_size or "embed_tokens.weight" in safetensors.names(folder),
+            own_embedding=target != layers.hidden_size,
             norm_output=self.norm_is_optional and keys.truth("norm_output", False),
             verifier=speculators.read_verifier(keys),
             **options,
-            **{name: kinds.get(name, ours.number)(name) for name in ours.raw},
+            **_defaults(keys.table(OWN)),
         )
+        return _with_tensors(made, path, keys.where)
 
     def _layers(self, keys: Keys) -> ModelConfig:
         """Returns the sizes of the layer. Raises ValueError for several layers, and at keys that are not implemented."""
@@ -108,29 +109,39 @@ class Eagle3(Dialect):
         if inside.whole("num_hidden_layers", 1) > 1:
             got = inside.raw["num_hidden_layers"]
             raise ValueError(f"{keys.where}: got num_hidden_layers {got}, expected 1: only one layer is implemented")
+        architecture = architectures.of(inside)
+        if architecture.model_type not in _MODEL_TYPES:
+            expected = " or ".join(map(repr, _MODEL_TYPES))
+            raise ValueError(f"{keys.where}: got model_type {quoted(architecture.model_type)}, expected {expected}")
         sizes = Keys({"num_hidden_layers": 1, **inside.raw, "tie_word_embeddings": False}, inside.where)
-        return architectures.of(inside).read(sizes, known)
+        return architecture.read(sizes, known)
 
     @contextmanager
     def opened(self, path: Path, config: EagleConfig) -> Iterator[dict[str, Tensor]]:
         """Opens the tensors that weights are read from; buffers of training are left out."""
+        _check_files(path)
         with safetensors.open_folder(path) as stored:
-            tensors = {name: x for name, x in stored.items() if name != "t2d" and not name.startswith("verifier_")}
-            vocab_size, size = config.layers.vocab_size, config.draft_vocab_size
-            if size == vocab_size:
-                tensors.pop("d2t", None)  # that of all tokens
+            tensors = {
+                name: tensor for name, tensor in stored.items() if name != "t2d" and not name.startswith("verifier_")
+            }
+            if not any(name.startswith(("midlayer.", "layers.0.")) for name in tensors):
+                raise ValueError(f"{path}: got no tensor under 'midlayer.' or 'layers.0.', expected an EAGLE-3 drafter's")
+            fc, expected = tensors.get("fc.weight"), config.num_taps * config.target_hidden_size
+            if fc is not None and (inputs := list(fc.get_shape())[-1:]) != [expected]:
+                raise ValueError(
+                    f"{path}: got fc.weight for {inputs} inputs, expected [{expected}]: {config.num_taps} tapped layers of "
+                    f"width {config.target_hidden_size}"
+                )
             if "d2t" in tensors:
-                ids_z = np.arange(size) + np.asarray(tensors["d2t"][0:size]).astype(np.int64)
-                if ids_z.min() < 0 or ids_z.max() >= vocab_size or (np.diff(ids_z) <= 0).any():
-                    expected = f"i + d2t[i] to increase from 0 to at most {vocab_size - 1}"
-                    raise ValueError(
-                        f"{path}: tensor d2t leaves the verifier's vocabulary or its order, expected {expected}"
-                    )
+                _check_draft_vocabulary(path, config, tensors["d2t"], stored.get("t2d"))
+            if config.draft_vocab_size == config.layers.vocab_size:
+                tensors.pop("d2t", None)  # that of all tokens
             yield tensors
 
     def entries(self, config: EagleConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
-        stored = {name.split(".")[0] for name in names}
-        prefix = self.prefix if not names else "midlayer." if "midlayer" in stored else "layers.0."
+        prefix = self.prefix
+        if names:
+            prefix = next(p for p in ("midlayer.", "layers.0.") if any(name.startswith(p) for name in names))
         layer = dict(ARCHITECTURES[config.layers.model_type].layer)
         layer |= {name: Entry(published) for name, published in LAYER.items()}
         entries: dict[str, Any] = {name: OUTSIDE[name] for name in specs if name in OUTSIDE}
@@ -184,3 +195,58 @@ class DeepSpec(Eagle3):
     layer_type = None
     ids_key = "target_layer_ids"
     keys = tuple("target_layer_ids ttt_length target_hidden_size num_target_layers norm_before_residual auto_map".split())
+
+
+def _defaults(keys: Keys) -> dict[str, Any]:
+    """Returns the fields that only files written here may state."""
+    keys.check_known(_DEFAULTS)
+    whole = partial(keys.whole, most=MAX_NODES)
+    kinds = {"num_depths": whole, "num_nodes": whole, "thinking": keys.truth}
+    return {name: kinds.get(name, keys.number)(name) for name in keys.raw}
+
+
+def _with_tensors(config: EagleConfig, path: Path, where: str) -> EagleConfig:
+    """Adds to a config what only the names of the tensors tell. Raises ValueError if a table is missing."""
+    folder = path if path.is_dir() else path.parent
+    _check_files(folder)
+    names = safetensors.names(folder)
+    if not names:
+        return config
+    own_embedding, width = "embed_tokens.weight" in names, config.layers.hidden_size
+    if not own_embedding and config.target_hidden_size != width:
+        raise ValueError(
+            f"{where}: got no tensor embed_tokens.weight, expected one: the drafter's width is {width} and the verifier's "
+            f"{config.target_hidden_size}"
+        )
+    if config.draft_vocab_size < config.layers.vocab_size and "d2t" not in names:
+        raise ValueError(
+            f"{where}: got draft_vocab_size {config.draft_vocab_size} of {config.layers.vocab_size} and no tensor d2t, "
+            "expected the list of the tokens that can be drafted"
+        )
+    return replace(config, own_embedding=own_embedding)
+
+
+def _check_files(folder: Path) -> None:
+    """Raises ValueError for weights in files that can run code."""
+    if (folder / "pytorch_model.bin").exists() and not any(folder.glob("model*.safetensors*")):
+        raise ValueError(
+            f"{folder}: got pytorch_model.bin, expected model.safetensors: convert it with safetensors.torch.save_file"
+        )
+
+
+def _check_draft_vocabulary(path: Path, config: EagleConfig, d2t: Tensor, t2d: Tensor | None) -> None:
+    """Raises ValueError unless d2t lists increasing ids of the verifier's vocabulary, the same as t2d."""
+    vocab_size, size = config.layers.vocab_size, config.draft_vocab_size
+    if tuple(d2t.get_shape()) != (size,):
+        raise ValueError(f"{path}: tensor d2t has shape {list(d2t.get_shape())}, expected [{size}] (draft_vocab_size)")
+    ids_z = np.arange(size) + np.asarray(d2t[0:size]).astype(np.int64)
+    if ids_z.min() < 0 or ids_z.max() >= vocab_size or (np.diff(ids_z) <= 0).any():
+        raise ValueError(
+            f"{path}: tensor d2t leaves the verifier's vocabulary or its order, expected i + d2t[i] to increase from 0 to "
+            f"at most {vocab_size - 1}"
+        )
+    if t2d is None:
+        return
+    is_list = tuple(t2d.get_shape()) == (vocab_size,)
+    if not is_list or not np.array_equal(np.flatnonzero(np.asarray(t2d[0:vocab_size])), ids_z):
+        raise ValueError(f"{path}: tensors t2d and d2t list different tokens, expected the same")

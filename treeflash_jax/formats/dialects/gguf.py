@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from treeflash_jax.core.checks import QUOTED, clipped, quoted
+from treeflash_jax.core.checks import INT32, QUOTED, clipped, fit, quoted
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats import gguf_reader
 from treeflash_jax.formats.architectures import ARCHITECTURES, rope
@@ -83,7 +83,7 @@ class Gguf(Dialect):
     def read_config(self, path: Path, keys: Keys) -> ModelConfig:
         file = gguf_reader.read(path)
         raw = _as_config_json(file)
-        config = ARCHITECTURES[raw["model_type"]].read(Keys(raw, str(file.path)))
+        config = ARCHITECTURES[raw["model_type"]].read(Keys(raw, str(file.path)), names=file.tensors)
         return replace(config, eos_token_ids=tuple(sorted({*config.eos_token_ids})))
 
     @contextmanager
@@ -123,8 +123,9 @@ def _as_config_json(file: File) -> dict[str, Any]:
     known = {a.gguf: a for a in ARCHITECTURES.values() if a.gguf}
     kind = metadata.get("general.architecture")
     if not isinstance(kind, str) or kind not in known:
-        expected = " or ".join(map(repr, sorted(known)))
-        raise ValueError(f"{where}: got general.architecture {quoted(kind)}, expected {expected}")
+        raise ValueError(
+            f"{where}: got general.architecture {quoted(kind)}, expected {' or '.join(map(repr, sorted(known)))}"
+        )
     architecture = known[kind]
     sizes = _SIZES | architecture.gguf_sizes
     values = {key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")}
@@ -134,8 +135,9 @@ def _as_config_json(file: File) -> dict[str, Any]:
             raise ValueError(f"{where}: {setting} might change the numbers and is not implemented")
 
     def number(key: str, default: float | None = None, whole: bool = True) -> Any:
-        keys = Keys(metadata, where)
-        return (keys.whole if whole else keys.number)(f"{kind}.{key}", default)
+        says = f"one {'whole ' * whole}number above 0"
+        limits = {"above": 0, "most": INT32} if whole else {"above": 0}
+        return fit(int if whole else float, values.get(key, default), f"{kind}.{key} =", where, says=says, **limits)
 
     raw = {key: number(name) for key, name in sizes.items()}
     head_dim = number("attention.key_length", raw["hidden_size"] // raw["num_attention_heads"])
@@ -147,22 +149,38 @@ def _as_config_json(file: File) -> dict[str, Any]:
     ids = (f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot"))  # end of text and end of turn
     return raw | {
         "model_type": architecture.model_type,
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "vocab_size": _vocab_size(file, values.get("vocab_size")),
         "num_key_value_heads": number("attention.head_count_kv", raw["num_attention_heads"]),
         "head_dim": head_dim,
         "rms_norm_eps": number("attention.layer_norm_rms_epsilon", whole=False),
-        "rope_parameters": _rope(file, number, values.get("rope.scaling.type"), raw["max_position_embeddings"]),
+        "rope_parameters": _rope(file, number, values.get("rope.scaling.type"), head_dim, raw["max_position_embeddings"]),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "eos_token_id": [metadata[key] for key in ids if key in metadata],
     }
 
 
-def _rope(file: File, number: Callable[..., Any], scaling: Any, max_positions: int) -> dict[str, Any]:
+def _vocab_size(file: File, stated: Any) -> int:
+    table = file.tensors.get("token_embd.weight")
+    if table is None:
+        raise ValueError(f"{file.path}: 1 tensors missing, the first is token_embd.weight")
+    size, keys = table.shape[0], Keys(file.metadata, str(file.path))
+    tokens = keys.value(list[Any] | None, "tokenizer.ggml.tokens", None, "a list of texts")
+    for what, count in (("vocab_size", stated), ("tokens", None if tokens is None else len(tokens))):
+        if count not in (None, size):
+            raise ValueError(
+                f"{file.path}: got {what} {quoted(count)} and {size} rows of token_embd.weight, expected equal numbers"
+            )
+    return size
+
+
+def _rope(file: File, number: Callable[..., Any], scaling: Any, head_dim: int, max_positions: int) -> dict[str, Any]:
     """Returns `rope_parameters`. llama.cpp multiplies `attn_factor` with YaRN's factor; in transformers it replaces it."""
     if scaling not in (None, "none", "yarn"):
         raise ValueError(f"{file.path}: got rope.scaling.type {quoted(scaling)}, expected none or 'yarn'")
-    raw = {"rope_theta": number("rope.freq_base", 10_000.0, whole=False)}
+    raw, tensor = {"rope_theta": number("rope.freq_base", 10_000.0, whole=False)}, file.tensors.get(_ROPE_DIVISORS)
     if scaling == "yarn":
+        if tensor is not None:
+            raise ValueError(f"{file.path}: got {_ROPE_DIVISORS} beside rope.scaling.type 'yarn', expected one of them")
         factor = number("rope.scaling.factor", whole=False)
         return raw | {
             "rope_type": "yarn",
@@ -172,7 +190,9 @@ def _rope(file: File, number: Callable[..., Any], scaling: Any, max_positions: i
             "beta_slow": number("rope.scaling.yarn_beta_slow", 1.0, whole=False),
             "attention_factor": number("rope.scaling.attn_factor", 1.0, whole=False) * rope.attention_growth(factor),
         }
-    if _ROPE_DIVISORS not in file.tensors:
+    if tensor is None:
         return raw
-    divisors = file.tensors[_ROPE_DIVISORS][:].tolist()
+    if tensor.shape != (head_dim // 2,):
+        raise ValueError(f"{file.path}: tensor {_ROPE_DIVISORS} has shape {list(tensor.shape)}, expected [{head_dim // 2}]")
+    divisors = tensor[:].tolist()
     return raw | {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}

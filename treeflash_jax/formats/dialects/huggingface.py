@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from treeflash_jax.core.checks import read_json
-from treeflash_jax.formats import architectures
+from treeflash_jax.formats import architectures, safetensors
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.keys import Keys
@@ -22,7 +22,7 @@ class HuggingFace(Dialect):
     part = "verifier"
 
     def read_config(self, path: Path, keys: Keys) -> ModelConfig:
-        return architectures.of(keys).read(keys)
+        return architectures.of(keys).read(keys, names=safetensors.names(path))
 
     def entries(self, config: ModelConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
         return ARCHITECTURES[config.model_type].entries(specs, names)
