@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from treeflash_jax.core.checks import quoted
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models.config import ModelConfig
 
@@ -54,6 +55,10 @@ class SteeringConfig:
             raise ValueError(
                 f"got steering for widths and layers {sizes} (verifier width, drafter layers, drafter feed-forward width), "
                 f"expected {expected}; it was trained for another pair of models"
+            )
+        if not all(0 <= tap < verifier.num_layers for tap in self.taps):
+            raise ValueError(
+                f"got steering by layers {quoted(list(self.taps))}, expected 0 to {verifier.num_layers - 1} (verifier)"
             )
         if drafter.num_experts:
             raise ValueError("got steering of a mixture of experts, expected a dense model: its experts are not steered")
