@@ -382,3 +382,17 @@ def test_mismatched_pairs_are_refused_before_any_weight_is_read(pair, part, chan
 def test_saving_refuses_weights_of_another_model(tmp_path):
     params = fresh(verifier.specs(replace(MODEL, intermediate_size=24)))
     refused(lambda: models.save_verifier(tmp_path, MODEL, params), "mlp.down_proj.weight", "(8, 24)", "(8, 20)")
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("mesh", [None, (1, 4)])
+def test_large_tensors_are_read_in_pieces(tmp_path, monkeypatch, order, mesh):
+    """Pieces follow the outermost axis on disk, and their last one may be shorter."""
+    weight, path = np.arange(7 * 12, dtype=np.float32).reshape(7, 12), tmp_path / "model.safetensors"
+    specs, entries = {"x": Spec((7, 12), (None, "ffn"))}, {"x": Entry("x", order)}
+    storage.save(path, specs, entries, {"x": weight}, np.float32)
+    monkeypatch.setattr(storage, "READ_AT_ONCE", 24)
+    with safe_open(path, framework="np") as file:
+        tensors = {"x": file.get_slice("x")}
+        loaded = storage.load(path, tensors, specs, entries, jnp.bfloat16, mesh and tf.make_mesh(*mesh))
+    np.testing.assert_array_equal(loaded["x"], weight.astype(jnp.bfloat16))

@@ -84,10 +84,10 @@ def load(
             axis = entry.order[0]  # the outermost on disk
             step = max(1, READ_AT_ONCE * len(spans[axis]) // max(1, part.size))
             for begin in range(0, len(spans[axis]), step):
-                some = spans[axis][begin : begin + step]
-                where = (*index[:axis], slice(some.start, some.stop), *index[axis + 1 :])
-                target = (*(slice(None),) * axis, slice(begin, begin + len(some)))
-                part[target] = read_slice(tensors[entry.name], spec, entry, where)
+                span = spans[axis][begin : begin + step]
+                piece = (*index[:axis], slice(span.start, span.stop), *index[axis + 1 :])
+                target = (*(slice(None),) * axis, slice(begin, begin + len(span)))
+                part[target] = read_slice(tensors[entry.name], spec, entry, piece)
             return checked(entry.name, part)
 
         if mesh is None:
