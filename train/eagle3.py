@@ -29,10 +29,12 @@ from treeflash_jax.core import parameters
 from treeflash_jax.core.checks import AtLeast0, bounded
 from treeflash_jax.drafters import eagle3
 from treeflash_jax.drafters.block.block_config import fresh_layers
-from treeflash_jax.drafters.eagle3 import EagleConfig, layer
+from treeflash_jax.drafters.eagle3 import EagleConfig
 from treeflash_jax.drafters.eagle3.layer import default_taps
+from treeflash_jax.drafters.protocol import draft_ids
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import models
+from treeflash_jax.formats.draft_vocabulary import most_frequent
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter
 from treeflash_jax.trees.shape import MAX_NODES
@@ -96,16 +98,14 @@ class Eagle3Stage(DraftingStage):
         saved = folders.absolute(self.run) / "model"
         if (saved / "config.json").exists():
             return {"offsets": models.load_drafter(locate(str(saved), "drafter"))[1]["offsets"]}
-        answers = [packed.tokens[packed.weights > 0] for packed in self.corpus.train.values()]
-        counts_v = np.bincount(np.concatenate(answers), minlength=vocab_size)
-        ids_v = np.sort(np.argsort(-counts_v, kind="stable")[:size])
-        return {"offsets": jnp.asarray(ids_v - np.arange(size), jnp.int32)}
+        ids_z = most_frequent(self.corpus.answer_counts(vocab_size), size)
+        return {"offsets": jnp.asarray(ids_z - np.arange(size), jnp.int32)}
 
     def fresh(self, drafter: EagleConfig, weights: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         fresh = parameters.initialize(eagle3.specs(drafter), jax.random.key(self.loop.seed), scale=self.init_scale)
         fresh |= copy_weights({"norm": weights["norm"], "unembed": weights.get("unembed", weights["embed"])})
         if "offsets" in stored:
-            fresh["unembed"] = fresh["unembed"][layer.draft_ids(stored)]
+            fresh["unembed"] = fresh["unembed"][draft_ids(stored)]
         return {name: fresh[name] for name in self.trains}
 
     def make_sums(self, verifier: ModelConfig, drafter: EagleConfig) -> SumsFunction:

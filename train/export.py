@@ -32,7 +32,7 @@ from treeflash_jax import drafters
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.checks import bounded, clipped
 from treeflash_jax.engine.pairs import locate
-from treeflash_jax.formats import models, storage
+from treeflash_jax.formats import draft_vocabulary, models, storage
 
 TAU_PROMPTS, TAU_TOKENS = 4, 32
 
@@ -80,6 +80,9 @@ def main(settings: ExportStage) -> None:
     whole = assemble(drafter, trained.stored(drafter) | params)
     with folders.filled(settings.out, **replacing) as out:
         models.save_drafter(out, drafter, whole, dialect=dialect, dtype=jnp.dtype(settings.dtype))
+        listed = folders.absolute(settings.run) / "model" / draft_vocabulary.NAME
+        if listed.exists():
+            files.write(out / draft_vocabulary.NAME, listed.read_bytes())
         files.write(out / "README.md", card(settings, trained, drafter, dialect, step))
         tau = measure_tau(trained, out)
     print(f"wrote {settings.out} from step {step}\n{tau}")

@@ -30,6 +30,7 @@ SMALL = replace(RANDOM_MODEL, num_layers=2, num_kv_heads=1)
 STEERS = steering.SteeringConfig(taps=(0, 1, 2), width=32, num_layers=2, ffn=64, rank=3)
 KINDS = {
     "block": RANDOM_DRAFTER,
+    "frequent": replace(RANDOM_DRAFTER, draft_vocab_size=32),
     "eagle3": eagle3.EagleConfig(
         layers=replace(RANDOM_MODEL, num_layers=1), target_hidden_size=32, draft_vocab_size=64, num_depths=3, taps=(0, 1, 2)
     ).fitted(RANDOM_MODEL),
@@ -50,6 +51,10 @@ def slow_unless(is_quick: bool, *values) -> object:
 
 FEW_TOKENS = replace(RANDOM_MODEL, vocab_size=12, hidden_size=16, intermediate_size=24, num_layers=2, head_dim=4)
 ACCEPTED = {
+    "frequent": replace(
+        RANDOM_DRAFTER, layers=replace(FEW_TOKENS, num_layers=1), mask_token_id=11, target_layer_ids=(0, 1),
+        num_target_layers=2, draft_vocab_size=10,
+    ),
     "eagle3": eagle3.EagleConfig(
         layers=replace(FEW_TOKENS, num_layers=1, num_kv_heads=1), target_hidden_size=16, draft_vocab_size=10,
         norm_output=True, taps=(0, 0, 1), num_depths=3,
@@ -86,7 +91,7 @@ def accepted_pair(kind: str) -> TreeFlash:
     """A pair in float64; language models have the verifier's weights with noise on them."""
     pair = make_pair(FEW_TOKENS, ACCEPTED[kind], dtype=jnp.float64, scale=0.5)
     drafter = pair.weights.drafter
-    if kind == "eagle3":  # 4 and 8 cannot be drafted
+    if "offsets" in drafter:  # 4 and 8 cannot be drafted
         drafter["offsets"] += jnp.asarray([0] * 4 + [1] * 3 + [2] * 3, jnp.int32)
     if "language" in kind:
         noise = {name: drafter[name] for name in pair.weights.verifier}
@@ -104,6 +109,8 @@ def accepted_pair(kind: str) -> TreeFlash:
 def test_drafted_output_is_one_token_output(float64, kind, name):
     """Greedy and sampled with the same seed, three lengths together, with stops inside rounds."""
     pair, draft, texts = accepted_pair(kind), {"children": 6} | DRAFTS[name], TEXTS
+    if kind == "frequent":
+        draft = {option: value for option, value in draft.items() if option not in ("lanes", "depths")} | {"candidates": 6}
     if kind == "ngram":  # texts with answers that repeat themselves
         plain = pair.generate(TEXTS, builder="none", max_new_tokens=40, stop_ids=())
         texts = [[*result.prompt_ids, *result.ids] for result in plain]
@@ -128,6 +135,7 @@ def with_files(pair: TreeFlash, settings: dict, folder) -> tuple[TreeFlash, dict
 
 
 ON_A_MESH = [("block", answers.AUTO), ("block", SELECTED)]
+ON_A_MESH += [("frequent", TREE)]
 for how in (TREE, {"builder": "walk"}, {"builder": "paths", "nodes": 8}):
     ON_A_MESH += [(kind, how) for kind in ("eagle3", "language model", "ngram")]
 
@@ -146,11 +154,13 @@ def test_eight_devices_answer_as_one(float64, tmp_path, kind, how):
     drafted = pair.generate(texts, **draft | settings)
     text = "".join(program.run.as_text() for program in programs.compiled(loops.decode))
     gathered = [line.split(" all-gather")[0].split("{")[0] for line in text.splitlines() if " all-gather(" in line]
-    assert " all-reduce(" in text and (kind == "block" or not [x for x in gathered if "64]" in x or ",256," in x])
+    assert " all-reduce(" in text and (
+        kind in ("block", "frequent") or not [x for x in gathered if "64]" in x or ",256," in x]
+    )
     plain = make_pair(RANDOM_MODEL, KINDS[kind], dtype=jnp.float64).generate(texts, builder="none", **settings)
     assert [result.ids for result in drafted] == [result.ids for result in plain]
     is_accepted = max(max(result.accept_lengths) for result in drafted) > 1
-    assert is_accepted or kind == "block" or "builder" in how, "control: drafts are accepted"
+    assert is_accepted or kind in ("block", "frequent") or "builder" in how, "control: drafts are accepted"
 
 
 OF_BLOCKS = [({name: value}, f"{name} {value!r}") for name, value in (("candidates", 4), ("shortlist", 4), ("head", "mlp"))]

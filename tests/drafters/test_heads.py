@@ -37,10 +37,13 @@ def make_weights(name: str):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_contexts_of_the_table_are_the_logits_that_training_sees(block, name):
-    """With all tokens as candidates and children, at temperatures of 1, 0.7 and 1.6."""
-    unembed, hidden_bqd, anchor_b = block
-    head, params, settings = HEADS[name], make_weights(name), DraftSettings(candidates=V, children=V)
+@pytest.mark.parametrize("ids_z", [None, np.arange(3, V, 3)], ids=["all", "frequent"])
+def test_contexts_of_the_table_are_the_logits_that_training_sees(block, name, ids_z):
+    """With all tokens, or all of a draft vocabulary, as candidates and children, at temperatures of 1, 0.7 and 1.6."""
+    whole, hidden_bqd, anchor_b = block
+    unembed = whole if ids_z is None else whole.replace(unembed_vd=whole.unembed_vd[ids_z], ids_v=jnp.asarray(ids_z))
+    size = V if ids_z is None else ids_z.size
+    head, params, settings = HEADS[name], make_weights(name), DraftSettings(candidates=size, children=size)
     temperature_b = jnp.asarray([1.0, 0.7, 1.6])
     expand = jax.jit(head.expand, static_argnums=4)
     table = jax.tree.map(np.asarray, expand(params, unembed, hidden_bqd, anchor_b, settings, temperature_b))
@@ -53,9 +56,11 @@ def test_contexts_of_the_table_are_the_logits_that_training_sees(block, name):
             before_bim[b, depth, context[context >= 0]] = tokens[context >= 0]
     for depth in range(depths):
         hidden_brd = jnp.repeat(hidden_bqd[:, depth + 1 : depth + 2], contexts, axis=1)
-        logits_brv = head.logits(params, unembed, jnp.asarray(before_bim[:, depth]), hidden_brd)
+        logits_brv = head.logits(params, whole, jnp.asarray(before_bim[:, depth]), hidden_brd)
+        if ids_z is not None:
+            logits_brv = jnp.full_like(logits_brv, -jnp.inf).at[:, :, ids_z].set(logits_brv[:, :, ids_z])
         expected = jax.nn.log_softmax(logits_brv / temperature_b[:, None, None], axis=-1)
-        got = np.zeros((BATCH, contexts, V))
+        got = np.full((BATCH, contexts, V), -np.inf)
         np.put_along_axis(got, table.tokens_bimc[:, depth], table.log_probs_bimc[:, depth], axis=2)
         np.testing.assert_allclose(got, expected, atol=2e-5)
 

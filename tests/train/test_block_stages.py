@@ -1,7 +1,9 @@
 """Runs of the stages of block drafters: meshes, parts and samples give the same training; what they start from."""
 
 import dataclasses
+import json
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,7 +18,7 @@ from train.stages import drafting, registry
 from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.drafters import block
 from treeflash_jax.drafters.block import backbone as dflash
-from treeflash_jax.formats import models
+from treeflash_jax.formats import draft_vocabulary, models
 from treeflash_jax.models import verifier
 from treeflash_jax.models.backend import packed_attention
 
@@ -114,6 +116,18 @@ def test_a_head_goes_on_where_it_was(toy, tmp_path):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=0.01), start, weights)
     settings = toy_training.settings(toy, "keep_head=true")
     refused(lambda: settings.drafter_config(MODEL), "got a drafter with head 'marginal' to be kept, expected 'mlp'")
+
+
+def test_the_most_frequent_tokens_of_answers_are_listed_beside_the_drafter(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(draft_vocabulary, "SMALLEST", 0)
+    settings = toy_training.settings(toy, "sources.0.hold_out=0")
+    settings.add_files(tmp_path)
+    lines = Path(settings.sources[0].path).read_text().splitlines()
+    answers = [token for line in lines for token in json.loads(line)["response"]]
+    counts = np.bincount(answers, minlength=MODEL.vocab_size)
+    listed = draft_vocabulary.read(tmp_path, MODEL.vocab_size)
+    assert listed.size == MODEL.vocab_size // 4
+    assert counts[listed].min() >= np.delete(counts, listed).max()
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Runs and results behind gs:// URLs, without a network: every file ends up there, and none in a folder named gs:."""
 
+import json
 import statistics
 from dataclasses import replace
 from unittest.mock import Mock
@@ -25,7 +26,7 @@ from treeflash_jax.core import parameters
 from treeflash_jax.drafters import eagle3
 from treeflash_jax.drafters.block.block_config import fresh_layers
 from treeflash_jax.drafters.eagle3 import EagleConfig
-from treeflash_jax.formats import models
+from treeflash_jax.formats import draft_vocabulary, models
 
 
 def fetched(folder, target):
@@ -69,12 +70,16 @@ def test_exports_store_what_was_found_after_training(toy, tmp_path, monkeypatch,
     settings = toy_training.settings(toy, f"run={tmp_path}/run")
     claim(folders.absolute(settings.run), settings)
     monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": toy_training.fresh_head()}))
+    listed = folders.absolute(settings.run) / "model" / draft_vocabulary.NAME
+    listed.parent.mkdir()
+    listed.write_text(json.dumps({"ids": [*range(20)]}))
     chosen, read_record, parsed = dict(drafter_temperature=0.7, sampled_above=0.6), documents.read, []
     monkeypatch.setattr(documents, "read", lambda *how: (parsed.append(record) or record for record in read_record(*how)))
     export.main(export.ExportStage(run=settings.run, out=str(tmp_path / "out"), dtype="float32", **chosen))
     stored = models.read_drafter_config(tmp_path / "out")
     assert {name: getattr(stored, name) for name in chosen} == chosen
     assert stored.verifier == (settings.verifier, "Qwen3ForCausalLM")
+    assert (tmp_path / "out" / draft_vocabulary.NAME).read_text() == listed.read_text()
     assert len(parsed) == 80, "of 120 records, eight for each of ten that are held out"
     part = replace(settings, sources=(replace(settings.sources[0], limit=80),))
     model, prompts = tf.load(verifier=settings.verifier, drafter=tmp_path / "out"), held_out_prompts(part.corpus, 4)

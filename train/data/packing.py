@@ -131,6 +131,11 @@ class Corpus:
         counts = [np.bincount(p.tokens, minlength=vocab_size) for p in (*self.train.values(), *self.held_out.values())]
         return sum(counts, np.zeros(vocab_size, np.int64))
 
+    def answer_counts(self, vocab_size: int) -> np.ndarray:
+        """Returns the number of occurrences of each id among the tokens that are trained on."""
+        answers = [packed.tokens[packed.weights > 0] for packed in self.train.values()]
+        return np.bincount(np.concatenate(answers), minlength=vocab_size)
+
     def digests(self) -> dict[str, str]:
         """Returns the SHA-256 of the documents of each source, held-out ones included: offsets, tokens and weights."""
         digests = {name: hashlib.sha256() for name in self.train | self.held_out}

@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import jax
@@ -112,6 +113,10 @@ class DraftingStage(ABC):
     @abstractmethod
     def describe(self, drafter: Any) -> tuple[str, dict[str, Any]]:
         """Returns the kind of drafter, and its sizes by name, for the model card."""
+
+    def add_files(self, folder: Path) -> None:
+        """Adds files that depend on the training data to the drafter's folder."""
+        return
 
     # Decoding that evaluations measure, metric -> options of `generate`; metrics that training does not change, which are
     # measured once; and settings that determine the size of a step, for reports of compiled steps.
@@ -236,6 +241,7 @@ def train(settings: DraftingStage) -> None:
         target = epath.Path(settings.run) / "model"
         with folders.filled(target, overwrite=True) as folder:
             models.save_drafter(folder, drafter, whole)
+            settings.add_files(folder)
         watch.table(f"Trained {settings.noun}", watch.summary(settings.run) | {"model": str(target)})
 
 

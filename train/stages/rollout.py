@@ -30,6 +30,7 @@ from train.stages import blocks, losses
 from train.stages.teacher import teach
 from treeflash_jax.core.checks import bounded
 from treeflash_jax.drafters.eagle3 import EagleConfig, layer
+from treeflash_jax.drafters.protocol import draft_ids
 from treeflash_jax.models import vocab
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import pick
@@ -125,7 +126,7 @@ def _step(
 def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, drafter: EagleConfig) -> tuple[jax.Array, ...]:
     """Returns for one step, [b, n] each: loss, top-1 hits, overlap, and 1 if the verifier's top token can be drafted."""
     logits_bnv = vocab.unembed(weights["unembed"], layer.normed(weights, drafter, hidden_bnd))
-    verifier_bnv, ids_v = vocab.unembed(tables.get("unembed", tables["embed"]), teacher_bnd), layer.draft_ids(weights)
+    verifier_bnv, ids_v = vocab.unembed(tables.get("unembed", tables["embed"]), teacher_bnd), draft_ids(weights)
     drafted_bn, known_bn = vocab.argmax(lax.stop_gradient(logits_bnv)), jnp.ones(label_bn.shape)
     if ids_v is not None:
         known_bn = jnp.any(vocab.argmax(verifier_bnv)[..., None] == ids_v, axis=-1).astype(known_bn.dtype)

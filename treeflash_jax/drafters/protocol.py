@@ -52,6 +52,10 @@ class DrafterSizes:
         """Returns this config, steered by the verifier (`SteeringConfig`). Raises ValueError if this kind cannot be."""
         raise ValueError(f"got steering with a drafter of kind {self.kind!r}, expected a language model to be steered")
 
+    def limited(self, draft_vocab_size: int) -> Any:
+        """Returns this config with a draft vocabulary of this size. Raises ValueError if this kind has none."""
+        raise ValueError(f"got a draft vocabulary with a drafter of kind {self.kind!r}, expected a block drafter")
+
 
 class State(Protocol):
     """A drafter's memory between rounds: a pytree whose arrays have the batch as first axis."""
@@ -119,6 +123,12 @@ def require_fit(**sizes: tuple[Any, Any]) -> None:
                 f"drafter does not fit the verifier: {name} is {drafter} in the drafter and {verifier} in the verifier; "
                 "load the drafter that was trained for this verifier"
             )
+
+
+def draft_ids(params: Mapping[str, Any]) -> jax.Array | None:
+    """Returns the verifier's ids of a draft vocabulary; None if it is the verifier's vocabulary."""
+    offsets_z = params.get("offsets")
+    return None if offsets_z is None else jnp.arange(offsets_z.size, dtype=jnp.int32) + offsets_z
 
 
 @dataclass(frozen=True)

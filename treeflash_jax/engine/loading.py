@@ -21,7 +21,7 @@ from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine import pairs
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.model import TreeFlash
-from treeflash_jax.formats import models, steering_files
+from treeflash_jax.formats import draft_vocabulary, models, steering_files
 from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
 from treeflash_jax.models import quantized
 
@@ -110,6 +110,8 @@ def load(
         if steering is not None:
             drafter_config = drafter_config.steered(steering_files.read_config(Path(steering)))
         drafter_config = drafter_config.fitted(config)
+        ids_z = draft_vocabulary.read(Path(drafter), config.vocab_size)
+        drafter_config = drafter_config if ids_z is None else drafter_config.limited(ids_z.size)
         trained = getattr(drafter_config, "thinking", thinking)
         if bool(trained) != thinking:
             state = {None: "is not known to be trained with", False: "was trained without", True: "was trained with"}
@@ -123,6 +125,8 @@ def load(
         if steering is not None:
             drafter_params = drafter_params | {"steering": steering_files.load(Path(steering), dtype, mesh)[1]}
     config, verifier_params = models.load_verifier(verifier, dtype=dtype, mesh=mesh, quantize=quantize)
+    if drafter is not None and ids_z is not None:
+        drafter_params = drafter_params | draft_vocabulary.load(ids_z, verifier_params, mesh)
     return TreeFlash(
         config,
         Weights(verifier_params, drafter_params),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core import files
-from treeflash_jax.formats import gguf_reader, gguf_tokenizer, models, safetensors, storage
+from treeflash_jax.formats import draft_vocabulary, gguf_reader, gguf_tokenizer, models, safetensors, storage
 
 
 def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, drop_head: bool = False) -> None:
@@ -39,6 +39,8 @@ def convert_drafter(source: str | Path, target: str | Path, dialect: str, *, dro
         config, params = written.without_head(config, params)
     with files.filled(target) as folder:
         models.save_drafter(folder, config, params, dialect=dialect, dtype=dtype)
+        if (Path(source) / draft_vocabulary.NAME).exists():
+            files.write(folder / draft_vocabulary.NAME, (Path(source) / draft_vocabulary.NAME).read_bytes())
 
 
 def convert_gguf(source: str | Path, target: str | Path, dtype: Any = jnp.float32) -> None:

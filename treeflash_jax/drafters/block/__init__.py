@@ -13,15 +13,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.core.devices import Device
+from treeflash_jax.core.parameters import Spec
 from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.backbone import init as init
 from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, DraftSettings, Unembed
-from treeflash_jax.drafters.protocol import ContextState, Inputs, ListOptions, option
+from treeflash_jax.drafters.protocol import ContextState, Inputs, ListOptions, draft_ids, option
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
 from treeflash_jax.trees import BUILDERS, Expander
@@ -29,6 +31,7 @@ from treeflash_jax.trees import BUILDERS, Expander
 READS_TOKENS = False
 MAX_LINKS = 2**26  # per level: a table compares every child with every candidate below it
 DIALECT = "treeflash"
+VOCABULARIES = FREQUENT, ALL = "frequent", "all"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,12 @@ class BlockOptions(ListOptions):
         least=0,
         unit="tokens",
     )
+    draft_vocabulary: str | None = option(
+        None,
+        "tokens that may be drafted: the frequent ones that the drafter's folder lists, or all",
+        unset="frequent if there is a list",
+        choices=lambda: VOCABULARIES,
+    )
     ngrams: int | None = option(
         None,
         "earlier occurrences of the last tokens in the text whose continuations join the tree (prompt lookup); 0: none",
@@ -83,7 +92,10 @@ def choose(config: DrafterConfig, options: Any, device: Device) -> tuple[Drafter
         if not ok:
             raise ValueError(f"got {name} {quoted(getattr(options, name))}, expected {expected}")
 
-    vocabulary, trained_size, heads = config.layers.vocab_size, config.block_size, (MARGINAL, config.head)
+    listed, trained_size, heads = config.draft_vocab_size, config.block_size, (MARGINAL, config.head)
+    expect(options.draft_vocabulary != FREQUENT or listed > 0, "draft_vocabulary", "all: the drafter has no list of tokens")
+    config = replace(config, draft_vocab_size=0 if options.draft_vocabulary == ALL else listed)
+    vocabulary = config.draft_vocab_size or config.layers.vocab_size
     settings, size = _settings(config, options, device), options.block_size or trained_size
     if options.block_size is None and options.nodes is None and device.pays_per_token and not _is_chain(options):
         size = max(2, min(size, device.tree_nodes(config.num_nodes)))  # a tree is at most nodes - 1 deep
@@ -121,8 +133,12 @@ def _is_chain(options: Any) -> bool:
 
 
 def specs(config: DrafterConfig) -> dict[str, Any]:
-    """Weights of backbone and head. Embedding and vocabulary matrix are the verifier's."""
-    return {"backbone": backbone.specs(config), "head": HEADS[config.head].specs(config)}
+    """Weights of backbone and head. Embedding and vocabulary matrix are the verifier's; so are those of frequent tokens."""
+    specs, size = {"backbone": backbone.specs(config), "head": HEADS[config.head].specs(config)}, config.draft_vocab_size
+    if size:
+        specs["unembed"] = Spec((size, config.layers.hidden_size), ("vocab", "embed"), inputs=(1,))
+        specs["offsets"] = Spec((size,), (None,), "zeros", dtype=jnp.int32)
+    return specs
 
 
 def extend(
@@ -142,6 +158,8 @@ def expand_block(inputs: Inputs, hidden_bqd: jax.Array) -> Expander:
     """Returns next-token distributions at every depth, given the token before; with `ngrams`, joined with n-grams."""
     embed_vd, norm = inputs.tables["embed"], inputs.params["backbone"]["norm"]
     unembed = Unembed(embed_vd, inputs.tables.get("unembed", embed_vd), norm, inputs.config.layers.rms_norm_eps)
+    if inputs.config.draft_vocab_size:
+        unembed = unembed.replace(unembed_vd=inputs.params["unembed"], ids_v=draft_ids(inputs.params))
     head = HEADS[inputs.settings.head or inputs.config.head]
     table = head.expand(inputs.params["head"], unembed, hidden_bqd, inputs.anchor_b, inputs.settings, inputs.temperature_b)
     return ngram.join(table, inputs) if inputs.settings.ngrams else table
@@ -182,6 +200,8 @@ def work(
     transitions = Work(12 * entries)  # token, log-probability and next context
     listed = settings.shortlist if head.SECOND_PASS else max(contexts, settings.children, settings.shortlist)
     again = head.SECOND_PASS and not listed  # the last depth's marginals are not scored
+    if config.draft_vocab_size:
+        verifier, quantize = replace(verifier, vocab_size=config.draft_vocab_size), None
     second = count.vocabulary(verifier, depths - 1 if again else depths, quantize)
     for name in head.LOOKED_UP:  # vectors of the contexts' tokens and of the tokens that may follow
         second += count.lookups(specs.pop(name).shape[1], depths * listed, contexts / len(head.LOOKED_UP))
@@ -198,4 +218,5 @@ def work(
 
 def identity(config: DrafterConfig, settings: DraftSettings) -> dict[str, Any]:
     sizes = {name: getattr(settings, name) for name in ("candidates", "children", "shortlist", "ngrams")}
+    sizes |= {"draft_vocab_size": config.draft_vocab_size} if config.draft_vocab_size else {}
     return {"head": settings.head or config.head, "block_size": config.block_size} | sizes

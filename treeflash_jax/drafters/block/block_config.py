@@ -20,6 +20,7 @@ class DrafterConfig(DrafterSizes):
       target_layer_ids: 0-based verifier layers whose output (residual stream) the drafter reads, in file order.
       num_target_layers: number of layers of the verifier that it was trained for.
       head: name in `heads.HEADS`; it determines how a drafted token depends on the one before it.
+      draft_vocab_size: number of the verifier's tokens that it drafts, the weight `offsets`; 0: all.
       verifier: name of the verifier that it was trained for, and its classes in transformers; () if its files do not say.
     """
 
@@ -31,6 +32,7 @@ class DrafterConfig(DrafterSizes):
     target_layer_ids: tuple[int, ...]
     num_target_layers: int
     head: str = "marginal"
+    draft_vocab_size: int = 0
     verifier: tuple[str, ...] = ()
     thinking: bool | None = None
 
@@ -61,6 +63,9 @@ class DrafterConfig(DrafterSizes):
                 f"the verifier's vocabulary of {verifier.vocab_size}"
             )
         return self
+
+    def limited(self, draft_vocab_size: int) -> DrafterConfig:
+        return replace(self, draft_vocab_size=draft_vocab_size)
 
 
 def fresh_layers(verifier: ModelConfig, num_layers: int) -> ModelConfig:

@@ -24,7 +24,7 @@ from treeflash_jax.drafters.eagle3.layer import specs as specs
 from treeflash_jax.drafters.lanes import LaneExpander, LaneSettings, LaneState, Level, likeliest_children, scratch_specs
 from treeflash_jax.drafters.lanes import choose as choose
 from treeflash_jax.drafters.lanes import identity as identity
-from treeflash_jax.drafters.protocol import ContextState, Inputs, LevelOptions
+from treeflash_jax.drafters.protocol import ContextState, Inputs, LevelOptions, draft_ids
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig
@@ -103,7 +103,7 @@ class LayerStep:
 
     def offer(self, shared: Any, hidden_bwd: jax.Array, kv: Any) -> LaneState:
         """Returns the children below the layer's outputs."""
-        (params, *_, temperature_b), ids_z = shared, layer.draft_ids(shared[0])
+        (params, *_, temperature_b), ids_z = shared, draft_ids(shared[0])
         normed_bwd = layer.normed(params, self.config, hidden_bwd)
         return LaneState(
             hidden_bwd, kv, *likeliest_children(params["unembed"], normed_bwd, self.children, temperature_b, ids_z)

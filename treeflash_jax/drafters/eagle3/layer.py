@@ -181,9 +181,3 @@ def hidden(
     x_btd = residual_btd + layers.merge_heads(layer, mixed_bthe)
     x_btd += layers.swiglu(layer, layers.rms_norm(x_btd, layer["mlp_norm"], eps))
     return sharding.constrain(x_btd, ("batch", None, None))
-
-
-def draft_ids(params: Params) -> jax.Array | None:
-    """Returns the verifier's ids of the draft vocabulary; None if it is the verifier's vocabulary."""
-    offsets_z = params.get("offsets")
-    return None if offsets_z is None else jnp.arange(offsets_z.size, dtype=jnp.int32) + offsets_z

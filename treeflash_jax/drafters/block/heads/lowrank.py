@@ -61,7 +61,8 @@ def expand(
     listed = max(m, settings.children, settings.shortlist)
     marginal_biv = vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bqd[:, 1:]))
     dtype = jnp.promote_types(marginal_biv.dtype, jnp.float32)
-    likely_bix, tokens_bix = vocab.top_k(marginal_biv, listed)
+    likely_bix, ids_bix = vocab.top_k(marginal_biv, listed)
+    tokens_bix = unembed.tokens(ids_bix)
     scale_b = temperature_b.astype(dtype)
     likely_bix = likely_bix.astype(dtype) / scale_b[:, None, None]
     elsewhere_bi = mass_elsewhere(marginal_biv, likely_bix, scale_b)

@@ -46,18 +46,30 @@ class DraftSettings:
 
 @struct.dataclass
 class Unembed:
-    """The verifier's tables and the drafter's final norm, for heads."""
+    """The verifier's tables and the drafter's final norm, for heads.
+
+    Attributes:
+      unembed_vd: the verifier's vocabulary table, or that of a draft vocabulary.
+      ids_v: the verifier's ids of a draft vocabulary; None: the table is the verifier's.
+    """
 
     embed_vd: jax.Array
     unembed_vd: jax.Array
     norm: jax.Array
     eps: float = struct.field(pytree_node=False)
+    ids_v: jax.Array | None = None
+
+    def tokens(self, ids: jax.Array) -> jax.Array:
+        """Returns the verifier's ids for ids of the vocabulary table."""
+        return ids if self.ids_v is None else self.ids_v[ids]
 
     def normed(self, hidden: jax.Array) -> jax.Array:
         return rms_norm(hidden, self.norm, self.eps)
 
     def likeliest(self, hidden_bxd: jax.Array, k: int, temperature_b: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return vocab.likeliest(self.unembed_vd, self.normed(hidden_bxd), k, temperature_b)
+        """Returns the k likeliest tokens after each hidden state and their log-probabilities, [b, x, k] each."""
+        ids_bxk, log_probs_bxk = vocab.likeliest(self.unembed_vd, self.normed(hidden_bxd), k, temperature_b)
+        return self.tokens(ids_bxk), log_probs_bxk
 
 
 ByContext = Callable[[jax.Array], jax.Array]  # values of slots [b, q, ...] -> values of each context's slot [b, x, ...]
@@ -82,7 +94,7 @@ def _expand(
     likely_biy = jnp.zeros((batch, 0, m), jnp.int32)
     if marginal_biv.shape[1]:
         _, likely_biy = vocab.top_k(marginal_biv, max(m, settings.shortlist))
-    candidates_bim = likely_biy[:, : depths - 1, :m]
+    candidates_bim = unembed.tokens(likely_biy[:, : depths - 1, :m])
     previous_bx = jnp.concatenate([anchor_b[:, None], candidates_bim.reshape(batch, -1)], axis=1)
     by_context = indexing.slot_repeater(size, m)
     corrected_bxd = correct(params, vocab.embed(unembed.embed_vd, previous_bx), by_context, hidden_bqd, normed_bqd)
@@ -156,5 +168,5 @@ def _shortlisted(
     elsewhere_bi = mass_elsewhere(marginal_biv, listed_biz, temperature_b)
     total_bx = jnp.logaddexp(jax.nn.logsumexp(scores_bxz, axis=-1), by_context(jnp.pad(elsewhere_bi, ((0, 0), (1, 0)))))
     values_bxc, at_bxc = selection.top_k(scores_bxz, min(settings.children, scores_bxz.shape[-1]))
-    tokens_bxc = jnp.take_along_axis(tokens_bz[:, None], at_bxc, axis=-1)
+    tokens_bxc = unembed.tokens(jnp.take_along_axis(tokens_bz[:, None], at_bxc, axis=-1))
     return tokens_bxc, jnp.minimum(values_bxc - total_bx[..., None], 0)

@@ -1,0 +1,92 @@
+"""draft_vocabulary.json: the tokens that a block drafter is limited to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from conftest import needs_8_devices
+from refusals import refused
+
+import treeflash_jax as tf
+from treeflash_jax.core.sharding import make_mesh
+from treeflash_jax.engine.pairs import locate
+from treeflash_jax.formats import conversions, draft_vocabulary
+
+PROMPTS = ["1 + 2 = ", "12 - 5 = "]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The shipped toy drafter, limited to the even ids."""
+    folder = shutil.copytree(locate("tiny", "drafter"), tmp_path / "drafter")
+    (folder / draft_vocabulary.NAME).write_text(json.dumps({"ids": [*range(0, 2048, 2)][::-1]}))
+    return folder
+
+
+def drafted(model, **settings):
+    return model.generate([tf.Text(text) for text in PROMPTS], max_new_tokens=24, nodes=8, candidates=4, **settings)
+
+
+def test_only_listed_tokens_are_drafted_and_answers_stay(folder, tiny):
+    model = tf.load(verifier=locate("tiny"), drafter=folder, dtype="float32")
+    table_vd = model.weights.verifier.get("unembed", model.weights.verifier["embed"])
+    np.testing.assert_array_equal(model.weights.drafter["unembed"], table_vd[::2])
+    whole, few, every = drafted(tiny), drafted(model), drafted(model, draft_vocabulary="all")
+    assert [result.ids for result in few] == [result.ids for result in whole]
+    assert [result.accept_lengths for result in every] == [result.accept_lengths for result in whole]
+    assert np.mean([result.tau for result in few]) < np.mean([result.tau for result in whole])
+    refused(lambda: drafted(tiny, draft_vocabulary="frequent"), "draft_vocabulary 'frequent'", "no list")
+    refused(lambda: drafted(model, children=1100), "children 1100", "at most 1024")
+
+
+@needs_8_devices
+def test_rows_of_the_table_are_sharded_like_it(folder):
+    one = tf.load(verifier=locate("tiny"), drafter=folder, dtype="float32")
+    many = tf.load(verifier=locate("tiny"), drafter=folder, dtype="float32", mesh=make_mesh(4, 2))
+    jax.tree.map(np.testing.assert_array_equal, many.weights.drafter, one.weights.drafter)
+    assert many.weights.drafter["unembed"].sharding.spec[0] == "model"
+
+
+def test_quantized_verifiers_lend_rounded_rows(folder):
+    model = tf.load(verifier=locate("tiny"), drafter=folder, dtype="float32", quantize="int8")
+    table_vd = tf.load("tiny", dtype="float32").weights.verifier["embed"]
+    assert 0 < np.abs(model.weights.drafter["unembed"] - table_vd[::2]).max() < 0.02 * np.abs(table_vd).max()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"ids": [1, 2, 1]}', ["an id twice"]),
+        ('{"ids": [2048]}', ["2048", "from 0 to 2047"]),
+        ('{"ids": []}', ["ids"]),
+        ('{"ids": [1], "tokens": 3}', ["tokens"]),
+        ("[1]", [draft_vocabulary.NAME]),
+    ],
+)
+def test_damaged_lists(folder, text, words):
+    (folder / draft_vocabulary.NAME).write_text(text)
+    refused(lambda: tf.load(verifier=locate("tiny"), drafter=folder), draft_vocabulary.NAME, *words)
+
+
+def test_other_drafters_have_no_list(folder, tmp_path):
+    ngram = shutil.copytree(locate("ngram", "drafter"), tmp_path / "ngram")
+    shutil.copy(folder / draft_vocabulary.NAME, ngram)
+    refused(lambda: tf.load(verifier=locate("tiny"), drafter=ngram), "kind 'ngram'", "block drafter")
+
+
+def test_conversions_keep_it(folder, tmp_path):
+    conversions.convert_drafter(folder, tmp_path / "out", "dflash", drop_head=True)
+    assert draft_vocabulary.read(tmp_path / "out", 2048).tolist() == [*range(0, 2048, 2)]
+
+
+def test_frequent_tokens_are_listed_and_lower_ids_first_among_equals(tmp_path):
+    counts_v = np.zeros(2**14, np.int64)
+    counts_v[[7, 9000]] = 3, 5
+    draft_vocabulary.write(tmp_path, counts_v)
+    assert draft_vocabulary.read(tmp_path, 2**14).tolist() == [*range(2**12 - 1), 9000]
+    draft_vocabulary.write(tmp_path / "small", counts_v[: 2**13])
+    assert not (tmp_path / "small").exists()
