@@ -26,7 +26,7 @@ from treeflash_jax.drafters.causal_lm import LanguageModelConfig
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import DRAFTERS, locate
 from treeflash_jax.engine.settings import RuntimeConfig, TreeConfig
-from treeflash_jax.formats import models
+from treeflash_jax.formats import draft_vocabulary, models
 from treeflash_jax.models import quantized, verifier
 from treeflash_jax.models.config import ModelConfig, Rope
 
@@ -121,17 +121,14 @@ def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig
     """
     model = find_verifier(shape)
     if drafter_shape is None:
-        drafter = find_drafter(model)
-    elif drafter_shape in VERIFIERS:
-        drafter = LanguageModelConfig(layers=VERIFIERS[drafter_shape])
-    elif drafter_shape in DRAFTERS:
-        drafter = models.read_drafter_config(locate(drafter_shape, "drafter"))
-    elif Path(drafter_shape).exists():
-        drafter = models.read_drafter_config(drafter_shape)
-    else:
+        return model, find_drafter(model).fitted(model)
+    if drafter_shape in VERIFIERS:
+        return model, LanguageModelConfig(layers=VERIFIERS[drafter_shape]).fitted(model)
+    path = locate(drafter_shape, "drafter") if drafter_shape in DRAFTERS else Path(drafter_shape)
+    if not path.exists():
         known = ", ".join(dict.fromkeys((*DRAFTERS, *VERIFIERS)))
         raise ValueError(f"{drafter_shape} not found, expected a drafter's config.json or its folder, or one of {known}")
-    return model, drafter.fitted(model)
+    return model, draft_vocabulary.limit(models.read_drafter_config(path).fitted(model), path, model.vocab_size)
 
 
 def find_verifier(name: str) -> ModelConfig:

@@ -37,7 +37,7 @@ logger = logging.getLogger("treeflash_jax")
 folder: Path | None = None  # of stored executables; None stores none
 KEPT_FILES = 128  # number of most recently used executables kept in the folder
 NAME = re.compile(r"[0-9a-f]{16}-\d+-\w+-[0-9a-f]{32}")  # of an executable's file
-AHEAD = 4  # most executables read ahead: those of one answer
+AHEAD = 5  # most executables read ahead: those of one answer
 REHEARSED_BYTES = 2**30  # of arguments; larger models compute for longer than a rehearsal saves
 LAST_SECONDS = 10.0  # before the most recent use of an executable; earlier uses belong to other answers
 

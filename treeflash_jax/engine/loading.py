@@ -109,9 +109,7 @@ def load(
         drafter_config = models.read_drafter_config(drafter)
         if steering is not None:
             drafter_config = drafter_config.steered(steering_files.read_config(Path(steering)))
-        drafter_config = drafter_config.fitted(config)
-        ids_z = draft_vocabulary.read(Path(drafter), config.vocab_size)
-        drafter_config = drafter_config if ids_z is None else drafter_config.limited(ids_z.size)
+        drafter_config = draft_vocabulary.limit(drafter_config.fitted(config), drafter, config.vocab_size)
         trained = getattr(drafter_config, "thinking", thinking)
         if bool(trained) != thinking:
             state = {None: "is not known to be trained with", False: "was trained without", True: "was trained with"}
@@ -125,8 +123,8 @@ def load(
         if steering is not None:
             drafter_params = drafter_params | {"steering": steering_files.load(Path(steering), dtype, mesh)[1]}
     config, verifier_params = models.load_verifier(verifier, dtype=dtype, mesh=mesh, quantize=quantize)
-    if drafter is not None and ids_z is not None:
-        drafter_params = drafter_params | draft_vocabulary.load(ids_z, verifier_params, mesh)
+    if drafter is not None:
+        drafter_params = drafter_params | draft_vocabulary.load(drafter, verifier_params, mesh)
     return TreeFlash(
         config,
         Weights(verifier_params, drafter_params),

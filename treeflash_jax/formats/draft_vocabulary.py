@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from treeflash_jax.core import devices, files, sharding
+from treeflash_jax.core import files, programs, sharding
 from treeflash_jax.core.checks import read_json
+from treeflash_jax.core.clock import Clock
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models import vocab
 
@@ -52,13 +52,24 @@ def write(folder: Path, counts_v: np.ndarray) -> None:
         files.write(folder / NAME, json.dumps({"ids": most_frequent(counts_v, counts_v.size // SHARE).tolist()}) + "\n")
 
 
-def load(ids_z: np.ndarray, verifier: dict[str, Any], mesh: Any = None) -> dict[str, Any]:
-    """Returns the draft vocabulary's weights: its part of the verifier's vocabulary table, and the offsets of its ids."""
+def limit(config: Any, folder: str | Path, vocab_size: int) -> Any:
+    """Returns a drafter's config, limited to the tokens that its folder lists, if any. Raises ValueError as `read`."""
+    ids_z = read(Path(folder), vocab_size)
+    return config if ids_z is None else config.limited(ids_z.size)
 
-    def select(table_vd: Any) -> jax.Array:
-        return sharding.constrain(vocab.embed(table_vd, ids_z), ("vocab", "embed"))
 
-    with sharding.ambient(mesh):
-        unembed_zd = devices.jit(select)(verifier.get("unembed", verifier["embed"]))
-    offsets_z = jnp.asarray(ids_z - np.arange(ids_z.size), jnp.int32)
-    return {"unembed": unembed_zd, "offsets": sharding.place(offsets_z, mesh, over_batch=False)}
+def load(folder: str | Path, verifier: dict[str, Any], mesh: Any = None) -> dict[str, Any]:
+    """Returns the weights of a list, {} without one: its part of the verifier's vocabulary table, and the ids' offsets."""
+    table_vd = verifier.get("unembed", verifier["embed"])
+    ids_z = read(Path(folder), table_vd.shape[0])
+    if ids_z is None:
+        return {}
+    lists = jax.device_put((ids_z, ids_z - np.arange(ids_z.size, dtype=np.int32)))
+    ids_z, offsets_z = sharding.place(lists, mesh, over_batch=False)
+    unembed_zd = programs.call(_select, table_vd, ids_z, mesh=mesh, clock=Clock(silent=True))
+    return {"unembed": unembed_zd, "offsets": offsets_z}
+
+
+@jax.jit
+def _select(table_vd: Any, ids_z: jax.Array) -> jax.Array:
+    return sharding.constrain(vocab.embed(table_vd, ids_z), ("vocab", "embed"))
