@@ -104,25 +104,28 @@ def pair():
     return random_pair()
 
 
-def expand(pair, shortlist: int):
+def expand(pair, shortlist: int, ids_z=None):
     """Returns the function that gives the table of random blocks, and its arguments; drafter temperatures differ."""
     keys = jax.random.split(jax.random.key(3), 2)
     hidden_bqd = jax.random.normal(keys[0], (BATCH, DEPTHS + 1, RANDOM_MODEL.hidden_size))
     anchor_b = jax.random.randint(keys[1], (BATCH,), 0, VOCAB)
     tables, drafter = pair.weights.verifier, pair.weights.drafter["backbone"]
     unembed = Unembed(tables["embed"][:VOCAB], tables["unembed"][:VOCAB], drafter["norm"], eps=1e-6)
+    if ids_z is not None:
+        unembed = unembed.replace(unembed_vd=unembed.unembed_vd[ids_z], ids_v=ids_z)
     settings, temperature_b = DraftSettings(candidates=M, children=K, shortlist=shortlist), jnp.array([0.5, 1.0, 1.6])
     arguments = pair.weights.drafter["head"], unembed, hidden_bqd, anchor_b, settings, temperature_b
     return jax.jit(HEADS["mlp"].expand, static_argnums=4), arguments
 
 
-def run(pair, shortlist: int):
-    function, arguments = expand(pair, shortlist)
+def run(pair, shortlist: int, ids_z=None):
+    function, arguments = expand(pair, shortlist, ids_z)
     return jax.tree.map(np.asarray, function(*arguments))
 
 
-def test_a_list_of_all_tokens_changes_nothing(pair):
-    whole, listed = run(pair, 0), run(pair, VOCAB)
+@pytest.mark.parametrize("ids_z", [None, jnp.arange(1, VOCAB, 2)], ids=["all", "frequent"])
+def test_a_list_of_all_tokens_changes_nothing(pair, ids_z):
+    whole, listed = run(pair, 0, ids_z), run(pair, VOCAB if ids_z is None else ids_z.size, ids_z)
     np.testing.assert_array_equal(listed.tokens_bimc, whole.tokens_bimc)
     np.testing.assert_array_equal(listed.next_context_bimc, whole.next_context_bimc)
     np.testing.assert_allclose(listed.log_probs_bimc, whole.log_probs_bimc, atol=1e-5)
