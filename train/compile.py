@@ -36,8 +36,9 @@ from train.runtime.training_state import (
 from train.stages.drafting import DraftingStage, make_stage
 from train.stages.registry import read_stage
 from treeflash_jax.bench import shapes
+from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.program_text import count_bytes, find_collectives, sum_collectives
-from treeflash_jax.bench.topologies import find_devices, read_kept
+from treeflash_jax.bench.topologies import find_devices
 from treeflash_jax.cli.arguments import Parser
 from treeflash_jax.core import devices as chips
 from treeflash_jax.core import files, parameters, sharding
@@ -154,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(
                 f"got --steps {args.steps} and --topology {args.topology}, expected one of them: it has no devices"
             )
-        earlier = read_kept(args.out, "bytes_per_chip")
+        earlier = read_kept(args.out, "bytes_per_chip", inside=True)
         settings = read_stage(names[0], [word for word in args.settings if "=" in word])
         devices = find_devices(args.topology)
         result = {"topology": args.topology or chips.describe(devices[0]).kind}

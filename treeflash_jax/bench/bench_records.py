@@ -1,4 +1,4 @@
-"""Records of measured answers, and the file that holds them: one JSON record a line, all of one run."""
+"""Files of results: records of answers, one a line and all of one run; and JSON files to which commands add."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import parse_json, quoted
+from treeflash_jax.core.checks import parse_json, quoted, read_json
 from treeflash_jax.drafters import draft_options
 from treeflash_jax.trees import TreeShape
 
@@ -122,3 +122,15 @@ def open_results(path: str | Path, size: int) -> BinaryIO:
     if file.read(1) not in (b"", b"\n"):
         file.write(b"\n")
     return file
+
+
+def read_kept(path: str | Path | None, *keys: str, inside: bool = False) -> dict[str, Any]:
+    """Reads the JSON file to which a command adds its results; {} for None, or if there is none yet.
+
+    Raises:
+      ValueError: a file without these keys or, with `inside`, with values that lack them; it must not be replaced.
+    """
+    if path is None:
+        return {}
+    files.check_output(path, files.json_with(*keys, inside=inside))
+    return read_json(path) if Path(path).exists() and Path(path).stat().st_size else {}

@@ -24,9 +24,10 @@ import jax.numpy as jnp
 from treeflash_jax import drafters
 from treeflash_jax.bench import shapes
 from treeflash_jax.bench.bars import Progress, Tell
+from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.program_text import count_moved, find_collectives, sum_collectives
 from treeflash_jax.bench.timed import running
-from treeflash_jax.bench.topologies import find_devices, read_kept
+from treeflash_jax.bench.topologies import find_devices
 from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values
 from treeflash_jax.core import files, parameters, sharding
 from treeflash_jax.core.devices import GPU_MEMORY, TPU_MEMORY, Device, here
@@ -67,7 +68,7 @@ def report(arguments: argparse.Namespace) -> int:
     sizes, quantize = dict(mesh.shape), arguments.quantize
     if batch % sizes["data"]:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
-    earlier = read_kept(arguments.out, "bytes_per_device")
+    earlier = read_kept(arguments.out, "bytes_per_device", inside=True)
     needs = footprint(model, plan.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize)
     drafted = shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None
     result = {"shape": shapes.short_name(arguments.shape), "drafter": drafted, "topology": device.kind, "mesh": sizes}

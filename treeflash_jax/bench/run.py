@@ -20,8 +20,6 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
-import jax
-
 import treeflash_jax as tf
 from treeflash_jax import drafters
 from treeflash_jax.bench import bench_records, harness, plots, report, systems
@@ -114,8 +112,6 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     With several drafters, a system's name ends with its drafter; with several dtypes, with its dtype. Each of several
     drafters gets the options that it has.
     """
-    if "float64" in arguments.dtype:
-        jax.config.update("jax_enable_x64", True)
     verifier, *words = arguments.pair
     labels = {label or name: name for label, _, name in (word.rpartition("=") for word in words)}
     if not words or len(labels) < len(words):

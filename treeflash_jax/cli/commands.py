@@ -31,6 +31,8 @@ from treeflash_jax.formats import conversions, dialects, gguf_reader
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the exit status. Bad input ends with one line on stderr and status 2."""
     arguments = parser().parse_args(argv)
+    if "float64" in (getattr(arguments, "dtype", None) or ()):  # a name, or the names that `bench run` compares
+        jax.config.update("jax_enable_x64", True)
     try:
         status = arguments.run(arguments)
     except (ValueError, OSError) as error:
@@ -140,8 +142,6 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
 
 def _load(arguments: argparse.Namespace) -> Any:
     """Loads the model of the options; prints a line if that is the toy pair by default."""
-    if arguments.dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
     import treeflash_jax as tf
 
     if arguments.verifier is None:
