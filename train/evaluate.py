@@ -90,9 +90,9 @@ class TreeTau:
                 max_new_tokens=config.new_tokens,
                 batch_size=min(config.batch, count),
             )
-            lengths: list[float] = []
+            lengths: list[int] = []
             for done, (_, result) in enumerate(answers, start=1):
-                lengths += [float(length) for length in result.accept_lengths]
+                lengths += result.accept_lengths
                 report(done, count, what)
             self.known[metric] = statistics.fmean(lengths)
         return dict(self.known)
@@ -101,5 +101,4 @@ class TreeTau:
 def held_out_prompts(corpus: packing.Corpus, count: int) -> list[list[int]]:
     """Returns at most `count` prompts of held-out documents, spread evenly over all of them."""
     prompts = [packed.prompt(number) for packed in corpus.held_out.values() for number in range(packed.num_documents)]
-    prompts = [prompt for prompt in prompts if prompt]
-    return [prompts[i] for i in packing.spread(min(count, len(prompts)), len(prompts))]
+    return packing.pick_spread([prompt for prompt in prompts if prompt], count)

@@ -172,9 +172,8 @@ def make_record(
     sampling = {"format": format, "temperature": temperature, "seed": seed}
     record = {"schema": SCHEMA, "prompt_id": prompt.id, "prompt_hash": prompt.hash, "prompt_set": prompt.set}
     record |= {"system": system.name, "settings": system.settings() | sampling}
-    fields = {"accept_lengths": "accept_lengths", "cut": "cut", "ids": "ids", "texts": "text", "nodes": "nodes"}
-    for key, field in (fields | {"finished": "finished"}).items():
-        record[key] = [getattr(result, field) for result in results]
+    for name in ("accept_lengths", "cut", "ids", "text", "nodes", "finished"):
+        record["texts" if name == "text" else name] = [getattr(result, name) for result in results]
     record["tokens"] = sum(system.count_tokens(result) for result in results)
     record |= {"seconds": sum(result.seconds for result in results), **environment(system.model)}
     if system.config.expected_lengths:
@@ -213,9 +212,7 @@ def compare(
 
 def environment(model: tf.TreeFlash) -> Mapping[str, dict[str, Any]]:
     """Returns versions and hardware. Records that differ in them are never compared."""
-    device, versions = devices.here(), {"jax": jax.__version__, "treeflash_jax": tf.__version__}
-    hardware = {"backend": device.backend, "device": device.kind, "devices": 1 if model.mesh is None else model.mesh.size}
-    return {
-        "versions": versions | {"python": platform.python_version()},
-        "hardware": hardware | {"cores": os.cpu_count()},
-    }
+    versions = {"jax": jax.__version__, "treeflash_jax": tf.__version__, "python": platform.python_version()}
+    device, count = devices.here(), 1 if model.mesh is None else model.mesh.size
+    hardware = {"backend": device.backend, "device": device.kind, "devices": count, "cores": os.cpu_count()}
+    return {"versions": versions, "hardware": hardware}
