@@ -100,7 +100,7 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
     systems = make_systems(models, settings)
     speeds: dict[str, list[float]] = {}
     with watch.Bar("trial", len(trial) * len(systems)) as bar:
-        for count, record in enumerate(harness.measure(systems, trial, seeds=[settings.seed], tell=lambda text: None), 1):
+        for count, record in enumerate(harness.measure(systems, trial, seeds=[settings.seed], notify=lambda text: None), 1):
             speeds.setdefault(record["system"], []).append(record["tokens"] / record["seconds"])
             bar.show(count, record["system"])
             if settings.seconds and len(speeds) > 1 and time.perf_counter() > began + settings.seconds / 2:
@@ -113,7 +113,7 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
         seconds = settings.new_tokens * (1 / medians[plain.name] + 1 / medians[drafted.name]) * len(settings.temperatures)
         prompts = packing.pick_spread(prompts, max(TRIAL_PROMPTS, int(seconds_left / seconds)))
     with watch.Bar("answers", 2 * len(prompts) * len(settings.temperatures)) as bar:
-        sampling = {"temperatures": settings.temperatures, "seeds": [settings.seed], "tell": lambda text: None}
+        sampling = {"temperatures": settings.temperatures, "seeds": [settings.seed], "notify": lambda text: None}
         records = []
         for record in harness.measure([plain, drafted], prompts, **sampling):
             records.append(record)

@@ -202,7 +202,7 @@ def made_up(monkeypatch):
         compile_seconds = 1.0
         experts: dict = {}
 
-        def __init__(self, model, plans, *, batch, context, temperature, tell):
+        def __init__(self, model, plans, *, batch, context, temperature, notify):
             asked.append((batch, context, [plan.num_nodes for plan in plans], temperature))
             self.plans = plans
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.markup import escape
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 class Progress:

@@ -77,7 +77,7 @@ def read_records(path: str | Path) -> tuple[list[Record], int]:
 
 
 def record_key(record: Record) -> tuple[str, str, float, int]:
-    """Returns (prompt, system, temperature, seed), which tell the records of a file apart."""
+    """Returns (prompt, system, temperature, seed), which identify a record of a file."""
     settings = record["settings"]
     return record["prompt_id"], record["system"], settings["temperature"], settings["seed"]
 
@@ -94,7 +94,7 @@ def difference(record: Record, other: Record) -> str | None:
 
 
 def is_comparable(record: Record, other: Record) -> bool:
-    """Tells whether one record is a one-token answer and the other is drafted, but must be equal up to near-ties."""
+    """Returns whether one record is a one-token answer and the other is drafted, but must be equal up to near-ties."""
     ours, theirs = record["settings"], other["settings"]
     builders = {ours["builder"], theirs["builder"]}
     rules = {settings.get("acceptance") for settings in (ours, theirs)} - {None, "sample-and-match"}

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 import treeflash_jax as tf
-from treeflash_jax.bench.bars import Tell
+from treeflash_jax.bench.bars import Notify
 from treeflash_jax.bench.bench_records import SCHEMA, Record, is_comparable, record_key
 from treeflash_jax.bench.prompt_sets import BenchPrompt, format_turn
 from treeflash_jax.bench.shapes import describe_tree
@@ -98,7 +98,7 @@ def measure(
     temperatures: Sequence[float] = (0.0,),
     seeds: Sequence[int] = (0,),
     known: Sequence[Record] = (),
-    tell: Tell = print_progress,
+    notify: Notify = print_progress,
 ) -> Iterator[Record]:
     """Answers every prompt with every system at all combinations of temperature and seed.
 
@@ -109,7 +109,7 @@ def measure(
     Args:
       format: a key of `prompt_sets.FORMATS`.
       known: records of an earlier run, which are not measured again.
-      tell: receives a line after every call.
+      notify: receives a line after every call.
     """
     records = {record_key(record): record for record in known}
     warm, printed = set(), set()
@@ -139,7 +139,7 @@ def measure(
                 record["differences"] = compare(system.model, record, filter(None, others), requests, printed)
                 records[record_key(record)] = record
                 yield record
-            tell(f"{number + 1}/{len(batches)} {system.name} at T {temperature:g}, seed {seed}")
+            notify(f"{number + 1}/{len(batches)} {system.name} at T {temperature:g}, seed {seed}")
 
 
 def converse(

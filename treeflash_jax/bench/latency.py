@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         for batch, context in cells:
             progress.step(f"compiling the phases at batch {batch}, context {context}")
             sizes = {"batch": batch, "context": context}
-            bench = Bench(model, plans, tell=progress.detail, temperature=arguments.temperature, **sizes)
+            bench = Bench(model, plans, notify=progress.detail, temperature=arguments.temperature, **sizes)
             progress.step(f"timing them at batch {batch}, context {context}")
             times = bench.measure(ceilings, arguments.repeats)
             result = make_result(model, bench, settings | sizes | {"slots": slots_for(context, plans)[1]}, ceilings, times)

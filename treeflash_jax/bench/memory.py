@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from treeflash_jax import drafters
 from treeflash_jax.bench import shapes
-from treeflash_jax.bench.bars import Progress, Tell
+from treeflash_jax.bench.bars import Notify, Progress
 from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.program_text import count_moved, find_collectives, sum_collectives
 from treeflash_jax.bench.timed import running
@@ -97,7 +97,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def compile_programs(
-    plan: DecodePlan, mesh: Any, batch: int, capacity: int, dtype: Any, quantize: Any = None, tell: Tell = lambda _: None
+    plan: DecodePlan, mesh: Any, batch: int, capacity: int, dtype: Any, quantize: Any = None, notify: Notify = print
 ) -> tuple[Any, Any]:
     """Compiles the prefill and decode programs of a plan for the mesh's devices, from shapes alone.
 
@@ -114,12 +114,12 @@ def compile_programs(
         weights = weights.replace(drafter=parameters.abstract(drafters.of(plan.drafter).specs(plan.drafter), dtype, mesh))
     inputs = make_batch([], GenerateConfig(), batch_size=batch, capacity=capacity, stop_ids=(), dtype=dtype)
     with running(mesh, "weights and caches fit, but not the rest"):
-        tell("compiling the prefill")
+        notify("compiling the prefill")
         lowered = loops.prefill.lower(weights, *jax.tree.map(abstract, inputs), plan=plan.for_prefill())
         prefill = lowered.compile()
         place = prefill.output_shardings
         state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), lowered.out_info, place)
-        tell("compiling the rounds")
+        notify("compiling the rounds")
         decode = loops.decode.lower(weights, state, jax.ShapeDtypeStruct((), jnp.int32), plan=plan).compile()
     return prefill, decode
 

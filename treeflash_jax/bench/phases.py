@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax import drafters
-from treeflash_jax.bench.bars import Tell
+from treeflash_jax.bench.bars import Notify
 from treeflash_jax.bench.floors import phase_work
 from treeflash_jax.bench.timed import Timed, running, sample_in_turns
 from treeflash_jax.core import devices, sharding
@@ -119,7 +119,7 @@ class Bench:
         batch: int,
         context: int,
         temperature: float = 0.0,
-        tell: Tell = lambda text: None,
+        notify: Notify = lambda text: None,
     ):
         """Compiles and runs everything once.
 
@@ -129,7 +129,7 @@ class Bench:
         Raises:
           ValueError: logits that are not finite, or too little memory on the devices.
         """
-        self.model, self.plans, self.weights, self.tell = model, list(plans), model.weights, tell
+        self.model, self.plans, self.weights, self.notify = model, list(plans), model.weights, notify
         self.where, self.timed = f"batch {batch}, context {context}", list[Timed]()
         self.experts: dict[int, tuple[list[float], float]] = {}
         self.sizes = {"batch": batch, "context": context, "dtype": model.dtype, "mesh": model.mesh}
@@ -157,7 +157,7 @@ class Bench:
     def sample(self, repeats: int) -> None:
         """Times all phases in turns."""
         with running(self.model.mesh, self.where):
-            sample_in_turns(self.timed, repeats, self.tell)
+            sample_in_turns(self.timed, repeats, self.notify)
 
     def medians(self, repeats: int) -> dict[tuple[str, int | None], float]:
         """Times all phases; returns the median seconds of each, by phase and nodes."""

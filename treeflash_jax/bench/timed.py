@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from treeflash_jax.bench.bars import Tell
+from treeflash_jax.bench.bars import Notify
 from treeflash_jax.core import sharding
 from treeflash_jax.models.ceilings import Ceilings
 from treeflash_jax.models.costs import Work
@@ -66,13 +66,13 @@ class Timed:
         return {"phase": self.phase, "nodes": self.nodes} | times | counts
 
 
-def sample_in_turns(phases: Sequence[Timed], repeats: int, tell: Tell) -> None:
+def sample_in_turns(phases: Sequence[Timed], repeats: int, notify: Notify) -> None:
     """Takes up to `repeats` samples of every phase, in turns whose order rotates."""
     for timed in phases:
-        tell(f"trying {timed.phase}" + (f" of {timed.nodes} nodes" if timed.nodes else ""))
+        notify(f"trying {timed.phase}" + (f" of {timed.nodes} nodes" if timed.nodes else ""))
         timed.calibrate(repeats)
     for turn in range(repeats):
-        tell(f"sample {turn + 1} of {repeats}")
+        notify(f"sample {turn + 1} of {repeats}")
         first = turn % len(phases)
         for timed in [*phases[first:], *phases[:first]]:
             if len(timed.seconds) < timed.samples:
