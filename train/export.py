@@ -21,12 +21,12 @@ import jax.numpy as jnp
 
 import treeflash_jax as tf
 from train.data import packing
-from train.evaluate import held_out_prompts
+from train.evaluate import assemble, held_out_prompts
 from train.runtime import folders, run_config, watch
 from train.runtime.checkpoint import Checkpoints
 from train.runtime.run_config import LoopConfig
 from train.runtime.training_state import Stage, abstract_batch, abstract_state, make_optimizer
-from train.stages.drafting import DraftingStage, assemble, make_stage
+from train.stages.drafting import DraftingStage, make_stage
 from train.stages.registry import read_stage
 from treeflash_jax import drafters
 from treeflash_jax.core import files, sharding
