@@ -66,10 +66,12 @@ class ExportStage:
 
 
 def main(settings: ExportStage) -> None:
-    is_own = lambda folder: storage.is_own(folder / "model.safetensors")  # noqa: E731
-    replacing = {"overwrite": settings.overwrite, "may_replace": is_own}
+    replacing = {"overwrite": settings.overwrite, "may_replace": lambda old: storage.is_own(old / "model.safetensors")}
     folders.check(settings.out, **replacing)
-    trained = read_settings(settings.run)
+    path = folders.absolute(settings.run) / "settings.toml"
+    if not path.exists():
+        raise ValueError(f"{settings.run}: got no settings.toml, expected the run= of a stage that trains a drafter")
+    trained = read_stage(path)
     model = models.read_verifier_config(locate(trained.verifier, "verifier"))
     drafter = trained.recorded_config(model)
     temperature = settings.drafter_temperature or drafter.drafter_temperature
@@ -83,14 +85,6 @@ def main(settings: ExportStage) -> None:
         files.write(out / "README.md", card(settings, trained, drafter, dialect, step))
         tau = measure_tau(trained, out)
     print(f"wrote {settings.out} from step {step}\n{tau}")
-
-
-def read_settings(run: str) -> DraftingStage:
-    """Reads the settings of a run. Raises ValueError if `run` is not the run of a drafter."""
-    path = folders.absolute(run) / "settings.toml"
-    if not path.exists():
-        raise ValueError(f"{run}: got no settings.toml, expected the run= of a stage that trains a drafter")
-    return read_stage(path)
 
 
 def read_params(settings: ExportStage, trained: DraftingStage, stage: Stage) -> tuple[int, Any]:

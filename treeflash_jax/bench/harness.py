@@ -116,8 +116,8 @@ def measure(
     size = systems[0].config.batch_size
     batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
     for number, batch in enumerate(batches):
-        turn = number % len(systems)
-        for (temperature, seed), system in product(list(product(temperatures, seeds)), [*systems[turn:], *systems[:turn]]):
+        first = number % len(systems)
+        for (temperature, seed), system in product(product(temperatures, seeds), [*systems[first:], *systems[:first]]):
             missing = [p for p in batch if (p.id, system.name, temperature, seed) not in records]
             if not missing:
                 continue
