@@ -173,7 +173,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def describe(key: str, result: dict[str, Any]) -> list[str]:
-    """Returns the printed lines of a result."""
     chip = result["bytes_per_chip"]
     lines = [
         f"{key}, mesh {result['mesh']}, {result['batch']} sequences of {result['sequence_length']} tokens",

@@ -35,7 +35,6 @@ class Progress:
         self.live.stop()
 
     def step(self, text: str) -> None:
-        """Begins the next step."""
         self.number, self.text = self.number + 1, f"[{self.number + 1}/{self.steps}] {text}"
         self.live.update(escape(self.text))
         if not self.is_live:

@@ -63,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
-    """Measures, prints and stores."""
     if model.drafter is None:
         raise ValueError("got no drafter, expected one: without it there is nothing to choose")
     given = arguments.batch, arguments.context, arguments.temperature

@@ -45,7 +45,6 @@ class Timed:
     seconds: list[float] = field(default_factory=list)
 
     def sample(self) -> float:
-        """Takes one sample and returns the seconds of one unit."""
         enqueue = self.prepare(self.calls)
         since = time.perf_counter()
         jax.block_until_ready(enqueue())
