@@ -118,8 +118,8 @@ def initial_state(stage: Stage, transform: optax.GradientTransformation, params:
     frozen = parameters.abstract(stage.frozen_specs, stage.compute_dtype)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.tokens_bt.shape[0]))
     compute = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, stage.compute_dtype), params)
-    shapes = jax.eval_shape(stage.sums, compute, frozen, batch, keys)
-    window = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _with_norm(shapes, jnp.zeros(())))
+    shapes = jax.eval_shape(stage.sums, compute, frozen, batch, keys) | {"grad_norm": (jnp.zeros(()),) * 2}
+    window = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return TrainState(jnp.int32(0), params, transform.init(params), window, jnp.int32(-1))
 
 
@@ -202,7 +202,8 @@ def make_update(
         new = optax.apply_updates(state.params, updates), memory
         params, memory = jax.tree.map(lambda x, old: jnp.where(fine, x, old), new, (state.params, state.optimizer))
         fresh = state.step % log_every == 0
-        window = jax.tree.map(lambda x, s: jnp.where(fresh, 0, x) + s, state.window, _with_norm(sums, norm))
+        sums |= {"grad_norm": (norm, jnp.ones_like(norm))}
+        window = jax.tree.map(lambda x, s: jnp.where(fresh, 0, x) + s, state.window, sums)
         bad_step = jnp.where(fine | (state.bad_step >= 0), state.bad_step, state.step)
         return TrainState(state.step + 1, params, memory, window, bad_step)
 
@@ -305,7 +306,3 @@ def place(tree: Any, specs: Any, mesh: jax.sharding.Mesh, dtype: Any) -> Any:
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
     return _map_specs(leaf, specs, tree)
-
-
-def _with_norm(sums: Sums, norm: jax.Array) -> Sums:
-    return sums | {"grad_norm": (norm, jnp.ones_like(norm))}
