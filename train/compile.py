@@ -11,11 +11,11 @@ sequences of random tokens. Sizes are those of --shape, whatever verifier the se
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import time
+from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +136,11 @@ def _shardings(tree: Any) -> Any:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m train.compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m train.compile", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="+", metavar="FILE.toml | key=value", help="of a stage that trains a drafter")
     parser.add_argument("--shape", required=True, help=f"one of {', '.join(shapes.VERIFIERS)}")
     parser.add_argument("--topology", help="devices that are not here, such as v5e:4x4 or h200:8")
-    parser.add_argument(
-        "--steps", type=int, default=0, help="also run this number of steps on the devices at hand, and time them"
-    )
+    parser.add_argument("--steps", type=int, default=0, help="also time this number of steps on the devices at hand")
     parser.add_argument("--out", type=Path, help="JSON file; results of other programs in it are kept")
     args = parser.parse_args(argv)
     try:
@@ -152,17 +148,14 @@ def main(argv: list[str] | None = None) -> int:
         if len(names) != 1:
             raise ValueError(f"got {len(names)} files, expected one TOML file of a stage that trains a drafter")
         if fit(int, args.steps, "--steps", least=0) and args.topology:
-            raise ValueError(
-                f"got --steps {args.steps} and --topology {args.topology}, expected one of them: it has no devices"
-            )
+            raise ValueError(f"got --steps {args.steps} and --topology {args.topology}, expected one: it has no devices")
         earlier = read_kept(args.out, "bytes_per_chip", inside=True)
         settings = read_stage(names[0], [word for word in args.settings if "=" in word])
         devices = find_devices(args.topology)
         result = {"topology": args.topology or chips.describe(devices[0]).kind}
         result |= compile_step(settings, args.shape, devices, steps=args.steps)
-        key = (
-            f"{args.shape} {'+'.join(result['trains'])} {result['topology']} batch {result['batch']} {result['attention']}"
-        )
+        trained = "+".join(result["trains"])
+        key = f"{args.shape} {trained} {result['topology']} batch {result['batch']} {result['attention']}"
         if args.out:
             files.write(args.out, json.dumps(earlier | {key: result}, indent=1) + "\n")
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:  # the last where memory runs out

@@ -31,22 +31,21 @@ SYSTEMS = {
     "treeflash": "TreeFlash tree",
 }
 GIB, MIB = 2**30, 2**20
+Rows = Iterable[Iterable[Any]]
 
 
 def read(name: str) -> Any:
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
-def table(header: str, rows: Iterable[Iterable[Any]]) -> str:
+def table(header: str, rows: Rows) -> str:
     """Formats a Markdown table; `header` separates its columns by "|"."""
     columns = [column.strip() for column in header.split("|")]
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def section(
-    header: str, rows: Iterable[Iterable[Any]], note: str, commands: Iterable[str] = (), language: str = "sh"
-) -> str:
+def section(header: str, rows: Rows, note: str, commands: Iterable[str] = (), language: str = "sh") -> str:
     """Formats a table, a note on it, and the commands that made its numbers."""
     lines = [table(header, rows), "", note[0].upper() + note[1:]]
     return "\n".join(lines + (["", f"```{language}", *commands, "```"] if commands else []))

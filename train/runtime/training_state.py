@@ -18,7 +18,7 @@ import optax
 import optax.contrib
 from flax import struct
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train.data.packing import Batch
 from train.runtime.run_config import OptimizerConfig
@@ -99,9 +99,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, specs: Any) -> optax.Gra
         adam_b2=config.b2,
         adam_learning_rate=schedule(config, steps, config.adam_learning_rate),
         adam_weight_decay=config.weight_decay,
-        muon_weight_dimension_numbers=_map_specs(
-            lambda spec: axes(spec.inputs, spec.outputs) if spec.outputs else None, specs
-        ),
+        muon_weight_dimension_numbers=_map_specs(lambda s: axes(s.inputs, s.outputs) if s.outputs else None, specs),
         consistent_rms=0.2,
     )
 
@@ -123,7 +121,7 @@ def initial_state(stage: Stage, transform: optax.GradientTransformation, params:
     return TrainState(jnp.int32(0), params, transform.init(params), window, jnp.int32(-1))
 
 
-def abstract_batch(batch_size: int, length: int, mesh: jax.sharding.Mesh | None = None) -> Batch:
+def abstract_batch(batch_size: int, length: int, mesh: Mesh | None = None) -> Batch:
     """Shapes of a batch, with shardings if there is a mesh."""
     shape = (batch_size, length)
     sharding = None if mesh is None else meshes.sharding(("batch", None), shape, mesh)
@@ -131,15 +129,13 @@ def abstract_batch(batch_size: int, length: int, mesh: jax.sharding.Mesh | None 
     return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype in dtypes))
 
 
-def abstract_state(
-    stage: Stage, transform: optax.GradientTransformation, batch: Batch, mesh: jax.sharding.Mesh
-) -> TrainState:
+def abstract_state(stage: Stage, transform: optax.GradientTransformation, batch: Batch, mesh: Mesh) -> TrainState:
     """Shapes and shardings of the state: weights by their specs, the memory of the optimiser like its weights."""
     params = parameters.abstract(stage.specs, jnp.float32)
     shapes = jax.eval_shape(lambda params: initial_state(stage, transform, params, batch), params)
     leaves = jax.tree_util.tree_flatten_with_path(stage.specs, is_leaf=parameters.is_spec)[0]
     by_path = {jax.tree_util.keystr(path): spec for path, spec in leaves}
-    replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     def place(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
         specs = (by_path.get(jax.tree_util.keystr(path[start:])) for start in range(len(path)))
@@ -295,7 +291,7 @@ def _fsdp_partition(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*("fsdp" if axis == _fsdp_axis(spec) else None for axis in range(len(spec.shape))))
 
 
-def place(tree: Any, specs: Any, mesh: jax.sharding.Mesh, dtype: Any) -> Any:
+def place(tree: Any, specs: Any, mesh: Mesh, dtype: Any) -> Any:
     """Puts weights on the mesh by their specs; every process holds the same values beforehand."""
 
     def leaf(spec: Spec, x: Any) -> jax.Array:
