@@ -60,23 +60,16 @@ def compile_step(settings: DraftingStage, shape: str, devices: list[Any], *, ste
         transform = make_optimizer(settings.optimizer, 1000, stage.specs)
         state = abstract_state(stage, transform, batch, mesh)
         frozen = parameters.abstract(stage.frozen_specs, stage.compute_dtype, mesh)
-        update = jax.jit(
-            make_update(stage, transform, accumulate=settings.loop.accumulate, seed=0, log_every=10),
-            donate_argnums=0,
-            out_shardings=_shardings(state),
-        )
+        update = make_update(stage, transform, accumulate=settings.loop.accumulate, seed=0, log_every=10)
+        update = jax.jit(update, donate_argnums=0, out_shardings=_shardings(state))
         compiled = update.lower(state, frozen, batch).compile()
         measured = {}
         if steps:
             arrays = random_arrays(stage, transform, state, frozen, batch, model.vocab_size)
             seconds = run_steps(compiled, *arrays, steps=steps)
             peak = ceilings.peak_flops(mesh.size, stage.compute_dtype)
-            measured = {
-                "steps": steps,
-                "seconds_per_step": seconds,
-                "tokens_per_second": batch.tokens_bt.size / seconds,
-                "mfu": stage.flops / seconds / peak if peak else None,
-            }
+            measured = {"steps": steps, "seconds_per_step": seconds, "tokens_per_second": batch.tokens_bt.size / seconds}
+            measured["mfu"] = stage.flops / seconds / peak if peak else None
     memory, text = compiled.memory_analysis(), compiled.as_text()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {

@@ -218,14 +218,8 @@ def by_batch(function: Callable[..., Any], stage: Stage, *, scatters: bool = Fal
     names = tuple(name for name in meshes.RULES["batch"] if name in mesh.axis_names)
     split = PartitionSpec(names)
     params, frozen = (_map_specs(_fsdp_partition, specs) for specs in (stage.specs, stage.frozen_specs))
-    return jax.shard_map(
-        function,
-        mesh=mesh,
-        in_specs=(params, frozen, split, split),
-        out_specs=(params, whole) if scatters else whole,
-        axis_names=set(names),
-        check_vma=False,
-    )
+    parts = dict(in_specs=(params, frozen, split, split), out_specs=(params, whole) if scatters else whole)
+    return jax.shard_map(function, mesh=mesh, **parts, axis_names=set(names), check_vma=False)
 
 
 def shared_axes() -> tuple[str, ...]:
