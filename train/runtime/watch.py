@@ -189,12 +189,12 @@ def plot(folder: Any) -> epath.Path:
         for name, value in line.items():
             if isinstance(value, float) and name not in ("seconds", "goodput", "learning_rate", "mfu"):
                 panels.setdefault(name.rpartition("/")[2], {}).setdefault(name, {})[line["step"]] = value
-    path = epath.Path(folder) / "curves.png"
     try:
-        folders.write(path, plots.drawn(panels, "png"))
+        figure = plots.drawn(panels, "png", "over steps")
     except ImportError:
         raise ValueError("curves need matplotlib; install it with pip install matplotlib") from None
-    return path
+    folders.write(epath.Path(folder) / "curves.png", figure)
+    return epath.Path(folder) / "curves.png"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -103,7 +103,7 @@ def is_comparable(record: Record, other: Record) -> bool:
 
 
 def read_results(path: str | Path) -> tuple[list[Record], int]:
-    """Like `read_records` of a file that may not exist yet. Raises ValueError for one that cannot be written too."""
+    """Like `read_records`, but the file may not exist yet. Also raises ValueError if it cannot be written."""
     files.check_output(path)
     if not Path(path).exists():
         return [], 0

@@ -172,7 +172,7 @@ def _read_programs(
 
 
 def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, Device]:
-    """Returns the mesh, the bytes of a device, and the kind of the devices; a topology is its own kind."""
+    """Returns the mesh, the bytes of a device, and their kind, which is the name of a topology."""
     topology, device, limit, count, devices = arguments.topology, here(), None, jax.device_count(), None
     family, _, dims = (topology or "").partition(":")
     is_tpu = family in TPU_MEMORY
