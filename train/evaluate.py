@@ -57,8 +57,10 @@ def make_tau_measure(
     sizes = {name: config.candidates for name in ("candidates", "children") if hasattr(options, name)}
 
     def measure(params: Any, report: Evaluating) -> dict[str, float]:
+        if not prompts:
+            return {}
         pair.weights = Weights(pair.weights.verifier, assemble(pair.drafter, {**frozen, **cast(params)}))
-        for (name, system), nodes in product(settings.systems.items() if prompts else (), config.nodes):
+        for (name, system), nodes in product(settings.systems.items(), config.nodes):
             metric = f"held_out/{name}_{nodes}"
             if name in settings.constant and metric in known:
                 continue
