@@ -11,11 +11,11 @@ sequences of random tokens. Sizes are those of --shape, whatever verifier the se
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import time
+from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,9 @@ from train.runtime.training_state import (
 from train.stages.drafting import DraftingStage, make_stage
 from train.stages.registry import read_stage
 from treeflash_jax.bench import shapes
+from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.program_text import count_bytes, find_collectives, sum_collectives
-from treeflash_jax.bench.topologies import find_devices, read_kept
+from treeflash_jax.bench.topologies import find_devices
 from treeflash_jax.cli.arguments import Parser
 from treeflash_jax.core import devices as chips
 from treeflash_jax.core import files, parameters, sharding
@@ -59,23 +60,16 @@ def compile_step(settings: DraftingStage, shape: str, devices: list[Any], *, ste
         transform = make_optimizer(settings.optimizer, 1000, stage.specs)
         state = abstract_state(stage, transform, batch, mesh)
         frozen = parameters.abstract(stage.frozen_specs, stage.compute_dtype, mesh)
-        update = jax.jit(
-            make_update(stage, transform, accumulate=settings.loop.accumulate, seed=0, log_every=10),
-            donate_argnums=0,
-            out_shardings=_shardings(state),
-        )
+        update = make_update(stage, transform, accumulate=settings.loop.accumulate, seed=0, log_every=10)
+        update = jax.jit(update, donate_argnums=0, out_shardings=_shardings(state))
         compiled = update.lower(state, frozen, batch).compile()
         measured = {}
         if steps:
             arrays = random_arrays(stage, transform, state, frozen, batch, model.vocab_size)
             seconds = run_steps(compiled, *arrays, steps=steps)
             peak = ceilings.peak_flops(mesh.size, stage.compute_dtype)
-            measured = {
-                "steps": steps,
-                "seconds_per_step": seconds,
-                "tokens_per_second": batch.tokens_bt.size / seconds,
-                "mfu": stage.flops / seconds / peak if peak else None,
-            }
+            measured = {"steps": steps, "seconds_per_step": seconds, "tokens_per_second": batch.tokens_bt.size / seconds}
+            measured["mfu"] = stage.flops / seconds / peak if peak else None
     memory, text = compiled.memory_analysis(), compiled.as_text()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {
@@ -135,15 +129,11 @@ def _shardings(tree: Any) -> Any:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m train.compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m train.compile", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="+", metavar="FILE.toml | key=value", help="of a stage that trains a drafter")
     parser.add_argument("--shape", required=True, help=f"one of {', '.join(shapes.VERIFIERS)}")
     parser.add_argument("--topology", help="devices that are not here, such as v5e:4x4 or h200:8")
-    parser.add_argument(
-        "--steps", type=int, default=0, help="also run this number of steps on the devices at hand, and time them"
-    )
+    parser.add_argument("--steps", type=int, default=0, help="also time this number of steps on the devices at hand")
     parser.add_argument("--out", type=Path, help="JSON file; results of other programs in it are kept")
     args = parser.parse_args(argv)
     try:
@@ -151,17 +141,14 @@ def main(argv: list[str] | None = None) -> int:
         if len(names) != 1:
             raise ValueError(f"got {len(names)} files, expected one TOML file of a stage that trains a drafter")
         if fit(int, args.steps, "--steps", least=0) and args.topology:
-            raise ValueError(
-                f"got --steps {args.steps} and --topology {args.topology}, expected one of them: it has no devices"
-            )
-        earlier = read_kept(args.out, "bytes_per_chip")
+            raise ValueError(f"got --steps {args.steps} and --topology {args.topology}, expected one: it has no devices")
+        earlier = read_kept(args.out, "bytes_per_chip", inside=True)
         settings = read_stage(names[0], [word for word in args.settings if "=" in word])
         devices = find_devices(args.topology)
         result = {"topology": args.topology or chips.describe(devices[0]).kind}
         result |= compile_step(settings, args.shape, devices, steps=args.steps)
-        key = (
-            f"{args.shape} {'+'.join(result['trains'])} {result['topology']} batch {result['batch']} {result['attention']}"
-        )
+        trained = "+".join(result["trains"])
+        key = f"{args.shape} {trained} {result['topology']} batch {result['batch']} {result['attention']}"
         if args.out:
             files.write(args.out, json.dumps(earlier | {key: result}, indent=1) + "\n")
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:  # the last where memory runs out
@@ -172,7 +159,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def describe(key: str, result: dict[str, Any]) -> list[str]:
-    """Returns the printed lines of a result."""
     chip = result["bytes_per_chip"]
     lines = [
         f"{key}, mesh {result['mesh']}, {result['batch']} sequences of {result['sequence_length']} tokens",

@@ -109,9 +109,7 @@ class DrafterStage(BlockStage):
         if self.head not in block.HEADS:
             raise ValueError(f"got head {quoted(self.head)}, expected one of {', '.join(block.HEADS)}")
         if "head" in self.trains and not self.objective.base_weight:
-            raise ValueError(
-                f"got head {quoted(self.head)} and objective.base_weight 0, expected more, to train the candidates"
-            )
+            raise ValueError(f"got head {quoted(self.head)} and objective.base_weight 0, expected more for the candidates")
 
     @property
     def trains(self) -> tuple[str, ...]:

@@ -71,17 +71,15 @@ class Eagle3Stage(DraftingStage):
         return "steps" in raw.get("objective", {})  # those of block drafters have blocks
 
     def drafter_config(self, model: ModelConfig) -> EagleConfig:
-        taps = self.target_layer_ids or default_taps(model.num_layers)
-        if self.draft_vocab_size > model.vocab_size:
-            raise ValueError(
-                f"got draft_vocab_size {self.draft_vocab_size}, expected at most {model.vocab_size} (verifier)"
-            )
+        taps, size = self.target_layer_ids or default_taps(model.num_layers), self.draft_vocab_size or model.vocab_size
+        if size > model.vocab_size:
+            raise ValueError(f"got draft_vocab_size {size}, expected at most {model.vocab_size} (verifier)")
         return EagleConfig(
             layers=fresh_layers(model, 1),
             target_hidden_size=model.hidden_size,
             taps=taps,
             num_taps=len(taps),
-            draft_vocab_size=self.draft_vocab_size or model.vocab_size,
+            draft_vocab_size=size,
             fc_norm=self.fc_norm,
             norm_before_residual=self.norm_before_residual,
             norm_output=self.norm_output,

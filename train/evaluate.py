@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import jax
-
-import treeflash_jax as tf
 from train.data import packing
 from train.runtime.loop import Evaluating
 from train.runtime.training_state import Stage, gather
 from treeflash_jax import drafters
 from treeflash_jax.core import devices
 from treeflash_jax.core.checks import bounded
-from treeflash_jax.decoding.loops import Weights
-from treeflash_jax.models.config import ModelConfig
+from treeflash_jax.decoding.state import Weights
+from treeflash_jax.drafters import DrafterSizes
+from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.trees.shape import Nodes
 
 
@@ -43,63 +41,49 @@ class EvaluateConfig:
     batch: int = bounded(8, least=1)
 
 
-class TreeTau:
-    """Measures tau of the drafter being trained, with every way of decoding that its stage names.
+def make_tau_measure(
+    settings: Any, stage: Stage, pair: TreeFlash, corpus: packing.Corpus, frozen: Mapping[str, Any]
+) -> Callable[[Any, Evaluating], dict[str, float]]:
+    """Returns a function that measures tau of trained weights by number of nodes, decoding in every way the stage names.
 
     Args:
       settings: a `stages.drafting.DraftingStage`.
+      pair: the verifier, and the config of the drafter.
+      frozen: the drafter's other weights, by name.
     """
+    config, options = settings.evaluate, drafters.of(pair.drafter).OPTIONS
+    prompts, known = held_out_prompts(corpus, config.prompts), dict[str, float]()
+    cast = devices.jit(lambda params: gather(params, stage.specs, stage.compute_dtype))
+    sizes = {name: config.candidates for name in ("candidates", "children") if hasattr(options, name)}
 
-    def __init__(
-        self,
-        settings: Any,
-        stage: Stage,
-        model: ModelConfig,
-        drafter: Any,
-        corpus: packing.Corpus,
-        frozen: Any,
-        mesh: jax.sharding.Mesh,
-        stop_ids: Sequence[int],
-    ):
-        self.settings, self.frozen = settings, frozen
-        self.prompts = held_out_prompts(corpus, settings.evaluate.prompts)
-        self.model = tf.TreeFlash(model, Weights(frozen["verifier"]), drafter=drafter, stop_ids=stop_ids, mesh=mesh)
-        self.cast = devices.jit(lambda params: gather(params, stage.specs, stage.compute_dtype))
-        module, candidates = drafters.of(drafter), settings.evaluate.candidates
-        self.options = {name: candidates for name in ("candidates", "children") if hasattr(module.OPTIONS, name)}
-        self.names = tuple(module.specs(drafter))
-        self.known: dict[str, float] = {}
-
-    def __call__(self, params: Any, report: Evaluating) -> dict[str, float]:
-        """Measures tau of these weights by number of nodes; `report` receives the number of finished prompts."""
-        if not self.prompts:
+    def measure(params: Any, report: Evaluating) -> dict[str, float]:
+        if not prompts:
             return {}
-        parts, config, count = self.frozen | self.cast(params), self.settings.evaluate, len(self.prompts)
-        self.model.weights = Weights(self.frozen["verifier"], {name: parts.get(name, {}) for name in self.names})
-        for (name, options), nodes in product(self.settings.systems.items(), config.nodes):
+        pair.weights = Weights(pair.weights.verifier, assemble(pair.drafter, {**frozen, **cast(params)}))
+        for (name, system), nodes in product(settings.systems.items(), config.nodes):
             metric = f"held_out/{name}_{nodes}"
-            if name in self.settings.constant and metric in self.known:
+            if name in settings.constant and metric in known:
                 continue
-            what = " ".join(["prompts with", *map(str, options.values()), f"trees of {nodes} nodes"])
-            report(0, count, what)
-            answers = self.model.generate_each(
-                self.prompts,
-                nodes=nodes,
-                **self.options | options,
-                temperature=config.temperature,
-                max_new_tokens=config.new_tokens,
-                batch_size=min(config.batch, count),
-            )
-            lengths: list[float] = []
+            what = " ".join(["prompts with", *map(str, system.values()), f"trees of {nodes} nodes"])
+            report(0, len(prompts), what)
+            sampling = {"temperature": config.temperature, "max_new_tokens": config.new_tokens}
+            batch_size, lengths = min(config.batch, len(prompts)), list[int]()
+            answers = pair.generate_each(prompts, nodes=nodes, **sizes | system, **sampling, batch_size=batch_size)
             for done, (_, result) in enumerate(answers, start=1):
-                lengths += [float(length) for length in result.accept_lengths]
-                report(done, count, what)
-            self.known[metric] = statistics.fmean(lengths)
-        return dict(self.known)
+                lengths += result.accept_lengths
+                report(done, len(prompts), what)
+            known[metric] = statistics.fmean(lengths)
+        return dict(known)
+
+    return measure
+
+
+def assemble(drafter: DrafterSizes, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the weights of a drafter from its parts, by name; parts without weights may be missing."""
+    return {name: parts.get(name, {}) for name in drafters.of(drafter).specs(drafter)}
 
 
 def held_out_prompts(corpus: packing.Corpus, count: int) -> list[list[int]]:
     """Returns at most `count` prompts of held-out documents, spread evenly over all of them."""
     prompts = [packed.prompt(number) for packed in corpus.held_out.values() for number in range(packed.num_documents)]
-    prompts = [prompt for prompt in prompts if prompt]
-    return [prompts[i] for i in packing.spread(min(count, len(prompts)), len(prompts))]
+    return packing.pick_spread([prompt for prompt in prompts if prompt], count)

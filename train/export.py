@@ -21,12 +21,12 @@ import jax.numpy as jnp
 
 import treeflash_jax as tf
 from train.data import packing
-from train.evaluate import held_out_prompts
+from train.evaluate import assemble, held_out_prompts
 from train.runtime import folders, run_config, watch
 from train.runtime.checkpoint import Checkpoints
 from train.runtime.run_config import LoopConfig
 from train.runtime.training_state import Stage, abstract_batch, abstract_state, make_optimizer
-from train.stages.drafting import DraftingStage, assemble, make_stage
+from train.stages.drafting import DraftingStage, make_stage
 from train.stages.registry import read_stage
 from treeflash_jax import drafters
 from treeflash_jax.core import files, sharding
@@ -66,10 +66,12 @@ class ExportStage:
 
 
 def main(settings: ExportStage) -> None:
-    is_own = lambda folder: storage.is_own(folder / "model.safetensors")  # noqa: E731
-    replacing = {"overwrite": settings.overwrite, "may_replace": is_own}
+    replacing = {"overwrite": settings.overwrite, "may_replace": lambda old: storage.is_own(old / "model.safetensors")}
     folders.check(settings.out, **replacing)
-    trained = read_settings(settings.run)
+    path = folders.absolute(settings.run) / "settings.toml"
+    if not path.exists():
+        raise ValueError(f"{settings.run}: got no settings.toml, expected the run= of a stage that trains a drafter")
+    trained = read_stage(path)
     model = models.read_verifier_config(locate(trained.verifier, "verifier"))
     drafter = trained.recorded_config(model)
     temperature = settings.drafter_temperature or drafter.drafter_temperature
@@ -86,14 +88,6 @@ def main(settings: ExportStage) -> None:
         files.write(out / "README.md", card(settings, trained, drafter, dialect, step))
         tau = measure_tau(trained, out)
     print(f"wrote {settings.out} from step {step}\n{tau}")
-
-
-def read_settings(run: str) -> DraftingStage:
-    """Reads the settings of a run. Raises ValueError if `run` is not the run of a drafter."""
-    path = folders.absolute(run) / "settings.toml"
-    if not path.exists():
-        raise ValueError(f"{run}: got no settings.toml, expected the run= of a stage that trains a drafter")
-    return read_stage(path)
 
 
 def read_params(settings: ExportStage, trained: DraftingStage, stage: Stage) -> tuple[int, Any]:

@@ -125,13 +125,9 @@ def main(settings: FromScratchStage) -> None:
     corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed)
     initial = parameters.initialize(specs, jax.random.key(settings.loop.seed), scale=settings.init_scale)
     params, length = place(initial, specs, mesh, jnp.float32), settings.data.sequence_length
-    stage = Stage(
-        specs=specs,
-        frozen_specs={},
-        sums=partial(next_token_sums, model=model, dtype=dtype),
-        compute_dtype=dtype,
-        flops=6.0 * parameters.count(params) * settings.loop.batch * length,
-    )
+    sums = partial(next_token_sums, model=model, dtype=dtype)
+    flops = 6.0 * parameters.count(params) * settings.loop.batch * length
+    stage = Stage(specs=specs, frozen_specs={}, sums=sums, compute_dtype=dtype, flops=flops)
     hosts.say(f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens")
     params = loop.fit(stage, config=settings, mesh=mesh, params=params, frozen={}, corpus=corpus, began=began)
     params = sharding.to_host(params)

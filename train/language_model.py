@@ -112,13 +112,8 @@ class LanguageModelStage(DraftingStage):
             taps = self.taps or steering.default_taps(model.num_layers)
             sizes = dict(width=model.hidden_size, num_layers=layers.num_layers, ffn=layers.intermediate_size)
             steered = SteeringConfig(taps=taps, rank=self.rank, **sizes)
-        return LanguageModelConfig(
-            layers=layers,
-            steering=steered,
-            num_depths=self.num_depths,
-            num_nodes=self.num_nodes,
-            drafter_temperature=self.drafter_temperature,
-        ).fitted(model)
+        options = dict(num_depths=self.num_depths, num_nodes=self.num_nodes, drafter_temperature=self.drafter_temperature)
+        return LanguageModelConfig(layers=layers, steering=steered, **options).fitted(model)
 
     def stored(self, drafter: LanguageModelConfig) -> dict[str, Any]:
         return load_drafter(self.language_model) if self.language_model else {}
@@ -144,10 +139,8 @@ class LanguageModelStage(DraftingStage):
         return float(teacher.flops + (3 if self.train_model else 2) * drafted.flops)
 
     def describe(self, drafter: LanguageModelConfig) -> tuple[str, dict[str, Any]]:
-        sizes = {
-            "layers, width": f"{drafter.layers.num_layers}, {drafter.layers.hidden_size}",
-            "depths": drafter.num_depths,
-        }
+        width = f"{drafter.layers.num_layers}, {drafter.layers.hidden_size}"
+        sizes = {"layers, width": width, "depths": drafter.num_depths}
         if drafter.steering is None:
             return "language model as a drafter", sizes
         sizes["reads verifier layers"] = ", ".join(map(str, drafter.steering.taps))

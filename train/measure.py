@@ -85,21 +85,22 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
       The summary of `report.summarise`, the tokens/s of all systems that were tried, and the options of the drafted one.
     """
     began = time.perf_counter()
-    asked = run_config.load(respond.RespondConfig, settings.respond)
+    responded = run_config.load(respond.RespondConfig, settings.respond)
     pair = {"verifier": settings.verifier, "drafter": settings.drafter}
-    pair |= {"thinking": asked.thinking, "template": asked.template}
+    pair |= {"thinking": responded.thinking, "template": responded.template}
     model = tf.load(**pair)
     models = {str(model.dtype): model}
     for dtype in DTYPES.get(devices.here().backend, ()):
         if dtype not in models:
             models[dtype] = tf.load(**pair, dtype=jnp.dtype(dtype))
-    held_out = respond.collect_prompts(asked, model, held_out=True)
-    prompts = _spread([BenchPrompt(id=str(i), ids=prompt.ids) for i, prompt in enumerate(held_out)], settings.prompts)
-    trial = prompts[:: max(1, len(prompts) // TRIAL_PROMPTS)][:TRIAL_PROMPTS]
+    held_out = respond.collect_prompts(responded, model, held_out=True)
+    prompts = [BenchPrompt(id=str(i), ids=prompt.ids) for i, prompt in enumerate(held_out)]
+    prompts = packing.pick_spread(prompts, settings.prompts)
+    trial = packing.pick_spread(prompts, TRIAL_PROMPTS)
     systems = make_systems(models, settings)
     speeds: dict[str, list[float]] = {}
     with watch.Bar("trial", len(trial) * len(systems)) as bar:
-        for count, record in enumerate(harness.measure(systems, trial, seeds=[settings.seed], tell=lambda text: None), 1):
+        for count, record in enumerate(harness.measure(systems, trial, seeds=[settings.seed], notify=lambda text: None), 1):
             speeds.setdefault(record["system"], []).append(record["tokens"] / record["seconds"])
             bar.show(count, record["system"])
             if settings.seconds and len(speeds) > 1 and time.perf_counter() > began + settings.seconds / 2:
@@ -110,9 +111,9 @@ def measure(settings: MeasureStage) -> dict[str, Any]:
     if settings.seconds:
         seconds_left = settings.seconds - (time.perf_counter() - began)
         seconds = settings.new_tokens * (1 / medians[plain.name] + 1 / medians[drafted.name]) * len(settings.temperatures)
-        prompts = _spread(prompts, max(TRIAL_PROMPTS, int(seconds_left / seconds)))
+        prompts = packing.pick_spread(prompts, max(TRIAL_PROMPTS, int(seconds_left / seconds)))
     with watch.Bar("answers", 2 * len(prompts) * len(settings.temperatures)) as bar:
-        sampling = {"temperatures": settings.temperatures, "seeds": [settings.seed], "tell": lambda text: None}
+        sampling = {"temperatures": settings.temperatures, "seeds": [settings.seed], "notify": lambda text: None}
         records = []
         for record in harness.measure([plain, drafted], prompts, **sampling):
             records.append(record)
@@ -139,10 +140,6 @@ def make_systems(models: dict[str, tf.TreeFlash], settings: MeasureStage) -> lis
         pair = settings.verifier, settings.drafter
         systems.append(System(name=name, model=models[dtype], config=config, pair=pair))
     return systems
-
-
-def _spread(prompts: list[BenchPrompt], count: int) -> list[BenchPrompt]:
-    return [prompts[i] for i in packing.spread(min(count, len(prompts)), len(prompts))]
 
 
 if __name__ == "__main__":

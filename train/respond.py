@@ -113,13 +113,9 @@ def load_model(settings: RespondConfig) -> TreeFlash:
     mesh = hosts.make_mesh(settings.mesh, jax.local_devices() if settings.replicas == "host" else jax.devices())
     hosts.introduce(mesh, f"out={settings.out}")
     is_alone = mesh.size == 1 and (settings.replicas == "host" or jax.process_count() == 1)
-    return load(
-        verifier=locate(settings.verifier, "verifier"),
-        drafter=None if settings.drafter is None else locate(settings.drafter, "drafter"),
-        mesh=None if is_alone else mesh,
-        thinking=settings.thinking,
-        template=settings.template,
-    )
+    drafter = None if settings.drafter is None else locate(settings.drafter, "drafter")
+    pair = {"verifier": locate(settings.verifier, "verifier"), "drafter": drafter, "mesh": None if is_alone else mesh}
+    return load(**pair, thinking=settings.thinking, template=settings.template)
 
 
 def collect_prompts(settings: RespondConfig, model: TreeFlash, *, held_out: bool = False) -> list[Prompt]:
@@ -245,14 +241,8 @@ def respond(
 
 
 def answer_line(index: int, prompt: Prompt, settings: RespondConfig, result: Result) -> str:
-    record = {
-        "index": index,
-        "source": prompt.source,
-        "temperature": _temperature(index, settings),
-        "finished": result.finished,
-        "prompt": prompt.ids,
-        "response": result.ids,
-    }
+    record = {"index": index, "source": prompt.source, "temperature": _temperature(index, settings)}
+    record |= {"finished": result.finished, "prompt": prompt.ids, "response": result.ids}
     return json.dumps(record) + "\n"
 
 

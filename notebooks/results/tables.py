@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,43 +31,39 @@ SYSTEMS = {
     "treeflash": "TreeFlash tree",
 }
 GIB, MIB = 2**30, 2**20
+Rows = Iterable[Iterable[Any]]
 
 
 def read(name: str) -> Any:
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
-def table(header: str, rows: Iterable[Iterable[Any]]) -> str:
+def table(header: str, rows: Rows) -> str:
     """Formats a Markdown table; `header` separates its columns by "|"."""
     columns = [column.strip() for column in header.split("|")]
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def fenced(commands: Iterable[str], language: str = "sh") -> str:
-    return "\n".join(["", f"```{language}", *commands, "```"])
+def section(header: str, rows: Rows, note: str, commands: Iterable[str] = (), language: str = "sh") -> str:
+    """Formats a table, a note on it, and the commands that made its numbers."""
+    lines = [table(header, rows), "", note[0].upper() + note[1:]]
+    return "\n".join(lines + (["", f"```{language}", *commands, "```"] if commands else []))
 
 
 def interval(ratio: dict[str, float] | None) -> str:
     return "{value:.2f} [{low:.2f}, {high:.2f}]".format(**ratio) if ratio else ""
 
 
-def _systems() -> Iterable[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Yields every system of tau_gsm8k.json: its name in words, its row at temperature 0, its row at temperature 1."""
-    runs = read("tau_gsm8k.json")
-    sampled = {row["system"].partition("@")[0]: row for row in runs["sampled"]["rows"]}
-    for row in runs["greedy"]["rows"]:
-        system = row["system"].partition("@")[0]
-        yield SYSTEMS[system.partition("-")[0]], row, sampled[system]
-
-
 def tau() -> str:
-    rows = []
-    for name, *measured in _systems():
+    runs, rows = read("tau_gsm8k.json"), []
+    sampled = {row["system"].partition("@")[0]: row for row in runs["sampled"]["rows"]}
+    for greedy in runs["greedy"]["rows"]:
+        system = greedy["system"].partition("@")[0]
+        name, measured = SYSTEMS[system.partition("-")[0]], (greedy, sampled[system])
         ratios = [f"; {interval(row['tau_ratio'])}" if "TreeFlash" in name else "" for row in measured]
         cells = [f"{row['tau']:.2f}{ratio}" for row, ratio in zip(measured, ratios, strict=True)]
-        rows.append([name, measured[0]["nodes"] or "", *cells])
-    runs = read("tau_gsm8k.json")
+        rows.append([name, greedy["nodes"] or "", *cells])
     settings, where, versions = (runs["greedy"][key] for key in ("settings", "hardware", "versions"))
     caption = (
         f"{runs['greedy']['rows'][0]['prompts']} prompts, at most {settings['max_new_tokens']} new tokens, "
@@ -74,20 +71,19 @@ def tau() -> str:
         "commands in [tau_gsm8k.json](notebooks/results/tau_gsm8k.json)."
     )
     header = "drafted by | nodes | tau, T = 0; over the marginal tree | tau, T = 1; over the marginal tree"
-    return "\n".join([table(header, rows), "", caption])
+    return section(header, rows, caption)
 
 
 def tau_smollm2() -> str:
-    runs = read("tau_smollm2.json")
-    rows = []
+    runs, rows = read("tau_smollm2.json"), []
     for prompts, report in runs["prompts"].items():
         measured = {(row["temperature"], row["system"]): row for row in report["rows"]}
         for temperature in dict.fromkeys(row["temperature"] for row in report["rows"]):
             marginal, tree = (measured[temperature, system] for system in runs["systems"])
             taus = [f"{row['tau']:.2f}" for row in (marginal, tree)]
             rows.append([prompts, f"{temperature:g}", *taus, interval(tree["tau_ratio"])])
-    made = table("prompts | T | marginal tree (DDTree) | TreeFlash tree | TreeFlash over marginal", rows)
-    return "\n".join([made, "", f"{runs['note'][0].upper()}{runs['note'][1:]}:", fenced([runs["command"]])])
+    header = "prompts | T | marginal tree (DDTree) | TreeFlash tree | TreeFlash over marginal"
+    return section(header, rows, f"{runs['note']}:", [runs["command"]])
 
 
 TREES = {
@@ -113,7 +109,7 @@ def speed_smollm2() -> str:
         rows.append([prompts, f"{tree['tau']:.2f}", *speeds, *(interval(row["speedup"]) for row in (tree, *others))])
     header = "prompts | tau | one token, tokens/s | drafted, tokens/s | speedup | with 8 nodes | with 8 nodes, no n-grams"
     runs = read("speed_smollm2.json")
-    return "\n".join([table(header, rows), "", f"{runs['note'][0].upper()}{runs['note'][1:]}:", fenced(runs["command"])])
+    return section(header, rows, f"{runs['note']}:", runs["command"])
 
 
 def train_steps() -> str:
@@ -121,16 +117,10 @@ def train_steps() -> str:
     for step in read("train_steps.json").values():
         moved = {kind: collective["bytes"] / GIB for kind, collective in step["collectives"].items()}
         memory, traffic = step["bytes_per_chip"], step["bytes_accessed_per_chip"]
-        rows.append(
-            [
-                *(step["topology"], " and ".join(step["trains"]), step["batch"], step["attention"]),
-                *(f"{memory[part] / GIB:.1f} GiB" for part in ("total", "temporary")),
-                f"{traffic / GIB:,.0f} GiB",
-                f"{step['flops_per_chip']:.1e}",
-                f"{moved['all-gather']:.1f} GiB",
-                f"{moved['all-reduce'] + moved.get('reduce-scatter', 0):.1f} GiB",
-            ]
-        )
+        cells = [step["topology"], " and ".join(step["trains"]), step["batch"], step["attention"]]
+        cells += [f"{memory[part] / GIB:.1f} GiB" for part in ("total", "temporary")]
+        cells += [f"{traffic / GIB:,.0f} GiB", f"{step['flops_per_chip']:.1e}", f"{moved['all-gather']:.1f} GiB"]
+        rows.append([*cells, f"{moved['all-reduce'] + moved.get('reduce-scatter', 0):.1f} GiB"])
     header = "topology | trains | batch | attention | memory a chip | of it temporary | memory traffic a chip"
     return table(f"{header} | FLOPs a chip | all-gather | all-reduce and reduce-scatter", rows)
 
@@ -175,38 +165,23 @@ def latency() -> str:
         options = " ".join(f"--{name} {value}" for name, value in sizes.items())
         nodes = " ".join(map(str, settings["nodes"]))
         commands.append(f"treeflash bench latency --nodes {nodes} {options} --out latency.json")
-    where = result["hardware"]
-    caption = (
-        f"{where['cores']} CPU cores, {settings['dtype']}, batch {settings['batch']}, jax {result['versions']['jax']}:"
-    )
-    return "\n".join([table(f"candidates, children | {PHASES}", rows), "", caption, fenced(commands)])
+    where = f"{result['hardware']['cores']} CPU cores, {settings['dtype']}, batch {settings['batch']}"
+    return section(f"candidates, children | {PHASES}", rows, f"{where}, jax {result['versions']['jax']}:", commands)
 
 
 def latency_smollm2() -> str:
     runs = read("latency_smollm2.json")
-    rows = [
-        [result["versions"]["jax"], nodes, *cells] for result in runs["results"] for nodes, cells in _phase_times(result)
-    ]
-    return "\n".join([table(f"jax | {PHASES}", rows), "", runs["note"], fenced([runs["command"]])])
+    rows = [[run["versions"]["jax"], nodes, *cells] for run in runs["results"] for nodes, cells in _phase_times(run)]
+    return section(f"jax | {PHASES}", rows, runs["note"], [runs["command"]])
 
 
 def budget() -> str:
-    runs = read("budget_auto.json")
-    rows = []
+    runs, rows = read("budget_auto.json"), []
     for row in runs["rows"]:
         speed = row["tokens_per_second"]
         rows.append([row["prompts"], row["batch"], *speed.values(), f"{speed['treeflash-auto'] / speed['ar']:.2f}"])
     header = "prompts | batch | one token at a time | 8 nodes | 16 nodes | auto | auto / one token at a time"
-    caption = f"{runs['what'][0].upper()}{runs['what'][1:]}. {runs['hardware']}:"
-    return "\n".join([table(header, rows), "", caption, fenced(runs["command"], "text")])
-
-
-def tpu_rounds() -> str:
-    return compiled("tpu_rounds.json")
-
-
-def experts_rounds() -> str:
-    return compiled("experts_rounds.json", reads="one token reads | a round reads")
+    return section(header, rows, f"{runs['what']}. {runs['hardware']}:", runs["command"], "text")
 
 
 def compiled(name: str, reads: str = "") -> str:
@@ -222,10 +197,8 @@ def compiled(name: str, reads: str = "") -> str:
         ends += [f"{passed['bytes'] / GIB:.2f}" for passed in result.get("experts_read", {}).values()]
         mesh = "x".join(map(str, result["mesh"].values()))
         rows.append([result["shape"], result["topology"], mesh, *(f"{part:.2f}" for part in parts), *ends])
-    header = (
-        "model | topology | mesh | verifier | drafter and head | caches | temporary | total | all-gathers | all-reduces"
-    )
-    return table(f"{header} | {reads}" if reads else header, rows)
+    header = "model | topology | mesh | verifier | drafter and head | caches | temporary | total | all-gathers"
+    return table(f"{header} | all-reduces{reads}", rows)
 
 
 def fits() -> str:
@@ -236,17 +209,15 @@ def fits() -> str:
         weights = size["verifier"] + size["drafter"]
         per_token = (size["verifier_cache"] + size["drafter_cache"]) / (result["batch"] * result["context"])
         tokens = (0.9 * result["bytes_limit"] - weights) / per_token
-        rows.setdefault((result["shape"], result["quantize"] or result["dtype"]), []).append(
-            f"{weights / GIB:.1f} GiB, {tokens / 1000:,.0f}k tokens"
-        )
-    made = table("model | weights | one H100 | one H200 | v5e-8 | v5p-8", [[*name, *cells] for name, cells in rows.items()])
+        name = result["shape"], result["quantize"] or result["dtype"]
+        rows.setdefault(name, [*name]).append(f"{weights / GIB:.1f} GiB, {tokens / 1000:,.0f}k tokens")
     more = []
     for result in read("fits_h100.json").values():
         size = result["bytes_per_device"]
         summed = sum(size[part] for part in ("verifier", "drafter", "verifier_cache", "drafter_cache"))
         more.append((size["total"] - summed) / GIB)
     note = f"Compiled for one H100, {len(more)} of these requests needed {min(more):.1f} to {max(more):.1f} GiB more."
-    return "\n".join([made, "", note])
+    return section("model | weights | one H100 | one H200 | v5e-8 | v5p-8", rows.values(), note)
 
 
 def drafter_rounds() -> str:
@@ -263,22 +234,19 @@ def drafter_rounds() -> str:
 
 
 def beside_published() -> str:
-    runs = read("speed_b_trained.json")
-    names = {"tree": "tree", "one_token": "one token at a time"}
-    rows = []
-    for key, name in names.items():
+    runs, rows = read("speed_b_trained.json"), []
+    for key, name in (("tree", "tree"), ("one_token", "one token at a time")):
         for suffix, note in (("", ""), ("_one_thread", ", published code on one thread")):
             speed = runs[key + suffix]
             speeds = [f"{speed[which]:.0f}" for which in ("tokens_per_second", "other_tokens_per_second")]
             rows.append([name + note, *speeds, f"{speed['ratio']:.1f}"])
-    made = table("decoding | this library, tokens/s | published code, tokens/s | ratio", rows)
-    note = runs["note"].partition("; one_thread")[0]
-    return "\n".join([made, "", f"{note[0].upper()}{note[1:]}:", fenced([runs["command"]], "text")])
+    header, note = "decoding | this library, tokens/s | published code, tokens/s | ratio", runs["note"]
+    return section(header, rows, f"{note.partition('; one_thread')[0]}:", [runs["command"]], "text")
 
 
-def _beside(runs: dict[str, Any]) -> str:
+def beside_peers(drafting: str) -> str:
     """Formats systems of peers_smollm2.json by prompts, with speeds over those of the first system."""
-    rows = []
+    runs, rows = read("peers_smollm2.json")[drafting], []
     for prompts, run in runs["runs"].items():
         plain = next(iter(run["systems"].values()))
         for system, measured in run["systems"].items():
@@ -286,95 +254,62 @@ def _beside(runs: dict[str, Any]) -> str:
             tau = f"{measured['tau']:.2f}" if "tau" in measured else ""
             same = f"{measured['same']} of {run['prompts']}"
             rows.append([prompts, system, tau, f"{measured['tokens_per_second']:.1f}", f"{ratio:.2f}", same])
-    made = table("prompts | decoded by | tau | tokens/s | over one-token decoding | same answers", rows)
-    return "\n".join([made, "", f"{runs['note'][0].upper()}{runs['note'][1:]}:", fenced(runs["commands"], "text")])
-
-
-def peers() -> str:
-    return _beside(read("peers_smollm2.json")["ngrams"])
-
-
-def peers_trained() -> str:
-    return _beside(read("peers_smollm2.json")["trained"])
+    header = "prompts | decoded by | tau | tokens/s | over one-token decoding | same answers"
+    return section(header, rows, f"{runs['note']}:", runs["commands"], "text")
 
 
 def drafters() -> str:
-    runs = read("drafters_tiny.json")
-    phases = ("draft", "expand", "tree", "verify", "commit", "round")
-
-    def join(values: Iterable[float]) -> str:
-        return " ".join(f"{value:.2f}" for value in list(values)[:5])
-
-    rows = []
+    runs, rows = read("drafters_tiny.json"), []
+    settings, phases = runs["settings"], ("draft", "expand", "tree", "verify", "commit", "round")
     for system in runs["systems"]:
         times = system["phases_ms"]
         if times is None:
             plain = f"{system['tokens_per_second']:.0f}"
             continue
         shares = system["acceptance_by_depth"]
-        accepted = [share / above for above, share in zip([1.0, *shares], shares, strict=False)]
+        accepted = [f"{share / above:.2f}" for above, share in zip([1.0, *shares], shares[:5], strict=False)]
         pace = [f"{system['tau']:.2f}", f"{system['tokens_per_second']:.0f}"]
         costs = [f"{times[phase]:.1f}" if phase in times else "" for phase in phases]
-        rows.append([system["drafter"], system["way"], system["nodes"], *pace, join(accepted), *costs])
+        rows.append([system["drafter"], system["way"], system["nodes"], *pace, " ".join(accepted), *costs])
     step = median(system["phases_ms"]["step"] for system in runs["systems"] if system["phases_ms"])
-    header = "drafter | way | nodes | tau | tokens/s | accepted at depth 1 to 5"
-    header += "".join(f" | {phase}" for phase in phases)
-    settings = runs["settings"]
+    header = f"drafter | way | nodes | tau | tokens/s | accepted at depth 1 to 5 | {' | '.join(phases)}"
     note = (
         f"{settings['prompts']} GSM8K test prompts, greedy, batch 1, {settings['max_new_tokens']} "
         f"new tokens, float32, phases in ms. One token at a time: {plain} tokens/s, {step:.1f} ms a step. 2 CPU cores, jax "
         f"{runs['versions']['jax']}; {runs['note']}:"
     )
-    return "\n".join([table(header, rows), "", note, fenced([runs["command"]])])
+    return section(header, rows, note, [runs["command"]])
 
 
 def sampled_trees() -> str:
     runs = read("sampled_tiny.json")
     plain = {(row["temperature"], row["system"]): row["tau"] for row in runs["rows"]}
-    rows = [
-        [
-            f"{row['temperature']:g}",
-            row["nodes"],
-            f"{row['builder']} + {row['acceptance']}",
-            f"{plain[row['temperature'], row['against']]:.2f}",
-            f"{row['tau']:.2f}",
-            interval(row["tau_ratio"]),
-        ]
-        for row in runs["rows"]
-        if row["against"]
-    ]
+    rows = []
+    for row in filter(lambda row: row["against"], runs["rows"]):
+        taus = [f"{tau:.2f}" for tau in (plain[row["temperature"], row["against"]], row["tau"])]
+        way = f"{row['builder']} + {row['acceptance']}"
+        rows.append([f"{row['temperature']:g}", row["nodes"], way, *taus, interval(row["tau_ratio"])])
     header = "T | nodes | builder + rule | tau, best-first tree | tau | ratio"
-    return "\n".join([table(header, rows), "", f"{runs['note']}:", fenced(runs["command"])])
+    return section(header, rows, f"{runs['note']}:", runs["command"])
 
 
 def accept_costs() -> str:
     runs = read("accept_costs.json")
-    rows = [
-        [
-            "one path" if row["builder"] == "paths" and row["drawn"]["branches"] == 1 else row["builder"],
-            row["acceptance"],
-            f"{row['temperature']:g}",
-            row["batch"],
-            f"{row['accept_ms']:.1f}",
-            f"{100 * row['share_of_verify']:.1f} %",
-        ]
-        for row in runs["rows"]
-    ]
-    made = table("builder | rule | T | batch | accept phase, ms | share of the verify floor", rows)
-    return "\n".join([made, "", f"{runs['hardware']}:", fenced([runs["command"]], "text")])
+    rows = []
+    for row in runs["rows"]:
+        builder = "one path" if row["builder"] == "paths" and row["drawn"]["branches"] == 1 else row["builder"]
+        costs = [f"{row['accept_ms']:.1f}", f"{100 * row['share_of_verify']:.1f} %"]
+        rows.append([builder, row["acceptance"], f"{row['temperature']:g}", row["batch"], *costs])
+    header = "builder | rule | T | batch | accept phase, ms | share of the verify floor"
+    return section(header, rows, f"{runs['hardware']}:", [runs["command"]], "text")
 
 
 def near_ties() -> str:
-    rows = [
-        [
-            prompts,
-            words,
-            f"{systems[name]['identical']} of {systems[name]['compared']}",
-            f"one in {systems[name]['compared_tokens'] / systems[name]['near_ties']:.0f} tokens",
-        ]
-        for prompts, systems in _speed_smollm2()
-        for name, words in TREES.items()
-    ]
+    rows = []
+    for (prompts, systems), (name, words) in product(_speed_smollm2(), TREES.items()):
+        tree = systems[name]
+        often = f"one in {tree['compared_tokens'] / tree['near_ties']:.0f} tokens"
+        rows.append([prompts, words, f"{tree['identical']} of {tree['compared']}", often])
     return table("prompts | trees | equal answers | near-ties", rows)
 
 
@@ -388,25 +323,13 @@ def options() -> str:
     return table("option | meaning | default | changes", rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    function.__name__.replace("_", "-"): function
-    for function in (
-        *(
-            tau,
-            tau_smollm2,
-            speed_smollm2,
-            train_steps,
-            train_batches,
-            latency,
-            latency_smollm2,
-            budget,
-            fits,
-            tpu_rounds,
-            experts_rounds,
-            drafter_rounds,
-        ),
-        *(beside_published, peers, peers_trained, drafters, sampled_trees, accept_costs, near_ties, options),
-    )
+SHOWN = (tau, tau_smollm2, speed_smollm2, near_ties, beside_published, drafters, sampled_trees, latency, latency_smollm2)
+SHOWN += (budget, accept_costs, fits, drafter_rounds, train_steps, train_batches, options)
+TABLES: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in SHOWN} | {
+    "peers": lambda: beside_peers("ngrams"),
+    "peers-trained": lambda: beside_peers("trained"),
+    "tpu-rounds": lambda: compiled("tpu_rounds.json"),
+    "experts-rounds": lambda: compiled("experts_rounds.json", " | one token reads | a round reads"),
 }
 
 

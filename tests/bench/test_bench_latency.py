@@ -5,6 +5,7 @@ No test looks at a time: on a busy machine times are noise.
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from collections import Counter
@@ -201,7 +202,7 @@ def made_up(monkeypatch):
         compile_seconds = 1.0
         experts: dict = {}
 
-        def __init__(self, model, plans, *, batch, context, temperature, tell):
+        def __init__(self, model, plans, *, batch, context, temperature, notify):
             asked.append((batch, context, [plan.num_nodes for plan in plans], temperature))
             self.plans = plans
 
@@ -224,7 +225,7 @@ def test_all_combinations_are_measured_and_summed_up(made_up, tmp_path, capsys):
     words = ["bench", "latency", "--shape", "qwen3-0.6b", *sizes, "--out", str(out), "--plot", str(picture)]
     assert commands.main(words) == 0
     assert made_up == [(b, s, [8, 16, 64], 0.5) for b in (1, 2) for s in (24, 40)]
-    results = latency.read_results(out)
+    results = json.loads(out.read_text())["results"]
     assert [(r["settings"]["batch"], r["settings"]["context"]) for r in results] == [(1, 24), (1, 40), (2, 24), (2, 40)]
     assert results[0]["settings"] | {"weights": "random", "dtype": "bfloat16", "head": "linear"} == results[0]["settings"]
     assert results[0]["rounds"] == [
@@ -247,7 +248,7 @@ def test_results_of_other_settings_are_kept_and_drawn_with_those_they_belong_to(
     for sizes in (first, *others, first):
         words = [*sizes.split(), "--repeats", str(len(made_up) + 1)]
         assert commands.main(["bench", "latency", *SMALL, *words, *files]) == 0
-    results = latency.read_results(out)
+    results = json.loads(out.read_text())["results"]
     kept = [(r["settings"]["batch"], r["settings"]["nodes"], r["phases"][0]["samples"]) for r in results]
     assert kept == [(2, [8], 2), (2, [8], 3), (1, [8, 16], 4)], "the same settings replace"
     assert results[0]["settings"]["shape"] == "verifier", "a name, not the path"

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from train import compile, measure
 from train.data import answers
 from train.runtime import run_config
-from treeflash_jax.bench import bench_records, latency
+from treeflash_jax.bench import bench_records
 from treeflash_jax.cli.commands import main as cli
 from treeflash_jax.core import files
 from treeflash_jax.decoding import calibration
@@ -50,7 +50,7 @@ PIPES = {
     "calibration": ("budget.json", lambda path: calibration.read(path)),
     "settings": ("head.toml", lambda path: run_config.read(path)),
     "results": ("out.jsonl", lambda path: bench_records.read_records(path)),
-    "timings": ("out.json", lambda path: latency.read_results(path)),
+    "timings": ("out.json", lambda path: bench_records.read_kept(path)),
     "output": ("out.json", lambda path: files.check_output(path)),
     "answers": ("out.jsonl", lambda path: answers.check_settings(None, path, ())),
 }

@@ -67,7 +67,7 @@ def test_held_out_means_are_over_every_source_and_spread_over_it(sizes):
     """Batches of 4, at most 4: every other one of the first source, all of the second of 3, then again from 0."""
     corpus, mesh, (params, frozen) = make_corpus(held_out=(32, 3)), make_mesh(**sizes), weights()
     with sharding.ambient(mesh):
-        held_out = loop.HeldOut(STAGE, corpus, LoopConfig(batch=4), mesh)
+        held_out = loop.make_held_out_measure(STAGE, corpus, LoopConfig(batch=4), mesh)
         placed, reports = place(mesh), []
         metrics = held_out(*placed, lambda *words: reports.append(words))
         assert reports == [(0, 2, "held-out sources"), (1, 2, "held-out sources")]
@@ -198,7 +198,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(whole, tmp_path, monkeypatch, cap
 
 
 def test_a_finished_run_only_gives_its_weights(whole, monkeypatch):
-    monkeypatch.setattr(loop.HeldOut, "__call__", None)
+    monkeypatch.setattr(loop, "make_held_out_measure", lambda *_: lambda *_, **__: pytest.fail("measured"))
     log, final = fit(whole[0], save_every=5)
     assert log == whole[1]
     jax.tree.map(np.testing.assert_array_equal, final, whole[2])

@@ -126,9 +126,9 @@ def test_missing_values_and_files_are_named(tmp_path):
 
 def test_command_lines_end_with_one_line(capsys):
     with pytest.raises(SystemExit, match="^error: "):
-        run_config.parse(head.HeadStage, "doc", ["a.toml", "b.toml"])
+        run_config.run(head.main, head.HeadStage, "doc", ["a.toml", "b.toml"])
     with pytest.raises(SystemExit):
-        run_config.parse(head.HeadStage, "doc", ["--help"])
+        run_config.run(head.main, head.HeadStage, "doc", ["--help"])
     shown = capsys.readouterr().out
     assert "sources[].path: str (required)" in shown and "Literal['adamw', 'muon']" in shown
     lines = [line.split(":")[0].strip() for line in shown.partition("Settings:")[2].splitlines() if ":" in line]

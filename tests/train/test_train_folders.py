@@ -86,7 +86,8 @@ def test_exports_store_what_was_found_after_training(toy, tmp_path, monkeypatch,
     results = model.generate(prompts, builder="best-first", nodes=16, max_new_tokens=32)
     tau = statistics.mean(length for result in results for length in result.accept_lengths)
     assert f"\ntau {tau:.2f} of the folder loaded again: 4 held-out prompts" in capsys.readouterr().out
-    refused(lambda: export.read_settings(str(tmp_path)), "got no settings.toml, expected the run= of a stage")
+    other = export.ExportStage(run=str(tmp_path), out=str(tmp_path / "new"))
+    refused(lambda: export.main(other), "got no settings.toml, expected the run= of a stage")
     without_data = toy_training.settings(toy, "sources.0.hold_out=0")
     assert export.measure_tau(without_data, tmp_path / "out") == "tau was not measured: the sources hold out no prompt"
     with monkeypatch.context() as patch:

@@ -12,6 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from train.data.documents import DataConfig, Document, read_documents
 from train.data.records import Source
 from treeflash_jax.formats.tokenizer import Tokenizer
 
+T = TypeVar("T")
 OPEN_SEQUENCES = 16  # newest sequences that still take documents while packing
 PREFETCH_THREADS, PREFETCHED_STEPS = 2, 8
 
@@ -222,6 +224,11 @@ def batches(
 def spread(count: int, size: int) -> np.ndarray:
     """Returns `count` indices spread evenly over range(size), in order; repeats them if `size` is smaller."""
     return np.arange(count) * size // count if count <= size else np.arange(count) % size
+
+
+def pick_spread(items: Sequence[T], count: int) -> list[T]:
+    """Returns at most `count` of the items, spread evenly over them, in order."""
+    return [items[i] for i in spread(min(count, len(items)), len(items))]
 
 
 def pack(documents: Sequence[Document], sequence_length: int) -> PackedDataset:

@@ -39,9 +39,7 @@ def mask_token(tokenizer: Tokenizer | None, counts_v: np.ndarray, stop_ids: tupl
       stop_ids: ids that end an answer.
     """
     inner = None if tokenizer is None else tokenizer.inner
-    special = (
-        {} if inner is None else {i: token.content for i, token in inner.added_tokens_decoder.items() if token.special}
-    )
+    special = {} if inner is None else {i: t.content for i, t in inner.added_tokens_decoder.items() if t.special}
     template = str(getattr(inner, "chat_template", None) or "")
     roles = {*stop_ids, *(getattr(inner, f"{role}_token_id", None) for role in ("bos", "eos", "pad", "unk"))}
     unused = [i for i in np.flatnonzero(counts_v == 0).tolist() if i not in roles]

@@ -89,7 +89,6 @@ class PairConfig:
     measure: dict[str, Any] = field(default_factory=dict)
 
     def path(self, name: str) -> Path:
-        """Returns the path of a file or folder in OUT."""
         return Path(self.out).expanduser() / name
 
 
@@ -156,7 +155,6 @@ class Composer:
         return _composed(made, settings.respond, reasons)
 
     def _length(self, content: Any) -> int:
-        """Returns the number of tokens of a prompt."""
         if self.tokenizer is None:
             raise ValueError("got prompts as text, but the verifier has no tokenizer; expected one in its folder")
         prompt = question(content)
@@ -168,7 +166,6 @@ class Composer:
         return packing.load_corpus([source], self._data(responded), self.tokenizer, self.settings.seed, vocab_size)
 
     def steps(self, name: str, answers: Corpus) -> Choice:
-        """Returns the number of steps of a training stage."""
         given = self.settings.steps if name == "drafter" else self.settings.head_steps
         if given:
             return Choice(given, "as given")

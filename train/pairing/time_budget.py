@@ -123,7 +123,7 @@ def _time_answers(settings: respond.RespondConfig) -> tuple[float, float]:
     began = time.perf_counter()
     model = respond.load_model(settings)
     prompts = respond.collect_prompts(settings, model)
-    chosen = [prompts[i] for i in packing.spread(min(settings.batch, len(prompts)), len(prompts))]
+    chosen = packing.pick_spread(prompts, settings.batch)
     ids = [prompt.ids for prompt in chosen]
     results = model.generate(ids, builder="none", max_new_tokens=TIMED_TOKENS, batch_size=settings.batch)
     seconds = results[0].seconds

@@ -57,14 +57,8 @@ class Checkpoints:
         kept = [policies.LatestN(loop.keep)]
         if loop.best:
             worst = float("inf") if loop.best_mode == "min" else float("-inf")
-            kept.append(
-                policies.BestN(
-                    get_metric_fn=lambda metrics: (metrics or {}).get(loop.best, worst),
-                    reverse=loop.best_mode == "min",
-                    n=1,
-                    keep_checkpoints_without_metrics=False,
-                )
-            )
+            how = dict(reverse=loop.best_mode == "min", n=1, keep_checkpoints_without_metrics=False)
+            kept.append(policies.BestN(get_metric_fn=lambda metrics: (metrics or {}).get(loop.best, worst), **how))
         self.inner = ocp.training.Checkpointer(
             self.folder / "checkpoints",
             save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),  # the loop decides

@@ -87,7 +87,7 @@ def fit(
         with Checkpoints(config.run, loop, corpus.digests()) as checkpoints, Termination() as termination:
             run = _Run(stage, config, steps, mesh, params, check_owner, checkpoints, termination, began)
             with closing(run.watch), closing(run.trace.running):
-                held_out = partial(HeldOut(stage, corpus, loop, mesh), frozen=frozen)
+                held_out = partial(make_held_out_measure(stage, corpus, loop, mesh), frozen=frozen)
                 return run.train(frozen, corpus, [held_out, *([evaluate] if evaluate else [])])
 
 
@@ -202,41 +202,43 @@ class _Run:
             sys.exit(self.termination.status)
 
 
-class HeldOut:
-    """Means over held-out sequences of every source, with fixed anchors; a few batches, spread over each."""
+def make_held_out_measure(
+    stage: Stage, corpus: packing.Corpus, loop: LoopConfig, mesh: jax.sharding.Mesh
+) -> Callable[[Any, Any, Evaluating], dict[str, Any]]:
+    """Returns a function of trained and frozen weights: means over a few held-out batches of every source.
 
-    def __init__(self, stage: Stage, corpus: packing.Corpus, loop: LoopConfig, mesh: jax.sharding.Mesh):
-        self.mesh, self.batch_size = mesh, loop.batch
-        self.packed = {name: packed for name, packed in corpus.held_out.items() if len(packed)}
+    The batches are spread over the source, and their anchors are fixed.
+    """
+    members = hosts.local_members(loop.batch, mesh)
+    sources = {name: packed for name, packed in corpus.held_out.items() if len(packed)}
 
-        def local(params: Any, frozen: Any, batch: packing.Batch, keys_b: jax.Array) -> Sums:
-            params = training_state.gather(params, stage.specs, stage.compute_dtype)
-            frozen = training_state.gather(frozen, stage.frozen_specs, stage.compute_dtype)
-            function = stage.held_out_sums or stage.sums
-            return lax.psum(function(params, frozen, batch, keys_b), training_state.shared_axes())
+    def local(params: Any, frozen: Any, batch: packing.Batch, keys_b: jax.Array) -> Sums:
+        params = training_state.gather(params, stage.specs, stage.compute_dtype)
+        frozen = training_state.gather(frozen, stage.frozen_specs, stage.compute_dtype)
+        function = stage.held_out_sums or stage.sums
+        return lax.psum(function(params, frozen, batch, keys_b), training_state.shared_axes())
 
-        def sums(params: Any, frozen: Any, batch: packing.Batch, number: jax.Array) -> Sums:
-            keys_b = jax.random.split(jax.random.fold_in(jax.random.key(0), number), batch.tokens_bt.shape[0])
-            return training_state.by_batch(local, stage)(params, frozen, batch, keys_b)
+    @devices.jit
+    def sums(params: Any, frozen: Any, batch: packing.Batch, number: jax.Array) -> Sums:
+        keys_b = jax.random.split(jax.random.fold_in(jax.random.key(0), number), batch.tokens_bt.shape[0])
+        return training_state.by_batch(local, stage)(params, frozen, batch, keys_b)
 
-        self.sums = devices.jit(sums)
-
-    def __call__(self, params: Any, frozen: Any, report: Evaluating) -> dict[str, Any]:
-        local = hosts.local_members(self.batch_size, self.mesh)
+    def measure(params: Any, frozen: Any, report: Evaluating) -> dict[str, Any]:
         totals: dict[str, Sums] = {}
-        for done, (name, packed) in enumerate(self.packed.items()):
-            report(done, len(self.packed), "held-out sources")
-            count = min(HELD_OUT_BATCHES, -(-len(packed) // self.batch_size))
-            members = packing.spread(count * self.batch_size, len(packed)).reshape(count, -1)
-            placed = (hosts.place_batch(packed.take(index[local]), self.batch_size, self.mesh) for index in members)
-            sums = [sharding.to_host(self.sums(params, frozen, batch, number)) for number, batch in enumerate(placed)]
-            totals[name] = _add(sums)
+        for done, (name, packed) in enumerate(sources.items()):
+            report(done, len(sources), "held-out sources")
+            count = min(HELD_OUT_BATCHES, -(-len(packed) // loop.batch))
+            batches = packing.spread(count * loop.batch, len(packed)).reshape(count, -1)
+            placed = (hosts.place_batch(packed.take(index[members]), loop.batch, mesh) for index in batches)
+            totals[name] = _add([sharding.to_host(sums(params, frozen, x, number)) for number, x in enumerate(placed)])
         if not totals:
             return {}
         metrics = {f"held_out/{name}": value for name, value in means(_add(list(totals.values()))).items()}
         if len(totals) > 1:
             metrics |= {f"held_out/{name}/loss": means(total)["loss"] for name, total in totals.items()}
         return metrics
+
+    return measure
 
 
 def _add(sums: list[Sums]) -> Sums:

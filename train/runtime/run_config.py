@@ -3,7 +3,7 @@
     python -m train.head configs/tiny/head.toml run=runs/head optimizer.learning_rate=1e-3
 
 Every key must be known and every value of its type: a misspelt key is an error, never ignored. What a run resolved to is
-written beside its checkpoints (`save`), so that a run directory tells how it came to be.
+written beside its checkpoints (`save`), so that a run directory says how it was made.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ class LoopConfig:
     profile: tuple[int, int] | None = None
 
 
-def parse(cls: type[T], doc: str | None, argv: Sequence[str] | None = None) -> T:
-    """Returns the settings that a command line gives: `[FILE.toml] [key.sub=value ...]`.
+def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[str] | None = None) -> None:
+    """Runs `main(settings)` with the settings that a command line gives: `[FILE.toml] [key.sub=value ...]`.
 
-    A file, key or value that is not understood ends the process with one line on stderr. `doc` is shown by --help.
+    Keeps on disk what it compiles. Bad input ends the process with one line on stderr; --help shows `doc`.
     """
     parser = argparse.ArgumentParser(
         description=f"{doc}\nSettings:\n{describe(cls)}", formatter_class=argparse.RawDescriptionHelpFormatter
@@ -128,18 +128,10 @@ def parse(cls: type[T], doc: str | None, argv: Sequence[str] | None = None) -> T
     try:
         if len(paths) > 1:
             raise ValueError(f"got {len(paths)} files ({', '.join(paths)}), expected at most one TOML file")
-        return load(cls, paths[0] if paths else None, [word for word in words if "=" in word])
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-
-
-def run(main: Callable[[Any], None], cls: type, doc: str | None, argv: Sequence[str] | None = None) -> None:
-    """Runs `main(settings)` and keeps what it compiles on disk; bad input ends the process with one line on stderr."""
-    config = parse(cls, doc, argv)
-    keep_programs(by_jax=True)
-    # Looks up sys.stderr, which a bar redirects; handlers of imported packages write into the bar.
-    logging.basicConfig(format="%(message)s", handlers=[logging.lastResort], force=True)
-    try:
+        config = load(cls, paths[0] if paths else None, [word for word in words if "=" in word])
+        keep_programs(by_jax=True)
+        # Looks up sys.stderr, which a bar redirects; handlers of imported packages write into the bar.
+        logging.basicConfig(format="%(message)s", handlers=[logging.lastResort], force=True)
         main(config)
     except SystemExit as ended:
         if isinstance(ended.code, int):

@@ -18,7 +18,7 @@ import optax
 import optax.contrib
 from flax import struct
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train.data.packing import Batch
 from train.runtime.run_config import OptimizerConfig
@@ -99,9 +99,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, specs: Any) -> optax.Gra
         adam_b2=config.b2,
         adam_learning_rate=schedule(config, steps, config.adam_learning_rate),
         adam_weight_decay=config.weight_decay,
-        muon_weight_dimension_numbers=_map_specs(
-            lambda spec: axes(spec.inputs, spec.outputs) if spec.outputs else None, specs
-        ),
+        muon_weight_dimension_numbers=_map_specs(lambda s: axes(s.inputs, s.outputs) if s.outputs else None, specs),
         consistent_rms=0.2,
     )
 
@@ -118,12 +116,12 @@ def initial_state(stage: Stage, transform: optax.GradientTransformation, params:
     frozen = parameters.abstract(stage.frozen_specs, stage.compute_dtype)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.tokens_bt.shape[0]))
     compute = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, stage.compute_dtype), params)
-    shapes = jax.eval_shape(stage.sums, compute, frozen, batch, keys)
-    window = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _with_norm(shapes, jnp.zeros(())))
+    shapes = jax.eval_shape(stage.sums, compute, frozen, batch, keys) | {"grad_norm": (jnp.zeros(()),) * 2}
+    window = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return TrainState(jnp.int32(0), params, transform.init(params), window, jnp.int32(-1))
 
 
-def abstract_batch(batch_size: int, length: int, mesh: jax.sharding.Mesh | None = None) -> Batch:
+def abstract_batch(batch_size: int, length: int, mesh: Mesh | None = None) -> Batch:
     """Shapes of a batch, with shardings if there is a mesh."""
     shape = (batch_size, length)
     sharding = None if mesh is None else meshes.sharding(("batch", None), shape, mesh)
@@ -131,15 +129,13 @@ def abstract_batch(batch_size: int, length: int, mesh: jax.sharding.Mesh | None 
     return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype in dtypes))
 
 
-def abstract_state(
-    stage: Stage, transform: optax.GradientTransformation, batch: Batch, mesh: jax.sharding.Mesh
-) -> TrainState:
+def abstract_state(stage: Stage, transform: optax.GradientTransformation, batch: Batch, mesh: Mesh) -> TrainState:
     """Shapes and shardings of the state: weights by their specs, the memory of the optimiser like its weights."""
     params = parameters.abstract(stage.specs, jnp.float32)
     shapes = jax.eval_shape(lambda params: initial_state(stage, transform, params, batch), params)
     leaves = jax.tree_util.tree_flatten_with_path(stage.specs, is_leaf=parameters.is_spec)[0]
     by_path = {jax.tree_util.keystr(path): spec for path, spec in leaves}
-    replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     def place(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
         specs = (by_path.get(jax.tree_util.keystr(path[start:])) for start in range(len(path)))
@@ -202,7 +198,8 @@ def make_update(
         new = optax.apply_updates(state.params, updates), memory
         params, memory = jax.tree.map(lambda x, old: jnp.where(fine, x, old), new, (state.params, state.optimizer))
         fresh = state.step % log_every == 0
-        window = jax.tree.map(lambda x, s: jnp.where(fresh, 0, x) + s, state.window, _with_norm(sums, norm))
+        sums |= {"grad_norm": (norm, jnp.ones_like(norm))}
+        window = jax.tree.map(lambda x, s: jnp.where(fresh, 0, x) + s, state.window, sums)
         bad_step = jnp.where(fine | (state.bad_step >= 0), state.bad_step, state.step)
         return TrainState(state.step + 1, params, memory, window, bad_step)
 
@@ -221,14 +218,8 @@ def by_batch(function: Callable[..., Any], stage: Stage, *, scatters: bool = Fal
     names = tuple(name for name in meshes.RULES["batch"] if name in mesh.axis_names)
     split = PartitionSpec(names)
     params, frozen = (_map_specs(_fsdp_partition, specs) for specs in (stage.specs, stage.frozen_specs))
-    return jax.shard_map(
-        function,
-        mesh=mesh,
-        in_specs=(params, frozen, split, split),
-        out_specs=(params, whole) if scatters else whole,
-        axis_names=set(names),
-        check_vma=False,
-    )
+    parts = dict(in_specs=(params, frozen, split, split), out_specs=(params, whole) if scatters else whole)
+    return jax.shard_map(function, mesh=mesh, **parts, axis_names=set(names), check_vma=False)
 
 
 def shared_axes() -> tuple[str, ...]:
@@ -294,7 +285,7 @@ def _fsdp_partition(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*("fsdp" if axis == _fsdp_axis(spec) else None for axis in range(len(spec.shape))))
 
 
-def place(tree: Any, specs: Any, mesh: jax.sharding.Mesh, dtype: Any) -> Any:
+def place(tree: Any, specs: Any, mesh: Mesh, dtype: Any) -> Any:
     """Puts weights on the mesh by their specs; every process holds the same values beforehand."""
 
     def leaf(spec: Spec, x: Any) -> jax.Array:
@@ -305,7 +296,3 @@ def place(tree: Any, specs: Any, mesh: jax.sharding.Mesh, dtype: Any) -> Any:
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
     return _map_specs(leaf, specs, tree)
-
-
-def _with_norm(sums: Sums, norm: jax.Array) -> Sums:
-    return sums | {"grad_norm": (norm, jnp.ones_like(norm))}

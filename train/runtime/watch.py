@@ -8,7 +8,6 @@ draws the curves of a run in RUN/curves.png (needs matplotlib). RUN/log.jsonl ho
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import statistics
 import sys
@@ -24,6 +23,7 @@ from rich.text import Text
 
 from train.runtime import folders, hosts
 from train.runtime.sinks import Sink
+from treeflash_jax.bench import plots
 
 Metrics = dict[str, Any]
 TRAINED = {"loss": "loss", "tau_estimate": "estimated tau"}  # metric -> its name in lines and tables
@@ -184,26 +184,16 @@ def plot(folder: Any) -> epath.Path:
     lines = read_log(folder)
     if not lines:
         raise ValueError(f"{folder}: got no log.jsonl with a line in it, expected the run= of a training command")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("curves need matplotlib; install it with pip install matplotlib") from None
-    panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    panels: dict[str, dict[str, dict[int, float]]] = {}
     for line in lines:
         for name, value in line.items():
             if isinstance(value, float) and name not in ("seconds", "goodput", "learning_rate", "mfu"):
-                panels.setdefault(name.rpartition("/")[2], {}).setdefault(name, []).append((line["step"], value))
-    height = -(-len(panels) // 3)
-    figure = Figure(figsize=(13.5, 3 * max(1, height)), layout="constrained")
-    for number, (title, curves) in enumerate(panels.items(), start=1):
-        axis = figure.add_subplot(height, 3, number)
-        for name, points in curves.items():
-            axis.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 20 else "")
-        axis.set(title=title, xlabel="step")
-        axis.legend(fontsize=7)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=110, format="png")
-    folders.write(epath.Path(folder) / "curves.png", drawn.getvalue())
+                panels.setdefault(name.rpartition("/")[2], {}).setdefault(name, {})[line["step"]] = value
+    try:
+        figure = plots.drawn(panels, "png", "over steps")
+    except ImportError:
+        raise ValueError("curves need matplotlib; install it with pip install matplotlib") from None
+    folders.write(epath.Path(folder) / "curves.png", figure)
     return epath.Path(folder) / "curves.png"
 
 

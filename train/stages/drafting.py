@@ -30,13 +30,15 @@ from train.data import answers, packing
 from train.data.documents import DataConfig
 from train.data.packing import Corpus
 from train.data.records import Source
-from train.evaluate import EvaluateConfig, TreeTau
+from train.evaluate import EvaluateConfig, assemble, make_tau_measure
 from train.runtime import folders, hosts, loop, run_config, watch
 from train.runtime.training_state import Stage, SumsFunction, place
 from train.stages.teacher import record
 from treeflash_jax import drafters
 from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.core.checks import bounded
+from treeflash_jax.decoding.state import Weights
+from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import models
 from treeflash_jax.formats.architectures import ARCHITECTURES
@@ -232,7 +234,8 @@ def train(settings: DraftingStage) -> None:
     del stored
     size = f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens"
     hosts.say(f"{corpus.summary()}\n{settings.noun} of {size}")
-    measure = TreeTau(settings, stage, model, drafter, corpus, frozen, mesh, models.stop_ids(folder, model))
+    pair = TreeFlash(model, Weights(weights), drafter=drafter, stop_ids=models.stop_ids(folder, model), mesh=mesh)
+    measure = make_tau_measure(settings, stage, pair, corpus, frozen)
     params = loop.fit(
         stage, config=settings, mesh=mesh, params=params, frozen=frozen, corpus=corpus, evaluate=measure, began=began
     )
@@ -243,8 +246,3 @@ def train(settings: DraftingStage) -> None:
             models.save_drafter(folder, drafter, whole)
             settings.add_files(folder)
         watch.table(f"Trained {settings.noun}", watch.summary(settings.run) | {"model": str(target)})
-
-
-def assemble(drafter: Any, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the weights of a drafter from its parts, by name; parts without weights may be missing."""
-    return {name: parts.get(name, {}) for name in drafters.of(drafter).specs(drafter)}

@@ -86,10 +86,8 @@ def path_sums(
     """
     top1_bni = top1_bni * real_bni
     accepted_bni, total_i = top1_bni, jnp.sum(real_bni, axis=(0, 1))
-    sums = {
-        "loss": (jnp.sum(loss_bni * weights_bni), jnp.sum(weights_bni)),
-        "top1": (jnp.sum(top1_bni, axis=(0, 1)), total_i),
-    }
+    sums = {"loss": (jnp.sum(loss_bni * weights_bni), jnp.sum(weights_bni))}
+    sums["top1"] = jnp.sum(top1_bni, axis=(0, 1)), total_i
     if overlap_bni is not None:
         accepted_bni = overlap_bni * real_bni
         sums["overlap"] = (jnp.sum(accepted_bni, axis=(0, 1)), total_i)

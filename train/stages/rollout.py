@@ -106,9 +106,7 @@ def rollout_sums(
     return sum_chunks(chunk_sums, split_chunks(draw_positions(batch, settings, keys_b), settings.chunk))
 
 
-def _step(
-    weights, tables, first, where, carried_bnd, keys, position_bn, token_bn, *, drafter: EagleConfig, attention
-) -> Any:
+def _step(weights, tables, first, where, carried_bnd, keys, position_bn, token_bn, *, drafter: EagleConfig, attention):
     """Runs the layer at each position; returns its output [b, n, d], and the new key and value."""
     inputs_bnf = layer.read(weights, tables, drafter, token_bn, carried_bnd)
     table = layer.rotations(drafter, position_bn)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from rich.console import Console
-from rich.markup import escape
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
-class Progress:
+class Progress(Live):
     """Counts the steps of a measurement and names the current one.
 
     Example:
@@ -21,26 +24,17 @@ class Progress:
     """
 
     def __init__(self, steps: int, console: Console | None = None):
-        self.steps, self.number, self.text = steps, 0, ""
-        self.console = console or Console(stderr=True, highlight=False)
-        self.live = self.console.status("")
-        self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
-
-    def __enter__(self) -> Progress:
-        if self.is_live:
-            self.live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.live.stop()
+        self.steps, self.number, self.text, self.spinner = steps, 0, "", Spinner("dots")
+        console = console or Console(stderr=True, highlight=False)
+        # Results that are printed meanwhile stay on stdout if that is a file.
+        super().__init__(self.spinner, console=console, transient=True, redirect_stdout=sys.stdout.isatty())
 
     def step(self, text: str) -> None:
-        """Begins the next step."""
         self.number, self.text = self.number + 1, f"[{self.number + 1}/{self.steps}] {text}"
-        self.live.update(escape(self.text))
-        if not self.is_live:
+        self.spinner.update(text=Text(self.text))
+        if not self.console.is_interactive:
             self.console.print(self.text, markup=False, soft_wrap=True)
 
     def detail(self, text: str) -> None:
         """Shows the state of the current step, in a terminal only."""
-        self.live.update(escape(f"{self.text}: {text}"))
+        self.spinner.update(text=Text(f"{self.text}: {text}"))

@@ -1,4 +1,4 @@
-"""Records of measured answers, and the file that holds them: one JSON record a line, all of one run."""
+"""Files of results: records of answers, one a line and all of one run; and JSON files to which commands add."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from treeflash_jax.core import files
-from treeflash_jax.core.checks import parse_json, quoted
+from treeflash_jax.core.checks import parse_json, quoted, read_json
 from treeflash_jax.drafters import draft_options
 from treeflash_jax.trees import TreeShape
 
@@ -77,7 +77,7 @@ def read_records(path: str | Path) -> tuple[list[Record], int]:
 
 
 def record_key(record: Record) -> tuple[str, str, float, int]:
-    """Returns (prompt, system, temperature, seed), which tell the records of a file apart."""
+    """Returns (prompt, system, temperature, seed), which identify a record of a file."""
     settings = record["settings"]
     return record["prompt_id"], record["system"], settings["temperature"], settings["seed"]
 
@@ -94,7 +94,7 @@ def difference(record: Record, other: Record) -> str | None:
 
 
 def is_comparable(record: Record, other: Record) -> bool:
-    """Tells whether one record is a one-token answer and the other is drafted, but must be equal up to near-ties."""
+    """Returns whether one record is a one-token answer and the other is drafted, but must be equal up to near-ties."""
     ours, theirs = record["settings"], other["settings"]
     builders = {ours["builder"], theirs["builder"]}
     rules = {settings.get("acceptance") for settings in (ours, theirs)} - {None, "sample-and-match"}
@@ -103,7 +103,7 @@ def is_comparable(record: Record, other: Record) -> bool:
 
 
 def read_results(path: str | Path) -> tuple[list[Record], int]:
-    """Like `read_records` of a file that may not exist yet. Raises ValueError for one that cannot be written too."""
+    """Like `read_records`, but the file may not exist yet. Also raises ValueError if it cannot be written."""
     files.check_output(path)
     if not Path(path).exists():
         return [], 0
@@ -122,3 +122,15 @@ def open_results(path: str | Path, size: int) -> BinaryIO:
     if file.read(1) not in (b"", b"\n"):
         file.write(b"\n")
     return file
+
+
+def read_kept(path: str | Path | None, *keys: str, inside: bool = False) -> dict[str, Any]:
+    """Reads the JSON file to which a command adds its results; {} for None, or if there is none yet.
+
+    Raises:
+      ValueError: a file without these keys or, with `inside`, with values that lack them; it must not be replaced.
+    """
+    if path is None:
+        return {}
+    files.check_output(path, files.json_with(*keys, inside=inside))
+    return read_json(path) if Path(path).exists() and Path(path).stat().st_size else {}

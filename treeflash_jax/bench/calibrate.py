@@ -18,6 +18,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from treeflash_jax.models.attention import positions_read
 
 SMALL = (2, 4, 8)  # trees whose tokens are routed to few experts
 BATCH = 8  # prompts decoded together to measure acceptance
+EXPANDER = devices.jit(rounds.draft_expander, static_argnames="plan")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,42 +63,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
-    """Measures, prints and stores."""
     if model.drafter is None:
         raise ValueError("got no drafter, expected one: without it there is nothing to choose")
-    lists = {name: sorted(set(getattr(arguments, name))) for name in ("batch", "context", "temperature")}
+    given = arguments.batch, arguments.context, arguments.temperature
+    batches, contexts, temperatures = (sorted(set(values)) for values in given)
     small = SMALL if model.verifier.num_experts else ()  # with a mixture of experts only small trees may pay
-    lists["nodes"] = sorted(set(arguments.nodes or (*small, *devices.here().nodes)))
-    if lists["nodes"][0] < 2:
+    nodes = sorted(set(arguments.nodes or (*small, *devices.here().nodes)))
+    if nodes[0] < 2:
         raise ValueError("got --nodes 1, expected at least 2: one-token rounds are always timed")
     prompts = chosen_prompts(arguments)
-    fields = option_values(arguments, settings_class()) | {"nodes": lists["nodes"][-1], "temperature": 0.0}
+    fields = option_values(arguments, settings_class()) | {"nodes": nodes[-1], "temperature": 0.0}
     config = resolve(settings_class()(builder="best-first", **fields), {}, model.verifier, model.drafter)
     plan = model.plan(config)
-    check_sizes([plan], lists["batch"], lists["context"], model.mesh)
+    check_sizes([plan], batches, contexts, model.mesh)
     chats = [model.encode(empty_chat(prompt, arguments.format)) for prompt in prompts]
     make_requests(chats, config, model.verifier)  # refuses prompts that are too long
     out = Path(arguments.out) if arguments.out else model.budget or calibration.default_path(None)
     if out.exists():
         calibration.read(out)
 
-    at = {positions_read(plan.attention, slots_for(context, [plan])[1], context): context for context in lists["context"]}
+    at = {positions_read(plan.attention, slots_for(context, [plan])[1], context): context for context in contexts}
     positions = sorted(at)  # of contexts that read the same, the longest
-    with Progress(len(lists["temperature"]) + 2 * len(lists["batch"]) * len(positions)) as progress:
-        configs = (replace(config, temperature=temperature) for temperature in lists["temperature"])
-        tau, reliability = zip(*(accept(model, c, chats, lists["nodes"], progress) for c in configs), strict=True)
-        cells = {(batch, size): time(model, plan, lists["nodes"], batch, at[size], arguments.repeats, progress)
-                 for batch in lists["batch"] for size in positions}  # fmt: skip
-    names, batches = ("round_seconds", "tree_seconds", "step_seconds"), lists["batch"]
+    with Progress(len(temperatures) + 2 * len(batches) * len(positions)) as progress:
+        configs = [replace(config, temperature=temperature) for temperature in temperatures]
+        accepted = [measure_acceptance(model, config, chats, nodes, progress) for config in configs]
+        cells = {
+            (batch, size): time_rounds(model, plan, nodes, batch, at[size], arguments.repeats, progress)
+            for batch, size in product(batches, positions)
+        }
+    names = "round_seconds", "tree_seconds", "step_seconds"
     times = {name: [[cells[b, size][i] for size in positions] for b in batches] for i, name in enumerate(names)}
-    sizes = {"nodes": lists["nodes"], "batch": batches, "positions": positions, "temperatures": lists["temperature"]}
-    accepted = {"tau": list(tau), "reliability": list(reliability), "sparse": model.verifier.num_experts > 0}
-    identity = calibration.make_identity(model.verifier, model.weights, plan, model.mesh)
-    entry = calibration.Calibration(identity=identity, **sizes, **times, **accepted)
+    tau, reliability = map(list, zip(*accepted, strict=True))
+    entry = calibration.Calibration(
+        identity=calibration.make_identity(model.verifier, model.weights, plan, model.mesh),
+        **dict(nodes=nodes, batch=batches, positions=positions, temperatures=temperatures, **times),
+        **dict(tau=tau, reliability=reliability, sparse=model.verifier.num_experts > 0),
+    )
     calibration.write(out, entry)
-    for batch in batches:
-        for size in positions:
-            show(entry, batch, size)
+    for batch, size in product(batches, positions):
+        show(entry, batch, size)
     print(f"written to {out}")
     return 0
 
@@ -134,7 +139,7 @@ def _observe(model: tf.TreeFlash, requests: Sequence[Request], config: GenerateC
             yield sharding.to_host(values)
 
 
-def accept(
+def measure_acceptance(
     model: tf.TreeFlash, config: GenerateConfig, chats: Sequence[list[int]], nodes: Sequence[int], progress: Progress
 ) -> tuple[list[float], float]:
     """Measures and prints tokens per round by nodes, and the ratio of accepted to expected draft tokens."""
@@ -156,13 +161,13 @@ def accept(
     return tau, reliability
 
 
-def time(
+def time_rounds(
     model: tf.TreeFlash, plan: DecodePlan, nodes: Sequence[int], batch: int, context: int, repeats: int, progress: Progress
 ) -> tuple[list[float], list[float], float]:
     """Measures median seconds of rounds by nodes, of building their trees, and of a one-token round."""
     plans = [replace(plan, num_nodes=n) for n in nodes]
     progress.step(f"compiling rounds at batch {batch}, context {context}")
-    bench = Rounds(model, plans, batch=batch, context=context, tell=progress.detail)
+    bench = Rounds(model, plans, batch=batch, context=context, notify=progress.detail)
     progress.step(f"timing them at batch {batch}, context {context}")
     median = bench.medians(repeats)
     return [median["round", n] for n in nodes], [median["tree", n] for n in nodes], median["step", None]
@@ -186,6 +191,3 @@ class Rounds(Bench):
         for plan, whole in zip(self.plans, rounds, strict=True):
             self.run("tree", plan.num_nodes, TREE, lambda state: (state, expander), plan=plan)
             self.add_rounds("round", plan.num_nodes, whole, fields)
-
-
-EXPANDER = devices.jit(rounds.draft_expander, static_argnames="plan")

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 import treeflash_jax as tf
-from treeflash_jax.bench.bars import Tell
+from treeflash_jax.bench.bars import Notify
 from treeflash_jax.bench.bench_records import SCHEMA, Record, is_comparable, record_key
 from treeflash_jax.bench.prompt_sets import BenchPrompt, format_turn
 from treeflash_jax.bench.shapes import describe_tree
@@ -98,7 +98,7 @@ def measure(
     temperatures: Sequence[float] = (0.0,),
     seeds: Sequence[int] = (0,),
     known: Sequence[Record] = (),
-    tell: Tell = print_progress,
+    notify: Notify = print_progress,
 ) -> Iterator[Record]:
     """Answers every prompt with every system at all combinations of temperature and seed.
 
@@ -109,15 +109,15 @@ def measure(
     Args:
       format: a key of `prompt_sets.FORMATS`.
       known: records of an earlier run, which are not measured again.
-      tell: receives a line after every call.
+      notify: receives a line after every call.
     """
     records = {record_key(record): record for record in known}
     warm, printed = set(), set()
     size = systems[0].config.batch_size
     batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
     for number, batch in enumerate(batches):
-        turn = number % len(systems)
-        for (temperature, seed), system in product(list(product(temperatures, seeds)), [*systems[turn:], *systems[:turn]]):
+        first = number % len(systems)
+        for (temperature, seed), system in product(product(temperatures, seeds), [*systems[first:], *systems[:first]]):
             missing = [p for p in batch if (p.id, system.name, temperature, seed) not in records]
             if not missing:
                 continue
@@ -139,7 +139,7 @@ def measure(
                 record["differences"] = compare(system.model, record, filter(None, others), requests, printed)
                 records[record_key(record)] = record
                 yield record
-            tell(f"{number + 1}/{len(batches)} {system.name} at T {temperature:g}, seed {seed}")
+            notify(f"{number + 1}/{len(batches)} {system.name} at T {temperature:g}, seed {seed}")
 
 
 def converse(
@@ -172,9 +172,8 @@ def make_record(
     sampling = {"format": format, "temperature": temperature, "seed": seed}
     record = {"schema": SCHEMA, "prompt_id": prompt.id, "prompt_hash": prompt.hash, "prompt_set": prompt.set}
     record |= {"system": system.name, "settings": system.settings() | sampling}
-    fields = {"accept_lengths": "accept_lengths", "cut": "cut", "ids": "ids", "texts": "text", "nodes": "nodes"}
-    for key, field in (fields | {"finished": "finished"}).items():
-        record[key] = [getattr(result, field) for result in results]
+    for name in ("accept_lengths", "cut", "ids", "text", "nodes", "finished"):
+        record["texts" if name == "text" else name] = [getattr(result, name) for result in results]
     record["tokens"] = sum(system.count_tokens(result) for result in results)
     record |= {"seconds": sum(result.seconds for result in results), **environment(system.model)}
     if system.config.expected_lengths:
@@ -213,9 +212,7 @@ def compare(
 
 def environment(model: tf.TreeFlash) -> Mapping[str, dict[str, Any]]:
     """Returns versions and hardware. Records that differ in them are never compared."""
-    device, versions = devices.here(), {"jax": jax.__version__, "treeflash_jax": tf.__version__}
-    hardware = {"backend": device.backend, "device": device.kind, "devices": 1 if model.mesh is None else model.mesh.size}
-    return {
-        "versions": versions | {"python": platform.python_version()},
-        "hardware": hardware | {"cores": os.cpu_count()},
-    }
+    versions = {"jax": jax.__version__, "treeflash_jax": tf.__version__, "python": platform.python_version()}
+    device, count = devices.here(), 1 if model.mesh is None else model.mesh.size
+    hardware = {"backend": device.backend, "device": device.kind, "devices": count, "cores": os.cpu_count()}
+    return {"versions": versions, "hardware": hardware}

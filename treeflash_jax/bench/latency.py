@@ -20,17 +20,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import treeflash_jax as tf
 from treeflash_jax.bench import harness, plots, report, shapes
 from treeflash_jax.bench.bars import Progress
+from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.phases import Bench, check_sizes, slots_for
 from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values
 from treeflash_jax.core import devices, files, sharding
-from treeflash_jax.core.checks import read_json
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters import DrafterSizes, draft_options
 from treeflash_jax.engine.pairs import locate
@@ -68,8 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures every combination, and prints, writes and draws the results. All arguments are checked before."""
-    if arguments.dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
     mesh = None if arguments.mesh is None else tf.make_mesh(**sharding.parse_sizes(arguments.mesh))
     names = [arguments.shape or "tiny", arguments.drafter_shape]
     is_real = arguments.pair is not None or names == ["tiny", None]
@@ -83,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     dtype = jnp.dtype(arguments.dtype or devices.here().dtype)
     plans = make_plans(verifier, drafter, arguments, dtype)
     check_sizes(plans, arguments.batch, arguments.context, mesh)
-    results = read_results(arguments.out) if arguments.out else []
+    results = read_kept(arguments.out, "schema", "results").get("results", [])
     plots.check(arguments.plot)
     settings = {
         "shape": " + ".join(map(shapes.short_name, arguments.pair or names[:1])),
@@ -108,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         for batch, context in cells:
             progress.step(f"compiling the phases at batch {batch}, context {context}")
             sizes = {"batch": batch, "context": context}
-            bench = Bench(model, plans, tell=progress.detail, temperature=arguments.temperature, **sizes)
+            bench = Bench(model, plans, notify=progress.detail, temperature=arguments.temperature, **sizes)
             progress.step(f"timing them at batch {batch}, context {context}")
             times = bench.measure(ceilings, arguments.repeats)
             result = make_result(model, bench, settings | sizes | {"slots": slots_for(context, plans)[1]}, ceilings, times)
@@ -156,12 +153,6 @@ def make_result(
             for tokens, (counts, at_random) in bench.experts.items()
         ]
     return result
-
-
-def read_results(path: str | Path) -> list[Result]:
-    """Reads the results of earlier runs; none if there is no file yet. Raises ValueError for any other file."""
-    files.check_output(path, files.json_with("schema", "results"))
-    return read_json(path)["results"] if Path(path).exists() and Path(path).stat().st_size else []
 
 
 def show(result: Result) -> None:

@@ -23,10 +23,11 @@ import jax.numpy as jnp
 
 from treeflash_jax import drafters
 from treeflash_jax.bench import shapes
-from treeflash_jax.bench.bars import Progress, Tell
+from treeflash_jax.bench.bars import Notify, Progress
+from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.program_text import count_moved, find_collectives, sum_collectives
 from treeflash_jax.bench.timed import running
-from treeflash_jax.bench.topologies import find_devices, read_kept
+from treeflash_jax.bench.topologies import find_devices
 from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values
 from treeflash_jax.core import files, parameters, sharding
 from treeflash_jax.core.devices import GPU_MEMORY, TPU_MEMORY, Device, here
@@ -67,7 +68,7 @@ def report(arguments: argparse.Namespace) -> int:
     sizes, quantize = dict(mesh.shape), arguments.quantize
     if batch % sizes["data"]:
         raise ValueError(f"got a batch of {batch} on a mesh with a data axis of {sizes['data']}, expected a multiple of it")
-    earlier = read_kept(arguments.out, "bytes_per_device")
+    earlier = read_kept(arguments.out, "bytes_per_device", inside=True)
     needs = footprint(model, plan.drafter, dtype=dtype, mesh=mesh, batch=batch, capacity=capacity, quantize=quantize)
     drafted = shapes.short_name(arguments.drafter_shape) if plan.drafts and arguments.drafter_shape else None
     result = {"shape": shapes.short_name(arguments.shape), "drafter": drafted, "topology": device.kind, "mesh": sizes}
@@ -96,7 +97,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def compile_programs(
-    plan: DecodePlan, mesh: Any, batch: int, capacity: int, dtype: Any, quantize: Any = None, tell: Tell = lambda _: None
+    plan: DecodePlan, mesh: Any, batch: int, capacity: int, dtype: Any, quantize: Any = None, notify: Notify = print
 ) -> tuple[Any, Any]:
     """Compiles the prefill and decode programs of a plan for the mesh's devices, from shapes alone.
 
@@ -113,12 +114,12 @@ def compile_programs(
         weights = weights.replace(drafter=parameters.abstract(drafters.of(plan.drafter).specs(plan.drafter), dtype, mesh))
     inputs = make_batch([], GenerateConfig(), batch_size=batch, capacity=capacity, stop_ids=(), dtype=dtype)
     with running(mesh, "weights and caches fit, but not the rest"):
-        tell("compiling the prefill")
+        notify("compiling the prefill")
         lowered = loops.prefill.lower(weights, *jax.tree.map(abstract, inputs), plan=plan.for_prefill())
         prefill = lowered.compile()
         place = prefill.output_shardings
         state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), lowered.out_info, place)
-        tell("compiling the rounds")
+        notify("compiling the rounds")
         decode = loops.decode.lower(weights, state, jax.ShapeDtypeStruct((), jnp.int32), plan=plan).compile()
     return prefill, decode
 
@@ -171,7 +172,7 @@ def _read_programs(
 
 
 def _devices(arguments: argparse.Namespace) -> tuple[Any, int | None, Device]:
-    """Returns the mesh, the bytes of a device, and the kind of the devices; a topology is its own kind."""
+    """Returns the mesh, the bytes of a device, and their kind, which is the name of a topology."""
     topology, device, limit, count, devices = arguments.topology, here(), None, jax.device_count(), None
     family, _, dims = (topology or "").partition(":")
     is_tpu = family in TPU_MEMORY

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeflash_jax import drafters
-from treeflash_jax.bench.bars import Tell
+from treeflash_jax.bench.bars import Notify
 from treeflash_jax.bench.floors import phase_work
-from treeflash_jax.bench.timed import Timed, running
+from treeflash_jax.bench.timed import Timed, running, sample_in_turns
 from treeflash_jax.core import devices, sharding
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.rounds import accept_path, build_tree, commit_path, draft_stage, verify_tree
@@ -62,9 +62,8 @@ copied = devices.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 def divide(state: DecodeState) -> tuple[DecodeState, DecodeState]:
     """Splits a state into buffers with a slot axis and everything else; each part is None where the other has a value."""
-    is_slots = jax.tree.map(lambda x: state.capacity in x.shape[1:], state)
-    slots = jax.tree.map(lambda x, yes: x if yes else None, state, is_slots)
-    return slots, jax.tree.map(lambda x, yes: None if yes else x, state, is_slots)
+    slots = jax.tree.map(lambda x: x if state.capacity in x.shape[1:] else None, state)
+    return slots, jax.tree.map(lambda x: None if state.capacity in x.shape[1:] else x, state)
 
 
 def unite(slots: DecodeState, marks: DecodeState) -> DecodeState:
@@ -90,14 +89,26 @@ def check_sizes(plans: Sequence[DecodePlan], batches: list[int], contexts: list[
         raise ValueError(f"got --context {max(contexts)}, expected at most {most - room}: {why}")
 
 
+def count_experts(routes: Sequence[jax.Array], tokens: int, model: TreeFlash, batch: int) -> tuple[list[float], float]:
+    """Counts the distinct experts that each layer reads on one device, and those that routing at random would choose.
+
+    Args:
+      routes: experts of every token [b, n, k], by layer.
+      tokens: number of tokens per sequence that count, from the first on.
+    """
+    config, shards = model.verifier, 1 if model.mesh is None else model.mesh.shape["data"]
+    counts = [count_distinct(ids_bnk[:, :tokens], config.num_experts, shards) for ids_bnk in routes]
+    at_random = distinct_experts(config.num_experts, config.experts_per_token, batch // shards * tokens)
+    return [float(x) for x in sharding.to_host(counts)], at_random
+
+
 class Bench:
     """A batch of sequences that have read `context` random tokens, and every phase of every plan over them, warm.
 
     Attributes:
       timed: the phases.
       compile_seconds: time of compiling and warming up all of them; the times of single programs overlap.
-      experts: of a mixture of experts, by tokens per sequence (1, and the nodes of each plan), the distinct experts that
-        each layer reads on one device, and the number that routing at random would choose.
+      experts: of a mixture of experts, `count_experts` by tokens per sequence: 1, and the nodes of each plan.
     """
 
     def __init__(
@@ -108,7 +119,7 @@ class Bench:
         batch: int,
         context: int,
         temperature: float = 0.0,
-        tell: Tell = lambda text: None,
+        notify: Notify = lambda text: None,
     ):
         """Compiles and runs everything once.
 
@@ -118,7 +129,7 @@ class Bench:
         Raises:
           ValueError: logits that are not finite, or too little memory on the devices.
         """
-        self.model, self.plans, self.weights, self.tell = model, list(plans), model.weights, tell
+        self.model, self.plans, self.weights, self.notify = model, list(plans), model.weights, notify
         self.where, self.timed = f"batch {batch}, context {context}", list[Timed]()
         self.experts: dict[int, tuple[list[float], float]] = {}
         self.sizes = {"batch": batch, "context": context, "dtype": model.dtype, "mesh": model.mesh}
@@ -140,21 +151,13 @@ class Bench:
         sizes = self.sizes | {"quantize": self.model.quantize}
         sizes["experts"] = {tokens: float(np.mean(counts)) for tokens, (counts, _) in self.experts.items()}
         work = {plan.num_nodes: phase_work(plan, **sizes) for plan in self.plans}
-        shared = work[self.plans[0].num_nodes]
-        return [timed.summarise(work.get(timed.nodes, shared)[timed.phase], ceilings) for timed in self.timed]
+        work[None] = work[self.plans[0].num_nodes]  # of phases that do not depend on nodes
+        return [timed.summarise(work[timed.nodes][timed.phase], ceilings) for timed in self.timed]
 
     def sample(self, repeats: int) -> None:
-        """Times all phases in turns, in an order that rotates."""
+        """Times all phases in turns."""
         with running(self.model.mesh, self.where):
-            for timed in self.timed:
-                self.tell(f"trying {timed.phase}" + (f" of {timed.nodes} nodes" if timed.nodes else ""))
-                timed.calibrate(repeats)
-            for turn in range(repeats):
-                self.tell(f"sample {turn + 1} of {repeats}")
-                at = turn % len(self.timed)
-                for timed in self.timed[at:] + self.timed[:at]:
-                    if len(timed.seconds) < timed.samples:
-                        timed.seconds.append(timed.sample())
+            sample_in_turns(self.timed, repeats, self.notify)
 
     def medians(self, repeats: int) -> dict[tuple[str, int | None], float]:
         """Times all phases; returns the median seconds of each, by phase and nodes."""
@@ -191,17 +194,9 @@ class Bench:
         verified = run("verify", function=VERIFY, make_args=lambda state: (weights, state, tree))
         if not bool(jnp.isfinite(verified.logits_bnv).all()):
             raise ValueError(f"{self.where}: got logits that are not finite")
-        if verified.routes:
-            model, mesh = self.model.verifier, self.model.mesh
-            shards = 1 if mesh is None else mesh.shape["data"]
-            for tokens in (1, plan.num_nodes):  # the root is the token of a one-token step
-                chosen = (ids_bnk[:, :tokens] for ids_bnk in verified.routes)
-                counts = sharding.to_host([count_distinct(ids_bnk, model.num_experts, shards) for ids_bnk in chosen])
-                share = self.sizes["batch"] // shards * tokens
-                at_random = distinct_experts(model.num_experts, model.experts_per_token, share)
-                self.experts[tokens] = [float(x) for x in counts], at_random
-        args = tree, proposal, verified.logits_bnv
-        accepted = run("accept", function=ACCEPT, make_args=lambda state: (state, *args))
+        for tokens in (1, plan.num_nodes) if verified.routes else ():  # the root is the token of a one-token step
+            self.experts[tokens] = count_experts(verified.routes, tokens, self.model, self.sizes["batch"])
+        accepted = run("accept", function=ACCEPT, make_args=lambda state: (state, tree, proposal, verified.logits_bnv))
 
         def commit(run: Callable[..., Any], calls: int) -> Callable[[], Any]:
             """Prepares commits at the same positions, each into the slots that the one before returned."""

@@ -10,6 +10,7 @@ from typing import Any
 from treeflash_jax.core import files
 
 PANELS = 4  # side by side
+MARKED = 20  # lines of fewer points show them
 Lines = Mapping[str, Mapping[float, float]]  # by label, y by x
 
 
@@ -33,6 +34,11 @@ def check(path: str | Path | None) -> None:
 
 def draw(panels: Mapping[str, Lines], path: str | Path, *, title: str | None = None) -> None:
     """Draws lines in panels side by side, by title, in the format of the path's ending."""
+    files.write(path, drawn(panels, Path(path).suffix[1:], title))
+
+
+def drawn(panels: Mapping[str, Lines], format: str, title: str | None = None) -> bytes:
+    """Returns the figure of `draw` as a file of this format."""
     from matplotlib.figure import Figure
 
     width, height = min(max(len(panels), 1), PANELS), -(-len(panels) // PANELS) or 1
@@ -42,13 +48,13 @@ def draw(panels: Mapping[str, Lines], path: str | Path, *, title: str | None = N
         axis.set_axis_off()
     for axis, (name, lines) in zip(axes, panels.items(), strict=False):
         for label, points in lines.items():
-            axis.plot(*zip(*sorted(points.items()), strict=True), "o-", label=label)
+            axis.plot(*zip(*sorted(points.items()), strict=True), "o-" if len(points) < MARKED else "-", label=label)
         axis.set(title=name, ylim=(0, None))
         axis.legend(fontsize="x-small")
     figure.suptitle(title)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=Path(path).suffix[1:])
-    files.write(path, drawn.getvalue())
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=format)
+    return buffer.getvalue()
 
 
 def draw_trees(systems: Sequence[dict[str, Any]], path: str | Path) -> None:

@@ -56,8 +56,8 @@ class Collective:
 def find_collectives(text: str) -> list[Collective]:
     """Finds every collective that a compiled program reaches from its entry, branches included.
 
-    TPUs run a collective beside other work: the text names it at its start, in the fusions that advance it (also those of a
-    loop, all trips of which one collective lasts) and at its end. Only the start counts.
+    A TPU runs a collective beside other work: the text names it at its start, in the fusions that advance it (during all
+    trips of a loop, if they are in one) and at its end. Only the start counts.
     """
     collectives = []
     for step, _, trips, around in _walk(_parse(text)):

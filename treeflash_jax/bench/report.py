@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the summary of one results file."""
     records, _ = read_records(arguments.results)
     if not records:
         raise ValueError(f"{arguments.results}: got no records, expected at least one")

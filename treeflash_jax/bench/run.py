@@ -20,8 +20,6 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
-import jax
-
 import treeflash_jax as tf
 from treeflash_jax import drafters
 from treeflash_jax.bench import bench_records, harness, plots, report, systems
@@ -114,8 +112,6 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     With several drafters, a system's name ends with its drafter; with several dtypes, with its dtype. Each of several
     drafters gets the options that it has.
     """
-    if "float64" in arguments.dtype:
-        jax.config.update("jax_enable_x64", True)
     verifier, *words = arguments.pair
     labels = {label or name: name for label, _, name in (word.rpartition("=") for word in words)}
     if not words or len(labels) < len(words):
@@ -129,21 +125,21 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
         for other in loaded.values():
             if other.model.dtype == model.dtype:  # keeps one copy of the verifier
                 model.weights = Weights(other.model.weights.verifier, model.weights.drafter)
-        every, its = (fields(options) for options in (draft_options(), drafters.of(model.drafter).OPTIONS))
-        lacks = {option.name for option in every} - {option.name for option in its}
-        missing = lacks if len(labels) > 1 else set()
+        kinds = draft_options(), drafters.of(model.drafter).OPTIONS
+        known, options = ({option.name for option in fields(kind)} for kind in kinds)
+        missing = known - options if len(labels) > 1 else set()
         for name, system in chosen.items():
             if "head" in missing and system.get("head") == "marginal" and "builder" not in system:
                 continue  # this drafter has no head to leave out
             settings = {"builder": "best-first"} | shared | system
             settings = {key: value for key, value in settings.items() if key not in missing}
-            if "ngrams" in lacks and not settings.get("ngrams"):
+            if "ngrams" not in options and not settings.get("ngrams"):
                 settings.pop("ngrams", None)
             config = resolve(None, settings, model.verifier, model.drafter)
             ends = [label] * (len(labels) > 1 and config.builder != "none") + [dtype] * (len(arguments.dtype) > 1)
-            made = System(name=", ".join([name, *ends]), model=model, config=config, pair=(verifier, label))
-            key = made.settings() | ({"drafter": None} if config.builder == "none" else {})
-            loaded.setdefault(json.dumps(key), made)
+            new = System(name=", ".join([name, *ends]), model=model, config=config, pair=(verifier, label))
+            key = new.settings() | ({"drafter": None} if config.builder == "none" else {})
+            loaded.setdefault(json.dumps(key), new)
     return list(loaded.values())
 
 
@@ -172,8 +168,8 @@ def time_phases(
         with slow(f"timing the phases of {', '.join(plans)}"):
             medians = Bench(model, several, temperature=temperature, **sizes).medians(REPEATS)
         for name, plan in plans.items():
-            its = {phase: 1e3 * seconds for (phase, nodes), seconds in medians.items() if nodes in (None, plan.num_nodes)}
-            times[name] = {"context": context, "ms": its}
+            ms = {phase: 1e3 * seconds for (phase, nodes), seconds in medians.items() if nodes in (None, plan.num_nodes)}
+            times[name] = {"context": context, "ms": ms}
     return times
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from treeflash_jax.bench.bars import Notify
 from treeflash_jax.core import sharding
 from treeflash_jax.models.ceilings import Ceilings
 from treeflash_jax.models.costs import Work
@@ -44,7 +45,6 @@ class Timed:
     seconds: list[float] = field(default_factory=list)
 
     def sample(self) -> float:
-        """Takes one sample and returns the seconds of one unit."""
         enqueue = self.prepare(self.calls)
         since = time.perf_counter()
         jax.block_until_ready(enqueue())
@@ -63,6 +63,19 @@ class Timed:
         times = {"ms": median, "low_ms": low, "high_ms": high, "floor_ms": 1e3 * work.seconds(ceilings)}
         counts = {"bytes": work.bytes, "flops": work.flops, "samples": len(self.seconds), "calls": self.calls}
         return {"phase": self.phase, "nodes": self.nodes} | times | counts
+
+
+def sample_in_turns(phases: Sequence[Timed], repeats: int, notify: Notify) -> None:
+    """Takes up to `repeats` samples of every phase, in turns whose order rotates."""
+    for timed in phases:
+        notify(f"trying {timed.phase}" + (f" of {timed.nodes} nodes" if timed.nodes else ""))
+        timed.calibrate(repeats)
+    for turn in range(repeats):
+        notify(f"sample {turn + 1} of {repeats}")
+        first = turn % len(phases)
+        for timed in [*phases[first:], *phases[:first]]:
+            if len(timed.seconds) < timed.samples:
+                timed.seconds.append(timed.sample())
 
 
 @contextmanager

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from treeflash_jax.core import files
-from treeflash_jax.core.checks import read_json
 from treeflash_jax.core.clock import slow
 from treeflash_jax.core.devices import GPU_MEMORY, PEAK_RATES
 
@@ -42,14 +39,6 @@ dnn_version_info {{ major: 9 minor: 7 }}
 runtime_version {{ major: 12 minor: 8 }}
 device_description_str: "{name}"
 """
-
-
-def read_kept(path: Path | None, key: str) -> dict[str, Any]:
-    """Reads the results of a JSON file whose values hold `key`; {} if there is none yet. Raises ValueError for others."""
-    if path is None:
-        return {}
-    files.check_output(path, files.json_with(key, inside=True))
-    return read_json(path) if path.exists() and path.stat().st_size else {}
 
 
 def find_devices(topology: str | None) -> list[Any]:

@@ -95,7 +95,6 @@ def meaning(quantize: str | None) -> str:
 
 
 def explanation(divergence: Divergence, dtype: Any, near_tie: float | None = None) -> str:
-    """Explains a difference in one line."""
     if divergence.gap is None:
         return "one answer ended before the other"
     if divergence.is_near_tie(near_tie):

@@ -31,6 +31,8 @@ from treeflash_jax.formats import conversions, dialects, gguf_reader
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the exit status. Bad input ends with one line on stderr and status 2."""
     arguments = parser().parse_args(argv)
+    if "float64" in (getattr(arguments, "dtype", None) or ()):  # a name, or the names that `bench run` compares
+        jax.config.update("jax_enable_x64", True)
     try:
         status = arguments.run(arguments)
     except (ValueError, OSError) as error:
@@ -140,8 +142,6 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
 
 def _load(arguments: argparse.Namespace) -> Any:
     """Loads the model of the options; prints a line if that is the toy pair by default."""
-    if arguments.dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
     import treeflash_jax as tf
 
     if arguments.verifier is None:
@@ -201,17 +201,18 @@ def _check(arguments: argparse.Namespace) -> int:
     model = _load(arguments)
     cases = check(model, prompts, **settings)
     for index, case in enumerate(cases):
-        apart, verdict = case.divergence, "PASS" if case.passed(limit) else "FAIL"
-        means = explanation(apart, model.dtype, limit) if apart else None
+        difference, verdict = case.divergence, "PASS" if case.passed(limit) else "FAIL"
+        means = explanation(difference, model.dtype, limit) if difference else None
         if arguments.json:
-            record = {"verdict": verdict, "identical": apart is None, "tokens": len(case.plain.ids)}
+            record = {"verdict": verdict, "identical": difference is None, "tokens": len(case.plain.ids)}
             record |= {"tau": case.drafted.tau, "quantize": model.quantize, "meaning": meaning(model.quantize)}
-            print(json.dumps(record | {"divergence": asdict(apart) | {"meaning": means} if apart else None}))
-        elif apart is None:
+            described = asdict(difference) | {"meaning": means} if difference else None
+            print(json.dumps(record | {"divergence": described}))
+        elif difference is None:
             print(f"prompt {index}: {verdict}, identical, {len(case.plain.ids)} tokens, tau {case.drafted.tau:.2f}")
         else:
-            tokens = f"drafted {apart.drafted}, one by one {apart.plain}"
-            print(f"prompt {index}: {verdict}, differs from token {apart.index} on ({tokens}); {means}")
+            tokens = f"drafted {difference.drafted}, one by one {difference.plain}"
+            print(f"prompt {index}: {verdict}, differs from token {difference.index} on ({tokens}); {means}")
     failed = sum(not case.passed(limit) for case in cases)
     if not arguments.json:
         identical = sum(case.divergence is None for case in cases)

@@ -113,7 +113,7 @@ def run(pair: str | None = None, *, max_new_tokens: int = 160, repeats: int = 2,
             results.append(result)
         prompts = [BenchPrompt(id=name, turns=(prompt,)) for name, prompt in demo.prompts.items()]
         with console.status("measuring") as status:
-            records = list(harness.measure(systems, prompts, seeds=range(repeats), tell=status.update))
+            records = list(harness.measure(systems, prompts, seeds=range(repeats), notify=status.update))
             status.update("drawing a tree")  # its round is drafted again, by a program of its own
             tree = Text(f"one of the rounds, with the tokens that it kept marked:\n{_draw(results)}\n")
         console.print(tree, table := _table(pair, records))
