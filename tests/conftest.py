@@ -77,26 +77,22 @@ def smollm2_file() -> Path | None:
 SMOLLM2 = smollm2_file()
 MOST_MAPS = 25_000  # a module may add as many again
 DATA = Path(__file__).parent / "data"
+PAIR = DATA / "conformance" / "b_trained"
+FOLDERS = {part: PAIR / part for part in ("verifier", "drafter")}
 needs_8_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices (fake ones on a CPU)")
 CONFORMANCE = ("a_treeflash", "b_trained", "c_dflash")
 RANDOM_MODEL = ModelConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8,
     max_positions=1024,
-)
+)  # fmt: skip
 RANDOM_DRAFTER = DrafterConfig(
-    layers=replace(RANDOM_MODEL, num_layers=1),
-    block_size=4,
-    mask_token_id=63,
-    target_layer_ids=(0, 2),
-    num_target_layers=3,
-    head="mlp",
-)
+    layers=replace(RANDOM_MODEL, num_layers=1), block_size=4, mask_token_id=63, target_layer_ids=(0, 2),
+    num_target_layers=3, head="mlp",
+)  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "ignore:tau is")  # of pairs with random weights
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -112,6 +108,12 @@ def forget_programs() -> Iterator[None]:
     if memory_maps() > MOST_MAPS:
         programs.clear()
     gc.collect()
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
 
 
 @pytest.fixture(params=["cpu", "plain"])
@@ -170,8 +172,7 @@ def data() -> Path:
 @pytest.fixture(scope="session")
 def trained() -> TreeFlash:
     """The trained pair of the conformance data: accepts paths of many lengths. Its compiled programs are shared."""
-    pair = DATA / "conformance" / "b_trained"
-    return load(verifier=pair / "verifier", drafter=pair / "drafter")
+    return load(**FOLDERS)
 
 
 def random_pair(mesh=None) -> TreeFlash:

@@ -19,6 +19,17 @@ def refused(call, *words: str) -> str:
     return message
 
 
+def mistake(capsys, main, words, *said: str, statuses: tuple[int, ...] = (2,)) -> str:
+    """Returns the line on stderr with which a command ends; it contains what is said, and nothing else is printed."""
+    try:
+        status = main(words)
+    except SystemExit as stopped:  # mistakes that the parser finds
+        status = stopped.code
+    out, error = capsys.readouterr()
+    assert status in statuses and out == "" and error.count("\n") == 1 and all(text in error for text in said), out + error
+    return error
+
+
 def understood(call, *arguments, **settings) -> bool:
     """Returns whether a call was served; a call that is not must be refused in one line."""
     try:

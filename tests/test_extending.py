@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import toy_training
 from extending import ASK, CHAT, OPTIONS, SMALL, generated, goes_through_everything
+from refusals import refused
 from safetensors.numpy import load_file
 
 import treeflash_jax as tf
@@ -102,8 +103,7 @@ def test_an_acceptance_rule(monkeypatch, tiny, capsys):
     drafted = tiny.generate(CHAT, max_new_tokens=12, acceptance="one at most", **SMALL)[0]
     assert drafted.ids == plain.ids and max(drafted.accept_lengths) == 2
     assert generated(capsys, "--verifier", "tiny", *ASK, "--acceptance", "one at most", *OPTIONS) == plain.ids
-    with pytest.raises(ValueError, match="a tree of no random nodes"):
-        tiny.generate(CHAT, acceptance="one at most", builder="paths")
+    refused(lambda: tiny.generate(CHAT, acceptance="one at most", builder="paths"), "a tree of no random nodes")
 
 
 # An architecture: Qwen3 under other names, with a key of its own that must not change the numbers.
@@ -140,5 +140,4 @@ def test_an_architecture(monkeypatch, tiny, tmp_path, capsys):
     assert main(["bench", "memory", *words]) == 0
     for change, word in (({"logit_scale": 2.0}, "logit_scale"), ({"vocab_size": 3}, "vocab_size")):
         (folder / "config.json").write_text(json.dumps(raw | change))
-        with pytest.raises(ValueError, match=word):
-            models.read_verifier_config(folder)
+        refused(lambda: models.read_verifier_config(folder), word)

@@ -38,12 +38,9 @@ TIMES = ("tokens_per_second", "mfu", "seconds", "goodput")
 SIZES = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8)
 MODEL = ModelConfig(num_layers=3, tie_embeddings=True, max_positions=256, eos_token_ids=(2,), **SIZES)
 DRAFTER = DrafterConfig(
-    layers=ModelConfig(num_layers=2, max_positions=256, **SIZES),
-    block_size=5,
-    mask_token_id=3,
-    target_layer_ids=(0, 2),
+    layers=ModelConfig(num_layers=2, max_positions=256, **SIZES), block_size=5, mask_token_id=3, target_layer_ids=(0, 2),
     num_target_layers=3,
-)
+)  # fmt: skip
 WITH_HEAD = dataclasses.replace(DRAFTER, head="mlp")
 TOML = """
 run = "{folder}/run"
@@ -65,6 +62,10 @@ def write_lines(path: Path, lines) -> Path:
     """Writes a JSONL file of objects, and of lines that are given as text."""
     path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def write(folder: Path, documents: int = 120) -> Path:
@@ -101,12 +102,6 @@ def make_batch(lengths, sequence_length=32, prompt=3):
         packing.Document(rng.integers(4, 64, n).astype(np.int32), np.float32(np.arange(n) >= prompt)) for n in lengths
     ]
     return packing.pack(members, sequence_length).take(np.arange(2))
-
-
-def random_weights(specs, seed, scale=0.3):
-    """Every weight random, also those that start at zero or one."""
-    specs = jax.tree.map(lambda spec: dataclasses.replace(spec, init="normal"), specs, is_leaf=parameters.is_spec)
-    return parameters.initialize(specs, jax.random.key(seed), scale=scale)
 
 
 def settings(toml: Path, *overrides: str) -> head.HeadStage:
@@ -155,8 +150,7 @@ def metadata_server(workers: Sequence[Mapping[str, str]]) -> Iterator[list[str]]
 
 def read_log(run: Path) -> list[dict]:
     """Lines of a run's log without times."""
-    lines = [json.loads(line) for line in (Path(run) / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in read_lines(Path(run) / "log.jsonl")]
 
 
 def terminate_after(steps: int) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import acceptance_oracle as oracle
+import acceptance_toys as toys
 import draft_trees
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ class Case:
     builder: str
     nodes: int
     shape: TreeShape
-    draft: Callable[[oracle.Drafter, oracle.Run, int], oracle.Tree]
+    draft: Callable[[toys.Drafter, oracle.Run, int], oracle.Tree]
 
     @property
     def distribution(self) -> str:
@@ -39,19 +40,19 @@ class Case:
 
 
 def paths_case(nodes: int, branches: int, trunk: int = 0) -> Case:
-    draft = lambda d, run, depths: oracle.draft_paths(d, run, nodes, branches, trunk, depths)  # noqa: E731
+    draft = lambda d, run, depths: toys.draft_paths(d, run, nodes, branches, trunk, depths)  # noqa: E731
     return Case("delayed" if trunk else "paths", nodes, TreeShape(branches=branches, trunk=trunk), draft)
 
 
 def without_replacement_case(nodes: int, branches: int) -> Case:
     def draft(drafter, run, depths):
-        return oracle.draft_without_replacement(drafter, run, best_outline(nodes - 1, branches, depths)[0])
+        return toys.draft_without_replacement(drafter, run, best_outline(nodes - 1, branches, depths)[0])
 
     return Case("without-replacement", nodes, TreeShape(branches=branches), draft)
 
 
 def hybrid_case(nodes: int, skeleton: float) -> Case:
-    draft = lambda d, run, depths: oracle.draft_hybrid(d, run, nodes, skeleton, depths)  # noqa: E731
+    draft = lambda d, run, depths: toys.draft_hybrid(d, run, nodes, skeleton, depths)  # noqa: E731
     return Case("hybrid", nodes, TreeShape(skeleton=skeleton), draft)
 
 
@@ -62,7 +63,7 @@ class World:
     vocabulary: int
     depths: int
     unfiltered: oracle.Distribution
-    drafter: oracle.Drafter
+    drafter: toys.Drafter
     top_p: float = 1.0
 
     # Worlds live as long as the tests.
@@ -103,7 +104,7 @@ class World:
             for above, place, token, kind in tree.places:
                 node = node_prefix.get(above)
                 if node is None:  # a deterministic node of a skeleton
-                    node = list(oracle.best_first(self.drafter, round(case.shape.skeleton * (case.nodes - 1))))[above]
+                    node = list(toys.best_first(self.drafter, round(case.shape.skeleton * (case.nodes - 1))))[above]
                 node_prefix[place] = (*node, token)
                 context = place if kind == "own" else above
                 noise[b, context, self.drafter.contexts[node].tokens.index(token)] = FORCED * (1 - 0.1 * drawn[context])

@@ -7,7 +7,9 @@ import json
 
 import numpy as np
 import pytest
+from refusals import mistake, refused
 from rich.console import Console
+from toy_training import write_lines
 
 from treeflash_jax.bench import bench_records, plots, report
 from treeflash_jax.cli.commands import main
@@ -101,8 +103,7 @@ def test_tau_is_compared_with_the_same_number_of_nodes_or_a_named_system():
     assert entry(records, "treeflash-64")["tau_ratio"]["value"] == 3 / 2
     assert entry(records, "treeflash-64", against="marginal-8")["tau_ratio"]["value"] == 3
     assert entry(records, "marginal-64")["tau_ratio"] is None
-    with pytest.raises(ValueError, match="unknown system 'eagle'"):
-        report.summarise(records, against="eagle")
+    refused(lambda: report.summarise(records, against="eagle"), "unknown system 'eagle'")
     sharper = [make_record("a", name, [[i + 1] * 2], 1.0) for i, name in enumerate(("marginal-64@0.7", "treeflash-64"))]
     assert entry(sharper, "treeflash-64")["against"] == "marginal-64@0.7"
 
@@ -114,8 +115,7 @@ def test_report_derives_table_and_json_from_the_file(tmp_path, capsys):
         make_record("b", "ar", [[1] * 6], 2.0),
         make_record("b", "treeflash-8", [[6]], 1.0),
     ]
-    path = tmp_path / "results.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path = write_lines(tmp_path / "results.jsonl", records)
     assert main(["bench", "report", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(report.summarise(records)))
     assert main(["bench", "report", str(path), "--against", "ar"]) == 0
@@ -151,13 +151,10 @@ def changed(**changes):
     (changed(hardware=HARDWARE | {"device": "H200"}), "got device 'H200', but 'cpu' in earlier lines"),
 ])  # fmt: skip
 def test_bad_results_are_named_by_file_and_line_and_kept(tmp_path, capsys, line, words):
-    path = tmp_path / "results.jsonl"
-    path.write_text(json.dumps(make_record("a", "ar", [[1]], 1.0)) + "\n" + line + "\n")
+    path = write_lines(tmp_path / "results.jsonl", [make_record("a", "ar", [[1]], 1.0), line + "\n"])
     before = path.read_bytes()
     for command in (["report", str(path)], ["run", "--out", str(path)]):
-        assert main(["bench", *command]) == 2
-        captured = capsys.readouterr()
-        assert captured.out == "" and captured.err.count("\n") == 1 and f"results.jsonl:2: {words}" in captured.err
+        mistake(capsys, main, ["bench", *command], f"results.jsonl:2: {words}")
     assert path.read_bytes() == before
 
 

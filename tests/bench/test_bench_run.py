@@ -7,10 +7,14 @@ import random
 import sys
 from copy import copy, deepcopy
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from conftest import DATA
+from conftest import PAIR
+from refusals import mistake, refused
+from toy_training import read_lines as read
+from toy_training import write_lines
 
 import treeflash_jax as tf
 from treeflash_jax.bench import bench_records, harness, prompt_sets, report, run
@@ -24,11 +28,6 @@ FIRST, SECOND = "How many legs do 3 cows have?", "And 5 hens?"
 PROMPTS = [{"id": "cows", "turns": [FIRST, SECOND], "reference": "12"}, {"id": 7, "turns": ["Name a colour."]}]
 SMALL = "--systems ar marginal treeflash --nodes 8 --candidates 4 --children 4 --max-new-tokens 8".split()
 SYSTEMS = ["ar", "marginal-8", "treeflash-8"]
-
-
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture
@@ -61,19 +60,15 @@ def fake(tiny, monkeypatch):
     return fake
 
 
-def bench(prompts, out, *more):
+def bench(prompts, out, more=()):
     return main(["bench", "run", "--prompts", str(prompts), "--out", str(out), *SMALL, *more])
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.slow
 def test_a_run_records_what_generate_gives(tiny, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(run.tf, "load", lambda *_, **__: tiny)
     out = tmp_path / "out.jsonl"
-    assert bench(prompts, out, "--temperature", "0", "1") == 0
+    assert bench(prompts, out, ["--temperature", "0", "1"]) == 0
     records = read(out)
     keys = [(p, s, t, 0) for p in ("cows", "7") for t in (0.0, 1.0) for s in SYSTEMS]
     assert sorted(bench_records.record_key(record) for record in records) == sorted(keys)
@@ -112,7 +107,7 @@ def test_first_calls_and_calls_that_compile_are_made_again(fake, prompts, tmp_pa
     """Conversations of 2 turns and 1: calls 1 to 4 are the first of ar and its repetition, 5 to 8 the tree's."""
     fake.compiles = lambda call: call in (1, 9)  # the first turn of all, and the tree's call for the second prompt
     out = tmp_path / "out.jsonl"
-    assert bench(prompts, out, "--systems", "ar", "treeflash") == 0
+    assert bench(prompts, out, ["--systems", "ar", "treeflash"]) == 0
     assert [call.config.builder for call in fake.calls] == 4 * ["none"] + 6 * ["best-first"] + ["none"]
     assert [r["seconds"] for r in read(out)] == [2.0, 2.0, 1.0, 1.0]
     assert [r["compile_seconds"] for r in read(out)] == [9.0, 0.0, 9.0, 0.0]
@@ -124,7 +119,7 @@ def test_answers_that_differ_pass_at_a_near_tie_and_fail_elsewhere(fake, prompts
     arguments = ["--systems", "ar", "treeflash"]
     for limit, verdict in ((1e-4, "FAIL"), (1e9, "PASS")):
         monkeypatch.setattr(check, "NEAR_TIE", limit)
-        assert bench(prompts, tmp_path / verdict, *arguments) == 0
+        assert bench(prompts, tmp_path / verdict, arguments) == 0
         shown, records = capsys.readouterr(), read(tmp_path / verdict)
         told = [(r["prompt_id"], r["system"], *r["differences"]) for r in records if r["differences"]]
         assert told == [("cows", "treeflash-8", "ar"), ("7", "ar", "treeflash-8")]
@@ -133,7 +128,7 @@ def test_answers_that_differ_pass_at_a_near_tie_and_fail_elsewhere(fake, prompts
         assert shown.err.count(f"{verdict}: prompt") == 2
         assert f"lossless: {verdict}" in shown.out
     assert "0 of 2 answers identical, 2 near-ties, one in 3 tokens" in " ".join(shown.out.split())
-    assert bench(prompts, tmp_path / "sampled", "--systems", "ar", "treeflash+paths", "--temperature", "1") == 0
+    assert bench(prompts, tmp_path / "sampled", ["--systems", "ar", "treeflash+paths", "--temperature", "1"]) == 0
     assert not any(record["differences"] for record in read(tmp_path / "sampled")), "other samples by design"
     assert "lossless" not in capsys.readouterr().out
 
@@ -141,11 +136,11 @@ def test_answers_that_differ_pass_at_a_near_tie_and_fail_elsewhere(fake, prompts
 def test_a_batch_shares_its_seconds(fake, tmp_path):
     prompts = write_lines(tmp_path / "prompts.jsonl", [*PROMPTS, {"id": "c", "turns": ["Why?"]}])
     out = tmp_path / "out.jsonl"
-    assert bench(prompts, out, "--systems", "ar", "--batch-size", "2") == 0
+    assert bench(prompts, out, ["--systems", "ar", "--batch-size", "2"]) == 0
     assert [len(call.inputs) for call in fake.calls] == [2, 1, 2, 1, 1]  # two turns, again after warm-up, the last prompt
     assert [(r["prompt_id"], r["seconds"]) for r in read(out)] == [("cows", 2.0), ("7", 1.0), ("c", 1.0)]
     out.write_text(out.read_text().splitlines(keepends=True)[1])  # "7" is known: its batch is measured for "cows" alone
-    assert bench(prompts, out, "--systems", "ar", "--batch-size", "2") == 0
+    assert bench(prompts, out, ["--systems", "ar", "--batch-size", "2"]) == 0
     assert [r["prompt_id"] for r in read(out)] == ["7", "cows", "c"]
 
 
@@ -158,8 +153,8 @@ def test_sets_of_prompts_are_drawn_and_reported_apart(fake, prompts, tmp_path, c
     assert [(s["set"], s["prompts"]) for s in systems] == 3 * [("other", 1)] + 3 * [("prompts", 1)]
     shown = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
     assert ["other", "0", "ar"] in shown and ["prompts", "0", "treeflash-8"] in shown
-    assert main(["bench", "run", "--prompts", str(prompts), str(prompts), "--out", str(out)]) == 2
-    assert "expected files of different names" in capsys.readouterr().err
+    twice = ["--prompts", str(prompts), str(prompts), "--out", str(out)]
+    mistake(capsys, main, ["bench", "run", *twice], "expected files of different names")
 
 
 def test_a_stopped_run_continues_where_it_was(fake, prompts, tmp_path):
@@ -181,16 +176,16 @@ def test_a_stopped_run_continues_where_it_was(fake, prompts, tmp_path):
     fake.calls.clear()
     assert bench(prompts, out) == 0
     assert fake.calls == [] and len(read(out)) == 6
-    assert bench(prompts, out, "--systems", "treeflash-4", "--seed", "1") == 0  # another system and seed join the file
+    assert bench(prompts, out, ["--systems", "treeflash-4", "--seed", "1"]) == 0  # another system and seed join the file
     assert len(read(out)) == 8
 
     before, fake.finished = out.read_bytes(), "interrupted"
-    assert bench(prompts, out, "--systems", "ar", "--seed", "2") == 130
+    assert bench(prompts, out, ["--systems", "ar", "--seed", "2"]) == 130
     assert out.read_bytes() == before
 
 
 def test_each_prompt_has_its_own_noise_which_all_systems_share(fake, prompts, tmp_path):
-    assert bench(prompts, tmp_path / "out.jsonl", "--seed", "0", "1") == 0
+    assert bench(prompts, tmp_path / "out.jsonl", ["--seed", "0", "1"]) == 0
     seeds = {}
     for call in fake.calls:
         seeds.setdefault(call.inputs[0][0]["content"], set()).update(call.seed)
@@ -215,9 +210,7 @@ def test_mistakes_end_with_one_line_and_keep_the_results(fake, prompts, tmp_path
         (fresh, ["--format", "raw"], "prompt 'cows': got 2 turns, expected one turn alone"),
         (fresh, ["--out", "nowhere/out.jsonl"], "cannot write nowhere/out.jsonl: No such file"),
     ):
-        assert bench(prompts, path, *more) == 2
-        captured = capsys.readouterr()
-        assert captured.out == "" and captured.err.count("\n") == 1 and words in captured.err
+        mistake(capsys, partial(bench, prompts, path), more, words)
         assert fake.calls == [] and out.read_bytes() == before and not fresh.exists()
 
 
@@ -234,9 +227,7 @@ def test_mistakes_end_with_one_line_and_keep_the_results(fake, prompts, tmp_path
 def test_bad_prompts_are_named_by_file_and_line(tmp_path, text, words):
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
-    with pytest.raises(ValueError) as error:
-        prompt_sets.read_prompts(path)
-    assert words in str(error.value)
+    refused(lambda: prompt_sets.read_prompts(path), words)
 
 
 def test_training_files_are_prompt_files_too(tiny, tmp_path):
@@ -247,9 +238,7 @@ def test_training_files_are_prompt_files_too(tiny, tmp_path):
         {"messages": [{"role": "system", "content": "s"}, {"from": "human", "value": "x"}]},
         {"prompt": "x"},
     ]
-    path = tmp_path / "mixed.jsonl"
-    path.write_text("\n".join(json.dumps(form) for form in forms) + "\n")
-    prompts = prompt_sets.read_prompts(path)
+    prompts = prompt_sets.read_prompts(write_lines(tmp_path / "mixed.jsonl", forms))
     assert [prompt.id for prompt in prompts] == ["a", "mixed-2", "mixed-3", "mixed-4"]
     assert [prompt.turns for prompt in prompts] == [("x", "y"), ("x",), ("x",), ("x",)]
     assert [prompt.system for prompt in prompts] == [None, None, "s", None]
@@ -259,8 +248,8 @@ def test_training_files_are_prompt_files_too(tiny, tmp_path):
     assert isinstance(prompt_sets.empty_chat(prompts[1], "raw"), tf.Text)
     [[result]] = harness.converse(plain_system(tiny, max_new_tokens=2, batch_size=1), prompts[2:3], "chat", 0.0, 0)
     assert result.prompt_ids == tiny.encode(opening)
-    with pytest.raises(ValueError, match="'mixed-3': got a system message, expected one turn alone with the format raw"):
-        run.check([plain_system(tiny)], prompts[2:], "raw", [], "out")
+    words = "'mixed-3': got a system message, expected one turn alone with the format raw"
+    refused(lambda: run.check([plain_system(tiny)], prompts[2:], "raw", [], "out"), words)
 
 
 def plain_system(model, **settings):
@@ -279,11 +268,16 @@ def test_names_of_systems_hold_their_settings():
     delayed, selector = systems.values()
     assert delayed == {"ngrams": 0, "builder": "delayed", "acceptance": None, "nodes": 8, "trunk": "auto", "branches": 3}
     assert selector == {"ngrams": 0, "nodes": 4, "selector": "a:b.safetensors"}
+    systems = parse_systems(["treeflash-8+hybrid", "treeflash+one-path+block", "marginal+paths+traversal@0.7"], [4])
+    assert list(systems) == ["treeflash-8+hybrid", "treeflash-4+one-path+block", "marginal-4+paths+traversal@0.7"]
+    hybrid, one_path, marginal = systems.values()
+    assert hybrid == {"ngrams": 0, "builder": "hybrid", "acceptance": None, "nodes": 8}
+    assert one_path["branches"] == 1 and marginal["acceptance"] == "traversal"
     unknown = "got setting 'temperature' of a system, expected one of"
-    bad = {"medusa": "unknown system", "ar:trunk=1": "unknown system", "treeflash:temperature=1": unknown}
-    for name, words in (bad | {"treeflash:trunk=-1": "trunk"}).items():
-        with pytest.raises(ValueError, match=words):
-            parse_systems([name], [4])
+    names = ("medusa", "ar:trunk=1", "chain+hybrid", "treeflash+heap", "treeflash+hybrid+luck")
+    bad = dict.fromkeys(names, "unknown system") | {"treeflash:temperature=1": unknown, "treeflash:trunk=-1": "trunk"}
+    for name, words in bad.items():
+        refused(partial(parse_systems, [name], [4]), words)
 
 
 def test_a_preset_leaves_out_trees_of_equal_settings(tiny, monkeypatch):
@@ -336,9 +330,8 @@ def test_drafters_are_compared_in_turns_with_the_times_of_their_phases(short, pr
 ])  # fmt: skip
 def test_bad_drafters_and_sizes_end_with_one_line(tmp_path, capsys, pair, words):
     out = tmp_path / "out.jsonl"
-    assert main(["bench", "run", "--pair", *pair, "--out", str(out)]) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1 and not out.exists()
+    mistake(capsys, main, ["bench", "run", "--pair", *pair, "--out", str(out)], words)
+    assert not out.exists()
 
 
 def test_published_formats_and_draw(fake):
@@ -363,8 +356,8 @@ for line in sys.stdin:
     answer = {"ids": question["prompt"][:1]} if sys.argv[1:] else {"text": "an answer", "tokens": 4}
     print(json.dumps(answer | {"seconds": 0.1}), flush=True)
 """
-PAIR = ["--pair", *(str(DATA / "conformance" / "b_trained" / part) for part in ("verifier", "drafter"))]
-GREEDY = [*PAIR, "--prompt-ids", "3 4 5", "--systems", "ar", "treeflash-16", "--stop-ids", "", "--seed", "0", "1"]
+GREEDY = ["--pair", str(PAIR / "verifier"), str(PAIR / "drafter"), "--prompt-ids", "3 4 5", "--stop-ids", ""]
+GREEDY += ["--systems", "ar", "treeflash-16", "--seed", "0", "1"]
 GREEDY += ["--candidates", "8", "--children", "8", "--max-new-tokens", "12"]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
+from refusals import mistake
 
 from treeflash_jax.cli.arguments import Parser, add_fields, option_values
 from treeflash_jax.core.checks import bounded
@@ -61,10 +62,7 @@ def test_a_command_may_take_some_fields_or_lists_of_values():
     (["--place", "x", "--extra", "{1"], "--extra: not valid JSON"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(capsys, words, said):
-    with pytest.raises(SystemExit) as stop:
-        parsed(*words)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and error.startswith("toy: error: ") and said in error
+    assert mistake(capsys, lambda words: parsed(*words), words, said).startswith("toy: error: ")
 
 
 def test_help_has_units_defaults_and_what_must_be_given(capsys):

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import DATA, SMOLLM2
+from conftest import PAIR, SMOLLM2
+from refusals import mistake
 from rich.console import Console
 
 import treeflash_jax as tf
@@ -24,7 +25,6 @@ from treeflash_jax.core.checks import default_text
 from treeflash_jax.core.devices import Device
 from treeflash_jax.formats import hub
 
-PAIR = DATA / "conformance" / "b_trained"
 MODEL = ["--verifier", str(PAIR / "verifier"), "--drafter", str(PAIR / "drafter")]
 HI = [{"role": "user", "content": "hi"}]
 
@@ -66,14 +66,6 @@ def test_a_single_answer_is_printed_while_it_is_decoded(tiny, capsys, monkeypatc
     assert "".join(printed) == answer.text + "\n"
 
 
-def status(words: list[str]) -> int:
-    """Exit status of a command."""
-    try:
-        return main(words)
-    except SystemExit as stop:
-        return stop.code
-
-
 @pytest.mark.parametrize("arguments, words", [
     ([], "no prompt"),
     (["--prompt-ids", ""], "empty prompt"),
@@ -87,9 +79,7 @@ def status(words: list[str]) -> int:
 ])  # fmt: skip
 def test_mistakes_end_with_one_line(capsys, monkeypatch, arguments, words):
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    assert status(["generate", *MODEL, *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1 and words in captured.err
+    mistake(capsys, main, ["generate", *MODEL, *arguments], words)
 
 
 @pytest.mark.parametrize("arguments, meant", [
@@ -103,9 +93,7 @@ def test_mistakes_end_with_one_line(capsys, monkeypatch, arguments, words):
     (["generate", "--builder", "best-frist", "hello"], "best-first"),
 ])  # fmt: skip
 def test_unknown_words_name_what_was_meant(capsys, arguments, meant):
-    assert status(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and f"did you mean {meant}?" in error
+    mistake(capsys, main, arguments, f"did you mean {meant}?")
 
 
 @pytest.fixture

@@ -19,14 +19,11 @@ TREE = {"nodes": 8, "candidates": 4, "children": 4}
 SAMPLED = {"temperature": [0.0, 1.0, 0.7, 0.0, 1.0, 1.3, 0.0]}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        TREE | SAMPLED,
-        pytest.param({"builder": "none"}, marks=pytest.mark.slow),
-        pytest.param(TREE | {"builder": "hybrid", "temperature": 1.0}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    TREE | SAMPLED,
+    pytest.param({"builder": "none"}, marks=pytest.mark.slow),
+    pytest.param(TREE | {"builder": "hybrid", "temperature": 1.0}, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_answers_do_not_depend_on_the_batch(trained, settings):
     how = {"max_new_tokens": 24, "stop_ids": [3, 7, 11, 20, 33, 40], **settings}
     whole = trained.generate(PROMPTS, batch_size=7, **how)

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import AUTO, BUCKETS, FLAT, MIXED, beside, make_runner, refused, table
-from conftest import DATA
+from answers import AUTO, BUCKETS, FLAT, MIXED, assert_same_positions, beside, make_runner, table
+from conftest import FOLDERS
+from refusals import refused
 
 from treeflash_jax import GenerateConfig, TreeFlash, load, trees
 from treeflash_jax.cli import commands
@@ -135,9 +136,7 @@ def test_after_a_pause_the_drafter_has_seen_all_it_would_have_seen(trained, tmp_
     assert state.policy.pending_b.tolist() == [0, 0]
     ours, theirs = state.drafter.context, expected.drafter.context
     assert ours.length_b.tolist() == theirs.length_b.tolist() == state.cache.length_b.tolist()
-    for mine, other in zip(jax.tree.leaves(ours.groups), jax.tree.leaves(theirs.groups), strict=True):
-        for b, length in enumerate(ours.length_b.tolist()):
-            np.testing.assert_allclose(mine[b, :, :length], other[b, :, :length], atol=1e-5)
+    assert_same_positions(ours, theirs, ours.length_b.tolist(), atol=1e-5)
     drafts = [loops.draft(trained.weights, each, replace(plan, policy=None)) for each in (state, expected)]
     np.testing.assert_array_equal(drafts[0].tokens_bn, drafts[1].tokens_bn)
 
@@ -192,20 +191,16 @@ def test_streaming_and_growing_caches_change_nothing(trained, plain, tmp_path, m
         assert len(whole.tree(round_index).labels) <= whole.nodes[round_index]
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"nodes": "many"}, "nodes 'many', expected .* or 'auto'"),
-        ({"nodes": "auto", "builder": "chain"}, "builder 'chain', expected 'best-first' with nodes 'auto'"),
-        ({"nodes": "auto", "acceptance": "block"}, "acceptance 'block'"),
-        ({"nodes": "auto", "lanes": 2}, "lanes 2, expected None with nodes 'auto'"),
-        ({"nodes": "auto"}, "a.json not found; nodes 'auto' needs the file that `treeflash calibrate` writes"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"nodes": "many"}, "nodes 'many', expected a valid integer or 'auto'"),
+    ({"nodes": "auto", "builder": "chain"}, "builder 'chain', expected 'best-first' with nodes 'auto'"),
+    ({"nodes": "auto", "acceptance": "block"}, "acceptance 'block'"),
+    ({"nodes": "auto", "lanes": 2}, "lanes 2, expected None with nodes 'auto'"),
+    ({"nodes": "auto"}, "a.json not found; nodes 'auto' needs the file that `treeflash calibrate` writes"),
+])  # fmt: skip
 def test_mistakes_are_one_line(trained, tmp_path, settings, words):
     model, before = beside(trained, tmp_path / "a.json"), len(programs.compiled())
-    with refused(words):
-        model.generate(PROMPTS[0], **settings)
+    refused(lambda: model.generate(PROMPTS[0], **settings), words)
     assert len(programs.compiled()) == before
 
 
@@ -268,8 +263,7 @@ def test_a_decision_by_hand(trained):
 def test_a_stale_calibration_is_refused(trained, tmp_path, changed):
     path = tmp_path / "a.json"
     model, before = beside(trained, path, table(trained, MIXED, 0.9, **{changed: "other"})), len(programs.compiled())
-    with refused(f"got a calibration for {changed} 'other', expected"):
-        model.generate([3, 4, 5], **AUTO)
+    refused(lambda: model.generate([3, 4, 5], **AUTO), f"got a calibration for {changed} 'other', expected")
     assert len(programs.compiled()) == before
     calibration.write(path, table(trained, MIXED, 0.9))
     assert model.calibration(model.plan(GenerateConfig(**AUTO))).identity[changed] != "other"
@@ -286,25 +280,9 @@ def test_a_lora_in_any_matrix_makes_another_pair_and_the_form_of_the_weights_doe
             low_rank = 0.05 * jnp.std(leaf) * jnp.tensordot(up, down, axes=0)
             merged = structure.unflatten([*leaves[:i], leaf + low_rank, *leaves[i + 1 :]])
             assert calibration.pair_digest(trained.verifier, merged, plan) != pair
-    folder = DATA / "conformance" / "b_trained"
     for form in ({"dtype": jnp.bfloat16}, {"quantize": "int8"}, {"dtype": jnp.bfloat16, "quantize": "int8"}):
-        other = load(verifier=folder / "verifier", drafter=folder / "drafter", **form)
+        other = load(**FOLDERS, **form)
         assert calibration.pair_digest(other.verifier, other.weights, plan) == pair
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"entries": [{"nodes": 1}]}'])
-def test_a_damaged_file_is_one_line(tmp_path, text):
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="got no calibration"):
-        calibration.read(path)
-
-
-def test_the_default_path_is_the_folder_of_a_local_drafter(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert calibration.default_path(tmp_path) == tmp_path / calibration.FILE
-    for drafter in ("owner/drafter", None):
-        assert calibration.default_path(drafter) == tmp_path / "cache/treeflash" / calibration.FILE
 
 
 @pytest.mark.slow

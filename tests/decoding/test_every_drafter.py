@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import cut_by_stops, drafted_as_plain, make_pair, make_runner, prefilled, refused
+from answers import cut_by_stops, drafted_as_plain, make_pair, make_runner, prefilled
 from compiled import CAPACITY, assert_copies_nothing, assert_one_program
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, compilations, needs_8_devices
+from refusals import refused
 from test_selector import HOW as SELECTED
 from test_selector import written
 
@@ -40,7 +41,6 @@ KINDS = {
 }
 PROMPTS = [[3, 4, 5, 3, 4], [8]]
 TREE = {"nodes": 8, "children": 4}
-pytestmark = pytest.mark.filterwarnings("ignore:tau is")
 
 
 def slow_unless(is_quick: bool, *values) -> object:
@@ -78,12 +78,6 @@ DRAFTS = {
     "chain": {"builder": "chain"},
 }
 MIXED = {"temperature": [0.0, 0.7, 1.3], "top_k": [0, 0, 9], "seed": 3}
-
-
-@pytest.fixture
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 @cache
@@ -176,8 +170,7 @@ REFUSED = {"eagle3": OF_BLOCKS + OF_LEVELS, "language model": OF_BLOCKS + OF_LEV
 def test_options_that_a_drafter_lacks_are_refused(kind):
     pair, before = make_pair(RANDOM_MODEL, KINDS[kind]), len(programs.compiled())
     for settings, words in REFUSED[kind]:
-        with refused(words):
-            pair.generate(PROMPTS, **settings)
+        refused(partial(pair.generate, PROMPTS, **settings), words)
     assert len(programs.compiled()) == before
 
 

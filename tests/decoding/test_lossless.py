@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
-from answers import AUTO, MIXED, SIZES, beside, cut_by_stops, drafted_as_plain, table
-from conftest import DATA
+from answers import AUTO, MIXED, SIZES, beside, cut_by_stops, drafted_as_plain, random_weights, table
+from conftest import FOLDERS
 
 from treeflash_jax import TreeFlash, load
 from treeflash_jax.core import parameters
@@ -24,13 +23,7 @@ from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.models import quantized, verifier
 from treeflash_jax.models.config import ModelConfig, Rope
 
-pytestmark = pytest.mark.filterwarnings("ignore:tau is")
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def draw_call(draw: random.Random, longest: int, tokens: range, filters: tuple[int, ...]) -> tuple[list[list[int]], dict]:
@@ -49,9 +42,10 @@ def draw_call(draw: random.Random, longest: int, tokens: range, filters: tuple[i
 
 def fresh(specs, seed: int, scale: float, *, noisy: bool = False):
     """Returns random weights in float64, without zeros and ones if `noisy`."""
-    normal = jax.tree.map(lambda spec: replace(spec, init="normal") if noisy else spec, specs, is_leaf=parameters.is_spec)
-    made = parameters.initialize(normal, jax.random.key(seed), jnp.float64, scale)
-    return jax.tree.map(lambda x, spec: 1 + x if noisy and spec.init == "ones" else x, made, specs)
+    if not noisy:
+        return parameters.initialize(specs, jax.random.key(seed), jnp.float64, scale)
+    made = random_weights(specs, seed, scale, jnp.float64)
+    return jax.tree.map(lambda x, spec: 1 + x if spec.init == "ones" else x, made, specs)
 
 
 OTHER_DRAFTS = {"nodes": 1}, {"nodes": 64}, {"nodes": 16, "head": "marginal"}, {"builder": "walk"}, {"builder": "chain"}
@@ -61,9 +55,7 @@ OTHER_DRAFTS = {"nodes": 1}, {"nodes": 64}, {"nodes": 16, "head": "marginal"}, {
     "draft", [{"nodes": 16}, *(pytest.param(how, marks=pytest.mark.slow) for how in OTHER_DRAFTS)], ids=str
 )
 def test_a_trained_pair_and_random_ones_lose_nothing(draft):
-    trained = load(
-        verifier=DATA / "conformance/b_trained/verifier", drafter=DATA / "conformance/b_trained/drafter", dtype="float64"
-    )
+    trained = load(**FOLDERS, dtype="float64")
     draw, sizes, results = random.Random(4), {"candidates": 8, "children": 8}, []
     for kind in ["trained"] * 6 + ["random drafter"] * 2 + ["random pair"] * 2:
         weights, seed = trained.weights, draw.randrange(10**6)

@@ -21,8 +21,6 @@ from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine import model as engine
 
-pytestmark = pytest.mark.filterwarnings("ignore:tau is")
-
 
 def answer(model: tf.TreeFlash, prompt: list[int], session: tf.Session | None, **settings) -> list[int]:
     *_, result = model.stream(prompt, session=session, **settings)

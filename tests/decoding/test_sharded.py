@@ -19,7 +19,7 @@ PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
 SETTINGS = {"max_new_tokens": 24, "temperature": [0.0, 0.7, 1.0, 0.0], "top_p": [1.0, 0.9, 0.8, 1.0], "top_k": [0, 0, 9, 0]}
 TREE = {"nodes": 8, "candidates": 4, "children": 4}
 
-pytestmark = [needs_8_devices, pytest.mark.filterwarnings("ignore:tau is")]
+pytestmark = needs_8_devices
 
 
 @pytest.fixture(scope="module")

@@ -62,15 +62,9 @@ def pair(request) -> SimpleNamespace:
     settings = json.loads((folder / "settings.json").read_text())
     expected = dict(np.load(folder / "expected.npz"))
     model = tf.load(verifier=folder / "verifier", drafter=folder / "drafter")
-    stages = run_stages(
-        model.weights,
-        jnp.asarray(expected["prompt"], jnp.int32),
-        config=model.verifier,
-        fit=model.drafter,
-        head=model.drafter.head,
-        draft=DraftSettings(candidates=settings["top_m"], children=settings["top_k"]),
-        nodes=settings["tree_size"],
-    )
+    draft = DraftSettings(candidates=settings["top_m"], children=settings["top_k"])
+    sizes = dict(config=model.verifier, fit=model.drafter, head=model.drafter.head, draft=draft)
+    stages = run_stages(model.weights, jnp.asarray(expected["prompt"], jnp.int32), **sizes, nodes=settings["tree_size"])
     return SimpleNamespace(model=model, settings=settings, expected=expected, stages=jax.tree.map(np.asarray, stages))
 
 

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import refused
+from answers import random_weights
 from conftest import DATA, RANDOM_MODEL
+from refusals import refused
 from safetensors.numpy import save_file
 from scipy.special import log_softmax
 
@@ -33,7 +34,6 @@ MODEL = {
     "max_position_embeddings": 64, "tie_word_embeddings": False,
 }  # fmt: skip
 STEERING = {"taps": [0, 1, 2], "width": 12, "num_layers": 2, "ffn": 24, "rank": 0}
-pytestmark = pytest.mark.filterwarnings("ignore:tau is")
 
 
 @pytest.fixture(scope="module")
@@ -100,20 +100,13 @@ def test_zero_steering_is_no_steering_bit_for_bit(stored, expected, rank):
     np.testing.assert_allclose(unsteered, log_softmax(expected["plain_logits"][8:], axis=-1), atol=1e-4)
 
 
-@pytest.fixture
-def float64():
-    with jax.enable_x64(True):
-        yield
-
-
 @pytest.mark.slow
 def test_reading_a_text_in_parts_is_reading_it_at_once(float64):
     """Positions of a path keep the shifts they were drafted with; the last one is steered by the verifier's new state."""
     size = replace(RANDOM_MODEL, num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, intermediate_size=24)
     sizes = steering.SteeringConfig(taps=(0, 1, 2), width=6, num_layers=2, ffn=24, rank=3)
     config = causal_lm.LanguageModelConfig(layers=size, steering=sizes)
-    random = jax.tree.map(lambda spec: replace(spec, init="normal"), causal_lm.specs(config), is_leaf=parameters.is_spec)
-    weights = parameters.initialize(random, jax.random.key(5), jnp.float64, 0.4)
+    weights = random_weights(causal_lm.specs(config), 5, 0.4, jnp.float64)
     rng = np.random.default_rng(0)
     tokens_bt, features_btj = jnp.asarray(rng.integers(0, 64, (2, 9))), jnp.asarray(rng.normal(size=(2, 9, 18)))
     extend = partial(jax.jit(partial(causal_lm.extend, attention="xla"), static_argnums=2), weights, None, config)
@@ -166,23 +159,18 @@ def test_steering_lies_in_a_folder_of_its_own_too(tmp_path, capsys):
         ({"rank": -1}, "rank"), ({"taps": [0, 1]}, "three layers"), ({"wide": 1}, "wide"),
     ):  # fmt: skip
         (tmp_path / "steers" / "steering_config.json").write_text(json.dumps(asdict(config) | change))
-        with refused(says):
-            tf.load(**pair, steering=tmp_path / "steers")
-    with refused("no steering_config.json"):
-        tf.load(**pair, steering=tmp_path / "small")
+        refused(lambda: tf.load(**pair, steering=tmp_path / "steers"), says)
+    refused(lambda: tf.load(**pair, steering=tmp_path / "small"), "no steering_config.json")
     (tmp_path / "steers" / "steering_config.json").write_text(json.dumps(asdict(config)))
     for drafter, words in (("ngram", "drafter of kind 'ngram'"), ("none", "no drafter")):
-        with refused(words):
-            tf.load(**pair | {"drafter": drafter}, steering=tmp_path / "steers")
+        refused(partial(tf.load, **pair | {"drafter": drafter}, steering=tmp_path / "steers"), words)
     (tmp_path / "small" / "steering_config.json").mkdir()
-    with refused("expected a JSON file"):
-        tf.load(**pair)
+    refused(lambda: tf.load(**pair), "expected a JSON file")
 
 
 def test_two_factors_are_their_product_and_layers_are_slices_of_all(float64):
     config = steering.SteeringConfig(taps=(0, 1, 2), width=6, num_layers=2, ffn=5, rank=3)
-    random = jax.tree.map(lambda spec: replace(spec, init="normal"), steering.specs(config), is_leaf=parameters.is_spec)
-    factors = parameters.initialize(random, jax.random.key(3), jnp.float64, 0.5)
+    factors = random_weights(steering.specs(config), 3, 0.5, jnp.float64)
     whole = {name: x for name, x in factors.items() if name not in ("down", "up")}
     whole["project"] = jnp.einsum("dr,ryf->dyf", factors["down"], factors["up"])
     normed_bd = jax.random.normal(jax.random.key(4), (3, 6), jnp.float64)

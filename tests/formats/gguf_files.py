@@ -68,23 +68,16 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
         "rope.dimension_count": config.head_dim,
     }
     if config.rope.kind == "yarn":
-        sizes["rope.scaling.type"] = "yarn"
-        sizes["rope.scaling.factor"] = config.rope.factor
-        sizes["rope.scaling.original_context_length"] = config.rope.original_max_positions
+        scaling = {"type": "yarn", "factor": config.rope.factor}
+        scaling["original_context_length"] = config.rope.original_max_positions
+        sizes |= {f"rope.scaling.{name}": value for name, value in scaling.items()}
     if config.num_experts:
-        sizes["expert_count"] = config.num_experts
-        sizes["expert_used_count"] = config.experts_per_token
+        sizes |= {"expert_count": config.num_experts, "expert_used_count": config.experts_per_token}
         sizes["expert_feed_forward_length"] = config.expert_size
     return sizes
 
 
-def write(
-    path: Path,
-    config: ModelConfig,
-    tensors: dict[str, tuple[np.ndarray, Any]] | None = None,
-    values: dict[str, Any] | None = None,
-    changes: dict[str, Any] | None = None,
-) -> Path:
+def write(path: Path, config: ModelConfig, tensors: dict, values: dict | None = None, changes: dict | None = None) -> Path:
     """Writes a file.
 
     Args:
@@ -98,7 +91,7 @@ def write(
     for key, value in (sizes | (values or {})).items():
         if value is not None:
             add(writer, key, value)
-    for name, (data, kind) in (tensors or {}).items():
+    for name, (data, kind) in tensors.items():
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -130,16 +123,12 @@ def vocabulary(pre: str) -> dict[str, Any]:
     merges = list(dict.fromkeys(merge for i, merge in enumerate(merges) if i < 400 or i % 5)) + made
     ids = {token: i for i, token in enumerate(tokens)}
     merges = [merge for merge in dict.fromkeys(merges) if {*merge, "".join(merge)} <= ids.keys()]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [kinds.get(token, 1) for token in tokens],
-        "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
-        "tokenizer.ggml.bos_token_id": ids["<|im_start|>"],
-        "tokenizer.ggml.eos_token_id": ids["<|im_end|>"],
-        "tokenizer.ggml.add_bos_token": False,
-    }
+    entries = {
+        "model": "gpt2", "pre": pre, "tokens": tokens, "token_type": [kinds.get(token, 1) for token in tokens],
+        "merges": [" ".join(merge) for merge in merges], "bos_token_id": ids["<|im_start|>"],
+        "eos_token_id": ids["<|im_end|>"], "add_bos_token": False,
+    }  # fmt: skip
+    return {f"tokenizer.ggml.{name}": value for name, value in entries.items()}
 
 
 def digests(tokenizer: Tokenizer, strings: list[str]) -> list[str]:

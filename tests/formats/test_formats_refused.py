@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 
-import jax
 import numpy as np
 import pytest
 from conftest import DATA, RANDOM_MODEL
@@ -95,10 +94,3 @@ def test_weights_that_are_no_numbers():
                 spoilt = values.copy()
                 spoilt[place] = bad
                 assert not storage.all_finite(spoilt) and not storage.all_finite(spoilt.T)
-
-
-def test_weights_are_refused_by_name(trained, tmp_path):
-    spoilt = jax.tree.map(np.array, trained.weights.verifier)
-    spoilt["norm"][3] = math.nan
-    models.save_verifier(tmp_path, trained.verifier, spoilt)
-    refused(lambda: models.load_verifier(tmp_path), "tensor model.norm.weight", "NaN")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import mistake, refused
 
 pytest.importorskip("gguf", reason="needs the package gguf: pip install treeflash-jax[gguf]")
 
@@ -110,9 +111,8 @@ REFUSED = {
 @pytest.mark.parametrize("damage, words", REFUSED.values(), ids=REFUSED)
 def test_bad_files_get_one_line(small, damage, words, capsys):
     assert damage(small) == small
-    assert main(["generate", "--verifier", str(small), "--drafter", "none", "--prompt", "a"]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1 and words in captured.err and len(captured.err) < 500, captured.err
+    command = ["generate", "--verifier", str(small), "--drafter", "none", "--prompt", "a"]
+    assert len(mistake(capsys, main, command, words)) < 500
 
 
 def test_more_strings_than_a_header_holds(tmp_path):
@@ -121,8 +121,7 @@ def test_more_strings_than_a_header_holds(tmp_path):
     with path.open("wb") as file:
         file.write(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"x" + struct.pack("<IIQ", 9, 8, 10**8))
         file.truncate(10**9)
-    with pytest.raises(ValueError, match="its header does not end within 67,108,864 bytes"):
-        gguf_reader.read(path)
+    refused(lambda: gguf_reader.read(path), "its header does not end within 67,108,864 bytes")
 
 
 def test_every_cut_of_a_header_is_refused(small):
@@ -130,13 +129,10 @@ def test_every_cut_of_a_header_is_refused(small):
     data = small.read_bytes()
     for end in (*range(4, 300, 7), *range(1000, 40_000, 3001)):
         small.write_bytes(data[:end])
-        with pytest.raises(ValueError, match="cut off"):
-            gguf_reader.read(small)
+        refused(lambda: gguf_reader.read(small), "cut off")
 
 
 def test_without_the_package_one_line_says_how_to_get_it(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"pip install treeflash-jax\[gguf\]") as caught:
-        tf.load(verifier=small)
-    assert "\n" not in str(caught.value)
+    refused(lambda: tf.load(verifier=small), "pip install treeflash-jax[gguf]")
     assert tf.load("tiny").verifier.vocab_size == 2048, "nothing else needs it"

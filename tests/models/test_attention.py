@@ -108,22 +108,3 @@ def test_append_commits_paths_in_order(backend_form, batch, dtype):
                 for kind, slots_bkse in enumerate((kv.keys_bkse, kv.values_bkse)):
                     committed_ske = np.asarray(slots_bkse)[b].swapaxes(0, 1)[:length]
                     np.testing.assert_array_equal(committed_ske, np.reshape(expected[b][layer][kind], committed_ske.shape))
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_append_without_a_path_keeps_the_first_positions(batch):
-    new, more = new_positions(batch, 4, seed=50), new_positions(batch, 4, seed=60)
-    cache = append(kv_cache.allocate(CONFIG, batch, 16, jnp.float32), new, jnp.full(batch, 2))
-    cache = append(append(cache, more, jnp.full(batch, 0)), more, jnp.full(batch, 3))
-    assert cache.length_b.tolist() == [5] * batch
-    keys_bske = np.asarray(cache.groups[0][1].keys_bkse).swapaxes(1, 2)[:, :5]
-    np.testing.assert_array_equal(keys_bske, np.concatenate([new[0][1][0][:, :2], more[0][1][0][:, :3]], axis=1))
-
-
-def test_grow_keeps_positions_and_lengths():
-    cache = append(kv_cache.allocate(CONFIG, 2, 8, jnp.bfloat16), new_positions(2, 4, seed=90), jnp.asarray([4, 1]))
-    grown = jax.jit(lambda cache: cache.grow(24))(cache)
-    assert grown.groups[0][0].keys_bkse.shape[2] == 24 and grown.length_b.tolist() == [4, 1]
-    for small, large in zip(jax.tree.leaves(cache.groups), jax.tree.leaves(grown.groups), strict=True):
-        assert large.shape == (2, K, 24, E) and large.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(large[:, :, :8], small)

@@ -19,18 +19,13 @@ from treeflash_jax.models.costs import Counter, distinct_experts
 CONFIG = replace(RANDOM_MODEL, hidden_size=8, num_experts=6, experts_per_token=2, expert_size=4, normalize_experts=True)
 CHOSEN = expert_sums.gather, expert_sums.dense, expert_sums.sort_by_expert
 GATHERED = expert_sums.gather_in_steps, expert_sums.gather_and_reduce, expert_sums.gather_slices  # on CPUs, GPUs, TPUs
+pytestmark = pytest.mark.usefixtures("float64")
 FORMS = {form.__name__: form for form in (*CHOSEN, *GATHERED, expert_sums.all_experts, expert_sums.ragged)}
 
 
 @jax.jit
 def run_every_form(*operands):
     return {form: run(*operands) for form, run in FORMS.items()}
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 def make_weights(config, seed: int = 0):
@@ -117,13 +112,6 @@ def test_bytes_and_flops_of_a_pass_count_the_experts_that_are_read():
     assert whole == of_layers + 2 * 8 * expert
     more = count.layers(replace(config, experts_per_token=3), 3, 0).flops - work.flops
     assert more == 2 * 2 * 3 * 6 * 32 * 16, "two layers, three matrices, six rows, one expert more of each"
-
-
-def test_the_number_of_tokens_chooses_the_form():
-    gather, dense, by_expert = CHOSEN
-    forms = [expert_sums.choose_form(count, 8, 128) for count in (1, 2, 8, 9, 64, 65)]
-    assert forms == [gather, gather, gather, dense, dense, by_expert]
-    assert [expert_sums.choose_form(1, 8, held) for held in (16, 8)] == [gather, dense], "experts of one device"
 
 
 def test_more_tokens_than_a_block_are_run_block_by_block():

@@ -87,8 +87,8 @@ def test_refused_configs(changes, words):
 
 def test_a_drafter_of_experts_is_refused():
     drafter = {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0]}, "block_size": 4, "num_target_layers": 4}
-    with pytest.raises(ValueError, match=r"^config.json: got a drafter of model_type 'qwen3_moe', expected .* experts$"):
-        dialects.parse("drafter", RAW | drafter)
+    words = "config.json: got a drafter of model_type 'qwen3_moe', expected ", " experts"
+    refused(lambda: dialects.parse("drafter", RAW | drafter), *words)
 
 
 APART, FUSED = (load_file(FOLDER / name / "model.safetensors") for name in ("apart", "fused"))
@@ -98,21 +98,19 @@ BAD = {
     "both": (APART | FUSED, "several of these layouts"),
     "neither": ({name: x for name, x in APART.items() if "experts" not in name}, "none of these layouts"),
     "missing": ({name: x for name, x in APART.items() if name != MISSING}, f"1 tensors missing, the first is {MISSING}"),
-    "too many": (APART | {MISSING.replace(".2.", ".4."): APART[MISSING]}, "unknown tensors.*experts.4.up_proj"),
-    "shape": (APART | {MISSING: APART[MISSING][:5]}, rf"{MISSING} has shape \[5, 16\], expected \[8, 16\]"),
+    "too many": (APART | {MISSING.replace(".2.", ".4."): APART[MISSING]}, ("unknown tensors", "experts.4.up_proj")),
+    "shape": (APART | {MISSING: APART[MISSING][:5]}, f"{MISSING} has shape [5, 16], expected [8, 16]"),
     "infinity": (APART | {MISSING: np.full_like(APART[MISSING], np.inf)}, f"{MISSING} holds NaN or infinity"),
-    "fused shape": (FUSED | {FUSED_NAME: FUSED[FUSED_NAME][:, :8]}, rf"{FUSED_NAME} has .*expected \[4, 16, 16\]"),
+    "fused shape": (FUSED | {FUSED_NAME: FUSED[FUSED_NAME][:, :8]}, (f"{FUSED_NAME} has ", "expected [4, 16, 16]")),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_refused_files(tmp_path, name):
-    tensors, message = BAD[name]
+    tensors, words = BAD[name]
     shutil.copy(FOLDER / "apart" / "config.json", tmp_path)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=message) as error:
-        models.load_verifier(tmp_path)
-    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+    refused(lambda: models.load_verifier(tmp_path), str(tmp_path), *([words] if isinstance(words, str) else words))
 
 
 @needs_8_devices

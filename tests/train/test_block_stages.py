@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import pytest
 import toy_training
+from answers import random_weights
 from refusals import refused
-from toy_training import MODEL, WITH_HEAD, make_batch, random_weights
+from toy_training import MODEL, WITH_HEAD, make_batch
 
 from train import drafter, head
 from train.runtime import hosts, training_state, watch
@@ -41,13 +42,10 @@ def one_device(toy, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("mesh.data=2", "mesh.fsdp=2", "mesh.model=2"),
-        ("loop.accumulate=2", "mesh.data=2", "mesh.model=4", "objective.chunk=4"),
-    ],
-)
+@pytest.mark.parametrize("overrides", [
+    ("mesh.data=2", "mesh.fsdp=2", "mesh.model=2"),
+    ("loop.accumulate=2", "mesh.data=2", "mesh.model=4", "objective.chunk=4"),
+])  # fmt: skip
 def test_meshes_parts_and_chunks_follow_one_device(toy, one_device, tmp_path, overrides):
     log = run_stage(toy, tmp_path / "run", "loop.steps=50", "train_backbone=true", *overrides)
     assert log[-1]["loss"] < log[0]["loss"] * 0.9

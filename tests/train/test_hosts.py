@@ -13,18 +13,13 @@ from jax._src.clusters import cloud_tpu_cluster
 from train.runtime import hosts
 
 SLURM = {
-    "SLURM_JOB_ID": "4097",
-    "SLURM_STEP_NODELIST": "node[07-10]",
-    "SLURM_NTASKS": "4",
-    "SLURM_PROCID": "2",
+    "SLURM_JOB_ID": "4097", "SLURM_STEP_NODELIST": "node[07-10]", "SLURM_NTASKS": "4", "SLURM_PROCID": "2",
     "SLURM_LOCALID": "0",
-}
+}  # fmt: skip
 OPEN_MPI = {
-    "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://10.96.0.1,10.148.0.1:34911",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_RANK": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-}
+    "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://10.96.0.1,10.148.0.1:34911", "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}  # fmt: skip
 GIVEN = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
 GKE = {"TPU_SKIP_MDS_QUERY": "true", "TPU_WORKER_HOSTNAMES": "localhost,x", "TPU_WORKER_ID": "1"}
 ENDPOINTS = "worker-network-endpoints"
@@ -70,16 +65,12 @@ def test_launchers_are_detected(cluster, environment, joined):
     assert cluster(environment) == joined
 
 
-@pytest.mark.parametrize(
-    "attributes, environment, joined",
-    [
-        (WORKER, {}, ("localhost:8482", 2, 4)),
-        (WORKER | {"tpu-env": SLICE}, {}, ("localhost:8482", 6, 8)),
-        ({"tpu-env": ""}, GKE, ("localhost:8482", 1, 2)),
-        (WORKER | {"agent-worker-number": "0", ENDPOINTS: "localhost"}, {}, ("localhost:8482", 0, 1)),
-    ],
-    ids=["pod", "two slices", "GKE", "one TPU machine"],
-)
+@pytest.mark.parametrize("attributes, environment, joined", [
+    (WORKER, {}, ("localhost:8482", 2, 4)),
+    (WORKER | {"tpu-env": SLICE}, {}, ("localhost:8482", 6, 8)),
+    ({"tpu-env": ""}, GKE, ("localhost:8482", 1, 2)),
+    (WORKER | {"agent-worker-number": "0", ENDPOINTS: "localhost"}, {}, ("localhost:8482", 0, 1)),
+], ids=["pod", "two slices", "GKE", "one TPU machine"])  # fmt: skip
 def test_tpu_machines_are_detected_by_their_metadata(cluster, attributes, environment, joined):
     with toy_training.metadata_server([attributes]) as [address]:
         assert cluster({"GCE_METADATA_IP": address} | environment, is_tpu_vm=True) == joined

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_training
-from toy_training import DRAFTER, MODEL, WITH_HEAD, make_batch, random_weights
+from answers import random_weights
+from refusals import refused
+from toy_training import DRAFTER, MODEL, WITH_HEAD, make_batch
 
 from train.stages import blocks, losses, objective
 from train.stages.teacher import teach
 from treeflash_jax.drafters.block import backbone as dflash
-from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
-from treeflash_jax.models import verifier, vocab
+from treeflash_jax.drafters.block.heads import HEADS
+from treeflash_jax.models import verifier
 from treeflash_jax.trees import pick
 
 OBJECTIVE = objective.ObjectiveConfig(loss="forward-kl", decay=4.0, anchors=8, chunk=8)
@@ -117,24 +119,6 @@ def test_slots_weigh_by_their_decay_up_to_the_end_of_the_document(decay):
     assert {(31, 1), (31, 4), (19, 1)} <= results
 
 
-@pytest.mark.parametrize("name", ["mlp", "linear"])
-def test_logits_of_training_equal_the_table_of_inference(name):
-    drafter_ = dataclasses.replace(DRAFTER, head=name)
-    weights = random_weights(HEADS[name].specs(drafter_), 2, scale=1.0)
-    embed_vd = jax.random.normal(jax.random.key(3), (64, 16))
-    hidden_bid = jax.random.normal(jax.random.key(4), (2, 5, 16))
-    anchor_b = jnp.array([7, 9])
-    unembed = Unembed(embed_vd, embed_vd, jnp.ones(16), DRAFTER.layers.rms_norm_eps)
-    settings = DraftSettings(candidates=4, children=6)
-    table = HEADS[name].expand(weights, unembed, hidden_bid, anchor_b, settings, jnp.ones(1))
-    _, candidates = vocab.top_k(vocab.unembed(embed_vd, unembed.normed(hidden_bid[:, 1:-1])), 4)
-    for m in range(4):
-        previous_bi = jnp.concatenate([anchor_b[:, None], candidates[:, :, m]], axis=1)
-        log_probs = jax.nn.log_softmax(HEADS[name].logits(weights, unembed, previous_bi, hidden_bid[:, 1:]))
-        expected = jnp.take_along_axis(log_probs, table.tokens_bimc[:, :, m], axis=-1)
-        np.testing.assert_allclose(table.log_probs_bimc[:, :, m], expected, atol=2e-5)
-
-
 def sampled(batch, size, keys):
     return objective.sample_vocabulary(batch, size, 64, jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys))
 
@@ -183,15 +167,12 @@ def plain_loss(params, frozen, batch, keys, settings):
     return jnp.sum(loss * chosen.weights_bni[:, :, 1:])
 
 
-@pytest.mark.parametrize(
-    ("loss", "base_weight", "trained", "vocabulary"),
-    [
-        ("forward-kl", 0.0, "head", 0),
-        ("forward-kl", 0.2, "both", 40),
-        ("cross-entropy", 0.0, "backbone", 0),
-        ("total-variation", 0.0, "both", 0),
-    ],
-)
+@pytest.mark.parametrize(("loss", "base_weight", "trained", "vocabulary"), [
+    ("forward-kl", 0.0, "head", 0),
+    ("forward-kl", 0.2, "both", 40),
+    ("cross-entropy", 0.0, "backbone", 0),
+    ("total-variation", 0.0, "both", 0),
+])  # fmt: skip
 def test_chunked_losses_and_gradients_equal_plain_ones(case, loss, base_weight, trained, vocabulary):
     frozen, batch, keys, _ = case
     drafter_ = DRAFTER if trained == "backbone" else WITH_HEAD
@@ -233,8 +214,8 @@ def test_a_sample_holds_the_sequence_and_stands_for_the_vocabulary(case):
     assert np.all(np.std(results, axis=0) > 0)
     error = np.std(results, axis=0) / np.sqrt(500)
     assert np.all(np.abs(np.mean(results, axis=0) - masses.sum()) < 4 * error)
-    with pytest.raises(ValueError, match="got objective.vocabulary 20, expected at least the 32 tokens of a sequence"):
-        sampled(batch, 20, keys)
+    words = "got objective.vocabulary 20, expected at least the 32 tokens of a sequence"
+    refused(lambda: sampled(batch, 20, keys), words)
 
 
 def test_a_sample_of_all_tokens_changes_nothing(case):

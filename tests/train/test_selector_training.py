@@ -24,14 +24,9 @@ from treeflash_jax.trees import Bucket, TreeShape
 sys.path.insert(0, str(Path(__file__).parents[1] / "acceptance"))
 import acceptance_cases as cases  # noqa: E402
 import acceptance_oracle as oracle  # noqa: E402
+import acceptance_toys as toys  # noqa: E402
 
 BUCKETS = (Bucket(1, 2, 0), Bucket(2, 1, 1), Bucket(2, 0, 2), Bucket(3, 0, 1))
-
-
-@pytest.fixture
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 @pytest.mark.parametrize(
@@ -39,12 +34,12 @@ def float64():
 )
 def test_a_label_is_what_enumeration_gives(float64, rule, which):
     """Every draft and every coin of buckets over three tokens, all of them in the shapes of the largest."""
-    p = oracle.random_verifier(0, 3, 3)
-    world = cases.World(3, 2, p, oracle.random_drafter(0, p, 3, 2, 3, ends=0.0))
+    p = toys.random_verifier(0, 3, 3)
+    world = cases.World(3, 2, p, toys.random_drafter(0, p, 3, 2, 3, ends=0.0))
     nodes = max(bucket.nodes for bucket in BUCKETS)
     shape = TreeShape(trunk=BUCKETS)
     for bucket in which:
-        draft = lambda run, b=bucket: oracle.draft_paths(world.drafter, run, b.nodes, b.branches, b.trunk, 2)  # noqa: E731
+        draft = lambda run, b=bucket: toys.draft_paths(world.drafter, run, b.nodes, b.branches, b.trunk, 2)  # noqa: E731
         case = cases.Case("delayed", nodes, shape, lambda drafter, run, depths, draft=draft: draft(run))
         drafts, expected = world.drafts(case), 0.0
         for chance, drafted in drafts:

@@ -3,8 +3,8 @@
 import dataclasses
 
 import numpy as np
-import pytest
 import toy_training
+from refusals import refused
 
 from train import head
 from train.stages import teacher
@@ -52,5 +52,5 @@ def test_an_interrupted_record_goes_on_and_layers_are_shared(toy, tmp_path, monk
 
 def test_a_full_disk_is_refused_before_anything_is_computed(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(teacher.shutil, "disk_usage", lambda _: teacher.shutil._ntuple_diskusage(10, 10, 0))
-    with pytest.raises(ValueError, match="got 0.0 GB of disk for data.record, expected"):
-        head.main(toy_training.settings(toy, f"run={tmp_path}/run", f"data.record={tmp_path}/outputs"))
+    settings = toy_training.settings(toy, f"run={tmp_path}/run", f"data.record={tmp_path}/outputs")
+    refused(lambda: head.main(settings), "got 0.0 GB of disk for data.record, expected")

@@ -5,7 +5,6 @@ Kills of a head's training are in test_train_resume.py.
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import signal
@@ -20,31 +19,11 @@ from toy_training import ROOT, finish, read_log, start
 
 from treeflash_jax.engine.pairs import locate
 
-RESPOND = """
-verifier = "tiny"
-temperatures = [0.0, 0.9]
-max_new_tokens = 40
-batch = 2
-out = "OUT"
-sources = [{ path = "FOLDER/asked.jsonl", hold_out = 0 }]
-"""
-DRAFTER = """
-run = "OUT"
-verifier = "FOLDER/verifier"
-num_layers = 1
-block_size = 5
-mask_token_id = 3
-target_layer_ids = [2]
-init_scale = 0.3
-compute_dtype = "float32"
-sources = [{ path = "FOLDER/responses.jsonl", format = "responses", hold_out = 10 }]
-data = { sequence_length = 32 }
-objective = { loss = "cross-entropy", decay = 4.0, anchors = 4, chunk = 2 }
-evaluate = { prompts = 0 }
-optimizer = { learning_rate = 1e-2 }
-loop = { steps = 24, batch = 4, log_every = 2, save_every = 3, evaluate_every = 12 }
-mesh = { data = 1 }
-"""
+RESPOND = "verifier=tiny", "temperatures=[0.0, 0.9]", "max_new_tokens=40", "batch=2"
+DRAFTER = (
+    "num_layers=1", "block_size=5", "mask_token_id=3", "target_layer_ids=[2]", "objective.loss=cross-entropy",
+    "loop.steps=24", "loop.batch=4", "loop.save_every=3", "loop.evaluate_every=12",
+)  # fmt: skip
 pytestmark = pytest.mark.slow
 
 
@@ -53,8 +32,9 @@ def toy(tmp_path_factory):
     """A toy pair, questions, and a finished run of a head."""
     folder = tmp_path_factory.mktemp("toy")
     toml = toy_training.write(folder)
+    toy_training.write_stage(folder, without=("drafter",))
     asked = [{"messages": [{"role": "user", "content": f"What is {i} + {i * i}?"}]} for i in range(12)]
-    (folder / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
+    toy_training.write_lines(folder / "asked.jsonl", asked)
     finish(start([sys.executable, str(ROOT / "tests" / "toy_training.py"), str(folder), "loop.steps=4"]))
     assert toml.exists() and (folder / "run" / "checkpoints").is_dir()
     return folder
@@ -68,10 +48,10 @@ def commands(stage: str, toy: Path, out: Path) -> list[str]:
     if stage == "convert":
         drafter = locate("tiny", "drafter")
         return [*python, "treeflash_jax", "convert", str(drafter), str(out), "--to", "dflash", "--drop-head"]
-    toml = out.with_suffix(".toml")
-    text = {"respond": RESPOND, "drafter": DRAFTER}[stage]
-    toml.write_text(text.replace("OUT", str(out)).replace("FOLDER", str(toy)))
-    return [*python, f"train.{stage}", str(toml)]
+    if stage == "respond":
+        asked = f"sources=[{{path = '{toy / 'asked.jsonl'}', hold_out = 0}}]"
+        return [*python, "train.respond", f"out={out}", asked, *RESPOND]
+    return [*python, "train.drafter", str(toy / "stage.toml"), f"run={out}", *DRAFTER]
 
 
 def timed(command: list[str]) -> float:

@@ -7,6 +7,7 @@ import itertools
 import json
 import shlex
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -97,15 +98,12 @@ def test_one_command_makes_a_drafter_and_goes_on_where_it_was_killed(prompts, tm
     assert 6 in steps and steps[-1] == 8
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("drafter.loop.stesp=3", "unknown setting loop.stesp; did you mean loop.steps"),
-        ("target_layer_ids=[1, 6]", "reads verifier layers [6]"),
-        ("mask_token_id=5000", "mask id 5000 lies outside"),
-        ("num_prompts=3", "got 3 prompts, expected at least 8"),
-    ],
-)
+@pytest.mark.parametrize(("word", "message"), [
+    ("drafter.loop.stesp=3", "unknown setting loop.stesp; did you mean loop.steps"),
+    ("target_layer_ids=[1, 6]", "reads verifier layers [6]"),
+    ("mask_token_id=5000", "mask id 5000 lies outside"),
+    ("num_prompts=3", "got 3 prompts, expected at least 8"),
+])  # fmt: skip
 def test_mistakes_show_up_before_anything_runs(prompts, tmp_path, word, message):
     refused(lambda: pair.main(settings_of(prompts, tmp_path / "pair", word)), message)
     assert not (tmp_path / "pair").exists()
@@ -179,8 +177,7 @@ def test_more_steps_and_prompts_extend_what_was_begun_and_all_else_stays(prompts
         (("mask_token_id=5",), "was begun with mask_token_id = None, got 5; leave mask_token_id out"),
         (("respond.max_new_tokens=13",), "was begun with respond.max_new_tokens = 12, got 13; give"),
     ):
-        with pytest.raises(ValueError, match=message):
-            pair.main(settings_of(prompts, tmp_path, "num_prompts=8", *more))
+        refused(partial(pair.main, settings_of(prompts, tmp_path, "num_prompts=8", *more)), message)
     assert sorted(tmp_path.rglob("*")) == files_before
     after = settings_of(prompts, tmp_path, "steps=10", "num_prompts=12")
     pair.check_extension(after)
@@ -227,16 +224,13 @@ def test_a_measurement_keeps_to_its_time(tmp_path, monkeypatch, seconds, tried, 
     assert all(vars(answering).items() <= how.items() for how in loaded), "prompts as those of the answers"
 
 
-@pytest.mark.parametrize(
-    ("speedup", "taus", "said"),
-    [
-        (1.2, {}, "--nodes 8"),
-        (0.8, {2: 1.5, 4: 2.0}, "drafting pays with 2.0 times the training: about 24 answers and 4 minutes in all"),
-        (0.8, {4: 2.0}, "too short to say how much training that takes: it has no evaluation at half"),
-        (0.5, {2: 1.95, 4: 2.0}, "too short to say how much training that takes: tau of held-out prompts rose from 1.95"),
-        (0.5, {2: 2.0, 4: 1.9}, "too short to say"),
-    ],
-)
+@pytest.mark.parametrize(("speedup", "taus", "said"), [
+    (1.2, {}, "--nodes 8"),
+    (0.8, {2: 1.5, 4: 2.0}, "drafting pays with 2.0 times the training: about 24 answers and 4 minutes in all"),
+    (0.8, {4: 2.0}, "too short to say how much training that takes: it has no evaluation at half"),
+    (0.5, {2: 1.95, 4: 2.0}, "too short to say how much training that takes: tau of held-out prompts rose from 1.95"),
+    (0.5, {2: 2.0, 4: 1.9}, "too short to say"),
+])  # fmt: skip
 def test_the_end_says_what_would_pay_from_what_was_measured(prompts, tmp_path, capsys, speedup, taus, said):
     """A round of 2.5 one-token steps at tau 2: a doubling that adds 0.5 to 2.0 reaches 2.5."""
     settings = settings_of(prompts, tmp_path, "respond.thinking=true", "respond.template.effort=high")
@@ -271,17 +265,14 @@ class Inner:
 SPECIAL = {0: "<s>", 1: "</s>", 2: "<user>", 3: "<file_sep>", 4: "<|reserved_4|>", 5: "<|mask|>"}
 
 
-@pytest.mark.parametrize(
-    ("used", "size", "expected"),
-    [
-        ((), 24, 5),  # the one called mask
-        ((5,), 24, 4),  # a reserved one
-        ((4, 5), 24, 20),  # a row that no text has
-        ((4, 5), 20, 3),  # another special token, but none of the roles or of the template
-        ((3, 4, 5), 20, 19),  # an ordinary one that does not occur
-        ((3, 4, 5, *range(6, 20)), 20, 7),  # the rarest
-    ],
-)
+@pytest.mark.parametrize(("used", "size", "expected"), [
+    ((), 24, 5),  # the one called mask
+    ((5,), 24, 4),  # a reserved one
+    ((4, 5), 24, 20),  # a row that no text has
+    ((4, 5), 20, 3),  # another special token, but none of the roles or of the template
+    ((3, 4, 5), 20, 19),  # an ordinary one that does not occur
+    ((3, 4, 5, *range(6, 20)), 20, 7),  # the rarest
+])  # fmt: skip
 def test_a_mask_token_is_one_that_never_occurs(used, size, expected):
     counts_v = np.zeros(size, np.int64)
     counts_v[list(used)] = 9
@@ -308,8 +299,8 @@ def test_published_and_real_choices():
     for model in (qwen2, experts):
         assert choices.initial_layers(model, 2).value == (), "only layers like a drafter's are copied"
         unlike = replace(toy_training.DRAFTER, layers=fresh_layers(model, 2))
-        with pytest.raises(ValueError, match=r"got initial_layers \[0, 1\], expected none: the layers of this verifier"):
-            choices.check_initial((0, 1), unlike, model)
+        words = "got initial_layers [0, 1], expected none: the layers of this verifier"
+        refused(partial(choices.check_initial, (0, 1), unlike, model), words)
 
 
 def backbone(toy, tmp_path, *more):
@@ -319,18 +310,17 @@ def backbone(toy, tmp_path, *more):
 
 
 def test_backbones_that_cannot_learn_are_refused(toy, tmp_path, monkeypatch, capsys):
-    unused = r"got mask_token_id 9, which occurs \d+ times in the training data, expected an unused token, such as 3 "
-    spanning = r"got target_layer_ids \[0\], all in the first half .* such as \[1\]"
-    copies = r"got initial_layers \[{}\], expected 1 verifier layers from 0 to 2, one for each layer of the backbone"
-    for more, message in (
+    unused = "got mask_token_id 9, which occurs ", "times in the training data, expected an unused token, such as 3 "
+    spanning = "got target_layer_ids [0], all in the first half ", " such as [1]"
+    copies = "expected 1 verifier layers from 0 to 2, one for each layer of the backbone"
+    for more, words in (
         (("mask_token_id=9",), unused),
         (("mask_token_id=3", "target_layer_ids=[0]"), spanning),
-        (("mask_token_id=3", "initial_layers=[3]"), copies.format(3)),
-        (("mask_token_id=3", "initial_layers=[1, 2]"), copies.format("1, 2")),
+        (("mask_token_id=3", "initial_layers=[3]"), ("got initial_layers [3]", copies)),
+        (("mask_token_id=3", "initial_layers=[1, 2]"), ("got initial_layers [1, 2]", copies)),
     ):
-        with pytest.raises(ValueError, match=message) as caught:
-            drafter.main(backbone(toy, tmp_path, *more))
-        assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+        refused(partial(drafter.main, backbone(toy, tmp_path, *more)), *words)
+        assert not (tmp_path / "run").exists()
     monkeypatch.setattr(choices, "mask_token", lambda *_: choices.Choice(9, "rare"))
     monkeypatch.setattr(loop, "fit", lambda stage, *, params, **_: params)
     drafter.main(backbone(toy, tmp_path, "mask_token_id=9"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -178,8 +179,8 @@ def test_settings_may_change_only_where_no_answer_depends_on_them(model, setting
     respond.main(replace(settings, batch=7, mesh=MeshConfig(data=2), replicas="all"))
     assert out.read_bytes() == whole
     for changed in ({"seed": 8}, {"temperatures": (0.0,)}, {"max_new_tokens": 13}, {"verifier": "other"}):
-        with pytest.raises(ValueError, match=f"was begun with {next(iter(changed))} = .*give another out, or delete it"):
-            respond.main(replace(settings, **changed))
+        words = f"was begun with {next(iter(changed))} = ", "give another out, or delete it"
+        refused(partial(respond.main, replace(settings, **changed)), *words)
     out.with_name("answers.jsonl.settings.toml").unlink()
     refused(lambda: respond.main(settings), "exists without its settings")
     assert out.read_bytes() == whole
@@ -239,28 +240,25 @@ def test_bad_input_is_one_line(model, settings, tmp_path):
     half = source("half.jsonl", {"prompt": "fine"}, {"prompt": "half \ud800"})
     assert len(respond.collect_prompts(replace(settings, sources=(half,), malformed="skip"), model)) == 1
     cases = [
-        ({"sources": (half,)}, r"half.jsonl, line 2.*U\+D800"),
+        ({"sources": (half,)}, "half.jsonl, line 2.*U+D800"),
         ({"sources": (bad,)}, "bad.jsonl, line 1: got a chat that the assistant opens"),
-        ({"sources": (bad,), "malformed": "skip"}, r"got no prompt of at most 192 tokens \(1 malformed\)"),
-        ({"max_prompt_tokens": 3}, r"got no prompt of at most 3 tokens \(11 too long\)"),
+        ({"sources": (bad,), "malformed": "skip"}, "got no prompt of at most 192 tokens (1 malformed)"),
+        ({"max_prompt_tokens": 3}, "got no prompt of at most 3 tokens (11 too long)"),
         ({"max_new_tokens": 2040}, "expected at most 2048 together"),
         ({"sources": (Source(path="gsm8k_test.jsonl"),)}, "gsm8k_test.jsonl: no such file"),
     ]
     for changed, message in cases:
-        with pytest.raises(ValueError, match=message):
-            respond.main(replace(settings, **changed))
+        refused(partial(respond.main, replace(settings, **changed)), *message.split(".*"))
     assert not Path(settings.out).exists()
     for changed in ({"sources": ()}, {"temperatures": ()}, {"batch": 0}):
-        with pytest.raises(ValueError, match=f"got (no )?{next(iter(changed))}"):
-            run_config.replaced(settings, changed)
+        refused(partial(run_config.replaced, settings, changed), "got ", next(iter(changed)))
 
 
 def test_models_that_cannot_be_loaded_are_named(settings):
     no_fsdp, too_many = ({"mesh": MeshConfig(**sizes)} for sizes in ({"fsdp": 2}, {"data": 64}))
     cases = ((no_fsdp, "got mesh.fsdp 2, expected 1"), (too_many, "a product of at most"), ({"verifier": "/no"}, "/no"))
     for changed, message in cases:
-        with pytest.raises(ValueError, match=message):
-            respond.load_model(replace(settings, **changed))
+        refused(partial(respond.load_model, replace(settings, **changed)), message)
 
 
 def test_the_template_is_asked_and_stays_with_the_answers(settings):

@@ -166,22 +166,19 @@ def test_all_checkpoints_damaged_is_an_error(two_checkpoints, tmp_path, capsys):
     copy = Path(shutil.copytree(two_checkpoints[0], tmp_path / "run"))
     for path in copy.rglob("d/*"):
         path.unlink()
-    with pytest.raises(ValueError, match="all of its checkpoints are damaged; move it away or give another run="):
-        restored(copy, two_checkpoints[1], like(ARRAYS))
+    words = "all of its checkpoints are damaged; move it away or give another run="
+    refused(lambda: restored(copy, two_checkpoints[1], like(ARRAYS)), words)
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-@pytest.mark.parametrize(
-    "arrays, words",
-    [
-        (ARRAYS | {"large": np.zeros(7, "f")}, r"1 differ, such as large float32\[50000\]; expected large float32\[7\]"),
-        (ARRAYS | {"new": np.zeros(7, "f")}, r"new absent; expected new float32\[7\]"),
-        ({"large": ARRAYS["large"]}, r"layers.0.small int32\[2\]; expected layers.0.small absent"),
-    ],
-)
+@pytest.mark.parametrize("arrays, words", [
+    (ARRAYS | {"large": np.zeros(7, "f")}, "1 differ, such as large float32[50000]; expected large float32[7]"),
+    (ARRAYS | {"new": np.zeros(7, "f")}, "new absent; expected new float32[7]"),
+    ({"large": ARRAYS["large"]}, "layers.0.small int32[2]; expected layers.0.small absent"),
+])  # fmt: skip
 def test_other_arrays_are_no_damage(two_checkpoints, capsys, arrays, words):
-    with pytest.raises(ValueError, match=f"checkpoint of step 2 holds other arrays: .*{words}.*another run="):
-        restored(*two_checkpoints, like(arrays))
+    said = "checkpoint of step 2 holds other arrays: ", words, "another run="
+    refused(lambda: restored(*two_checkpoints, like(arrays)), *said)
     assert not capsys.readouterr().out
 
 

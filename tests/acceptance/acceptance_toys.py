@@ -1,0 +1,157 @@
+"""Toy verifiers and drafters over few tokens, and trees drawn from their nodes as the definitions of the builders say."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from acceptance_oracle import Distribution, Prefix, Run, Tree, normalised
+
+
+@dataclass
+class Context:
+    """Children of a prefix, likeliest first: tokens, log-probabilities, and which of them have a node of their own."""
+
+    tokens: list[int]
+    log_probs: np.ndarray
+    continues: list[bool]
+
+
+@dataclass
+class Drafter:
+    contexts: dict[Prefix, Context]
+    vocabulary: int
+    leaves: bool = False
+
+    def distribution(self, node: Prefix, goes_on: bool, without: tuple[int, ...] = ()) -> np.ndarray | None:
+        """q after a prefix: the node over tokens that go on if the tree does; None if nothing can be drawn."""
+        context = self.contexts.get(node)
+        if context is None:
+            return None
+        free = [i for i, t in enumerate(context.tokens) if np.isfinite(context.log_probs[i]) and t not in without]
+        onward = [i for i in free if context.continues[i]]
+        admitted = onward if goes_on and onward and not self.leaves else free
+        distribution = np.zeros(self.vocabulary)
+        for i in admitted:
+            distribution[context.tokens[i]] = np.exp(context.log_probs[i])
+        return distribution / distribution.sum() if admitted else None
+
+
+def draft_paths(drafter: Drafter, run: Run, num_nodes: int, branches: int, trunk: int, depths: int) -> Tree:
+    tree = Tree()
+    lanes = [((), 0)]
+    place, levels = 0, trunk + (num_nodes - 1 - trunk) // branches
+    levels = min(levels, depths)
+    for level in range(levels):
+        if level == trunk:
+            lanes = lanes * branches
+        grown = []
+        for node, above in lanes:
+            place += 1
+            distribution = None if node is None else drafter.distribution(node, goes_on=level < levels - 1)
+            if distribution is None:
+                grown.append((None, place))
+                continue
+            token = run.choose(distribution)
+            tree.places.append((above, place, token, "own"))
+            grown.append((tree.add(node, token, distribution), place))
+        lanes = grown
+    return tree
+
+
+def draft_without_replacement(drafter: Drafter, run: Run, parents: list[int]) -> Tree:
+    """`parents` of places 1, 2, ...; siblings in the order of their places."""
+    tree = Tree()
+    at: list[Prefix | None] = [()]
+    children = {place: [i + 1 for i, above in enumerate(parents) if above == place] for place in range(len(parents) + 1)}
+    for place, above in enumerate(parents, start=1):
+        node = at[above]
+        goes_on = any(children[child] for child in children[above])
+        distribution = None if node is None else drafter.distribution(node, goes_on)
+        if distribution is not None:
+            for earlier, _ in tree.draws.get(node, []):
+                distribution[earlier] = 0
+        if distribution is None or distribution.sum() <= 0:
+            at.append(None)
+            continue
+        distribution = normalised(distribution)
+        token = run.choose(distribution)
+        tree.places.append((above, place, token, "shared"))
+        at.append(tree.add(node, token, distribution))
+    return tree
+
+
+def best_first(drafter: Drafter, count: int) -> dict[Prefix, float]:
+    """The `count` likeliest non-empty prefixes and their probabilities, in decreasing order."""
+    got: dict[Prefix, float] = {}
+    heap: list[tuple[float, Prefix]] = [(-1.0, ())]
+    while heap and len(got) < count + 1:
+        cost, node = heapq.heappop(heap)
+        got[node] = -cost
+        context = drafter.contexts.get(node)
+        for token, log_prob in zip(context.tokens, context.log_probs, strict=True) if context else ():
+            if np.isfinite(log_prob):
+                heapq.heappush(heap, (cost * np.exp(log_prob), (*node, token)))
+    return got
+
+
+def draft_hybrid(drafter: Drafter, run: Run, num_nodes: int, skeleton: float, depths: int, reach: float = 0.6) -> Tree:
+    fixed = round(skeleton * (num_nodes - 1))
+    kept = best_first(drafter, fixed)
+    places = {node: place for place, node in enumerate(kept)}
+    children = {node: [other for other in kept if other and other[:-1] == node] for node in kept}
+    scores = []
+    for node, mass in kept.items():
+        spare = mass - sum(kept[child] for child in children[node])
+        if node in drafter.contexts and len(children[node]) < len(drafter.contexts[node].tokens):
+            scores += [(-spare * reach**j, j, places[node], node) for j in range(depths - len(node)) if spare > 1e-12]
+    chosen = sorted(scores)[: num_nodes - 1 - fixed]
+    length = {node: sum(other == node for *_, other in chosen) for node in kept}
+    tree = Tree()
+    chains: dict[Prefix, tuple[Prefix | None, int]] = {node: (node, places[node]) for node in kept}
+    for number, (_, j, _, start) in enumerate(chosen):
+        node, above = chains[start]
+        place = fixed + 1 + number
+        without = tuple(child[-1] for child in children[start]) if j == 0 else ()
+        distribution = None if node is None else drafter.distribution(node, j + 1 < length[start], without)
+        if distribution is None:
+            chains[start] = (None, place)
+            continue
+        token = run.choose(distribution)
+        tree.places.append((above, place, token, "shared"))
+        chains[start] = (tree.add(node, token, distribution), place)
+    for node in kept:
+        if node:
+            tree.add(node[:-1], node[-1], np.eye(drafter.vocabulary)[node[-1]])
+    return tree
+
+
+def random_verifier(seed: int, vocabulary: int, depth: int, scale: float = 1.5) -> Distribution:
+    rng = np.random.default_rng(seed)
+    contexts = {
+        node: normalised(np.exp(scale * rng.normal(size=vocabulary)))
+        for length in range(depth + 1)
+        for node in itertools.product(range(vocabulary), repeat=length)
+    }
+    return contexts.__getitem__
+
+
+def random_drafter(
+    seed: int, p: Distribution, vocabulary: int, depths: int, children: int, *, leaves: bool = False, ends=0.2
+):
+    """Nodes near p, truncated to `children` tokens, some of them without a node of their own."""
+    rng = np.random.default_rng([seed, 1])
+    contexts: dict[Prefix, Context] = {}
+    for length in range(depths):
+        for node in itertools.product(range(vocabulary), repeat=length):
+            if node and not (node[:-1] in contexts and node[-1] in contexts[node[:-1]].tokens):
+                continue
+            if node and not contexts[node[:-1]].continues[contexts[node[:-1]].tokens.index(node[-1])]:
+                continue
+            q = normalised(p(node) * np.exp(rng.normal(size=vocabulary)))
+            tokens = np.argsort(-q, kind="stable")[:children].tolist()
+            goes = [bool(length + 1 < depths and rng.random() > ends) for _ in tokens]
+            contexts[node] = Context(tokens, np.log(q[tokens]), goes)
+    return Drafter(contexts, vocabulary, leaves)
