@@ -135,7 +135,7 @@ def test_after_a_pause_the_drafter_has_seen_all_it_would_have_seen(trained, tmp_
     assert state.policy.pending_b.tolist() == [0, 0]
     ours, theirs = state.drafter.context, expected.drafter.context
     assert ours.length_b.tolist() == theirs.length_b.tolist() == state.cache.length_b.tolist()
-    for mine, other in zip(jax.tree.leaves(ours.groups), jax.tree.leaves(theirs.groups), strict=True):
+    for mine, other in zip(jax.tree.leaves(ours.layers), jax.tree.leaves(theirs.layers), strict=True):
         for b, length in enumerate(ours.length_b.tolist()):
             np.testing.assert_allclose(mine[b, :, :length], other[b, :, :length], atol=1e-5)
     drafts = [loops.draft(trained.weights, each, replace(plan, policy=None)) for each in (state, expected)]

@@ -116,7 +116,7 @@ def test_positions_in_one_call_are_positions_one_by_one(actual):
     length = got["hidden"].shape[1]
     np.testing.assert_allclose(whole.hidden_bd, single.hidden_bd, atol=1e-12)
     assert (whole.context.length_b == length).all() and (single.context.length_b == length).all()
-    for x, y in zip(jax.tree.leaves(whole.context.groups), jax.tree.leaves(single.context.groups), strict=True):
+    for x, y in zip(jax.tree.leaves(whole.context.layers), jax.tree.leaves(single.context.layers), strict=True):
         np.testing.assert_allclose(x[:, :, :length], y[:, :, :length], atol=1e-12)
     np.testing.assert_array_equal(got["again"].hidden_bd, single.hidden_bd)
     assert (got["again"].context.length_b == length).all()
@@ -129,7 +129,7 @@ def test_padding_changes_nothing(actual):
     np.testing.assert_array_equal(padded.context.length_b, [length, 0])
     np.testing.assert_allclose(padded.hidden_bd[0], got["hidden"][0, length - 1], atol=1e-12)
     np.testing.assert_array_equal(padded.hidden_bd[1], 0)
-    for x, y in zip(jax.tree.leaves(padded.context.groups), jax.tree.leaves(got["whole"].context.groups), strict=True):
+    for x, y in zip(jax.tree.leaves(padded.context.layers), jax.tree.leaves(got["whole"].context.layers), strict=True):
         np.testing.assert_allclose(x[0, :, :length], y[0, :, :length], atol=1e-12)
 
 
@@ -240,6 +240,6 @@ def test_the_drafter_is_shown_every_token_once():
 
     whole = at_once(model.weights, state.tokens_bs[:, : size + 1], jnp.asarray(end_b - 1))
     np.testing.assert_allclose(drafter.hidden_bd, whole.hidden_bd, atol=1e-10)
-    for x, y in zip(jax.tree.leaves(drafter.context.groups), jax.tree.leaves(whole.context.groups), strict=True):
+    for x, y in zip(jax.tree.leaves(drafter.context.layers), jax.tree.leaves(whole.context.layers), strict=True):
         for b, end in enumerate(end_b):
             np.testing.assert_allclose(x[b, :, : end - 1], y[b, :, : end - 1], atol=1e-10)

@@ -51,7 +51,7 @@ def assert_same_state(got, expected) -> None:
     """Up to the slots past the end of a text."""
     np.testing.assert_array_equal(got.context.length_b, expected.context.length_b)
     np.testing.assert_allclose(got.hidden_bd, expected.hidden_bd, atol=1e-12)
-    for x, y in zip(jax.tree.leaves(got.context.groups), jax.tree.leaves(expected.context.groups), strict=True):
+    for x, y in zip(jax.tree.leaves(got.context.layers), jax.tree.leaves(expected.context.layers), strict=True):
         for b, length in enumerate(np.asarray(expected.context.length_b)):
             np.testing.assert_allclose(x[b, :, :length], y[b, :, :length], atol=1e-12)
 

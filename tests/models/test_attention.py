@@ -82,7 +82,7 @@ append = jax.jit(kv_cache.append)
 
 def new_positions(batch: int, width: int, seed: int):
     """Keys and values of both layers, [b, t, k, e] each."""
-    return (tuple(tuple(draw(batch, width, K, E, seed=seed + 2 * i + kind) for kind in (0, 1)) for i in (0, 1)),)
+    return tuple(tuple(draw(batch, width, K, E, seed=seed + 2 * i + kind) for kind in (0, 1)) for i in (0, 1))
 
 
 @pytest.mark.parametrize("batch, dtype", [(1, jnp.float32), (3, jnp.float32), (3, jnp.bfloat16)])  # three ways to store
@@ -99,12 +99,12 @@ def test_append_commits_paths_in_order(backend_form, batch, dtype):
         for b in range(batch):
             for layer in (0, 1):
                 for kind in (0, 1):
-                    expected[b][layer][kind] += list(new[0][layer][kind][b, path_bp[b, : count_b[b]]])
-        assert cache.groups[0][0].keys_bkse.shape[2] == 40 and cache.length_b.tolist() == [
+                    expected[b][layer][kind] += list(new[layer][kind][b, path_bp[b, : count_b[b]]])
+        assert cache.layers[0].keys_bkse.shape[2] == 40 and cache.length_b.tolist() == [
             len(sequence[0][0]) for sequence in expected
         ]
         for b, length in enumerate(cache.length_b.tolist()):
-            for layer, kv in enumerate(cache.groups[0]):
+            for layer, kv in enumerate(cache.layers):
                 for kind, slots_bkse in enumerate((kv.keys_bkse, kv.values_bkse)):
                     committed_ske = np.asarray(slots_bkse)[b].swapaxes(0, 1)[:length]
                     np.testing.assert_array_equal(committed_ske, np.reshape(expected[b][layer][kind], committed_ske.shape))
@@ -116,14 +116,14 @@ def test_append_without_a_path_keeps_the_first_positions(batch):
     cache = append(kv_cache.allocate(CONFIG, batch, 16, jnp.float32), new, jnp.full(batch, 2))
     cache = append(append(cache, more, jnp.full(batch, 0)), more, jnp.full(batch, 3))
     assert cache.length_b.tolist() == [5] * batch
-    keys_bske = np.asarray(cache.groups[0][1].keys_bkse).swapaxes(1, 2)[:, :5]
-    np.testing.assert_array_equal(keys_bske, np.concatenate([new[0][1][0][:, :2], more[0][1][0][:, :3]], axis=1))
+    keys_bske = np.asarray(cache.layers[1].keys_bkse).swapaxes(1, 2)[:, :5]
+    np.testing.assert_array_equal(keys_bske, np.concatenate([new[1][0][:, :2], more[1][0][:, :3]], axis=1))
 
 
 def test_grow_keeps_positions_and_lengths():
     cache = append(kv_cache.allocate(CONFIG, 2, 8, jnp.bfloat16), new_positions(2, 4, seed=90), jnp.asarray([4, 1]))
     grown = jax.jit(lambda cache: cache.grow(24))(cache)
-    assert grown.groups[0][0].keys_bkse.shape[2] == 24 and grown.length_b.tolist() == [4, 1]
-    for small, large in zip(jax.tree.leaves(cache.groups), jax.tree.leaves(grown.groups), strict=True):
+    assert grown.layers[0].keys_bkse.shape[2] == 24 and grown.length_b.tolist() == [4, 1]
+    for small, large in zip(jax.tree.leaves(cache.layers), jax.tree.leaves(grown.layers), strict=True):
         assert large.shape == (2, K, 24, E) and large.dtype == jnp.bfloat16
         np.testing.assert_array_equal(large[:, :, :8], small)
