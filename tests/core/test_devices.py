@@ -108,7 +108,7 @@ def test_only_devices_asks_which_backend_or_chip_runs(path):
 
 def test_peak_rates_are_those_of_the_chip():
     rates = {"NVIDIA H200": 989e12, "NVIDIA A100-SXM4-80GB": 312e12, "TPU v5": 459e12, "TPU v5 lite": 197e12, "cpu": None}
-    assert {kind: Device("any", kind).peak_flops for kind in rates} == rates
+    assert {kind: (Device("any", kind).peak_rates or (None,))[0] for kind in rates} == rates
 
 
 def test_prefill_passes_are_as_long_as_the_ridge_of_the_chip():

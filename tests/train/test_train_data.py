@@ -367,7 +367,7 @@ BAD_PLACES = [
     ("empty.jsonl", "\n \n", r"empty.jsonl: got no records, expected at least one"),
     ("list.json", '[{"messages": []}]', r"list.json: got a JSON list, expected one JSON object a line"),
     ("long.jsonl", json.dumps(LONG), r"long.jsonl: got no document to train on \(1 too long\)"),
-    ("set.jsonl", b'{"messages": "\xff"}\n', r"set.jsonl.*not UTF-8"),
+    ("set.jsonl", b'{"messages": "\xff"}\n', r"set.jsonl.*can't decode"),
 ]
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from treeflash_jax.core.checks import LONGEST_PATH, QUOTED, clipped, quoted, read_json
 from treeflash_jax.core.files import regular
 
+EMPTY: Mapping[str, str] = MappingProxyType({})
 LONGEST_NAME = 255  # bytes of a file's name
 
 
@@ -24,19 +26,17 @@ def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
       ValueError: files that are missing or damaged, or that lack a tensor which the index lists; an index that names
         anything but files of this folder.
     """
-    index = folder / "model.safetensors.index.json"
-    listed = _listed(index) if index.exists() else {}
-    names = sorted(set(listed.values())) if index.exists() else ["model.safetensors"]
-    with open_files(folder, names, listed) as tensors:
+    listed = _listed(folder)
+    with open_files(folder, sorted({*listed.values()}) or ["model.safetensors"], listed) as tensors:
         yield tensors
 
 
 @contextmanager
-def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
+def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] = EMPTY) -> Iterator[dict[str, Any]]:
     """Opens the tensors of some files of a folder by name; the files close at the end.
 
     Args:
-      listed: file of every tensor by the index, if there is one.
+      listed: file of every tensor, by the index.
 
     Raises:
       ValueError: files that are missing or damaged, or that lack a tensor which is listed.
@@ -44,7 +44,7 @@ def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | N
     with ExitStack() as stack:
         held = {name: _open(folder / name, stack) for name in names}
         file_of = {tensor: name for name, handle in held.items() for tensor in handle.keys()}
-        for tensor, name in (listed or {}).items():
+        for tensor, name in listed.items():
             if file_of.get(tensor) != name:
                 raise ValueError(f"{folder / name}: no tensor {tensor}, which the index says it holds")
         yield {tensor: held[name].get_slice(tensor) for tensor, name in file_of.items()}
@@ -52,10 +52,9 @@ def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | N
 
 def names(folder: Path) -> Collection[str]:
     """Returns the names of a folder's tensors; none if its files are missing or damaged, which `open_folder` reports."""
-    index = folder / "model.safetensors.index.json"
     try:
-        if index.exists():
-            return _listed(index).keys()
+        if listed := _listed(folder):
+            return listed.keys()
         with open_folder(folder) as tensors:
             return tensors.keys()
     except ValueError:
@@ -68,8 +67,11 @@ def metadata(path: Path) -> dict[str, str]:
         return _open(path, stack).metadata() or {}
 
 
-def _listed(index: Path) -> dict[str, str]:
-    """Returns the file of every tensor, by the index."""
+def _listed(folder: Path) -> dict[str, str]:
+    """Returns the file of every tensor by the folder's index; {} without one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return {}
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{index}: got no weight_map, expected a map of tensor names to files")

@@ -77,8 +77,8 @@ def load(
             if entry.is_apart or entry.is_stacked:
                 for number, i in enumerate(spans[0]):  # one expert at a time saves memory
                     expert = entry.at(i)
-                    source = _Plane(tensors[expert.name], i) if entry.is_stacked else tensors[expert.name]
-                    part[number] = read_slice(source, inside(spec), expert, index[1:])
+                    plane = i if entry.is_stacked else None
+                    part[number] = read_slice(tensors[expert.name], inside(spec), expert, index[1:], plane)
                     checked(expert.name, part[number])
                 return part
             axis = entry.order[0]  # the outermost on disk
@@ -147,8 +147,16 @@ def all_finite(values: np.ndarray) -> bool:
     )
 
 
-def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...]) -> np.ndarray:
-    """Reads one slice of a weight, and only the part of the file that it needs."""
+def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...], plane: int | None = None) -> np.ndarray:
+    """Reads one slice of a weight, and only the part of the file that it needs.
+
+    Args:
+      plane: index of the tensor's first axis at which the weight is; None: the tensor has no further axis.
+    """
+
+    def take(*at: slice) -> np.ndarray:
+        return source[at] if plane is None else source[(slice(plane, plane + 1), *at)][0]
+
     view = entry.view(spec)
     spans = [slice(*index[axis].indices(spec.shape[axis])[:2]) for axis in entry.order]
     inner = view[entry.row_axes :]
@@ -158,21 +166,11 @@ def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...
     blocks = []
     for span in _outer_ranges(view[: entry.row_axes], spans[: entry.row_axes]):
         outer = slice(span.start + above, span.stop + above)
-        block = source[outer, first : first + width] if inner else source[outer]
+        block = take(outer, slice(first, first + width)) if inner else take(outer)
         blocks.append(block.reshape(-1, *inner)[(slice(None), *spans[entry.row_axes :])])
     outer_shape = [span.stop - span.start for span in spans[: entry.row_axes]]
     joined = (blocks[0] if len(blocks) == 1 else np.concatenate(blocks)).reshape(*outer_shape, *blocks[0].shape[1:])
     return joined.transpose(np.argsort(entry.order))
-
-
-class _Plane:
-    """One index of a tensor's first axis, read as a tensor of the others."""
-
-    def __init__(self, source: Tensor, index: int):
-        self.source, self.index = source, slice(index, index + 1)
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        return self.source[(self.index, *index)][0]
 
 
 def _outer_ranges(view: tuple[int, ...], spans: list[slice]) -> Iterator[slice]:

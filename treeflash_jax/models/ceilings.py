@@ -50,8 +50,8 @@ def peak_flops(count: int, dtype: Any) -> float | None:
       dtype: of the measurement on a CPU.
     """
     device = devices.here()
-    if device.peak_flops:
-        return device.peak_flops * count
+    if device.peak_rates:
+        return device.peak_rates[0] * count
     return measure_flops(dtype) if device.is_cpu and jax.process_count() == 1 else None  # its devices share the cores
 
 
