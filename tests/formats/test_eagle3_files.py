@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from answers import refused
 from conftest import DATA
+from published_configs import parse
 from safetensors.numpy import load_file, save_file
 
 from treeflash_jax.cli.commands import main
@@ -36,7 +37,7 @@ def raw_of(form: str) -> dict:
 
 
 def of_form(form: str, **changes):
-    return dialects.parse("drafter", raw_of(form) | changes)
+    return parse("drafter", raw_of(form) | changes)
 
 
 @pytest.mark.parametrize("form", TAPS)
@@ -110,7 +111,7 @@ def test_configs_that_are_refused(form, changes, words):
     if changes.get("speculators_model_type"):
         del raw["draft_vocab_size"]
     with refused(words):
-        dialects.parse("drafter", raw)
+        parse("drafter", raw)
 
 
 @pytest.mark.parametrize("form, model, words", [

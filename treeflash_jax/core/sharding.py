@@ -127,7 +127,7 @@ def manual_axes(mesh) -> frozenset[str]:
 
 
 def free_axes(mesh) -> frozenset[str]:
-    """Returns the other mesh axes; none without a mesh."""
+    """Returns the mesh axes that no enclosing `jax.shard_map` has; none without a mesh."""
     return frozenset(() if mesh is None else mesh.axis_names) - manual_axes(mesh)
 
 
@@ -208,9 +208,11 @@ def over_mesh(function: Callable[..., Any], arrays: Sequence[Any], layouts: Sequ
     return per_device(function, mesh, specs, specs[0])(*arrays)
 
 
-def per_device(function: Callable[..., Any], mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Returns a function that runs on each device's part of its arguments: `jax.shard_map` over the mesh's free axes."""
-    names = free_axes(mesh)
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
-    )  # fmt: skip
+def per_device(run: Callable[..., Any], mesh, inputs: Any, outputs: Any) -> Callable[..., Any]:
+    """Returns a function that runs on each device's part of its arguments: `jax.shard_map` over the mesh's free axes.
+
+    Args:
+      inputs, outputs: PartitionSpecs of arguments and results.
+    """
+    free = free_axes(mesh)
+    return jax.shard_map(run, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names=free, check_vma=False)

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from treeflash_jax.core.checks import QUOTED, clipped, fit, quoted
+from treeflash_jax.core.checks import QUOTED, clipped, quoted
 from treeflash_jax.core.files import regular
+from treeflash_jax.formats.keys import Keys
 
 # Types of metadata values: numbers, by their dtype, and others.
 _NUMBERS = {
@@ -90,6 +91,10 @@ class File:
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
 
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.metadata, str(self.path))
+
 
 def is_gguf(path: str | Path) -> bool:
     """Returns true if a path names a GGUF file, by its suffix."""
@@ -127,12 +132,9 @@ def _read(path: Path, size: int, changed: int) -> File:
         key = header.string()
         metadata[key] = header.value(header.number(_UINT32))
     if metadata.get("split.count") not in (None, 0, 1):
-        raise ValueError(
-            f"{path} is one of {quoted(metadata['split.count'])} parts, expected a whole file; join them with gguf-split "
-            "--merge"
-        )
+        raise ValueError(f"{path} is one of {quoted(metadata['split.count'])} parts; join them with gguf-split --merge")
     infos = [header.tensor_info() for _ in range(num_tensors)]
-    alignment = fit(int, metadata.get("general.alignment", 32), "general.alignment", str(path), least=1)
+    alignment = Keys(metadata, str(path)).whole("general.alignment", 32)
     start, end = math.ceil(header.at / alignment) * alignment, 0
     tensors: dict[str, Tensor] = {}
     for name, at, shape, kind in sorted(infos, key=lambda info: info[1]):
@@ -222,9 +224,7 @@ def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[in
     except NotImplementedError:
         raise ValueError(f"{path}: tensor {name} has type {kind.name} ({number}), which is not for weights") from None
     if not shape or shape[-1] % block:
-        raise ValueError(
-            f"{path}: tensor {name} has shape {list(shape)}, expected rows of whole {kind.name} blocks ({block})"
-        )
+        raise ValueError(f"{path}: tensor {name} has shape {list(shape)}, expected whole {kind.name} blocks ({block})")
     count, width = math.prod(shape[:-1]), shape[-1] // block * size
     end = start + count * width
     if end > data.size:
@@ -236,7 +236,5 @@ def _package() -> Any:
     try:
         import gguf  # slow to import, and only these files need it
     except ImportError:
-        raise ValueError(
-            "GGUF files need the package gguf, which is not installed: pip install treeflash-jax[gguf]"
-        ) from None
+        raise ValueError("GGUF files need the package gguf: pip install treeflash-jax[gguf]") from None
     return gguf

@@ -16,7 +16,6 @@ from treeflash_jax.core.checks import INT32
 from treeflash_jax.core.files import user_cache, write
 from treeflash_jax.formats import gguf_reader
 from treeflash_jax.formats.gguf_reader import File
-from treeflash_jax.formats.keys import Keys
 
 _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 _WORDS = (
@@ -72,7 +71,7 @@ def _tokenizer(file: File) -> Any:
     """Returns the `tokenizers.Tokenizer` of a file."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
-    keys = Keys(file.metadata, str(file.path))
+    keys = file.keys
     keys.value(str, "tokenizer.ggml.model", None, "'gpt2' (byte-level BPE)", choices=lambda: ("gpt2",))
     kind = _PRE[keys.value(str, "tokenizer.ggml.pre", None, f"one of {list(_PRE)}", choices=lambda: tuple(_PRE))]
     tokens = keys.value(list[str], "tokenizer.ggml.tokens", None, "the texts of the vocabulary")
@@ -99,7 +98,7 @@ def _tokenizer(file: File) -> Any:
 
 def special_ids(file: File) -> dict[str, int]:
     """Returns a file's ids of the "bos", "eos", "unknown" and "padding" tokens. Raises ValueError for bad ids."""
-    keys, tokens = Keys(file.metadata, str(file.path)), file.metadata.get("tokenizer.ggml.tokens")
+    keys, tokens = file.keys, file.metadata.get("tokenizer.ggml.tokens")
     named = {role: f"tokenizer.ggml.{role}_token_id" for role in ("bos", "eos", "unknown", "padding")}
     most = len(tokens) - 1 if tokens else INT32
     return {role: keys.whole(key, least=0, most=most) for role, key in named.items() if key in keys}
@@ -125,6 +124,5 @@ def _settings(file: File) -> dict[str, Any]:
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     settings = {names[role]: tokens[i] for role, i in special_ids(file).items()}
     if "tokenizer.chat_template" in file.metadata:
-        keys = Keys(file.metadata, str(file.path))
-        settings["chat_template"] = keys.value(str, "tokenizer.chat_template", None, "a text")
+        settings["chat_template"] = file.keys.value(str, "tokenizer.chat_template", None, "a text")
     return settings | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

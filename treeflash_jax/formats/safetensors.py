@@ -6,7 +6,6 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePath
-from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -14,7 +13,6 @@ from safetensors import SafetensorError, safe_open
 from treeflash_jax.core.checks import LONGEST_PATH, QUOTED, clipped, quoted, read_json
 from treeflash_jax.core.files import regular
 
-EMPTY: Mapping[str, str] = MappingProxyType({})
 LONGEST_NAME = 255  # bytes of a file's name
 
 
@@ -32,7 +30,7 @@ def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] = EMPTY) -> Iterator[dict[str, Any]]:
+def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
     """Opens the tensors of some files of a folder by name; the files close at the end.
 
     Args:
@@ -44,7 +42,7 @@ def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] = E
     with ExitStack() as stack:
         held = {name: _open(folder / name, stack) for name in names}
         file_of = {tensor: name for name, handle in held.items() for tensor in handle.keys()}
-        for tensor, name in listed.items():
+        for tensor, name in (listed or {}).items():
             if file_of.get(tensor) != name:
                 raise ValueError(f"{folder / name}: no tensor {tensor}, which the index says it holds")
         yield {tensor: held[name].get_slice(tensor) for tensor, name in file_of.items()}

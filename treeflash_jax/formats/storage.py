@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -98,9 +97,7 @@ def load(
     return jax.tree.map(leaf, specs, entries, is_leaf=is_spec)
 
 
-def _check(
-    where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, spare: tuple[str, ...]
-) -> None:
+def _check(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, spare: Sequence[str]) -> None:
     """Raises ValueError if tensors are missing or unknown, or have another shape or type than `load` expects."""
     for spec, entry in _pairs(specs, entries):
         if entry.is_apart and spec.shape[0] > len(tensors):
@@ -189,9 +186,7 @@ def _pairs(specs: Any, entries: Any) -> Iterator[tuple[Spec, Entry]]:
     return zip(jax.tree.leaves(specs, is_leaf=is_spec), flat_entries, strict=True)
 
 
-def save(
-    path: Path, specs: Any, entries: Any, params: Any, dtype: Any, extra: Mapping[str, str] = MappingProxyType({})
-) -> None:
+def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any, extra: Mapping[str, str] | None = None) -> None:
     """Writes weights to a safetensors file, in `dtype` unless their spec has one. Raises ValueError for a wrong shape."""
     parts: dict[str, list[tuple[int, int, np.ndarray]]] = {}
 
@@ -214,10 +209,9 @@ def save(
     for name, blocks in parts.items():
         joined = [block for *_, block in sorted(blocks, key=lambda block: block[0])]
         tensors[name] = np.ascontiguousarray(np.concatenate(joined, axis=blocks[0][1]))
-    metadata = METADATA | extra
-    files.write(
-        path, _in_order(serialize(tensors, metadata=metadata), metadata)
-    )  # save_file makes files that only their owner can read
+    metadata = METADATA | (extra or {})
+    # Not save_file, whose files only their owner can read.
+    files.write(path, _in_order(serialize(tensors, metadata=metadata), metadata))
 
 
 def _in_order(content: bytes, metadata: Mapping[str, str]) -> bytes:

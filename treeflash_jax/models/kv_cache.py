@@ -65,11 +65,7 @@ NewKV = tuple[tuple[jax.Array, jax.Array], ...]  # keys and values [b, t, k, e] 
 def allocate(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> KVCache:
     """Returns an empty cache of `capacity` slots for `batch` sequences."""
     shape = (batch, config.num_kv_heads, capacity, config.head_dim)
-
-    def zeros() -> jax.Array:
-        return jnp.zeros(shape, dtype)
-
-    layers = tuple(LayerKV(zeros(), zeros()) for _ in range(config.num_layers))
+    layers = tuple(LayerKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
     return pin(KVCache(layers=layers, length_b=jnp.zeros(batch, jnp.int32)))
 
 

@@ -73,8 +73,7 @@ def forward(
       positions_bt: absolute positions.
       mask_btu: True if new position t sees new position u (causal for a chunk, ancestors for a tree).
       cache: committed positions, all visible to every new one.
-      earlier: keys and values [b, x, k, e] of positions that are in no cache yet, per layer. The mask is then
-        [b, t, x + u]: first these positions, then the new ones.
+      earlier: keys and values [b, x, k, e], per layer, of positions in no cache yet; the mask is then [b, t, x + u].
       shift: maps a layer's index to the shift of its feed-forward part, [b, 1 or t, f] (`layers.swiglu`); None: no shifts.
       taps: 0-based layers whose outputs are returned.
       residual_dtype: dtype of the residual stream and of `hidden_btd`; None: that of the weights.

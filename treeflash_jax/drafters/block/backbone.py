@@ -31,7 +31,7 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
     return {
         "fc": Spec((len(config.target_layer_ids) * d, d), ("embed", None), inputs=(0,), outputs=(1,)),
         "hidden_norm": Spec((d,), (None,), "ones"),
-        "groups": [[layers.layer_specs(config.layers) for _ in range(size)] for size in config.layers.groups],
+        "groups": [[layers.layer_specs(config.layers) for _ in range(config.layers.num_layers)]],
         "norm": Spec((d,), (None,), "ones"),
     }
 

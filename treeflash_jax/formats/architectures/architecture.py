@@ -25,7 +25,8 @@ class Key:
       name: key in config.json.
       field: field of ModelConfig.
       kind: int (at least 1), float (above 0) or bool.
-      default: value of a missing key; None: the key is required. A function of the fields already read replaces null too.
+      default: value of a missing key; None: the key is required. A function of the config's keys and the fields read so far
+        replaces null too.
     """
 
     name: str
@@ -35,10 +36,7 @@ class Key:
 
     def read(self, keys: Keys, fields: Mapping[str, Any]) -> Any:
         if callable(self.default) and self.name not in keys:
-            try:
-                return self.default(fields)
-            except ValueError as error:
-                raise ValueError(f"{keys.where}: {error}") from None
+            return self.default(keys, fields)
         default = None if callable(self.default) else self.default
         return {int: keys.whole, float: keys.number, bool: keys.truth}[self.kind](self.name, default)
 
