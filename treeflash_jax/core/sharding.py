@@ -55,15 +55,14 @@ def make_mesh(
       ValueError: the product of the sizes exceeds the number of devices.
     """
     available = list(devices if devices is not None else jax.devices())
-    sizes = {name: whole(size, name, least=1) for name, size in (("data", data), ("fsdp", fsdp), ("model", model))}
-    if experts is not None:
-        sizes["experts"] = whole(experts, "experts", least=1)
-    count = math.prod(sizes.values())
-    if count > len(available):
-        shown = f"{data} x {model}" if fsdp == 1 else f"{data} x {fsdp} x {model}"
-        raise ValueError(f"got a mesh of {shown}, expected a product of at most {len(available)} devices")
+    sizes = {"data": data, "fsdp": fsdp, "model": model} | ({} if experts is None else {"experts": experts})
+    sizes = {name: whole(size, name, least=1) for name, size in sizes.items()}
     if fsdp == 1:
         del sizes["fsdp"]
+    count = math.prod(sizes.values())
+    if count > len(available):
+        shown = " x ".join(map(str, sizes.values()))
+        raise ValueError(f"got a mesh of {shown}, expected a product of at most {len(available)} devices")
     kinds = (AxisType.Auto,) * len(sizes)
     if count > 1 and available[0].platform == "cpu" and jax.config.jax_enable_compilation_cache:
         jax.config.update("jax_enable_compilation_cache", False)

@@ -64,7 +64,13 @@ def files(file: File) -> dict[str, str]:
     if not {"tokenizer.ggml.model", "tokenizer.ggml.tokens"} & file.metadata.keys():
         return {}
     made = _tokenizer(file)  # checks the vocabulary that the settings refer to
-    return {"tokenizer_config.json": json.dumps(_settings(file), indent=2) + "\n", "tokenizer.json": made.to_str()}
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    settings: dict[str, Any] = {names[role]: tokens[i] for role, i in special_ids(file).items()}
+    if "tokenizer.chat_template" in file.metadata:
+        settings["chat_template"] = file.keys.value(str, "tokenizer.chat_template", None, "a text")
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return {"tokenizer_config.json": json.dumps(settings, indent=2) + "\n", "tokenizer.json": made.to_str()}
 
 
 def _tokenizer(file: File) -> Any:
@@ -116,13 +122,3 @@ def _pre_tokenizer(kind: str) -> tuple[Any, Any]:
     split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([split, letters]), normalizers.NFC() if kind == "qwen2" else None
-
-
-def _settings(file: File) -> dict[str, Any]:
-    """Returns the content of tokenizer_config.json."""
-    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
-    settings = {names[role]: tokens[i] for role, i in special_ids(file).items()}
-    if "tokenizer.chat_template" in file.metadata:
-        settings["chat_template"] = file.keys.value(str, "tokenizer.chat_template", None, "a text")
-    return settings | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
