@@ -141,18 +141,18 @@ def _without(name):
 
 
 REFUSED_TENSORS = {
-    "no layer": ("eagle", lambda t: {n.replace("midlayer.", "decoder."): x for n, x in t.items()}, "'midlayer.' or 'lay"),
-    "another width": ("eagle", lambda t: t | {"fc.weight": t["fc.weight"][:, :24].copy()}, r"for \[24\] inputs"),
-    "a scalar in place of a matrix": ("eagle", lambda t: t | {"fc.weight": np.array(1.0)}, r"for \[\] inputs"),
+    "no layer": ("eagle", lambda t: {n.replace("midlayer.", "decoder."): x for n, x in t.items()}, "the first is midlayer"),
+    "another width": ("eagle", lambda t: t | {"fc.weight": t["fc.weight"][:, :24].copy()}, r"fc.weight has shape .*24\]"),
+    "a scalar in place of a matrix": ("eagle", lambda t: t | {"fc.weight": np.array(1.0)}, r"fc.weight has shape \[\]"),
     "a scalar in place of a list": ("eagle", lambda t: t | {"t2d": np.array(True)}, "t2d and d2t"),
-    "no list of tokens": ("eagle", _without("d2t"), "no tensor d2t"),
+    "no list of tokens": ("eagle", _without("d2t"), "missing, the first is d2t"),
     "a list too short": ("eagle", lambda t: t | {"d2t": t["d2t"][:9].copy()}, r"shape \[9\]"),
     "a token below all": ("eagle", _ids(lambda ids: ids.__setitem__(0, -1)), "leaves the verifier's vocabulary"),
     "a token beyond all": ("eagle", _ids(lambda ids: ids.__setitem__(19, 48)), "leaves the verifier's vocabulary"),
     "a token twice": ("eagle", _ids(lambda ids: ids.__setitem__(3, ids[2])), "or its order"),
     "two lists": ("eagle", lambda t: t | {"t2d": ~t["t2d"]}, "t2d and d2t"),
     "a list of floats": ("eagle", lambda t: t | {"d2t": t["d2t"].astype(np.float32)}, "d2t has type F32"),
-    "no embedding": ("specforge", _without("embed_tokens.weight"), "no tensor embed_tokens.weight"),
+    "no embedding": ("specforge", _without("embed_tokens.weight"), "missing, the first is embed_tokens.weight"),
     "an unknown tensor": ("eagle", lambda t: t | {"gate.weight": np.ones(3, np.float32)}, "unknown tensors"),
     "a missing tensor": ("deepspec", _without("norm.weight"), "norm.weight"),
 }  # fmt: skip

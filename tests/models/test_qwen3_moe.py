@@ -96,8 +96,8 @@ APART, FUSED = (load_file(FOLDER / name / "model.safetensors") for name in ("apa
 MISSING = "model.layers.1.mlp.experts.2.up_proj.weight"
 FUSED_NAME = "model.layers.0.mlp.experts.gate_up_proj"
 BAD = {
-    "both": (APART | FUSED, "several of these layouts"),
-    "neither": ({name: x for name, x in APART.items() if "experts" not in name}, "none of these layouts"),
+    "both": (APART | FUSED, "unknown tensors, the first is"),
+    "neither": ({name: x for name, x in APART.items() if "experts" not in name}, "tensors missing, the first is"),
     "missing": ({name: x for name, x in APART.items() if name != MISSING}, f"1 tensors missing, the first is {MISSING}"),
     "too many": (APART | {MISSING.replace(".2.", ".4."): APART[MISSING]}, "unknown tensors.*experts.4.up_proj"),
     "shape": (APART | {MISSING: APART[MISSING][:5]}, rf"{MISSING} has shape \[5, 16\], expected \[8, 16\]"),

@@ -115,10 +115,7 @@ def _find(path: str | Path, part: str) -> tuple[Dialect, Any]:
 
 
 def _load(path, dialect: Dialect, config, specs, tensors, dtype, mesh, quantize: str | None = None) -> Any:
-    try:
-        entries = dialect.entries(config, specs, tensors.keys())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    entries = dialect.entries(config, specs, tensors.keys())
     finish = partial(quantized.compress, scheme=quantize, mesh=mesh)
     return storage.load(Path(path), tensors, specs, entries, dtype, mesh, dialect.spare(config, specs), finish)
 

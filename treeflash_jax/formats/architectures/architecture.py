@@ -132,9 +132,6 @@ class Architecture:
         Args:
           specs: tree of Spec, in which "groups" contains the layers.
           names: names of the file's tensors, which determine the layout; empty when files are written.
-
-        Raises:
-          ValueError: tensors of several layouts, or of none.
         """
         entries = {name: entry for name, entry in self.outside.items() if name in specs}
         return entries | {"groups": self.layer_entries(specs["groups"], "model.", names)}
@@ -144,27 +141,15 @@ class Architecture:
     ) -> list[list[dict[str, Entry]]]:
         """Returns the location on disk of each weight of a stack of layers, as `entries`."""
         index = iter(range(sum(map(len, groups))))
-        table = self._layout({name for group in groups for specs in group for name in specs}, names)
+        stored = {re.sub(r"\.\d+\.", ".{}.", name.partition(".layers.")[2].partition(".")[2]) for name in names}
+        weights = {name for group in groups for specs in group for name in specs}
+        table = max((self.layer, *self.layouts), key=lambda layout: sum(layout[name].name in stored for name in weights))
 
         def layer(specs: Mapping[str, Any]) -> dict[str, Entry]:
             start = f"{prefix}layers.{next(index)}."
             return {name: replace(table[name], name=start + table[name].name) for name in specs}
 
         return [[layer(specs) for specs in group] for group in groups]
-
-    def _layout(self, weights: Collection[str], names: Collection[str]) -> Mapping[str, Entry]:
-        """Returns `layer`, or that one of `layouts` to which these tensor names belong."""
-        layouts = (self.layer, *self.layouts)
-        differing = [weight for weight in weights if len({layout[weight].name for layout in layouts}) > 1]
-        if not names or not differing:
-            return self.layer
-        stored = {re.sub(r"\.\d+\.", ".{}.", name.partition(".layers.")[2].partition(".")[2]) for name in names}
-        marks = [{layout[weight].name for weight in differing} for layout in layouts]
-        matches = [layout for layout, mark in zip(layouts, marks, strict=True) if mark & stored]
-        if len(matches) != 1:
-            shown = " or ".join(map(min, marks))
-            raise ValueError(f"got tensors of {'several' if matches else 'none'} of these layouts, expected one: {shown}")
-        return matches[0]
 
     def spare(self, specs: Mapping[str, Any]) -> tuple[str, ...]:
         """Returns tensor names that are allowed but not read, such as a second copy of a tied table."""

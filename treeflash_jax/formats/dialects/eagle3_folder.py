@@ -68,6 +68,11 @@ class Eagle3(Dialect):
     )
 
     def read_config(self, path: Path, keys: Keys) -> EagleConfig:
+        folder = path if path.is_dir() else path.parent
+        if (folder / "pytorch_model.bin").exists() and not any(folder.glob("model*.safetensors*")):  # it could run code
+            raise ValueError(
+                f"{folder}: got pytorch_model.bin, expected model.safetensors: convert it with safetensors.torch.save_file"
+            )
         layers = self._layers(keys)
         target = keys.whole("target_hidden_size") if "target_hidden_size" in keys else layers.hidden_size
         draft_vocab_size = keys.whole("draft_vocab_size", layers.vocab_size, most=layers.vocab_size)
@@ -85,20 +90,19 @@ class Eagle3(Dialect):
                 f"{keys.where}: got layer id 0, expected ids from 1: they are read as inputs of layers, and the first "
                 "layer's input is no layer's output"
             )
-        made = EagleConfig(
+        return EagleConfig(
             layers=layers,
             target_hidden_size=target,
             taps=ids if ids is None or not self.ids_are_inputs else tuple(i - 1 for i in ids),
             num_taps=3 if ids is None else len(ids),
             taps_are_inputs=self.ids_are_inputs,
             draft_vocab_size=draft_vocab_size,
-            own_embedding=target != layers.hidden_size,
+            own_embedding=target != layers.hidden_size or "embed_tokens.weight" in safetensors.names(folder),
             norm_output=self.norm_is_optional and keys.truth("norm_output", False),
             verifier=speculators.read_verifier(keys),
             **options,
             **_our_fields(keys.table(OUR_KEY)),
         )
-        return _with_tensors(made, path, keys.where)
 
     def _layers(self, keys: Keys) -> ModelConfig:
         """Returns the sizes of the layer. Raises ValueError for several layers, and at keys that are not implemented."""
@@ -123,14 +127,6 @@ class Eagle3(Dialect):
             tensors = {
                 name: tensor for name, tensor in stored.items() if name != "t2d" and not name.startswith("verifier_")
             }
-            if not any(name.startswith(("midlayer.", "layers.0.")) for name in tensors):
-                raise ValueError(f"{path}: got no tensor under 'midlayer.' or 'layers.0.', expected an EAGLE-3 drafter's")
-            fc, expected = tensors.get("fc.weight"), config.num_taps * config.target_hidden_size
-            if fc is not None and (inputs := list(fc.get_shape())[-1:]) != [expected]:
-                raise ValueError(
-                    f"{path}: got fc.weight for {inputs} inputs, expected [{expected}]: {config.num_taps} tapped layers of "
-                    f"width {config.target_hidden_size}"
-                )
             if "d2t" in tensors:
                 _check_draft_vocabulary(path, config, tensors["d2t"], stored.get("t2d"))
             if config.draft_vocab_size == config.layers.vocab_size:
@@ -138,9 +134,8 @@ class Eagle3(Dialect):
             yield tensors
 
     def entries(self, config: EagleConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
-        prefix = self.prefix
-        if names:
-            prefix = next(p for p in ("midlayer.", "layers.0.") if any(name.startswith(p) for name in names))
+        prefixes = (p for p in ("midlayer.", "layers.0.") if any(name.startswith(p) for name in names))
+        prefix = next(prefixes, self.prefix)
         layer = dict(ARCHITECTURES[config.layers.model_type].layer)
         layer |= {name: Entry(published) for name, published in LAYER.items()}
         entries: dict[str, Any] = {name: OUTSIDE[name] for name in specs if name in OUTSIDE}
@@ -202,30 +197,6 @@ def _our_fields(keys: Keys) -> dict[str, Any]:
     whole = partial(keys.whole, most=MAX_NODES)
     kinds = {"num_depths": whole, "num_nodes": whole, "thinking": keys.truth}
     return {name: kinds.get(name, keys.number)(name) for name in keys.raw}
-
-
-def _with_tensors(config: EagleConfig, path: Path, where: str) -> EagleConfig:
-    """Adds to a config what only the names of the tensors tell. Raises ValueError if a table or safetensors are missing."""
-    folder = path if path.is_dir() else path.parent
-    if (folder / "pytorch_model.bin").exists() and not any(folder.glob("model*.safetensors*")):  # it could run code
-        raise ValueError(
-            f"{folder}: got pytorch_model.bin, expected model.safetensors: convert it with safetensors.torch.save_file"
-        )
-    names = safetensors.names(folder)
-    if not names:
-        return config
-    own_embedding, width = "embed_tokens.weight" in names, config.layers.hidden_size
-    if not own_embedding and config.target_hidden_size != width:
-        raise ValueError(
-            f"{where}: got no tensor embed_tokens.weight, expected one: the drafter's width is {width} and the verifier's "
-            f"{config.target_hidden_size}"
-        )
-    if config.draft_vocab_size < config.layers.vocab_size and "d2t" not in names:
-        raise ValueError(
-            f"{where}: got draft_vocab_size {config.draft_vocab_size} of {config.layers.vocab_size} and no tensor d2t, "
-            "expected the list of the tokens that can be drafted"
-        )
-    return replace(config, own_embedding=own_embedding)
 
 
 def _check_draft_vocabulary(path: Path, config: EagleConfig, d2t: Tensor, t2d: Tensor | None) -> None:
