@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+from treeflash_jax.formats import dialects
+from treeflash_jax.formats.keys import Keys
+
+
+def parse(part: str, raw: dict, where: str = "config.json") -> Any:
+    """Returns the config of a verifier or drafter that a config.json states."""
+    keys, path = Keys(raw, where), Path(where)
+    return dialects.of(path, keys, part).read_config(path, keys)
+
 
 def without(raw: dict, *keys: str) -> dict:
     return {key: value for key, value in raw.items() if key not in keys}

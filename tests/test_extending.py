@@ -112,7 +112,7 @@ def test_an_acceptance_rule(monkeypatch, tiny, capsys):
 TOY_ARCHITECTURE = Architecture(
     model_type="toy",
     class_name="ToyForCausalLM",
-    keys=(*dense.keys(head_dim=lambda fields: 32)[1:], Key(name="words", field="vocab_size")),
+    keys=(*dense.size_keys(head_dim=lambda keys, fields: 32)[1:], Key(name="words", field="vocab_size")),
     constants={"qk_norm": True},
     only=dense.ONLY | {"logit_scale": (1.0,)},
     inert=dense.INERT | {"recipe"},

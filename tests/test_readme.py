@@ -165,7 +165,7 @@ def test_named_options_exist(capsys):
 
 @pytest.mark.parametrize(
     ("page", "names"),
-    [("treeflash_jax/acceptance/README.md", [*RULES, *branching()]), ("train/README.md", dialects.written("drafter"))],
+    [("treeflash_jax/acceptance/README.md", [*RULES, *branching()]), ("train/README.md", dialects.written())],
 )
 def test_every_rule_builder_and_layout_is_described(page, names):
     assert set(re.findall(r"^\| `([a-z-]+)` \|", PAGES[page], flags=re.MULTILINE)) == set(names)

@@ -158,11 +158,10 @@ def _copy_layers(drafter: DrafterConfig, weights: Any, initial_layers: Sequence[
     copies = [copy_weights(layers[i]) for i in initial_layers]
     width, taps = drafter.layers.hidden_size, len(drafter.target_layer_ids)
     last = int(np.argmax(drafter.target_layer_ids))
-    remaining = iter(copies)
     return {
         "fc": jnp.zeros((taps, width, width)).at[last].set(jnp.eye(width)).reshape(taps * width, width),
         "hidden_norm": sum(layer["attention_norm"] for layer in copies) / len(copies),
-        "groups": [[next(remaining) for _ in range(size)] for size in drafter.layers.groups],
+        "groups": [copies],
     }
 
 

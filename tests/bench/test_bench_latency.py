@@ -122,7 +122,7 @@ def test_on_a_mesh_every_stage_takes_the_layout_that_the_one_before_gives():
     bench = phases.Bench(model, make_plans(model, 8), batch=2, context=40)
     rows = bench.measure(CEILINGS, repeats=2)
     assert [row["phase"] for row in rows] == [*SHARED, *OF_A_TREE]
-    assert all(x.sharding.spec[:2] == ("data", "model") for x in jax.tree.leaves(bench.slots.cache.groups))
+    assert all(x.sharding.spec[:2] == ("data", "model") for x in jax.tree.leaves(bench.slots.cache.layers))
     halves, whole = (phase_work(bench.plans[0], batch=2, context=40, dtype=jnp.float32, mesh=m) for m in (model.mesh, None))
     assert rows[0]["bytes"] == halves["step"].bytes < whole["step"].bytes
 

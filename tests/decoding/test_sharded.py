@@ -58,7 +58,7 @@ def test_weights_and_caches_are_sharded(sharded):
     sharded.generate(PROMPTS[0], **TREE, max_new_tokens=4)
     state = programs.compiled(loops.decode)[-1].run.output_shardings
     for cache in (state.cache, state.drafter.context):
-        for sharding in jax.tree.leaves(cache.groups):
+        for sharding in jax.tree.leaves(cache.layers):
             assert sharding.spec[:2] == ("data", "model")
 
 

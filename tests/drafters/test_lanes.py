@@ -36,7 +36,7 @@ def shared() -> dict:
     params["embed"] = jnp.asarray(rng.normal(size=(VOCAB, WIDTH)))
     params["unembed"] = jnp.asarray(rng.normal(size=(DRAFT_VOCAB, WIDTH)))
     cached = LayerKV(*(jnp.asarray(rng.normal(size=(BATCH, 1, SLOTS, WIDTH))) for _ in range(2)))
-    params["context"] = KVCache(((cached,),), jnp.asarray(LENGTHS, jnp.int32))
+    params["context"] = KVCache((cached,), jnp.asarray(LENGTHS, jnp.int32))
     params["first"] = jnp.asarray(rng.normal(size=(BATCH, WIDTH)))
     params["ids"] = jnp.asarray(np.sort(rng.choice(VOCAB, DRAFT_VOCAB, replace=False)), jnp.int32)
     return params
@@ -46,12 +46,12 @@ def step(shared: dict, level: Level) -> LaneState:
     """A small recurrent network: embedding, carry, position, and attention over the path and the text."""
     x_bwd = jnp.tanh(level.carry + shared["embed"][level.token_bw] + jnp.sin(level.position_bw.astype(float))[..., None])
     q_bwhe, k_bwke, v_bwke = (jnp.einsum("bwd,de->bwe", x_bwd, shared[name])[:, :, None] for name in ("q", "k", "v"))
-    [[[earlier_k, earlier_v]]] = level.earlier
+    [[earlier_k, earlier_v]] = level.earlier
     keys_bxke, values_bxke = level.join(earlier_k, k_bwke), level.join(earlier_v, v_bwke)
-    prefix, length_b = shared["context"].groups[0][0], shared["context"].length_b
+    prefix, length_b = shared["context"].layers[0], shared["context"].length_b
     mixed_bwhe = tree_attention(q_bwhe, keys_bxke, values_bxke, level.seen_bwx, prefix, length_b)
     hidden_bwd = x_bwd + mixed_bwhe[:, :, 0]
-    return LaneState(hidden_bwd, (((k_bwke, v_bwke),),), *offered(shared, hidden_bwd))
+    return LaneState(hidden_bwd, ((k_bwke, v_bwke),), *offered(shared, hidden_bwd))
 
 
 def offered(shared: dict, hidden_bwd: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -80,7 +80,7 @@ class Rollout:
 
     def _hidden(self, path: tuple[int, ...]) -> np.ndarray:
         params, b, length = self.params, self.b, LENGTHS[self.b]
-        hidden, cached = params["first"][b], params["context"].groups[0][0]
+        hidden, cached = params["first"][b], params["context"].layers[0]
         keys, values = ([*x[b, 0, :length]] for x in (cached.keys_bkse, cached.values_bkse))
         for depth, token in enumerate(path):
             x = np.tanh(hidden + params["embed"][token] + np.sin(length + depth))

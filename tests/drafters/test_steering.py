@@ -129,7 +129,7 @@ def test_reading_a_text_in_parts_is_reading_it_at_once(float64):
     )  # fmt: skip
     new_positions = [jnp.swapaxes(x, 1, 2) for x in jax.tree.leaves(whole.new_kv)]
     np.testing.assert_allclose(state.hidden_bd, whole.hidden_btd[jnp.arange(2), jnp.asarray([8, 5])], atol=1e-12)
-    for x, y in zip(jax.tree.leaves(state.context.groups), new_positions, strict=True):
+    for x, y in zip(jax.tree.leaves(state.context.layers), new_positions, strict=True):
         for b, length in enumerate((9, 6)):
             np.testing.assert_allclose(x[b, :, :length], y[b, :, :length], atol=1e-12)
 

@@ -6,11 +6,10 @@ import math
 from dataclasses import replace
 
 import pytest
-from published_configs import LLAMA_31_8B, QWEN3_4B, QWEN25_7B_YARN, TREEFLASH_4B, without
+from published_configs import LLAMA_31_8B, QWEN3_4B, QWEN25_7B_YARN, TREEFLASH_4B, parse, without
 from refusals import refused
 
 from treeflash_jax.drafters.block.block_config import DrafterConfig, default_target_layers
-from treeflash_jax.formats.dialects import parse
 from treeflash_jax.models.config import ModelConfig, Rope
 
 

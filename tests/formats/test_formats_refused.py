@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from conftest import DATA, RANDOM_MODEL
 from ml_dtypes import bfloat16
-from published_configs import LLAMA_31_8B, QWEN3_4B, QWEN25_7B_YARN, TREEFLASH_4B
+from published_configs import LLAMA_31_8B, QWEN3_4B, QWEN25_7B_YARN, TREEFLASH_4B, parse
 from refusals import refused, understood
 
 import treeflash_jax as tf
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import models, storage
-from treeflash_jax.formats.dialects import parse
 
 HUGE = 10**400
 SIZES = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DATA, needs_8_devices
-from published_configs import LLAMA_31_8B
+from published_configs import LLAMA_31_8B, parse
 from refusals import refused
 from safetensors.numpy import save_file
 
@@ -41,7 +41,6 @@ import treeflash_jax as tf  # noqa: E402
 from treeflash_jax.cli.commands import main  # noqa: E402
 from treeflash_jax.engine.pairs import locate  # noqa: E402
 from treeflash_jax.formats import gguf_reader, models  # noqa: E402
-from treeflash_jax.formats.dialects import parse  # noqa: E402
 from treeflash_jax.formats.tokenizer import Tokenizer  # noqa: E402
 from treeflash_jax.models import layers, quantized  # noqa: E402
 from treeflash_jax.models.config import Rope  # noqa: E402

@@ -121,7 +121,7 @@ EITHER_ROPE = {"theta and scaling": "rope_parameters", "parameters": "rope_theta
 
 
 @pytest.mark.parametrize("other", EITHER_ROPE.values(), ids=EITHER_ROPE)
-@pytest.mark.parametrize("dialect", dialects.written("drafter"))
+@pytest.mark.parametrize("dialect", dialects.written())
 def test_every_dialect_states_what_other_programs_read(tmp_path, dialect, other):
     """Both rope schemas, each of them enough; tapped layers in the dialect's counting; mask token and dtype."""
     config = WRITTEN[dialect]

@@ -16,17 +16,17 @@ from treeflash_jax.trees import ancestor_mask
 B, T, S, H, K, E = 3, 7, 12, 6, 2, 8
 LENGTHS = np.array([0, 5, 12])
 PARENT = jnp.asarray([[0, 0, 0, 1, 1, 2, 5], [0, 0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0, 0]], jnp.int32)
-attention = jax.jit(tree_attention, static_argnames=("scale", "implementation"))
+attention = jax.jit(tree_attention, static_argnames="implementation")
 
 
 def draw(*axes: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, *axes]).normal(size=axes).astype(np.float32)
 
 
-def dense(q_bthe, k_bxke, v_bxke, mask_btx, scale):
+def dense(q_bthe, k_bxke, v_bxke, mask_btx):
     """Plain softmax attention in float64; every key/value head repeated for its queries."""
     k_bxhe, v_bxhe = (np.repeat(np.asarray(x, np.float64), q_bthe.shape[2] // x.shape[2], axis=2) for x in (k_bxke, v_bxke))
-    logits_bhtx = np.einsum("bthe,bxhe->bhtx", np.asarray(q_bthe, np.float64), k_bxhe) * scale
+    logits_bhtx = np.einsum("bthe,bxhe->bhtx", np.asarray(q_bthe, np.float64), k_bxhe) / E**0.5
     weights_bhtx = np.where(mask_btx[:, None], np.exp(logits_bhtx - logits_bhtx.max(-1, keepdims=True)), 0)
     return np.einsum("bhtx,bxhe->bthe", weights_bhtx / weights_bhtx.sum(-1, keepdims=True), v_bxhe)
 
@@ -38,20 +38,17 @@ def node_prefix(keys_bske, values_bske) -> LayerKV:
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(H, K), (4, 4), (4, 1)])
-@pytest.mark.parametrize("scale", [None, 0.7])
-def test_dense_softmax(heads, kv_heads, scale):
+def test_dense_softmax(heads, kv_heads):
     q_bthe, k_buke, v_buke = draw(B, T, heads, E), draw(B, T, kv_heads, E, seed=1), draw(B, T, kv_heads, E, seed=2)
     keys_bske, values_bske = draw(B, S, kv_heads, E, seed=3), draw(B, S, kv_heads, E, seed=4)
     above_btu = np.asarray(ancestor_mask(PARENT, T))
-    got = attention(
-        q_bthe, k_buke, v_buke, jnp.asarray(above_btu), node_prefix(keys_bske, values_bske), jnp.asarray(LENGTHS),
-        scale=scale,
-    )  # fmt: skip
+    prefix = node_prefix(keys_bske, values_bske)
+    got = attention(q_bthe, k_buke, v_buke, jnp.asarray(above_btu), prefix, jnp.asarray(LENGTHS))
 
     past_bts = np.broadcast_to((np.arange(S) < LENGTHS[:, None])[:, None], (B, T, S))
     mask_btx = np.concatenate([past_bts, above_btu], axis=2)
     k_bxke, v_bxke = np.concatenate([keys_bske, k_buke], axis=1), np.concatenate([values_bske, v_buke], axis=1)
-    expected = dense(q_bthe, k_bxke, v_bxke, mask_btx, E**-0.5 if scale is None else scale)
+    expected = dense(q_bthe, k_bxke, v_bxke, mask_btx)
     np.testing.assert_allclose(got, expected, atol=3e-6)
 
 
@@ -59,7 +56,7 @@ def test_no_prefix_is_an_empty_prefix():
     q_bthe, k_buke, v_buke = draw(B, T, H, E), draw(B, T, K, E, seed=1), draw(B, T, K, E, seed=2)
     mask_btu = np.broadcast_to(np.tri(T, dtype=bool), (B, T, T))
     got = attention(q_bthe, k_buke, v_buke, jnp.asarray(mask_btu))
-    np.testing.assert_allclose(got, dense(q_bthe, k_buke, v_buke, mask_btu, E**-0.5), atol=3e-6)
+    np.testing.assert_allclose(got, dense(q_bthe, k_buke, v_buke, mask_btu), atol=3e-6)
     empty = node_prefix(draw(B, S, K, E), draw(B, S, K, E))
     again = attention(q_bthe, k_buke, v_buke, jnp.asarray(mask_btu), empty, jnp.zeros(B, jnp.int32))
     np.testing.assert_allclose(again, got, atol=1e-6)
@@ -82,7 +79,7 @@ append = jax.jit(kv_cache.append)
 
 def new_positions(batch: int, width: int, seed: int):
     """Keys and values of both layers, [b, t, k, e] each."""
-    return (tuple(tuple(draw(batch, width, K, E, seed=seed + 2 * i + kind) for kind in (0, 1)) for i in (0, 1)),)
+    return tuple(tuple(draw(batch, width, K, E, seed=seed + 2 * i + kind) for kind in (0, 1)) for i in (0, 1))
 
 
 @pytest.mark.parametrize("batch, dtype", [(1, jnp.float32), (3, jnp.float32), (3, jnp.bfloat16)])  # three ways to store
@@ -99,12 +96,12 @@ def test_append_commits_paths_in_order(backend_form, batch, dtype):
         for b in range(batch):
             for layer in (0, 1):
                 for kind in (0, 1):
-                    expected[b][layer][kind] += list(new[0][layer][kind][b, path_bp[b, : count_b[b]]])
-        assert cache.groups[0][0].keys_bkse.shape[2] == 40 and cache.length_b.tolist() == [
+                    expected[b][layer][kind] += list(new[layer][kind][b, path_bp[b, : count_b[b]]])
+        assert cache.layers[0].keys_bkse.shape[2] == 40 and cache.length_b.tolist() == [
             len(sequence[0][0]) for sequence in expected
         ]
         for b, length in enumerate(cache.length_b.tolist()):
-            for layer, kv in enumerate(cache.groups[0]):
+            for layer, kv in enumerate(cache.layers):
                 for kind, slots_bkse in enumerate((kv.keys_bkse, kv.values_bkse)):
                     committed_ske = np.asarray(slots_bkse)[b].swapaxes(0, 1)[:length]
                     np.testing.assert_array_equal(committed_ske, np.reshape(expected[b][layer][kind], committed_ske.shape))

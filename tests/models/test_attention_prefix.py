@@ -25,7 +25,7 @@ B, T, S, H, K, E = 4, 7, 704, 6, 2, 16
 LENGTHS = {"edges": (0, 1, 127, 128), "full": (129, 640, 703, 704), "short": (0, 0, 64, 65), "ragged": (704, 3, 0, 130)}
 NAMES = ("streamed", "pallas-gpu", "pallas-tpu")
 PARENT = jnp.asarray([[0, 0, 0, 1, 1, 2, 5], [0, 0, 1, 2, 3, 4, 5], [0] * T, [0, 0, 0, 2, 2, 2, 4]], jnp.int32)
-attention = jax.jit(tree_attention, static_argnames=("scale", "implementation"))
+attention = jax.jit(tree_attention, static_argnames="implementation")
 
 
 def arguments(lengths, dtype=np.float32, queries: int = T, heads: int = H, slots: int = S, poison=lambda x: x):
@@ -71,8 +71,8 @@ def test_equals_xla(name, lengths, dtype, atol):
 def test_any_number_of_queries_and_slots(name, queries, heads, slots):
     """One query, several tiles of queries, and queries that pad the last one."""
     arrays = arguments((300, 0), queries=queries, heads=heads, slots=slots, poison=needed(name, 300, slots))
-    got = attention(*arrays, scale=0.4, implementation=name)
-    np.testing.assert_allclose(got, attention(*finite(arrays), scale=0.4), atol=1e-5)
+    got = attention(*arrays, implementation=name)
+    np.testing.assert_allclose(got, attention(*finite(arrays)), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)

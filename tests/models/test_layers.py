@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DATA
-from published_configs import QWEN3_4B, without
+from published_configs import QWEN3_4B, parse, without
 
 from treeflash_jax.core.parameters import initialize
-from treeflash_jax.formats.dialects import parse
 from treeflash_jax.models import layers
 from treeflash_jax.models.config import ModelConfig, Rope
 

@@ -64,7 +64,7 @@ def compare(function, arrays, kind, atol):
 
 def documents(segments_bt):
     mask = PackedMask(segments_bt, segments_bt)
-    return lambda q, k, v, kind: tree_attention(q, k, v, mask, scale=0.4, implementation=kind)
+    return lambda q, k, v, kind: tree_attention(q, k, v, mask, implementation=kind)
 
 
 @pytest.mark.parametrize("kind, dtype, atol", CASES)

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DATA, needs_8_devices
+from published_configs import parse
 from refusals import refused
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from treeflash_jax import make_mesh
-from treeflash_jax.formats import dialects, models, safetensors, storage
+from treeflash_jax.formats import models, safetensors, storage
 from treeflash_jax.models import verifier
 
 FOLDER = DATA / "qwen3_moe"
@@ -58,17 +59,17 @@ def test_written_files_read_back_and_name_every_expert(tmp_path):
 def test_which_layers_are_dense():
     def dense(**changes):
         raw = {**RAW, "num_hidden_layers": 6, **changes}
-        return dialects.parse("verifier", {key: value for key, value in raw.items() if value != "absent"}).dense_layers
+        return parse("verifier", {key: value for key, value in raw.items() if value != "absent"}).dense_layers
 
     assert dense(mlp_only_layers=None) == dense(mlp_only_layers=[]) == dense(mlp_only_layers="absent") == ()
     assert dense(decoder_sparse_step=2, mlp_only_layers=[0, 3]) == (0, 2, 3, 4)
-    parsed = dialects.parse("verifier", {**RAW, "num_experts": 4})
-    assert parsed.num_experts == 4 and parsed == dialects.parse("verifier", RAW)
+    parsed = parse("verifier", {**RAW, "num_experts": 4})
+    assert parsed.num_experts == 4 and parsed == parse("verifier", RAW)
     plain = {key: value for key, value in RAW.items() if key not in ("num_local_experts", "norm_topk_prob")}
-    assert dialects.parse("verifier", plain).num_experts == 128, "transformers' default"
-    assert not dialects.parse("verifier", plain).normalize_experts
+    assert parse("verifier", plain).num_experts == 128, "transformers' default"
+    assert not parse("verifier", plain).normalize_experts
     coder = {"shared_expert_intermediate_size": 0, "use_qk_norm": True, "qkv_bias": False}
-    assert dialects.parse("verifier", RAW | coder) == dialects.parse("verifier", RAW)
+    assert parse("verifier", RAW | coder) == parse("verifier", RAW)
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -82,21 +83,21 @@ def test_which_layers_are_dense():
     ({"qkv_bias": True}, ("qkv_bias",)),
 ])  # fmt: skip
 def test_refused_configs(changes, words):
-    refused(lambda: dialects.parse("verifier", RAW | changes), *words)
+    refused(lambda: parse("verifier", RAW | changes), *words)
 
 
 def test_a_drafter_of_experts_is_refused():
     drafter = {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0]}, "block_size": 4, "num_target_layers": 4}
     words = "config.json: got a drafter of model_type 'qwen3_moe', expected ", " experts"
-    refused(lambda: dialects.parse("drafter", RAW | drafter), *words)
+    refused(lambda: parse("drafter", RAW | drafter), *words)
 
 
 APART, FUSED = (load_file(FOLDER / name / "model.safetensors") for name in ("apart", "fused"))
 MISSING = "model.layers.1.mlp.experts.2.up_proj.weight"
 FUSED_NAME = "model.layers.0.mlp.experts.gate_up_proj"
 BAD = {
-    "both": (APART | FUSED, "several of these layouts"),
-    "neither": ({name: x for name, x in APART.items() if "experts" not in name}, "none of these layouts"),
+    "both": (APART | FUSED, "unknown tensors, the first is"),
+    "neither": ({name: x for name, x in APART.items() if "experts" not in name}, "tensors missing, the first is"),
     "missing": ({name: x for name, x in APART.items() if name != MISSING}, f"1 tensors missing, the first is {MISSING}"),
     "too many": (APART | {MISSING.replace(".2.", ".4."): APART[MISSING]}, ("unknown tensors", "experts.4.up_proj")),
     "shape": (APART | {MISSING: APART[MISSING][:5]}, f"{MISSING} has shape [5, 16], expected [8, 16]"),

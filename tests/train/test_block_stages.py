@@ -95,7 +95,7 @@ def test_copied_layers_read_the_context_as_the_verifier_does(toy):
     mask_btt = verifier.causal_mask(2, 32)
     out = verifier.forward(weights, MODEL, batch.tokens_bt, batch.positions_bt, mask_btt, taps=config.taps)
     context = dflash.context_kv(made, config, out.features_btj, batch.positions_bt)
-    for got, expected in zip(context[0][0], out.new_kv[0][2], strict=True):
+    for got, expected in zip(context[0], out.new_kv[2], strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, made["groups"][0][0], weights["groups"][0][2])
 

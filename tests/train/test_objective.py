@@ -38,7 +38,7 @@ def run_blocks(frozen, batch, chosen):
     """The verifier's outputs, and the hidden states of all blocks."""
     backbone, tables = frozen["backbone"], frozen["verifier"]
     teacher = teach(tables, MODEL, DRAFTER.target_layer_ids, batch)
-    context = blocks.context(backbone, DRAFTER, batch, teacher.features_btj)
+    context = dflash.context_kv(backbone, DRAFTER, teacher.features_btj, batch.positions_bt)
     return teacher, blocks.hidden_states(backbone, DRAFTER, tables["embed"], batch, context, chosen.anchors_bn)
 
 

@@ -289,7 +289,7 @@ BAD_PLACES = [
     ("empty.jsonl", "\n \n", "empty.jsonl: got no records, expected at least one"),
     ("list.json", '[{"messages": []}]', "list.json: got a JSON list, expected one JSON object a line"),
     ("long.jsonl", json.dumps(LONG), "long.jsonl: got no document to train on (1 too long)"),
-    ("set.jsonl", b'{"messages": "\xff"}\n', "set.jsonl.*not UTF-8"),
+    ("set.jsonl", b'{"messages": "\xff"}\n', "set.jsonl.*can't decode"),
 ]
 
 

@@ -26,9 +26,8 @@ from treeflash_jax.models import vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.backend import packed_attention
 from treeflash_jax.models.backend.packed_attention import BlockRule, PackedMask
+from treeflash_jax.models.kv_cache import NewKV
 from treeflash_jax.trees import pick
-
-Layers = list[tuple[jax.Array, jax.Array]]
 
 
 @struct.dataclass
@@ -71,18 +70,12 @@ def sample_blocks(batch: Batch, num_anchors: int, size: int, decay: float, keys_
     return Blocks(anchors_bn, targets_bni, jnp.where(kept_bni, share_i, 0.0))
 
 
-def context(params: Any, config: DrafterConfig, batch: Batch, features_bsj: jax.Array) -> Layers:
-    """Returns keys and values [b, s, k, e] of the fused features for each layer, as in the drafter's cache."""
-    groups = backbone.context_kv(params, config, features_bsj, batch.positions_bt)
-    return [layer for group in groups for layer in group]
-
-
 def hidden_states(
     params: Any,
     config: DrafterConfig,
     embed_vd: jax.Array,
     batch: Batch,
-    context: Layers,
+    context: NewKV,
     anchors_bn: jax.Array,
     attention: str = "chunked",
 ) -> jax.Array:

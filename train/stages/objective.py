@@ -32,12 +32,14 @@ from train.stages import blocks, losses
 from train.stages.teacher import Teacher, teach
 from treeflash_jax.core.checks import bounded
 from treeflash_jax.drafters import block
+from treeflash_jax.drafters.block.backbone import context_kv
 from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS, Unembed
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend import selection
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter
+from treeflash_jax.models.kv_cache import NewKV
 from treeflash_jax.trees import pick
 
 
@@ -129,13 +131,13 @@ def drafting_sums(
     dtype = tables["embed"].dtype
     teacher = teach(tables, verifier, drafter.target_layer_ids, batch, attention)
     chosen = blocks.sample_blocks(batch, settings.anchors, drafter.block_size, settings.decay, keys_b)
-    context = blocks.context(optax.tree.cast(backbone, dtype), drafter, batch, teacher.features_btj)
+    context = context_kv(optax.tree.cast(backbone, dtype), drafter, teacher.features_btj, batch.positions_bt)
     sample = None
     if settings.vocabulary:
         other_keys_b = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys_b)
         sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, other_keys_b)
 
-    def hidden_states(backbone: Any, context: blocks.Layers, anchors_bn: jax.Array) -> jax.Array:
+    def hidden_states(backbone: Any, context: NewKV, anchors_bn: jax.Array) -> jax.Array:
         backbone = optax.tree.cast(backbone, dtype)  # here, so that gradients add up in the dtype of the uncast weights
         hidden_bnid = blocks.hidden_states(backbone, drafter, tables["embed"], batch, context, anchors_bn, attention)
         return hidden_bnid[:, :, 1:]

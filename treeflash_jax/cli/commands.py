@@ -114,7 +114,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", help="folder to write; it must not exist")
     help = "dtype of the weights of a GGUF file (default: float32, which is exact)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=help)
-    parser.add_argument("--to", choices=dialects.written("drafter"), help="layout in which to write a drafter")
+    parser.add_argument("--to", choices=dialects.written(), help="layout in which to write a drafter")
     parser.add_argument("--drop-head", action="store_true", help="do not write a trained head; the DFlash layout has none")
     parser.set_defaults(run=_convert)
 
@@ -226,7 +226,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     if is_gguf and (arguments.to or arguments.drop_head):
         raise ValueError("got --to or --drop-head with a GGUF file, expected them with a drafter folder only")
     if not is_gguf and (arguments.to is None or arguments.dtype):
-        known = " or ".join(f"--to {name}" for name in dialects.written("drafter"))
+        known = " or ".join(f"--to {name}" for name in dialects.written())
         raise ValueError(f"got a drafter folder without --to, or with --dtype; expected {known} alone")
     if is_gguf:
         conversions.convert_gguf(arguments.source, arguments.target, arguments.dtype or "float32")

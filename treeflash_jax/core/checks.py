@@ -35,7 +35,7 @@ LIMITS = {"least": "ge", "most": "le", "above": "gt", "below": "lt"}  # our name
 SHARED = ("min_length", "choices")  # other arguments of `fit` in a field's metadata
 CONFIG = {"allow_inf_nan": False, "str_min_length": 1, "arbitrary_types_allowed": True}  # of pydantic
 # Types of list items, which the limits given to `bounded` do not reach in settings of training.
-AtLeast0, AtLeast1 = Annotated[int, Interval(ge=0, le=2**53)], Annotated[int, Interval(ge=1, le=2**53)]
+AtLeast0 = Annotated[int, Interval(ge=0, le=2**53)]
 NonNegative, Positive = Annotated[float, Ge(0)], Annotated[float, Gt(0)]
 Probability = Annotated[float, Interval(gt=0, le=1)]
 
@@ -214,14 +214,10 @@ def parse_json(text: str | bytes) -> Any:
     """Parses JSON. Raises ValueError, without the file's name, for any other text, deep nesting and numbers too long."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
-    except UnicodeDecodeError:
-        raise ValueError("not valid JSON: not UTF-8") from None
     except RecursionError:
         raise ValueError("not valid JSON: nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"not valid JSON: {clipped(error, QUOTED)}") from None
+    except ValueError as error:  # of syntax, UTF-8, or an integer of over 4,300 digits
+        raise ValueError(f"not valid JSON: {clipped(error, LONGEST_PATH)}") from None
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:

@@ -172,10 +172,6 @@ class Device:
         return PEAK_RATES[max(names, key=len)] if names else None
 
     @property
-    def peak_flops(self) -> float | None:
-        return self.peak_rates and self.peak_rates[0]
-
-    @property
     def nodes(self) -> tuple[int, ...]:
         """Numbers of tree nodes measured by a calibration."""
         return (4, 8, 16, 32) if self.is_cpu else (8, 16, 32, 64, 128, 256)
@@ -183,22 +179,19 @@ class Device:
 
 def here() -> Device:
     """Returns the default device."""
-    return _device(jax.default_backend(), jax.devices()[0].device_kind)
+    return describe(jax.devices()[0])
 
 
 def describe(device: Any) -> Device:
     """Returns the `Device` of a JAX device, which may be an abstract one for compiling ahead of time."""
-    return _device(device.platform, device.device_kind)
+    is_cpu = device.platform == "cpu"
+    features = usable(cpu_features(), os.environ.get("XLA_FLAGS", "")) if is_cpu else frozenset()
+    return Device(device.platform, device.device_kind, features)
 
 
 def describe_mesh(mesh: Any) -> Device:
     """Returns the device of a mesh; the default device for None."""
     return here() if mesh is None else describe(mesh.devices.flat[0])
-
-
-def _device(backend: str, kind: str) -> Device:
-    features = usable(cpu_features(), os.environ.get("XLA_FLAGS", "")) if backend == "cpu" else frozenset()
-    return Device(backend, kind, features)
 
 
 def usable(features: frozenset[str], flags: str) -> frozenset[str]:

@@ -110,11 +110,9 @@ def json_with(*names: str, inside: bool = False) -> Callable[[bytes], bool]:
     def has_keys(content: bytes) -> bool:
         try:
             parsed = json.loads(content)
-        except (ValueError, RecursionError):
+            return all(set(names) <= x.keys() for x in (parsed.values() if inside else [parsed]))
+        except (ValueError, AttributeError, RecursionError):  # no JSON, or no objects
             return False
-        if not isinstance(parsed, dict):
-            return False
-        return all(isinstance(x, dict) and set(names) <= x.keys() for x in (parsed.values() if inside else [parsed]))
 
     return has_keys
 
@@ -222,8 +220,6 @@ def _part(folder: Path, name: str) -> Path:
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
+    except (OSError, OverflowError) as error:
+        return isinstance(error, PermissionError)
     return True

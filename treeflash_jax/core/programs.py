@@ -147,14 +147,8 @@ def _environment() -> str:
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         source.update(path.read_bytes())
     versions = [sys.version, *(metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy"))]
-    default = devices.here()
-    device = [
-        default.backend,
-        default.kind,
-        sorted(default.features),
-        jax.devices()[0].client.platform_version,
-        jax.device_count(),
-    ]
+    default, runtime = devices.here(), (jax.devices()[0].client.platform_version, jax.device_count())
+    device = default.backend, default.kind, sorted(default.features), runtime
     flags = sorted((name, value) for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_", "LIBTPU_")))
     return hashlib.sha256(repr((source.hexdigest(), versions, device, flags)).encode()).hexdigest()[:16]
 

@@ -55,15 +55,14 @@ def make_mesh(
       ValueError: the product of the sizes exceeds the number of devices.
     """
     available = list(devices if devices is not None else jax.devices())
-    sizes = {name: whole(size, name, least=1) for name, size in (("data", data), ("fsdp", fsdp), ("model", model))}
-    if experts is not None:
-        sizes["experts"] = whole(experts, "experts", least=1)
-    count = math.prod(sizes.values())
-    if count > len(available):
-        shown = f"{data} x {model}" if fsdp == 1 else f"{data} x {fsdp} x {model}"
-        raise ValueError(f"got a mesh of {shown}, expected a product of at most {len(available)} devices")
+    sizes = {"data": data, "fsdp": fsdp, "model": model} | ({} if experts is None else {"experts": experts})
+    sizes = {name: whole(size, name, least=1) for name, size in sizes.items()}
     if fsdp == 1:
         del sizes["fsdp"]
+    count = math.prod(sizes.values())
+    if count > len(available):
+        shown = " x ".join(map(str, sizes.values()))
+        raise ValueError(f"got a mesh of {shown}, expected a product of at most {len(available)} devices")
     kinds = (AxisType.Auto,) * len(sizes)
     if count > 1 and available[0].platform == "cpu" and jax.config.jax_enable_compilation_cache:
         jax.config.update("jax_enable_compilation_cache", False)
@@ -92,7 +91,7 @@ def partition(axes: Axes, shape: Sequence[int], mesh) -> PartitionSpec:
     If several axes map to the same mesh axis, the first gets it. A mesh with an axis "experts" shards experts over it
     alone. Axes of an enclosing `jax.shard_map` are omitted: arrays are already local along them.
     """
-    sizes = {name: size for name, size in mesh.shape.items() if name not in manual_axes(mesh)}
+    sizes = {name: size for name, size in mesh.shape.items() if name in free_axes(mesh)}
     taken: set[str] = set()
 
     def mesh_axis(axis: str | None, size: int) -> str | tuple[str, ...] | None:
@@ -124,6 +123,11 @@ def current():
 def manual_axes(mesh) -> frozenset[str]:
     """Returns the mesh axes of an enclosing `jax.shard_map`."""
     return frozenset(getattr(mesh, "manual_axes", ()))
+
+
+def free_axes(mesh) -> frozenset[str]:
+    """Returns the mesh axes that no enclosing `jax.shard_map` has; none without a mesh."""
+    return frozenset(() if mesh is None else mesh.axis_names) - manual_axes(mesh)
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
@@ -186,7 +190,7 @@ def over_batch(function: Callable[..., Any], *arrays: Any) -> Any:
     spec = PartitionSpec(None) if mesh is None else partition(("batch",), (batch,), mesh)
     if spec == PartitionSpec(None):
         return function(*arrays)
-    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(*arrays)
+    return per_device(function, mesh, spec, spec)(*arrays)
 
 
 def over_mesh(function: Callable[..., Any], arrays: Sequence[Any], layouts: Sequence[tuple[Axes, Sequence[int]]]) -> Any:
@@ -197,10 +201,17 @@ def over_mesh(function: Callable[..., Any], arrays: Sequence[Any], layouts: Sequ
       layouts: for each of `arrays`, its logical axes, and the sizes that the mesh axes must divide.
     """
     mesh = current()
-    names = set() if mesh is None else set(mesh.axis_names) - manual_axes(mesh)
-    if not names:
+    if not free_axes(mesh):
         return function(*arrays)
     specs = tuple(partition(axes, sizes, mesh) for axes, sizes in layouts)
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=names, check_vma=False
-    )(*arrays)  # fmt: skip
+    return per_device(function, mesh, specs, specs[0])(*arrays)
+
+
+def per_device(run: Callable[..., Any], mesh, inputs: Any, outputs: Any) -> Callable[..., Any]:
+    """Returns a function that runs on each device's part of its arguments: `jax.shard_map` over the mesh's free axes.
+
+    Args:
+      inputs, outputs: PartitionSpecs of arguments and results.
+    """
+    free = free_axes(mesh)
+    return jax.shard_map(run, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names=free, check_vma=False)

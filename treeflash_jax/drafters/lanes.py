@@ -191,14 +191,14 @@ class LaneExpander:
         return same.replace(kv=kv)
 
 
-def scratch_specs(context: KVCache) -> tuple[tuple[tuple[Spec, Spec], ...], ...]:
+def scratch_specs(context: KVCache) -> tuple[tuple[Spec, Spec], ...]:
     """Returns `LaneExpander.scratch` for a network with this cache, in the structure of `kv_cache.NewKV`."""
 
     def spec(slots_bkse: jax.Array) -> Spec:
         heads, _, size = slots_bkse.shape[1:]
         return Spec((heads, size), ("kv_heads", None), dtype=slots_bkse.dtype)
 
-    return tuple(tuple((spec(layer.keys_bkse), spec(layer.values_bkse)) for layer in group) for group in context.groups)
+    return tuple((spec(layer.keys_bkse), spec(layer.values_bkse)) for layer in context.layers)
 
 
 def likeliest_children(

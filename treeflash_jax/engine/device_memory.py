@@ -59,7 +59,7 @@ def footprint(
         kind = drafters.of(drafter)
         drafter_bytes = count.weights(kind.specs(drafter)).bytes
         state = jax.eval_shape(lambda: kind.init(drafter, batch, capacity, dtype))
-        drafter_cache = sum(jax.tree.leaves(jax.tree.map(count.slots, state, state.axes()))) if drafts else 0
+        drafter_cache = sum(jax.tree.leaves(jax.tree.map(count.array_bytes, state, state.axes()))) if drafts else 0
     return Footprint(
         verifier=count.weights(verifiers.specs(verifier, quantize)).bytes,
         drafter=drafter_bytes,

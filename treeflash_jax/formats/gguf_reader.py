@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import struct
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -18,13 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from treeflash_jax.core.checks import QUOTED, clipped, fit, quoted
+from treeflash_jax.core.checks import QUOTED, clipped, quoted
 from treeflash_jax.core.files import regular
+from treeflash_jax.formats.keys import Keys
 
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_FLOAT, _STRING, _ARRAY = 6, 8, 9
-_LITTLE = {kind: struct.Struct(f"<{kind}") for kind in _NUMBERS.values()}
-_VERSIONS = (2, 3)
+# Types of metadata values: numbers, by their dtype, and others.
+_NUMBERS = {
+    0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"
+}  # fmt: skip
+_UINT32, _FLOAT, _STRING, _ARRAY, _UINT64 = 4, 6, 8, 9, 10
 HEADER_BYTES = 2**26  # several times the largest vocabularies
 JOINED_BYTES = 2**13
 
@@ -90,6 +91,10 @@ class File:
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
 
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.metadata, str(self.path))
+
 
 def is_gguf(path: str | Path) -> bool:
     """Returns true if a path names a GGUF file, by its suffix."""
@@ -125,14 +130,11 @@ def _read(path: Path, size: int, changed: int) -> File:
     metadata = {}
     for _ in range(num_values):
         key = header.string()
-        metadata[key] = header.value(header.number("I"))
+        metadata[key] = header.value(header.number(_UINT32))
     if metadata.get("split.count") not in (None, 0, 1):
-        raise ValueError(
-            f"{path} is one of {quoted(metadata['split.count'])} parts, expected a whole file; join them with gguf-split "
-            "--merge"
-        )
+        raise ValueError(f"{path} is one of {quoted(metadata['split.count'])} parts; join them with gguf-split --merge")
     infos = [header.tensor_info() for _ in range(num_tensors)]
-    alignment = fit(int, metadata.get("general.alignment", 32), "general.alignment", str(path), least=1)
+    alignment = Keys(metadata, str(path)).whole("general.alignment", 32)
     start, end = math.ceil(header.at / alignment) * alignment, 0
     tensors: dict[str, Tensor] = {}
     for name, at, shape, kind in sorted(infos, key=lambda info: info[1]):
@@ -156,11 +158,11 @@ class _Header:
         if bytes(self.data[:4]) != b"GGUF":
             raise ValueError(f"{self.path} is no GGUF file (it begins with {bytes(self.data[:4])!r}); download it again")
         self.at = 4
-        version = self.number("I")
-        if version not in _VERSIONS:
+        version = self.number(_UINT32)
+        if version not in (2, 3):
             what = "a big-endian file" if version & 0xFFFF == 0 else f"version {version}"
             raise ValueError(f"{self.path}: got {what}, expected a little-endian GGUF file of version 2 or 3")
-        return self.number("Q"), self.number("Q")
+        return self.number(_UINT64), self.number(_UINT64)
 
     def expect(self, size: int) -> None:
         """Raises ValueError if fewer bytes are left."""
@@ -173,9 +175,12 @@ class _Header:
         self.at += size
         return self.data[self.at - size : self.at]
 
-    def number(self, kind: str) -> Any:
-        form = _LITTLE[kind]
-        return form.unpack(self.take(form.size))[0]
+    def numbers(self, kind: int, count: int) -> list[Any]:
+        dtype = np.dtype(_NUMBERS[kind])
+        return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
+
+    def number(self, kind: int) -> Any:
+        return self.numbers(kind, 1)[0]
 
     def string(self) -> str:
         begin = self.at + 8
@@ -188,24 +193,23 @@ class _Header:
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
-            kind, count = self.number("I"), self.number("Q")
+            kind, count = self.number(_UINT32), self.number(_UINT64)
             if kind in _NUMBERS:
-                bytes_of_one = _LITTLE[_NUMBERS[kind]].size
-                return np.frombuffer(self.take(count * bytes_of_one), f"<{_NUMBERS[kind]}").tolist()
+                return self.numbers(kind, count)
             if kind == _STRING:
                 self.expect(8 * count)  # each begins with its length
                 return [self.string() for _ in range(count)]
         if kind not in _NUMBERS:
             raise ValueError(f"{self.path} is damaged: got a metadata value of type {kind}; download it again")
-        number = self.number(_NUMBERS[kind])
+        number = self.number(kind)
         return float(str(np.float32(number))) if kind == _FLOAT else number  # 1e-05, not 9.999999747e-06
 
     def tensor_info(self) -> tuple[str, int, tuple[int, ...], int]:
         """Returns name, offset, shape (outermost axis first) and type number."""
         name = self.string()
-        shape = tuple(self.number("Q") for _ in range(self.number("I")))[::-1]
-        kind = self.number("I")
-        return name, self.number("Q"), shape, kind
+        shape = tuple(self.numbers(_UINT64, self.number(_UINT32)))[::-1]
+        kind = self.number(_UINT32)
+        return name, self.number(_UINT64), shape, kind
 
 
 def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[int, ...], number: int) -> Tensor:
@@ -220,9 +224,7 @@ def _tensor(path: Path, data: np.ndarray, start: int, name: str, shape: tuple[in
     except NotImplementedError:
         raise ValueError(f"{path}: tensor {name} has type {kind.name} ({number}), which is not for weights") from None
     if not shape or shape[-1] % block:
-        raise ValueError(
-            f"{path}: tensor {name} has shape {list(shape)}, expected rows of whole {kind.name} blocks ({block})"
-        )
+        raise ValueError(f"{path}: tensor {name} has shape {list(shape)}, expected whole {kind.name} blocks ({block})")
     count, width = math.prod(shape[:-1]), shape[-1] // block * size
     end = start + count * width
     if end > data.size:
@@ -234,7 +236,5 @@ def _package() -> Any:
     try:
         import gguf  # slow to import, and only these files need it
     except ImportError:
-        raise ValueError(
-            "GGUF files need the package gguf, which is not installed: pip install treeflash-jax[gguf]"
-        ) from None
+        raise ValueError("GGUF files need the package gguf: pip install treeflash-jax[gguf]") from None
     return gguf

@@ -16,7 +16,6 @@ from treeflash_jax.core.checks import INT32
 from treeflash_jax.core.files import user_cache, write
 from treeflash_jax.formats import gguf_reader
 from treeflash_jax.formats.gguf_reader import File
-from treeflash_jax.formats.keys import Keys
 
 _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 _WORDS = (
@@ -65,14 +64,20 @@ def files(file: File) -> dict[str, str]:
     if not {"tokenizer.ggml.model", "tokenizer.ggml.tokens"} & file.metadata.keys():
         return {}
     made = _tokenizer(file)  # checks the vocabulary that the settings refer to
-    return {"tokenizer_config.json": json.dumps(_settings(file), indent=2) + "\n", "tokenizer.json": made.to_str()}
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    settings: dict[str, Any] = {names[role]: tokens[i] for role, i in special_ids(file).items()}
+    if "tokenizer.chat_template" in file.metadata:
+        settings["chat_template"] = file.keys.value(str, "tokenizer.chat_template", None, "a text")
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return {"tokenizer_config.json": json.dumps(settings, indent=2) + "\n", "tokenizer.json": made.to_str()}
 
 
 def _tokenizer(file: File) -> Any:
     """Returns the `tokenizers.Tokenizer` of a file."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
-    keys = Keys(file.metadata, str(file.path))
+    keys = file.keys
     keys.value(str, "tokenizer.ggml.model", None, "'gpt2' (byte-level BPE)", choices=lambda: ("gpt2",))
     kind = _PRE[keys.value(str, "tokenizer.ggml.pre", None, f"one of {list(_PRE)}", choices=lambda: tuple(_PRE))]
     tokens = keys.value(list[str], "tokenizer.ggml.tokens", None, "the texts of the vocabulary")
@@ -99,7 +104,7 @@ def _tokenizer(file: File) -> Any:
 
 def special_ids(file: File) -> dict[str, int]:
     """Returns a file's ids of the "bos", "eos", "unknown" and "padding" tokens. Raises ValueError for bad ids."""
-    keys, tokens = Keys(file.metadata, str(file.path)), file.metadata.get("tokenizer.ggml.tokens")
+    keys, tokens = file.keys, file.metadata.get("tokenizer.ggml.tokens")
     named = {role: f"tokenizer.ggml.{role}_token_id" for role in ("bos", "eos", "unknown", "padding")}
     most = len(tokens) - 1 if tokens else INT32
     return {role: keys.whole(key, least=0, most=most) for role, key in named.items() if key in keys}
@@ -117,14 +122,3 @@ def _pre_tokenizer(kind: str) -> tuple[Any, Any]:
     split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([split, letters]), normalizers.NFC() if kind == "qwen2" else None
-
-
-def _settings(file: File) -> dict[str, Any]:
-    """Returns the content of tokenizer_config.json."""
-    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
-    settings = {names[role]: tokens[i] for role, i in special_ids(file).items()}
-    if "tokenizer.chat_template" in file.metadata:
-        keys = Keys(file.metadata, str(file.path))
-        settings["chat_template"] = keys.value(str, "tokenizer.chat_template", None, "a text")
-    return settings | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

@@ -9,11 +9,6 @@ from typing import Any
 from treeflash_jax.core.checks import INT32, fit, quoted
 
 
-def is_among(value: Any, values: Collection[Any]) -> bool:
-    """Returns true if a value equals one of `values`; 1 and 0 do not equal true and false."""
-    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
-
-
 @dataclass(frozen=True)
 class Keys:
     """The object of a config file, or one inside it.
@@ -63,14 +58,11 @@ class Keys:
         """Raises ValueError for a key that is not in `known`."""
         unknown = sorted(set(self.raw) - set(known))
         if unknown:
-            raise ValueError(
-                f"{self.where}: unknown key {quoted(unknown[0])} might change the numbers and is not implemented"
-            )
+            raise ValueError(f"{self.where}: unknown key {quoted(unknown[0])} might change numbers and is not implemented")
 
     def check_only(self, accepted: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raises ValueError for a value that is not implemented; an absent key has the first one."""
+        """Raises ValueError for a value that is not implemented; an absent key has the first one. 1 does not equal true."""
         for key, values in accepted.items():
-            if not is_among(self.raw.get(key, values[0]), values):
-                raise ValueError(
-                    f"{self.where}: {key} = {quoted(self.raw[key])} is not implemented, expected {values[0]!r}"
-                )
+            value = self.raw.get(key, values[0])
+            if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values):
+                raise ValueError(f"{self.where}: {key} = {quoted(value)} is not implemented, expected {values[0]!r}")

@@ -44,11 +44,10 @@ def load_verifier(
     """
     quantized.check_scheme(quantize)
     dialect, config = _find(path, "verifier")
-    finish = partial(quantized.compress, scheme=quantize, mesh=mesh)
     with dialect.opened(Path(path), config) as tensors:
         if quantize and any(getattr(tensor, "is_quantized", False) for tensor in tensors.values()):
             warnings.warn(f"{path} holds quantised weights; quantize={quantize!r} rounds them again", stacklevel=2)
-        return config, _load(path, dialect, config, verifier.specs(config), tensors, dtype, mesh, finish)
+        return config, _load(path, dialect, config, verifier.specs(config), tensors, dtype, mesh, quantize)
 
 
 def load_drafter(path: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tuple[Any, dict[str, Any]]:
@@ -80,7 +79,7 @@ def save_drafter(
     Args:
       folder: created if missing.
       params: weights of its specs; those of a block drafter are {"backbone": ..., "head": ...}.
-      dialect: name of one of `dialects.written("drafter")`; None: the usual one of this kind of drafter.
+      dialect: name of one of `dialects.written()`; None: the usual one of this kind of drafter.
 
     Raises:
       ValueError: no such dialect, or one that cannot store this drafter.
@@ -91,7 +90,7 @@ def save_drafter(
 
 def writable(dialect: str, config: Any = None) -> Dialect:
     """Returns a dialect by name. Raises ValueError for one that is unknown, or cannot store drafters of this kind."""
-    known = dialects.written("drafter")
+    known = dialects.written()
     if dialect not in known:
         raise ValueError(f"got dialect {quoted(dialect)}, expected one of {', '.join(known)}")
     result = dialects.DIALECTS[dialect]
@@ -115,11 +114,9 @@ def _find(path: str | Path, part: str) -> tuple[Dialect, Any]:
     return dialect, dialect.read_config(path, keys)
 
 
-def _load(path, dialect: Dialect, config, specs, tensors, dtype, mesh, finish=lambda weight, _: weight) -> Any:
-    try:
-        entries = dialect.entries(config, specs, tensors.keys())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+def _load(path, dialect: Dialect, config, specs, tensors, dtype, mesh, quantize: str | None = None) -> Any:
+    entries = dialect.entries(config, specs, tensors.keys())
+    finish = partial(quantized.compress, scheme=quantize, mesh=mesh)
     return storage.load(Path(path), tensors, specs, entries, dtype, mesh, dialect.spare(config, specs), finish)
 
 

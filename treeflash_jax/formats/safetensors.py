@@ -24,10 +24,8 @@ def open_folder(folder: Path) -> Iterator[dict[str, Any]]:
       ValueError: files that are missing or damaged, or that lack a tensor which the index lists; an index that names
         anything but files of this folder.
     """
-    index = folder / "model.safetensors.index.json"
-    listed = _listed(index) if index.exists() else {}
-    names = sorted(set(listed.values())) if index.exists() else ["model.safetensors"]
-    with open_files(folder, names, listed) as tensors:
+    listed = _listed(folder)
+    with open_files(folder, sorted({*listed.values()}) or ["model.safetensors"], listed) as tensors:
         yield tensors
 
 
@@ -36,7 +34,7 @@ def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | N
     """Opens the tensors of some files of a folder by name; the files close at the end.
 
     Args:
-      listed: file of every tensor by the index, if there is one.
+      listed: file of every tensor, by the index.
 
     Raises:
       ValueError: files that are missing or damaged, or that lack a tensor which is listed.
@@ -52,10 +50,9 @@ def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | N
 
 def names(folder: Path) -> Collection[str]:
     """Returns the names of a folder's tensors; none if its files are missing or damaged, which `open_folder` reports."""
-    index = folder / "model.safetensors.index.json"
     try:
-        if index.exists():
-            return _listed(index).keys()
+        if listed := _listed(folder):
+            return listed.keys()
         with open_folder(folder) as tensors:
             return tensors.keys()
     except ValueError:
@@ -68,8 +65,11 @@ def metadata(path: Path) -> dict[str, str]:
         return _open(path, stack).metadata() or {}
 
 
-def _listed(index: Path) -> dict[str, str]:
-    """Returns the file of every tensor, by the index."""
+def _listed(folder: Path) -> dict[str, str]:
+    """Returns the file of every tensor by the folder's index; {} without one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return {}
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{index}: got no weight_map, expected a map of tensor names to files")

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -77,8 +76,8 @@ def load(
             if entry.is_apart or entry.is_stacked:
                 for number, i in enumerate(spans[0]):  # one expert at a time saves memory
                     expert = entry.at(i)
-                    source = _Plane(tensors[expert.name], i) if entry.is_stacked else tensors[expert.name]
-                    part[number] = read_slice(source, inside(spec), expert, index[1:])
+                    plane = i if entry.is_stacked else None
+                    part[number] = read_slice(tensors[expert.name], inside(spec), expert, index[1:], plane)
                     checked(expert.name, part[number])
                 return part
             axis = entry.order[0]  # the outermost on disk
@@ -98,9 +97,7 @@ def load(
     return jax.tree.map(leaf, specs, entries, is_leaf=is_spec)
 
 
-def _check(
-    where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, spare: tuple[str, ...]
-) -> None:
+def _check(where: Path, tensors: Mapping[str, Tensor], specs: Any, entries: Any, dtype: Any, spare: Sequence[str]) -> None:
     """Raises ValueError if tensors are missing or unknown, or have another shape or type than `load` expects."""
     for spec, entry in _pairs(specs, entries):
         if entry.is_apart and spec.shape[0] > len(tensors):
@@ -147,8 +144,16 @@ def all_finite(values: np.ndarray) -> bool:
     )
 
 
-def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...]) -> np.ndarray:
-    """Reads one slice of a weight, and only the part of the file that it needs."""
+def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...], plane: int | None = None) -> np.ndarray:
+    """Reads one slice of a weight, and only the part of the file that it needs.
+
+    Args:
+      plane: index of the tensor's first axis at which the weight is; None: the tensor has no further axis.
+    """
+
+    def take(*at: slice) -> np.ndarray:
+        return source[at] if plane is None else source[(slice(plane, plane + 1), *at)][0]
+
     view = entry.view(spec)
     spans = [slice(*index[axis].indices(spec.shape[axis])[:2]) for axis in entry.order]
     inner = view[entry.row_axes :]
@@ -158,21 +163,11 @@ def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...
     blocks = []
     for span in _outer_ranges(view[: entry.row_axes], spans[: entry.row_axes]):
         outer = slice(span.start + above, span.stop + above)
-        block = source[outer, first : first + width] if inner else source[outer]
+        block = take(outer, slice(first, first + width)) if inner else take(outer)
         blocks.append(block.reshape(-1, *inner)[(slice(None), *spans[entry.row_axes :])])
     outer_shape = [span.stop - span.start for span in spans[: entry.row_axes]]
     joined = (blocks[0] if len(blocks) == 1 else np.concatenate(blocks)).reshape(*outer_shape, *blocks[0].shape[1:])
     return joined.transpose(np.argsort(entry.order))
-
-
-class _Plane:
-    """One index of a tensor's first axis, read as a tensor of the others."""
-
-    def __init__(self, source: Tensor, index: int):
-        self.source, self.index = source, slice(index, index + 1)
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        return self.source[(self.index, *index)][0]
 
 
 def _outer_ranges(view: tuple[int, ...], spans: list[slice]) -> Iterator[slice]:
@@ -191,9 +186,7 @@ def _pairs(specs: Any, entries: Any) -> Iterator[tuple[Spec, Entry]]:
     return zip(jax.tree.leaves(specs, is_leaf=is_spec), flat_entries, strict=True)
 
 
-def save(
-    path: Path, specs: Any, entries: Any, params: Any, dtype: Any, extra: Mapping[str, str] = MappingProxyType({})
-) -> None:
+def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any, extra: Mapping[str, str] | None = None) -> None:
     """Writes weights to a safetensors file, in `dtype` unless their spec has one. Raises ValueError for a wrong shape."""
     parts: dict[str, list[tuple[int, int, np.ndarray]]] = {}
 
@@ -216,10 +209,9 @@ def save(
     for name, blocks in parts.items():
         joined = [block for *_, block in sorted(blocks, key=lambda block: block[0])]
         tensors[name] = np.ascontiguousarray(np.concatenate(joined, axis=blocks[0][1]))
-    metadata = METADATA | extra
-    files.write(
-        path, _in_order(serialize(tensors, metadata=metadata), metadata)
-    )  # save_file makes files that only their owner can read
+    metadata = METADATA | (extra or {})
+    # Not save_file, whose files only their owner can read.
+    files.write(path, _in_order(serialize(tensors, metadata=metadata), metadata))
 
 
 def _in_order(content: bytes, metadata: Mapping[str, str]) -> bytes:

@@ -107,10 +107,8 @@ class Tokenizer:
         try:
             size = len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
-            half = f"U+{ord(text[error.start]):04X}"
-            raise ValueError(
-                f"got half a character ({half}, a lone surrogate) at position {error.start}, expected whole ones"
-            ) from None
+            got = f"half a character (U+{ord(text[error.start]):04X}, a lone surrogate) at position {error.start}"
+            raise ValueError(f"got {got}, expected whole ones") from None
         if context is not None and size > SHORT and size > context * self._longest:
             raise ValueError(
                 f"got a prompt of {len(text):,} characters, at least {size // self._longest:,} tokens, "

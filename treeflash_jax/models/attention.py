@@ -41,10 +41,9 @@ def tree_attention(
     prefix: LayerKV | None = None,
     length_b: jax.Array | None = None,
     *,
-    scale: float | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
-    """Computes softmax(q [K_prefix; K_new]^T * scale) [V_prefix; V_new] over the first `length_b` slots of the prefix.
+    """Computes softmax(q [K_prefix; K_new]^T / sqrt(e)) [V_prefix; V_new] over the first `length_b` slots of the prefix.
 
     Returns [b, t, h, e] in the dtype of the queries; the softmax is in float32 at least. Raises ValueError for sizes that
     the implementation does not support.
@@ -54,15 +53,13 @@ def tree_attention(
       mask_btu: True if new position t sees new position u. Every position must see itself.
       prefix: committed keys and values; cache slot s holds absolute position s. None: no prefix.
       length_b: number of committed positions per sequence.
-      scale: of the logits; 1 / sqrt(e) if None.
       implementation: a name in IMPLEMENTATIONS.
     """
-    scale = q_bthe.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(mask_btu, PackedMask):
         if packed_attention.supports(implementation, q_bthe, k_buke):
-            return packed_attention.attend(implementation, q_bthe, k_buke, v_buke, mask_btu, scale)
+            return packed_attention.attend(implementation, q_bthe, k_buke, v_buke, mask_btu)
         mask_btu = mask_btu.dense()
-    return IMPLEMENTATIONS[implementation](q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
+    return IMPLEMENTATIONS[implementation](q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
 
 
 def positions_read(implementation: str, slots: int, length: jax.Array | int) -> jax.Array | int:
@@ -74,15 +71,15 @@ def positions_read(implementation: str, slots: int, length: jax.Array | int) -> 
     return slots if reads_all else length
 
 
-def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale):
+def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
     batch, queries = q_bthe.shape[:2]
     q_bkqe, k_bkue, v_bkue = _group_queries(q_bthe, k_buke.shape[2]), jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2)
-    new_bkqu = _logits(q_bkqe, k_bkue, mask_btu, scale)
+    new_bkqu = _logits(q_bkqe, k_bkue, mask_btu)
     peak_bkq1 = jnp.max(new_bkqu, axis=-1, keepdims=True)
     if prefix is not None:
         slots = jnp.arange(prefix.keys_bkse.shape[2])
         seen_bts = jnp.broadcast_to((slots < length_b[:, None])[:, None], (batch, queries, slots.size))
-        past_bkqs = _logits(q_bkqe, prefix.keys_bkse, seen_bts, scale)
+        past_bkqs = _logits(q_bkqe, prefix.keys_bkse, seen_bts)
         peak_bkq1 = jnp.maximum(peak_bkq1, jnp.max(past_bkqs, axis=-1, keepdims=True))
 
     new_bkqu = jnp.exp(new_bkqu - peak_bkq1)
@@ -95,15 +92,15 @@ def _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale):
     return _ungroup_queries(mixed_bkqe / total_bkq[..., None], q_bthe)
 
 
-def _chunked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale):
+def _chunked(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
     """Runs `_xla` over TRAINING_CHUNK queries at a time, recomputed in backward passes, so that memory is bounded."""
     if q_bthe.shape[1] <= TRAINING_CHUNK or q_bthe.shape[1] % TRAINING_CHUNK:
-        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
+        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
 
     @jax.checkpoint
     def attend(chunk):
         q_bche, mask_bcu = chunk
-        return _xla(q_bche, k_buke, v_buke, mask_bcu, prefix, length_b, scale)
+        return _xla(q_bche, k_buke, v_buke, mask_bcu, prefix, length_b)
 
     def split(x):
         return jnp.moveaxis(x.reshape(x.shape[0], -1, TRAINING_CHUNK, *x.shape[2:]), 1, 0)
@@ -125,14 +122,14 @@ class Part(NamedTuple):
     peak_bkq: jax.Array
 
 
-def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale):
+def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
     """Attends chunk by chunk up to the longest prefix; no array of logits is longer than a chunk.
 
     A chunk is copied before it is multiplied, which costs more than it saves for a single query and a short cache.
     """
     slots = 0 if prefix is None else prefix.keys_bkse.shape[2]
     if slots < (SHORT_FOR_ONE_QUERY if q_bthe.shape[1] == 1 else SHORT):
-        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
+        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
     size = max(MIN_CHUNK_SLOTS, -(-slots // MAX_CHUNKS))
 
     def add_prefix(new: Part, q_bkqe: jax.Array, prefix: LayerKV, length_b: jax.Array) -> Part:
@@ -143,30 +140,30 @@ def _streamed(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale):
             seen_b1x = ((at_x >= first) & (at_x < length_b[:, None]))[:, None]
             keys_bkxe = lax.dynamic_slice_in_dim(prefix.keys_bkse, at, size, axis=2)
             values_bkxe = lax.dynamic_slice_in_dim(prefix.values_bkse, at, size, axis=2)
-            return _extend(part, q_bkqe, keys_bkxe, values_bkxe, seen_b1x, scale)
+            return _extend(part, q_bkqe, keys_bkxe, values_bkxe, seen_b1x)
 
         return lax.fori_loop(0, (jnp.max(length_b) + size - 1) // size, step, new)
 
-    return _attend_in_parts(add_prefix, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
+    return _attend_in_parts(add_prefix, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
 
 
-def _pallas(kind, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale):
+def _pallas(kind, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
     """Runs a kernel over the prefix and merges its shares with the part of the new positions."""
     if prefix is None:
-        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
+        return _xla(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
 
     def add_prefix(new: Part, q_bkqe: jax.Array, prefix: LayerKV, length_b: jax.Array) -> Part:
         arrays = q_bkqe, prefix.keys_bkse, prefix.values_bkse, length_b
-        mixed_bkyqe, total_bkyq, peak_bkyq = attention_kernels.attend(kind, *arrays, scale=scale)
+        mixed_bkyqe, total_bkyq, peak_bkyq = attention_kernels.attend(kind, *arrays)
         peak_bkq = jnp.maximum(new.peak_bkq, jnp.max(peak_bkyq, axis=2))
         kept_bkq, kept_bkyq = jnp.exp(new.peak_bkq - peak_bkq), jnp.exp(peak_bkyq - peak_bkq[:, :, None])
         mixed_bkqe = new.mixed_bkqe * kept_bkq[..., None] + jnp.sum(mixed_bkyqe * kept_bkyq[..., None], axis=2)
         return Part(mixed_bkqe, new.total_bkq * kept_bkq + jnp.sum(total_bkyq * kept_bkyq, axis=2), peak_bkq)
 
-    return _attend_in_parts(add_prefix, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale)
+    return _attend_in_parts(add_prefix, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b)
 
 
-def _attend_in_parts(add_prefix: Callable, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b, scale):
+def _attend_in_parts(add_prefix: Callable, q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
     """Attends to the new positions, then extends that part by `add_prefix(part, q_bkqe, prefix, length_b)`.
 
     On a mesh every device does this for its own sequences and heads and waits for no other. Query heads follow their
@@ -175,7 +172,7 @@ def _attend_in_parts(add_prefix: Callable, q_bthe, k_buke, v_buke, mask_btu, pre
 
     def attend(q_bthe, k_buke, v_buke, mask_btu, prefix, length_b):
         q_bkqe = _group_queries(q_bthe, k_buke.shape[2])
-        new = _extend(None, q_bkqe, jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2), mask_btu, scale)
+        new = _extend(None, q_bkqe, jnp.swapaxes(k_buke, 1, 2), jnp.swapaxes(v_buke, 1, 2), mask_btu)
         part = add_prefix(new, q_bkqe, prefix, length_b)
         return _ungroup_queries(part.mixed_bkqe / part.total_bkq[..., None], q_bthe)
 
@@ -186,10 +183,10 @@ def _attend_in_parts(add_prefix: Callable, q_bthe, k_buke, v_buke, mask_btu, pre
 
 
 def _extend(
-    part: Part | None, q_bkqe: jax.Array, keys_bkxe: jax.Array, values_bkxe: jax.Array, seen_btx: jax.Array, scale: float
+    part: Part | None, q_bkqe: jax.Array, keys_bkxe: jax.Array, values_bkxe: jax.Array, seen_btx: jax.Array
 ) -> Part:
     """Adds keys to a part under the same softmax. In the first part, every query must see some key."""
-    logits_bkqx = _logits(q_bkqe, keys_bkxe, seen_btx, scale)
+    logits_bkqx = _logits(q_bkqe, keys_bkxe, seen_btx)
     peak_bkq = jnp.max(logits_bkqx, axis=-1)
     if part is not None:
         peak_bkq = jnp.maximum(part.peak_bkq, peak_bkq)
@@ -218,9 +215,9 @@ def _ungroup_queries(mixed_bkqe: jax.Array, q_bthe: jax.Array) -> jax.Array:
     return jnp.moveaxis(mixed_bkgte, 3, 1).reshape(q_bthe.shape).astype(q_bthe.dtype)
 
 
-def _logits(q_bkqe: jax.Array, keys_bkxe: jax.Array, seen_btx: jax.Array, scale: float) -> jax.Array:
+def _logits(q_bkqe: jax.Array, keys_bkxe: jax.Array, seen_btx: jax.Array) -> jax.Array:
     """Returns logits [b, k, q, x], -inf for keys that are not seen; the t axis of `seen` may be 1."""
-    logits_bkqx = products.attention_scores(q_bkqe, keys_bkxe) * scale
+    logits_bkqx = products.attention_scores(q_bkqe, keys_bkxe) * q_bkqe.shape[-1] ** -0.5
     logits_bkgtx = logits_bkqx.reshape(*q_bkqe.shape[:2], -1, *seen_btx.shape[1:])
     return jnp.where(seen_btx[:, None, None], logits_bkgtx, -jnp.inf).reshape(logits_bkqx.shape)
 

@@ -50,15 +50,15 @@ def peak_flops(count: int, dtype: Any) -> float | None:
       dtype: of the measurement on a CPU.
     """
     device = devices.here()
-    if device.peak_flops:
-        return device.peak_flops * count
+    if device.peak_rates:
+        return device.peak_rates[0] * count
     return measure_flops(dtype) if device.is_cpu and jax.process_count() == 1 else None  # its devices share the cores
 
 
-def _seconds(step: Callable[[Any], Any], carry: Any, calls: int, samples: int = 8) -> float:
-    """Returns the median seconds per step over samples of `calls` consecutive steps; the first sample is warm-up."""
+def _seconds(step: Callable[[Any], Any], carry: Any, calls: int) -> float:
+    """Returns the median seconds per step over 8 samples of `calls` consecutive steps; the first sample is warm-up."""
     seconds = []
-    for _ in range(samples):
+    for _ in range(8):
         since = time.perf_counter()
         for _ in range(calls):
             carry = step(carry)

@@ -79,8 +79,3 @@ class ModelConfig:
         """Runs of equal layers, each as (is sparse, number of layers)."""
         sparse = (self.num_experts > 0 and i not in self.dense_layers for i in range(self.num_layers))
         return tuple((is_sparse, len(list(run))) for is_sparse, run in groupby(sparse))
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """Sizes of the runs of equal layers."""
-        return tuple(size for _, size in self.runs)

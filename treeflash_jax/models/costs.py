@@ -69,7 +69,7 @@ class Counter:
         shard = shape if self.mesh is None else sharding.sharding(axes, shape, self.mesh).shard_shape(shape)
         return math.prod(shard)
 
-    def slots(self, array: jax.ShapeDtypeStruct, axes: sharding.Axes) -> int:
+    def array_bytes(self, array: jax.ShapeDtypeStruct, axes: sharding.Axes) -> int:
         """Returns the bytes of one device's shard of a state array; 0 for a vector, which does not grow."""
         return self.local(axes, array.shape) * array.dtype.itemsize if array.ndim > 1 else 0
 

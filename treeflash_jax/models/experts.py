@@ -47,17 +47,15 @@ def mixture(params: dict[str, Any], config: ModelConfig, x_btd: jax.Array) -> tu
     """
     weights = {name: params[name] for name in specs(config)}
     mesh = sharding.current()
-    names = set() if mesh is None else set(mesh.axis_names) - sharding.manual_axes(mesh)
     with jax.named_scope("experts"):
-        if not names:
+        if not sharding.free_axes(mesh):
             return _local_mixture(weights, x_btd, config)
         all_specs = quantized.specs(specs(config), quantized.quantization_scheme(weights))
         places = jax.tree.map(lambda spec: _partition(spec, mesh), all_specs, is_leaf=is_spec)
         experts, _, ffn = _partition(specs(config)["expert_gate"], mesh)
         tokens = sharding.partition(("batch", None, None), x_btd.shape, mesh)
         run = partial(_local_mixture, config=config, experts=experts, ffn=ffn)
-        layout = {"in_specs": (places, tokens), "out_specs": (tokens, tokens)}
-        return jax.shard_map(run, mesh=mesh, **layout, axis_names=names, check_vma=False)(weights, x_btd)
+        return sharding.per_device(run, mesh, (places, tokens), (tokens, tokens))(weights, x_btd)
 
 
 def route(router: jax.Array, config: ModelConfig, x_nd: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -35,16 +35,16 @@ class KVCache:
     """Committed keys and values of a stack of layers.
 
     Attributes:
-      groups: per run of identical layers, its layers in order.
+      layers: the layers in order.
       length_b: number of committed positions of each sequence; slots beyond hold garbage.
     """
 
-    groups: tuple[tuple[LayerKV, ...], ...]
+    layers: tuple[LayerKV, ...]
     length_b: jax.Array
 
     def axes(self) -> KVCache:
         """Returns the logical axes of every array, in the structure of the cache."""
-        return KVCache(groups=jax.tree.map(lambda _: AXES, self.groups), length_b=("batch",))
+        return KVCache(layers=jax.tree.map(lambda _: AXES, self.layers), length_b=("batch",))
 
     def grow(self, capacity: int) -> KVCache:
         """Copies the cache into one of `capacity` slots."""
@@ -52,25 +52,21 @@ class KVCache:
         def pad(slots_bkse: jax.Array) -> jax.Array:
             return jnp.pad(slots_bkse, ((0, 0), (0, 0), (0, capacity - slots_bkse.shape[2]), (0, 0)))
 
-        return pin(self.replace(groups=jax.tree.map(pad, self.groups)))
+        return pin(self.replace(layers=jax.tree.map(pad, self.layers)))
 
     def cut(self, length_b: jax.Array) -> KVCache:
         """Returns a cache of only the first `length_b` committed positions of each sequence."""
         return self.replace(length_b=length_b)
 
 
-NewKV = tuple[tuple[tuple[jax.Array, jax.Array], ...], ...]  # keys and values [b, t, k, e] per group and layer
+NewKV = tuple[tuple[jax.Array, jax.Array], ...]  # keys and values [b, t, k, e] of each layer
 
 
 def allocate(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> KVCache:
     """Returns an empty cache of `capacity` slots for `batch` sequences."""
     shape = (batch, config.num_kv_heads, capacity, config.head_dim)
-
-    def zeros() -> jax.Array:
-        return jnp.zeros(shape, dtype)
-
-    groups = tuple(tuple(LayerKV(zeros(), zeros()) for _ in range(size)) for size in config.groups)
-    return pin(KVCache(groups=groups, length_b=jnp.zeros(batch, jnp.int32)))
+    layers = tuple(LayerKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
+    return pin(KVCache(layers=layers, length_b=jnp.zeros(batch, jnp.int32)))
 
 
 def append(cache: KVCache, new: NewKV, count_b: jax.Array, path_bp: jax.Array | None = None) -> KVCache:
@@ -92,14 +88,11 @@ def append(cache: KVCache, new: NewKV, count_b: jax.Array, path_bp: jax.Array | 
         new_bkpe = jnp.where((count_b > 0)[:, None, None, None], new_bkpe, 0)  # see Args
         return indexing.store(slots_bkse, new_bkpe, cache.length_b)
 
-    groups = tuple(
-        tuple(
-            LayerKV(store(layer.keys_bkse, keys), store(layer.values_bkse, values))
-            for layer, (keys, values) in zip(group, new_group, strict=True)
-        )
-        for group, new_group in zip(cache.groups, new, strict=True)
+    layers = tuple(
+        LayerKV(store(layer.keys_bkse, keys_btke), store(layer.values_bkse, values_btke))
+        for layer, (keys_btke, values_btke) in zip(cache.layers, new, strict=True)
     )
-    return pin(KVCache(groups=groups, length_b=cache.length_b + count_b.astype(jnp.int32)))
+    return pin(KVCache(layers=layers, length_b=cache.length_b + count_b.astype(jnp.int32)))
 
 
 def count_after(count_b: jax.Array, computed_b: jax.Array) -> jax.Array:

@@ -73,8 +73,7 @@ def forward(
       positions_bt: absolute positions.
       mask_btu: True if new position t sees new position u (causal for a chunk, ancestors for a tree).
       cache: committed positions, all visible to every new one.
-      earlier: keys and values [b, x, k, e] of positions that are in no cache yet, per group and layer. The mask is then
-        [b, t, x + u]: first these positions, then the new ones.
+      earlier: keys and values [b, x, k, e], per layer, of positions in no cache yet; the mask is then [b, t, x + u].
       shift: maps a layer's index to the shift of its feed-forward part, [b, 1 or t, f] (`layers.swiglu`); None: no shifts.
       taps: 0-based layers whose outputs are returned.
       residual_dtype: dtype of the residual stream and of `hidden_btd`; None: that of the weights.
@@ -83,36 +82,31 @@ def forward(
     x_btd = sharding.constrain(vocab.embed(params["embed"], tokens_bt), ("batch", None, None))
     dtype, length_b = x_btd.dtype, None if cache is None else cache.length_b
     x_btd = x_btd.astype(residual_dtype or dtype)
-    tapped, new_kv, routes, index = {}, [], [], 0
+    tapped, new_kv, routes = {}, [], []
 
     def mixture(weights, x_btd):
         y_btd, ids_btk = experts.mixture(weights, config, x_btd)
         routes.append(ids_btk)
         return y_btd
 
-    for g, group in enumerate(params["groups"]):
-        group_kv = []
-        for i, weights in enumerate(group):
-            prefix = None if cache is None else cache.groups[g][i]
-            before = None if earlier is None else earlier[g][i]
+    for index, weights in enumerate(weights for group in params["groups"] for weights in group):
 
-            def attend(weights, x_btd, prefix=prefix, before=before):
-                q_bthe = layers.queries(weights, config, x_btd, table)
-                new = layers.keys_values(weights, config, x_btd, table)
-                seen = new if before is None else [jnp.concatenate(pair, axis=1) for pair in zip(before, new, strict=True)]
-                mixed = tree_attention(q_bthe, *seen, mask_btu, prefix, length_b, implementation=attention)
-                return mixed, new
+        def attend(weights, x_btd, index=index):
+            q_bthe = layers.queries(weights, config, x_btd, table)
+            new = seen = layers.keys_values(weights, config, x_btd, table)
+            if earlier is not None:
+                seen = [jnp.concatenate(pair, axis=1) for pair in zip(earlier[index], new, strict=True)]
+            prefix = None if cache is None else cache.layers[index]
+            return tree_attention(q_bthe, *seen, mask_btu, prefix, length_b, implementation=attention), new
 
-            with jax.named_scope(f"layer_{index}"):
-                mlp = mixture if "router" in weights else layers.swiglu
-                mlp = mlp if shift is None else partial(mlp, shift_btf=shift(index))
-                x_btd, new = layers.decoder_layer(weights, x_btd, attend, config.rms_norm_eps, mlp)
-                x_btd = sharding.constrain(x_btd, ("batch", None, None))
-            if index in taps:
-                tapped[index] = x_btd.astype(dtype)
-            group_kv.append(new)
-            index += 1
-        new_kv.append(tuple(group_kv))
+        with jax.named_scope(f"layer_{index}"):
+            mlp = mixture if "router" in weights else layers.swiglu
+            mlp = mlp if shift is None else partial(mlp, shift_btf=shift(index))
+            x_btd, new = layers.decoder_layer(weights, x_btd, attend, config.rms_norm_eps, mlp)
+            x_btd = sharding.constrain(x_btd, ("batch", None, None))
+        if index in taps:
+            tapped[index] = x_btd.astype(dtype)
+        new_kv.append(new)
     return Output(
         hidden_btd=layers.rms_norm(x_btd, params["norm"], config.rms_norm_eps).astype(x_btd.dtype),
         features_btj=jnp.concatenate([tapped[i] for i in taps] or [jnp.zeros((*tokens_bt.shape, 0), dtype)], axis=-1),

@@ -41,7 +41,7 @@ def embed(table_vd: jax.Array | Quantized, ids: jax.Array) -> jax.Array:
         return lax.psum(jnp.where(is_local[..., None], vectors, 0), AXIS)
 
     batch = _batch_spec(mesh, ids.shape)
-    return _manual(local, mesh, (PartitionSpec(AXIS), batch), batch)(table_vd, ids)
+    return sharding.per_device(local, mesh, (PartitionSpec(AXIS), batch), batch)(table_vd, ids)
 
 
 def unembed(table_vd: jax.Array | Quantized, hidden: jax.Array, dtype: Any = None) -> jax.Array:
@@ -72,7 +72,7 @@ def top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         return values, jnp.take_along_axis(ids, at, axis=-1)
 
     leading = _batch_spec(mesh, scores.shape[:-1])
-    return _manual(local, mesh, (PartitionSpec(*leading, AXIS),), (leading, leading))(scores)
+    return sharding.per_device(local, mesh, (PartitionSpec(*leading, AXIS),), (leading, leading))(scores)
 
 
 def argmax(scores: jax.Array) -> jax.Array:
@@ -95,7 +95,7 @@ def take(logits: jax.Array, ids: jax.Array) -> jax.Array:
         return jnp.where(ids < logits.shape[-1], lax.psum(jnp.where(is_local, values, 0), AXIS), -jnp.inf)
 
     leading = _batch_spec(mesh, logits.shape[:-1])
-    return _manual(local, mesh, (PartitionSpec(*leading, AXIS), leading), leading)(logits, ids)
+    return sharding.per_device(local, mesh, (PartitionSpec(*leading, AXIS), leading), leading)(logits, ids)
 
 
 def put(scores_bv: jax.Array, ids_bc: jax.Array, values_bc: jax.Array) -> jax.Array:
@@ -111,7 +111,7 @@ def put(scores_bv: jax.Array, ids_bc: jax.Array, values_bc: jax.Array) -> jax.Ar
         return local(scores_bv, ids_bc, values_bc)
     batch = _batch_spec(mesh, scores_bv.shape[:-1])
     few, whole = PartitionSpec(*batch, None), PartitionSpec(*batch, AXIS)
-    return _manual(local, mesh, (whole, few, few), whole)(scores_bv, ids_bc, values_bc)
+    return sharding.per_device(local, mesh, (whole, few, few), whole)(scores_bv, ids_bc, values_bc)
 
 
 def log_sum_exp(logits: jax.Array) -> jax.Array:
@@ -233,8 +233,3 @@ def _vocab_mesh(size: int):
 
 def _batch_spec(mesh, shape: tuple[int, ...]) -> PartitionSpec:
     return sharding.partition(("batch",) + (None,) * (len(shape) - 1), shape, mesh)
-
-
-def _manual(local: Callable, mesh, in_specs, out_specs) -> Callable:
-    names = set(mesh.axis_names) - sharding.manual_axes(mesh)
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False)

@@ -31,7 +31,7 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
     return {
         "fc": Spec((len(config.target_layer_ids) * d, d), ("embed", None), inputs=(0,), outputs=(1,)),
         "hidden_norm": Spec((d,), (None,), "ones"),
-        "groups": [[layers.layer_specs(config.layers) for _ in range(size)] for size in config.layers.groups],
+        "groups": [[layers.layer_specs(config.layers) for _ in range(config.layers.num_layers)]],
         "norm": Spec((d,), (None,), "ones"),
     }
 
@@ -58,12 +58,11 @@ def extend(
 def context_kv(
     params: dict[str, Any], config: DrafterConfig, features_btj: jax.Array, positions_bt: jax.Array
 ) -> kv_cache.NewKV:
-    """Returns keys and values [b, t, k, e] of the context at these positions, per group and layer."""
+    """Returns keys and values [b, t, k, e] of the context at these positions, per layer."""
     table = layers.rotary_table(config.layers.rope, config.layers.head_dim, positions_bt)
     fused_btd = fuse(params, config, features_btj)
     return tuple(
-        tuple(layers.keys_values(weights, config.layers, fused_btd, table) for weights in group)
-        for group in params["groups"]
+        layers.keys_values(weights, config.layers, fused_btd, table) for group in params["groups"] for weights in group
     )
 
 
@@ -119,5 +118,5 @@ def block(
     def attend(q_bqhe, k_bqke, v_bqke, prefix):
         return tree_attention(q_bqhe, k_bqke, v_bqke, everything_bqq, prefix, length_b, implementation=attention)
 
-    cached = (layer for group in state.context.groups for layer in group)
-    return through_layers(params, config, x_bqd, length_b[:, None] + jnp.arange(size), cached, attend)
+    positions_bq = length_b[:, None] + jnp.arange(size)
+    return through_layers(params, config, x_bqd, positions_bq, state.context.layers, attend)

@@ -44,7 +44,7 @@ def extend(
     params, tables, config: EagleConfig, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
 ) -> ContextState:
     """Adds committed positions: keys and values of all of them, but the layer's output only at the last valid one."""
-    prefix, length_b, length = state.context.groups[0][0], state.context.length_b, features_btj.shape[1]
+    prefix, length_b, length = state.context.layers[0], state.context.length_b, features_btj.shape[1]
     carried_btd = layer.fuse(params, config, features_btj)
     read_bt = layer.read(params, tables, config, tokens_bt, carried_btd)
     positions_bt = length_b[:, None] + jnp.arange(length)
@@ -60,7 +60,7 @@ def extend(
 
     hidden_bd = layer.hidden(params, config, read_b1, carried_b1d, table, attend)[:, 0]
     return ContextState(
-        context=kv_cache.append(state.context, (((k_btke, v_btke),),), kv_cache.count_after(count_b, hidden_bd[:, 0])),
+        context=kv_cache.append(state.context, ((k_btke, v_btke),), kv_cache.count_after(count_b, hidden_bd[:, 0])),
         hidden_bd=jnp.where((count_b > 0)[:, None], hidden_bd, state.hidden_bd).astype(state.hidden_bd.dtype),
     )
 
@@ -91,15 +91,15 @@ class LayerStep:
         read_bw = layer.read(params, tables, config, level.token_bw, carried_bwd)
         table = layer.rotations(config, level.position_bw)
         k_bwke, v_bwke = layer.keys_values(params, config, read_bw, table)
-        [[[earlier_k, earlier_v]]] = level.earlier
+        [[earlier_k, earlier_v]] = level.earlier
         keys_bxke, values_bxke = level.join(earlier_k, k_bwke), level.join(earlier_v, v_bwke)
 
         def attend(q_bwhe: jax.Array) -> jax.Array:
-            seen, prefix, length_b = level.seen_bwx, context.groups[0][0], context.length_b
+            seen, prefix, length_b = level.seen_bwx, context.layers[0], context.length_b
             return tree_attention(q_bwhe, keys_bxke, values_bxke, seen, prefix, length_b, implementation=self.attention)
 
         hidden_bwd = layer.hidden(params, config, read_bw, carried_bwd, table, attend)
-        return self.offer(shared, hidden_bwd, (((k_bwke, v_bwke),),))
+        return self.offer(shared, hidden_bwd, ((k_bwke, v_bwke),))
 
     def offer(self, shared: Any, hidden_bwd: jax.Array, kv: Any) -> LaneState:
         """Returns the children below the layer's outputs."""

@@ -12,7 +12,7 @@ layers, `layer` names the weights of both kinds of layers, and `layouts` has the
     ARCHITECTURES["mine"] = Architecture(
         model_type="mine",                                     # in config.json
         class_name="MineForCausalLM",
-        keys=dense.keys(head_dim=lambda fields: 64),           # sizes, and the default of head_dim
+        keys=dense.size_keys(lambda keys, fields: 64),         # sizes, and the default of head_dim
         constants={"qk_norm": False},
         only=dense.ONLY | {"logit_scale": (1.0,)},             # a key of which one value is implemented
         inert=dense.INERT | {"training_recipe"},               # a key without effect on the forward pass

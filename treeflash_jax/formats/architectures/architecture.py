@@ -25,7 +25,8 @@ class Key:
       name: key in config.json.
       field: field of ModelConfig.
       kind: int (at least 1), float (above 0) or bool.
-      default: value of a missing key; None: the key is required. A function of the fields already read replaces null too.
+      default: value of a missing key; None: the key is required. A function of the config's keys and the fields read so far
+        replaces null too.
     """
 
     name: str
@@ -35,10 +36,7 @@ class Key:
 
     def read(self, keys: Keys, fields: Mapping[str, Any]) -> Any:
         if callable(self.default) and self.name not in keys:
-            try:
-                return self.default(fields)
-            except ValueError as error:
-                raise ValueError(f"{keys.where}: {error}") from None
+            return self.default(keys, fields)
         default = None if callable(self.default) else self.default
         return {int: keys.whole, float: keys.number, bool: keys.truth}[self.kind](self.name, default)
 
@@ -134,9 +132,6 @@ class Architecture:
         Args:
           specs: tree of Spec, in which "groups" contains the layers.
           names: names of the file's tensors, which determine the layout; empty when files are written.
-
-        Raises:
-          ValueError: tensors of several layouts, or of none.
         """
         entries = {name: entry for name, entry in self.outside.items() if name in specs}
         return entries | {"groups": self.layer_entries(specs["groups"], "model.", names)}
@@ -146,27 +141,15 @@ class Architecture:
     ) -> list[list[dict[str, Entry]]]:
         """Returns the location on disk of each weight of a stack of layers, as `entries`."""
         index = iter(range(sum(map(len, groups))))
-        table = self._layout({name for group in groups for specs in group for name in specs}, names)
+        stored = {re.sub(r"\.\d+\.", ".{}.", name.partition(".layers.")[2].partition(".")[2]) for name in names}
+        weights = {name for group in groups for specs in group for name in specs}
+        table = max((self.layer, *self.layouts), key=lambda layout: sum(layout[name].name in stored for name in weights))
 
         def layer(specs: Mapping[str, Any]) -> dict[str, Entry]:
             start = f"{prefix}layers.{next(index)}."
             return {name: replace(table[name], name=start + table[name].name) for name in specs}
 
         return [[layer(specs) for specs in group] for group in groups]
-
-    def _layout(self, weights: Collection[str], names: Collection[str]) -> Mapping[str, Entry]:
-        """Returns `layer`, or that one of `layouts` to which these tensor names belong."""
-        layouts = (self.layer, *self.layouts)
-        differing = [weight for weight in weights if len({layout[weight].name for layout in layouts}) > 1]
-        if not names or not differing:
-            return self.layer
-        stored = {re.sub(r"\.\d+\.", ".{}.", name.partition(".layers.")[2].partition(".")[2]) for name in names}
-        marks = [{layout[weight].name for weight in differing} for layout in layouts]
-        matches = [layout for layout, mark in zip(layouts, marks, strict=True) if mark & stored]
-        if len(matches) != 1:
-            shown = " or ".join(map(min, marks))
-            raise ValueError(f"got tensors of {'several' if matches else 'none'} of these layouts, expected one: {shown}")
-        return matches[0]
 
     def spare(self, specs: Mapping[str, Any]) -> tuple[str, ...]:
         """Returns tensor names that are allowed but not read, such as a second copy of a tied table."""

@@ -16,23 +16,23 @@ TO_HEADS: dict[str, Any] = {"order": (0, 1, 2), "row_axes": 2}  # [heads, head_d
 BIAS: dict[str, Any] = {"order": (0, 1), "row_axes": 2}  # [heads, head_dim] here, [heads head_dim] on disk
 
 
-def even_heads(fields: Mapping[str, int]) -> int:
+def even_heads(keys: Keys, fields: Mapping[str, int]) -> int:
     """Returns hidden_size / num_heads, for files without head_dim. Raises ValueError if it is not whole."""
     width, heads = fields["hidden_size"], fields["num_heads"]
     if width % heads:
-        raise ValueError(f"got hidden_size {width} over {heads} heads, expected a multiple")
+        raise ValueError(f"{keys.where}: got hidden_size {width} over {heads} heads, expected a multiple")
     return width // heads
 
 
-def keys(head_dim: Any) -> tuple[Key, ...]:
-    """Returns the keys of a dense model; `head_dim` computes a missing head_dim from the fields already read."""
+def size_keys(head_dim: Any) -> tuple[Key, ...]:
+    """Returns the keys of a dense model; `head_dim` computes a missing head_dim as `Key.default`."""
     return (
         Key(name="vocab_size", field="vocab_size"),
         Key(name="hidden_size", field="hidden_size"),
         Key(name="intermediate_size", field="intermediate_size"),
         Key(name="num_hidden_layers", field="num_layers"),
         Key(name="num_attention_heads", field="num_heads"),
-        Key(name="num_key_value_heads", field="num_kv_heads", default=lambda fields: fields["num_heads"]),
+        Key(name="num_key_value_heads", field="num_kv_heads", default=lambda keys, fields: fields["num_heads"]),
         Key(name="head_dim", field="head_dim", default=head_dim),
         Key(name="rms_norm_eps", field="rms_norm_eps", kind=float, default=1e-6),
         Key(name="max_position_embeddings", field="max_positions"),
@@ -95,7 +95,7 @@ def _check_head_dim(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
 LLAMA = Architecture(
     model_type="llama",
     class_name="LlamaForCausalLM",
-    keys=keys(head_dim=even_heads),
+    keys=size_keys(head_dim=even_heads),
     constants={"qk_norm": False},
     only=ONLY,
     inert=INERT,
@@ -119,7 +119,7 @@ QWEN3 = replace(
     LLAMA,
     model_type="qwen3",
     class_name="Qwen3ForCausalLM",
-    keys=keys(head_dim=lambda fields: 128),
+    keys=size_keys(head_dim=lambda keys, fields: 128),
     constants={"qk_norm": True},
     layer=LAYER | {"q_norm": Entry("self_attn.q_norm.weight"), "k_norm": Entry("self_attn.k_norm.weight")},
     gguf="qwen3",

@@ -9,8 +9,7 @@ from typing import Any
 from treeflash_jax.core.checks import INT32
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats.architectures.architecture import Key
-from treeflash_jax.formats.architectures.dense import INERT, LINEAR, ONLY, QWEN3, even_heads
-from treeflash_jax.formats.architectures.dense import keys as dense_keys
+from treeflash_jax.formats.architectures.dense import INERT, LINEAR, ONLY, QWEN3, even_heads, size_keys
 from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
 
@@ -66,7 +65,7 @@ QWEN3_MOE = replace(
     model_type="qwen3_moe",
     class_name="Qwen3MoeForCausalLM",
     keys=(
-        *dense_keys(head_dim=even_heads),
+        *size_keys(head_dim=even_heads),
         Key(name="num_experts_per_tok", field="experts_per_token", default=8),
         Key(name="moe_intermediate_size", field="expert_size", default=768),
         Key(name="norm_topk_prob", field="normalize_experts", kind=bool, default=False),

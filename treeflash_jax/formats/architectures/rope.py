@@ -64,9 +64,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 def _llama3(keys: Keys, theta: float) -> Rope:
     low, high = keys.number("low_freq_factor"), keys.number("high_freq_factor")
     if low >= high:
-        raise ValueError(
-            f"{keys.where}: got low_freq_factor {low} and high_freq_factor {high}, expected the low one to be lower"
-        )
+        raise ValueError(f"{keys.where}: got low_freq_factor {low} and high_freq_factor {high}, expected the low one lower")
     return Rope(
         theta=theta,
         kind="llama3",
@@ -121,10 +119,8 @@ def _divisors(keys: Keys, head_dim: int) -> tuple[float, ...]:
     """Returns the divisors of a `longrope` with equal factors at every length, as in GGUF files."""
     divisors = keys.value(list[float], "short_factor", None, "a list of numbers above 0", above=0)
     if keys.raw.get("long_factor") != keys.raw["short_factor"] or keys.raw.get("attention_factor") != 1.0:
-        raise ValueError(
-            f"{keys.where}: rope type 'longrope' is implemented only with long_factor = short_factor "
-            "and attention_factor 1.0"
-        )
+        expected = "long_factor = short_factor and attention_factor 1.0"
+        raise ValueError(f"{keys.where}: rope type 'longrope' is implemented only with {expected}")
     if len(divisors) != head_dim // 2:
         raise ValueError(f"{keys.where}: got {len(divisors)} divisors in short_factor, expected {head_dim // 2}")
     return tuple(divisors)

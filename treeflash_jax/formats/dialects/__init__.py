@@ -8,9 +8,7 @@ in DRAFTERS.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.formats.architectures import ARCHITECTURES
@@ -58,12 +56,6 @@ def of(path: Path, keys: Keys, part: str) -> Dialect:
     )
 
 
-def parse(part: str, raw: Mapping[str, Any], where: str = "config.json") -> Any:
-    """Returns the config of a parsed config.json. Raises ValueError as `of` and `Dialect.read_config`."""
-    keys, path = Keys(raw, where), Path(where)
-    return of(path, keys, part).read_config(path, keys)
-
-
-def written(part: str) -> tuple[str, ...]:
-    """Returns the names of the dialects of a part that can be written."""
-    return tuple(name for name, d in DIALECTS.items() if d.part == part and type(d).to_hf is not Dialect.to_hf)
+def written() -> tuple[str, ...]:
+    """Returns the names of the dialects in which drafters can be written."""
+    return tuple(name for name, d in DIALECTS.items() if d.part == "drafter" and type(d).to_hf is not Dialect.to_hf)

@@ -35,15 +35,15 @@ class DFlash(Dialect):
     marks = ("dflash_config",)
     kind = "block"
     class_name = "DFlashDraftModel"
-    # Besides those of the layers. `thinking` and `verifier` are ours; other programs ignore them.
-    keys: tuple[str, ...] = ("dflash_config", "block_size", "num_target_layers", "auto_map", "thinking", "verifier")
+    # Keys beside those of the layers. `thinking` and `verifier` are ours; other programs ignore them.
+    known: tuple[str, ...] = ("dflash_config", "block_size", "num_target_layers", "auto_map", "thinking", "verifier")
     heads: Collection[str] = (MARGINAL,)  # that files can store
     prefix = ""  # of the backbone's tensors in new files; both prefixes are read
 
     def read_config(self, path: Path, keys: Keys) -> DrafterConfig:
         dflash = keys.table("dflash_config", required=True)
         dflash.check_known({"mask_token_id", "target_layer_ids", "block_size"})
-        layers = architectures.of(keys).read(keys, self.keys, safetensors.names(path))
+        layers = architectures.of(keys).read(keys, self.known, safetensors.names(path))
         if layers.num_experts:
             model_type = quoted(layers.model_type)
             raise ValueError(f"{keys.where}: got a drafter of model_type {model_type}, expected one without experts")
@@ -101,7 +101,7 @@ class TreeFlash(DFlash):
     name = "treeflash"
     marks = ("dflash_config", "treeflash_config")
     class_name = "TreeFlashDraftModel"
-    keys = (*DFlash.keys, "treeflash_config")
+    known = (*DFlash.known, "treeflash_config")
     heads = HEADS
     prefix = "model."
 

@@ -50,9 +50,6 @@ class Dialect:
 
         Args:
           names: names of the file's tensors, which determine the layout; empty when files are written.
-
-        Raises:
-          ValueError: names of several layouts, or of none.
         """
         raise NotImplementedError
 

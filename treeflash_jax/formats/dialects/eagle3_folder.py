@@ -44,8 +44,8 @@ OUTSIDE = {
     "offsets": Entry("d2t"),
     "input_norm": Entry("input_norm.weight"),
 }
-OWN = "treeflash_config"  # fields of ours that have no key elsewhere, unless they have their defaults
-_DEFAULTS = ("num_depths", "num_nodes", "drafter_temperature", "sampled_above", "thinking")
+OUR_KEY = "treeflash_config"  # holds our fields without a key elsewhere, unless they have their defaults
+_OUR_FIELDS = ("num_depths", "num_nodes", "drafter_temperature", "sampled_above", "thinking")
 _MODEL_TYPES = ("llama", "qwen3")  # of the layer
 
 
@@ -62,12 +62,17 @@ class Eagle3(Dialect):
     ids_are_inputs = False
     is_nested = False  # the sizes of the layer are in an object inside config.json
     norm_is_optional = False  # `norm_output` tells whether the next step is fed the normalised output
-    keys: tuple[str, ...] = tuple(  # beside those of the layer
+    known: tuple[str, ...] = tuple(  # keys beside those of the layer
         """draft_vocab_size eagle_config target_model_type target_hidden_size fc_norm norm_before_fc norm_before_residual
         norm_output num_target_layers auto_map""".split()
     )
 
     def read_config(self, path: Path, keys: Keys) -> EagleConfig:
+        folder = path if path.is_dir() else path.parent
+        if (folder / "pytorch_model.bin").exists() and not any(folder.glob("model*.safetensors*")):  # it could run code
+            raise ValueError(
+                f"{folder}: got pytorch_model.bin, expected model.safetensors: convert it with safetensors.torch.save_file"
+            )
         layers = self._layers(keys)
         target = keys.whole("target_hidden_size") if "target_hidden_size" in keys else layers.hidden_size
         draft_vocab_size = keys.whole("draft_vocab_size", layers.vocab_size, most=layers.vocab_size)
@@ -85,24 +90,23 @@ class Eagle3(Dialect):
                 f"{keys.where}: got layer id 0, expected ids from 1: they are read as inputs of layers, and the first "
                 "layer's input is no layer's output"
             )
-        made = EagleConfig(
+        return EagleConfig(
             layers=layers,
             target_hidden_size=target,
             taps=ids if ids is None or not self.ids_are_inputs else tuple(i - 1 for i in ids),
             num_taps=3 if ids is None else len(ids),
             taps_are_inputs=self.ids_are_inputs,
             draft_vocab_size=draft_vocab_size,
-            own_embedding=target != layers.hidden_size,
+            own_embedding=target != layers.hidden_size or "embed_tokens.weight" in safetensors.names(folder),
             norm_output=self.norm_is_optional and keys.truth("norm_output", False),
             verifier=speculators.read_verifier(keys),
             **options,
-            **_defaults(keys.table(OWN)),
+            **_our_fields(keys.table(OUR_KEY)),
         )
-        return _with_tensors(made, path, keys.where)
 
     def _layers(self, keys: Keys) -> ModelConfig:
         """Returns the sizes of the layer. Raises ValueError for several layers, and at keys that are not implemented."""
-        inside, known = Keys({"model_type": self.layer_type, **keys.raw}, keys.where), {*self.keys, OWN}
+        inside, known = Keys({"model_type": self.layer_type, **keys.raw}, keys.where), {*self.known, OUR_KEY}
         if self.is_nested:
             keys.check_known(known)
             inside, known = keys.table("transformer_layer_config", required=True), set()
@@ -119,19 +123,10 @@ class Eagle3(Dialect):
     @contextmanager
     def opened(self, path: Path, config: EagleConfig) -> Iterator[dict[str, Tensor]]:
         """Opens the tensors that weights are read from; buffers of training are left out."""
-        _check_files(path)
         with safetensors.open_folder(path) as stored:
             tensors = {
                 name: tensor for name, tensor in stored.items() if name != "t2d" and not name.startswith("verifier_")
             }
-            if not any(name.startswith(("midlayer.", "layers.0.")) for name in tensors):
-                raise ValueError(f"{path}: got no tensor under 'midlayer.' or 'layers.0.', expected an EAGLE-3 drafter's")
-            fc, expected = tensors.get("fc.weight"), config.num_taps * config.target_hidden_size
-            if fc is not None and (inputs := list(fc.get_shape())[-1:]) != [expected]:
-                raise ValueError(
-                    f"{path}: got fc.weight for {inputs} inputs, expected [{expected}]: {config.num_taps} tapped layers of "
-                    f"width {config.target_hidden_size}"
-                )
             if "d2t" in tensors:
                 _check_draft_vocabulary(path, config, tensors["d2t"], stored.get("t2d"))
             if config.draft_vocab_size == config.layers.vocab_size:
@@ -139,9 +134,8 @@ class Eagle3(Dialect):
             yield tensors
 
     def entries(self, config: EagleConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
-        prefix = self.prefix
-        if names:
-            prefix = next(p for p in ("midlayer.", "layers.0.") if any(name.startswith(p) for name in names))
+        prefixes = (p for p in ("midlayer.", "layers.0.") if any(name.startswith(p) for name in names))
+        prefix = next(prefixes, self.prefix)
         layer = dict(ARCHITECTURES[config.layers.model_type].layer)
         layer |= {name: Entry(published) for name, published in LAYER.items()}
         entries: dict[str, Any] = {name: OUTSIDE[name] for name in specs if name in OUTSIDE}
@@ -158,7 +152,7 @@ class Speculators(Eagle3):
     marks = ("speculators_model_type", "transformer_layer_config")
     prefix = "layers.0."
     ids_are_inputs = is_nested = norm_is_optional = True
-    keys = tuple(
+    known = tuple(
         """architectures auto_map draft_vocab_size eagle_aux_hidden_state_layer_ids embed_requires_grad enable_sp_ulysses
         fc_norm has_no_defaults_at_init model_type norm_before_fc norm_before_residual norm_output speculators_config
         speculators_model_type speculators_version target_hidden_size tie_word_embeddings torch_dtype dtype
@@ -171,7 +165,7 @@ class Speculators(Eagle3):
     def to_hf(self, config: EagleConfig) -> dict[str, Any]:
         architecture = ARCHITECTURES[config.layers.model_type]
         options = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
-        stated = {name: getattr(config, name) for name in _DEFAULTS}
+        stated = {name: getattr(config, name) for name in _OUR_FIELDS}
         stated = {name: value for name, value in stated.items() if value != getattr(EagleConfig, name)}
         return {
             "architectures": ["Eagle3Speculator"],
@@ -182,7 +176,7 @@ class Speculators(Eagle3):
             **{name: getattr(config, name) for name in options},
             "tie_word_embeddings": False,
             **({} if config.taps is None else {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in config.taps]}),
-            **({OWN: stated} if stated else {}),
+            **({OUR_KEY: stated} if stated else {}),
         }
 
 
@@ -194,44 +188,15 @@ class DeepSpec(Eagle3):
     prefix = "layers.0."
     layer_type = None
     ids_key = "target_layer_ids"
-    keys = tuple("target_layer_ids ttt_length target_hidden_size num_target_layers norm_before_residual auto_map".split())
+    known = tuple("target_layer_ids ttt_length target_hidden_size num_target_layers norm_before_residual auto_map".split())
 
 
-def _defaults(keys: Keys) -> dict[str, Any]:
+def _our_fields(keys: Keys) -> dict[str, Any]:
     """Returns the fields that only files written here may state."""
-    keys.check_known(_DEFAULTS)
+    keys.check_known(_OUR_FIELDS)
     whole = partial(keys.whole, most=MAX_NODES)
     kinds = {"num_depths": whole, "num_nodes": whole, "thinking": keys.truth}
     return {name: kinds.get(name, keys.number)(name) for name in keys.raw}
-
-
-def _with_tensors(config: EagleConfig, path: Path, where: str) -> EagleConfig:
-    """Adds to a config what only the names of the tensors tell. Raises ValueError if a table is missing."""
-    folder = path if path.is_dir() else path.parent
-    _check_files(folder)
-    names = safetensors.names(folder)
-    if not names:
-        return config
-    own_embedding, width = "embed_tokens.weight" in names, config.layers.hidden_size
-    if not own_embedding and config.target_hidden_size != width:
-        raise ValueError(
-            f"{where}: got no tensor embed_tokens.weight, expected one: the drafter's width is {width} and the verifier's "
-            f"{config.target_hidden_size}"
-        )
-    if config.draft_vocab_size < config.layers.vocab_size and "d2t" not in names:
-        raise ValueError(
-            f"{where}: got draft_vocab_size {config.draft_vocab_size} of {config.layers.vocab_size} and no tensor d2t, "
-            "expected the list of the tokens that can be drafted"
-        )
-    return replace(config, own_embedding=own_embedding)
-
-
-def _check_files(folder: Path) -> None:
-    """Raises ValueError for weights in files that can run code."""
-    if (folder / "pytorch_model.bin").exists() and not any(folder.glob("model*.safetensors*")):
-        raise ValueError(
-            f"{folder}: got pytorch_model.bin, expected model.safetensors: convert it with safetensors.torch.save_file"
-        )
 
 
 def _check_draft_vocabulary(path: Path, config: EagleConfig, d2t: Tensor, t2d: Tensor | None) -> None:

@@ -6,7 +6,7 @@ Source: ggml-org/llama.cpp, convert_hf_to_gguf.py and src/llama-arch.cpp.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from treeflash_jax.core.checks import INT32, QUOTED, clipped, fit, quoted
+from treeflash_jax.core.checks import quoted
 from treeflash_jax.core.parameters import Entry
 from treeflash_jax.formats import gguf_reader
 from treeflash_jax.formats.architectures import ARCHITECTURES, rope
 from treeflash_jax.formats.dialects.dialect import Dialect
 from treeflash_jax.formats.gguf_reader import File, Tensor
-from treeflash_jax.formats.keys import Keys, is_among
+from treeflash_jax.formats.keys import Keys
 from treeflash_jax.models.config import ModelConfig
 
 _NAMES = {
@@ -52,18 +52,17 @@ _SIZES = {  # keys of config.json: keys of the architecture
     "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count",
 }
+# Other keys of the architecture that are read, and one without effect.
 _OTHERS = """vocab_size attention.head_count_kv attention.key_length attention.value_length
     attention.layer_norm_rms_epsilon rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor
     rope.scaling.original_context_length rope.scaling.attn_factor rope.scaling.yarn_beta_fast
-    rope.scaling.yarn_beta_slow""".split()
-# Other keys of an architecture and the only value without effect; None: any value.
-_NEUTRAL: dict[str, Any] = {
+    rope.scaling.yarn_beta_slow rope.scaling.finetuned""".split()
+_NEUTRAL = {  # more of its keys, with the only value that has no effect
     "expert_count": 0,
     "expert_used_count": 0,
     "expert_shared_feed_forward_length": 0,
     "attention.sliding_window": 0,
     "rope.scale_linear": 1.0,
-    "rope.scaling.finetuned": None,
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_log_multiplier": 0.0,
@@ -123,37 +122,28 @@ def _as_config_json(file: File) -> dict[str, Any]:
     known = {a.gguf: a for a in ARCHITECTURES.values() if a.gguf}
     kind = metadata.get("general.architecture")
     if not isinstance(kind, str) or kind not in known:
-        raise ValueError(
-            f"{where}: got general.architecture {quoted(kind)}, expected {' or '.join(map(repr, sorted(known)))}"
-        )
+        raise ValueError(f"{where}: got general.architecture {quoted(kind)}, expected {' or '.join(map(repr, known))}")
     architecture = known[kind]
     sizes = _SIZES | architecture.gguf_sizes
     values = {key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")}
-    for key in values.keys() - {*sizes.values(), *_OTHERS}:
-        if key not in _NEUTRAL or not (_NEUTRAL[key] is None or is_among(values[key], (_NEUTRAL[key],))):
-            setting = f"{clipped(f'{kind}.{key}', QUOTED)} = {quoted(values[key])}"
-            raise ValueError(f"{where}: {setting} might change the numbers and is not implemented")
-
-    def number(key: str, default: float | None = None, whole: bool = True) -> Any:
-        says = f"one {'whole ' * whole}number above 0"
-        limits = {"above": 0, "most": INT32} if whole else {"above": 0}
-        return fit(int if whole else float, values.get(key, default), f"{kind}.{key} =", where, says=says, **limits)
-
-    raw = {key: number(name) for key, name in sizes.items()}
-    head_dim = number("attention.key_length", raw["hidden_size"] // raw["num_attention_heads"])
+    keys = Keys(values, f"{where}: {kind}")
+    keys.check_known({*sizes.values(), *_OTHERS, *_NEUTRAL})
+    keys.check_only({key: (value,) for key, value in _NEUTRAL.items() if key not in sizes.values()})
+    raw: dict[str, Any] = {key: keys.whole(name) for key, name in sizes.items()}
+    head_dim = keys.whole("attention.key_length", raw["hidden_size"] // raw["num_attention_heads"])
     for key in ("attention.value_length", "rope.dimension_count"):
-        if number(key, head_dim) != head_dim:
-            raise ValueError(f"{where}: got {kind}.{key} {values[key]}, expected {head_dim}, the length of a key")
+        if keys.whole(key, head_dim) != head_dim:
+            raise ValueError(f"{keys.where}: got {key} {values[key]}, expected {head_dim}, the length of a key")
     if architecture.gguf_sizes:
         raw["norm_topk_prob"] = True  # not in files; llama.cpp normalises for every implemented mixture of experts
     ids = (f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot"))  # end of text and end of turn
     return raw | {
         "model_type": architecture.model_type,
         "vocab_size": _vocab_size(file, values.get("vocab_size")),
-        "num_key_value_heads": number("attention.head_count_kv", raw["num_attention_heads"]),
+        "num_key_value_heads": keys.whole("attention.head_count_kv", raw["num_attention_heads"]),
         "head_dim": head_dim,
-        "rms_norm_eps": number("attention.layer_norm_rms_epsilon", whole=False),
-        "rope_parameters": _rope(file, number, values.get("rope.scaling.type"), head_dim, raw["max_position_embeddings"]),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(file, keys, head_dim, raw["max_position_embeddings"]),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "eos_token_id": [metadata[key] for key in ids if key in metadata],
     }
@@ -163,32 +153,31 @@ def _vocab_size(file: File, stated: Any) -> int:
     table = file.tensors.get("token_embd.weight")
     if table is None:
         raise ValueError(f"{file.path}: 1 tensors missing, the first is token_embd.weight")
-    size, keys = table.shape[0], Keys(file.metadata, str(file.path))
-    tokens = keys.value(list[Any] | None, "tokenizer.ggml.tokens", None, "a list of texts")
+    size = table.shape[0]
+    tokens = file.keys.value(list[Any] | None, "tokenizer.ggml.tokens", None, "a list of texts")
     for what, count in (("vocab_size", stated), ("tokens", None if tokens is None else len(tokens))):
         if count not in (None, size):
-            raise ValueError(
-                f"{file.path}: got {what} {quoted(count)} and {size} rows of token_embd.weight, expected equal numbers"
-            )
+            raise ValueError(f"{file.path}: got {what} {quoted(count)}, expected {size}, the length of token_embd.weight")
     return size
 
 
-def _rope(file: File, number: Callable[..., Any], scaling: Any, head_dim: int, max_positions: int) -> dict[str, Any]:
+def _rope(file: File, keys: Keys, head_dim: int, max_positions: int) -> dict[str, Any]:
     """Returns `rope_parameters`. llama.cpp multiplies `attn_factor` with YaRN's factor; in transformers it replaces it."""
+    scaling = keys.raw.get("rope.scaling.type")
     if scaling not in (None, "none", "yarn"):
         raise ValueError(f"{file.path}: got rope.scaling.type {quoted(scaling)}, expected none or 'yarn'")
-    raw, tensor = {"rope_theta": number("rope.freq_base", 10_000.0, whole=False)}, file.tensors.get(_ROPE_DIVISORS)
+    raw, tensor = {"rope_theta": keys.number("rope.freq_base", 10_000.0)}, file.tensors.get(_ROPE_DIVISORS)
     if scaling == "yarn":
         if tensor is not None:
             raise ValueError(f"{file.path}: got {_ROPE_DIVISORS} beside rope.scaling.type 'yarn', expected one of them")
-        factor = number("rope.scaling.factor", whole=False)
+        factor = keys.number("rope.scaling.factor")
         return raw | {
             "rope_type": "yarn",
             "factor": factor,
-            "original_max_position_embeddings": number("rope.scaling.original_context_length", max_positions),
-            "beta_fast": number("rope.scaling.yarn_beta_fast", 32.0, whole=False),
-            "beta_slow": number("rope.scaling.yarn_beta_slow", 1.0, whole=False),
-            "attention_factor": number("rope.scaling.attn_factor", 1.0, whole=False) * rope.attention_growth(factor),
+            "original_max_position_embeddings": keys.whole("rope.scaling.original_context_length", max_positions),
+            "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
+            "attention_factor": keys.number("rope.scaling.attn_factor", 1.0) * rope.attention_growth(factor),
         }
     if tensor is None:
         return raw

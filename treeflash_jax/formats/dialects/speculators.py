@@ -45,7 +45,7 @@ class SpeculatorsDFlash(DFlash):
 
     name = "speculators-dflash"
     marks = ("speculators_model_type", "transformer_layer_config")
-    known = frozenset(
+    outer_keys = frozenset(
         """architectures auto_map aux_hidden_state_layer_ids block_size draft_vocab_size dtype mask_token_id max_anchors
         model_type num_target_layers projector_type sample_from_anchor shift_label speculators_config speculators_model_type
         speculators_version target_hidden_size thinking tie_word_embeddings torch_dtype transformer_layer_config
@@ -56,7 +56,7 @@ class SpeculatorsDFlash(DFlash):
         return super().recognises(path, keys) and keys.raw["speculators_model_type"] == "dflash"
 
     def read_config(self, path: Path, keys: Keys) -> DrafterConfig:
-        keys.check_known(self.known)
+        keys.check_known(self.outer_keys)
         keys.check_only({"projector_type": ("dflash",), "sample_from_anchor": (False,), "shift_label": (False, None)})
         layers = keys.table("transformer_layer_config", required=True).raw
         keys.check_only({"draft_vocab_size": (layers.get("vocab_size"),)})

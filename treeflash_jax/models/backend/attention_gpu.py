@@ -33,7 +33,7 @@ LEAST = 16  # size of any side of a matrix product, at least
 
 
 def attend(
-    q_bkqe: jax.Array, keys_bkse: jax.Array, values_bkse: jax.Array, length_b: jax.Array, *, scale: float, interpret: bool
+    q_bkqe: jax.Array, keys_bkse: jax.Array, values_bkse: jax.Array, length_b: jax.Array, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes softmax attention over the first `length_b` slots in y shares, not yet divided.
 
@@ -41,7 +41,6 @@ def attend(
       q_bkqe: queries; e a power of two, 16 at least.
       keys_bkse, values_bkse: the cache; its slots a multiple of 16.
       length_b: number of slots that are read; an empty share gives sums of 0 and a peak of -inf.
-      scale: of the logits.
       interpret: run as plain JAX, on any device.
 
     Returns:
@@ -68,7 +67,7 @@ def attend(
     query_spec = pl.BlockSpec((None, None, None, tile), lambda z, y, i: (z // kv_heads, z % kv_heads, y, i))
     slot_spec = pl.BlockSpec((None, None, slots, head_dim), lambda z, y, i: (z // kv_heads, z % kv_heads, 0, 0))
     mixed_bkyqe, total_bkyq, peak_bkyq = pl.pallas_call(
-        partial(_kernel, scale=scale, size=size, shares=shares),
+        partial(_kernel, size=size, shares=shares),
         grid=(batch * kv_heads, shares, tiles),
         in_specs=[
             pl.BlockSpec((None,), lambda z, y, i: (z // kv_heads,)),
@@ -89,7 +88,7 @@ def attend(
     return mixed_bkyqe[:, :, :, :queries], total_bkyq[..., :queries], peak_bkyq[..., :queries]
 
 
-def _kernel(length_ref, q_ref, k_ref, v_ref, mixed_ref, total_ref, peak_ref, *, scale, size, shares):
+def _kernel(length_ref, q_ref, k_ref, v_ref, mixed_ref, total_ref, peak_ref, *, size, shares):
     """Attends to one share of one sequence's blocks."""
     length, wide = length_ref[...], mixed_ref.dtype
     blocks = lax.div(length + (size - 1), np.int32(size))
@@ -101,7 +100,7 @@ def _kernel(length_ref, q_ref, k_ref, v_ref, mixed_ref, total_ref, peak_ref, *, 
         mixed_qe, total_q, before_q = carry
         at = pl.ds(index * size, size)
         slots_x = index * size + jnp.arange(size)
-        logits_qx = plgpu.dot(q_qe, k_ref[at, :].T) * scale
+        logits_qx = plgpu.dot(q_qe, k_ref[at, :].T) * q_qe.shape[1] ** -0.5
         logits_qx = jnp.where(slots_x[None] < length, logits_qx, -jnp.inf)
         peak_q = jnp.maximum(before_q, jnp.max(logits_qx, axis=1))  # finite: the first slot is seen
         weights_qx, kept_q = jnp.exp(logits_qx - peak_q[:, None]), jnp.exp(before_q - peak_q)

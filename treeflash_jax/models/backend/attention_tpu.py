@@ -13,7 +13,6 @@ Source: FlashAttention (arXiv 2205.14135).
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ SUBLANES = 16  # queries are padded to a multiple: a bfloat16 tile
 
 
 def attend(
-    q_bkqe: jax.Array, keys_bkse: jax.Array, values_bkse: jax.Array, length_b: jax.Array, *, scale: float, interpret: bool
+    q_bkqe: jax.Array, keys_bkse: jax.Array, values_bkse: jax.Array, length_b: jax.Array, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the same as `attention_gpu.attend`, in one share and for any sizes; fastest if SLOTS divides the slots."""
     batch, kv_heads, queries, head_dim = q_bkqe.shape
@@ -49,7 +48,7 @@ def attend(
         return jax.ShapeDtypeStruct((*q_bkqe.shape[:3], width), wide)
 
     mixed_bkqe, total_bkq1, peak_bkq1 = pl.pallas_call(
-        partial(_kernel, scale=scale),
+        _kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, kv_heads, tiles, keys_bkse.shape[2] // size),
@@ -68,7 +67,7 @@ def attend(
     return mixed_bkqe[:, :, None, :queries], total_bkq1[:, :, None, :queries, 0], peak_bkq1[:, :, None, :queries, 0]
 
 
-def _kernel(length_ref, q_ref, k_ref, v_ref, mixed_ref, total_ref, peak_ref, *, scale):
+def _kernel(length_ref, q_ref, k_ref, v_ref, mixed_ref, total_ref, peak_ref):
     """Attends to one block of slots. The outputs stay in VMEM until the tile is done, and hold its sums so far."""
     length, index, size = length_ref[pl.program_id(0)], pl.program_id(3), k_ref.shape[0]
 
@@ -81,9 +80,9 @@ def _kernel(length_ref, q_ref, k_ref, v_ref, mixed_ref, total_ref, peak_ref, *, 
     @pl.when(index * size < length)
     def _():
         wide = mixed_ref.dtype
-        logits_qx = lax.dot_general(q_ref[...], k_ref[...], (((1,), (1,)), ((), ())), preferred_element_type=wide) * scale
+        logits_qx = lax.dot_general(q_ref[...], k_ref[...], (((1,), (1,)), ((), ())), preferred_element_type=wide)
         slots_qx = index * size + lax.broadcasted_iota(jnp.int32, logits_qx.shape, 1)
-        logits_qx = jnp.where(slots_qx < length, logits_qx, -jnp.inf)
+        logits_qx = jnp.where(slots_qx < length, logits_qx * q_ref.shape[1] ** -0.5, -jnp.inf)
         before_q1 = peak_ref[...]
         peak_q1 = jnp.maximum(before_q1, jnp.max(logits_qx, axis=1, keepdims=True))  # finite: the first slot is seen
         weights_qx, kept_q1 = jnp.exp(logits_qx - peak_q1), jnp.exp(before_q1 - peak_q1)

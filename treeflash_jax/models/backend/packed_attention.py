@@ -82,25 +82,24 @@ def supports(kind: str, q_bthe: jax.Array, k_bxke: jax.Array) -> bool:
     return kind == "cudnn" and narrow and head_dim % 8 == 0 and head_dim <= 128 and all(size % 2 == 0 for size in sizes)
 
 
-def attend(kind: str, q_bthe: jax.Array, k_bxke: jax.Array, v_bxke: jax.Array, mask: PackedMask, scale: float) -> jax.Array:
+def attend(kind: str, q_bthe: jax.Array, k_bxke: jax.Array, v_bxke: jax.Array, mask: PackedMask) -> jax.Array:
     """Runs the kernel, on a mesh for each device's own sequences and heads. Every query must see some key."""
     heads, batch = (("batch", None, "kv_heads", None), k_bxke.shape), (("batch",), q_bthe.shape[:1])
 
     def run(*arrays):
         if kind == "cudnn":
-            return _cudnn(*arrays, scale=scale)
-        splash = partial(_splash, scale=scale)
-        return lax.platform_dependent(*arrays, cpu=partial(splash, interpret=True), tpu=splash)
+            return _cudnn(*arrays)
+        return lax.platform_dependent(*arrays, cpu=partial(_splash, interpret=True), tpu=_splash)
 
     return sharding.over_mesh(run, (q_bthe, k_bxke, v_bxke, mask), (heads, heads, heads, batch))
 
 
-def _cudnn(q_bthe, k_bxke, v_bxke, mask, *, scale):
-    mask_b1tx = mask.dense()[:, None]
+def _cudnn(q_bthe, k_bxke, v_bxke, mask):
+    mask_b1tx, scale = mask.dense()[:, None], q_bthe.shape[-1] ** -0.5
     return jax.nn.dot_product_attention(q_bthe, k_bxke, v_bxke, mask=mask_b1tx, scale=scale, implementation="cudnn")
 
 
-def _splash(q_bthe, k_bxke, v_bxke, mask, *, scale, interpret=False):
+def _splash(q_bthe, k_bxke, v_bxke, mask, *, interpret=False):
     """Runs splash attention, whose backward pass is a kernel too."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -120,5 +119,5 @@ def _splash(q_bthe, k_bxke, v_bxke, mask, *, scale, interpret=False):
             run = splash.SplashAttentionKernel(info, info, info, **kernel.kwargs | {"mask_function": mask.rule})
         return run(q_hte, k_kxe, v_kxe, splash.SegmentIds(mask.segments_bt, mask.segments_bx))
 
-    q_bhte, k_bkxe, v_bkxe = (jnp.swapaxes(x, 1, 2) for x in (q_bthe * scale, k_bxke, v_bxke))
+    q_bhte, k_bkxe, v_bkxe = (jnp.swapaxes(x, 1, 2) for x in (q_bthe * q_bthe.shape[-1] ** -0.5, k_bxke, v_bxke))
     return jnp.swapaxes(jax.vmap(attend)(q_bhte, k_bkxe, v_bkxe, mask), 1, 2)
