@@ -77,7 +77,7 @@ def table(model, seconds, step, *, tau=(1.8, 2.5, 3.2, 3.8), nodes=BUCKETS, sett
     """A calibration that was never measured."""
     plan = model.plan(GenerateConfig(builder="best-first", nodes=nodes[-1], **settings))
     return Calibration(
-        identity=calibration.make_identity(model.verifier, model.weights, plan, model.mesh) | changes,
+        identity=calibration.make_identity(model.weights, plan, model.mesh) | changes,
         nodes=list(nodes),
         batch=[1],
         positions=[256],
