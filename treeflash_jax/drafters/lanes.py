@@ -105,8 +105,8 @@ def choose(config: Any, options: Any, device: Device) -> tuple[Any, LaneSettings
         expected = f"1 to {config.draft_vocab_size} (the drafter's vocabulary)"
         raise ValueError(f"got children {quoted(options.children)}, expected {expected}")
     builder = BUILDERS[options.builder or "best-first"]
-    usual = device.tree_nodes(config.num_nodes) if options.nodes is None else config.num_nodes
-    nodes = usual if options.nodes in (None, "auto") else options.nodes
+    defaults = {None: device.tree_nodes(config.num_nodes), "auto": config.num_nodes}
+    nodes = defaults.get(options.nodes, options.nodes)
     width = nodes if builder.draws else min(options.lanes or config.lanes or nodes, max(nodes - 1, 1))
     width = 1 if builder.is_chain else width
     sizes = replace(config, num_depths=options.depths or config.num_depths)
