@@ -82,7 +82,7 @@ def table(model, seconds, step, *, tau=(1.8, 2.5, 3.2, 3.8), nodes=BUCKETS, sett
     plan = model.plan(GenerateConfig(builder="best-first", nodes=nodes[-1], **settings))
     times = dict(round_seconds=[[list(seconds)]], tree_seconds=[[[0.0] * len(nodes)]], step_seconds=[[step]])
     lengths = dict(temperatures=[0.0, 1.0], tau=[list(tau)] * 2, reliability=[1.0, 1.0])
-    identity = calibration.make_identity(model.verifier, model.weights, plan, model.mesh) | changes
+    identity = calibration.make_identity(model.weights, plan, model.mesh) | changes
     return Calibration(identity=identity, nodes=list(nodes), batch=[1], positions=[256], **times, **lengths)
 
 

@@ -25,8 +25,8 @@ from treeflash_jax.cli.commands import main
 from treeflash_jax.core import checks, devices
 from treeflash_jax.decoding import calibration
 from treeflash_jax.engine import prompts
-from treeflash_jax.engine.planning import make_requests, resolve
-from treeflash_jax.engine.settings import LOAD_ARGUMENTS, GenerateConfig
+from treeflash_jax.engine.planning import LOAD_ARGUMENTS, make_requests, resolve
+from treeflash_jax.engine.settings import GenerateConfig
 from treeflash_jax.formats.tokenizer import Tokenizer
 
 HUGE = 10**400

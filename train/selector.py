@@ -144,7 +144,7 @@ def make_config(model: tf.TreeFlash, settings: SelectorStage) -> tuple[SelectorC
     buckets = tuple(Bucket(*bucket) for bucket in settings.buckets)
     choices = {"builder": "delayed", "acceptance": settings.acceptance}
     plan = model.plan(model.resolve(None, choices | ({"depths": settings.depths} if settings.depths else {})))
-    width, pair = len(plan.taps) * model.verifier.hidden_size, calibration.pair_digest(model.verifier, model.weights, plan)
+    width, pair = len(plan.taps) * model.verifier.hidden_size, calibration.pair_digest(model.weights, plan)
     config = SelectorConfig(buckets=buckets, width=width, pair=pair, rule=plan.rule)
     deepest = max(bucket.depth for bucket in buckets)
     if deepest > plan.drafter.num_depths:

@@ -17,7 +17,8 @@ import numpy as np
 
 from treeflash_jax import acceptance, trees
 from treeflash_jax.acceptance.target import TargetDistribution
-from treeflash_jax.trees import DETERMINISTIC, WITH_REPLACEMENT, TransitionTable, TreeShape
+from treeflash_jax.trees import TransitionTable, TreeShape
+from treeflash_jax.trees.containers import DETERMINISTIC, WITH_REPLACEMENT
 from treeflash_jax.trees.sampled import best_outline
 
 FORCED = 1e3  # noise that outweighs any log-probability

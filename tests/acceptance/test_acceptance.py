@@ -19,7 +19,8 @@ from refusals import refused
 
 from treeflash_jax import acceptance, trees
 from treeflash_jax.acceptance import RULES, check_lossless
-from treeflash_jax.trees import DETERMINISTIC, WITH_REPLACEMENT, TreeShape
+from treeflash_jax.trees import TreeShape
+from treeflash_jax.trees.containers import DETERMINISTIC, WITH_REPLACEMENT
 
 CASES = {
     "one path": cases.paths_case(3, 1),

@@ -102,7 +102,7 @@ def planned(rule: str, settings: dict, **changes) -> DecodePlan:
 
 def answers(weights: Weights, plan: DecodePlan, policy=None, *, batches: int = 1, size: int = BATCH, new: int = NEW):
     """Tokens [draws, new] and states of `batches` of `size` sequences, each with its own key."""
-    runner = Runner(plan, weights, policy_weights=policy)
+    runner = Runner(plan, weights.replace(policy=policy))
     states = [runner.run(runner.start(asked(part, size, new)), new, size) for part in range(batches)]
     assert all(bool(jnp.all(state.done_b)) for state in states)
     return np.concatenate([state.tokens_bs[:, len(PROMPT) : len(PROMPT) + new] for state in states]), states

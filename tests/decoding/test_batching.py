@@ -55,19 +55,19 @@ def test_a_batch_keeps_its_slots_busy():
     """Sequences of very different lengths take about as many rounds as their tokens over the slots."""
     lengths = [int(n) for n in np.random.default_rng(0).integers(1, 100, 200)]
     slots, rounds = Slots(16, 2, range(len(lengths))), 0
-    left = {slot: lengths[slots.held[slot][0]] for slot in slots.fill(16)}
+    left = {slot: lengths[slots.held[slot]] for slot in slots.fill(16)}
     finished = []
     while slots.held:
         while sum(n <= 0 for n in left.values()) + slots.size - len(slots.held) < slots.enough_done:
             left = {slot: n - 1 for slot, n in left.items()}
             rounds += 1
         done = [slot for slot in slots.held if left[slot] <= 0]
-        finished += [slots.held[slot][0] for slot in done]
+        finished += [slots.held[slot] for slot in done]
         slots.release(done)
         for slot in done:
             del left[slot]
         if slots.is_refill_due:
-            left |= {slot: lengths[slots.held[slot][0]] for slot in slots.fill(slots.group)}
+            left |= {slot: lengths[slots.held[slot]] for slot in slots.fill(slots.group)}
     assert sorted(finished) == list(range(len(lengths)))
     assert rounds < 1.2 * sum(lengths) / slots.size + max(lengths)
     one_after_the_other = sum(max(lengths[at : at + 16]) for at in range(0, len(lengths), 16))

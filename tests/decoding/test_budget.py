@@ -94,7 +94,7 @@ def test_answers_are_those_of_one_token_decoding_for_every_choice(trained, plain
 def started(model: TreeFlash, prompts, capacity: int = 256, **settings) -> tuple:
     """Returns plan, weights and state of rounds that choose, after the prompts."""
     runner, batch = make_runner(model, prompts, capacity, **AUTO, **settings)
-    return runner.plan, runner.all_weights, runner.start(batch)
+    return runner.plan, runner.weights, runner.start(batch)
 
 
 def test_one_token_decoding_keeps_the_requested_settings(trained, tmp_path):
@@ -272,17 +272,17 @@ def test_a_stale_calibration_is_refused(trained, tmp_path, changed):
 
 def test_a_lora_in_any_matrix_makes_another_pair_and_the_form_of_the_weights_does_not(trained):
     plan = trained.plan(GenerateConfig(builder="best-first"))
-    pair = calibration.pair_digest(trained.verifier, trained.weights, plan)
+    pair = calibration.pair_digest(trained.weights, plan)
     leaves, structure = jax.tree.flatten(trained.weights)
     for i, leaf in enumerate(leaves):
         if leaf.ndim > 1:
             up, down = (jax.random.normal(jax.random.key(0), shape) for shape in (leaf.shape[:1], leaf.shape[1:]))
             low_rank = 0.05 * jnp.std(leaf) * jnp.tensordot(up, down, axes=0)
             merged = structure.unflatten([*leaves[:i], leaf + low_rank, *leaves[i + 1 :]])
-            assert calibration.pair_digest(trained.verifier, merged, plan) != pair
+            assert calibration.pair_digest(merged, plan) != pair
     for form in ({"dtype": jnp.bfloat16}, {"quantize": "int8"}, {"dtype": jnp.bfloat16, "quantize": "int8"}):
         other = load(**FOLDERS, **form)
-        assert calibration.pair_digest(other.verifier, other.weights, plan) == pair
+        assert calibration.pair_digest(other.weights, plan) == pair
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from treeflash_jax.core import programs
 from treeflash_jax.decoding import loops, rounds
 from treeflash_jax.drafters import causal_lm, eagle3, ngram, steering
 from treeflash_jax.drafters.block.heads import HEADS
-from treeflash_jax.trees import NO_TOKEN
+from treeflash_jax.trees.containers import NO_TOKEN
 
 SMALL = replace(RANDOM_MODEL, num_layers=2, num_kv_heads=1)
 STEERS = steering.SteeringConfig(taps=(0, 1, 2), width=32, num_layers=2, ffn=64, rank=3)
@@ -226,9 +226,9 @@ def test_a_round_is_one_program_that_copies_no_cache(tmp_path, kind, settings, b
     plan, chunks = runner.plan.for_prefill(), jax.device_put(jnp.int32(3))
     begun = loops.begin(*inputs, plan=plan, dtype=jnp.float32)
     read = loops.read.lower(pair.weights, begun, inputs[1], chunks, plan=plan).compile()
-    state = runner.begin(read(pair.weights, begun, inputs[1], chunks))
+    state = runner.start_policy(read(pair.weights, begun, inputs[1], chunks))
     assert_copies_nothing(read, state)
-    text = assert_one_program(runner.all_weights, state, runner.plan)
+    text = assert_one_program(runner.weights, state, runner.plan)
     branches = text.count("branch_computations={") + text.count("true_computation=")
     assert branches >= 1 or runner.plan.policy is None, "buckets are branches"
 

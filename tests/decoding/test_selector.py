@@ -30,7 +30,7 @@ SAMPLED = {"temperature": [0.0, 0.7, 1.0, 1.0], "top_p": [1.0, 0.9, 1.0, 1.0], "
 
 def made_for(model, rule: str, buckets=BUCKETS) -> SelectorConfig:
     plan = model.plan(GenerateConfig(**HOW | {"acceptance": rule}))
-    width, pair = len(plan.taps) * model.verifier.hidden_size, calibration.pair_digest(model.verifier, model.weights, plan)
+    width, pair = len(plan.taps) * model.verifier.hidden_size, calibration.pair_digest(model.weights, plan)
     return SelectorConfig(buckets=buckets, width=width, pair=pair, rule=rule)
 
 

@@ -17,6 +17,7 @@ from conftest import CONFORMANCE, DATA
 
 import treeflash_jax as tf
 from treeflash_jax import trees
+from treeflash_jax.drafters import Inputs, block
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings, Unembed
 from treeflash_jax.models import verifier, vocab
@@ -32,9 +33,11 @@ def run_stages(weights, prompt_bt, config, fit, head, draft, nodes):
     out = verifier.forward(weights.verifier, config, prompt_bt, positions_bt, mask_btt, taps=fit.target_layer_ids)
     logits_btv = verifier.logits(weights.verifier, out.hidden_btd)
     anchor_b = jnp.argmax(logits_btv[:, -1], axis=-1).astype(jnp.int32)
-    params, tables = weights.drafter["backbone"], weights.verifier
-    state = backbone.extend(params, fit, backbone.init(fit, 1, 64, jnp.float32), out.features_btj, jnp.array([length]))
-    hidden_bqd = backbone.block(params, fit, state, tables["embed"], anchor_b)
+    params, tables, count_b = weights.drafter["backbone"], weights.verifier, jnp.array([length])
+    empty = block.init(fit, 1, 64, jnp.float32)
+    state = block.extend(weights.drafter, tables, fit, empty, out.features_btj, None, count_b, attention="xla")
+    inputs = Inputs(weights.drafter, tables, fit, draft, state, anchor_b, jnp.ones(1), fit.num_depths, prompt_bt, count_b)
+    hidden_bqd = block.draft_block(inputs, None)
     unembed_vd = tables.get("unembed", tables["embed"])
     unembed = Unembed(tables["embed"], unembed_vd, params["norm"], fit.layers.rms_norm_eps)
     logits_bqv = vocab.unembed(unembed.unembed_vd, unembed.normed(hidden_bqd))

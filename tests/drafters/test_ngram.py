@@ -32,7 +32,7 @@ def offered(texts: list[list[int]], temperature: float = 1.0, capacity: int = 48
     for b, text in enumerate(texts):
         tokens_bs[b, : len(text)] = text
     length_b, temperature_b = jnp.asarray([len(text) for text in texts]), jnp.full(len(texts), temperature)
-    sizes = CONFIG, MATCHES, ngram.NoState(), None
+    sizes = CONFIG, MATCHES, ngram.State(), None
     return ngram.look_up(Inputs({}, None, *sizes, temperature_b, CONFIG.num_depths, jnp.asarray(tokens_bs), length_b), None)
 
 

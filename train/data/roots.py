@@ -65,7 +65,7 @@ def make_runner(model: tf.TreeFlash, config: SelectorConfig, plan: DecodePlan, b
     """Returns a runner whose selector always chooses the same bucket."""
     params = {name: jnp.zeros(spec.shape) for name, spec in tree_selector.specs(config).items()}
     params["out_bias"] = params["out_bias"].at[bucket].set(1.0)
-    return Runner(plan, model.weights, model.mesh, policy_weights=params)
+    return Runner(plan, model.weights.replace(policy=params), model.mesh)
 
 
 def record_all(

@@ -31,7 +31,7 @@ from treeflash_jax.acceptance import (
     sample_and_match,
     traversal,
 )
-from treeflash_jax.acceptance.target import Acceptance, Noise, TargetDistribution, target_distribution
+from treeflash_jax.acceptance.target import Noise, TargetDistribution, target_distribution
 
 RULES = {
     "sample-and-match": sample_and_match,
@@ -56,4 +56,4 @@ def check_lossless(rule: str, distribution: str) -> None:
         )
 
 
-__all__ = ["RULES", "Acceptance", "Noise", "TargetDistribution", "check_lossless", "target_distribution"]
+__all__ = ["RULES", "Noise", "TargetDistribution", "check_lossless", "target_distribution"]

@@ -25,7 +25,8 @@ from jax import lax
 from treeflash_jax.acceptance.target import Acceptance, Noise, TargetDistribution, accept, follow
 from treeflash_jax.core import sharding
 from treeflash_jax.models import vocab
-from treeflash_jax.trees import DETERMINISTIC, WITHOUT_REPLACEMENT, DraftTree, Proposal, ancestor_mask, pick
+from treeflash_jax.trees import DraftTree, Proposal, ancestor_mask, pick
+from treeflash_jax.trees.containers import DETERMINISTIC, WITHOUT_REPLACEMENT
 
 NEVER = 1 << 20  # rank of a test that does not happen
 

@@ -24,15 +24,14 @@ from treeflash_jax.trees import DraftTree, pick
 
 DISTRIBUTIONS = ("one path", "paths")
 NEEDS = "sampled paths that are independent from the anchor on"
-LARGEST = 1e30  # of A / f
+LARGEST = 1e30  # bound of A / f
 
 
 def _chances(tree: DraftTree, draws: Draws) -> jax.Array:
     """Returns P(a node at or below this one is kept), given the tree, [b, n]; 0 off the chosen path."""
     path = _choose(draws)
-    passed_bp = jnp.where(path.exists_bp, block.passed(path), 0)
     zero_n = jnp.zeros(draws.p_bnc.shape[1], draws.p_bnc.dtype)
-    return jax.vmap(lambda node_p, passed_p: zero_n.at[node_p].max(passed_p))(path.node_bp, passed_bp)
+    return jax.vmap(lambda node_p, passed_p: zero_n.at[node_p].max(passed_p))(path.node_bp, block.passed(path))
 
 
 def _choose(draws: Draws) -> Path:

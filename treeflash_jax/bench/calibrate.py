@@ -95,7 +95,7 @@ def run(model: tf.TreeFlash, arguments: argparse.Namespace) -> int:
     times = {name: [[cells[b, size][i] for size in positions] for b in batches] for i, name in enumerate(names)}
     tau, reliability = map(list, zip(*accepted, strict=True))
     entry = calibration.Calibration(
-        identity=calibration.make_identity(model.verifier, model.weights, plan, model.mesh),
+        identity=calibration.make_identity(model.weights, plan, model.mesh),
         **dict(nodes=nodes, batch=batches, positions=positions, temperatures=temperatures, **times),
         **dict(tau=tau, reliability=reliability, sparse=model.verifier.num_experts > 0),
     )
@@ -181,8 +181,8 @@ class Rounds(Bench):
         never_pauses = Measured(jnp.ones(1), jnp.ones((1, 1)), jnp.full(1, 1e9), jnp.float32(1), jnp.float32(0))
         never_pauses = sharding.place(never_pauses, self.model.mesh, over_batch=False)
         plans = [replace(largest, policy=BudgetPolicy((plan.num_nodes,))) for plan in self.plans]
-        runner = Runner(plans[-1], self.weights, self.model.mesh, policy_weights=never_pauses)
-        fresh, self.weights = runner.begin(self.state), runner.all_weights
+        runner = Runner(plans[-1], self.weights.replace(policy=never_pauses), self.model.mesh)
+        fresh, self.weights = runner.start_policy(self.state), runner.weights
         fields = {"policy": fresh.policy, "nodes_bs": fresh.nodes_bs}
         step = self.compile_rounds(largest.one_token(), {"drafter": None})
         rounds = [self.compile_rounds(plan, fields) for plan in plans]

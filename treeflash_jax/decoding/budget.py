@@ -33,7 +33,6 @@ from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.decoding import rounds
 from treeflash_jax.decoding.accepting import Accepted
-from treeflash_jax.decoding.rounds import Verified
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.models.attention import positions_read
 from treeflash_jax.trees import DraftTree
@@ -155,7 +154,7 @@ def update_budget(budget: Budget, choice: BudgetChoice, committed_b: jax.Array, 
 
 
 @dataclass(frozen=True)
-class BudgetPolicy:
+class BudgetPolicy(rounds.Policy):
     """The policy of nodes="auto"; its weights are `Measured`.
 
     Attributes:
@@ -191,9 +190,6 @@ class BudgetPolicy:
         self, state: DecodeState, choice: BudgetChoice, bucket: int, plan: DecodePlan
     ) -> tuple[DraftTree, None, DecodePlan]:
         return trees.first(choice.tree, bucket), None, replace(plan, num_nodes=bucket)
-
-    def observe(self, state: DecodeState, proposal: None, verified: Verified, accepted: Accepted) -> None:
-        return None
 
     def learn(self, state: DecodeState, choice: BudgetChoice, accepted: Accepted, observed: None) -> Budget:
         return update_budget(state.policy, choice, accepted.length_b, ~state.done_b)

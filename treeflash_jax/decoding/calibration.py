@@ -32,7 +32,6 @@ from treeflash_jax.core.parameters import is_spec
 from treeflash_jax.decoding.budget import PATIENCE, Measured
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.models import quantized
-from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.quantized import Quantized
 from treeflash_jax.models.verifier import specs
 
@@ -146,10 +145,10 @@ def fit_round_times(nodes: Sequence[int], seconds: Sequence[float], is_convex: b
     return basis / scale @ weights
 
 
-def make_identity(verifier: ModelConfig, weights: Weights, plan: DecodePlan, mesh: Any) -> dict[str, Any]:
+def make_identity(weights: Weights, plan: DecodePlan, mesh: Any) -> dict[str, Any]:
     """Returns everything that round times and acceptance depend on: an entry of another identity is stale."""
     return {
-        "pair": pair_digest(verifier, weights, plan),
+        "pair": pair_digest(weights, plan),
         "device": devices.describe_mesh(mesh).kind,
         "mesh": None if mesh is None else dict(mesh.shape),
         "dtype": str(weights.verifier["embed"].dtype),
@@ -160,13 +159,13 @@ def make_identity(verifier: ModelConfig, weights: Weights, plan: DecodePlan, mes
     }
 
 
-def pair_digest(verifier: ModelConfig, weights: Weights, plan: DecodePlan) -> str:
+def pair_digest(weights: Weights, plan: DecodePlan) -> str:
     """Returns a digest of verifier and drafter, the same for every dtype, `quantize` and mesh they can be loaded with.
 
     It reads entries of every array: the digest of a verifier changes when a LoRA is merged into it.
     """
-    pair = hashlib.sha256(repr((verifier, getattr(plan.drafter, "layers", None), plan.drafter.taps)).encode())
-    samples = jax.tree.map(lambda spec, x: _sample(x, spec.inputs), specs(verifier), weights.verifier, is_leaf=is_spec)
+    pair = hashlib.sha256(repr((plan.verifier, getattr(plan.drafter, "layers", None), plan.drafter.taps)).encode())
+    samples = jax.tree.map(lambda spec, x: _sample(x, spec.inputs), specs(plan.verifier), weights.verifier, is_leaf=is_spec)
     samples = samples, jax.tree.map(partial(_sample, inputs=()), weights.drafter)
     for sample in jax.tree.leaves(sharding.to_host(samples)):
         pair.update(sample.tobytes())

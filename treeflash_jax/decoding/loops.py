@@ -110,7 +110,7 @@ def read(
       first_b: first tokens if they are known; None: sampled.
     """
     cache, drafter, (hidden_bd, features_bj) = _read(weights, pin(state), length_b, max_chunks, plan)
-    count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # of first tokens
+    count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # 1 where a first token is due
     state = accepting.first_token(weights, state.replace(cache=cache), hidden_bd, count_b, plan, first_b)
     if plan.drafts and drafters.of(plan.drafter).READS_TOKENS:  # the token after the last prompt position
         first_b1 = trees.pick(state.tokens_bs, length_b[:, None])

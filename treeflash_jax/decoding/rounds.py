@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from treeflash_jax.decoding.accepting import DRAFT_STREAM, Accepted, accept_path
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.models import kv_cache, verifier
 
-DECAY = 0.8  # of the mean over recent rounds, per round
+DECAY = 0.8  # factor per round of a round's weight in the mean length of recent rounds
 
 
 @struct.dataclass
@@ -44,7 +44,7 @@ class Verified:
     routes: tuple[jax.Array, ...] = ()
 
 
-class Policy(Protocol):
+class Policy:
     """Chooses one of a few buckets (sizes of tree) for every round, on the device; hashable and static.
 
     `DecodePlan.policy` is `budget.BudgetPolicy` (nodes="auto"), `tree_selector.SelectorPolicy`, or None: all rounds have
@@ -58,7 +58,7 @@ class Policy(Protocol):
         (see `budget.BudgetPolicy`).
     """
 
-    PAUSES: bool
+    PAUSES = False
 
     def buckets(self, plan: DecodePlan) -> Sequence[Any]:
         """Returns the buckets, each a branch of a round; the last has the largest tree."""
@@ -75,10 +75,11 @@ class Policy(Protocol):
         """Returns the tree of a bucket, the distribution it was drawn from, if any, and the bucket's plan."""
 
     def observe(self, state: DecodeState, proposal: trees.Proposal | None, verified: Verified, accepted: Accepted) -> Any:
-        """Returns the input of `learn` from a verified tree, with the same shapes for all buckets."""
+        """Returns the input of `learn` from a verified tree, of equal shapes for all buckets; by default None."""
 
     def learn(self, state: DecodeState, choice: Any, accepted: Accepted, observed: Any) -> Any:
-        """Returns the policy's state after a round; `state` is the decode state before it."""
+        """Returns the policy's state after a round, by default `observed`; `state` is the decode state before it."""
+        return observed
 
 
 def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> DecodeState:
@@ -86,10 +87,9 @@ def decode_round(weights: Weights, state: DecodeState, plan: DecodePlan) -> Deco
     if plan.policy is not None:
         return _chosen_round(weights, state, plan)
     tree, proposal = draft_tree(weights, state, plan)
-    if plan.drafts and drafters.is_declared("MAY_OFFER_NOTHING", plan.drafter):
-        verified, accepted = _verify_if_drafted(weights, state, tree, proposal, plan)
-    else:
-        verified, accepted = verify_and_accept(weights, state, tree, proposal, plan)
+    is_often_empty = plan.drafts and drafters.is_declared("MAY_OFFER_NOTHING", plan.drafter)
+    verify = _verify_if_drafted if is_often_empty else verify_and_accept
+    verified, accepted = verify(weights, state, tree, proposal, plan)
     return commit_path(weights, state, verified, accepted, plan)
 
 
@@ -121,13 +121,11 @@ def _verify_if_drafted(
     """
     root_plan = replace(plan, num_nodes=1, rule="sample-and-match")
 
-    def whole() -> tuple[Verified, Accepted]:
-        return keep_path(*verify_and_accept(weights, state, tree, proposal, plan), plan.path_length)
+    def kept(*tree_and_plan) -> tuple[Verified, Accepted]:
+        return keep_path(*verify_and_accept(weights, state, *tree_and_plan), plan.path_length)
 
-    def root() -> tuple[Verified, Accepted]:
-        return keep_path(*verify_and_accept(weights, state, trees.first(tree, 1), None, root_plan), plan.path_length)
-
-    return lax.cond(jnp.any(tree.valid_bn[:, 1:] & ~state.done_b[:, None]), whole, root)
+    is_drafted = jnp.any(tree.valid_bn[:, 1:] & ~state.done_b[:, None])
+    return lax.cond(is_drafted, lambda: kept(tree, proposal, plan), lambda: kept(trees.first(tree, 1), None, root_plan))
 
 
 def verify_and_accept(

@@ -6,7 +6,7 @@ Shape suffixes: b batch, s token slots, x stop ids.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -68,9 +68,8 @@ class DecodePlan:
 
     def for_prefill(self) -> DecodePlan:
         """Returns the prefill plan, equal for all plans with the same prefill."""
-        builder, attention = "best-first" if self.drafts else "none", self.prefill_attention or self.attention
-        names = ("verifier", "drafter", "prefill_chunk", "residual_dtype", "log_probs", "expected_lengths")
-        return DecodePlan(builder=builder, attention=attention, **{name: getattr(self, name) for name in names})
+        plan = replace(self.one_token(), attention=self.prefill_attention or self.attention, prefill_attention=None)
+        return replace(plan, drafter=self.drafter, builder="best-first") if self.drafts else plan
 
     def one_token(self) -> DecodePlan:
         """Returns the plan of one-token decoding with this plan's settings, the baseline of measurements."""

@@ -86,16 +86,19 @@ class Features:
 def specs(config: SelectorConfig) -> dict[str, Spec]:
     """Returns the weights: hidden features to WIDTH and a LayerNorm, joined by the scalars, to WIDE, NARROW and scores."""
     count, joined = len(SCALARS), (WIDTH if config.width else 0) + len(SCALARS)
-    shapes: dict[str, tuple[int, ...]] = {"mean": (count,), "scale": (count,)}
-    shapes |= {"hidden": (config.width, WIDTH), "hidden_bias": (WIDTH,)} if config.width else {}
-    shapes |= {"norm": (WIDTH,), "norm_bias": (WIDTH,)} if config.width else {}
-    for name, shape in (("wide", (joined, WIDE)), ("narrow", (WIDE, NARROW)), ("out", (NARROW, len(config.buckets)))):
-        shapes |= {name: shape, f"{name}_bias": shape[1:]}
-    init = {"scale": "ones", "norm": "ones", "mean": "zeros"}
-    return {
-        name: Spec(shape, (None,) * len(shape), init.get(name, "zeros" if name.endswith("bias") else "normal"))
-        for name, shape in shapes.items()
-    }
+
+    def vector(size: int, init: str) -> Spec:
+        return Spec((size,), (None,), init)
+
+    def linear(name: str, inputs: int, outputs: int) -> dict[str, Spec]:
+        return {name: Spec((inputs, outputs), (None, None)), f"{name}_bias": vector(outputs, "zeros")}
+
+    weights = {"mean": vector(count, "zeros"), "scale": vector(count, "ones")}
+    if config.width:
+        weights |= linear("hidden", config.width, WIDTH)
+        weights |= {"norm": vector(WIDTH, "ones"), "norm_bias": vector(WIDTH, "zeros")}
+    weights |= linear("wide", joined, WIDE) | linear("narrow", WIDE, NARROW)
+    return weights | linear("out", NARROW, len(config.buckets))
 
 
 def scores(params: Any, features: Features, *, dropout: float = 0.0, key: jax.Array | None = None) -> jax.Array:
@@ -177,10 +180,8 @@ def _entropy(log_bc: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class SelectorPolicy:
+class SelectorPolicy(rounds.Policy):
     """The policy of a selector; its weights are the network's, its buckets those of the plan's shape."""
-
-    PAUSES = False
 
     def buckets(self, plan: DecodePlan) -> list[tuple[int, int]]:
         return list_shapes(plan.shape.trunk)
@@ -222,9 +223,6 @@ class SelectorPolicy:
         scalars = entropy_b, _entropy(log_q_bc), overlap_b, is_known_b
         scalars_bl = jnp.stack([x_b.astype(jnp.float32) for x_b in scalars], axis=1)
         return Observed(at_last(verified.features_btj)[:, 0].astype(jnp.float32), scalars_bl)
-
-    def learn(self, state: DecodeState, choice: SelectorChoice, accepted: Accepted, observed: Observed) -> Observed:
-        return observed
 
 
 def plan_selection(config: SelectorConfig, plan: DecodePlan, nodes: int | None) -> DecodePlan:

@@ -11,10 +11,9 @@ import functools
 
 from treeflash_jax.drafters import block, causal_lm, eagle3, ngram
 from treeflash_jax.drafters.protocol import Drafter, DrafterSizes, Inputs
-from treeflash_jax.trees.expander import Expander
 
 DRAFTERS: dict[str, Drafter] = {"block": block, "eagle3": eagle3, "language model": causal_lm, "ngram": ngram}
-REGISTRIES = DRAFTERS, block.HEADS  # of everything here that programs can be compiled for
+REGISTRIES = DRAFTERS, block.HEADS  # kinds of drafters and heads that programs can be compiled for
 
 
 def of(config: DrafterSizes) -> Drafter:
@@ -38,6 +37,4 @@ def _merge(*options: type) -> type:
     return dataclasses.dataclass(frozen=True, kw_only=True)(type("DraftOptions", options, attributes))
 
 
-__all__ = [
-    "DRAFTERS", "REGISTRIES", "Drafter", "DrafterSizes", "Expander", "Inputs", "draft_options", "is_declared", "of",
-]  # fmt: skip
+__all__ = ["DRAFTERS", "REGISTRIES", "Drafter", "DrafterSizes", "Inputs", "draft_options", "is_declared", "of"]

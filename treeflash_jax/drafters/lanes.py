@@ -104,13 +104,11 @@ def choose(config: Any, options: Any, device: Device) -> tuple[Any, LaneSettings
     if options.children > config.draft_vocab_size:
         expected = f"1 to {config.draft_vocab_size} (the drafter's vocabulary)"
         raise ValueError(f"got children {quoted(options.children)}, expected {expected}")
-    builder = BUILDERS[options.builder or "best-first"] if options.builder != "none" else None
-    usual = device.tree_nodes(config.num_nodes) if options.nodes is None else config.num_nodes
-    nodes = usual if options.nodes in (None, "auto") else options.nodes
-    if builder is None or builder.is_chain:
-        width = 1
-    else:
-        width = nodes if builder.draws else min(options.lanes or config.lanes or nodes, max(nodes - 1, 1))
+    builder = BUILDERS[options.builder or "best-first"]
+    defaults = {None: device.tree_nodes(config.num_nodes), "auto": config.num_nodes}
+    nodes = defaults.get(options.nodes, options.nodes)
+    width = nodes if builder.draws else min(options.lanes or config.lanes or nodes, max(nodes - 1, 1))
+    width = 1 if builder.is_chain else width
     sizes = replace(config, num_depths=options.depths or config.num_depths)
     return sizes, LaneSettings(children=options.children, width=width)
 
@@ -210,7 +208,7 @@ def likeliest_children(
       table_vd: vocabulary table, or that of a draft vocabulary.
       hidden_bwd: hidden states after any norm.
       children: number of tokens; all tokens of a smaller vocabulary.
-      temperature_b: of the draft distribution, above 0.
+      temperature_b: temperature of the draft distribution, above 0.
       ids_z: the verifier's ids of a draft vocabulary; None: the table is over the verifier's vocabulary.
     """
     kept = min(children, table_vd.shape[0])

@@ -26,7 +26,7 @@ from jax import lax
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.devices import Device
-from treeflash_jax.drafters.protocol import DrafterSizes, Inputs, LevelOptions, NoState
+from treeflash_jax.drafters.protocol import DrafterSizes, Inputs, LevelOptions, State
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
 from treeflash_jax.trees.containers import pick
@@ -69,11 +69,11 @@ def specs(config: NgramConfig) -> dict[str, Any]:
     return {}
 
 
-def init(config: NgramConfig, batch: int, capacity: int, dtype: Any) -> NoState:
-    return NoState()
+def init(config: NgramConfig, batch: int, capacity: int, dtype: Any) -> State:
+    return State()
 
 
-def extend(params: Any, tables: Any, config: NgramConfig, state: NoState, *args: Any, attention: str) -> NoState:
+def extend(params: Any, tables: Any, config: NgramConfig, state: State, *args: Any, attention: str) -> State:
     """Returns the state: the text is an input of every round."""
     return state
 

@@ -57,21 +57,25 @@ class DrafterSizes:
         raise ValueError(f"got a draft vocabulary with a drafter of kind {self.kind!r}, expected a block drafter")
 
 
-class State(Protocol):
-    """A drafter's memory between rounds: a pytree whose arrays have the batch as first axis."""
+@struct.dataclass
+class State:
+    """A drafter's memory between rounds: a pytree whose arrays have the batch as first axis; this one has none."""
 
     def axes(self) -> Any:
         """Returns the logical axes (sharding.Axes) of every array, in the structure of the state."""
+        return self
 
     def grow(self, capacity: int) -> State:
         """Returns the same state with room for `capacity` positions."""
+        return self
 
     def cut(self, length_b: jax.Array) -> State:
         """Returns the state after only the first `length_b` positions; other positions are added afterwards."""
+        return self
 
 
 @struct.dataclass
-class ContextState:
+class ContextState(State):
     """State of a drafter with a cache: the cache, and inputs of the next draft, which are None if it has none.
 
     Attributes:
@@ -98,20 +102,6 @@ class ContextState:
     def cut(self, length_b: jax.Array) -> ContextState:
         shift_byf = None if self.shift_byf is None else jnp.zeros_like(self.shift_byf)  # prompts are not steered
         return self.replace(context=self.context.cut(length_b), shift_byf=shift_byf)
-
-
-@struct.dataclass
-class NoState:
-    """State of a drafter that reads nothing but the inputs of a round."""
-
-    def axes(self) -> NoState:
-        return self
-
-    def grow(self, capacity: int) -> NoState:
-        return self
-
-    def cut(self, length_b: jax.Array) -> NoState:
-        return self
 
 
 def require_fit(**sizes: tuple[Any, Any]) -> None:

@@ -26,7 +26,7 @@ from treeflash_jax.core.checks import quoted
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models.config import ModelConfig
 
-EPS = 1e-5  # of the LayerNorm
+EPS = 1e-5  # epsilon of the LayerNorm
 MIN_SPREAD_LAYERS = 12  # smaller verifiers are tapped at their ends and their middle
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -20,12 +19,12 @@ from treeflash_jax.core import background, programs, sharding
 from treeflash_jax.core.clock import Clock
 from treeflash_jax.decoding import loops
 from treeflash_jax.decoding.runner import Kept, Runner
-from treeflash_jax.decoding.state import DecodeState, Sampling
+from treeflash_jax.decoding.state import Sampling
 from treeflash_jax.drafters import DrafterSizes
 from treeflash_jax.engine.planning import Request, draft_temperature
 from treeflash_jax.engine.settings import GenerateConfig
 
-REFILLED_SHARE = 1 / 8  # of a batch's slots, refilled together
+REFILLED_SHARE = 1 / 8  # share of a batch's slots that are refilled together
 STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that changing them rarely recompiles
 UNUSED = Request(index=0, ids=[0], temperature=0.0, top_k=0, top_p=1.0, seed=0)  # fills unused slots
 
@@ -76,7 +75,7 @@ def make_batch(
     stop_ids_x[: len(stops)] = stops
     length_b = np.array([request.length for request in slots], np.int32)
     new_b = np.array([config.max_new_tokens] * len(requests) + [1] * num_unused, np.int32)
-    drafter_temperature = [draft_temperature(config, drafter, request.temperature) for request in requests]
+    drafter_temperature = [draft_temperature(config, drafter, request.temperature) for request in slots]
     numbers = np.array([(request.seed, request.index, request.sample) for request in slots], np.uint32)
     dtype = jnp.promote_types(dtype, jnp.float32)
     sampling = Sampling(  # NumPy converts dtypes: JAX would compile a program for each
@@ -86,7 +85,7 @@ def make_batch(
         top_p_b=np.array([request.top_p for request in slots], dtype),
         limit_b=length_b + new_b,
         stop_ids_bx=np.tile(stop_ids_x, (batch_size, 1)),
-        drafter_temperature_b=np.array(drafter_temperature + [1.0] * num_unused, dtype),
+        drafter_temperature_b=np.array(drafter_temperature, dtype),
     )
     return sharding.place(jax.device_put((tokens_bs, length_b, sampling)), mesh)
 
@@ -96,14 +95,14 @@ class Slots:
 
     Attributes:
       group: number of slots refilled together.
-      waiting: (index, request) pairs without a slot.
-      held: (index, request) pair of each used slot.
+      waiting: requests without a slot.
+      held: request of each used slot.
     """
 
     def __init__(self, size: int, group: int, requests: Sequence[Request]):
         self.size, self.group = size, group
-        self.waiting: deque[tuple[int, Request]] = deque(enumerate(requests))
-        self.held: dict[int, tuple[int, Request]] = {}
+        self.waiting = deque(requests)
+        self.held: dict[int, Request] = {}
 
     @property
     def next_group(self) -> int:
@@ -131,27 +130,13 @@ class Slots:
             del self.held[slot]
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """State of a batch between two dispatches.
+class BatchDecoder:
+    """Decodes requests in the slots of one batch, from their prompts to the last token.
 
     Attributes:
-      state: decoding state; donated to the next dispatch, so read it before the next snapshot.
-      nodes_bs: number of nodes verified by each round; None if it is the same in all rounds.
-      requests: (index, request) pair of each used slot.
-      ready: slots whose answers are finished; all used slots after an interrupt.
+      state: decoding state; donated to every dispatch.
+      is_interrupted: whether Ctrl-C ended the decoding.
     """
-
-    state: DecodeState
-    nodes_bs: Any
-    requests: dict[int, tuple[int, Request]]
-    ready: list[int]
-    clock: Clock
-    interrupted: bool = False
-
-
-class BatchDecoder:
-    """Decodes requests in the slots of one batch, from their prompts to the last token."""
 
     def __init__(
         self,
@@ -175,7 +160,7 @@ class BatchDecoder:
         self.runner, self.make_batch, self.clock = runner, make_batch, clock
         sizes = (sharding.padded(size, runner.mesh) for size in (batch_size, refill_size(batch_size)))
         self.slots = Slots(*sizes, requests)
-        self.state = None
+        self.state, self.is_interrupted = None, False
         self.prepared = 0  # capacity for which programs were compiled ahead
         longest = max(request.length for request in requests)
         capacity = capacity_bucket(longest + room + runner.plan.path_length)
@@ -191,10 +176,10 @@ class BatchDecoder:
         """True if an interrupt fell between the donation of the state and its result."""
         return self.state is None or self.state.end_b.is_deleted()
 
-    def run(self, max_rounds: int, is_over: Callable[[list[int]], bool] | None = None) -> Iterator[Snapshot]:
-        """Decodes all requests; yields after prefill and after every dispatch.
+    def run(self, max_rounds: int, is_over: Callable[[list[int]], bool] | None = None) -> Iterator[list[int]]:
+        """Decodes all requests; yields the slots of finished answers after prefill and after every dispatch.
 
-        After Ctrl-C, the last snapshot has all sequences so far, if their state can still be read.
+        After Ctrl-C, it yields all used slots, if the state can still be read.
 
         Args:
           max_rounds: largest number of rounds per dispatch.
@@ -207,14 +192,15 @@ class BatchDecoder:
                     if is_over is not None and not done_b.all():
                         done_b = self._finish(done_b, is_over)
                     ready = [slot for slot in sorted(self.slots.held) if done_b[slot]]
-                    yield self._snapshot(ready)
+                    yield ready
                 self.slots.release(ready)
                 self._dispatch(max_rounds)
         except KeyboardInterrupt:
             if self.is_lost:
                 raise
             self.clock.stop()
-            yield self._snapshot(sorted(self.slots.held), interrupted=True)
+            self.is_interrupted = True
+            yield sorted(self.slots.held)
 
     def compile(self) -> None:
         """Compiles the programs of `run`, except for larger caches, without decoding."""
@@ -262,20 +248,16 @@ class BatchDecoder:
             raise
 
     def _pad(self, slots: Sequence[int], batch_size: int, capacity: int) -> Batch:
-        return self.make_batch([self.slots.held[slot][1] for slot in slots], batch_size=batch_size, capacity=capacity)
+        return self.make_batch([self.slots.held[slot] for slot in slots], batch_size=batch_size, capacity=capacity)
 
     def _finish(self, done_b: np.ndarray, is_over: Callable[[list[int]], bool]) -> np.ndarray:
         tokens_bs, end_b = sharding.to_host((self.state.tokens_bs, self.state.end_b))
         done_b = done_b.copy()
-        for slot, (_, request) in self.slots.held.items():
+        for slot, request in self.slots.held.items():
             if not done_b[slot]:
                 done_b[slot] = is_over(tokens_bs[slot, request.length : end_b[slot]].tolist())
         self.state = self.state.replace(done_b=sharding.place(jnp.asarray(done_b), self.runner.mesh))
         return done_b
-
-    def _snapshot(self, ready: list[int], interrupted: bool = False) -> Snapshot:
-        nodes_bs = self.runner.nodes(self.state)
-        return Snapshot(self.state, nodes_bs, dict(self.slots.held), ready, self.clock, interrupted)
 
 
 class Session:
@@ -290,16 +272,16 @@ class Session:
     """
 
     def __init__(self):
-        self.batch: BatchDecoder | None = None  # of the last answer
+        self.batch: BatchDecoder | None = None  # decoder of the last answer
 
     def take(self, runner: Runner, ids: list[int]) -> Kept | None:
         """Returns the last state, which the caller donates, and its number of reusable prompt tokens; None for none."""
         last, self.batch = self.batch, None
-        if last is None or last.is_lost or last.runner.weights is not runner.weights:
+        if last is None or last.is_lost or last.runner.plan.for_prefill() != runner.plan.for_prefill():
             return None
-        if last.runner.plan.for_prefill() != runner.plan.for_prefill():
+        before, now, state = last.runner.weights, runner.weights, last.state
+        if before.verifier is not now.verifier or before.drafter is not now.drafter:
             return None
-        state = last.state
         tokens_bs, length_b = sharding.to_host((state.tokens_bs, state.cache.length_b))
         # An adaptive drafter may lag behind by a path; a conversation shorter than that keeps nothing.
         known = tokens_bs[0, : max(0, length_b[0] - last.runner.plan.path_length)]

@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.decoding import calibration
-from treeflash_jax.decoding.runner import Runner, make_calibrated_runner
+from treeflash_jax.decoding.budget import BudgetPolicy
+from treeflash_jax.decoding.runner import Runner
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.decoding.tree_selector import SelectorConfig, plan_selection
 from treeflash_jax.drafters import DrafterSizes
@@ -112,7 +114,7 @@ class LoadedPair:
         """Returns the measurements of `treeflash calibrate` for this pair and plan. Raises ValueError if there are none."""
         key = replace(plan, num_nodes=1)
         if key not in self._calibrations:
-            identity = calibration.make_identity(self.verifier, self.weights, plan, self.mesh)
+            identity = calibration.make_identity(self.weights, plan, self.mesh)
             self._calibrations[key] = calibration.find(self.budget or calibration.default_path(None), identity)
         return self._calibrations[key]
 
@@ -120,7 +122,7 @@ class LoadedPair:
         """Returns config and weights of a selector's file. Raises ValueError if it is damaged or made for another pair."""
         if path not in self._selectors:
             config, params = selector_file.load(Path(path), self.mesh)
-            pair = calibration.pair_digest(self.verifier, self.weights, plan)
+            pair = calibration.pair_digest(self.weights, plan)
             if pair != config.pair:
                 raise ValueError(f"got a selector for the pair {config.pair}, expected {pair}; train a selector for it")
             self._selectors[path] = config, params
@@ -139,17 +141,19 @@ class LoadedPair:
     ) -> Runner:
         """Makes the runner of a batch whose caches have room for `room` new tokens at first.
 
-        With nodes "auto", rounds choose their number of nodes; without requests they verify the largest trees measured.
+        With nodes "auto", rounds choose their number of nodes, or decode one token if drafting cannot pay; without requests
+        they verify the largest trees measured.
         """
-        plan = self.plan(config)
-        selector = self.selector(config.selector, plan)[1] if plan.drafts and config.selector is not None else None
-        runner = Runner(plan, self.weights, self.mesh, policy_weights=selector)
+        plan, weights = self.plan(config), self.weights
+        if plan.drafts and config.selector is not None:
+            weights = weights.replace(policy=self.selector(config.selector, plan)[1])
         if not plan.drafts or config.nodes != "auto" or not requests:
-            return runner
-        return make_calibrated_runner(
-            runner,
-            self.calibration(plan),
-            batch=sharding.padded(batch_size, self.mesh),
-            positions=capacity_bucket(max(request.length for request in requests) + room + plan.path_length),
-            temperatures=[request.temperature for request in requests],
-        )
+            return Runner(plan, weights, self.mesh)
+        positions = capacity_bucket(max(request.length for request in requests) + room + plan.path_length)
+        temperatures = [request.temperature for request in requests]
+        decision = self.calibration(plan).decide(sharding.padded(batch_size, self.mesh), positions, temperatures)
+        if not decision.nodes:
+            return Runner(plan.one_token(), weights, self.mesh)
+        plan = replace(plan, num_nodes=decision.nodes[-1], policy=BudgetPolicy(decision.nodes))
+        measured = sharding.place(jax.tree.map(jnp.float32, decision.measured), self.mesh, over_batch=False)
+        return Runner(plan, weights.replace(policy=measured), self.mesh)

@@ -24,6 +24,7 @@ from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.formats import draft_vocabulary, models, steering_files
 from treeflash_jax.formats.tokenizer import Tokenizer, check_same_tokens
 from treeflash_jax.models import quantized
+from treeflash_jax.models.config import ModelConfig
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 KEPT_SECONDS = 0.3  # shortest compilation whose program is stored in JAX's cache
@@ -102,18 +103,11 @@ def load(
     verifier = pairs.locate(verifier, "verifier", revision, local_files_only)
     config = models.read_verifier_config(verifier)
     drafter_config = drafter_params = None
-    if steering is not None and drafter is None:
-        raise ValueError(f"got steering {quoted(steering)} and no drafter, expected a language model to steer")
     if drafter is not None:
         drafter = pairs.locate(drafter, "drafter", drafter_revision, local_files_only)
-        drafter_config = models.read_drafter_config(drafter)
-        if steering is not None:
-            drafter_config = drafter_config.steered(steering_files.read_config(Path(steering)))
-        drafter_config = draft_vocabulary.limit(drafter_config.fitted(config), drafter, config.vocab_size)
-        trained = getattr(drafter_config, "thinking", thinking)
-        if bool(trained) != thinking:
-            state = {None: "is not known to be trained with", False: "was trained without", True: "was trained with"}
-            logger.warning(f"the drafter {state[trained]} thinking, and thinking is {thinking}: tau may be far lower")
+        drafter_config = _read_drafter_config(drafter, steering, config, thinking)
+    elif steering is not None:
+        raise ValueError(f"got steering {quoted(steering)} and no drafter, expected a language model to steer")
     tokenizer = Tokenizer.load(verifier, {"enable_thinking": thinking, **(template or {})})
     if drafter is not None and drafters.is_declared("OWN_TOKENIZER", drafter_config):
         check_same_tokens(tokenizer, Tokenizer.load(drafter))
@@ -137,15 +131,27 @@ def load(
     )
 
 
+def _read_drafter_config(
+    drafter: Path, steering: str | Path | None, verifier: ModelConfig, thinking: bool
+) -> drafters.DrafterSizes:
+    """Returns the config of a drafter for this verifier; warns if it was trained for the other value of `thinking`."""
+    config = models.read_drafter_config(drafter)
+    if steering is not None:
+        config = config.steered(steering_files.read_config(Path(steering)))
+    config = draft_vocabulary.limit(config.fitted(verifier), drafter, verifier.vocab_size)
+    trained = getattr(config, "thinking", thinking)
+    if bool(trained) != thinking:
+        state = {None: "is not known to be trained with", False: "was trained without", True: "was trained with"}
+        logger.warning(f"the drafter {state[trained]} thinking, and thinking is {thinking}: tau may be far lower")
+    return config
+
+
 def float_type(dtype: Any) -> Any:
     """Returns a float dtype. Raises ValueError for any other."""
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = None
-    if name not in DTYPES:
-        raise ValueError(f"got dtype {quoted(dtype)}, expected one of {', '.join(DTYPES)}")
-    return jnp.dtype(name)
+    with suppress(TypeError):
+        if jnp.dtype(dtype).name in DTYPES:
+            return jnp.dtype(dtype)
+    raise ValueError(f"got dtype {quoted(dtype)}, expected one of {', '.join(DTYPES)}")
 
 
 def keep_programs(*, by_jax: bool = False) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
@@ -15,11 +14,10 @@ from treeflash_jax.engine import planning
 from treeflash_jax.engine.batching import BatchDecoder, Session, capacity_bucket, refill_size
 from treeflash_jax.engine.device_memory import check_memory, footprint, usable_memory
 from treeflash_jax.engine.loaded_pair import LoadedPair
-from treeflash_jax.engine.planning import Call, Request
+from treeflash_jax.engine.planning import Call
 from treeflash_jax.engine.prompts import Prompt, as_list, encode_each
 from treeflash_jax.engine.results import Chunk, Reader, Result, Results, warn_of_low_tau, with_totals
 from treeflash_jax.engine.settings import MAX_SEQUENCES, GenerateConfig, Settings, takes_settings
-from treeflash_jax.trees import DraftTree
 
 INITIAL_ROOM = 1024  # new tokens for which caches have room at first; they grow for longer answers
 NEXT_MESSAGE = 64  # tokens of a conversation's next message for which programs are compiled ahead
@@ -66,35 +64,28 @@ def initial_room(config: GenerateConfig) -> int:
     return min(config.max_new_tokens, INITIAL_ROOM) + 1
 
 
-def make_reader(model: LoadedPair, config: GenerateConfig) -> Reader:
-    def draft(request: Request, ids: list[int]) -> DraftTree:
-        *before, anchor = ids
-        runner = model.make_runner(config)
-        capacity = capacity_bucket(len(before) + runner.plan.path_length + 1)
-        batch = model.make_batch([replace(request, ids=before)], config, batch_size=1, capacity=capacity)
-        return runner.draft(batch, len(before), anchor)
-
-    return Reader(config=config, stop_ids=model.find_stop_ids(config), tokenizer=model.tokenizer, draft=draft)
-
-
 def serve(model: LoadedPair, call: Call) -> Iterator[tuple[int, Result]]:
-    """Decodes a call; yields each answer with its index.
+    """Decodes a call; yields each answer with its number.
 
     Builders decode one after the other, so that no answer depends on the temperatures of the others.
     """
-    clock, unanswered = Clock(), set(range(len(call.requests)))
+    clock, unanswered = Clock(), {request.number: request for request in call.requests}
     try:
-        for part, indices in call.by_builder(model.drafter):
-            reader = make_reader(model, part.config)
-            max_rounds = ROUNDS_PER_STOP_CHECK if reader.is_over else ROUNDS_PER_DISPATCH
-            for index, result in reader.read_all(start_decoder(model, part, clock).run(max_rounds, reader.is_over)):
-                unanswered.remove(indices[index])
-                yield indices[index], result
+        for part in call.by_builder(model.drafter):
+            reader, decoder = Reader(model, part.config), start_decoder(model, part, clock)
+            for ready in decoder.run(ROUNDS_PER_STOP_CHECK if reader.is_over else ROUNDS_PER_DISPATCH, reader.is_over):
+                numbers = [decoder.slots.held[slot].number for slot in ready]
+                for number, result in zip(numbers, reader.read(decoder, ready), strict=True):
+                    del unanswered[number]
+                    yield number, result
+                if decoder.is_interrupted:
+                    raise KeyboardInterrupt
+            del decoder  # frees its caches
     except KeyboardInterrupt:  # keeps the answers so far
         if len(unanswered) == len(call.requests):
             raise
-    for index in sorted(unanswered):
-        yield index, Result.unanswered(call.requests[index].ids, has_text=model.tokenizer is not None)
+    for number, request in unanswered.items():
+        yield number, Result.unanswered(request.ids, has_text=model.tokenizer is not None)
 
 
 class TreeFlash(LoadedPair):
@@ -194,12 +185,12 @@ class TreeFlash(LoadedPair):
         if len(call.requests) != 1:
             got = f"samples {call.config.samples} and {len(call.requests) // call.config.samples} prompts"
             raise ValueError(f"got {got}, expected 1 of each: a stream is one answer, `generate` takes several prompts")
-        [(call, _)] = call.by_builder(self.drafter)
-        reader, decoder = make_reader(self, call.config), start_decoder(self, call, Clock(), session)
+        [call] = call.by_builder(self.drafter)
+        reader, decoder = Reader(self, call.config), start_decoder(self, call, Clock(), session)
         sent, shown = 0, ""
-        for snapshot in decoder.run(rounds_per_dispatch, reader.is_over):
-            [result] = reader.read(snapshot, (0,))
-            text = (result.text or "") if snapshot.ready else reader.certain(result.text or "")
+        for ready in decoder.run(rounds_per_dispatch, reader.is_over):
+            [result] = reader.read(decoder, [0])
+            text = (result.text or "") if ready else reader.certain(result.text or "")
             yield Chunk(ids=result.ids[sent:], text=text[len(shown) :], rounds=len(result.accept_lengths))
             sent, shown = len(result.ids), text
         if session:
@@ -237,6 +228,6 @@ class TreeFlash(LoadedPair):
         num_prompts = whole(num_prompts, "num_prompts", least=1, most=MAX_SEQUENCES)
         call = make_call(self, [[0] * prompt_tokens] * num_prompts, config, settings)
         clock = Clock()
-        for part, _ in call.by_builder(self.drafter):
+        for part in call.by_builder(self.drafter):
             start_decoder(self, part, clock).compile()
         return clock.compile_seconds

@@ -15,20 +15,14 @@ from treeflash_jax.core.checks import checked, clipped, fit, quoted, suggestion
 from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters import DrafterSizes
-from treeflash_jax.engine.settings import (
-    LOAD_ARGUMENTS,
-    NO_DRAFTER,
-    REFUSED,
-    GenerateConfig,
-    Settings,
-    TreeConfig,
-    settings_class,
-)
+from treeflash_jax.engine.settings import NO_DRAFTER, REFUSED, GenerateConfig, Settings, TreeConfig, settings_class
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees import BUILDERS, TreeShape
 
 DEFAULT_BATCH_SIZE = 8  # largest number of sequences decoded together by default
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
+# Arguments of `load` that users give to a call.
+LOAD_ARGUMENTS = "verifier drafter dtype quantize mesh revision local_files_only budget thinking template".split()
 
 
 def resolve(
@@ -199,6 +193,7 @@ class Request:
     Attributes:
       index: index of the prompt in its call; part of the random key.
       sample: index of the answer among those to the same prompt.
+      number: index of the answer in its call.
     """
 
     index: int
@@ -208,6 +203,7 @@ class Request:
     top_p: float
     seed: int
     sample: int = 0
+    number: int = 0
 
     @property
     def length(self) -> int:
@@ -227,18 +223,12 @@ class Call:
     config: GenerateConfig
     batch_size: int
 
-    def by_builder(self, drafter: DrafterSizes | None) -> list[tuple[Call, list[int]]]:
-        """Splits the call by the builder of the trees, which may depend on a request's temperature.
-
-        Returns one call per builder, and the indices of its requests in this call.
-        """
-        members: dict[str | None, list[int]] = {}
-        for index, request in enumerate(self.requests):
-            members.setdefault(choose_builder(self.config, drafter, request.temperature), []).append(index)
-        return [
-            (Call([self.requests[i] for i in indices], replace(self.config, builder=builder), self.batch_size), indices)
-            for builder, indices in members.items()
-        ]
+    def by_builder(self, drafter: DrafterSizes | None) -> list[Call]:
+        """Splits the call by the builder of the trees, which may depend on a request's temperature."""
+        members: dict[str | None, list[Request]] = {}
+        for request in self.requests:
+            members.setdefault(choose_builder(self.config, drafter, request.temperature), []).append(request)
+        return [replace(self, requests=members[name], config=replace(self.config, builder=name)) for name in members]
 
 
 def default_batch_size(config: GenerateConfig, num_requests: int) -> int:
@@ -281,5 +271,5 @@ def make_requests(
             )
         temperature = temperature if temperature >= GREEDY_BELOW else 0.0
         shared = indices[number], ids, temperature, top_k, top_p, seed
-        requests += [Request(*shared, sample) for sample in range(config.samples)]
+        requests += [Request(*shared, sample, len(requests) + sample) for sample in range(config.samples)]
     return requests

@@ -150,7 +150,7 @@ def _items(prompts: Any) -> list[Any]:
     if isinstance(prompts, Mapping | Set | bytes) or not isinstance(prompts, Iterable):
         expected = "a string, a chat (a list of messages) or a list of token ids"
         raise ValueError(f"got {type(prompts).__name__} as a prompt, expected {expected}")
-    return prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)  # of arrays
+    return prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)  # arrays have tolist
 
 
 def _is_id(value: Any) -> bool:

@@ -15,10 +15,10 @@ import numpy as np
 from treeflash_jax import trees
 from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import whole
-from treeflash_jax.engine.batching import Snapshot
+from treeflash_jax.engine.batching import BatchDecoder, capacity_bucket
+from treeflash_jax.engine.loaded_pair import LoadedPair
 from treeflash_jax.engine.planning import Request, choose_tree
 from treeflash_jax.engine.settings import GenerateConfig
-from treeflash_jax.formats.tokenizer import Tokenizer
 
 LOW_TAU, LOW_TAU_ROUNDS = 1.2, 50
 
@@ -130,36 +130,31 @@ class Chunk:
     rounds: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Reader:
-    """Reads Results from snapshots of a batch.
+    """Reads Results from the state of a batch; without a tokenizer they have no text."""
 
-    Attributes:
-      tokenizer: tokenizer of the verifier; None yields ids only.
-      draft: function that drafts a tree again: (request, its tokens up to an anchor) -> the tree below that anchor.
-    """
-
+    model: LoadedPair
     config: GenerateConfig
-    stop_ids: Sequence[int]
-    tokenizer: Tokenizer | None
-    draft: Callable[[Request, list[int]], trees.DraftTree]
 
-    def read(self, snapshot: Snapshot, slots: Sequence[int] | None = None) -> list[Result]:
-        """Returns the answers so far in these slots of the batch; None: in the slots that are ready."""
-        state, clock = snapshot.state, snapshot.clock
+    def read(self, decoder: BatchDecoder, slots: Sequence[int]) -> list[Result]:
+        """Returns the answers so far in these slots of the batch."""
+        state, clock = decoder.state, decoder.clock
         arrays = (state.tokens_bs, state.end_b, state.done_b, state.rounds_b, state.accepted_bs)
-        optional = (state.log_probs_bs, state.expected_bs, snapshot.nodes_bs)
+        optional = (state.log_probs_bs, state.expected_bs, state.nodes_bs)
         arrays, optional = sharding.to_host((arrays, optional))
-        results = []
-        for slot in snapshot.ready if slots is None else slots:
-            _, request = snapshot.requests[slot]
+        stop_ids, drafts, results = self.model.find_stop_ids(self.config), self.config.builder != "none", []
+        for slot in slots:
+            request = decoder.slots.held[slot]
             tokens_s, end, done, rounds, accepted_s = (array[slot] for array in arrays)
             ids, accepted = tokens_s[request.length : end].tolist(), accepted_s[:rounds].tolist()
-            finished = "interrupted" if snapshot.interrupted and not done else "length"
-            finished = "stop" if done and ids[-1] in self.stop_ids else finished
+            finished = "interrupted" if decoder.is_interrupted and not done else "length"
+            finished = "stop" if done and ids[-1] in stop_ids else finished
             ids, text, accepted, has_stop = self._until_stop(ids, accepted)
             cut = 1 + sum(accepted) - len(ids) if accepted else 0
             log_probs, expected, nodes = (None if array is None else array[slot].tolist() for array in optional)
+            if nodes is None and drafts and self.config.nodes == "auto":
+                nodes = [1] * len(accepted)  # drafting cannot pay
             nodes = nodes and nodes[: len(accepted)]
             result = Result(
                 prompt_ids=request.ids,
@@ -175,19 +170,10 @@ class Reader:
                 log_probs=log_probs and log_probs[request.length :][: len(ids)],
                 expected_lengths=expected and expected[: len(accepted)],
                 nodes=nodes,
-                draft_again=partial(self._tree, request, ids, accepted, nodes) if self.config.builder != "none" else None,
+                draft_again=partial(self._tree, request, ids, accepted, nodes) if drafts else None,
             )
             results.append(result)
         return results
-
-    def read_all(self, snapshots: Iterator[Snapshot]) -> Iterator[tuple[int, Result]]:
-        """Yields index and answer of each finished request; raises KeyboardInterrupt after the answers it interrupted."""
-        for snapshot in snapshots:
-            indices = [snapshot.requests[slot][0] for slot in snapshot.ready]
-            yield from zip(indices, self.read(snapshot), strict=True)
-            if snapshot.interrupted:
-                raise KeyboardInterrupt
-            del snapshot  # frees its caches
 
     @property
     def is_over(self) -> Callable[[list[int]], bool] | None:
@@ -218,14 +204,19 @@ class Reader:
         self, request: Request, ids: list[int], accepted: list[int], nodes: list[int] | None, round_index: int
     ) -> DrawnTree:
         start = 1 + sum(accepted[:round_index])
-        tree = self.draft(request, request.ids + ids[:start])
+        *before, anchor = request.ids + ids[:start]
+        runner = self.model.make_runner(self.config)
+        capacity = capacity_bucket(len(before) + runner.plan.path_length + 1)
+        batch = self.model.make_batch([replace(request, ids=before)], self.config, batch_size=1, capacity=capacity)
+        tree = runner.draft(batch, len(before), anchor)
         if nodes is not None:
             tree = trees.first(tree, nodes[round_index])
-        label = str if self.tokenizer is None else lambda token: repr(self.tokenizer.inner.decode([token]))
+        tokenizer = self.model.tokenizer
+        label = str if tokenizer is None else lambda token: repr(tokenizer.inner.decode([token]))
         return drawn_tree(tree, ids[start:], accepted[round_index], label)
 
     def _text(self, ids: list[int]) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode(ids)
+        return self.model.tokenizer and self.model.tokenizer.decode(ids)
 
 
 def with_totals(results: Sequence[Result]) -> list[Result]:

@@ -39,8 +39,6 @@ REFUSED = {
     "raw": 'text to be continued is given as tf.Text("...") in Python, and with --prompt on the command line',
 }
 NO_DRAFTER = "no drafter is loaded"
-# Arguments of `load` that users give to a call.
-LOAD_ARGUMENTS = "verifier drafter dtype quantize mesh revision local_files_only budget thinking template".split()
 
 # Effect of a setting: on the sampled text, on the speed only, or on what else the program computes.
 answer, speed, program = (partial(bounded, kind=kind) for kind in ("answer", "speed", "program"))

@@ -27,18 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from treeflash_jax.trees.containers import (
-    DETERMINISTIC,
-    NO_TOKEN,
-    WITH_REPLACEMENT,
-    WITHOUT_REPLACEMENT,
-    DraftTree,
-    Proposal,
-    ancestor_mask,
-    first,
-    pick,
-    root_only,
-)
+from treeflash_jax.trees.containers import DraftTree, Proposal, ancestor_mask, first, pick, root_only
 from treeflash_jax.trees.deterministic import best_first, rank_0_chain, walk
 from treeflash_jax.trees.expander import Expander, TransitionTable
 from treeflash_jax.trees.grow import draw_noise
@@ -101,7 +90,6 @@ def branching() -> list[str]:
 
 
 __all__ = [
-    "BUILDERS", "DETERMINISTIC", "NO_TOKEN", "WITHOUT_REPLACEMENT", "WITH_REPLACEMENT", "Bucket", "Builder", "DraftTree",
-    "Expander", "Proposal", "TransitionTable", "TreeShape", "ancestor_mask", "best_first", "branching", "draw_noise",
-    "draws", "first", "pick", "rank_0_chain", "root_only", "walk",
+    "BUILDERS", "Bucket", "Builder", "DraftTree", "Expander", "Proposal", "TransitionTable", "TreeShape", "ancestor_mask",
+    "best_first", "branching", "draw_noise", "draws", "first", "pick", "rank_0_chain", "root_only",
 ]  # fmt: skip

@@ -52,6 +52,7 @@ def best_first_search(
     depths = range(1, min(expander.num_depths, width))
     places = jnp.arange(width, dtype=jnp.int32)
 
+    # A node is named by its entry: (the level that added it) * width + (its place among the best nodes after that level).
     def grow(best, depth):
         score_bw, entry_bw, frontier_bl, entry_bl, state_bl = best
         tokens_blc, log_probs_blc = expander.children(depth, state_bl)

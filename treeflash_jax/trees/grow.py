@@ -9,6 +9,7 @@ Shape suffixes: b batch, n places of the outline = tree nodes (root included), c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def make_outline(parents: Sequence[int], kind: int, ranks: Sequence[int] = (), s
     """Returns an outline of sampled nodes, the same for all sequences.
 
     Args:
-      parents, ranks: of places 1, 2, ...; no ranks: all are 0.
+      parents, ranks: parent and rank of places 1, 2, ...; no ranks: all are 0.
       size: number of places, unused ones included; None: none is unused.
     """
     parent_n, depth_n, rank_n = np.zeros((3, size or 1 + len(parents)), np.int32)
@@ -91,37 +92,25 @@ def grow(
       skeleton: places 1 to `skeleton` are deterministic and tested after their sampled siblings; static.
       deepest: maximal depth of the places of any sequence; static. None: unknown.
 
-    Source: DDTree and TreeFlash for the distributions; Gumbel top-k (Kool et al., arXiv 1903.06059) for draws without
-    replacement.
+    Source: DDTree and TreeFlash for q; Gumbel top-k (Kool et al., arXiv 1903.06059) for draws without replacement.
     """
     batch, n = anchor_b.size, plan.parent_bn.shape[-1]
     plan = jax.tree.map(lambda x_n: jnp.broadcast_to(x_n, (batch, n)), plan)
     depths = min(expander.num_depths, n - 1 if deepest is None else deepest)
     places = jnp.arange(n, dtype=jnp.int32)
     support_bnc = jnp.broadcast_to(jnp.arange(noise_bnc.shape[2], dtype=jnp.int32), (batch, n, noise_bnc.shape[2]))
-    dtype = jax.eval_shape(expander.children, jnp.int32(0), expander.start(n))[1].dtype
-    noise_bnc = noise_bnc[:, :n].astype(dtype)
-    is_drawn_once_bn = plan.kind_bn == WITHOUT_REPLACEMENT
+    noise_bnc, is_drawn_once_bn = noise_bnc[:, :n], plan.kind_bn == WITHOUT_REPLACEMENT
     noise_bnc = jnp.where(is_drawn_once_bn[..., None], pick(noise_bnc, plan.parent_bn), noise_bnc)
     goes_on_bn, taken_bnc = _below(plan, support_bnc)
 
     def level(carry, depth):
         state_bn, nodes = carry
-        tokens_bnc, log_p_bnc = expander.children(depth, state_bn)
-        # An entry without a child may name a token that another one offers, whose probability the rules would count twice.
-        tokens_bnc = jnp.where(jnp.isfinite(log_p_bnc), tokens_bnc, NO_TOKEN)
-        free_bnc = jnp.isfinite(log_p_bnc) & ~taken_bnc
-        open_bnc = free_bnc & expander.continues(depth, state_bn)
-        restricted_bn = goes_on_bn & jnp.any(open_bnc, axis=-1) & (not leaves)
-        admitted_bnc = jnp.where(restricted_bn[..., None], open_bnc, free_bnc)
-        log_q_bnc = jnp.where(admitted_bnc, log_p_bnc, -jnp.inf)
-        mass_bn1 = jax.nn.logsumexp(log_q_bnc, axis=-1, keepdims=True)
-        log_q_bnc = jnp.where(admitted_bnc, log_q_bnc - jnp.where(jnp.isfinite(mass_bn1), mass_bn1, 0), -jnp.inf)
-        nodes = _drawn(plan, nodes, depth, tokens_bnc, log_p_bnc, log_q_bnc, noise_bnc, ranks)
+        offered = _offered(expander, depth, state_bn, taken_bnc, goes_on_bn, leaves)
+        nodes = _drawn(plan, nodes, depth, *offered, noise_bnc, ranks)
         above_state_bn = jax.tree.map(lambda x_bn: pick(x_bn, plan.parent_bn), state_bn)
-        below_bn = plan.depth_bn == depth + 1
+        is_below_bn = plan.depth_bn == depth + 1
         state_bn = jax.tree.map(
-            lambda new, old: jnp.where(below_bn.reshape(*below_bn.shape, *[1] * (old.ndim - 2)), new, old),
+            lambda new, old: jnp.where(is_below_bn.reshape(*is_below_bn.shape, *[1] * (old.ndim - 2)), new, old),
             expander.follow(depth, above_state_bn, nodes["slot"]),
             state_bn,
         )
@@ -132,12 +121,33 @@ def grow(
         "slot": jnp.zeros((batch, n), jnp.int32),
         "alive": jnp.broadcast_to(places == 0, (batch, n)),
         "home": jnp.broadcast_to(places, (batch, n)),
-        "log_prob": jnp.zeros((batch, n), dtype),
+        "log_prob": jnp.zeros((batch, n), noise_bnc.dtype),
         "support": support_bnc,
-        "log_q": jnp.full(support_bnc.shape, -jnp.inf, dtype),
+        "log_q": jnp.full(support_bnc.shape, -jnp.inf, noise_bnc.dtype),
     }
     (_, nodes), _ = over_depths(level, (expander.start(n), start), range(depths))
     return _compact(anchor_b, plan, nodes, skeleton, depths)
+
+
+def _offered(
+    expander: Expander, depth: jax.Array, state_bn: Any, taken_bnc: jax.Array, goes_on_bn: jax.Array, leaves: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the children of every place with log p, and the distribution log q of its draws; all [b, n, c].
+
+    Args:
+      taken_bnc, goes_on_bn: results of `_below`.
+    """
+    tokens_bnc, log_p_bnc = expander.children(depth, state_bn)
+    # An entry without a child may name a token that another one offers, whose probability the rules would count twice.
+    tokens_bnc = jnp.where(jnp.isfinite(log_p_bnc), tokens_bnc, NO_TOKEN)
+    free_bnc = jnp.isfinite(log_p_bnc) & ~taken_bnc
+    open_bnc = free_bnc & expander.continues(depth, state_bn)
+    restricted_bn = goes_on_bn & jnp.any(open_bnc, axis=-1) & (not leaves)
+    admitted_bnc = jnp.where(restricted_bn[..., None], open_bnc, free_bnc)
+    log_q_bnc = jnp.where(admitted_bnc, log_p_bnc, -jnp.inf)
+    mass_bn1 = jax.nn.logsumexp(log_q_bnc, axis=-1, keepdims=True)
+    log_q_bnc = jnp.where(admitted_bnc, log_q_bnc - jnp.where(jnp.isfinite(mass_bn1), mass_bn1, 0), -jnp.inf)
+    return tokens_bnc, log_p_bnc, log_q_bnc
 
 
 def _below(plan: Outline, support_bnc: jax.Array) -> tuple[jax.Array, jax.Array]:

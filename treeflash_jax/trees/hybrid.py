@@ -26,8 +26,8 @@ def hybrid(
 
     Source: greedy drafting with one sampled child, Hu et al. (arXiv 2502.18779), here at every node of a best-first tree.
     """
-    fixed = min(round(shape.skeleton * (num_nodes - 1)), num_nodes - 1)
-    skeleton, slot_bk, open_bk = best_first_search(expander, anchor_b, fixed + 1)
+    wanted = round(shape.skeleton * (num_nodes - 1))
+    skeleton, slot_bk, open_bk = best_first_search(expander, anchor_b, wanted + 1)
     fixed = skeleton.tokens_bn.shape[1] - 1
     depth_bk = jnp.where(skeleton.valid_bn, skeleton.depth_bn, UNUSED)
     kind_bk = jnp.full_like(depth_bk, DETERMINISTIC)

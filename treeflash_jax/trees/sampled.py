@@ -73,11 +73,9 @@ def _largest_bucket(depths: int, num_nodes: int, trunk: int, branches: int) -> B
 
 
 def _parents(bucket: Bucket) -> list[int]:
-    parents = list(range(bucket.trunk))
-    for step in range(bucket.length):
-        first = [bucket.trunk] * bucket.branches
-        parents += first if step == 0 else [len(parents) - bucket.branches + 1 + k for k in range(bucket.branches)]
-    return parents
+    """Returns the parents of places 1, 2, ...: those of the trunk, then level by level, one place for each branch."""
+    first = [bucket.trunk] * bucket.branches if bucket.length else []
+    return [*range(bucket.trunk), *first, *range(bucket.trunk + 1, bucket.nodes - bucket.branches)]
 
 
 def without_replacement(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-MAX_NODES = 4096  # of a draft tree
+MAX_NODES = 4096  # largest draft tree
 Nodes = Annotated[int, Interval(ge=1, le=MAX_NODES)]
 
 

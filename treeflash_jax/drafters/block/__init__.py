@@ -1,10 +1,15 @@
 """DFlash block drafters with or without a head on top: marginal trees (DDTree), TreeFlash, and heads of other kinds.
 
-This module implements `drafters.Drafter`; backbone.py has the forward pass, heads/ turn a block into a transition table.
+This module implements `drafters.Drafter`; backbone.py has the network, heads/ turn a block into a transition table.
 
-Shape suffixes: b batch, t positions, j tapped layers x model, q block slots, d model.
+A draft is one pass over the block [anchor, mask, ..., mask] against the verifier's features. The cache holds the context
+only: keys and values of fused features at positions 0 .. length - 1, written once. Block slots see the whole context and
+each other, and are dropped after the pass. Slot i of the block predicts the token at position start + i, where start is the
+anchor's.
 
-Source: DFlash (arXiv 2602.06036), TreeFlash (arXiv 2606.03819).
+Shape suffixes: b batch, t positions, j tapped layers x model, q block slots (anchor included), d model.
+
+Source: DFlash (arXiv 2602.06036) section 4, TreeFlash (arXiv 2606.03819).
 """
 
 from __future__ import annotations
@@ -20,10 +25,11 @@ from treeflash_jax.core.devices import Device
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.block import backbone
-from treeflash_jax.drafters.block.backbone import init as init
 from treeflash_jax.drafters.block.block_config import DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, DraftSettings, Unembed
 from treeflash_jax.drafters.protocol import ContextState, Inputs, ListOptions, draft_ids, option
+from treeflash_jax.models import kv_cache, vocab
+from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
 from treeflash_jax.trees import BUILDERS, Expander
@@ -141,17 +147,32 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
     return specs
 
 
+def init(config: DrafterConfig, batch: int, capacity: int, dtype: Any) -> ContextState:
+    return ContextState(kv_cache.allocate(config.layers, batch, capacity, dtype))
+
+
 def extend(
     params, tables, config: DrafterConfig, state: ContextState, features_btj, tokens_bt, count_b, *, attention: str
 ) -> ContextState:
     """Adds verifier features of the next committed positions to the context."""
-    return backbone.extend(params["backbone"], config, state, features_btj, count_b)
+    positions_bt = state.context.length_b[:, None] + jnp.arange(features_btj.shape[1])
+    new = backbone.context_kv(params["backbone"], config, features_btj, positions_bt)
+    return ContextState(kv_cache.append(state.context, new, count_b))
 
 
 def draft_block(inputs: Inputs, _: None) -> jax.Array:
-    """Returns the block after each anchor, [b, q, d], before its final norm."""
-    params, embed_vd = inputs.params["backbone"], inputs.tables["embed"]
-    return backbone.block(params, inputs.config, inputs.state, embed_vd, inputs.anchor_b, attention=inputs.attention)
+    """Returns the block's hidden states before the final norm, [b, q, d]; slot 0 (the anchor) is not a prediction."""
+    config, anchor_b, context = inputs.config, inputs.anchor_b, inputs.state.context
+    batch, size, length_b = anchor_b.shape[0], config.block_size, context.length_b
+    masks_bq = jnp.full((batch, size - 1), config.mask_token_id, anchor_b.dtype)
+    x_bqd = vocab.embed(inputs.tables["embed"], jnp.concatenate([anchor_b[:, None], masks_bq], axis=1))
+    everything_bqq = jnp.ones((batch, size, size), bool)
+
+    def attend(q_bqhe, k_bqke, v_bqke, prefix):
+        return tree_attention(q_bqhe, k_bqke, v_bqke, everything_bqq, prefix, length_b, implementation=inputs.attention)
+
+    positions_bq = length_b[:, None] + jnp.arange(size)
+    return backbone.through_layers(inputs.params["backbone"], config, x_bqd, positions_bq, context.layers, attend)
 
 
 def expand_block(inputs: Inputs, hidden_bqd: jax.Array) -> Expander:

@@ -1,10 +1,6 @@
-"""The DFlash block drafter: one forward pass over [anchor, mask, ..., mask] against the verifier's features.
+"""The network of the DFlash block drafter, shared by drafting and training.
 
-Its cache holds the context only: keys and values of fused verifier features at positions 0 .. length - 1, written once.
-Block slots see the whole context and each other, and are dropped after the pass. Slot i of the block predicts the token at
-position start + i, where start is the anchor's.
-
-Shape suffixes: b batch, t positions, j tapped layers x model, d model, q block slots (anchor included).
+Shape suffixes: b batch, t positions, j tapped layers x model, d model.
 
 Source: DFlash (arXiv 2602.06036) section 4; the same backbone carries the TreeFlash head (arXiv 2606.03819).
 """
@@ -15,14 +11,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.drafters.block.block_config import DrafterConfig
-from treeflash_jax.drafters.protocol import ContextState
-from treeflash_jax.models import kv_cache, layers, quantized, vocab
-from treeflash_jax.models.attention import tree_attention
+from treeflash_jax.models import kv_cache, layers, quantized
 
 
 def specs(config: DrafterConfig) -> dict[str, Any]:
@@ -36,23 +29,10 @@ def specs(config: DrafterConfig) -> dict[str, Any]:
     }
 
 
-def init(config: DrafterConfig, batch: int, capacity: int, dtype: Any) -> ContextState:
-    return ContextState(kv_cache.allocate(config.layers, batch, capacity, dtype))
-
-
 def fuse(params: dict[str, Any], config: DrafterConfig, features_btj: jax.Array) -> jax.Array:
     """Returns RMSNorm(fc(features)), the context input of every layer, [b, t, d]."""
     fused_btd = quantized.product("btj,jd->btd", features_btj, params["fc"])
     return layers.rms_norm(fused_btd, params["hidden_norm"], config.layers.rms_norm_eps)
-
-
-def extend(
-    params: dict[str, Any], config: DrafterConfig, state: ContextState, features_btj: jax.Array, count_b: jax.Array
-) -> ContextState:
-    """Adds verifier features of the next committed positions to the context; see `Drafter.extend`."""
-    positions_bt = state.context.length_b[:, None] + jnp.arange(features_btj.shape[1])
-    new = context_kv(params, config, features_btj, positions_bt)
-    return ContextState(kv_cache.append(state.context, new, count_b))
 
 
 def context_kv(
@@ -92,31 +72,3 @@ def through_layers(
 
         x_btd = sharding.constrain(layers.decoder_layer(weights, x_btd, mix, sizes.rms_norm_eps)[0], ("batch", None, None))
     return x_btd
-
-
-def block(
-    params: dict[str, Any],
-    config: DrafterConfig,
-    state: ContextState,
-    embed_vd: jax.Array,
-    anchor_b: jax.Array,
-    *,
-    attention: str = "xla",
-) -> jax.Array:
-    """Returns the block's hidden states before the final norm, [b, q, d]; slot 0 (the anchor) is not a prediction.
-
-    Args:
-      state: context of all positions before the anchor's.
-      embed_vd: the verifier's embedding table.
-    """
-    batch, size = anchor_b.shape[0], config.block_size
-    masks_bq = jnp.full((batch, size - 1), config.mask_token_id, anchor_b.dtype)
-    x_bqd = vocab.embed(embed_vd, jnp.concatenate([anchor_b[:, None], masks_bq], axis=1))
-    length_b = state.context.length_b
-    everything_bqq = jnp.ones((batch, size, size), bool)
-
-    def attend(q_bqhe, k_bqke, v_bqke, prefix):
-        return tree_attention(q_bqhe, k_bqke, v_bqke, everything_bqq, prefix, length_b, implementation=attention)
-
-    positions_bq = length_b[:, None] + jnp.arange(size)
-    return through_layers(params, config, x_bqd, positions_bq, state.context.layers, attend)

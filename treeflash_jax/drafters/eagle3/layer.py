@@ -49,8 +49,6 @@ class EagleConfig(DrafterSizes):
       norm_before_residual: whether the layer adds its attention to the normalised carried state, not to the raw one.
       norm_output: whether the next step is fed the normalised output of the layer (EAGLE-3.1).
       verifier: name of the verifier that it was trained for, and its classes in transformers; () if its files do not say.
-
-    Source: EAGLE-3 (arXiv 2503.01840); EAGLE-3.1 (arXiv 2605.09992) for the options; EAGLE-2 (arXiv 2406.16858) for lanes.
     """
 
     kind: ClassVar[str] = "eagle3"
