@@ -16,6 +16,7 @@ from toy_training import DRAFTER, MODEL, WITH_HEAD, make_batch
 
 from train.stages import blocks, losses, objective
 from train.stages.teacher import teach
+from treeflash_jax.drafters import Inputs, block
 from treeflash_jax.drafters.block import backbone as dflash
 from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.models import verifier
@@ -47,9 +48,10 @@ def drafted(frozen, document_1t, start):
     """Hidden states of inference for a block that starts at `start` of a padded document."""
     tables, mask = frozen["verifier"], verifier.causal_mask(1, 32)
     out = verifier.forward(tables, MODEL, document_1t, jnp.arange(32)[None], mask, taps=DRAFTER.target_layer_ids)
-    state = dflash.init(DRAFTER, 1, 32, jnp.float32)
-    state = dflash.extend(frozen["backbone"], DRAFTER, state, out.features_btj, start[None])
-    return dflash.block(frozen["backbone"], DRAFTER, state, tables["embed"], document_1t[:, start])
+    state = block.init(DRAFTER, 1, 32, jnp.float32)
+    state = block.extend(frozen, tables, DRAFTER, state, out.features_btj, document_1t, start[None], attention="xla")
+    inputs = Inputs(frozen, tables, DRAFTER, None, state, document_1t[:, start], jnp.ones(1), 1, document_1t, start[None])
+    return block.draft_block(inputs, None)
 
 
 def test_training_blocks_equal_inference(case):

@@ -223,6 +223,7 @@ class Settings(TypedDict, total=False):
     candidates: int | None
     children: int
     shortlist: int | None
+    draft_vocabulary: str | None
     ngrams: int | None
     drafter_temperature: float | None
     builder: str | None
