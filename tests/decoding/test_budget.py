@@ -176,7 +176,7 @@ def test_a_debt_that_is_paid_back_ends_pauses():
 def test_reliability_is_the_ratio_of_accepted_to_expected_tokens():
     now = make_budget(reliability=0.5)
     now = update_budget(now, make_choice(5.0, 3.0, 1.0), jnp.array([2, 4, 9]), jnp.array([True, True, False]))
-    assert float(now.drafted) == budget.PRIOR_TOKENS + 4 and float(now.committed) == budget.PRIOR_TOKENS / 2 + 2
+    assert float(now.expected) == budget.PRIOR_TOKENS + 4 and float(now.committed) == budget.PRIOR_TOKENS / 2 + 2
 
 
 @pytest.mark.slow

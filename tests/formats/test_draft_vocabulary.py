@@ -13,6 +13,7 @@ from refusals import refused
 
 import treeflash_jax as tf
 from treeflash_jax.core.sharding import make_mesh
+from treeflash_jax.decoding import calibration
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import conversions, draft_vocabulary
 
@@ -54,6 +55,9 @@ def test_rows_of_the_table_are_sharded_like_it(folder):
 def test_quantized_verifiers_lend_rounded_rows(folder):
     model = tf.load(verifier=locate("tiny"), drafter=folder, dtype="float32", quantize="int8")
     table_vd = tf.load("tiny", dtype="float32").weights.verifier["embed"]
+    plan = model.plan(tf.GenerateConfig(nodes=8))
+    whole = tf.load(verifier=locate("tiny"), drafter=folder, dtype="float32")
+    assert calibration.pair_digest(whole.weights, plan) == calibration.pair_digest(model.weights, plan)
     assert 0 < np.abs(model.weights.drafter["unembed"] - table_vd[::2]).max() < 0.02 * np.abs(table_vd).max()
 
 

@@ -38,7 +38,7 @@ Evaluating = Callable[[int, int, str], None]  # receives the progress of an eval
 
 
 def resolve_steps(config: LoopConfig, num_sequences: int) -> int:
-    """Optimiser steps of a run. Raises ValueError if there are none."""
+    """Returns the number of optimiser steps of a run. Raises ValueError if there are none."""
     steps = config.steps or math.ceil(config.epochs * num_sequences / config.batch)
     if steps < 1:
         raise ValueError(f"got {num_sequences} sequences and {config.epochs} epochs, expected at least one step; add data")
@@ -46,7 +46,7 @@ def resolve_steps(config: LoopConfig, num_sequences: int) -> int:
 
 
 def means(sums: Sums) -> dict[str, Any]:
-    """Means of the sums as floats, vectors as lists; None for a metric of total weight 0."""
+    """Returns the means of the sums as floats, vectors as lists; None for a metric of total weight 0."""
 
     def mean(total: np.ndarray, weight: np.ndarray) -> Any:
         values = [round(float(t / w), 6) if w > 0 else None for t, w in zip(total.flat, weight.flat, strict=True)]

@@ -83,7 +83,7 @@ class LoopConfig:
 
     Attributes:
       steps: optimiser steps; 0 derives them from `epochs`.
-      epochs: passes over the data, where `steps` is 0.
+      epochs: passes over the data; used if `steps` is 0.
       batch: packed sequences of a step, over all devices.
       accumulate: parts whose gradients are summed before an update.
       seed: random seed of initial weights, order of the data, and anchors.

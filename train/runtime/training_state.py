@@ -122,7 +122,7 @@ def initial_state(stage: Stage, transform: optax.GradientTransformation, params:
 
 
 def abstract_batch(batch_size: int, length: int, mesh: Mesh | None = None) -> Batch:
-    """Shapes of a batch, with shardings if there is a mesh."""
+    """Returns the shapes of a batch, with shardings if there is a mesh."""
     shape = (batch_size, length)
     sharding = None if mesh is None else meshes.sharding(("batch", None), shape, mesh)
     dtypes = (jnp.int32, jnp.int32, jnp.int32, jnp.float32)
@@ -130,7 +130,7 @@ def abstract_batch(batch_size: int, length: int, mesh: Mesh | None = None) -> Ba
 
 
 def abstract_state(stage: Stage, transform: optax.GradientTransformation, batch: Batch, mesh: Mesh) -> TrainState:
-    """Shapes and shardings of the state: weights by their specs, the memory of the optimiser like its weights."""
+    """Returns shapes and shardings of the state: weights by their specs, the memory of the optimiser like its weights."""
     params = parameters.abstract(stage.specs, jnp.float32)
     shapes = jax.eval_shape(lambda params: initial_state(stage, transform, params, batch), params)
     leaves = jax.tree_util.tree_flatten_with_path(stage.specs, is_leaf=parameters.is_spec)[0]

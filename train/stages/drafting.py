@@ -1,4 +1,4 @@
-"""The door to training drafters: the protocol of a stage, and training itself.
+"""Training of drafters: the protocol of a stage, and `train`, which runs one.
 
 A stage is a frozen dataclass of settings, a subclass of `DraftingStage`, with one line in `registry.STAGES`. Data, mesh,
 checkpoints, resuming, evaluation by real tree decoding, export and ahead-of-time compilation then work with it.

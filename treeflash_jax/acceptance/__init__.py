@@ -15,8 +15,8 @@ verifier's `TargetDistribution` at every node, and `Noise`. `draws.make_rule` ma
 draws: they read p on the support of every node's children and its mass off it, and form one vector over the vocabulary,
 for the last accepted node.
 
-Coins are fresh every round. If a coin belonged to a position of the text, one that rejected there would be used again after
-a walk that ended earlier, and block and traversal rules would not be lossless.
+Coins are keyed by round, not by text position: after a round that ended early, the next one would reuse coins that had
+already rejected at the same positions, and block and traversal rules would not be lossless.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Outcome:
 
 
 def read_draws(tree: DraftTree, proposal: Proposal, p_bnc: jax.Array, sampled_ranks: int | None) -> Draws:
-    """Reads a proposal; draws of rank `sampled_ranks` and above count as deterministic (None: as their kind says)."""
+    """Reads a proposal; draws of rank `sampled_ranks` and above count as deterministic; None: the recorded kinds apply."""
     node_bx, slot_bx = proposal.node_bx, proposal.slot_bx
     parent_bx, is_draw_bx = pick(tree.parent_bn, node_bx), node_bx > 0
     index_x = jnp.arange(node_bx.shape[1])

@@ -73,15 +73,15 @@ class Budget:
     """State of the policy.
 
     Attributes:
-      drafted, committed: expected and actual numbers of committed draft tokens, averaged over live sequences and summed
-        over rounds, starting from the calibration's prior; c is committed / drafted.
+      expected, committed: expected and actual numbers of committed draft tokens, averaged over live sequences and summed
+        over rounds, starting from the calibration's prior; c is committed / expected.
       debt: time lost by drafting, in one-token rounds, 0 to PATIENCE.
       pause: remaining one-token rounds before the next draft.
       last_pause: length of the last pause; 0 once the debt is back to 0.
       features_bpj: features of pending tokens, which are not in the drafter's context yet.
     """
 
-    drafted: jax.Array
+    expected: jax.Array
     committed: jax.Array
     debt: jax.Array
     pause: jax.Array
@@ -124,7 +124,7 @@ def choose_bucket(
     reached_bn = jnp.cumsum(jnp.where(tree.valid_bn, jnp.exp(tree.log_prob_bn.astype(jnp.float32)), 0), axis=1)
     reached_bn = reached_bn[:, jnp.asarray(nodes) - 1]
     expected_n = jnp.sum(jnp.where(live_b[:, None], reached_bn, 0), axis=0) / jnp.maximum(jnp.sum(live_b), 1)
-    tokens_n = 1 + budget.committed / budget.drafted * (expected_n - 1)
+    tokens_n = 1 + budget.committed / budget.expected * (expected_n - 1)
     seconds_n, step = measured.seconds(positions)
     index = jnp.argmax(tokens_n / seconds_n).astype(jnp.int32)
     chosen_nodes = jnp.asarray(nodes, jnp.int32)[index]
@@ -145,7 +145,7 @@ def update_budget(budget: Budget, choice: BudgetChoice, committed_b: jax.Array, 
     pause = jnp.maximum(jnp.ceil(loss / PROBE_SHARE), jnp.maximum(FIRST_PAUSE, 2 * budget.last_pause))
     pause = jnp.where(debt > PATIENCE, jnp.minimum(pause, LONGEST_PAUSE), 0).astype(jnp.int32)
     return budget.replace(
-        drafted=budget.drafted + choice.expected - 1,
+        expected=budget.expected + choice.expected - 1,
         committed=budget.committed + committed - 1,
         debt=jnp.minimum(debt, PATIENCE),
         pause=pause,
@@ -171,7 +171,7 @@ class BudgetPolicy(rounds.Policy):
         batch, width = state.end_b.size, len(plan.taps) * plan.verifier.hidden_size
         prior = jnp.float32(PRIOR_TOKENS)
         return Budget(
-            drafted=prior,
+            expected=prior,
             committed=prior * weights.policy.reliability,
             debt=jnp.copy(weights.policy.debt),  # the state is donated
             pause=jnp.int32(0),

@@ -166,7 +166,8 @@ def pair_digest(weights: Weights, plan: DecodePlan) -> str:
     """
     pair = hashlib.sha256(repr((plan.verifier, getattr(plan.drafter, "layers", None), plan.drafter.taps)).encode())
     samples = jax.tree.map(lambda spec, x: _sample(x, spec.inputs), specs(plan.verifier), weights.verifier, is_leaf=is_spec)
-    samples = samples, jax.tree.map(partial(_sample, inputs=()), weights.drafter)
+    drafter = {name: tree for name, tree in weights.drafter.items() if name not in plan.drafter.lent}
+    samples = samples, jax.tree.map(partial(_sample, inputs=()), drafter)
     for sample in jax.tree.leaves(sharding.to_host(samples)):
         pair.update(sample.tobytes())
     return pair.hexdigest()[:16]

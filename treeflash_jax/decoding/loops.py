@@ -46,7 +46,10 @@ def prefill(
     *,
     plan: DecodePlan,
 ) -> DecodeState:
-    """Reads whole prompts, right-padded to the cache capacity, and emits the first token of each: `begin`, then `read`."""
+    """Prefills whole prompts in one program: `begin`, then `read`; for benchmarks and tests.
+
+    Prompts are right-padded to the cache capacity. `Runner.prefill`, which `generate` uses, reads a few chunks at a time.
+    """
     state = begin(tokens_bs, length_b, sampling, plan=plan, dtype=weights.verifier["embed"].dtype)
     chunks = tokens_bs.shape[1] // plan.chunk(tokens_bs.shape[1])
     return read(weights, state, length_b, jnp.int32(chunks), first_b, plan=plan)
@@ -110,7 +113,7 @@ def read(
       first_b: first tokens if they are known; None: sampled.
     """
     cache, drafter, (hidden_bd, features_bj) = _read(weights, pin(state), length_b, max_chunks, plan)
-    count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # 1 where a first token is due
+    count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # 1: complete, no answer yet
     state = accepting.first_token(weights, state.replace(cache=cache), hidden_bd, count_b, plan, first_b)
     if plan.drafts and drafters.of(plan.drafter).READS_TOKENS:  # the token after the last prompt position
         first_b1 = trees.pick(state.tokens_bs, length_b[:, None])

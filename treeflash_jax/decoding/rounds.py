@@ -24,7 +24,7 @@ from treeflash_jax.decoding.accepting import DRAFT_STREAM, Accepted, accept_path
 from treeflash_jax.decoding.state import DecodePlan, DecodeState, Weights
 from treeflash_jax.models import kv_cache, verifier
 
-DECAY = 0.8  # factor per round of a round's weight in the mean length of recent rounds
+DECAY = 0.8  # per-round decay of the weights in the mean length of recent rounds
 
 
 @struct.dataclass

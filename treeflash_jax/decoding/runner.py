@@ -35,9 +35,9 @@ class Runner:
     weights: Weights
     mesh: Any = None
 
-    def start(self, inputs: tuple[Any, ...], clock: Clock | None = None, kept: Kept | None = None) -> DecodeState:
+    def start(self, batch: tuple[Any, ...], clock: Clock | None = None, kept: Kept | None = None) -> DecodeState:
         """Returns the state after prefill of a batch, with the policy's initial state."""
-        return self.start_policy(self.prefill(inputs, clock, kept))
+        return self.start_policy(self.prefill(batch, clock, kept))
 
     def start_policy(self, state: DecodeState) -> DecodeState:
         """Returns a state after `prefill` with the initial state of the plan's policy, if it has one."""
@@ -53,10 +53,10 @@ class Runner:
         return self.call(loops.decode, self.weights, state, *args, clock=clock, plan=self.plan)
 
     def admit(
-        self, state: DecodeState, inputs: tuple[Any, ...], slots: list[int], clock: Clock | None = None
+        self, state: DecodeState, batch: tuple[Any, ...], slots: list[int], clock: Clock | None = None
     ) -> DecodeState:
         """Returns the state with done sequences, at these batch indices, replaced by new ones after prefill."""
-        fresh, size = self.prefill(inputs, clock), inputs[1].size
+        fresh, size = self.prefill(batch, clock), batch[1].size
         if self.plan.policy is not None and self.plan.policy.PAUSES:
             state = self.call(loops.catch_up, self.weights, state, clock=clock, plan=self.plan)
         slots_a = jnp.asarray(np.array(slots + [-1] * (size - len(slots)), np.int32))
@@ -65,13 +65,13 @@ class Runner:
     def grow(self, state: DecodeState, capacity: int, clock: Clock | None = None) -> DecodeState:
         return self.call(loops.grow, state, clock=clock, capacity=capacity)
 
-    def draft(self, inputs: tuple[Any, ...], length: int, anchor: int) -> DraftTree:
-        """Returns the tree below `anchor`, the token that follows the inputs' only prompt, which has `length` tokens."""
+    def draft(self, batch: tuple[Any, ...], length: int, anchor: int) -> DraftTree:
+        """Returns the tree below `anchor`, the token that follows the batch's only prompt, which has `length` tokens."""
         if drafters.of(self.plan.drafter).READS_TOKENS:  # the drafter must read the anchor, too
-            first_b = sharding.place(jnp.full(inputs[1].shape, anchor, jnp.int32), self.mesh)
-            state = self.prefill(inputs, first_b=first_b)
+            first_b = sharding.place(jnp.full(batch[1].shape, anchor, jnp.int32), self.mesh)
+            state = self.prefill(batch, first_b=first_b)
         else:  # by the program that reads any prompt
-            state = self.prefill(inputs)
+            state = self.prefill(batch)
             state = state.replace(tokens_bs=state.tokens_bs.at[0, length].set(anchor))
         return self.call(loops.draft, self.weights, self.start_policy(state), plan=self.plan)
 
@@ -81,13 +81,13 @@ class Runner:
 
     def prefill(
         self,
-        inputs: tuple[Any, ...],
+        batch: tuple[Any, ...],
         clock: Clock | None = None,
         kept: Kept | None = None,
         first_b: jax.Array | None = None,
     ) -> DecodeState:
         """Reads prompts, a few chunks per dispatch, so that progress is logged and Ctrl-C works in between."""
-        tokens_bs, length_b, _ = inputs
+        tokens_bs, length_b, _ = batch
         clock = clock or Clock()
         plan, capacity, count = self.plan.for_prefill(), tokens_bs.shape[1], 0
         earlier: tuple[Any, ...] = ()
@@ -98,7 +98,7 @@ class Runner:
             earlier = state, sharding.place(jnp.full(length_b.shape, count, jnp.int32), self.mesh)
         weights = self.weights.replace(policy=None)
         dtype = weights.verifier["embed"].dtype
-        state = self.call(loops.begin, *inputs, *earlier, clock=clock, plan=plan, dtype=dtype)
+        state = self.call(loops.begin, *batch, *earlier, clock=clock, plan=plan, dtype=dtype)
         longest, chunks = int(np.max(sharding.to_host(length_b))), devices.describe_mesh(self.mesh).prefill_chunks
         for _ in clock.reading(range(count, longest, chunks * plan.chunk(capacity)), longest):
             args = state, length_b, jax.device_put(np.int32(chunks)), first_b

@@ -1,7 +1,7 @@
 """Drafters propose continuations of a text to the verifier.
 
 A drafter is one module with the functions of `Drafter`, and one line in DRAFTERS. Decoding, benchmarks and files reach a
-drafter through it (`decoding.rounds`). Its training is a stage, behind the door in `train/stages/drafting.py`.
+drafter through it (`decoding.rounds`). Its training is a stage (`train/stages/drafting.py`).
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ class DrafterSizes:
 
     Attributes:
       kind: the drafter's name in DRAFTERS.
-      num_depths: the deepest level that it can draft; an attribute or a property of each kind, as `taps`.
+      num_depths: the deepest level that it can draft. Like `taps`, each kind declares it as a field or property.
       taps: 0-based verifier layers whose output (residual stream) it reads, in the order it reads them.
+      lent: names of the drafter's weights that are parts of the verifier's.
       lanes: default number of nodes per level that best-first search follows; None: all of them.
       num_nodes: default number of verified nodes, root included.
       drafter_temperature: default temperature of the draft distribution.
@@ -38,6 +39,7 @@ class DrafterSizes:
     """
 
     kind: ClassVar[str]
+    lent: ClassVar[tuple[str, ...]] = ()
     lanes: ClassVar[int | None] = None
 
     num_nodes: int = 16
@@ -59,7 +61,7 @@ class DrafterSizes:
 
 @struct.dataclass
 class State:
-    """A drafter's memory between rounds: a pytree whose arrays have the batch as first axis; this one has none."""
+    """A drafter's memory between rounds, a pytree of arrays whose first axis is the batch. The base class has none."""
 
     def axes(self) -> Any:
         """Returns the logical axes (sharding.Axes) of every array, in the structure of the state."""

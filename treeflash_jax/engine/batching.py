@@ -227,7 +227,7 @@ class BatchDecoder:
         path, larger = self.runner.plan.path_length, capacity_bucket(2 * state.capacity)
         if np.max(end_b) + path > state.capacity:
             self.state = self.runner.grow(self.state, larger, self.clock)
-        elif np.max(limit_b) + path > state.capacity < 2 * np.max(end_b) and self.prepared < larger:
+        elif np.max(limit_b) + path > state.capacity and 2 * np.max(end_b) > state.capacity and self.prepared < larger:
             self.prepared = larger
             shapes, clock, size = programs.abstract_shapes(self.state), Clock(silent=True), self.slots.size
             background.start(lambda: self.runner.run(self.runner.grow(shapes, larger, clock), 0, size, clock))

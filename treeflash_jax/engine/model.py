@@ -53,7 +53,7 @@ def make_call(
 
 
 def start_decoder(model: LoadedPair, call: Call, clock: Clock, session: Session | None = None) -> BatchDecoder:
-    """Prefills the first requests of a call with one builder; a session takes a single request."""
+    """Prefills the first requests of a call, which share one tree builder; with a session, its only request."""
     room = initial_room(call.config)
     runner = model.make_runner(call.config, call.requests, call.batch_size, room)
     pad = partial(model.make_batch, config=call.config)
@@ -67,7 +67,7 @@ def initial_room(config: GenerateConfig) -> int:
 def serve(model: LoadedPair, call: Call) -> Iterator[tuple[int, Result]]:
     """Decodes a call; yields each answer with its number.
 
-    Builders decode one after the other, so that no answer depends on the temperatures of the others.
+    Requests are grouped by tree builder, which may depend on their temperature; groups are decoded one after the other.
     """
     clock, unanswered = Clock(), {request.number: request for request in call.requests}
     try:

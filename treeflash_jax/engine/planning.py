@@ -22,7 +22,8 @@ from treeflash_jax.trees import BUILDERS, TreeShape
 DEFAULT_BATCH_SIZE = 8  # largest number of sequences decoded together by default
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy, as in the published code; logits / T would overflow
 # Arguments of `load` that users give to a call.
-LOAD_ARGUMENTS = "verifier drafter dtype quantize mesh revision local_files_only budget thinking template".split()
+LOAD_ARGUMENTS = """verifier drafter dtype quantize mesh revision drafter_revision steering local_files_only budget thinking
+    template""".split()
 
 
 def resolve(
@@ -58,7 +59,7 @@ def resolve(
         if config.selector is not None:
             expect(config.builder == "delayed", "builder", config.builder, "'delayed' with a selector")
             _refuse_changed(config, ("trunk", "branches"), "with a selector, which chooses it")
-        if config.nodes == "auto":  # choosing by drawn nodes is not lossless; a chain's nodes are not the first of a tree
+        if config.nodes == "auto":  # sampled nodes must not decide it, and every bucket is a prefix of the best-first tree
             only = "with nodes 'auto'"
             expect(builder == "best-first", "builder", builder, f"'best-first' {only}")
             expect(rule == "sample-and-match", "acceptance", rule, f"'sample-and-match' {only}")

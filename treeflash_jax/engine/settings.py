@@ -25,7 +25,7 @@ from treeflash_jax.trees.shape import MAX_NODES, Nodes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Group = TypeVar("Group")
-MAX_SEQUENCES = 2**16  # answers of a prompt, or decoded together; more is a typing mistake
+MAX_SEQUENCES = 2**16  # limit on samples per prompt and on the batch size; larger values are typos
 Index, Seed = Annotated[int, Interval(ge=0, lt=2**31)], Annotated[int, Interval(ge=0, lt=2**32)]
 Trunk = Annotated[int, Interval(ge=0, le=MAX_NODES)]
 # Settings of other libraries, rejected with an explanation.

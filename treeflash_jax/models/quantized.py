@@ -49,7 +49,7 @@ class Quantized:
         return self.scale.dtype
 
     def reshape(self, *shape: int) -> Quantized:
-        """Input axes folded or split; output axes stay."""
+        """Folds or splits input axes; output axes and scale stay."""
         return self.replace(values=self.values.reshape(*shape))
 
 

@@ -143,14 +143,14 @@ def likeliest(
     size = batch * positions * table_vd.shape[0] * hidden_btd.dtype.itemsize // (1 if mesh is None else mesh.size)
     chunks = min(positions, -(-size // CHUNK_BYTES))
 
-    def of_chunk(hidden_bxd: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def chunk_log_probs(hidden_bxd: jax.Array) -> tuple[jax.Array, jax.Array]:
         return top_log_probs(unembed(table_vd, hidden_bxd), k, temperature_b[:, None, None])
 
     if chunks == 1:
-        return of_chunk(hidden_btd)
+        return chunk_log_probs(hidden_btd)
     each = -(-positions // chunks)
     hidden_btd = jnp.pad(hidden_btd, ((0, 0), (0, chunks * each - positions), (0, 0)))
-    by_chunk = lax.map(of_chunk, jnp.moveaxis(hidden_btd.reshape(batch, chunks, each, -1), 1, 0))
+    by_chunk = lax.map(chunk_log_probs, jnp.moveaxis(hidden_btd.reshape(batch, chunks, each, -1), 1, 0))
     ids_btk, log_probs_btk = (jnp.moveaxis(x_ybxk, 0, 1).reshape(batch, -1, k)[:, :positions] for x_ybxk in by_chunk)
     return ids_btk, log_probs_btk
 

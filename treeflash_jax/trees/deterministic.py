@@ -28,8 +28,8 @@ def best_first(expander: Expander, anchor_b: jax.Array, num_nodes: int, lanes: i
 
     Args:
       num_nodes: number of verified nodes, root included; static, at least 1.
-      lanes: number of nodes of a level, the best ones, that offer their children; static. With fewer than `num_nodes - 1`
-        (the default) the tree is EAGLE-2's, whose network runs once per level and lane.
+      lanes: number of nodes per level whose children are considered, most probable first; static. None: all of them.
+        Fewer give EAGLE-2's tree, whose network runs once per level and lane.
 
     Returns:
       A tree in order of decreasing probability. If fewer continuations exist, the tail is padding (`valid_bn` False).

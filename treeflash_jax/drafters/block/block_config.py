@@ -25,6 +25,7 @@ class DrafterConfig(DrafterSizes):
     """
 
     kind: ClassVar[str] = "block"
+    lent: ClassVar[tuple[str, ...]] = ("unembed",)
 
     layers: ModelConfig
     block_size: int
