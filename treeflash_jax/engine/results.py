@@ -102,8 +102,8 @@ class Result:
     def tree(self, round_index: int) -> DrawnTree:
         """Drafts the tree of a round again, counted from 0; `print` draws it. Raises ValueError if there is none.
 
-        With trunk "auto", a selector or steering, trees also depend on earlier rounds, which are not repeated: after the first
-        round, the tree may then differ from the one that was verified.
+        With trunk "auto", a selector or steering, trees also depend on earlier rounds, which are not repeated: from the
+        second round on, the tree may then differ from the one that was verified.
         """
         if self.draft_again is None:
             raise ValueError("this answer was decoded one token at a time: it has no draft trees")
