@@ -88,7 +88,7 @@ def test_a_run_records_what_generate_gives(tiny, prompts, tmp_path, monkeypatch)
     drafts |= {"builder": "best-first", "acceptance": "sample-and-match"}
     drafts |= dict.fromkeys(("branches", "trunk", "selector", "skeleton", "leaves", "lanes"))  # sizes of sampled trees only
     drafts |= {"drafter_temperature": tiny.drafter.drafter_temperature, "drafter_temperature_rule": "max(it, min(T, 1))"}
-    drafts |= {"attention": None, "ngrams": 0}
+    drafts |= {"attention": None, "ngrams": 0, "draft_vocabulary": "all"}
     others = {"temperature": 0.0, "seed": 0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 8, "format": "chat"}
     model = {"dtype": "float32", "quantize": None, "batch_size": 1, "verifier": "tiny", "drafter": "tiny"}
     model |= {"template": {"enable_thinking": False}}

@@ -25,7 +25,7 @@ from treeflash_jax.core.devices import Device
 from treeflash_jax.core.parameters import Spec
 from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.block import backbone
-from treeflash_jax.drafters.block.block_config import DrafterConfig
+from treeflash_jax.drafters.block.block_config import ALL, FREQUENT, VOCABULARIES, DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, DraftSettings, Unembed
 from treeflash_jax.drafters.protocol import ContextState, Inputs, ListOptions, draft_ids, option
 from treeflash_jax.models import kv_cache, vocab
@@ -37,7 +37,6 @@ from treeflash_jax.trees import BUILDERS, Expander
 READS_TOKENS = False
 MAX_LINKS = 2**26  # per level: a table compares every child with every candidate below it
 DIALECT = "treeflash"
-VOCABULARIES = FREQUENT, ALL = "frequent", "all"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ from typing import ClassVar
 from treeflash_jax.drafters.protocol import DrafterSizes, require_fit
 from treeflash_jax.models.config import ModelConfig, Rope
 
+VOCABULARIES = FREQUENT, ALL = "frequent", "all"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig(DrafterSizes):
@@ -36,6 +38,11 @@ class DrafterConfig(DrafterSizes):
     draft_vocab_size: int = 0
     verifier: tuple[str, ...] = ()
     thinking: bool | None = None
+
+    @property
+    def draft_vocabulary(self) -> str:
+        """Value of the option `draft_vocabulary`, for records."""
+        return FREQUENT if self.draft_vocab_size else ALL
 
     @property
     def num_depths(self) -> int:
