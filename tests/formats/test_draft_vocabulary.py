@@ -12,8 +12,10 @@ from conftest import needs_8_devices
 from refusals import refused
 
 import treeflash_jax as tf
+from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.core.sharding import make_mesh
 from treeflash_jax.decoding import calibration
+from treeflash_jax.drafters.block.block_config import VOCABULARIES
 from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import conversions, draft_vocabulary
 
@@ -40,6 +42,8 @@ def test_only_listed_tokens_are_drafted_and_answers_stay(folder, tiny):
     assert [result.ids for result in few] == [result.ids for result in whole]
     assert [result.accept_lengths for result in every] == [result.accept_lengths for result in whole]
     assert np.mean([result.tau for result in few]) < np.mean([result.tau for result in whole])
+    plans = [model.plan(tf.GenerateConfig(nodes=8, draft_vocabulary=name)) for name in VOCABULARIES]
+    assert [describe_tree(plan)["draft_vocabulary"] for plan in plans] == ["frequent", "all"], "two systems of a benchmark"
     refused(lambda: drafted(tiny, draft_vocabulary="frequent"), "draft_vocabulary 'frequent'", "no list")
     refused(lambda: drafted(model, children=1100), "children 1100", "at most 1024")
 
