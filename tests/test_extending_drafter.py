@@ -37,15 +37,12 @@ from treeflash_jax.models.costs import Work
 
 
 @dataclass(frozen=True, kw_only=True)
-class BigramConfig:
+class BigramConfig(drafters.DrafterSizes):
     kind: ClassVar[str] = "bigram"
     vocab_size: int
     num_depths: int = 3
     taps: tuple[int, ...] = (0,)
     num_nodes: int = 4
-    lanes: int | None = None
-    drafter_temperature: float = 1.0
-    sampled_above: float | None = None
 
     def fitted(self, verifier):
         assert self.vocab_size == verifier.vocab_size
