@@ -17,6 +17,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from train.runtime.training_state import Sums, SumsFunction, split_chunks, sum_c
 from train.stages import losses
 from train.stages.drafting import DraftingStage, load_drafter, read_drafter
 from train.stages.drafting import train as main
+from train.stages.objective import sample_vocabulary
 from train.stages.teacher import teach
 from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.checks import AtLeast0, bounded
@@ -60,6 +62,7 @@ class LanguageModelStage(DraftingStage):
       offset: largest distance between a draft and the state that steers it; drawn from 1 to `offset` per sequence.
       loss: name in LOSSES.
       chunk: tokens of a sequence whose logits are computed at a time; divides the sequence length.
+      vocabulary: size of the sample of the vocabulary that distributions are compared over (`ObjectiveConfig`); 0: all.
       num_depths, num_nodes, drafter_temperature: settings of evaluations; not stored with language models.
     """
 
@@ -72,6 +75,7 @@ class LanguageModelStage(DraftingStage):
     offset: int = bounded(8, least=1)
     loss: losses.LossName = "forward-kl"
     chunk: int = bounded(64, least=1)
+    vocabulary: int = bounded(0, least=0)
     num_depths: int = bounded(8, least=1)
     num_nodes: int = bounded(16, least=1)
     drafter_temperature: float = bounded(1.0, above=0)
@@ -98,6 +102,10 @@ class LanguageModelStage(DraftingStage):
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
         return any(name in raw for name in ("language_model", "train_model", "steers"))
+
+    @property
+    def held_out(self) -> DraftingStage:
+        return dataclasses.replace(self, vocabulary=0)
 
     def drafter_config(self, model: ModelConfig) -> LanguageModelConfig:
         if self.language_model:
@@ -134,9 +142,13 @@ class LanguageModelStage(DraftingStage):
 
     def flops(self, verifier: ModelConfig, drafter: LanguageModelConfig) -> float:
         count, length = Counter(dtype=jnp.float32, batch=self.loop.batch), self.data.sequence_length
-        drafted = count.layers(drafter.layers, length, length / 2) + count.vocabulary(drafter.layers, length)
-        teacher = count.layers(verifier, length, length / 2) + count.vocabulary(verifier, length)
+        scored = partial(dataclasses.replace, vocab_size=self.vocabulary or verifier.vocab_size)
+        drafted = count.layers(drafter.layers, length, length / 2) + count.vocabulary(scored(drafter.layers), length)
+        teacher = count.layers(verifier, length, length / 2) + count.vocabulary(scored(verifier), length)
         return float(teacher.flops + (3 if self.train_model else 2) * drafted.flops)
+
+    def add_files(self, folder: Path) -> None:
+        self.write_draft_vocabulary(folder)
 
     def describe(self, drafter: LanguageModelConfig) -> tuple[str, dict[str, Any]]:
         width = f"{drafter.layers.num_layers}, {drafter.layers.hidden_size}"
@@ -158,7 +170,10 @@ def language_model_sums(
     drafter: LanguageModelConfig,
     attention: str = "chunked",
 ) -> Sums:
-    """Returns sums over answer tokens: "loss", "top1", and "overlap" if the loss reads the verifier's distribution."""
+    """Returns sums over answer tokens: "loss", "top1", and "overlap" if the loss reads the verifier's distribution.
+
+    They are over the sample of the vocabulary if there is one.
+    """
     tables = frozen["verifier"]
     dtype, trees = tables["embed"].dtype, frozen | params
     weights = jax.tree.map(lambda x: x.astype(dtype), {name: trees[name] for name in causal_lm.specs(drafter)})
@@ -174,12 +189,27 @@ def language_model_sums(
         return lm.forward(weights, drafter.layers, *inputs, attention=attention, shift=shift).hidden_btd
 
     labels_bt, weights_bt = (jnp.roll(x, -1, axis=1).at[:, -1].set(0) for x in (batch.tokens_bt, batch.weights_bt))
+    sample = None
+    if settings.vocabulary:
+        other_keys_b = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys_b)
+        sample = sample_vocabulary(batch, settings.vocabulary, verifier.vocab_size, other_keys_b)
+        labels_bt = sample.places(labels_bt)
+
+    def scored(trees: Any) -> jax.Array:
+        table_vd = trees.get("unembed", trees["embed"])
+        return table_vd if sample is None else vocab.embed(table_vd, sample.ids_bc)
+
+    def logits(table: jax.Array, hidden_btd: jax.Array) -> jax.Array:
+        logits_btv = vocab.unembed(table, hidden_btd)
+        return logits_btv if sample is None else logits_btv + sample.log_counts_bc[:, None].astype(logits_btv.dtype)
+
+    table, verifier_table = scored(weights), scored(tables)
     needs_verifier = settings.loss in losses.NEEDS_VERIFIER
 
     @jax.checkpoint
     def chunk_sums(hidden_btd: jax.Array, verifier_btd: jax.Array, labels_bt: jax.Array, weights_bt: jax.Array) -> Sums:
-        logits_btv = lm.logits(weights, hidden_btd)
-        log_p_btv = losses.log_softmax(lm.logits(tables, verifier_btd)) if needs_verifier else None
+        logits_btv = logits(table, hidden_btd)
+        log_p_btv = losses.log_softmax(logits(verifier_table, verifier_btd)) if needs_verifier else None
         targets, total = losses.Targets(labels_bt, log_p_btv), jnp.sum(weights_bt)
         sums = {"loss": (jnp.sum(weights_bt * losses.LOSSES[settings.loss](logits_btv, targets)), total)}
         logits_btv = lax.stop_gradient(logits_btv)

@@ -1,4 +1,4 @@
-"""draft_vocabulary.json: the tokens that a block drafter is limited to."""
+"""draft_vocabulary.json: the tokens that a drafter is limited to."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ from treeflash_jax.core.sharding import make_mesh
 from treeflash_jax.decoding import calibration
 from treeflash_jax.drafters.block.block_config import VOCABULARIES
 from treeflash_jax.engine.pairs import locate
-from treeflash_jax.formats import conversions, draft_vocabulary
+from treeflash_jax.formats import conversions, draft_vocabulary, models
 
-PROMPTS = ["1 + 2 = ", "12 - 5 = "]
+PROMPTS = ["Tom has 3 apples and buys 4 more. How many does he have?", "Write a function that adds two numbers."]
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """The shipped toy drafter, limited to the even ids."""
-    folder = shutil.copytree(locate("tiny", "drafter"), tmp_path / "drafter")
+def limited(source, folder):
+    """Copies a drafter and limits it to the even ids."""
+    shutil.copytree(source, folder)
     (folder / draft_vocabulary.NAME).write_text(json.dumps({"ids": [*range(0, 2048, 2)][::-1]}))
     return folder
 
 
+@pytest.fixture
+def folder(tmp_path):
+    return limited(locate("tiny", "drafter"), tmp_path / "drafter")
+
+
 def drafted(model, **settings):
-    return model.generate([tf.Text(text) for text in PROMPTS], max_new_tokens=24, nodes=8, candidates=4, **settings)
+    return model.generate(PROMPTS, max_new_tokens=24, nodes=8, candidates=4, **settings)
 
 
 def test_only_listed_tokens_are_drafted_and_answers_stay(folder, tiny):
@@ -46,6 +50,20 @@ def test_only_listed_tokens_are_drafted_and_answers_stay(folder, tiny):
     assert [describe_tree(plan)["draft_vocabulary"] for plan in plans] == ["frequent", "all"], "two systems of a benchmark"
     refused(lambda: drafted(tiny, draft_vocabulary="frequent"), "draft_vocabulary 'frequent'", "no list")
     refused(lambda: drafted(model, children=1100), "children 1100", "at most 1024")
+
+
+def test_a_language_model_scores_listed_rows_of_its_own_table(tmp_path, tiny):
+    """The drafter is the verifier with a table that is a little larger."""
+    folder = limited(locate("tiny"), tmp_path / "drafter")
+    weights = tiny.weights.verifier
+    models.save_verifier(folder, tiny.verifier, weights | {"embed": weights["embed"] * 1.05}, dtype="float32")
+    model = tf.load(verifier=locate("tiny"), drafter=folder, dtype="float32")
+    np.testing.assert_array_equal(model.weights.drafter["unembed"], (weights["embed"] * 1.05)[::2])
+    plain = tiny.generate(PROMPTS, max_new_tokens=24, builder="none")
+    few = model.generate(PROMPTS, max_new_tokens=24, nodes=8, depths=4, children=4)
+    assert [result.ids for result in few] == [result.ids for result in plain]
+    assert 1.2 < np.mean([result.tau for result in few]) < 4
+    refused(lambda: model.generate(PROMPTS, children=1025), "children 1025", "1 to 1024")
 
 
 @needs_8_devices

@@ -87,6 +87,21 @@ def test_steering_learns_from_zero_first_its_projection_then_its_mix(toml):
     assert after < before and np.any(second["mix"]) and np.any(second["norm_bias"])
 
 
+def test_a_sample_of_all_tokens_gives_the_loss_over_the_vocabulary(toml):
+    weights = parameters.initialize(verifier.specs(MODEL), jax.random.key(0), scale=0.3)
+    small = weights | {"groups": [weights["groups"][0][:2]]}
+    batch, keys = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 22))), ROWS), jax.random.split(jax.random.key(2), 1)
+
+    def sums(vocabulary):
+        settings = registry.read_stage(toml, [f"vocabulary={vocabulary}", "loss=forward-kl"])
+        arguments = dict(settings=settings, verifier=MODEL, drafter=replace(DRAFTER, steering=None))
+        return language_model_sums(small, {"verifier": weights}, batch, keys, **arguments)
+
+    whole, every, some = (sums(size) for size in (0, MODEL.vocab_size, 40))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), every, whole)
+    assert abs(some["loss"][0] / whole["loss"][0] - 1) > 1e-3 and some["loss"][1] == whole["loss"][1]
+
+
 @pytest.mark.slow
 def test_a_model_cut_from_its_verifier_is_distilled_then_steered(toml, tmp_path):
     evaluate = "evaluate={prompts = 1, nodes = [4], new_tokens = 4}"

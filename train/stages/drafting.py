@@ -40,7 +40,7 @@ from treeflash_jax.core.checks import bounded
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import locate
-from treeflash_jax.formats import models
+from treeflash_jax.formats import draft_vocabulary, models
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import verifier
@@ -119,6 +119,11 @@ class DraftingStage(ABC):
     def add_files(self, folder: Path) -> None:
         """Adds files that depend on the training data to the drafter's folder."""
         return
+
+    def write_draft_vocabulary(self, folder: Path) -> None:
+        """Lists the most frequent tokens of the answers beside the drafter, if the vocabulary is large."""
+        vocab_size = models.read_verifier_config(locate(self.verifier, "verifier")).vocab_size
+        draft_vocabulary.write(folder, self.corpus.answer_counts(vocab_size))
 
     # Decoding that evaluations measure, metric -> options of `generate`; metrics that training does not change, which are
     # measured once; and settings that determine the size of a step, for reports of compiled steps.

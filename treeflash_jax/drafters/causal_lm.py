@@ -22,7 +22,7 @@ from treeflash_jax.drafters import steering
 from treeflash_jax.drafters.lanes import LaneExpander, LaneSettings, LaneState, Level, likeliest_children, scratch_specs
 from treeflash_jax.drafters.lanes import choose as choose
 from treeflash_jax.drafters.lanes import identity as identity
-from treeflash_jax.drafters.protocol import ContextState, DrafterSizes, Inputs, LevelOptions
+from treeflash_jax.drafters.protocol import ContextState, DrafterSizes, Inputs, LevelOptions, draft_ids, listed_specs
 from treeflash_jax.drafters.steering import SteeringConfig
 from treeflash_jax.models import kv_cache
 from treeflash_jax.models import verifier as model
@@ -42,6 +42,7 @@ class LanguageModelConfig(DrafterSizes):
 
     Attributes:
       steering: sizes of the steering by the verifier's hidden states; None: not steered.
+      draft_vocab_size: number of tokens that it drafts, the weight `offsets`; 0: all.
     """
 
     kind: ClassVar[str] = "language model"
@@ -50,15 +51,12 @@ class LanguageModelConfig(DrafterSizes):
     num_depths: int = 8
     lanes: int | None = 4
     steering: SteeringConfig | None = None
+    draft_vocab_size: int = 0
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Verifier layers that steer it; it reads nothing else of the verifier but the tokens."""
         return () if self.steering is None else self.steering.taps
-
-    @property
-    def draft_vocab_size(self) -> int:
-        return self.layers.vocab_size
 
     def fitted(self, verifier: ModelConfig) -> LanguageModelConfig:
         """Returns this config. Raises ValueError if vocabularies differ in size, or if the steering is for other models."""
@@ -74,11 +72,14 @@ class LanguageModelConfig(DrafterSizes):
     def steered(self, steering: SteeringConfig) -> LanguageModelConfig:
         return replace(self, steering=steering)
 
+    def limited(self, draft_vocab_size: int) -> LanguageModelConfig:
+        return replace(self, draft_vocab_size=draft_vocab_size)
+
 
 def specs(config: LanguageModelConfig) -> dict[str, Any]:
-    """Weights of the model, its tables included, and of its steering."""
+    """Weights of the model, its tables included, of its steering, and of the tokens that it drafts."""
     steered = {} if config.steering is None else {"steering": steering.specs(config.steering)}
-    return model.specs(config.layers) | steered
+    return model.specs(config.layers) | steered | listed_specs(config.draft_vocab_size, config.layers.hidden_size)
 
 
 def init(config: LanguageModelConfig, batch: int, capacity: int, dtype: Any) -> ContextState:
@@ -144,7 +145,7 @@ class ModelStep:
         """Returns the children below the model's hidden states."""
         params, _, temperature_b = shared
         table_vd = params.get("unembed", params["embed"])
-        return LaneState((), kv, *likeliest_children(table_vd, hidden_bwd, self.children, temperature_b))
+        return LaneState((), kv, *likeliest_children(table_vd, hidden_bwd, self.children, temperature_b, draft_ids(params)))
 
 
 def draft(inputs: Inputs, _: None) -> LaneExpander:
@@ -163,10 +164,11 @@ def work(
 ) -> dict[str, tuple[Work, Work]]:
     """Counts one pass over the vocabulary for the anchor, and for every level below, one token of the model per lane."""
     layers, width = config.layers, settings.width
-    level = count.layers(layers, width, count.context + 1) + count.vocabulary(layers, width)
+    scored = replace(layers, vocab_size=config.draft_vocab_size or layers.vocab_size)
+    level = count.layers(layers, width, count.context + 1) + count.vocabulary(scored, width)
     level += count.cached(layers, count.context)
     levels = sum([level] * (config.num_depths - 1), Work())
-    return {"draft": (count.vocabulary(layers, 1), Work()), "tree": (levels, Work())}
+    return {"draft": (count.vocabulary(scored, 1), Work()), "tree": (levels, Work())}
 
 
 def extend_work(count: Counter, config: LanguageModelConfig, tokens: float) -> Work:

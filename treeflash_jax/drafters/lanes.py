@@ -101,8 +101,9 @@ class LaneSettings:
 
 def choose(config: Any, options: Any, device: Device) -> tuple[Any, LaneSettings]:
     """See `Drafter.choose`. Raises ValueError for more children than the draft vocabulary has tokens."""
-    if options.children > config.draft_vocab_size:
-        expected = f"1 to {config.draft_vocab_size} (the drafter's vocabulary)"
+    vocab_size = config.draft_vocab_size or config.layers.vocab_size
+    if options.children > vocab_size:
+        expected = f"1 to {vocab_size} (the drafter's vocabulary)"
         raise ValueError(f"got children {quoted(options.children)}, expected {expected}")
     builder = BUILDERS[options.builder or "best-first"]
     defaults = {None: device.tree_nodes(config.num_nodes), "auto": config.num_nodes}

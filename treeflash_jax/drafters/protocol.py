@@ -16,6 +16,7 @@ from flax import struct
 
 from treeflash_jax.core.checks import bounded
 from treeflash_jax.core.devices import Device
+from treeflash_jax.core.parameters import Spec
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter, Work
 from treeflash_jax.models.kv_cache import KVCache
@@ -55,8 +56,9 @@ class DrafterSizes:
         raise ValueError(f"got steering with a drafter of kind {self.kind!r}, expected a language model to be steered")
 
     def limited(self, draft_vocab_size: int) -> Any:
-        """Returns this config with a draft vocabulary of this size. Raises ValueError if this kind has none."""
-        raise ValueError(f"got a draft vocabulary with a drafter of kind {self.kind!r}, expected a block drafter")
+        """Returns this config with a draft vocabulary of this size. Raises ValueError if this kind takes none."""
+        expected = "a block drafter or a language model"
+        raise ValueError(f"got a draft vocabulary with a drafter of kind {self.kind!r}, expected {expected}")
 
 
 @struct.dataclass
@@ -121,6 +123,14 @@ def draft_ids(params: Mapping[str, Any]) -> jax.Array | None:
     """Returns the verifier's ids of a draft vocabulary; None if it is the verifier's vocabulary."""
     offsets_z = params.get("offsets")
     return None if offsets_z is None else jnp.arange(offsets_z.size, dtype=jnp.int32) + offsets_z
+
+
+def listed_specs(draft_vocab_size: int, width: int) -> dict[str, Any]:
+    """Returns the weights of a draft vocabulary: its part of a vocabulary table, and offsets of its ids; {} without one."""
+    if not draft_vocab_size:
+        return {}
+    offsets = Spec((draft_vocab_size,), (None,), "zeros", dtype=jnp.int32)
+    return {"unembed": Spec((draft_vocab_size, width), ("vocab", "embed"), inputs=(1,)), "offsets": offsets}
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def load(
             drafter_params = drafter_params | {"steering": steering_files.load(Path(steering), dtype, mesh)[1]}
     config, verifier_params = models.load_verifier(verifier, dtype=dtype, mesh=mesh, quantize=quantize)
     if drafter is not None:
-        drafter_params = drafter_params | draft_vocabulary.load(drafter, verifier_params, mesh)
+        drafter_params = drafter_params | draft_vocabulary.load(drafter, drafter_params, verifier_params, mesh)
     return TreeFlash(
         config,
         Weights(verifier_params, drafter_params),

@@ -1,6 +1,7 @@
-"""draft_vocabulary.json beside a block drafter's files: the verifier's tokens that it drafts, the most frequent of answers.
+"""draft_vocabulary.json beside the files of a block drafter or language model: the tokens that it drafts.
 
-Other tokens are never drafted; the output does not change. A draft then reads a fraction of the vocabulary table.
+They are the most frequent of answers. Other tokens are never drafted; the output does not change. A draft then reads a
+fraction of the vocabulary table.
 
 Source: FR-Spec (arXiv 2502.14856).
 """
@@ -58,9 +59,13 @@ def limit(config: Any, folder: str | Path, vocab_size: int) -> Any:
     return config if ids_z is None else config.limited(ids_z.size)
 
 
-def load(folder: str | Path, verifier: dict[str, Any], mesh: Any = None) -> dict[str, Any]:
-    """Returns the weights of a list, {} without one: its part of the verifier's vocabulary table, and the ids' offsets."""
-    table_vd = verifier.get("unembed", verifier["embed"])
+def load(folder: str | Path, drafter: dict[str, Any], verifier: dict[str, Any], mesh: Any = None) -> dict[str, Any]:
+    """Returns the weights of a list, {} without one: its part of the vocabulary table, and the ids' offsets.
+
+    The table is the drafter's if it has one, else the verifier's.
+    """
+    tables = drafter if "embed" in drafter else verifier
+    table_vd = tables.get("unembed", tables["embed"])
     ids_z = read(Path(folder), table_vd.shape[0])
     if ids_z is None:
         return {}

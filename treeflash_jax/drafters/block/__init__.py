@@ -22,12 +22,11 @@ import jax.numpy as jnp
 
 from treeflash_jax.core.checks import quoted
 from treeflash_jax.core.devices import Device
-from treeflash_jax.core.parameters import Spec
 from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.block_config import ALL, FREQUENT, VOCABULARIES, DrafterConfig
 from treeflash_jax.drafters.block.heads import HEADS, MARGINAL, DraftSettings, Unembed
-from treeflash_jax.drafters.protocol import ContextState, Inputs, ListOptions, draft_ids, option
+from treeflash_jax.drafters.protocol import ContextState, Inputs, ListOptions, draft_ids, listed_specs, option
 from treeflash_jax.models import kv_cache, vocab
 from treeflash_jax.models.attention import tree_attention
 from treeflash_jax.models.config import ModelConfig
@@ -139,11 +138,8 @@ def _is_chain(options: Any) -> bool:
 
 def specs(config: DrafterConfig) -> dict[str, Any]:
     """Weights of backbone and head. Embedding and vocabulary matrix are the verifier's; so are those of frequent tokens."""
-    specs, size = {"backbone": backbone.specs(config), "head": HEADS[config.head].specs(config)}, config.draft_vocab_size
-    if size:
-        specs["unembed"] = Spec((size, config.layers.hidden_size), ("vocab", "embed"), inputs=(1,))
-        specs["offsets"] = Spec((size,), (None,), "zeros", dtype=jnp.int32)
-    return specs
+    listed = listed_specs(config.draft_vocab_size, config.layers.hidden_size)
+    return {"backbone": backbone.specs(config), "head": HEADS[config.head].specs(config)} | listed
 
 
 def init(config: DrafterConfig, batch: int, capacity: int, dtype: Any) -> ContextState:
