@@ -212,10 +212,6 @@ class BigramStage(drafting.DraftingStage):
     size: int
     trains = ("next",)
 
-    @classmethod
-    def recognises(cls, raw):
-        return "size" in raw
-
     def drafter_config(self, model):
         return BigramConfig(vocab_size=self.size)
 

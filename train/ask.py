@@ -98,7 +98,7 @@ def question_tokens(tokenizer: Tokenizer | None) -> tuple[list[int], int]:
 def read(out: epath.Path) -> tuple[set[str], int]:
     """Returns the normalised questions of a file, and the number of the next question to try."""
     answers.drop_unfinished_line(out)
-    records = [json.loads(line) for line in out.read_bytes().splitlines()] if out.exists() else []
+    records = [json.loads(line) for line in folders.whole_lines(out)]
     first = int(records[-1]["id"]) + 1 if records else 0
     return {normalised(record["turns"][0]) for record in records}, first
 

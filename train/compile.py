@@ -40,19 +40,18 @@ from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.program_text import count_bytes, find_collectives, sum_collectives
 from treeflash_jax.bench.topologies import find_devices
 from treeflash_jax.cli.arguments import Parser
-from treeflash_jax.core import devices as chips
-from treeflash_jax.core import files, parameters, sharding
+from treeflash_jax.core import devices, files, parameters, sharding
 from treeflash_jax.core.checks import fit
 from treeflash_jax.models import ceilings
 
 WARM_UP = 2  # steps before the clock runs
 
 
-def compile_step(settings: DraftingStage, shape: str, devices: list[Any], *, steps: int = 0) -> dict[str, Any]:
-    """Compiles one training step of these settings for these devices, and times `steps` of them on random arrays."""
+def compile_step(settings: DraftingStage, shape: str, chips: list[Any], *, steps: int = 0) -> dict[str, Any]:
+    """Compiles one training step of these settings for these chips, and times `steps` of them on random arrays."""
     model = shapes.find_verifier(shape)
     drafter = settings.shaped_config(model)
-    mesh = hosts.make_mesh(settings.mesh, devices)
+    mesh = hosts.make_mesh(settings.mesh, chips)
     stage = make_stage(settings, model, drafter, mesh)
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
     with sharding.ambient(mesh):
@@ -80,7 +79,7 @@ def compile_step(settings: DraftingStage, shape: str, devices: list[Any], *, ste
         "accumulate": settings.loop.accumulate,
         "sequence_length": settings.data.sequence_length,
         **settings.sizes,
-        "attention": chips.describe_mesh(mesh).training_attention(settings.attention),
+        "attention": devices.describe_mesh(mesh).training_attention(settings.attention),
         "bytes_per_chip": {
             "state_and_weights": held,
             "temporary": memory.temp_size_in_bytes,
@@ -144,9 +143,9 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"got --steps {args.steps} and --topology {args.topology}, expected one: it has no devices")
         earlier = read_kept(args.out, "bytes_per_chip", inside=True)
         settings = read_stage(names[0], [word for word in args.settings if "=" in word])
-        devices = find_devices(args.topology)
-        result = {"topology": args.topology or chips.describe(devices[0]).kind}
-        result |= compile_step(settings, args.shape, devices, steps=args.steps)
+        chips = find_devices(args.topology)
+        result = {"topology": args.topology or devices.describe(chips[0]).kind}
+        result |= compile_step(settings, args.shape, chips, steps=args.steps)
         trained = "+".join(result["trains"])
         key = f"{args.shape} {trained} {result['topology']} batch {result['batch']} {result['attention']}"
         if args.out:

@@ -116,10 +116,6 @@ class DrafterStage(BlockStage):
     def systems(self) -> Mapping[str, Mapping[str, Any]]:
         return WITH_HEAD if "head" in self.trains else super().systems
 
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        return "mask_token_id" in raw  # heads take theirs from the backbone
-
     def drafter_config(self, model: ModelConfig) -> DrafterConfig:
         config = DrafterConfig(
             layers=fresh_layers(model, self.num_layers),

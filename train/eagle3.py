@@ -66,10 +66,6 @@ class Eagle3Stage(DraftingStage):
     def trains(self) -> tuple[str, ...]:
         return ("fc", "layer", "norm", "unembed", *(("fc_norm",) if self.fc_norm else ()))
 
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        return "steps" in raw.get("objective", {})  # those of block drafters have blocks
-
     def drafter_config(self, model: ModelConfig) -> EagleConfig:
         taps, size = self.target_layer_ids or default_taps(model.num_layers), self.draft_vocab_size or model.vocab_size
         if size > model.vocab_size:

@@ -66,8 +66,11 @@ class ExportStage:
 
 
 def main(settings: ExportStage) -> None:
-    replacing = {"overwrite": settings.overwrite, "may_replace": lambda old: storage.is_own(old / "model.safetensors")}
-    folders.check(settings.out, **replacing)
+    folders.check(settings.out, overwrite=settings.overwrite)
+    old = folders.absolute(settings.out)
+    holds_files = old.exists() and not all(files.PART.fullmatch(path.name) for path in old.iterdir())
+    if holds_files and not storage.is_own(old / "model.safetensors"):
+        raise ValueError(f"{settings.out} holds files that treeflash_jax did not write; give a new folder")
     path = folders.absolute(settings.run) / "settings.toml"
     if not path.exists():
         raise ValueError(f"{settings.run}: got no settings.toml, expected the run= of a stage that trains a drafter")
@@ -80,7 +83,7 @@ def main(settings: ExportStage) -> None:
     models.writable(dialect).to_hf(drafter)  # refused before weights are read
     step, params = read_params(settings, trained, make_stage(trained, model, drafter))
     whole = assemble(drafter, trained.stored(drafter) | params)
-    with folders.filled(settings.out, **replacing) as out:
+    with folders.filled(settings.out, overwrite=settings.overwrite) as out:
         models.save_drafter(out, drafter, whole, dialect=dialect, dtype=jnp.dtype(settings.dtype))
         listed = folders.absolute(settings.run) / "model" / draft_vocabulary.NAME
         if listed.exists():

@@ -66,10 +66,6 @@ class HeadStage(BlockStage):
     def constant(self) -> tuple[str, ...]:
         return () if self.train_backbone else ("tau_marginal",)
 
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        return "drafter" in raw or "train_backbone" in raw or ("head" in raw and "mask_token_id" not in raw)
-
     def drafter_config(self, model: ModelConfig) -> DrafterConfig:
         drafter = read_drafter(self.drafter, DrafterConfig, "block drafter (DFlash)").fitted(model)
         if self.keep_head and drafter.head != self.head:

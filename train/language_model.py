@@ -37,11 +37,11 @@ from treeflash_jax.core.checks import AtLeast0, bounded
 from treeflash_jax.drafters import causal_lm, steering
 from treeflash_jax.drafters.causal_lm import LanguageModelConfig
 from treeflash_jax.drafters.steering import SteeringConfig
-from treeflash_jax.models import verifier as lm
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter
+from treeflash_jax.models.verifier import forward
 from treeflash_jax.trees import pick
 
 TABLES = ("embed", "groups", "norm", "unembed")  # of the model, apart from its steering
@@ -98,10 +98,6 @@ class LanguageModelStage(DraftingStage):
     @property
     def noun(self) -> str:
         return " and ".join(["language model"] * self.train_model + ["steering"] * self.steers)
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        return any(name in raw for name in ("language_model", "train_model", "steers"))
 
     @property
     def held_out(self) -> DraftingStage:
@@ -186,7 +182,7 @@ def language_model_sums(
     @jax.checkpoint
     def run(weights: Any) -> jax.Array:
         inputs = batch.tokens_bt, batch.positions_bt, mask
-        return lm.forward(weights, drafter.layers, *inputs, attention=attention, shift=shift).hidden_btd
+        return forward(weights, drafter.layers, *inputs, attention=attention, shift=shift).hidden_btd
 
     labels_bt, weights_bt = (jnp.roll(x, -1, axis=1).at[:, -1].set(0) for x in (batch.tokens_bt, batch.weights_bt))
     sample = None

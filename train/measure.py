@@ -59,15 +59,10 @@ class MeasureStage:
     out: str
     prompts: int = bounded(16, least=1)
     new_tokens: int = bounded(96, least=1)
-    nodes: tuple[Nodes, ...] = (8, 16, 32)
-    temperatures: tuple[NonNegative, ...] = (0.0, 0.7)
+    nodes: tuple[Nodes, ...] = bounded((8, 16, 32), min_length=1)
+    temperatures: tuple[NonNegative, ...] = bounded((0.0, 0.7), min_length=1)
     seconds: float = bounded(0.0, least=0)
     seed: int = bounded(0, least=0)
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "temperatures"):
-            if not getattr(self, name):
-                raise ValueError(f"got no {name}, expected at least one")
 
 
 def main(settings: MeasureStage) -> None:

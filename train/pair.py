@@ -188,8 +188,7 @@ def continued(made: Composed, settings: PairConfig, name: str) -> Composed:
 
 
 def _count_answers(settings: PairConfig) -> int:
-    path = settings.path("responses.jsonl")
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    return sum(1 for _ in folders.whole_lines(settings.path("responses.jsonl")))
 
 
 def _trained_steps(settings: PairConfig, name: str) -> int:

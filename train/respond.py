@@ -68,9 +68,9 @@ class RespondConfig:
 
     verifier: str
     drafter: str | None = None
-    sources: tuple[Source, ...]
+    sources: tuple[Source, ...] = bounded(min_length=1)
     out: str
-    temperatures: tuple[NonNegative, ...] = (0.0, 0.7, 0.0, 1.0)
+    temperatures: tuple[NonNegative, ...] = bounded((0.0, 0.7, 0.0, 1.0), min_length=1)
     max_new_tokens: int = bounded(160, least=1)
     max_prompt_tokens: int = bounded(192, least=1)
     thinking: bool = False
@@ -82,9 +82,6 @@ class RespondConfig:
     replicas: Literal["host", "all"] = "host"
 
     def __post_init__(self) -> None:
-        for name in ("sources", "temperatures"):
-            if not getattr(self, name):
-                raise ValueError(f"got no {name}, expected at least one")
         if epath.Path(self.out).suffix == ".toml":
             raise ValueError(f"got out {quoted(self.out)}, expected the name of a JSONL file: TOML files hold settings")
 

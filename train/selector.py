@@ -86,12 +86,12 @@ class SelectorStage:
     drafter: str | None = None
     thinking: bool = False
     template: dict[str, Any] = field(default_factory=dict)
-    sources: tuple[Source, ...]
-    buckets: tuple[tuple[int, int, int], ...]
+    sources: tuple[Source, ...] = bounded(min_length=1)
+    buckets: tuple[tuple[int, int, int], ...] = bounded(min_length=1)
     acceptance: str = "traversal"
     depths: int = bounded(0, least=0)
-    temperatures: tuple[NonNegative, ...] = (0.2, 0.6, 1.0, 1.2)
-    top_p: tuple[Probability, ...] = (0.9, 1.0)
+    temperatures: tuple[NonNegative, ...] = bounded((0.2, 0.6, 1.0, 1.2), min_length=1)
+    top_p: tuple[Probability, ...] = bounded((0.9, 1.0), min_length=1)
     new_tokens: int = bounded(96, least=2)
     every: int = bounded(5, least=1)
     draws: int = bounded(4, least=1)
@@ -106,9 +106,6 @@ class SelectorStage:
     seed: int = bounded(0, least=0)
 
     def __post_init__(self) -> None:
-        for name in ("sources", "buckets", "temperatures", "top_p"):
-            if not getattr(self, name):
-                raise ValueError(f"got no {name}, expected at least one")
         if self.costs and len(self.costs) != len(self.buckets):
             raise ValueError(f"got {len(self.costs)} costs, expected {len(self.buckets)}: one per bucket")
 

@@ -169,7 +169,6 @@ REFUSED_FOLDERS = {
     "folder with files": (make_full, {}, "exists; give a new folder"),
     "link to nowhere": (lambda target: target.symlink_to("nowhere"), {}, "exists and is no folder"),
     "link to a folder": (lambda target: target.symlink_to("."), {"overwrite": True}, "exists and is no folder"),
-    "foreign": (make_full, {"overwrite": True, "may_replace": lambda _: False}, "did not write"),
     "folder in place of a file": (make_busy, {"overwrite": True}, "is a folder, expected a file"),
 }
 
@@ -194,7 +193,7 @@ def test_new_empty_and_own_folders_are_filled(tmp_path, monkeypatch):
     make_full(tmp_path / "own")
     (tmp_path / "own" / "notes").write_text("mine")
     (tmp_path / "own" / "config.json").symlink_to(elsewhere)
-    fill(tmp_path / "own", overwrite=True, may_replace=lambda _: True)
+    fill(tmp_path / "own", overwrite=True)
     whole = {"config.json": b"new", "README.md": b"new"}
     assert snapshot(tmp_path / "a") == {f"new/{name}": text for name, text in whole.items()}
     assert snapshot(tmp_path / "empty") == whole

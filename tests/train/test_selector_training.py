@@ -15,6 +15,7 @@ from toy_training import write_lines
 from train import selector as stage_of
 from train.data import roots
 from train.data.records import Source
+from train.runtime import run_config
 from treeflash_jax import acceptance, trees
 from treeflash_jax.bench import bench_records, report
 from treeflash_jax.cli.commands import main
@@ -106,7 +107,8 @@ def test_a_world_of_two_contexts_is_learnt():
 
 def test_mistakes_are_one_line():
     refused(lambda: settings(costs=(1.0,)), "got 1 costs")
-    refused(lambda: settings(buckets=()), "no buckets")
+    words = ["run=x", "buckets=[]", "sources=[{path='x'}]"]
+    refused(lambda: run_config.load(stage_of.SelectorStage, None, words), "got buckets = [], expected at least 1 item")
 
 
 @pytest.mark.slow

@@ -98,13 +98,10 @@ def match(out: epath.Path, prompts: Sequence[Any]) -> tuple[list[Any], set[int]]
 
 def _answered(out: epath.Path) -> Iterator[tuple[str, int, list[int], bytes]]:
     """Yields place and index of every whole answer, the ids of its prompt, and its line."""
-    for path in (path for path in (out, *_parts(out)) if path.exists()):
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    break
-                record = json.loads(line)
-                yield f"{path}, line {number}", record["index"], record["prompt"], line
+    for path in (out, *_parts(out)):
+        for number, line in enumerate(folders.whole_lines(path), start=1):
+            record = json.loads(line)
+            yield f"{path}, line {number}", record["index"], record["prompt"], line
 
 
 @contextmanager
@@ -138,9 +135,7 @@ def adding(path: epath.Path, out: epath.Path, check: Callable[[], None]) -> Iter
 def drop_unfinished_line(path: epath.Path) -> None:
     """Truncates a file after its last line end; objects behind a URL are always whole."""
     if path.exists() and not folders.is_remote(path):
-        with path.open("rb") as file:
-            size = sum(len(line) for line in file if line.endswith(b"\n"))
-        os.truncate(path, size)
+        os.truncate(path, sum(map(len, folders.whole_lines(path))))
 
 
 def merge(out: epath.Path, count: int) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import fsspec
 from etils import epath
@@ -36,36 +35,26 @@ def absolute(path: str | os.PathLike) -> epath.Path:
     return epath.Path(path)
 
 
-def check(target: str | os.PathLike, *, overwrite: bool = False, may_replace: Callable[[Any], bool] | None = None) -> None:
+def check(target: str | os.PathLike, *, overwrite: bool = False) -> None:
     """Refuses a folder that `filled` would refuse; see `files.check_folder`."""
     if not is_remote(target):
-        files.check_folder(target, overwrite=overwrite, may_replace=may_replace)
-        return
-    folder = absolute(target)
-    if folder.exists() and any(folder.iterdir()):
-        if not overwrite:
-            raise ValueError(f"{target} exists; give a new folder")
-        if may_replace is not None and not may_replace(folder):
-            raise ValueError(f"{target} holds files that treeflash_jax did not write; give a new folder")
+        files.check_folder(target, overwrite=overwrite)
+    elif absolute(target).exists() and any(absolute(target).iterdir()) and not overwrite:
+        raise ValueError(f"{target} exists; give a new folder")
 
 
 @contextmanager
-def filled(
-    target: str | os.PathLike, *, overwrite: bool = False, may_replace: Callable[[Any], bool] | None = None
-) -> Iterator[Path]:
+def filled(target: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Path]:
     """Yields a local folder to write into; its files are moved or uploaded to `target` at the end, unless writing fails.
-
-    Args:
-      target, overwrite, may_replace: see `files.check_folder`.
 
     Raises:
       ValueError: see `check`, or a folder that cannot be written.
     """
     if not is_remote(target):
-        with files.filled(target, overwrite=overwrite, may_replace=may_replace) as folder:
+        with files.filled(target, overwrite=overwrite) as folder:
             yield folder
         return
-    check(target, overwrite=overwrite, may_replace=may_replace)
+    check(target, overwrite=overwrite)
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
         inside = (path for path in Path(name).rglob("*") if path.is_file())
@@ -73,6 +62,13 @@ def filled(
             copy = epath.Path(target) / path.relative_to(name).as_posix()
             copy.parent.mkdir(parents=True, exist_ok=True)
             epath.Path(path).copy(copy, overwrite=True)
+
+
+def whole_lines(path: epath.Path) -> Iterator[bytes]:
+    """Yields the lines of a file with their ends, without a last one that a kill cut off; none of a missing file."""
+    if path.exists():
+        with path.open("rb") as file:
+            yield from (line for line in file if line.endswith(b"\n"))
 
 
 def append(path: epath.Path, text: str) -> None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from train.runtime.run_config import MeshConfig
-from treeflash_jax.core import sharding as meshes
+from treeflash_jax.core import sharding
 from treeflash_jax.core.checks import clipped
 from treeflash_jax.core.devices import here
 
@@ -57,7 +57,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """Makes a mesh over `devices`, by default those of all hosts; with `data` 0, that axis takes all that remain."""
     devices = jax.devices() if devices is None else devices
     data = config.data or max(1, len(devices) // max(1, config.fsdp * config.model))
-    return meshes.make_mesh(data, config.model, devices, fsdp=config.fsdp)
+    return sharding.make_mesh(data, config.model, devices, fsdp=config.fsdp)
 
 
 def is_first() -> bool:
@@ -83,7 +83,7 @@ def check_batch(batch_size: int, accumulate: int, mesh: jax.sharding.Mesh) -> No
 
 def local_members(batch_size: int, mesh: jax.sharding.Mesh) -> list[int]:
     """Returns the indices of the sequences of a batch that lie on devices of this process."""
-    placed = meshes.sharding(("batch",), (batch_size,), mesh).addressable_devices_indices_map((batch_size,))
+    placed = sharding.sharding(("batch",), (batch_size,), mesh).addressable_devices_indices_map((batch_size,))
     return sorted({i for [part] in placed.values() for i in range(batch_size)[part]})
 
 
@@ -92,7 +92,7 @@ def place_batch(batch: Any, batch_size: int, mesh: jax.sharding.Mesh) -> Any:
 
     def place(x: np.ndarray) -> jax.Array:
         shape = (batch_size, *x.shape[1:])
-        sharding = meshes.sharding(("batch",) + (None,) * (x.ndim - 1), shape, mesh)
-        return jax.make_array_from_process_local_data(sharding, x, shape)
+        layout = sharding.sharding(("batch",) + (None,) * (x.ndim - 1), shape, mesh)
+        return jax.make_array_from_process_local_data(layout, x, shape)
 
     return jax.tree.map(place, batch)

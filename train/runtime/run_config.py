@@ -177,7 +177,7 @@ def read(path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> dict[
 def replaced(config: T, raw: dict[str, Any]) -> T:
     """Returns settings with those replaced that nested dicts name."""
     values = to_dict(config)
-    for key, value in _leaves(raw):
+    for key, value in dotted(raw).items():
         _assign(values, key, value)
     return _build(type(config), values, "settings")
 
@@ -191,7 +191,7 @@ def changes(config: Any, path: str | os.PathLike, free: Collection[str]) -> dict
         before = to_dict(load(type(config), path))
     except ValueError:
         before = read(path)  # of another stage
-    then, now = dict(_leaves(before)), dict(_leaves(to_dict(config)))
+    then, now = dotted(before), dotted(to_dict(config))
     keys = [key for key in {**then, **now} if key not in free and key.split(".")[0] not in free]
     return {key: (then.get(key), now.get(key)) for key in keys if then.get(key) != now.get(key)}
 
@@ -242,6 +242,11 @@ def _settings(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fi
         yield from _settings(table, name)
 
 
+def setting_names(cls: type) -> list[str]:
+    """Returns the dotted name of every setting; those of list items lack the item's number."""
+    return [name.replace("[]", "") for name, *_ in _settings(cls)]
+
+
 @functools.cache
 def _adapter(cls: type) -> pydantic.TypeAdapter:
     return pydantic.TypeAdapter(tuple[cls], config=CONFIG | {"extra": "forbid", "coerce_numbers_to_str": True})
@@ -260,7 +265,7 @@ def _build(cls: type[T], raw: dict[str, Any], where: str) -> T:
         elif first["type"] == "missing":
             text = f"got no {key}, expected a value"
         elif first["type"] == "unexpected_keyword_argument":
-            names = [re.sub(r"\[\]", "", name) for name, *_ in _settings(cls)]
+            names = setting_names(cls)
             tables = {name.rpartition(".")[0] for name in names} - {""}
             near = difflib.get_close_matches(re.sub(r"\.\d+", "", key), [*names, *tables], n=1)
             hint = f"did you mean {near[0]}?" if near else f"expected one of {clipped(', '.join(names), 160)}"
@@ -277,10 +282,12 @@ def _dotted(places: Sequence[Any]) -> str:
     return ".".join(str(place) for place, keep in zip(places, is_name, strict=True) if keep)
 
 
-def _leaves(raw: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted name and the value of everything in nested dicts that is no dict itself."""
+def dotted(raw: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns everything in nested dicts that is no dict itself, by its dotted name."""
+    flat: dict[str, Any] = {}
     for key, value in raw.items():
-        yield from _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+        flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 def _assign(raw: dict[str, Any], key: str, value: Any) -> None:

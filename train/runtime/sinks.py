@@ -36,8 +36,7 @@ def open_sinks(folder: epath.Path, config: Any, mesh: jax.sharding.Mesh, step: i
     if not hosts.is_first():
         return []
     path = folder / "starts.jsonl"
-    starts = path.read_text() if path.exists() else ""
-    known = [start["wandb"] for start in map(json.loads, starts.splitlines()) if start["wandb"]]
+    known = [start["wandb"] for start in map(json.loads, folders.whole_lines(path)) if start["wandb"]]
     name = uuid.uuid4().hex[:8] if config.loop.wandb else None
     installed = {package.name: package.version for package in metadata.distributions()}
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -22,8 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train.data.packing import Batch
 from train.runtime.run_config import OptimizerConfig
-from treeflash_jax.core import parameters
-from treeflash_jax.core import sharding as meshes
+from treeflash_jax.core import parameters, sharding
 from treeflash_jax.core.parameters import Spec
 
 # A metric is (sum, weight): sums add up over chunks, parts of a step, steps and devices; their quotient is the mean.
@@ -124,9 +123,9 @@ def initial_state(stage: Stage, transform: optax.GradientTransformation, params:
 def abstract_batch(batch_size: int, length: int, mesh: Mesh | None = None) -> Batch:
     """Returns the shapes of a batch, with shardings if there is a mesh."""
     shape = (batch_size, length)
-    sharding = None if mesh is None else meshes.sharding(("batch", None), shape, mesh)
+    layout = None if mesh is None else sharding.sharding(("batch", None), shape, mesh)
     dtypes = (jnp.int32, jnp.int32, jnp.int32, jnp.float32)
-    return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype in dtypes))
+    return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=layout) for dtype in dtypes))
 
 
 def abstract_state(stage: Stage, transform: optax.GradientTransformation, batch: Batch, mesh: Mesh) -> TrainState:
@@ -140,8 +139,8 @@ def abstract_state(stage: Stage, transform: optax.GradientTransformation, batch:
     def place(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
         specs = (by_path.get(jax.tree_util.keystr(path[start:])) for start in range(len(path)))
         spec = next((spec for spec in specs if spec is not None and spec.shape == leaf.shape), None)
-        sharding = replicated if spec is None else meshes.sharding(spec.axes, spec.shape, mesh)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        layout = replicated if spec is None else sharding.sharding(spec.axes, spec.shape, mesh)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
 
     return jax.tree_util.tree_map_with_path(place, shapes)
 
@@ -212,10 +211,10 @@ def by_batch(function: Callable[..., Any], stage: Stage, *, scatters: bool = Fal
     Its result is replicated, or if `scatters`, a pair of slices like those of the parameters and something replicated.
     With a model axis everything is partitioned automatically: XLA (jax 0.10) cannot split heads and vocabulary inside.
     """
-    mesh, whole = meshes.current(), PartitionSpec()
+    mesh, whole = sharding.current(), PartitionSpec()
     if mesh.shape["model"] > 1:
         return function
-    names = tuple(name for name in meshes.RULES["batch"] if name in mesh.axis_names)
+    names = tuple(name for name in sharding.RULES["batch"] if name in mesh.axis_names)
     split = PartitionSpec(names)
     params, frozen = (_map_specs(_fsdp_partition, specs) for specs in (stage.specs, stage.frozen_specs))
     parts = dict(in_specs=(params, frozen, split, split), out_specs=(params, whole) if scatters else whole)
@@ -224,7 +223,7 @@ def by_batch(function: Callable[..., Any], stage: Stage, *, scatters: bool = Fal
 
 def shared_axes() -> tuple[str, ...]:
     """Mesh axes over which the enclosing `by_batch` splits the batch."""
-    return tuple(sorted(meshes.manual_axes(meshes.current())))
+    return tuple(sorted(sharding.manual_axes(sharding.current())))
 
 
 def gather(tree: Any, specs: Any, dtype: Any) -> Any:
@@ -235,7 +234,7 @@ def gather(tree: Any, specs: Any, dtype: Any) -> Any:
         axis = _fsdp_axis(spec)
         if axis is not None and "fsdp" in shared_axes():
             return lax.all_gather(x, "fsdp", axis=axis, tiled=True)
-        return meshes.constrain(x, tuple(None if name == "embed" else name for name in spec.axes))
+        return sharding.constrain(x, tuple(None if name == "embed" else name for name in spec.axes))
 
     return _map_specs(leaf, specs, tree)
 
@@ -275,7 +274,7 @@ def total_gradients(grads: Any, specs: Any) -> Any:
 
 def _fsdp_axis(spec: Spec) -> int | None:
     """Axis of a weight that is split over fsdp."""
-    mesh = meshes.current()
+    mesh = sharding.current()
     size = 1 if mesh is None else mesh.shape.get("fsdp", 1)
     axis = spec.axes.index("embed") if "embed" in spec.axes else None
     return axis if size > 1 and axis is not None and spec.shape[axis] % size == 0 else None
@@ -289,10 +288,10 @@ def place(tree: Any, specs: Any, mesh: Mesh, dtype: Any) -> Any:
     """Puts weights on the mesh by their specs; every process holds the same values beforehand."""
 
     def leaf(spec: Spec, x: Any) -> jax.Array:
-        sharding = meshes.sharding(spec.axes, spec.shape, mesh)
-        if isinstance(x, jax.Array) and x.dtype == spec.dtype_in(dtype) and x.sharding == sharding:
+        layout = sharding.sharding(spec.axes, spec.shape, mesh)
+        if isinstance(x, jax.Array) and x.dtype == spec.dtype_in(dtype) and x.sharding == layout:
             return x
         host = np.asarray(x).astype(spec.dtype_in(dtype))
-        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+        return jax.make_array_from_callback(host.shape, layout, lambda index: host[index])
 
     return _map_specs(leaf, specs, tree)

@@ -78,9 +78,8 @@ def duration(seconds: float) -> str:
 def read_log(folder: Any) -> list[Metrics]:
     """The lines of RUN/log.jsonl; a last line cut by a kill is left out, any other wrong line raises ValueError."""
     path = epath.Path(folder) / "log.jsonl"
-    texts = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     try:
-        return [json.loads(text) for text in texts if text.endswith(b"\n")]
+        return [json.loads(line) for line in folders.whole_lines(path)]
     except ValueError as error:
         raise ValueError(f"{path}: {error}; move it away to begin a new log") from None
 

@@ -45,6 +45,13 @@ class Blocks:
     weights_bni: jax.Array
 
 
+def draw_anchors(candidates_bs: jax.Array, count: int, keys_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Draws positions [b, n] among the candidates without replacement, and whether each exists: there may be fewer."""
+    uniform_bs = jax.vmap(lambda key: jax.random.uniform(key, candidates_bs.shape[1:]))(keys_b)
+    drawn_bn, index_bn = jax.lax.top_k(jnp.where(candidates_bs, uniform_bs, -1.0), count)
+    return index_bn, drawn_bn >= 0
+
+
 def sample_blocks(batch: Batch, num_anchors: int, size: int, decay: float, keys_b: jax.Array) -> Blocks:
     """Draws anchors without replacement, among answer tokens followed by another one of the same document.
 
@@ -58,14 +65,13 @@ def sample_blocks(batch: Batch, num_anchors: int, size: int, decay: float, keys_
     is_answer_bs = batch.weights_bt > 0
     follows_bs = is_answer_bs[:, 1:] & (batch.segments_bt[:, 1:] == batch.segments_bt[:, :-1])
     candidates_bs = is_answer_bs & jnp.pad(follows_bs, ((0, 0), (0, 1)))
-    uniform_bs = jax.vmap(lambda key: jax.random.uniform(key, candidates_bs.shape[1:]))(keys_b)
-    drawn_bn, anchors_bn = jax.lax.top_k(jnp.where(candidates_bs, uniform_bs, -1.0), num_anchors)
+    anchors_bn, is_drawn_bn = draw_anchors(candidates_bs, num_anchors, keys_b)
     slot_i, length = jnp.arange(size), batch.tokens_bt.shape[1]
     targets_bni = anchors_bn[:, :, None] + slot_i
     inside_bni = targets_bni < length
     targets_bni = jnp.minimum(targets_bni, length - 1)
     same_bni = pick(batch.segments_bt, targets_bni) == pick(batch.segments_bt, anchors_bn)[:, :, None]
-    kept_bni = inside_bni & same_bni & pick(is_answer_bs, targets_bni) & (drawn_bn >= 0)[:, :, None] & (slot_i > 0)
+    kept_bni = inside_bni & same_bni & pick(is_answer_bs, targets_bni) & is_drawn_bn[:, :, None] & (slot_i > 0)
     share_i = jnp.exp(-(slot_i - 1) / decay) if decay > 0 else jnp.ones(size)
     return Blocks(anchors_bn, targets_bni, jnp.where(kept_bni, share_i, 0.0))
 

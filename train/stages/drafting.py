@@ -77,11 +77,6 @@ class DraftingStage(ABC):
     loop: run_config.LoopConfig
     mesh: run_config.MeshConfig = run_config.MeshConfig()
 
-    @classmethod
-    @abstractmethod
-    def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        """Returns whether settings read from TOML belong to this stage."""
-
     @property
     @abstractmethod
     def trains(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ STAGES: dict[str, type[DraftingStage]] = {
 
 
 def read_stage(path: str | PathLike, overrides: Sequence[str] = ()) -> DraftingStage:
-    """Reads the settings of whichever stage recognises a file; later stages of STAGES are tried first."""
-    raw = run_config.read(path, overrides)
-    kind = next((stage for stage in reversed(STAGES.values()) if stage.recognises(raw)), HeadStage)
+    """Reads the settings of the stage that knows most of a file's keys; among equals, of the first in STAGES."""
+    keys = run_config.dotted(run_config.read(path, overrides)).keys()
+    kind = max(STAGES.values(), key=lambda stage: len(keys & run_config.setting_names(stage)))
     return run_config.load(kind, path, overrides)

@@ -137,14 +137,11 @@ def _score(weights, tables, hidden_bnd, teacher_bnd, label_bn, *, drafter: Eagle
 
 def draw_positions(batch: Batch, settings: RolloutConfig, keys_b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Draws positions [b, n] whose first step predicts an answer token, and whether each exists: there may be fewer."""
-    length = batch.tokens_bt.shape[1]
-    everywhere_bs = jnp.broadcast_to(jnp.arange(length), batch.tokens_bt.shape)
+    everywhere_bs = jnp.broadcast_to(jnp.arange(batch.tokens_bt.shape[1]), batch.tokens_bt.shape)
     starts_bs = _loss_weights(batch, everywhere_bs, 1)[..., 0] > 0
     if not settings.anchors:
         return everywhere_bs, jnp.ones(starts_bs.shape, bool)
-    uniform_bs = jax.vmap(lambda key: jax.random.uniform(key, (length,)))(keys_b)
-    drawn_bn, index_bn = lax.top_k(jnp.where(starts_bs, uniform_bs, -1.0), settings.anchors)
-    return index_bn, drawn_bn >= 0
+    return blocks.draw_anchors(starts_bs, settings.anchors, keys_b)
 
 
 def _loss_weights(batch: Batch, index_bn: jax.Array, steps: int) -> jax.Array:

@@ -40,7 +40,7 @@ NonNegative, Positive = Annotated[float, Ge(0)], Annotated[float, Gt(0)]
 Probability = Annotated[float, Interval(gt=0, le=1)]
 
 WORDS = {  # patterns in pydantic's messages and their replacements
-    r"\w+ should (be|have) |Unable to parse \w+ \w+ as |, (unable|exceeded)[^,]*?(?= or |$)": "",
+    r"\w+ should (be|have) |Unable to parse \w+ \w+ as |, (unable|exceeded)[^,]*?(?= or |$)| after validation, not 0": "",
     r"an instance of Sequence|a valid (tuple|list)|'\w+' instances are not allowed as a Sequence value": "a list",
     "greater than or equal to": "at least",
     "less than or equal to": "at most",

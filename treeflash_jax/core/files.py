@@ -129,48 +129,36 @@ def write(path: str | os.PathLike, content: str | bytes) -> None:
             part.unlink(missing_ok=True)
 
 
-def check_folder(
-    target: str | os.PathLike, *, overwrite: bool = False, may_replace: Callable[[Path], bool] | None = None
-) -> None:
+def check_folder(target: str | os.PathLike, *, overwrite: bool = False) -> None:
     """Checks that `filled` can write a folder. Writes nothing.
 
     Args:
       target: folder; new or empty, unless `overwrite` is set.
       overwrite: allows the files to be replaced.
-      may_replace: with `overwrite`, predicate of a folder whose files may be replaced; None replaces any.
 
     Raises:
       ValueError: a file, a link, or a folder with files that may not be replaced.
     """
     target = Path(target)
     if target.is_dir() and not target.is_symlink():
-        if all(PART.fullmatch(entry.name) for entry in target.iterdir()):
-            return
-        if not overwrite:
+        if not (overwrite or all(PART.fullmatch(entry.name) for entry in target.iterdir())):
             raise ValueError(f"{target} exists; give a new folder")
-        if may_replace is not None and not may_replace(target):
-            raise ValueError(f"{target} holds files that treeflash_jax did not write; give a new folder")
     elif os.path.lexists(target):
         raise ValueError(f"{target} exists and is no folder but a file or a link; give a new folder")
 
 
 @contextmanager
-def filled(
-    target: str | os.PathLike, *, overwrite: bool = False, may_replace: Callable[[Path], bool] | None = None
-) -> Iterator[Path]:
+def filled(target: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Path]:
     """Yields a folder to write into; its files appear in `target` at the end, or not at all if writing fails.
 
     A new folder appears as a whole. In an existing folder, files are renamed one by one, config.json last; files of other
     names stay.
 
-    Args:
-      target, overwrite, may_replace: see `check_folder`.
-
     Raises:
       ValueError: see `check_folder`, or a folder that cannot be written.
     """
     target = Path(os.path.abspath(target))
-    check_folder(target, overwrite=overwrite, may_replace=may_replace)
+    check_folder(target, overwrite=overwrite)
     exists = target.is_dir()
     with _as_value_error(target):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -145,40 +145,20 @@ def all_finite(values: np.ndarray) -> bool:
 
 
 def read_slice(source: Tensor, spec: Spec, entry: Entry, index: tuple[slice, ...], plane: int | None = None) -> np.ndarray:
-    """Reads one slice of a weight, and only the part of the file that it needs.
+    """Reads one slice of a weight: of the file, its range of the outermost axis there, and all of the other axes.
 
     Args:
       plane: index of the tensor's first axis at which the weight is; None: the tensor has no further axis.
     """
-
-    def take(*at: slice) -> np.ndarray:
-        return source[at] if plane is None else source[(slice(plane, plane + 1), *at)][0]
-
-    view = entry.view(spec)
-    spans = [slice(*index[axis].indices(spec.shape[axis])[:2]) for axis in entry.order]
-    inner = view[entry.row_axes :]
-    width = math.prod(inner)
-    place = entry.part[0]
-    above, first = (place * math.prod(view[: entry.row_axes]), 0) if entry.part_axis == 0 else (0, place * width)
-    blocks = []
-    for span in _outer_ranges(view[: entry.row_axes], spans[: entry.row_axes]):
-        outer = slice(span.start + above, span.stop + above)
-        block = take(outer, slice(first, first + width)) if inner else take(outer)
-        blocks.append(block.reshape(-1, *inner)[(slice(None), *spans[entry.row_axes :])])
-    outer_shape = [span.stop - span.start for span in spans[: entry.row_axes]]
-    joined = (blocks[0] if len(blocks) == 1 else np.concatenate(blocks)).reshape(*outer_shape, *blocks[0].shape[1:])
-    return joined.transpose(np.argsort(entry.order))
-
-
-def _outer_ranges(view: tuple[int, ...], spans: list[slice]) -> Iterator[slice]:
-    """Yields contiguous ranges of the flattened outer axes that cover `spans`."""
-    below = math.prod(view[1:])
-    if all(span == slice(0, size) for span, size in zip(spans[1:], view[1:], strict=True)):
-        yield slice(spans[0].start * below, spans[0].stop * below)
-        return
-    for i in range(spans[0].start, spans[0].stop):
-        for inner in _outer_ranges(view[1:], spans[1:]):
-            yield slice(i * below + inner.start, i * below + inner.stop)
+    view, part = entry.view(spec), entry.part[0]
+    first, *others = (slice(*index[axis].indices(spec.shape[axis])[:2]) for axis in entry.order)
+    height, width = math.prod(view[: entry.row_axes]), math.prod(view[entry.row_axes :])
+    above, left = (part * height, 0) if entry.part_axis == 0 else (0, part * width)
+    below = height // view[0]  # lines of the tensor for each index of the outermost axis
+    at = [slice(above + first.start * below, above + first.stop * below), slice(left, left + width)]
+    at = at if entry.row_axes < len(view) else at[:1]
+    block = source[tuple(at)] if plane is None else source[(slice(plane, plane + 1), *at)][0]
+    return block.reshape(-1, *view[1:])[(slice(None), *others)].transpose(np.argsort(entry.order))
 
 
 def _pairs(specs: Any, entries: Any) -> Iterator[tuple[Spec, Entry]]:
