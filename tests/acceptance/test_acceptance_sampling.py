@@ -30,7 +30,7 @@ from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings
 from treeflash_jax.engine.planning import choose_tree
 from treeflash_jax.models import verifier
-from treeflash_jax.trees import BUILDERS, Bucket, TreeShape
+from treeflash_jax.trees import BUILDERS, Bucket
 
 VOCABULARY, NEW, PROMPT = 4, 6, (1, 2, 3, 1, 2, 0, 3, 0, 1, 1, 2, 3)  # every token occurs often: n-grams match
 BATCH = 40_000
@@ -178,7 +178,7 @@ def test_answers_have_it_with_every_drafter_tree_and_rule(weights, exact, monkey
 def test_answers_have_it_where_a_selector_chooses_the_tree(weights, exact):
     """The selector is an arbitrary function of its inputs."""
     buckets = (Bucket(1, 1, 0), Bucket(2, 0, 1), Bucket(1, 3, 0), Bucket(2, 1, 2), Bucket(3, 0, 2))
-    plan = planned("traversal", TREES["delayed"] | {"nodes": 7}, shape=TreeShape(trunk=buckets), policy=SelectorPolicy())
+    plan = planned("traversal", TREES["delayed"] | {"nodes": 7}, policy=SelectorPolicy(buckets))
     config = tree_selector.SelectorConfig(buckets=buckets, width=MODEL.hidden_size, pair="", rule=plan.rule)
     selector = parameters.initialize(tree_selector.specs(config), jax.random.key(11), scale=1.0)
     tokens, states = answers(weights, plan, selector, batches=2)

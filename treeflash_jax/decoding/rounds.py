@@ -191,16 +191,17 @@ def build_tree(
     """Returns the trees of `draft_tree`, given the drafter's expander.
 
     Args:
-      choice_b: index of each sequence's bucket, if the plan's shape lists buckets.
+      choice_b: index of each sequence's tree in `plan.policy.sizes`, with a selector.
     """
     builder = trees.BUILDERS[plan.builder]
     keys = (round_keys(state, DRAFT_STREAM),) if builder.draws else ()
     past = {"recent_b": recent_lengths(state)} if builder.reads_past(plan.shape) else {}
     past |= {} if choice_b is None else {"choice_b": choice_b}
+    sizes = {} if choice_b is None else {"buckets": plan.policy.sizes}
 
     def build(expander, anchor_b, past, *key_b):
         noise_bnc = trees.draw_noise(*key_b, expander, plan.num_nodes) if key_b else None
-        return builder.build(expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc, **past)
+        return builder.build(expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc, **past, **sizes)
 
     with jax.named_scope("tree"):
         build = partial(sharding.over_batch, build) if expander.is_table else build
