@@ -164,7 +164,7 @@ def test_answers_have_it_with_every_drafter_tree_and_rule(weights, exact, monkey
     builder, _, shape = choose_tree(config)
     fitting = [name for name, rule in RULES.items() if BUILDERS[builder].distribution_for(shape) in rule.DISTRIBUTIONS]
     monkeypatch.setitem(RULES, IN_TURN, in_turn(fitting))
-    made = parameters.initialize(drafters.of(drafter).specs(drafter), jax.random.key(1), scale=0.7)
+    made = parameters.initialize(drafters.get(drafter).specs(drafter), jax.random.key(1), scale=0.7)
     pair = weights.replace(drafter=made)
     plan = replace(TreeFlash(MODEL, pair, drafter=drafter).plan(config), rule=IN_TURN, prefill_chunk=len(PROMPT))
     tokens, states = answers(pair, plan, size=EACH * len(fitting), new=4)

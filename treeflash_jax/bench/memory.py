@@ -111,7 +111,7 @@ def compile_programs(
 
     weights = Weights(parameters.abstract(verifier.specs(plan.verifier, quantize), dtype, mesh))
     if plan.drafts:
-        weights = weights.replace(drafter=parameters.abstract(drafters.of(plan.drafter).specs(plan.drafter), dtype, mesh))
+        weights = weights.replace(drafter=parameters.abstract(drafters.get(plan.drafter).specs(plan.drafter), dtype, mesh))
     inputs = make_batch([], GenerateConfig(), batch_size=batch, capacity=capacity, stop_ids=(), dtype=dtype)
     with running(mesh, "weights and caches fit, but not the rest"):
         notify("compiling the prefill")

@@ -181,7 +181,7 @@ class Bench:
         units = self.sizes["batch"] * self.sizes["context"]
         self.add("prefill", None, prefill, partial(self.repeated, lambda state: inputs), most=4, units=units)
         value = None
-        for name in drafters.of(first.drafter).STAGES:
+        for name in drafters.get(first.drafter).STAGES:
             value = self.run(name, None, DRAFT, lambda state, given=value: (weights, state, given), plan=first, name=name)
         for plan, whole in zip(self.plans, rounds, strict=True):
             self._run_tree(plan, value)

@@ -125,7 +125,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
         for other in loaded.values():
             if other.model.dtype == model.dtype:  # keeps one copy of the verifier
                 model.weights = Weights(other.model.weights.verifier, model.weights.drafter)
-        kinds = draft_options(), drafters.of(model.drafter).OPTIONS
+        kinds = draft_options(), drafters.get(model.drafter).OPTIONS
         known, options = ({option.name for option in fields(kind)} for kind in kinds)
         missing = known - options if len(labels) > 1 else set()
         for name, system in chosen.items():

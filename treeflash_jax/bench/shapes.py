@@ -173,7 +173,7 @@ def random_pair(
     No matrix is zero, since zeros multiply faster than other numbers. Weights that start training from zero are small, so
     that trees fill up as those of a trained head.
     """
-    specs = verifier.specs(model), drafters.of(drafter).specs(drafter)
+    specs = verifier.specs(model), drafters.get(drafter).specs(drafter)
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs, is_leaf=is_spec))))
 
     def draw(spec: Spec, scheme: str | None) -> jax.Array:

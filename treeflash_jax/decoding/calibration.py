@@ -154,7 +154,7 @@ def make_identity(weights: Weights, plan: DecodePlan, mesh: Any) -> dict[str, An
         "dtype": str(weights.verifier["embed"].dtype),
         "quantize": quantized.quantization_scheme(weights.verifier),
         "jax": jax.__version__,
-        **drafters.of(plan.drafter).identity(plan.drafter, plan.draft),
+        **drafters.get(plan.drafter).identity(plan.drafter, plan.draft),
         "attention": plan.attention,
     }
 

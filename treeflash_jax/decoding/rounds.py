@@ -161,7 +161,7 @@ def draft_tree(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[
 def draft_expander(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.Expander:
     """Runs all stages of the drafter."""
     value = None
-    for name in drafters.of(plan.drafter).STAGES:
+    for name in drafters.get(plan.drafter).STAGES:
         value = draft_stage(weights, state, value, plan, name)
     return value
 
@@ -182,7 +182,7 @@ def draft_stage(weights: Weights, state: DecodeState, value: Any, plan: DecodePl
         attention=plan.attention,
     )
     with jax.named_scope(name):
-        return drafters.of(plan.drafter).STAGES[name](inputs, value)
+        return drafters.get(plan.drafter).STAGES[name](inputs, value)
 
 
 def build_tree(
@@ -223,7 +223,7 @@ def extend_drafter(
     weights: Weights, drafter: Any, plan: DecodePlan, features_btj: jax.Array, tokens_bt: jax.Array, count_b: jax.Array
 ) -> Any:
     """Returns the drafter's state after committed positions; see `drafters.Drafter.extend`."""
-    return drafters.of(plan.drafter).extend(
+    return drafters.get(plan.drafter).extend(
         weights.drafter, weights.verifier, plan.drafter, drafter, features_btj, tokens_bt, count_b, attention=plan.attention
     )
 

@@ -56,7 +56,7 @@ def footprint(
     count = Counter(dtype=dtype, batch=batch, mesh=mesh)
     drafter_bytes = drafter_cache = 0
     if drafter is not None:
-        kind = drafters.of(drafter)
+        kind = drafters.get(drafter)
         drafter_bytes = count.weights(kind.specs(drafter)).bytes
         state = jax.eval_shape(lambda: kind.init(drafter, batch, capacity, dtype))
         drafter_cache = sum(jax.tree.leaves(jax.tree.map(count.array_bytes, state, state.axes()))) if drafts else 0
