@@ -101,8 +101,7 @@ def compile_programs(
 ) -> tuple[Any, Any]:
     """Compiles the prefill and decode programs of a plan for the mesh's devices, from shapes alone.
 
-    Raises:
-      ValueError: the compiler finds no room for them.
+    Raises ValueError if the compiler finds no room for them.
     """
 
     def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:

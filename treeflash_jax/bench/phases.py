@@ -126,8 +126,7 @@ class Bench:
         Args:
           plans: plans that draft; alike in everything but nodes.
 
-        Raises:
-          ValueError: logits that are not finite, or too little memory on the devices.
+        Raises ValueError for logits that are not finite, or too little memory on the devices.
         """
         self.model, self.plans, self.weights, self.notify = model, list(plans), model.weights, notify
         self.where, self.timed = f"batch {batch}, context {context}", list[Timed]()
@@ -234,8 +233,7 @@ class Bench:
     def add_rounds(self, phase: str, nodes: int | None, program: Future, fields: dict[str, Any]) -> None:
         """Adds a program of `compile_rounds`; its rounds are one dispatch and begin at the end of the prompts.
 
-        Raises:
-          RuntimeError: a dispatch that ended before its last round, whose time would be that of fewer rounds.
+        Raises RuntimeError for a dispatch that ended before its last round, whose time would be that of fewer rounds.
         """
 
         def prepare(run: Callable[..., Any], calls: int) -> Callable[[], Any]:

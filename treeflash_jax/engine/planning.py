@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from treeflash_jax import drafters
 from treeflash_jax.acceptance import check_lossless
 from treeflash_jax.core import devices
-from treeflash_jax.core.checks import checked, clipped, fit, quoted, suggestion
+from treeflash_jax.core.checks import checked, clipped, expect, fit, quoted, suggestion
 from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters import DrafterSizes
@@ -41,10 +41,6 @@ def resolve(
     if config.builder is None and drafter is None:
         _refuse_changed(config, _drafting_settings(), NO_DRAFTER)
         config = replace(config, builder="none")
-
-    def expect(ok: bool, what: str, got: Any, expected: str) -> None:
-        if not ok:
-            raise ValueError(f"got {what} {quoted(got)}, expected {expected}")
 
     if config.builder != "none":
         expect(drafter is not None, "builder", config.builder, f"'none': {NO_DRAFTER}")
