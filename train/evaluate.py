@@ -51,7 +51,7 @@ def make_tau_measure(
       pair: the verifier, and the config of the drafter.
       frozen: the drafter's other weights, by name.
     """
-    config, options = settings.evaluate, drafters.of(pair.drafter).OPTIONS
+    config, options = settings.evaluate, drafters.get(pair.drafter).OPTIONS
     prompts, known = held_out_prompts(corpus, config.prompts), dict[str, float]()
     cast = devices.jit(lambda params: gather(params, stage.specs, stage.compute_dtype))
     sizes = {name: config.candidates for name in ("candidates", "children") if hasattr(options, name)}
@@ -80,7 +80,7 @@ def make_tau_measure(
 
 def assemble(drafter: DrafterSizes, parts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the weights of a drafter from its parts, by name; parts without weights may be missing."""
-    return {name: parts.get(name, {}) for name in drafters.of(drafter).specs(drafter)}
+    return {name: parts.get(name, {}) for name in drafters.get(drafter).specs(drafter)}
 
 
 def held_out_prompts(corpus: packing.Corpus, count: int) -> list[list[int]]:

@@ -79,7 +79,7 @@ def main(settings: ExportStage) -> None:
     drafter = trained.recorded_config(model)
     temperature = settings.drafter_temperature or drafter.drafter_temperature
     drafter = dataclasses.replace(drafter, drafter_temperature=temperature, sampled_above=settings.sampled_above or None)
-    dialect = settings.dialect or drafters.of(drafter).DIALECT
+    dialect = settings.dialect or drafters.get(drafter).DIALECT
     models.writable(dialect).to_hf(drafter)  # refused before weights are read
     step, params = read_params(settings, trained, make_stage(trained, model, drafter))
     whole = assemble(drafter, trained.stored(drafter) | params)

@@ -23,6 +23,7 @@ from train import respond
 from train.data import packing
 from train.runtime import hosts, run_config, watch
 from treeflash_jax.bench import harness, report
+from treeflash_jax.bench.bench_records import read_kept
 from treeflash_jax.bench.harness import System
 from treeflash_jax.bench.prompt_sets import BenchPrompt
 from treeflash_jax.core import devices, files
@@ -66,7 +67,7 @@ class MeasureStage:
 
 
 def main(settings: MeasureStage) -> None:
-    files.check_output(settings.out, files.json_with("settings", "trial", "systems", "options"))
+    read_kept(settings.out, "settings", "trial", "systems", "options")  # refuses to replace another file
     measured = measure(settings)
     files.write(settings.out, json.dumps(measured, indent=1) + "\n")
     if hosts.is_first():

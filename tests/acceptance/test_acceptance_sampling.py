@@ -18,7 +18,7 @@ from conftest import RANDOM_DRAFTER, RANDOM_MODEL
 from scipy import stats
 
 from treeflash_jax import GenerateConfig, TreeFlash, drafters
-from treeflash_jax.acceptance import RULES, recursive
+from treeflash_jax.acceptance import RULES
 from treeflash_jax.acceptance.draws import make_rule, reject_all, walk_down
 from treeflash_jax.core import parameters
 from treeflash_jax.decoding import tree_selector
@@ -30,7 +30,7 @@ from treeflash_jax.drafters.block import backbone
 from treeflash_jax.drafters.block.heads import HEADS, DraftSettings
 from treeflash_jax.engine.planning import choose_tree
 from treeflash_jax.models import verifier
-from treeflash_jax.trees import BUILDERS, Bucket, TreeShape
+from treeflash_jax.trees import BUILDERS, Bucket
 
 VOCABULARY, NEW, PROMPT = 4, 6, (1, 2, 3, 1, 2, 0, 3, 0, 1, 1, 2, 3)  # every token occurs often: n-grams match
 BATCH = 40_000
@@ -164,7 +164,7 @@ def test_answers_have_it_with_every_drafter_tree_and_rule(weights, exact, monkey
     builder, _, shape = choose_tree(config)
     fitting = [name for name, rule in RULES.items() if BUILDERS[builder].distribution_for(shape) in rule.DISTRIBUTIONS]
     monkeypatch.setitem(RULES, IN_TURN, in_turn(fitting))
-    made = parameters.initialize(drafters.of(drafter).specs(drafter), jax.random.key(1), scale=0.7)
+    made = parameters.initialize(drafters.get(drafter).specs(drafter), jax.random.key(1), scale=0.7)
     pair = weights.replace(drafter=made)
     plan = replace(TreeFlash(MODEL, pair, drafter=drafter).plan(config), rule=IN_TURN, prefill_chunk=len(PROMPT))
     tokens, states = answers(pair, plan, size=EACH * len(fitting), new=4)
@@ -178,7 +178,7 @@ def test_answers_have_it_with_every_drafter_tree_and_rule(weights, exact, monkey
 def test_answers_have_it_where_a_selector_chooses_the_tree(weights, exact):
     """The selector is an arbitrary function of its inputs."""
     buckets = (Bucket(1, 1, 0), Bucket(2, 0, 1), Bucket(1, 3, 0), Bucket(2, 1, 2), Bucket(3, 0, 2))
-    plan = planned("traversal", TREES["delayed"] | {"nodes": 7}, shape=TreeShape(trunk=buckets), policy=SelectorPolicy())
+    plan = planned("traversal", TREES["delayed"] | {"nodes": 7}, policy=SelectorPolicy(buckets))
     config = tree_selector.SelectorConfig(buckets=buckets, width=MODEL.hidden_size, pair="", rule=plan.rule)
     selector = parameters.initialize(tree_selector.specs(config), jax.random.key(11), scale=1.0)
     tokens, states = answers(weights, plan, selector, batches=2)
@@ -196,7 +196,7 @@ def test_a_biased_rule_is_rejected(weights, exact, monkeypatch):
         last_b = walk_down(tree, draws, reject_all(draws).chance_bx, coins_bx)
         return last_b, jnp.take_along_axis(draws.p_bnc, last_b[:, None, None], axis=1)[:, 0]
 
-    biased = SimpleNamespace(walk=make_rule(recursive.chances, stop)[1])
+    biased = SimpleNamespace(walk=make_rule(lambda tree, draws: None, stop)[1])
     monkeypatch.setitem(RULES, "biased", biased)
     tokens, _ = answers(weights, planned("biased", TREES["without-replacement"]), batches=1)
     assert p_value(tokens, exact) < 1e-9

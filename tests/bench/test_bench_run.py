@@ -335,9 +335,13 @@ def test_bad_drafters_and_sizes_end_with_one_line(tmp_path, capsys, pair, words)
 
 
 def test_published_formats_and_draw(fake):
-    assert prompt_sets.format_turn("1 + {turn}?", "chat") == prompt_sets.format_turn("1 + {turn}?", "raw") == "1 + {turn}?"
+    def worded(turn, format):
+        chat = prompt_sets.make_chat(prompt_sets.BenchPrompt(id="1", turns=(turn,)), format, [])
+        return chat if format == "raw" else chat[0]["content"]
+
+    assert worded("1 + {turn}?", "chat") == worded("1 + {turn}?", "raw") == "1 + {turn}?"
     boxed = "Q\nPlease reason step by step, and put your final answer within \\boxed{}."
-    assert prompt_sets.format_turn("def f():", "humaneval").endswith("passes the tests:\n```python\ndef f():\n```")
+    assert worded("def f():", "humaneval").endswith("passes the tests:\n```python\ndef f():\n```")
     every = prompt_sets.read_prompts(prompt_sets.BUNDLED)
     chosen = sorted(random.Random(42).sample(range(len(every)), 5))
     assert prompt_sets.draw(every, 5) == [every[i] for i in chosen]

@@ -81,7 +81,7 @@ def test_features_by_hand():
     proposal = SimpleNamespace(log_q_bnc=log_q_bnc, support_bnc=support_bnc)
     verified = rounds.Verified(logits_bnv, jnp.arange(4.0).reshape(2, 2, 1), None)
     accepted = accepting.Accepted(jnp.asarray([[0, 1, 0]] * 2), jnp.asarray([2, 2]), None, None, None)
-    left = SelectorPolicy().observe(SimpleNamespace(sampling=sampling), proposal, verified, accepted)
+    left = SelectorPolicy(()).observe(SimpleNamespace(sampling=sampling), proposal, verified, accepted)
     assert left.hidden_bj.tolist() == [[1.0], [3.0]]
     entropy = 1.75 * np.log(2)  # of the verifier at temperature 1, before filters
     drafted = -(0.2 * np.log(0.2) + 0.8 * np.log(0.8))

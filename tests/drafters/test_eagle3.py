@@ -63,7 +63,7 @@ def drafted(params, tables, config, state, depths: int):
 def run(params, tables, features_btj, tokens_bt, *, config):
     """The same positions in one call, one by one, and beside padding; then a few steps on the likeliest tokens."""
     batch, length = tokens_bt.shape
-    extend = partial(drafters.of(config).extend, params, tables, config, attention="xla")
+    extend = partial(drafters.get(config).extend, params, tables, config, attention="xla")
     nothing = eagle3.init(config, batch, SLOTS, jnp.float64)
     whole = extend(nothing, features_btj, tokens_bt, jnp.full(batch, length))
 

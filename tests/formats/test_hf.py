@@ -125,7 +125,7 @@ EITHER_ROPE = {"theta and scaling": "rope_parameters", "parameters": "rope_theta
 def test_every_dialect_states_what_other_programs_read(tmp_path, dialect, other):
     """Both rope schemas, each of them enough; tapped layers in the dialect's counting; mask token and dtype."""
     config = WRITTEN[dialect]
-    params = fresh(drafters.of(config).specs(config), dtype=jnp.bfloat16)
+    params = fresh(drafters.get(config).specs(config), dtype=jnp.bfloat16)
     models.save_drafter(tmp_path, config, params, dialect=dialect)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["dtype"] == "bfloat16"

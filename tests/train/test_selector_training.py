@@ -38,7 +38,7 @@ def test_a_label_is_what_enumeration_gives(float64, rule, which):
     p = toys.random_verifier(0, 3, 3)
     world = cases.World(3, 2, p, toys.random_drafter(0, p, 3, 2, 3, ends=0.0))
     nodes = max(bucket.nodes for bucket in BUCKETS)
-    shape = TreeShape(trunk=BUCKETS)
+    shape = TreeShape()
     for bucket in which:
         draft = lambda run, b=bucket: toys.draft_paths(world.drafter, run, b.nodes, b.branches, b.trunk, 2)  # noqa: E731
         case = cases.Case("delayed", nodes, shape, lambda drafter, run, depths, draft=draft: draft(run))
@@ -49,7 +49,7 @@ def test_a_label_is_what_enumeration_gives(float64, rule, which):
         noise = jnp.asarray(world.noise(case, drafts))
         choice_b, anchor_b = jnp.full(len(drafts), BUCKETS.index(bucket)), jnp.zeros(len(drafts), jnp.int32)
         build = trees.BUILDERS["delayed"].build
-        tree, proposal = build(world.table(len(drafts)), anchor_b, nodes, shape, noise, choice_b=choice_b)
+        tree, proposal = build(world.table(len(drafts)), anchor_b, nodes, shape, noise, buckets=BUCKETS, choice_b=choice_b)
         prefixes = [cases.read(tree, proposal, b, 3)[0] for b in range(len(drafts))]
         logits = jnp.asarray(np.stack([cases.node_logits(world.unfiltered, prefix, nodes) for prefix in prefixes]))
         weights_bn = acceptance.RULES[rule].weights(tree, proposal, cases.target_distribution(logits))

@@ -131,7 +131,7 @@ def expected_lengths(weights: Weights, state: DecodeState, *, draws: int, plan: 
 
     The length is the mean, over `draws` trees, of the rule's exact expectation given the tree.
     """
-    buckets = plan.shape.trunk
+    buckets = plan.policy.sizes
     expander = rounds.draft_expander(weights, state, plan)
 
     def expected_length(pair: jax.Array) -> jax.Array:

@@ -192,7 +192,7 @@ def copy_weights(tree: Any) -> Any:
 def make_stage(settings: DraftingStage, model: ModelConfig, drafter: Any, mesh: Any = None) -> Stage:
     """Divides a drafter's weights into trained and frozen ones by `settings.trains`, and chooses the attention."""
     settings = replace(settings, attention=devices.describe_mesh(mesh).training_attention(settings.attention))
-    specs = drafters.of(drafter).specs(drafter)
+    specs = drafters.get(drafter).specs(drafter)
     others = {name: tree for name, tree in specs.items() if name not in settings.trains and tree}
     return Stage(
         specs={name: specs[name] for name in settings.trains if name in specs},

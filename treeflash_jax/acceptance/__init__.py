@@ -12,8 +12,9 @@ A rule is one file with one line in RULES. It has:
 
 Arguments are a `trees.DraftTree`, the `trees.Proposal` its nodes were drawn from (None for deterministic trees), the
 verifier's `TargetDistribution` at every node, and `Noise`. `draws.make_rule` makes both functions for rules that test
-draws: they read p on the support of every node's children and its mass off it, and form one vector over the vocabulary,
-for the last accepted node.
+draws, and `draws.make_top_down_rule` for those of them that go from the root to a child that its test accepts: they read p
+on the support of every node's children and its mass off it, and form one vector over the vocabulary, for the last accepted
+node.
 
 Coins are keyed by round, not by text position: after a round that ended early, the next one would reuse coins that had
 already rejected at the same positions, and block and traversal rules would not be lossless.

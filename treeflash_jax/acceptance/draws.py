@@ -229,6 +229,27 @@ def make_rule(
     return partial(over_draws, chances), walk
 
 
+def make_top_down_rule(
+    test_draws: Callable[[Draws], tuple[jax.Array, jax.Array]], *, sampled_ranks: int | None = None
+) -> tuple[Callable, Callable]:
+    """Returns `weights` and `walk` of a rule that goes from the root to the first child that its test accepts.
+
+    Args:
+      test_draws: draws -> the probability that each draw is accepted once earlier ones were rejected [b, x], and the
+        remainder of p on the support of every node [b, n, c].
+    """
+
+    def chances(tree: DraftTree, draws: Draws) -> jax.Array:
+        return reach(tree, draws, test_draws(draws)[0])
+
+    def stop(tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
+        chance_bx, left_bnc = test_draws(draws)
+        last_b = walk_down(tree, draws, chance_bx, coins_bx)
+        return last_b, pick(left_bnc, last_b[:, None])[:, 0]
+
+    return make_rule(chances, stop, sampled_ranks=sampled_ranks)
+
+
 def _to_nodes(value_bx: jax.Array, where_bx: jax.Array, node_bx: jax.Array, like_bn: jax.Array) -> jax.Array:
     """Sums values by node, [b, n]."""
     zero_n = jnp.zeros_like(like_bn[0])

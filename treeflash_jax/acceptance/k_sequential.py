@@ -13,33 +13,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from treeflash_jax.acceptance.draws import Draws, make_rule, reach, walk_down
-from treeflash_jax.trees import DraftTree, pick
+from treeflash_jax.acceptance.draws import Draws, make_top_down_rule
+from treeflash_jax.trees import pick
 
 DISTRIBUTIONS = ("one path", "paths", "delayed")
 NEEDS = "siblings drawn independently, with replacement"
 
 
-def _weights(tree: DraftTree, draws: Draws) -> jax.Array:
-    """Returns P(all moves from the root to a node), [b, n]."""
-    return reach(tree, draws, _chances(draws, _solve(draws)[0]))
-
-
-def _stop(tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Goes to the first child that its test accepts, until there is none."""
+def _test_draws(draws: Draws) -> tuple[jax.Array, jax.Array]:
+    """Returns min(1, p / (rho q)) of every draw, [b, x], and the remainder of p on the support, [b, n, c]."""
     rho_bn, count_bn = _solve(draws)
-    last_b = walk_down(tree, draws, _chances(draws, rho_bn), coins_bx)
+    scaled_bx = draws.gather(draws.q_bnc) * pick(rho_bn, draws.parent_bx)
+    chance_bx = jnp.minimum(draws.gather(draws.p_bnc) / jnp.where(scaled_bx > 0, scaled_bx, 1), 1)
     beta_bn = _beta(draws, rho_bn)
     hit_bn = -jnp.expm1(count_bn * jnp.log1p(-jnp.minimum(beta_bn, 1)))
     per_beta_bn = jnp.where(beta_bn > 0, hit_bn / jnp.where(beta_bn > 0, beta_bn, 1), 0)
     used_bnc = jnp.minimum(draws.p_bnc / rho_bn[..., None], draws.q_bnc) * per_beta_bn[..., None]
-    return last_b, pick(jnp.maximum(draws.p_bnc - used_bnc, 0), last_b[:, None])[:, 0]
-
-
-def _chances(draws: Draws, rho_bn: jax.Array) -> jax.Array:
-    scaled_bx = draws.gather(draws.q_bnc) * pick(rho_bn, draws.parent_bx)
-    chance_bx = jnp.minimum(draws.gather(draws.p_bnc) / jnp.where(scaled_bx > 0, scaled_bx, 1), 1)
-    return chance_bx * draws.is_draw_bx
+    return chance_bx * draws.is_draw_bx, jnp.maximum(draws.p_bnc - used_bnc, 0)
 
 
 def _beta(draws: Draws, rho_bn: jax.Array) -> jax.Array:
@@ -64,4 +54,4 @@ def _solve(draws: Draws) -> tuple[jax.Array, jax.Array]:
     return lax.fori_loop(0, steps, halve, (one_bn, jnp.maximum(count_bn, 1)))[1], count_bn
 
 
-weights, walk = make_rule(_weights, _stop)
+weights, walk = make_top_down_rule(_test_draws)

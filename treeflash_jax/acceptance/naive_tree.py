@@ -10,8 +10,8 @@ Source: NaiveTree in arXiv 2602.16994; SpecHub and greedy drafting (arXiv 2502.1
 from __future__ import annotations
 
 from treeflash_jax.acceptance import recursive
-from treeflash_jax.acceptance.draws import make_rule
+from treeflash_jax.acceptance.draws import make_top_down_rule
 
 DISTRIBUTIONS, NEEDS = recursive.DISTRIBUTIONS, recursive.NEEDS
 
-weights, walk = make_rule(recursive.chances, recursive.stop, sampled_ranks=1)
+weights, walk = make_top_down_rule(recursive.test_draws, sampled_ranks=1)

@@ -12,23 +12,16 @@ from __future__ import annotations
 
 import jax
 
-from treeflash_jax.acceptance.draws import Draws, make_rule, reach, reject_all, walk_down
-from treeflash_jax.trees import DraftTree, pick
+from treeflash_jax.acceptance.draws import Draws, make_top_down_rule, reject_all
 
 DISTRIBUTIONS = ("one path", "paths", "delayed", "without-replacement", "hybrid")
 NEEDS = "sampled nodes with their distribution"
 
 
-def chances(tree: DraftTree, draws: Draws) -> jax.Array:
-    """Returns P(all moves from the root to a node), [b, n]."""
-    return reach(tree, draws, reject_all(draws).chance_bx)
-
-
-def stop(tree: DraftTree, draws: Draws, coins_bx: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Goes to the first child that its test accepts, until there is none."""
+def test_draws(draws: Draws) -> tuple[jax.Array, jax.Array]:
+    """Returns min(1, r / q_x) of every draw, [b, x], and r after the last test of every node, [b, n, c]."""
     tested = reject_all(draws)
-    last_b = walk_down(tree, draws, tested.chance_bx, coins_bx)
-    return last_b, pick(tested.left_bnc, last_b[:, None])[:, 0]
+    return tested.chance_bx, tested.left_bnc
 
 
-weights, walk = make_rule(chances, stop)
+weights, walk = make_top_down_rule(test_draws)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,8 +30,7 @@ def read_jsonl(path: str | Path, *, unfinished_tail: bool = False) -> tuple[list
     Args:
       unfinished_tail: leaves out a last line that was cut off in the middle, with a warning.
 
-    Raises:
-      ValueError: a file that cannot be read, or a line that is no JSON object.
+    Raises ValueError for a file that cannot be read, or a line that is no JSON object.
     """
     try:
         lines = files.regular(path, streams=True).read_bytes().splitlines(keepends=True)
@@ -57,8 +57,7 @@ def read_jsonl(path: str | Path, *, unfinished_tail: bool = False) -> tuple[list
 def read_records(path: str | Path) -> tuple[list[Record], int]:
     """Reads the records of one run, and the number of bytes that they take. A last record that was cut off is left out.
 
-    Raises:
-      ValueError: malformed lines, another schema version, an answer given twice, records of several runs.
+    Raises ValueError for malformed lines, another schema version, an answer given twice, records of several runs.
     """
     objects, size = read_jsonl(path, unfinished_tail=True)
     seen, firsts = set(), dict[str, Record]()
@@ -104,13 +103,8 @@ def is_comparable(record: Record, other: Record) -> bool:
 
 def read_results(path: str | Path) -> tuple[list[Record], int]:
     """Like `read_records`, but the file may not exist yet. Also raises ValueError if it cannot be written."""
-    files.check_output(path)
-    if not Path(path).exists():
-        return [], 0
-    records, size = read_records(path)
-    tail = Path(path).read_bytes()[size:]
-    if not tail.startswith(RECORD_START[: len(tail)]):
-        raise ValueError(f"{path} holds something else than results of this command; write to another file")
+    records, size = read_records(path) if Path(path).is_file() else ([], 0)
+    files.check_output(path, lambda content: RECORD_START.startswith(content[size:][: len(RECORD_START)]))
     return records, size
 
 
@@ -127,10 +121,15 @@ def open_results(path: str | Path, size: int) -> BinaryIO:
 def read_kept(path: str | Path | None, *keys: str, inside: bool = False) -> dict[str, Any]:
     """Reads the JSON file to which a command adds its results; {} for None, or if there is none yet.
 
-    Raises:
-      ValueError: a file without these keys or, with `inside`, with values that lack them; it must not be replaced.
+    Raises ValueError for a file without these keys or, with `inside`, with values that lack them; it must not be replaced.
     """
     if path is None:
         return {}
-    files.check_output(path, files.json_with(*keys, inside=inside))
-    return read_json(path) if Path(path).exists() and Path(path).stat().st_size else {}
+    files.check_output(path)
+    if not Path(path).exists() or not Path(path).stat().st_size:
+        return {}
+    with suppress(ValueError, AttributeError):  # no JSON object, or not one of objects
+        kept = read_json(path)
+        if all(set(keys) <= part.keys() for part in (kept.values() if inside else [kept])):
+            return kept
+    raise ValueError(f"{path} holds something else than results of this command; write to another file")

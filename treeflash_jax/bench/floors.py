@@ -49,7 +49,7 @@ def phase_work(
     """
     count = Counter(dtype=dtype, batch=batch, context=context, mesh=mesh)
     model, drafter, nodes, path = plan.verifier, plan.drafter, plan.num_nodes, plan.path_length
-    module = drafters.of(drafter)
+    module = drafters.get(drafter)
 
     def verify(tokens: int) -> Work:
         read = (experts or {}).get(tokens)

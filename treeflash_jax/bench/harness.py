@@ -22,7 +22,7 @@ import jax
 import treeflash_jax as tf
 from treeflash_jax.bench.bars import Notify
 from treeflash_jax.bench.bench_records import SCHEMA, Record, is_comparable, record_key
-from treeflash_jax.bench.prompt_sets import BenchPrompt, format_turn
+from treeflash_jax.bench.prompt_sets import BenchPrompt, make_chat
 from treeflash_jax.bench.shapes import describe_tree
 from treeflash_jax.cli.check import divergence, explanation
 from treeflash_jax.core import devices
@@ -53,8 +53,7 @@ class System:
     def answer(self, prompts: list[Any], temperature: float, seeds: list[int]) -> list[tf.Result]:
         """Answers a batch of prompts, each with its own seed; the seconds of a result are its share of those of the call.
 
-        Raises:
-          KeyboardInterrupt: Ctrl-C while decoding; half an answer is no measurement.
+        Raises KeyboardInterrupt after Ctrl-C while decoding: half an answer is no measurement.
         """
         config = replace(self.config, temperature=temperature, seed=0)
         with warnings.catch_warnings():
@@ -146,17 +145,13 @@ def converse(
     system: System, prompts: Sequence[BenchPrompt], format: str, temperature: float, seed: int
 ) -> list[list[tf.Result]]:
     """Answers all turns of prompts, a call per turn, after the answers before it; returns results by prompt and turn."""
-    chats: list[Any] = [list(prompt.opening) for prompt in prompts]
     answers: list[list[tf.Result]] = [[] for _ in prompts]
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
         places = [i for i, prompt in enumerate(prompts) if turn < len(prompt.turns)]
-        for i in places:
-            chats[i].append({"role": "user", "content": format_turn(prompts[i].turns[turn], format)})
-        inputs = [prompts[i].ids or (tf.Text(chats[i][0]["content"]) if format == "raw" else chats[i]) for i in places]
-        results = system.answer(inputs, temperature, [prompts[i].seed(seed) for i in places])
+        chats = [make_chat(prompts[i], format, [result.text for result in answers[i]]) for i in places]
+        results = system.answer(chats, temperature, [prompts[i].seed(seed) for i in places])
         for i, result in zip(places, results, strict=True):
             answers[i].append(result)
-            chats[i].append({"role": "assistant", "content": result.text})
     return answers
 
 

@@ -101,8 +101,7 @@ def compile_programs(
 ) -> tuple[Any, Any]:
     """Compiles the prefill and decode programs of a plan for the mesh's devices, from shapes alone.
 
-    Raises:
-      ValueError: the compiler finds no room for them.
+    Raises ValueError if the compiler finds no room for them.
     """
 
     def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -111,7 +110,7 @@ def compile_programs(
 
     weights = Weights(parameters.abstract(verifier.specs(plan.verifier, quantize), dtype, mesh))
     if plan.drafts:
-        weights = weights.replace(drafter=parameters.abstract(drafters.of(plan.drafter).specs(plan.drafter), dtype, mesh))
+        weights = weights.replace(drafter=parameters.abstract(drafters.get(plan.drafter).specs(plan.drafter), dtype, mesh))
     inputs = make_batch([], GenerateConfig(), batch_size=batch, capacity=capacity, stop_ids=(), dtype=dtype)
     with running(mesh, "weights and caches fit, but not the rest"):
         notify("compiling the prefill")

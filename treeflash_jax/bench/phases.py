@@ -126,8 +126,7 @@ class Bench:
         Args:
           plans: plans that draft; alike in everything but nodes.
 
-        Raises:
-          ValueError: logits that are not finite, or too little memory on the devices.
+        Raises ValueError for logits that are not finite, or too little memory on the devices.
         """
         self.model, self.plans, self.weights, self.notify = model, list(plans), model.weights, notify
         self.where, self.timed = f"batch {batch}, context {context}", list[Timed]()
@@ -181,7 +180,7 @@ class Bench:
         units = self.sizes["batch"] * self.sizes["context"]
         self.add("prefill", None, prefill, partial(self.repeated, lambda state: inputs), most=4, units=units)
         value = None
-        for name in drafters.of(first.drafter).STAGES:
+        for name in drafters.get(first.drafter).STAGES:
             value = self.run(name, None, DRAFT, lambda state, given=value: (weights, state, given), plan=first, name=name)
         for plan, whole in zip(self.plans, rounds, strict=True):
             self._run_tree(plan, value)
@@ -234,8 +233,7 @@ class Bench:
     def add_rounds(self, phase: str, nodes: int | None, program: Future, fields: dict[str, Any]) -> None:
         """Adds a program of `compile_rounds`; its rounds are one dispatch and begin at the end of the prompts.
 
-        Raises:
-          RuntimeError: a dispatch that ended before its last round, whose time would be that of fewer rounds.
+        Raises RuntimeError for a dispatch that ended before its last round, whose time would be that of fewer rounds.
         """
 
         def prepare(run: Callable[..., Any], calls: int) -> Callable[[], Any]:

@@ -17,8 +17,7 @@ Lines = Mapping[str, Mapping[float, float]]  # by label, y by x
 def check(path: str | Path | None) -> None:
     """Refuses, before anything is measured, a figure that cannot be drawn or that would replace another file.
 
-    Raises:
-      ValueError: no matplotlib, an unknown kind of file, or a path that cannot or must not be written.
+    Raises ValueError without matplotlib, or for an unknown kind of file or a path that cannot or must not be written.
     """
     if path is None:
         return

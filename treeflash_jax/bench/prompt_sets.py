@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,6 @@ class BenchPrompt:
         texts = self.ids or (self.turns if self.system is None else (self.system, self.turns))
         return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
-    @property
-    def opening(self) -> list[dict[str, str]]:
-        """Messages before the first user turn."""
-        return [] if self.system is None else [{"role": "system", "content": self.system}]
-
     def seed(self, seed: int) -> int:
         """Makes the seed of this prompt's random numbers from a seed and the prompt's id."""
         return zlib.crc32(f"{seed} {self.id}".encode())
@@ -112,18 +108,19 @@ def draw(prompts: list[BenchPrompt], limit: int | None) -> list[BenchPrompt]:
     return [prompts[i] for i in sorted(random.Random(PUBLISHED_DRAW).sample(range(len(prompts)), limit))]
 
 
-def format_turn(turn: str, format: str) -> str:
-    return FORMATS[format].replace("{turn}", turn)
+def make_chat(prompt: BenchPrompt, format: str, answers: Sequence[str | None]) -> Any:
+    """Makes the prompt of the turn after these answers, in a form that `generate` takes."""
+    if prompt.ids:
+        return prompt.ids
+    turns = [FORMATS[format].replace("{turn}", turn) for turn in prompt.turns]
+    if format == "raw":
+        return Text(turns[0])
+    chat = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    for turn, answer in zip(turns, answers, strict=False):
+        chat += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
+    return [*chat, {"role": "user", "content": turns[len(answers)]}]
 
 
 def empty_chat(prompt: BenchPrompt, format: str) -> Any:
-    """Makes the conversation before the last answer, with empty earlier answers."""
-    if prompt.ids:
-        return prompt.ids
-    turns = [format_turn(turn, format) for turn in prompt.turns]
-    if format == "raw":
-        return Text(turns[0])
-    chat = [*prompt.opening, {"role": "user", "content": turns[0]}]
-    for turn in turns[1:]:
-        chat += [{"role": "assistant", "content": ""}, {"role": "user", "content": turn}]
-    return chat
+    """Makes the prompt of the last turn, with empty earlier answers."""
+    return make_chat(prompt, format, [""] * (len(prompt.turns) - 1))

@@ -70,8 +70,7 @@ def summarise(records: Sequence[Record], *, against: str | None = None, resample
       {"settings", "versions", "hardware", "systems"}: an entry per set of prompts, temperature and system. Ratios are
       {"value", "low", "high", "answers"}, or None if the other system is missing.
 
-    Raises:
-      ValueError: an unknown system.
+    Raises ValueError for an unknown system.
     """
     names = sorted({record["system"] for record in records})
     if against is not None and not any(against in (name, *_shorter(name), name.partition("-")[0]) for name in names):

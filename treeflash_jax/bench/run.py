@@ -110,7 +110,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     """Loads the verifier with every drafter in every dtype, and makes the systems; those of equal settings only once.
 
     With several drafters, a system's name ends with its drafter; with several dtypes, with its dtype. Each of several
-    drafters gets the options that it has.
+    drafters gets the options that it has; options that are off need not be known to it.
     """
     verifier, *words = arguments.pair
     labels = {label or name: name for label, _, name in (word.rpartition("=") for word in words)}
@@ -118,29 +118,27 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
         raise ValueError(f"got --pair {' '.join(arguments.pair)}, expected a verifier and drafters of different labels")
     listed, shared = ("nodes", "temperature", "seed"), option_values(arguments, settings_class())
     shared = {name: value for name, value in shared.items() if name not in listed}
-    loaded: dict[str, System] = {}
+    loaded: dict[str, tuple[bool, System]] = {}
     for dtype, (label, drafter) in product(arguments.dtype, labels.items()):
         with slow(f"loading {verifier} and {drafter}"):
             model = tf.load(verifier, drafter=drafter, **option_values(arguments, ModelOptions) | {"dtype": dtype})
-        for other in loaded.values():
+        for _, other in loaded.values():
             if other.model.dtype == model.dtype:  # keeps one copy of the verifier
                 model.weights = Weights(other.model.weights.verifier, model.weights.drafter)
-        kinds = draft_options(), drafters.of(model.drafter).OPTIONS
+        kinds = draft_options(), drafters.get(model.drafter).OPTIONS
         known, options = ({option.name for option in fields(kind)} for kind in kinds)
-        missing = known - options if len(labels) > 1 else set()
         for name, system in chosen.items():
-            if "head" in missing and system.get("head") == "marginal" and "builder" not in system:
-                continue  # this drafter has no head to leave out
             settings = {"builder": "best-first"} | shared | system
-            settings = {key: value for key, value in settings.items() if key not in missing}
-            if "ngrams" not in options and not settings.get("ngrams"):
-                settings.pop("ngrams", None)
+            dropped = {key for key in settings.keys() & known - options if len(labels) > 1 or not settings[key]}
+            settings = {key: value for key, value in settings.items() if key not in dropped}
             config = resolve(None, settings, model.verifier, model.drafter)
             ends = [label] * (len(labels) > 1 and config.builder != "none") + [dtype] * (len(arguments.dtype) > 1)
             new = System(name=", ".join([name, *ends]), model=model, config=config, pair=(verifier, label))
-            key = new.settings() | ({"drafter": None} if config.builder == "none" else {})
-            loaded.setdefault(json.dumps(key), new)
-    return list(loaded.values())
+            key = json.dumps(new.settings() | ({"drafter": None} if config.builder == "none" else {}))
+            is_reduced = any(system.get(option) for option in dropped)
+            if key not in loaded or is_reduced < loaded[key][0]:  # of equal systems, one that this drafter supports in full
+                loaded[key] = is_reduced, new
+    return [system for _, system in loaded.values()]
 
 
 def time_phases(
@@ -155,15 +153,15 @@ def time_phases(
       By system, {"context", "ms"}: tokens in the cache, and the median time of every phase; "step" is that of one token.
     """
     groups: dict[Any, dict[str, DecodePlan]] = {}  # systems that differ in nodes alone
-    models, times = {id(system.model): system.model for system in measured}, {}
+    times = {}
     for system in measured:
         plan = system.model.plan(system.config)
         is_fixed = plan.drafts and plan.policy is None and system.config.nodes != "auto"
         if is_fixed and not isinstance(system, Peer) and system.name not in known:
-            groups.setdefault((id(system.model), replace(plan, num_nodes=1)), {})[system.name] = plan
+            groups.setdefault((system.model, replace(plan, num_nodes=1)), {})[system.name] = plan
     sizes = {"batch": measured[0].config.batch_size, "context": context}
     for (model, _), plans in groups.items():
-        model, several = models[model], list({plan.num_nodes: plan for plan in plans.values()}.values())
+        several = list({plan.num_nodes: plan for plan in plans.values()}.values())
         check_sizes(several, [sizes["batch"]], [context], model.mesh)
         with slow(f"timing the phases of {', '.join(plans)}"):
             medians = Bench(model, several, temperature=temperature, **sizes).medians(REPEATS)

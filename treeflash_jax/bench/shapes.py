@@ -116,8 +116,7 @@ def find_pair(shape: str, drafter_shape: str | None = None) -> tuple[ModelConfig
       shape: a key of VERIFIERS, a config.json, its folder, or a GGUF file.
       drafter_shape: key of VERIFIERS, name, config.json or folder of a drafter. None: `find_drafter`.
 
-    Raises:
-      ValueError: an unknown name, a config that is not implemented, or a drafter that does not fit.
+    Raises ValueError for an unknown name, a config that is not implemented, or a drafter that does not fit.
     """
     model = find_verifier(shape)
     if drafter_shape is None:
@@ -140,7 +139,7 @@ def find_verifier(name: str) -> ModelConfig:
     return models.read_verifier_config(name)
 
 
-def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> DrafterConfig:
+def find_drafter(verifier: ModelConfig) -> DrafterConfig:
     """Returns the shipped drafter for the shipped verifier, otherwise a TreeFlash drafter of the published sizes.
 
     It has the verifier's widths, five layers (eight for a mixture of experts) that read five of its layers, blocks of 16.
@@ -148,10 +147,10 @@ def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> Dra
     if verifier == VERIFIERS["tiny"]:
         return models.read_drafter_config(locate("tiny", "drafter"))
     return DrafterConfig(
-        layers=fresh_layers(verifier, num_layers or (8 if verifier.num_experts else 5)),
+        layers=fresh_layers(verifier, 8 if verifier.num_experts else 5),
         block_size=16,
         mask_token_id=verifier.vocab_size - 1,
-        target_layer_ids=default_target_layers(verifier.num_layers, num_layers or 5),
+        target_layer_ids=default_target_layers(verifier.num_layers, 5),
         num_target_layers=verifier.num_layers,
         head="mlp",
     )
@@ -173,7 +172,7 @@ def random_pair(
     No matrix is zero, since zeros multiply faster than other numbers. Weights that start training from zero are small, so
     that trees fill up as those of a trained head.
     """
-    specs = verifier.specs(model), drafters.of(drafter).specs(drafter)
+    specs = verifier.specs(model), drafters.get(drafter).specs(drafter)
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs, is_leaf=is_spec))))
 
     def draw(spec: Spec, scheme: str | None) -> jax.Array:

@@ -69,8 +69,7 @@ class Preset(argparse.Action):
 def parse_systems(names: Sequence[str], nodes: Sequence[int | str]) -> dict[str, dict[str, Any]]:
     """Returns fields of GenerateConfig by system name; trees whose name gives no number of nodes get each of `nodes`.
 
-    Raises:
-      ValueError: an unknown system or setting.
+    Raises ValueError for an unknown system or setting.
     """
     checks, systems = field_checks(settings_class()), dict[str, dict[str, Any]]()
     known = [field.name for group in (draft_options(), TreeConfig) for field in fields(group) if field.name != "nodes"]

@@ -28,8 +28,7 @@ def converse(model: TreeFlash, console: Console, **settings: Unpack[Settings]) -
     A turn that fails (for example, a conversation longer than the context) is reported in one line and removed; Ctrl-C ends
     the answer and keeps its text so far.
 
-    Raises:
-      ValueError: a model without a chat template, or invalid settings; raised before the first turn.
+    Before the first turn, raises ValueError for a model without a chat template or for invalid settings.
     """
     if model.tokenizer is None:
         raise ValueError("got a verifier without tokenizer.json, expected one that can chat")

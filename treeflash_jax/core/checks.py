@@ -70,6 +70,12 @@ def clipped(text: object, size: int = LINE) -> str:
     return line if len(line) <= size else line[: size - 4] + " ..."
 
 
+def expect(is_met: bool, name: str, value: Any, expected: str) -> None:
+    """Raises ValueError with the value and the expectation unless a condition is met."""
+    if not is_met:
+        raise ValueError(f"got {name} {quoted(value)}, expected {expected}")
+
+
 def bounded(
     default: Any = MISSING,
     help: str = "",
@@ -149,8 +155,7 @@ def fit(
       choices: returns the accepted texts.
       **limits: see `bounded`.
 
-    Raises:
-      ValueError: any other value.
+    Raises ValueError for any other value.
     """
     place = f"{where}: " if where else ""
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -31,8 +30,7 @@ def user_cache() -> Path:
 def fetch(url: str) -> Path:
     """Returns a local copy of the file or folder at a URL such as gs://bucket/drafter; downloads it again if it changed.
 
-    Raises:
-      ValueError: the URL cannot be read.
+    Raises ValueError if it cannot be read.
     """
     import fsspec  # slow to import
     from filelock import FileLock
@@ -66,8 +64,7 @@ def regular(path: str | os.PathLike, *, streams: bool = False) -> Path:
     Args:
       streams: accept streams that the shell has opened, as in `--prompt-file <(command)`.
 
-    Raises:
-      ValueError: a named pipe, a socket or a device, which could block forever.
+    Raises ValueError for a named pipe, a socket or a device, which could block forever.
     """
     path = Path(path)
     if streams and str(path).startswith(STREAMS):
@@ -88,8 +85,7 @@ def check_output(path: str | os.PathLike, may_replace: Callable[[bytes], bool] |
     Args:
       may_replace: predicate of the content of an existing file that may be replaced; None replaces any.
 
-    Raises:
-      ValueError: no folder to write in, no regular file, or a file with other content.
+    Raises ValueError for no folder to write in, no regular file, or a file with other content.
     """
     path = Path(path)
     if path.is_dir():
@@ -102,19 +98,6 @@ def check_output(path: str | os.PathLike, may_replace: Callable[[bytes], bool] |
     content = path.read_bytes() if may_replace is not None and path.exists() else b""
     if content and not may_replace(content):
         raise ValueError(f"{path} holds something else than results of this command; write to another file")
-
-
-def json_with(*names: str, inside: bool = False) -> Callable[[bytes], bool]:
-    """Returns a predicate for `check_output`: a JSON object with these keys or, with `inside`, of objects with them."""
-
-    def has_keys(content: bytes) -> bool:
-        try:
-            parsed = json.loads(content)
-            return all(set(names) <= x.keys() for x in (parsed.values() if inside else [parsed]))
-        except (ValueError, AttributeError, RecursionError):  # no JSON, or no objects
-            return False
-
-    return has_keys
 
 
 def write(path: str | os.PathLike, content: str | bytes) -> None:
@@ -136,8 +119,7 @@ def check_folder(target: str | os.PathLike, *, overwrite: bool = False) -> None:
       target: folder; new or empty, unless `overwrite` is set.
       overwrite: allows the files to be replaced.
 
-    Raises:
-      ValueError: a file, a link, or a folder with files that may not be replaced.
+    Raises ValueError for a file, a link, or a folder with files that may not be replaced.
     """
     target = Path(target)
     if target.is_dir() and not target.is_symlink():
@@ -154,8 +136,7 @@ def filled(target: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Pa
     A new folder appears as a whole. In an existing folder, files are renamed one by one, config.json last; files of other
     names stay.
 
-    Raises:
-      ValueError: see `check_folder`, or a folder that cannot be written.
+    Raises ValueError as `check_folder` does, and if the folder cannot be written.
     """
     target = Path(os.path.abspath(target))
     check_folder(target, overwrite=overwrite)

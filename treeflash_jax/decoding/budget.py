@@ -176,7 +176,7 @@ class BudgetPolicy(rounds.Policy):
             debt=jnp.copy(weights.policy.debt),  # the state is donated
             pause=jnp.int32(0),
             last_pause=jnp.int32(0),
-            features_bpj=jnp.zeros((batch, plan.path_length, width), weights.verifier["embed"].dtype),
+            features_bpj=jnp.zeros((batch, plan.path_length, width), weights.dtype),
             pending_b=jnp.zeros(batch, jnp.int32),
         )
 

@@ -151,10 +151,10 @@ def make_identity(weights: Weights, plan: DecodePlan, mesh: Any) -> dict[str, An
         "pair": pair_digest(weights, plan),
         "device": devices.describe_mesh(mesh).kind,
         "mesh": None if mesh is None else dict(mesh.shape),
-        "dtype": str(weights.verifier["embed"].dtype),
+        "dtype": str(weights.dtype),
         "quantize": quantized.quantization_scheme(weights.verifier),
         "jax": jax.__version__,
-        **drafters.of(plan.drafter).identity(plan.drafter, plan.draft),
+        **drafters.get(plan.drafter).identity(plan.drafter, plan.draft),
         "attention": plan.attention,
     }
 

@@ -50,7 +50,7 @@ def prefill(
 
     Prompts are right-padded to the cache capacity. `Runner.prefill`, which `generate` uses, reads a few chunks at a time.
     """
-    state = begin(tokens_bs, length_b, sampling, plan=plan, dtype=weights.verifier["embed"].dtype)
+    state = begin(tokens_bs, length_b, sampling, plan=plan, dtype=weights.dtype)
     chunks = tokens_bs.shape[1] // plan.chunk(tokens_bs.shape[1])
     return read(weights, state, length_b, jnp.int32(chunks), first_b, plan=plan)
 
@@ -79,7 +79,7 @@ def begin(
         cache, drafter = kept.cache.cut(kept_b), kept.drafter.cut(kept_b) if plan.drafts else None
     else:
         cache = kv_cache.allocate(plan.verifier, batch, capacity, dtype)
-        drafter = drafters.of(plan.drafter).init(plan.drafter, batch, capacity, dtype) if plan.drafts else None
+        drafter = drafters.get(plan.drafter).init(plan.drafter, batch, capacity, dtype) if plan.drafts else None
     state = DecodeState(
         tokens_bs=tokens_bs,
         end_b=length_b,
@@ -115,7 +115,7 @@ def read(
     cache, drafter, (hidden_bd, features_bj) = _read(weights, pin(state), length_b, max_chunks, plan)
     count_b = ((cache.length_b == length_b) & (state.end_b == length_b)).astype(jnp.int32)  # 1: complete, no answer yet
     state = accepting.first_token(weights, state.replace(cache=cache), hidden_bd, count_b, plan, first_b)
-    if plan.drafts and drafters.of(plan.drafter).READS_TOKENS:  # the token after the last prompt position
+    if plan.drafts and drafters.get(plan.drafter).READS_TOKENS:  # the token after the last prompt position
         first_b1 = trees.pick(state.tokens_bs, length_b[:, None])
         drafter = rounds.extend_drafter(weights, drafter, plan, features_bj[:, None], first_b1, count_b)
     return pin(state.replace(drafter=drafter))
@@ -129,9 +129,9 @@ def _read(
     A drafter that reads tokens lacks the last position, since the token after it is not known yet.
     """
     batch, chunk = state.end_b.size, plan.chunk(state.capacity)
-    dtype, width = weights.verifier["embed"].dtype, plan.verifier.hidden_size
+    dtype, width = weights.dtype, plan.verifier.hidden_size
     reads_prompt = plan.drafts and drafters.is_declared("READS_PROMPT", plan.drafter)
-    reads_tokens = plan.drafts and drafters.of(plan.drafter).READS_TOKENS
+    reads_tokens = plan.drafts and drafters.get(plan.drafter).READS_TOKENS
     last = jnp.zeros((batch, width), plan.residual_dtype or dtype), jnp.zeros((batch, width * len(plan.taps)), dtype)
     mask_btt = verifier.causal_mask(batch, chunk)
 

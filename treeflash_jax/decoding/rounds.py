@@ -161,7 +161,7 @@ def draft_tree(weights: Weights, state: DecodeState, plan: DecodePlan) -> tuple[
 def draft_expander(weights: Weights, state: DecodeState, plan: DecodePlan) -> trees.Expander:
     """Runs all stages of the drafter."""
     value = None
-    for name in drafters.of(plan.drafter).STAGES:
+    for name in drafters.get(plan.drafter).STAGES:
         value = draft_stage(weights, state, value, plan, name)
     return value
 
@@ -182,7 +182,7 @@ def draft_stage(weights: Weights, state: DecodeState, value: Any, plan: DecodePl
         attention=plan.attention,
     )
     with jax.named_scope(name):
-        return drafters.of(plan.drafter).STAGES[name](inputs, value)
+        return drafters.get(plan.drafter).STAGES[name](inputs, value)
 
 
 def build_tree(
@@ -191,16 +191,17 @@ def build_tree(
     """Returns the trees of `draft_tree`, given the drafter's expander.
 
     Args:
-      choice_b: index of each sequence's bucket, if the plan's shape lists buckets.
+      choice_b: index of each sequence's tree in `plan.policy.sizes`, with a selector.
     """
     builder = trees.BUILDERS[plan.builder]
     keys = (round_keys(state, DRAFT_STREAM),) if builder.draws else ()
     past = {"recent_b": recent_lengths(state)} if builder.reads_past(plan.shape) else {}
     past |= {} if choice_b is None else {"choice_b": choice_b}
+    sizes = {} if choice_b is None else {"buckets": plan.policy.sizes}
 
     def build(expander, anchor_b, past, *key_b):
         noise_bnc = trees.draw_noise(*key_b, expander, plan.num_nodes) if key_b else None
-        return builder.build(expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc, **past)
+        return builder.build(expander, anchor_b, plan.num_nodes, plan.shape, noise_bnc, **past, **sizes)
 
     with jax.named_scope("tree"):
         build = partial(sharding.over_batch, build) if expander.is_table else build
@@ -222,7 +223,7 @@ def extend_drafter(
     weights: Weights, drafter: Any, plan: DecodePlan, features_btj: jax.Array, tokens_bt: jax.Array, count_b: jax.Array
 ) -> Any:
     """Returns the drafter's state after committed positions; see `drafters.Drafter.extend`."""
-    return drafters.of(plan.drafter).extend(
+    return drafters.get(plan.drafter).extend(
         weights.drafter, weights.verifier, plan.drafter, drafter, features_btj, tokens_bt, count_b, attention=plan.attention
     )
 

@@ -67,7 +67,7 @@ class Runner:
 
     def draft(self, batch: tuple[Any, ...], length: int, anchor: int) -> DraftTree:
         """Returns the tree below `anchor`, the token that follows the batch's only prompt, which has `length` tokens."""
-        if drafters.of(self.plan.drafter).READS_TOKENS:  # the drafter must read the anchor, too
+        if drafters.get(self.plan.drafter).READS_TOKENS:  # the drafter must read the anchor, too
             first_b = sharding.place(jnp.full(batch[1].shape, anchor, jnp.int32), self.mesh)
             state = self.prefill(batch, first_b=first_b)
         else:  # by the program that reads any prompt
@@ -97,8 +97,7 @@ class Runner:
                 state = self.grow(state, capacity, clock)
             earlier = state, sharding.place(jnp.full(length_b.shape, count, jnp.int32), self.mesh)
         weights = self.weights.replace(policy=None)
-        dtype = weights.verifier["embed"].dtype
-        state = self.call(loops.begin, *batch, *earlier, clock=clock, plan=plan, dtype=dtype)
+        state = self.call(loops.begin, *batch, *earlier, clock=clock, plan=plan, dtype=weights.dtype)
         longest, chunks = int(np.max(sharding.to_host(length_b))), devices.describe_mesh(self.mesh).prefill_chunks
         for _ in clock.reading(range(count, longest, chunks * plan.chunk(capacity)), longest):
             args = state, length_b, jax.device_put(np.int32(chunks)), first_b

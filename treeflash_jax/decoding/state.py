@@ -89,6 +89,11 @@ class Weights:
     drafter: Any = None
     policy: Any = None
 
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the verifier's weights, of caches and activations."""
+        return self.verifier["embed"].dtype
+
 
 @struct.dataclass
 class Sampling:

@@ -181,10 +181,16 @@ def _entropy(log_bc: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class SelectorPolicy(rounds.Policy):
-    """The policy of a selector; its weights are the network's, its buckets those of the plan's shape."""
+    """The policy of a selector; its weights are those of the network.
+
+    Attributes:
+      sizes: sizes of the trees to choose from, by increasing cost.
+    """
+
+    sizes: tuple[Bucket, ...]
 
     def buckets(self, plan: DecodePlan) -> list[tuple[int, int]]:
-        return list_shapes(plan.shape.trunk)
+        return list_shapes(self.sizes)
 
     def start(self, weights: Weights, state: DecodeState, plan: DecodePlan) -> Observed:
         batch, width = state.end_b.size, len(plan.taps) * plan.verifier.hidden_size
@@ -196,14 +202,14 @@ class SelectorPolicy(rounds.Policy):
         bucket_b = jnp.argmax(scores_ba, axis=1).astype(jnp.int32)
         largest = jnp.max(jnp.where(state.done_b, 0, bucket_b))
         index = jnp.sum(jnp.asarray([count for count, _ in self.buckets(plan)]) <= largest)
-        nodes_b = jnp.asarray([bucket.nodes for bucket in plan.shape.trunk], jnp.int32)[bucket_b]
+        nodes_b = jnp.asarray([bucket.nodes for bucket in self.sizes], jnp.int32)[bucket_b]
         return SelectorChoice(index, nodes_b, bucket_b, expander)
 
     def draft(
         self, state: DecodeState, choice: SelectorChoice, bucket: tuple[int, int], plan: DecodePlan
     ) -> tuple[trees.DraftTree, trees.Proposal | None, DecodePlan]:
         count, nodes = bucket
-        bucket_plan = replace(plan, num_nodes=nodes, shape=replace(plan.shape, trunk=plan.shape.trunk[:count]))
+        bucket_plan = replace(plan, num_nodes=nodes, policy=SelectorPolicy(self.sizes[:count]))
         return *rounds.build_tree(state, choice.expander, bucket_plan, choice.bucket_b), bucket_plan
 
     def observe(self, state: DecodeState, proposal: trees.Proposal, verified: Verified, accepted: Accepted) -> Observed:
@@ -234,4 +240,4 @@ def plan_selection(config: SelectorConfig, plan: DecodePlan, nodes: int | None) 
         raise ValueError(f"got acceptance {quoted(plan.rule)}, expected {config.rule!r}, the selector's")
     if nodes is not None and nodes < config.nodes:
         raise ValueError(f"got nodes {nodes}, expected at least {config.nodes}: the selector's largest tree")
-    return replace(plan, num_nodes=config.nodes, shape=replace(plan.shape, trunk=config.buckets), policy=SelectorPolicy())
+    return replace(plan, num_nodes=config.nodes, policy=SelectorPolicy(config.buckets))

@@ -16,14 +16,14 @@ DRAFTERS: dict[str, Drafter] = {"block": block, "eagle3": eagle3, "language mode
 REGISTRIES = DRAFTERS, block.HEADS  # kinds of drafters and heads that programs can be compiled for
 
 
-def of(config: DrafterSizes) -> Drafter:
+def get(config: DrafterSizes) -> Drafter:
     """Returns the module of a drafter, by its config."""
     return DRAFTERS[config.kind]
 
 
 def is_declared(flag: str, config: DrafterSizes) -> bool:
     """Returns an optional flag of the drafter: READS_PROMPT, MAY_OFFER_NOTHING or OWN_TOKENIZER; see `Drafter`."""
-    return getattr(of(config), flag, False)
+    return getattr(get(config), flag, False)
 
 
 def draft_options() -> type:
@@ -37,4 +37,4 @@ def _merge(*options: type) -> type:
     return dataclasses.dataclass(frozen=True, kw_only=True)(type("DraftOptions", options, attributes))
 
 
-__all__ = ["DRAFTERS", "REGISTRIES", "Drafter", "DrafterSizes", "Inputs", "draft_options", "is_declared", "of"]
+__all__ = ["DRAFTERS", "REGISTRIES", "Drafter", "DrafterSizes", "Inputs", "draft_options", "get", "is_declared"]

@@ -14,9 +14,9 @@ import jax
 from treeflash_jax import drafters
 from treeflash_jax.core import devices
 from treeflash_jax.drafters import DrafterSizes
-from treeflash_jax.models import verifier as verifiers
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter
+from treeflash_jax.models.verifier import specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +56,12 @@ def footprint(
     count = Counter(dtype=dtype, batch=batch, mesh=mesh)
     drafter_bytes = drafter_cache = 0
     if drafter is not None:
-        kind = drafters.of(drafter)
+        kind = drafters.get(drafter)
         drafter_bytes = count.weights(kind.specs(drafter)).bytes
         state = jax.eval_shape(lambda: kind.init(drafter, batch, capacity, dtype))
         drafter_cache = sum(jax.tree.leaves(jax.tree.map(count.array_bytes, state, state.axes()))) if drafts else 0
     return Footprint(
-        verifier=count.weights(verifiers.specs(verifier, quantize)).bytes,
+        verifier=count.weights(specs(verifier, quantize)).bytes,
         drafter=drafter_bytes,
         verifier_cache=count.cached(verifier, capacity).bytes,
         drafter_cache=drafter_cache,

@@ -73,7 +73,7 @@ class LoadedPair:
     @property
     def dtype(self) -> Any:
         """Dtype of weights, caches and activations."""
-        return jnp.dtype(self.weights.verifier["embed"].dtype)
+        return jnp.dtype(self.weights.dtype)
 
     @property
     def quantize(self) -> str | None:

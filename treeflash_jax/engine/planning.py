@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from treeflash_jax import drafters
 from treeflash_jax.acceptance import check_lossless
 from treeflash_jax.core import devices
-from treeflash_jax.core.checks import checked, clipped, fit, quoted, suggestion
+from treeflash_jax.core.checks import checked, clipped, expect, fit, quoted, suggestion
 from treeflash_jax.core.devices import Device
 from treeflash_jax.decoding.state import DecodePlan
 from treeflash_jax.drafters import DrafterSizes
@@ -42,13 +42,9 @@ def resolve(
         _refuse_changed(config, _drafting_settings(), NO_DRAFTER)
         config = replace(config, builder="none")
 
-    def expect(ok: bool, what: str, got: Any, expected: str) -> None:
-        if not ok:
-            raise ValueError(f"got {what} {quoted(got)}, expected {expected}")
-
     if config.builder != "none":
         expect(drafter is not None, "builder", config.builder, f"'none': {NO_DRAFTER}")
-        kind = drafters.of(drafter)
+        kind = drafters.get(drafter)
         options = {option.name for option in fields(kind.OPTIONS)}
         others = [option.name for option in fields(drafters.draft_options()) if option.name not in options]
         _refuse_changed(config, others, f"drafters of kind {drafter.kind!r} do not have it")
@@ -133,7 +129,7 @@ def choose_builder(config: GenerateConfig, drafter: DrafterSizes | None, tempera
     """Returns the requested builder, or "hybrid" if none is requested and sampled trees are better at this temperature."""
     if drafter is None or config.builder is not None or config.acceptance is not None or config.nodes in (1, "auto"):
         return config.builder
-    sampled_above = drafters.of(drafter).choose(drafter, config, devices.here())[0].sampled_above
+    sampled_above = drafters.get(drafter).choose(drafter, config, devices.here())[0].sampled_above
     return None if sampled_above is None or temperature < sampled_above else "hybrid"
 
 
@@ -171,7 +167,7 @@ def make_plan(
         return DecodePlan(builder="none", num_nodes=1, **shared)
     builder, rule, shape = choose_tree(config)
     is_chain = BUILDERS[builder].is_chain
-    sizes, draft = drafters.of(drafter).choose(drafter, config, device)
+    sizes, draft = drafters.get(drafter).choose(drafter, config, device)
     longest = 1 + sizes.num_depths
     usual = longest if is_chain else _default_nodes(drafter, device)
     nodes = drafter.num_nodes if config.nodes == "auto" else config.nodes or usual

@@ -54,7 +54,7 @@ def load_drafter(path: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tu
     """Reads a drafter in any dialect: its config and its weights. Raises ValueError as `load_verifier`."""
     dialect, config = _find(path, "drafter")
     with dialect.opened(Path(path), config) as tensors:
-        return config, _load(path, dialect, config, drafters.of(config).specs(config), tensors, dtype, mesh)
+        return config, _load(path, dialect, config, drafters.get(config).specs(config), tensors, dtype, mesh)
 
 
 def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ def save_drafter(
     Raises:
       ValueError: no such dialect, or one that cannot store this drafter.
     """
-    kind = drafters.of(config)
+    kind = drafters.get(config)
     _save(Path(folder), writable(dialect or kind.DIALECT, config), config, kind.specs(config), params, dtype)
 
 

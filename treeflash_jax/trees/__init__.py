@@ -11,7 +11,8 @@ A builder reads a drafter only through an `Expander`. It is one function, and on
     noise_bnc  Gumbel noise from `draw_noise`; None for deterministic builders
 
 If `Builder.reads_past` is true for a shape, `build` also gets `recent_b`, the recent mean number of tokens that a round
-commits; if the shape lists buckets, it gets `choice_b`, the index of each sequence's bucket.
+commits. A selector also gives the builder "delayed" its `buckets`, in place of the shape's trunk and branches, and
+`choice_b`, the index of each sequence's bucket.
 
 Deterministic builders return no proposal: rules that compare tokens are exact for them. Builders that draw nodes return the
 distribution they draw from (`Proposal`) and declare its name for the acceptance rules. At temperature above 0 a

@@ -70,7 +70,7 @@ def draw_noise(key_b: jax.Array, expander: Expander, num_nodes: int) -> jax.Arra
 def grow(
     expander: Expander,
     anchor_b: jax.Array,
-    plan: Outline,
+    outline: Outline,
     noise_bnc: jax.Array,
     *,
     leaves: bool,
@@ -94,21 +94,21 @@ def grow(
 
     Source: DDTree and TreeFlash for q; Gumbel top-k (Kool et al., arXiv 1903.06059) for draws without replacement.
     """
-    batch, n = anchor_b.size, plan.parent_bn.shape[-1]
-    plan = jax.tree.map(lambda x_n: jnp.broadcast_to(x_n, (batch, n)), plan)
+    batch, n = anchor_b.size, outline.parent_bn.shape[-1]
+    outline = jax.tree.map(lambda x_n: jnp.broadcast_to(x_n, (batch, n)), outline)
     depths = min(expander.num_depths, n - 1 if deepest is None else deepest)
     places = jnp.arange(n, dtype=jnp.int32)
     support_bnc = jnp.broadcast_to(jnp.arange(noise_bnc.shape[2], dtype=jnp.int32), (batch, n, noise_bnc.shape[2]))
-    noise_bnc, is_drawn_once_bn = noise_bnc[:, :n], plan.kind_bn == WITHOUT_REPLACEMENT
-    noise_bnc = jnp.where(is_drawn_once_bn[..., None], pick(noise_bnc, plan.parent_bn), noise_bnc)
-    goes_on_bn, taken_bnc = _below(plan, support_bnc)
+    noise_bnc, is_drawn_once_bn = noise_bnc[:, :n], outline.kind_bn == WITHOUT_REPLACEMENT
+    noise_bnc = jnp.where(is_drawn_once_bn[..., None], pick(noise_bnc, outline.parent_bn), noise_bnc)
+    goes_on_bn, taken_bnc = _below(outline, support_bnc)
 
     def level(carry, depth):
         state_bn, nodes = carry
         offered = _offered(expander, depth, state_bn, taken_bnc, goes_on_bn, leaves)
-        nodes = _drawn(plan, nodes, depth, *offered, noise_bnc, ranks)
-        above_state_bn = jax.tree.map(lambda x_bn: pick(x_bn, plan.parent_bn), state_bn)
-        is_below_bn = plan.depth_bn == depth + 1
+        nodes = _drawn(outline, nodes, depth, *offered, noise_bnc, ranks)
+        above_state_bn = jax.tree.map(lambda x_bn: pick(x_bn, outline.parent_bn), state_bn)
+        is_below_bn = outline.depth_bn == depth + 1
         state_bn = jax.tree.map(
             lambda new, old: jnp.where(is_below_bn.reshape(*is_below_bn.shape, *[1] * (old.ndim - 2)), new, old),
             expander.follow(depth, above_state_bn, nodes["slot"]),
@@ -126,7 +126,7 @@ def grow(
         "log_q": jnp.full(support_bnc.shape, -jnp.inf, noise_bnc.dtype),
     }
     (_, nodes), _ = over_depths(level, (expander.start(n), start), range(depths))
-    return _compact(anchor_b, plan, nodes, skeleton, depths)
+    return _compact(anchor_b, outline, nodes, skeleton, depths)
 
 
 def _offered(
@@ -150,31 +150,31 @@ def _offered(
     return tokens_bnc, log_p_bnc, log_q_bnc
 
 
-def _below(plan: Outline, support_bnc: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _below(outline: Outline, support_bnc: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns places whose sampled children have children in the outline [b, n], and deterministic children [b, n, c]."""
-    parent_bn, is_fixed_bn = plan.parent_bn, plan.kind_bn == DETERMINISTIC
+    parent_bn, is_fixed_bn = outline.parent_bn, outline.kind_bn == DETERMINISTIC
     places = jnp.arange(parent_bn.shape[1], dtype=jnp.int32)
-    is_child_bnn = (parent_bn[:, None] == places[:, None]) & (plan.depth_bn > 0)[:, None]  # [b, node, child]
+    is_child_bnn = (parent_bn[:, None] == places[:, None]) & (outline.depth_bn > 0)[:, None]  # [b, node, child]
     has_children_bn = jnp.any(is_child_bnn, axis=-1)
     goes_on_bn = jnp.any(is_child_bnn & (has_children_bn & ~is_fixed_bn)[:, None], axis=-1)
     nothing_nc = jnp.zeros(support_bnc.shape[1:], bool)
     taken_bnc = jax.vmap(lambda parent_n, slot_n, fixed_n: nothing_nc.at[parent_n, slot_n].max(fixed_n))(
-        parent_bn, plan.slot_bn, is_fixed_bn & (plan.depth_bn > 0)
+        parent_bn, outline.slot_bn, is_fixed_bn & (outline.depth_bn > 0)
     )
     return goes_on_bn, taken_bnc
 
 
-def _drawn(plan: Outline, nodes, depth, tokens_bnc, log_p_bnc, log_q_bnc, noise_bnc, ranks: int) -> dict[str, jax.Array]:
+def _drawn(outline: Outline, nodes, depth, tokens_bnc, log_p_bnc, log_q_bnc, noise_bnc, ranks: int) -> dict[str, jax.Array]:
     """Returns the nodes after drawing the tokens at `depth` + 1 from the distributions of their parents."""
-    parent_bn, is_fixed_bn = plan.parent_bn, plan.kind_bn == DETERMINISTIC
-    rank_bn = jnp.minimum(plan.rank_bn, ranks - 1)
+    parent_bn, is_fixed_bn = outline.parent_bn, outline.kind_bn == DETERMINISTIC
+    rank_bn = jnp.minimum(outline.rank_bn, ranks - 1)
     drawn_bn = jnp.take_along_axis(_largest(pick(log_q_bnc, parent_bn) + noise_bnc, ranks), rank_bn[..., None], axis=2)
-    slot_bn = jnp.where(is_fixed_bn, plan.slot_bn, drawn_bn[..., 0])
+    slot_bn = jnp.where(is_fixed_bn, outline.slot_bn, drawn_bn[..., 0])
 
     def drawn(x_bnc: jax.Array) -> jax.Array:
         return jnp.take_along_axis(pick(x_bnc, parent_bn), slot_bn[..., None], axis=2)[..., 0]
 
-    here_bn1, below_bn = (plan.depth_bn == depth)[..., None], plan.depth_bn == depth + 1
+    here_bn1, below_bn = (outline.depth_bn == depth)[..., None], outline.depth_bn == depth + 1
     is_possible_bn = jnp.isfinite(jnp.where(is_fixed_bn, drawn(log_p_bnc), drawn(log_q_bnc)))
     alive_bn = jnp.where(below_bn, pick(nodes["alive"], parent_bn) & is_possible_bn, nodes["alive"])
     token_bn = jnp.where(below_bn, drawn(tokens_bnc), nodes["token"])
@@ -192,9 +192,9 @@ def _drawn(plan: Outline, nodes, depth, tokens_bnc, log_p_bnc, log_q_bnc, noise_
     }
 
 
-def _compact(anchor_b, plan: Outline, nodes, skeleton: int, depths: int) -> tuple[DraftTree, Proposal]:
+def _compact(anchor_b, outline: Outline, nodes, skeleton: int, depths: int) -> tuple[DraftTree, Proposal]:
     """Moves nodes to the front, and the places left empty by duplicates and ended branches to the end."""
-    n = plan.parent_bn.shape[1]
+    n = outline.parent_bn.shape[1]
     places = jnp.arange(n, dtype=jnp.int32)
     is_node_bn = nodes["alive"] & (nodes["home"] == places)
     order_bn = jnp.argsort(~is_node_bn, axis=1, stable=True).astype(jnp.int32)
@@ -206,8 +206,8 @@ def _compact(anchor_b, plan: Outline, nodes, skeleton: int, depths: int) -> tupl
 
     tree = DraftTree(
         tokens_bn=moved(nodes["token"], 0).astype(anchor_b.dtype),
-        parent_bn=moved(pick(node_bn, plan.parent_bn), 0),
-        depth_bn=moved(plan.depth_bn, 0),
+        parent_bn=moved(pick(node_bn, outline.parent_bn), 0),
+        depth_bn=moved(outline.depth_bn, 0),
         log_prob_bn=moved(nodes["log_prob"], -jnp.inf),
         valid_bn=valid_bn,
     )
@@ -217,7 +217,7 @@ def _compact(anchor_b, plan: Outline, nodes, skeleton: int, depths: int) -> tupl
         log_q_bnc=jnp.where(valid_bn[..., None], pick(nodes["log_q"], order_bn), -jnp.inf),
         node_bx=jnp.where(nodes["alive"], node_bn, 0)[:, tested_x],
         slot_bx=nodes["slot"][:, tested_x],
-        kind_bx=plan.kind_bn[:, tested_x],
+        kind_bx=outline.kind_bn[:, tested_x],
         depths=depths,
     )
     return tree, proposal

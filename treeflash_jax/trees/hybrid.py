@@ -31,14 +31,14 @@ def hybrid(
     fixed = skeleton.tokens_bn.shape[1] - 1
     depth_bk = jnp.where(skeleton.valid_bn, skeleton.depth_bn, UNUSED)
     kind_bk = jnp.full_like(depth_bk, DETERMINISTIC)
-    plan = Outline(skeleton.parent_bn, depth_bk, kind_bk, jnp.zeros_like(depth_bk), slot_bk)
+    outline = Outline(skeleton.parent_bn, depth_bk, kind_bk, jnp.zeros_like(depth_bk), slot_bk)
     children_bk = jax.vmap(lambda parent_k, valid_k: jnp.zeros_like(parent_k).at[parent_k].add(valid_k))(
         skeleton.parent_bn, skeleton.valid_bn.at[:, 0].set(False).astype(jnp.int32)
     )
     has_spare_bk = open_bk & (children_bk < noise_bnc.shape[2])  # none is left if all children are in the skeleton
     chains = _chains(skeleton, has_spare_bk, num_nodes - 1 - fixed, expander.num_depths)
-    plan = jax.tree.map(lambda fixed_bk, drawn_bs: jnp.concatenate([fixed_bk, drawn_bs], axis=1), plan, chains)
-    return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves, skeleton=fixed)
+    outline = jax.tree.map(lambda fixed_bk, drawn_bs: jnp.concatenate([fixed_bk, drawn_bs], axis=1), outline, chains)
+    return grow(expander, anchor_b, outline, noise_bnc, leaves=shape.leaves, skeleton=fixed)
 
 
 def _chains(skeleton: DraftTree, has_spare_bk: jax.Array, count: int, depths: int) -> Outline:

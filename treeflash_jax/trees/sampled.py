@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -33,6 +34,7 @@ def delayed(
     shape: TreeShape,
     noise_bnc: jax.Array,
     recent_b: jax.Array | None = None,
+    buckets: Sequence[Bucket] = (),
     choice_b: jax.Array | None = None,
 ) -> tuple[DraftTree, Proposal]:
     """Draws one path of `shape.trunk` tokens, then `shape.branches` i.i.d. paths from its end.
@@ -43,26 +45,27 @@ def delayed(
 
     Args:
       recent_b: recent mean number of tokens that a round of each sequence commits; for trunk="auto".
-      choice_b: index of each sequence's bucket; for a trunk that lists buckets.
+      buckets: sizes to choose from, in place of the shape's trunk and branches; static.
+      choice_b: index of each sequence's bucket.
 
     Source: delayed tree expansion (arXiv 2602.16994).
     """
     depths = expander.num_depths
-    if isinstance(shape.trunk, tuple):
-        table = [bucket.cut(depths) for bucket in shape.trunk]
+    if buckets:
+        table = [bucket.cut(depths) for bucket in buckets]
     else:
         trunks = range(min(num_nodes - 1, depths) + 1) if shape.trunk == "auto" else [shape.trunk]
         table = [_largest_bucket(depths, num_nodes, trunk, shape.branches) for trunk in trunks]
-    if shape.trunk == "auto":
+    if recent_b is not None:
         choice_b = jnp.round(recent_b).astype(jnp.int32) - 1
     size = table[0].nodes if choice_b is None else num_nodes
-    plans = [make_outline(_parents(bucket), WITH_REPLACEMENT, size=size) for bucket in table]
-    plan = plans[0]
+    outlines = [make_outline(_parents(bucket), WITH_REPLACEMENT, size=size) for bucket in table]
+    outline = outlines[0]
     if choice_b is not None:
         choice_b = jnp.clip(choice_b, 0, len(table) - 1)
-        plan = jax.tree.map(lambda *x_n: jnp.stack(x_n)[choice_b], *plans)
+        outline = jax.tree.map(lambda *x_n: jnp.stack(x_n)[choice_b], *outlines)
     deepest = max(bucket.depth for bucket in table)
-    return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves, deepest=deepest)
+    return grow(expander, anchor_b, outline, noise_bnc, leaves=shape.leaves, deepest=deepest)
 
 
 def _largest_bucket(depths: int, num_nodes: int, trunk: int, branches: int) -> Bucket:
@@ -87,8 +90,8 @@ def without_replacement(
     """
     ranks = min(shape.branches, noise_bnc.shape[2])
     parents, siblings = best_outline(num_nodes - 1, ranks, expander.num_depths)
-    plan = make_outline(parents, WITHOUT_REPLACEMENT, siblings)
-    return grow(expander, anchor_b, plan, noise_bnc, leaves=shape.leaves, ranks=ranks)
+    outline = make_outline(parents, WITHOUT_REPLACEMENT, siblings)
+    return grow(expander, anchor_b, outline, noise_bnc, leaves=shape.leaves, ranks=ranks)
 
 
 def best_outline(count: int, ranks: int, depths: int) -> tuple[list[int], list[int]]:

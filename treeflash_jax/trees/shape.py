@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Interval
 
@@ -40,15 +40,15 @@ class TreeShape:
 
     Attributes:
       branches: number of paths, or maximal number of children per node.
-      trunk: number of nodes drafted as one path before the branches (delayed expansion); "auto": the recent mean of
-        committed tokens; or buckets, one of which is chosen for every sequence and round and replaces `branches` too.
+      trunk: number of nodes drafted as one path before the branches (delayed expansion); "auto": as many as recent rounds
+        of the same sequence committed on average.
       skeleton: share of the nodes, without the root, that best-first search chooses (hybrid).
       leaves: whether tokens that end their branch may be drawn although the tree continues below.
       lanes: number of nodes per level whose children best-first search considers; None: all.
     """
 
     branches: int = 2
-    trunk: int | str | tuple[Bucket, ...] = 2
+    trunk: int | Literal["auto"] = 2
     skeleton: float = 0.25
     leaves: bool = False
     lanes: int | None = None

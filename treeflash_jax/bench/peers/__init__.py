@@ -44,8 +44,8 @@ class Peer(System):
         program.wait()
 
     def answer(self, prompts: list[Any], temperature: float, seeds: list[int]) -> list[tf.Result]:
-        stop_ids = self.model.stop_ids if self.config.stop_ids is None else self.config.stop_ids
-        settings = {"max_new_tokens": self.config.max_new_tokens, "stop_ids": list(stop_ids)}
+        stop_ids = list(self.model.find_stop_ids(self.config))
+        settings = {"max_new_tokens": self.config.max_new_tokens, "stop_ids": stop_ids}
         results = []
         for prompt in prompts:
             ids = self.model.encode(prompt)

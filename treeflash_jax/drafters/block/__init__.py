@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treeflash_jax.core.checks import quoted
+from treeflash_jax.core.checks import expect
 from treeflash_jax.core.devices import Device
 from treeflash_jax.drafters import ngram
 from treeflash_jax.drafters.block import backbone
@@ -91,24 +91,22 @@ OPTIONS = BlockOptions
 
 def choose(config: DrafterConfig, options: Any, device: Device) -> tuple[DrafterConfig, DraftSettings]:
     """See `Drafter.choose`. Raises ValueError for a head or block size that this drafter lacks, and for too many tokens."""
-
-    def expect(ok: bool, name: str, expected: str) -> None:
-        if not ok:
-            raise ValueError(f"got {name} {quoted(getattr(options, name))}, expected {expected}")
-
     listed, trained_size, heads = config.draft_vocab_size, config.block_size, (MARGINAL, config.head)
-    expect(options.draft_vocabulary != FREQUENT or listed > 0, "draft_vocabulary", "all: the drafter has no list of tokens")
-    config = replace(config, draft_vocab_size=0 if options.draft_vocabulary == ALL else listed)
+    requested = options.draft_vocabulary
+    expect(requested != FREQUENT or listed > 0, "draft_vocabulary", requested, "all: the drafter has no list of tokens")
+    config = replace(config, draft_vocab_size=0 if requested == ALL else listed)
     vocabulary = config.draft_vocab_size or config.layers.vocab_size
     settings, size = _settings(config, options, device), options.block_size or trained_size
     if options.block_size is None and options.nodes is None and device.pays_per_token and not _is_chain(options):
         size = max(2, min(size, device.tree_nodes(config.num_nodes)))  # a tree is at most nodes - 1 deep
-    expect(2 <= size <= trained_size, "block_size", f"2 to {trained_size}, as the drafter was trained")
+    expect(2 <= size <= trained_size, "block_size", size, f"2 to {trained_size}, as the drafter was trained")
     for name in ("candidates", "children", "shortlist"):
-        expect((getattr(options, name) or 0) <= vocabulary, name, f"at most {vocabulary} (the vocabulary)")
+        count = getattr(options, name)
+        expect((count or 0) <= vocabulary, name, count, f"at most {vocabulary} (the vocabulary)")
     links = settings.candidates**2 * settings.children
-    expect(links <= MAX_LINKS, "candidates", f"at most {MAX_LINKS:,} for candidates x candidates x children, not {links:,}")
-    expect(options.head in (None, *heads), "head", f"one of {heads}, this drafter's")
+    most = f"at most {MAX_LINKS:,} for candidates x candidates x children, not {links:,}"
+    expect(links <= MAX_LINKS, "candidates", options.candidates, most)
+    expect(options.head in (None, *heads), "head", options.head, f"one of {heads}, this drafter's")
     measured = config.sampled_above if settings.head == config.head else None  # measured with the drafter's own head
     return replace(config, block_size=size, sampled_above=measured), settings
 
