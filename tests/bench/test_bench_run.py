@@ -325,6 +325,7 @@ def test_drafters_are_compared_in_turns_with_the_times_of_their_phases(short, pr
 @pytest.mark.parametrize("pair, words", [
     (["tiny"], "got --pair tiny, expected a verifier and drafters"),
     (["tiny", "a=tiny", "a=ngram"], "expected a verifier and drafters of different labels"),
+    (["tiny", "none"], "expected a verifier and drafters of different labels"),
     (["tiny", "ngram", "--systems", "marginal"], "drafters of kind 'ngram' do not have it"),
     (["tiny", "tiny", "--phases", "9999"], "got --context 9999, expected at most"),
 ])  # fmt: skip

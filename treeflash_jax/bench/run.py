@@ -32,6 +32,7 @@ from treeflash_jax.cli.arguments import ModelOptions, add_fields, option_values,
 from treeflash_jax.core.clock import slow
 from treeflash_jax.decoding.state import DecodePlan, Weights
 from treeflash_jax.drafters import draft_options
+from treeflash_jax.engine.pairs import NO_DRAFTER
 from treeflash_jax.engine.planning import resolve
 from treeflash_jax.engine.settings import RuntimeConfig, SamplingConfig, TreeConfig, settings_class
 
@@ -114,7 +115,7 @@ def load_systems(arguments: argparse.Namespace, chosen: dict[str, dict]) -> list
     """
     verifier, *words = arguments.pair
     labels = {label or name: name for label, _, name in (word.rpartition("=") for word in words)}
-    if not words or len(labels) < len(words):
+    if not words or len(labels) < len(words) or NO_DRAFTER in labels.values():
         raise ValueError(f"got --pair {' '.join(arguments.pair)}, expected a verifier and drafters of different labels")
     listed, shared = ("nodes", "temperature", "seed"), option_values(arguments, settings_class())
     shared = {name: value for name, value in shared.items() if name not in listed}
