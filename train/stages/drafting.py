@@ -155,15 +155,24 @@ class DraftingStage(ABC):
         return
 
     @cached_property
+    def folder(self) -> Path:
+        """Folder or file of the verifier."""
+        return locate(self.verifier, "verifier")
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        """The verifier's config."""
+        return models.read_verifier_config(self.folder)
+
+    @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The verifier's tokenizer; None if its folder has none."""
-        return Tokenizer.load(locate(self.verifier, "verifier"), {"enable_thinking": bool(self.data.thinking)})
+        return Tokenizer.load(self.folder, {"enable_thinking": bool(self.data.thinking)})
 
     @cached_property
     def corpus(self) -> Corpus:
         """Training documents, read, tokenised and packed once per run."""
-        vocab_size = models.read_verifier_config(locate(self.verifier, "verifier")).vocab_size
-        return packing.load_corpus(self.sources, self.data, self.tokenizer, self.loop.seed, vocab_size=vocab_size)
+        return packing.load_corpus(self.sources, self.data, self.tokenizer, self.loop.seed, self.model.vocab_size)
 
 
 def read_drafter(name: str, kind: type[Config], noun: str) -> Config:
@@ -206,12 +215,11 @@ def train(settings: DraftingStage) -> None:
     settings, mesh = settings.resolved(), hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
-    folder, length = locate(settings.verifier, "verifier"), settings.data.sequence_length
-    model = models.read_verifier_config(folder)
+    model, length = settings.model, settings.data.sequence_length
     if length > model.max_positions:
         raise ValueError(f"got data.sequence_length {length}, expected at most {model.max_positions} (verifier)")
     corpus = settings.corpus
-    _, weights = models.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
+    _, weights = models.load_verifier(settings.folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
     drafter = settings.recorded_config(model)
     settings.check(drafter, model)
     stage = make_stage(settings, model, drafter, mesh)
@@ -229,7 +237,7 @@ def train(settings: DraftingStage) -> None:
     del stored
     size = f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens"
     hosts.say(f"{corpus.summary()}\n{settings.noun} of {size}")
-    pair = TreeFlash(model, Weights(weights), drafter=drafter, stop_ids=models.stop_ids(folder, model), mesh=mesh)
+    pair = TreeFlash(model, Weights(weights), drafter=drafter, stop_ids=models.stop_ids(settings.folder, model), mesh=mesh)
     measure = make_tau_measure(settings, stage, pair, corpus, frozen)
     params = loop.fit(
         stage, config=settings, mesh=mesh, params=params, frozen=frozen, corpus=corpus, evaluate=measure, began=began
