@@ -66,7 +66,7 @@ class BlockStage(DraftingStage):
             choices.check_mask(drafter, model, self.corpus, self.tokenizer)
 
     def add_files(self, folder: Path) -> None:
-        draft_vocabulary.write(folder, self.corpus.answer_counts(self.model.vocab_size))
+        draft_vocabulary.write(folder, self.corpus.answer_counts(self.verifier_config.vocab_size))
 
     def describe(self, drafter: DrafterConfig) -> tuple[str, dict[str, Any]]:
         kinds = {"marginal": "DFlash drafter", "mlp": "TreeFlash drafter"}

@@ -60,6 +60,14 @@ class Eagle3Stage(DraftingStage):
     num_nodes: int = bounded(16, least=1, most=MAX_NODES)
     drafter_temperature: float = bounded(1.0, above=0)
 
+    def __post_init__(self) -> None:
+        whole, anchors, chunk = self.data.sequence_length, self.objective.anchors, self.objective.chunk
+        if anchors > whole:
+            raise ValueError(f"got objective.anchors {anchors}, expected at most data.sequence_length {whole}")
+        if (anchors or whole) % chunk:
+            of = "objective.anchors" if anchors else "data.sequence_length"
+            raise ValueError(f"got objective.chunk {chunk}, expected a divisor of {of} {anchors or whole}")
+
     @property
     def trains(self) -> tuple[str, ...]:
         return ("fc", "layer", "norm", "unembed", *(("fc_norm",) if self.fc_norm else ()))
@@ -123,14 +131,6 @@ class Eagle3Stage(DraftingStage):
             "tokens it drafts": drafter.draft_vocab_size,
             "depth": drafter.num_depths,
         }
-
-    def __post_init__(self) -> None:
-        whole, anchors, chunk = self.data.sequence_length, self.objective.anchors, self.objective.chunk
-        if anchors > whole:
-            raise ValueError(f"got objective.anchors {anchors}, expected at most data.sequence_length {whole}")
-        if (anchors or whole) % chunk:
-            of = "objective.anchors" if anchors else "data.sequence_length"
-            raise ValueError(f"got objective.chunk {chunk}, expected a divisor of {of} {anchors or whole}")
 
 
 if __name__ == "__main__":

@@ -74,12 +74,12 @@ def main(settings: ExportStage) -> None:
     if not path.exists():
         raise ValueError(f"{settings.run}: got no settings.toml, expected the run= of a stage that trains a drafter")
     trained = read_stage(path)
-    drafter = trained.recorded_config(trained.model)
+    drafter = trained.recorded_config(trained.verifier_config)
     temperature = settings.drafter_temperature or drafter.drafter_temperature
     drafter = dataclasses.replace(drafter, drafter_temperature=temperature, sampled_above=settings.sampled_above or None)
     dialect = settings.dialect or drafters.of(drafter).DIALECT
     models.writable(dialect).to_hf(drafter)  # refused before weights are read
-    step, params = read_params(settings, trained, make_stage(trained, trained.model, drafter))
+    step, params = read_params(settings, trained, make_stage(trained, trained.verifier_config, drafter))
     whole = assemble(drafter, trained.stored(drafter) | params)
     with folders.filled(settings.out, overwrite=settings.overwrite) as out:
         models.save_drafter(out, drafter, whole, dialect=dialect, dtype=jnp.dtype(settings.dtype))

@@ -155,24 +155,23 @@ class DraftingStage(ABC):
         return
 
     @cached_property
-    def folder(self) -> Path:
+    def verifier_folder(self) -> Path:
         """Folder or file of the verifier."""
         return locate(self.verifier, "verifier")
 
     @cached_property
-    def model(self) -> ModelConfig:
-        """The verifier's config."""
-        return models.read_verifier_config(self.folder)
+    def verifier_config(self) -> ModelConfig:
+        return models.read_verifier_config(self.verifier_folder)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The verifier's tokenizer; None if its folder has none."""
-        return Tokenizer.load(self.folder, {"enable_thinking": bool(self.data.thinking)})
+        return Tokenizer.load(self.verifier_folder, {"enable_thinking": bool(self.data.thinking)})
 
     @cached_property
     def corpus(self) -> Corpus:
         """Training documents, read, tokenised and packed once per run."""
-        return packing.load_corpus(self.sources, self.data, self.tokenizer, self.loop.seed, self.model.vocab_size)
+        return packing.load_corpus(self.sources, self.data, self.tokenizer, self.loop.seed, self.verifier_config.vocab_size)
 
 
 def read_drafter(name: str, kind: type[Config], noun: str) -> Config:
@@ -215,11 +214,11 @@ def train(settings: DraftingStage) -> None:
     settings, mesh = settings.resolved(), hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
-    model, length = settings.model, settings.data.sequence_length
+    model, folder, length = settings.verifier_config, settings.verifier_folder, settings.data.sequence_length
     if length > model.max_positions:
         raise ValueError(f"got data.sequence_length {length}, expected at most {model.max_positions} (verifier)")
     corpus = settings.corpus
-    _, weights = models.load_verifier(settings.folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
+    _, weights = models.load_verifier(folder, dtype=jnp.dtype(settings.compute_dtype), mesh=mesh)
     drafter = settings.recorded_config(model)
     settings.check(drafter, model)
     stage = make_stage(settings, model, drafter, mesh)
@@ -237,7 +236,7 @@ def train(settings: DraftingStage) -> None:
     del stored
     size = f"{parameters.count(params):,} weights, {corpus.num_sequences} sequences of {length} tokens"
     hosts.say(f"{corpus.summary()}\n{settings.noun} of {size}")
-    pair = TreeFlash(model, Weights(weights), drafter=drafter, stop_ids=models.stop_ids(settings.folder, model), mesh=mesh)
+    pair = TreeFlash(model, Weights(weights), drafter=drafter, stop_ids=models.stop_ids(folder, model), mesh=mesh)
     measure = make_tau_measure(settings, stage, pair, corpus, frozen)
     params = loop.fit(
         stage, config=settings, mesh=mesh, params=params, frozen=frozen, corpus=corpus, evaluate=measure, began=began
