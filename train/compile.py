@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from argparse import RawDescriptionHelpFormatter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from train.data.packing import Batch
-from train.runtime import hosts
-from train.runtime.training_state import (
-    Stage,
-    TrainState,
-    abstract_batch,
-    abstract_state,
-    initial_state,
-    make_optimizer,
-    make_update,
-)
+from train.runtime import hosts, training_state
+from train.runtime.training_state import Stage, TrainState
 from train.stages.drafting import DraftingStage, make_stage
 from train.stages.registry import read_stage
 from treeflash_jax.bench import shapes
@@ -55,11 +48,11 @@ def compile_step(settings: DraftingStage, shape: str, chips: list[Any], *, steps
     stage = make_stage(settings, model, drafter, mesh)
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
     with sharding.ambient(mesh):
-        batch = abstract_batch(settings.loop.batch, settings.data.sequence_length, mesh)
-        transform = make_optimizer(settings.optimizer, 1000, stage.specs)
-        state = abstract_state(stage, transform, batch, mesh)
+        batch = training_state.abstract_batch(settings.loop.batch, settings.data.sequence_length, mesh)
+        transform = training_state.make_optimizer(settings.optimizer, 1000, stage.specs)
+        state = training_state.abstract_state(stage, transform, batch, mesh)
         frozen = parameters.abstract(stage.frozen_specs, stage.compute_dtype, mesh)
-        update = make_update(stage, transform, accumulate=settings.loop.accumulate, seed=0, log_every=10)
+        update = training_state.make_update(stage, transform, accumulate=settings.loop.accumulate, seed=0, log_every=10)
         update = jax.jit(update, donate_argnums=0, out_shardings=_shardings(state))
         compiled = update.lower(state, frozen, batch).compile()
         measured = {}
@@ -107,8 +100,8 @@ def random_arrays(
     )
     params = jax.device_put(parameters.initialize(stage.specs, keys[1]), _shardings(state.params))
     held = jax.device_put(parameters.initialize(stage.frozen_specs, keys[2], stage.compute_dtype), _shardings(frozen))
-    start = jax.jit(lambda params: initial_state(stage, transform, params, batch), out_shardings=_shardings(state))
-    return start(params), held, jax.device_put(full, _shardings(batch))
+    start = partial(training_state.initial_state, stage, transform, batch=batch)
+    return jax.jit(start, out_shardings=_shardings(state))(params), held, jax.device_put(full, _shardings(batch))
 
 
 def run_steps(compiled: Any, state: TrainState, frozen: Any, batch: Batch, *, steps: int) -> float:

@@ -32,6 +32,7 @@ from treeflash_jax.core import parameters
 from treeflash_jax.core.checks import AtLeast0, bounded, quoted
 from treeflash_jax.drafters import block
 from treeflash_jax.drafters.block.block_config import DrafterConfig, default_target_layers, fresh_layers
+from treeflash_jax.formats import draft_vocabulary
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.trees.shape import MAX_NODES
 
@@ -65,7 +66,7 @@ class BlockStage(DraftingStage):
             choices.check_mask(drafter, model, self.corpus, self.tokenizer)
 
     def add_files(self, folder: Path) -> None:
-        self.write_draft_vocabulary(folder)
+        draft_vocabulary.write(folder, self.corpus.answer_counts(self.verifier_config.vocab_size))
 
     def describe(self, drafter: DrafterConfig) -> tuple[str, dict[str, Any]]:
         kinds = {"marginal": "DFlash drafter", "mlp": "TreeFlash drafter"}

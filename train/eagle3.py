@@ -22,7 +22,7 @@ import numpy as np
 
 from train.runtime import folders, run_config
 from train.runtime.training_state import SumsFunction
-from train.stages.drafting import DraftingStage, copy_weights
+from train.stages.drafting import DraftingStage, copy_weights, load_drafter
 from train.stages.drafting import train as main
 from train.stages.rollout import RolloutConfig, rollout_sums
 from treeflash_jax.core import parameters
@@ -32,8 +32,6 @@ from treeflash_jax.drafters.block.block_config import fresh_layers
 from treeflash_jax.drafters.eagle3 import EagleConfig
 from treeflash_jax.drafters.eagle3.layer import default_taps
 from treeflash_jax.drafters.protocol import draft_ids
-from treeflash_jax.engine.pairs import locate
-from treeflash_jax.formats import models
 from treeflash_jax.formats.draft_vocabulary import most_frequent
 from treeflash_jax.models.config import ModelConfig
 from treeflash_jax.models.costs import Counter
@@ -61,6 +59,14 @@ class Eagle3Stage(DraftingStage):
     num_depths: int = bounded(7, least=1, most=MAX_NODES - 1)
     num_nodes: int = bounded(16, least=1, most=MAX_NODES)
     drafter_temperature: float = bounded(1.0, above=0)
+
+    def __post_init__(self) -> None:
+        whole, anchors, chunk = self.data.sequence_length, self.objective.anchors, self.objective.chunk
+        if anchors > whole:
+            raise ValueError(f"got objective.anchors {anchors}, expected at most data.sequence_length {whole}")
+        if (anchors or whole) % chunk:
+            of = "objective.anchors" if anchors else "data.sequence_length"
+            raise ValueError(f"got objective.chunk {chunk}, expected a divisor of {of} {anchors or whole}")
 
     @property
     def trains(self) -> tuple[str, ...]:
@@ -91,7 +97,7 @@ class Eagle3Stage(DraftingStage):
             return {}
         saved = folders.absolute(self.run) / "model"
         if (saved / "config.json").exists():
-            return {"offsets": models.load_drafter(locate(str(saved), "drafter"))[1]["offsets"]}
+            return {"offsets": load_drafter(str(saved))["offsets"]}
         ids_z = most_frequent(self.corpus.answer_counts(vocab_size), size)
         return {"offsets": jnp.asarray(ids_z - np.arange(size), jnp.int32)}
 
@@ -125,14 +131,6 @@ class Eagle3Stage(DraftingStage):
             "tokens it drafts": drafter.draft_vocab_size,
             "depth": drafter.num_depths,
         }
-
-    def __post_init__(self) -> None:
-        whole, anchors, chunk = self.data.sequence_length, self.objective.anchors, self.objective.chunk
-        if anchors > whole:
-            raise ValueError(f"got objective.anchors {anchors}, expected at most data.sequence_length {whole}")
-        if (anchors or whole) % chunk:
-            of = "objective.anchors" if anchors else "data.sequence_length"
-            raise ValueError(f"got objective.chunk {chunk}, expected a divisor of {of} {anchors or whole}")
 
 
 if __name__ == "__main__":

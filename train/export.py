@@ -31,7 +31,6 @@ from train.stages.registry import read_stage
 from treeflash_jax import drafters
 from treeflash_jax.core import files, sharding
 from treeflash_jax.core.checks import bounded, clipped
-from treeflash_jax.engine.pairs import locate
 from treeflash_jax.formats import draft_vocabulary, models, storage
 
 TAU_PROMPTS, TAU_TOKENS = 4, 32
@@ -75,13 +74,12 @@ def main(settings: ExportStage) -> None:
     if not path.exists():
         raise ValueError(f"{settings.run}: got no settings.toml, expected the run= of a stage that trains a drafter")
     trained = read_stage(path)
-    model = models.read_verifier_config(locate(trained.verifier, "verifier"))
-    drafter = trained.recorded_config(model)
+    drafter = trained.recorded_config(trained.verifier_config)
     temperature = settings.drafter_temperature or drafter.drafter_temperature
     drafter = dataclasses.replace(drafter, drafter_temperature=temperature, sampled_above=settings.sampled_above or None)
     dialect = settings.dialect or drafters.get(drafter).DIALECT
     models.writable(dialect).to_hf(drafter)  # refused before weights are read
-    step, params = read_params(settings, trained, make_stage(trained, model, drafter))
+    step, params = read_params(settings, trained, make_stage(trained, trained.verifier_config, drafter))
     whole = assemble(drafter, trained.stored(drafter) | params)
     with folders.filled(settings.out, overwrite=settings.overwrite) as out:
         models.save_drafter(out, drafter, whole, dialect=dialect, dtype=jnp.dtype(settings.dtype))

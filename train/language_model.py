@@ -37,6 +37,7 @@ from treeflash_jax.core.checks import AtLeast0, bounded
 from treeflash_jax.drafters import causal_lm, steering
 from treeflash_jax.drafters.causal_lm import LanguageModelConfig
 from treeflash_jax.drafters.steering import SteeringConfig
+from treeflash_jax.formats import draft_vocabulary
 from treeflash_jax.models import vocab
 from treeflash_jax.models.backend.packed_attention import PackedMask
 from treeflash_jax.models.config import ModelConfig
@@ -144,7 +145,7 @@ class LanguageModelStage(DraftingStage):
         return float(teacher.flops + (3 if self.train_model else 2) * drafted.flops)
 
     def add_files(self, folder: Path) -> None:
-        self.write_draft_vocabulary(folder)
+        draft_vocabulary.write(folder, self.corpus.answer_counts(self.verifier_config.vocab_size))
 
     def describe(self, drafter: LanguageModelConfig) -> tuple[str, dict[str, Any]]:
         width = f"{drafter.layers.num_layers}, {drafter.layers.hidden_size}"

@@ -27,7 +27,7 @@ import jax
 from train import drafter, export, head, measure, respond
 from train.data.records import read
 from train.pairing.choices import Choice
-from train.pairing.compose import LEAST_PROMPTS, MOST_EVALUATIONS, Composed, Composer, PairConfig, count_prompts
+from train.pairing.compose import LEAST_PROMPTS, MOST_EVALUATIONS, Composed, Composer, PairConfig
 from train.pairing.time_budget import Budget
 from train.runtime import folders, hosts, lock, run_config, watch
 from treeflash_jax.core import files
@@ -50,7 +50,7 @@ def main(settings: PairConfig) -> None:
     hosts.connect()
     if jax.process_count() > 1:
         raise ValueError("train.pair runs in one process; on several hosts run its stages one by one")
-    composer, path = Composer.open(settings), settings.path("pair.toml")
+    composer, path = Composer(settings), settings.path("pair.toml")
     is_known = path.exists() and not run_config.changes(settings, path, ())
     if not is_known:
         check_extension(settings)
@@ -120,8 +120,7 @@ def _compose(name: str, composer: Composer, stages: dict[str, Any], budget: Budg
         if not settings.minutes:
             return made
         seconds = budget.plan(composer, made.stage)["respond"]
-        count = LEAST_PROMPTS + int((seconds - budget.costs.answers_start) / budget.costs.answer)
-        return composer.respond(_limit(settings, count, seconds))
+        return composer.respond(LEAST_PROMPTS + int((seconds - budget.costs.answers_start) / budget.costs.answer), seconds)
     if name == "export":
         return composer.export()
     if name == "measure":
@@ -138,13 +137,6 @@ def _compose(name: str, composer: Composer, stages: dict[str, Any], budget: Budg
     return composer.training(stages["respond"], answers, steps, evaluations, on=stages.get("drafter"))
 
 
-def _limit(settings: PairConfig, count: int, seconds: float) -> Choice | None:
-    """Returns the number of prompts that time allows; None if it allows all of them."""
-    if count >= (settings.num_prompts or count_prompts(settings)):
-        return None
-    return Choice(count, f"as many as fit into {watch.duration(seconds)}")
-
-
 def _answer_more(composer: Composer, stage: Any, budget: Budget, began: float, before: int) -> Any:
     """Answers more prompts if those planned took much less time: the plan assumes answers of full length."""
     took, count = time.perf_counter() - began, _count_answers(composer.settings) - before
@@ -152,8 +144,8 @@ def _answer_more(composer: Composer, stage: Any, budget: Budget, began: float, b
     limit = stage.sources[0].limit
     if not limit or count < LEAST_PROMPTS or took >= 0.75 * planned:
         return stage
-    choice = _limit(composer.settings, limit + int((planned - took) * count / took), planned)
-    stage = _write_stage("respond", composer.settings, composer.respond(choice))
+    more = composer.respond(limit + int((planned - took) * count / took), planned)
+    stage = _write_stage("respond", composer.settings, more)
     respond.main(stage)
     return stage
 

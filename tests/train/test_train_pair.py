@@ -141,7 +141,7 @@ def test_costs_are_measured(prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(respond, "load_model", lambda stage: model)
     monkeypatch.setattr(respond, "collect_prompts", lambda *_: [SimpleNamespace(ids=[7, 8], source="asked")] * 40)
     monkeypatch.setattr(time_budget.time, "perf_counter", itertools.count(step=50.0).__next__)
-    composer = compose.Composer.open(settings_of(prompts, tmp_path, "minutes=10", "respond.batch=16"))
+    composer = compose.Composer(settings_of(prompts, tmp_path, "minutes=10", "respond.batch=16"))
 
     def train(stage):
         assert (stage.loop.steps, stage.loop.evaluate_every) == (4, 2)
@@ -163,7 +163,7 @@ def test_costs_are_measured(prompts, tmp_path, monkeypatch):
 def test_more_steps_and_prompts_extend_what_was_begun_and_all_else_stays(prompts, tmp_path):
     """As finished with 6 steps on 8 prompts: a file of settings beside the answers and in each run, and a checkpoint."""
     before = settings_of(prompts, tmp_path, "num_prompts=8")
-    composer, nothing = compose.Composer.open(before), packing.Corpus({}, {}, {}, {})
+    composer, nothing = compose.Composer(before), packing.Corpus({}, {}, {}, {})
     run_config.save(before, tmp_path / "pair.toml")
     asked = composer.respond().stage
     run_config.save(asked, tmp_path / "responses.jsonl.settings.toml")
@@ -238,7 +238,7 @@ def test_the_end_says_what_would_pay_from_what_was_measured(prompts, tmp_path, c
     (tmp_path / "drafter").mkdir()
     write_lines(tmp_path / "drafter" / "log.jsonl", log)
     (tmp_path / "responses.jsonl").write_text("{}\n" * 12)
-    asked = compose.Composer.open(settings).respond().stage
+    asked = compose.Composer(settings).respond().stage
     entries = [{"system": "drafted", "speedup": {"value": x}, "tau": tau} for x, tau in ((speedup, 2.0), (0.1, 1.0))]
     measured = {"options": {"nodes": 8}, "systems": entries}
     pair.conclude(settings, asked, measured, 120.0)

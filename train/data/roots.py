@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,8 +110,7 @@ def record_batch(
     temperature, top_p = ([pairs[i][which] for i in setting_b] for which in (0, 1))
     sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": settings.new_tokens, "seed": settings.seed}
     generate = model.resolve(None, sampling)
-    requests = planning.make_requests([prompts[i] for i in prompt_b], generate, model.verifier)
-    requests = [replace(request, index=int(i)) for request, i in zip(requests, prompt_b, strict=True)]
+    requests = planning.make_requests([prompts[i] for i in prompt_b], generate, model.verifier, prompt_b)
     capacity = capacity_bucket(max(map(len, prompts)) + settings.new_tokens + 1 + runner.plan.path_length)
     state = runner.start(model.make_batch(requests, generate, batch_size=settings.batch, capacity=capacity))
     parts: list[Labels] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from train.measure import MeasureStage
 from train.pairing import choices
 from train.pairing.choices import Choice
 from train.respond import RespondConfig, question
-from train.runtime import run_config
+from train.runtime import run_config, watch
 from train.runtime.run_config import LoopConfig, MeshConfig, OptimizerConfig
 from train.stages.objective import ObjectiveConfig
 from treeflash_jax.core import devices
@@ -62,11 +63,8 @@ class PairConfig:
       head_steps: training steps of the head alone, after that; 0 as for `steps`.
       seed: random seed of all stages.
       mesh: devices of all stages.
-      respond: settings of `train.respond` to override, by name (respond.max_new_tokens=256).
-      drafter: settings of `train.drafter` to override, by name (drafter.optimizer.learning_rate=3e-3).
-      head: settings of `train.head` to override, by name (head.loop.batch=16).
-      export: settings of `train.export` to override, by name (export.dtype=float32).
-      measure: settings of `train.measure` to override, by name (measure.seed=1).
+      respond, drafter, head, export, measure: settings of the stage `train.NAME` to override, by name
+        (drafter.optimizer.learning_rate=3e-3).
     """
 
     verifier: str
@@ -104,13 +102,14 @@ class Composer:
     """Composes the settings of every stage from those of the command, and config and tokenizer of the verifier."""
 
     settings: PairConfig
-    model: ModelConfig
-    tokenizer: Tokenizer | None
 
-    @classmethod
-    def open(cls, settings: PairConfig) -> Composer:
-        folder = locate(settings.verifier, "verifier")
-        return cls(settings, models.read_verifier_config(folder), Tokenizer.load(folder))
+    @cached_property
+    def model(self) -> ModelConfig:
+        return models.read_verifier_config(locate(self.settings.verifier, "verifier"))
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        return Tokenizer.load(locate(self.settings.verifier, "verifier"))
 
     def check(self) -> None:
         """Composes all stages without answers, so that a misspelt setting is refused at once."""
@@ -121,11 +120,13 @@ class Composer:
         self.export()
         self.measure()
 
-    def respond(self, limit: Choice | None = None) -> Composed:
-        """Composes the settings of `train.respond`; `limit` replaces `settings.num_prompts`."""
+    def respond(self, most: int | None = None, seconds: float = 0.0) -> Composed:
+        """Composes the settings of `train.respond`; `most` prompts fit into its `seconds`, None: all of them."""
         settings, context = self.settings, self.model.max_positions
-        limit = limit or Choice(settings.num_prompts, "as given" if settings.num_prompts else "all of them")
-        count = count_prompts(settings, limit.value)
+        limit = Choice(settings.num_prompts, "as given" if settings.num_prompts else "all of them")
+        count = sum(1 for _ in read(Source(path=settings.prompts, limit=limit.value, hold_out=0), settings.seed))
+        if most is not None and most < count:
+            limit, count = Choice(most, f"as many as fit into {watch.duration(seconds)}"), most
         if count < LEAST_PROMPTS:
             raise ValueError(f"{settings.prompts}: got {count} prompts, expected at least {LEAST_PROMPTS}")
         sample = Source(path=settings.prompts, limit=min(count, MEASURED_LENGTHS), hold_out=0)
@@ -161,9 +162,8 @@ class Composer:
         return len(self.tokenizer.encode_chat(prompt) if isinstance(prompt, list) else self.tokenizer.encode(prompt))
 
     def read_answers(self, responded: RespondConfig) -> Corpus:
-        source = Source(path=responded.out, format="responses", hold_out=0)
-        vocab_size = self.model.vocab_size
-        return packing.load_corpus([source], self._data(responded), self.tokenizer, self.settings.seed, vocab_size)
+        source, data = Source(path=responded.out, format="responses", hold_out=0), self._data(responded)
+        return packing.load_corpus([source], data, self.tokenizer, self.settings.seed, self.model.vocab_size)
 
     def steps(self, name: str, answers: Corpus) -> Choice:
         given = self.settings.steps if name == "drafter" else self.settings.head_steps
@@ -238,10 +238,6 @@ class Composer:
     def _data(self, responded: RespondConfig) -> DataConfig:
         whole = math.ceil((responded.max_prompt_tokens + responded.max_new_tokens) / 64) * 64
         return DataConfig(sequence_length=min(self.model.max_positions, max(256, whole)), thinking=responded.thinking)
-
-
-def count_prompts(settings: PairConfig, limit: int = 0) -> int:
-    return sum(1 for _ in read(Source(path=settings.prompts, limit=limit, hold_out=0), settings.seed))
 
 
 def _hold_out(count: int, numbers: Sequence[int] | None = None) -> int:

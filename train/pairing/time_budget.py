@@ -101,7 +101,7 @@ def measure_costs(composer: Composer, responding: respond.RespondConfig) -> Cost
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     hosts.say(f"timing {TIMED_TOKENS} tokens of answers, {TIMED_STEPS} training steps and 2 evaluations")
-    timed = dataclasses.replace(composer, settings=dataclasses.replace(composer.settings, out=str(folder)))
+    timed = Composer(dataclasses.replace(composer.settings, out=str(folder)))
     responded = dataclasses.replace(responding, out=str(folder / "responses.jsonl"))
     with redirect_stdout(io.StringIO()):
         answer, answers_start = _time_answers(responded)

@@ -40,7 +40,7 @@ from treeflash_jax.core.checks import bounded
 from treeflash_jax.decoding.state import Weights
 from treeflash_jax.engine.model import TreeFlash
 from treeflash_jax.engine.pairs import locate
-from treeflash_jax.formats import draft_vocabulary, models
+from treeflash_jax.formats import models
 from treeflash_jax.formats.architectures import ARCHITECTURES
 from treeflash_jax.formats.tokenizer import Tokenizer
 from treeflash_jax.models import verifier
@@ -115,11 +115,6 @@ class DraftingStage(ABC):
         """Adds files that depend on the training data to the drafter's folder."""
         return
 
-    def write_draft_vocabulary(self, folder: Path) -> None:
-        """Lists the most frequent tokens of the answers beside the drafter, if the vocabulary is large."""
-        vocab_size = models.read_verifier_config(locate(self.verifier, "verifier")).vocab_size
-        draft_vocabulary.write(folder, self.corpus.answer_counts(vocab_size))
-
     # Decoding that evaluations measure, metric -> options of `generate`; metrics that training does not change, which are
     # measured once; and settings that determine the size of a step, for reports of compiled steps.
     systems: ClassVar[Mapping[str, Mapping[str, Any]]] = {"tau": {}}
@@ -160,15 +155,23 @@ class DraftingStage(ABC):
         return
 
     @cached_property
+    def verifier_folder(self) -> Path:
+        """Folder or file of the verifier."""
+        return locate(self.verifier, "verifier")
+
+    @cached_property
+    def verifier_config(self) -> ModelConfig:
+        return models.read_verifier_config(self.verifier_folder)
+
+    @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The verifier's tokenizer; None if its folder has none."""
-        return Tokenizer.load(locate(self.verifier, "verifier"), {"enable_thinking": bool(self.data.thinking)})
+        return Tokenizer.load(self.verifier_folder, {"enable_thinking": bool(self.data.thinking)})
 
     @cached_property
     def corpus(self) -> Corpus:
         """Training documents, read, tokenised and packed once per run."""
-        vocab_size = models.read_verifier_config(locate(self.verifier, "verifier")).vocab_size
-        return packing.load_corpus(self.sources, self.data, self.tokenizer, self.loop.seed, vocab_size=vocab_size)
+        return packing.load_corpus(self.sources, self.data, self.tokenizer, self.loop.seed, self.verifier_config.vocab_size)
 
 
 def read_drafter(name: str, kind: type[Config], noun: str) -> Config:
@@ -211,8 +214,7 @@ def train(settings: DraftingStage) -> None:
     settings, mesh = settings.resolved(), hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
     hosts.check_batch(settings.loop.batch, settings.loop.accumulate, mesh)
-    folder, length = locate(settings.verifier, "verifier"), settings.data.sequence_length
-    model = models.read_verifier_config(folder)
+    model, folder, length = settings.verifier_config, settings.verifier_folder, settings.data.sequence_length
     if length > model.max_positions:
         raise ValueError(f"got data.sequence_length {length}, expected at most {model.max_positions} (verifier)")
     corpus = settings.corpus

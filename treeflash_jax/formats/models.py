@@ -44,17 +44,13 @@ def load_verifier(
     """
     quantized.check_scheme(quantize)
     dialect, config = _find(path, "verifier")
-    with dialect.opened(Path(path), config) as tensors:
-        if quantize and any(getattr(tensor, "is_quantized", False) for tensor in tensors.values()):
-            warnings.warn(f"{path} holds quantised weights; quantize={quantize!r} rounds them again", stacklevel=2)
-        return config, _load(path, dialect, config, verifier.specs(config), tensors, dtype, mesh, quantize)
+    return config, _load(path, dialect, config, verifier.specs(config), dtype, mesh, quantize)
 
 
 def load_drafter(path: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tuple[Any, dict[str, Any]]:
     """Reads a drafter in any dialect: its config and its weights. Raises ValueError as `load_verifier`."""
     dialect, config = _find(path, "drafter")
-    with dialect.opened(Path(path), config) as tensors:
-        return config, _load(path, dialect, config, drafters.get(config).specs(config), tensors, dtype, mesh)
+    return config, _load(path, dialect, config, drafters.get(config).specs(config), dtype, mesh)
 
 
 def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
@@ -114,10 +110,13 @@ def _find(path: str | Path, part: str) -> tuple[Dialect, Any]:
     return dialect, dialect.read_config(path, keys)
 
 
-def _load(path, dialect: Dialect, config, specs, tensors, dtype, mesh, quantize: str | None = None) -> Any:
-    entries = dialect.entries(config, specs, tensors.keys())
-    finish = partial(quantized.compress, scheme=quantize, mesh=mesh)
-    return storage.load(Path(path), tensors, specs, entries, dtype, mesh, dialect.spare(config, specs), finish)
+def _load(path, dialect: Dialect, config, specs, dtype, mesh, quantize: str | None = None) -> Any:
+    with dialect.opened(Path(path), config) as tensors:
+        if quantize and any(getattr(tensor, "is_quantized", False) for tensor in tensors.values()):
+            warnings.warn(f"{path} holds quantised weights; quantize={quantize!r} rounds them again", stacklevel=3)
+        entries = dialect.entries(config, specs, tensors.keys())
+        finish = partial(quantized.compress, scheme=quantize, mesh=mesh)
+        return storage.load(Path(path), tensors, specs, entries, dtype, mesh, dialect.spare(config, specs), finish)
 
 
 def _save(folder: Path, dialect: Dialect, config: Any, specs: Any, params: Any, dtype: Any) -> None:

@@ -175,10 +175,8 @@ def save(path: Path, specs: Any, entries: Any, params: Any, dtype: Any, extra: M
             for i, expert in enumerate(weight):
                 keep(inside(spec), entry.at(i), expert)
             return
-        part = inside(spec) if entry.is_stacked else spec
-        shape = replace(entry, part=(0, 1), is_stacked=False).disk_shape(part)
         order = (0, *(axis + 1 for axis in entry.order)) if entry.is_stacked else entry.order
-        block = weight.transpose(order).reshape(*weight.shape[: int(entry.is_stacked)], *shape)
+        block = weight.transpose(order).reshape(replace(entry, part=(0, 1)).disk_shape(spec))
         parts.setdefault(entry.name, []).append((entry.part[0], entry.part_axis - 2, block))
 
     for (spec, entry), leaf in zip(_pairs(specs, entries), jax.tree.leaves(params), strict=True):

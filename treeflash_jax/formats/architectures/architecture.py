@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from treeflash_jax.core.checks import quoted
@@ -140,16 +141,15 @@ class Architecture:
         self, groups: list[list[dict[str, Any]]], prefix: str, names: Collection[str] = ()
     ) -> list[list[dict[str, Entry]]]:
         """Returns the location on disk of each weight of a stack of layers, as `entries`."""
-        index = iter(range(sum(map(len, groups))))
         stored = {re.sub(r"\.\d+\.", ".{}.", name.partition(".layers.")[2].partition(".")[2]) for name in names}
-        weights = {name for group in groups for specs in group for name in specs}
+        layers = list(chain.from_iterable(groups))
+        weights = {name for specs in layers for name in specs}
         table = max((self.layer, *self.layouts), key=lambda layout: sum(layout[name].name in stored for name in weights))
-
-        def layer(specs: Mapping[str, Any]) -> dict[str, Entry]:
-            start = f"{prefix}layers.{next(index)}."
-            return {name: replace(table[name], name=start + table[name].name) for name in specs}
-
-        return [[layer(specs) for specs in group] for group in groups]
+        entries = (
+            {name: replace(table[name], name=f"{prefix}layers.{index}.{table[name].name}") for name in specs}
+            for index, specs in enumerate(layers)
+        )
+        return [[next(entries) for _ in group] for group in groups]
 
     def spare(self, specs: Mapping[str, Any]) -> tuple[str, ...]:
         """Returns tensor names that are allowed but not read, such as a second copy of a tied table."""
