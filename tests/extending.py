@@ -1,7 +1,5 @@
 """Commands with which tests run an extension of the library."""
 
-from __future__ import annotations
-
 import json
 
 from answers import drafted_as_plain

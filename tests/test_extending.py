@@ -1,7 +1,5 @@
 """Extending the library: a toy of each kind, defined here and registered, works without an edit to the package."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Extending the library by a drafter, its option, its file dialect and the stage that trains it, without an edit to it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 Run as a script it is one process of a training run: `python tests/toy_training.py FOLDER [key=value ...]`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Training of EAGLE-3 drafters: the objective is what drafting would give, and a run goes through every door."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Distillation of language-model drafters and training of their steering: what is seen, what learns, what is written."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

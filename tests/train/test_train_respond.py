@@ -1,7 +1,5 @@
 """Answers are functions of seed and prompt; a run that was stopped anywhere, on any number of hosts, ends with one file."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace
