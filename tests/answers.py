@@ -1,7 +1,5 @@
 """Random pairs, states after their prompts, made-up calibrations, and drafted answers against one-token decoding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Google Cloud Storage in memory, behind gs:// URLs, without a network."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

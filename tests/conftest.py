@@ -3,8 +3,6 @@
 Settings must be in place before JAX starts its backend, hence the module-level configuration.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

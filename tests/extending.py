@@ -1,8 +1,8 @@
 """Commands with which tests run an extension of the library."""
 
-from __future__ import annotations
-
 import json
+
+from answers import drafted_as_plain
 
 import treeflash_jax as tf
 from treeflash_jax.cli.commands import main
@@ -22,10 +22,9 @@ def generated(capsys, *words: str) -> list[int]:
 def goes_through_everything(model: tf.TreeFlash, folder, tmp_path, capsys, settings=SMALL, verifier="tiny") -> None:
     """Python, the command line, benchmarks and calibration."""
     options = [f"--{name}={value}" for name, value in settings.items()]
-    answers = [model.generate(CHAT, max_new_tokens=12, **how)[0] for how in ({"builder": "none"}, settings)]
-    assert answers[0].ids == answers[1].ids
+    [result] = drafted_as_plain(model, [CHAT], settings, max_new_tokens=12)
     pair = ["--verifier", str(verifier), "--drafter", str(folder)]
-    assert generated(capsys, *pair, *ASK, *options) == answers[0].ids
+    assert generated(capsys, *pair, *ASK, *options) == result.ids
     results, prompts = tmp_path / "results.jsonl", tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"id": 1, "turns": [CHAT[0]["content"]]}) + "\n")
     words = ["--pair", str(verifier), str(folder), "--systems", "ar", "treeflash", "--prompts", str(prompts), *options]

@@ -1,7 +1,5 @@
 """Refusals in one line, and the content of folders before and after them."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """What editors, `help` and notebooks see of the library: names, signatures, types and pictures."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import fields, replace

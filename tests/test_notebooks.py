@@ -3,8 +3,6 @@
 `python tests/test_notebooks.py` runs them in place and saves the outputs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

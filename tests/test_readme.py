@@ -1,7 +1,5 @@
 """The README files keep their promises: examples run, commands parse, links lead somewhere, tables equal the results."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Refusals: every mistake of a user gives the documented result, or one line of at most 300 characters."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json

@@ -3,8 +3,6 @@
 Run as a script it is one process of a training run: `python tests/toy_training.py FOLDER [key=value ...]`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -21,8 +19,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from answers import drafted_as_plain
 
-from train import head
+import treeflash_jax as tf
+from train import export, head
 from train.data import packing
 from train.runtime import loop, run_config
 from treeflash_jax.core import parameters
@@ -106,6 +106,15 @@ def make_batch(lengths, sequence_length=32, prompt=3):
 
 def settings(toml: Path, *overrides: str) -> head.HeadStage:
     return run_config.load(head.HeadStage, toml, overrides)
+
+
+def exported(run: Path, verifier: Path) -> tf.TreeFlash:
+    """Exports a run to the folder "out" beside it; returns the pair, which drafts what one-token decoding gives."""
+    out = run.parent / "out"
+    export.main(export.ExportStage(run=str(run), out=str(out), dtype="float32"))
+    model = tf.load(verifier=verifier, drafter=out, dtype="float32")
+    drafted_as_plain(model, [[5, 6, 7]], {"nodes": 4}, max_new_tokens=6)
+    return model
 
 
 def start(command: list[str], devices: int = 1, **environment: str) -> subprocess.Popen:

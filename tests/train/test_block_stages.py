@@ -1,4 +1,4 @@
-"""Runs of the stages of block drafters: meshes, parts and samples give the same training; what they start from."""
+"""Runs of the stages of block drafters: meshes, parts, samples and records give the same training; what they start from."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from toy_training import MODEL, WITH_HEAD, make_batch
 
 from train import drafter, head
 from train.runtime import hosts, training_state, watch
-from train.stages import drafting, registry
+from train.stages import drafting, registry, teacher
 from treeflash_jax.core import devices, parameters, sharding
 from treeflash_jax.drafters import block
 from treeflash_jax.drafters.block import backbone as dflash
@@ -58,6 +58,46 @@ def test_samples_of_the_vocabulary_are_the_same_on_every_mesh(toy, tmp_path):
     first = run_stage(toy, tmp_path / "one", *words)
     for name, mesh in {"parts": ["mesh.data=2", "mesh.fsdp=2", "mesh.model=2"], "data": ["mesh.data=8"]}.items():
         assert_same_losses(first, run_stage(toy, tmp_path / name, *words, *mesh), 1e-4)
+
+
+def test_a_record_of_the_verifiers_outputs_gives_the_same_losses(toy, tmp_path, capsys):
+    folder, words = tmp_path / "outputs", ("loop.steps=4", "loop.evaluate_every=0")
+    expected = run_stage(toy, tmp_path / "plain", *words)
+    words += (f"data.record={folder}",)
+    for name, size in (("recording", 1), ("recorded", 2)):
+        assert_same_losses(expected, run_stage(toy, tmp_path / name, *words, f"mesh.data={size}"), 1e-5)
+        assert ("recording" in capsys.readouterr().out) == (name == "recording")
+    for path in folder.rglob("*-hidden"):
+        path.write_bytes(bytes(path.stat().st_size))
+    for line, other in zip(expected, run_stage(toy, tmp_path / "zeros", *words), strict=True):
+        assert all(abs(line[key] - other[key]) > 1e-3 for key in line if key.endswith("loss")), "files are read"
+
+
+def test_an_interrupted_record_goes_on_and_layers_are_shared(toy, tmp_path, monkeypatch, capsys):
+    settings = toy_training.settings(toy, f"run={tmp_path}/run", f"data.record={tmp_path}/outputs", "loop.steps=1")
+    head.main(settings)
+    assert "recording 48 sequences" in capsys.readouterr().out
+    [folder] = (tmp_path / "outputs").iterdir()
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for name, content in whole.items():
+        (folder / f"{name}.part").write_bytes(content[: len(content) // 2])
+        (folder / name).unlink()
+    head.main(dataclasses.replace(settings, run=f"{tmp_path}/again"))
+    assert "recording 24 sequences" in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+
+    taps, teach = [], teacher.teach
+    monkeypatch.setattr(teacher, "teach", lambda *args, **named: taps.append(named["taps"]) or teach(*args, **named))
+    (folder / "responses-train-2").unlink()
+    head.main(dataclasses.replace(settings, run=f"{tmp_path}/layer"))
+    assert taps == [(2,)]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+
+
+def test_a_full_disk_is_refused_before_anything_is_computed(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(teacher.shutil, "disk_usage", lambda _: teacher.shutil._ntuple_diskusage(10, 10, 0))
+    settings = toy_training.settings(toy, f"run={tmp_path}/run", f"data.record={tmp_path}/outputs")
+    refused(lambda: head.main(settings), "got 0.0 GB of disk for data.record, expected")
 
 
 def test_state_lies_over_fsdp_and_model(toy):

@@ -1,7 +1,5 @@
 """Joining the other processes of a job by JAX's own detection, in the environments that it knows."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import jax

@@ -1,7 +1,5 @@
 """Distillation of language-model drafters and training of their steering: what is seen, what learns, what is written."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -13,8 +11,6 @@ import toy_training
 from refusals import refused
 from toy_training import MODEL
 
-import treeflash_jax as tf
-from train import export
 from train.data import packing
 from train.language_model import LanguageModelStage, language_model_sums, training_shift
 from train.runtime import run_config
@@ -112,15 +108,12 @@ def test_a_model_cut_from_its_verifier_is_distilled_then_steered(toml, tmp_path)
     assert log[-1]["held_out/tau_4"] >= 1 and 0 < log[-1]["held_out/overlap"] < 1
     words = [f"run={tmp_path}/steered", f"language_model={tmp_path}/small/model", "train_model=false", "steers=true"]
     drafting.train(registry.read_stage(toml, [*words, "loop.steps=3", "rank=2"]))
-    export.main(export.ExportStage(run=f"{tmp_path}/steered", out=f"{tmp_path}/out", dtype="float32"))
+    model = toy_training.exported(tmp_path / "steered", toml.parent / "verifier")
     assert "| rank of the steering | 2 |" in (tmp_path / "out" / "README.md").read_text()
     for name, tree in models.load_drafter(tmp_path / "small" / "model")[1].items():
         kept = models.load_drafter(tmp_path / "out")[1][name]
         jax.tree.map(np.testing.assert_array_equal, kept, tree)
-    model = tf.load(verifier=toml.parent / "verifier", drafter=tmp_path / "out", dtype="float32")
     assert np.any(np.asarray(model.weights.drafter["steering"]["up"]))
-    plain, drafted = (model.generate([[5, 6, 7]], max_new_tokens=6, **how) for how in ({"builder": "none"}, {"nodes": 4}))
-    assert plain[0].ids == drafted[0].ids
 
 
 def test_settings_that_train_nothing_or_fit_nothing_are_refused(toml):

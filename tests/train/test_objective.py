@@ -55,6 +55,7 @@ def drafted(frozen, document_1t, start):
 
 
 def test_training_blocks_equal_inference(case):
+    """Each block attends to its document strictly before its anchor and to itself, as in drafting."""
     frozen, batch, _, chosen = case
     _, hidden = run_blocks(frozen, batch, chosen)
     real = np.argwhere(np.asarray(chosen.weights_bni).sum(-1) > 0)
@@ -67,28 +68,6 @@ def test_training_blocks_equal_inference(case):
         np.testing.assert_allclose(drafted(frozen, padded, start)[0], hidden[r, n], atol=1e-5, rtol=1e-5)
         for i in np.flatnonzero(chosen.weights_bni[r, n]):
             assert batch.tokens_bt[r, chosen.targets_bni[r, n, i]] == document[start + i]
-
-
-def test_block_attention_equals_brute_force():
-    """The published mask, written out: context columns strictly before the anchor in its document, and the block."""
-    rng = np.random.default_rng(1)
-    b, n, q, s, h, k, e = 2, 3, 4, 10, 4, 2, 8
-    segments = np.repeat([[1, 1, 1, 1, 2, 2, 2, 2, 2, 0]], b, axis=0)
-    anchors = rng.integers(0, 9, (b, n))
-    shapes = ((b, n * q, h, e), *2 * [(b, n * q, k, e)], *2 * [(b, s, k, e)])
-    queries, new_k, new_v, old_k, old_v = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
-    mixed = blocks.block_attention(queries, new_k, new_v, old_k, old_v, jnp.asarray(anchors), jnp.asarray(segments))
-    for r in range(b):
-        for t in range(n * q):
-            anchor = anchors[r, t // q]
-            columns = [("old", c) for c in range(s) if c < anchor and segments[r, c] == segments[r, anchor]]
-            columns += [("new", c) for c in range(n * q) if c // q == t // q]
-            for head_ in range(h):
-                keys = np.stack([(old_k if kind == "old" else new_k)[r, c, head_ // 2] for kind, c in columns])
-                values = np.stack([(old_v if kind == "old" else new_v)[r, c, head_ // 2] for kind, c in columns])
-                logits = keys @ queries[r, t, head_] * e**-0.5
-                shares = np.exp(logits - logits.max())
-                np.testing.assert_allclose(mixed[r, t, head_], shares @ values / shares.sum(), atol=1e-5)
 
 
 def test_anchors_are_answers_followed_by_answers(case):

@@ -1,7 +1,5 @@
 """Sequences and batches against brute force: first fit, shares of sources, epochs, and members of a host."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

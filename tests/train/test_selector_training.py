@@ -1,7 +1,5 @@
 """Training selectors: labels against enumeration, the loss, a world to be learnt, and a run from prompts to answers."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

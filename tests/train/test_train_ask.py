@@ -1,7 +1,5 @@
 """Questions are functions of seed and number; a file that was stopped or is added to is that of a single run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -4,14 +4,14 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from refusals import refused
+from refusals import refused, understood
 
 from train import ask, drafter, export, from_scratch, head, measure, respond, selector
 from train.pairing import compose
 from train.runtime import run_config
 from train.stages import registry
 
-ROOT = Path(__file__).parents[2]
+CONFIGS = Path(__file__).parents[2] / "configs"
 STAGES = {
     **registry.STAGES,
     "from_scratch": from_scratch.FromScratchStage,
@@ -19,8 +19,8 @@ STAGES = {
     "respond": respond.RespondConfig,
     "selector": selector.SelectorStage,
 }
-FILES = sorted((ROOT / "configs").rglob("*.toml"))
-HEAD = str(ROOT / "configs" / "tiny" / "head.toml")
+FILES = sorted(CONFIGS.rglob("*.toml"))
+HEAD, DRAFTER = CONFIGS / "tiny" / "head.toml", CONFIGS / "tiny" / "drafter.toml"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -54,6 +54,40 @@ def test_what_is_not_understood_is_named(override, message):
     refused(lambda: run_config.load(head.HeadStage, HEAD, [override]), message)
 
 
+def leaves(raw, prefix=""):
+    """Dotted names of all values of nested tables, and the values."""
+    for key, value in raw.items():
+        yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+
+
+@pytest.mark.parametrize("path", [HEAD, DRAFTER, CONFIGS / "tiny" / "respond.toml"], ids=lambda path: path.stem)
+def test_values_of_every_type_are_served_or_refused(path):
+    endless = ["nan", "inf", "1" + "0" * 400]
+    words = ['""', "[]", "{}", "1.5", "-1", "0", str(2**31), str(2**63), "true", "[1.5]", '"x"', *endless]
+    for key, default in leaves(run_config.to_dict(run_config.load(STAGES[path.stem], path))):
+        for word in words:
+            loaded = understood(run_config.load, STAGES[path.stem], path, [f"{key}={word}"])
+            assert not loaded or word not in endless or isinstance(default, str) or key == "drafter", (key, word)
+
+
+BAD_DRAFTER = (
+    "drafter_temperature=-1 num_nodes=0 num_nodes=4097 num_layers=0 block_size=1 loop.batch=0 loop.batch=-2 run="
+    " optimizer.learning_rate=-1 optimizer.learning_rate=0 optimizer.learning_rate=1e30 optimizer.b1=2 optimizer.b1=1"
+    " optimizer.b2=-1 optimizer.warmup=5 optimizer.final=-1 optimizer.clip=-1 optimizer.clip=0 optimizer.weight_decay=-5"
+    " evaluate.prompts=-1 evaluate.nodes=[0] evaluate.batch=0 loop.accumulate=0 loop.steps=-1 loop.keep=0 loop.log_every=-1"
+    " data.sequence_length=1 data.prompt_weight=2 objective.decay=-1 objective.chunk=0 init_scale=0 mesh.model=0"
+).split()
+BAD_MEASURE = "prompts=0 nodes=[0] nodes=[] temperatures=[-1.0] out=".split()
+
+
+@pytest.mark.parametrize(("stage", "path", "given", "word"), [
+    *((drafter.DrafterStage, DRAFTER, (), word) for word in BAD_DRAFTER),
+    *((measure.MeasureStage, None, ("verifier=x", "drafter=x", "respond=x", "out=x"), word) for word in BAD_MEASURE),
+])  # fmt: skip
+def test_values_that_make_no_sense_are_named(stage, path, given, word):
+    refused(lambda: run_config.load(stage, path, [*given, word]), word.split("=")[0].split(".")[-1])
+
+
 def test_any_path_survives_being_saved(tmp_path):
     settings = run_config.load(head.HeadStage, HEAD)
     names = ("data/\U0001f600.jsonl", 'say "hi".jsonl', "C:\\new\\table", "a\x7fb\tc\nd", "é [x] = 'y' # z")
@@ -76,7 +110,7 @@ def test_changes_name_what_differs(tmp_path):
     without = [line for line in saved.read_text().splitlines() if not line.startswith(("init_scale", "clip"))]
     saved.write_text("\n".join(without))
     assert run_config.changes(settings, saved, ()) == {"init_scale": (0.02, 0.04)}, "what was not written had its default"
-    run_config.save(run_config.load(drafter.DrafterStage, ROOT / "configs" / "tiny" / "drafter.toml"), saved)
+    run_config.save(run_config.load(drafter.DrafterStage, DRAFTER), saved)
     other_stage = run_config.changes(settings, saved, ())
     assert other_stage["num_layers"] == (2, None) and other_stage["drafter"] == (None, "tiny")
     saved.write_text("run = = 3")
@@ -103,7 +137,7 @@ def test_the_selector_asks_the_chat_template_as_train_respond_does(monkeypatch, 
     monkeypatch.setattr(selector.tf, "load", load)
     words = [f"run={tmp_path}/run", "thinking=true", "template.effort=high"]
     with pytest.raises(ChildProcessError):
-        selector.main(run_config.load(selector.SelectorStage, ROOT / "configs" / "tiny" / "selector.toml", words))
+        selector.main(run_config.load(selector.SelectorStage, CONFIGS / "tiny" / "selector.toml", words))
 
 
 def test_missing_values_and_files_are_named(tmp_path):

@@ -1,7 +1,5 @@
 """Documents of every kind of source; every kind of bad input ends in one line that names its place. See test_packing.py."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

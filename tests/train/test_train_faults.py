@@ -1,10 +1,11 @@
-"""Faults of training: files of others stay, damage is named, one process works on a run, and Ctrl-C saves its step."""
+"""Faults of training: damage is named, one process works on a run, Ctrl-C ends it, and killed stages end as others."""
 
-import json
+import random
+import shutil
+import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,69 +13,11 @@ import pytest
 import toy_training
 from etils import epath
 from refusals import refused, snapshot
+from toy_training import ROOT, finish, read_log, start
 
-from train import export, head, respond
-from train.data import answers
-from train.data.records import Source
+from train import head
 from train.runtime import folders, lock, watch
-from train.runtime.checkpoint import claim
-from treeflash_jax.formats import models
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_exports_replace_exports_alone(toy, tmp_path, monkeypatch):
-    settings = toy_training.settings(toy, f"run={tmp_path}/run")
-    claim(epath.Path(settings.run), settings)
-    monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": toy_training.fresh_head()}))
-
-    def exported(out, **named):
-        export.main(export.ExportStage(run=settings.run, out=str(out), dtype="float32", **named))
-
-    (tmp_path / "project").mkdir()
-    for name in ("README.md", "config.json", "model.safetensors"):
-        (tmp_path / "project" / name).write_text("mine")
-    before = snapshot(tmp_path / "project")
-    refused(lambda: exported(tmp_path / "project"), "exists; give a new folder")
-    refused(lambda: exported(tmp_path / "project", overwrite=True), "did not write")
-    assert snapshot(tmp_path / "project") == before
-    exported(tmp_path / "out")
-    written = snapshot(tmp_path / "out")
-    (tmp_path / "out" / "notes").write_text("mine")
-    exported(tmp_path / "out", overwrite=True, drafter_temperature=0.5)
-    assert snapshot(tmp_path / "out").keys() == {*written, "notes"}
-    assert models.read_drafter_config(tmp_path / "out").drafter_temperature == 0.5
-
-
-ASKED = [respond.Prompt("x", ids) for ids in ([1], [2, 3], [4, 5, 6])]
-
-
-def answer_lines(*indices):
-    return "".join(json.dumps({"index": i, "prompt": ASKED[i].ids, "response": [7]}) + "\n" for i in indices)
-
-
-def test_settings_of_the_user_are_never_written_over(tmp_path):
-    theirs, out = tmp_path / "mine.toml", tmp_path / "mine.jsonl"
-    theirs.write_text("# my settings\nmax_new_tokens = 8\n")
-    settings = respond.RespondConfig(verifier="tiny", sources=(Source(path="x.jsonl"),), out=str(out), max_new_tokens=8)
-    answers.check_settings(settings, out, respond.FREE)
-    answers.save_settings(settings, out)
-    out.write_text(answer_lines(0))
-    answers.check_settings(settings, out, respond.FREE)
-    assert theirs.read_text() == "# my settings\nmax_new_tokens = 8\n"
-    refused(lambda: replace(settings, out=f"{tmp_path}/answers.toml"), "expected the name of a JSONL file")
-
-
-def test_doubled_answers_are_repaired(tmp_path):
-    """In one file, and also in the part of one process."""
-    out = tmp_path / "out.jsonl"
-    for whole, part in (((0, 1, 2, 0, 1, 2), ()), ((0, 1, 1), (1, 2, 2))):
-        out.write_text(answer_lines(*whole))
-        (tmp_path / "out.jsonl.part-0").write_text(answer_lines(*part))
-        for _ in range(2):
-            answers.merge(out, 3)
-            assert snapshot(tmp_path) == {"out.jsonl": answer_lines(0, 1, 2).encode()}
-
+from treeflash_jax.engine.pairs import locate
 
 HOLDER = (
     "import sys, time; from train.runtime import lock; from etils import epath\n"
@@ -179,3 +122,87 @@ def test_two_runs_of_one_folder_are_refused(toy, tmp_path):
     with lock.held(folders.absolute(tmp_path) / "run.lock", "run"):
         refused(lambda: head.main(toy_training.settings(toy, f"run={tmp_path}")), "works on it")
     assert not list(tmp_path.iterdir())
+
+
+# Every stage may be killed at any moment: run again, the same command ends with the files that it would have written.
+
+RESPOND = "verifier=tiny", "temperatures=[0.0, 0.9]", "max_new_tokens=40", "batch=2"
+DRAFTER = (
+    "num_layers=1", "block_size=5", "mask_token_id=3", "target_layer_ids=[2]", "objective.loss=cross-entropy",
+    "loop.steps=24", "loop.batch=4", "loop.save_every=3", "loop.evaluate_every=12",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(toy):
+    """The folder of a toy pair, questions, and a finished run of a head."""
+    folder = toy.parent
+    toy_training.write_stage(folder, without=("drafter",))
+    asked = [{"messages": [{"role": "user", "content": f"What is {i} + {i * i}?"}]} for i in range(12)]
+    toy_training.write_lines(folder / "asked.jsonl", asked)
+    finish(start([sys.executable, str(ROOT / "tests" / "toy_training.py"), str(folder), "loop.steps=4"]))
+    return folder
+
+
+def commands(stage: str, toy: Path, out: Path) -> list[str]:
+    """The command of a stage that writes its results to `out`."""
+    python = [sys.executable, "-m"]
+    if stage == "export":
+        return [*python, "train.export", f"run={toy / 'run'}", f"out={out}"]
+    if stage == "convert":
+        drafter = locate("tiny", "drafter")
+        return [*python, "treeflash_jax", "convert", str(drafter), str(out), "--to", "dflash", "--drop-head"]
+    if stage == "respond":
+        asked = f"sources=[{{path = '{toy / 'asked.jsonl'}', hold_out = 0}}]"
+        return [*python, "train.respond", f"out={out}", asked, *RESPOND]
+    return [*python, "train.drafter", str(toy / "stage.toml"), f"run={out}", *DRAFTER]
+
+
+def written(out: Path) -> dict[str, object]:
+    """The files that a stage leaves for the next one, and its log without times."""
+    if out.is_file():
+        return {"answers": out.read_bytes()}
+    model = out / "model" if (out / "model").is_dir() else out
+    content = {path.name: path.read_bytes().replace(str(out).encode(), b"OUT") for path in model.iterdir()}
+    return content | ({"log": read_log(out)} if (out / "log.jsonl").exists() else {})
+
+
+def wait_for_lines(process: subprocess.Popen, log: Path) -> None:
+    """Waits until a run has logged two more lines: checkpoints are saved between them."""
+    lines = len(read_log(log.parent)) if log.exists() else 0
+    while process.poll() is None and not (log.exists() and log.read_text().count("\n") > lines + 1):
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["respond", "drafter", "export", "convert"])
+def test_killed_stages_end_as_others_do(finished, tmp_path, stage):
+    """Two kills of a training run fall among its steps, all others anywhere."""
+    whole, killed = tmp_path / "whole" / "out", tmp_path / "killed" / "out"
+    whole.parent.mkdir()
+    began, draw, kills = time.monotonic(), random.Random(stage), 0
+    finish(start(commands(stage, finished, whole)))
+    took = time.monotonic() - began
+    while not kills:  # the first run may have been the slowest by far
+        shutil.rmtree(killed.parent, ignore_errors=True)
+        killed.parent.mkdir()
+        for share in (0.5, 0.75, 0.97):
+            process, seconds = start(commands(stage, finished, killed)), took * min(1.0, share + draw.uniform(-0.2, 0.03))
+            if stage == "drafter" and share < 0.97:
+                wait_for_lines(process, killed / "log.jsonl")
+                seconds = draw.uniform(0, 0.1)
+            try:
+                process.wait(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                kills += 1
+            process.communicate()
+            if process.returncode == 0 or (stage in ("export", "convert") and killed.exists()):  # moved there when whole
+                break
+        else:
+            finish(start(commands(stage, finished, killed)))
+        took /= 2
+        assert took > 0.1, "nothing was killed"
+    assert written(killed) == written(whole)
+    left = {path.name for path in killed.parent.iterdir()} - {path.name for path in whole.parent.iterdir()}
+    assert not [name for name in left if not name.startswith(".")], left

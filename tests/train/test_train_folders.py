@@ -13,7 +13,7 @@ import pytest
 import toy_training
 from buckets import reopened
 from etils import epath
-from refusals import refused
+from refusals import refused, snapshot
 
 import treeflash_jax as tf
 from train import export, head
@@ -67,10 +67,34 @@ def test_settings_logs_models_and_exports_lie_there(bucket, toy, tmp_path, monke
     assert {name.split("/")[2] for name in bucket} == {"run", "out"}
 
 
-def test_exports_store_what_was_found_after_training(toy, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def trained(toy, tmp_path, monkeypatch):
+    """The settings of a run whose last checkpoint holds a head that was not trained."""
     settings = toy_training.settings(toy, f"run={tmp_path}/run")
     claim(folders.absolute(settings.run), settings)
     monkeypatch.setattr(export, "read_params", lambda *_: (2, {"head": toy_training.fresh_head()}))
+    return settings
+
+
+def test_exports_replace_exports_alone(trained, tmp_path):
+    exported = lambda out, **more: export.main(export.ExportStage(run=trained.run, out=str(out), **more))  # noqa: E731
+    (tmp_path / "project").mkdir()
+    for name in ("README.md", "config.json", "model.safetensors"):
+        (tmp_path / "project" / name).write_text("mine")
+    before = snapshot(tmp_path / "project")
+    refused(lambda: exported(tmp_path / "project"), "exists; give a new folder")
+    refused(lambda: exported(tmp_path / "project", overwrite=True), "did not write")
+    assert snapshot(tmp_path / "project") == before
+    exported(tmp_path / "out")
+    written = snapshot(tmp_path / "out")
+    (tmp_path / "out" / "notes").write_text("mine")
+    exported(tmp_path / "out", overwrite=True, drafter_temperature=0.5)
+    assert snapshot(tmp_path / "out").keys() == {*written, "notes"}
+    assert models.read_drafter_config(tmp_path / "out").drafter_temperature == 0.5
+
+
+def test_exports_store_what_was_found_after_training(toy, trained, tmp_path, monkeypatch, capsys):
+    settings = trained
     listed = folders.absolute(settings.run) / "model" / draft_vocabulary.NAME
     listed.parent.mkdir()
     listed.write_text(json.dumps({"ids": [*range(20)]}))

@@ -1,7 +1,5 @@
 """A drafter in one command: rules, refusals, stage files, a kill between stages, and the line that uses the result."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

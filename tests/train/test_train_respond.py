@@ -1,7 +1,5 @@
 """Answers are functions of seed and prompt; a run that was stopped anywhere, on any number of hosts, ends with one file."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace
@@ -112,8 +110,8 @@ def test_a_run_cut_at_any_byte_ends_with_the_same_file(model, settings, whole):
     respond.main(settings)
     assert out.read_bytes() == whole and model.calls == [list(range(11))]
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
-    for cut in (0, 1, ends[0] - 1, ends[0], ends[3] + 1, ends[5] + 20, ends[10] - 1, ends[10]):
-        out.write_bytes(whole[:cut])
+    for cut in (0, 1, ends[0] - 1, ends[0], ends[3] + 1, ends[5] + 20, ends[10] - 1, ends[10], len(whole * 2)):
+        out.write_bytes((whole * 2)[:cut])  # the last file has every answer twice
         model.calls.clear()
         respond.main(settings)
         assert out.read_bytes() == whole, f"cut at byte {cut}"
@@ -137,16 +135,17 @@ def test_answers_before_an_interrupt_are_kept(model, settings, whole, monkeypatc
 
 
 def test_parts_of_other_hosts_are_merged(model, settings, whole):
-    """As three hosts leave them that were killed: batches dealt out, one twice, an unfinished line."""
+    """As three hosts leave them that were killed: batches dealt out, some answers twice, an unfinished line."""
     out = Path(settings.out)
     out.parent.mkdir()
     answers.save_settings(settings, out)
     lines = whole.splitlines(keepends=True)
+    out.write_bytes(lines[3] * 2 + lines[8])
     out.with_name("answers.jsonl.part-0").write_bytes(b"".join(lines[8:]) + b"".join(lines[:2]) + lines[2][:9])
     out.with_name("answers.jsonl.part-2").write_bytes(b"".join(lines[8:10]))
     respond.main(settings)
     assert out.read_bytes() == whole
-    assert model.calls == [list(range(2, 8))]
+    assert model.calls == [[2, 4, 5, 6, 7]]
     assert sorted(path.name for path in out.parent.iterdir()) == ["answers.jsonl", "answers.jsonl.settings.toml"]
 
 
@@ -250,7 +249,7 @@ def test_bad_input_is_one_line(model, settings, tmp_path):
     for changed, message in cases:
         refused(partial(respond.main, replace(settings, **changed)), *message.split(".*"))
     assert not Path(settings.out).exists()
-    for changed in ({"sources": ()}, {"temperatures": ()}, {"batch": 0}):
+    for changed in ({"sources": ()}, {"temperatures": ()}, {"batch": 0}, {"out": "mine.toml"}):
         refused(partial(run_config.replaced, settings, changed), "got ", next(iter(changed)))
 
 
