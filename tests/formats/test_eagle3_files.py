@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DATA
-from published_configs import parse
+from model_files import change_tensors
+from published_configs import parse, without
 from refusals import refused
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from treeflash_jax.cli.commands import main
 from treeflash_jax.formats import dialects, models
@@ -123,43 +124,29 @@ def test_drafters_of_another_verifier_are_refused(form, model, words):
     refused(lambda: of_form(form).fitted(model), words)
 
 
-def _ids(change):
-    """Changes the list of the drafter's tokens, which is stored as differences."""
-
-    def changed(tensors):
-        ids = np.arange(20) + tensors["d2t"]
-        change(ids)
-        return tensors | {"d2t": ids - np.arange(20)}
-
-    return changed
-
-
-def _without(name):
-    return lambda tensors: {other: x for other, x in tensors.items() if other != name}
-
-
+# d2t[i] + i is the i-th token of the drafter.
 REFUSED_TENSORS = {
     "no layer": ("eagle", lambda t: {n.replace("midlayer.", "decoder."): x for n, x in t.items()}, "the first is midlayer"),
     "another width": ("eagle", lambda t: t | {"fc.weight": t["fc.weight"][:, :24].copy()}, ("fc.weight has shape", "24]")),
     "a scalar in place of a matrix": ("eagle", lambda t: t | {"fc.weight": np.array(1.0)}, "fc.weight has shape []"),
     "a scalar in place of a list": ("eagle", lambda t: t | {"t2d": np.array(True)}, "t2d and d2t"),
-    "no list of tokens": ("eagle", _without("d2t"), "missing, the first is d2t"),
+    "no list of tokens": ("eagle", lambda t: without(t, "d2t"), "missing, the first is d2t"),
     "a list too short": ("eagle", lambda t: t | {"d2t": t["d2t"][:9].copy()}, "shape [9]"),
-    "a token below all": ("eagle", _ids(lambda ids: ids.__setitem__(0, -1)), "leaves the verifier's vocabulary"),
-    "a token beyond all": ("eagle", _ids(lambda ids: ids.__setitem__(19, 48)), "leaves the verifier's vocabulary"),
-    "a token twice": ("eagle", _ids(lambda ids: ids.__setitem__(3, ids[2])), "or its order"),
+    "a token below all": ("eagle", lambda t: t | {"d2t": np.r_[-1, t["d2t"][1:]]}, "leaves the verifier's vocabulary"),
+    "a token beyond all": ("eagle", lambda t: t | {"d2t": np.r_[t["d2t"][:19], 48 - 19]}, "leaves the verifier's vocabulary"),
+    "a token twice": ("eagle", lambda t: t | {"d2t": np.r_[t["d2t"][:3], t["d2t"][2] - 1, t["d2t"][4:]]}, "or its order"),
     "two lists": ("eagle", lambda t: t | {"t2d": ~t["t2d"]}, "t2d and d2t"),
     "a list of floats": ("eagle", lambda t: t | {"d2t": t["d2t"].astype(np.float32)}, "d2t has type F32"),
-    "no embedding": ("specforge", _without("embed_tokens.weight"), "missing, the first is embed_tokens.weight"),
+    "no embedding": ("specforge", lambda t: without(t, "embed_tokens.weight"), "missing, the first is embed_tokens.weight"),
     "an unknown tensor": ("eagle", lambda t: t | {"gate.weight": np.ones(3, np.float32)}, "unknown tensors"),
-    "a missing tensor": ("deepspec", _without("norm.weight"), "norm.weight"),
+    "a missing tensor": ("deepspec", lambda t: without(t, "norm.weight"), "norm.weight"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("form, change, words", REFUSED_TENSORS.values(), ids=REFUSED_TENSORS)
 def test_tensors_that_are_refused(form, change, words, tmp_path):
     folder = shutil.copytree(FOLDER / form, tmp_path / "drafter")
-    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+    change_tensors(folder, change)
     refused(lambda: models.load_drafter(folder), *([words] if isinstance(words, str) else words))
 
 
@@ -171,6 +158,5 @@ def test_files_that_can_run_code_are_not_read(tmp_path):
 
 def test_a_list_of_all_tokens_says_nothing(tmp_path):
     folder = shutil.copytree(FOLDER / "deepspec", tmp_path / "drafter")
-    tensors = load_file(folder / "model.safetensors") | {"d2t": np.zeros(48, np.int64), "verifier_norm.weight": np.ones(12)}
-    save_file(tensors, folder / "model.safetensors")
+    change_tensors(folder, lambda t: t | {"d2t": np.zeros(48, np.int64), "verifier_norm.weight": np.ones(12)})
     jax.tree.map(np.testing.assert_array_equal, models.load_drafter(folder), models.load_drafter(FOLDER / "deepspec"))

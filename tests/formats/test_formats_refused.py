@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import DATA, RANDOM_MODEL
 from ml_dtypes import bfloat16
+from model_files import change_json
 from published_configs import LLAMA_31_8B, QWEN3_4B, QWEN25_7B_YARN, TREEFLASH_4B, parse
 from refusals import refused, understood
 
@@ -54,9 +55,9 @@ def test_keys_of_config_json():
 def test_layers_that_the_tensors_lack(part, tmp_path):
     """At once: specs of 10^9 layers would never be built."""
     folder = shutil.copytree(locate("tiny", part), tmp_path / part)
-    raw = json.loads((folder / "config.json").read_text())
-    for count in (raw["num_hidden_layers"] + 1, 10**5, 10**9):
-        (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": count, "layer_types": None}))
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    for count in (layers + 1, 10**5, 10**9):
+        change_json(folder / "config.json", num_hidden_layers=count, layer_types=None)
         refused(lambda: tf.load(**{"verifier": "tiny", part: folder}), f"got {count:,} layers, expected")
     (folder / "model.safetensors").unlink()
     refused(lambda: tf.load(**{"verifier": "tiny", part: folder}), "expected at most 1,000")
@@ -64,8 +65,7 @@ def test_layers_that_the_tensors_lack(part, tmp_path):
 
 def test_experts_that_the_tensors_lack(tmp_path):
     folder = shutil.copytree(DATA / "qwen3_moe" / "apart", tmp_path / "apart")
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"num_local_experts": 10**9}))
+    change_json(folder / "config.json", num_local_experts=10**9)
     refused(lambda: models.load_verifier(folder), "1,000,000,000 of model.layers.")
 
 

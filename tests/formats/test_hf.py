@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from answers import random_weights
+from model_files import change_json, change_tensors
+from published_configs import without
 from refusals import refused
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -22,15 +24,14 @@ import treeflash_jax as tf
 from treeflash_jax import drafters
 from treeflash_jax.core import sharding
 from treeflash_jax.core.parameters import Entry, Spec, is_spec
-from treeflash_jax.drafters.block import backbone as drafter
 from treeflash_jax.drafters.block.block_config import DrafterConfig
-from treeflash_jax.drafters.block.heads import HEADS
 from treeflash_jax.drafters.causal_lm import LanguageModelConfig
 from treeflash_jax.drafters.eagle3.layer import EagleConfig
 from treeflash_jax.formats import dialects, models, storage
 from treeflash_jax.models import verifier
 from treeflash_jax.models.config import ModelConfig, Rope
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 LLAMA3 = Rope(theta=5e5, kind="llama3", factor=8.0, original_max_positions=64)
 MODEL = ModelConfig(
     vocab_size=12, hidden_size=8, intermediate_size=20, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=6,
@@ -45,10 +46,11 @@ MODELS = {
         rope=Rope(kind="yarn", factor=2.0, original_max_positions=32, attention_factor=1.1, beta_fast=8.0, truncate=False),
     ),
 }  # fmt: skip
-DRAFTER = DrafterConfig(
+PLAIN = DrafterConfig(
     layers=replace(MODEL, num_layers=2, eos_token_ids=()), block_size=4, mask_token_id=11, target_layer_ids=(0, 2),
-    num_target_layers=3, head="mlp", num_nodes=10, drafter_temperature=0.5, sampled_above=0.8, thinking=True,
+    num_target_layers=3, head="marginal", thinking=True,
 )  # fmt: skip
+DRAFTER = replace(PLAIN, head="mlp", num_nodes=10, drafter_temperature=0.5, sampled_above=0.8)
 LAYER = {  # of the tiny drafter above, [out, in]
     "self_attn.q_proj.weight": [24, 8], "self_attn.k_proj.weight": [12, 8], "self_attn.v_proj.weight": [12, 8],
     "self_attn.o_proj.weight": [8, 24], "self_attn.q_norm.weight": [6], "self_attn.k_norm.weight": [6],
@@ -62,11 +64,8 @@ HEAD = {
 }  # fmt: skip
 
 
-fresh = partial(random_weights, scale=1.0)
-
-
-def drafter_params(config: DrafterConfig):
-    return {"backbone": fresh(drafter.specs(config), 1), "head": fresh(HEADS[config.head].specs(config), 2)}
+def drafter_params(config, dtype=jnp.float32):
+    return random_weights(drafters.get(config).specs(config), dtype=dtype)
 
 
 def assert_same_bits(got, expected) -> None:
@@ -76,7 +75,7 @@ def assert_same_bits(got, expected) -> None:
 @pytest.fixture
 def pair(tmp_path) -> tuple[Path, Path]:
     """Folders of a verifier and the drafter that fits it."""
-    models.save_verifier(tmp_path / "verifier", MODEL, fresh(verifier.specs(MODEL)), jnp.float32)
+    models.save_verifier(tmp_path / "verifier", MODEL, random_weights(verifier.specs(MODEL)), jnp.float32)
     models.save_drafter(tmp_path / "drafter", DRAFTER, drafter_params(DRAFTER), dtype=jnp.float32)
     return tmp_path / "verifier", tmp_path / "drafter"
 
@@ -85,7 +84,7 @@ def pair(tmp_path) -> tuple[Path, Path]:
 @pytest.mark.parametrize("name", MODELS)
 def test_verifiers_are_read_back_in_the_dtype_on_disk(tmp_path, name, dtype):
     config = MODELS[name]
-    params = fresh(verifier.specs(config))
+    params = random_weights(verifier.specs(config))
     models.save_verifier(tmp_path, config, params, dtype)
     loaded_config, loaded = models.load_verifier(tmp_path, dtype=dtype)
     assert loaded_config == config and ("unembed" in loaded) == (not config.tie_embeddings)
@@ -103,19 +102,16 @@ def test_drafters_are_read_back(tmp_path, head):
 
 
 NAMED = ("meta-llama/Llama-3.1-8B-Instruct", "LlamaForCausalLM")  # a drafter's verifier
-BLOCK = replace(
-    DRAFTER, layers=replace(DRAFTER.layers, rope=LLAMA3), num_nodes=16, drafter_temperature=1.0, sampled_above=None,
-    verifier=NAMED,
-)  # fmt: skip
+BLOCK = replace(PLAIN, layers=replace(PLAIN.layers, rope=LLAMA3), verifier=NAMED)
 WRITTEN = {
     "language-model": LanguageModelConfig(layers=MODELS["llama"]),
     "speculators": EagleConfig(
         layers=replace(MODELS["llama"], num_layers=1), target_hidden_size=8, draft_vocab_size=12, own_embedding=True,
         taps=(0, 2), num_taps=2, taps_are_inputs=True, verifier=NAMED,
     ),
-    "treeflash": BLOCK,
-    "dflash": replace(BLOCK, head="marginal"),
-    "speculators-dflash": replace(BLOCK, head="marginal"),
+    "treeflash": replace(BLOCK, head="mlp", num_nodes=16),
+    "dflash": BLOCK,
+    "speculators-dflash": BLOCK,
 }  # fmt: skip
 EITHER_ROPE = {"theta and scaling": "rope_parameters", "parameters": "rope_theta rope_scaling"}  # the keys of the other
 
@@ -125,7 +121,7 @@ EITHER_ROPE = {"theta and scaling": "rope_parameters", "parameters": "rope_theta
 def test_every_dialect_states_what_other_programs_read(tmp_path, dialect, other):
     """Both rope schemas, each of them enough; tapped layers in the dialect's counting; mask token and dtype."""
     config = WRITTEN[dialect]
-    params = fresh(drafters.get(config).specs(config), dtype=jnp.bfloat16)
+    params = drafter_params(config, jnp.bfloat16)
     models.save_drafter(tmp_path, config, params, dialect=dialect)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["dtype"] == "bfloat16"
@@ -173,11 +169,11 @@ def test_equal_weights_give_equal_files(tmp_path):
 def test_tensors_have_the_published_names_shapes_and_axes(tmp_path):
     """Names and shapes are those in the state dicts of the released PyTorch classes."""
     names = {f"layers.{i}.{name}": shape for i in (0, 1) for name, shape in LAYER.items()} | OUTSIDE
-    plain, params = replace(DRAFTER, head="marginal"), drafter_params(DRAFTER)
-    models.save_drafter(tmp_path / "dflash", plain, drafter_params(plain), dialect="dflash")
+    params = drafter_params(DRAFTER)
+    models.save_drafter(tmp_path / "dflash", PLAIN, drafter_params(PLAIN), dialect="dflash")
     assert {name: list(x.shape) for name, x in load_file(tmp_path / "dflash/model.safetensors").items()} == names
     models.save_drafter(tmp_path, DRAFTER, params, dtype=jnp.float32)
-    disk, layer, head = load_file(tmp_path / "model.safetensors"), params["backbone"]["groups"][0][1], params["head"]
+    disk, layer, head = load_file(tmp_path / WEIGHTS), params["backbone"]["groups"][0][1], params["head"]
     assert {name: list(x.shape) for name, x in disk.items()} == {f"model.{n}": shape for n, shape in names.items()} | HEAD
 
     on_disk = {name: disk[f"model.layers.1.{name}"] for name in LAYER}
@@ -193,17 +189,16 @@ def test_tensors_have_the_published_names_shapes_and_axes(tmp_path):
 
 def test_dflash_as_the_speculators_library_writes_it(tmp_path):
     """With copies of the verifier's tables and settings of training; from a part of the vocabulary, it is refused."""
-    config = replace(DRAFTER, head="marginal", num_nodes=16, drafter_temperature=1.0, sampled_above=None)
-    params = drafter_params(config)
-    models.save_drafter(tmp_path, config, params, dialect="speculators-dflash", dtype=jnp.float32)
-    raw, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    params = drafter_params(PLAIN)
+    models.save_drafter(tmp_path, PLAIN, params, dialect="speculators-dflash", dtype=jnp.float32)
+    raw = json.loads((tmp_path / "config.json").read_text())
     assert "speculators_config" not in raw, "the verifier is not known"
     tables = {"embed_tokens.weight": np.ones((12, 8), np.float32), "t2d": np.ones(12, bool)}
-    save_file(tensors | tables, tmp_path / "model.safetensors")
+    change_tensors(tmp_path, lambda tensors: tensors | tables)
     raw |= {"speculators_config": {"verifier": {"name_or_path": "a/b", "architectures": []}}, "max_anchors": 512}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     loaded_config, loaded = models.load_drafter(tmp_path)
-    assert loaded_config == replace(config, verifier=("a/b",))
+    assert loaded_config == replace(PLAIN, verifier=("a/b",))
     assert_same_bits(loaded, params)
     for change, message in (
         ({"draft_vocab_size": 11}, "draft_vocab_size = 11 is not implemented, expected 12"),
@@ -216,30 +211,32 @@ def test_dflash_as_the_speculators_library_writes_it(tmp_path):
         refused(lambda: models.load_drafter(tmp_path), message)
 
 
-def split_in_two(folder: Path) -> None:
-    """Rewrites model.safetensors as two parts and an index."""
-    tensors = load_file(folder / "model.safetensors")
-    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    for part, name in enumerate(names):
-        save_file({key: x for i, (key, x) in enumerate(tensors.items()) if i % 2 == part}, folder / name)
-    index = {"metadata": {}, "weight_map": {key: names[i % 2] for i, key in enumerate(tensors)}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "model.safetensors").unlink()
+PARTS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+
+
+def split_in_two(folder: Path, lost: int = 0) -> None:
+    """Rewrites model.safetensors as an index and two parts, the second without its first `lost` tensors."""
+    tensors = load_file(folder / WEIGHTS)
+    save_file(dict([*tensors.items()][::2]), folder / PARTS[0])
+    save_file(dict([*tensors.items()][1 + 2 * lost :: 2]), folder / PARTS[1])
+    index = {"metadata": {}, "weight_map": {key: PARTS[i % 2] for i, key in enumerate(tensors)}}
+    (folder / INDEX).write_text(json.dumps(index))
+    (folder / WEIGHTS).unlink()
 
 
 def test_two_parts_read_like_one_file(pair):
-    whole = models.load_verifier(pair[0]), models.load_drafter(pair[1])
-    for folder in pair:
+    for read, folder in zip((models.load_verifier, models.load_drafter), pair, strict=True):
+        config, params = read(folder)
         split_in_two(folder)
-    parts = models.load_verifier(pair[0]), models.load_drafter(pair[1])
-    assert parts[0][0] == whole[0][0] and parts[1][0] == whole[1][0]
-    assert_same_bits([parts[0][1], *parts[1][1:]], [whole[0][1], *whole[1][1:]])
+        loaded_config, loaded = read(folder)
+        assert loaded_config == config
+        assert_same_bits(loaded, params)
 
 
 def test_loading_onto_a_mesh(pair):
     """Shards read their own slices; sizes the mesh does not divide (2 key/value heads over 4) are replicated."""
     mesh = tf.make_mesh(2, 4)
-    specs = [verifier.specs(MODEL), {"backbone": drafter.specs(DRAFTER), "head": HEADS["mlp"].specs(DRAFTER)}]
+    specs = [verifier.specs(MODEL), drafters.get(DRAFTER).specs(DRAFTER)]
     plain = [models.load_verifier(pair[0])[1], *models.load_drafter(pair[1])[1:]]
     placed = [models.load_verifier(pair[0], mesh=mesh)[1], *models.load_drafter(pair[1], mesh=mesh)[1:]]
     assert_same_bits(placed, plain)
@@ -259,7 +256,7 @@ def test_loading_onto_a_mesh(pair):
 
 def test_a_tied_file_may_repeat_its_table(tmp_path):
     config = MODELS["tied"]
-    models.save_verifier(tmp_path, config, fresh(verifier.specs(config)), jnp.float32)
+    models.save_verifier(tmp_path, config, random_weights(verifier.specs(config)), jnp.float32)
     change_tensors(tmp_path, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].copy()})
     assert "unembed" not in models.load_verifier(tmp_path)[1]
 
@@ -270,65 +267,37 @@ def test_stop_ids_of_both_files_are_united(tmp_path):
     assert models.stop_ids(tmp_path, MODEL) == (2, 7)
 
 
-def change_tensors(folder: Path, change) -> None:
-    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+def in_place_of(name: str, make):
+    return lambda folder: ((folder / name).unlink(), make(folder / name))
 
 
-def lose(name: str):
-    return lambda folder: change_tensors(folder, lambda t: {key: x for key, x in t.items() if key != name})
-
-
-def put(name: str, make):
-    return lambda folder: change_tensors(folder, lambda t: t | {name: make(t.get(name))})
+def write(name: str, text: str):
+    return lambda folder: (folder / name).write_text(text)
 
 
 def truncate(folder: Path) -> None:
-    path = folder / "model.safetensors"
+    path = folder / WEIGHTS
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def lose_a_listed_tensor(folder: Path) -> None:
-    split_in_two(folder)
-    path = folder / "model-00002-of-00002.safetensors"
-    kept = load_file(path)
-    kept.popitem()
-    save_file(kept, path)
-
-
-def pipe(name: str, make=os.mkfifo):
-    """Something else in a file's place."""
-
-    def change(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        make(folder / name)
-
-    return change
-
-
-NORM = "model.norm.weight"
+NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
 DAMAGE = {
-    "missing tensor": (lose(NORM), (NORM, "missing")),
-    "extra tensor": (put("model.norm.bias", lambda _: np.zeros(8, np.float32)), ("model.norm.bias", "unknown")),
-    "transposed tensor": (
-        put("model.layers.0.mlp.up_proj.weight", lambda x: np.ascontiguousarray(x.T)),
-        ("model.layers.0.mlp.up_proj.weight", "[8, 20]", "[20, 8]"),
-    ),
-    "integers": (put(NORM, lambda x: x.astype(np.int32)), (NORM, "I32")),
-    "truncated": (truncate, ("model.safetensors", "damaged")),
-    "junk": (lambda f: (f / "model.safetensors").write_text("<html></html>" * 20), ("model.safetensors", "damaged")),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), ("model.safetensors", "not found")),
-    "part without a listed tensor": (lose_a_listed_tensor, ("model-00002-of-00002.safetensors", "no tensor")),
-    "deep index": (
-        lambda f: (f / "model.safetensors.index.json").write_text("[" * 200_000),
-        ("model.safetensors.index.json", "nested too deeply"),
-    ),
-    "pipe for weights": (pipe("model.safetensors"), ("model.safetensors", "named pipe")),
-    "pipe for a config": (pipe("config.json"), ("config.json", "named pipe")),
-    "folder for weights": (pipe("model.safetensors", Path.mkdir), ("model.safetensors",)),
-    "folder for a config": (pipe("config.json", Path.mkdir), ("config.json",)),
-    "no config": (lambda f: (f / "config.json").unlink(), ("config.json", "not found")),
+    "missing tensor": (partial(change_tensors, change=lambda t: without(t, NORM)), (NORM, "missing")),
+    "extra tensor": (partial(change_tensors, change=lambda t: t | {"model.odd": t[NORM]}), ("model.odd", "unknown")),
+    "transposed tensor": (partial(change_tensors, change=lambda t: t | {UP: t[UP].T.copy()}), (UP, "[8, 20]", "[20, 8]")),
+    "integers": (partial(change_tensors, change=lambda t: t | {NORM: t[NORM].astype(np.int32)}), (NORM, "I32")),
+    "truncated": (truncate, (WEIGHTS, "damaged")),
+    "junk": (write(WEIGHTS, "<html></html>" * 20), (WEIGHTS, "damaged")),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), (WEIGHTS, "not found")),
+    "part without a listed tensor": (partial(split_in_two, lost=1), (PARTS[1], "no tensor")),
+    "deep index": (write(INDEX, "[" * 200_000), (INDEX, "nested too deeply")),
+    "pipe for weights": (in_place_of(WEIGHTS, os.mkfifo), (WEIGHTS, "named pipe")),
+    "pipe for a config": (in_place_of("config.json", os.mkfifo), ("config.json", "named pipe")),
+    "folder for weights": (in_place_of(WEIGHTS, Path.mkdir), (WEIGHTS,)),
+    "folder for a config": (in_place_of("config.json", Path.mkdir), ("config.json",)),
+    "no config": (lambda folder: (folder / "config.json").unlink(), ("config.json", "not found")),
     "no folder": (shutil.rmtree, ("not found", "folder")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("which", ["verifier", "drafter"])
@@ -358,15 +327,14 @@ DFLASH = {"mask_token_id": 11, "target_layer_ids": [0, 2]}
     ("drafter", {"dflash_config": DFLASH | {"mask_token_id": 12}}, ("mask id 12", "12")),
 ])  # fmt: skip
 def test_mismatched_pairs_are_refused_before_any_weight_is_read(pair, part, change, words):
-    path = pair[part == "drafter"] / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    change_json(pair[part == "drafter"] / "config.json", **change)
     for folder in pair:
         truncate(folder)
     refused(lambda: tf.load(verifier=pair[0], drafter=pair[1]), "does not fit", *words)
 
 
 def test_saving_refuses_weights_of_another_model(tmp_path):
-    params = fresh(verifier.specs(replace(MODEL, intermediate_size=24)))
+    params = random_weights(verifier.specs(replace(MODEL, intermediate_size=24)))
     refused(lambda: models.save_verifier(tmp_path, MODEL, params), "mlp.down_proj.weight", "(8, 24)", "(8, 20)")
 
 
@@ -374,7 +342,7 @@ def test_saving_refuses_weights_of_another_model(tmp_path):
 @pytest.mark.parametrize("mesh", [None, (1, 4)])
 def test_large_tensors_are_read_in_pieces(tmp_path, monkeypatch, order, mesh):
     """Pieces follow the outermost axis on disk, and their last one may be shorter."""
-    weight, path = np.arange(7 * 12, dtype=np.float32).reshape(7, 12), tmp_path / "model.safetensors"
+    weight, path = np.arange(7 * 12, dtype=np.float32).reshape(7, 12), tmp_path / WEIGHTS
     specs, entries = {"x": Spec((7, 12), (None, "ffn"))}, {"x": Entry("x", order)}
     storage.save(path, specs, entries, {"x": weight}, np.float32)
     monkeypatch.setattr(storage, "READ_AT_ONCE", 24)
