@@ -133,7 +133,7 @@ REFUSED_TENSORS = {
     "no list of tokens": ("eagle", lambda t: without(t, "d2t"), "missing, the first is d2t"),
     "a list too short": ("eagle", lambda t: t | {"d2t": t["d2t"][:9].copy()}, "shape [9]"),
     "a token below all": ("eagle", lambda t: t | {"d2t": np.r_[-1, t["d2t"][1:]]}, "leaves the verifier's vocabulary"),
-    "a token beyond all": ("eagle", lambda t: t | {"d2t": np.r_[t["d2t"][:19], 48 - 19]}, "leaves the verifier's vocabulary"),
+    "a token beyond all": ("eagle", lambda t: t | {"d2t": np.r_[t["d2t"][:19], 29]}, "leaves the verifier's vocabulary"),
     "a token twice": ("eagle", lambda t: t | {"d2t": np.r_[t["d2t"][:3], t["d2t"][2] - 1, t["d2t"][4:]]}, "or its order"),
     "two lists": ("eagle", lambda t: t | {"t2d": ~t["t2d"]}, "t2d and d2t"),
     "a list of floats": ("eagle", lambda t: t | {"d2t": t["d2t"].astype(np.float32)}, "d2t has type F32"),
