@@ -87,8 +87,8 @@ def tau_smollm2() -> str:
 
 
 TREES = {
-    "joined-5:block_size=5": "5 nodes, joined with n-grams",
     "joined-8": "8 nodes, joined with n-grams",
+    "joined-5:block_size=5": "5 nodes, joined with n-grams",
     "treeflash-8": "8 nodes",
 }
 
@@ -108,7 +108,7 @@ def speed_smollm2() -> str:
         rows.append([prompts, f"{tree['tau']:.2f}", *speeds, *(interval(row["speedup"]) for row in (tree, *others))])
     header = "prompts | tau | one token, tokens/s | drafted, tokens/s | speedup"
     runs = read("speed_smollm2.json")
-    return section(f"{header} | with 8 nodes | with 8 nodes, no n-grams", rows, f"{runs['note']}:", [runs["command"]])
+    return section(f"{header} | with 5 nodes | with 8 nodes, no n-grams", rows, f"{runs['note']}:", [runs["command"]])
 
 
 def train_steps() -> str:
