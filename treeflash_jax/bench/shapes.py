@@ -139,7 +139,7 @@ def find_verifier(name: str) -> ModelConfig:
     return models.read_verifier_config(name)
 
 
-def find_drafter(verifier: ModelConfig) -> DrafterConfig:
+def find_drafter(verifier: ModelConfig, *, num_layers: int | None = None) -> DrafterConfig:
     """Returns the shipped drafter for the shipped verifier, otherwise a TreeFlash drafter of the published sizes.
 
     It has the verifier's widths, five layers (eight for a mixture of experts) that read five of its layers, blocks of 16.
@@ -147,10 +147,10 @@ def find_drafter(verifier: ModelConfig) -> DrafterConfig:
     if verifier == VERIFIERS["tiny"]:
         return models.read_drafter_config(locate("tiny", "drafter"))
     return DrafterConfig(
-        layers=fresh_layers(verifier, 8 if verifier.num_experts else 5),
+        layers=fresh_layers(verifier, num_layers or (8 if verifier.num_experts else 5)),
         block_size=16,
         mask_token_id=verifier.vocab_size - 1,
-        target_layer_ids=default_target_layers(verifier.num_layers, 5),
+        target_layer_ids=default_target_layers(verifier.num_layers, num_layers or 5),
         num_target_layers=verifier.num_layers,
         head="mlp",
     )
