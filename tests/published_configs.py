@@ -12,7 +12,7 @@ from treeflash_jax.formats.keys import Keys
 def parse(part: str, raw: dict, where: str = "config.json") -> Any:
     """Returns the config of a verifier or drafter that a config.json states."""
     keys, path = Keys(raw, where), Path(where)
-    return dialects.of(path, keys, part).read_config(path, keys)
+    return dialects.recognise(path, keys, part).read_config(path, keys)
 
 
 def without(raw: dict, *keys: str) -> dict:

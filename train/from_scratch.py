@@ -119,7 +119,7 @@ def main(settings: FromScratchStage) -> None:
         train_tokenizer(settings)
     tokenizer = Tokenizer.load(settings.tokenizer, {"enable_thinking": bool(settings.data.thinking)})
     keys = Keys(settings.model | {"vocab_size": len(tokenizer.inner), "eos_token_id": list(tokenizer.stop_ids)}, "model")
-    model, dtype = architectures.of(keys).read(keys), jnp.dtype(settings.compute_dtype)
+    model, dtype = architectures.recognise(keys).read(keys), jnp.dtype(settings.compute_dtype)
     specs, mesh = verifier.specs(model), hosts.make_mesh(settings.mesh)
     hosts.introduce(mesh, f"run={settings.run}")
     corpus = packing.load_corpus(settings.sources, settings.data, tokenizer, settings.loop.seed)

@@ -44,7 +44,7 @@ def of_form(form: str, **changes):
 @pytest.mark.parametrize("form", TAPS)
 def test_a_form_is_recognised_and_names_its_layers(form):
     keys = models.Keys(raw_of(form), "config.json")
-    assert dialects.of(FOLDER / form, keys, "drafter").name == DIALECT.get(form, "speculators")
+    assert dialects.recognise(FOLDER / form, keys, "drafter").name == DIALECT.get(form, "speculators")
     config = models.read_drafter_config(FOLDER / form).fitted(sizes(hidden_size=8 if form == "specforge" else 12))
     assert config.taps == TAPS[form] and config.num_taps == len(config.taps)
 

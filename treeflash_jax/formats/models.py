@@ -56,7 +56,7 @@ def load_drafter(path: str | Path, *, dtype: Any = jnp.float32, mesh=None) -> tu
 def stop_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:
     """Returns the ids that end an answer of a verifier. Raises ValueError for a damaged file or bad ids."""
     path = Path(path)
-    return dialects.of(path, Keys({}, str(path)), "verifier").stop_ids(path, config)
+    return dialects.recognise(path, Keys({}, str(path)), "verifier").stop_ids(path, config)
 
 
 def save_verifier(folder: str | Path, config: ModelConfig, params: dict[str, Any], dtype: Any = jnp.bfloat16) -> None:
@@ -106,7 +106,7 @@ def _find(path: str | Path, part: str) -> tuple[Dialect, Any]:
     else:
         config_json = path if path.is_file() else path / "config.json"
         keys = Keys(read_json(config_json), str(config_json))
-    dialect = dialects.of(path, keys, part)
+    dialect = dialects.recognise(path, keys, part)
     return dialect, dialect.read_config(path, keys)
 
 

@@ -34,7 +34,7 @@ from treeflash_jax.formats.keys import Keys
 ARCHITECTURES = {architecture.model_type: architecture for architecture in (QWEN3, LLAMA, QWEN2, QWEN3_MOE)}
 
 
-def of(keys: Keys) -> Architecture:
+def recognise(keys: Keys) -> Architecture:
     """Returns the family of a config.json. Raises ValueError if it is not implemented."""
     model_type = keys.raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:

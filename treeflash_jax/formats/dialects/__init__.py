@@ -29,7 +29,7 @@ KNOWN = (
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in KNOWN}
 
 
-def of(path: Path, keys: Keys, part: str) -> Dialect:
+def recognise(path: Path, keys: Keys, part: str) -> Dialect:
     """Returns the dialect of a folder or file.
 
     Args:

@@ -43,7 +43,7 @@ class DFlash(Dialect):
     def read_config(self, path: Path, keys: Keys) -> DrafterConfig:
         dflash = keys.table("dflash_config", required=True)
         dflash.check_known({"mask_token_id", "target_layer_ids", "block_size"})
-        layers = architectures.of(keys).read(keys, self.known, safetensors.names(path))
+        layers = architectures.recognise(keys).read(keys, self.known, safetensors.names(path))
         if layers.num_experts:
             model_type = quoted(layers.model_type)
             raise ValueError(f"{keys.where}: got a drafter of model_type {model_type}, expected one without experts")

@@ -113,7 +113,7 @@ class Eagle3(Dialect):
         if inside.whole("num_hidden_layers", 1) > 1:
             got = inside.raw["num_hidden_layers"]
             raise ValueError(f"{keys.where}: got num_hidden_layers {got}, expected 1: only one layer is implemented")
-        architecture = architectures.of(inside)
+        architecture = architectures.recognise(inside)
         if architecture.model_type not in _MODEL_TYPES:
             expected = " or ".join(map(repr, _MODEL_TYPES))
             raise ValueError(f"{keys.where}: got model_type {quoted(architecture.model_type)}, expected {expected}")

@@ -22,7 +22,7 @@ class HuggingFace(Dialect):
     part = "verifier"
 
     def read_config(self, path: Path, keys: Keys) -> ModelConfig:
-        return architectures.of(keys).read(keys, names=safetensors.names(path))
+        return architectures.recognise(keys).read(keys, names=safetensors.names(path))
 
     def entries(self, config: ModelConfig, specs: Any, names: Collection[str]) -> dict[str, Any]:
         return ARCHITECTURES[config.model_type].entries(specs, names)

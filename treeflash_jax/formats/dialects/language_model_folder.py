@@ -16,7 +16,7 @@ from treeflash_jax.formats.storage import Tensor
 
 
 class LanguageModel(Dialect):
-    """A verifier's dialect, read and written as a drafter's. `dialects.of` wraps the dialect of the files."""
+    """A verifier's dialect, read and written as a drafter's. `dialects.recognise` wraps the dialect of the files."""
 
     name = "language-model"
     part = "drafter"
@@ -26,7 +26,7 @@ class LanguageModel(Dialect):
         self.inner = inner
 
     def recognises(self, path: Path, keys: Keys) -> bool:
-        return False  # `dialects.of` decides: the same folders are verifiers too
+        return False  # `dialects.recognise` decides: the same folders are verifiers too
 
     def read_config(self, path: Path, keys: Keys) -> LanguageModelConfig:
         steering = steering_files.read_config(path) if steering_files.has(path) else None
