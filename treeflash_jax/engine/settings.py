@@ -88,7 +88,7 @@ class TreeConfig:
         None,
         "tree nodes verified per round, the root (the last token of the text) included; auto chooses by `treeflash "
         "calibrate`",
-        unset="for a tree the drafter's, but at most 5 on a CPU without matrix instructions; for a chain the whole block",
+        unset="for a tree the drafter's, but at most 8 on a CPU without matrix instructions; for a chain the whole block",
         unit="nodes",
     )
     acceptance: str | None = speed(
