@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import read_texts
 from compiled import copies_in_loops
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, random_pair
 from refusals import refused
@@ -61,11 +62,8 @@ def test_log_probs_are_the_verifiers(trained, greedy):
     settings = {"max_new_tokens": 30, "log_probs": True, "temperature": 0.9, "top_p": 0.8}
     tree = trained.generate(PROMPT, **settings, **TREE)[0]
     ids = jnp.asarray([PROMPT + tree.ids])
-    size = ids.shape[1]
-    weights, mask = trained.weights.verifier, verifier.causal_mask(1, size)
-    out = verifier.forward(weights, trained.verifier, ids, jnp.arange(size)[None], mask)
-    log_probs_tv = jax.nn.log_softmax(verifier.logits(weights, out.hidden_btd)[0])
-    expected = log_probs_tv[jnp.arange(len(PROMPT) - 1, size - 1), ids[0, len(PROMPT) :]]
+    log_probs_tv = jax.nn.log_softmax(read_texts(trained.weights.verifier, trained.verifier, ids)[1][0])
+    expected = log_probs_tv[jnp.arange(len(PROMPT) - 1, ids.size - 1), ids[0, len(PROMPT) :]]
     np.testing.assert_allclose(tree.log_probs, expected, atol=1e-4)
     assert greedy.log_probs is None
 
@@ -74,16 +72,11 @@ def test_logits_in_bfloat16_are_nearer_to_float32_with_a_residual_stream_in_floa
     config = replace(RANDOM_MODEL, num_layers=16)
     narrow = parameters.initialize(verifier.specs(config), jax.random.key(0), jnp.bfloat16, scale=0.1)
     ids = jax.random.randint(jax.random.key(1), (8, 16), 0, 64)
-    places = jnp.broadcast_to(jnp.arange(16), ids.shape), verifier.causal_mask(8, 16)
-
-    @partial(jax.jit, static_argnames="dtype")
-    def run(weights, dtype=None):
-        out = verifier.forward(weights, config, ids, *places, taps=(3,), residual_dtype=dtype)
-        return out.features_btj, verifier.logits(weights, out.hidden_btd)
-
-    (features, plain), (wide_features, wide) = run(narrow), run(narrow, dtype=jnp.float32)
-    assert (plain.dtype, wide.dtype, features.dtype, wide_features.dtype) == ("bfloat16", "float32", "bfloat16", "bfloat16")
-    exact = run(jax.tree.map(lambda x: x.astype(jnp.float32), narrow))[1]
+    read = partial(read_texts, config=config, tokens_bt=ids, taps=(3,))
+    (out, plain), (wide_out, wide) = (read(narrow, residual_dtype=dtype) for dtype in (None, jnp.float32))
+    assert (plain.dtype, wide.dtype) == ("bfloat16", "float32")
+    assert out.features_btj.dtype == wide_out.features_btj.dtype == "bfloat16"
+    _, exact = read(jax.tree.map(lambda x: x.astype(jnp.float32), narrow))
     rounded, ours, theirs = (jnp.std(x.astype(jnp.float32) - exact) for x in (wide.astype(jnp.bfloat16), wide, plain))
     assert ours < rounded < 0.8 * theirs, "both the logits and the stream bring them nearer"
 
