@@ -27,7 +27,7 @@ vocabularies = pytest.mark.parametrize("ids_z", [None, np.arange(1, V, 2)], ids=
 def block():
     """Random tables, hidden states of a block, and anchors."""
     keys = jax.random.split(jax.random.key(0), 3)
-    table_vd, other_vd = (jax.random.normal(key, (V, D)) for key in keys[:2])
+    table_vd, other_vd = (0.3 * jax.random.normal(key, (V, D)) for key in keys[:2])
     hidden_bqd = jax.random.normal(keys[2], (BATCH, DEPTHS + 1, D))
     return Unembed(table_vd, other_vd, jnp.ones(D), 1e-6), hidden_bqd, jnp.asarray([5, 40, 11], jnp.int32)
 
