@@ -20,6 +20,9 @@ from treeflash_jax.models import verifier
 
 BUCKETS = [2, 4, 8, 16]
 SIZES = {"candidates": 8, "children": 8}
+TREE = {"nodes": 8, "candidates": 4, "children": 4}
+PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11]]
+SAMPLED = {"temperature": [0.0, 0.7, 1.0, 0.0], "top_p": [1.0, 0.9, 0.8, 1.0], "top_k": [0, 0, 9, 0]}  # of four prompts
 AUTO = {"nodes": "auto"} | SIZES
 FLAT, MIXED = [1.0] * 4, [1.0, 1.2, 1.5, 2.1]
 
@@ -27,6 +30,10 @@ FLAT, MIXED = [1.0] * 4, [1.0, 1.2, 1.5, 2.1]
 def slow_unless(is_quick: bool, *values: Any) -> Any:
     """Parameters of a test that is marked slow with all but the quick ones."""
     return pytest.param(*values, marks=() if is_quick else pytest.mark.slow)
+
+
+def draw(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).normal(size=shape).astype(dtype)
 
 
 def make_pair(config: Any, drafter: Any, *, dtype: Any = jnp.float32, scale: float = 0.3, mesh: Any = None) -> TreeFlash:

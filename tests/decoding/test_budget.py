@@ -191,16 +191,10 @@ def test_streaming_and_growing_caches_change_nothing(trained, plain, tmp_path, m
         assert len(whole.tree(round_index).labels) <= whole.nodes[round_index]
 
 
-@pytest.mark.parametrize(("settings", "words"), [
-    ({"nodes": "many"}, "nodes 'many', expected a valid integer or 'auto'"),
-    ({"nodes": "auto", "builder": "chain"}, "builder 'chain', expected 'best-first' with nodes 'auto'"),
-    ({"nodes": "auto", "acceptance": "block"}, "acceptance 'block'"),
-    ({"nodes": "auto", "lanes": 2}, "lanes 2, expected None with nodes 'auto'"),
-    ({"nodes": "auto"}, "a.json not found; nodes 'auto' needs the file that `treeflash calibrate` writes"),
-])  # fmt: skip
-def test_mistakes_are_one_line(trained, tmp_path, settings, words):
+def test_a_missing_calibration_is_refused_before_any_compute(trained, tmp_path):
     model, before = beside(trained, tmp_path / "a.json"), len(programs.compiled())
-    refused(lambda: model.generate(PROMPTS[0], **settings), words)
+    words = "a.json not found; nodes 'auto' needs the file that `treeflash calibrate` writes"
+    refused(lambda: model.generate(PROMPTS[0], nodes="auto"), words)
     assert len(programs.compiled()) == before
 
 

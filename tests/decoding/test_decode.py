@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from answers import read_texts
+from answers import SIZES, read_texts
 from compiled import copies_in_loops
 from conftest import RANDOM_DRAFTER, RANDOM_MODEL, random_pair
 from refusals import refused
@@ -22,21 +22,13 @@ from treeflash_jax.engine.results import Result
 from treeflash_jax.engine.settings import GenerateConfig
 from treeflash_jax.models import verifier
 
-TREE = {"nodes": 16, "candidates": 8, "children": 8}
+TREE = {"nodes": 16} | SIZES
 PROMPT = [3, 4, 5, 17, 29]
 
 
 @pytest.fixture(scope="module")
 def greedy(trained) -> Result:
     return trained.generate(PROMPT, max_new_tokens=60, **TREE)[0]
-
-
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_streaming_gives_the_same_answer(trained, greedy, rounds):
-    *chunks, result = trained.stream(PROMPT, max_new_tokens=60, rounds_per_dispatch=rounds, **TREE)
-    assert (result.ids, result.accept_lengths) == (greedy.ids, greedy.accept_lengths)
-    assert [i for chunk in chunks for i in chunk.ids] == greedy.ids
-    assert len(chunks) == 1 + -(-len(greedy.accept_lengths) // rounds)
 
 
 def test_tau_counts_only_tokens_of_the_answer(trained, greedy):
@@ -53,7 +45,7 @@ def test_tau_counts_only_tokens_of_the_answer(trained, greedy):
         assert result.tau == (count - 1) / len(result.accept_lengths)
         assert result.accepted_before_cut == greedy.accepted_before_cut[: len(result.accept_lengths)]
         assert result.cut == sum(result.accepted_before_cut) + 1 - count
-        *chunks, streamed = trained.stream(PROMPT, **TREE | ending)
+        *_, streamed = trained.stream(PROMPT, **TREE | ending)
         assert (streamed.accept_lengths, streamed.cut) == (result.accept_lengths, result.cut)
     assert trained.generate(PROMPT, max_new_tokens=before + 1, **TREE)[0].cut == greedy.accept_lengths[last] - 1 > 0
 
@@ -138,9 +130,18 @@ def test_tiny_temperatures_are_greedy(trained, greedy):
     [
         *(({name: value}, f"{name} {value!r}") for name, value in (
             ("max_new_tokens", 0), ("nodes", 0), ("block_size", 99), ("candidates", 132), ("children", 132),
-            ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.5), ("builder", "heap"), ("head", "linear"),
-            ("shortlist", -1), ("shortlist", 10**6),
+            ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.5), ("builder", "heap"), ("head", "linear"), ("branches", 0),
+            ("shortlist", -1), ("shortlist", 10**6), ("acceptance", "luck"), ("trunk", -1), ("skeleton", 1.5),
         )),
+        ({"attention": "flash9"}, "got attention 'flash9', expected one of "),
+        ({"builder": "hybrid", "nodes": 1}, "nodes 1"),
+        ({"acceptance": "traversal"}, "distribution 'deterministic', expected sampled nodes with their distribution"),
+        ({"builder": "hybrid", "acceptance": "block"}, "tree of distribution 'hybrid', expected one sampled path"),
+        ({"builder": "without-replacement", "acceptance": "k-sequential"}, "siblings drawn independently"),
+        ({"nodes": "many"}, "nodes 'many', expected a valid integer or 'auto'"),
+        ({"nodes": "auto", "builder": "chain"}, "builder 'chain', expected 'best-first' with nodes 'auto'"),
+        ({"nodes": "auto", "acceptance": "block"}, "acceptance 'block'"),
+        ({"nodes": "auto", "lanes": 2}, "lanes 2, expected None with nodes 'auto'"),
         ({"temperature": [0.0, 1.0]}, "2 values of temperature for 1 prompts"),
         ({"stop_ids": [131]}, "stop id 131"),
         ({"stop": "\n"}, "stop strings, but the verifier's folder has no tokenizer"),
